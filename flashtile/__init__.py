@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from flashtile.api.explain import Explanation, explain
     from flashtile.api.merge import merge_states
     from flashtile.api.score_profile import profile_scores
+    from flashtile.api.tree import tree_attention
 
 __version__ = "0.2.0"
 
@@ -58,6 +59,7 @@ __all__ = [
     "profile_scores",
     "record_calls",
     "sdpa",
+    "tree_attention",
     "use_compiled",
     "warmup",
 ]
@@ -78,6 +80,7 @@ _IN_MODULES = {
     "profile_scores": "flashtile.api.score_profile",
     "record_calls": "flashtile.compilation.calls",
     "sdpa": "flashtile.integrations.sdpa",
+    "tree_attention": "flashtile.api.tree",
     "use_compiled": "flashtile.backends.common.compiled_folder",
     "warmup": "flashtile.compilation.compiling",
 }

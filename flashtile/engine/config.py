@@ -1,11 +1,12 @@
 """Reading and validating a Hugging Face ``config.json``.
 
-All model families are one architecture with switches, listed in :data:`FAMILIES`. Settings that the switches
-cannot express, such as quantization or partial rotary embedding, raise an error that names the field.
+All model families are one architecture with switches (:mod:`flashtile.engine.families`). Settings that the
+switches cannot express, such as partial rotary embedding, raise an error that names the field.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -16,96 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flashtile.engine.families import FAMILIES, Family
+
 MAX_CONFIG_BYTES = 2**24
 MAX_SIZE = 2**24
 """Upper limit of every size in a config, such as ``hidden_size``. Larger ones are mistakes or attacks."""
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-
-@dataclass(frozen=True)
-class Family:
-    """How a family differs from Llama.
-
-    Attributes:
-        fields: the fields that the family's config class in Transformers has, with the class's defaults.
-            Any other field of ``config.json`` is ignored.
-        qkv_bias, o_bias: whether the attention's projections have a bias. None: ``attention_bias`` decides.
-        qk_norm: RMSNorm of each query and key head before the rotation (Qwen 3).
-        unit_norm: norms multiply by ``1 + weight``, and embeddings by ``sqrt(hidden_size)`` (Gemma).
-        sandwich_norm: norms also follow attention and MLP, before the residual is added (Gemma 2).
-        alternating: without ``layer_types``, every other layer has a sliding window, starting with the first.
-        sinks: each head has a learned attention sink.
-        experts: the MLP is a mixture of experts with gpt-oss's clamped SwiGLU.
-    """
-
-    fields: Mapping[str, Any] = field(compare=False)
-    qkv_bias: bool | None = None
-    o_bias: bool | None = None
-    qk_norm: bool = False
-    unit_norm: bool = False
-    sandwich_norm: bool = False
-    alternating: bool = False
-    sinks: bool = False
-    experts: bool = False
-
-
-COMMON = {
-    "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "head_dim": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu",
-    "rope_parameters": None, "rope_theta": 10000.0, "eos_token_id": None, "bos_token_id": None,
-}  # fmt: skip
-QWEN = {
-    **COMMON, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32,
-    "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096,
-    "max_window_layers": 28, "layer_types": None,
-}  # fmt: skip
-GPT_OSS_ROPE = {
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-    "original_max_position_embeddings": 4096,
-}  # fmt: skip
-
-FAMILIES = {
-    "llama": Family(
-        {
-            **COMMON, "intermediate_size": 11008, "num_key_value_heads": None,
-            "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False,
-            "eos_token_id": 2, "bos_token_id": 1,
-        }
-    ),
-    "mistral": Family(
-        {
-            **COMMON, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
-            "sliding_window": 4096, "layer_types": None, "eos_token_id": 2, "bos_token_id": 1,
-        }
-    ),
-    "qwen2": Family(QWEN, qkv_bias=True, o_bias=False),
-    "qwen3": Family({**QWEN, "head_dim": 128, "attention_bias": False}, qk_norm=True),
-    "gemma2": Family(
-        {
-            **COMMON, "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216,
-            "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-            "max_position_embeddings": 8192, "tie_word_embeddings": True, "attention_bias": False,
-            "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
-            "layer_types": None, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-            "eos_token_id": 1, "bos_token_id": 2,
-        },
-        unit_norm=True, sandwich_norm=True, alternating=True,
-    ),
-    "gpt_oss": Family(
-        {
-            **COMMON, "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
-            "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": True,
-            "rope_theta": 150000.0, "rope_parameters": GPT_OSS_ROPE, "sliding_window": 128,
-            "layer_types": None, "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702,
-            "swiglu_limit": 7.0,
-        },
-        alternating=True, sinks=True, experts=True,
-    ),
-}  # fmt: skip
-"""The families, keyed by ``model_type``."""
-
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+IN_VLLM = "; vLLM serves more models, on flashtile's attention: see docs/guides/vllm.md"
+SCALE_BLOCK = [128, 128]
+NO_ROPE = {"rope_type": "none"}
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
@@ -115,15 +36,23 @@ class ModelConfig:
 
     Attributes:
         rope: the parameters of the rotary embedding, ``rope_theta`` and ``rope_type`` among them.
+        local_rope: those of layers with a window, or None if they are the same.
+        no_rope_layers: layers without rotary embedding.
         windows: for each layer, how many earlier keys a query sees in addition to its own; -1 for all.
         softmax_scale: factor of the attention scores.
         attn_softcap, final_softcap: soft caps of the attention scores and of the logits; 0 for none.
         activation: "silu" or "gelu_tanh".
-        num_experts, experts_per_token, swiglu_alpha, swiglu_limit: parameters of gpt-oss's MLP. Other
-            families have 0 experts.
+        num_experts, experts_per_token: size of a mixture of experts, and how many of them a token gets.
+            Without a mixture there are 0 experts.
+        expert_size: intermediate size of an expert.
+        normalized: whether the weights of a token's experts sum to 1.
+        dense_layers: layers that have an MLP instead of experts.
+        swiglu_alpha, swiglu_limit: parameters of gpt-oss's activation function; 0 in other families.
         eos_token_ids: tokens that end a text.
         bos_token_id: the token that begins a text, or None.
         dtype: dtype of the stored weights as ``config.json`` names it, "float32" by default.
+        scales: "channel" or "block" (of 128 x 128) if the layers' matrices are stored in e4m3 with such
+            scales, or "".
     """
 
     model_type: str
@@ -137,6 +66,8 @@ class ModelConfig:
     norm_eps: float
     max_position_embeddings: int
     rope: dict[str, Any] = field(default_factory=lambda: {"rope_theta": 10000.0, "rope_type": "default"})
+    local_rope: dict[str, Any] | None = None
+    no_rope_layers: frozenset[int] = frozenset()
     windows: tuple[int, ...] = ()
     softmax_scale: float = 0.0
     attn_softcap: float = 0.0
@@ -148,15 +79,37 @@ class ModelConfig:
     mlp_bias: bool = False
     num_experts: int = 0
     experts_per_token: int = 0
+    expert_size: int = 0
+    normalized: bool = True
+    dense_layers: frozenset[int] = frozenset()
     swiglu_alpha: float = 0.0
     swiglu_limit: float = 0.0
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str = "float32"
+    scales: str = ""
 
     @property
     def family(self) -> Family:
         return FAMILIES[self.model_type]
+
+    def rope_of(self, layer: int) -> dict[str, Any]:
+        """Return the parameters of a layer's rotary embedding. Their ``rope_type`` is "none" without one."""
+        if layer in self.no_rope_layers:
+            return NO_ROPE
+        return self.rope if self.local_rope is None or self.windows[layer] < 0 else self.local_rope
+
+    @property
+    def ropes(self) -> list[dict[str, Any]]:
+        """The different results of :meth:`rope_of`, in the order of the layers."""
+        found: list[dict[str, Any]] = []
+        for layer in range(self.num_layers):
+            if self.rope_of(layer) not in found:
+                found.append(self.rope_of(layer))
+        return found
+
+    def has_experts(self, layer: int) -> bool:
+        return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
     def common_window(self) -> int:
@@ -170,10 +123,10 @@ class ModelConfig:
     def longest_sequence(self) -> int:
         """Maximum number of tokens of a sequence that the model supports.
 
-        With linear and YaRN scaling it can be larger than ``max_position_embeddings``.
+        With linear, dynamic and YaRN scaling it can be larger than ``max_position_embeddings``.
         """
         length, rope = self.max_position_embeddings, self.rope
-        if rope["rope_type"] not in ("linear", "yarn"):
+        if rope["rope_type"] not in ("linear", "dynamic", "yarn"):
             return length
         stretched = rope.get("original_max_position_embeddings", length) * rope["factor"]
         return max(length, int(min(MAX_SIZE, stretched)))
@@ -209,6 +162,19 @@ class _Fields:
         if not abs(number) <= sys.float_info.max or (positive and number <= 0):
             raise self.refuse(name, f"a {'positive ' * positive}number")
         return float(number)
+
+    def integers(self, name: str) -> list[int]:
+        value = self._get(name, [])
+        if not isinstance(value, list) or any(type(one) not in (int, bool) for one in value):
+            raise self.refuse(name, "a list of integers")
+        return value
+
+    def numbers(self, name: str, count: int) -> list[float]:
+        """Return a list of ``count`` positive numbers."""
+        value = self.values.get(name)
+        if not isinstance(value, list) or len(value) != count:
+            raise self.refuse(name, f"a list of {count} positive numbers")
+        return [_Fields({name: one}, self.source).number(name) for one in value]
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self._get(name, default)
@@ -284,6 +250,8 @@ def read_config(folder: Path) -> ModelConfig:
         NotImplementedError: the model is not supported; the message names the field.
     """
     path = folder / "config.json"
+    if not path.is_file() and (folder / "adapter_config.json").is_file():
+        raise NotImplementedError(f"{folder} has a LoRA adapter: merge it into its model first{IN_VLLM}")
     if not path.is_file():
         raise FileNotFoundError(f"{folder} must be a folder with a config.json")
     values = read_json(path)
@@ -312,13 +280,13 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
 
     ``source`` is the name of the file in errors.
     """
+    _refuse_unsupported(values, source)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise NotImplementedError(
-            f"{source}: model_type must be one of {', '.join(FAMILIES)}, got {model_type!r:.80}"
+            f"{source}: model_type must be one of {', '.join(FAMILIES)}, got {model_type!r:.80}{IN_VLLM}"
         )
     family = FAMILIES[model_type]
-    _refuse_unsupported(values, source)
     fields = _Fields(_with_defaults(values, family), source)
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads", most=2**14)
     kv_heads = fields.size("num_key_value_heads", heads, most=2**14)
@@ -331,6 +299,11 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
     gemma = "hidden_activation" in family.fields
     bias = fields.flag("attention_bias")
     experts = fields.size("num_local_experts", most=2**12) if family.experts else 0
+    expert_size, normalized = 0, True
+    if family.experts:
+        expert_size, normalized = fields.size(family.experts.inner), fields.flag("norm_topk_prob", True)
+    unrotated = _read_no_rope_layers(fields, layers)
+    rope, local_rope = _read_ropes(values, fields, family, head_dim)
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
     if dtype not in ("float16", "bfloat16", "float32"):
         raise NotImplementedError(f"{source}: dtype must be float16, bfloat16 or float32, got {dtype!r:.80}")
@@ -345,8 +318,10 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
         head_dim=head_dim,
         norm_eps=fields.number("rms_norm_eps"),
         max_position_embeddings=fields.size("max_position_embeddings"),
-        rope=_read_rope(values, fields, family),
-        windows=_read_windows(fields, layers, family),
+        rope=rope,
+        local_rope=local_rope,
+        no_rope_layers=unrotated,
+        windows=_read_windows(fields, layers, family, unrotated),
         softmax_scale=fields.number("query_pre_attn_scalar", head_dim) ** -0.5,
         attn_softcap=fields.number("attn_logit_softcapping", 0.0, positive=False),
         final_softcap=fields.number("final_logit_softcapping", 0.0, positive=False),
@@ -357,11 +332,15 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
         mlp_bias=fields.flag("mlp_bias"),
         num_experts=experts,
         experts_per_token=fields.size("num_experts_per_tok", most=experts) if experts else 0,
-        swiglu_alpha=fields.number("swiglu_alpha") if experts else 0.0,
-        swiglu_limit=fields.number("swiglu_limit") if experts else 0.0,
+        expert_size=expert_size,
+        normalized=normalized,
+        dense_layers=_read_dense_layers(fields, layers),
+        swiglu_alpha=fields.number("swiglu_alpha", 0.0, positive="swiglu_alpha" in family.fields),
+        swiglu_limit=fields.number("swiglu_limit", 0.0, positive="swiglu_limit" in family.fields),
         eos_token_ids=fields.ids("eos_token_id", vocab_size),
         bos_token_id=next(iter(fields.ids("bos_token_id", vocab_size)), None),
         dtype=dtype,
+        scales=_read_scales(values, source),
     )
 
 
@@ -382,71 +361,166 @@ def _with_defaults(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _refuse_unsupported(values: Mapping[str, Any], source: str) -> None:
-    if values.get("quantization_config"):
-        method = values["quantization_config"]
-        method = method.get("quant_method") if isinstance(method, Mapping) else method
+    for name in ("vision_config", "audio_config"):
+        if values.get(name):
+            raise NotImplementedError(f"{source}: {name} is not supported, only models of text{IN_VLLM}")
+    classes = values.get("architectures")
+    if isinstance(classes, list) and classes and not any(str(one).endswith("ForCausalLM") for one in classes):
         raise NotImplementedError(
-            f"{source}: quantization_config of a checkpoint is not supported, got {method!r:.80}"
+            f"{source}: architectures must have a model that generates text (...ForCausalLM), not embeddings "
+            f"or classes, got {classes!r:.80}{IN_VLLM}"
         )
     for name in ("use_bidirectional_attention", "per_layer_config"):
         if values.get(name):
             raise NotImplementedError(f"{source}: {name} is not supported, got {values[name]!r:.80}")
 
 
-def _read_rope(values: Mapping[str, Any], fields: _Fields, family: Family) -> dict[str, Any]:
-    """Return the rotary base and scaling as one dict.
+def _read_scales(values: Mapping[str, Any], source: str) -> str:
+    """Return what a checkpoint in e4m3 has scales of: "block" or "channel"; "" for weights in 16 or 32 bits.
+
+    Raises:
+        NotImplementedError: the checkpoint is quantized in another way.
+    """
+    given = values.get("quantization_config") or values.get("compression_config")
+    if not given:
+        return ""
+    given = given if isinstance(given, Mapping) else {"quant_method": given}
+    method, found = given.get("quant_method"), []
+    if method == "fp8":
+        found = [given.get("weight_block_size")]
+    elif method == "compressed-tensors" and isinstance(given.get("config_groups"), Mapping):
+        for group in given["config_groups"].values():
+            weights = group.get("weights") if isinstance(group, Mapping) else None
+            weights = weights if isinstance(weights, Mapping) else {}
+            e4m3 = (weights.get("type"), weights.get("num_bits")) == ("float", 8)
+            block = weights.get("block_structure") if weights.get("strategy") == "block" else None
+            found.append(block if e4m3 else "other")
+    if len({*map(str, found)}) != 1 or found[0] not in (None, SCALE_BLOCK):
+        raise NotImplementedError(
+            f"{source}: quantization_config must be fp8 or compressed-tensors in e4m3 with a scale for each "
+            f"tensor, channel or block of {SCALE_BLOCK}, got {method!r:.80}{IN_VLLM}"
+        )
+    return "block" if found[0] else "channel"
+
+
+def _read_ropes(
+    values: Mapping[str, Any], fields: _Fields, family: Family, head_dim: int
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the rotary base and scaling of all layers, and None; or of those without and with a window.
 
     Transformers 5 stores both in ``rope_parameters``; Transformers 4 splits them over ``rope_theta`` and
     ``rope_scaling``.
     """
     source = f"{fields.source}: rope_parameters"
-    given = values.get("rope_scaling") or fields.values["rope_parameters"]
+    scaling, given = values.get("rope_scaling"), fields.values["rope_parameters"]
+    given = scaling or given if scaling and not family.local_rope else given
     given = (family.fields["rope_parameters"] or {}) if given is None else given
     if not isinstance(given, Mapping):
         raise ConfigError(f"{source} must be an object, got {given!r:.80}")
+    read = functools.partial(_read_rope, values, fields, family, head_dim)
+    if family.local_rope:
+        kinds = "full_attention", "sliding_attention"
+        everywhere, local = (given.get(kind) or {} for kind in kinds)
+        scaling = scaling or {}
+        if not {*given} <= {*kinds} or not all(isinstance(x, Mapping) for x in (everywhere, local, scaling)):
+            raise NotImplementedError(f"{source} must be objects {' and '.join(kinds)}, got {given!r:.80}")
+        return read({**everywhere, **scaling}, "rope_theta"), read(local, "rope_local_base_freq")
     if any(isinstance(value, Mapping) for value in given.values()):
         raise NotImplementedError(
             f"{source} must be the same for all types of layers, got {sorted(given)!r:.80}"
         )
-    rope = _Fields({"rope_theta": fields.values["rope_theta"], **given}, source)
+    return read(given, "rope_theta"), None
+
+
+def _read_rope(
+    values: Mapping[str, Any], fields: _Fields, family: Family, head_dim: int, given: Mapping[str, Any],
+    base: str,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the rotary base and scaling of layers. Field ``base`` has the base unless ``given`` has it."""
+    source = f"{fields.source}: rope_parameters"
+    rope = _Fields({"rope_theta": fields.values[base], **given}, source)
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
+    kind = family.rope_types.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in ROPE_TYPES:
         raise NotImplementedError(
             f"{source}: rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r:.80}"
         )
-    rotated = rope.values.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1
-    if rotated != 1:
+    either = _Fields({**values, **rope.values}, source)
+    rotated = either.number("partial_rotary_factor", 1)
+    if rotated != 1 and "partial_rotary_factor" not in family.fields:
         raise NotImplementedError(f"{source}: partial_rotary_factor must be 1, got {rotated!r:.80}")
     found: dict[str, Any] = {
         "rope_type": kind,
-        "rope_theta": rope.number("rope_theta", family.fields["rope_theta"]),
+        "rope_theta": rope.number("rope_theta", family.fields[base]),
     }
-    if kind != "default":
+    if rotated != 1:
+        found["rotary_dim"] = int(head_dim * rotated)
+        if not 2 <= found["rotary_dim"] <= head_dim or found["rotary_dim"] % 2:
+            raise either.refuse("partial_rotary_factor", f"an even part of head_dim={head_dim}")
+    longest = fields.size("max_position_embeddings")
+    if kind not in ("default", "longrope"):
         found["factor"] = rope.number("factor")
-    if kind in ("llama3", "yarn"):
+    if kind in ("llama3", "yarn", "longrope"):
         name = "original_max_position_embeddings"
-        apart = _Fields(values, fields.source).number(name, fields.size("max_position_embeddings"))
-        found[name] = apart if values.get(name) is not None else rope.number(name, apart)
+        outer = _Fields({**values, **fields.values}, fields.source)
+        apart = outer.number(name, longest)
+        found[name] = apart if outer.values.get(name) is not None else rope.number(name, apart)
+    if kind == "dynamic":
+        found["original_max_position_embeddings"] = longest
+        if head_dim == 2:
+            raise fields.refuse("head_dim", "above 2 with rope_type 'dynamic'")
     if kind == "llama3":
         for name in ("low_freq_factor", "high_freq_factor"):
             found[name] = rope.number(name)
         if found["high_freq_factor"] <= found["low_freq_factor"]:
             raise rope.refuse("high_freq_factor", f"above low_freq_factor={found['low_freq_factor']}")
     if kind == "yarn":
-        for name in ("mscale", "mscale_all_dim"):
-            if rope.values.get(name):
-                raise NotImplementedError(f"{source}: {name} is not supported, got {rope.values[name]!r:.80}")
-        if found["rope_theta"] == 1:  # all pairs would rotate at the same frequency
-            raise rope.refuse("rope_theta", "other than 1 with rope_type 'yarn'")
-        found |= {name: rope.number(name, value) for name, value in (("beta_fast", 32.0), ("beta_slow", 1.0))}
-        # An absent field means true, null means false.
-        found["truncate"] = rope.flag("truncate", "truncate" not in rope.values)
-        if rope.values.get("attention_factor") is not None:
-            found["attention_factor"] = rope.number("attention_factor")
+        _read_yarn(rope, found)
+    if kind == "longrope":
+        pairs = found.get("rotary_dim", head_dim) // 2
+        found |= {name: rope.numbers(name, pairs) for name in ("short_factor", "long_factor")}
+        original = found["original_max_position_embeddings"]
+        factor = rope.number("factor", longest / original)
+        default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
+        found["attention_factor"] = rope.number("attention_factor", default)
     return found
 
 
-def _read_windows(fields: _Fields, layers: int, family: Family) -> tuple[int, ...]:
+def _read_yarn(rope: _Fields, found: dict[str, Any]) -> None:
+    """Add the parameters that only YaRN has to ``found``."""
+    for name in ("mscale", "mscale_all_dim"):
+        if rope.values.get(name):
+            raise NotImplementedError(
+                f"{rope.source}: {name} is not supported, got {rope.values[name]!r:.80}"
+            )
+    if found["rope_theta"] == 1:  # all pairs would rotate at the same frequency
+        raise rope.refuse("rope_theta", "other than 1 with rope_type 'yarn'")
+    found |= {name: rope.number(name, value) for name, value in (("beta_fast", 32.0), ("beta_slow", 1.0))}
+    # An absent field means true, null means false.
+    found["truncate"] = rope.flag("truncate", "truncate" not in rope.values)
+    if rope.values.get("attention_factor") is not None:
+        found["attention_factor"] = rope.number("attention_factor")
+
+
+def _read_no_rope_layers(fields: _Fields, layers: int) -> frozenset[int]:
+    """Return the layers without rotary embedding, which SmolLM 3 has."""
+    if "no_rope_layers" not in fields.values:
+        return frozenset()
+    if fields.values["no_rope_layers"] is None:
+        return frozenset(range(layers)[(every := fields.size("no_rope_layer_interval")) - 1 :: every])
+    has_rope = fields.integers("no_rope_layers")
+    if len(has_rope) < layers:
+        raise fields.refuse("no_rope_layers", f"a list of at least {layers} integers")
+    return frozenset(i for i in range(layers) if not has_rope[i])
+
+
+def _read_dense_layers(fields: _Fields, layers: int) -> frozenset[int]:
+    """Return the layers that have an MLP although other layers have experts, as in Qwen 3."""
+    every = fields.size("decoder_sparse_step", 1)
+    return frozenset({*fields.integers("mlp_only_layers")} | {i for i in range(layers) if (i + 1) % every})
+
+
+def _read_windows(fields: _Fields, layers: int, family: Family, unrotated: frozenset[int]) -> tuple[int, ...]:
     """Return the window of each layer: how many keys before the query are visible, -1 for all.
 
     Transformers' ``sliding_window`` also counts the query's own position, which is not counted here.
@@ -455,9 +529,12 @@ def _read_windows(fields: _Fields, layers: int, family: Family) -> tuple[int, ..
     if values.get("sliding_window") is None or not fields.flag("use_sliding_window", True):
         return (-1,) * layers
     window = fields.size("sliding_window", most=2**30) - 1
-    if kinds is None:
+    if kinds is None and "no_rope_layers" in values:
+        sliding = [i in unrotated for i in range(layers)]
+    elif kinds is None:
         first = fields.size("max_window_layers", 0, least=0)
-        sliding = [i >= first and not (family.alternating and i % 2) for i in range(layers)]
+        every = fields.size("sliding_window_pattern", family.full_every or layers + 1)
+        sliding = [i >= first and (i + 1) % every > 0 for i in range(layers)]
     else:
         allowed = ("sliding_attention", "full_attention")
         if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in allowed for kind in kinds):

@@ -1,8 +1,8 @@
 """The engine: accepts requests, computes one step at a time, and returns answers.
 
 While a step runs on the GPU, the next one is scheduled and launched. Then the tokens of the running step are
-read and appended to their answers. Penalties, beam search and logits processors need the last token on the
-host. If a request uses any of them, the tokens are read before the next step is scheduled.
+read and appended to their answers. Penalties, beam search, structured outputs and logits processors need the
+last token on the host. If a request uses any of them, the tokens are read before the next step is scheduled.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from flashtile.engine.sampler import stream_seed
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler, SchedulerOutput
 from flashtile.engine.speculation import DraftSpeculator, Speculator, accepted_path
+from flashtile.engine.structured import Structures, error_of
 from flashtile.engine.tokenizer import Tokenizer
 
 Prompt = str | list[int] | Mapping[str, Any]
@@ -101,6 +102,7 @@ class Engine:
         self._prompt_tokens = self._generation_tokens = 0
         ends = tokenizer.eos_token_ids if tokenizer else ()
         self.eos_token_ids = frozenset((*config.eos_token_ids, *ends))
+        self.structures = Structures(tokenizer, config.vocab_size, self.eos_token_ids)
 
     def add_request(
         self,
@@ -143,14 +145,19 @@ class Engine:
                 f"got {params.beam_width}"
             )
         number, ends = self._num_requests, frozenset(params.stop_token_ids or ())
-        seed = params.seed if isinstance(params, SamplingParams) else 0
+        structure: dict[str, Any] | None = None
+        seed: int | None = 0
+        if isinstance(params, SamplingParams):
+            structure, seed = params.structured_outputs, params.seed
+        matcher = None if structure is None else self.structures.matcher(structure)
         request = Request(
             request_id, number, text, tokens, params,
             max_outputs=min(room, room if params.max_tokens is None else params.max_tokens),
-            ends=ends if params.ignore_eos else ends | self.eos_token_ids,
+            ends=ends if params.ignore_eos and matcher is None else ends | self.eos_token_ids,
             seed=stream_seed(self.seed, number) if seed is None else seed,
             priority=as_int("priority", priority),
             salt=b"" if cache_salt is None else cache_salt.encode(),
+            matcher=matcher,
         )  # fmt: skip
         if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
@@ -380,14 +387,18 @@ class Engine:
         if scores is not None:
             sequence.logprobs.append(self._logprobs_of(token, scores))
             sequence.cumulative_logprob += scores.logprob
-        count = len(sequence.tokens) - request.num_prompt
-        if token in request.ends:
+        count, matcher = len(sequence.tokens) - request.num_prompt, sequence.matcher
+        if matcher is not None and not matcher.consume_token(token):  # a limit of the matcher was reached
+            self._fail(request, f"structured_outputs could not be continued: {error_of(matcher)}")
+        elif token in request.ends:
             stop = token if token in (params.stop_token_ids or ()) else None
             self.scheduler.finish(sequence, "stop", stop)
         elif params.stops:
             found = self._detokenizer(sequence).read(sequence.outputs, search=count > params.min_tokens)
             if found is not None:
                 self.scheduler.finish(sequence, "stop", found[1])
+        if sequence.state is not State.FINISHED and matcher is not None and matcher.is_stopped():
+            self.scheduler.finish(sequence, "stop")
         if sequence.state is not State.FINISHED and count >= request.max_outputs:
             self.scheduler.finish(sequence, "length")
 
@@ -452,6 +463,7 @@ class Engine:
             for sequence in request.sequences:
                 self._detokenizers.pop(sequence, None)
                 self._sent.pop(sequence, None)
+                sequence.matcher = None
                 if self.speculator is not None:
                     self.speculator.forget(sequence)
         return RequestOutput(

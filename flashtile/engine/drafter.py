@@ -60,7 +60,7 @@ class Drafter:
             capture: makes CUDA graphs of the passes; None to run them directly.
         """
         sequences = [entry.sequence for entry in entries]
-        batch, captured = len(entries), capture is not None and not self.model.config.num_experts
+        batch, captured = len(entries), capture is not None
         padded = graph_batch(batch) if captured and batch <= MAX_GRAPH_BATCH else batch
         captured = captured and batch <= MAX_GRAPH_BATCH
         spare = [0] * (padded - batch)

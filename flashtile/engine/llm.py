@@ -531,7 +531,8 @@ def _table_bytes(model: Model, length: int, seqs: int, block_size: int, blocks: 
         return 0
     positions = max(0, min(length, blocks * block_size))
     rows = seqs + 1  # the block table has one more row, for padding sequences
-    return 4 * (positions * model.config.head_dim + rows * -(-positions // block_size))
+    tables = len(model.config.ropes) * model.config.head_dim
+    return 4 * (positions * tables + rows * -(-positions // block_size))
 
 
 def _cache_dtype(name: Any, dtype: torch.dtype) -> torch.dtype:

@@ -6,7 +6,7 @@ import copy
 
 import torch
 
-from flashtile.engine.model import Model, StepInput
+from flashtile.engine.model import Experts, Model, StepInput
 
 CPU_CACHE_BYTES = 2**30
 """Bytes of the KV cache on a CPU, unless ``kv_cache_memory_bytes`` is given."""
@@ -38,7 +38,7 @@ def memory_left(model: Model, max_num_batched_tokens: int, block_size: int, util
 def run_one_layer(model: Model, tokens: int, block_size: int) -> int:
     """Run a step of one prompt of ``tokens`` tokens through one layer, so that memory can be measured.
 
-    One layer suffices, because layers run one after another and each needs the same temporary memory. The
+    One layer suffices, because layers run one after another and need the same temporary memory. The
     prompt is limited to the positions of the rotary tables.
 
     Returns:
@@ -46,7 +46,9 @@ def run_one_layer(model: Model, tokens: int, block_size: int) -> int:
     """
     config, device = model.config, model.embedding.device
     one = copy.copy(model)
-    one.layers = model.layers[-1:]  # the last layer, because the others prepare the next layer's input
+    # The last layer with experts, which need more memory, or else the last layer: it prepares no next input.
+    with_experts = [layer for layer in model.layers if isinstance(layer.mlp, Experts)]
+    one.layers = (with_experts or model.layers)[-1:]
     caches = torch.zeros(
         2, 1, -(-tokens // block_size), block_size, model.kv_heads, config.head_dim,
         dtype=model.embedding.dtype, device=device,

@@ -11,15 +11,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from flashtile.api.decode import append_kvcache, flash_attn_with_kvcache
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.rotary import rotary_tables
-from flashtile.engine.weights import Shard, Weights, quantized
+from flashtile.engine.weights import SCALE, Shard, Weights, quantized
 from flashtile.linear import BeforeNorm, linear, linear_before_norm, linear_qkv
 from flashtile.reference.decode import rotate
+from flashtile.reference.linear import scaled_weight
 
 SWIGLU = "silu_and_mul"
 FEW_ROWS = 64
@@ -68,16 +70,27 @@ class Cache(NamedTuple):
 
 
 class Matrix:
-    """A weight (N, K), stored as given, or in e4m3 with a scale for each row.
+    """A weight (N, K), stored as given, or in e4m3 with a scale for each row or block.
 
     ``matrix(x)`` computes ``x @ weight.T``, with the options of :meth:`__call__`.
     """
 
-    def __init__(self, weight: Tensor, fp8: bool):
-        self.weight = weight
-        self.scale: Tensor | None = None
-        if fp8:
+    def __init__(self, weight: Tensor, fp8: bool, scale: Tensor | None = None):
+        self.weight, self.scale = weight, scale
+        if fp8 and scale is None:
             self.weight, self.scale = quantized(weight)
+
+    @classmethod
+    def joined(cls, weights: Weights, block: str, names: tuple[str, ...], fp8: bool) -> Matrix:
+        """Return the projections ``names`` of a block as one matrix."""
+        weight, scale = _joined(weights, block, names, "weight"), None
+        if weight.dtype == torch.float8_e4m3fn:
+            scale = _joined(weights, block, names, f"weight{SCALE}")
+        return cls(weight, fp8, scale)
+
+    def widened(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight, times its scales, in ``dtype``."""
+        return self.weight if self.scale is None else scaled_weight(self.weight, self.scale, dtype)
 
     def __call__(
         self,
@@ -148,23 +161,25 @@ class Attention:
         self.head_dim, self.eps = c.head_dim, c.norm_eps
         self.heads, self.kv_heads = c.num_heads // ranks.world, c.num_kv_heads // ranks.world
         self.window, self.scale, self.softcap = c.windows[layer], c.softmax_scale, c.attn_softcap
-        self.qkv = Matrix(torch.cat([weights(f"{name}.{part}_proj.weight") for part in "qkv"]), fp8)
-        self.qkv_bias = self.o_bias = self.q_norm = self.k_norm = self.sink = None
+        self.ranks, self.norm_all = ranks, c.family.qk_norm == "all"
+        self.qkv = Matrix.joined(weights, name, c.family.qkv, fp8)
+        self.qkv_bias = self.o_bias = self.sink = None
+        self.q_norm: Norm | None = None
         if c.qkv_bias:
-            self.qkv_bias = torch.cat([weights(f"{name}.{part}_proj.bias") for part in "qkv"])
-        self.o = Matrix(weights(f"{name}.o_proj.weight"), fp8)
+            self.qkv_bias = _joined(weights, name, c.family.qkv, "bias")
+        self.o = Matrix.joined(weights, name, ("o_proj",), fp8)
         if c.o_bias and ranks.rank == 0:  # the ranks' results are summed, so only rank 0 adds the bias
             self.o_bias = weights(f"{name}.o_proj.bias")
         if c.family.qk_norm:
-            self.q_norm, self.k_norm = (weights(f"{name}.{part}_norm.weight") for part in "qk")
+            self.q_norm, self.k_norm = (Norm(c, weights(f"{name}.{part}_norm.weight")) for part in "qk")
         if c.family.sinks:
             self.sink = weights(f"{name}.sinks").float()
 
     def __call__(
-        self, x: Hidden, norm: Norm, step: StepInput, cache: Cache, residual: Hidden | None,
+        self, x: Hidden, norm: Norm | None, step: StepInput, cache: Cache, residual: Hidden | None,
         following: Norm | None = None,
     ) -> Any:  # fmt: skip
-        """Normalise x (total_new, hidden_size) by ``norm``, apply attention, and add ``residual``.
+        """Normalise x (total_new, hidden_size) by ``norm`` if given, apply attention, and add ``residual``.
 
         If ``following``, the next norm, is given, the result is a :class:`BeforeNorm`: the sum, the sum times
         the weight of ``following``, and the RMS factor of each row.
@@ -175,12 +190,12 @@ class Attention:
         out = out.reshape(len(step.tokens), -1)
         return self.o(out, self.o_bias, residual=residual, following=following)
 
-    def _attend_to_few(self, x: Hidden, norm: Norm, step: StepInput, cache: Cache) -> Tensor | None:
+    def _attend_to_few(self, x: Hidden, norm: Norm | None, step: StepInput, cache: Cache) -> Tensor | None:
         """Attend after a fused QKV product, which also applies rotary embedding and appends keys and values.
 
         Returns None for chunks of prompts and for models that the kernel does not serve.
         """
-        if step.seqused_k is None or self.q_norm is not None or not norm.fused:
+        if step.seqused_k is None or self.q_norm is not None or norm is None or not norm.fused:
             return None
         x, normed = operand(x, norm)
         if cache.k.dtype != x.dtype:
@@ -204,12 +219,14 @@ class Attention:
             return {"tree_mask": step.tree_mask}
         return {"causal": True, "window_size": (self.window, -1)}
 
-    def _attend(self, x: Hidden, norm: Norm, step: StepInput, cache: Cache) -> Tensor:
+    def _attend(self, x: Hidden, norm: Norm | None, step: StepInput, cache: Cache) -> Tensor:
         heads = (self.heads, self.kv_heads, self.kv_heads)
         qkv = self.qkv(x, self.qkv_bias, norm=norm).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split(heads, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
+        if self.norm_all:
+            q, k = self._norm_all_heads(q, k)
+        elif self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         ragged = step.cu_seqlens_q is not None
         common: dict[str, Any] = {
             "block_table": step.block_table, "softmax_scale": self.scale, "softcap": self.softcap,
@@ -233,22 +250,39 @@ class Attention:
             rotary_interleaved=False, **common,
         )  # fmt: skip
 
+    def _norm_all_heads(self, q: Tensor, k: Tensor) -> list[Tensor]:
+        """Apply RMSNorm over all heads of all ranks to q and to k, each (total_new, heads, head_dim)."""
+        assert self.q_norm is not None
+        squares = torch.stack([x.float().square().mean((1, 2)) for x in (q, k)], -1)
+        factors = (self.ranks.sum(squares) / self.ranks.world + self.eps).rsqrt().unsqueeze(-1)
+        return [
+            (x.float() * factors[:, i : i + 1] * norm.weight.float().view(x.shape[1:])).to(x.dtype)
+            for i, (x, norm) in enumerate(((q, self.q_norm), (k, self.k_norm)))
+        ]
+
+
+def _joined(weights: Weights, block: str, names: tuple[str, ...], kind: str) -> Tensor:
+    """Return weights or biases of projections, one after another."""
+    found = [weights(f"{block}.{name}.{kind}") for name in names]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
 
 class MLP:
     """Gated MLP, which computes down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, ranks: Ranks, fp8: bool):
         name, self.silu = f"model.layers.{layer}.mlp", config.activation == "silu"
-        gate_up = torch.cat([weights(f"{name}.{part}_proj.weight") for part in ("gate", "up")])
-        self.gate_up = Matrix(gate_up, fp8)
-        self.down = Matrix(weights(f"{name}.down_proj.weight"), fp8)
+        self.gate_up = Matrix.joined(weights, name, config.family.gate_up, fp8)
+        self.down = Matrix.joined(weights, name, ("down_proj",), fp8)
         self.gate_up_bias = self.down_bias = None
         if config.mlp_bias:
-            self.gate_up_bias = torch.cat([weights(f"{name}.{part}_proj.bias") for part in ("gate", "up")])
+            self.gate_up_bias = _joined(weights, name, config.family.gate_up, "bias")
             self.down_bias = weights(f"{name}.down_proj.bias") if ranks.rank == 0 else None
 
-    def __call__(self, x: Hidden, norm: Norm, residual: Hidden | None, following: Norm | None = None) -> Any:
-        """Normalise x (total_new, hidden_size) by ``norm``, apply the MLP, and add ``residual``.
+    def __call__(
+        self, x: Hidden, norm: Norm | None, residual: Hidden | None, following: Norm | None = None
+    ) -> Any:
+        """Normalise x (total_new, hidden_size) by ``norm`` if given, apply the MLP, and add ``residual``.
 
         If ``following``, the next norm, is given, the result is a :class:`BeforeNorm`: the sum, the sum times
         the weight of ``following``, and the RMS factor of each row.
@@ -262,65 +296,112 @@ class MLP:
 
 
 class Experts:
-    """gpt-oss's mixture of experts: a loop over the experts in use, each on the tokens routed to it."""
+    """A mixture of experts: each token goes through the few gated MLPs that the router chooses for it."""
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, ranks: Ranks):
-        name = f"model.layers.{layer}.mlp"
-        self.per_token, self.alpha, self.limit = (
-            config.experts_per_token, config.swiglu_alpha, config.swiglu_limit,
-        )  # fmt: skip
-        self.router, self.router_bias = weights(f"{name}.router.weight"), weights(f"{name}.router.bias")
-        self.gate_up = weights(f"{name}.experts.gate_up_proj").transpose(1, 2).contiguous()
-        self.gate_up_bias = weights(f"{name}.experts.gate_up_proj_bias")
-        self.down = weights(f"{name}.experts.down_proj").transpose(1, 2).contiguous()
-        self.down_bias = weights(f"{name}.experts.down_proj_bias")
-        if ranks.rank:
-            self.down_bias = torch.zeros_like(self.down_bias)
+        c, names = config, config.family.experts
+        assert names is not None
+        block = f"model.layers.{layer}.{names.block}"
+        self.per_token, self.normalized, self.silu = c.experts_per_token, c.normalized, c.activation == "silu"
+        self.alpha, self.limit = c.swiglu_alpha, c.swiglu_limit
+        self.router = weights(f"{block}.{names.router}.weight")
+        self.numbers = torch.arange(c.num_experts, device=self.router.device)
+        self.router_bias = None
+        self.bias: tuple[Tensor, Tensor] | None = None  # of gate_up and of down
+        if names.stacked:
+            self.router_bias = weights(f"{block}.{names.router}.bias")
+            self.gate_up, self.down = (
+                weights(f"{block}.experts.{part}").transpose(1, 2).contiguous()
+                for part in ("gate_up_proj", "down_proj")
+            )
+            bias, down_bias = (weights(f"{block}.experts.{one}_proj_bias") for one in ("gate_up", "down"))
+            self.gate_up, bias = (torch.cat([x[:, ::2], x[:, 1::2]], 1) for x in (self.gate_up, bias))
+            self.bias = bias, torch.zeros_like(down_bias) if ranks.rank else down_bias
+        else:
+            dtype = self.router.dtype
+            experts = [f"{block}.experts.{expert}" for expert in range(c.num_experts)]
+            self.gate_up, self.down = (
+                torch.stack([Matrix.joined(weights, one, part, False).widened(dtype) for one in experts])
+                for part in (names.gate_up, (names.down,))
+            )
 
-    def __call__(self, x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
-        """Normalise x (total_new, hidden_size) by ``norm``, apply the experts, and add ``residual``."""
-        x = norm(x)
-        scores, chosen = linear(x, self.router, self.router_bias).topk(self.per_token)
-        shares = scores.softmax(-1)
+    def __call__(self, x: Tensor, norm: Norm | None, residual: Tensor | None) -> Tensor:
+        """Normalise x (total_new, hidden_size) by ``norm`` if given, apply the experts, add ``residual``."""
+        x = x if norm is None else norm(x)
+        shares, chosen = self._route(x)
+        on_host = x.device.type == "cpu" and not isinstance(x, FakeTensor)
+        if not on_host and x.dtype in (torch.float16, torch.bfloat16):
+            parts = self._products(x, chosen)
+            if residual is None:
+                return torch.bmm(shares.unsqueeze(1), parts).squeeze(1)
+            return torch.baddbmm(residual.unsqueeze(1), shares.unsqueeze(1), parts).squeeze(1)
         out = torch.zeros_like(x) if residual is None else residual.clone()
-        for expert in chosen.unique().tolist():
-            token, place = (chosen == expert).nonzero(as_tuple=True)
-            gate_up = linear(x[token], self.gate_up[expert], self.gate_up_bias[expert])
-            gate = gate_up[:, ::2].clamp(max=self.limit)
-            up = gate_up[:, 1::2].clamp(-self.limit, self.limit)
-            inner = (up + 1) * gate * torch.sigmoid(self.alpha * gate)
-            partial = linear(inner, self.down[expert], self.down_bias[expert])
-            out.index_add_(0, token, partial * shares[token, place, None])
+        # On a GPU the host does not wait for the choice. Every expert gets all tokens, and tokens that did
+        # not choose it have a share of 0.
+        every_token = torch.arange(len(x), device=x.device)
+        for expert in chosen.unique().tolist() if on_host else range(len(self.down)):
+            is_chosen = chosen == expert
+            token = every_token[is_chosen.any(-1)] if on_host else every_token
+            b, c = (None, None) if self.bias is None else (one[expert] for one in self.bias)
+            inner = self._activate(linear(x[token], self.gate_up[expert], b))
+            share = (shares * is_chosen).sum(-1, keepdim=True)
+            out.index_add_(0, token, linear(inner, self.down[expert], c) * share[token])
         return out
+
+    def _products(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """Return the results (total_new, per_token, hidden_size) of each token's experts, without host syncs.
+
+        The pairs of a token and an expert are sorted by expert.
+        """
+        from flashtile.backends.portable.linear.grouped import grouped_linear
+
+        numbers, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(numbers, self.numbers, right=True, out_int32=True)
+        b, c = (None, None) if self.bias is None else self.bias
+        gate_up = grouped_linear(x, self.gate_up, b, order // self.per_token, ends, gather=True)
+        out = grouped_linear(self._activate(gate_up), self.down, c, order, ends, gather=False)
+        return out.view(len(x), self.per_token, -1)
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (shares in the dtype of x, numbers) of each token's experts, both (total_new, per_token)."""
+        scores = linear(x, self.router, self.router_bias).float()
+        best, chosen = scores.topk(self.per_token)
+        total = (best if self.normalized else scores).logsumexp(-1, keepdim=True)
+        return (best - total).exp().to(x.dtype), chosen
+
+    def _activate(self, gate_up: Tensor) -> Tensor:
+        """Return activation(gate) * up, for the halves gate and up of the columns."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        if self.alpha:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+            return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
+        return (F.silu(gate) if self.silu else F.gelu(gate, approximate="tanh")) * up
 
 
 class Layer:
     """A decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    Gemma 2 also normalises the results of attention and MLP.
+    Gemma also normalises the results of attention and MLP, and OLMo 2 only those.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, ranks: Ranks, fp8: bool):
-        name = f"model.layers.{layer}"
-
-        def norm(part: str) -> Norm:
-            return Norm(config, weights(f"{name}.{part}_layernorm.weight"))
-
         self.attention = Attention(config, weights, layer, ranks, fp8)
         self.mlp: MLP | Experts
-        if config.num_experts:
+        if config.has_experts(layer):
             self.mlp = Experts(config, weights, layer, ranks)
         else:
             self.mlp = MLP(config, weights, layer, ranks, fp8)
-        self.before_attention, self.before_mlp = norm("input"), norm("post_attention")
-        self.sandwich, self.ranks = config.family.sandwich_norm, ranks
+        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
+            None if name is None else Norm(config, weights(f"model.layers.{layer}.{name}_layernorm.weight"))
+            for name in config.family.norms
+        )
+        self.ranks = ranks
+        self.rope = config.ropes.index(config.rope_of(layer))  # number of the layer's rotary tables
         self.following: Norm | None = None  # the next layer's first norm
         # Attention and MLP may prepare their result for the next norm (see Hidden) only if the next norm
         # follows directly. An all-reduce or a second norm in between would change the result.
-        self.prepares = ranks.world == 1 and self.before_mlp.fused and not self.sandwich
-        if self.sandwich:
-            self.after_attention = self.before_mlp
-            self.before_mlp, self.after_mlp = norm("pre_feedforward"), norm("post_feedforward")
+        fused = self.before_mlp is not None and self.before_mlp.fused
+        self.prepares = ranks.world == 1 and fused and self.after_attention is None
 
     def __call__(self, x: Hidden, step: StepInput, cache: Cache) -> Any:
         add = self.ranks.sum
@@ -328,7 +409,7 @@ class Layer:
             x = self.attention(x, self.before_attention, step, cache, x, self.before_mlp)
             return self.mlp(x, self.before_mlp, x, self.following)
         assert isinstance(x, Tensor)
-        if self.sandwich:
+        if self.after_attention is not None and self.after_mlp is not None:
             x = x + self.after_attention(add(self.attention(x, self.before_attention, step, cache, None)))
             return x + self.after_mlp(add(self.mlp(x, self.before_mlp, None)))
         within, after = self.ranks.split_residual(x)
@@ -360,7 +441,8 @@ class Model:
         self.embedding = weights("model.embed_tokens.weight")
         self.layers = [Layer(config, weights, layer, ranks, fp8) for layer in range(config.num_layers)]
         for layer, following in pairwise(self.layers):
-            layer.following = following.before_attention
+            if isinstance(following.mlp, MLP):  # layers with experts do not take prepared states
+                layer.following = following.before_attention
         self.norm = Norm(config, weights("model.norm.weight"))
         if config.tie_word_embeddings:
             head = self.embedding[Shard(ranks.rank, ranks.world).slice(config.vocab_size)]
@@ -371,8 +453,8 @@ class Model:
 
     def set_positions(self, count: int) -> None:
         """Make rotary tables of ``count`` positions. Call it before the first step."""
-        cos, sin = rotary_tables(self.config.rope, self.config.head_dim, count)
-        self.rotary = cos.to(self.embedding.device), sin.to(self.embedding.device)
+        tables = [rotary_tables(rope, self.config.head_dim, count) for rope in self.config.ropes]
+        self.rotary = [table.to(self.embedding.device) for pair in tables for table in pair]
 
     def hidden(self, step: StepInput, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Append keys and values, and return the last layer's hidden states (total_new, hidden_size).
@@ -389,7 +471,7 @@ class Model:
         if self.config.family.unit_norm:
             x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)
         for layer, k, v in zip(self.layers, k_cache, v_cache, strict=True):
-            x = layer(x, step, Cache(k, v, *self.rotary))
+            x = layer(x, step, Cache(k, v, *self.rotary[2 * layer.rope : 2 * layer.rope + 2]))
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

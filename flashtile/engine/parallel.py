@@ -309,7 +309,7 @@ def local_device() -> str | None:
 
 def check_divides(config: Any, world: int) -> None:
     """Raise NotImplementedError if a size of the model is not divisible by the number of processes."""
-    sizes = ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
+    sizes = ("num_heads", "num_kv_heads", "intermediate_size", "expert_size", "vocab_size")
     for name in sizes:
         if getattr(config, name) % world:
             raise NotImplementedError(

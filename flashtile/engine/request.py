@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from enum import Enum
+from typing import Any
 
 from flashtile.engine.outputs import RequestMetrics, TokenLogprobs
 from flashtile.engine.sampling_params import BeamSearchParams, SamplingParams
@@ -38,12 +39,13 @@ class Sequence:
         parents: the parent of each guess (:class:`flashtile.engine.speculation.Guesses`).
         held: excluded from steps, because it is a beam and the tokens of the other beams are not known yet.
         logprobs, cumulative_logprob: log-probabilities of the answer's tokens, if they were requested.
+        matcher: knows the tokens that may follow ``tokens`` (:mod:`flashtile.engine.structured`). None: all.
     """
 
     __slots__ = (
         "block_sequence", "cumulative_logprob", "finish_reason", "forked", "guesses", "held", "index",
-        "logprobs", "num_cached", "num_computed", "order", "parents", "pending", "request", "state",
-        "stop_reason", "tokens",
+        "logprobs", "matcher", "num_cached", "num_computed", "order", "parents", "pending", "request",
+        "state", "stop_reason", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, tokens: list[int]):
@@ -58,6 +60,7 @@ class Sequence:
         self.stop_reason: str | int | None = None
         self.logprobs: list[TokenLogprobs] = []
         self.cumulative_logprob = 0.0
+        self.matcher: Any = None if request.matcher is None else request.matcher.deep_copy()
 
     @property
     def num_tokens(self) -> int:
@@ -91,6 +94,7 @@ class Request:
         sequences: the answers: one until the prompt is computed, then ``n``, or the beams of a beam search.
         salt: only requests with the same salt share blocks through the prefix cache.
         aborted: whether the request was aborted.
+        matcher: matcher of ``structured_outputs`` at the start of an answer, or None.
     """
 
     def __init__(
@@ -106,6 +110,7 @@ class Request:
         seed: int = 0,
         priority: int = 0,
         salt: bytes = b"",
+        matcher: Any = None,
     ):
         self.request_id, self.number, self.prompt = request_id, number, prompt
         self.prompt_token_ids, self.num_prompt = prompt_token_ids, len(prompt_token_ids)
@@ -114,7 +119,7 @@ class Request:
         self.num_cached_tokens = 0
         self.metrics = RequestMetrics(time.monotonic())
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self.aborted = False
+        self.aborted, self.matcher = False, matcher
         self.sequences = [Sequence(self, 0, list(prompt_token_ids))]
 
     @property

@@ -28,6 +28,7 @@ from flashtile.engine.sampling_params import BeamSearchParams
 from flashtile.engine.scheduler import COPY, SWAP_OUT, Entry, SchedulerOutput
 from flashtile.engine.speculation import UNKNOWN, depths, visible
 from flashtile.engine.step_calls import LOGITS_ROWS
+from flashtile.engine.structured import mask
 from flashtile.kv_cache import BlockManager
 from flashtile.kv_cache.paged import move_blocks
 
@@ -191,8 +192,7 @@ class Runner:
         # step computes this token again.
         self.max_verified = len(parents) + 1 + self.has_siblings if parents else 1
         self.known = torch.zeros(rows + 1, 1 + len(parents), dtype=torch.int32, device=self.device)
-        # A mixture of experts loops on the host over the experts in use, which a graph cannot capture.
-        self.capture = Capture(self.device) if capture and on_gpu and not config.num_experts else None
+        self.capture = Capture(self.device) if capture and on_gpu else None
         self.graphs: dict[Form, Callable[[], None]] = {}
         # The buffer of inputs has room for the largest step. A step's inputs include the changed entries of
         # the block table, at most MAX_CHANGES of them. CUDA graphs read their inputs from this buffer.
@@ -438,6 +438,8 @@ class Runner:
                 adjust(logits[i], samples[i])
             except Exception as error:  # a logits processor failed: the other requests continue
                 in_flight.failed[i] = f"{type(error).__name__}: {error}"
+        if draw.structured:
+            logits = mask(logits, [(samples[i].matcher, i) for i in draw.structured])
         tokens = self.ranks.broadcast(choose(logits, draw.choice, positions.positions))
         self.known[:, 0].index_copy_(0, positions.rows, tokens.int())
         in_flight.samples, in_flight.tokens = samples, tokens

@@ -57,12 +57,14 @@ class Draw:
         choice: their sampling parameters on the device.
         adjusted: rows whose logits may have to be changed before the draw.
         scored: (row, number of log-probabilities) of the rows for which they were requested.
+        structured: rows whose tokens a structure restricts.
     """
 
     samples: tuple[Sequence, ...]
     choice: Choice
     adjusted: list[int]
     scored: list[tuple[int, int]]
+    structured: list[int]
 
 
 class Draws:
@@ -92,6 +94,7 @@ class Draws:
             choice,
             [i for i, sample in enumerate(samples) if needs_adjusting(sample)],
             [(i, count) for i, count in counts if count is not None],
+            [i for i, sample in enumerate(samples) if sample.matcher is not None],
         )
         return self._last
 
@@ -305,7 +308,8 @@ def needs_adjusting(sample: Sequence) -> bool:
     """Whether the sample's logits are changed before the draw."""
     params = sample.request.params
     return isinstance(params, SamplingParams) and bool(
-        params.reads_tokens
+        params.penalises
+        or params.logits_processors
         or params.logit_bias
         or params.allowed_token_ids
         or sample.num_outputs - 1 < params.min_tokens

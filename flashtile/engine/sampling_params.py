@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,6 +21,14 @@ MAX_N = 1024
 MAX_STOPS = 64
 MAX_LISTED = 2**16
 """Largest number of entries of logit_bias, allowed_token_ids and stop_token_ids."""
+STRUCTURES = {
+    "json": "a JSON schema, which is a dict or its text,",
+    "json_object": "True",
+    "regex": "a string that is not empty",
+    "choice": "a list of strings that is not empty",
+    "grammar": "a string that is not empty",
+}
+"""Keys of structured_outputs, with descriptions of their values for errors."""
 
 
 class RequestOutputKind(Enum):
@@ -63,6 +72,10 @@ class SamplingParams:
         skip_special_tokens: leave the tokenizer's special tokens out of the text.
         include_stop_str_in_output: keep the stop text or end token in the answer's text.
         output_kind: contents of the request's outputs (:class:`RequestOutputKind`).
+        structured_outputs: what the answer's text must match, a dict with one key: ``{"json": schema}`` (a
+            dict or its text), ``{"json_object": True}``, ``{"regex": text}``, ``{"choice": [text, ...]}`` or
+            ``{"grammar": text}`` (llguidance's Lark). The answer ends when no continuation would match. End
+            tokens are chosen only where the text matches, also with ``ignore_eos``. Needs llguidance.
         logit_bias: dict from a token to the number added to its logit, from -100 to 100.
         allowed_token_ids: the only tokens that may be chosen.
         bad_words: not supported; forbid tokens with ``logit_bias`` or a logits processor.
@@ -100,7 +113,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    structured_outputs: Any = None
+    structured_outputs: dict[str, Any] | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
@@ -135,6 +148,8 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids must not be empty, got []")
         self.logit_bias = _bias(self.logit_bias)
+        if self.structured_outputs is not None:
+            self.structured_outputs = _structure(self.structured_outputs)
         self._refuse_unsupported()
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             check_flag(name, getattr(self, name))
@@ -148,7 +163,7 @@ class SamplingParams:
         self.logits_processors = list(processors)
 
     def _refuse_unsupported(self) -> None:
-        for name in ("structured_outputs", "bad_words", "extra_args", "logprob_token_ids"):
+        for name in ("bad_words", "extra_args", "logprob_token_ids"):
             if getattr(self, name):
                 raise NotImplementedError(f"{name} is not supported, got {getattr(self, name)!r:.60}")
         if self.spaces_between_special_tokens is not True:
@@ -172,8 +187,8 @@ class SamplingParams:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether penalties or logits processors make the logits depend on the previous tokens."""
-        return self.penalises or bool(self.logits_processors)
+        """Whether penalties, logits processors or structured outputs depend on the previous tokens."""
+        return self.penalises or bool(self.logits_processors) or self.structured_outputs is not None
 
 
 @dataclass
@@ -244,6 +259,35 @@ def _tokens(name: str, value: Any) -> list[int]:
     if len(found) > MAX_LISTED:
         raise ValueError(f"{name} must be at most {MAX_LISTED} tokens, got {len(found)}")
     return [as_int_within(name, token, 0, 2**31 - 1) for token in found]
+
+
+def _structure(value: Any) -> dict[str, Any]:
+    """Validate ``structured_outputs`` and return a dict with one key. Values of None count as absent."""
+    pairs = value.items() if isinstance(value, Mapping) else ()
+    given = {kind: one for kind, one in pairs if one is not None}
+    if len(given) != 1 or not given.keys() <= STRUCTURES.keys():
+        allowed = ", ".join(STRUCTURES)
+        raise ValueError(f"structured_outputs must be a dict with one of {allowed}, got {value!r:.60}")
+    ((kind, one),) = given.items()
+    if kind == "json":
+        fits = _is_schema(one)
+    elif kind == "json_object":
+        fits = one is True
+    elif kind == "choice":
+        fits = isinstance(one, (list, tuple)) and bool(one) and all(isinstance(text, str) for text in one)
+    else:
+        fits = isinstance(one, str) and bool(one)
+    if not fits:
+        raise TypeError(f"structured_outputs must have {STRUCTURES[kind]} as {kind}, got {one!r:.60}")
+    return given
+
+
+def _is_schema(value: Any) -> bool:
+    """Whether a value is a JSON object, as a dict or as text."""
+    try:
+        return isinstance(json.loads(value if isinstance(value, str) else json.dumps(value)), dict)
+    except (TypeError, ValueError, RecursionError):
+        return False
 
 
 def _bias(value: Any) -> dict[int, float] | None:

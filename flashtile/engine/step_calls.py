@@ -22,9 +22,9 @@ from flashtile.api.decode import copy_blocks
 from flashtile.compilation.calls import Call, Signature, calls_of
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.device import MAX_GRAPH_BATCH, graph_batch
-from flashtile.engine.model import FEW_ROWS, Model, StepInput
+from flashtile.engine.model import FEW_ROWS, Experts, Model, StepInput
 from flashtile.engine.parallel import Ranks
-from flashtile.engine.weights import Shard, parameters
+from flashtile.engine.weights import BLOCK, SCALE, Shard, may_have_scales, parameters
 from flashtile.op.operation import remembering
 
 if TYPE_CHECKING:  # an engine that compiles nothing, as on a CPU, starts without the modules that compile
@@ -105,15 +105,18 @@ def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> lis
     """Return the operator calls that the steps of an engine make, so that their kernels can be compiled.
 
     Args:
-        config: the model. Layers differ only in their attention windows, so only a few layers are run, at
-            least one for each window.
+        config: the model. Layers differ only in their attention windows, and in whether they have experts, so
+            only a few layers are run, at least one of each kind.
         limits: the engine's settings.
         drafts: whether the model is a draft model, which guesses tokens for another model.
     """
     from flashtile.backends.portable.sampling import sampling_ahead
 
-    windows = tuple(dict.fromkeys(config.windows))
-    shorter = replace(config, num_layers=len(windows) + 1, windows=(*windows, windows[0]))
+    kinds = list(dict.fromkeys((window, config.has_experts(i)) for i, window in enumerate(config.windows)))
+    kinds.append(kinds[0])
+    dense = frozenset(i for i, (_, has_experts) in enumerate(kinds) if not has_experts)
+    windows = tuple(window for window, _ in kinds)
+    shorter = replace(config, num_layers=len(kinds), windows=windows, dense_layers=dense)
     dtype, ranks = getattr(torch, config.dtype), Ranks()
     ranks.world = limits.world
     with remembering() as remembered, FakeTensorMode(), torch.no_grad():
@@ -133,7 +136,21 @@ def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> lis
     further = [resized(call, *sizes) for call in chunks for sizes in _chunks(limits)]
     logits = dict.fromkeys((dtype, torch.float32))  # float32 after penalties
     sampling = [functools.partial(sampling_ahead, one, config.vocab_size) for one in logits]
-    return [*dict.fromkeys((*found, *further)), *sampling]
+    return [*dict.fromkeys((*found, *further)), *sampling, *_expert_products(model, dtype)]
+
+
+def _expert_products(model: Model, dtype: torch.dtype) -> list[Source]:
+    """Return functions that list the launches of the products of the model's experts."""
+    from flashtile.backends.portable.linear.grouped import grouped_ahead
+
+    experts = next((layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)), None)
+    if experts is None or dtype == torch.float32:
+        return []
+    device, bias = torch.device("meta"), experts.bias is not None
+    return [
+        functools.partial(grouped_ahead, device, dtype, tuple(weight.shape), bias, gather)
+        for weight, gather in ((experts.gate_up, True), (experts.down, False))
+    ]
 
 
 def _is_chunk(call: Call) -> bool:
@@ -167,11 +184,13 @@ def _weights(config: ModelConfig, dtype: torch.dtype, world: int) -> Callable[[s
     whole = parameters(config)
 
     def weight(name: str) -> torch.Tensor:
-        shape, split = list(whole[name].shape), whole[name].split
-        if split is not None:
-            part = Shard(0, world).slice(shape[split])
-            shape[split] = part.stop - part.start
-        return torch.empty(shape, dtype=dtype)
+        matrix = name.removesuffix(SCALE)
+        parameter = whole[matrix]
+        own = parameter.own(torch.empty(parameter.shape, dtype=dtype), Shard(0, world))
+        if name != matrix:
+            rows, columns = (-(-size // BLOCK) for size in own.shape)
+            return torch.empty((rows, columns) if config.scales == "block" else len(own), dtype=torch.float32)
+        return own.to(torch.float8_e4m3fn) if may_have_scales(config, name, parameter) else own
 
     return weight
 

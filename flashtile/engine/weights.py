@@ -20,25 +20,80 @@ from torch import Tensor
 
 from flashtile.engine.config import ConfigError, ModelConfig, read_json
 from flashtile.engine.upload import ByteRange, Upload
+from flashtile.reference.linear import scaled_weight
 
 Weights = Callable[[str], Tensor]
-"""name -> this rank's part of the tensor, in the model's dtype and on its device."""
+"""name -> this rank's part of the tensor, in the model's dtype and on its device.
 
+A matrix that the checkpoint stores in e4m3 stays so. The name of the matrix and ``SCALE`` give its scales, in
+float32: (rows,), or (rows / 128, columns / 128) of its blocks.
+"""
+SCALE = "_scale"
+
+BLOCK = 128
+"""Rows and columns of a block of a matrix in e4m3 that has a scale for each block."""
+E4M3 = "F8_E4M3"
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+DTYPES = {**FLOATS, E4M3: torch.float8_e4m3fn}
 logger = logging.getLogger("flashtile.engine")
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROWS = 4096
 """Rows of the head and the embedding that are compared at a time."""
 IGNORED = "rotary_emb.inv_freq"
+INPUT_SCALE = ".input_scale"
+"""End of the names of scales of activations, which are not rounded to e4m3 here."""
+SCALE_SUFFIXES = ("_scale_inv", "_scale")
 INDEX = "model.safetensors.index.json"
 
 
 class Parameter(NamedTuple):
-    """Shape of a whole weight, and the dimension ``split`` that tensor parallelism divides, or None."""
+    """Shape of a whole weight, and how tensor parallelism divides it.
+
+    Attributes:
+        shape: shape of the whole weight.
+        split: the dimension that is divided among ranks, or None.
+        parts: sizes of the weights that are joined in this dimension, each of which is divided. (): only one.
+    """
 
     shape: tuple[int, ...]
     split: int | None = None
+    parts: tuple[int, ...] = ()
+
+    def of_scales(self, shape: tuple[int, ...], kind: str, world: int) -> Parameter | None:
+        """Return how a matrix's scales of this shape are divided, or None if it cannot have them.
+
+        ``kind`` is ``ModelConfig.scales``.
+
+        Raises:
+            NotImplementedError: a block of the matrix would be divided among ``world`` ranks, or joined with
+                a block of another matrix.
+        """
+        rows, columns = self.shape
+        if kind != "block":
+            divided = self.split == 0 and shape in ((rows,), (rows, 1))
+            known = shape in ((), (1,), (rows,), (rows, 1))
+            return Parameter(shape, 0, self.parts) if divided else Parameter(shape) if known else None
+        if shape != (-(-rows // BLOCK), -(-columns // BLOCK)):
+            return None
+        sizes = self.parts or (self.shape[self.split or 0],)
+        if any(size % (BLOCK * world) for size in sizes if world > 1 or self.split == 0):
+            raise NotImplementedError(
+                f"a matrix {self.shape} in e4m3 must be divided into whole blocks of {BLOCK} in dimension "
+                f"{self.split}, got {world} processes"
+            )
+        return Parameter(shape, self.split, tuple(size // BLOCK for size in self.parts))
+
+    def own(self, tensor: Tensor, shard: Shard) -> Tensor:
+        """Return a rank's part of the whole weight, which may be a slice of a safetensors file."""
+        if self.split is None:
+            return tensor[:]
+        found, start, before = [], 0, [slice(None)] * self.split
+        for size in self.parts or (self.shape[self.split],):
+            part = shard.slice(size)
+            found.append(tensor[tuple([*before, slice(start + part.start, start + part.stop)])])
+            start += size
+        return found[0] if len(found) == 1 else torch.cat(found, self.split)
 
 
 class Shard(NamedTuple):
@@ -65,33 +120,55 @@ def parameters(config: ModelConfig) -> dict[str, Parameter]:
         if bias:
             found[f"{name}.bias"] = Parameter((out,), 0 if split == 0 else None)
 
+    def joined(block: str, names: tuple[str, ...], sizes: tuple[int, ...], bias: bool) -> None:
+        """Add projections of ``sizes`` rows, under one name each or all under one name."""
+        if len(names) == 1:
+            found[f"{block}.{names[0]}.weight"] = Parameter((sum(sizes), hidden), 0, sizes)
+        for name, size in zip(names, sizes, strict=True) if len(names) > 1 else ():
+            matrix(f"{block}.{name}", size, hidden, 0, bias)
+
     for i in range(c.num_layers):
-        layer = f"model.layers.{i}"
-        norms = ["input_layernorm", "post_attention_layernorm"]
-        if c.family.sandwich_norm:
-            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        found |= {f"{layer}.{norm}.weight": Parameter((hidden,)) for norm in norms}
-        for name, size in (("q", q), ("k", kv), ("v", kv)):
-            matrix(f"{layer}.self_attn.{name}_proj", size, hidden, 0, c.qkv_bias)
-        matrix(f"{layer}.self_attn.o_proj", hidden, q, 1, c.o_bias)
-        if c.family.qk_norm:
-            found |= {f"{layer}.self_attn.{name}_norm.weight": Parameter((c.head_dim,)) for name in "qk"}
+        layer, size = f"model.layers.{i}", c.intermediate_size
+        for norm in filter(None, c.family.norms):
+            found[f"{layer}.{norm}_layernorm.weight"] = Parameter((hidden,))
+        attention = f"{layer}.self_attn"
+        joined(attention, c.family.qkv, (q, kv, kv), c.qkv_bias)
+        matrix(f"{attention}.o_proj", hidden, q, 1, c.o_bias)
+        for name, heads in (("q_norm", q), ("k_norm", kv)) if c.family.qk_norm else ():
+            norm_all = c.family.qk_norm == "all"
+            one = Parameter((heads,), 0) if norm_all else Parameter((c.head_dim,))
+            found[f"{attention}.{name}.weight"] = one
         if c.family.sinks:
-            found[f"{layer}.self_attn.sinks"] = Parameter((c.num_heads,), 0)
-        if c.num_experts:
-            e, inner = c.num_experts, c.intermediate_size
-            matrix(f"{layer}.mlp.router", e, hidden, None, True)
-            found[f"{layer}.mlp.experts.gate_up_proj"] = Parameter((e, hidden, 2 * inner), 2)
-            found[f"{layer}.mlp.experts.gate_up_proj_bias"] = Parameter((e, 2 * inner), 1)
-            found[f"{layer}.mlp.experts.down_proj"] = Parameter((e, inner, hidden), 1)
-            found[f"{layer}.mlp.experts.down_proj_bias"] = Parameter((e, hidden))
+            found[f"{attention}.sinks"] = Parameter((c.num_heads,), 0)
+        if c.has_experts(i):
+            found |= _expert_parameters(c, layer)
         else:
-            for name in ("gate", "up"):
-                matrix(f"{layer}.mlp.{name}_proj", c.intermediate_size, hidden, 0, c.mlp_bias)
-            matrix(f"{layer}.mlp.down_proj", hidden, c.intermediate_size, 1, c.mlp_bias)
+            joined(f"{layer}.mlp", c.family.gate_up, (size, size), c.mlp_bias)
+            matrix(f"{layer}.mlp.down_proj", hidden, size, 1, c.mlp_bias)
     found["model.norm.weight"] = Parameter((hidden,))
     if not c.tie_word_embeddings:
         found[HEAD] = Parameter((c.vocab_size, hidden), 0)
+    return found
+
+
+def _expert_parameters(config: ModelConfig, layer: str) -> dict[str, Parameter]:
+    """Return the weights of a layer's mixture of experts. Every expert is divided among the ranks."""
+    e, inner, hidden = config.num_experts, config.expert_size, config.hidden_size
+    names = config.family.experts
+    assert names is not None
+    block = f"{layer}.{names.block}"
+    found = {f"{block}.{names.router}.weight": Parameter((e, hidden))}
+    if names.stacked:
+        found[f"{block}.{names.router}.bias"] = Parameter((e,))
+        found[f"{block}.experts.gate_up_proj"] = Parameter((e, hidden, 2 * inner), 2)
+        found[f"{block}.experts.gate_up_proj_bias"] = Parameter((e, 2 * inner), 1)
+        found[f"{block}.experts.down_proj"] = Parameter((e, inner, hidden), 1)
+        found[f"{block}.experts.down_proj_bias"] = Parameter((e, hidden))
+        return found
+    for expert in range(e):
+        for name in names.gate_up:
+            found[f"{block}.experts.{expert}.{name}.weight"] = Parameter((inner, hidden), 0)
+        found[f"{block}.experts.{expert}.{names.down}.weight"] = Parameter((hidden, inner), 1)
     return found
 
 
@@ -134,11 +211,26 @@ def open_weights(
         ModuleNotFoundError: safetensors is not installed (``pip install 'flashtile[engine]'``).
         FileNotFoundError: the folder has no safetensors.
         ConfigError: a header is invalid, or a weight is missing, unknown, duplicated or of another shape.
+        NotImplementedError: a block of a matrix in e4m3 would be divided.
     """
     files, expected, paths = {}, parameters(config), {}
+    scales: dict[str, tuple[Any, Parameter]] = {}
+    in_e4m3 = set()
     for path, file, names in _opened(folder):
         for name in names:
             if name.endswith(IGNORED) or (name == HEAD and config.tie_word_embeddings):
+                continue
+            if config.scales and name.endswith(INPUT_SCALE):
+                continue
+            matrix = scaled_matrix(name) if config.scales else None
+            if matrix in expected:
+                part = file.get_slice(name)
+                divided = expected[matrix].of_scales(tuple(part.get_shape()), config.scales, shard.world)
+                if divided is None or matrix in scales:
+                    raise ConfigError(
+                        f"{path}: {name} must be the scales of {matrix}, got {part.get_shape()}"
+                    )
+                scales[matrix] = part, divided
                 continue
             if name not in expected:
                 raise ConfigError(
@@ -151,7 +243,9 @@ def open_weights(
             if shape != expected[name].shape:
                 wanted = expected[name].shape
                 raise ConfigError(f"{path}: {name} must have shape {wanted} by config.json, got {shape}")
-            if kind not in FLOATS:
+            if kind == E4M3 and may_have_scales(config, name, expected[name]):
+                in_e4m3.add(name)
+            elif kind not in FLOATS:
                 raise ConfigError(f"{path}: {name} must be one of {', '.join(FLOATS)}, got {kind}")
             files[name], paths[name] = file, path
     missing = [name for name in expected if name not in files]
@@ -160,23 +254,47 @@ def open_weights(
             f"{folder} has no weight {missing[0]!r} ({len(missing)} of {len(expected)} are missing)"
         )
 
+    without = [name for name in in_e4m3 if name not in scales]
+    if without:
+        raise ConfigError(f"{folder} has no scales of {without[0]!r}, which is in {E4M3}")
+
+    def scale(name: str) -> Tensor:
+        part, divided = scales[name]
+        found = divided.own(part, shard).to(device, torch.float32)
+        rows = expected[name].own(torch.empty(expected[name].shape, device="meta"), shard).shape[0]
+        return found.contiguous() if config.scales == "block" else found.reshape(-1).expand(rows).contiguous()
+
     def weights(name: str) -> Tensor:
-        shape, split = expected[name]
-        part = [slice(None)] * len(shape)
-        if split is not None:
-            part[split] = shard.slice(shape[split])
+        if name.endswith(SCALE):
+            return scale(name.removesuffix(SCALE))
+        parameter = expected[name]
         if upload is None:
-            tensor = files[name].get_slice(name)[tuple(part)]
-        elif split:
-            tensor = upload(name)[tuple(part)]
-        else:
+            tensor = parameter.own(files[name].get_slice(name), shard)
+        elif _is_row_range(parameter):
             tensor = upload(name)
-        return tensor.to(device=device, dtype=dtype).contiguous()
+        else:
+            tensor = parameter.own(upload(name), shard)
+        tensor = tensor.to(device=device).contiguous()
+        if name not in in_e4m3:
+            return tensor.to(dtype)
+        # Products with e4m3 have inputs in 16 bits.
+        return scaled_weight(tensor, scale(name), dtype) if dtype == torch.float32 else tensor
 
     upload = None
     if device.type == "cuda" and hasattr(os, "preadv"):
         upload = Upload(byte_ranges({name: paths[name] for name in expected}, expected, shard), device)
     return weights
+
+
+def may_have_scales(config: ModelConfig, name: str, parameter: Parameter) -> bool:
+    """Whether a weight may be stored in e4m3: the matrices of layers may, except the router of experts."""
+    of_layer = name != HEAD and len(parameter.shape) == 2 and parameter.split is not None
+    return bool(config.scales) and of_layer
+
+
+def scaled_matrix(name: str) -> str | None:
+    """Return the matrix of which ``name`` is the name of the scales, or None."""
+    return next((name.removesuffix(end) for end in SCALE_SUFFIXES if name.endswith(f"weight{end}")), None)
 
 
 def byte_ranges(paths: dict[str, Path], expected: dict[str, Parameter], shard: Shard) -> dict[str, ByteRange]:
@@ -188,14 +306,19 @@ def byte_ranges(paths: dict[str, Path], expected: dict[str, Parameter], shard: S
     headers, found = {path: _header(path) for path in set(paths.values())}, {}
     for name, path in paths.items():
         entries, begin = headers[path]
-        entry, (shape, split) = entries[name], expected[name]
+        entry, shape = entries[name], expected[name].shape
         first, last = entry["data_offsets"]
-        if split == 0:
+        if _is_row_range(expected[name]):
             rows, size = shard.slice(shape[0]), (last - first) // shape[0]
             first, last = first + rows.start * size, first + rows.stop * size
             shape = (rows.stop - rows.start, *shape[1:])
-        found[name] = ByteRange(path, begin + first, last - first, FLOATS[entry["dtype"]], shape)
+        found[name] = ByteRange(path, begin + first, last - first, DTYPES[entry["dtype"]], shape)
     return found
+
+
+def _is_row_range(parameter: Parameter) -> bool:
+    """Whether a rank's part of a weight is a range of its rows."""
+    return parameter.split == 0 and not parameter.parts
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
@@ -215,10 +338,9 @@ def random_weights(
     """
 
     def weights(name: str) -> Tensor:
-        shape, split = parameters_of[name]
-        if split is not None:
-            inner = shard.slice(shape[split])
-            shape = (*shape[:split], inner.stop - inner.start, *shape[split + 1 :])
+        parameter = parameters_of[name]
+        split = parameter.split
+        shape = parameter.own(torch.empty(parameter.shape, device="meta"), shard).shape
         if name.endswith("norm.weight"):
             return torch.full(shape, 0.0 if config.family.unit_norm else 1.0, device=device, dtype=dtype)
         part = 0 if split is None else shard.rank  # undivided weights must be equal in all processes

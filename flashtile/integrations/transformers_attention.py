@@ -93,7 +93,8 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
         # Transformers' own code removes padding first, so its window would count only tokens, not positions.
         by_place = attention_mask is not None and sliding_window is not None
         compiled = torch.compiler.is_compiling() and not by_place
-        if not with_scores and (others.get("cache") is not None or compiled):
+        by_blocks = others.get("block_mask") is not None
+        if not with_scores and not by_blocks and (others.get("cache") is not None or compiled):
             return original(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
                 sliding_window=sliding_window, softcap=softcap, is_causal=is_causal, s_aux=s_aux, **others,
@@ -117,6 +118,8 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
         if torch.is_grad_enabled() and _is_deterministic(others.get("deterministic")):
             options["deterministic"] = True
         try:
+            if by_blocks:
+                return _under_blocks(q, k, v, attention_mask, options, others)
             if with_scores:
                 return _with_scores(q, k, v, attention_mask, options, others)
             if attention_mask is not None:
@@ -317,6 +320,25 @@ def _under_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options)
     Causal masks and windows count padding as positions, as in Transformers' eager attention.
     """
     return attention(q, k, v, key_padding_mask=keys, **options)
+
+
+def _under_blocks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options, others: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Return out and weights as :func:`_with_scores`, for a model that was called with ``block_mask=``.
+
+    The block mask alone decides which keys a query sees.
+    """
+    for name, given in (
+        ("attention_mask", mask is not None), ("sliding_window", options["window_size"][0] >= 0),
+        ("position_bias", others.get("position_bias") is not None),
+    ):  # fmt: skip
+        if given:
+            raise NotImplementedError(f"{name} must be None in a model that is called with block_mask")
+    wanted = bool(others.get("output_attentions"))
+    options = options | EVERYWHERE | {"block_mask": others["block_mask"], "return_attn_weights": wanted}
+    found: Any = attention(q, k, v, **options)
+    return found if wanted else (found, None)
 
 
 def _with_scores(

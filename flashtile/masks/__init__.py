@@ -14,6 +14,7 @@ from flashtile.masks.library import (
     window,
 )
 from flashtile.masks.mods import MaskMod, ScoreMod, from_triton, mask_mod, score_mod
+from flashtile.masks.trees import create_tree_mask
 
 __all__ = [
     "BlockMask",
@@ -22,6 +23,7 @@ __all__ = [
     "alibi",
     "causal",
     "create_block_mask",
+    "create_tree_mask",
     "dilated",
     "document",
     "from_triton",

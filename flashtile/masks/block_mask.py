@@ -120,9 +120,9 @@ def create_block_mask(
         >>> flashtile.attention(q, k, v, block_mask=block_mask).shape
         torch.Size([1, 1024, 2, 16])
     """
-    batch, heads = _length("B", 1 if B is None else B), _length("H", 1 if H is None else H)
-    Q_LEN, KV_LEN = _length("Q_LEN", Q_LEN), _length("KV_LEN", KV_LEN)
-    sizes = size_q, size_kv = _block_sizes(BLOCK_SIZE)
+    batch, heads = as_length("B", 1 if B is None else B), as_length("H", 1 if H is None else H)
+    Q_LEN, KV_LEN = as_length("Q_LEN", Q_LEN), as_length("KV_LEN", KV_LEN)
+    sizes = size_q, size_kv = block_sizes(BLOCK_SIZE)
     mask_mod = as_mask_mod(mask_mod)
     mask_mod.check_lengths(Q_LEN, KV_LEN)
     program, tensors, *_ = traced("mask_mod", mask_mod)
@@ -148,22 +148,39 @@ def create_block_mask(
                 seen = torch.as_tensor(seen, device=device).expand(len(rows), KV_LEN)
                 some[b, h, first:last] = _any(seen, last - first, blocks_kv, sizes)
                 every[b, h, first:last] = ~_any(~seen, last - first, blocks_kv, sizes)
+    return block_mask_of(some, every, (Q_LEN, KV_LEN), sizes, mask_mod)
+
+
+def block_mask_of(
+    some: Tensor,
+    every: Tensor,
+    lengths: tuple[int, int],
+    sizes: tuple[int, int],
+    mask_mod: Callable[..., Any],
+) -> BlockMask:
+    """Return the block mask of the blocks in which some elements are visible, and those in which all are.
+
+    Args:
+        some, every: (batch or 1, heads or 1, query blocks, key blocks) bool.
+        lengths: (number of queries, number of keys).
+        sizes: (queries of a block, keys of a block).
+    """
     partial, full = some & ~every, some & every
     lists = (*_lists(partial), *_lists(full), *_lists(partial.mT), *_lists(full.mT))
-    return BlockMask((Q_LEN, KV_LEN), *lists, BLOCK_SIZE=(size_q, size_kv), mask_mod=mask_mod)
+    return BlockMask(lengths, *lists, BLOCK_SIZE=sizes, mask_mod=mask_mod)
 
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
-def _length(name: str, value: Any) -> int:
+def as_length(name: str, value: Any) -> int:
     value = as_int(name, value)
     check_int(name, value, 0, MAX_LENGTH)
     return value
 
 
-def _block_sizes(value: Any) -> tuple[int, int]:
+def block_sizes(value: Any) -> tuple[int, int]:
     """Return (queries, keys) of a block."""
     pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
     if len(pair) != 2 or any(type(one) is not int or one % 16 or not 16 <= one <= MAX_LENGTH for one in pair):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -9,10 +11,12 @@ import flashtile
 from flashtile.tools.bench import contestants, mods, workloads
 from flashtile.tools.bench.gate import Oracle
 from flashtile.tools.bench.inputs import make_inputs
-from flashtile.tools.bench.peers import FlexAttention
+from flashtile.tools.bench.peers import FlexAttention, Peer
+from flashtile.tools.bench.runner import results_of
 
 CPU = torch.device("cpu")
 CI = workloads.select(["ci-masks"])
+TREE = workloads.select(["ci-tree"])[0]
 
 
 @pytest.mark.parametrize("workload", CI, ids=lambda w: w.name)
@@ -27,6 +31,28 @@ def test_contestants_pass_the_gate(workload: workloads.Workload) -> None:
         out = call.restore(call.attend(*map(call.arrange, (inputs.q, inputs.k, inputs.v))), inputs.q)
         (comparison,) = oracle.check({"out": out})
         assert comparison.holds, comparison
+
+
+@pytest.mark.parametrize("peer", contestants.contestants("tree", ["repeated"], [], CPU), ids=lambda p: p.name)
+def test_contestants_for_trees_pass_the_gate(peer: Peer) -> None:
+    inputs = make_inputs(TREE, CPU)
+    results = results_of(peer.prepare(TREE, inputs), inputs, "backward")
+    assert set(results) == {"out", "dq", "dk", "dv"}
+    for comparison in Oracle(TREE, inputs, gradients=True).check(results):
+        assert comparison.holds, comparison
+
+
+def test_the_answers_of_a_tree() -> None:
+    chosen = workloads.select(["tree"])
+    assert {(w.seqlen_q - 8704, w.head_dim) for w in chosen} == set(
+        itertools.product((1024, 4096, 16384), (64, 128, 256))
+    )
+    cu_seqlens, parent = mods.tree_segments(8704 + 4096, CPU)
+    assert parent.tolist() == [-1] + [0] * 8
+    answers = cu_seqlens.diff()[1:]
+    assert (answers.min(), answers.max(), answers.sum()) == (512, 2048, 8704)
+    exact = 4096 * 4097 // 2 + int((answers * 4096 + answers * (answers + 1) // 2).sum())
+    assert abs(chosen[1].visible_pairs() / exact - 1) < 0.01
 
 
 def test_the_gate_sees_another_mask_and_no_bias() -> None:

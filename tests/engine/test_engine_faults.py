@@ -294,12 +294,15 @@ CONFIG = {**SIZES, "model_type": "llama"}
         ({"rms_norm_eps": float("nan")}, ConfigError, "rms_norm_eps must be a positive number"),
         ({"hidden_act": "relu"}, NotImplementedError, "hidden_act must be one of silu"),
         ({"hidden_act": ["silu"]}, NotImplementedError, "hidden_act must be one of silu"),
-        ({"rope_scaling": {"type": "longrope"}}, NotImplementedError, "rope_type must be one of"),
+        ({"rope_scaling": {"type": "3d"}}, NotImplementedError, "rope_type must be one of"),
+        ({"rope_scaling": {"type": "longrope"}}, ConfigError, "short_factor must be a list of 8 positive"),
         ({"rope_scaling": {"type": "linear"}}, ConfigError, "factor must be a positive number"),
         ({"rope_scaling": [1]}, ConfigError, "rope_parameters must be an object"),
         ({"partial_rotary_factor": 0.5}, NotImplementedError, "partial_rotary_factor must be 1"),
         ({"eos_token_id": [5, 900]}, ConfigError, "eos_token_id must be a token or a list"),
-        ({"quantization_config": {"quant_method": "gptq"}}, NotImplementedError, "got 'gptq'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, NotImplementedError, "got 'gptq'; vLLM serves"),
+        ({"model_type": "gemma3", "vision_config": {"a": 1}}, NotImplementedError, "vision_config is not"),
+        ({"architectures": ["Qwen3Model"]}, NotImplementedError, "not embeddings or classes, got"),
         ({"model_type": "mistral", "sliding_window": 0}, ConfigError, "sliding_window must be an integer"),
         (
             {"model_type": "gemma2", "sliding_window": 4, "layer_types": ["x"]},
@@ -313,6 +316,12 @@ CONFIG = {**SIZES, "model_type": "llama"}
 def test_configs_that_say_nonsense_or_what_is_not_served_are_refused(change, error, message):
     with pytest.raises(error, match=message):
         parse_config({**CONFIG, **change})
+
+
+def test_an_adapter_is_refused_by_name(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(NotImplementedError, match="has a LoRA adapter: merge it"):
+        LLM(tmp_path, device="cpu")
 
 
 def test_old_and_new_ways_to_write_a_config():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from unittest import mock
 
 import pytest
 import torch
-from engine_models import MODELS, folder, greedy, load, prompts, transformers_model
+from engine_models import MODELS, VOCABULARY, folder, greedy, load, prompts, transformers_model
 
 from flashtile.engine import LLM, BeamSearchParams, SamplingParams
 from flashtile.engine.memory import run_one_layer
@@ -49,7 +50,7 @@ def test_greedy_tokens_are_those_of_transformers(name, way):
 
 
 @pytest.mark.parametrize("tokens", [FEW_ROWS // 2, FEW_ROWS + 8])
-@pytest.mark.parametrize("name", ["llama3", "gemma2"])
+@pytest.mark.parametrize("name", ["llama3", "gemma2", "qwen3_moe"])
 def test_memory_is_measured_by_a_step_through_one_layer(name, tokens):
     model = load(name).engine.runner.model
     ran = []
@@ -152,6 +153,30 @@ def test_logprobs_are_those_of_transformers():
     assert answer.cumulative_logprob == pytest.approx(sum(chosen))
 
 
+@pytest.mark.parametrize("length", [20, 40])
+def test_logits_with_longrope_are_those_of_transformers(tmp_path, length):
+    """Up to the original length with the short factors, beyond it with the long ones."""
+    shutil.copytree(folder("phi3"), tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    config["original_max_position_embeddings"] = 25
+    config["rope_parameters"]["original_max_position_embeddings"] = 25
+    path.write_text(json.dumps(config))
+    model = type(transformers_model("phi3")).from_pretrained(tmp_path / "model", attn_implementation="eager")
+    prompt = [token % VOCABULARY for token in range(3, 3 + length - 5)]
+    llm = LLM(tmp_path / "model", device="cpu", skip_tokenizer_init=True, max_model_len=length)
+    (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=0))
+    tokens = prompt + output.outputs[0].token_ids
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0]
+    assert output.outputs[0].token_ids == logits.argmax(-1)[len(prompt) - 1 : -1].tolist()
+    expected = logits.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
+    found = [
+        entry[token].logprob for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+    ]
+    torch.testing.assert_close(torch.tensor(found), expected, atol=1e-4, rtol=0)
+
+
 def test_bf16_logits_are_as_near_as_transformers_own():
     """Against float32, at most twice as far off as Transformers in bf16."""
     name, prompt = "llama3", prompts()[4]
@@ -207,6 +232,15 @@ def test_blocks_are_hashed_for_the_prefix_cache_only_where_there_are_new_ones(le
     assert cached.call_count == calls
     (again,) = llm.generate([list(range(3, 23))], SamplingParams(max_tokens=1))
     assert again.num_cached_tokens == 16
+
+
+@pytest.mark.parametrize("name", ["phi3", "mixtral"])
+def test_weights_in_several_files_are_those_in_one(tmp_path, name):
+    transformers_model(name).save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    llm = LLM(tmp_path, device="cpu", skip_tokenizer_init=True)
+    outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=4))
+    assert [output.outputs[0].token_ids for output in outputs] == [row[:4] for row in greedy(name, LENGTH)]
 
 
 @pytest.mark.parametrize("differs", [True, False])

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import folder, greedy, load, prompts
+from engine_models import MODELS, folder, greedy, load, prompts
 
 from flashtile.engine import LLM, SamplingParams
 from flashtile.engine.device import Capture
@@ -34,6 +34,25 @@ def test_captured_steps_give_the_tokens_of_transformers(name, guesses):
     assert forms
     assert any(form.width > 1 for form in forms) == (guesses is not None)
     llm.engine.scheduler.manager.check_integrity()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_captured_steps_of_every_family_give_the_tokens_of_transformers(name):
+    llm = load(name, device="cuda", dtype="float32", block_size=16)
+    outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=LENGTH))
+    assert [output.outputs[0].token_ids for output in outputs] == greedy(name, LENGTH)
+    assert llm.engine.runner.graphs
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_captured_experts_in_one_kernel_give_the_tokens_of_eager_steps(name):
+    params = SamplingParams(temperature=0, max_tokens=LENGTH)
+    options = {"device": "cuda", "dtype": "float16", "block_size": 16}
+    found, expected = (
+        [output.outputs[0].token_ids for output in load(name, **options, **more).generate(prompts(), params)]
+        for more in ({}, {"enforce_eager": True})
+    )
+    assert found == expected
 
 
 @pytest.mark.parametrize("width", [1, 3])

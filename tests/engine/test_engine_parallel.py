@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from engine_models import VOCABULARY, folder, greedy, prompts
+from engine_models import VOCABULARY, folder, folder_with_pairs, greedy, prompts
 
 from flashtile.engine import LLM, SamplingParams, parallel
 from flashtile.engine.parallel import ProcessRanks, broadcast_changes, end_repeating, repeat_changes
 
 LENGTH = 10
+FAMILIES = ("llama2", "llama3", "gemma2", "olmo2", "phi3", "mixtral", "gpt_oss")
+"""Every way in which weights are divided."""
+PATTERN = "[a-f]{4}(g|hi|jkl){3}"
+STRUCTURED = SamplingParams(structured_outputs={"regex": PATTERN}, max_tokens=30, seed=1)
 
 
 def in_a_process(rank: int, world: int, store: str, folders: dict, found: str) -> None:
     torch.set_num_threads(1)
     os.environ["WORLD_SIZE"] = str(world)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    answers = {}
+    answers, pairs = {}, folders.pop("pairs")
     params = SamplingParams(temperature=0, max_tokens=LENGTH)
     for name, path in folders.items():
         llm = LLM(path, device="cpu", skip_tokenizer_init=True, tensor_parallel_size=world, block_size=4)
@@ -32,9 +37,14 @@ def in_a_process(rank: int, world: int, store: str, folders: dict, found: str) -
         speculative_config=guesses, num_gpu_blocks_override=14 + rank,
     )  # fmt: skip
     assert llm.engine.scheduler.manager.pool.num_blocks == 14
+    structured = LLM(pairs, load_format="dummy", device="cpu", tensor_parallel_size=world)
     if rank:
+        repeat_changes(structured.engine)
         repeat_changes(llm.engine)
     else:
+        broadcast_changes(structured.engine)
+        answers["pairs"] = [one.outputs[0].text for one in structured.generate(["one", "two"], STRUCTURED)]
+        end_repeating(structured.engine)
         broadcast_changes(llm.engine)
         llm.engine.add_request("aborted", prompts()[0], params)
         llm.engine.step()
@@ -42,7 +52,7 @@ def in_a_process(rank: int, world: int, store: str, folders: dict, found: str) -
         answers["drafted"] = [one.outputs[0].token_ids for one in llm.generate(prompts(), params)]
         llm.reset_prefix_cache()
         end_repeating(llm.engine)
-    assert llm.engine.requests == {}
+    assert llm.engine.requests == structured.engine.requests == {}
     ranks = ProcessRanks(world, torch.device("cpu"))
     if rank:
         assert ranks.receive() == "x" * 5000
@@ -55,13 +65,17 @@ def in_a_process(rank: int, world: int, store: str, folders: dict, found: str) -
 
 def test_two_processes_answer_as_one_does(tmp_path):
     """Each holds half of the heads, of the MLP and of the vocabulary; one of them leads the other."""
-    folders = {name: str(folder(name)) for name in ("llama2", "llama3", "gemma2", "gpt_oss")}
+    folders = {name: str(folder(name)) for name in FAMILIES}
+    pairs = str(folder_with_pairs(tmp_path))
     torch.multiprocessing.spawn(
-        in_a_process, (2, str(tmp_path / "store"), folders, str(tmp_path / "found")), nprocs=2
+        in_a_process,
+        (2, str(tmp_path / "store"), {**folders, "pairs": pairs}, str(tmp_path / "found")),
+        nprocs=2,
     )
     expected = {name: [tokens[:LENGTH] for tokens in greedy(name, 14)] for name in folders}
     expected["drafted"] = expected["llama3"]
     answers = [json.loads((tmp_path / f"found-{rank}").read_text()) for rank in range(2)]
+    assert all(re.fullmatch(PATTERN, text) for text in answers[0].pop("pairs"))
     assert answers[0] == expected
     assert answers[1] == {name: expected[name] for name in folders}
 

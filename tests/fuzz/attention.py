@@ -129,9 +129,10 @@ agree(call, {ours}, {exact}, GIVEN)"""
 
 def draw(rng: Random, device: str = "cpu") -> Call:
     form = rng.choice(
-        ["attention"] * 8 + ["flash_attn_func", "kvpacked", "qkvpacked", "weights", "merge_states", "dropout"]
+        ["attention"] * 8
+        + ["flash_attn_func", "kvpacked", "qkvpacked", "weights", "merge_states", "dropout", "tree"]
     )
-    varlen = rng.random() < 0.35 and form not in ("merge_states", "dropout", "flash_attn_func")
+    varlen = rng.random() < 0.35 and form not in ("merge_states", "dropout", "flash_attn_func", "tree")
     sizes = sizes_for(rng)
     if "packed" in form:
         sizes["head_dim_v"] = sizes["head_dim"]
@@ -243,6 +244,34 @@ agree(call, flashtile.merge_states, exact, GIVEN)"""
     return Call(body, sizes, spelled(tensors), (), fixed)
 
 
+def _tree(rng, form, varlen, sizes, tensors, options, fixed) -> Call:
+    """Packed segments that continue each other, in any order, by the dense mask of their paths."""
+    count = rng.randint(1, 6)
+    order, parent = rng.sample(range(count), count), [-1] * count
+    for n in range(1, count):
+        parent[order[n]] = rng.choice([-1, *order[:n]])
+    of_segments = lengths(rng, count, sizes["seqlen_q"])
+    total = max(sum(of_segments) + rng.choice([0, 0, 2]), 1)
+    options = [o for o in options if o.startswith(("softcap", "softmax_scale"))]
+    body = f"""cu_seqlens, parent = offsets{_call(of_segments)}, ints{_call(parent)}
+segment, above = torch.bucketize(torch.arange(total, device=device), cu_seqlens[1:], right=True), torch.eye({count + 1}, device=device).bool()
+above[{count}] = False
+for _ in range({count}):
+    above[:{count}] |= above[parent] & (parent >= 0)[:, None]
+place = torch.arange(total, device=device)
+seen = above[segment][:, segment] & ((segment[:, None] != segment) | (place <= place[:, None]))
+def ours(q, k, v, **options):
+    return flashtile.tree_attention(q, k, v, cu_seqlens, parent, **options)
+def exact(q, k, v, **options):
+    out, lse = oracle.attention(q[None], k[None], v[None], mask=seen[None, None], **options)
+    return out[0], lse[0]
+def call(attend, NAMES):
+    return attend(q, k, v, OPTIONS, return_lse=True)
+agree(call, ours, exact, GIVEN)"""
+    tensors = {name: re.sub(r"batch, seqlen_[qk]", "total", text) for name, text in tensors.items()}
+    return Call(body, sizes, spelled(tensors), tuple(options), fixed | {"total": str(total)})
+
+
 def _dropout(rng, form, varlen, sizes, tensors, options, fixed) -> Call:
     """Attention with dropout. The dropout mask is read from a call whose values are the identity matrix."""
     share = rng.choice([0.125, 0.5])
@@ -263,4 +292,5 @@ _FORMS = {
     "weights": _weights,
     "merge_states": _merge,
     "dropout": _dropout,
+    "tree": _tree,
 }

@@ -60,6 +60,10 @@ GOOD: dict[str, dict[str, str]] = {
     },
     "flashtile.profile_scores": {"model_or_q": Q, "_k": K, "softmax_scale": "0.3", "causal": "True", "softcap": "1.0", "max_rows": "64"},
     "flashtile.merge_states": {"out_a": Q, "lse_a": "rand(2, 4, 5)", "out_b": Q, "lse_b": "rand(2, 4, 5)"},
+    "flashtile.tree_attention": {
+        "q": "rand(10, 4, 16)", "k": "rand(10, 2, 16)", "v": "rand(10, 2, 16, seed=1)", "cu_seqlens": "offsets(5, 3, 2)", "parent": "ints(-1, 0, 0)",
+        "softmax_scale": "0.3", "softcap": "2.0", "sink": "rand(4)", "deterministic": "True", "return_lse": "True",
+    },
     "flashtile.explain": {"q": Q, "k": K, "v": V, "causal": "True", "softcap": "1.0"},
     "flashtile.sdpa": {"fallback": "False", "backend": "'cpu'"},
     "flashtile.flex_attention": {
@@ -82,6 +86,7 @@ GOOD: dict[str, dict[str, str]] = {
     "masks.alibi": {"slopes": "rand(4)", "offset": "0"}, "masks.relative_position": {"bias": "rand(4, 5)", "offset": "0"},
     "masks.softcap": {"cap": "1.0"}, "masks.mask_mod": {"function": "masks.causal()"}, "masks.score_mod": {"function": "masks.softcap(1.0)"},
     "masks.create_block_mask": {"mask_mod": "masks.causal()", "B": "2", "H": "4", "Q_LEN": "30", "KV_LEN": "40", "device": "'cpu'", "BLOCK_SIZE": "16"},
+    "masks.create_tree_mask": {"cu_seqlens": "offsets(5, 3, 2)", "parent": "ints(-1, 0, 0)", "total": "10", "device": "'cpu'", "BLOCK_SIZE": "16"},
     "masks.from_triton": {"kind": "'score_mod'", "_function": "None"},
     "parallel.own_tokens": {"lengths": "ints(3, 5)", "rank": "0", "size": "2", "interleave": "1"},
     "kv_cache.BlockManager": {"num_blocks": "8", "block_size": "4", "max_sequences": "2", "max_seqlen": "16", "num_host_blocks": "2", "window_left": "3"},

@@ -231,7 +231,9 @@ def with_kvcache(
             fresh = k[b]
             if rotary_cos is not None:
                 tables = rotary_cos, rotary_sin
-                fresh = rotated(fresh, *tables, angle + torch.arange(new, device=q.device), rotary_interleaved)
+                fresh = rotated(
+                    fresh, *tables, angle + torch.arange(new, device=q.device), rotary_interleaved
+                )
                 turn = angle + torch.arange(sq, device=q.device) * bool(by_token)
                 query = rotated(query, *tables, turn, rotary_interleaved)
             k_cache[rows[n:], at[n:]] = fresh.detach().to(k_cache.dtype)

@@ -184,7 +184,9 @@ def shrink(call: Call, label: str, seconds: float = SHRINK_SECONDS) -> Call:
 class Outcome:
     calls: int = 0
     failures: list[tuple[str, str, Call]] = field(default_factory=list)  # family and label, text, call
-    once: list[tuple[str, str, Call]] = field(default_factory=list)  # the same, of those that did not fail again
+    once: list[tuple[str, str, Call]] = field(
+        default_factory=list
+    )  # the same, of those that did not fail again
     lacking: Counter[str] = field(default_factory=Counter)  # how often something was not here
 
 

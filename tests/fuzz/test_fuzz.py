@@ -15,7 +15,16 @@ from fuzz import FAMILIES, bad_calls, runner
 from fuzz.prelude import Wrong, compare, refuses
 from fuzz.runner import Call
 
-CALLS = {"attention": 8, "functions": 4, "caches": 8, "fp8": 4, "linear": 8, "doors": 6, "manager": 2, "closures": 3}
+CALLS = {
+    "attention": 8,
+    "functions": 4,
+    "caches": 8,
+    "fp8": 4,
+    "linear": 8,
+    "doors": 6,
+    "manager": 2,
+    "closures": 3,
+}
 """By family, calls of a short run. Ranks and checkpoints take seconds to begin with, and have tests of their own."""
 
 SEEDS = {"doors": 5}

@@ -116,6 +116,28 @@ def test_packed_sequences_do_not_see_each_other():
         torch.testing.assert_close(logits, expected, atol=2e-6, rtol=1e-5)
 
 
+def test_a_block_mask_decides_which_tokens_are_seen():
+    """Two answers to one prompt, each with the logits, weights and hidden scores that it has alone."""
+    eager, ours = decoders("llama", attention_dropout=0.1)
+    lengths, positions = [5, 4, 3], torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 5, 6, 7])[None]
+    offsets = torch.tensor([0, 5, 9, 12])
+    mask = flashtile.masks.create_tree_mask(offsets, torch.tensor([-1, 0, 0]), sum(lengths))
+    named = {"position_ids": positions, "block_mask": mask}
+    found = ours(TOKENS[:1], **named, output_attentions=True)
+    for first, last in ((5, 9), (9, 12)):
+        path = [*range(5), *range(first, last)]
+        expected = eager(TOKENS[:1, path], output_attentions=True)
+        torch.testing.assert_close(found.logits[:, path], expected.logits, atol=2e-6, rtol=1e-5)
+        alone = [weights[:, :, path][..., path] for weights in found.attentions]
+        check_weights(alone, expected.attentions, torch.ones(1, len(path), dtype=torch.bool))
+    with pytest.raises(NotImplementedError, match=r"attention_mask must be None in a model .* block_mask"):
+        ours(TOKENS[:1], attention_mask=MASK[:1], **named)
+    with pytest.raises(NotImplementedError, match=r"sliding_window must be None in a model .* block_mask"):
+        decoders("gemma2")[1](TOKENS[:1], **named)
+    with pytest.raises(NotImplementedError, match=r"dropout_p \(attention_dropout .* must be left out"):
+        ours.train()(TOKENS[:1], **named)
+
+
 def test_continuous_batching_generates_what_generate_does():
     if transformers.__version__.startswith("5.17"):
         pytest.importorskip("psutil")  # it asks for the machine's memory

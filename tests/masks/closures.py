@@ -110,9 +110,7 @@ def a_global() -> State:
 
 @state
 def a_global_by_name() -> State:
-    return State(
-        lambda s, b, h, q, kv: s + globals()["W"] * kv, _item(globals(), "W"), needs_python=True
-    )
+    return State(lambda s, b, h, q, kv: s + globals()["W"] * kv, _item(globals(), "W"), needs_python=True)
 
 
 @state

@@ -311,9 +311,7 @@ BAD_CALLS = {
         "return_aux must be an AuxRequest of FlexAttention or None, got bool True",
     ),
     "aux-and-lse": (
-        lambda: flashtile.flex_attention(
-            *torch.ones(3, 1, 2, 4, 8), return_lse=True, return_aux=AUX
-        ),
+        lambda: flashtile.flex_attention(*torch.ones(3, 1, 2, 4, 8), return_lse=True, return_aux=AUX),
         ValueError,
         "return_lse must be False with return_aux",
     ),

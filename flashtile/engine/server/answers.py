@@ -12,7 +12,9 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from flashtile.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from flashtile.engine.sampling_params import SamplingParams
 from flashtile.engine.server.errors import ApiError, error_event, internal_error, json_response, to_json
+from flashtile.engine.server.formats import LAST_TOKENS, AnswerParser
 from flashtile.engine.server.job import Job
 from flashtile.engine.server.middlewares import TOKENS
 from flashtile.engine.server.protocol import Body, ChatCall, CompletionCall, read_chat, read_completion
@@ -56,8 +58,8 @@ class _Writer(Protocol):
     first: list[dict[str, Any]]
     counts_answers: bool
 
-    def choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
-        """Return the JSON of a choice.
+    def choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any] | None:
+        """Return the JSON of a choice, or None if there is nothing to tell the client.
 
         Args:
             prompt: index of the prompt in the call.
@@ -155,7 +157,9 @@ async def _stream(
                         continue
                     if answer.finished:
                         ended.add(key)
-                    await send([writer.choice(prompt, output, answer)], call.continuous_usage)
+                    choice = writer.choice(prompt, output, answer)
+                    if choice is not None:
+                        await send([choice], call.continuous_usage)
             if call.include_usage:
                 await send([], True)
         except ConnectionError:
@@ -260,14 +264,28 @@ class _ChatCompletions:
         self.service, self.call = service, call
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         self.first = [{"index": i, **role} for i in range(getattr(call.params, "n", 1))]
+        self._parsers: dict[int, AnswerParser] = {}
+        conversation, params = call.conversation, call.params
+        apart = conversation.separate_reasoning and service.formats.reasoning is not None
+        structured = isinstance(params, SamplingParams) and params.structured_outputs is not None
+        self._parses = bool(conversation.forced) or ((conversation.calls or apart) and not structured)
+        if self._parses and isinstance(params, SamplingParams):
+            params.skip_special_tokens = False  # the formats' markers may be special tokens
 
-    def choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
-        call, content = self.call, {"content": answer.text}
+    def choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any] | None:
+        call, reason = self.call, answer.finish_reason
+        fields: dict[str, Any] = {"content": answer.text}
+        if self._parses:
+            fields, called = self._parsed(output, answer)
+            reason = "tool_calls" if called and reason == "stop" else reason
+            shows_tokens = call.logprobs is not None or call.return_token_ids
+            if call.stream and not fields and not answer.finished and not shows_tokens:
+                return None
         choice: dict[str, Any] = {
             "index": answer.index,
-            **({"delta": content} if call.stream else {"message": {"role": "assistant", **content}}),
+            **({"delta": fields} if call.stream else {"message": {"role": "assistant", **fields}}),
             "logprobs": None,
-            "finish_reason": answer.finish_reason,
+            "finish_reason": reason,
             "stop_reason": answer.stop_reason,
         }
         if call.logprobs is not None:
@@ -276,6 +294,20 @@ class _ChatCompletions:
         if call.return_token_ids:
             choice["token_ids"] = answer.token_ids
         return choice
+
+    def _parsed(self, output: RequestOutput, answer: CompletionOutput) -> tuple[dict[str, Any], bool]:
+        """Return the fields of an answer's message or delta, and whether the answer called a tool so far."""
+        parser = self._parsers.get(answer.index)
+        if parser is None:
+            last = self.service.tokenizer.decode(output.prompt_token_ids[-LAST_TOKENS:], False)
+            parser = AnswerParser(self.service.formats, self.call.conversation, last)
+            self._parsers[answer.index] = parser
+        fields = parser.feed(answer.text, answer.finished)
+        if not self.call.stream:
+            fields.setdefault("content", None if parser.calls else "")
+            for call in fields.get("tool_calls", ()):
+                del call["index"]
+        return fields, parser.calls > 0
 
     def about_prompt(self, output: RequestOutput) -> dict[str, Any]:
         about: dict[str, Any] = {}

@@ -38,6 +38,9 @@ def refused(error: Exception, fields: Collection[str], param: str | None = None)
         param: the error's ``param`` if the message names no field.
     """
     message = str(error).replace("beam_width", "n")
+    sources = ("structured_outputs", "response_format", "tools")
+    source = next((name for name in sources if name in fields), sources[0])
+    message = message.replace("structured_outputs", source)
     named = next((word for word in re.findall(r"\w+", message) if word in fields), param)
     code = "unsupported_value" if isinstance(error, NotImplementedError) else "invalid_value"
     return ApiError(message, named, code=code)

@@ -18,9 +18,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],), "guided_choice": (), "guided_grammar": (), "guided_json": (), "guided_regex": (),
     "kv_transfer_params": (), "logits_processors": ([],), "mm_processor_kwargs": (),
     "modalities": (["text"],), "prediction": (), "prompt_embeds": (), "reasoning_effort": (),
-    "response_format": ({"type": "text"},), "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,), "structured_outputs": (), "suffix": ("",), "verbosity": (),
-    "vllm_xargs": (), "web_search_options": (),
+    "return_tokens_as_token_ids": (False,), "spaces_between_special_tokens": (True,), "suffix": ("",),
+    "verbosity": (), "vllm_xargs": (), "web_search_options": (),
 }  # fmt: skip
 """Unsupported fields of OpenAI's and vLLM's interfaces. The listed values of each field are accepted, because
 they have no effect."""
@@ -40,11 +39,17 @@ SAMPLING = (
 )  # fmt: skip
 """Fields of completions and chat completions that are arguments of SamplingParams with the same name."""
 
+STRUCTURES = ("structured_outputs", "response_format")
+"""Fields that say what an answer's text must match."""
+
 BEAMS = ("ignore_eos", "include_stop_str_in_output", "stop_token_ids", "temperature")
 """Sampling fields that a beam search also takes."""
 
 LONGEST_NAME = 200
 MAX_TOKENS = 2**30
+LIKE_TOJSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""White space of forced tool calls, in llguidance's terms. It is that of the calls in chat templates."""
+
 TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
@@ -193,10 +198,21 @@ class CompletionCall(ApiCall):
 
 @dataclass
 class Conversation:
-    """Messages, and the arguments of the chat template that renders them."""
+    """Messages, and the arguments of the chat template that renders them.
+
+    Attributes:
+        calls: whether the answer may call tools.
+        forced: descriptions of functions, one of which the answer must call. Empty: it need not call any.
+        max_calls: maximum number of calls of an answer; None: no limit.
+        separate_reasoning: return reasoning in fields of its own.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
+    calls: bool
+    forced: list[dict[str, Any]]
+    max_calls: int | None
+    separate_reasoning: bool
     add_generation_prompt: bool
     continue_final_message: bool
     chat_template_kwargs: dict[str, Any]
@@ -252,7 +268,13 @@ def read_chat(body: Body, max_logprobs: int) -> ChatCall:
     max_tokens = body.integer(name, body.defaults.get("max_tokens"), 1, MAX_TOKENS)
     body.take("max_tokens")
     logprobs, conversation = (top or 0) if wanted else None, read_conversation(body)
-    return _read_call(ChatCall, body, max_tokens, name, logprobs, prompt_logprobs, conversation=conversation)
+    if conversation.forced:
+        schema = _schema_of_calls(conversation.forced, conversation.max_calls)
+        body.defaults["structured_outputs"] = {"json": schema}
+    call = _read_call(ChatCall, body, max_tokens, name, logprobs, prompt_logprobs, conversation=conversation)
+    if conversation.calls and isinstance(call.params, BeamSearchParams):
+        raise _unsupported_with_beams("tools")
+    return call
 
 
 def read_prompts(body: Body) -> list[str | list[int]]:
@@ -275,17 +297,10 @@ def read_conversation(body: Body) -> Conversation:
     messages = body.take("messages")
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", "a list of messages, not empty", messages)
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise wrong(f"messages[{i}]", "an object with a role and a content", message)
-    tools, choice = body.take("tools"), body.take("tool_choice")
-    if choice not in (None, "none", "auto") or (tools and choice != "none"):
-        raise ApiError(
-            "tool_choice must be 'none': the model is shown the tools, but tool calls are not supported",
-            "tools" if tools else "tool_choice", code="unsupported_field",
-        )  # fmt: skip
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise wrong("tools", "a list of objects", tools)
+    messages = [_read_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    tools = _read_tools(body)
+    forced, max_calls = _read_tool_choice(body, tools)
+    calls = bool(tools) and body.take("tool_choice") != "none"
     variables = body.object("chat_template_kwargs")
     clash = next((name for name in variables if name in TEMPLATE_ARGUMENTS), None)
     if clash is not None:
@@ -294,7 +309,100 @@ def read_conversation(body: Body) -> Conversation:
     generate = body.flag("add_generation_prompt", not continued)
     if generate and continued:
         raise wrong("add_generation_prompt", "false with continue_final_message", generate)
-    return Conversation(messages, tools or None, generate, continued, variables)
+    separate = body.flag("separate_reasoning", True)
+    return Conversation(
+        messages, tools or None, calls, forced, max_calls, separate, generate, continued, variables
+    )
+
+
+def _read_message(name: str, message: Any) -> dict[str, Any]:
+    """Check a message and return it without null fields, and with its reasoning under all names."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise wrong(name, "an object with a role and a content", message)
+    message = {key: value for key, value in message.items() if value is not None}
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list):
+        raise wrong(f"{name}.tool_calls", "a list", calls)
+    for i, call in enumerate(calls):
+        _function_of(f"{name}.tool_calls[{i}]", call)
+    if not calls:
+        message.pop("tool_calls", None)  # templates only ask whether the field exists
+    if message["role"] == "tool" and not isinstance(message.get("tool_call_id"), str):
+        raise wrong(f"{name}.tool_call_id", "the id of a tool call", message.get("tool_call_id"))
+    reasoning = message.get("reasoning_content", message.get("reasoning"))
+    if isinstance(reasoning, str):
+        message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if calls and not message.get("content"):
+            message.setdefault("thinking", reasoning)  # gpt-oss's name, which excludes content
+    return message
+
+
+def _function_of(name: str, value: Any) -> dict[str, Any]:
+    """Return ``function`` of a tool, of a tool call or of ``tool_choice``. Its name is checked."""
+    function = value.get("function") if isinstance(value, dict) else None
+    found = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(found, str) or not found:
+        raise wrong(name, "an object with a function that has a name", value)
+    if value.get("type") not in (None, "function"):
+        raise wrong(f"{name}.type", "'function'", value["type"])
+    return function
+
+
+def _read_tools(body: Body) -> list[dict[str, Any]]:
+    tools = body.take("tools", [])
+    if not isinstance(tools, list):
+        raise wrong("tools", "a list", tools)
+    for i, tool in enumerate(tools):
+        parameters = _function_of(f"tools[{i}]", tool).get("parameters", {})
+        if not isinstance(parameters, dict) and parameters is not None:
+            raise wrong(f"tools[{i}].function.parameters", "an object", parameters)
+    return tools
+
+
+def _read_tool_choice(body: Body, tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int | None]:
+    """Return ``forced`` and ``max_calls`` of :class:`Conversation`."""
+    choice = body.take("tool_choice", "auto")
+    max_calls = None if not tools or body.flag("parallel_tool_calls", True) else 1
+    if choice in ("none", "auto"):
+        return [], max_calls
+    functions = [tool["function"] for tool in tools]
+    if choice == "required" and tools:
+        return functions, max_calls
+    if not isinstance(choice, dict):
+        allowed = "'none', 'auto', 'required' or a function" if tools else "'none' or 'auto' without tools"
+        raise wrong("tool_choice", allowed, choice)
+    name = _function_of("tool_choice", choice)["name"]
+    named = [function for function in functions if function["name"] == name]
+    if not named:
+        raise wrong("tool_choice", "the name of one of the tools", name)
+    return named[:1], 1
+
+
+def _schema_of_calls(functions: list[dict[str, Any]], max_calls: int | None) -> dict[str, Any]:
+    """Return the JSON schema of a list of calls, ``{"name": NAME, "parameters": {...}}`` each.
+
+    The definitions of the tools' own schemas become those of the whole schema, because references to them
+    are paths from the root. Where a tool's schema only lists parameters, there are no others.
+    """
+    calls: list[dict[str, Any]] = []
+    definitions: dict[str, dict[str, Any]] = {}
+    for function in functions:
+        parameters = dict(function.get("parameters") or {"type": "object", "properties": {}})
+        for place in ("$defs", "definitions"):
+            own, others = parameters.pop(place, {}), definitions.setdefault(place, {})
+            if not isinstance(own, dict) or any(others.get(name, one) != one for name, one in own.items()):
+                raise wrong("tools", f"tools whose {place} are objects without conflicts", own)
+            others |= own
+        if parameters.keys() <= {"type", "properties", "required", "title", "description"}:
+            parameters["additionalProperties"] = False
+        properties = {"name": {"const": function["name"]}, "parameters": parameters}
+        calls.append(
+            {"type": "object", "properties": properties, "required": ["name", "parameters"],
+             "additionalProperties": False}
+        )  # fmt: skip
+    schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **definitions}
+    schema["x-guidance"] = LIKE_TOJSON
+    return schema if max_calls is None else {**schema, "maxItems": max_calls}
 
 
 def read_tokenize(body: Body) -> TokenizeCall:
@@ -378,12 +486,39 @@ def _read_sampling(
     body: Body, max_tokens: int | None, stream: bool, logprobs: int | None, prompt_logprobs: int | None
 ) -> Params:
     given = body.defaults | {name: body.take(name) for name in SAMPLING if name in body}
+    structure, forced = _read_structure(body), body.defaults.get("structured_outputs")
+    if structure is not None and forced is not None:
+        text = "tool_choice must be 'none' or 'auto' with response_format or structured_outputs"
+        raise ApiError(text, "tool_choice", code="unsupported_field")
+    given["structured_outputs"] = structure or forced
     if body.take("length_penalty", 1) != 1:
         raise wrong("length_penalty", "1 unless use_beam_search is true", body.take("length_penalty"))
     return SamplingParams(
         **{**given, "max_tokens": max_tokens}, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
         output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
     )  # fmt: skip
+
+
+def _read_structure(body: Body) -> dict[str, Any] | None:
+    """Return ``structured_outputs`` of a call, also if it has OpenAI's ``response_format`` instead."""
+    given, form = body.take("structured_outputs"), Body(body.object("response_format"))
+    kind, described = form.take("type", "text"), Body(form.object("json_schema"))
+    form.finish()
+    if kind not in ("text", "json_object", "json_schema"):
+        raise wrong("response_format", "of type text, json_object or json_schema", kind)
+    if kind == "text":
+        return given
+    if given is not None:
+        raise wrong("structured_outputs", "absent if response_format is given", given)
+    if kind == "json_object":
+        return {"json_object": True}
+    schema = described.take("schema")
+    if not isinstance(schema, dict):
+        raise wrong("response_format", "an object whose json_schema has an object as schema", schema)
+    for name in ("name", "description", "strict"):  # the answer matches the schema in any case
+        described.take(name)
+    described.finish()
+    return {"json": schema}
 
 
 def _read_beams(
@@ -400,6 +535,8 @@ def _read_beams(
     for name, value in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
         if value is not None:
             raise _unsupported_with_beams(name)
+    if _read_structure(body) is not None:
+        raise _unsupported_with_beams(next(name for name in STRUCTURES if name in body))
     if stream:
         raise ApiError("stream must be false with use_beam_search", "stream", code="unsupported_field")
     given = {name: body.take(name) for name in (*BEAMS, "length_penalty") if name in body}

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from flashtile.engine.llm import LLM
 from flashtile.engine.server.app import make_app
+from flashtile.engine.server.formats import AUTO, Formats
 from flashtile.engine.server.listener import CLOSING_SECONDS, Listener
 from flashtile.engine.server.service import Limits, Service
 
@@ -23,10 +24,14 @@ class Server:
         model_name: the name that clients use for the model.
         limits: limits of calls and connections.
         host, port: address to listen at. Port 0: a free port, whose number is ``port`` after :meth:`start`.
+        formats: as for :class:`Service`.
     """
 
-    def __init__(self, llm: LLM, model_name: str, limits: Limits, host: str = "127.0.0.1", port: int = 8000):
-        self.service = Service(llm, model_name, limits)
+    def __init__(
+        self, llm: LLM, model_name: str, limits: Limits, host: str = "127.0.0.1", port: int = 8000,
+        formats: Formats = AUTO,
+    ):  # fmt: skip
+        self.service = Service(llm, model_name, limits, formats)
         self.host, self.port = host, port
         self._listener = Listener(limits)
 
@@ -66,19 +71,21 @@ def serve(
     port: int,
     shutdown_timeout: float,
     on_start: Callable[[Server], None],
+    formats: Formats,
 ) -> int:
     """Serve until SIGTERM or SIGINT. A second signal aborts the calls that still run.
 
     Args:
         shutdown_timeout: seconds for calls to finish after the signal.
         on_start: called once the server accepts calls.
+        formats: as for :class:`Service`.
 
     Returns:
         The exit code: 0, or 1 if the engine failed.
     """
 
     async def run() -> int:
-        server, loop = Server(llm, model_name, limits, host, port), asyncio.get_running_loop()
+        server, loop = Server(llm, model_name, limits, host, port, formats), asyncio.get_running_loop()
         stopping, code = asyncio.Event(), 0
 
         def stop() -> None:

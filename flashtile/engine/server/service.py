@@ -9,11 +9,14 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from flashtile.engine.async_llm import AsyncLLM
 from flashtile.engine.core import Engine
 from flashtile.engine.llm import LLM
+from flashtile.engine.sampling_params import SamplingParams
 from flashtile.engine.server.errors import ApiError, refused, shutting_down
+from flashtile.engine.server.formats import Formats
 from flashtile.engine.server.metrics import Metrics
 from flashtile.engine.server.protocol import ApiCall, ChatCall, CompletionCall, Conversation
 from flashtile.engine.tokenizer import Tokenizer
@@ -100,6 +103,7 @@ class Service:
         llm: the model. Nothing else may use it afterwards.
         model_name: the name that clients use for the model.
         limits: limits of calls.
+        formats: formats of reasoning and tool calls, or "auto" for those that the chat template shows.
 
     Attributes:
         id: random text, different in each replica and after each start.
@@ -110,12 +114,13 @@ class Service:
         on_death: called when a call finds that the engine has failed.
     """
 
-    def __init__(self, llm: LLM, model_name: str, limits: Limits):
+    def __init__(self, llm: LLM, model_name: str, limits: Limits, formats: Formats):
         self.model_name, self.limits = model_name, limits
         self.created, self.id = int(time.time()), uuid.uuid4().hex
         self.metrics = Metrics(model_name)
         self.engine: Engine = llm.engine
         self.sampling_defaults = llm.sampling_defaults
+        self.formats = formats.of_model(self.engine.tokenizer.chat_templates if self.engine.tokenizer else {})
         self._counted = llm.engine.last_schedule
         self.asynchronous = AsyncLLM(llm.engine, on_step=self._count_step)
         self.in_flight, self.max_calls, self.body_bytes = 0, limits.max_concurrent_requests, 0
@@ -149,7 +154,7 @@ class Service:
             if count > most:
                 text = f"prompt must be at most {most} prompts, got {count}"
                 raise ApiError(text, "prompt", code="invalid_value")
-            if all(isinstance(prompt, list) for prompt in call.prompts):
+            if structure_of(call) is None and all(isinstance(prompt, list) for prompt in call.prompts):
                 return self._prepare(call)
         return await asyncio.to_thread(self._prepare, call)
 
@@ -159,6 +164,8 @@ class Service:
         if count > most:  # each message takes at least a token
             message = f"messages must be at most {most} messages, got {count}"
             raise ApiError(message, "messages", code="context_length_exceeded")
+        if conversation.calls:
+            self._check_tools()
         try:
             return self.tokenizer.apply_chat_template(
                 conversation.messages, None, conversation.add_generation_prompt,
@@ -166,6 +173,16 @@ class Service:
             )  # fmt: skip
         except ValueError as error:
             raise refused(error, ("messages",), "messages") from None
+
+    def _check_tools(self) -> None:
+        """Raise ApiError if the model's answers cannot call tools."""
+        templates, text = self.tokenizer.chat_templates, None
+        if not re.search(r"\btools\b", templates.get("tool_use", templates.get("default", ""))):
+            text = "tools must be absent: the model's chat template does not show tools to the model"
+        elif self.formats.tools is None:
+            text = "tools need the format of the model's calls: start the server with --tool-call-parser"
+        if text is not None:
+            raise ApiError(text, "tools", code="unsupported_field")
 
     def set_max_tokens(self, call: ApiCall, prompts: list[TokenizedPrompt]) -> None:
         """Check ``max_tokens`` of a call, or set it for a chat call that does not give it.
@@ -193,6 +210,12 @@ class Service:
         params.max_tokens = max(1, room if params.max_tokens is None else min(room, params.max_tokens))
 
     def _prepare(self, call: CompletionCall | ChatCall) -> list[TokenizedPrompt]:
+        structure = structure_of(call)
+        if structure is not None:
+            try:
+                self.engine.structures.matcher(structure)  # the engine's thread then finds it compiled
+            except (ValueError, NotImplementedError) as error:
+                raise refused(error, call.fields) from None
         if isinstance(call, ChatCall):
             return [self._tokenized(call, "messages", self.render(call.conversation))]
         return [self._tokenized(call, "prompt", prompt) for prompt in call.prompts]
@@ -233,3 +256,8 @@ class Service:
         if engine.last_schedule is not self._counted:
             self._counted = engine.last_schedule
             self.metrics.observe("iteration_tokens_total", self._counted.num_tokens)
+
+
+def structure_of(call: ApiCall) -> dict[str, Any] | None:
+    """Return ``structured_outputs`` of a call, or None."""
+    return call.params.structured_outputs if isinstance(call.params, SamplingParams) else None

@@ -34,6 +34,7 @@ from flashtile.tools.bench.peers import (
     options,
     repeated,
 )
+from flashtile.tools.bench.trees import FlashtileTree, Repeated
 from flashtile.tools.bench.workloads import Workload
 
 FROM_BF16 = "flashtile-from-bf16"
@@ -241,6 +242,7 @@ def over_copies(function: Callable[..., Any], inputs: Inputs, table_name: str, *
 OURS: dict[str, tuple[type[Flashtile], ...]] = {
     "attention": (Flashtile,),
     "masks": (Flashtile,),
+    "tree": (Flashtile, FlashtileTree),
     "weights": (Weighing,),
     "fp8": (Quantized, Quantizing),
     "decode": (Decoding, SharedPrefix),
@@ -256,6 +258,8 @@ def peers(kind: str) -> tuple[Peer, ...]:
         return (FlashAttention3OverCache(), SdpaLatent())
     if kind == "weights":
         return (Eager(),)
+    if kind == "tree":
+        return (Repeated(), FlexAttention(), FlexAttention(flash=True))
     if kind == "masks":
         return (FlexAttention(), FlexAttention(flash=True))
     return (

@@ -160,8 +160,9 @@ def table(document: dict[str, Any]) -> Table:
         tbps = statistics.median(result["tbps"])
         return f"{tbps:.3g} ({tbps / read:.2f})"
 
-    return cells_table(f"TB/s of weights (as a share of {read:.2f} TB/s, the speed of reading)", document,
-    text_of)
+    return cells_table(
+        f"TB/s of weights (as a share of {read:.2f} TB/s, the speed of reading)", document, text_of
+    )
 
 
 CHART_NAMES = {GEMV: "GEMV (CUDA cores)", FLAT: "flat (tensor cores)", LIBRARY: "cuBLAS"}

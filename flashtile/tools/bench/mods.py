@@ -39,6 +39,26 @@ def document_ids(seqlen: int) -> Tensor:
     return ids
 
 
+ANSWERS = (512, 1021, 2048, 641, 1530, 899, 763, 1290)
+"""Lengths of the eight answers to the prompt of a tree."""
+
+
+def tree_segments(seqlen: int, device: Any) -> tuple[Tensor, Tensor]:
+    """Return (cu_seqlens, parent) of a tree of ``seqlen`` tokens: a prompt and eight answers to it.
+
+    The answers are shorter than ``ANSWERS`` if these exceed 90 % of the tokens.
+    """
+    share = min(1.0, 0.9 * seqlen / sum(ANSWERS))
+    answers = [int(share * length) for length in ANSWERS]
+    lengths = torch.tensor([0, seqlen - sum(answers), *answers], dtype=torch.int32)
+    parent = torch.tensor([-1] + [0] * len(answers), dtype=torch.int32)
+    return lengths.cumsum(0, dtype=torch.int32).to(device), parent.to(device)
+
+
+def _tree(seqlen: int, device: Any) -> Callable[..., Any]:
+    return masks.create_tree_mask(*tree_segments(seqlen, device), seqlen).mask_mod
+
+
 def _picture(seqlen: int) -> tuple[int, int]:
     """Return (height, width) of an image of ``seqlen`` tokens; the width is a power of two."""
     width = 1 << (seqlen.bit_length() // 2)
@@ -76,6 +96,7 @@ MODS: dict[str, Callable[[int, int, Any], Functions]] = {
     "relative-document": lambda s, h, device: Functions(
         _relative(h, device), masks.document(document_ids(s).to(device)) & masks.causal()
     ),
+    "tree": lambda s, h, device: Functions(mask_mod=_tree(s, device)),
 }
 """Functions ``(seqlen, heads, device) -> Functions`` by name."""
 

@@ -100,10 +100,10 @@ class Workload:
 
     @property
     def kind(self) -> str:
-        """Kind of workload, which determines the contestants: "attention", "masks", "weights", "fp8" or
-        "decode"."""
+        """Kind of workload, which determines the contestants: "attention", "masks", "tree", "weights", "fp8"
+        or "decode"."""
         if self.mod:
-            return "masks"
+            return "tree" if self.mod == "tree" else "masks"
         if self.weights:
             return "weights"
         return "decode" if self.cache is not None else "fp8" if self.fp8 else "attention"
@@ -487,9 +487,19 @@ WORKLOADS: tuple[Workload, ...] = (
     *(
         workload
         for name in mods.MODS
+        if name != "tree"
         for workload in _dense(
             f"masks-{name}", (2048, 4096, 8192, 16384), PAPER_TOKENS, "masks", WIDE_HEADS, mod=name
         )
+    ),
+    # Eight answers of 512 to 2048 tokens to one prompt, as in GRPO
+    *(
+        Workload(
+            f"tree-{prompt}-d{d}", f"tree-d{d}", 1, *2 * (prompt + sum(mods.ANSWERS),), PAPER_HIDDEN // d,
+            PAPER_HIDDEN // d // 4, d, mod="tree", tags=("tree",),
+        )
+        for d in PAPER_HEAD_DIMS
+        for prompt in (1024, 4096, 16384)
     ),
     # Absorbed MLA of DeepSeek's models with all 128 heads and with 16: decoding, and prompts over pages
     *(
@@ -549,6 +559,7 @@ WORKLOADS: tuple[Workload, ...] = (
         "ci-masks-both", (160,), 320, "ci-masks", (4, 2, 32), mod="relative-document", **FLOAT32,
     ),
     *_dense("ci-masks-natten", (128,), 0, "ci-masks", (2, 2, 32), mod="natten", **FLOAT32),
+    *_dense("ci-tree", (300,), 0, "ci-tree", (4, 2, 32), mod="tree", **FLOAT32),
     *_dense("ci-fp8-causal", (150,), 300, "ci-fp8", (4, 2, 32), causal=True, dtype=FP8),
     _lengths("ci-fp8-varlen", [(50, 50), (1, 170), (0, 9)], "ci-fp8", (2, 1, 64), dtype=FP8),
     _decode("ci-mla", (70, 70), "ci-mla", (4, 1, 40), latent=True, head_dim_v=24, **FLOAT32),
@@ -579,7 +590,7 @@ def small_call(kind: str, device_type: str) -> Workload:
     dtype = FP8 if kind == "fp8" else "bfloat16" if device_type == "cuda" else "float32"
     if kind == "decode":
         return _decode("small", (256, 256), "", (8, 8, 64), prefix=128, dtype=dtype)
-    mod = "relative-document" if kind == "masks" else ""
+    mod = {"masks": "relative-document", "tree": "tree"}.get(kind, "")
     weights = "columns" if kind == "weights" else ""
     return Workload(
         "small-call", "small-call", 1, 128, 128, 8, 8, 64, dtype, causal=not mod, mod=mod, weights=weights

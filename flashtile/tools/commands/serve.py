@@ -75,6 +75,12 @@ def serve(
     ] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs that share the model.")] = 1,
     data_parallel_size: Annotated[int, typer.Option(min=1, help="Replicas, each with its own GPUs.")] = 1,
+    tool_call_parser: Annotated[
+        str, typer.Option(help="Format of tool calls: auto, none, hermes, llama3_json, mistral or openai.")
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str, typer.Option(help="Format of reasoning: auto, none, deepseek_r1, qwen3 or openai_gptoss.")
+    ] = "auto",
     max_concurrent_requests: Annotated[int, typer.Option(help="Most calls at once; others get 429.")] = 1024,
     max_prompts: Annotated[int, typer.Option(help="Most prompts in one call.")] = 256,
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Most tokens of one prompt.")] = None,
@@ -115,14 +121,13 @@ def serve(
     try:
         from flashtile.engine import LLM, parallel
         from flashtile.engine.config import model_folder, read_config
+        from flashtile.engine.server.formats import check_parsers
         from flashtile.engine.server.listener import tls_context
         from flashtile.engine.server.replicas.process import end_with_stdin
         from flashtile.engine.server.run import serve as run
         from flashtile.engine.server.service import Limits
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] in ("flashtile", "torch", "triton"):
-            raise
-        raise typer.BadParameter(f"serving needs {error.name}: pip install 'flashtile[serve]'") from None
+        raise _missing(error) from None
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     keys = api_key or ([os.environ[KEY]] if os.environ.get(KEY) else [])
     with bad_parameters():
@@ -134,6 +139,7 @@ def serve(
         )  # fmt: skip
         if not 0 <= shutdown_timeout < float("inf"):
             raise ValueError(f"shutdown_timeout must be at least 0 and finite, got {shutdown_timeout}")
+        formats = check_parsers(tool_call_parser, reasoning_parser)
         speculation = _json_object("speculative_config", speculative_config)
     shown, scheme = f"[{host}]" if ":" in host else host, "http" if limits.tls is None else "https"
 
@@ -184,7 +190,7 @@ def serve(
     try:
         code = run(
             llm, served_model_name or str(model), limits, host, port, shutdown_timeout,
-            lambda server: announce(server.port),
+            lambda server: announce(server.port), formats,
         )  # fmt: skip
     except OSError as error:
         raise _taken(host, port, error) from None
@@ -231,6 +237,13 @@ def environments_of(replicas: int, processes: int, device: str | None) -> list[d
         {**environment, "CUDA_VISIBLE_DEVICES": ",".join(gpus[i * processes : (i + 1) * processes])}
         for i in range(replicas)
     ]
+
+
+def _missing(error: ModuleNotFoundError) -> typer.BadParameter:
+    """Return the error for a missing package of the extra ``serve``. Raise the error of any other module."""
+    if error.name is None or error.name.split(".")[0] in ("flashtile", "torch", "triton"):
+        raise error
+    return typer.BadParameter(f"serving needs {error.name}: pip install 'flashtile[serve]'")
 
 
 def _taken(host: str, port: int, error: OSError) -> typer.BadParameter:

@@ -12,14 +12,28 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from flashtile.engine import LLM
 from flashtile.engine.server.run import Server
 from flashtile.engine.server.service import Limits
+from flashtile.engine.tokenizer import ByteTokenizer
 from flashtile.tools.demo.llama import Llama, save_llama, sized
 
 MODEL = "alphabet"
+END = 0
+"""The token that ends scripted answers."""
+
+TOOL_TEMPLATE = (
+    "{% for tool in tools or () %}[{{ tool.function.name }}]{% endfor %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or () %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "{{ m.reasoning_content or '' }};{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% if enable_thinking %}<think>{% endif %}"
+)
+"""A chat template that shows all that a conversation with tools has."""
+
 MAX_MODEL_LEN = 4096
 
 
@@ -119,6 +133,36 @@ def running(model: Path, limits: Limits | None = None, **options: Any) -> Iterat
         yield found
     finally:
         found.stop()
+
+
+@contextlib.contextmanager
+def scripted(model: Path) -> Iterator[Any]:
+    """A server with tools. It takes answers from its list ``script``; None is the model's own answer.
+
+    It keeps the prompts in ``asked``, and the last call's parameters in ``params``.
+    """
+
+    def add_scripted(request_id: str, prompt: Any, params: Any, **options: Any) -> Any:
+        text = found.script.pop(0)
+        tokens = [*(text or "").encode(), END]
+
+        def next_token(before: list[int], logits: torch.Tensor) -> torch.Tensor:
+            logits = torch.full_like(logits, -torch.inf)
+            logits[tokens[len(before)]] = 0
+            return logits
+
+        found.asked.append(prompt["prompt"])
+        params.logits_processors, found.params = [next_token] if text is not None else [], params
+        return add(request_id, prompt, params, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ByteTokenizer, "chat_templates", {"default": TOOL_TEMPLATE})
+        with running(model) as server:
+            found: Any = server
+            found.asked, found.script = [], []
+            found.llm.engine.eos_token_ids = frozenset([END])
+            add, found.llm.engine.add_request = found.llm.engine.add_request, add_scripted
+            yield found
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:

@@ -79,6 +79,8 @@ def test_a_server_from_start_to_end(process):
         (["MODEL", "--idle-timeout", "0"], "--idle-timeout must be above 0"),
         (["MODEL", "--device", "tpu"], "tpu"),
         (["MODEL", "--cors-origin", "example.org"], "--cors-origin must be"),
+        (["MODEL", "--tool-call-parser", "pythonic"], "--tool-call-parser must be auto, none, hermes"),
+        (["MODEL", "--reasoning-parser", "hermes"], "--reasoning-parser must be auto, none, deepseek"),
         (["MODEL", "--ssl-keyfile", "/no/such/key"], "--ssl-certfile must be given"),
         (["MODEL", "--ssl-certfile", "/no/such/file"], "--ssl-certfile must be certificates"),
         (["MODEL", "--generation-config", "/no/such/folder"], "--generation-config must be"),

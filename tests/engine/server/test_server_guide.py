@@ -12,11 +12,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from serving import MODEL, running
+from serving import MODEL, running, scripted
 
 from flashtile.engine import server as server_package
 from flashtile.engine.core import EngineStats
-from flashtile.engine.server import protocol
+from flashtile.engine.server import formats, protocol
 from flashtile.engine.server.metrics import Metrics
 from flashtile.engine.server.service import Limits
 from flashtile.tools.commands.serve import serve
@@ -53,12 +53,32 @@ def test_the_commands_run(server):
 
 def test_the_python_runs(server, capsys):
     pytest.importorskip("openai")
-    (code,) = blocks("python")
+    code, _ = blocks("python")
     namespace = {}
     exec(code.replace(ADDRESS, server.url), namespace)
     namespace["client"].close()
     assert namespace["model"] == MODEL
     assert capsys.readouterr().out
+
+
+def test_the_python_with_tools_runs(model, capsys):
+    pytest.importorskip("openai")
+    _, code = blocks("python")
+    with scripted(model) as found:
+        found.script += [
+            '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>',
+            "Warm.",
+        ]
+        namespace = {}
+        exec(code.replace(ADDRESS, found.url), namespace)
+        namespace["client"].close()
+        assert "tool:18 degrees in Paris" in found.asked[1]
+    assert capsys.readouterr().out == "Warm.\n"
+
+
+def test_every_parser_is_in_the_table():
+    section = GUIDE.split("## Tools and reasoning")[1].split("## ")[0]
+    assert {*formats.TOOL_PARSERS, *formats.REASONING_PARSERS} <= named(section)
 
 
 def test_the_error_is_the_servers(server):

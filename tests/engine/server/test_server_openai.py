@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from typing import Literal
+
 import pytest
 from serving import MODEL, running
 
 from flashtile.engine.server.service import Limits
 
 openai = pytest.importorskip("openai")
+pydantic = pytest.importorskip("pydantic")  # openai needs it
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -79,15 +83,49 @@ def test_a_stream_of_a_chat(client):
     assert events[-1].usage.completion_tokens == 3
 
 
+class Letter(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(json_schema_extra={"x-guidance": {"whitespace_flexible": False}})
+    kind: Literal["vowel", "consonant"]
+    places: list[Literal[1, 2]] = pydantic.Field(min_length=2, max_length=3)
+
+
+def test_structured_chats(client):
+    """The alphabet's model would never write JSON of its own."""
+    answer = client.chat.completions.parse(model=MODEL, messages=HELLO, response_format=Letter, seed=1)
+    assert isinstance(answer.choices[0].message.parsed, Letter)
+    assert answer.choices[0].finish_reason == "stop"
+    answer = client.chat.completions.create(
+        model=MODEL, messages=HELLO, response_format={"type": "json_object"}, max_tokens=1
+    )
+    assert answer.choices[0].message.content == "{"
+    stream = client.chat.completions.create(
+        model=MODEL, messages=HELLO, stream=True, extra_body={"structured_outputs": {"regex": "z[a-y]{3}"}}
+    )
+    events = list(stream)
+    assert re.fullmatch("z[a-y]{3}", "".join(event.choices[0].delta.content or "" for event in events))
+    assert events[-1].choices[0].finish_reason == "stop"
+
+
+def test_structured_completions(client):
+    answer = client.completions.create(
+        model=MODEL, prompt=[[97], [98]], n=2, temperature=0, max_tokens=9,
+        extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
+    )  # fmt: skip
+    assert {choice.text for choice in answer.choices} <= {"yes", "no"}
+    assert [choice.finish_reason for choice in answer.choices] == ["stop"] * 4
+
+
 def test_errors_are_the_clients_own(client, server):
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=MODEL, prompt="a", top_p=3)
     assert (caught.value.param, caught.value.code) == ("top_p", "invalid_value")
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="another", prompt="a")
+    bad = {"type": "json_schema", "json_schema": {"name": "bad", "schema": {"type": "nonsense"}}}
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model=MODEL, messages=HELLO, response_format={"type": "json_object"})
-    assert caught.value.param == "response_format"
+        client.chat.completions.create(model=MODEL, messages=HELLO, response_format=bad)
+    assert (caught.value.param, caught.value.code) == ("response_format", "invalid_value")
+    assert "response_format must have a valid json, got" in caught.value.message
     with (
         pytest.raises(openai.AuthenticationError),
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as other,

@@ -15,12 +15,14 @@ from flashtile.engine.server.protocol import (
     parse,
     read_chat,
     read_completion,
+    read_conversation,
     read_detokenize,
     read_tokenize,
 )
 from flashtile.engine.server.service import Service, TokenizedPrompt
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
 def refusal(read, *arguments):
@@ -97,11 +99,37 @@ def test_a_switch_that_is_not_served_may_stay_as_it_is_by_default(field, default
         ("top_logprobs", {**HELLO, "top_logprobs": 2}),
         ("logprobs", {**HELLO, "logprobs": 2}),
         ("max_completion_tokens", {**HELLO, "max_completion_tokens": 0}),
-        ("tools", {**HELLO, "tools": [{"type": "function"}]}),
-        ("tools", {**HELLO, "tools": ["f"], "tool_choice": "none"}),
+        ("tools", {**HELLO, "tools": {"type": "function"}}),
+        ("tools[0]", {**HELLO, "tools": [{"type": "function"}]}),
+        ("tools[0]", {**HELLO, "tools": ["f"], "tool_choice": "none"}),
+        ("tools[1]", {**HELLO, "tools": [TOOL, {"type": "function", "function": {"name": ""}}]}),
+        ("tools[0].type", {**HELLO, "tools": [{"type": "custom", "function": {"name": "f"}}]}),
+        ("tools[0].function.parameters", {**HELLO, "tools": [{"function": {"name": "f", "parameters": []}}]}),
         ("tool_choice", {**HELLO, "tool_choice": "required"}),
+        ("tool_choice", {**HELLO, "tools": [TOOL], "tool_choice": "always"}),
+        ("tool_choice", {**HELLO, "tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}}),
+        ("tool_choice", {**HELLO, "tools": [TOOL], "tool_choice": {"function": {"name": "g"}}}),
+        ("parallel_tool_calls", {**HELLO, "tools": [TOOL], "parallel_tool_calls": 1}),
+        ("separate_reasoning", {**HELLO, "separate_reasoning": 1}),
+        ("messages[0].tool_call_id", {"messages": [{"role": "tool", "content": "a"}]}),
+        ("messages[0].tool_calls", {"messages": [{"role": "assistant", "tool_calls": {}}]}),
+        ("messages[0].tool_calls[0]", {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}),
         ("add_generation_prompt", {**HELLO, "add_generation_prompt": True, "continue_final_message": True}),
         ("chat_template_kwargs", {**HELLO, "chat_template_kwargs": {"messages": []}}),
+        ("response_format", {**HELLO, "response_format": "json_object"}),
+        ("response_format", {**HELLO, "response_format": {"type": "xml"}}),
+        ("response_format", {**HELLO, "response_format": {"type": "json_schema"}}),
+        (
+            "response_format",
+            {**HELLO, "response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        ),
+        ("strictly", {**HELLO, "response_format": {"type": "json_object", "strictly": True}}),
+        ("structured_outputs", {**HELLO, "structured_outputs": {"regex": "a", "choice": ["b"]}}),
+        ("structured_outputs", {**HELLO, "structured_outputs": {"xml": "a"}}),
+        (
+            "structured_outputs",
+            {**HELLO, "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        ),
         ("echo", {**HELLO, "echo": True}),
         ("prompt", {**HELLO, "prompt": "a"}),
         ("temperature", {**HELLO, "temperature": "hot"}),
@@ -114,6 +142,7 @@ def test_a_wrong_field_of_a_conversation_is_named(param, body):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("response_format", {"type": "json_object"}), ("structured_outputs", {"regex": "a"}),
         ("stop", ["a"]), ("top_p", 0.5), ("seed", 1), ("logprobs", 1), ("stream", True),
         ("logit_bias", {"1": 1}), ("n", 0), ("length_penalty", "long"), ("ignore_eos", "no"),
     ],
@@ -122,6 +151,30 @@ def test_a_beam_search_refuses_what_it_cannot_do(field, value):
     body = {"prompt": "a", "use_beam_search": True, "n": 3, field: value}
     error = refusal(read_completion, Body(body), 20)
     assert error["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "structure"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "text"}, "structured_outputs": {"regex": "a"}}, {"regex": "a"}),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": False, "schema": {"type": "null"}},
+                }
+            },
+            {"json": {"type": "null"}},
+        ),
+        ({"structured_outputs": {"choice": ["a"], "json": None}}, {"choice": ["a"]}),
+    ],
+)
+def test_what_an_answer_must_match(fields, structure):
+    for read, body in ((read_completion, {"prompt": "a"}), (read_chat, HELLO)):
+        assert read(Body({**body, **fields}), 20).params.structured_outputs == structure
 
 
 def test_a_beam_search():
@@ -150,6 +203,58 @@ def test_a_completion_takes_everything_that_is_documented():
     assert params.output_kind is RequestOutputKind.DELTA
     assert (call.include_usage, call.continuous_usage, call.truncate_prompt_tokens) == (True, True, 9)
     assert (call.request_id, call.priority, call.cache_salt) == ("mine", 2, "s")
+
+
+@pytest.mark.parametrize(
+    ("fields", "calls", "forced", "most"),
+    [
+        ({}, False, [], None),
+        ({"tools": [], "tool_choice": "auto"}, False, [], None),
+        ({"tools": [TOOL]}, True, [], None),
+        ({"tools": [TOOL], "tool_choice": "auto", "parallel_tool_calls": False}, True, [], 1),
+        ({"tools": [TOOL], "tool_choice": "none"}, False, [], None),
+        ({"tools": [TOOL, {"function": {"name": "g"}}], "tool_choice": "required"}, True, ["f", "g"], None),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, True, ["f"], 1),
+    ],
+)
+def test_tools(fields, calls, forced, most):
+    found = read_conversation(Body({**HELLO, **fields}))
+    assert found.tools == (fields.get("tools") or None)
+    assert (found.calls, [one["name"] for one in found.forced], found.max_calls) == (calls, forced, most)
+
+
+def test_the_schema_of_forced_calls():
+    """Definitions are lifted to its root; a tool gets no parameters that it does not list."""
+    item = {"type": "array", "items": {"$ref": "#/$defs/X"}, "$defs": {"X": {"const": 1}}}
+    tools = [{"function": {"name": "f", "parameters": item}}, {"function": {"name": "g"}}]
+    fields = {**HELLO, "tools": tools, "tool_choice": "required"}
+    schema = read_chat(Body(fields), 20).params.structured_outputs["json"]
+    assert schema["$defs"] == item["$defs"]
+    first, second = (one["properties"] for one in schema["items"]["anyOf"])
+    assert first["parameters"] == {"type": "array", "items": {"$ref": "#/$defs/X"}}
+    assert second["parameters"] == {"type": "object", "properties": {}, "additionalProperties": False}
+    assert (first["name"], schema["minItems"], "maxItems" in schema) == ({"const": "f"}, 1, False)
+    named = {"tool_choice": {"type": "function", "function": {"name": "g"}}}
+    schema = read_chat(Body({**fields, **named}), 20).params.structured_outputs["json"]
+    assert (len(schema["items"]["anyOf"]), schema["maxItems"]) == (1, 1)
+    for other in ({"X": {"const": 2}}, [1]):
+        tools[1]["function"]["parameters"] = {"$defs": other}
+        assert refusal(read_chat, Body(fields), 20)["param"] == "tools"
+
+
+def test_messages_of_tools_and_reasoning():
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "assistant", "content": None, "reasoning": "why", "tool_calls": [call], "refusal": None},
+        {"role": "tool", "tool_call_id": "a", "content": "3"},
+        {"role": "assistant", "content": "so", "reasoning_content": "why", "tool_calls": []},
+    ]
+    thought = {"reasoning": "why", "reasoning_content": "why"}
+    assert read_chat(Body({"messages": messages}), 20).conversation.messages == [
+        {"role": "assistant", "tool_calls": [call], **thought, "thinking": "why"},
+        messages[1],
+        {"role": "assistant", "content": "so", **thought},
+    ]
 
 
 def test_best_of_is_the_number_of_answers():

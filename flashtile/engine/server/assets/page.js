@@ -432,6 +432,7 @@ class Turn {
     const { count, max_model_len: most } = await (await call("tokenize", prompt, signal)).json();
     const wanted = Number(byId("max_tokens").value) || 256, room = most - count;
     const fields = { ...asked, ...sampling(), max_tokens: room > 0 ? Math.min(wanted, room) : wanted };
+    if (this.mode === "chat") fields.separate_reasoning = false;
     if (byId("show-tokens").checked) {
       if (this.mode === "chat") Object.assign(fields, { logprobs: true, top_logprobs: TOP_TOKENS });
       else fields.logprobs = TOP_TOKENS;

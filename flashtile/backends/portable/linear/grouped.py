@@ -1,0 +1,164 @@
+"""Products of a mixture of experts: each row of x with the weight of its expert.
+
+The rows are sorted by expert, and each program multiplies a tile of one expert's rows by the flat product of
+:mod:`flashtile.backends.portable.linear.kernel`. How many rows an expert has is known on the device only, so
+the grid has room for every distribution of the rows, and programs without rows end at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from flashtile.backends.common.cached_launch import CachedLaunch, Launched
+from flashtile.backends.common.device import Target
+from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.linear_epilogue import PLAIN, EpilogueVariant, ProductDepth
+from flashtile.backends.portable.config import family
+from flashtile.backends.portable.linear.config import DEFAULTS, MAX_FLAT_ROWS
+from flashtile.backends.portable.linear.kernel import ProductVariant, multiply_flat
+from flashtile.hardware.linear_table import FLAT
+
+MIN_ROWS = 8
+WIDE_TILE = (128, 64, 8, 4)
+"""(BLOCK_N, BLOCK_K, num_warps, num_stages) for experts with many rows, on GPUs with enough shared memory."""
+
+
+class GroupedPointers(NamedTuple):
+    """Tensors of a grouped product."""
+
+    x: Any
+    w: Any
+    """(experts * N, K)"""
+    y: Any
+    bias: Any
+    """(experts * N,), or None."""
+    rows: Any
+    """int64, for each sorted row its row of x if GATHER, else its row of y. The other one is sorted."""
+    ends: Any
+    """int32, for each expert the end of its range of sorted rows."""
+
+
+class GroupedSizes(NamedTuple):
+    """Integers of a grouped product. The kernel is not specialized on them."""
+
+    N: Any
+    rows: Any
+    experts: Any
+
+
+@kernel(do_not_specialize=("sizes",))
+def grouped_kernel(
+    pointers, depth, sizes, C: tl.constexpr, E: tl.constexpr, GATHER: tl.constexpr, EXPERTS: tl.constexpr
+):
+    """Multiply sorted rows by the weights of their experts.
+
+    Grid: (blocks of rows * tiles of W,); tiles vary fastest. EXPERTS is a power of two of at least
+    ``sizes.experts``.
+    """
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    tiles = tl.cdiv(sizes.N, BLOCK_N)
+    block = tl.program_id(0) // tiles
+    expert = tl.arange(0, EXPERTS)
+    exists = expert < sizes.experts
+    end = tl.load(pointers.ends + expert, mask=exists, other=0)
+    begin = tl.load(pointers.ends + expert - 1, mask=exists & (expert > 0), other=0)
+    blocks = tl.where(exists, tl.cdiv(end - begin, BLOCK_M), 0)
+    after = tl.cumsum(blocks, 0)
+    before = after - blocks
+    if block < tl.sum(blocks, 0):
+        mine = (before <= block) & (block < after)
+        number = tl.sum(tl.where(mine, expert, 0), 0)
+        stop = tl.sum(tl.where(mine, end, 0), 0)
+        start = tl.sum(tl.where(mine, begin + (block - before) * BLOCK_M, 0), 0)
+        m = start + tl.arange(0, BLOCK_M)
+        inside = m < stop
+        row = tl.load(pointers.rows + m, mask=inside, other=0).to(tl.int32)
+        x_row = tl.where(inside, row if GATHER else m, sizes.rows)  # rows outside are masked by their number
+        n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+        in_tile = n < sizes.N
+        w_row = number * sizes.N + n
+        last = tl.cdiv(depth.K, C.BLOCK_K)
+        sums, _ = multiply_flat(w_row, in_tile, x_row, 0, last, pointers, depth, sizes, sizes.rows, C, E)
+        if E.BIAS:
+            sums += tl.load(pointers.bias + w_row, mask=in_tile, other=0.0).to(tl.float32)[:, None]
+        y_row = m if GATHER else row
+        y = pointers.y + y_row.to(tl.int64)[None, :] * sizes.N + n[:, None]
+        tl.store(y, sums.to(y.dtype.element_ty), mask=in_tile[:, None] & inside[None, :])
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, ends: Tensor, gather: bool
+) -> Tensor:
+    """Multiply rows, sorted by expert, by the weights of their experts.
+
+    Args:
+        x: float16 or bfloat16. (tokens, K) if ``gather``, else (sorted rows, K).
+        weight: (experts, N, K), contiguous, in the dtype of x.
+        bias: (experts, N) in the dtype of x, or None.
+        rows: (sorted rows,) int64: the row of x of each sorted row if ``gather``, else its row of the result.
+        ends: (experts,) int32, the end of each expert's range of sorted rows.
+        gather: whether x is gathered and the result is sorted. Otherwise the result is scattered.
+
+    Returns:
+        (sorted rows, N) in the dtype of x.
+    """
+    experts, N, K = weight.shape
+    y = x.new_empty(len(rows), N)
+    if len(rows) == 0 or isinstance(x, FakeTensor):
+        return y
+    variant, num_warps = _variant(x.device, len(rows), experts, K)
+    # Each of the experts, at most one for each row, may have one block that is not full.
+    blocks = len(rows) // variant.BLOCK_M + min(experts, len(rows))
+    pointers = GroupedPointers(x, weight, y, bias, rows, ends)
+    depth = ProductDepth(K, x.stride(0), K)
+    grouped_kernel[(blocks * triton.cdiv(N, variant.BLOCK_N),)](
+        pointers, depth, GroupedSizes(N, len(rows), experts), variant, _epilogue(bias is not None), gather,
+        triton.next_power_of_2(experts), num_warps=num_warps,
+    )  # fmt: skip
+    return y
+
+
+def grouped_ahead(
+    device: torch.device | Target, dtype: torch.dtype, shape: Sequence[int], bias: bool, gather: bool
+) -> list[Launched]:
+    """Return the launches of all kernels of :func:`grouped_linear` for a weight, to compile them ahead.
+
+    ``shape``: (experts, N, K) of the weight.
+    """
+    experts, N, K = shape
+    x = torch.empty(1, K, dtype=dtype, device="meta")
+    rows, ends = (torch.empty(1, dtype=kind, device="meta") for kind in (torch.int64, torch.int32))
+    tensors = x, x, x, x if bias else None, rows, ends
+    scalars = ProductDepth(K, K, K), GroupedSizes(N, 1, experts)
+    found = []
+    for mean_rows in (8, 16, 32, 64):
+        variant, num_warps = _variant(device, mean_rows * experts, experts, K)
+        constants = variant, _epilogue(bias), gather, triton.next_power_of_2(experts)
+        options: dict[str, Any] = {"pointers": GroupedPointers, "num_warps": num_warps}
+        found.append((CachedLaunch(grouped_kernel, 1, scalars, constants, None, **options), tensors))
+    return found
+
+
+def _epilogue(bias: bool) -> EpilogueVariant:
+    return EpilogueVariant(PLAIN.value, NORM=False, BIAS=bias, RESIDUAL=False, CHANNEL_SCALES=False)
+
+
+def _variant(device: torch.device | Target, rows: int, experts: int, K: int) -> tuple[ProductVariant, int]:
+    """Return (constants, number of warps). BLOCK_M is at least an expert's mean rows, or 64."""
+    block_m = min(max(triton.next_power_of_2(triton.cdiv(rows, experts)), MIN_ROWS), MAX_FLAT_ROWS)
+    name = family(device)
+    wide = block_m == MAX_FLAT_ROWS and name != "other"
+    block_n, block_k, num_warps, stages = WIDE_TILE if wide else DEFAULTS[name, FLAT]
+    variant = ProductVariant(
+        DOT=True, HALVES=1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, SPLIT=False,
+        EVEN_K=K % block_k == 0, BLOCK_SCALES=False, E4M3_BITS=False, DEPENDENT=False, AHEAD=0, UNIT=1,
+    )  # fmt: skip
+    return variant, num_warps

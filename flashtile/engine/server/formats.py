@@ -1,0 +1,446 @@
+"""Formats in which models write reasoning and tool calls, and their parsers.
+
+A parser is a generator that reads an answer's text from a :class:`Reader` and yields where it needs more of
+it. The result is the same however the text is cut into pieces, so a stream adds up to the whole answer.
+
+Text that does not have the form of a call becomes content. The arguments of a call are passed on as the model
+writes them, while it writes them. They are JSON only if the model writes JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from flashtile.engine.server.protocol import Conversation
+
+WORD = re.compile(r"[\w.-]")
+OUTSIDE_STRING, INSIDE_STRING = re.compile(r'["{}\[\]]'), re.compile(r'"|\\[\s\S]')
+MAX_HEADER = 256
+"""Maximum number of characters before the text of a message of gpt-oss."""
+LAST_TOKENS = 16
+"""Number of tokens at the end of a prompt that show whether the answer begins within reasoning."""
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""The generator of a function that yields while it needs more text, and returns a T."""
+
+
+class NotACallError(Exception):
+    """The text does not have the form of a tool call."""
+
+
+class Reader:
+    """The text of an answer as it arrives, and the parts found in it.
+
+    Attributes:
+        text: the text that was not reported yet.
+        at: position in ``text`` of the next character to read.
+        ended: whether no more text follows.
+        parts: (kind, text) of what was reported since the parts were last taken. Kinds are "reasoning",
+            "content", "name" (a new call) and "arguments" (a piece of the last call's arguments).
+        calls: number of calls found.
+        max_calls: further calls are not reported. None: no limit.
+    """
+
+    def __init__(self, max_calls: int | None = None):
+        self.text, self.at, self.ended = "", 0, False
+        self.parts: list[tuple[str, str]] = []
+        self.calls, self.max_calls = 0, max_calls
+
+    def report(self, kind: str, text: str) -> None:
+        self.calls += kind == "name"
+        hidden = kind in ("name", "arguments") and self.max_calls is not None and self.calls > self.max_calls
+        if text and not hidden:
+            self.parts.append((kind, text))
+
+    def emit(self, kind: str, end: int) -> None:
+        """Report the first ``end`` characters of the text."""
+        self.report(kind, self.text[:end])
+        self.drop(end)
+
+    def drop(self, end: int) -> None:
+        """Forget the first ``end`` characters of the text."""
+        self.text, self.at = self.text[end:], 0
+
+    def peek(self) -> Steps[str]:
+        """Return the next character, or an empty text at the end."""
+        while self.at == len(self.text) and not self.ended:
+            yield
+        return self.text[self.at : self.at + 1]
+
+    def skip_space(self) -> Steps[None]:
+        while (yield from self.peek()).isspace():
+            self.at += 1
+
+    def accept(self, wanted: str) -> Steps[bool]:
+        """Read ``wanted`` and return True, or read nothing and return False."""
+        while not self.ended and len(rest := self.text[self.at :]) < len(wanted) and wanted.startswith(rest):
+            yield
+        found = self.text.startswith(wanted, self.at)
+        self.at += len(wanted) if found else 0
+        return found
+
+    def follows(self, wanted: str) -> Steps[bool]:
+        """Read white space, and ``wanted`` if it follows. Return whether it did."""
+        yield from self.skip_space()
+        return (yield from self.accept(wanted))
+
+    def expect(self, wanted: str) -> Steps[None]:
+        """Read white space and ``wanted``. Raise NotACallError if something else follows."""
+        if not (yield from self.follows(wanted)):
+            raise NotACallError
+
+    def word(self) -> Steps[str]:
+        """Read letters, digits, ``_``, ``.`` and ``-``. Raise NotACallError if there are none."""
+        begin = self.at
+        while WORD.fullmatch((yield from self.peek())):
+            self.at += 1
+        if self.at == begin:
+            raise NotACallError
+        return self.text[begin : self.at]
+
+    def copy(self, kind: str, *markers: str) -> Steps[str | None]:
+        """Report text until one of the markers. Return this marker, or None at the end of the text.
+
+        The marker and white space before it are not reported, and ``at`` is behind the marker.
+        """
+        while True:
+            places = [(place, marker) for marker in markers if (place := self.text.find(marker)) >= 0]
+            if places:
+                place, marker = min(places)
+                before = len(self.text[:place].rstrip())
+                self.emit(kind, before)
+                self.at = place - before + len(marker)
+                return marker
+            if self.ended:
+                self.emit(kind, len(self.text))
+                return None
+            begun = max((_overlap(self.text, marker) for marker in markers), default=0)
+            self.emit(kind, len(self.text[: len(self.text) - begun].rstrip() if markers else self.text))
+            yield
+
+    def string(self) -> Steps[str]:
+        """Read a JSON string."""
+        yield from self.expect('"')
+        begin = self.at - 1
+        yield from self._close(quoted=True, live=False)
+        try:
+            text: str = json.loads(self.text[begin : self.at], strict=False)
+        except ValueError:
+            raise NotACallError from None
+        return text
+
+    def object(self) -> Steps[str]:
+        """Read a JSON object and return its text. Its brackets are counted, but it is not validated."""
+        begin = self.at
+        yield from self._close(quoted=False, live=False)
+        return self.text[begin : self.at]
+
+    def call_with_object(self, name: str) -> Steps[None]:
+        """Report a call, and report the text of its arguments as it arrives: one JSON object.
+
+        The object is not validated. The end of the text also ends it.
+        """
+        yield from self.skip_space()
+        if (yield from self.peek()) != "{":
+            raise NotACallError
+        self.report("name", name)
+        self.drop(self.at)
+        yield from self._close(quoted=False, live=True)
+
+    def _close(self, quoted: bool, live: bool) -> Steps[None]:
+        """Read to the end of a string that has begun, or of an object that begins.
+
+        Args:
+            quoted: it is a string.
+            live: report the text as arguments, also if it ends early. Otherwise NotACallError is raised then.
+        """
+        depth = 0
+        while True:
+            found = (INSIDE_STRING if quoted else OUTSIDE_STRING).search(self.text, self.at)
+            if found is None:
+                half = quoted and self.text.endswith("\\", self.at)  # an escape's second character is missing
+                self.at = len(self.text) - (half and not self.ended)
+            else:
+                self.at, quoted = found.end(), quoted != (found[0] == '"')
+                depth += (found[0] in "{[") - (found[0] in "}]")
+            closed = found is not None and depth == 0 and not quoted
+            if live and (found is None or closed):
+                self.emit("arguments", self.at)
+            if closed or (self.ended and found is None):
+                break
+            if found is None:
+                yield
+        if not closed and not live:
+            raise NotACallError
+
+    def call(self, read: Callable[[Reader], Steps[None]], closing: str) -> Steps[bool]:
+        """Read calls with ``read``, and then ``closing`` if it follows. Return whether there was a call.
+
+        If there was none, what was read before ``read`` is reported as content.
+        """
+        before, calls = self.at, self.calls
+        try:
+            yield from read(self)
+        except NotACallError:
+            if self.calls == calls:
+                self.emit("content", before)
+                return False
+            self.at = 0
+        if (yield from self.follows(closing)):
+            yield from self.skip_space()
+        self.drop(self.at)
+        return True
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Return the length of the longest end of ``text`` that begins ``marker``."""
+    return next((n for n in range(len(marker) - 1, 0, -1) if text.endswith(marker[:n])), 0)
+
+
+def json_call(reader: Reader) -> Steps[None]:
+    """Read ``{"name": NAME, "arguments": {...}}``. The arguments may come first, or be named parameters."""
+    yield from reader.expect("{")
+    name, arguments, reported = "", "", False
+    while True:
+        key = yield from reader.string()
+        yield from reader.expect(":")
+        yield from reader.skip_space()
+        if key in ("name", "type", "id"):
+            value = yield from reader.string()
+            name = value if key == "name" else name
+        elif key not in ("arguments", "parameters") or reported:
+            raise NotACallError
+        elif (yield from reader.peek()) == '"':  # an object within a string
+            arguments = yield from reader.string()
+        elif name:
+            yield from reader.call_with_object(name)
+            reported = True
+        else:
+            arguments = yield from reader.object()
+        if not (yield from reader.follows(",")):
+            break
+    yield from reader.expect("}")
+    if not reported:
+        if not name or not arguments.startswith("{"):
+            raise NotACallError
+        reader.report("name", name)
+        reader.report("arguments", arguments)
+    reader.drop(reader.at)
+
+
+def json_calls(reader: Reader) -> Steps[None]:
+    """Read calls with commas between them."""
+    yield from json_call(reader)
+    while (yield from reader.follows(",")):
+        yield from json_call(reader)
+
+
+def forced(reader: Reader) -> Steps[None]:
+    """``[{"name": ..., "parameters": {...}}, ...]``, the form of answers that have to call a tool."""
+    if (yield from reader.follows("[")):
+        yield from reader.call(json_calls, "]")
+    yield from reader.copy("content")
+
+
+def hermes(reader: Reader) -> Steps[None]:
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` for each call."""
+    while (yield from reader.copy("content", "<tool_call>")):
+        yield from reader.call(json_call, "</tool_call>")
+
+
+def llama3_json(reader: Reader) -> Steps[None]:
+    """``{"name": ..., "parameters": {...}}``, alone or after ``<|python_tag|>``; ``;`` separates several."""
+    yield from reader.skip_space()
+    begun = (yield from reader.peek()) == "{" or bool((yield from reader.copy("content", "<|python_tag|>")))
+    while begun:
+        begun = yield from reader.call(json_call, ";")
+    yield from reader.copy("content")
+
+
+def mistral(reader: Reader) -> Steps[None]:
+    """``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``, or ``[TOOL_CALLS]NAME[ARGS]{...}`` each."""
+    while (yield from reader.copy("content", "[TOOL_CALLS]")):
+        yield from reader.call(_mistral_calls, "]")
+
+
+def _mistral_calls(reader: Reader) -> Steps[None]:
+    if (yield from reader.follows("[")):
+        yield from json_calls(reader)
+        return
+    name = yield from reader.word()
+    if (yield from reader.accept("[CALL_ID]")):
+        yield from reader.word()
+    yield from reader.accept("[ARGS]")
+    yield from reader.call_with_object(name)
+
+
+def harmony(reader: Reader, calls: bool = True, reasoning: bool = True) -> Steps[None]:
+    """``<|channel|>CHANNEL to=functions.NAME<|message|>TEXT<|end|>`` for each message of gpt-oss.
+
+    A message to a function is a call, the channel analysis is reasoning, and the others are content. Without
+    ``calls`` or ``reasoning`` these are also content.
+    """
+    seen, more = set(), True
+    while more:
+        header = ""
+        if (yield from reader.follows("<|")) or (yield from reader.accept("to=")):
+            while (end := reader.text.find("<|message|>", 0, MAX_HEADER)) < 0:
+                if reader.ended or len(reader.text) >= MAX_HEADER:
+                    break
+                yield
+            header = reader.text[: max(0, end)]
+            reader.drop(end + len("<|message|>") if header else 0)
+        kind = "reasoning" if reasoning and "<|channel|>analysis" in header else "content"
+        name = re.search(r"\bto=functions\.([\w.-]+)", header) if calls else None
+        if name:
+            kind = "arguments"
+            reader.report("name", name[1])
+        elif kind in seen:
+            reader.report(kind, "\n")
+        seen.add(kind)
+        more = bool((yield from reader.copy(kind, "<|end|>", "<|call|>", "<|return|>")))
+        reader.drop(reader.at)
+        yield from reader.skip_space()
+        more = more and bool((yield from reader.peek()))
+
+
+def think(reader: Reader, begun: bool) -> Steps[None]:
+    """``<think>REASONING</think>`` before everything else. ``begun``: the prompt ends with ``<think>``."""
+    if not (yield from reader.follows("<think>")) and not begun:
+        reader.at = 0
+        return
+    yield from reader.skip_space()
+    reader.drop(reader.at)
+    if (yield from reader.copy("reasoning", "</think>")):
+        yield from reader.skip_space()
+    reader.drop(reader.at)
+
+
+TOOL_PARSERS: dict[str, Callable[[Reader], Steps[None]]] = {
+    "hermes": hermes, "llama3_json": llama3_json, "mistral": mistral, "openai": harmony,
+}  # fmt: skip
+"""Parsers of tool calls by vLLM's names."""
+
+REASONING_PARSERS = {"deepseek_r1": think, "qwen3": think, "openai_gptoss": harmony}
+"""Parsers of reasoning by vLLM's names."""
+
+
+def _guess_tool_parser(template: str) -> str | None:
+    if "<function=" in template or "<arg_key>" in template:  # formats that are not JSON
+        return None
+    if "<|channel|>" in template:
+        return "openai"
+    if "<tool_call>" in template:
+        return "hermes"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<|python_tag|>" in template or '"parameters": dictionary' in template:
+        return "llama3_json"
+    return None
+
+
+def _guess_reasoning_parser(template: str) -> str | None:
+    if "<|channel|>" in template:
+        return "openai_gptoss"
+    return "qwen3" if "<think>" in template or "</think>" in template else None
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Formats of a model's answers.
+
+    Attributes:
+        tools: key of ``TOOL_PARSERS``, or None if tools cannot be called.
+        reasoning: key of ``REASONING_PARSERS``, or None if reasoning is not looked for.
+    """
+
+    tools: str | None = None
+    reasoning: str | None = None
+
+    def of_model(self, templates: Mapping[str, str]) -> Formats:
+        """Replace "auto" by the formats that the model's chat templates show, and "none" by None."""
+        text = "".join(templates.values())
+        tools = _guess_tool_parser(text) if self.tools == "auto" else self.tools
+        reasoning = _guess_reasoning_parser(text) if self.reasoning == "auto" else self.reasoning
+        return Formats(None if tools == "none" else tools, None if reasoning == "none" else reasoning)
+
+    @property
+    def are_harmony(self) -> bool:
+        return self.tools == "openai" or self.reasoning == "openai_gptoss"
+
+
+AUTO = Formats("auto", "auto")
+
+
+def check_parsers(tools: str, reasoning: str) -> Formats:
+    """Return the formats that a server's options name. Raise ValueError for unknown names."""
+    for name, value, known in (
+        ("tool_call_parser", tools, TOOL_PARSERS), ("reasoning_parser", reasoning, REASONING_PARSERS)
+    ):  # fmt: skip
+        if value not in ("auto", "none", *known):
+            raise ValueError(f"{name} must be auto, none, {', '.join(known)}; got {value!r:.60}")
+    return Formats(tools, reasoning)
+
+
+class AnswerParser:
+    """Parses the growing text of one answer into fields of a chat message.
+
+    Args:
+        formats: the model's formats.
+        conversation: tells whether calls and reasoning are looked for.
+        prompt: the end of the prompt, which may begin the reasoning.
+
+    Attributes:
+        calls: number of calls found so far.
+    """
+
+    def __init__(self, formats: Formats, conversation: Conversation, prompt: str):
+        self.reader = Reader(conversation.max_calls)
+        self._steps = self._parse(formats, conversation, prompt.rstrip().endswith("<think>"))
+        self.calls = 0
+
+    def _parse(self, formats: Formats, conversation: Conversation, begun: bool) -> Steps[None]:
+        reader, calls = self.reader, conversation.calls
+        if conversation.forced:
+            yield from forced(reader)
+        elif formats.are_harmony:
+            yield from harmony(reader, calls, conversation.separate_reasoning)
+        else:
+            if conversation.separate_reasoning and formats.reasoning:
+                yield from think(reader, begun)
+            if calls and formats.tools:
+                yield from TOOL_PARSERS[formats.tools](reader)
+            yield from reader.copy("content")
+
+    def feed(self, text: str, ended: bool) -> dict[str, Any]:
+        """Append text and return the new fields in the form of a stream's delta.
+
+        The ids of calls are 9 letters and digits, because templates of Mistral allow no others.
+        """
+        reader = self.reader
+        fields: dict[str, Any] = {}
+        reader.text += text
+        reader.ended = ended
+        next(self._steps, None)
+        parts, reader.parts = reader.parts, []
+        for kind, piece in parts:
+            if kind == "name":
+                call = {"index": self.calls, "id": uuid.uuid4().hex[:9], "type": "function"}
+                call["function"] = {"name": piece, "arguments": ""}
+                fields.setdefault("tool_calls", []).append(call)
+                self.calls += 1
+            elif kind == "arguments":
+                calls = fields.setdefault("tool_calls", [])
+                if not calls or calls[-1]["index"] != self.calls - 1:
+                    calls.append({"index": self.calls - 1, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += piece
+            else:
+                for name in ("content",) if kind == "content" else ("reasoning", "reasoning_content"):
+                    fields[name] = fields.get(name, "") + piece
+        return fields

@@ -1,0 +1,178 @@
+"""Structured output: answers whose text matches a JSON schema, a regular expression, a choice or a grammar.
+
+llguidance compiles a structure to a matcher, which knows the tokens that may follow. Each sequence has a copy
+of its request's matcher, and the host advances it by each of the sequence's tokens. The logits of the next
+token are masked before the draw. The masks are computed while the device computes these logits.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.engine.tokenizer import FastTokenizer, Tokenizer
+
+MAX_CHARACTERS = 2**16
+"""Largest number of characters of a structure. One of twice as many may take a minute to compile."""
+MAX_COMPILED = 64
+"""Number of compiled structures that are kept for later requests."""
+STACK_BYTES = 2**29
+"""Stack of the thread that compiles a structure. The compiler recurses along rules and references, and an
+overflow would end the process. Only the used part of a stack takes memory."""
+MISSING = "structured_outputs need the package llguidance: pip install 'flashtile[engine]'"
+
+
+class Structures:
+    """Compiles the structures of requests. Several threads may use it.
+
+    Args:
+        tokenizer: the model's tokenizer. None: every structure is refused.
+        vocab_size: number of columns of the logits.
+        ends: end tokens. They are allowed where an answer may end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, ends: Collection[int]):
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._ends = [end for end in ends if end < vocab_size]
+        self._lock = threading.Lock()
+        self._compiled = functools.lru_cache(MAX_COMPILED)(self._compile)
+
+    def matcher(self, structure: dict[str, Any]) -> Any:
+        """Return the matcher of a structure at the start of an answer. Advance only copies of it.
+
+        Args:
+            structure: ``structured_outputs`` of :class:`flashtile.engine.SamplingParams`.
+
+        Raises:
+            ValueError: the structure is invalid or too large, or there is no tokenizer.
+            NotImplementedError: llguidance is not installed.
+        """
+        if self._tokenizer is None:
+            raise ValueError("structured_outputs must be None without a tokenizer")
+        ((kind, value),) = structure.items()
+        if kind == "choice":
+            kind, value = "regex", "|".join(map(re.escape, value))
+        text = value if isinstance(value, str) else json.dumps(value)
+        if len(text) > MAX_CHARACTERS:
+            raise ValueError(
+                f"structured_outputs must have at most {MAX_CHARACTERS} characters, got {len(text)}"
+            )
+        return self._compiled(kind, text)
+
+    def _compile(self, kind: str, text: str) -> Any:
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ModuleNotFoundError:
+            raise NotImplementedError(MISSING) from None
+        if kind == "regex":
+            grammar = LLMatcher.grammar_from_regex(text)
+        elif kind == "grammar":
+            grammar = LLMatcher.grammar_from_lark(text)
+        else:
+            grammar = LLMatcher.grammar_from_json_schema(
+                '{"type":"object"}' if kind == "json_object" else text
+            )
+        limits = LLParserLimits(verbose_errors=False)
+
+        def compiled() -> Any:
+            found = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
+            found.compute_bitmask()  # the first mask may take much longer than later ones, or reach a limit
+            return found
+
+        try:
+            with self._lock:  # one at a time, however many clients there are
+                found = _with_deep_stack(compiled)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        # llguidance cannot read every tokenizer. Panics of its Rust code are BaseExceptions.
+        except BaseException as error:
+            raise NotImplementedError(f"structured_outputs failed in llguidance: {error!s:.200}") from None
+        if found.is_error():
+            got = f"{text!r:.60}: {error_of(found)}"
+            raise ValueError(f"structured_outputs must have a valid {kind}, got {got}")
+        return found
+
+    @functools.cached_property
+    def _tokens(self) -> Any:
+        """llguidance's tokenizer of the model's vocabulary and one more token.
+
+        That token is the end of models without end tokens. The logits have no column for it.
+        """
+        from llguidance import LLTokenizer
+
+        size, ends = self._vocab_size + 1, self._ends or [self._vocab_size]
+        if not isinstance(self._tokenizer, FastTokenizer):
+            assert self._tokenizer is not None
+            vocabulary: Any = _Vocabulary(self._tokenizer, size, ends[0])
+            return LLTokenizer(vocabulary, n_vocab=size, eos_token=ends)
+        padded = type(self._tokenizer.loaded).from_str(self._tokenizer.loaded.to_str())
+        padded.add_special_tokens([f"<|no token {i}|>" for i in range(self._tokenizer.vocab_size, size)])
+        return LLTokenizer(padded.to_str(), n_vocab=size, eos_token=ends)
+
+
+class _Vocabulary:
+    """The tokens of a tokenizer in the form that llguidance reads."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    special_token_ids: Sequence[int] = ()
+
+    def __init__(self, tokenizer: Tokenizer, size: int, end: int):
+        self.eos_token_id = end
+        self.tokens = [tokenizer.token_bytes(token) for token in range(size)]
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text, False)
+
+
+def error_of(matcher: Any) -> str:
+    """Return the error of a matcher in one line of at most 200 characters."""
+    return f"{' '.join(matcher.get_error().replace('<non-verbose/>', '').split()):.200}"
+
+
+def mask(logits: Tensor, matchers: Sequence[tuple[Any, int]]) -> Tensor:
+    """Return logits (rows, vocab_size) with -inf for the tokens that structures forbid.
+
+    Args:
+        logits: (rows, vocab_size).
+        matchers: (matcher, row) of each row with a structure.
+    """
+    rows, columns = logits.shape
+    words = columns // 32 + 1  # the matchers have one token more than the logits
+    bits = torch.full((rows, words), -1, dtype=torch.int32, pin_memory=logits.is_cuda)
+    if len(matchers) == 1:
+        ((matcher, row),) = matchers
+        matcher.unsafe_compute_mask_ptr(bits[row].data_ptr(), 4 * words)
+    else:
+        _executor().unsafe_compute_mask_ptr(list(matchers), bits.data_ptr(), 4 * words, rows)
+    octets = bits.to(logits.device, non_blocking=True).view(torch.uint8).unsqueeze(-1)
+    forbidden = (octets >> torch.arange(8, dtype=torch.uint8, device=logits.device)) & 1 == 0
+    return logits.masked_fill(forbidden.view(rows, -1)[:, :columns], -torch.inf)
+
+
+@functools.cache
+def _executor() -> Any:
+    """The threads that compute the masks of a batch."""
+    from llguidance import LLExecutor
+
+    return LLExecutor()
+
+
+def _with_deep_stack(function: Callable[[], Any]) -> Any:
+    """Call a function in a thread with a stack of ``STACK_BYTES``, and return its result."""
+    with ThreadPoolExecutor(1) as threads:
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            call = threads.submit(function)  # starts the thread
+        finally:
+            threading.stack_size(usual)
+        return call.result()

@@ -1,0 +1,162 @@
+"""Block masks of packed segments that share prefixes, as the answers to one prompt share the prompt.
+
+In depth-first order, the descendants of a segment follow it directly. Let ``place`` be a token's position in
+this order, and ``end`` the position at which the last descendant of its segment ends. A query then sees a key
+if ``place[key] <= place[query] < end[key]``. The two tensors describe any forest. Since they hold positions
+in that order, segments may lie in memory in any other order, and no token is moved.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.checks.arguments import as_device, check_dense, check_dtype
+from flashtile.checks.values import check_between, check_offset_values
+from flashtile.masks.block_mask import BlockMask, as_length, block_mask_of, block_sizes
+from flashtile.masks.mods import MaskMod
+from flashtile.problems.common import MAX_LENGTH
+
+_TRACED_ROUNDS = 16
+"""Rounds of doubling in a compiled graph, which then serves any number of segments, up to 2^16 deep."""
+
+
+def create_tree_mask(
+    cu_seqlens: Tensor,
+    parent: Tensor,
+    total: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+) -> BlockMask:
+    """Create the block mask of packed segments, each of which continues another one or is a root.
+
+    A token sees all tokens of its segment's ancestors, and its own segment causally. Segments may be packed
+    in any order. The mask serves all layers of a step, for q, k and v of shape (1, total, heads, head_dim).
+
+    It is computed block by block from the segments, without synchronising with a GPU. Values are checked if
+    both tensors are on the CPU, otherwise only with ``FLASHTILE_DEBUG=1``.
+
+    Args:
+        cu_seqlens: (segments + 1,) int32 or int64 offsets: segment i is tokens ``cu_seqlens[i]`` to
+            ``cu_seqlens[i + 1]``, and may be empty. Tokens after the last offset see nothing and are not
+            seen.
+        parent: (segments,) int32 or int64: the number of the segment that each segment continues, -1 for a
+            root. It may be on another device than ``cu_seqlens``.
+        total: number of tokens.
+        device: device of the mask. None: the device of ``cu_seqlens``.
+        BLOCK_SIZE: as for :func:`create_block_mask`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: shapes do not match, offsets decrease or end after ``total``, a parent is not a segment,
+            or a segment descends from itself.
+
+    Examples:
+        >>> from flashtile import masks
+        >>> cu_seqlens = torch.tensor([0, 2, 4, 5])  # a prompt of two tokens, answers of two and one
+        >>> mask = masks.create_tree_mask(cu_seqlens, torch.tensor([-1, 0, 0]), 5)
+        >>> mask.mask_mod(0, 0, torch.arange(5)[:, None], torch.arange(5)).int().tolist()
+        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
+    """
+    for name, tensor in (("cu_seqlens", cu_seqlens), ("parent", parent)):
+        check_dense(name, tensor)
+        check_dtype(name, tensor, (torch.int32, torch.int64))
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens must have shape (segments + 1,), got {tuple(cu_seqlens.shape)}")
+    segments = cu_seqlens.shape[0] - 1
+    if parent.dim() != 1 or parent.shape[0] != segments:
+        raise ValueError(
+            f"parent must have shape (segments,) = ({segments},), one less than cu_seqlens, got "
+            f"{tuple(parent.shape)}"
+        )
+    total, sizes = as_length("total", total), block_sizes(BLOCK_SIZE)
+    device = cu_seqlens.device if device is None else as_device("device", device)
+    for name, tensor in (("cu_seqlens", cu_seqlens), ("parent", parent)):
+        if tensor.is_meta and device.type != "meta":
+            raise ValueError(f"{name} must be on {device} or on the CPU, got a tensor on meta")
+    cu_seqlens, parent = cu_seqlens.long().contiguous(), parent.long()
+    if not cu_seqlens.device.type == parent.device.type == "cpu":
+        cu_seqlens, parent = _moved(cu_seqlens, device), _moved(parent, device)
+    compiling = torch.compiler.is_compiling()
+    debug = os.environ.get("FLASHTILE_DEBUG", "0") == "1"
+    checked = type(cu_seqlens) is type(parent) is Tensor and not compiling  # a fake tensor has no values
+    checked = checked and (debug or cu_seqlens.device.type == "cpu")
+    if checked:
+        check_offset_values("cu_seqlens", cu_seqlens, total, MAX_LENGTH)
+        check_between("parent", parent, -1, segments - 1, "the last segment")
+    rounds = _TRACED_ROUNDS if compiling else max(segments - 1, 0).bit_length()
+    start, stop, top = _depth_first(cu_seqlens, parent, rounds)
+    if checked and bool((top < segments).any()):
+        i = int((top < segments).nonzero()[0])
+        raise ValueError(f"parent must lead from every segment to a root (-1), got a cycle above segment {i}")
+
+    # One element more than tokens, because a captured tensor must not be empty.
+    token = torch.arange(total + 1, device=device)
+    of_segments = torch.nn.functional.pad(torch.stack((start - cu_seqlens[:-1], stop)), (0, 1))
+    segment = torch.searchsorted(_moved(cu_seqlens[1:], device), token, right=True)
+    shift, end = _moved(of_segments, device)[:, segment]
+    place, end = (token + shift).int(), end.int()
+    (first_q, last_q), (first_k, last_k) = (_extremes(place[:total], size) for size in sizes)
+    first_end, last_end = _extremes(end[:total], sizes[1])
+    some = (last_q[:, None] >= first_k) & (first_q[:, None] < last_end)
+    every = (first_q[:, None] >= last_k) & (last_q[:, None] < first_end)
+    return block_mask_of(some[None, None], every[None, None], (total, total), sizes, tree_mod(place, end))
+
+
+def tree_mod(place: Tensor, end: Tensor) -> MaskMod:
+    """Return the mask function: a query sees a key if ``place[key] <= place[query] < end[key]``."""
+
+    def tree(batch, head, q_idx, kv_idx):
+        own = place[q_idx]
+        return (place[kv_idx] <= own) & (own < end[kv_idx])
+
+    mask = MaskMod(tree)
+    mask.recipe = tree_mod, (place, end)
+    return mask
+
+
+def _depth_first(cu_seqlens: Tensor, parent: Tensor, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (start, stop, ancestor) of the segments, each (segments,) int64.
+
+    A segment begins at token ``start`` of the depth-first order, in which siblings keep their order. Its
+    descendants end at ``stop``. ``ancestor`` is 2^rounds generations above it; the number of segments means
+    that there is none. Lengths of descendants and of ancestors are summed by doubling: round r adds those at
+    distances 2^r to 2^(r + 1) - 1.
+
+    Args:
+        rounds: 2^rounds must exceed the depth of the forest.
+    """
+    segments = parent.shape[0]
+    # The parent of all roots is one additional segment without tokens.
+    root = torch.arange(segments + 1, device=parent.device)[segments:]
+    up = torch.cat((torch.where(parent < 0, root, parent.minimum(root)), root))
+    lengths = torch.nn.functional.pad(cu_seqlens.diff(), (0, 1))
+    subtree, ancestors = lengths, [up]
+    for _ in range(rounds):
+        above = ancestors[-1]
+        subtree = subtree + torch.zeros_like(subtree).index_add(0, above, subtree)
+        ancestors.append(above[above])
+    parents, order = up[:segments].sort(stable=True)
+    of_siblings = subtree[order]
+    before = of_siblings.cumsum(0) - of_siblings
+    before = before - before[torch.searchsorted(parents, parents)]
+    start = lengths[up].scatter_add(0, order, before)
+    for above in ancestors[:-1]:
+        start = start + start[above]
+    start = start[:segments]
+    return start, start + subtree[:segments], ancestors[-1][:segments]
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on ``device``. The host does not wait for a copy to a GPU."""
+    return tensor.to(device, non_blocking=device.type == "cuda")
+
+
+def _extremes(values: Tensor, size: int) -> Any:
+    """Return the smallest and the largest of each ``size`` values, (blocks,) each."""
+    blocks = -(-values.shape[0] // size)
+    index = torch.arange(blocks * size, device=values.device).clamp(max=values.shape[0] - 1)
+    return values[index].view(blocks, size).aminmax(dim=1)

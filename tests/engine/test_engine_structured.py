@@ -1,0 +1,233 @@
+"""Structured output: random weights write what a schema, an expression, a choice or a grammar allows."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+
+import pytest
+from engine_models import PAIRS_ENDS, folder_with_pairs
+
+from flashtile.engine import LLM, BeamSearchParams, RequestOutputKind, SamplingParams
+from flashtile.engine.structured import MAX_CHARACTERS
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+        "kind": {"enum": ["red", "green"]},
+    },
+    "required": ["name", "sizes", "kind"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return folder_with_pairs(tmp_path_factory.mktemp("structured"))
+
+
+def load(folder, **options):
+    return LLM(folder, load_format="dummy", device="cpu", block_size=4, warmup=False, **options)
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return load(folder)
+
+
+def fits_schema(text: str) -> bool:
+    found = json.loads(text)
+    assert list(found) == ["name", "sizes", "kind"]
+    assert len(found["name"]) <= 6
+    assert found["kind"] in ("red", "green")
+    assert len(found["sizes"]) <= 3
+    return all(type(size) is int and 0 <= size < 100 for size in found["sizes"])
+
+
+CHOICES = ["a (b)", "é☃ \n", 'say "no"', "c"]
+KINDS = [
+    ({"json": SCHEMA}, fits_schema),
+    ({"json": json.dumps(SCHEMA)}, fits_schema),
+    ({"regex": r"[0-9]{3}-(ab|cd){1,9}x"}, lambda text: re.fullmatch(r"[0-9]{3}-(ab|cd){1,9}x", text)),
+    ({"choice": CHOICES, "json": None}, lambda text: text in CHOICES),
+    (
+        {"grammar": 'start: "(" start ")" | /[a-c]{2,4}/'},
+        lambda text: re.fullmatch(r"\(*[a-c]{2,4}\)*", text),
+    ),
+]
+
+
+def params(structure, **options) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 70, "seed": 1, **options}, structured_outputs=structure)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("structure", "fits"), KINDS)
+def test_random_weights_write_what_is_allowed(llm, structure, fits, temperature):
+    many = [params(structure, seed=i, temperature=temperature) for i in range(6)]
+    for output in llm.generate(["one", "two", "three"] * 2, many):
+        answer = output.outputs[0]
+        assert answer.finish_reason == "stop"
+        assert fits(answer.text), answer.text
+
+
+def test_objects_of_any_form(llm):
+    for output in llm.generate(["one", "two"], [params({"json_object": True}, seed=i) for i in (1, 2)]):
+        text = output.outputs[0].text
+        assert text.startswith("{")
+        assert output.outputs[0].finish_reason != "stop" or isinstance(json.loads(text), dict)
+
+
+def texts(outputs) -> list[str]:
+    return [answer.text for output in outputs for answer in output.outputs]
+
+
+def tokens(outputs) -> list[list[int]]:
+    return [answer.token_ids for output in outputs for answer in output.outputs]
+
+
+FREE = SamplingParams(max_tokens=20, seed=7, ignore_eos=True)
+PROMPTS = ["one", "free one", "two", "free two", "three"]
+MIXED = [params({"json": SCHEMA}), FREE, params({"choice": CHOICES}), FREE, params({"regex": "[ab]{30}"})]
+
+
+@pytest.fixture(scope="module")
+def alone(llm):
+    """The answers to ``MIXED`` when each request has the engine to itself."""
+    return [tokens(llm.generate(prompt, one))[0] for prompt, one in zip(PROMPTS, MIXED, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"async_scheduling": True}, {"max_num_batched_tokens": 5, "max_num_seqs": 5},
+        {"speculative_config": {"method": "ngram"}},
+        {"num_gpu_blocks_override": 20}, {"num_gpu_blocks_override": 20, "swap_space": 0.001},
+    ],
+)  # fmt: skip
+def test_a_batch_changes_no_answer(folder, alone, options):
+    """With and without a structure, also in chunks, after a preemption and next to guesses."""
+    found = load(folder, enable_prefix_caching=False, **options)
+    assert tokens(found.generate(PROMPTS, MIXED)) == alone
+    assert (found.get_metrics().num_preemptions > 0) == ("num_gpu_blocks_override" in options)
+
+
+def test_several_answers_to_a_prompt(llm):
+    (output,) = llm.generate("one", params({"json": SCHEMA}, n=4))
+    found = texts([output])
+    assert all(map(fits_schema, found))
+    assert len(set(found)) == 4
+
+
+def test_a_stream_ends_with_the_structure(llm, alone):
+    engine = llm.engine
+    one = params({"json": SCHEMA}, output_kind=RequestOutputKind.DELTA)
+    request = engine.add_request("a", "one", one)
+    answers = []
+    while engine.has_unfinished:
+        answers += [output.outputs[0] for output in engine.step()]
+    assert [token for answer in answers for token in answer.token_ids] == alone[0]
+    assert fits_schema("".join(answer.text for answer in answers))
+    assert (answers[-1].finish_reason, answers[-1].stop_reason) == ("stop", None)
+    assert request.sequences[0].matcher is None
+
+
+@pytest.mark.parametrize("end", PAIRS_ENDS)
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_an_answer_ends_only_where_its_text_matches(llm, end, ignore_eos):
+    wanted = params({"regex": "ab{2,5}"}, logit_bias={end: 100}, ignore_eos=ignore_eos)
+    (output,) = llm.generate("one", wanted)
+    answer = output.outputs[0]
+    assert (answer.text, answer.token_ids[-1], answer.finish_reason) == ("abb", end, "stop")
+    (output,) = llm.generate("one", params({"regex": "ab{2,5}"}, logit_bias={end: 100}, min_tokens=9))
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("abbbbb", "stop")
+
+
+def test_parameters_of_sampling_hold_within_the_structure(llm):
+    token = llm.get_tokenizer().encode
+    (b,), (z,) = token("b"), token("z")
+    found = llm.generate("one", params({"regex": "[ab]{8}"}, logit_bias={b: 50, z: 100}))
+    assert texts(found) == ["bbbbbbbb"]
+    (output,) = llm.generate("one", params({"regex": "[ab]{8}"}, allowed_token_ids=[z]))
+    assert output.outputs[0].finish_reason == "error"
+    assert "no token is left" in output.outputs[0].stop_reason
+    (output,) = llm.generate("one", params({"regex": "[ab]{9}"}, max_tokens=2))
+    assert output.outputs[0].finish_reason == "length"
+    (output,) = llm.generate("one", params({"regex": "[ab]+c[ab]+"}, stop="c"))
+    assert re.fullmatch("[ab]+", output.outputs[0].text)
+
+
+def test_log_probabilities_are_those_without_the_structure(llm):
+    free, bound = (
+        llm.generate("one", SamplingParams(max_tokens=1, temperature=0, logprobs=-1, structured_outputs=one))
+        for one in (None, {"regex": "b"})
+    )
+    free, bound = (found[0].outputs[0].logprobs[0] for found in (free, bound))
+    assert {token: one.logprob for token, one in free.items()} == pytest.approx(
+        {token: one.logprob for token, one in bound.items()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("structure", "message"),
+    [
+        ({"json": {"type": "nonsense"}}, "structured_outputs must have a valid json, got .*nonsense"),
+        ({"json": {"$ref": "#/none"}}, "structured_outputs must have a valid json, got .*/none"),
+        ({"regex": "(["}, "structured_outputs must have a valid regex, got '..': .*unclosed"),
+        ({"grammar": "start: nothing"}, "structured_outputs must have a valid grammar, got .*nothing"),
+        ({"grammar": "start: " + "(" * 9999}, "structured_outputs must have a valid grammar"),
+        ({"choice": ["a" * MAX_CHARACTERS, "b"]}, "structured_outputs must have at most 65536 characters"),
+    ],
+)
+def test_bad_structures_are_refused_in_a_line(llm, structure, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        llm.generate("one", params(structure))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+    assert llm.engine.requests == {}
+    assert not llm.engine.has_unfinished
+
+
+def test_a_structure_that_becomes_too_complex_ends_its_own_request_alone(llm):
+    bad, good = llm.generate(
+        ["one", "two"], [params({"regex": "(a{1000}){1000}"}), params({"regex": "[ab]{3}"})]
+    )
+    assert bad.outputs[0].finish_reason == "error"
+    assert "structured_outputs could not be continued: " in bad.outputs[0].stop_reason
+    assert re.fullmatch("[ab]{3}", good.outputs[0].text)
+
+
+def test_a_long_chain_of_references_is_compiled(llm):
+    """It would overflow a stack of usual size."""
+    count = 1200
+    chain = {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(count)}
+    schema = {"$defs": {**chain, f"a{count}": {"type": "null"}}, "$ref": "#/$defs/a0"}
+    output = llm.generate("one", params({"json": schema}, max_tokens=3))[0]
+    assert len(output.outputs[0].token_ids) > 0
+
+
+def test_what_structures_need(llm, folder, monkeypatch):
+    bare = LLM(folder, load_format="dummy", device="cpu", warmup=False, skip_tokenizer_init=True)
+    with pytest.raises(ValueError, match="structured_outputs must be None without a tokenizer"):
+        bare.generate([[1, 2]], params({"regex": "a"}))
+    with pytest.raises(TypeError, match="structured_outputs"):
+        BeamSearchParams(2, 4, structured_outputs={"regex": "a"})
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(NotImplementedError, match=re.escape("pip install 'flashtile[engine]'")):
+        llm.generate("one", params({"regex": "not compiled yet"}))
+
+
+def test_a_tokenizer_that_llguidance_cannot_read_is_refused(folder, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    words = tokenizers.models.WordLevel({"a": 0, "</s>": 1, "b": 2}, unk_token="a")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    found = load(tmp_path)
+    with pytest.raises(NotImplementedError, match="structured_outputs failed in llguidance: "):
+        found.generate("a", params({"regex": "ab"}))
+    assert len(found.generate("a", FREE)) == 1

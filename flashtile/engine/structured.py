@@ -109,9 +109,8 @@ class Structures:
         try:
             found = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
             found.compute_bitmask()  # the first mask may take much longer than later ones, or reach a limit
-        except (
-            BaseException
-        ) as error:  # llguidance cannot read every tokenizer; Rust's panics are BaseExceptions
+        # llguidance cannot read every tokenizer. Panics of its Rust code are BaseExceptions.
+        except BaseException as error:
             raise NotImplementedError(f"structured_outputs failed in llguidance: {error!s:.200}") from None
         if found.is_error():
             got = f"{text!r:.60}: {error_of(found)}"

@@ -164,6 +164,7 @@ def _kind_of_step(
         or s_aux is not None
         or given("output_attentions")
         or given("position_bias") is not None
+        or given("block_mask") is not None
         or given("cache") is not None
         or given("cu_seq_lens_q") is not None
         or (positions is not None and positions.shape[-1] != 1)

@@ -138,6 +138,22 @@ def test_a_block_mask_decides_which_tokens_are_seen():
         ours.train()(TOKENS[:1], **named)
 
 
+def test_a_step_with_a_block_mask_uses_no_launch_without_it(monkeypatch):
+    """A step of one token on a GPU may use the launch of an earlier layer, which has no mask."""
+    from flashtile.integrations import transformers_attention
+
+    eager, ours = decoders("llama")
+    cache = {model: model(TOKENS[:1, :5], use_cache=True).past_key_values for model in (eager, ours)}
+    sees = flashtile.masks.create_block_mask(lambda b, h, i, j: j != 2, None, None, 1, 6)
+    monkeypatch.setattr(transformers_attention, "_attend_by", lambda *step: pytest.fail("without the mask"))
+    step = {"position_ids": torch.tensor([[5]]), "use_cache": True}
+    with torch.no_grad():
+        found = ours(TOKENS[:1, 5:6], past_key_values=cache[ours], block_mask=sees, **step).logits
+    hidden = torch.tensor([0.0, 0.0, -torch.inf, 0.0, 0.0, 0.0])[None, None, None]
+    expected = eager(TOKENS[:1, 5:6], past_key_values=cache[eager], attention_mask=hidden, **step).logits
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+
+
 def test_continuous_batching_generates_what_generate_does():
     if transformers.__version__.startswith("5.17"):
         pytest.importorskip("psutil")  # it asks for the machine's memory

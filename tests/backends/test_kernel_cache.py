@@ -306,3 +306,13 @@ def test_no_line_is_printed_if_it_is_hidden_or_not_at_a_terminal(monkeypatch, qu
     monkeypatch.setattr(threading, "Timer", pytest.fail)
     monkeypatch.setattr(triton, "compile", lambda src, **more: None)
     load_or_compile()
+
+
+@pytest.mark.parametrize("stream", ["none", "closed", "without isatty"])
+def test_kernels_compile_without_a_usable_stderr(monkeypatch, stream):
+    streams = {"none": None, "closed": io.StringIO(), "without isatty": object()}
+    streams["closed"].close()
+    monkeypatch.delenv(kernel_cache.QUIET, raising=False)
+    monkeypatch.setattr(sys, "stderr", streams[stream])
+    monkeypatch.setattr(triton, "compile", lambda src, **more: "compiled")
+    assert load_or_compile() == "compiled"

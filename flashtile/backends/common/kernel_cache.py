@@ -268,7 +268,7 @@ def _key_file() -> Path:
 @contextlib.contextmanager
 def _announced(name: str) -> Iterator[None]:
     """Print a line to a terminal if a kernel compiles for longer than ANNOUNCED_AFTER."""
-    if os.environ.get(QUIET) == "1" or not sys.stderr.isatty():
+    if os.environ.get(QUIET) == "1" or not _has_terminal():
         yield
         return
     line = f"flashtile: compiling {name}; `flashtile compile` does it ahead of time ({QUIET}=1 hides this)"
@@ -279,6 +279,13 @@ def _announced(name: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def _has_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # None in a program that was started without stderr, or closed
+        return False
 
 
 def fingerprint(installation: Path) -> str:

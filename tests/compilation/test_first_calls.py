@@ -122,6 +122,32 @@ def test_no_process_is_started(started, compilations, monkeypatch, reason):  # n
     assert not started
 
 
+def test_kernels_that_wait_for_their_process_are_not_locked(started, monkeypatch, tmp_path):
+    """Also if a process was forked while they were locked, whose descriptors are copies."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "compile_worker.py").write_text("import os\nos._exit(1)\n")
+    monkeypatch.setattr(first_calls, "__file__", str(tmp_path / "first_calls.py"))
+    keys, copies = [], []
+    hand = first_calls._hand
+
+    def forked(tasks):
+        keys.extend(lock.key for lock, _ in tasks)
+        copies.extend(os.dup(lock.descriptor) for lock, _ in tasks)
+        hand(tasks)
+
+    monkeypatch.setattr(first_calls, "_hand", forked)
+    for launch, _ in map(launch_of, (APPEND, COPY)):
+        launch.kernel.device_caches.clear()
+    with compiling_driver(H200.capability):
+        first_calls._start(SimpleNamespace(backend="cuda", arch=90))
+    assert len(keys) == 2
+    waiting = KernelLock(keys[1])
+    assert waiting.acquire()
+    waiting.release()
+    for copy in copies:
+        os.close(copy)
+
+
 @pytest.fixture
 def cache(monkeypatch, tmp_path) -> Path:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
@@ -144,6 +170,18 @@ def test_a_lock_is_free_when_its_process_has_ended(cache):
     assert ours.acquire()
     ours.release()
     assert [path.name for path in cache.rglob("*")] == ["flashtile_locks", "kernel"]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o077, 0o600)])
+def test_users_who_share_a_cache_share_its_locks(cache, umask, mode):
+    before = os.umask(umask)
+    try:
+        lock = KernelLock("kernel")
+        assert lock.acquire()
+        lock.release()
+    finally:
+        os.umask(before)
+    assert (cache / "flashtile_locks" / "kernel").stat().st_mode & 0o777 == mode
 
 
 def test_nobody_waits_for_ever(cache, monkeypatch):

@@ -75,7 +75,7 @@ def _start(target: Any) -> None:
             for key, source in _missing(call, target).items():
                 lock = KernelLock(key)
                 if lock.acquire():
-                    locks.callback(lock.close)
+                    locks.callback(lock.release)
                     tasks.append((lock, pickled(source)))
             for i in range(min(free, len(tasks))):
                 _hand(tasks[i::free])
@@ -128,6 +128,7 @@ def _hand(tasks: list[tuple[KernelLock, bytes]]) -> None:
     )  # fmt: skip
     _workers.append(process)
     threading.Thread(target=_attend, args=(process, content), daemon=True).start()
+    tasks[0][0].close()  # the process holds it now
 
 
 def _attend(process: subprocess.Popen, content: bytes) -> None:

@@ -83,7 +83,7 @@ class KernelLock:
 
         path = Path(knobs.cache.dir) / "flashtile_locks" / self.key
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # less the umask, as all files of the cache
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

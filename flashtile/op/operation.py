@@ -199,7 +199,7 @@ class Operation:
     def prepare(self, tensors: Tensors, optional: Any, options: Any) -> Callable[..., Any]:
         """Return a new launch for the signature of a call that has been checked."""
         if tensors[0].is_cuda:
-            # References that are weak, because a call must not keep its tensors until the next one is new.
+            # Weak references, because strong ones would keep the tensors until another call is prepared.
             given = [None if tensor is None else weakref.ref(tensor) for tensor in (*tensors, *optional)]
             newest_call.set(partial(self._repeat, given, optional._make, options))
         return select(self, self.describe(*tensors, optional, options), options.backend).prepare()
@@ -207,18 +207,22 @@ class Operation:
     def _repeat(self, given: list[Any], optional: Callable[[Iterable], Any], options: Any) -> None:
         """Launch a call and those that will follow, with tensors on torch's "meta" device.
 
-        ``given`` are references to the tensors of the call. If one starts at no multiple of 16 bytes, which
-        such tensors do, nothing is launched.
+        ``given`` are weak references to the tensors of the call, None for omitted tensors. Nothing is
+        launched if a tensor no longer exists, or is not aligned to 16 bytes. Tensors on "meta" count as
+        aligned, so other kernels would be compiled.
         """
         values = [None if reference is None else reference() for reference in given]
-        if any(value is not None and address_of(value) % 16 for value in values):
-            return
+        for reference, value in zip(given, values, strict=True):
+            if reference is not None and (value is None or address_of(value) % 16):
+                return
         tensors, extras = tuple(values[: self._num_tensors]), optional(values[self._num_tensors :])
         for operation, *call in ((self, tensors, extras, options), *self.following(tensors, extras, options)):
             operation.launch_on_meta(*call)
 
     def launch_on_meta(self, tensors: Tensors, optional: Any, options: Any, target: Any = None) -> None:
-        """Launch a call with tensors on torch's "meta" device, whose launches are recorded, not computed.
+        """Launch a call with its tensors replaced by tensors on torch's "meta" device.
+
+        No kernel runs: launches are collected by ``backends.common.cached_launch.recording``.
 
         ``target``: the GPU of the call. None: that of its tensors.
         """
@@ -229,7 +233,7 @@ class Operation:
         launch(*map(on_meta, tensors), optional._make(map(on_meta, optional)))
 
     def following(self, tensors: Tensors, optional: Any, options: Any) -> Iterable[tuple]:
-        """Return (operation, tensors, optional, options) of the calls that will follow this one."""
+        """Return (operation, tensors, optional, options) of each call that will follow this one."""
         return ()
 
     def normalized(self, tensors: Tensors) -> Tensors:

@@ -25,6 +25,8 @@ if INTERPRETING:
 from test_compilation import A100, APPEND, H200, compilations  # noqa: F401 - a fixture
 
 from flashtile.backends.common import compile_worker, first_calls, handed_kernels, kernel_cache
+from flashtile.backends.common.cached_launch import recording
+from flashtile.backends.common.device import compiling_for
 from flashtile.backends.common.handed_kernels import KernelLock, pickled
 from flashtile.backends.compat import compiling_driver
 from flashtile.compilation.calls import Call, Signature, calls_of
@@ -320,21 +322,38 @@ def test_the_backward_pass_follows_a_call_that_learns(learns):
     assert not list(BACKWARD.following(tensors, *others))
 
 
-@pytest.mark.parametrize("learns", [False, True])
-def test_a_call_on_a_gpu_is_repeated_with_its_backward_pass(monkeypatch, learns):
-    from flashtile.backends.common.cached_launch import recording
-    from flashtile.backends.common.device import compiling_for
-
+@pytest.fixture
+def on_h200(monkeypatch) -> None:
+    """Tensors on "cuda" are on an H200, as far as a problem describes it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: H200.capability)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132)
     )
+
+
+def repeated() -> list:
+    """The launches of the newest call, repeated on torch's "meta" device."""
+    with compiling_for(H200), recording() as recorded:
+        newest_call.get()()
+    return recorded
+
+
+def test_a_call_whose_tensors_are_gone_is_not_repeated(on_h200):
+    with FakeTensorMode():
+        q = torch.empty(1, 128, 2, 64, dtype=torch.bfloat16, device="cuda")
+        extras = NO_EXTRAS._replace(bias=q.new_empty(1, 2, 128, 128))
+        FORWARD.prepare((q, q, q), extras, Options(softmax_scale=0.125))
+        del extras
+    assert not repeated()
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_call_on_a_gpu_is_repeated_with_its_backward_pass(on_h200, learns):
     with FakeTensorMode():
         q, k, v = (torch.empty(1, 128, 2, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
         k.requires_grad_(learns)
         FORWARD.prepare((q, k, v), NO_EXTRAS, Options(softmax_scale=0.125, causal=True))
-    with compiling_for(H200), recording() as recorded:
-        newest_call.get()()
+    recorded = repeated()
     names = [launch.kernel.__name__ for launch, _ in recorded]
     assert names == ["forward_kernel", *["preprocess_kernel", "backward_kernel"] * learns]
     assert all(

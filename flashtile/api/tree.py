@@ -1,4 +1,4 @@
-"""Attention over packed segments that share prefixes, each of which is stored and computed once."""
+"""Attention over packed segments that share prefixes. Each prefix is stored and computed once."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ def tree_attention(
 
     A token attends to all tokens of its segment's ancestors, and to its own segment up to itself. Its result
     is that of causal attention over its path from the root. Several answers to one prompt are a tree of depth
-    1, turns that branch are deeper trees, and several roots are separate documents. dK and dV of a segment
-    are sums over its descendants. Blocks of scores between branches are skipped, and the host does not wait
-    for a GPU.
+    1, conversations that branch are deeper trees, and each root starts a separate document. dK and dV of a
+    segment are summed over the queries of the segment and of its descendants. Blocks of scores between
+    branches are skipped. The host does not wait for a GPU.
 
     For several layers, make the mask once: ``mask = flashtile.masks.create_tree_mask(cu_seqlens, parent,
-    total, q.device)``, and call ``flashtile.attention(q[None], k[None], v[None], block_mask=mask)`` in each.
+    total, q.device)``. Then call ``flashtile.attention(q[None], k[None], v[None], block_mask=mask)`` in each
+    layer.
 
     Args:
-        q: (total, heads_q, head_dim). Its dtypes are those of :func:`attention`.
+        q: (total, heads_q, head_dim). Dtypes are those of :func:`attention`.
         k: (total, heads_kv, head_dim); heads_q must be a multiple of heads_kv.
         v: (total, heads_kv, head_dim_v).
         cu_seqlens: (segments + 1,) int32 or int64 offsets of the segments, on any device. Segments may be
             empty. Tokens after the last offset have out and gradients 0, and lse -inf.
-        parent: (segments,) int32 or int64, on any device: the number of the segment that each segment
-            continues, -1 for a root. Segments may be packed in any order. Values of both tensors are checked
-            if both are on the CPU, otherwise only under ``FLASHTILE_DEBUG=1``.
+        parent: (segments,) int32 or int64, on any device: for each segment, the index of the segment that it
+            continues, or -1 for a root. Segments may be packed in any order. The values of ``cu_seqlens`` and
+            ``parent`` are checked if both are on the CPU, otherwise only with ``FLASHTILE_DEBUG=1``.
         softmax_scale, softcap, sink, deterministic, return_lse, backend: as for :func:`attention`.
 
     Returns:

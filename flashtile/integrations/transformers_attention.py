@@ -58,8 +58,11 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return the attention function for Transformers.
 
     The function takes query, key and value (batch, heads, seqlen, head_dim). It returns out (batch, seqlen,
-    heads, head_dim) and weights (batch, heads, seqlen, keys) or None. In compiled models, and if keys and
-    values are paged, it calls ``original``, Transformers' own function for flash implementations.
+    heads, head_dim) and weights (batch, heads, seqlen, keys) or None.
+
+    In compiled models, and if keys and values are paged, it calls ``original``, Transformers' own function
+    for flash implementations. Exceptions are calls with a block mask, a mask of scores or a position bias,
+    calls that return weights, and compiled calls with both padding and a window.
     """
 
     @functools.wraps(original)
@@ -326,7 +329,7 @@ def _under_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options)
 def _under_blocks(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options, others: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """Return out and weights as :func:`_with_scores`, for a model that was called with ``block_mask=``.
+    """Return out and weights (None unless wanted) in a model that was called with ``block_mask=``.
 
     The block mask alone decides which keys a query sees.
     """

@@ -158,12 +158,13 @@ def block_mask_of(
     sizes: tuple[int, int],
     mask_mod: Callable[..., Any],
 ) -> BlockMask:
-    """Return the block mask of the blocks in which some elements are visible, and those in which all are.
+    """Return a block mask, given whether some and whether all elements of each block are visible.
 
     Args:
-        some, every: (batch or 1, heads or 1, query blocks, key blocks) bool.
+        some, every: (batch or 1, heads or 1, query blocks, key blocks) bool, for each block.
         lengths: (number of queries, number of keys).
         sizes: (queries of a block, keys of a block).
+        mask_mod: the mask that is applied in partial blocks.
     """
     partial, full = some & ~every, some & every
     lists = (*_lists(partial), *_lists(full), *_lists(partial.mT), *_lists(full.mT))
@@ -175,6 +176,7 @@ def _is_int(value: Any) -> bool:
 
 
 def as_length(name: str, value: Any) -> int:
+    """Return ``value`` as an int. Raise an error that names the argument unless it is 0 to MAX_LENGTH."""
     value = as_int(name, value)
     check_int(name, value, 0, MAX_LENGTH)
     return value

@@ -1,9 +1,9 @@
-"""Block masks of packed segments that share prefixes, as the answers to one prompt share the prompt.
+"""Block masks of packed segments that share prefixes, such as several answers to one prompt.
 
 In depth-first order, the descendants of a segment follow it directly. Let ``place`` be a token's position in
-this order, and ``end`` the position at which the last descendant of its segment ends. A query then sees a key
-if ``place[key] <= place[query] < end[key]``. The two tensors describe any forest. Since they hold positions
-in that order, segments may lie in memory in any other order, and no token is moved.
+this order, and ``end`` the position that follows the last descendant of its segment. A query then sees a key
+if ``place[key] <= place[query] < end[key]``. The two tensors describe any forest. They are indexed by a
+token's position in memory, so segments may be packed in any order, and no token is moved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashtile.masks.mods import MaskMod
 from flashtile.problems.common import MAX_LENGTH
 
 _TRACED_ROUNDS = 16
-"""Rounds of doubling in a compiled graph, which then serves any number of segments, up to 2^16 deep."""
+"""Rounds of doubling in a graph of torch.compile. They are enough for any forest less than 2^16 deep."""
 
 
 def create_tree_mask(
@@ -31,21 +31,22 @@ def create_tree_mask(
     device: torch.device | str | None = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
 ) -> BlockMask:
-    """Create the block mask of packed segments, each of which continues another one or is a root.
+    """Create the block mask of packed segments. Each segment continues another one or is a root.
 
     A token sees all tokens of its segment's ancestors, and its own segment causally. Segments may be packed
     in any order. The mask serves all layers of a step, for q, k and v of shape (1, total, heads, head_dim).
 
-    It is computed block by block from the segments, without synchronising with a GPU. Values are checked if
-    both tensors are on the CPU, otherwise only with ``FLASHTILE_DEBUG=1``.
+    Whether a block is skipped, partial or full follows from the segments, so no score is evaluated. The host
+    does not wait for a GPU. The values of ``cu_seqlens`` and ``parent`` are checked if both are on the CPU,
+    otherwise only with ``FLASHTILE_DEBUG=1``.
 
     Args:
         cu_seqlens: (segments + 1,) int32 or int64 offsets: segment i is tokens ``cu_seqlens[i]`` to
             ``cu_seqlens[i + 1]``, and may be empty. Tokens after the last offset see nothing and are not
             seen.
-        parent: (segments,) int32 or int64: the number of the segment that each segment continues, -1 for a
-            root. It may be on another device than ``cu_seqlens``.
-        total: number of tokens.
+        parent: (segments,) int32 or int64: for each segment, the index of the segment that it continues, or
+            -1 for a root. It may be on another device than ``cu_seqlens``.
+        total: number of tokens of q, k and v.
         device: device of the mask. None: the device of ``cu_seqlens``.
         BLOCK_SIZE: as for :func:`create_block_mask`.
 
@@ -121,10 +122,12 @@ def tree_mod(place: Tensor, end: Tensor) -> MaskMod:
 def _depth_first(cu_seqlens: Tensor, parent: Tensor, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return (start, stop, ancestor) of the segments, each (segments,) int64.
 
-    A segment begins at token ``start`` of the depth-first order, in which siblings keep their order. Its
-    descendants end at ``stop``. ``ancestor`` is 2^rounds generations above it; the number of segments means
-    that there is none. Lengths of descendants and of ancestors are summed by doubling: round r adds those at
-    distances 2^r to 2^(r + 1) - 1.
+    ``start`` is the position of a segment's first token in depth-first order, in which siblings keep their
+    packed order. ``stop`` is the position that follows its last descendant. ``ancestor`` is the index of the
+    segment 2^rounds generations above, or the number of segments if there is none.
+
+    ``stop`` sums the lengths of descendants, and ``start`` the distances from each ancestor's start to that
+    of its child. Both are summed by doubling: round r adds the generations 2^r to 2^(r + 1) - 1 away.
 
     Args:
         rounds: 2^rounds must exceed the depth of the forest.
@@ -156,7 +159,7 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _extremes(values: Tensor, size: int) -> Any:
-    """Return the smallest and the largest of each ``size`` values, (blocks,) each."""
+    """Return the smallest and the largest value in each block of ``size`` values, (blocks,) each."""
     blocks = -(-values.shape[0] // size)
     index = torch.arange(blocks * size, device=values.device).clamp(max=values.shape[0] - 1)
     return values[index].view(blocks, size).aminmax(dim=1)

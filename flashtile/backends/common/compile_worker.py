@@ -1,13 +1,13 @@
-"""Script of a process that compiles kernels into Triton's cache, without torch, which imports in seconds.
+"""Process that compiles kernels into Triton's cache. It does not import torch, because that takes seconds.
 
-A class without attributes replaces each name of torch. Kernels do not depend on them: a kernel is compiled
-only if its key is the one that the program has, with torch.
+An empty class stands for each name of torch that flashtile's modules use. Kernels do not depend on these
+classes: a kernel is compiled only if its key is the same as in the program, which has torch.
 """
 
 import sys
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # the folder of this script, whose modules have common names
+    sys.path.pop(0)  # the folder of this script, whose modules could hide others of the same name
 
 import importlib.abc
 import importlib.machinery
@@ -19,11 +19,11 @@ import types
 from typing import Any
 
 LONGEST_HASHING = 1.0
-"""Seconds after which this process computes the digest of Triton's installation itself."""
+"""Seconds to wait for the stored digest of Triton's installation, before this process computes it itself."""
 
 
 class _Nothing(type):
-    """Type of the classes that replace torch's names. Their attributes and their calls are such classes."""
+    """Type of the classes that stand for torch's names. Their attributes and calls are more such classes."""
 
     def __getattr__(cls, name: str) -> Any:
         return _attribute(cls, name)
@@ -46,7 +46,7 @@ class _Module(types.ModuleType):
 
 
 class _WithoutTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules of torch, which have every attribute."""
+    """Import hook that makes an empty module for torch and each of its submodules, with any attribute."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.partition(".")[0] == "torch":
@@ -61,7 +61,7 @@ class _WithoutTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _end_with_stdin(descriptor: int) -> None:
-    """Wait until the program that started this process has ended, then end this process."""
+    """End this process when its stdin is closed, which happens when the program that started it ends."""
     while os.read(descriptor, 2**16):
         pass
     os._exit(1)
@@ -76,16 +76,16 @@ def without_torch(paths: list[str], package: str) -> None:
     """
     sys.path[:] = paths
     sys.meta_path.insert(0, _WithoutTorch())
-    flashtile: Any = types.ModuleType("flashtile")  # the package's own module imports much more than kernels
+    flashtile: Any = types.ModuleType("flashtile")  # flashtile/__init__.py imports much more than kernels
     flashtile.__path__ = [package]
     sys.modules["flashtile"] = flashtile
 
 
-def _hash_nothing_again() -> None:
+def _use_stored_digest() -> None:
     """Give Triton the digest of its installation that another process has computed and stored.
 
-    If it is not there, the program has just begun to compute it. This process is only for compilation, so a
-    function of Triton's may be replaced in it.
+    If none is stored yet, the program is computing it, so wait for it up to LONGEST_HASHING. Triton's
+    function is replaced in this process only.
     """
     from triton.runtime import cache
 
@@ -99,12 +99,12 @@ def _hash_nothing_again() -> None:
 
 
 def _main() -> None:
-    paths, package, tasks = pickle.load(sys.stdin.buffer)  # only the program that started this can write
+    paths, package, tasks = pickle.load(sys.stdin.buffer)  # from the program that started this process
     threading.Thread(target=_end_with_stdin, args=(sys.stdin.fileno(),), daemon=True).start()
     without_torch(paths, package)
     from flashtile.backends.common.handed_kernels import compile_handed
 
-    _hash_nothing_again()
+    _use_stored_digest()
     for task in tasks:
         compile_handed(*task)
     os._exit(0)

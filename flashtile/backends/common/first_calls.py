@@ -1,12 +1,13 @@
-"""First calls: the kernels of a call compile at once, each in a process of its own.
+"""First calls: the kernels of a call compile at the same time, in several processes.
 
 When the first kernel of a call must be compiled, the call is repeated on torch's "meta" device, with the
 backward pass that will follow, to find its other kernels. New processes compile these kernels into Triton's
-cache (``compile_worker.py``). The program finds them there, and waits for those that are not ready.
+cache (``compile_worker.py``), while the program compiles the first. It then finds the others in the cache,
+and waits for those that are not ready.
 
-Each kernel has a lock, a file in Triton's cache. A kernel that is locked is compiled by another process, so
-of several programs that need a kernel only one compiles it. If that process ends without a result, the next
-one compiles the kernel.
+Each kernel has a lock, a file in Triton's cache, which a process holds while it compiles the kernel. So if
+several programs need a kernel at the same time, only one compiles it. If its process ends without a result,
+the lock is free, and a process that waits for it compiles the kernel.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ from flashtile.backends.common.handed_kernels import KernelLock, pickled
 from flashtile.problems.newest import newest_call
 
 WORKERS = "FLASHTILE_COMPILE_WORKERS"
-"""Environment variable: the most processes that compile kernels of first calls at a time. 0 starts none."""
+"""Environment variable: maximum number of processes that a program has compiling at a time. 0: none."""
 MOST_WORKERS = 4
-"""Default of WORKERS, on a machine with more idle cores (:func:`_default_workers`)."""
+"""The default of WORKERS is at most this (:func:`_default_workers`)."""
 
 logger = logging.getLogger("flashtile.kernels")
 
 _workers: list[subprocess.Popen] = []
-"""Processes that have not ended, at most WORKERS."""
+"""Started processes. Those that have ended are removed before others start."""
 
 
 @contextlib.contextmanager
 def alone(key: str, target: Any) -> Iterator[None]:
-    """Hold the lock of a kernel, whose other kernels start to compile in other processes.
+    """Hold the lock of a kernel inside the context, and start processes for the other kernels of its call.
 
-    If another process holds the lock, wait until it has compiled the kernel. Without locks, on Windows or in
-    a cache that cannot be written, nothing is locked and no process starts.
+    If another process holds the lock, wait until it has compiled the kernel, or until LONGEST_WAIT has
+    passed. On Windows, and if the cache cannot be written, nothing is locked and no process starts.
     """
     lock = KernelLock(key)
     try:
@@ -64,7 +65,7 @@ def alone(key: str, target: Any) -> Iterator[None]:
 
 
 def _start(target: Any) -> None:
-    """Start processes for the kernels of the newest call that are not compiled or being compiled."""
+    """Start processes for those kernels of the newest call that are neither compiled nor being compiled."""
     call, free = newest_call.get(), _free_workers()
     if call is None or free < 1 or target.backend != "cuda":
         return
@@ -100,7 +101,10 @@ def _default_workers() -> int:
 
 
 def _missing(call: Any, target: Any) -> dict[str, tuple[Any, Any, Any]]:
-    """Return the sources of the kernels of a call that are in no folder and not in Triton's cache, by key."""
+    """Return (source, target, options) of each kernel of a call that is not compiled yet, by its key.
+
+    Folders of compiled kernels and Triton's cache are searched.
+    """
     gpu = Target("this GPU", divmod(target.arch, 10), multiprocessors(torch.device("cuda")))
     with compiling_for(gpu), recording() as recorded:
         call()
@@ -113,7 +117,7 @@ def _missing(call: Any, target: Any) -> dict[str, tuple[Any, Any, Any]]:
 
 
 def _hand(tasks: list[tuple[KernelLock, bytes]]) -> None:
-    """Start a process that compiles kernels. It inherits the lock of the first, and locks the others."""
+    """Start a process for kernels. It inherits the first kernel's lock, and locks each other one later."""
     import flashtile
 
     first = tasks[0][0].descriptor
@@ -132,7 +136,7 @@ def _hand(tasks: list[tuple[KernelLock, bytes]]) -> None:
 
 
 def _attend(process: subprocess.Popen, content: bytes) -> None:
-    """Send a process its tasks, and wait for its end. It would end at once if its stdin were closed."""
+    """Send a process its tasks, and keep its stdin open until it ends, because it ends if that is closed."""
     assert process.stdin is not None
     with contextlib.suppress(OSError):  # it has ended
         process.stdin.write(content)

@@ -24,9 +24,10 @@ POLLED_EVERY = 0.005
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that writes each JIT function of flashtile as its name, and a generated function as its text.
+    """Pickler that writes a JIT function of flashtile or Triton as its module and name.
 
-    Other JIT functions raise a PicklingError.
+    A function that flashtile has generated is written as its source text. Other JIT functions raise a
+    PicklingError.
     """
 
     def persistent_id(self, obj: Any) -> Any:
@@ -63,18 +64,18 @@ def pickled(source: tuple[Any, Any, dict]) -> bytes:
 
 
 class KernelLock:
-    """Lock of a kernel, which only one process holds. It is free when the processes that hold it have ended.
+    """Lock of a kernel: a file in Triton's cache that one process locks. It is freed if that process ends.
 
     Attributes:
-        descriptor: the locked file, or None if the lock is not held. A process that inherits the descriptor
-            holds the lock.
+        descriptor: file descriptor of the locked file, or None if the lock is not held. A process that
+            inherits the descriptor also holds the lock.
     """
 
     def __init__(self, key: str, descriptor: int | None = None) -> None:
         self.key, self.descriptor = key, descriptor
 
     def acquire(self) -> bool:
-        """Return whether this process holds the lock now.
+        """Try to take the lock, without waiting. Return whether this process holds it now.
 
         Raises:
             ImportError, OSError: this system has no such locks, or the cache cannot be written.
@@ -102,15 +103,15 @@ class KernelLock:
             time.sleep(POLLED_EVERY)
 
     def release(self) -> None:
-        """Free the lock, also for a process that has inherited it."""
+        """Free the lock, even if another process has inherited it."""
         if self.descriptor is not None:
             import fcntl
 
-            fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor also
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # a process forked meanwhile has a copy
             self.close()
 
     def close(self) -> None:
-        """Forget the lock. A process that has inherited it still holds it."""
+        """Close the descriptor. A process that has inherited it still holds the lock."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
@@ -130,7 +131,8 @@ def compile_handed(key: str, source: bytes, descriptor: int | None) -> None:
     Args:
         key: key of the kernel (:func:`compiled_folder.key_of`).
         source: the kernel as bytes (:func:`pickled`).
-        descriptor: the kernel's lock, which this process has inherited. None: the kernel is not locked.
+        descriptor: :attr:`KernelLock.descriptor`, which this process has inherited. None: this process locks
+            the kernel itself.
     """
     lock = KernelLock(key, descriptor)
     if descriptor is None and not lock.acquire():

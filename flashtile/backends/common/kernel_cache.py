@@ -199,9 +199,9 @@ class _NotCompiledError(Exception):
 
 @contextlib.contextmanager
 def only_looking() -> Iterator[dict[str, tuple[Any, Any, Any]]]:
-    """Inside the context, compile nothing: the context ends at a kernel that is not compiled yet.
+    """Look up kernels inside the context, and compile none. It ends at the first that is not compiled yet.
 
-    The dictionary then has this kernel's (source, target, options) under its key.
+    The dictionary then holds (source, target, options) of this kernel under its key, else it is empty.
     """
     missing: dict[str, tuple[Any, Any, Any]] = {}
     token = _missing.set(missing)

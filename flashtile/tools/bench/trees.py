@@ -1,4 +1,4 @@
-"""The workloads ``tree``, eight answers to one prompt, and contestants that only they have."""
+"""Contestants that only the workloads ``tree`` have, which are eight answers to one prompt."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ class FlashtileTree(Flashtile):
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatedCall(PeerCall):
-    """A call in which each answer has a copy of the prompt. Copies are made, and gradients summed, untimed.
+    """A call on packed sequences, each of which is a copy of the prompt and one answer.
+
+    The time excludes making the copies and summing their gradients.
 
     Args:
-        rows: number in the tree of each token of the repeated sequences.
+        rows: for each token of the repeated sequences, its index among the tokens of the tree.
         dout: gradient of out, which has one row for each token of the tree.
     """
 
@@ -50,7 +52,7 @@ class RepeatedCall(PeerCall):
         return tensor if tensor is self.dout else tensor[0, self.rows]
 
     def restore(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Sum the gradients of copies. out is in the layout of the inputs."""
+        """Return a gradient, summed over copies. ``out`` is returned unchanged, because it has no copies."""
         if tensor.dim() == like.dim():
             return tensor
         summed = tensor.new_zeros((like.shape[1], *tensor.shape[1:]), dtype=torch.float32)

@@ -22,6 +22,8 @@ WORD = re.compile(r"[\w.-]")
 OUTSIDE_STRING, INSIDE_STRING = re.compile(r'["{}\[\]]'), re.compile(r'"|\\[\s\S]')
 MAX_HEADER = 256
 """Maximum number of characters before the text of a message of gpt-oss."""
+MAX_REREAD = 256
+"""Maximum number of characters of a malformed call that are read a second time, to find calls within them."""
 LAST_TOKENS = 16
 """Number of tokens at the end of a prompt that show whether the answer begins within reasoning."""
 
@@ -182,16 +184,19 @@ class Reader:
     def call(self, read: Callable[[Reader], Steps[None]], closing: str) -> Steps[bool]:
         """Read calls with ``read``, and then ``closing`` if it follows. Return whether there was a call.
 
-        If there was none, what was read before ``read`` is reported as content.
+        The text of a malformed call becomes content. Its beginning is reported here, and all of it if it is
+        longer than ``MAX_REREAD``. Otherwise many markers of calls could cause the whole text to be read for
+        each of them.
         """
         before, calls = self.at, self.calls
         try:
             yield from read(self)
         except NotACallError:
-            if self.calls == calls:
-                self.emit("content", before)
+            called = self.calls > calls
+            before = 0 if called else before  # the text before the failure was dropped with the last call
+            self.emit("content", before if self.at - before <= MAX_REREAD else self.at)
+            if not called:
                 return False
-            self.at = 0
         if (yield from self.follows(closing)):
             yield from self.skip_space()
         self.drop(self.at)

@@ -490,7 +490,7 @@ def _read_sampling(
     if structure is not None and forced is not None:
         text = "tool_choice must be 'none' or 'auto' with response_format or structured_outputs"
         raise ApiError(text, "tool_choice", code="unsupported_field")
-    given["structured_outputs"] = structure or forced
+    given["structured_outputs"] = forced if structure is None else structure
     if body.take("length_penalty", 1) != 1:
         raise wrong("length_penalty", "1 unless use_beam_search is true", body.take("length_penalty"))
     return SamplingParams(

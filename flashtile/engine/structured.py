@@ -11,8 +11,8 @@ import functools
 import json
 import re
 import threading
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, TimeoutError
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ from flashtile.engine.tokenizer import FastTokenizer, Tokenizer
 
 MAX_CHARACTERS = 2**16
 """Largest number of characters of a structure. One of twice as many may take a minute to compile."""
+MAX_SECONDS = 30.0
+"""How long a request waits for its structure. llguidance has limits, but takes hours to reach them for some
+intersections of regular expressions."""
 MAX_COMPILED = 64
 """Number of compiled structures that are kept for later requests."""
 STACK_BYTES = 2**29
@@ -42,17 +45,20 @@ class Structures:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, ends: Collection[int]):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._ends = [end for end in ends if end < vocab_size]
-        self._lock = threading.Lock()
-        self._compiled = functools.lru_cache(MAX_COMPILED)(self._compile)
+        self._lock = threading.Lock()  # held while a structure is compiled
+        self._compiled: dict[tuple[str, str], Any] = {}  # in the order of their last use
 
-    def matcher(self, structure: dict[str, Any]) -> Any:
+    def matcher(self, structure: dict[str, Any], seconds: float | None = MAX_SECONDS) -> Any:
         """Return the matcher of a structure at the start of an answer. Advance only copies of it.
+
+        New structures are compiled one at a time. Compiled ones are returned at once.
 
         Args:
             structure: ``structured_outputs`` of :class:`flashtile.engine.SamplingParams`.
+            seconds: how long to wait for a new structure. None: without a limit.
 
         Raises:
-            ValueError: the structure is invalid or too large, or there is no tokenizer.
+            ValueError: the structure is invalid, too large or not compiled in time, or there is no tokenizer.
             NotImplementedError: llguidance is not installed.
         """
         if self._tokenizer is None:
@@ -65,7 +71,47 @@ class Structures:
             raise ValueError(
                 f"structured_outputs must have at most {MAX_CHARACTERS} characters, got {len(text)}"
             )
-        return self._compiled(kind, text)
+        found = self._compiled.pop((kind, text), None)
+        if found is None:
+            return self._in_thread(kind, text, seconds)
+        self._compiled[kind, text] = found
+        return found
+
+    def _in_thread(self, kind: str, text: str, seconds: float | None) -> Any:
+        """Compile a structure in a thread with a deep stack, and keep the matcher for later requests.
+
+        A thread cannot be stopped, so compilation goes on after a time-out. A daemon thread does not keep the
+        process from ending.
+        """
+        call: Future[Any] = Future()
+
+        def work() -> None:
+            with self._lock:
+                if not call.set_running_or_notify_cancel():
+                    return
+                found = self._compiled.get((kind, text))  # another request may have had the same structure
+                try:
+                    found = self._compile(kind, text) if found is None else found
+                except BaseException as error:
+                    call.set_exception(error)
+                    return
+                self._compiled[kind, text] = found
+                for oldest in list(self._compiled)[:-MAX_COMPILED]:
+                    self._compiled.pop(oldest, None)
+            call.set_result(found)
+
+        thread = threading.Thread(target=work, name="flashtile-structure", daemon=True)
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+        try:
+            return call.result(seconds)
+        except TimeoutError:
+            call.cancel()
+            got = f"{text!r:.60}, or other structures, that took longer"
+            raise ValueError(f"structured_outputs must be compiled within {seconds} s, got {got}") from None
 
     def _compile(self, kind: str, text: str) -> Any:
         try:
@@ -81,17 +127,9 @@ class Structures:
                 '{"type":"object"}' if kind == "json_object" else text
             )
         limits = LLParserLimits(verbose_errors=False)
-
-        def compiled() -> Any:
+        try:
             found = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
             found.compute_bitmask()  # the first mask may take much longer than later ones, or reach a limit
-            return found
-
-        try:
-            with self._lock:  # one at a time, however many clients there are
-                found = _with_deep_stack(compiled)
-        except (KeyboardInterrupt, SystemExit):
-            raise
         # llguidance cannot read every tokenizer. Panics of its Rust code are BaseExceptions.
         except BaseException as error:
             raise NotImplementedError(f"structured_outputs failed in llguidance: {error!s:.200}") from None
@@ -165,14 +203,3 @@ def _executor() -> Any:
     from llguidance import LLExecutor
 
     return LLExecutor()
-
-
-def _with_deep_stack(function: Callable[[], Any]) -> Any:
-    """Call a function in a thread with a stack of ``STACK_BYTES``, and return its result."""
-    with ThreadPoolExecutor(1) as threads:
-        usual = threading.stack_size(STACK_BYTES)
-        try:
-            call = threads.submit(function)  # starts the thread
-        finally:
-            threading.stack_size(usual)
-        return call.result()

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+import threading
 
 import pytest
 from engine_models import PAIRS_ENDS, folder_with_pairs
@@ -200,6 +201,35 @@ def test_a_structure_that_becomes_too_complex_ends_its_own_request_alone(llm):
     assert bad.outputs[0].finish_reason == "error"
     assert "structured_outputs could not be continued: " in bad.outputs[0].stop_reason
     assert re.fullmatch("[ab]{3}", good.outputs[0].text)
+
+
+def test_a_slow_structure_delays_no_compiled_ones(llm, monkeypatch):
+    structures, compile_now = llm.engine.structures, llm.engine.structures._compile
+    begun, released, compiled = threading.Event(), threading.Event(), []
+
+    def slow(kind, text):
+        compiled.append(text)
+        begun.set()
+        assert released.wait(60)
+        return compile_now(kind, text)
+
+    known = structures.matcher({"regex": "known"})
+    monkeypatch.setattr(structures, "_compile", slow)
+    first = threading.Thread(target=structures.matcher, args=({"regex": "slow"}, None))
+    first.start()
+    assert begun.wait(60)
+    for regex in ("slow", "next"):
+        with pytest.raises(ValueError, match=r"structured_outputs must be compiled within 0\.1 s, got"):
+            structures.matcher({"regex": regex}, 0.1)
+    assert structures.matcher({"regex": "known"}) is known
+    released.set()
+    first.join()
+    structures.matcher({"regex": "slow"}, None)
+    assert compiled == ["slow"]
+    monkeypatch.setattr("flashtile.engine.structured.MAX_COMPILED", 2)
+    structures.matcher({"regex": "known"})
+    structures.matcher({"regex": "new"})
+    assert [text for _, text in structures._compiled] == ["known", "new"]
 
 
 def test_a_long_chain_of_references_is_compiled(llm):

@@ -8,6 +8,7 @@ import ssl
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,9 @@ from flashtile.engine.tokenizer import Tokenizer
 
 TRUNCATED = 4
 """Factor by which a text may be longer with ``truncate_prompt_tokens`` than without."""
+
+MAX_COMPILING = 32
+"""Maximum number of calls that wait for the compilation of their structures at a time. More calls queue."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,7 @@ class Service:
         self.sampling_defaults = llm.sampling_defaults
         self.formats = formats.of_model(self.engine.tokenizer.chat_templates if self.engine.tokenizer else {})
         self._counted = llm.engine.last_schedule
+        self._compiling = ThreadPoolExecutor(MAX_COMPILING, "flashtile-compiling")
         self.asynchronous = AsyncLLM(llm.engine, on_step=self._count_step)
         self.in_flight, self.max_calls, self.body_bytes = 0, limits.max_concurrent_requests, 0
         self.draining = False
@@ -147,15 +152,17 @@ class Service:
             )  # fmt: skip
 
     async def prepare(self, call: CompletionCall | ChatCall) -> list[TokenizedPrompt]:
-        """Tokenize a call's prompts. Texts are tokenized in another thread."""
+        """Tokenize a call's prompts, and compile its structure. Texts are tokenized in another thread."""
         self._check_priority(call.priority)
         if isinstance(call, CompletionCall):
             count, most = len(call.prompts), self.limits.max_prompts
             if count > most:
                 text = f"prompt must be at most {most} prompts, got {count}"
                 raise ApiError(text, "prompt", code="invalid_value")
-            if structure_of(call) is None and all(isinstance(prompt, list) for prompt in call.prompts):
-                return self._prepare(call)
+        if isinstance(call.params, SamplingParams) and call.params.structured_outputs is not None:
+            await self._compile(call, call.params.structured_outputs)
+        if isinstance(call, CompletionCall) and all(isinstance(prompt, list) for prompt in call.prompts):
+            return self._prepare(call)
         return await asyncio.to_thread(self._prepare, call)
 
     def render(self, conversation: Conversation) -> str:
@@ -209,13 +216,18 @@ class Service:
             room = min(room, (pool.num_blocks - pool.null_blocks) * manager.block_size - longest)
         params.max_tokens = max(1, room if params.max_tokens is None else min(room, params.max_tokens))
 
+    async def _compile(self, call: ApiCall, structure: dict[str, Any]) -> None:
+        """Compile a structure, so that the engine's thread finds it compiled.
+
+        Its threads are not those that tokenize, because structures of clients may take long.
+        """
+        loop, matcher = asyncio.get_running_loop(), self.engine.structures.matcher
+        try:
+            await loop.run_in_executor(self._compiling, matcher, structure)
+        except (ValueError, NotImplementedError) as error:
+            raise refused(error, call.fields) from None
+
     def _prepare(self, call: CompletionCall | ChatCall) -> list[TokenizedPrompt]:
-        structure = structure_of(call)
-        if structure is not None:
-            try:
-                self.engine.structures.matcher(structure)  # the engine's thread then finds it compiled
-            except (ValueError, NotImplementedError) as error:
-                raise refused(error, call.fields) from None
         if isinstance(call, ChatCall):
             return [self._tokenized(call, "messages", self.render(call.conversation))]
         return [self._tokenized(call, "prompt", prompt) for prompt in call.prompts]
@@ -256,8 +268,3 @@ class Service:
         if engine.last_schedule is not self._counted:
             self._counted = engine.last_schedule
             self.metrics.observe("iteration_tokens_total", self._counted.num_tokens)
-
-
-def structure_of(call: ApiCall) -> dict[str, Any] | None:
-    """Return ``structured_outputs`` of a call, or None."""
-    return call.params.structured_outputs if isinstance(call.params, SamplingParams) else None

@@ -21,14 +21,14 @@ from torch import Tensor
 from flashtile.engine.tokenizer import FastTokenizer, Tokenizer
 
 MAX_CHARACTERS = 2**16
-"""Largest number of characters of a structure. One of twice as many may take a minute to compile."""
+"""Largest number of characters of a structure. A structure twice as long may take a minute to compile."""
 MAX_SECONDS = 30.0
 """How long a request waits for its structure. llguidance has limits, but takes hours to reach them for some
 intersections of regular expressions."""
 MAX_COMPILED = 64
 """Number of compiled structures that are kept for later requests."""
 STACK_BYTES = 2**29
-"""Stack of the thread that compiles a structure. The compiler recurses along rules and references, and an
+"""Bytes of the stack of a thread that compiles. The compiler recurses along rules and references, and an
 overflow would end the process. Only the used part of a stack takes memory."""
 MISSING = "structured_outputs need the package llguidance: pip install 'flashtile[engine]'"
 
@@ -140,9 +140,9 @@ class Structures:
 
     @functools.cached_property
     def _tokens(self) -> Any:
-        """llguidance's tokenizer of the model's vocabulary and one more token.
+        """llguidance's tokenizer, which has the model's vocabulary and one additional token.
 
-        That token is the end of models without end tokens. The logits have no column for it.
+        The additional token is the end token of models that have none. The logits have no column for it.
         """
         from llguidance import LLTokenizer
 

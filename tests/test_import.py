@@ -25,7 +25,10 @@ BROUGHT = {
     "flashtile.operators",
     *(f"flashtile.operators.{name}" for name in ("attention", "decode", "functions", "shardings")),
     "flashtile.problems",
-    *(f"flashtile.problems.{name}" for name in ("addresses", "attention", "common", "decode", "masks")),
+    *(
+        f"flashtile.problems.{name}"
+        for name in ("addresses", "attention", "common", "decode", "masks", "newest")
+    ),
 }  # fmt: skip
 """The modules that ``import flashtile`` imports. Each costs every program time, also those without a call."""
 OPERATORS = {

@@ -18,7 +18,6 @@ from torch import Tensor
 from flashtile.backends.common.device import Target, capability, compiling_for, multiprocessors
 from flashtile.compilation.calls import Call, read_calls
 from flashtile.op.operation import OPERATIONS
-from flashtile.op.selection import on_target, select
 
 MAX_WORKERS = 16
 
@@ -64,10 +63,8 @@ def launches(call: Source, target: Target) -> list[Any]:
         with compiling_for(target):
             return call()
     tensors, optional, options = call.on_meta()
-    operation = OPERATIONS[call.operation]
-    problem = on_target(operation.describe(*tensors, optional, options), target)
     with compiling_for(target), recording() as recorded:
-        select(operation, problem, options.backend).prepare()(*tensors, optional)
+        OPERATIONS[call.operation].launch_on_meta(tensors, optional, options, target)
     return recorded
 
 

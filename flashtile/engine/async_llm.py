@@ -102,6 +102,11 @@ class AsyncLLM:
         if self._draining:
             raise EngineDeadError("the engine takes no more requests: it is being shut down")
         outputs = Stream(asyncio.get_running_loop()) if stream is None else stream
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            # The engine's thread will then find the structure compiled. Other requests may wait for it, so a
+            # cancelled task does not cancel it.
+            compiling = self.engine.structures.compile(params.structured_outputs)
+            await asyncio.shield(asyncio.wrap_future(compiling))
 
         def add(engine: Engine) -> None:
             engine.add_request(request_id, prompt, params, priority=priority, cache_salt=cache_salt)

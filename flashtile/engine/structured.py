@@ -12,7 +12,7 @@ import json
 import re
 import threading
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, TimeoutError
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -22,13 +22,10 @@ from flashtile.engine.tokenizer import FastTokenizer, Tokenizer
 
 MAX_CHARACTERS = 2**16
 """Largest number of characters of a structure. A structure twice as long may take a minute to compile."""
-MAX_SECONDS = 30.0
-"""How long a request waits for its structure. llguidance has limits, but takes hours to reach them for some
-intersections of regular expressions."""
 MAX_COMPILED = 64
 """Number of compiled structures that are kept for later requests."""
 STACK_BYTES = 2**29
-"""Bytes of the stack of a thread that compiles. The compiler recurses along rules and references, and an
+"""Bytes of the stack of the thread that compiles. The compiler recurses along rules and references, and an
 overflow would end the process. Only the used part of a stack takes memory."""
 MISSING = "structured_outputs need the package llguidance: pip install 'flashtile[engine]'"
 
@@ -45,21 +42,30 @@ class Structures:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, ends: Collection[int]):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._ends = [end for end in ends if end < vocab_size]
-        self._lock = threading.Lock()  # held while a structure is compiled
-        self._compiled: dict[tuple[str, str], Any] = {}  # in the order of their last use
+        # One thread: however many clients there are, they take one processor.
+        self._thread = ThreadPoolExecutor(1, "flashtile-structures")
+        self._compiled = functools.lru_cache(MAX_COMPILED)(self._submit)
 
-    def matcher(self, structure: dict[str, Any], seconds: float | None = MAX_SECONDS) -> Any:
+    def matcher(self, structure: dict[str, Any]) -> Any:
         """Return the matcher of a structure at the start of an answer. Advance only copies of it.
-
-        New structures are compiled one at a time. Compiled ones are returned at once.
 
         Args:
             structure: ``structured_outputs`` of :class:`flashtile.engine.SamplingParams`.
-            seconds: how long to wait for a new structure. None: without a limit.
 
         Raises:
-            ValueError: the structure is invalid, too large or not compiled in time, or there is no tokenizer.
-            NotImplementedError: llguidance is not installed.
+            ValueError: the structure is invalid or too large, or there is no tokenizer.
+            NotImplementedError: llguidance is not installed, or cannot read the tokenizer.
+        """
+        found = self.compile(structure).result()
+        if isinstance(found, Exception):
+            raise type(found)(*found.args)  # a new one: the traceback of one that is kept would grow
+        return found
+
+    def compile(self, structure: dict[str, Any]) -> Future[Any]:
+        """Start to compile a structure, unless it is compiled. The result is the matcher or an error.
+
+        Raises:
+            ValueError: the structure is too large, or there is no tokenizer.
         """
         if self._tokenizer is None:
             raise ValueError("structured_outputs must be None without a tokenizer")
@@ -71,47 +77,20 @@ class Structures:
             raise ValueError(
                 f"structured_outputs must have at most {MAX_CHARACTERS} characters, got {len(text)}"
             )
-        found = self._compiled.pop((kind, text), None)
-        if found is None:
-            return self._in_thread(kind, text, seconds)
-        self._compiled[kind, text] = found
-        return found
+        return self._compiled(kind, text)
 
-    def _in_thread(self, kind: str, text: str, seconds: float | None) -> Any:
-        """Compile a structure in a thread with a deep stack, and keep the matcher for later requests.
-
-        A thread cannot be stopped, so compilation goes on after a time-out. A daemon thread does not keep the
-        process from ending.
-        """
-        call: Future[Any] = Future()
-
-        def work() -> None:
-            with self._lock:
-                if not call.set_running_or_notify_cancel():
-                    return
-                found = self._compiled.get((kind, text))  # another request may have had the same structure
-                try:
-                    found = self._compile(kind, text) if found is None else found
-                except BaseException as error:
-                    call.set_exception(error)
-                    return
-                self._compiled[kind, text] = found
-                for oldest in list(self._compiled)[:-MAX_COMPILED]:
-                    self._compiled.pop(oldest, None)
-            call.set_result(found)
-
-        thread = threading.Thread(target=work, name="flashtile-structure", daemon=True)
+    def _submit(self, kind: str, text: str) -> Future[Any]:
         usual = threading.stack_size(STACK_BYTES)
         try:
-            thread.start()
+            return self._thread.submit(self._matcher_or_error, kind, text)  # the first call starts the thread
         finally:
             threading.stack_size(usual)
+
+    def _matcher_or_error(self, kind: str, text: str) -> Any:
         try:
-            return call.result(seconds)
-        except TimeoutError:
-            call.cancel()
-            got = f"{text!r:.60}, or other structures, that took longer"
-            raise ValueError(f"structured_outputs must be compiled within {seconds} s, got {got}") from None
+            return self._compile(kind, text)
+        except (ValueError, NotImplementedError) as error:
+            return error.with_traceback(None)
 
     def _compile(self, kind: str, text: str) -> Any:
         try:

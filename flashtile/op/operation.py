@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import partial
@@ -32,7 +33,9 @@ from flashtile.op.refusals import (
     without_backward,
 )
 from flashtile.op.registry import define, implement, register_autograd, register_fake, schema
-from flashtile.op.selection import select
+from flashtile.op.selection import on_target, select
+from flashtile.problems.common import address_of
+from flashtile.problems.newest import newest_call
 
 Tensors = tuple[Any, ...]
 """The tensors that every call of an operation has, in order; None for an omitted tensor."""
@@ -195,7 +198,39 @@ class Operation:
 
     def prepare(self, tensors: Tensors, optional: Any, options: Any) -> Callable[..., Any]:
         """Return a new launch for the signature of a call that has been checked."""
+        if tensors[0].is_cuda:
+            # References that are weak, because a call must not keep its tensors until the next one is new.
+            given = [None if tensor is None else weakref.ref(tensor) for tensor in (*tensors, *optional)]
+            newest_call.set(partial(self._repeat, given, optional._make, options))
         return select(self, self.describe(*tensors, optional, options), options.backend).prepare()
+
+    def _repeat(self, given: list[Any], optional: Callable[[Iterable], Any], options: Any) -> None:
+        """Launch a call and those that will follow, with tensors on torch's "meta" device.
+
+        ``given`` are references to the tensors of the call. If one starts at no multiple of 16 bytes, which
+        such tensors do, nothing is launched.
+        """
+        values = [None if reference is None else reference() for reference in given]
+        if any(value is not None and address_of(value) % 16 for value in values):
+            return
+        tensors, extras = tuple(values[: self._num_tensors]), optional(values[self._num_tensors :])
+        for operation, *call in ((self, tensors, extras, options), *self.following(tensors, extras, options)):
+            operation.launch_on_meta(*call)
+
+    def launch_on_meta(self, tensors: Tensors, optional: Any, options: Any, target: Any = None) -> None:
+        """Launch a call with tensors on torch's "meta" device, whose launches are recorded, not computed.
+
+        ``target``: the GPU of the call. None: that of its tensors.
+        """
+        problem = self.describe(*tensors, optional, options)
+        if target is not None:
+            problem = on_target(problem, target)
+        launch = select(self, problem, options.backend).prepare()
+        launch(*map(on_meta, tensors), optional._make(map(on_meta, optional)))
+
+    def following(self, tensors: Tensors, optional: Any, options: Any) -> Iterable[tuple]:
+        """Return (operation, tensors, optional, options) of the calls that will follow this one."""
+        return ()
 
     def normalized(self, tensors: Tensors) -> Tensors:
         """Return the tensors in the form that launches expect."""
@@ -322,6 +357,13 @@ def signatures(tensors: Iterable[Tensor | None]) -> tuple:
         else:
             entries += t.shape, t.stride(), t.dtype, t.device, not t.data_ptr() & 15
     return tuple(entries)
+
+
+def on_meta(tensor: Tensor | None) -> Tensor | None:
+    """Return a tensor on torch's "meta" device with the shape, strides and dtype of ``tensor``."""
+    if tensor is None or tensor.is_meta:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=torch.device("meta"))
 
 
 def reads_values(tensor: Tensor, debug_checks: bool = False) -> bool:

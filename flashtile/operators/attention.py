@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from flashtile.op.into import Into, Result
 from flashtile.op.observers import backward_flops, count_scores, forward_flops, tell_observers
-from flashtile.op.operation import Operation, is_plain, signatures
+from flashtile.op.operation import Operation, any_learns, is_plain, on_meta, signatures
 from flashtile.op.refusals import carries_tangents, refuse_tangents, transforming
 from flashtile.op.registry import register_autograd
 from flashtile.operators import functions
@@ -84,6 +85,16 @@ class ForwardOperation(Operation):
     @staticmethod
     def signature(optional: Any) -> tuple:
         return optional.signature() if type(optional) is SignedExtras else signatures(optional)
+
+    def following(self, tensors: tuple, extras: Any, options: Any) -> Iterable[tuple]:
+        """Return the backward pass, if a tensor requires grad."""
+        if not any_learns(tensors, extras):
+            return ()
+        q, k, v = tensors
+        out, lse = self.fake(*map(on_meta, tensors), extras, options)
+        if extras.bias is not None and extras.bias.requires_grad:
+            options = options._replace(bias_grad=True)
+        return ((BACKWARD, (out, None, q, k, v, out, lse), extras, options),)
 
 
 class BackwardOperation(Operation):

@@ -104,6 +104,7 @@ AREAS = (
                 "sampling_kernel",
                 "scheduler",
                 "speculation",
+                "structured",
                 "texts",
                 "tokenizers",
                 "upload",

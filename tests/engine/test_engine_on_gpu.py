@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import MODELS, folder, greedy, load, prompts
+from engine_models import MODELS, folder, folder_with_pairs, greedy, load, prompts
 
 from flashtile.engine import LLM, SamplingParams
 from flashtile.engine.device import Capture
 from flashtile.engine.parallel import ProcessRanks
+from flashtile.engine.structured import mask
 
 pytestmark = pytest.mark.gpu
 LENGTH = 14
@@ -103,6 +105,34 @@ def test_the_host_does_not_wait_where_the_batch_changes():
         torch.cuda.set_sync_debug_mode("default")
     assert [str(one.message) for one in caught if "synchron" in str(one.message)] == []
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_structures_hold_in_batches_with_free_requests(tmp_path, eager):
+    """The masks come from pinned memory, and the host does not wait for the device to take them."""
+    pytest.importorskip("llguidance")
+    llm = LLM(
+        folder_with_pairs(tmp_path), load_format="dummy", device="cuda", dtype="bfloat16", warmup=False,
+        enforce_eager=eager, kv_cache_memory_bytes=2**24,
+    )  # fmt: skip
+    pattern = "[ab]{5}(c|de){3,9}!"
+    bound = [SamplingParams(structured_outputs={"regex": pattern}, max_tokens=40, seed=i) for i in range(40)]
+    free = [SamplingParams(max_tokens=20, seed=i, top_p=0.9) for i in range(9)]
+    found = llm.generate(["one"] * 49, bound + free)
+    texts = [output.outputs[0].text for output in found]
+    assert all(re.fullmatch(pattern, text) for text in texts[:40])
+    assert len(set(texts[:40])) > 30
+    expected = [llm.generate("one", one)[0].outputs[0] for one in (bound[3], free[3])]
+    assert [one.token_ids for one in expected] == [found[i].outputs[0].token_ids for i in (3, 43)]
+    logits = torch.randn(3, 410, device="cuda", dtype=torch.bfloat16)
+    matcher = llm.engine.structures.matcher({"regex": "[ab]"}).deep_copy()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        masked = mask(logits, [(matcher, 1)])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(masked[::2], logits[::2])
+    assert masked[1].isfinite().sum() == 2
 
 
 def on_a_card(rank: int, world: int, store: str, path: str, expected: list[list[int]]) -> None:

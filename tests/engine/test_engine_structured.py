@@ -6,13 +6,14 @@ import json
 import re
 import shutil
 import sys
-import threading
 
 import pytest
 from engine_models import PAIRS_ENDS, folder_with_pairs
 
 from flashtile.engine import LLM, BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.structured import MAX_CHARACTERS
+
+pytest.importorskip("llguidance")
 
 SCHEMA = {
     "type": "object",
@@ -203,33 +204,19 @@ def test_a_structure_that_becomes_too_complex_ends_its_own_request_alone(llm):
     assert re.fullmatch("[ab]{3}", good.outputs[0].text)
 
 
-def test_a_slow_structure_delays_no_compiled_ones(llm, monkeypatch):
-    structures, compile_now = llm.engine.structures, llm.engine.structures._compile
-    begun, released, compiled = threading.Event(), threading.Event(), []
-
-    def slow(kind, text):
-        compiled.append(text)
-        begun.set()
-        assert released.wait(60)
-        return compile_now(kind, text)
-
-    known = structures.matcher({"regex": "known"})
-    monkeypatch.setattr(structures, "_compile", slow)
-    first = threading.Thread(target=structures.matcher, args=({"regex": "slow"}, None))
-    first.start()
-    assert begun.wait(60)
-    for regex in ("slow", "next"):
-        with pytest.raises(ValueError, match=r"structured_outputs must be compiled within 0\.1 s, got"):
-            structures.matcher({"regex": regex}, 0.1)
-    assert structures.matcher({"regex": "known"}) is known
-    released.set()
-    first.join()
-    structures.matcher({"regex": "slow"}, None)
-    assert compiled == ["slow"]
-    monkeypatch.setattr("flashtile.engine.structured.MAX_COMPILED", 2)
-    structures.matcher({"regex": "known"})
-    structures.matcher({"regex": "new"})
-    assert [text for _, text in structures._compiled] == ["known", "new"]
+def test_a_structure_is_compiled_once(llm):
+    """Also one that is refused, each time by an error of its own."""
+    structures, errors = llm.engine.structures, []
+    first = structures.matcher({"regex": "compiled once"})
+    assert structures.matcher({"choice": ["compiled once"]}) is not first
+    assert structures.matcher({"regex": "compiled once"}) is first
+    bad = structures.compile({"regex": "(never"})
+    for _ in range(2):
+        assert structures.compile({"regex": "(never"}) is bad
+        with pytest.raises(ValueError, match="valid regex") as caught:
+            structures.matcher({"regex": "(never"})
+        errors.append(caught.value)
+    assert errors[0] is not errors[1]
 
 
 def test_a_long_chain_of_references_is_compiled(llm):

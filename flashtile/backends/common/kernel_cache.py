@@ -167,7 +167,7 @@ def load_or_compile(src: Any, target: Any = None, options: dict | None = None, *
         return triton.compile(src, target=target, options=options, **more)
     folders, collected, compiled = compiled_folder.in_use_for(target), _collected.get(), None
     if folders or collected is not None:
-        key = _key_in_folders(src, target, options)
+        key = key_in_folders(src, target, options)
         compiled = next(filter(None, (folder.load(key, src) for folder in folders)), None)
     if compiled is None:
         compiled = _from_cache_or_compiler(src, target, options, **more)
@@ -193,7 +193,30 @@ def collecting() -> Iterator[dict[str, Any]]:
 _collected: ContextVar[dict[str, Any] | None] = ContextVar("collected_kernels", default=None)
 
 
-def _key_in_folders(src: Any, target: Any, options: dict | None) -> str:
+class _NotCompiledError(Exception):
+    """Ends the look-up of a kernel that would have to be compiled."""
+
+
+@contextlib.contextmanager
+def only_looking() -> Iterator[dict[str, tuple[Any, Any, Any]]]:
+    """Inside the context, compile nothing: the context ends at a kernel that is not compiled yet.
+
+    The dictionary then has this kernel's (source, target, options) under its key.
+    """
+    missing: dict[str, tuple[Any, Any, Any]] = {}
+    token = _missing.set(missing)
+    try:
+        with contextlib.suppress(_NotCompiledError):
+            yield missing
+    finally:
+        _missing.reset(token)
+
+
+_missing: ContextVar[dict[str, tuple[Any, Any, Any]] | None] = ContextVar("missing_kernels", default=None)
+
+
+def key_in_folders(src: Any, target: Any, options: dict | None) -> str:
+    """Return the key of a kernel (:func:`compiled_folder.key_of`) with options that are not parsed."""
     from triton.compiler.compiler import make_backend
 
     parsed, variables = _parsed(src, make_backend(target), options)
@@ -209,14 +232,37 @@ def _parsed(src: Any, backend: Any, options: dict | None) -> tuple[Any, list[tup
 
 
 def _from_cache_or_compiler(src: Any, target: Any, options: dict | None, **more: Any) -> Any:
-    key_file = Path(knobs.cache.dir) / "flashtile" / fingerprint(Path(triton.__file__).parent)
-    found = _load(src, target, options, key_file)
+    found = _load(src, target, options, _key_file())
     if found is not None:
         return found
-    with _announced(src.name):
-        compiled = triton.compile(src, target=target, options=options, **more)
-    _keep_key(key_file)
-    return compiled
+    key, missing = key_in_folders(src, target, options), _missing.get()
+    if missing is not None:
+        missing[key] = src, target, options
+        raise _NotCompiledError
+    from flashtile.backends.common.first_calls import alone
+
+    with _announced(src.name), alone(key, target):
+        return load_or_compile_alone(src, target, options, **more)
+
+
+def load_or_compile_alone(src: Any, target: Any, options: dict | None, **more: Any) -> Any:
+    """Return a kernel from Triton's disk cache, or compile it. The caller holds the kernel's lock."""
+    key_file = _key_file()
+    found = _load(src, target, options, key_file)
+    if found is None:
+        _keep_key(key_file)
+        found = triton.compile(src, target=target, options=options, **more)
+    return found
+
+
+def stored_key() -> str | None:
+    """Return the ``triton_key`` that a process has stored for this installation of Triton, or None."""
+    file = _key_file()
+    return file.read_text() if file.is_file() else None
+
+
+def _key_file() -> Path:
+    return Path(knobs.cache.dir) / "flashtile" / fingerprint(Path(triton.__file__).parent)
 
 
 @contextlib.contextmanager
@@ -279,7 +325,7 @@ def _load(src: Any, target: Any, options: dict | None, key_file: Path) -> Any:
 
 
 def _keep_key(key_file: Path) -> None:
-    """Store ``triton_key``, which a compilation has just computed.
+    """Store ``triton_key``, which Triton computes once in a process that compiles.
 
     Several processes may do this at the same time.
     """

@@ -8,14 +8,11 @@ import ssl
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 from flashtile.engine.async_llm import AsyncLLM
 from flashtile.engine.core import Engine
 from flashtile.engine.llm import LLM
-from flashtile.engine.sampling_params import SamplingParams
 from flashtile.engine.server.errors import ApiError, refused, shutting_down
 from flashtile.engine.server.formats import Formats
 from flashtile.engine.server.metrics import Metrics
@@ -24,9 +21,6 @@ from flashtile.engine.tokenizer import Tokenizer
 
 TRUNCATED = 4
 """Factor by which a text may be longer with ``truncate_prompt_tokens`` than without."""
-
-MAX_COMPILING = 32
-"""Maximum number of calls that wait for the compilation of their structures at a time. More calls queue."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +120,6 @@ class Service:
         self.sampling_defaults = llm.sampling_defaults
         self.formats = formats.of_model(self.engine.tokenizer.chat_templates if self.engine.tokenizer else {})
         self._counted = llm.engine.last_schedule
-        self._compiling = ThreadPoolExecutor(MAX_COMPILING, "flashtile-compiling")
         self.asynchronous = AsyncLLM(llm.engine, on_step=self._count_step)
         self.in_flight, self.max_calls, self.body_bytes = 0, limits.max_concurrent_requests, 0
         self.draining = False
@@ -152,17 +145,15 @@ class Service:
             )  # fmt: skip
 
     async def prepare(self, call: CompletionCall | ChatCall) -> list[TokenizedPrompt]:
-        """Tokenize a call's prompts, and compile its structure. Texts are tokenized in another thread."""
+        """Tokenize a call's prompts. Texts are tokenized in another thread."""
         self._check_priority(call.priority)
         if isinstance(call, CompletionCall):
             count, most = len(call.prompts), self.limits.max_prompts
             if count > most:
                 text = f"prompt must be at most {most} prompts, got {count}"
                 raise ApiError(text, "prompt", code="invalid_value")
-        if isinstance(call.params, SamplingParams) and call.params.structured_outputs is not None:
-            await self._compile(call, call.params.structured_outputs)
-        if isinstance(call, CompletionCall) and all(isinstance(prompt, list) for prompt in call.prompts):
-            return self._prepare(call)
+            if all(isinstance(prompt, list) for prompt in call.prompts):
+                return self._prepare(call)
         return await asyncio.to_thread(self._prepare, call)
 
     def render(self, conversation: Conversation) -> str:
@@ -215,17 +206,6 @@ class Service:
             pool = manager.pool
             room = min(room, (pool.num_blocks - pool.null_blocks) * manager.block_size - longest)
         params.max_tokens = max(1, room if params.max_tokens is None else min(room, params.max_tokens))
-
-    async def _compile(self, call: ApiCall, structure: dict[str, Any]) -> None:
-        """Compile a structure, so that the engine's thread finds it compiled.
-
-        Its threads are not those that tokenize, because structures of clients may take long.
-        """
-        loop, matcher = asyncio.get_running_loop(), self.engine.structures.matcher
-        try:
-            await loop.run_in_executor(self._compiling, matcher, structure)
-        except (ValueError, NotImplementedError) as error:
-            raise refused(error, call.fields) from None
 
     def _prepare(self, call: CompletionCall | ChatCall) -> list[TokenizedPrompt]:
         if isinstance(call, ChatCall):

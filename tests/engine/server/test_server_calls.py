@@ -6,7 +6,6 @@ import json
 import math
 import re
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from serving import MAX_MODEL_LEN, MODEL, running, wait_for
@@ -391,24 +390,6 @@ def test_variables_of_a_template_have_any_name(server):
     fields = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     status, _ = server.ask(CHAT, {**fields, "chat_template_kwargs": {"self": 1, "template": "x"}})
     assert status == 200
-
-
-def test_slow_structures_do_not_keep_other_calls_waiting(server, monkeypatch):
-    released = threading.Event()
-    monkeypatch.setattr(server.service.engine.structures, "matcher", lambda *_: released.wait(60) and None)
-    body = {"prompt": "a", "max_tokens": 1}
-    with ThreadPoolExecutor(33) as threads:  # more than the threads that tokenize
-        slow = [
-            threads.submit(server.ask, "/v1/completions", {**body, "structured_outputs": {"regex": str(i)}})
-            for i in range(33)
-        ]
-        wait_for(lambda: server.service.in_flight == 33)
-        try:
-            assert server.ask("/v1/completions", body)[0] == 200
-            assert not any(one.done() for one in slow)
-        finally:
-            released.set()
-    assert {one.result()[0] for one in slow} == {200}
 
 
 def test_long_texts_do_not_keep_the_others_waiting(server, monkeypatch):

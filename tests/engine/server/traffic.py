@@ -28,7 +28,8 @@ OPTIONS = {"max_model_len": 64, "max_num_seqs": 12, "max_num_batched_tokens": 24
 BAD_FIELDS: tuple[dict[str, Any], ...] = (
     {"top_p": 7}, {"n": 0}, {"temperature": "hot"}, {"stop": [""]}, {"max_tokens": -1}, {"suffix": "x"},
     {"no_such_field": 1}, {"logit_bias": {"x": 1}}, {"stop_token_ids": [256]}, {"echo": 3},
-    {"prompt": "x" * 1000}, {"priority": 3},
+    {"prompt": "x" * 1000}, {"priority": 3}, {"response_format": {"type": "xml"}},
+    {"structured_outputs": {"regex": "(["}},
 )  # fmt: skip
 WEIGHTS = {
     "answered": 12, "bad field": 2, "bad body": 1, "left early": 4, "cut off": 1, "slow body": 1,
@@ -221,7 +222,8 @@ def known_answers(model: Path, count: int = 12, seed: int = 0) -> list[tuple[dic
     )
     for number in range(count):
         fields = {"temperature": draw.choice((1.0, 5.0)), "seed": number, "n": draw.choice((1, 2))}
-        fields |= draw.choice(({}, {"top_p": 0.9}, {"frequency_penalty": 0.5}, {"min_p": 0.01, "top_k": 40}))
+        kinds = ({}, {"top_p": 0.9}, {"frequency_penalty": 0.5}, {"min_p": 0.01, "top_k": 40})
+        fields |= draw.choice((*kinds, {"structured_outputs": {"regex": "[a-z]{2}([0-9]|[A-Z]{3}){2,9}"}}))
         # Of bytes that are characters: pieces of others would be spelt differently in a stream.
         fields |= {"max_tokens": draw.randrange(1, 40), "allowed_token_ids": list(range(32, 127))}
         prompt = "".join(chr(draw.randrange(32, 127)) for _ in range(draw.randrange(1, 20)))

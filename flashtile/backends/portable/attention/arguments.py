@@ -80,12 +80,12 @@ last such key.
 """
 
 
-def attention_pointers(name: str, own: str) -> Any:
-    """Return a NamedTuple type for a kernel's tensors.
+def attention_pointers(name: str, own: str, module: str) -> Any:
+    """Return a NamedTuple type for a kernel's tensors, which the named module keeps under its name.
 
     ``own`` names the tensors of this kernel, separated by spaces. The names in :data:`OPTIONAL` follow.
     """
-    return namedtuple(name, (*own.split(), *OPTIONAL))
+    return namedtuple(name, (*own.split(), *OPTIONAL), module=module)
 
 
 class ScoreStrides(NamedTuple):

@@ -38,7 +38,7 @@ from flashtile.backends.portable.attention.scores import (
 )
 from flashtile.backends.portable.tiles import chunk_range
 
-DbiasPointers = attention_pointers("DbiasPointers", "q k v dout neg_lse neg_delta dbias")
+DbiasPointers = attention_pointers("DbiasPointers", "q k v dout neg_lse neg_delta dbias", __name__)
 
 
 class BiasSizes(NamedTuple):

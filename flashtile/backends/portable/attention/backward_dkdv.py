@@ -33,7 +33,7 @@ from flashtile.backends.portable.attention.scores import (
 )
 from flashtile.backends.portable.tiles import first_token, store_tile
 
-DkdvPointers = attention_pointers("DkdvPointers", "q k v dout neg_lse neg_delta dk dv")
+DkdvPointers = attention_pointers("DkdvPointers", "q k v dout neg_lse neg_delta dk dv", __name__)
 
 
 @triton.jit

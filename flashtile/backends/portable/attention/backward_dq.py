@@ -33,7 +33,7 @@ from flashtile.backends.portable.attention.scores import (
 )
 from flashtile.backends.portable.tiles import store_tile
 
-DqPointers = attention_pointers("DqPointers", "q k v dout neg_lse neg_delta dq")
+DqPointers = attention_pointers("DqPointers", "q k v dout neg_lse neg_delta dq", __name__)
 
 
 @triton.jit

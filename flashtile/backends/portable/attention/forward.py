@@ -31,7 +31,7 @@ from flashtile.backends.portable.attention.scores import (
 )
 from flashtile.backends.portable.tiles import result_bases, sink_step, softmax_step, store_tile
 
-ForwardPointers = attention_pointers("ForwardPointers", "q k v out lse")
+ForwardPointers = attention_pointers("ForwardPointers", "q k v out lse", __name__)
 
 
 @triton.jit

@@ -134,7 +134,7 @@ def store_top(weights, indices, first, best, row_start, len_q, C: tl.constexpr):
     tl.store(indices + place, tl.where(best < 0, -1, keys), mask=inside)
 
 
-WeightsPointers = attention_pointers("WeightsPointers", "q k lse weights indices")
+WeightsPointers = attention_pointers("WeightsPointers", "q k lse weights indices", __name__)
 
 
 @triton.jit

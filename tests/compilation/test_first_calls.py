@@ -1,0 +1,304 @@
+"""First calls: the kernels of a call compile in processes of their own, and each of them once."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flashtile
+from targets import INTERPRETING
+
+pytest.importorskip("triton")
+pytest.importorskip("fcntl")
+if INTERPRETING:
+    pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
+
+from test_compilation import A100, APPEND, H200, compilations  # noqa: F401 - a fixture
+
+from flashtile.backends.common import compile_worker, first_calls, handed_kernels, kernel_cache
+from flashtile.backends.common.handed_kernels import KernelLock, pickled
+from flashtile.backends.compat import compiling_driver
+from flashtile.compilation.calls import Call, Signature, calls_of
+from flashtile.compilation.compiling import launches
+from flashtile.op.operation import OPERATIONS, remembering
+from flashtile.operators.attention import BACKWARD, FORWARD
+from flashtile.problems.attention import NO_EXTRAS, Options
+from flashtile.problems.newest import newest_call
+
+WORKER = Path(compile_worker.__file__)
+PACKAGE = str(Path(flashtile.__file__).parent)
+CACHES = Signature((1, 8, 16, 2, 64), (16384, 2048, 128, 64, 1), "bfloat16")
+COPY = Call(
+    "copy_blocks",
+    (("k_cache", CACHES), ("v_cache", CACHES), ("block_pairs", Signature((3, 2), (2, 1), "int32"))),
+)
+
+
+def launch_of(call: Call) -> tuple:
+    ((launch, tensors),) = launches(call, H200)
+    launch.kernel.device_caches.clear()
+    return launch, tensors
+
+
+def compile_both(first: tuple, second: tuple) -> list:
+    """The kernels of two launches that one call has, in this order."""
+    with compiling_driver(H200.capability):
+        return [launch.compile_ahead(tensors) for launch, tensors in (first, second)]
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The workers that start. The newest call of this process has the kernels of APPEND and COPY."""
+    processes: list[subprocess.Popen] = []
+    hand = first_calls._hand
+
+    def handed(tasks):
+        hand(tasks)
+        processes.append(first_calls._workers[-1])
+
+    def repeat():
+        for call in (APPEND, COPY):
+            OPERATIONS[call.operation].launch_on_meta(*call.on_meta(), H200)
+
+    monkeypatch.setenv(first_calls.WORKERS, "1")
+    monkeypatch.setattr(first_calls, "multiprocessors", lambda device: H200.multiprocessors)
+    monkeypatch.setattr(first_calls, "_hand", handed)
+    token = newest_call.set(repeat)
+    yield processes
+    newest_call.reset(token)
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.compile
+def test_the_other_kernels_of_a_call_compile_in_a_process(started, compilations, monkeypatch, tmp_path):  # noqa: F811
+    kernels = compile_both(launch_of(APPEND), launch_of(COPY))
+    assert [src.name for src, *_ in compilations] == [kernels[0].src.name]
+    assert [process.wait() for process in started] == [0]
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "alone"))
+    alone = compile_both(launch_of(APPEND), launch_of(COPY))
+    assert len(compilations) == 3
+    assert [kernel.asm["cubin"] for kernel in alone] == [kernel.asm["cubin"] for kernel in kernels]
+
+
+@pytest.mark.compile
+def test_a_kernel_is_compiled_here_if_its_process_dies(started, compilations, monkeypatch, tmp_path):  # noqa: F811
+    (tmp_path / "compile_worker.py").write_text("import os\nos._exit(1)\n")
+    monkeypatch.setattr(first_calls, "__file__", str(tmp_path / "first_calls.py"))
+    kernels = compile_both(launch_of(APPEND), launch_of(COPY))
+    assert [process.wait() for process in started] == [1]
+    assert [src.name for src, *_ in compilations] == [kernel.src.name for kernel in kernels]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("reason", ["0 workers", "1 core", "busy cores", "no interpreter"])
+def test_no_process_is_started(started, compilations, monkeypatch, reason):  # noqa: F811
+    if reason == "0 workers":
+        monkeypatch.setenv(first_calls.WORKERS, "0")
+    elif reason == "1 core":
+        monkeypatch.delenv(first_calls.WORKERS)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0}, raising=False)
+        monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    elif reason == "busy cores":
+        monkeypatch.delenv(first_calls.WORKERS)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+        monkeypatch.setattr(os, "getloadavg", lambda: (float(os.cpu_count()), 0.0, 0.0))
+    else:
+        monkeypatch.setattr(sys, "frozen", True, raising=False)
+    launch, tensors = launch_of(APPEND)
+    with compiling_driver(H200.capability):
+        launch.compile_ahead(tensors)
+    assert len(compilations) == 1
+    assert not started
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path) -> Path:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_lock_is_free_when_its_process_has_ended(cache):
+    ours, other = KernelLock("kernel"), KernelLock("kernel")
+    assert ours.acquire()
+    assert not other.acquire()
+    command = [sys.executable, "-c", "import sys; print(len(sys.stdin.read()))"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[ours.descriptor]
+    )
+    ours.close()
+    assert not other.acquire()  # the process has inherited it
+    process.communicate(b"end")
+    assert other.acquire()
+    other.release()
+    assert ours.acquire()
+    ours.release()
+    assert [path.name for path in cache.rglob("*")] == ["flashtile_locks", "kernel"]
+
+
+def test_nobody_waits_for_ever(cache, monkeypatch):
+    monkeypatch.setattr(handed_kernels, "LONGEST_WAIT", 0.0)
+    lock = KernelLock("kernel")
+    assert lock.acquire()
+    with first_calls.alone("kernel", None):
+        assert not KernelLock("kernel").acquire()
+    lock.release()
+
+
+def test_an_error_frees_the_lock(cache):
+    with pytest.raises(ValueError, match="the compiler"), first_calls.alone("kernel", None):
+        raise ValueError("the compiler")
+    lock = KernelLock("kernel")
+    assert lock.acquire()
+    lock.release()
+
+
+def test_a_cache_that_cannot_be_written_has_no_locks(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
+    with first_calls.alone("kernel", None):
+        pass
+
+
+def sources() -> dict:
+    """The sources of kernels by key: of APPEND, and of both passes of two calls, on two GPUs."""
+    with remembering() as remembered, FakeTensorMode():
+        q, k, v = (torch.empty(1, 64, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        flashtile.attention(q, k, v, causal=True, dropout_p=0.1).sum().backward()
+        flashtile.attention(
+            q, k, v, score_mod=lambda s, b, h, i, j: s + torch.tanh(s) * (i - j)
+        ).sum().backward()
+    found: dict = {}
+    for target in (H200, A100):
+        with compiling_driver(target.capability):
+            for call in (*calls_of(remembered), APPEND):
+                for launch, tensors in launches(call, target):
+                    launch.kernel.device_caches.clear()
+                    with kernel_cache.only_looking() as missing:
+                        launch.compile_ahead(tensors)
+                    found |= missing
+    return found
+
+
+KEYS = """
+import pickle, runpy, sys
+paths, package, given = pickle.load(sys.stdin.buffer)
+runpy.run_path(sys.argv[1])["without_torch"](paths, package)
+from flashtile.backends.common.handed_kernels import unpickled
+from flashtile.backends.common.kernel_cache import key_in_folders
+found = [key_in_folders(*unpickled(source)) for source in given]
+import torch
+assert not hasattr(torch, "__version__")
+sys.stdout.write(" ".join(found))
+"""
+
+
+def test_keys_do_not_depend_on_torch(cache):
+    found = sources()
+    assert len(found) >= 14
+    content = pickle.dumps((sys.path, PACKAGE, [pickled(source) for source in found.values()]))
+    done = subprocess.run(
+        [sys.executable, "-c", KEYS, str(WORKER)], input=content, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode().split() == list(found)
+
+
+def test_functions_of_users_stay_here(cache):
+    src = SimpleNamespace(fn=kernel_cache.kernel()(nothing_kernel))
+    with pytest.raises(pickle.PicklingError, match="nothing_kernel cannot be imported"):
+        pickled((src, None, {}))
+
+
+def nothing_kernel():
+    pass
+
+
+PROGRAM = """
+import hashlib, pickle, runpy, sys
+paths, package, given = pickle.load(sys.stdin.buffer)
+runpy.run_path(sys.argv[1])["without_torch"](paths, package)
+import triton
+from flashtile.backends.common.handed_kernels import unpickled
+from flashtile.backends.common.kernel_cache import load_or_compile
+compile_, compiled = triton.compile, []
+triton.compile = lambda src, **more: compiled.append(src) or compile_(src, **more)
+kernel = load_or_compile(*unpickled(given))
+print(len(compiled), hashlib.sha256(kernel.asm["cubin"]).hexdigest())
+"""
+
+
+@pytest.mark.compile
+def test_processes_at_once_compile_a_kernel_once(cache):
+    launch, tensors = launch_of(COPY)
+    with compiling_driver(H200.capability), kernel_cache.only_looking() as missing:
+        launch.compile_ahead(tensors)
+    (source,) = missing.values()
+    content = pickle.dumps((sys.path, PACKAGE, pickled(source)))
+    command = [sys.executable, "-c", PROGRAM, str(WORKER)]
+    running = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(4)]
+    for process in running:
+        process.stdin.write(content)
+        process.stdin.close()
+    found = [process.stdout.read().split() for process in running]
+    for process in running:
+        process.stdout.close()
+        assert process.wait() == 0
+    assert sorted(int(compiled) for compiled, _ in found) == [0, 0, 0, 1]
+    assert len({digest for _, digest in found}) == 1
+
+
+def test_a_process_ends_with_its_program():
+    code = "import runpy, sys; runpy.run_path(sys.argv[1])['_end_with_stdin'](0)"
+    worker = subprocess.Popen([sys.executable, "-c", code, str(WORKER)], stdin=subprocess.PIPE)
+    worker.communicate(b"tasks")
+    assert worker.returncode == 1
+
+
+@pytest.mark.parametrize("learns", ["", "q", "bias"])
+def test_the_backward_pass_follows_a_call_that_learns(learns):
+    meta = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    q, k, v = (meta(2, 64, 2, 64, requires_grad=name == learns) for name in "qkv")
+    extras = NO_EXTRAS._replace(bias=meta(2, 2, 64, 64, requires_grad=learns == "bias"))
+    options = Options(softmax_scale=0.125)
+    following = list(FORWARD.following((q, k, v), extras, options))
+    if not learns:
+        assert following == []
+        return
+    ((operation, tensors, *others),) = following
+    assert operation is BACKWARD
+    assert [None if t is None else t.shape for t in tensors] == [q.shape, None, *[q.shape] * 4, (2, 2, 64)]
+    assert others == [extras, options._replace(bias_grad=learns == "bias")]
+    assert not list(BACKWARD.following(tensors, *others))
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_call_on_a_gpu_is_repeated_with_its_backward_pass(monkeypatch, learns):
+    from flashtile.backends.common.cached_launch import recording
+    from flashtile.backends.common.device import compiling_for
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: H200.capability)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132)
+    )
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 128, 2, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+        k.requires_grad_(learns)
+        FORWARD.prepare((q, k, v), NO_EXTRAS, Options(softmax_scale=0.125, causal=True))
+    with compiling_for(H200), recording() as recorded:
+        newest_call.get()()
+    names = [launch.kernel.__name__ for launch, _ in recorded]
+    assert names == ["forward_kernel", *["preprocess_kernel", "backward_kernel"] * learns]
+    assert all(
+        tensor.is_meta for _, tensors in recorded for tensor in tensors if isinstance(tensor, torch.Tensor)
+    )

@@ -12,7 +12,7 @@ import json
 import re
 import threading
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ from flashtile.engine.tokenizer import FastTokenizer, Tokenizer
 
 MAX_CHARACTERS = 2**16
 """Largest number of characters of a structure. A structure twice as long may take a minute to compile."""
+MAX_SECONDS = 30.0
+"""How long a request waits for its structure. llguidance has limits, but takes hours to reach them for some
+intersections of regular expressions."""
 MAX_COMPILED = 64
 """Number of compiled structures that are kept for later requests."""
 STACK_BYTES = 2**29
@@ -46,17 +49,21 @@ class Structures:
         self._thread = ThreadPoolExecutor(1, "flashtile-structures")
         self._compiled = functools.lru_cache(MAX_COMPILED)(self._submit)
 
-    def matcher(self, structure: dict[str, Any]) -> Any:
+    def matcher(self, structure: dict[str, Any], seconds: float | None = MAX_SECONDS) -> Any:
         """Return the matcher of a structure at the start of an answer. Advance only copies of it.
 
         Args:
             structure: ``structured_outputs`` of :class:`flashtile.engine.SamplingParams`.
+            seconds: how long to wait until it is compiled. None: without a limit.
 
         Raises:
-            ValueError: the structure is invalid or too large, or there is no tokenizer.
+            ValueError: the structure is invalid, too large or not compiled in time, or there is no tokenizer.
             NotImplementedError: llguidance is not installed, or cannot read the tokenizer.
         """
-        found = self.compile(structure).result()
+        try:
+            found = self.compile(structure).result(seconds)
+        except TimeoutError:  # compilation goes on, because a thread cannot be stopped
+            raise late(structure, seconds) from None
         if isinstance(found, Exception):
             raise type(found)(*found.args)  # a new one: the traceback of one that is kept would grow
         return found
@@ -149,6 +156,12 @@ class _Vocabulary:
 
     def __call__(self, text: str) -> list[int]:
         return self._encode(text, False)
+
+
+def late(structure: dict[str, Any], seconds: float | None) -> ValueError:
+    """Return the error for a structure that is not compiled within ``seconds``."""
+    limit = f"within {seconds} s, after the structures that are compiled before it"
+    return ValueError(f"structured_outputs must be compiled {limit}, got {structure!r:.60}")
 
 
 def error_of(matcher: Any) -> str:

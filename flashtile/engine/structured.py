@@ -12,7 +12,7 @@ import json
 import re
 import threading
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
+from concurrent.futures import Future, TimeoutError
 from typing import Any
 
 import torch
@@ -45,8 +45,7 @@ class Structures:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, ends: Collection[int]):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._ends = [end for end in ends if end < vocab_size]
-        # One thread: however many clients there are, they take one processor.
-        self._thread = ThreadPoolExecutor(1, "flashtile-structures")
+        self._lock = threading.Lock()  # however many clients there are, their structures take one processor
         self._compiled = functools.lru_cache(MAX_COMPILED)(self._submit)
 
     def matcher(self, structure: dict[str, Any], seconds: float | None = MAX_SECONDS) -> Any:
@@ -87,17 +86,25 @@ class Structures:
         return self._compiled(kind, text)
 
     def _submit(self, kind: str, text: str) -> Future[Any]:
+        call: Future[Any] = Future()
+        call.set_running_or_notify_cancel()  # other requests may wait for it, so it cannot be cancelled
+        # A daemon, because the process must be able to end while a structure is compiled.
+        thread = threading.Thread(target=self._work, args=(call, kind, text), daemon=True)
         usual = threading.stack_size(STACK_BYTES)
         try:
-            return self._thread.submit(self._matcher_or_error, kind, text)  # the first call starts the thread
+            thread.start()
         finally:
             threading.stack_size(usual)
+        return call
 
-    def _matcher_or_error(self, kind: str, text: str) -> Any:
+    def _work(self, call: Future[Any], kind: str, text: str) -> None:
         try:
-            return self._compile(kind, text)
+            with self._lock:
+                call.set_result(self._compile(kind, text))
         except (ValueError, NotImplementedError) as error:
-            return error.with_traceback(None)
+            call.set_result(error.with_traceback(None))
+        except BaseException as error:
+            call.set_exception(error)
 
     def _compile(self, kind: str, text: str) -> Any:
         try:

@@ -224,7 +224,12 @@ def test_a_structure_is_compiled_once(llm):
 def test_a_slow_structure_ends_its_own_request_alone(llm, monkeypatch):
     structures, released = llm.engine.structures, threading.Event()
     known = structures.matcher({"regex": "known"})
-    monkeypatch.setattr(structures, "_compile", lambda kind, text: released.wait(60) and text)
+
+    def slow(kind, text):
+        assert released.wait(60)
+        return text, threading.current_thread().daemon
+
+    monkeypatch.setattr(structures, "_compile", slow)
     monkeypatch.setattr("flashtile.engine.async_llm.MAX_SECONDS", 0.1)
 
     async def ask():
@@ -243,7 +248,7 @@ def test_a_slow_structure_ends_its_own_request_alone(llm, monkeypatch):
         assert structures.matcher({"regex": "known"}, 0.0) is known
     finally:
         released.set()
-    assert structures.matcher({"regex": "slow"}, None) == "slow"
+    assert structures.matcher({"regex": "slow"}, None) == ("slow", True)
 
 
 def test_a_long_chain_of_references_is_compiled(llm):

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from flashtile.engine.core import Engine, Prompt
 from flashtile.engine.outputs import RequestOutput
 from flashtile.engine.sampling_params import BeamSearchParams, SamplingParams
+from flashtile.engine.structured import MAX_SECONDS, late
 
 Result = TypeVar("Result")
 
@@ -103,10 +104,12 @@ class AsyncLLM:
             raise EngineDeadError("the engine takes no more requests: it is being shut down")
         outputs = Stream(asyncio.get_running_loop()) if stream is None else stream
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            # The engine's thread will then find the structure compiled. Other requests may wait for it, so a
-            # cancelled task does not cancel it.
+            # The engine's thread will then find the structure compiled. Other requests may wait for it, so
+            # neither a cancelled task nor the time limit cancels it.
             compiling = self.engine.structures.compile(params.structured_outputs)
-            await asyncio.shield(asyncio.wrap_future(compiling))
+            compiled, _ = await asyncio.wait([asyncio.wrap_future(compiling)], timeout=MAX_SECONDS)
+            if not compiled:
+                raise late(params.structured_outputs, MAX_SECONDS)
 
         def add(engine: Engine) -> None:
             engine.add_request(request_id, prompt, params, priority=priority, cache_salt=cache_salt)

@@ -51,8 +51,8 @@ class ModelConfig:
         eos_token_ids: tokens that end a text.
         bos_token_id: the token that begins a text, or None.
         dtype: dtype of the stored weights as ``config.json`` names it, "float32" by default.
-        scales: "channel" or "block" (of 128 x 128) if the layers' matrices are stored in e4m3 with such
-            scales, or "".
+        scales: what has a scale if the layers' matrices are stored in e4m3: "channel" (a row or the whole
+            matrix) or "block" (of 128 x 128). "": they are not stored in e4m3.
     """
 
     model_type: str
@@ -94,7 +94,7 @@ class ModelConfig:
         return FAMILIES[self.model_type]
 
     def rope_of(self, layer: int) -> dict[str, Any]:
-        """Return the parameters of a layer's rotary embedding. Their ``rope_type`` is "none" without one."""
+        """Return the parameters of a layer's rotary embedding. ``rope_type`` is "none" if it has none."""
         if layer in self.no_rope_layers:
             return NO_ROPE
         return self.rope if self.local_rope is None or self.windows[layer] < 0 else self.local_rope
@@ -376,7 +376,7 @@ def _refuse_unsupported(values: Mapping[str, Any], source: str) -> None:
 
 
 def _read_scales(values: Mapping[str, Any], source: str) -> str:
-    """Return what a checkpoint in e4m3 has scales of: "block" or "channel"; "" for weights in 16 or 32 bits.
+    """Return ``scales`` of :class:`ModelConfig`.
 
     Raises:
         NotImplementedError: the checkpoint is quantized in another way.
@@ -406,7 +406,7 @@ def _read_scales(values: Mapping[str, Any], source: str) -> str:
 def _read_ropes(
     values: Mapping[str, Any], fields: _Fields, family: Family, head_dim: int
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the rotary base and scaling of all layers, and None; or of those without and with a window.
+    """Return (``rope``, ``local_rope``) of :class:`ModelConfig`.
 
     Transformers 5 stores both in ``rope_parameters``; Transformers 4 splits them over ``rope_theta`` and
     ``rope_scaling``.
@@ -436,7 +436,7 @@ def _read_rope(
     values: Mapping[str, Any], fields: _Fields, family: Family, head_dim: int, given: Mapping[str, Any],
     base: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the rotary base and scaling of layers. Field ``base`` has the base unless ``given`` has it."""
+    """Validate rotary parameters. Field ``base`` is the base if ``given`` has no ``rope_theta``."""
     source = f"{fields.source}: rope_parameters"
     rope = _Fields({"rope_theta": fields.values[base], **given}, source)
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))

@@ -25,7 +25,7 @@ from flashtile.engine.sampler import stream_seed
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler, SchedulerOutput
 from flashtile.engine.speculation import DraftSpeculator, Speculator, accepted_path
-from flashtile.engine.structured import Structures, error_of
+from flashtile.engine.structured import MAX_SECONDS, Structures, error_of
 from flashtile.engine.tokenizer import Tokenizer
 
 Prompt = str | list[int] | Mapping[str, Any]
@@ -149,7 +149,9 @@ class Engine:
         seed: int | None = 0
         if isinstance(params, SamplingParams):
             structure, seed = params.structured_outputs, params.seed
-        matcher = None if structure is None else self.structures.matcher(structure)
+        # The first process has compiled the structure in time, so the others must not refuse the request.
+        seconds = None if self.runner.ranks.rank else MAX_SECONDS
+        matcher = None if structure is None else self.structures.matcher(structure, seconds)
         request = Request(
             request_id, number, text, tokens, params,
             max_outputs=min(room, room if params.max_tokens is None else params.max_tokens),

@@ -1,4 +1,4 @@
-"""The model families: each is a declaration of how it differs from Llama, read by the one decoder.
+"""The model families. Each is a declaration of how the family differs from Llama.
 
 A declaration has the fields and defaults of the family's config class in Transformers, the names of its
 weights, and switches. :mod:`flashtile.engine.config` reads ``config.json`` by it,
@@ -19,11 +19,11 @@ class Experts:
 
     Attributes:
         block: name of the mixture in a layer.
-        router: name of the router in the block. It has a bias if ``stacked``.
+        router: name of the router in the block. The router has a bias if ``stacked``.
         gate_up, down: names of each expert's projections in ``experts.NUMBER``. Ignored if ``stacked``.
-        stacked: all experts are in one tensor, transposed, with gate and up columns in turn, and with biases
-            (gpt-oss).
-        inner: the field with the intermediate size of an expert.
+        stacked: one tensor (experts, inputs, outputs) has the projections of all experts. Gate and up columns
+            alternate, and projections have biases (gpt-oss).
+        inner: the field of ``config.json`` with the intermediate size of an expert.
     """
 
     block: str = "mlp"
@@ -43,17 +43,17 @@ class Family:
             Any other field of ``config.json`` is ignored.
         qkv, gate_up: names of the projections to queries, keys and values, and to the MLP's gate and up
             halves. A single name holds all of them, one after another (Phi-3).
-        norms: names of a layer's norms (before attention, after attention, before MLP, after MLP). None where
-            there is none. Norms after attention and MLP come before the residual is added.
+        norms: names of a layer's norms (before attention, after attention, before MLP, after MLP). None: the
+            layer has no such norm. Norms after attention and MLP are applied before the residual is added.
         qkv_bias, o_bias: whether the attention's projections have a bias. None: ``attention_bias`` decides.
         qk_norm: "head" for RMSNorm of each query and key head before the rotation (Qwen 3), "all" for RMSNorm
             over all heads together (OLMo 2), or "".
         unit_norm: norms multiply by ``1 + weight``, and embeddings by ``sqrt(hidden_size)`` (Gemma).
-        full_every: without ``layer_types``, every layer whose number (from 1) this divides has no sliding
-            window. 0: all layers have the window. The field ``sliding_window_pattern`` replaces it.
-        local_rope: the fields' ``rope_theta`` and scaling are those of layers without a window, and layers
-            with one have ``rope_local_base_freq`` (Gemma 3).
-        rope_types: other names of rope types in the family's checkpoints.
+        full_every: if n, every n-th layer has no sliding window. 0: all layers have the window. The fields
+            ``layer_types`` and ``sliding_window_pattern`` take precedence.
+        local_rope: ``rope_theta`` and scaling apply to layers without a window. Layers with a window have the
+            base ``rope_local_base_freq`` (Gemma 3).
+        rope_types: the usual names of rope types that the family's checkpoints name differently.
         sinks: each head has a learned attention sink.
         experts: the MLP is a mixture of experts, at least in some layers.
     """

@@ -46,7 +46,7 @@ def run_one_layer(model: Model, tokens: int, block_size: int) -> int:
     """
     config, device = model.config, model.embedding.device
     one = copy.copy(model)
-    # The last layer with experts, which need more memory, or else the last layer: it prepares no next input.
+    # Experts need more memory than an MLP. Layers before the last also prepare the next layer's input.
     with_experts = [layer for layer in model.layers if isinstance(layer.mlp, Experts)]
     one.layers = (with_experts or model.layers)[-1:]
     caches = torch.zeros(

@@ -336,8 +336,8 @@ class Experts:
                 return torch.bmm(shares.unsqueeze(1), parts).squeeze(1)
             return torch.baddbmm(residual.unsqueeze(1), shares.unsqueeze(1), parts).squeeze(1)
         out = torch.zeros_like(x) if residual is None else residual.clone()
-        # On a GPU the host does not wait for the choice. Every expert gets all tokens, and tokens that did
-        # not choose it have a share of 0.
+        # On a GPU the host does not wait to learn which experts are chosen. Every expert computes all tokens,
+        # and its share is 0 for tokens that did not choose it.
         every_token = torch.arange(len(x), device=x.device)
         for expert in chosen.unique().tolist() if on_host else range(len(self.down)):
             is_chosen = chosen == expert

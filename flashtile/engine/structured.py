@@ -12,7 +12,7 @@ import json
 import re
 import threading
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, TimeoutError
 from typing import Any
 
 import torch
@@ -21,11 +21,14 @@ from torch import Tensor
 from flashtile.engine.tokenizer import FastTokenizer, Tokenizer
 
 MAX_CHARACTERS = 2**16
-"""Largest number of characters of a structure. One of twice as many may take a minute to compile."""
+"""Largest number of characters of a structure. A structure twice as long may take a minute to compile."""
+MAX_SECONDS = 30.0
+"""How long a request waits for its structure. llguidance has limits, but takes hours to reach them for some
+intersections of regular expressions."""
 MAX_COMPILED = 64
 """Number of compiled structures that are kept for later requests."""
 STACK_BYTES = 2**29
-"""Stack of the thread that compiles a structure. The compiler recurses along rules and references, and an
+"""Bytes of the stack of the thread that compiles. The compiler recurses along rules and references, and an
 overflow would end the process. Only the used part of a stack takes memory."""
 MISSING = "structured_outputs need the package llguidance: pip install 'flashtile[engine]'"
 
@@ -42,21 +45,24 @@ class Structures:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, ends: Collection[int]):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._ends = [end for end in ends if end < vocab_size]
-        # One thread: however many clients there are, they take one processor.
-        self._thread = ThreadPoolExecutor(1, "flashtile-structures")
+        self._lock = threading.Lock()  # however many clients there are, their structures take one processor
         self._compiled = functools.lru_cache(MAX_COMPILED)(self._submit)
 
-    def matcher(self, structure: dict[str, Any]) -> Any:
+    def matcher(self, structure: dict[str, Any], seconds: float | None = MAX_SECONDS) -> Any:
         """Return the matcher of a structure at the start of an answer. Advance only copies of it.
 
         Args:
             structure: ``structured_outputs`` of :class:`flashtile.engine.SamplingParams`.
+            seconds: how long to wait until it is compiled. None: without a limit.
 
         Raises:
-            ValueError: the structure is invalid or too large, or there is no tokenizer.
+            ValueError: the structure is invalid, too large or not compiled in time, or there is no tokenizer.
             NotImplementedError: llguidance is not installed, or cannot read the tokenizer.
         """
-        found = self.compile(structure).result()
+        try:
+            found = self.compile(structure).result(seconds)
+        except TimeoutError:  # compilation goes on, because a thread cannot be stopped
+            raise late(structure, seconds) from None
         if isinstance(found, Exception):
             raise type(found)(*found.args)  # a new one: the traceback of one that is kept would grow
         return found
@@ -80,17 +86,25 @@ class Structures:
         return self._compiled(kind, text)
 
     def _submit(self, kind: str, text: str) -> Future[Any]:
+        call: Future[Any] = Future()
+        call.set_running_or_notify_cancel()  # other requests may wait for it, so it cannot be cancelled
+        # A daemon, because the process must be able to end while a structure is compiled.
+        thread = threading.Thread(target=self._work, args=(call, kind, text), daemon=True)
         usual = threading.stack_size(STACK_BYTES)
         try:
-            return self._thread.submit(self._matcher_or_error, kind, text)  # the first call starts the thread
+            thread.start()
         finally:
             threading.stack_size(usual)
+        return call
 
-    def _matcher_or_error(self, kind: str, text: str) -> Any:
+    def _work(self, call: Future[Any], kind: str, text: str) -> None:
         try:
-            return self._compile(kind, text)
+            with self._lock:
+                call.set_result(self._compile(kind, text))
         except (ValueError, NotImplementedError) as error:
-            return error.with_traceback(None)
+            call.set_result(error.with_traceback(None))
+        except BaseException as error:
+            call.set_exception(error)
 
     def _compile(self, kind: str, text: str) -> Any:
         try:
@@ -119,9 +133,9 @@ class Structures:
 
     @functools.cached_property
     def _tokens(self) -> Any:
-        """llguidance's tokenizer of the model's vocabulary and one more token.
+        """llguidance's tokenizer, which has the model's vocabulary and one additional token.
 
-        That token is the end of models without end tokens. The logits have no column for it.
+        The additional token is the end token of models that have none. The logits have no column for it.
         """
         from llguidance import LLTokenizer
 
@@ -149,6 +163,12 @@ class _Vocabulary:
 
     def __call__(self, text: str) -> list[int]:
         return self._encode(text, False)
+
+
+def late(structure: dict[str, Any], seconds: float | None) -> ValueError:
+    """Return the error for a structure that is not compiled within ``seconds``."""
+    limit = f"within {seconds} s, after the structures that are compiled before it"
+    return ValueError(f"structured_outputs must be compiled {limit}, got {structure!r:.60}")
 
 
 def error_of(matcher: Any) -> str:

@@ -25,8 +25,8 @@ from flashtile.reference.linear import scaled_weight
 Weights = Callable[[str], Tensor]
 """name -> this rank's part of the tensor, in the model's dtype and on its device.
 
-A matrix that the checkpoint stores in e4m3 stays so. The name of the matrix and ``SCALE`` give its scales, in
-float32: (rows,), or (rows / 128, columns / 128) of its blocks.
+A matrix that the checkpoint stores in e4m3 stays in e4m3. Its name followed by ``SCALE`` is the name of its
+scales in float32: (rows,), or (rows / 128, columns / 128), rounded up, with a scale for each block.
 """
 SCALE = "_scale"
 
@@ -42,7 +42,7 @@ ROWS = 4096
 """Rows of the head and the embedding that are compared at a time."""
 IGNORED = "rotary_emb.inv_freq"
 INPUT_SCALE = ".input_scale"
-"""End of the names of scales of activations, which are not rounded to e4m3 here."""
+"""End of the names of activations' scales, which are not used, because activations stay in 16 bits here."""
 SCALE_SUFFIXES = ("_scale_inv", "_scale")
 INDEX = "model.safetensors.index.json"
 
@@ -53,7 +53,8 @@ class Parameter(NamedTuple):
     Attributes:
         shape: shape of the whole weight.
         split: the dimension that is divided among ranks, or None.
-        parts: sizes of the weights that are joined in this dimension, each of which is divided. (): only one.
+        parts: sizes of the matrices that are concatenated in this dimension. Each is divided among the ranks.
+            (): the weight is one matrix.
     """
 
     shape: tuple[int, ...]
@@ -61,7 +62,7 @@ class Parameter(NamedTuple):
     parts: tuple[int, ...] = ()
 
     def of_scales(self, shape: tuple[int, ...], kind: str, world: int) -> Parameter | None:
-        """Return how a matrix's scales of this shape are divided, or None if it cannot have them.
+        """Return the Parameter of this matrix's scales, or None if they cannot have this shape.
 
         ``kind`` is ``ModelConfig.scales``.
 
@@ -277,7 +278,7 @@ def open_weights(
         tensor = tensor.to(device=device).contiguous()
         if name not in in_e4m3:
             return tensor.to(dtype)
-        # Products with e4m3 have inputs in 16 bits.
+        # No product takes a weight in e4m3 and inputs in float32, so the weight is widened.
         return scaled_weight(tensor, scale(name), dtype) if dtype == torch.float32 else tensor
 
     upload = None
@@ -293,7 +294,7 @@ def may_have_scales(config: ModelConfig, name: str, parameter: Parameter) -> boo
 
 
 def scaled_matrix(name: str) -> str | None:
-    """Return the matrix of which ``name`` is the name of the scales, or None."""
+    """Return the name of the matrix whose scales are called ``name``, or None if these are no scales."""
     return next((name.removesuffix(end) for end in SCALE_SUFFIXES if name.endswith(f"weight{end}")), None)
 
 

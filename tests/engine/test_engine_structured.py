@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
 import sys
+import threading
 
 import pytest
 from engine_models import PAIRS_ENDS, folder_with_pairs
 
-from flashtile.engine import LLM, BeamSearchParams, RequestOutputKind, SamplingParams
+from flashtile.engine import LLM, AsyncLLM, BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.structured import MAX_CHARACTERS
 
 pytest.importorskip("llguidance")
@@ -217,6 +219,36 @@ def test_a_structure_is_compiled_once(llm):
             structures.matcher({"regex": "(never"})
         errors.append(caught.value)
     assert errors[0] is not errors[1]
+
+
+def test_a_slow_structure_ends_its_own_request_alone(llm, monkeypatch):
+    structures, released = llm.engine.structures, threading.Event()
+    known = structures.matcher({"regex": "known"})
+
+    def slow(kind, text):
+        assert released.wait(60)
+        return text, threading.current_thread().daemon
+
+    monkeypatch.setattr(structures, "_compile", slow)
+    monkeypatch.setattr("flashtile.engine.async_llm.MAX_SECONDS", 0.1)
+
+    async def ask():
+        engine = AsyncLLM(llm.engine)
+        try:
+            await engine.add_request("slow", "one", params({"regex": "slow"}))
+        finally:
+            await engine.shutdown()
+
+    late = r"structured_outputs must be compiled within 0\.1 s, after .*, got {'regex': 'slow'}"
+    try:
+        with pytest.raises(ValueError, match=late):
+            structures.matcher({"regex": "slow"}, 0.1)
+        with pytest.raises(ValueError, match=late):
+            asyncio.run(asyncio.wait_for(ask(), 60))
+        assert structures.matcher({"regex": "known"}, 0.0) is known
+    finally:
+        released.set()
+    assert structures.matcher({"regex": "slow"}, None) == ("slow", True)
 
 
 def test_a_long_chain_of_references_is_compiled(llm):

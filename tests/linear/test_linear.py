@@ -120,6 +120,15 @@ def test_no_rows_are_written_nowhere():
     assert all((cache == 1).all() for cache in caches)
 
 
+@pytest.mark.skipif(INTERPRETING, reason="one backend is enough")
+def test_keys_and_values_are_not_written_to_the_same_memory():
+    x, weight, slots = torch.randn(2, 8), torch.randn(6 * 16, 8), torch.arange(2)
+    cache, other = torch.zeros(2, 8, 4, 1, 16)
+    linear_qkv(x, weight, cache, other, slot_mapping=slots)  # later calls of this signature are checked less
+    with pytest.raises(ValueError, match="v_cache shares memory with k_cache"):
+        linear_qkv(x, weight, cache, cache.view_as(cache), slot_mapping=slots)
+
+
 def test_gradients_are_refused_by_name():
     x, weight = torch.randn(2, 16), torch.randn(8, 16, requires_grad=True)
     y = linear(x, weight)

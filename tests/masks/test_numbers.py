@@ -168,6 +168,11 @@ def test_ranges_of_ints_hold_every_result(operation: str) -> None:
         found = {results[numbers] for numbers in inside if numbers in results}
         low, high = mask_ranges._range(line, [*operands])
         assert not found or (low <= min(found) and max(found) <= high), (operands, low, high, found)
+    if operation == "where":  # the value that is no int is a bool
+        for low, high in ranges:
+            found = mask_ranges._range(line, [(low, high)])
+            assert found[0] <= min(low, 0), (low, high, found)
+            assert found[1] >= max(high, 1), (low, high, found)
 
 
 def test_only_ints_that_may_leave_32_bits_are_wide() -> None:

@@ -156,7 +156,8 @@ def own(tensor, placement, mesh):
     parts = tensor.chunk(mesh.size(), placement.dim) if placement.is_shard() else [tensor] * mesh.size()
     wanted = tensor.is_floating_point()
     local = parts[mesh.get_local_rank()].clone().requires_grad_(wanted)
-    sharded = DTensor.from_local(local.detach(), mesh, [placement], run_check=False)
+    whole = {"shape": tensor.shape, "stride": tensor.stride()}
+    sharded = DTensor.from_local(local.detach(), mesh, [placement], run_check=False, **whole)
     return local, sharded.requires_grad_(wanted)
 
 
@@ -242,6 +243,8 @@ def test_key_heads_that_do_not_divide_are_not_shared(mesh):
     assert flashtile.attention(own(q, Shard(2), mesh)[1], with_all, with_all).placements == (Shard(2),)
     redistributed = flashtile.attention(own(q, Shard(2), mesh)[1], *tensors[1:])
     assert redistributed.placements == (Replicate(),)
+    alone = [own(rand(2, 7, 3, 16), Shard(2), mesh)[1] for _ in range(3)]  # two heads here, one elsewhere
+    assert flashtile.attention(*alone).placements == (Shard(2),)
 
 
 @pytest.mark.slow

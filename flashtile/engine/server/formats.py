@@ -1,7 +1,7 @@
 """Formats in which models write reasoning and tool calls, and their parsers.
 
-A parser is a generator that reads an answer's text from a :class:`Reader` and yields where it needs more of
-it. The result is the same however the text is cut into pieces, so a stream adds up to the whole answer.
+A parser is a generator that reads an answer's text from a :class:`Reader` and yields where it needs more
+text. The result does not depend on how the text is cut into pieces, so a stream adds up to the whole answer.
 
 Text that does not have the form of a call becomes content. The arguments of a call are passed on as the model
 writes them, while it writes them. They are JSON only if the model writes JSON.
@@ -22,12 +22,14 @@ WORD = re.compile(r"[\w.-]")
 OUTSIDE_STRING, INSIDE_STRING = re.compile(r'["{}\[\]]'), re.compile(r'"|\\[\s\S]')
 MAX_HEADER = 256
 """Maximum number of characters before the text of a message of gpt-oss."""
+MAX_REREAD = 256
+"""Maximum number of characters of a malformed call that are read a second time, to find calls within them."""
 LAST_TOKENS = 16
-"""Number of tokens at the end of a prompt that show whether the answer begins within reasoning."""
+"""Number of tokens at the end of a prompt that are decoded to see whether the answer begins in reasoning."""
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""The generator of a function that yields while it needs more text, and returns a T."""
+"""A generator that yields where it needs more text, and returns a T."""
 
 
 class NotACallError(Exception):
@@ -38,13 +40,13 @@ class Reader:
     """The text of an answer as it arrives, and the parts found in it.
 
     Attributes:
-        text: the text that was not reported yet.
+        text: the text that was neither reported nor dropped yet.
         at: position in ``text`` of the next character to read.
         ended: whether no more text follows.
-        parts: (kind, text) of what was reported since the parts were last taken. Kinds are "reasoning",
-            "content", "name" (a new call) and "arguments" (a piece of the last call's arguments).
+        parts: the reported pieces, each (kind, text), that were not sent to the client yet. Kinds are
+            "reasoning", "content", "name" (a new call) and "arguments" (of the last call).
         calls: number of calls found.
-        max_calls: further calls are not reported. None: no limit.
+        max_calls: maximum number of calls that are reported. None: no limit.
     """
 
     def __init__(self, max_calls: int | None = None):
@@ -105,7 +107,7 @@ class Reader:
         return self.text[begin : self.at]
 
     def copy(self, kind: str, *markers: str) -> Steps[str | None]:
-        """Report text until one of the markers. Return this marker, or None at the end of the text.
+        """Report the text before the first of the markers. Return this marker, or None if there is none.
 
         The marker and white space before it are not reported, and ``at`` is behind the marker.
         """
@@ -144,7 +146,7 @@ class Reader:
     def call_with_object(self, name: str) -> Steps[None]:
         """Report a call, and report the text of its arguments as it arrives: one JSON object.
 
-        The object is not validated. The end of the text also ends it.
+        The object is not validated. The text may end within it.
         """
         yield from self.skip_space()
         if (yield from self.peek()) != "{":
@@ -154,11 +156,12 @@ class Reader:
         yield from self._close(quoted=False, live=True)
 
     def _close(self, quoted: bool, live: bool) -> Steps[None]:
-        """Read to the end of a string that has begun, or of an object that begins.
+        """Read to the end of a string whose first quote has been read, or of an object that comes next.
 
         Args:
-            quoted: it is a string.
-            live: report the text as arguments, also if it ends early. Otherwise NotACallError is raised then.
+            quoted: True for a string, False for an object.
+            live: report the text as arguments while it arrives, even if it ends too early. False: report
+                nothing, and raise NotACallError if the text ends too early.
         """
         depth = 0
         while True:
@@ -182,16 +185,19 @@ class Reader:
     def call(self, read: Callable[[Reader], Steps[None]], closing: str) -> Steps[bool]:
         """Read calls with ``read``, and then ``closing`` if it follows. Return whether there was a call.
 
-        If there was none, what was read before ``read`` is reported as content.
+        The text of a malformed call becomes content. Its beginning is reported here, and all of it if it is
+        longer than ``MAX_REREAD``. Otherwise many markers of calls could cause the whole text to be read for
+        each of them.
         """
         before, calls = self.at, self.calls
         try:
             yield from read(self)
         except NotACallError:
-            if self.calls == calls:
-                self.emit("content", before)
+            called = self.calls > calls
+            before = 0 if called else before  # the text before the failure was dropped with the last call
+            self.emit("content", before if self.at - before <= MAX_REREAD else self.at)
+            if not called:
                 return False
-            self.at = 0
         if (yield from self.follows(closing)):
             yield from self.skip_space()
         self.drop(self.at)
@@ -255,7 +261,7 @@ def hermes(reader: Reader) -> Steps[None]:
 
 
 def llama3_json(reader: Reader) -> Steps[None]:
-    """``{"name": ..., "parameters": {...}}``, alone or after ``<|python_tag|>``; ``;`` separates several."""
+    """``{"name": ..., "parameters": {...}}``, alone or after ``<|python_tag|>``, with ``;`` between calls."""
     yield from reader.skip_space()
     begun = (yield from reader.peek()) == "{" or bool((yield from reader.copy("content", "<|python_tag|>")))
     while begun:
@@ -264,7 +270,7 @@ def llama3_json(reader: Reader) -> Steps[None]:
 
 
 def mistral(reader: Reader) -> Steps[None]:
-    """``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``, or ``[TOOL_CALLS]NAME[ARGS]{...}`` each."""
+    """``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``, or ``[TOOL_CALLS]NAME[ARGS]{}`` per call."""
     while (yield from reader.copy("content", "[TOOL_CALLS]")):
         yield from reader.call(_mistral_calls, "]")
 
@@ -283,8 +289,8 @@ def _mistral_calls(reader: Reader) -> Steps[None]:
 def harmony(reader: Reader, calls: bool = True, reasoning: bool = True) -> Steps[None]:
     """``<|channel|>CHANNEL to=functions.NAME<|message|>TEXT<|end|>`` for each message of gpt-oss.
 
-    A message to a function is a call, the channel analysis is reasoning, and the others are content. Without
-    ``calls`` or ``reasoning`` these are also content.
+    A message to a function is a call, a message of the channel analysis is reasoning, and others are content.
+    If ``calls`` or ``reasoning`` is False, calls or reasoning are content.
     """
     seen, more = set(), True
     while more:

@@ -48,7 +48,7 @@ BEAMS = ("ignore_eos", "include_stop_str_in_output", "stop_token_ids", "temperat
 LONGEST_NAME = 200
 MAX_TOKENS = 2**30
 LIKE_TOJSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""White space of forced tool calls, in llguidance's terms. It is that of the calls in chat templates."""
+"""White space of forced tool calls, as options of llguidance: that of ``tojson`` in chat templates."""
 
 TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
 
@@ -316,7 +316,7 @@ def read_conversation(body: Body) -> Conversation:
 
 
 def _read_message(name: str, message: Any) -> dict[str, Any]:
-    """Check a message and return it without null fields, and with its reasoning under all names."""
+    """Check a message. Return it without null fields, and with its reasoning under all templates' names."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise wrong(name, "an object with a role and a content", message)
     message = {key: value for key, value in message.items() if value is not None}
@@ -326,19 +326,19 @@ def _read_message(name: str, message: Any) -> dict[str, Any]:
     for i, call in enumerate(calls):
         _function_of(f"{name}.tool_calls[{i}]", call)
     if not calls:
-        message.pop("tool_calls", None)  # templates only ask whether the field exists
+        message.pop("tool_calls", None)  # templates take an empty list for calls
     if message["role"] == "tool" and not isinstance(message.get("tool_call_id"), str):
         raise wrong(f"{name}.tool_call_id", "the id of a tool call", message.get("tool_call_id"))
     reasoning = message.get("reasoning_content", message.get("reasoning"))
     if isinstance(reasoning, str):
         message |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if calls and not message.get("content"):
-            message.setdefault("thinking", reasoning)  # gpt-oss's name, which excludes content
+            message.setdefault("thinking", reasoning)  # gpt-oss's template refuses it next to content
     return message
 
 
 def _function_of(name: str, value: Any) -> dict[str, Any]:
-    """Return ``function`` of a tool, of a tool call or of ``tool_choice``. Its name is checked."""
+    """Return the field ``function`` of a tool, of a tool call or of ``tool_choice``. Check its name."""
     function = value.get("function") if isinstance(value, dict) else None
     found = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(found, str) or not found:
@@ -381,8 +381,8 @@ def _read_tool_choice(body: Body, tools: list[dict[str, Any]]) -> tuple[list[dic
 def _schema_of_calls(functions: list[dict[str, Any]], max_calls: int | None) -> dict[str, Any]:
     """Return the JSON schema of a list of calls, ``{"name": NAME, "parameters": {...}}`` each.
 
-    The definitions of the tools' own schemas become those of the whole schema, because references to them
-    are paths from the root. Where a tool's schema only lists parameters, there are no others.
+    Definitions move from the tools' schemas to the root, because references to them are paths from the root.
+    If a tool's schema only lists parameters, it is changed to allow no others.
     """
     calls: list[dict[str, Any]] = []
     definitions: dict[str, dict[str, Any]] = {}
@@ -490,7 +490,7 @@ def _read_sampling(
     if structure is not None and forced is not None:
         text = "tool_choice must be 'none' or 'auto' with response_format or structured_outputs"
         raise ApiError(text, "tool_choice", code="unsupported_field")
-    given["structured_outputs"] = structure or forced
+    given["structured_outputs"] = forced if structure is None else structure
     if body.take("length_penalty", 1) != 1:
         raise wrong("length_penalty", "1 unless use_beam_search is true", body.take("length_penalty"))
     return SamplingParams(
@@ -500,7 +500,7 @@ def _read_sampling(
 
 
 def _read_structure(body: Body) -> dict[str, Any] | None:
-    """Return ``structured_outputs`` of a call, also if it has OpenAI's ``response_format`` instead."""
+    """Return ``structured_outputs`` of a call, or OpenAI's ``response_format`` in the same form, or None."""
     given, form = body.take("structured_outputs"), Body(body.object("response_format"))
     kind, described = form.take("type", "text"), Body(form.object("json_schema"))
     form.finish()

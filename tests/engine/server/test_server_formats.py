@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from flashtile.engine.server.formats import AnswerParser, Formats, check_parsers
+from flashtile.engine.server.formats import AnswerParser, Formats, Reader, check_parsers
 from flashtile.engine.server.protocol import Conversation
 
 HERMES, LLAMA, MISTRAL = Formats("hermes"), Formats("llama3_json"), Formats("mistral")
@@ -150,6 +150,18 @@ def test_what_is_not_a_call_is_content_without_loss(formats, text):
 )
 def test_what_follows_a_call_is_content(formats, text, rest):
     check(formats, text, (rest, "", [F]))
+
+
+@pytest.mark.parametrize(("formats", "first"), [(HERMES, ""), (MISTRAL, '{"name": "f", "arguments": {}}, ')])
+def test_many_malformed_calls_are_read_once(formats, first, monkeypatch):
+    read, objects = Reader.object, []
+    monkeypatch.setattr(Reader, "object", lambda reader: objects.append(1) or read(reader))
+    marker = "<tool_call>" if formats is HERMES else "[TOOL_CALLS]["
+    text = (marker + first + '{"arguments": {') * 300
+    content, _, calls = parsed(formats, [text])
+    assert len(calls) == (first != "")
+    assert len(content) >= 0.99 * (len(text) - len(marker + first))
+    assert len(objects) == 1
 
 
 def test_arguments_stream_while_they_are_written():

@@ -126,6 +126,7 @@ def test_a_switch_that_is_not_served_may_stay_as_it_is_by_default(field, default
         ("strictly", {**HELLO, "response_format": {"type": "json_object", "strictly": True}}),
         ("structured_outputs", {**HELLO, "structured_outputs": {"regex": "a", "choice": ["b"]}}),
         ("structured_outputs", {**HELLO, "structured_outputs": {"xml": "a"}}),
+        *(("structured_outputs", {**HELLO, "structured_outputs": empty}) for empty in ({}, [], "", 0, False)),
         (
             "structured_outputs",
             {**HELLO, "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},

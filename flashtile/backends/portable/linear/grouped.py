@@ -40,7 +40,7 @@ class GroupedPointers(NamedTuple):
     bias: Any
     """(experts * N,), or None."""
     rows: Any
-    """int64, for each sorted row its row of x if GATHER, else its row of y. The other one is sorted."""
+    """int64: row of x for each sorted row if GATHER, else its row of y. The other tensor has sorted rows."""
     ends: Any
     """int32, for each expert the end of its range of sorted rows."""
 
@@ -81,7 +81,7 @@ def grouped_kernel(
         m = start + tl.arange(0, BLOCK_M)
         inside = m < stop
         row = tl.load(pointers.rows + m, mask=inside, other=0).to(tl.int32)
-        x_row = tl.where(inside, row if GATHER else m, sizes.rows)  # rows outside are masked by their number
+        x_row = tl.where(inside, row if GATHER else m, sizes.rows)  # multiply_flat masks row sizes.rows
         n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
         in_tile = n < sizes.N
         w_row = number * sizes.N + n
@@ -105,7 +105,8 @@ def grouped_linear(
         bias: (experts, N) in the dtype of x, or None.
         rows: (sorted rows,) int64: the row of x of each sorted row if ``gather``, else its row of the result.
         ends: (experts,) int32, the end of each expert's range of sorted rows.
-        gather: whether x is gathered and the result is sorted. Otherwise the result is scattered.
+        gather: True: rows of x are gathered, and the result is sorted. False: x is sorted, and the rows of
+            the result are scattered.
 
     Returns:
         (sorted rows, N) in the dtype of x.
@@ -115,7 +116,7 @@ def grouped_linear(
     if len(rows) == 0 or isinstance(x, FakeTensor):
         return y
     variant, num_warps = _variant(x.device, len(rows), experts, K)
-    # Each of the experts, at most one for each row, may have one block that is not full.
+    # Each expert with rows may have one block that is not full.
     blocks = len(rows) // variant.BLOCK_M + min(experts, len(rows))
     pointers = GroupedPointers(x, weight, y, bias, rows, ends)
     depth = ProductDepth(K, x.stride(0), K)
@@ -152,7 +153,7 @@ def _epilogue(bias: bool) -> EpilogueVariant:
 
 
 def _variant(device: torch.device | Target, rows: int, experts: int, K: int) -> tuple[ProductVariant, int]:
-    """Return (constants, number of warps). BLOCK_M is at least an expert's mean rows, or 64."""
+    """Return (constants, number of warps). BLOCK_M is an expert's mean rows, rounded up, or 64."""
     block_m = min(max(triton.next_power_of_2(triton.cdiv(rows, experts)), MIN_ROWS), MAX_FLAT_ROWS)
     name = family(device)
     wide = block_m == MAX_FLAT_ROWS and name != "other"

@@ -35,7 +35,7 @@ from flashtile.problems.newest import newest_call
 WORKERS = "FLASHTILE_COMPILE_WORKERS"
 """Environment variable: maximum number of processes that a program has compiling at a time. 0: none."""
 MOST_WORKERS = 4
-"""The default of WORKERS is at most this (:func:`_default_workers`)."""
+"""Upper bound of the default of WORKERS (:func:`_default_workers`)."""
 
 logger = logging.getLogger("flashtile.kernels")
 
@@ -136,7 +136,7 @@ def _hand(tasks: list[tuple[KernelLock, bytes]]) -> None:
 
 
 def _attend(process: subprocess.Popen, content: bytes) -> None:
-    """Send a process its tasks, and keep its stdin open until it ends, because it ends if that is closed."""
+    """Send a process its tasks. Keep its stdin open until it ends, because closing stdin ends it."""
     assert process.stdin is not None
     with contextlib.suppress(OSError):  # it has ended
         process.stdin.write(content)

@@ -199,9 +199,10 @@ class _NotCompiledError(Exception):
 
 @contextlib.contextmanager
 def only_looking() -> Iterator[dict[str, tuple[Any, Any, Any]]]:
-    """Look up kernels inside the context, and compile none. It ends at the first that is not compiled yet.
+    """Look up kernels inside the context, and compile none.
 
-    The dictionary then holds (source, target, options) of this kernel under its key, else it is empty.
+    The context ends at the first kernel that is not compiled yet. The dictionary then has (source, target,
+    options) of this kernel under its key. Otherwise it is empty.
     """
     missing: dict[str, tuple[Any, Any, Any]] = {}
     token = _missing.set(missing)

@@ -301,7 +301,7 @@ def harmony(reader: Reader, calls: bool = True, reasoning: bool = True) -> Steps
                     break
                 yield
             header = reader.text[: max(0, end)]
-            reader.drop(end + len("<|message|>") if header else 0)
+            reader.drop(end + len("<|message|>") if end >= 0 else 0)
         kind = "reasoning" if reasoning and "<|channel|>analysis" in header else "content"
         name = re.search(r"\bto=functions\.([\w.-]+)", header) if calls else None
         if name:

@@ -172,6 +172,11 @@ def test_arguments_stream_while_they_are_written():
     assert fields == {"tool_calls": [{"index": 0, "function": {"arguments": "x"}}]}
 
 
+def test_a_message_without_a_header_streams():
+    parser = make_parser(GPT)
+    assert [parser.feed(piece, False) for piece in ("<|message|>", "Hello")] == [{}, {"content": "Hello"}]
+
+
 def test_the_prompt_may_begin_the_reasoning():
     assert parsed(QWEN3, ["Why?</think>So."], prompt="assistant\n<think>\n") == ("So.", "Why?", [])
     assert parsed(QWEN3, ["<think>Why?</think>So."], prompt="<think>") == ("So.", "Why?", [])

@@ -524,7 +524,10 @@ LEAF = QKV.clone().requires_grad_()
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
+        (lambda: padding.unpad([1], X[..., 0, 0]), TypeError, "padded must be a torch.Tensor, got list"),
         (lambda: padding.unpad(X, None), TypeError, "mask must be a torch.Tensor, got NoneType"),
+        (lambda: padding.pad([1], torch.arange(1), 1, 5), TypeError, "tokens must be a torch.Tensor, got"),
+        (lambda: padding.pad(X[0], [0, 1], 1, 5), TypeError, "indices must be a torch.Tensor, got list"),
         (lambda: padding.unpad(X, torch.ones(2, 3)), ValueError, r"mask must have shape .*got \(2, 3\)"),
         (lambda: padding.unpad(X, torch.ones(2, 5, device="meta")), ValueError, "mask is on meta, not"),
         (lambda: padding.pad(X[0], torch.arange(3), 1, 5), ValueError, r"indices must have shape \(total,\)"),

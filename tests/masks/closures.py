@@ -201,6 +201,12 @@ def a_named_tuple_of_a_cell() -> State:
 
 
 @state
+def a_tuple_of_a_number_and_a_dict() -> State:
+    config: tuple[int, dict[str, Any]] = (1, {})
+    return State(lambda s, b, h, q, kv: s + config[0] * config[1]["w"] * kv, _item(config[1], "w"))
+
+
+@state
 def a_module_of_torch() -> State:
     drop = torch.nn.Dropout(0.0)
     probabilities = _Steps()

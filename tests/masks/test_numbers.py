@@ -13,7 +13,7 @@ from flashtile import masks, testing
 from flashtile.masks.mods import traced
 from flashtile.problems import mask_ranges
 from flashtile.problems.mask_operations import OPERATIONS
-from flashtile.problems.mask_program import Line, Name
+from flashtile.problems.mask_program import Line, Name, variables
 from flashtile.problems.mask_ranges import POSITIONS, positions_of, wide_lines
 from flashtile.reference import attention as reference
 from targets import Target
@@ -173,6 +173,12 @@ def test_ranges_of_ints_hold_every_result(operation: str) -> None:
             found = mask_ranges._range(line, [(low, high)])
             assert found[0] <= min(low, 0), (low, high, found)
             assert found[1] >= max(high, 1), (low, high, found)
+
+
+def test_numbers_of_32_bits_may_be_launch_arguments() -> None:
+    for number, found in ((1, []), (2, [2]), (2**31 - 1, [2**31 - 1]), (2**31, [])):
+        program = traced("mask_mod", lambda b, h, i, j, number=number: i + number > j).program
+        assert list(variables(program)) == found
 
 
 def test_only_ints_that_may_leave_32_bits_are_wide() -> None:

@@ -205,6 +205,18 @@ def test_a_shared_prefix_changes_no_result(target, on, name, seqlen_q, dtype):
     near(lse.double(), exact[1], 1e-12 if dtype == FP64 else 2e-5)
 
 
+def test_a_shared_prefix_of_more_queries_than_a_tile_of_the_cpu():
+    k_cache, v_cache = pool(90, 4, FP64)
+    table = torch.randperm(90)[:80].view(2, 40).int()
+    table[1, :2] = table[0, :2]
+    q, lengths = torch.randn(2, 140, HEADS, D, dtype=FP64), int32(160, 155)
+    out = flashtile.flash_attn_with_shared_prefix(q, k_cache, v_cache, table, lengths, 8, causal=True)
+    alone = flashtile.flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=lengths, block_table=table, causal=True
+    )
+    near(out, alone, 1e-12)
+
+
 def test_a_shared_prefix_of_nobody(on):
     k_cache, v_cache = pool(4, 4)
     q, table = torch.empty(0, 1, HEADS, D), torch.empty(0, 3, dtype=torch.int32)

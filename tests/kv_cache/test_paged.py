@@ -82,6 +82,27 @@ def test_out_of_blocks_moves_nothing():
     assert torch.equal(cache.k, before)
 
 
+def test_a_table_names_the_null_block_where_the_window_has_passed():
+    cache = make(window_left=3)
+    sequence = cache.create()
+    for _ in range(20):
+        step = cache.reserve_step(cache.batch([sequence]), 1)
+        cache.mark_written(step.batch)
+    blocks = cache.blocks(sequence)
+    assert blocks[:2] == [0, 0]
+    assert step.block_table[0, : len(blocks)].tolist() == blocks
+
+
+def test_descales_of_fp8_are_1_unless_given_and_may_have_any_strides():
+    cache = make(dtype=torch.float8_e4m3fn)
+    ones = torch.ones(2, 2)
+    assert torch.equal(cache.k_descale, ones)
+    assert torch.equal(cache.v_descale, ones)
+    given = torch.rand(2, 2).t()
+    cache = make(dtype=torch.float8_e4m3fn, k_descale=given, v_descale=given)
+    assert cache.k_descale is given
+
+
 @pytest.mark.parametrize("per_block", [False, True])
 def test_fp8(per_block):
     """Descales are applied, and those of a block go where it goes: to its copies, to the host and back."""

@@ -124,6 +124,13 @@ def test_a_switch_that_is_not_served_may_stay_as_it_is_by_default(field, default
             {**HELLO, "response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
         ),
         ("strictly", {**HELLO, "response_format": {"type": "json_object", "strictly": True}}),
+        (
+            "rules",
+            {
+                **HELLO,
+                "response_format": {"type": "json_schema", "json_schema": {"schema": {}, "rules": []}},
+            },
+        ),
         ("structured_outputs", {**HELLO, "structured_outputs": {"regex": "a", "choice": ["b"]}}),
         ("structured_outputs", {**HELLO, "structured_outputs": {"xml": "a"}}),
         *(("structured_outputs", {**HELLO, "structured_outputs": empty}) for empty in ({}, [], "", 0, False)),

@@ -63,7 +63,7 @@ def describe_device(device: torch.device) -> dict[str, Any]:
         "name": _cpu_name(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "memory_bytes": _main_memory(),
-        "cores": _usable_cores(),
+        "cores": usable_cores(),
         "threads": torch.get_num_threads(),
     }
 
@@ -144,6 +144,6 @@ def _main_memory() -> int | None:
         return None
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
     """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -30,6 +30,7 @@ from flashtile.backends.common import kernel_cache
 from flashtile.backends.common.cached_launch import recording
 from flashtile.backends.common.device import Target, compiling_for, multiprocessors
 from flashtile.backends.common.handed_kernels import KernelLock, pickled
+from flashtile.hardware.machine import usable_cores
 from flashtile.problems.newest import newest_call
 
 WORKERS = "FLASHTILE_COMPILE_WORKERS"
@@ -96,8 +97,7 @@ def _default_workers() -> int:
     """Return MOST_WORKERS or fewer, so that the program keeps a core; 0 on a machine whose cores are busy."""
     if os.getloadavg()[0] >= (os.cpu_count() or 1):
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores - 1, MOST_WORKERS)
+    return min(usable_cores() - 1, MOST_WORKERS)
 
 
 def _missing(call: Any, target: Any) -> dict[str, tuple[Any, Any, Any]]:

@@ -25,7 +25,8 @@ MAX_SIZE = 2**24
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 IN_VLLM = "; vLLM serves more models, on flashtile's attention: see docs/guides/vllm.md"
-SCALE_BLOCK = [128, 128]
+BLOCK = 128
+"""Rows and columns of a block of a matrix in e4m3 that has a scale for each block."""
 NO_ROPE = {"rope_type": "none"}
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
@@ -395,10 +396,10 @@ def _read_scales(values: Mapping[str, Any], source: str) -> str:
             e4m3 = (weights.get("type"), weights.get("num_bits")) == ("float", 8)
             block = weights.get("block_structure") if weights.get("strategy") == "block" else None
             found.append(block if e4m3 else "other")
-    if len({*map(str, found)}) != 1 or found[0] not in (None, SCALE_BLOCK):
+    if len({*map(str, found)}) != 1 or found[0] not in (None, [BLOCK, BLOCK]):
         raise NotImplementedError(
             f"{source}: quantization_config must be fp8 or compressed-tensors in e4m3 with a scale for each "
-            f"tensor, channel or block of {SCALE_BLOCK}, got {method!r:.80}{IN_VLLM}"
+            f"tensor, channel or block of {[BLOCK, BLOCK]}, got {method!r:.80}{IN_VLLM}"
         )
     return "block" if found[0] else "channel"
 

@@ -20,11 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashtile.api.decode import copy_blocks
 from flashtile.compilation.calls import Call, Signature, calls_of
-from flashtile.engine.config import ModelConfig
+from flashtile.engine.config import BLOCK, ModelConfig
 from flashtile.engine.device import MAX_GRAPH_BATCH, graph_batch
 from flashtile.engine.model import FEW_ROWS, Experts, Model, StepInput
 from flashtile.engine.parallel import Ranks
-from flashtile.engine.weights import BLOCK, SCALE, Shard, may_have_scales, parameters
+from flashtile.engine.weights import SCALE, Shard, may_have_scales, parameters
 from flashtile.op.operation import remembering
 
 if TYPE_CHECKING:  # an engine that compiles nothing, as on a CPU, starts without the modules that compile

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.engine.config import ConfigError, ModelConfig, read_json
+from flashtile.engine.config import BLOCK, ConfigError, ModelConfig, read_json
 from flashtile.engine.upload import ByteRange, Upload
 from flashtile.reference.linear import scaled_weight
 
@@ -29,9 +29,6 @@ A matrix that the checkpoint stores in e4m3 stays in e4m3. Its name followed by 
 scales in float32: (rows,), or (rows / 128, columns / 128), rounded up, with a scale for each block.
 """
 SCALE = "_scale"
-
-BLOCK = 128
-"""Rows and columns of a block of a matrix in e4m3 that has a scale for each block."""
 E4M3 = "F8_E4M3"
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 DTYPES = {**FLOATS, E4M3: torch.float8_e4m3fn}

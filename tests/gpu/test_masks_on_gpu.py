@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from graphs import captured
 
 import flashtile
 from flashtile import dropout, testing
@@ -24,13 +25,7 @@ def test_a_graph_drops_anew_at_each_replay_and_keeps_its_backward_pass_in_step()
         out = flashtile.attention(q, k, v, dropout_p=0.3)
         return out, *torch.autograd.grad(out, (q, k, v), dout)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # compiled before capture
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = captured(step)
     runs = []
     for _ in range(2):
         graph.replay()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from graphs import captured
 
 import flashtile
 from flashtile import masks, testing
@@ -71,13 +72,7 @@ def test_a_graph_is_replayed_with_another_tree_of_as_many_segments() -> None:
         out = flashtile.tree_attention(q, k, v, cu_seqlens, parent)
         return out, *torch.autograd.grad(out, (q, k, v), dout)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # compiled before capture
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = captured(step)
     cu_seqlens.copy_(torch.tensor([0, 100, 900, 1413, 2000, 2010, total], dtype=torch.int32))
     parent.copy_(torch.tensor([-1, 0, 1, 0, -1, 4], dtype=torch.int32))
     graph.replay()

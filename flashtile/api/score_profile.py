@@ -109,7 +109,7 @@ def profile_scores(
 
     Returns:
         :class:`ScoreProfile`: ``softmax_max`` for all heads and for each head, the range of the scores, and
-        the share of parts (64 keys of a row) that are out of range.
+        the share of parts (64 keys of a row) that are out of range. Scores are computed in float32.
 
     Raises:
         TypeError, ValueError: q or k does not have this layout, another argument has the wrong type or value,

@@ -35,18 +35,21 @@ In float64 the factor is four times as large, because the oracle itself rounds a
 ERRORS = (ValueError, TypeError, NotImplementedError)
 
 
-_trials = 2
+_trials, _leeway = 2, 1.0
 
 
 @contextlib.contextmanager
-def more_trials(count: int = 8) -> Iterator[None]:
-    """Let :func:`agree` take the worst of ``count`` trials in the block."""
-    global _trials
-    before, _trials = _trials, count
+def confirming() -> Iterator[None]:
+    """Let :func:`agree` take the worst of eight trials and double its bounds in the block.
+
+    A bound is drawn at random with its trials. A fault in the code is seldom within twice the bound.
+    """
+    global _trials, _leeway
+    before, (_trials, _leeway) = (_trials, _leeway), (8, 2.0)
     try:
         yield
     finally:
-        _trials = before
+        _trials, _leeway = before
 
 
 class Wrong(AssertionError):  # noqa: N818 - a verdict
@@ -229,7 +232,7 @@ def compare(
     factor = FACTORS[name.split()[0]]
     for norm in (lambda e: e.max().item(), lambda e: e.square().mean().sqrt().item()):
         moved = max(norm(torch.nan_to_num(_error(trial, right), posinf=0.0)) for trial in trials)
-        allowed = (
+        allowed = _leeway * (
             factor * norm(torch.nan_to_num(_error(plain, right), posinf=0.0))
             + (4 if found.dtype == torch.float64 else 1) * MOVED * moved
             + unit

@@ -2,7 +2,7 @@
 
 A call counts as failed if it fails in repeated runs. A failure for lack of a package, of memory or of file handles does
 not count. A call may use ``CPU_SECONDS`` of CPU time; wall-clock time is not limited. A wrong number must also exceed
-a bound from more trials, because the bound from a few trials is random.
+twice a bound from more trials, because the bound from a few trials is random.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def _limited() -> Iterator[None]:
 
 
 def fails_again(call: Call, label: str) -> bool:
-    """Return whether the call fails in the same way twice more, with bounds from more trials."""
-    with prelude.more_trials():
+    """Return whether the call fails in the same way twice more, with twice the bounds of more trials."""
+    with prelude.confirming():
         return all((failure(call) or ("",))[0] == label for _ in range(2))
 
 
@@ -157,7 +157,7 @@ def shrink(call: Call, label: str, seconds: float = SHRINK_SECONDS) -> Call:
     def fails(smaller: Call) -> bool:
         if time.monotonic() > until or smaller.code() == call.code():
             return False
-        with prelude.more_trials():
+        with prelude.confirming():
             found = failure(smaller)
         return found is not None and found[0] == label
 

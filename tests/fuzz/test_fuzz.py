@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import random
 import re
 import types
+from dataclasses import replace
 
 import pytest
 import torch
 
 import flashtile
-from fuzz import FAMILIES, bad_calls, runner
+from fuzz import FAMILIES, bad_calls, caches, runner
 from fuzz.prelude import Wrong, compare, refuses
 from fuzz.runner import Call
 
@@ -127,6 +129,29 @@ def test_a_gradient_may_have_a_rounding_error_of_the_largest_result() -> None:
     for name, wrong in (("gradient of q", 1e-14), ("result 0", 1.7e-17)):
         with pytest.raises(Wrong, match=f"{name} is off"):
             compare(name, right + wrong, right, *given)
+
+
+@pytest.mark.parametrize(("off", "label"), [(3e-7, ""), (1e-4, "result 0 is off")])
+def test_a_profile_of_float64_may_have_errors_of_float32(
+    monkeypatch: pytest.MonkeyPatch, off: float, label: str
+) -> None:
+    def rounded(q, k, **options):
+        found = profile(q, k, **options)
+        return replace(found, most=found.most * (1 + off))
+
+    draws = (caches.draw(random.Random(seed)) for seed in itertools.count())
+    call = next(call for call in draws if "profile_scores" in call.code())
+    profile = flashtile.profile_scores
+    monkeypatch.setattr(flashtile, "profile_scores", rounded)
+    found = runner.failure(replace(call, fixed={**call.fixed, "dtype": "torch.float64"}))
+    assert (found or ("",))[0] == label
+
+
+def test_a_number_within_twice_its_bound_is_no_failure() -> None:
+    body = "agree(lambda f, x: f(x), lambda x: x + {}, lambda x: 1 * x, x=torch.full((3,), 1.5), gradients=False)"
+    near, wrong = (_outcome(body.format(steps * 2.0**-23)) for steps in (2, 4))
+    assert (len(near.failures), len(near.once)) == (0, 1)
+    assert (len(wrong.failures), len(wrong.once)) == (1, 0)
 
 
 def test_a_bad_call_must_be_refused_by_name() -> None:

@@ -63,16 +63,21 @@ def compile_for(
 
 
 @contextlib.contextmanager
-def compiling_driver(capability: tuple[int, int]) -> Iterator[None]:
+def compiling_driver(capability: tuple[int, int], only_named: bool = False) -> Iterator[None]:
     """Compile launches inside the context for a GPU of this compute capability, which need not be installed.
 
     Changes Triton's driver for the whole process.
+
+    Args:
+        capability: compute capability.
+        only_named: whether kernels are only named (:func:`kernel_cache.only_naming`). No kernel is then
+            found because this process has compiled it before.
     """
     arch = 10 * capability[0] + capability[1]
-    # Triton caches compiled kernels by device index, so each architecture needs an index of its own.
+    # Triton caches compiled kernels by device index, so each architecture needs indices of its own.
     driver = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", arch, 32),
-        get_current_device=lambda: -arch,
+        get_current_device=lambda: -arch - 1000 * only_named,
         get_current_stream=lambda device: 0,
     )
     before = triton.runtime.driver._active

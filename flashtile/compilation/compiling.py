@@ -1,25 +1,30 @@
-"""Compiles the kernels of calls, in parallel processes, for GPUs that this machine need not have."""
+"""Compiles the kernels of calls, in parallel processes, for GPUs that this machine need not have.
+
+This process finds the kernels, which needs torch. It hands them to processes that do not import torch.
+"""
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
 import os
-import tempfile
+import pickle
+import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flashtile.backends.common.device import Target, capability, compiling_for, multiprocessors
 from flashtile.compilation.calls import Call, read_calls
 from flashtile.op.operation import OPERATIONS
 
 MAX_WORKERS = 16
+INDEXED_EVERY = 32
+"""Number of kernels after which the index is written, so that a compilation that was killed can go on."""
 
 Source = Call | Callable[[], list[Any]]
 """A call, or a picklable function that returns a list of (launch, tensors).
@@ -77,30 +82,37 @@ def compile_calls(
 ) -> Compiled:
     """Compile the kernels of calls into a folder for other machines, or into this machine's Triton cache.
 
-    A kernel that several calls share is compiled once.
+    A kernel that several calls share is compiled once. A kernel that the folder already has is kept.
 
     Args:
         calls: the calls.
         targets: the GPUs.
-        folder: folder for the kernels, made if it is missing; its index is replaced. None: Triton's cache.
-        workers: number of processes that compile; by default one for each core, at most 16. The processes are
-            spawned, so a script that calls this function needs ``if __name__ == "__main__":``.
+        folder: folder for the kernels, made if it is missing; its index is replaced, at last by one that has
+            only the kernels of these calls. None: Triton's cache.
+        workers: number of processes that compile; by default one for each core, at most 16.
         progress: called after each kernel with (number of kernels done, number of all kernels).
     """
+    from flashtile.backends.common.compiled_folder import write_index
+
     wanted, failures = _wanted(list(calls), list(targets))
+    kernels: dict[str, tuple[str, dict[str, str]]] = {}
     if folder is not None:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-    kernels: dict[str, tuple[str, dict[str, str]]] = {}
-    for done, (task, found) in enumerate(_results(wanted, folder, workers), 1):
-        if isinstance(found, Exception):  # the compiler failed; the other kernels are still compiled
-            failures.append(Failure(task.call, task.target.name, f"{type(found).__name__}: {found}"))
-        else:
-            kernels |= {key: (task.target.arch, digests) for key, digests in found.items()}
-        progress(done, len(wanted))
-    if folder is not None:
-        from flashtile.backends.common.compiled_folder import write_index
-
-        write_index(folder, kernels)
+        kernels = _kept(wanted, folder)
+    tasks = {key: pickled for key, (_, _, pickled) in wanted.items() if key not in kernels}
+    try:
+        for done, (key, found) in enumerate(_results(tasks, folder, workers), len(kernels) + 1):
+            call, target, _ = wanted[key]
+            if isinstance(found, str):  # the compiler failed; the other kernels are still compiled
+                failures.append(Failure(call, target.name, found))
+            else:
+                kernels[key] = target.arch, found
+            if folder is not None and done % INDEXED_EVERY == 0:
+                write_index(folder, kernels)
+            progress(done, len(wanted))
+    finally:
+        if folder is not None:
+            write_index(folder, kernels)
     return Compiled(len(kernels), tuple(failures))
 
 
@@ -149,112 +161,90 @@ def _checked(calls: Any) -> list[Call]:
     return given
 
 
-def _results(
-    tasks: list[_Task], folder: Path | None, workers: int | None
-) -> Iterator[tuple[_Task, dict[str, dict[str, str]] | Exception]]:
-    """Yield each finished task with the result of :func:`_compile`, or with its exception."""
-    if not tasks:
-        return
-    count = min(workers or min(os.cpu_count() or 1, MAX_WORKERS), len(tasks))
-    context = multiprocessing.get_context("spawn")
-    with (
-        tempfile.TemporaryDirectory() as cache,
-        ProcessPoolExecutor(count, context, _begin, ("" if folder is None else cache,)) as pool,
-    ):
-        running = {pool.submit(_compile, task, folder): task for task in tasks}
-        for future in as_completed(running):
-            yield running[future], future.exception() or future.result()  # type: ignore[misc]
+Wanted = dict[str, tuple[Source, Target, bytes]]
+"""For each key of a kernel: the first call that needs it, the GPU, and the kernel as bytes."""
 
 
-@dataclass(frozen=True)
-class _Task:
-    """The launch number ``index`` of a call on a GPU."""
-
-    call: Source
-    target: Target
-    index: int
-
-
-def _wanted(calls: list[Source], targets: list[Target]) -> tuple[list[_Task], list[Failure]]:
-    """Return one task for each different kernel, and a failure for each call without kernels."""
-    tasks: dict[Any, _Task] = {}
-    failures = []
-    for target in targets:
-        for call in calls:
-            try:
-                for index, (launch, tensors) in enumerate(launches(call, target)):
-                    key = target, launch.kernel, str(_kinds(launch, tensors)), str(launch.options)
-                    tasks.setdefault(key, _Task(call, target, index))
-            except (NotImplementedError, ValueError) as error:
-                failures.append(Failure(call, target.name, str(error)))
-    return list(tasks.values()), failures
-
-
-def _kinds(launch: Any, tensors: tuple) -> list[Any]:
-    """Return what the compiler may assume about the arguments of a launch.
-
-    Launches with equal assumptions share a kernel.
-    """
-    given = zip(launch.kernel.params, launch.arguments(tensors), strict=True)
-    return [
-        value if parameter.is_constexpr else _kind(value, not parameter.do_not_specialize)
-        for parameter, value in given
-    ]
-
-
-def _kind(value: Any, specialized: bool) -> Any:
-    """Return what the compiler may assume about an argument.
-
-    ``specialized``: whether it assumes that integers are 1, or multiples of 16, if they are.
-    """
-    if isinstance(value, tuple):
-        return tuple(_kind(each, specialized) for each in value)
-    if isinstance(value, Tensor):
-        return value.dtype
-    if type(value) is int:
-        return specialized and (value == 1, value % 16 == 0), -(2**31) <= value < 2**31
-    if type(value) is float:
-        return float
-    if hasattr(value, "block_shape"):  # a TMA descriptor
-        return value.base.dtype, tuple(value.block_shape), str(getattr(value, "layout", None))
-    return value
-
-
-def _begin(cache: str) -> None:
-    """Prepare a worker process, which compiles kernels.
-
-    ``cache`` is the folder of a temporary Triton cache, for kernels that go to a folder. If it is "", the
-    kernels go to the usual cache.
-    """
-    from flashtile.backends.common.compiled_folder import NO_SOURCE_LINES
-
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ["FLASHTILE_QUIET"] = "1"  # the caller shows the progress
-    if cache:
-        os.environ |= {"TRITON_CACHE_DIR": cache, NO_SOURCE_LINES: "1"}
-
-
-def _end_with_parent() -> None:
-    """End this process when its parent has ended, even if the parent was killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _compile(task: _Task, folder: Path | None) -> dict[str, dict[str, str]]:
-    """Compile the kernel of a task, and return {key of the kernel: digests of its files}.
-
-    The files are written to ``folder``. If it is None, the kernel is only in Triton's cache, and there are no
-    digests.
-    """
-    from flashtile.backends.common.compiled_folder import write_kernel
-    from flashtile.backends.common.kernel_cache import collecting
+def _wanted(calls: list[Source], targets: list[Target]) -> tuple[Wanted, list[Failure]]:
+    """Return the kernels of calls, and a failure for each call without kernels."""
+    from flashtile.backends.common.handed_kernels import pickled
+    from flashtile.backends.common.kernel_cache import only_naming
     from flashtile.backends.compat import compiling_driver
 
-    launch, tensors = launches(task.call, task.target)[task.index]
-    with compiling_driver(task.target.capability), collecting() as collected:
-        launch.compile_ahead(tensors)
-    if folder is None:
-        return {key: {} for key in collected}
-    return {key: write_kernel(folder, key, compiled) for key, compiled in collected.items()}
+    wanted: Wanted = {}
+    failures = []
+    for target in targets:
+        with compiling_driver(target.capability, only_named=True):
+            for call in calls:
+                try:
+                    for launch, tensors in launches(call, target):
+                        with only_naming() as named:
+                            launch.compile_ahead(tensors)
+                        for key, source in named.items():
+                            if key not in wanted:
+                                wanted[key] = call, target, pickled(source)
+                except (NotImplementedError, ValueError, pickle.PicklingError) as error:
+                    failures.append(Failure(call, target.name, str(error)))
+    return wanted, failures
+
+
+def _kept(wanted: Wanted, folder: Path) -> dict[str, tuple[str, dict[str, str]]]:
+    """Return (architecture, digests of the files) of each wanted kernel that a folder has, undamaged."""
+    from flashtile.backends.common.compiled_folder import CompiledFolder
+
+    try:
+        found = CompiledFolder.read(folder)
+    except ValueError:  # a new folder, or one of another version
+        return {}
+    return {
+        key: (target.arch, found.files[key]) for key, (_, target, _) in wanted.items() if found.has_whole(key)
+    }
+
+
+def _results(
+    tasks: dict[str, bytes], folder: Path | None, workers: int | None
+) -> Iterator[tuple[str, dict[str, str] | str]]:
+    """Compile kernels in processes. Yield the key of each with the digests of its files, or with an error."""
+    from flashtile.backends.common.compiled_folder import NO_SOURCE_LINES
+    from flashtile.backends.common.kernel_cache import QUIET
+
+    count = min(workers or min(os.cpu_count() or 1, MAX_WORKERS), len(tasks))
+    waiting, answers = deque(tasks.items()), queue.SimpleQueue[tuple]()
+    environment = {QUIET: "1"}  # the caller shows the progress
+    if folder is not None:
+        environment[NO_SOURCE_LINES] = "1"
+    for _ in range(count):
+        threading.Thread(target=_attend, args=(waiting, answers, folder, environment), daemon=True).start()
+    try:
+        for _ in tasks:
+            yield answers.get()
+    finally:
+        waiting.clear()
+
+
+def _attend(
+    waiting: deque[tuple[str, bytes]], answers: queue.SimpleQueue, folder: Path | None, environment: dict
+) -> None:
+    """Let a process compile kernels until none waits. If it dies, a new one takes its place."""
+    from flashtile.backends.common.handed_kernels import opening, send, start_worker
+
+    with contextlib.ExitStack() as processes:
+        worker: Any = None
+        for key, source in _taken(waiting):
+            try:
+                if worker is None:
+                    worker = processes.enter_context(start_worker(environment))
+                    send(worker, opening())
+                send(worker, ("compile_into", key, source, folder and str(folder)))
+                answer = pickle.load(worker.stdout)
+            except (EOFError, OSError, pickle.UnpicklingError) as error:
+                code = worker and worker.wait()
+                answer, worker = f"its process has ended with code {code}: {error}", None
+            answers.put((key, answer))
+
+
+def _taken(waiting: deque) -> Iterator[Any]:
+    """Take elements until none is left. Other threads may take some of them."""
+    with contextlib.suppress(IndexError):
+        while True:
+            yield waiting.popleft()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -20,12 +21,12 @@ pytest.importorskip("triton")
 if INTERPRETING:
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
-from flashtile.backends.common import compiled_folder
+from flashtile.backends.common import compiled_folder, handed_kernels
 from flashtile.backends.common.compiled_folder import INDEX, VARIABLE, CompiledFolder, in_use, use_compiled
 from flashtile.backends.common.device import Target
 from flashtile.backends.compat import compiling_driver
 from flashtile.compilation.calls import Call, Signature, read_calls, record_calls
-from flashtile.compilation.compiling import Compiled, compile_calls, launches, warmup
+from flashtile.compilation.compiling import Compiled, _wanted, compile_calls, launches, warmup
 
 H200, A100 = Target("H200", (9, 0), 132), Target("A100", (8, 0), 108)
 DEFAULTS = (
@@ -202,6 +203,48 @@ def test_a_kernel_of_a_folder_is_not_compiled(folder, compilations):
 def test_a_folder_is_whole_though_another_has_its_kernels(folder, tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(folder))
     assert compile_calls([APPEND], [H200], tmp_path / "copy", workers=1) == Compiled(1, ())
+
+
+@pytest.mark.compile
+def test_a_folder_is_completed(folder, tmp_path, monkeypatch):
+    """Kernels that it has are kept, those that are damaged or missing are compiled."""
+    copied = shutil.copytree(folder, tmp_path / "copied")
+    names = sorted(path.name for path in copied.glob("*.xz"))
+    started, start = [], handed_kernels.start_worker
+    monkeypatch.setattr(
+        handed_kernels, "start_worker", lambda *given: started.append(given) or start(*given)
+    )
+    whole = CompiledFolder.read(copied).files
+    assert compile_calls([APPEND], [H200, A100], copied, workers=1) == Compiled(2, ())
+    assert not started
+    (copied / names[0]).write_bytes(b"x")
+    assert compile_calls([APPEND], [H200, A100], copied, workers=1) == Compiled(2, ())
+    assert len(started) == 1
+    assert CompiledFolder.read(copied).files == whole
+
+
+@pytest.mark.compile
+def test_an_interrupted_folder_has_an_index(tmp_path):
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compile_calls([APPEND], [H200, A100], tmp_path / "kernels", workers=1, progress=interrupt)
+    assert CompiledFolder.read(tmp_path / "kernels").archs == {"sm_90": 1}
+
+
+def test_a_compiler_that_dies_is_told(tmp_path, monkeypatch):
+    (tmp_path / "compile_worker.py").write_text("import os\nos._exit(3)\n")
+    monkeypatch.setattr(handed_kernels, "__file__", str(tmp_path / "handed_kernels.py"))
+    done = compile_calls([APPEND], [H200, A100], tmp_path / "kernels", workers=1)
+    assert done.kernels == 0
+    assert ["its process has ended with code 3" in failure.reason for failure in done.failures] == [True] * 2
+
+
+def test_a_kernel_with_another_key_is_refused(tmp_path):
+    ((key, (_, _, source)),) = _wanted([APPEND], [H200])[0].items()
+    with pytest.raises(ValueError, match=f"^expected a kernel with key 0, got {key}$"):
+        handed_kernels.compile_into("0", source, str(tmp_path))
 
 
 @pytest.mark.compile

@@ -27,7 +27,7 @@ from test_compilation import A100, APPEND, H200, compilations  # noqa: F401 - a 
 from flashtile.backends.common import compile_worker, first_calls, handed_kernels, kernel_cache
 from flashtile.backends.common.cached_launch import recording
 from flashtile.backends.common.device import compiling_for
-from flashtile.backends.common.handed_kernels import KernelLock, pickled
+from flashtile.backends.common.handed_kernels import KernelLock, opening, pickled, send, start_worker
 from flashtile.backends.compat import compiling_driver
 from flashtile.compilation.calls import Call, Signature, calls_of
 from flashtile.compilation.compiling import launches
@@ -37,7 +37,6 @@ from flashtile.problems.attention import NO_EXTRAS, Options
 from flashtile.problems.newest import newest_call
 
 WORKER = Path(compile_worker.__file__)
-PACKAGE = str(Path(flashtile.__file__).parent)
 CACHES = Signature((1, 8, 16, 2, 64), (16384, 2048, 128, 64, 1), "bfloat16")
 COPY = Call(
     "copy_blocks",
@@ -96,7 +95,7 @@ def test_the_other_kernels_of_a_call_compile_in_a_process(started, compilations,
 @pytest.mark.compile
 def test_a_kernel_is_compiled_here_if_its_process_dies(started, compilations, monkeypatch, tmp_path):  # noqa: F811
     (tmp_path / "compile_worker.py").write_text("import os\nos._exit(1)\n")
-    monkeypatch.setattr(first_calls, "__file__", str(tmp_path / "first_calls.py"))
+    monkeypatch.setattr(handed_kernels, "__file__", str(tmp_path / "handed_kernels.py"))
     kernels = compile_both(launch_of(APPEND), launch_of(COPY))
     assert [process.wait() for process in started] == [1]
     assert [src.name for src, *_ in compilations] == [kernel.src.name for kernel in kernels]
@@ -128,7 +127,7 @@ def test_kernels_that_wait_for_their_process_are_not_locked(started, monkeypatch
     """Also if a process was forked while they were locked, whose descriptors are copies."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "compile_worker.py").write_text("import os\nos._exit(1)\n")
-    monkeypatch.setattr(first_calls, "__file__", str(tmp_path / "first_calls.py"))
+    monkeypatch.setattr(handed_kernels, "__file__", str(tmp_path / "handed_kernels.py"))
     keys, copies = [], []
     hand = first_calls._hand
 
@@ -224,16 +223,16 @@ def sources() -> dict:
             for call in (*calls_of(remembered), APPEND):
                 for launch, tensors in launches(call, target):
                     launch.kernel.device_caches.clear()
-                    with kernel_cache.only_looking() as missing:
+                    with kernel_cache.only_naming() as named:
                         launch.compile_ahead(tensors)
-                    found |= missing
+                    found |= named
     return found
 
 
 KEYS = """
 import pickle, runpy, sys
-paths, package, given = pickle.load(sys.stdin.buffer)
-runpy.run_path(sys.argv[1])["without_torch"](paths, package)
+*program, _, given = pickle.load(sys.stdin.buffer)
+runpy.run_path(sys.argv[1])["without_torch"](*program)
 from flashtile.backends.common.handed_kernels import unpickled
 from flashtile.backends.common.kernel_cache import key_in_folders
 found = [key_in_folders(*unpickled(source)) for source in given]
@@ -246,7 +245,7 @@ sys.stdout.write(" ".join(found))
 def test_keys_do_not_depend_on_torch(cache):
     found = sources()
     assert len(found) >= 14
-    content = pickle.dumps((sys.path, PACKAGE, [pickled(source) for source in found.values()]))
+    content = pickle.dumps((*opening(), [pickled(source) for source in found.values()]))
     done = subprocess.run(
         [sys.executable, "-c", KEYS, str(WORKER)], input=content, capture_output=True, check=False
     )
@@ -266,8 +265,8 @@ def nothing_kernel():
 
 PROGRAM = """
 import hashlib, pickle, runpy, sys
-paths, package, given = pickle.load(sys.stdin.buffer)
-runpy.run_path(sys.argv[1])["without_torch"](paths, package)
+*program, _, given = pickle.load(sys.stdin.buffer)
+runpy.run_path(sys.argv[1])["without_torch"](*program)
 import triton
 from flashtile.backends.common.handed_kernels import unpickled
 from flashtile.backends.common.kernel_cache import load_or_compile
@@ -281,10 +280,10 @@ print(len(compiled), hashlib.sha256(kernel.asm["cubin"]).hexdigest())
 @pytest.mark.compile
 def test_processes_at_once_compile_a_kernel_once(cache):
     launch, tensors = launch_of(COPY)
-    with compiling_driver(H200.capability), kernel_cache.only_looking() as missing:
+    with compiling_driver(H200.capability), kernel_cache.only_naming() as named:
         launch.compile_ahead(tensors)
-    (source,) = missing.values()
-    content = pickle.dumps((sys.path, PACKAGE, pickled(source)))
+    (source,) = named.values()
+    content = pickle.dumps((*opening(), pickled(source)))
     command = [sys.executable, "-c", PROGRAM, str(WORKER)]
     running = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(4)]
     for process in running:
@@ -299,9 +298,9 @@ def test_processes_at_once_compile_a_kernel_once(cache):
 
 
 def test_a_process_ends_with_its_program():
-    code = "import runpy, sys; runpy.run_path(sys.argv[1])['_end_with_stdin'](0)"
-    worker = subprocess.Popen([sys.executable, "-c", code, str(WORKER)], stdin=subprocess.PIPE)
-    worker.communicate(b"tasks")
+    worker = start_worker({})
+    send(worker, opening())
+    worker.communicate()
     assert worker.returncode == 1
 
 

@@ -1,4 +1,4 @@
-"""Process that compiles kernels into Triton's cache. It does not import torch, because that takes seconds.
+"""Process that compiles kernels (``handed_kernels.start_worker``). It imports no torch, which takes seconds.
 
 An empty class stands for each name of torch that flashtile's modules use. Kernels do not depend on these
 classes: a kernel is compiled only if its key is the same as in the program, which has torch.
@@ -13,13 +13,12 @@ import importlib.abc
 import importlib.machinery
 import os
 import pickle
+import queue
+import signal
 import threading
 import time
 import types
 from typing import Any
-
-LONGEST_HASHING = 1.0
-"""Seconds to wait for the stored digest of Triton's installation, before this process computes it itself."""
 
 
 class _Nothing(type):
@@ -60,38 +59,41 @@ class _WithoutTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Do nothing, because attributes are made when they are used."""
 
 
-def _end_with_stdin(descriptor: int) -> None:
-    """End this process when its stdin is closed, which happens when the program that started it ends."""
-    while os.read(descriptor, 2**16):
-        pass
-    os._exit(1)
+def _receive(tasks: queue.SimpleQueue) -> None:
+    """Put the tasks from stdin into a queue. End this process when stdin is closed."""
+    try:
+        while True:
+            tasks.put(pickle.load(sys.stdin.buffer))  # from the program that started this process
+    finally:
+        os._exit(1)
 
 
-def without_torch(paths: list[str], package: str) -> None:
+def without_torch(paths: list[str], package: str, version: str) -> None:
     """Prepare this process to import modules of flashtile with kernels, without torch.
 
     Args:
         paths: ``sys.path`` of the program.
         package: folder of flashtile.
+        version: version of flashtile.
     """
     sys.path[:] = paths
     sys.meta_path.insert(0, _WithoutTorch())
     flashtile: Any = types.ModuleType("flashtile")  # flashtile/__init__.py imports much more than kernels
-    flashtile.__path__ = [package]
+    flashtile.__path__, flashtile.__version__ = [package], version
     sys.modules["flashtile"] = flashtile
 
 
-def _use_stored_digest() -> None:
+def _use_stored_digest(longest_hashing: float) -> None:
     """Give Triton the digest of its installation that another process has computed and stored.
 
-    If none is stored yet, the program is computing it, so wait for it up to LONGEST_HASHING. Triton's
-    function is replaced in this process only.
+    If none is stored yet, wait for it up to ``longest_hashing`` seconds. Triton's function is replaced in
+    this process only.
     """
     from triton.runtime import cache
 
     from flashtile.backends.common.kernel_cache import stored_key
 
-    end = time.monotonic() + LONGEST_HASHING
+    end = time.monotonic() + longest_hashing
     while (key := stored_key()) is None and time.monotonic() < end:
         time.sleep(0.01)
     if key is not None and hasattr(cache, "triton_key"):
@@ -99,14 +101,24 @@ def _use_stored_digest() -> None:
 
 
 def _main() -> None:
-    paths, package, tasks = pickle.load(sys.stdin.buffer)  # from the program that started this process
-    threading.Thread(target=_end_with_stdin, args=(sys.stdin.fileno(),), daemon=True).start()
-    without_torch(paths, package)
-    from flashtile.backends.common.handed_kernels import compile_handed
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted program closes stdin, or needs the kernels
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what compilers print is no answer
+    *program, longest_hashing = pickle.load(sys.stdin.buffer)
+    tasks: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(tasks,), daemon=True).start()
+    without_torch(*program)
+    from flashtile.backends.common import handed_kernels
 
-    _use_stored_digest()
-    for task in tasks:
-        compile_handed(*task)
+    _use_stored_digest(longest_hashing)
+    while (task := tasks.get()) is not None:
+        name, *arguments = task
+        try:
+            answer = getattr(handed_kernels, name)(*arguments)
+        except Exception as error:  # the other kernels are still compiled
+            answer = f"{type(error).__name__}: {error}"
+        pickle.dump(answer, answers)
+        answers.flush()
     os._exit(0)
 
 

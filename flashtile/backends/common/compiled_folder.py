@@ -126,6 +126,13 @@ class CompiledFolder:
             logger.warning("%s: %s is compiled again: %s", self.path, src.name, error)
             return None
 
+    def has_whole(self, key: str) -> bool:
+        """Whether the folder has the files of a kernel, undamaged."""
+        try:
+            return all(self._checked(f"{key}{suffix}", self.files[key][suffix]) for suffix in _SUFFIXES)
+        except (OSError, KeyError, ValueError):
+            return False
+
     def _checked(self, name: str, digest: str) -> bytes:
         content = (self.path / name).read_bytes()
         if hashlib.sha256(content).hexdigest() != digest:

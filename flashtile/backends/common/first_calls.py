@@ -15,12 +15,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ from triton import knobs
 from flashtile.backends.common import kernel_cache
 from flashtile.backends.common.cached_launch import recording
 from flashtile.backends.common.device import Target, compiling_for, multiprocessors
-from flashtile.backends.common.handed_kernels import KernelLock, pickled
+from flashtile.backends.common.handed_kernels import KernelLock, opening, pickled, send, start_worker
 from flashtile.hardware.machine import usable_cores
 from flashtile.problems.newest import newest_call
 
@@ -37,6 +35,8 @@ WORKERS = "FLASHTILE_COMPILE_WORKERS"
 """Environment variable: maximum number of processes that a program has compiling at a time. 0: none."""
 MOST_WORKERS = 4
 """Upper bound of the default of WORKERS (:func:`_default_workers`)."""
+LONGEST_HASHING = 1.0
+"""Seconds that a process waits for the digest of Triton's installation, which the program is computing."""
 
 logger = logging.getLogger("flashtile.kernels")
 
@@ -110,37 +110,31 @@ def _missing(call: Any, target: Any) -> dict[str, tuple[Any, Any, Any]]:
         call()
     found: dict[str, tuple[Any, Any, Any]] = {}
     for launch, tensors in recorded:
-        with kernel_cache.only_looking() as missing:
+        with kernel_cache.only_naming() as named:
             launch.compile_ahead(tensors)
-        found |= missing
+        found |= {key: source for key, source in named.items() if kernel_cache.find(*source) is None}
     return found
 
 
 def _hand(tasks: list[tuple[KernelLock, bytes]]) -> None:
     """Start a process for kernels. It inherits the first kernel's lock, and locks each other one later."""
-    import flashtile
-
     first = tasks[0][0].descriptor
-    given = [(lock.key, source, first if i == 0 else None) for i, (lock, source) in enumerate(tasks)]
-    paths = [path for path in sys.path if isinstance(path, str)]
-    content = pickle.dumps((paths, str(Path(flashtile.__file__ or "").parent), given))
+    given = [
+        ("compile_handed", lock.key, source, first if i == 0 else None)
+        for i, (lock, source) in enumerate(tasks)
+    ]
     inherited = () if first is None else (first,)
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("compile_worker.py"))], pass_fds=inherited,
-        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        env={**os.environ, "TRITON_CACHE_DIR": str(knobs.cache.dir)},
-    )  # fmt: skip
+    process = start_worker({"TRITON_CACHE_DIR": str(knobs.cache.dir)}, inherited, subprocess.DEVNULL)
     _workers.append(process)
-    threading.Thread(target=_attend, args=(process, content), daemon=True).start()
+    threading.Thread(target=_attend, args=(process, given), daemon=True).start()
     tasks[0][0].close()  # the process holds it now
 
 
-def _attend(process: subprocess.Popen, content: bytes) -> None:
+def _attend(process: subprocess.Popen, tasks: list[tuple]) -> None:
     """Send a process its tasks. Keep its stdin open until it ends, because closing stdin ends it."""
     assert process.stdin is not None
-    with contextlib.suppress(OSError):  # it has ended
-        process.stdin.write(content)
-        process.stdin.flush()
+    assert process.stdout is not None
+    with contextlib.suppress(OSError), process.stdin, process.stdout:  # OSError: it has ended
+        send(process, opening(LONGEST_HASHING), *tasks, None)
+        process.stdout.read()
     process.wait()
-    with contextlib.suppress(OSError):
-        process.stdin.close()

@@ -1,4 +1,7 @@
-"""Kernels that one process hands to another for compilation: their sources as bytes, and their locks."""
+"""Kernels that one process hands to another for compilation: their sources as bytes, and their locks.
+
+Both processes use this module. The one that compiles is ``compile_worker.py``.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import importlib
 import io
 import os
 import pickle
+import subprocess
+import sys
+import tempfile
 import time
 from functools import reduce
 from pathlib import Path
@@ -15,6 +21,7 @@ from triton import knobs
 from triton.runtime.jit import JITCallable
 
 from flashtile.backends.common import kernel_cache
+from flashtile.backends.common.compiled_folder import write_kernel
 
 LONGEST_WAIT = 60.0
 """Seconds after which a process compiles a kernel though another process holds the kernel's lock."""
@@ -123,6 +130,50 @@ def unpickled(source: bytes) -> tuple[Any, Any, dict]:
     return found
 
 
+def start_worker(
+    environment: dict[str, str], inherited: tuple[int, ...] = (), stderr: int | None = None
+) -> subprocess.Popen:
+    """Start a process that compiles kernels.
+
+    Messages go to it by :func:`send`: first :func:`opening`, then tasks, and None to end it. It also ends
+    when its stdin is closed. A task is the name of a function of this module with its arguments. For each
+    task, stdout has a pickled answer: the function's result, or the text of its error.
+
+    Args:
+        environment: environment variables to add to those of this process.
+        inherited: file descriptors that the process inherits.
+        stderr: as in ``Popen``. What compilers print goes there.
+    """
+    return subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("compile_worker.py"))], pass_fds=inherited,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def opening(longest_hashing: float = 0.0) -> tuple:
+    """Return the first message for a process that compiles kernels.
+
+    ``longest_hashing``: seconds that it waits for the stored digest of Triton's installation, before it
+    computes the digest itself.
+    """
+    import flashtile
+
+    paths = [path for path in sys.path if isinstance(path, str)]
+    return paths, str(Path(flashtile.__file__ or "").parent), flashtile.__version__, longest_hashing
+
+
+def send(process: subprocess.Popen, *messages: Any) -> None:
+    """Send messages to a process that compiles kernels.
+
+    Raises:
+        OSError: the process has ended.
+    """
+    assert process.stdin is not None
+    for message in messages:
+        pickle.dump(message, process.stdin)
+    process.stdin.flush()
+
+
 def compile_handed(key: str, source: bytes, descriptor: int | None) -> None:
     """Compile a kernel into Triton's cache, unless another process is compiling it.
 
@@ -137,7 +188,30 @@ def compile_handed(key: str, source: bytes, descriptor: int | None) -> None:
     lock = KernelLock(key, descriptor)
     if descriptor is None and not lock.acquire():
         return
-    src, target, options = unpickled(source)
-    if kernel_cache.key_in_folders(src, target, options) == key:
-        kernel_cache.load_or_compile_alone(src, target, options)
-    lock.release()
+    try:
+        kernel = unpickled(source)
+        if kernel_cache.key_in_folders(*kernel) == key:
+            kernel_cache.load_or_compile_alone(*kernel)
+    finally:
+        lock.release()
+
+
+def compile_into(key: str, source: bytes, folder: str | None) -> dict[str, str]:
+    """Compile a kernel into a folder for other machines, and return the digests of its files, by suffix.
+
+    Triton's cache is then not used, because it takes 3 MB for each kernel. If ``folder`` is None, the kernel
+    goes to Triton's cache, and there are no digests. ``key`` and ``source`` are those of
+    :func:`compile_handed`.
+
+    Raises:
+        ValueError: the kernel has another key in this process.
+    """
+    kernel = unpickled(source)
+    if (own := kernel_cache.key_in_folders(*kernel)) != key:
+        raise ValueError(f"expected a kernel with key {key}, got {own}")
+    if folder is None:
+        kernel_cache.load_or_compile(*kernel)
+        return {}
+    with tempfile.TemporaryDirectory() as cache, knobs.cache.scope():
+        knobs.cache.dir = cache
+        return write_kernel(Path(folder), key, kernel_cache.load_or_compile(*kernel))

@@ -163,57 +163,50 @@ def load_or_compile(src: Any, target: Any = None, options: dict | None = None, *
     Folders of compiled kernels are searched first, then Triton's disk cache. The look-up in that cache is
     faster than Triton's own.
     """
+    if (named := _named.get()) is not None:
+        named[key_in_folders(src, target, options)] = src, target, options
+        raise _OnlyNamedError
     if _is_observed():
         return triton.compile(src, target=target, options=options, **more)
-    folders, collected, compiled = compiled_folder.in_use_for(target), _collected.get(), None
-    if folders or collected is not None:
+    if (found := find(src, target, options)) is not None:
+        return found
+    from flashtile.backends.common.first_calls import alone
+
+    with _announced(src.name), alone(key_in_folders(src, target, options), target):
+        return load_or_compile_alone(src, target, options, **more)
+
+
+def find(src: Any, target: Any, options: dict | None) -> Any:
+    """Return a kernel from the folders of compiled kernels or Triton's disk cache, or None."""
+    if folders := compiled_folder.in_use_for(target):
         key = key_in_folders(src, target, options)
-        compiled = next(filter(None, (folder.load(key, src) for folder in folders)), None)
-    if compiled is None:
-        compiled = _from_cache_or_compiler(src, target, options, **more)
-    if collected is not None:
-        collected[key] = compiled
-    return compiled
+        for folder in folders:
+            if (found := folder.load(key, src)) is not None:
+                return found
+    return _load(src, target, options, _key_file())
+
+
+class _OnlyNamedError(Exception):
+    """Ends the compilation of a kernel inside :func:`only_naming`."""
 
 
 @contextlib.contextmanager
-def collecting() -> Iterator[dict[str, Any]]:
-    """Collect the kernels that are compiled, or found in a cache, inside the context.
+def only_naming() -> Iterator[dict[str, tuple[Any, Any, Any]]]:
+    """Inside the context, no kernel is compiled or loaded. The context ends at the first one.
 
-    The dictionary maps the key of each kernel (:func:`compiled_folder.key_of`) to the compiled kernel.
+    The dictionary then has (source, target, options) of this kernel under its key
+    (:func:`compiled_folder.key_of`). It is empty if this process already uses the kernel.
     """
-    collected: dict[str, Any] = {}
-    token = _collected.set(collected)
+    named: dict[str, tuple[Any, Any, Any]] = {}
+    token = _named.set(named)
     try:
-        yield collected
+        with contextlib.suppress(_OnlyNamedError):
+            yield named
     finally:
-        _collected.reset(token)
+        _named.reset(token)
 
 
-_collected: ContextVar[dict[str, Any] | None] = ContextVar("collected_kernels", default=None)
-
-
-class _NotCompiledError(Exception):
-    """Ends the look-up of a kernel that would have to be compiled."""
-
-
-@contextlib.contextmanager
-def only_looking() -> Iterator[dict[str, tuple[Any, Any, Any]]]:
-    """Look up kernels inside the context, and compile none.
-
-    The context ends at the first kernel that is not compiled yet. The dictionary then has (source, target,
-    options) of this kernel under its key. Otherwise it is empty.
-    """
-    missing: dict[str, tuple[Any, Any, Any]] = {}
-    token = _missing.set(missing)
-    try:
-        with contextlib.suppress(_NotCompiledError):
-            yield missing
-    finally:
-        _missing.reset(token)
-
-
-_missing: ContextVar[dict[str, tuple[Any, Any, Any]] | None] = ContextVar("missing_kernels", default=None)
+_named: ContextVar[dict[str, tuple[Any, Any, Any]] | None] = ContextVar("named_kernels", default=None)
 
 
 def key_in_folders(src: Any, target: Any, options: dict | None) -> str:
@@ -230,20 +223,6 @@ def _parsed(src: Any, backend: Any, options: dict | None) -> tuple[Any, list[tup
 
     parsed = backend.parse_options(dict(options or {}, **src.parse_options()))
     return parsed, sorted(get_cache_invalidating_env_vars().items())
-
-
-def _from_cache_or_compiler(src: Any, target: Any, options: dict | None, **more: Any) -> Any:
-    found = _load(src, target, options, _key_file())
-    if found is not None:
-        return found
-    key, missing = key_in_folders(src, target, options), _missing.get()
-    if missing is not None:
-        missing[key] = src, target, options
-        raise _NotCompiledError
-    from flashtile.backends.common.first_calls import alone
-
-    with _announced(src.name), alone(key, target):
-        return load_or_compile_alone(src, target, options, **more)
 
 
 def load_or_compile_alone(src: Any, target: Any, options: dict | None, **more: Any) -> Any:

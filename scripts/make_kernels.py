@@ -3,11 +3,13 @@
 The wheel is named after the architecture, such as flashtile-kernels-sm90, and made for the installed Triton.
 It has no code. Where it is installed, flashtile finds the kernels before it compiles. OPTIONS go to
 ``flashtile compile`` and say for which calls kernels are compiled; by default ``--preset everything``.
+The kernels stay in FOLDER/.kernels_sm90, so an interrupted call is continued by the next.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,7 +19,7 @@ import triton
 from make_dist import ROOT, build
 
 from flashtile import __version__
-from flashtile.backends.common.compiled_folder import PACKAGE
+from flashtile.backends.common.compiled_folder import INDEX, PACKAGE, CompiledFolder
 
 MAX_BYTES = 60 * 10**6
 """Largest size of a wheel."""
@@ -48,13 +50,19 @@ def make(folder: Path, arch: str, options: list[str]) -> Path:
         arch: architecture, such as "sm_90".
         options: what ``flashtile compile`` compiles, as its arguments.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     name = arch.replace("_", "")
+    kept = folder / f".kernels_{name}"
+    kept.mkdir(mode=0o755, parents=True, exist_ok=True)
+    compile_ = (sys.executable, "-m", "flashtile", "compile", kept, "--arch", arch, *options)
+    subprocess.run([str(word) for word in compile_], check=True, cwd=ROOT, stdout=sys.stderr)
     triton_version = triton.__version__.partition("+")[0]
     with tempfile.TemporaryDirectory() as place:
         kernels = Path(place, PACKAGE, name)
-        compile_ = (sys.executable, "-m", "flashtile", "compile", kernels, "--arch", arch, *options)
-        subprocess.run([str(word) for word in compile_], check=True, cwd=ROOT, stdout=sys.stderr)
+        kernels.mkdir(parents=True)
+        shutil.copy(kept / INDEX, kernels)
+        for key in CompiledFolder.read(kept).files:  # it may have others, of earlier versions
+            for path in kept.glob(f"{key}.*"):
+                shutil.copy(path, kernels)
         project = PROJECT.format(
             arch=name, version=f"{__version__}+triton{triton_version}", flashtile=__version__,
             triton=triton_version, package=PACKAGE,

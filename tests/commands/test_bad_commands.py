@@ -26,7 +26,7 @@ BAD = [
     (("info", "--nonsense"), "--nonsense"),
     # compile, record
     (("compile", "{tmp}/kernels"), "--calls, --model, --preset"),
-    (("compile", "{tmp}/kernels", "--preset", "all"), "must be one of training, everything, got 'all'"),
+    (("compile", "{tmp}/kernels", "--preset", "all"), "one of training, serving, everything, got 'all'"),
     (("compile", "{tmp}/kernels", "--preset", "training", "--arch", "sm_10"), "got 'sm_10'"),
     (("compile", "{tmp}/kernels", "--preset", "training", "--purpose", "fun"), "got 'fun'"),
     (("compile", "{tmp}/kernels", "--calls", "{tmp}/list.json"), "must be a file of recorded calls"),

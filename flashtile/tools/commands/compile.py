@@ -17,7 +17,7 @@ from flashtile.tools.commands.options import bad_models, console, progress_bar
 ARCHITECTURES = {"sm_80": "a100", "sm_86": "rtx3090", "sm_89": "l40s", "sm_90": "h200", "sm_100": "b200"}
 """The card for which kernels are compiled if only an architecture is given."""
 PURPOSES = ("training", "serving", "both")
-PRESETS = ("training", "everything")
+PRESETS = ("training", "serving", "everything")
 
 
 def compile(
@@ -38,8 +38,8 @@ def compile(
     preset: Annotated[
         list[str] | None,
         typer.Option(
-            help="training: plain attention, head sizes 64 to 256. everything: also masks, biases, dropout, "
-            "decoding."
+            help="Head sizes 64 to 256. training: plain attention. serving: KV caches. everything: both, and "
+            "masks, biases, dropout."
         ),
     ] = None,
     workers: Annotated[
@@ -106,6 +106,8 @@ def _calls(files: list[Path], models: list[Path], purpose: str, presets: list[st
     for name in presets:
         if name not in PRESETS:
             _refuse("--preset", name, PRESETS)
-        found += training_calls(DOCUMENTED, features=name == "everything")
-        found += decoding_calls(DOCUMENTED) if name == "everything" else ()
+        if name != "serving":
+            found += training_calls(DOCUMENTED, features=name == "everything")
+        if name != "training":
+            found += decoding_calls(DOCUMENTED)
     return list(dict.fromkeys(found))

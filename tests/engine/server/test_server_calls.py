@@ -504,6 +504,11 @@ def test_the_page_needs_nothing_from_elsewhere(server):
         assert path.removeprefix("/") in page
 
 
+def test_the_page_shows_a_model_without_a_tokenizer(model):
+    with running(model, skip_tokenizer_init=True) as server:
+        assert server.ask("/live")[1]["chat_template"] is False
+
+
 def test_what_the_page_shows(server):
     server.complete(prompt="abcdefgh", max_tokens=1)
     seen = server.ask("/live")[1]

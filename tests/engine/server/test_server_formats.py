@@ -83,6 +83,7 @@ MALFORMED = [
     (HERMES, '<tool_call>{"arguments": {}}</tool_call>'),
     (HERMES, '<tool_call>{"arguments": {"a": 1'),
     (HERMES, '<tool_call>{"name": "f"}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "f", "input": {"a": 1}}</tool_call>'),
     (HERMES, '<tool_call>{"name": "f\\x", "arguments": {}}</tool_call>'),
     (LLAMA, '<|python_tag|>brave_search.call(query="x")'),
     (LLAMA, ' {"name": "f", "parameters": 3}'),

@@ -305,8 +305,8 @@ def attend_descaled(
     ATTEND.check_values((q, k, v), tensors, stored)
     offsets = extras.cu_seqlens_q, extras.cu_seqlens_k, extras.cu_seqlens_k
     given = zip((q, k, v), descales, offsets, strict=True)
-    scaled = (descaled(x.float(), descale, offset).to(torch.bfloat16) for x, descale, offset in given)
-    return operators.forward(*scaled, extras, options)
+    q, k, v = (descaled(x.float(), descale, offset).to(torch.bfloat16) for x, descale, offset in given)
+    return operators.forward(q, k, v, extras, options)
 
 
 def shared_method(

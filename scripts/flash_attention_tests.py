@@ -54,7 +54,7 @@ RUN_TIME = frozenset(
 """Parameters of the files that choose no kernel, or only by the length of the sequences."""
 _ONE_KEY = "the sequences have one key, for which the file allows no rounding error in {}"
 KNOWN = {
-    r"hopper/.*_output\[\d+-1-.*dq_pt": _ONE_KEY.format("dq"),
+    r"hopper/.*_output\[\d+-1-.*d[qv]_pt": _ONE_KEY.format("dq or dv"),
     r"_varlen_output\[.*0\.17-1-147-.*dropout_fraction": (
         "the share dropped of 3,000 scores is off by more than the file's 0.01 for one seed in nine"
     ),

@@ -34,7 +34,8 @@ from flashtile.kv_cache.paged import move_blocks
 
 MAX_CHANGES = 2**18
 """Largest number of changed block table entries that are sent with a step's other inputs."""
-NOT_FINITE = "the model's logits are NaN or infinite, or no token is left to choose"
+NOT_FINITE = "the model's logits are NaN or infinite"
+NO_TOKEN = "no token is left to choose: the request's parameters exclude every token"
 
 
 @dataclass
@@ -54,11 +55,12 @@ class InFlight:
         schedule: the launched schedule.
         samples: the sequences that get a token, in the order of ``tokens``.
         tokens: the chosen tokens.
-        best: the logits of the chosen tokens. NaN or infinity in a row of logits is always chosen, so the
-            chosen logit tells whether the whole row is finite.
+        best: the logits of the chosen tokens. NaN or plus infinity in a row of logits is always chosen, and
+            minus infinity only if every token is excluded. So the chosen logit tells whether the draw is
+            valid.
         scores: log-probabilities by index of the sample, if requested.
         failed: error messages by index of the sample, for samples whose logits processor raised or whose
-            logits are not finite.
+            chosen logit is not finite.
         prompt_scores: (sequence, first position, log-probabilities) of prompts, if requested.
         drafted: sequences and the draft model's guesses for them.
         event: a CUDA event recorded after the copies to the host; None on a CPU.
@@ -79,7 +81,7 @@ class InFlight:
         if self.event is not None:
             self.event.synchronize()
         for i in (~self.best.isfinite()).nonzero().flatten().tolist():
-            self.failed.setdefault(i, NOT_FINITE)
+            self.failed.setdefault(i, NO_TOKEN if self.best[i] == -torch.inf else NOT_FINITE)
         if self.drafted is not None:
             sequences, guesses = self.drafted
             for sequence, found in zip(sequences, guesses.tolist(), strict=False):

@@ -176,6 +176,15 @@ class Engine:
             self._beams[request] = BeamSearch(request, params)
         return request
 
+    def compile_structure(self, structure: dict[str, Any]) -> None:
+        """Start to compile ``structured_outputs`` of later requests, in all processes of the engine.
+
+        Raises:
+            ValueError: the structure is too large, or there is no tokenizer.
+        """
+        self.structures.compile(structure)
+        self.on_change("compile_structure", (structure,), {})
+
     def tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """Validate a prompt and return its (text, tokens). The text is None if the prompt has only tokens."""
         text: Any = None

@@ -327,6 +327,44 @@ def test_a_slow_structure_ends_its_own_request_alone(llm, monkeypatch):
     assert structures.matcher({"regex": "slow"}, None) == ("slow", True)
 
 
+def test_other_processes_compile_a_structure_at_the_same_time(folder, monkeypatch):
+    """They begin before the first process has it, and long before a step needs it."""
+    first, other = load(folder), load(folder)
+    begun, order = threading.Event(), []
+    compile_first, compile_other = first.engine.structures._compile, other.engine.structures._compile
+
+    def wait(*structure):
+        assert begun.wait(20)
+        return compile_first(*structure)
+
+    def begin(*structure):
+        begun.set()
+        return compile_other(*structure)
+
+    def repeat(name, arguments, options):
+        order.append(name)
+        getattr(other.engine, name)(*arguments, **options)
+
+    monkeypatch.setattr(first.engine.structures, "_compile", wait)
+    monkeypatch.setattr(other.engine.structures, "_compile", begin)
+    first.engine.on_change = repeat
+
+    async def ask():
+        server, texts = AsyncLLM(first.engine), []
+        try:
+            for request_id in "ab":  # the second request finds the structure compiled
+                outputs = server.generate("one", params({"regex": "[ab]{3}"}), request_id)
+                texts.append([output async for output in outputs][-1].outputs[0].text)
+        finally:
+            await server.shutdown()
+        return texts
+
+    assert all(re.fullmatch("[ab]{3}", text) for text in asyncio.run(asyncio.wait_for(ask(), 60)))
+    assert order[:2] == ["compile_structure", "add_request"]
+    assert order.count("compile_structure") == 1
+    assert not other.engine.requests
+
+
 def test_a_long_chain_of_references_is_compiled(llm):
     """It would overflow a stack of usual size."""
     count = 1200

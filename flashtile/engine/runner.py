@@ -90,8 +90,7 @@ class InFlight:
 
     def scores_of(self, i: int) -> TokenScores | None:
         """Return the log-probabilities of sample i, or None if none were requested."""
-        found = self.scores.get(i)
-        return None if found is None else _token_scores(found)[0]
+        return _token_scores(self.scores[i])[0] if i in self.scores else None
 
     def scores_of_prompts(self) -> list[tuple[Sequence, int, list[TokenScores]]]:
         """Return (sequence, position of the first token, scores) for each scored chunk of a prompt."""
@@ -351,7 +350,10 @@ class Runner:
             slots += [-1] * (form.tokens - len(slots))
         offsets += [len(tokens)] * spare if form.has_slots else []
         tokens += [0] * (form.tokens - len(tokens))
-        sample_rows = [table.row(s.block_sequence) for s in samples]  # type: ignore[arg-type]
+        sample_rows = [  # forks have other rows than the sequence that computed the prompt
+            entry.row if s is entry.sequence else table.row(s.block_sequence)  # type: ignore[arg-type]
+            for entry in entries for s in entry.samples
+        ]  # fmt: skip
         changed, values = table.take_changes()
         if len(changed) > MAX_CHANGES:  # for example when many sequences share a long prefix
             self._update_table(changed.to(self.device), values.to(self.device))

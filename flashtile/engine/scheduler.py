@@ -138,9 +138,9 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan the next step and reserve its memory. The plan is empty if nothing can be computed now."""
         step, budget = SchedulerOutput(), self.max_num_batched_tokens
-        singles = sum(sequence.wanted == 1 for sequence in self.running)
-        for sequence in list(self.running):
-            wanted = sequence.wanted
+        running = [(sequence, sequence.wanted) for sequence in self.running]
+        singles = sum(wanted == 1 for _, wanted in running)
+        for sequence, wanted in running:
             if wanted == 0 or sequence.state is not State.RUNNING:
                 continue
             singles -= wanted == 1
@@ -386,11 +386,11 @@ class Scheduler:
         start = sequence.num_computed
         assert sequence.block_sequence is not None
         complete = start + count == sequence.num_tokens + len(sequence.guesses)
-        row = self.manager.table.row(sequence.block_sequence)
+        row = self.manager.table.rows[sequence.block_sequence]
         samples: tuple[Sequence, ...] = ()
         sequence.num_computed += count
         if complete:
-            samples = (sequence, *self._fork(sequence))
+            samples = (sequence,) if sequence.forked else (sequence, *self._fork(sequence))
             for one in samples:
                 one.pending += 1
             samples += (sequence,) * len(sequence.guesses)
@@ -399,12 +399,9 @@ class Scheduler:
     def _fork(self, sequence: Sequence) -> list[Sequence]:
         """Fork a request's other answers from the sequence that computed the prompt, and return the forks.
 
-        Returns an empty list if they are forked already. Beams are forked by :meth:`replace`.
+        Returns an empty list for beams, which are forked by :meth:`replace`.
         """
-        request = sequence.request
-        if sequence.forked:
-            return []
-        sequence.forked = True
+        request, sequence.forked = sequence.request, True
         if request.is_beam_search:
             return []
         self._reserved_seats -= request.width - 1

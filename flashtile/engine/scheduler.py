@@ -148,7 +148,7 @@ class Scheduler:
             count = min(wanted, budget if wanted == 1 else max(0, budget - singles))
             if sequence.guesses:  # verify all draft tokens or none, without preempting another sequence
                 fits = sequence.num_computed + count <= self.manager.max_seqlen
-                if count == wanted and fits and self._make_room_without_preempting(sequence, count, step):
+                if count == wanted and fits and self._make_room(sequence, count, step, preempt=False):
                     self._enter(sequence, count, step)
                     budget -= count
                     continue
@@ -209,14 +209,15 @@ class Scheduler:
         """
         return self.manager.reset_prefix_cache()
 
-    def _make_room(self, sequence: Sequence, count: int, step: SchedulerOutput) -> bool:
+    def _make_room(self, sequence: Sequence, count: int, step: SchedulerOutput, preempt: bool = True) -> bool:
+        """Reserve blocks for new tokens, and preempt other sequences for them if ``preempt``."""
         assert sequence.block_sequence is not None
         while True:
             try:
                 step.move(COPY, self.manager.reserve(sequence.block_sequence, count))
                 return True
             except OutOfBlocksError:
-                victim = self._victim(sequence)
+                victim = self._victim(sequence) if preempt else None
                 if victim is None:
                     return False
                 self._preempt(victim, sequence, step)
@@ -276,7 +277,7 @@ class Scheduler:
                 if not self._swap_in(sequence, step):
                     return
                 count = min(sequence.wanted, budget)
-                if not count or not self._make_room_without_preempting(sequence, count, step):
+                if not count or not self._make_room(sequence, count, step, preempt=False):
                     continue
             else:
                 if self._seats_taken() + self._seats(sequence) > self.max_num_seqs:
@@ -343,14 +344,6 @@ class Scheduler:
             self.prefix_queries += request.num_prompt * self.prefix_caching
             self.prefix_hits += found
         return count
-
-    def _make_room_without_preempting(self, sequence: Sequence, count: int, step: SchedulerOutput) -> bool:
-        assert sequence.block_sequence is not None
-        try:
-            step.move(COPY, self.manager.reserve(sequence.block_sequence, count))
-        except OutOfBlocksError:
-            return False
-        return True
 
     def _swap_in(self, sequence: Sequence, step: SchedulerOutput) -> bool:
         group = [one for one in sequence.request.sequences if one.state is State.SWAPPED and not one.pending]

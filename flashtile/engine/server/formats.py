@@ -342,24 +342,17 @@ REASONING_PARSERS = {"deepseek_r1": think, "qwen3": think, "openai_gptoss": harm
 """Parsers of reasoning by vLLM's names."""
 
 
-def _guess_tool_parser(template: str) -> str | None:
-    if "<function=" in template or "<arg_key>" in template:  # formats that are not JSON
-        return None
-    if "<|channel|>" in template:
-        return "openai"
-    if "<tool_call>" in template:
-        return "hermes"
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<|python_tag|>" in template or '"parameters": dictionary' in template:
-        return "llama3_json"
-    return None
+TOOL_MARKERS: dict[str, str | None] = {
+    "<function=": None, "<arg_key>": None,  # formats that are not JSON
+    "<|channel|>": "openai", "<tool_call>": "hermes", "[TOOL_CALLS]": "mistral",
+    "<|python_tag|>": "llama3_json", '"parameters": dictionary': "llama3_json",
+}  # fmt: skip
+REASONING_MARKERS = {"<|channel|>": "openai_gptoss", "<think>": "qwen3", "</think>": "qwen3"}
+"""Parsers by texts in chat templates. The first text that a template contains decides."""
 
 
-def _guess_reasoning_parser(template: str) -> str | None:
-    if "<|channel|>" in template:
-        return "openai_gptoss"
-    return "qwen3" if "<think>" in template or "</think>" in template else None
+def _guess(template: str, markers: Mapping[str, str | None]) -> str | None:
+    return next((parser for marker, parser in markers.items() if marker in template), None)
 
 
 @dataclass(frozen=True)
@@ -377,8 +370,8 @@ class Formats:
     def of_model(self, templates: Mapping[str, str]) -> Formats:
         """Replace "auto" by the formats that the model's chat templates show, and "none" by None."""
         text = "".join(templates.values())
-        tools = _guess_tool_parser(text) if self.tools == "auto" else self.tools
-        reasoning = _guess_reasoning_parser(text) if self.reasoning == "auto" else self.reasoning
+        tools = _guess(text, TOOL_MARKERS) if self.tools == "auto" else self.tools
+        reasoning = _guess(text, REASONING_MARKERS) if self.reasoning == "auto" else self.reasoning
         return Formats(None if tools == "none" else tools, None if reasoning == "none" else reasoning)
 
     @property

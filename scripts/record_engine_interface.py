@@ -44,8 +44,23 @@ ENGINES: dict[str, dict[str, Names]] = {
             "AttentionMetadataBuilder": (),
             "AttentionImplBase": (),
             "AttentionImpl": (),
+            "MLAAttentionImpl": (),
         },
         "v1/attention/backends/registry.py": {"AttentionBackendEnum": ("CUSTOM",), "register_backend": ()},
+        "model_executor/layers/attention/mla_attention.py": {
+            "QueryLenSupport": (),
+            "MLACommonBackend": ("get_supported_head_sizes", "is_mla"),
+            "MLACommonPrefillMetadata": ("query_start_loc", "max_query_len", "chunked_context"),
+            "MLACommonDecodeMetadata": ("block_table", "seq_lens"),
+            "MLACommonMetadata": ("num_decodes", "decode"),
+            "MLACommonMetadataBuilder": ("query_len_support",),
+            "MLACommonImpl": ("__init__", "forward_mqa"),
+        },
+        "v1/attention/backends/mla/prefill/base.py": {"MLAPrefillBackend": ()},
+        "v1/attention/backends/mla/prefill/registry.py": {
+            "MLAPrefillBackendEnum": ("CUSTOM",),
+            "register_mla_prefill_backend": (),
+        },
     },
     "sglang": {
         "srt/layers/attention/base_attn_backend.py": {"AttentionBackend": ()},

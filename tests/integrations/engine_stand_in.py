@@ -30,6 +30,8 @@ def source_of(interface: dict[str, Any], bodies: dict[str, str]) -> str:
     """
     lines = []
     for name, entry in interface.items():
+        if isinstance(entry, list):  # calls, which are read by tests
+            continue
         if isinstance(entry, str):
             is_function = entry.startswith("def ")
             lines += [f"{entry}:", f" {bodies[name]}"] if is_function else [entry]

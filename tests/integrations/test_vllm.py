@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 from types import SimpleNamespace
@@ -451,9 +452,32 @@ def test_methods_have_the_parameters_that_vllm_passes(backend, ours, theirs):
             assert expected is inspect.Parameter.empty or default == expected, (name, parameter)
 
 
+CALLS = {
+    "impl.do_kv_cache_update": "backend.Impl", "impl.forward": "backend.Impl", "impl.forward_mqa": "mla.Impl",
+    "prefill_backend.run_prefill_new_tokens": "mla.Prefill",
+    "prefill_backend.run_prefill_context_chunk": "mla.Prefill",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("release", RECORD)
+def test_the_layers_pass_what_the_methods_take(release, name):
+    """Each recorded call binds, and a positional argument with a parameter's name is that parameter."""
+    (module, cls), method = CALLS[name].split("."), name.split(".")[1]
+    with vllm_stand_in.plugin(modules_of(release)):
+        function = getattr(getattr(importlib.import_module(f"{PLUGIN}.{module}"), cls), method)
+        for text in RECORD[release][name]:
+            call = ast.parse(text, mode="eval").body
+            given = [ast.unparse(argument) for argument in call.args]
+            inspect.signature(function).bind(None, *given, **{word.arg: None for word in call.keywords})
+            names = [parameter for parameter, _ in parameters(function)]
+            for place, argument in enumerate(given):
+                assert argument not in names or names[place] == argument, text
+
+
 def test_names_that_no_release_has():
     """What the classes define is in vLLM's interface, so a method that vLLM renames is noticed."""
-    known = {"do_kv_cache_update"}  # called by the layer, but in no class of the interface
+    known = {name.split(".")[1] for name in CALLS}  # some are in no class of the interface
     for interface in RECORD.values():
         for entry in interface.values():
             if isinstance(entry, dict):

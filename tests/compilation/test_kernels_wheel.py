@@ -23,13 +23,13 @@ if INTERPRETING:
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
 from test_compilation import A100, APPEND, compiled_here
-from test_step_calls import kernels
 
 from flashtile.backends.common import compiled_folder
 from flashtile.backends.common.compiled_folder import INDEX, PACKAGE, VARIABLE, in_use
 from flashtile.compilation.calls import calls_of, write_calls
 from flashtile.op.operation import remembering
 from flashtile.tools.workload_calls import DOCUMENTED, Heads, decoding_calls, training_calls
+from needed_kernels import kernels
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "make_kernels.py"

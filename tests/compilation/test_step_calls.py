@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import pickle
-import random
 import signal
 import subprocess
 import sys
@@ -28,14 +27,12 @@ if INTERPRETING:
 
 from test_compilation import APPEND
 
-from flashtile.backends.common.device import Target
 from flashtile.compilation.ahead import compile_in_process
-from flashtile.compilation.compiling import Compiled, _wanted
+from flashtile.compilation.compiling import Compiled
 from flashtile.engine.llm import _steps_of
-from flashtile.engine.sampling_params import BeamSearchParams
 from flashtile.engine.step_calls import calls_of_all
+from needed_kernels import H200, kernels, traffic
 
-H200 = Target("H200", (9, 0), 132)
 SMALL = {"model_type": "llama", "vocab_size": 99, "num_hidden_layers": 2, "max_position_embeddings": 64}
 MODELS = {
     "soak": (
@@ -48,29 +45,6 @@ MODELS = {
     ),
 }  # fmt: skip
 """(config, options of the engine) of small models."""
-
-
-def traffic(llm: flashtile.LLM, count: int) -> None:
-    """Ask for answers to many random prompts at once, as the server's soak test does: some are searched."""
-    draw = random.Random(1)
-    prompts, params = [], []
-    for _ in range(count):
-        first, length = draw.randrange(40), draw.randrange(1, 20)
-        prompts.append({"prompt_token_ids": [(first + i) % 99 for i in range(length)]})
-        tokens = draw.randrange(1, 40)
-        if draw.random() < 0.1:
-            params.append(BeamSearchParams(beam_width=2, max_tokens=tokens))
-        else:
-            n = draw.choice((1, 1, 1, 2, 4))
-            params.append(flashtile.SamplingParams(n=n, temperature=0.5, seed=1, max_tokens=tokens))
-    llm._run(prompts, params, [draw.randrange(3) for _ in prompts])
-
-
-def kernels(calls: list) -> set[str]:
-    """The keys of the kernels of calls on an H200."""
-    found, failures = _wanted(calls, [H200])
-    assert failures == []
-    return set(found)
 
 
 @pytest.mark.parametrize("name", MODELS)

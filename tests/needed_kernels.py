@@ -1,0 +1,47 @@
+"""Which kernels calls need, found without compiling any, and traffic for an engine in this process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import flashtile
+from flashtile.backends.common.device import Target
+from flashtile.backends.common.handed_kernels import unpickled
+from flashtile.backends.common.kernel_cache import only_naming
+from flashtile.backends.compat import compiling_driver
+from flashtile.compilation.compiling import _wanted
+from flashtile.engine.sampling_params import BeamSearchParams
+
+H200 = Target("H200", (9, 0), 132)
+
+
+def traffic(llm: flashtile.LLM, count: int, kinds: tuple = ({},)) -> None:
+    """Ask for answers to many random prompts at once, as the server's soak test does: some are searched."""
+    draw = random.Random(1)
+    prompts, params = [], []
+    for _ in range(count):
+        first, length = draw.randrange(40), draw.randrange(1, 20)
+        prompts.append({"prompt_token_ids": [(first + i) % 99 for i in range(length)]})
+        tokens = draw.randrange(1, 40)
+        if draw.random() < 0.1:
+            params.append(BeamSearchParams(beam_width=2, max_tokens=tokens))
+        else:
+            n = draw.choice((1, 1, 1, 2, 4))
+            given = {"n": n, "temperature": 0.5, "seed": 1, "max_tokens": tokens, **draw.choice(kinds)}
+            params.append(flashtile.SamplingParams(**given))
+    llm._run(prompts, params, [draw.randrange(3) for _ in prompts])
+
+
+def kernels(calls: list) -> set[tuple[str, str]]:
+    """The kernels of calls on an H200: name, key in folders of compiled kernels."""
+    found, failures = _wanted(calls, [H200])
+    assert failures == []
+    return {(unpickled(source)[0].name, key) for key, (_, _, source) in found.items()}
+
+
+def kernel_of(launch: Callable) -> set[tuple[str, str]]:
+    """The kernel that ``launch`` compiles, as in :func:`kernels`. It is not compiled."""
+    with compiling_driver(H200.capability, only_named=True), only_naming() as found:
+        launch()
+    return {(source.name, key) for key, (source, _, _) in found.items()}

@@ -508,7 +508,8 @@ def main(options: argparse.Namespace, suite: Callable[[], Suite]) -> int:
     groups, results = _begun(options, tests)
 
     def found(result: dict, **more: Any) -> None:
-        known = (text for regex, text in tests.known.items() if re.search(regex, _searched(result)))
+        searched = f"{result['case']} {result['reason']}"
+        known = (text for regex, text in tests.known.items() if re.search(regex, searched))
         if result["outcome"] == "failed":
             result["reason"] = next(known, result["reason"])
         results[result["case"]] = result | more
@@ -525,10 +526,6 @@ def main(options: argparse.Namespace, suite: Callable[[], Suite]) -> int:
         print(f"out of time: {left} cases are left")
         return UNFINISHED
     return int(any(result["outcome"] == "failed" for result in results.values()))
-
-
-def _searched(result: dict) -> str:
-    return f"{result['case']} {result['reason']}"
 
 
 def _begun(options: argparse.Namespace, tests: Suite) -> tuple[list[list[str]], dict[str, dict]]:

@@ -46,8 +46,6 @@ CAPTURED = {
 }
 
 
-
-
 class Recorder:
     """A kernel that writes zeros to its result, and whose launches are noted: ``used`` identifies them."""
 
@@ -67,6 +65,7 @@ def as_on_a_gpu(llm: LLM, patch: pytest.MonkeyPatch) -> set:
 
     Returns the set to which the launches of kernels that belong to no operation are added.
     """
+
     def choose(logits, choice, positions):
         filtered = choice.any_top_k or choice.any_top_p or choice.any_min_p
         drawn = sampling.sample(logits, *choice[:5], positions, filtered)

@@ -453,7 +453,8 @@ def test_methods_have_the_parameters_that_vllm_passes(backend, ours, theirs):
 
 
 CALLS = {
-    "impl.do_kv_cache_update": "backend.Impl", "impl.forward": "backend.Impl", "impl.forward_mqa": "mla.Impl",
+    "impl.do_kv_cache_update": "backend.Impl", "impl.forward": "backend.Impl",
+    "impl.forward_mqa": "mla.LatentImpl",
     "prefill_backend.run_prefill_new_tokens": "mla.Prefill",
     "prefill_backend.run_prefill_context_chunk": "mla.Prefill",
 }  # fmt: skip
@@ -486,7 +487,7 @@ def test_names_that_no_release_has():
     with vllm_stand_in.plugin(modules_of(list(RECORD)[-1])) as module:
         latent = importlib.import_module(f"{PLUGIN}.mla")
         classes = module.Common, module.Backend, module.Builder, module.Impl
-        for cls in (*classes, latent.Backend, latent.Builder, latent.Impl, latent.Prefill):
+        for cls in (*classes, latent.LatentBackend, latent.LatentBuilder, latent.LatentImpl, latent.Prefill):
             public = {name for name in vars(cls) if name[0] != "_"}
             assert public - known == set(), cls
 
@@ -542,7 +543,7 @@ def latent(backend):
 
 def latent_impl(latent):
     """Return a layer. Only vLLM's own classes have prompts, so that method is filled in on a record."""
-    cls = latent.Impl
+    cls = latent.LatentImpl
     if inspect.isabstract(cls):
         cls = type("Whole", (cls,), dict.fromkeys(cls.__abstractmethods__))
     named = {
@@ -608,8 +609,8 @@ def test_ranks_of_decode_context_parallelism_merge_by_lse(latent):
     assert not outs[1, 1].any()
     merged = (outs * lses.softmax(0)[..., None]).sum(0)
     torch.testing.assert_close(merged, latent_exact(q, whole, cache)[0])
-    assert latent.Impl.supports_dcp
-    assert latent.Impl.can_return_lse_for_decode
+    assert latent.LatentImpl.supports_dcp
+    assert latent.LatentImpl.can_return_lse_for_decode
 
 
 def prefill_of(latent):
@@ -675,21 +676,22 @@ def test_a_quantised_result_of_prompts_is_refused(latent):
 
 
 def test_what_the_selectors_are_told_of_latent_attention(latent):
-    assert latent.Backend.get_name() == latent.Prefill.get_name() == "CUSTOM"
-    assert "fp8" not in latent.Backend.supported_kv_cache_dtypes
+    assert latent.LatentBackend.get_name() == latent.Prefill.get_name() == "CUSTOM"
+    assert "fp8" not in latent.LatentBackend.supported_kv_cache_dtypes
     given = [latent.Prefill.supports_compute_capability(c) for c in (None, (7, 5), (8, 0), (9, 0))]
     assert given == [False, False, True, True]
-    orders = [latent.Backend.get_kv_cache_stride_order(layers) for layers in (False, True)]
+    orders = [latent.LatentBackend.get_kv_cache_stride_order(layers) for layers in (False, True)]
     assert orders == [(0, 1, 2), (1, 0, 2, 3)]
-    assert latent.Builder._cudagraph_support.name == "UNIFORM_BATCH"
-    assert latent.Builder.query_len_support.name == "UNIFORM"
-    assert (latent.Backend.get_impl_cls(), latent.Backend.get_builder_cls()) == (latent.Impl, latent.Builder)
+    assert latent.LatentBuilder._cudagraph_support.name == "UNIFORM_BATCH"
+    assert latent.LatentBuilder.query_len_support.name == "UNIFORM"
+    assert latent.LatentBackend.get_impl_cls() is latent.LatentImpl
+    assert latent.LatentBackend.get_builder_cls() is latent.LatentBuilder
 
 
 def test_latent_methods_have_the_parameters_that_vllm_passes(latent):
     """The layer passes those of prompts by name."""
     names = [name for name, _ in parameters(latent.MLACommonImpl.forward_mqa)]
-    assert [name for name, _ in parameters(latent.Impl.forward_mqa)] == names
+    assert [name for name, _ in parameters(latent.LatentImpl.forward_mqa)] == names
     for name in ("run_prefill_new_tokens", "run_prefill_context_chunk"):
         given = parameters(getattr(latent.MLAPrefillBackend, name))
         assert {n for n, _ in given} <= {n for n, _ in parameters(getattr(latent.Prefill, name))}

@@ -55,9 +55,9 @@ def __getattr__(name: str) -> Any:
 
     config = get_current_vllm_config_or_none()
     if config is not None and config.model_config is not None and config.model_config.use_mla:
-        from flashtile.integrations.vllm.mla import Backend as Latent
+        from flashtile.integrations.vllm.mla import LatentBackend
 
-        return Latent
+        return LatentBackend
     from flashtile.integrations.vllm.backend import Backend
 
     return Backend

@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, Liu et al. 2024): backend ``CUSTOM`` of vLLM's two registries.
 
 vLLM's own classes project queries and keys, write the cache, and cut long contexts of prompts into chunks.
-:class:`Impl` computes decoding steps over the cache of latent vectors; :class:`Prefill` computes prompts.
-This module needs vLLM.
+:class:`LatentImpl` computes decoding steps over the cache of latent vectors; :class:`Prefill` computes
+prompts. This module needs vLLM.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from flashtile.operators import decode as operators
 from flashtile.problems.decode import CacheTensors, DecodeOptions
 
 
-class Backend(Common, MLACommonBackend):
+class LatentBackend(Common, MLACommonBackend):
     """The class that vLLM selects for models with latent attention."""
 
     supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16"]
 
     @staticmethod
-    def get_impl_cls() -> type[Impl]:
-        return Impl
+    def get_impl_cls() -> type[LatentImpl]:
+        return LatentImpl
 
     @staticmethod
-    def get_builder_cls() -> type[Builder]:
-        return Builder
+    def get_builder_cls() -> type[LatentBuilder]:
+        return LatentBuilder
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
         return (1, 0, 2, 3) if include_num_layers_dimension else (0, 1, 2)
 
 
-class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
+class LatentBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     """vLLM's builder. Sequences with equally many queries, as in speculative decoding, are decoding steps."""
 
     _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar = QueryLenSupport.UNIFORM
 
 
-class Impl(MLACommonImpl[MLACommonMetadata]):
+class LatentImpl(MLACommonImpl[MLACommonMetadata]):
     """Attention of one layer. Decode context parallelism is vLLM's own: it merges results by their lse."""
 
     can_return_lse_for_decode = True

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from inspect import signature
 from pathlib import Path
@@ -132,9 +132,13 @@ def serve(
         raise _missing(error) from None
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     keys = api_key or ([os.environ[KEY]] if os.environ.get(KEY) else [])
+
+    def given(names: Iterable[str]) -> dict[str, Any]:
+        """Return the options with these names. Most options are arguments of Limits or LLM."""
+        return {name: context.params[name] for name in names if name in context.params}
+
     with bad_parameters():
-        # Most options are arguments of Limits or LLM with the same name.
-        options: dict[str, Any] = {field.name: context.params.get(field.name) for field in fields(Limits)}
+        options = given(field.name for field in fields(Limits))
         options |= {"api_keys": tuple(keys), "cors_origins": tuple(cors_origin or ())}
         limits = Limits(**options | {"tls": tls_context(ssl_certfile, ssl_keyfile, ssl_ca_certs)})
         if not 0 <= shutdown_timeout < float("inf"):
@@ -167,8 +171,8 @@ def serve(
             signal.signal(number, signal.SIG_IGN)
     end_with_stdin()
     with bad_models():
-        options = {name: context.params[name] for name in signature(LLM).parameters if name in context.params}
-        llm = LLM(**options | {"model": model, "tokenizer": tokenizer, "speculative_config": speculation})
+        options = given(signature(LLM).parameters) | {"model": model, "tokenizer": tokenizer}
+        llm = LLM(**options | {"speculative_config": speculation})
     engine = llm.engine
     if engine.runner.ranks.rank:
         try:

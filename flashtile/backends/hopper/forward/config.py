@@ -90,7 +90,7 @@ class ForwardVariant(ModifierFlags):
     ALIBI: bool
     SINK: bool
     EVEN_N: bool
-    """All sequences end with a whole block of keys, or a window cuts their last block."""
+    """All sequences end with a whole block of keys. False with a window, where the last block is masked."""
     QUEUED: bool
     """Programs take work tiles from the work queue, not in a fixed order."""
     PAIRED: bool

@@ -124,8 +124,9 @@ def variant_of(
     dv_parts = PARTS_OF.get(block_dv, 1)
     o_wide, o_columns = accumulators(block_dv, problem.head_dim_v) if dv_parts > 1 else (block_dv, 0)
     alone = has_queue and blocks_stand_alone(problem, config.BLOCK_M, pack)
-    even = not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0
-    even |= left != UNLIMITED or right != UNLIMITED  # the same machine code, so lengths share a kernel
+    windowed = left != UNLIMITED or right != UNLIMITED
+    # A windowed kernel is the same for either answer, so it is always False: more lengths share a kernel.
+    even = not (windowed or problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0
     queued = has_queue and takes_from_queue(problem, config)
     paired = right != UNLIMITED and short and not alone
     flags = modifier_flags(problem, fixed=False)

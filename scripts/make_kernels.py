@@ -60,9 +60,9 @@ def make(folder: Path, arch: str, options: list[str]) -> Path:
         kernels = Path(place, PACKAGE, name)
         kernels.mkdir(parents=True)
         shutil.copy(kept / INDEX, kernels)
-        for key in CompiledFolder.read(kept).files:  # it may have others, of earlier versions
-            for path in kept.glob(f"{key}.*"):
-                shutil.copy(path, kernels)
+        for key, digests in CompiledFolder.read(kept).files.items():
+            for suffix in digests:  # the folder may also have files of earlier versions
+                shutil.copy(kept / f"{key}{suffix}", kernels)
         project = PROJECT.format(
             arch=name, version=f"{__version__}+triton{triton_version}", flashtile=__version__,
             triton=triton_version, package=PACKAGE,

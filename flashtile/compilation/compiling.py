@@ -9,6 +9,8 @@ import contextlib
 import os
 import pickle
 import queue
+import subprocess
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -210,37 +212,61 @@ def _results(
 
     count = min(workers or min(os.cpu_count() or 1, MAX_WORKERS), len(tasks))
     waiting, answers = deque(tasks.items()), queue.SimpleQueue[tuple]()
-    environment = {QUIET: "1"}  # the caller shows the progress
-    if folder is not None:
-        environment[NO_SOURCE_LINES] = "1"
-    for _ in range(count):
-        threading.Thread(target=_attend, args=(waiting, answers, folder, environment), daemon=True).start()
-    try:
-        for _ in tasks:
-            yield answers.get()
-    finally:
-        waiting.clear()
+    processes: list[subprocess.Popen] = []
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+        environment = {QUIET: "1", "TMPDIR": temporary}  # the caller shows the progress
+        if folder is not None:
+            environment[NO_SOURCE_LINES] = "1"
+        given = waiting, answers, processes, folder, environment
+        threads = [threading.Thread(target=_attend, args=given, daemon=True) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in tasks:
+                yield answers.get()
+        finally:  # if the caller is interrupted, kernels are being compiled and others wait
+            waiting.clear()
+            for process in processes:
+                process.kill()
+            for thread in threads:
+                thread.join()
 
 
 def _attend(
-    waiting: deque[tuple[str, bytes]], answers: queue.SimpleQueue, folder: Path | None, environment: dict
+    waiting: deque[tuple[str, bytes]],
+    answers: queue.SimpleQueue,
+    processes: list[subprocess.Popen],
+    folder: Path | None,
+    environment: dict[str, str],
 ) -> None:
-    """Let a process compile kernels until none waits. If it dies, a new one takes its place."""
+    """Let a process compile kernels until none waits. If it dies, a new one takes its place.
+
+    Each started process is added to ``processes``.
+    """
     from flashtile.backends.common.handed_kernels import opening, send, start_worker
 
-    with contextlib.ExitStack() as processes:
-        worker: Any = None
-        for key, source in _taken(waiting):
-            try:
-                if worker is None:
-                    worker = processes.enter_context(start_worker(environment))
-                    send(worker, opening())
-                send(worker, ("compile_into", key, source, folder and str(folder)))
-                answer = pickle.load(worker.stdout)
-            except (EOFError, OSError, pickle.UnpicklingError) as error:
-                code = worker and worker.wait()
-                answer, worker = f"its process has ended with code {code}: {error}", None
-            answers.put((key, answer))
+    worker: Any = None
+    for key, source in _taken(waiting):
+        try:
+            if worker is None:
+                worker = start_worker(environment)
+                processes.append(worker)
+                send(worker, opening())
+            send(worker, ("compile_into", key, source, folder and str(folder)))
+            answer = pickle.load(worker.stdout)
+        except Exception as error:  # the caller waits for an answer for each kernel
+            ended = worker and f"its process has ended with code {_end(worker)}"
+            answer, worker = f"{ended or 'no process was started'}: {error}", None
+        answers.put((key, answer))
+    if worker is not None:
+        _end(worker)
+
+
+def _end(worker: subprocess.Popen) -> int:
+    """End a process, and return its exit code, which is its own if it has ended before."""
+    with contextlib.suppress(OSError), worker:  # closing stdin fails if a dead process has not read all of it
+        worker.kill()
+    return worker.returncode
 
 
 def _taken(waiting: deque) -> Iterator[Any]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +28,7 @@ from flashtile.backends.common.compiled_folder import INDEX, VARIABLE, CompiledF
 from flashtile.backends.common.device import Target
 from flashtile.backends.compat import compiling_driver
 from flashtile.compilation.calls import Call, Signature, read_calls, record_calls
-from flashtile.compilation.compiling import Compiled, _wanted, compile_calls, launches, warmup
+from flashtile.compilation.compiling import Compiled, _end, _wanted, compile_calls, launches, warmup
 
 H200, A100 = Target("H200", (9, 0), 132), Target("A100", (8, 0), 108)
 DEFAULTS = (
@@ -206,14 +208,10 @@ def test_a_folder_is_whole_though_another_has_its_kernels(folder, tmp_path, monk
 
 
 @pytest.mark.compile
-def test_a_folder_is_completed(folder, tmp_path, monkeypatch):
+def test_a_folder_is_completed(folder, started, tmp_path):
     """Kernels that it has are kept, those that are damaged or missing are compiled."""
     copied = shutil.copytree(folder, tmp_path / "copied")
     names = sorted(path.name for path in copied.glob("*.xz"))
-    started, start = [], handed_kernels.start_worker
-    monkeypatch.setattr(
-        handed_kernels, "start_worker", lambda *given: started.append(given) or start(*given)
-    )
     whole = CompiledFolder.read(copied).files
     assert compile_calls([APPEND], [H200, A100], copied, workers=1) == Compiled(2, ())
     assert not started
@@ -223,14 +221,51 @@ def test_a_folder_is_completed(folder, tmp_path, monkeypatch):
     assert CompiledFolder.read(copied).files == whole
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda kernels, key: kernels.pop(key),
+        lambda kernels, key: kernels.update({key: None}),
+        lambda kernels, key: kernels[key].popitem(),
+        lambda kernels, key: kernels[key].update({".json": "0"}),
+    ],
+    ids=["no entry", "no digests", "one digest", "another digest"],
+)
+def test_a_kernel_is_not_whole_if_the_index_is_damaged(folder, tmp_path, damage):
+    copied = shutil.copytree(folder, tmp_path / "copied")
+    key, *_ = CompiledFolder.read(copied).files
+    assert CompiledFolder.read(copied).has_whole(key)
+    index = json.loads((copied / INDEX).read_text())
+    damage(index["kernels"], key)
+    (copied / INDEX).write_text(json.dumps(index))
+    assert not CompiledFolder.read(copied).has_whole(key)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The processes that compile."""
+    processes, start = [], handed_kernels.start_worker
+
+    def noted(*given):
+        processes.append(start(*given))
+        return processes[-1]
+
+    monkeypatch.setattr(handed_kernels, "start_worker", noted)
+    return processes
+
+
 @pytest.mark.compile
-def test_an_interrupted_folder_has_an_index(tmp_path):
+def test_an_interrupted_compilation_leaves_an_index_and_nothing_else(started, tmp_path, monkeypatch):
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     with pytest.raises(KeyboardInterrupt):
         compile_calls([APPEND], [H200, A100], tmp_path / "kernels", workers=1, progress=interrupt)
     assert CompiledFolder.read(tmp_path / "kernels").archs == {"sm_90": 1}
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def test_a_compiler_that_dies_is_told(tmp_path, monkeypatch):
@@ -239,6 +274,21 @@ def test_a_compiler_that_dies_is_told(tmp_path, monkeypatch):
     done = compile_calls([APPEND], [H200, A100], tmp_path / "kernels", workers=1)
     assert done.kernels == 0
     assert ["its process has ended with code 3" in failure.reason for failure in done.failures] == [True] * 2
+
+
+def test_a_compiler_that_cannot_be_started_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    done = compile_calls([APPEND], [H200, A100], tmp_path / "kernels", workers=1)
+    assert done.kernels == 0
+    assert ["no process was started: [Errno 2]" in failure.reason for failure in done.failures] == [True] * 2
+
+
+def test_a_process_that_has_not_read_its_tasks_is_ended():
+    """Data that it has not read cannot be written when its stdin is closed."""
+    dead = subprocess.Popen([sys.executable, "-c", "raise SystemExit(4)"], stdin=subprocess.PIPE)
+    dead.wait()
+    dead.stdin.write(b"a task")
+    assert _end(dead) == 4
 
 
 def test_a_kernel_with_another_key_is_refused(tmp_path):

@@ -28,6 +28,8 @@ from flashtile.backends.common import compiled_folder
 from flashtile.backends.common.compiled_folder import INDEX, PACKAGE, VARIABLE, in_use
 from flashtile.compilation.calls import calls_of, write_calls
 from flashtile.op.operation import remembering
+from flashtile.tools.commands.compile import PRESETS
+from flashtile.tools.commands.compile import _calls as calls_of_command
 from flashtile.tools.workload_calls import DOCUMENTED, Heads, decoding_calls, training_calls
 from needed_kernels import kernels
 
@@ -191,3 +193,11 @@ def test_documented_calls_need_no_kernel_that_the_preset_lacks(name):
     there, used = map(kernels, (listed, documented_calls(heads)))
     assert len(used) > 30
     assert used - there == set()
+
+
+def test_presets_have_the_calls_of_their_purpose(monkeypatch):
+    monkeypatch.setattr("flashtile.tools.workload_calls.DOCUMENTED", [HEADS["128-128-4"]])
+    training, serving, everything = (set(calls_of_command([], [], "both", [name])) for name in PRESETS)
+    assert {call.operation for call in training} == {"forward", "backward"}
+    assert {call.operation for call in serving} == {"append_kvcache", "decode"}
+    assert training | serving < everything

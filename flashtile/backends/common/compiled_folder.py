@@ -39,6 +39,8 @@ NO_SOURCE_LINES = "TRITON_DISABLE_LINE_INFO"
 """Triton's variable for binaries without what only debuggers and profilers read: source lines and the text of
 PTX. This is most of their bytes, so the kernels of folders are compiled with it."""
 _SUFFIXES = (".json", ".cubin.xz")
+_DAMAGED = (OSError, KeyError, TypeError, ValueError)
+"""What reading a kernel raises if its files, or its entry in the index, are missing or damaged."""
 
 logger = logging.getLogger("flashtile.kernels")
 
@@ -116,28 +118,31 @@ class CompiledFolder:
         try:
             import lzma  # some builds of Python lack it
 
-            metadata, binary = (self._checked(f"{key}{suffix}", digests[suffix]) for suffix in _SUFFIXES)
+            metadata, binary = self._contents(key, digests)
             with tempfile.TemporaryDirectory() as place:  # CompiledKernel reads files, each of them once
                 group = {"kernel.json": metadata, "kernel.cubin": lzma.decompress(binary)}
                 for name, content in group.items():
                     Path(place, name).write_bytes(content)
                 return CompiledKernel(src, {name: str(Path(place, name)) for name in group}, key)
-        except (ImportError, OSError, KeyError, TypeError, ValueError) as error:
+        except (ImportError, *_DAMAGED) as error:
             logger.warning("%s: %s is compiled again: %s", self.path, src.name, error)
             return None
 
     def has_whole(self, key: str) -> bool:
         """Whether the folder has the files of a kernel, undamaged."""
         try:
-            return all(self._checked(f"{key}{suffix}", self.files[key][suffix]) for suffix in _SUFFIXES)
-        except (OSError, KeyError, ValueError):
+            return bool(self._contents(key, self.files[key]))
+        except _DAMAGED:
             return False
 
-    def _checked(self, name: str, digest: str) -> bytes:
-        content = (self.path / name).read_bytes()
-        if hashlib.sha256(content).hexdigest() != digest:
-            raise ValueError(f"{name} is damaged")
-        return content
+    def _contents(self, key: str, digests: dict[str, str]) -> list[bytes]:
+        """Return the contents of a kernel's files, or raise one of _DAMAGED."""
+        contents = []
+        for suffix in _SUFFIXES:
+            contents.append((self.path / f"{key}{suffix}").read_bytes())
+            if hashlib.sha256(contents[-1]).hexdigest() != digests[suffix]:
+                raise ValueError(f"{key}{suffix} is damaged")
+        return contents
 
 
 def write_kernel(folder: Path, key: str, compiled: Any) -> dict[str, str]:

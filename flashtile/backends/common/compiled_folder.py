@@ -40,7 +40,7 @@ NO_SOURCE_LINES = "TRITON_DISABLE_LINE_INFO"
 PTX. This is most of their bytes, so the kernels of folders are compiled with it."""
 _SUFFIXES = (".json", ".cubin.xz")
 _DAMAGED = (OSError, KeyError, TypeError, ValueError)
-"""What reading a kernel raises if its files, or its entry in the index, are missing or damaged."""
+"""Exceptions that mean that the files of a kernel, or its entry in the index, are missing or damaged."""
 
 logger = logging.getLogger("flashtile.kernels")
 

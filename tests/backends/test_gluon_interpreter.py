@@ -73,9 +73,10 @@ RUNS: dict[str, Callable[[], None]] = {
     "decode": decode,
     "linear": multiply,
 }
-WAIT_FOR_S = "        s = warpgroup_mma_wait(1 if C.DV_PARTS == 1 else 2, deps=[s])"
+WAIT_FOR_S = "        s = warpgroup_mma_wait(LATER, deps=[s])"
+RELEASE_K = "s = qk_wait(C, s, k, i, 1 if C.DV_PARTS == 1 else 2)"
 WAIT_FOR_O = "        o = pv_wait(C, o)"
-EXPECT_V = "expect(v.full.index(slot), V_PARTS * v_desc.block_type.nbytes"
+EXPECT_V = "expect(v.full.index(slot), PARTS * desc.block_type.nbytes"
 WAIT_FOR_DS = "mbarrier.wait(shared.ds_full.index(before & 1), (before >> 1) & 1)"
 WAIT_FOR_ADDED = "wait_for(accum.added_blocks + head, blocks * C.ROW_SPLITS)"
 ADDED, CONVERTED = "signal(accum.added_blocks + key_head, ", "wait_until_zeroed(key_head, blocks, accum)"
@@ -89,7 +90,7 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
     ("forward", tiles.store_tile, OWN_TILE + "tma.store_wait(0)", OWN_TILE + "pass",
      r"stores to o_tiles\[\d\], read by a TMA store"),
     ("forward", forward.consumer, "tma.store_wait(0)", "pass", "ends before its TMA stores have read"),
-    ("forward, long", forward_attend.attend_unmasked, WAIT_FOR_S, "", "used before warpgroup_mma_wait"),
+    ("forward, long", products.qk_wait, WAIT_FOR_S, "", "used before warpgroup_mma_wait"),
     ("forward, long", products.pv_wait, "warpgroup_mma_wait(0, deps=[o])", "warpgroup_mma_wait(1, deps=[o])",
      "used before warpgroup_mma_wait"),
     ("backward", step.pass_dq, "mbarrier.wait(shared.dq_empty.index(W), (i & 1) ^ 1)", "",
@@ -101,7 +102,7 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
     ("linear", linear.flat_kernel, "wait_group(STAGES - 2)", "wait_group(STAGES - 1)",
      "written by an asynchronous copy of program"),
     # Freed, or handed on, too early.
-    ("forward, long", forward_attend.attend_unmasked, "k.release(i)", "k.release(i); k.release(i)",
+    ("forward, long", forward_attend.attend_unmasked, RELEASE_K, RELEASE_K + "; k.release(i)",
      "more arrive at|nobody can go on"),
     ("forward, long", forward_attend.attend_unmasked, WAIT_FOR_O, "        v.release(i - 1)\n" + WAIT_FOR_O,
      r"loads to v\.tiles\[\d\], read by a product"),
@@ -116,8 +117,8 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
     ("forward, long", channels.Channel.acquire, "^ 1", "^ 0", r"waits for parity 0 of q\.full\[0\]"),
     ("forward, long", channels.make_ring, "count=READERS", "count=READERS - 1",
      "more arrive at|knows of no end"),
-    ("forward", forward.load_block, EXPECT_V, EXPECT_V + " // 2", "more bytes have landed"),
-    ("forward", forward.load_block, EXPECT_V, EXPECT_V + " * 2",
+    ("forward", forward.load_v, EXPECT_V, EXPECT_V + " // 2", "more bytes have landed"),
+    ("forward", forward.load_v, EXPECT_V, EXPECT_V + " * 2",
      r"waits for parity 0 of v\.full\[0\].* 8192 bytes missing"),
     # Addresses.
     ("forward", tiles.store_lse, "positions < work.seqlen_q", "positions < 2**20", "of a buffer of 600"),

@@ -74,8 +74,13 @@ FORWARD: Variants = {
     "tiles-in-parts": {"head_dim": 192, "head_dim_v": 128, "lengths": LENGTHS, "softcap": 3.0},
     "three-parts": {"head_dim": 136, "head_dim_v": 176, "causal": True, "lengths": LENGTHS, "unused_keys": 7},
     "few-columns": {"head_dim": 80, "causal": True, "alibi": "batch"},
+    "widest": {"head_dim": 512, "causal": True, "lengths": LENGTHS, "softcap": 3.0},
+    "widest-window": {
+        "head_dim": 448, "head_dim_v": 320, "window_size": (70, 9), "alibi": "batch", "sink": "own"
+    },
+    "widest-packed": {"seqlen_q": 20, "heads_q": 4, "head_dim": 264, "head_dim_v": 96, "unused_keys": 40},
     "packed-window": {"heads_q": 8, "heads_kv": 1, "window_size": (60, 0), "seqlen_q": 200, "sink": "own"},
-}
+}  # fmt: skip
 BACKWARD: Variants = {
     "more-heads-than-dq-accum-has": {"batch": 8},
     "causal": {"causal": True, "head_dim": 128, "softcap": 3.0},

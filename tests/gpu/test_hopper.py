@@ -27,7 +27,7 @@ def serves(case: Case) -> bool:
     if case.lengths is not None:
         rows = [len(case.lengths), *(max(row) for row in zip(*case.lengths, strict=True))]
     needs_general_mask = case.mask, case.padding, case.attention_chunk, case.unused_rows
-    most = 128 if case.dropout_p or case.bias is not None else 256
+    most = 128 if case.dropout_p or case.bias is not None else 512
     tiles = case.dtype in (FP16, BF16) and not any(size % 8 or size > most for size in sizes)
     if case.bias is not None:
         own, of_rows = case.bias.endswith("-own"), "q" in case.bias.removesuffix("-own") and rows[1] > 1
@@ -145,8 +145,11 @@ def test_groups_in_one_tile_of_short_windows(
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v"),
-    [(192, 128), (136, 72), (8, 8), (40, 40), (72, 80), (80, 80), (96, 96), (112, 24), (160, 160), (248, 64)],
-)
+    [
+        (192, 128), (136, 72), (8, 8), (40, 40), (72, 80), (80, 80), (96, 96), (112, 24), (160, 160),
+        (248, 64), (512, 512), (448, 320), (64, 512), (264, 96),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("length", [257, 2050, 4096])
 def test_head_sizes_as_they_are(head_dim: int, head_dim_v: int, length: int, causal: bool) -> None:
     call = replace(LLAMA, name="columns", head_dim=head_dim, head_dim_v=head_dim_v, causal=causal)

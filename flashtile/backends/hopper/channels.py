@@ -54,6 +54,16 @@ def make_channel(desc, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.co
 
 
 @gluon.jit
+def make_channels(desc, STAGES: gl.constexpr, READERS: gl.constexpr, COUNT: gl.constexpr):
+    """Make a tuple of COUNT channels for tiles of ``desc``."""
+    channel = make_channel(desc, STAGES, READERS, 1)
+    if COUNT == 1:
+        return (channel,)
+    else:
+        return (channel,) + make_channels(desc, STAGES, READERS, COUNT - 1)
+
+
+@gluon.jit
 def make_ring(tiles, STAGES: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.constexpr = 1):
     """Make a channel over ``tiles``, which are already allocated.
 

@@ -24,8 +24,8 @@ LAUNCH_REGISTERS = {2: 168, 3: 128}
 
 
 def padded(head_dim: int) -> int:
-    """Return the number of columns of a tile for a head size: 64, 128 or 256. TMA adds columns of zeros."""
-    return next(size for size in (64, 128, 256) if head_dim <= size)
+    """Return the number of columns of a tile for a head size: 64, 128, 256 or 512. TMA adds zeros."""
+    return next(size for size in (64, 128, 256, 512) if head_dim <= size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,6 +123,7 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     Q_IN_REGISTERS: ClassVar[int] = 0
     D_PARTS: ClassVar[int] = 1
     DV_PARTS: ClassVar[int] = 1
+    K_BY_PARTS: ClassVar[bool] = False
 
     @property
     def QK_COLUMNS(self) -> int:  # noqa: N802 - as in the kernel

@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from flashtile.backends.hopper.constants import (
     LN_2,
@@ -18,6 +17,7 @@ from flashtile.backends.hopper.forward.products import (
     pv_product,
     pv_wait,
     qk_block,
+    qk_wait,
     rescale_output,
     round_output,
     scale_output,
@@ -97,8 +97,7 @@ def attend_unmasked(C: gl.constexpr, W: gl.constexpr, tile, state, p, i, n_from,
         block, is_full = visited(C, rows, n)
         bits = dropout_bits(C, rows, block, C.BLOCK_N, s_layout)
         added = load_bias(C, W, C.BLOCK_N, rows, i, s_layout)
-        s = warpgroup_mma_wait(1 if C.DV_PARTS == 1 else 2, deps=[s])
-        k.release(i)
+        s = qk_wait(C, s, k, i, 1 if C.DV_PARTS == 1 else 2)
         added = release_bias(C, rows, i, added)
         s = apply_score_mod(C, s, block, rows, numbers, s_layout, added)
         if C.LISTED:  # noqa: SIM102 - a constexpr condition needs an if of its own
@@ -136,8 +135,7 @@ def block_scores(
     block, is_full = visited(C, rows, n)
     bits = dropout_bits(C, rows, block, WIDTH, s_layout)
     added = load_bias(C, W, WIDTH, rows, i, s_layout)
-    s = warpgroup_mma_wait(0, deps=[s])
-    tile.k.release(i)
+    s = qk_wait(C, s, tile.k, i, 0)
     added = release_bias(C, rows, i, added)
     s = apply_score_mod(C, s, block, rows, tile.numbers, s_layout, added)
     if MASKED:
@@ -210,16 +208,25 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
 
 
 @gluon.jit
-def skip_blocks(count, i, k, v, ping_pong, W: gl.constexpr, bias=0, HAS_BIAS: gl.constexpr = False):
+def skip_blocks(
+    count, i, k, v, ping_pong, W: gl.constexpr, bias=0, HAS_BIAS: gl.constexpr = False,
+    K_BY_PARTS: gl.constexpr = False,
+):  # fmt: skip
     """Release ``count`` blocks of keys that no row of this warpgroup sees, and return the new ``i``.
 
-    With HAS_BIAS, the same number of tiles of the bias is released.
+    With HAS_BIAS, the same number of tiles of the bias is released. With K_BY_PARTS, ``k`` is a tuple of
+    channels.
     """
     for _ in range(count):
         ping_pong.wait(W, i)
         ping_pong.pass_on(W)
-        k.wait(i)
-        k.release(i)
+        if K_BY_PARTS:
+            for part in gl.static_range(len(k)):
+                k[part].wait(i)
+                k[part].release(i)
+        else:
+            k.wait(i)
+            k.release(i)
         if HAS_BIAS:
             bias.wait(i)
             bias.release(i)
@@ -272,7 +279,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     rows = mask_rows(C, work, positions, slope, schedule, modifiers)
     state = first_state(C, head, pointers)
 
-    i = skip_blocks(n_end - own.end, i, k, v, ping_pong, W, bias, C.HAS_BIAS)
+    i = skip_blocks(n_end - own.end, i, k, v, ping_pong, W, bias, C.HAS_BIAS, C.K_BY_PARTS)
     q_part, q_tile, q_head = own_queries(C, W, q, j, s_layout)
     tile = QueryTile(q_tile, q_head, k, v, ping_pong, rows, numbers)
     if C.HAS_RIGHT and C.BLOCK_N > WARPGROUP_ROWS:
@@ -290,7 +297,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     if not C.HAS_LEFT:
         o = pv_wait(C, o)
         v.release(i - 1)
-    i = skip_blocks(own.begin - n_begin, i, k, v, ping_pong, W, bias, C.HAS_BIAS)
+    i = skip_blocks(own.begin - n_begin, i, k, v, ping_pong, W, bias, C.HAS_BIAS, C.K_BY_PARTS)
     kept = 1.0
     if C.HAS_DROPOUT:
         kept = numbers.keep_scale

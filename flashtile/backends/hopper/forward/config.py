@@ -98,7 +98,7 @@ class ForwardVariant(ModifierFlags):
     PACK: int
     """Number of query heads of a key head that share a tile, row by row (FlashAttention-3's PackGQA)."""
     KV_GROUP: int
-    """Heads of the schedule per key head: query heads per key head, divided by PACK."""
+    """Heads of the schedule per key head: query heads per key head, divided by PACK, times COLUMN_SPLITS."""
     HAS_SCORE_MOD: bool
     """Scores are scaled to log2 units before the softmax, for ALiBi or a scale that is not positive.
     Otherwise the softmax scales its input: raw products, the tanh of a soft-cap, or scores in natural
@@ -127,6 +127,13 @@ class ForwardVariant(ModifierFlags):
     O_IN_PARTS: bool
     LAZY_RESCALE: bool
     PIN_WAIT: bool
+    K_BY_PARTS: bool
+    """With a single stage, each of the D_PARTS tiles of a block of k has a channel, and is loaded again as
+    soon as its product is complete. A block of v is loaded after the next block of k, whose memory is free
+    earlier."""
+    COLUMN_SPLITS: int
+    """Number of work tiles for the same query rows, each of which computes BLOCK_DV columns of the output. A
+    head of the schedule is one of these parts of a query head."""
     PROGRAMS: int
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
@@ -185,6 +192,18 @@ _D96_N128 = F(
 _D192_N128 = F(
     2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True, spill_budget=48, features_spill_budget=184
 )
+_D512_N64 = F(
+    2,
+    64,
+    STAGES=1,
+    Q_HOLDS_O=True,
+    Q_IN_REGISTERS=128,
+    LAZY_RESCALE=True,
+    paired_below=4096,
+    spill_budget=56,
+    features_spill_budget=208,
+)
+"""Configuration for head sizes over 256: 224 KiB of shared memory, 128 of them for q."""
 PARTIAL = F(
     2, 128, O_IN_PARTS=True, QUEUED=True, paired_below=4096, spill_budget=64, features_spill_budget=128
 )
@@ -232,6 +251,8 @@ _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig | None], ...]
     (160, 160, True): ((ANY_LENGTH, _D160_N128),),
     (192, 192, False): ((1024, _D192_N64_Q128_O_IN_PARTS), (ANY_LENGTH, _D192_N64_Q128_PINNED)),
     (192, 192, True): ((1024, _D192_N64_Q128_O_IN_PARTS), (ANY_LENGTH, _D192_N64_Q128)),
+    (512, 512, False): ((ANY_LENGTH, _D512_N64),),
+    (512, 512, True): ((ANY_LENGTH, _D512_N64),),
 }
 _TABLE |= {
     (d, dv, windowed): ((ANY_LENGTH, _M128_N128 if max(d, dv) <= 128 else _M128_N64),)
@@ -255,9 +276,16 @@ _MODIFIED: dict[tuple[str, ...], tuple[ForwardConfig, ForwardConfig]] = {
         F(2, 128, paired_below=4096, QUEUED=True),
     ),
 }
-PARTS_OF = {96: 3, 160: 5, 192: 3}
-"""Number of tiles into which columns are divided if their number is not a power of two."""
-_FEWER_COLUMNS = (32, *PARTS_OF)
+PARTS_OF = {96: 3, 160: 5, 192: 3, 512: 4}
+"""Number of tiles into which columns are divided if their number is not a power of two, or over 256."""
+_FEWER_COLUMNS = (32, 96, 160, 192)
+MAX_COLUMNS_OF_V = 256
+"""Most columns of the output that one work tile computes. 64 x 256 floats take half of a warpgroup's
+registers.
+
+For head_dim_v over 256, two work tiles compute the same scores, so three products are computed where two
+would do. A program with all columns would have 64 rows, and load twice as many keys and values from the L2
+cache."""
 BETTER_FILLED = 1.15
 """Blocks of 64 keys replace blocks of 128 keys if the filled fraction of their columns (:func:`_fills`) is
 larger by this factor."""
@@ -277,6 +305,8 @@ def tile_columns(problem: Problem) -> tuple[int, int]:
     a configuration for this number of keys. The width of v is a power of two for calls with modifiers or
     partial results, which do not use ``_TABLE``, or if this release of Triton requires it.
     """
+    if max(problem.head_dim, problem.head_dim_v) > MAX_COLUMNS_OF_V:
+        return 512, 512
     windowed, keys = _is_windowed(problem), problem.seqlen_k
     others = bool(modifiers_of(problem)) or problem.partial
     of_qk, of_v = (_columns_for(size) for size in (problem.head_dim, problem.head_dim_v))
@@ -350,9 +380,15 @@ def _fills(keys: int, block_n: int) -> float:
     return keys / (math.ceil(keys / block_n) * block_n) if keys else 1.0
 
 
+def column_splits(problem: Problem) -> int:
+    """Return the number of work tiles that divide the columns of v: 2 for head_dim_v over 256, else 1."""
+    return math.ceil(problem.head_dim_v / MAX_COLUMNS_OF_V)
+
+
 def blocks_stand_alone(problem: Problem, block_m: int, pack: int = 1) -> bool:
     """Whether a dense call has at most one block of query rows for each multiprocessor."""
-    blocks = problem.batch * problem.num_heads_q // pack * math.ceil(problem.seqlen_q * pack / block_m)
+    heads = column_splits(problem) * problem.batch * problem.num_heads_q // pack
+    blocks = heads * math.ceil(problem.seqlen_q * pack / block_m)
     return not problem.varlen and blocks <= multiprocessors(problem.device)
 
 
@@ -375,6 +411,7 @@ def every_row() -> Iterator[tuple[int, int, bool, int, ForwardConfig]]:
 def smem_bytes(config: ForwardConfig, block_d: int, block_dv: int) -> int:
     """Return the bytes of shared memory for tiles of the kernel; barriers take a few dozen more."""
     q = config.Q_STAGES * config.BLOCK_M * block_d
+    block_dv = min(block_dv, MAX_COLUMNS_OF_V)
     kv = config.STAGES * config.BLOCK_N * (block_d + block_dv)
     o = 0 if config.Q_HOLDS_O else config.BLOCK_M * (2 * O_PART if config.O_IN_PARTS else block_dv)
     return 2 * (q + kv + o)

@@ -26,10 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper import work_queue
-from flashtile.backends.hopper.channels import make_channel, make_ping_pong
+from flashtile.backends.hopper.channels import make_channel, make_channels, make_ping_pong
 from flashtile.backends.hopper.forward.attend import attend_tile
 from flashtile.backends.hopper.forward.schedule import ForwardCall, consume, produce, tile_blocks
-from flashtile.backends.hopper.forward.tiles import Output, load_keys, load_queries
+from flashtile.backends.hopper.forward.tiles import Output, first_column, load_keys, load_queries
 from flashtile.backends.hopper.modifiers import bias as bias_tiles
 from flashtile.backends.hopper.modifiers.block_lists import key_block, listed_keys
 
@@ -51,6 +51,38 @@ def consumer(C: gl.constexpr, W: gl.constexpr, queue, channels, ping_pong, outpu
 
 
 @gluon.jit
+def load_k(C: gl.constexpr, k, desc, work, n, i):
+    """Load block ``n`` of k, the ``i``-th in its channel, or in the channel of each part with K_BY_PARTS."""
+    PARTS: gl.constexpr = C.D_PARTS
+    COLUMNS: gl.constexpr = C.BLOCK_D // PARTS
+    if C.K_BY_PARTS:
+        for part in gl.static_range(PARTS):
+            slot = k[part].acquire(i)
+            full = k[part].full.index(slot)
+            mbarrier.expect(full, desc.block_type.nbytes)
+            load_keys(C, desc, work, n, full, k[part].tiles.index(slot), part * COLUMNS)
+    else:
+        slot = k.acquire(i)
+        mbarrier.expect(k.full.index(slot), PARTS * desc.block_type.nbytes)
+        for part in gl.static_range(PARTS):
+            k_part = k.tiles.index(slot * PARTS + part)
+            load_keys(C, desc, work, n, k.full.index(slot), k_part, part * COLUMNS)
+
+
+@gluon.jit
+def load_v(C: gl.constexpr, v, desc, work, n, i):
+    """Load the work tile's columns of block ``n`` of v, the ``i``-th in its channel."""
+    PARTS: gl.constexpr = C.DV_PARTS
+    COLUMNS: gl.constexpr = C.BLOCK_DV // PARTS
+    slot = v.acquire(i)
+    mbarrier.expect(v.full.index(slot), PARTS * desc.block_type.nbytes)
+    for part in gl.static_range(PARTS):
+        v_part = v.tiles.index(slot * PARTS + part)
+        column = first_column(C, work) + part * COLUMNS
+        load_keys(C, desc, work, n, v.full.index(slot), v_part, column)
+
+
+@gluon.jit
 def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
     """Load all that the consumers need for one block of query rows; returns the new ``i``."""
     q, k, v, bias = channels
@@ -59,8 +91,6 @@ def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
     PARTS: gl.constexpr = C.D_PARTS
     COLUMNS: gl.constexpr = C.BLOCK_D // PARTS
-    V_PARTS: gl.constexpr = C.DV_PARTS
-    V_COLUMNS: gl.constexpr = C.BLOCK_DV // V_PARTS
     n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
     if C.LISTED:
         listed = listed_keys(C, 1, work, block, call.pointers.lists)
@@ -69,11 +99,7 @@ def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
         key_number = n
         if C.LISTED:
             key_number, _ = key_block(C, listed, n)
-        slot = k.acquire(i)
-        mbarrier.expect(k.full.index(slot), PARTS * k_desc.block_type.nbytes)
-        for part in gl.static_range(PARTS):
-            k_part = k.tiles.index(slot * PARTS + part)
-            load_keys(C, k_desc, work, key_number, k.full.index(slot), k_part, part * COLUMNS)
+        load_k(C, k, k_desc, work, key_number, i)
         if n == n_end - 1:  # the first keys may be loaded before q's tile is free
             slot = q.acquire(j)
             mbarrier.expect(q.full.index(slot), WARPGROUPS * PARTS * q_desc.block_type.nbytes)
@@ -83,12 +109,13 @@ def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
                     load_queries(C, w, q_desc, work, block, q.full.index(slot), q_part, part * COLUMNS)
         if C.HAS_BIAS:
             bias_tiles.load_rows(C, bias, bias_desc, work, block, key_number, i, schedule)
-        slot = v.acquire(i)
-        mbarrier.expect(v.full.index(slot), V_PARTS * v_desc.block_type.nbytes)
-        for part in gl.static_range(V_PARTS):
-            v_part = v.tiles.index(slot * V_PARTS + part)
-            load_keys(C, v_desc, work, key_number, v.full.index(slot), v_part, part * V_COLUMNS)
+        if not C.K_BY_PARTS:
+            load_v(C, v, v_desc, work, key_number, i)
+        elif n < n_end - 1:
+            load_v(C, v, v_desc, work, n + 1, i - 1)
         i += 1
+    if C.K_BY_PARTS:
+        load_v(C, v, v_desc, work, n_begin, i - 1)
     return i
 
 
@@ -109,7 +136,10 @@ def forward_kernel(
     """
     bias = bias_tiles.make_row_tiles(C, bias_desc)
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS * C.D_PARTS)
-    k = make_channel(k_desc, C.STAGES, C.WARPGROUPS, C.D_PARTS)
+    if C.K_BY_PARTS:
+        k = make_channels(k_desc, C.STAGES, C.WARPGROUPS, C.D_PARTS)
+    else:
+        k = make_channel(k_desc, C.STAGES, C.WARPGROUPS, C.D_PARTS)
     v = make_channel(v_desc, C.STAGES, C.WARPGROUPS, C.DV_PARTS)
     channels = ForwardInputs(q, k, v, bias)
     ping_pong = make_ping_pong(C.WARPGROUPS if C.PING_PONG else 1)

@@ -36,12 +36,14 @@ from flashtile.backends.hopper.config import (
     padded,
 )
 from flashtile.backends.hopper.forward.config import (
+    MAX_COLUMNS_OF_V,
     O_PART,
     PARTS_OF,
     ForwardConfig,
     ForwardVariant,
     accumulators,
     blocks_stand_alone,
+    column_splits,
     tile_columns,
 )
 from flashtile.backends.hopper.forward.kernel import forward_kernel
@@ -121,6 +123,7 @@ def variant_of(
         scaled = problem.alibi or (scaled and not problem.softcap)
     pack = pack_of(problem, config.BLOCK_M, has_queue)
     short = not has_queue if problem.varlen else problem.seqlen_k < config.paired_below
+    splits, block_dv = column_splits(problem), min(block_dv, MAX_COLUMNS_OF_V)
     dv_parts = PARTS_OF.get(block_dv, 1)
     o_wide, o_columns = accumulators(block_dv, problem.head_dim_v) if dv_parts > 1 else (block_dv, 0)
     alone = has_queue and blocks_stand_alone(problem, config.BLOCK_M, pack)
@@ -150,7 +153,7 @@ def variant_of(
         QUEUED=queued,
         PAIRED=paired,
         PACK=pack,
-        KV_GROUP=problem.group_size // pack,
+        KV_GROUP=problem.group_size // pack * splits,
         HAS_SCORE_MOD=scaled,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
@@ -170,6 +173,8 @@ def variant_of(
         O_IN_PARTS=config.O_IN_PARTS,
         LAZY_RESCALE=config.LAZY_RESCALE,
         PIN_WAIT=config.PIN_WAIT,
+        K_BY_PARTS=config.STAGES == 1,
+        COLUMN_SPLITS=splits,
         PROGRAMS=config.PROGRAMS,
         CONSUMER_REGISTERS=(
             CONSUMER_REGISTERS[config.warpgroups] if config.PROGRAMS == 1 else SHARING_REGISTERS[0]
@@ -205,7 +210,7 @@ def l2_swizzle(problem: Problem, variant: ForwardVariant) -> int:
     * Otherwise, many heads are interleaved. Their work tiles are sorted by falling cost, so that programs end
       at about the same time.
     """
-    heads = problem.batch * problem.num_heads_q // variant.PACK
+    heads = problem.batch * problem.num_heads_q // variant.PACK * variant.COLUMN_SPLITS
     if variant.PAIRED or variant.QUEUED:
         most = max(SWIZZLE_HEADS, variant.KV_GROUP)
     elif variant.HAS_RIGHT:
@@ -244,7 +249,7 @@ def schedule_of(
 ) -> ForwardSchedule:
     """Return the integers of the launch."""
     num_blocks = query_blocks(problem, variant)
-    num_heads = problem.num_heads_q // variant.PACK
+    num_heads = problem.num_heads_q // variant.PACK * variant.COLUMN_SPLITS
     table = tile_table(problem, variant)
     tiles = problem.batch * tiles_of_head.fn(num_blocks, variant.PAIRED) if table is None else table.capacity
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)

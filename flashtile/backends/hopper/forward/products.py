@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from flashtile.backends.hopper.columns import column_parts, product_of_rows
+from flashtile.backends.hopper.columns import column_parts, count_products, product_of_rows
 from flashtile.backends.hopper.compat import reinterpret
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout, left_operand_layout
 from flashtile.backends.hopper.inline_asm import rescale
@@ -39,27 +39,62 @@ def least(a, b):
     return min(a, b)
 
 
+@gluon.constexpr_function
+def products_after(C, part):
+    """Return the number of products that :func:`qk_block` starts after that of part ``part``."""
+    columns = C.BLOCK_D // C.D_PARTS
+    firsts = range((part + 1) * columns, C.QK_COLUMNS, columns)
+    return sum(count_products(min(C.QK_COLUMNS - first, columns)) for first in firsts)
+
+
 @gluon.jit
 def qk_block(C: gl.constexpr, WIDTH: gl.constexpr, q, q_head, k, i, s_layout: gl.constexpr):
     """Wait for the ``i``-th block in the channel of k, and start the product Q K^T. Return S, in flight.
 
-    If D_PARTS > 1, ``q`` is a tuple of tiles, and ``q_head`` a tuple of the tiles that are in registers.
+    If D_PARTS > 1, ``q`` is the tuple of tiles from :func:`own_queries`, and ``q_head`` that of the tiles in
+    registers. With K_BY_PARTS, ``k`` is a tuple of channels, one for each part.
     """
-    slot = k.wait(i)
     if C.D_PARTS == 1:
-        return qk_product(C, WIDTH, q, q_head, k.tiles.index(slot), s_layout)
+        return qk_product(C, WIDTH, q, q_head, k.tiles.index(k.wait(i)), s_layout)
     else:
+        if not C.K_BY_PARTS:
+            slot = k.wait(i)
         PARTS: gl.constexpr = C.D_PARTS
         COLUMNS: gl.constexpr = C.BLOCK_D // PARTS
         s = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, s_layout)
         for n in gl.static_range(PARTS):
-            k_part = k.tiles.index(slot * PARTS + n).reshape([C.BLOCK_N, COLUMNS])
+            if C.K_BY_PARTS:
+                zero = i >> 30  # not a constant, so that the tiles' addresses do not stay in registers
+                q_part = q[0].index(q[1] + n + zero).reshape([WARPGROUP_ROWS, COLUMNS])
+                k_part = k[n].tiles.index(k[n].wait(i) + zero)
+            else:
+                q_part = q[n]
+                k_part = k.tiles.index(slot * PARTS + n)
+            k_part = k_part.reshape([C.BLOCK_N, COLUMNS])
             if WIDTH < C.BLOCK_N:
                 k_part = k_part.slice(0, WIDTH, dim=0)
             if n * COLUMNS < C.Q_IN_REGISTERS:
                 s = warpgroup_mma(q_head[n], k_part.permute((1, 0)), s, use_acc=n > 0, is_async=True)
             elif n * COLUMNS < C.QK_COLUMNS:
-                s = product_of_rows(q[n], k_part, s, least(C.QK_COLUMNS - n * COLUMNS, COLUMNS), n > 0)
+                s = product_of_rows(q_part, k_part, s, least(C.QK_COLUMNS - n * COLUMNS, COLUMNS), n > 0)
+        return s
+
+
+@gluon.jit
+def qk_wait(C: gl.constexpr, s, k, i, LATER: gl.constexpr):
+    """Wait for S, release the ``i``-th block in the channel of k, and return S.
+
+    LATER products, which may still be in flight, were started after Q K^T.
+    """
+    if C.K_BY_PARTS:  # the memory of each part is free as soon as its product is complete
+        PARTS: gl.constexpr = C.D_PARTS
+        for n in gl.static_range(PARTS):
+            s = warpgroup_mma_wait(LATER + products_after(C, n), deps=[s])
+            k[n].release(i)
+        return s
+    else:
+        s = warpgroup_mma_wait(LATER, deps=[s])
+        k.release(i)
         return s
 
 
@@ -89,7 +124,7 @@ def own_queries(C: gl.constexpr, W: gl.constexpr, q, j, s_layout: gl.constexpr):
 
     Returns (index of the warpgroup's first tile, tile, head). ``head`` is the first Q_IN_REGISTERS columns of
     the tile, in registers. If D_PARTS > 1, q is divided into D_PARTS tiles of fewer columns, and ``tile`` and
-    ``head`` are tuples.
+    ``head`` are tuples. With K_BY_PARTS, ``tile`` is (tiles of the channel, index of the warpgroup's first).
     """
     part = (q.wait(j) * C.WARPGROUPS + W) * C.D_PARTS
     if C.D_PARTS == 1:
@@ -103,6 +138,8 @@ def own_queries(C: gl.constexpr, W: gl.constexpr, q, j, s_layout: gl.constexpr):
             head = tile.slice(0, C.Q_IN_REGISTERS, dim=1).load(layout)
         else:
             head = load_parts(tile, C.Q_IN_REGISTERS * C.D_PARTS // C.BLOCK_D, layout)
+    if C.K_BY_PARTS:
+        tile = (q.tiles, part)
     return part, tile, head
 
 
@@ -114,6 +151,8 @@ def tile_of_v(C: gl.constexpr, v, i):
     """
     slot = v.wait(i)
     if C.DV_PARTS == 1:
+        if C.K_BY_PARTS:
+            slot += i >> 30  # as in qk_block
         return v.tiles.index(slot)
     else:
         first = slot * C.DV_PARTS

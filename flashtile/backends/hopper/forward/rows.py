@@ -49,7 +49,7 @@ def own_rows(C: gl.constexpr, work, first, row_layout: gl.constexpr):
     If PACK > 1, the PACK query heads of a token are consecutive rows.
     """
     row = gl.arange(0, WARPGROUP_ROWS, layout=row_layout)
-    return first + row // C.PACK, work.head * C.PACK + row % C.PACK
+    return first + row // C.PACK, work.head // C.COLUMN_SPLITS * C.PACK + row % C.PACK
 
 
 @gluon.jit

@@ -21,7 +21,13 @@ class Output(NamedTuple):
 
 
 @gluon.jit
-def load_keys(C: gl.constexpr, desc, work, n, barrier, slot, column: gl.constexpr = 0):
+def first_column(C: gl.constexpr, work):
+    """Return the first column of v and of the output that work tile ``work`` computes."""
+    return work.head % C.COLUMN_SPLITS * C.BLOCK_DV
+
+
+@gluon.jit
+def load_keys(C: gl.constexpr, desc, work, n, barrier, slot, column=0):
     """Load block ``n`` of k or v by TMA, from ``column`` on; rows past the last key arrive as zeros."""
     row, head = n * C.BLOCK_N, work.head // C.KV_GROUP
     if C.VARLEN or C.SEQUSED:
@@ -37,28 +43,29 @@ def load_queries(
 ):
     """Load the query rows of warpgroup ``w`` by TMA, from ``column`` on; rows past the last query arrive as
     zeros."""
-    row = (block * C.BLOCK_M + w * WARPGROUP_ROWS) // C.PACK
+    row, head = (block * C.BLOCK_M + w * WARPGROUP_ROWS) // C.PACK, work.head // C.COLUMN_SPLITS
     if C.VARLEN:
         end = work.start_q + work.seqlen_q
         row = RAGGED_ROWS - work.seqlen_q + row
-        async_load(desc, [RAGGED_ROWS, end, row, work.head, column], barrier, part)
+        async_load(desc, [RAGGED_ROWS, end, row, head, column], barrier, part)
     elif C.PACK > 1:
-        async_load(desc, [work.sequence, row, work.head, 0, column], barrier, part)
+        async_load(desc, [work.sequence, row, head, 0, column], barrier, part)
     else:
-        async_load(desc, [work.sequence, row, work.head, column], barrier, part)
+        async_load(desc, [work.sequence, row, head, column], barrier, part)
 
 
 @gluon.jit
 def store_rows(C: gl.constexpr, desc, work, row, part, column: gl.constexpr = 0):
-    """Store a warpgroup's rows of the output by TMA, from ``column`` on; rows past the last query are not
-    written."""
+    """Store a warpgroup's rows of the output by TMA, from ``column`` of the work tile's columns on; rows past
+    the last query are not written."""
+    head, column = work.head // C.COLUMN_SPLITS, first_column(C, work) + column
     if C.VARLEN:
         end = work.start_q + work.seqlen_q
-        async_store(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, work.head, column], part)
+        async_store(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, head, column], part)
     elif C.PACK > 1:
-        async_store(desc, [work.sequence, row, work.head, 0, column], part)
+        async_store(desc, [work.sequence, row, head, 0, column], part)
     else:
-        async_store(desc, [work.sequence, row, work.head, column], part)
+        async_store(desc, [work.sequence, row, head, column], part)
 
 
 @gluon.jit
@@ -112,10 +119,14 @@ def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, 
 
 @gluon.jit
 def store_lse(C: gl.constexpr, lse, work, head, positions, pointers, schedule):
-    """Store lse (natural logarithm) of each row; rows past the last query are not written."""
+    """Store lse (natural logarithm) of each row; rows past the last query are not written.
+
+    Work tiles that divide the columns of v store the same lse.
+    """
     if C.VARLEN:
         rows = head.to(gl.int64) * schedule.total_q + work.start_q + positions
     else:
-        head_of_batch = work.sequence.to(gl.int64) * (schedule.num_heads * C.PACK) + head
+        heads = schedule.num_heads // C.COLUMN_SPLITS * C.PACK
+        head_of_batch = work.sequence.to(gl.int64) * heads + head
         rows = head_of_batch * schedule.seqlen_q + positions
     gl.store(pointers.lse + rows, lse, mask=positions < work.seqlen_q)

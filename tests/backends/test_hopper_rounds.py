@@ -1,0 +1,253 @@
+"""Which configuration a call of few work tiles has on Hopper: the one whose launch should take least time."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
+
+from flashtile.backends.common.device import Target
+from flashtile.backends.hopper import work_tiles
+from flashtile.backends.hopper.compile_cases import PLAIN
+from flashtile.backends.hopper.forward import rounds, schedule
+from flashtile.backends.hopper.forward.config import (
+    ForwardConfig,
+    alternatives,
+    choose,
+    of_tables,
+    tile_columns,
+)
+from flashtile.backends.hopper.forward.launch import schedule_of, variant_of
+from flashtile.backends.hopper.forward.rounds import (
+    COSTS,
+    ENOUGH_ROUNDS,
+    Launch,
+    keys_fit_cache,
+    launch_of,
+    microseconds,
+)
+from flashtile.problems.attention import Problem
+from flashtile.tools.bench.workloads import Workload, select
+from kernels_as_python import functions_of
+
+H200 = Target("H200", (9, 0), 132)
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+FULL, CAUSAL = -1, 0
+
+
+def problem_of(
+    batch: int, seqlen: int, heads: tuple[int, int], head_dim: int, right: int = CAUSAL, **more: Any
+) -> Problem:
+    fields: dict[str, Any] = {"seqlen_q": seqlen, "seqlen_k": seqlen} | more
+    return replace(
+        PLAIN, batch=batch, num_heads_q=heads[0], num_heads_kv=heads[1], head_dim=head_dim,
+        head_dim_v=head_dim, device=H200, window_right=right, **fields,
+    )  # fmt: skip
+
+
+def of_workload(workload: Workload) -> Problem:
+    heads = workload.num_heads_q, workload.num_heads_kv
+    right = CAUSAL if workload.causal or workload.window_left >= 0 else FULL
+    return replace(
+        problem_of(workload.batch, workload.seqlen_q, heads, workload.head_dim, right),
+        seqlen_k=workload.seqlen_k, head_dim_v=workload.width_v, window_left=workload.window_left,
+        softcap=workload.softcap, alibi=workload.alibi, sink=workload.sink,
+    )  # fmt: skip
+
+
+def work_of(problem: Problem, config: ForwardConfig) -> Launch:
+    block_d, block_dv = tile_columns(problem)
+    return launch_of(problem, config, COSTS[block_d, block_dv, config.warpgroups, config.BLOCK_N])
+
+
+def sweep() -> list[Problem]:
+    """Calls of all head sizes, masks and lengths whose work tiles make few rounds, and of more."""
+    heads = ((1, 4, 4), (1, 8, 8), (1, 16, 2), (1, 28, 4), (1, 32, 8), (2, 12, 12), (2, 32, 8), (4, 16, 16))
+    lengths = (512, 1000, 1536, 2048, 3072, 4096, 6144, 8192)
+    return [
+        problem_of(batch, seqlen, (heads_q, heads_kv), head_dim, right)
+        for head_dim in (64, 128, 256)
+        for right in (FULL, CAUSAL)
+        for seqlen in lengths
+        for batch, heads_q, heads_kv in heads
+    ]
+
+
+def busiest(problem: Problem, config: ForwardConfig) -> float:
+    """The time of a launch's busiest program, if programs take tiles by the functions of the kernel."""
+    functions = functions_of(work_tiles, schedule)
+    variant = variant_of(problem, config)
+    k = SimpleNamespace(dim=lambda: 4, stride=lambda *_: 0, shape=(1,))
+    launch = schedule_of(problem, variant, k)  # type: ignore[arg-type]
+    programs = min(variant.PROGRAMS * H200.multiprocessors, launch.num_tiles)
+    costs = COSTS[variant.BLOCK_D, variant.BLOCK_DV, config.warpgroups, config.BLOCK_N]
+
+    def cost(tile_index: int) -> float:
+        per_head = functions["tiles_of_head"](launch.num_blocks, variant.PAIRED)
+        *_, place = functions["dense_tile"](tile_index, per_head, launch.num_heads, launch.swizzle)
+        work = SimpleNamespace(seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k)
+        total = 0.0
+        for part in range(functions["num_parts"](launch.num_blocks, place, variant.PAIRED)):
+            block = functions["block_of_part"](launch.num_blocks, place, part, variant.PAIRED)
+            begin, end = functions["tile_blocks"](
+                variant, work, block, launch.window_left, launch.window_right
+            )
+            total += costs.tile + costs.block * (end - begin)
+        return total
+
+    if variant.QUEUED:
+        busy = [0.0] * programs
+        for tile_index in range(launch.num_tiles):
+            heapq.heapreplace(busy, busy[0] + cost(tile_index))
+        return max(busy)
+    own = (range(functions["num_own_tiles"](p, programs, launch.num_tiles)) for p in range(programs))
+    order = functions["serpentine_order"]
+    return max(sum(cost(order(t, p, programs)) for t in turns) for p, turns in enumerate(own))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_estimate_follows_the_schedule_of_the_kernel(seed: int) -> None:
+    draw = random.Random(seed)
+    group, heads_kv = draw.choice((1, 2, 8)), draw.randint(1, 6)
+    problem = problem_of(
+        draw.randint(1, 3), draw.randint(1, 3000), (group * heads_kv, heads_kv), draw.choice((64, 128, 256)),
+        draw.choice((FULL, CAUSAL)),
+    )  # fmt: skip
+    problem = replace(problem, seqlen_k=draw.choice((problem.seqlen_q, draw.randint(1, 5000))))
+    if draw.random() < 0.3:
+        problem = replace(problem, window_left=draw.randint(0, 700))
+    for config in alternatives(of_tables(problem)):
+        estimated = microseconds(work_of(problem, config)) - rounds.LAUNCH
+        assert estimated == pytest.approx(busiest(problem, config), rel=1e-9)
+
+
+def measured() -> list[tuple[Problem, float]]:
+    """Plain calls at head_dim 64, 128 and 256 that were measured on an H200, in microseconds."""
+    workloads = {workload.name: workload for workload in select(("paper", "shapes"))}
+    found = []
+    for path in sorted(RESULTS.glob("2026-11-23-h200-*-forward*.json")):
+        for cell in json.loads(path.read_text())["cells"]:
+            workload = workloads[cell["workload"]]
+            assert workload.shape == cell["shape"]
+            sizes = workload.head_dim, workload.width_v
+            if sizes in ((64, 64), (128, 128), (256, 256)) and not workload.changes_scores:
+                found.append((of_workload(workload), 1e3 * cell["results"]["flashtile"]["ms"]))
+    return found
+
+
+def test_estimates_are_close_to_measured_times() -> None:
+    errors = [microseconds(work_of(problem, of_tables(problem))) / time - 1 for problem, time in measured()]
+    assert len(errors) == 138
+    assert math.sqrt(sum(error**2 for error in errors) / len(errors)) < 0.05
+    within = [abs(error) < 0.1 for error in errors]
+    assert sum(within) > 0.95 * len(within)
+
+
+@pytest.mark.parametrize(
+    ("problem", "before", "after"),
+    [
+        (problem_of(1, 4096, (16, 2), 64), (192, "pairs"), (128, "single")),
+        (problem_of(1, 4096, (8, 8), 64), (192, "pairs"), (128, "single")),
+        (problem_of(2, 1536, (12, 12), 64), (128, "pairs"), (192, "single")),
+        (problem_of(1, 3072, (16, 2), 64), (128, "pairs"), (192, "pairs")),
+        (problem_of(1, 2048, (16, 16), 64, FULL), (192, "single"), (128, "single")),
+        (problem_of(2, 1536, (12, 12), 128), (128, "pairs"), (128, "single")),
+        (problem_of(1, 3072, (16, 2), 256), (128, "pairs"), (128, "single")),
+        (problem_of(1, 2048, (28, 4), 128), (128, "pairs"), (128, "queue")),
+    ],
+)
+def test_few_work_tiles(problem: Problem, before: tuple[int, str], after: tuple[int, str]) -> None:
+    for expected, config in ((before, of_tables(problem)), (after, choose(problem))):
+        variant = variant_of(problem, config)
+        order = "pairs" if variant.PAIRED else "queue" if variant.QUEUED else "single"
+        assert (config.BLOCK_M, order) == expected
+    assert microseconds(work_of(problem, choose(problem))) < 0.97 * microseconds(
+        work_of(problem, of_tables(problem))
+    )
+
+
+def test_the_choice_is_nearly_the_fastest_of_the_sweep() -> None:
+    changed = 0
+    for problem in sweep():
+        chosen, table = choose(problem), of_tables(problem)
+        assert choose(problem) == chosen
+        if chosen == table:
+            tiles = math.ceil(problem.seqlen_q / table.BLOCK_M) * problem.batch * problem.num_heads_q
+            if tiles >= ENOUGH_ROUNDS * table.PROGRAMS * H200.multiprocessors:
+                continue
+        changed += chosen != table
+        times = {
+            config: microseconds(work_of(problem, config))
+            for config in alternatives(table)
+            if config == table or keys_fit_cache(problem) or not work_of(problem, table).paired
+        }
+        assert times[chosen] <= 1.05 * min(times.values())
+        assert chosen == table or times[chosen] < times[table]
+    assert changed > 50
+
+
+def test_grids_that_fill_the_card_keep_their_configurations() -> None:
+    """FlashAttention's grid keeps them all. Of the other shapes, those named have few work tiles."""
+    changed = {
+        workload.name
+        for workload in select(("paper", "shapes"))
+        if workload.kind == "attention" and choose(of_workload(workload)) != of_tables(of_workload(workload))
+    }
+    assert changed == {
+        "sd15-self-s4096-d40",
+        "sdxl-self-s4096-d64",
+        "sdxl-self-s1024-d64",
+        "whisper-cross-448x1500-d64",
+        "whisper-decoder-s448",
+    }
+
+
+SUMS = ("BLOCK_N", "LAZY_RESCALE", "Q_IN_REGISTERS")
+"""Fields of a configuration that decide the order in which a row's keys are added up."""
+
+
+def test_the_number_of_sequences_does_not_change_how_rows_are_added_up() -> None:
+    """What the manual says of a sequence in a batch. Blocks of 64 keys, which calls with more sequences have
+    at head_dim 128 below 1024 keys, are the exception that it names."""
+    for problem in sweep():
+        if (problem.head_dim, problem.seqlen_k < 1024, problem.window_right) == (128, True, CAUSAL):
+            continue
+        configs = [choose(replace(problem, batch=batch)) for batch in (1, 2, 5, 64)]
+        assert len({tuple(getattr(config, name) for name in SUMS) for config in configs}) == 1
+
+
+@pytest.mark.parametrize("config", {of_tables(problem) for problem in sweep()}, ids=str)
+def test_alternatives_differ_in_rows_and_order_only(config: ForwardConfig) -> None:
+    first, *others = alternatives(config)
+    assert first == config
+    for other in others:
+        assert [getattr(other, name) for name in SUMS] == [getattr(config, name) for name in SUMS]
+
+
+@pytest.mark.parametrize("change", [{"varlen": True}, {"seqused_k": True}, {"partial": True}, {"bias": True}])
+def test_unknown_lengths_and_modifiers_have_the_configuration_of_the_tables(change: dict[str, bool]) -> None:
+    problem = problem_of(1, 4096, (16, 2), 64)
+    assert choose(problem) != of_tables(problem)
+    problem = replace(problem, **change)  # type: ignore[arg-type]
+    assert choose(problem) == of_tables(problem)
+
+
+def test_keys_beyond_the_cache_keep_pairs() -> None:
+    """Programs of single tiles read the keys of all heads at a time."""
+    problem = problem_of(2, 3072, (12, 12), 256)
+    times = [microseconds(work_of(problem, config)) for config in alternatives(of_tables(problem))]
+    assert min(times) < 0.8 * times[0]
+    assert choose(problem) == of_tables(problem)
+
+
+def test_estimates_are_kept_for_a_bounded_number_of_calls() -> None:
+    assert microseconds.cache_info().maxsize == 1024

@@ -163,6 +163,9 @@ def test_estimates_are_close_to_measured_times() -> None:
         (problem_of(2, 1536, (12, 12), 128), (128, "pairs"), (128, "single")),
         (problem_of(1, 3072, (16, 2), 256), (128, "pairs"), (128, "single")),
         (problem_of(1, 2048, (28, 4), 128), (128, "pairs"), (128, "queue")),
+        (problem_of(1, 1024, (8, 8), 128), (128, "single"), (64, "single")),
+        (problem_of(1, 1024, (8, 8), 64), (128, "single"), (64, "single")),
+        (problem_of(1, 1024, (8, 8), 256, FULL), (128, "single"), (64, "single")),
     ],
 )
 def test_few_work_tiles(problem: Problem, before: tuple[int, str], after: tuple[int, str]) -> None:
@@ -208,6 +211,9 @@ def test_grids_that_fill_the_card_keep_their_configurations() -> None:
         "sdxl-self-s1024-d64",
         "whisper-cross-448x1500-d64",
         "whisper-decoder-s448",
+        "one-s512",
+        "one-s2048",
+        "one-s4096",
     }
 
 

@@ -12,15 +12,15 @@ WARPGROUP_ROWS = 64
 """Rows of a product that one warpgroup computes."""
 PRODUCER_REGISTERS = 24
 """Registers of a producer thread."""
-CONSUMER_REGISTERS = {2: 240, 3: 160}
-"""Registers of a consumer thread, by number of consumer warpgroups. Consumers and producer together fill the
-64 K registers of an SM."""
+CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
+"""Registers of a consumer thread, by number of consumer warpgroups. Two or three consumers and the producer
+together fill the 64 K registers of an SM."""
 SHARING_REGISTERS = 104, 80
 """Registers per thread if two programs, each of two consumer warpgroups, share an SM: (of a consumer, of any
 thread at launch)."""
-LAUNCH_REGISTERS = {2: 168, 3: 128}
-"""Registers of each thread at launch, by number of consumer warpgroups: 65536 over all threads, in steps of
-8. ``setmaxnreg`` then moves registers from the producer to the consumers."""
+LAUNCH_REGISTERS = {1: 168, 2: 168, 3: 128}
+"""Registers of each thread at launch, by number of consumer warpgroups: at most 65536 over all threads, in
+steps of 8. ``setmaxnreg`` then moves registers from the producer to the consumers."""
 
 
 def padded(head_dim: int) -> int:

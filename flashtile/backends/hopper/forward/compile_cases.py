@@ -83,6 +83,12 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                 sink=True,
             )
             yield _case(everything, config, config.features_spill_budget)
+            dense = replace(everything, varlen=False, seqused_k=False)
+            for other in configs:
+                variant = variant_of(dense, other)
+                if other.warpgroups == 1 and variant not in seen:
+                    seen.add(variant)
+                    yield _case(dense, other, other.features_spill_budget)
     window = replace(_CAUSAL, head_dim=128, head_dim_v=128, window_left=1023, seqlen_q=16384, seqlen_k=16384)
     config = choose(window)
     yield _case(window, config, config.features_spill_budget)

@@ -24,7 +24,7 @@ class ForwardConfig:
     """Tile and pipeline of the forward kernel.
 
     Args:
-        warpgroups: consumers of 64 rows each.
+        warpgroups: consumers of 64 rows each, 1 to 3.
         BLOCK_N: keys of a block.
         STAGES, Q_STAGES: blocks of keys and values, and blocks of queries, in shared memory.
         PING_PONG: consumers use the tensor cores in turn: one multiplies while the others compute
@@ -187,6 +187,10 @@ _D96_N128 = F(
 _D192_N128 = F(
     2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True, spill_budget=48, features_spill_budget=184
 )
+_M64_N128 = F(1, 128, Q_STAGES=2, paired_below=0, features_spill_budget=60)
+_M64_N128_LAZY = replace(_M64_N128, LAZY_RESCALE=True)
+_M64_N64_LAZY = F(1, 64, Q_HOLDS_O=True, LAZY_RESCALE=True, paired_below=0, features_spill_budget=44)
+_M64_N64_LAZY_Q128 = replace(_M64_N64_LAZY, Q_IN_REGISTERS=128, features_spill_budget=116)
 PARTIAL = F(
     2, 128, O_IN_PARTS=True, QUEUED=True, paired_below=4096, spill_budget=64, features_spill_budget=128
 )
@@ -242,8 +246,14 @@ _TABLE |= {
 }
 """Unequal head sizes have tiles that fit in shared memory. These configurations were not timed."""
 _OTHER_ROWS: dict[ForwardConfig, tuple[ForwardConfig, ...]] = {
-    _M128_N128_TWO_Q: (_M192_N128,),
-    _M192_N128: (_M128_N128_TWO_Q,),
+    _M128_N128_TWO_Q: (_M192_N128, _M64_N128),
+    _M192_N128: (_M128_N128_TWO_Q, _M64_N128),
+    _M128_N128: (_M64_N128,),
+    _M128_N128_LAZY: (_M64_N128_LAZY,),
+    _M128_N128_LAZY_PING_PONG: (_M64_N128_LAZY,),
+    _D256_N64_O_IN_PARTS: (_M64_N64_LAZY,),
+    _D256_N64_PINNED: (_M64_N64_LAZY,),
+    _D256_N64_Q128: (_M64_N64_LAZY_Q128,),
 }
 """Configuration -> configurations with tiles of other rows that compute the same bits. The fields that decide
 the order of a row's sums are equal: ``BLOCK_N``, ``LAZY_RESCALE`` and ``Q_IN_REGISTERS``. Only then may the

@@ -85,6 +85,7 @@ BACKWARD: Variants = {
     "window-used": {"window_size": (70, 9), "unused_keys": 30, "head_dim": 128, "sink": "own"},
     "unseen-keys": {"window_size": (20, 0), "seqlen_q": 70, "seqlen_k": 400},
     "wide": {"head_dim": 256, "causal": True, "alibi": "batch"},
+    "wide-single": {"head_dim": 256, "causal": True, "seqlen_q": 300, "heads_q": 1},
     "wide-varlen": {"lengths": LENGTHS, "head_dim": 192, "head_dim_v": 128, "softcap": 3.0},
 }
 HEAD_SIZES: Variants = {

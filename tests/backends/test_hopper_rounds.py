@@ -17,6 +17,7 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton
 
 from flashtile.backends.common.device import Target
 from flashtile.backends.hopper import work_tiles
+from flashtile.backends.hopper.backward.config import choose as choose_backward
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.forward import rounds, schedule
 from flashtile.backends.hopper.forward.config import (
@@ -257,3 +258,15 @@ def test_keys_beyond_the_cache_keep_pairs() -> None:
 
 def test_estimates_are_kept_for_a_bounded_number_of_calls() -> None:
     assert microseconds.cache_info().maxsize == 1024
+
+
+@pytest.mark.parametrize(
+    ("batch", "seqlen", "heads", "single"),
+    [(1, 1024, 8, True), (1, 2048, 8, True), (1, 3072, 16, True), (2, 2048, 16, False), (8, 2048, 8, False)],
+)
+def test_few_blocks_of_dq_are_not_paired(batch: int, seqlen: int, heads: int, single: bool) -> None:
+    config = choose_backward(problem_of(batch, seqlen, (heads, heads), 256))
+    assert (config.paired_below == 0) is single  # type: ignore[attr-defined]
+    for change in ({"window_right": FULL}, {"varlen": True}):
+        plain = choose_backward(replace(problem_of(batch, seqlen, (heads, heads), 256), **change))
+        assert plain.paired_below == 8192  # type: ignore[attr-defined]

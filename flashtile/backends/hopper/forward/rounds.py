@@ -29,7 +29,7 @@ SWIZZLE_TILES = 2816
 """Number of work tiles to interleave if they are sorted by falling cost. With about 20 per multiprocessor,
 programs end together, and the keys of the interleaved heads stay in the L2 cache."""
 ENOUGH_ROUNDS = 8
-"""With this many blocks of query rows per program, partly empty rounds cost little. No time is estimated."""
+"""With this many work tiles per program, partly empty rounds cost little, and no time is estimated."""
 WORTHWHILE = 0.97
 """Another configuration is used if its estimated time is below this share of the time of the table's."""
 L2_BYTES = 50 * 2**20
@@ -101,10 +101,13 @@ def fastest(
     """
     first, *others = configs
     pack = pack_of(problem, first.BLOCK_M) if has_queue else 1
-    blocks = math.ceil(problem.seqlen_q * pack / first.BLOCK_M) * problem.batch * problem.num_heads_q // pack
+    tiles = math.ceil(problem.seqlen_q * pack / first.BLOCK_M)
+    if takes_pairs(problem, first, pack, has_queue):
+        tiles = math.ceil(tiles / 2)
+    tiles *= problem.batch * problem.num_heads_q // pack
     enough = ENOUGH_ROUNDS * first.PROGRAMS * multiprocessors(problem.device)
     costs = costs_of(first)
-    if problem.varlen or problem.seqused_k or blocks >= enough or costs is None:
+    if problem.varlen or problem.seqused_k or tiles >= enough or costs is None:
         return first
     launch = launch_of(problem, first, costs, has_queue)
     any_order = keys_fit_cache(problem)

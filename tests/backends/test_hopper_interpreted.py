@@ -30,8 +30,10 @@ from flashtile.backends.hopper import decode as hopper_decode
 from flashtile.backends.hopper.backward import config as backward_config
 from flashtile.backends.hopper.backward import kernel as backward
 from flashtile.backends.hopper.backward.splits import Splits
+from flashtile.backends.hopper.compile_cases import PLAIN
+from flashtile.backends.hopper.forward import config as forward_config
 from flashtile.backends.hopper.forward import launch as forward_launch
-from flashtile.backends.hopper.forward.config import every_row
+from flashtile.backends.hopper.forward.config import alternatives, every_row, of_tables
 from flashtile.backends.hopper.linear import config as ring
 from flashtile.backends.hopper.linear.launch import FlatLaunch
 from flashtile.masks import alibi, create_block_mask, mask_mod, window
@@ -88,6 +90,7 @@ BACKWARD: Variants = {
     "window-used": {"window_size": (70, 9), "unused_keys": 30, "head_dim": 128, "sink": "own"},
     "unseen-keys": {"window_size": (20, 0), "seqlen_q": 70, "seqlen_k": 400},
     "wide": {"head_dim": 256, "causal": True, "alibi": "batch"},
+    "wide-single": {"head_dim": 256, "causal": True, "seqlen_q": 300, "heads_q": 1},
     "wide-varlen": {"lengths": LENGTHS, "head_dim": 192, "head_dim_v": 128, "softcap": 3.0},
 }
 HEAD_SIZES: Variants = {
@@ -349,6 +352,32 @@ def table_rows() -> Iterator[Case]:
 def test_every_configuration_of_the_forward(case: Case) -> None:
     for seed in range(3):
         check(case, seed, gradients=False)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "keys", "causal"),
+    [
+        (64, 4096, True),
+        pytest.param(64, 4096, False, marks=exhaustive),
+        pytest.param(64, 512, True, marks=exhaustive),
+        *(pytest.param(128, keys, True, marks=exhaustive) for keys in (512, 1024, 4096)),
+        *(pytest.param(256, keys, True, marks=exhaustive) for keys in (512, 1024)),
+        pytest.param(256, 1024, False, marks=exhaustive),
+    ],
+)
+def test_alternatives_compute_the_same_bits(head_dim: int, keys: int, causal: bool) -> None:
+    """Which of them a call has may depend on its number of sequences, so that of one must not show it."""
+    sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "window_right": 0 if causal else -1}
+    table = of_tables(replace(PLAIN, seqlen_q=keys, seqlen_k=keys, **sizes))
+    q, k, v = (testing.random_tensor((1, 300, h, head_dim), BF16, "cpu", seed=h) for h in (2, 1, 1))
+    found = []
+    for seed, config in enumerate(alternatives(table)):
+        with mock.patch.object(forward_config, "choose", return_value=config), interpreted(seed):
+            found.append(flashtile.attention(q, k, v, causal=causal, backend="hopper", return_lse=True))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    with mock.patch.object(forward_config, "choose", return_value=config), interpreted():
+        testing.check(q, k, v, causal=causal, backend="hopper", gradients=False)
 
 
 DETERMINISTIC: Variants = {

@@ -25,6 +25,7 @@ from flashtile.backends.hopper.forward.config import (
     accumulators,
     choose,
     every_row,
+    of_tables,
     smem_bytes,
     tile_columns,
 )
@@ -299,4 +300,4 @@ def test_no_pairs_where_every_block_has_a_multiprocessor() -> None:
     problem = replace(PLAIN, window_right=0, batch=1, num_heads_q=1, num_heads_kv=1)
     for blocks, paired in ((INTERPRETER_MULTIPROCESSORS, False), (INTERPRETER_MULTIPROCESSORS + 1, True)):
         problem = replace(problem, seqlen_q=128 * blocks, seqlen_k=128 * blocks)
-        assert variant_of(problem, choose(problem)).PAIRED is paired
+        assert variant_of(problem, of_tables(problem)).PAIRED is paired

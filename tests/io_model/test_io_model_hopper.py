@@ -38,7 +38,7 @@ def sees(call: Call, seqlen_q: int, seqlen_k: int, row: int, key: int) -> bool:
 
 def test_every_block_of_rows_is_computed_once(call):
     """Over the programs of the card and of one with few SMs, each once."""
-    work = hopper.WorkTiles.of(call)
+    work = hopper.WorkTiles.of(call, H100)
     expected = Counter(
         (sequence, head, tuple(walk))
         for sequence, walks in enumerate(work.walks)
@@ -69,7 +69,7 @@ def test_programs_that_take_from_a_queue_end_together():
 
 def test_loads_are_the_blocks_that_some_row_sees(call):
     found = hopper.forward(call, H100)
-    work = hopper.WorkTiles.of(call)
+    work = hopper.WorkTiles.of(call, H100)
     rows, keys = work.variant.BLOCK_M // work.variant.PACK, work.variant.BLOCK_N
     loaded = blocks = 0
     for seqlen_q, seqlen_k in call.sequences:
@@ -89,7 +89,7 @@ def test_blocks_are_those_of_the_schedule():
     from flashtile.backends.hopper.forward.schedule import key_range
 
     for call in CALLS.values():
-        work = hopper.WorkTiles.of(call)
+        work = hopper.WorkTiles.of(call, H100)
         variant, rows = work.variant, work.variant.BLOCK_M // work.variant.PACK
         for (seqlen_q, seqlen_k), walks in zip(call.sequences, work.walks, strict=True):
             for number, walk in enumerate(walks):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,20 +13,32 @@ WARPGROUP_ROWS = 64
 """Rows of a product that one warpgroup computes."""
 PRODUCER_REGISTERS = 24
 """Registers of a producer thread."""
-CONSUMER_REGISTERS = {2: 240, 3: 160}
-"""Registers of a consumer thread, by number of consumer warpgroups. Consumers and producer together fill the
-64 K registers of an SM."""
+CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
+"""Registers of a consumer thread, by number of consumer warpgroups. Two or three consumers and the producer
+together fill the 64 K registers of an SM."""
+MAX_COLUMNS_OF_V = 256
+"""Most columns of the output that one work tile of the forward computes. 64 x 256 floats take half of a
+warpgroup's registers.
+
+For head_dim_v over 256, two work tiles compute the same scores, so three products are computed where two
+would do. A program with all columns would have 64 rows, and load twice as many keys and values from the L2
+cache."""
 SHARING_REGISTERS = 104, 80
 """Registers per thread if two programs, each of two consumer warpgroups, share an SM: (of a consumer, of any
 thread at launch)."""
-LAUNCH_REGISTERS = {2: 168, 3: 128}
-"""Registers of each thread at launch, by number of consumer warpgroups: 65536 over all threads, in steps of
-8. ``setmaxnreg`` then moves registers from the producer to the consumers."""
+LAUNCH_REGISTERS = {1: 168, 2: 168, 3: 128}
+"""Registers of each thread at launch, by number of consumer warpgroups: at most 65536 over all threads, in
+steps of 8. ``setmaxnreg`` then moves registers from the producer to the consumers."""
 
 
 def padded(head_dim: int) -> int:
     """Return the number of columns of a tile for a head size: 64, 128, 256 or 512. TMA adds zeros."""
     return next(size for size in (64, 128, 256, 512) if head_dim <= size)
+
+
+def column_splits(problem: Problem) -> int:
+    """Return the number of work tiles that divide the columns of v: 2 for head_dim_v over 256, else 1."""
+    return math.ceil(problem.head_dim_v / MAX_COLUMNS_OF_V)
 
 
 @dataclass(frozen=True, kw_only=True)

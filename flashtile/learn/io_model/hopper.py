@@ -16,6 +16,7 @@ from itertools import accumulate, islice
 
 import torch
 
+from flashtile.backends.common.device import Target, compiling_for
 from flashtile.backends.hopper import CAPABILITY
 from flashtile.backends.hopper.forward.config import ForwardVariant, choose
 from flashtile.hardware.calls import Call
@@ -48,7 +49,7 @@ def forward(call: Call, card: Card) -> KernelTraffic:
 
     In a large grid only the first work tiles of every program are simulated; the rest is extrapolated.
     """
-    work = WorkTiles.of(call)
+    work = WorkTiles.of(call, card)
     width = (call.head_dim + call.width_v) * call.element_bytes
     key_blocks = [-(-seqlen_k // work.variant.BLOCK_N) for _, seqlen_k in call.sequences]
     block_bytes = width * call.rows_k / (sum(key_blocks) * call.num_heads_kv)
@@ -152,12 +153,13 @@ class WorkTiles:
     count: int
 
     @classmethod
-    def of(cls, call: Call) -> WorkTiles:
+    def of(cls, call: Call, card: Card) -> WorkTiles:
         from flashtile.backends.hopper.forward.launch import l2_swizzle, variant_of
         from flashtile.backends.hopper.forward.schedule import tiles_of_head
 
         problem = _problem(call)
-        variant = variant_of(problem, choose(problem))
+        with compiling_for(Target.of_card(card)):  # tiles are chosen by the number of multiprocessors
+            variant = variant_of(problem, choose(problem))
         blocks = (variant.BLOCK_M // variant.PACK, variant.BLOCK_N)
         seen = [walks(call, lengths, blocks) for lengths in call.sequences]
         heads = call.num_heads_q // variant.PACK

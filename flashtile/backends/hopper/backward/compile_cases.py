@@ -82,6 +82,11 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         shared = replace(PLAIN, window_right=0, head_dim=size, head_dim_v=size)
         for case in _products("causal", shared, _SHARED):
             yield replace(case, exhaustive=size <= 128)  # the code differs little from that without splits
+    # Where work tiles are few, dQ is computed in single blocks of rows, not in pairs.
+    single = replace(PLAIN, batch=1, num_heads_q=1, num_heads_kv=1, seqlen_q=384, seqlen_k=384)
+    for case in _products("causal", replace(single, window_right=0, head_dim=256, head_dim_v=256)):
+        if case.kernel is dq_kernel:
+            yield replace(case, name=f"{case.name} single", exhaustive=True)
     # S and dP skip columns of padding at these head sizes.
     for sizes in ((40, 40), (80, 80), (96, 96), (192, 128), (160, 160)):
         for case in _products("causal", replace(_CAUSAL, head_dim=sizes[0], head_dim_v=sizes[1])):

@@ -7,6 +7,8 @@ from typing import ClassVar
 
 from flashtile.backends.hopper.backward.splits import choose_splits
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, ModifierFlags, padded
+from flashtile.backends.hopper.forward.config import ForwardConfig
+from flashtile.backends.hopper.forward.rounds import Costs, fastest
 from flashtile.problems.attention import Problem
 
 POSTPROCESS_WARPS = 2
@@ -71,6 +73,11 @@ class WideBackwardConfig(BackwardConfig):
     def BLOCK_N(self) -> int:  # noqa: N802 - as in the kernels
         return WARPGROUP_ROWS
 
+    @property
+    def rows(self) -> ForwardConfig:
+        """Tile of the kernel of dQ, whose scheduler is that of the forward."""
+        return ForwardConfig(2, self.BLOCK_N, paired_below=self.paired_below)
+
 
 @dataclass(frozen=True)
 class BackwardVariant(ModifierFlags):
@@ -123,14 +130,25 @@ _BACKWARD: dict[tuple[int, int], BackwardConfig] = {
 
 _FEW_ROWS = BackwardConfig(64)
 """Configuration for calls with a score_mod or dropout: tiles of 64 rows leave registers for them."""
+_DQ_COSTS = Costs(4.0, 2.4)
+"""Costs of the kernel of dQ for head sizes over 128: for three of seven products, three sevenths of the times
+at head_dim 256 in ``benchmarks/results/2026-11-23-h200-paper-grid-backward.json``."""
 
 
 def choose(problem: Problem) -> BackwardConfig:
     """Return the configuration of a problem: a :class:`WideBackwardConfig` if a head size is over 128."""
     if problem.dropout_p or (problem.mods is not None and problem.mods.score_mod):
         return with_splits(_FEW_ROWS, problem)
-    config = _BACKWARD.get((padded(problem.head_dim), padded(problem.head_dim_v)), WideBackwardConfig())
-    return with_splits(config, problem)
+    config = _BACKWARD.get((padded(problem.head_dim), padded(problem.head_dim_v)))
+    return with_splits(_wide(problem) if config is None else config, problem)
+
+
+def _wide(problem: Problem) -> WideBackwardConfig:
+    """Return the configuration for head sizes over 128, without pairs for dQ if these would take longer."""
+    config = WideBackwardConfig()
+    single = replace(config, paired_below=0)
+    rows = fastest(problem, (config.rows, single.rows), lambda _: _DQ_COSTS, has_queue=False)
+    return config if rows == config.rows else single
 
 
 def with_splits(config: BackwardConfig, problem: Problem) -> BackwardConfig:

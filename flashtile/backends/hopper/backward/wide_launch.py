@@ -25,7 +25,7 @@ from flashtile.backends.hopper.backward.wide_dkv import DkvPointers, dkv_kernel
 from flashtile.backends.hopper.backward.wide_dq import DqPointers, dq_kernel
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS, WARPGROUP_ROWS, padded
 from flashtile.backends.hopper.forward import launch as forward
-from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant
+from flashtile.backends.hopper.forward.config import ForwardVariant
 from flashtile.backends.hopper.launch import num_programs
 from flashtile.backends.hopper.tile_table import TileTable
 from flashtile.problems.attention import OptionalTensors, Problem
@@ -44,9 +44,11 @@ def variants(problem: Problem, config: WideBackwardConfig) -> tuple[BackwardVari
     """Return the variants of (``dkv_kernel``, ``dq_kernel``). The latter has the forward's tile scheduler."""
     # Both kernels sum in registers only, so they are deterministic without an order of additions.
     dkv = replace(backward.variant_of(problem, config), DETERMINISTIC=False)
-    rows = ForwardConfig(2, config.BLOCK_N, paired_below=config.paired_below)
     dq = replace(
-        forward.variant_of(problem, rows, has_queue=False), SINK=False, PACK=1, KV_GROUP=problem.group_size
+        forward.variant_of(problem, config.rows, has_queue=False),
+        SINK=False,
+        PACK=1,
+        KV_GROUP=problem.group_size,
     )
     return dkv, DqVariant(**vars(dq), HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 from flashtile.backends.common.compile_report import CompileCase, types_of
 from flashtile.backends.hopper.compile_cases import (
@@ -17,7 +18,14 @@ from flashtile.backends.hopper.compile_cases import (
     tensors,
     words,
 )
-from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant, choose, every_row
+from flashtile.backends.hopper.forward.config import (
+    ForwardConfig,
+    ForwardVariant,
+    alternatives,
+    choose,
+    every_row,
+    of_tables,
+)
 from flashtile.backends.hopper.forward.kernel import forward_kernel
 from flashtile.backends.hopper.forward.launch import (
     bias_view,
@@ -26,6 +34,7 @@ from flashtile.backends.hopper.forward.launch import (
     variant_of,
     views,
 )
+from flashtile.backends.hopper.forward.rounds import COSTS
 from flashtile.backends.hopper.forward.schedule import ForwardNumbers, ForwardPointers, ForwardSchedule
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
@@ -46,17 +55,22 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     """Yield the compile cases of the forward.
 
     Entries of the table of configurations that are made for windows are compiled for a causal problem, and
-    once more with every feature. All other entries are compiled for a plain problem. Problems with single
-    features follow.
+    once more with every feature. All other entries are compiled for a plain problem. The same holds for their
+    alternatives for few work tiles. Problems with single features follow.
     """
     if arch != HOPPER:
         return
+    seen: set[ForwardVariant] = set()
     for block_d, block_dv, windowed, _, config in every_row():
         same = replace(_CAUSAL if windowed else PLAIN, head_dim=block_d, head_dim_v=block_dv)
-        lengths = (replace(same, seqlen_q=length, seqlen_k=length) for length in LENGTHS)
-        kernels = {variant_of(plain, config): plain for plain in lengths if choose(plain) is config}
-        for plain in kernels.values():
-            yield _case(plain, config, config.spill_budget)
+        measured = (block_d, block_dv, config.warpgroups, config.BLOCK_N) in COSTS
+        configs = alternatives(config) if measured else (config,)
+        for length, other in product(LENGTHS, configs):
+            plain = replace(same, seqlen_q=length, seqlen_k=length)
+            variant = variant_of(plain, other)
+            if of_tables(plain) is config and variant not in seen:
+                seen.add(variant)
+                yield _case(plain, other, other.spill_budget)
         if windowed:
             everything = replace(
                 plain,
@@ -69,6 +83,12 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                 sink=True,
             )
             yield _case(everything, config, config.features_spill_budget)
+            dense = replace(everything, varlen=False, seqused_k=False)
+            for other in configs:
+                variant = variant_of(dense, other)
+                if other.warpgroups == 1 and variant not in seen:
+                    seen.add(variant)
+                    yield _case(dense, other, other.features_spill_budget)
     window = replace(_CAUSAL, head_dim=128, head_dim_v=128, window_left=1023, seqlen_q=16384, seqlen_k=16384)
     config = choose(window)
     yield _case(window, config, config.features_spill_budget)

@@ -5,12 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import permutations
 from typing import ClassVar
 
-from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.hopper.compat import VIEWS_SPAN_TILES
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, ModifierFlags, modifiers_of, padded
+from flashtile.backends.hopper.config import (
+    MAX_COLUMNS_OF_V,
+    WARPGROUP_ROWS,
+    ModifierFlags,
+    modifiers_of,
+    padded,
+)
+from flashtile.backends.hopper.forward.rounds import COSTS, blocks_stand_alone, fastest
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 
@@ -23,7 +30,7 @@ class ForwardConfig:
     """Tile and pipeline of the forward kernel.
 
     Args:
-        warpgroups: consumers of 64 rows each.
+        warpgroups: consumers of 64 rows each, 1 to 3.
         BLOCK_N: keys of a block.
         STAGES, Q_STAGES: blocks of keys and values, and blocks of queries, in shared memory.
         PING_PONG: consumers use the tensor cores in turn: one multiplies while the others compute
@@ -144,6 +151,7 @@ class ForwardVariant(ModifierFlags):
 F = ForwardConfig
 _M128_N128 = F(2, 128, paired_below=4096, QUEUED=True, features_spill_budget=108)
 _M128_N64 = F(2, 64, spill_budget=28, features_spill_budget=96)
+_M128_N128_TWO_Q = F(2, 128, Q_STAGES=2, features_spill_budget=8)
 _M192_N128 = F(3, 128, Q_STAGES=2, PING_PONG=True, spill_budget=268, features_spill_budget=812)
 _M128_N128_Q128 = F(2, 128, Q_IN_REGISTERS=128, QUEUED=True, spill_budget=64, features_spill_budget=468)
 _M128_N128_LAZY = F(2, 128, Q_STAGES=2, LAZY_RESCALE=True)
@@ -204,6 +212,10 @@ _D512_N64 = F(
     features_spill_budget=208,
 )
 """Configuration for head sizes over 256: 224 KiB of shared memory, 128 of them for q."""
+_M64_N128 = F(1, 128, Q_STAGES=2, paired_below=0, features_spill_budget=60)
+_M64_N128_LAZY = replace(_M64_N128, LAZY_RESCALE=True)
+_M64_N64_LAZY = F(1, 64, Q_HOLDS_O=True, LAZY_RESCALE=True, paired_below=0, features_spill_budget=44)
+_M64_N64_LAZY_Q128 = replace(_M64_N64_LAZY, Q_IN_REGISTERS=128, features_spill_budget=116)
 PARTIAL = F(
     2, 128, O_IN_PARTS=True, QUEUED=True, paired_below=4096, spill_budget=64, features_spill_budget=128
 )
@@ -222,7 +234,7 @@ _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig | None], ...]
     (64, 64, False): ((320, _M128_N64_SHARED), (ANY_LENGTH, _M192_N128)),
     (64, 64, True): (
         (640, _M128_N64_SHARED),
-        (4096, F(2, 128, Q_STAGES=2, features_spill_budget=8)),
+        (4096, _M128_N128_TWO_Q),
         (ANY_LENGTH, _M192_N128),
     ),
     (128, 128, False): (
@@ -260,6 +272,22 @@ _TABLE |= {
     for windowed in (False, True)
 }
 """Unequal head sizes have tiles that fit in shared memory. These configurations were not timed."""
+_OTHER_ROWS: dict[ForwardConfig, tuple[ForwardConfig, ...]] = {
+    _M128_N128_TWO_Q: (_M192_N128, _M64_N128),
+    _M192_N128: (_M128_N128_TWO_Q, _M64_N128),
+    _M128_N128: (_M64_N128,),
+    _M128_N128_LAZY: (_M64_N128_LAZY,),
+    _M128_N128_LAZY_PING_PONG: (_M64_N128_LAZY,),
+    _D256_N64_O_IN_PARTS: (_M64_N64_LAZY,),
+    _D256_N64_PINNED: (_M64_N64_LAZY,),
+    _D256_N64_Q128: (_M64_N64_LAZY_Q128,),
+}
+"""Configuration -> configurations with tiles of other rows that compute the same bits. The fields that decide
+the order of a row's sums are equal: ``BLOCK_N``, ``LAZY_RESCALE`` and ``Q_IN_REGISTERS``. Only then may the
+number of sequences choose between them, since the output of a sequence must not depend on the others."""
+_SINGLE_SPILLS = {_M128_N128_LAZY_PING_PONG: 68, _D256_N64_O_IN_PARTS: 92}
+"""Spill budgets without pairs, where they are larger. Calls in which every block of rows has a multiprocessor
+have always had these kernels."""
 MAX_MODIFIED_COLUMNS = 128
 """Largest head size for which modifiers may change scores."""
 # Modifiers -> (config for head sizes up to 64, config for larger ones). All have two consumers: a 16-bit tile
@@ -279,13 +307,6 @@ _MODIFIED: dict[tuple[str, ...], tuple[ForwardConfig, ForwardConfig]] = {
 PARTS_OF = {96: 3, 160: 5, 192: 3, 512: 4}
 """Number of tiles into which columns are divided if their number is not a power of two, or over 256."""
 _FEWER_COLUMNS = (32, 96, 160, 192)
-MAX_COLUMNS_OF_V = 256
-"""Most columns of the output that one work tile computes. 64 x 256 floats take half of a warpgroup's
-registers.
-
-For head_dim_v over 256, two work tiles compute the same scores, so three products are computed where two
-would do. A program with all columns would have 64 rows, and load twice as many keys and values from the L2
-cache."""
 BETTER_FILLED = 1.15
 """Blocks of 64 keys replace blocks of 128 keys if the filled fraction of their columns (:func:`_fills`) is
 larger by this factor."""
@@ -346,7 +367,34 @@ def accumulators(block_dv: int, head_dim_v: int) -> tuple[int, int]:
 
 
 def choose(problem: Problem) -> ForwardConfig:
-    """Return the configuration of a problem from the tables above."""
+    """Return the configuration of a problem.
+
+    It is that of the tables above, or an alternative that takes less time because the call has few work tiles
+    (``rounds``).
+    """
+    config = of_tables(problem)
+    if modifiers_of(problem) or problem.partial:
+        return config
+    sizes = tile_columns(problem)
+    return fastest(
+        problem, alternatives(config), lambda other: COSTS.get((*sizes, other.warpgroups, other.BLOCK_N))
+    )
+
+
+@cache
+def alternatives(config: ForwardConfig) -> tuple[ForwardConfig, ...]:
+    """Return ``config`` and others that compute the same bits: with tiles of other rows, or without pairs."""
+    same = (config, *_OTHER_ROWS.get(config, ()))
+    single = (
+        replace(other, paired_below=0, spill_budget=_SINGLE_SPILLS.get(other, other.spill_budget))
+        for other in same
+        if other.paired_below
+    )
+    return (*same, *single)
+
+
+def of_tables(problem: Problem) -> ForwardConfig:
+    """Return the configuration of a problem from the tables above, without regard to its number of tiles."""
     modifiers = modifiers_of(problem)
     if modifiers:
         small, others = _MODIFIED[modifiers]
@@ -378,18 +426,6 @@ def choose(problem: Problem) -> ForwardConfig:
 def _fills(keys: int, block_n: int) -> float:
     """Return the fraction of filled columns if ``keys`` keys are divided into blocks of ``block_n``."""
     return keys / (math.ceil(keys / block_n) * block_n) if keys else 1.0
-
-
-def column_splits(problem: Problem) -> int:
-    """Return the number of work tiles that divide the columns of v: 2 for head_dim_v over 256, else 1."""
-    return math.ceil(problem.head_dim_v / MAX_COLUMNS_OF_V)
-
-
-def blocks_stand_alone(problem: Problem, block_m: int, pack: int = 1) -> bool:
-    """Whether a dense call has at most one block of query rows for each multiprocessor."""
-    heads = column_splits(problem) * problem.batch * problem.num_heads_q // pack
-    blocks = heads * math.ceil(problem.seqlen_q * pack / block_m)
-    return not problem.varlen and blocks <= multiprocessors(problem.device)
 
 
 def every_row() -> Iterator[tuple[int, int, bool, int, ForwardConfig]]:

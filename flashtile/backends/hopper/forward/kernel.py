@@ -152,7 +152,16 @@ def forward_kernel(
     output = Output(o_tiles, o_desc)
     call = ForwardCall(pointers, schedule, numbers)
     descs = ForwardInputs(q_desc, k_desc, v_desc, bias_desc)
-    if C.WARPGROUPS == 2:
+    if C.WARPGROUPS == 1:
+        gl.warp_specialize(
+            [
+                (consumer, (C, 0, queue, channels, ping_pong, output, call)),
+                (producer, (C, queue, channels, descs, call)),
+            ],
+            [1],
+            [C.PRODUCER_REGISTERS],
+        )
+    elif C.WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (consumer, (C, 0, queue, channels, ping_pong, output, call)),

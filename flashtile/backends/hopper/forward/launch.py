@@ -15,7 +15,6 @@ from flashtile.backends.common.launch import (
     allocator,
     contiguous_strides,
     has_score_mod,
-    largest_divisor,
     outer_stride,
 )
 from flashtile.backends.common.tma import (
@@ -29,24 +28,28 @@ from flashtile.backends.common.tma import (
 from flashtile.backends.hopper.config import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
+    MAX_COLUMNS_OF_V,
     PRODUCER_REGISTERS,
     SHARING_REGISTERS,
     WARPGROUP_ROWS,
-    modifiers_of,
+    column_splits,
     padded,
 )
 from flashtile.backends.hopper.forward.config import (
-    MAX_COLUMNS_OF_V,
     O_PART,
     PARTS_OF,
     ForwardConfig,
     ForwardVariant,
     accumulators,
-    blocks_stand_alone,
-    column_splits,
     tile_columns,
 )
 from flashtile.backends.hopper.forward.kernel import forward_kernel
+from flashtile.backends.hopper.forward.rounds import (
+    interleaved_heads,
+    pack_of,
+    takes_from_queue,
+    takes_pairs,
+)
 from flashtile.backends.hopper.forward.schedule import (
     ForwardNumbers,
     ForwardPointers,
@@ -66,44 +69,6 @@ from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E, UNLIMITED
 
-SWIZZLE_HEADS = 8
-"""Number of heads to interleave if work tiles are pairs or come from the work queue."""
-SWIZZLE_TILES = 2816
-"""Number of work tiles to interleave if they are sorted by falling cost. With about 20 per multiprocessor,
-programs end together, and the keys of the interleaved heads stay in the L2 cache."""
-
-
-def pack_of(problem: Problem, block_m: int, windows: bool = True) -> int:
-    """Return the number of query heads that share a tile: all heads of a key head, or 1.
-
-    The heads share tiles if this saves a quarter of the tiles. If ``windows`` is True and the mask has a left
-    and a right edge, the heads share tiles if this saves a quarter of the keys that warpgroups visit. Rows of
-    a shared tile have fewer distinct positions, so together they see fewer keys.
-    """
-    group = problem.group_size
-    unpacked = problem.varlen or bool(modifiers_of(problem))
-    if unpacked or group & (group - 1) or group > WARPGROUP_ROWS:
-        return 1
-    apart = group * math.ceil(problem.seqlen_q / block_m)
-    together = math.ceil(problem.seqlen_q * group / block_m)
-    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    if windows and left != UNLIMITED and right != UNLIMITED:
-        window = max(left + 1 + right, 1)
-        apart = max(apart, 1) * (WARPGROUP_ROWS + window)
-        together = max(together, 1) * (WARPGROUP_ROWS // group + window)
-    return group if together <= 0.75 * apart else 1
-
-
-def takes_from_queue(problem: Problem, config: ForwardConfig) -> bool:
-    """Whether work tiles come from the work queue.
-
-    Work tiles of packed sequences always come from the queue. With ``config.QUEUED``, so do those of
-    sequences of at least ``config.paired_below`` keys, under a mask with only a right edge.
-    """
-    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    one_edge = right != UNLIMITED and left == UNLIMITED
-    return problem.varlen or (config.QUEUED and one_edge and problem.seqlen_k >= config.paired_below)
-
 
 def variant_of(
     problem: Problem, config: ForwardConfig, has_queue: bool = True, bias: Tensor | None = None
@@ -122,16 +87,14 @@ def variant_of(
         columns = problem.head_dim
         scaled = problem.alibi or (scaled and not problem.softcap)
     pack = pack_of(problem, config.BLOCK_M, has_queue)
-    short = not has_queue if problem.varlen else problem.seqlen_k < config.paired_below
     splits, block_dv = column_splits(problem), min(block_dv, MAX_COLUMNS_OF_V)
     dv_parts = PARTS_OF.get(block_dv, 1)
     o_wide, o_columns = accumulators(block_dv, problem.head_dim_v) if dv_parts > 1 else (block_dv, 0)
-    alone = has_queue and blocks_stand_alone(problem, config.BLOCK_M, pack)
     windowed = left != UNLIMITED or right != UNLIMITED
     # A windowed kernel is the same for either answer, so it is always False: more lengths share a kernel.
     even = not (windowed or problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0
     queued = has_queue and takes_from_queue(problem, config)
-    paired = right != UNLIMITED and short and not alone
+    paired = takes_pairs(problem, config, pack, has_queue)
     flags = modifier_flags(problem, fixed=False)
     if has_natural_scores(problem):  # the softmax itself scales scores in natural units
         scaled = False
@@ -199,25 +162,9 @@ def launch_registers(variant: ForwardVariant) -> int:
 
 
 def l2_swizzle(problem: Problem, variant: ForwardVariant) -> int:
-    """Return the number of heads whose work tiles are interleaved.
-
-    The number divides the number of heads in the batch. Programs that run at the same time should read the
-    same keys, so the number depends on the mask:
-
-    * Without a right edge, the query heads of one key head are interleaved.
-    * With pairs or a work queue, a few heads are interleaved. Concurrent programs compute the same query rows
-      of these heads.
-    * Otherwise, many heads are interleaved. Their work tiles are sorted by falling cost, so that programs end
-      at about the same time.
-    """
-    heads = problem.batch * problem.num_heads_q // variant.PACK * variant.COLUMN_SPLITS
-    if variant.PAIRED or variant.QUEUED:
-        most = max(SWIZZLE_HEADS, variant.KV_GROUP)
-    elif variant.HAS_RIGHT:
-        most = max(SWIZZLE_TILES // query_blocks(problem, variant), variant.KV_GROUP)
-    else:
-        most = variant.KV_GROUP
-    return largest_divisor(heads, most)
+    """Return the number of heads whose work tiles are interleaved (:func:`interleaved_heads`)."""
+    blocks = query_blocks(problem, variant)
+    return interleaved_heads(problem, variant.PACK, blocks, variant.PAIRED or variant.QUEUED)
 
 
 def query_blocks(problem: Problem, variant: ForwardVariant) -> int:

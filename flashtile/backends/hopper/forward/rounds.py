@@ -1,0 +1,262 @@
+"""How a launch of the Hopper forward is divided among programs, and the estimated time that this takes.
+
+A launch takes as long as its busiest program. If there are few more work tiles than programs, most programs
+are idle in the second round. :func:`fastest` then chooses tiles of another size, or single tiles instead of
+pairs.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from operator import add
+from typing import TYPE_CHECKING, NamedTuple
+
+from flashtile.backends.common.device import multiprocessors
+from flashtile.backends.common.launch import largest_divisor
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, column_splits, modifiers_of
+from flashtile.problems.attention import Problem
+from flashtile.problems.common import UNLIMITED
+
+if TYPE_CHECKING:
+    from flashtile.backends.hopper.forward.config import ForwardConfig
+
+SWIZZLE_HEADS = 8
+"""Number of heads to interleave if work tiles are pairs or come from the work queue."""
+SWIZZLE_TILES = 2816
+"""Number of work tiles to interleave if they are sorted by falling cost. With about 20 per multiprocessor,
+programs end together, and the keys of the interleaved heads stay in the L2 cache."""
+ENOUGH_ROUNDS = 8
+"""With this many work tiles per program, partly empty rounds cost little, and no time is estimated."""
+WORTHWHILE = 0.97
+"""Another configuration is used if its estimated time is below this share of the time of the table's."""
+MAX_SINGLE_BYTES = 96 * 2**20
+"""Single tiles replace pairs only up to this size of the keys and values of all heads, because programs then
+read many heads at a time. Single tiles took 0.80 of the time of pairs with 72 MiB (estimate: 0.76), and 1.05
+with 128 MiB (estimate: 0.98)."""
+
+
+class Costs(NamedTuple):
+    """Measured times of a program, in microseconds."""
+
+    tile: float
+    """A block of query rows apart from its blocks of keys: loading q, filling the pipeline, storing out."""
+    block: float
+    """A block of keys."""
+
+
+LAUNCH = 7.0
+"""Estimated time of a launch without work tiles, in microseconds."""
+COSTS: dict[tuple[int, int, int, int], Costs] = {
+    (64, 64, 1, 128): Costs(1.0, 0.79),
+    (128, 128, 1, 128): Costs(1.7, 1.09),
+    (256, 256, 1, 64): Costs(2.3, 1.05),
+    (32, 32, 2, 64): Costs(1.6, 0.93),
+    (64, 64, 2, 64): Costs(2.0, 1.20),
+    (64, 64, 2, 128): Costs(1.8, 1.08),
+    (64, 64, 3, 128): Costs(3.2, 1.39),
+    (96, 96, 2, 128): Costs(1.6, 1.47),
+    (128, 128, 2, 64): Costs(0.9, 0.98),
+    (128, 128, 2, 128): Costs(2.4, 1.49),
+    (160, 160, 2, 128): Costs(3.6, 1.80),
+    (192, 128, 2, 128): Costs(1.6, 2.01),
+    (192, 192, 2, 64): Costs(1.6, 1.18),
+    (256, 256, 2, 64): Costs(3.7, 1.38),
+}
+"""(columns of q and k, of v, warpgroups, BLOCK_N) -> costs. At head sizes 64, 128 and 256, they and
+``LAUNCH`` were fitted to ``benchmarks/results/2026-11-27-h200-rounds.json`` and, of
+``2026-11-23-h200-*-forward*.json``, to the calls with few work tiles. Few of them have two warpgroups and 64
+keys at head sizes 64 and 128: these costs lie between that fit and one of longer calls. Other head sizes were
+fitted to the older files."""
+
+
+class Launch(NamedTuple):
+    """The work of a launch, in whole blocks, so that calls of similar lengths share an estimate."""
+
+    blocks: tuple[int, ...]
+    """Number of blocks of keys for each block of query rows of a head, the last query rows first."""
+    heads: int
+    """Heads of all sequences with work tiles of their own (:func:`tile_heads`)."""
+    interleaved: int
+    """Number of heads whose work tiles are interleaved."""
+    paired: bool
+    """Work tiles are pairs: the first block of query rows with the last, and so on."""
+    queued: bool
+    """Programs take work tiles from the work queue, not in serpentine order."""
+    programs: int
+    """Programs that the GPU runs at a time; some have no work tile if there are fewer tiles."""
+    costs: Costs
+
+
+def fastest(
+    problem: Problem,
+    configs: tuple[ForwardConfig, ...],
+    costs_of: Callable[[ForwardConfig], Costs | None],
+    has_queue: bool = True,
+) -> ForwardConfig:
+    """Return the first of ``configs``, or another that is estimated to take less than WORTHWHILE of its time.
+
+    It is the first for packed sequences and used keys, whose lengths the host does not know. Others are
+    passed over if ``costs_of`` returns None for them, or if another number of heads would share their tiles.
+    ``has_queue`` is False for kernels without a work queue.
+    """
+    first, *others = configs
+    pack = pack_of(problem, first.BLOCK_M) if has_queue else 1
+    tiles = math.ceil(problem.seqlen_q * pack / first.BLOCK_M)
+    if takes_pairs(problem, first, pack, has_queue):
+        tiles = math.ceil(tiles / 2)
+    tiles *= tile_heads(problem, pack)
+    enough = ENOUGH_ROUNDS * first.PROGRAMS * multiprocessors(problem.device)
+    costs = costs_of(first)
+    if problem.varlen or problem.seqused_k or tiles >= enough or costs is None:
+        return first
+    launch = launch_of(problem, first, costs, has_queue)
+    any_order = allows_single_tiles(problem)
+    best, least = first, WORTHWHILE * microseconds(launch)
+    for config in others:
+        costs = costs_of(config)
+        if costs is None or (has_queue and pack != pack_of(problem, config.BLOCK_M)):
+            continue
+        other = launch_of(problem, config, costs, has_queue)
+        time = microseconds(other)
+        if time < least and (any_order or other.paired or not launch.paired):
+            best, least = config, time
+    return best
+
+
+def allows_single_tiles(problem: Problem) -> bool:
+    """Whether the keys and values of a dense call, of 16 bits, are few enough for single tiles."""
+    width = 2 * (problem.head_dim + problem.head_dim_v)
+    return problem.batch * problem.num_heads_kv * problem.seqlen_k * width <= MAX_SINGLE_BYTES
+
+
+def launch_of(problem: Problem, config: ForwardConfig, costs: Costs, has_queue: bool = True) -> Launch:
+    """Return the work of a dense call under ``config``."""
+    pack = pack_of(problem, config.BLOCK_M) if has_queue else 1
+    blocks = tuple(blocks_of_rows(problem, config.BLOCK_M // pack, config.BLOCK_N))
+    paired = takes_pairs(problem, config, pack, has_queue)
+    queued = has_queue and takes_from_queue(problem, config)
+    return Launch(
+        blocks,
+        tile_heads(problem, pack),
+        interleaved_heads(problem, pack, len(blocks), paired or queued),
+        paired,
+        queued,
+        config.PROGRAMS * multiprocessors(problem.device),
+        costs,
+    )
+
+
+def blocks_of_rows(problem: Problem, rows: int, block_n: int) -> Iterator[int]:
+    """Yield how many blocks of keys each block of ``rows`` query rows visits, the last rows first."""
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    offset = problem.seqlen_k - problem.seqlen_q
+    for first in range((problem.seqlen_q - 1) // rows * rows, -1, -rows):
+        last = min(first + rows, problem.seqlen_q) - 1
+        begin = 0 if left == UNLIMITED else max(first + offset - left, 0)
+        end = problem.seqlen_k if right == UNLIMITED else min(last + offset + right + 1, problem.seqlen_k)
+        yield math.ceil(end / block_n) - begin // block_n if begin < end else 1
+
+
+def tile_costs(launch: Launch) -> Iterator[float]:
+    """Yield the cost of each work tile, in the order in which programs take them."""
+    rows = [launch.costs.tile + launch.costs.block * count for count in launch.blocks]
+    if launch.paired:
+        half = len(rows) // 2
+        rows = [*map(add, rows[:half], reversed(rows)), *rows[half : len(rows) - half]]
+    for _ in range(launch.heads // launch.interleaved):
+        for cost in rows:
+            yield from [cost] * launch.interleaved
+
+
+@lru_cache(maxsize=1024)
+def microseconds(launch: Launch) -> float:
+    """Return the estimated time of a launch: that of its busiest program."""
+    busy = [0.0] * launch.programs
+    tiles = list(tile_costs(launch))
+    if launch.queued:
+        for cost in tiles:
+            heapq.heapreplace(busy, busy[0] + cost)
+    else:
+        for first in range(0, len(tiles), launch.programs):
+            turn = tiles[first : first + launch.programs]
+            turn += [0.0] * (launch.programs - len(turn))
+            busy = list(map(add, reversed(busy), turn))  # serpentine order: every other turn runs backwards
+    return LAUNCH + max(busy)
+
+
+def pack_of(problem: Problem, block_m: int, windows: bool = True) -> int:
+    """Return the number of query heads that share a tile: all heads of a key head, or 1.
+
+    The heads share tiles if this saves a quarter of the tiles. If ``windows`` is True and the mask has a left
+    and a right edge, the heads share tiles if this saves a quarter of the keys that warpgroups visit. Rows of
+    a shared tile have fewer distinct positions, so together they see fewer keys.
+    """
+    group = problem.group_size
+    unpacked = problem.varlen or bool(modifiers_of(problem))
+    if unpacked or group & (group - 1) or group > WARPGROUP_ROWS:
+        return 1
+    apart = group * math.ceil(problem.seqlen_q / block_m)
+    together = math.ceil(problem.seqlen_q * group / block_m)
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    if windows and left != UNLIMITED and right != UNLIMITED:
+        window = max(left + 1 + right, 1)
+        apart = max(apart, 1) * (WARPGROUP_ROWS + window)
+        together = max(together, 1) * (WARPGROUP_ROWS // group + window)
+    return group if together <= 0.75 * apart else 1
+
+
+def tile_heads(problem: Problem, pack: int) -> int:
+    """Return how many heads of all sequences have work tiles of their own.
+
+    ``pack`` heads that share tiles count once. A head with divided columns of v counts once for each part.
+    """
+    return problem.batch * problem.num_heads_q // pack * column_splits(problem)
+
+
+def interleaved_heads(problem: Problem, pack: int, blocks: int, few: bool) -> int:
+    """Return the number of heads whose work tiles are interleaved.
+
+    It divides the number of heads (:func:`tile_heads`). Programs that run at the same time should read the
+    same keys, so the number depends on the mask:
+
+    * Without a right edge, the query heads of one key head are interleaved.
+    * With pairs or a work queue (``few``), a few heads are interleaved. Concurrent programs compute the same
+      query rows of these heads.
+    * Otherwise, many heads are interleaved. Their work tiles are sorted by falling cost, so that programs end
+      at about the same time. A head has ``blocks`` blocks of query rows.
+    """
+    _, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    most = problem.group_size // pack * column_splits(problem)
+    if few:
+        most = max(SWIZZLE_HEADS, most)
+    elif right != UNLIMITED:
+        most = max(SWIZZLE_TILES // blocks, most)
+    return largest_divisor(tile_heads(problem, pack), most)
+
+
+def takes_from_queue(problem: Problem, config: ForwardConfig) -> bool:
+    """Whether work tiles come from the work queue.
+
+    Work tiles of packed sequences always come from the queue. With ``config.QUEUED``, so do those of
+    sequences of at least ``config.paired_below`` keys, under a mask with only a right edge.
+    """
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    one_edge = right != UNLIMITED and left == UNLIMITED
+    return problem.varlen or (config.QUEUED and one_edge and problem.seqlen_k >= config.paired_below)
+
+
+def takes_pairs(problem: Problem, config: ForwardConfig, pack: int, has_queue: bool = True) -> bool:
+    """Whether work tiles are pairs of blocks of query rows, for kernels with or without a work queue."""
+    _, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    short = not has_queue if problem.varlen else problem.seqlen_k < config.paired_below
+    alone = has_queue and blocks_stand_alone(problem, config.BLOCK_M, pack)
+    return right != UNLIMITED and short and not alone
+
+
+def blocks_stand_alone(problem: Problem, block_m: int, pack: int = 1) -> bool:
+    """Whether a dense call has at most one block of query rows for each multiprocessor."""
+    blocks = tile_heads(problem, pack) * math.ceil(problem.seqlen_q * pack / block_m)
+    return not problem.varlen and blocks <= multiprocessors(problem.device)

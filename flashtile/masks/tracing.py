@@ -353,7 +353,7 @@ class _Recorder(TorchFunctionMode):
         return value if self.builder.kind(self.operand(value)) == "float" else self.emit("float", value)
 
     def arithmetic(self, operation: str, a: Any, b: Any) -> Any:
-        """Record an arithmetic operation. A bool becomes an int beside another kind, and to be compared."""
+        """Record an arithmetic operation. Bools become ints, except two under &, | or ^."""
         kinds = [self.builder.kind(self.operand(value)) for value in (a, b)]
         if kinds == ["bool", "bool"] and operation in _COMPARISONS:
             return self.emit(operation, self.emit("int", a), self.emit("int", b))

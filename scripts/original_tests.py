@@ -38,13 +38,15 @@ OUTCOMES = ("passed", "failed", "refused", WITHOUT, "skipped", "not run")
 """Outcomes of a case.
 
 ``refused``: flashtile raised a ValueError, TypeError or NotImplementedError. ``fails without flashtile``: the
-case fails with the project's own functions as well. ``skipped``: the file skips the case itself, or the case
-tests another subject than flashtile. ``not run``: the case took too long, needed too much memory, or its
-process died.
+case fails for the same reason with the project's own functions. ``skipped``: the file skips the case itself,
+or the case tests another subject than flashtile. ``not run``: the case took too long, needed too much memory,
+or its process died.
 """
 UNFINISHED = 3
 """Exit code of a run that was out of time, or stopped by SIGTERM or SIGINT."""
 REFUSALS = ("NotImplementedError", "TypeError", "ValueError")
+KNOWN_RATIO = 1.5
+"""Error of a known failure, relative to the reference's, above which the failure is no longer known."""
 NO_ROOM = "out of memory"
 NO_MEMORY = re.compile(r"out of memory|can't allocate memory|OutOfMemory|MemoryError")
 STICKY = re.compile(r"CUDA error|cudaError|device-side assert")
@@ -61,10 +63,13 @@ class Suite:
         plugin: module in ``scripts`` that is a pytest plugin and prepares each process, or "" for none.
         arguments: further arguments of pytest, for example ``-k EXPRESSION``.
         environment: further environment variables of each process.
-        other_subjects: test functions that cannot say anything about flashtile, by name, with reasons.
+        other_subjects: test functions that cannot say anything about flashtile, with reasons. A key is a
+            regular expression of a name, or of a name with parameters, ``name[parameters]``.
         run_time: names of parameters that kernels read at run time. Cases of a function with equal other
             parameters share compiled kernels (``--group``).
-        known: reasons of failures by a regular expression, which is searched in "CASE REASON".
+        known: reasons of failures and refusals by a regular expression, which is searched in "CASE REASON".
+            If it has the groups ``error`` and ``reference``, the error must be at most ``KNOWN_RATIO`` times
+            that of the reference.
         without: environment variables with which the cases run without flashtile. Empty: they cannot.
     """
 
@@ -250,8 +255,10 @@ def _judged(failure: pytest.ExceptionInfo[BaseException], report: Any) -> tuple[
     last = failure.traceback[-1]
     if failure.errisinstance(Refused) or (failure.typename in REFUSALS and _is_ours(Path(last.path))):
         return "refused", first_line
-    if failure.errisinstance(AssertionError):
-        return "failed", str(last.statement).strip().splitlines()[0]
+    statement = str(last.statement).strip().splitlines()[0]
+    if failure.errisinstance(AssertionError):  # of an assert, or of a method of unittest.TestCase
+        message = " ".join(str(failure.value).split())
+        return "failed", statement if statement.startswith("assert ") else message
     return "failed", f"{failure.typename}: {first_line}"
 
 
@@ -508,10 +515,7 @@ def main(options: argparse.Namespace, suite: Callable[[], Suite]) -> int:
     groups, results = _begun(options, tests)
 
     def found(result: dict, **more: Any) -> None:
-        searched = f"{result['case']} {result['reason']}"
-        known = (text for regex, text in tests.known.items() if re.search(regex, searched))
-        if result["outcome"] == "failed":
-            result["reason"] = next(known, result["reason"])
+        result["reason"] = _explained(tests, result)
         results[result["case"]] = result | more
         _append(options.out, result | more)
         if result["outcome"] in ("failed", "refused", "not run", WITHOUT):
@@ -526,6 +530,26 @@ def main(options: argparse.Namespace, suite: Callable[[], Suite]) -> int:
         print(f"out of time: {left} cases are left")
         return UNFINISHED
     return int(any(result["outcome"] == "failed" for result in results.values()))
+
+
+def _explained(tests: Suite, result: dict) -> str:
+    """Return the known reason of a failure or refusal, or its own reason."""
+    if result["outcome"] in ("failed", "refused"):
+        for regex, reason in tests.known.items():
+            found = re.search(regex, f"{result['case']} {result['reason']}")
+            errors = found.groupdict() if found else {}
+            limit = KNOWN_RATIO * float(errors.get("reference", 1))
+            if found and float(errors.get("error", 0)) <= limit:
+                return reason
+    return result["reason"]
+
+
+def _other_subject(tests: Suite, case: str) -> str | None:
+    """Return why a case says nothing about flashtile, or None if it does."""
+    function, _, parameters = case.partition("[")
+    name = f"{function.rsplit('::', 1)[-1]}[{parameters}"
+    matching = (why for key, why in tests.other_subjects.items() if re.fullmatch(rf"(?:{key})(\[.*)?", name))
+    return next(matching, None)
 
 
 def _begun(options: argparse.Namespace, tests: Suite) -> tuple[list[list[str]], dict[str, dict]]:
@@ -557,8 +581,7 @@ def _run_left(
 ) -> None:
     """Run the cases without a result, then those that must run again, and call ``found`` with each result."""
     for case in [case for group in groups for case in group if case not in results]:
-        reason = tests.other_subjects.get(function_of(case).rsplit("::", 1)[-1])
-        if reason:
+        if reason := _other_subject(tests, case):
             found({"case": case, "outcome": "skipped", "reason": reason, "seconds": 0})
     left = [[case for case in group if case not in results] for group in groups]
     again = {"again": True} if options.jobs == 1 else {}
@@ -568,9 +591,10 @@ def _run_left(
     failed = {case: result for case, result in results.items() if _may_fail_without(tests, result)}
 
     def without(result: dict) -> None:
-        fails = result["outcome"] in ("failed", "refused")
         first = failed[result["case"]]
-        found(first | {"outcome": WITHOUT if fails else first["outcome"]}, compared=True)
+        fails = result["outcome"] in ("failed", "refused")
+        equally = fails and general(_explained(tests, result)) == general(first["reason"])
+        found(first | {"outcome": WITHOUT if equally else first["outcome"]}, compared=True)
 
     compared = replace(tests, environment=tests.environment | tests.without)
     run(compared, [[case] for case in failed], options.jobs, deadline, options.limit, without)

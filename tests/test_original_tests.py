@@ -105,6 +105,17 @@ class TestSDPACPU(unittest.TestCase):
     def test_served_twice(self):
         raise NotImplementedError
 
+    def test_fails_otherwise(self):
+        attend()
+        self.assertIn("PYTORCH_TESTS_WITHOUT_FLASHTILE", os.environ)
+        raise NotImplementedError
+
+    def test_fused_sdp_priority_order(self):
+        assert False
+
+    def test_invalid_inputs_1_dimensional(self):
+        attend(600)
+
 for parameters in ("cpu", "float16_cpu"):
     setattr(TestSDPACPU, f"test_served_{parameters}", TestSDPACPU.test_served)
 """
@@ -201,7 +212,14 @@ def test_pytorch_s_files_call_flashtile(run, tmp_path):
     assert reasons.pop("test_refused[]")[0] == "refused"
     assert reasons.pop("test_failed[]")[0] == "failed"
     assert reasons.pop("test_served_twice[]")[0] == original_tests.WITHOUT
+    outcome, reason = reasons.pop("test_fails_otherwise[]")
+    assert (outcome, reason[:49]) == ("failed", "'PYTORCH_TESTS_WITHOUT_FLASHTILE' not found in en")
     assert reasons == {
+        "test_invalid_inputs_1_dimensional[]": (
+            "refused",
+            "an invalid call, for which PyTorch raises its error",
+        ),
+        "test_fused_sdp_priority_order[]": ("skipped", "compares the times of PyTorch's kernels"),
         "test_math[]": ("skipped", "no call reaches flashtile"),
         "test_invalid_sdpa_kernel_grouped_query_attention_cpu[]": (
             "skipped",
@@ -210,6 +228,24 @@ def test_pytorch_s_files_call_flashtile(run, tmp_path):
     }
     with pytest.raises(SystemExit, match="expected a checkout of pytorch with test/inductor"):
         run("--checkout", tmp_path, "--suite", "flex", script=pytorch_tests)
+
+
+@pytest.mark.parametrize(("error", "known"), [("0.00015", True), ("1.6e-4", False), ("inf", False)])
+def test_a_known_failure_has_a_bound(error, known):
+    suite = original_tests.Suite(Path(), (), known=pytorch_tests.KNOWN["flex"])
+    reason = f"False is not true : Grad_Query Compiled error {error} is greater than ref error 0.0001 by more"
+    result = {"case": "a.py::T::test_causal_block[]", "outcome": "failed", "reason": reason}
+    assert (original_tests._explained(suite, result) != reason) is known
+    passed = result | {"outcome": "passed", "reason": ""}
+    assert original_tests._explained(suite, passed) == ""
+
+
+@pytest.mark.parametrize("p", ["0_0", "0_22"])
+def test_other_subjects_may_depend_on_parameters(p):
+    suite = original_tests.Suite(Path(), (), other_subjects=pytorch_tests.OTHER_SUBJECTS["sdpa"])
+    name = "a.py::T::test_mem_efficient_attention_vs_math_ref_grads"
+    assert bool(original_tests._other_subject(suite, f"{name}[seq_8_dropout_p_{p}_float16]")) is (p != "0_0")
+    assert not original_tests._other_subject(suite, "a.py::T::test_is_causal_gpu_too[]")
 
 
 def test_a_file_that_cannot_be_imported_is_an_error(tmp_path):

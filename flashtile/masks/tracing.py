@@ -353,10 +353,12 @@ class _Recorder(TorchFunctionMode):
         return value if self.builder.kind(self.operand(value)) == "float" else self.emit("float", value)
 
     def arithmetic(self, operation: str, a: Any, b: Any) -> Any:
-        """Record an arithmetic operation. If exactly one operand is a bool, convert it to an int."""
+        """Record an arithmetic operation. Bools become ints, except two under &, | or ^."""
         kinds = [self.builder.kind(self.operand(value)) for value in (a, b)]
+        if kinds == ["bool", "bool"] and operation in _COMPARISONS:
+            return self.emit(operation, self.emit("int", a), self.emit("int", b))
         if kinds == ["bool", "bool"] and operation not in ("and", "or", "xor"):
-            raise TypeError(f"two booleans must be joined by &, | or ^, got {operation}")
+            raise TypeError(f"two booleans must be joined by &, |, ^ or a comparison, got {operation}")
         if "float" in kinds and operation in ("and", "or", "xor", "lshift", "rshift"):
             raise TypeError(f"operands of &, |, ^, << and >> must be booleans or ints, got {_said('float')}")
         a, b = (self.emit("int", v) if k == "bool" != kinds[1 - i] else v
@@ -395,6 +397,7 @@ def _wrong_count(tensor: Tensor, indices: tuple) -> TypeError:
     )
 
 
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _KIND_OF_SYMBOL = "value that is known only when a kernel runs"
 
 
@@ -526,7 +529,7 @@ def _floor(recorder: _Recorder, x: Any) -> Any:
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: _arithmetic(name) for name in ("add", "sub", "mul", "minimum", "maximum")},
-    **{name: _arithmetic(name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor")},
+    **{name: _arithmetic(name) for name in (*_COMPARISONS, "and", "or", "xor")},
     **{name: _arithmetic(name) for name in ("lshift", "rshift", "mod")},
     **{f"r{name}": _arithmetic(name, True) for name in ("add", "sub", "mul", "and", "or", "xor", "mod")},
     **{f"bitwise_{name}": _arithmetic(name) for name in ("and", "or", "xor")},

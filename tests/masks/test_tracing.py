@@ -355,6 +355,8 @@ def test_a_window_counts_from_its_own_key(left, right) -> None:
 
 WRITTEN = {
     "to int": lambda s, b, h, q, kv: s.int() * 0.5,
+    "equal booleans": lambda s, b, h, q, kv: torch.where((q > 2) == (kv > 2), s, -torch.inf),
+    "ordered booleans": lambda s, b, h, q, kv: s + ((q > 2) < (kv > 2)) * 2 + ((q > 3) != (s > 0)),
     "to bool": lambda s, b, h, q, kv: s + (kv - 2).bool() * 3.0,
     "to float": lambda s, b, h, q, kv: s + kv.float() ** -1.0,
     "dtype": lambda s, b, h, q, kv: s.to(torch.int64) + s.to(dtype=torch.float32),

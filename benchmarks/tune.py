@@ -101,7 +101,7 @@ def calls(candidate: Candidate, workload: Workload, inputs: Inputs) -> list[Call
     if candidate.programs_per_sm is not None:
         precision = decode_config.choose(problem).precision
         decode = DecodeLaunch(
-            problem, decode_config.DecodeConfig(candidate.tile, candidate.programs_per_sm, precision)
+            problem, decode_config.DecodeConfig(candidate.tile, candidate.programs_per_sm, precision, False)
         )
         each = [tensors._replace(block_table=table) for table in inputs.block_tables or (None,)]
         return [partial(lambda copy: {"out": decode(q, k, v, copy)[0]}, copy) for copy in each]

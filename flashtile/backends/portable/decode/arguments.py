@@ -6,6 +6,7 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from flashtile.backends.portable.decode.combine import CombineVariant
 from flashtile.backends.portable.decode.schedule import Layout
 
 
@@ -54,6 +55,8 @@ class DecodeVariant(Layout):
     the L2 cache. In a program's last work tile, dependent kernels are launched at this point instead. 0: no
     prefetch; dependent kernels are launched at the start."""
     PRECISION: str
+    COMBINE: CombineVariant | None
+    """How the last program to finish a part of a work tile combines the parts. None: it does not."""
 
     @property
     def faults_ahead(self) -> bool:
@@ -84,6 +87,8 @@ class DecodePointers(NamedTuple):
     out: Any
     lse: Any
     partial: Any
+    arrived: Any
+    """Counters, all 0 before and after the kernel (:func:`combine.combine_if_last`)."""
     cache_seqlens: Any
     cache_leftpad: Any
     cache_batch_idx: Any

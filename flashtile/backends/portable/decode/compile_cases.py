@@ -12,7 +12,7 @@ import torch
 from flashtile.backends.common.cached_launch import NUM_WARPS
 from flashtile.backends.common.compile_cases import case_of, launches_of, meta
 from flashtile.backends.common.compile_report import CompileCase, architecture, types_of
-from flashtile.backends.common.device import compiling_for
+from flashtile.backends.common.device import Target, compiling_for
 from flashtile.backends.portable.config import family_of_capability
 from flashtile.backends.portable.decode import config, plan
 from flashtile.backends.portable.decode.append_launch import (
@@ -84,6 +84,9 @@ _FEATURES = {
 }
 _VARIANTS: dict[str, dict[str, Any]] = {
     "page 16": {},
+    "combined": {},
+    "combined, one sequence": {"batch": 1, "total_q": 1},
+    "combined, features": _FEATURES,
     "page 1": {"page_size": 1},
     "page 256": {"page_size": 256},
     "dense": {"page_size": 0},
@@ -99,6 +102,11 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 """Variants by name. Every tile is compiled for pages of 16 tokens. For 16-bit elements and head_dim 128,
 NARROW tiles are compiled for all variants, and other tiles for ``_WIDE_VARIANTS``."""
 _WIDE_VARIANTS = ("page 16", "splits", "features", "unified max")
+_COMBINED = "combined"
+"""First word of variants whose attention programs combine partial results (``DecodeConfig.combines``). These
+are compiled for Hopper only."""
+_MULTIPROCESSORS = 132
+"""Multiprocessors of the GPU for these variants: those of an H100 or H200."""
 
 _LATENT_SPILLS = {("hopper", config.WIDE): 556, ("ampere", config.WIDE): 116}
 """Accepted bytes of spills with ``qv``, by family and BLOCK_M. These kernels were not timed."""
@@ -141,6 +149,15 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                         **_VARIANTS[variant],
                     )
                     name = f"{_TYPES[dtype][1:]} head_dim {head_dim} rows {BLOCK_M} {variant}"
+                    if variant.startswith(_COMBINED):
+                        if table_family != "hopper":
+                            continue
+                        gpu = Target("a GPU", divmod(capability, 10), _MULTIPROCESSORS)
+                        with compiling_for(gpu):  # their number decides how many parts are loaded at a time
+                            own = replace(chosen, combines=True)
+                            case = _attention_case(f"decode {name}", problem, own, capability, variant)
+                        yield case
+                        continue
                     yield _attention_case(f"decode {name}", problem, chosen, capability, variant)
                     if head_dim == 128 and variant in ("page 16", "splits") and element_bytes == 2:
                         yield _combine_case(f"decode combine {name}", problem, chosen, capability, True)
@@ -187,6 +204,7 @@ def _attention_case(
         out=_TYPES[problem.out_dtype],
         lse="*fp32" if problem.return_lse else None,
         partial="*fp32",
+        arrived="*i32" if compiled_for.COMBINE is not None else None,
         cache_seqlens="*i32",
         cache_leftpad="*i32" if problem.leftpad else None,
         block_table="*i32" if problem.page_size else None,

@@ -35,6 +35,10 @@ which saves more if there are more bytes.
 MAX_UNEVEN_BYTES = 256 * 1024
 """Used instead of MAX_WHOLE_BYTES if lengths may differ or keys lie in pages."""
 
+COMBINES = False
+"""Value of :attr:`DecodeConfig.combines` for NARROW tiles. Other tiles have many rows to combine, and leave
+this to many programs."""
+
 HEAD_DIMS = (64, 128, 256, 512)
 """Padded head sizes of the table; smaller heads take the first."""
 
@@ -47,6 +51,9 @@ class DecodeConfig:
     programs_per_sm: int
     """Programs per multiprocessor of a stream-K grid, which run concurrently."""
     precision: str
+    combines: bool
+    """Whether the last program to finish a part of a work tile combines the parts. Otherwise another kernel
+    combines them."""
 
     def takes_stream_k(
         self, m_blocks: int, work_tiles: int, multiprocessors: int, tile_bytes: float, even: bool
@@ -175,7 +182,8 @@ def row(table_family: str, element_bytes: int, BLOCK_M: int, width: int) -> Deco
     key = (table_family, element_bytes, BLOCK_M, max(width, HEAD_DIMS[0]))
     BLOCK_N, num_warps, num_stages, programs_per_sm, spill_budgets = _TABLE[key]
     tile = KernelConfig(BLOCK_M, BLOCK_N, num_warps, num_stages, *spill_budgets)
-    return DecodeConfig(tile, programs_per_sm, precision_of(table_family, element_bytes))
+    precision = precision_of(table_family, element_bytes)
+    return DecodeConfig(tile, programs_per_sm, precision, COMBINES and BLOCK_M == NARROW)
 
 
 def choose(problem: DecodeProblem) -> DecodeConfig:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,12 @@ multiprocessor for two attention programs to end, so its registers must fit next
 MIN_SPLITS = 8
 """Fewest splits that a combining program loads at a time. The planned number is an average over work tiles,
 so some work tiles have more splits."""
+COMBINE_ROWS = 8
+"""Maximum rows that an attention program combines at a time. More rows would spill."""
+COMBINE_REGISTERS = {512: 128, math.inf: 64}
+"""Maximum elements of a combined result -> elements of partial results that a thread of an attention program
+loads at a time. More of them need fewer rounds, each of which waits for memory, but spill if results are
+large."""
 MIN_PAIRED_WIDTH = 32
 PREFETCH = 2
 """Number of n_blocks to prefetch: as many as are in flight, so that memory stays busy between work tiles."""
@@ -259,6 +266,7 @@ def decode_variant(
         PDL=pdl,
         PREFETCH=PREFETCH if pdl and bound_by_bytes else 0,
         PRECISION=config.precision,
+        COMBINE=own_combine_variant(problem, config),
     )
 
 
@@ -290,6 +298,28 @@ def combine_tile(problem: DecodeProblem, config: DecodeConfig, programs: int | N
     splits = min(most, max(MIN_SPLITS, triton.next_power_of_2(programs)))
     rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
     return CombineTile(min(triton.next_power_of_2(rows), most // splits), splits, num_warps)
+
+
+def own_combine_variant(problem: DecodeProblem, config: DecodeConfig) -> CombineVariant | None:
+    """Return how attention programs combine parts, or None if they do not (:attr:`DecodeConfig.combines`).
+
+    One program combines all rows of a work tile, so it loads as many rows at a time as registers allow. With
+    fixed splits, the tile does not depend on the rest of the batch.
+    """
+    if not config.combines or (num_splits_of(problem, config)[0] == 1 and not is_stream_k(problem, config)):
+        return None
+    width = padded(problem.head_dim_v)
+    rows = triton.next_power_of_2(min(COMBINE_ROWS, problem.seqlen_q * problem.group_size))
+    registers = next(number for size, number in COMBINE_REGISTERS.items() if rows * width <= size)
+    most = registers * 32 * config.tile.num_warps // width
+    rows = min(rows, most // 2)
+    splits = most // rows
+    if is_stream_k(problem, config):
+        work_tiles = problem.batch * m_blocks_of(problem, config) * problem.num_heads_kv
+        programs = triton.cdiv(grid_size(problem, config), work_tiles)
+        splits = min(splits, max(MIN_SPLITS, triton.next_power_of_2(programs)))
+    tile = CombineTile(rows, splits, config.tile.num_warps)
+    return combine_variant(problem, config, tile, by_work_tile=True, pdl=False)
 
 
 def combine_variant(

@@ -285,18 +285,23 @@ def _launch_both(
         attend.check(q, k_cache, v_cache, *buffers, tensors, options)
         check_append(k_cache, v_cache, k, v, appended, append_options)
         raise
-    queries = q
-    if appended.rotary_cos is not None:
+    launches: Any = _append_and_decode.get(key)
+    queries, unrotated = q, appended
+    if appended.rotary_cos is not None and (launches is None or launches[0] is not None):
         queries = q.new_empty(q.shape)
         appended = AppendTensors(*appended[:-3], q, tensors.cu_seqlens_q, queries)
     cache, new = (queries, k_cache, v_cache, *buffers), (k_cache, v_cache, k, v)
-    launches: Any = _append_and_decode.get(key)
     if launches is None:
         attend.check(*cache, tensors, options)  # before anything is prepared for the append
         launches = APPEND.prepared(new, appended, append_options), attend.prepared(cache, tensors, options)
+        joined = launches[1].with_append(launches[0]) if hasattr(launches[1], "with_append") else None
+        if joined is not None:
+            launches = None, joined
         _append_and_decode.store(key, launches, SIGNATURE_BYTES)
     APPEND.check_values(new, appended, append_options)
     attend.check_values(cache, tensors, options)
+    if launches[0] is None:
+        return launches[1](q, k_cache, v_cache, k, v, unrotated, tensors)
     if buffers:
         launches[1].refuse_overlap(cache, tensors)
     launches[0](*new, appended)

@@ -150,7 +150,7 @@ def row(
     tile = KernelConfig(warpgroups * WARPGROUP_ROWS, BLOCK_N, 4, STAGES, *spill_budgets)
     precision = precision_of("hopper", 2)
     return HopperDecodeConfig(
-        tile, programs_per_sm, precision, False, STAGES, Q_STAGES, LAZY_RESCALE, PIN_WAIT
+        tile, programs_per_sm, precision, False, False, STAGES, Q_STAGES, LAZY_RESCALE, PIN_WAIT
     )
 
 

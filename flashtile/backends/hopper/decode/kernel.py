@@ -56,7 +56,6 @@ class HopperDecodePointers(NamedTuple):
     out: Any
     lse: Any
     partial: Any
-    arrived: Any
     cache_seqlens: Any
     cache_leftpad: Any
     cache_batch_idx: Any

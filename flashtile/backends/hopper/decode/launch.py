@@ -379,7 +379,7 @@ class Attend:
 
     def __call__(
         self, device: torch.device, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Any, partial: Any,
-        arrived: Any, *tensors: Tensor | None,
+        arrived: None, new: None, *tensors: Tensor | None,
     ) -> None:  # fmt: skip
         if self._fill_table is not None:
             given = CacheTensors(*tensors)
@@ -388,4 +388,4 @@ class Attend:
                 given.cu_seqlens_k_new,
             )  # fmt: skip
         gathered = (k, v) if self._gathers else (None, None)
-        self._kernel(device, q, k, v, out, lse, partial, arrived, *tensors, *gathered)
+        self._kernel(device, q, k, v, out, lse, partial, *tensors, *gathered)

@@ -6,6 +6,7 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from flashtile.backends.portable.decode.append import AppendVariant
 from flashtile.backends.portable.decode.combine import CombineVariant
 from flashtile.backends.portable.decode.schedule import Layout
 
@@ -57,6 +58,8 @@ class DecodeVariant(Layout):
     PRECISION: str
     COMBINE: CombineVariant | None
     """How the last program to finish a part of a work tile combines the parts. None: it does not."""
+    APPEND: AppendVariant | None
+    """How the kernel appends a new token of each sequence and rotates the queries. None: it does neither."""
 
     @property
     def faults_ahead(self) -> bool:
@@ -89,6 +92,8 @@ class DecodePointers(NamedTuple):
     partial: Any
     arrived: Any
     """Counters, all 0 before and after the kernel (:func:`combine.combine_if_last`)."""
+    new: Any
+    """:class:`append.AppendPointers` of the new tokens, if C.APPEND is given."""
     cache_seqlens: Any
     cache_leftpad: Any
     cache_batch_idx: Any
@@ -156,3 +161,6 @@ class DecodeCall(NamedTuple):
     num_blocks: Any
     """Pages, or rows of a dense cache."""
     splits: Any
+    new_strides: Any
+    """:class:`append.AppendStrides` of the new tokens, or None, like ``new_lengths``."""
+    new_lengths: Any

@@ -38,6 +38,7 @@ from flashtile.backends.portable.decode.combine import (
     combine_kernel,
 )
 from flashtile.backends.portable.decode.config import DecodeConfig
+from flashtile.backends.portable.decode.launch import AppendingLaunch
 from flashtile.backends.portable.decode.results import Splits
 from flashtile.backends.portable.decode.schedule import DecodeLengths
 from flashtile.backends.portable.exchange import exchange_kernel, exchange_variant
@@ -46,9 +47,11 @@ from flashtile.problems.decode import (
     AppendOptions,
     AppendProblem,
     AppendTensors,
+    CacheTensors,
     CopyOptions,
     CopyProblem,
     CopyTensors,
+    DecodeOptions,
     DecodeProblem,
 )
 
@@ -110,6 +113,8 @@ _MULTIPROCESSORS = 132
 
 _LATENT_SPILLS = {("hopper", config.WIDE): 556, ("ampere", config.WIDE): 116}
 """Accepted bytes of spills with ``qv``, by family and BLOCK_M. These kernels were not timed."""
+_ONE_KERNEL_SPILLS = 52
+"""Accepted bytes of spills of an attention kernel that appends and combines. They lie before its loop."""
 
 _TYPES = {
     torch.bfloat16: "*bf16",
@@ -172,6 +177,9 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         case = _attention_case(name, latent, replace(chosen, tile=tile), capability, "page 16")
         few = table_family == "hopper" and BLOCK_M == config.NARROW
         yield replace(case, exhaustive=not few)
+    if table_family == "hopper":
+        for dtype in (torch.bfloat16, FP8):
+            yield _one_kernel_case(dtype, divmod(capability, 10))
     yield _combine_given_case()
     if not architecture(arch).amd:
         yield _exchange_case()
@@ -236,6 +244,8 @@ def _attention_case(
             "numbers": types_of(DecodeNumbers, "fp32", softmax_max=softmax_max),
             "num_blocks": "i32",
             "splits": types_of(Splits, "i32"),
+            "new_strides": None,
+            "new_lengths": None,
         },
         constants={"C": compiled_for},
         divisible_by_16=frozenset(("strides",)),
@@ -316,6 +326,30 @@ def _append_case(dtype: torch.dtype, capability: tuple[int, int], packed: bool) 
     (launched,) = launches_of(capability, partial(launch, *given))
     name = f"decode append {_TYPES[dtype][1:]}{' packed' if packed else ''}"
     return case_of(launched, name, tensor_cores=False)
+
+
+def _one_kernel_case(dtype: torch.dtype, capability: tuple[int, int]) -> CompileCase:
+    """Return the case of an attention kernel that appends a new token, rotates, and combines parts."""
+    bf16, int32, heads = torch.bfloat16, torch.int32, 8
+    cache, new = meta(4096, 16, heads, 128, dtype=dtype), meta(1, 1, heads, 128, dtype=bf16)
+    lengths, table = meta(1, dtype=int32), meta(1, 4096, dtype=int32)
+    scales = None if dtype != FP8 else meta(heads)
+    queries = meta(1, 1, 4 * heads, 128, dtype=bf16)
+    given = (cache, cache, new, new)
+    tensors = CacheTensors(lengths, block_table=table, k_descale=scales, v_descale=scales)
+    appended = AppendTensors(
+        lengths, block_table=table, rotary_cos=meta(65536, 64), rotary_sin=meta(65536, 64), k_descale=scales,
+        v_descale=scales, q=queries, q_rotated=queries,
+    )  # fmt: skip
+    gpu = Target("a GPU", capability, _MULTIPROCESSORS)
+    with compiling_for(gpu):
+        problem = DecodeProblem.from_tensors(queries, cache, cache, tensors, DecodeOptions(None, 1))
+        append = AppendLaunch(AppendProblem.from_tensors(*given, appended, AppendOptions()))
+        chosen = config.row("hopper", dtype.itemsize, config.NARROW, 128)
+        launch = AppendingLaunch(problem, replace(chosen, combines=True, appends=True), append)
+    (launched,) = launches_of(gpu, partial(launch, queries, *given, appended, tensors))
+    name = f"decode {_TYPES[dtype][1:]} head_dim 128 rows {config.NARROW} one kernel"
+    return case_of(launched, name, spill_budget=_ONE_KERNEL_SPILLS)
 
 
 def _copy_case(capability: tuple[int, int]) -> CompileCase:

@@ -19,7 +19,7 @@ from flashtile.backends.portable.decode.combine import CombineVariant
 from flashtile.backends.portable.decode.config import NARROW, DecodeConfig, bytes_to_read, operand_bytes
 from flashtile.backends.portable.decode.schedule import DecodeLengths
 from flashtile.problems.common import UNLIMITED
-from flashtile.problems.decode import FP8, CacheTensors, DecodeProblem
+from flashtile.problems.decode import FP8, AppendProblem, CacheTensors, DecodeProblem
 
 MAX_SCAN_BLOCK = 1024
 MAX_HEADS_PER_TEAM = 8
@@ -267,7 +267,19 @@ def decode_variant(
         PREFETCH=PREFETCH if pdl and bound_by_bytes else 0,
         PRECISION=config.precision,
         COMBINE=own_combine_variant(problem, config),
+        APPEND=None,
     )
+
+
+def appends(problem: DecodeProblem, config: DecodeConfig, append: AppendProblem) -> bool:
+    """Whether the attention kernel also appends as described by ``append``.
+
+    It does for one new token and one query of each sequence, if the cache has pages.
+    """
+    one_token = problem.seqlen_q == problem.seqlen_new == append.seqlen_new == 1
+    packed = problem.varlen or problem.varlen_new or append.slots
+    one_m_block = m_blocks_of(problem, config) == 1
+    return config.appends and problem.page_size > 0 and one_token and one_m_block and not packed
 
 
 class CombineTile(NamedTuple):

@@ -4,12 +4,15 @@
 ``flash_attention_tests.py``. This module is also the pytest plugin of the processes that collect and run.
 
 A run has a *record*, a file of JSON lines. Its first line has the chosen cases, and each further line the
-result of one case. A second call with the same record runs the cases that have no result yet.
+result of one case; the last result of a case counts. A second call with the same record runs the cases that
+have no result yet. Cases run again where a first result does not say enough: alone after they found no memory
+among other processes, and without flashtile after they failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -18,27 +21,31 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 SCRIPTS = Path(__file__).parent
-OUTCOMES = ("passed", "failed", "refused", "skipped", "not run")
+WITHOUT = "fails without flashtile"
+OUTCOMES = ("passed", "failed", "refused", WITHOUT, "skipped", "not run")
 """Outcomes of a case.
 
-``refused``: flashtile raised a ValueError, TypeError or NotImplementedError. ``skipped``: the file skips the
-case itself, or the case tests another subject than flashtile. ``not run``: the case took too long, needed too
-much memory, or its process died.
+``refused``: flashtile raised a ValueError, TypeError or NotImplementedError. ``fails without flashtile``: the
+case fails with the project's own functions as well. ``skipped``: the file skips the case itself, or the case
+tests another subject than flashtile. ``not run``: the case took too long, needed too much memory, or its
+process died.
 """
 UNFINISHED = 3
-"""Exit code of a run that was out of time."""
+"""Exit code of a run that was out of time, or stopped by SIGTERM or SIGINT."""
 REFUSALS = ("NotImplementedError", "TypeError", "ValueError")
+NO_ROOM = "out of memory"
 NO_MEMORY = re.compile(r"out of memory|can't allocate memory|OutOfMemory|MemoryError")
 STICKY = re.compile(r"CUDA error|cudaError|device-side assert")
 """Errors after which a process cannot use its GPU any longer."""
@@ -55,6 +62,10 @@ class Suite:
         arguments: further arguments of pytest, for example ``-k EXPRESSION``.
         environment: further environment variables of each process.
         other_subjects: test functions that cannot say anything about flashtile, by name, with reasons.
+        run_time: names of parameters that kernels read at run time. Cases of a function with equal other
+            parameters share compiled kernels (``--group``).
+        known: reasons of failures by a regular expression, which is searched in "CASE REASON".
+        without: environment variables with which the cases run without flashtile. Empty: they cannot.
     """
 
     folder: Path
@@ -63,6 +74,9 @@ class Suite:
     arguments: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     other_subjects: dict[str, str] = field(default_factory=dict)
+    run_time: frozenset[str] = frozenset()
+    known: dict[str, str] = field(default_factory=dict)
+    without: dict[str, str] = field(default_factory=dict)
 
     def start(self, output: Path, *arguments: str) -> subprocess.Popen[bytes]:
         """Start pytest with this module and ``plugin`` as plugins; its output goes to a file."""
@@ -85,7 +99,8 @@ class Suite:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("original tests")
-    group.addoption("--cases-to", help="file that gets the ids of all cases, one per line; nothing runs")
+    group.addoption("--cases-to", help="file that gets a line of JSON for each case; nothing runs")
+    group.addoption("--run-time", default="", help="parameters that do not choose kernels, with commas")
     group.addoption("--cases-from", help="file with the ids of the cases to run, one per line")
     group.addoption("--results-to", help="file that gets a line of JSON for each case")
     group.addoption("--stop-at", type=float, default=float("inf"), help="no case begins after this time")
@@ -113,7 +128,9 @@ class Refused(Exception):  # noqa: N818 - it is no error
 
 
 class _Collector:
-    """Writes the ids of all cases.
+    """Writes (id, configuration) of all cases.
+
+    The configuration is the function with its parameters, except those of ``--run-time``.
 
     pytest needs minutes to make the items of a file with hundreds of thousands of cases. Unless ``-k`` or
     ``-m`` must see each item, only the first case of a parametrised function becomes an item.
@@ -121,22 +138,31 @@ class _Collector:
 
     def __init__(self, config: pytest.Config) -> None:
         self._to = Path(config.getoption("--cases-to"))
+        self._run_time = config.getoption("--run-time").split(",")
         self._needs_items = bool(config.option.keyword or config.option.markexpr)
-        self._cases: dict[str, None] = {}
+        self._cases: dict[str, str] = {}
 
     @pytest.hookimpl(trylast=True)
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if not self._needs_items:
-            self._cases |= dict.fromkeys(
-                f"{metafunc.definition.nodeid}[{call.id}]" for call in metafunc._calls
-            )
+            name = metafunc.definition.nodeid
+            for call in metafunc._calls:
+                self._cases[f"{name}[{call.id}]"] = self._configuration(name, call)
             del metafunc._calls[1:]
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        self._cases |= dict.fromkeys(map(case_of, items))
-        self._to.write_text("\n".join(self._cases), "utf-8")
+        for item in items:
+            case = case_of(item)
+            self._cases.setdefault(case, self._configuration(item.nodeid, getattr(item, "callspec", None)))
+        self._to.write_text("\n".join(map(json.dumps, self._cases.items())), "utf-8")
         items.clear()
+
+    def _configuration(self, name: str, call: Any) -> str:
+        if call is None:
+            return name
+        chosen = sorted((key, str(value)) for key, value in call.params.items() if key not in self._run_time)
+        return f"{name.split('[')[0]} {chosen}"
 
 
 class _TooLongError(BaseException):
@@ -175,6 +201,7 @@ class _Runner:
         self._write({"begun": case_of(item)})
         done = yield
         self._write(self._result | {"seconds": round(time.monotonic() - start, 2)})
+        _give_back_memory()
         return done
 
     @pytest.hookimpl(wrapper=True)
@@ -204,6 +231,13 @@ class _Runner:
             file.write(json.dumps(line) + "\n")
 
 
+def _give_back_memory() -> None:
+    """Free what torch's allocator keeps on the GPU, because other processes use the same GPU."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def _judged(failure: pytest.ExceptionInfo[BaseException], report: Any) -> tuple[str, str]:
     """Return the (outcome, reason) of a case that raised."""
     first_line = (str(failure.value).strip().splitlines() or [""])[0]
@@ -212,7 +246,7 @@ def _judged(failure: pytest.ExceptionInfo[BaseException], report: Any) -> tuple[
     if failure.errisinstance(_TooLongError):
         return "not run", "too long"
     if NO_MEMORY.search(f"{failure.typename} {first_line}"):
-        return "not run", "out of memory"
+        return "not run", NO_ROOM
     last = failure.traceback[-1]
     if failure.errisinstance(Refused) or (failure.typename in REFUSALS and _is_ours(Path(last.path))):
         return "refused", first_line
@@ -228,34 +262,50 @@ def _is_ours(path: Path) -> bool:
 # The process that chooses cases and counts their results
 
 
-def collect(suite: Suite) -> list[str]:
-    """Return the ids of all cases.
+def collect(suite: Suite) -> dict[str, str]:
+    """Return the configurations of all cases, by id.
 
     Raises:
         RuntimeError: pytest cannot import one of the files. The message has pytest's output.
     """
     with tempfile.TemporaryDirectory() as folder:
         to, output = Path(folder) / "cases", Path(folder) / "output"
-        code = suite.start(output, "--cases-to", str(to)).wait()
+        arguments = ("--cases-to", str(to), "--run-time", ",".join(suite.run_time))
+        code = suite.start(output, *arguments).wait()
         if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             raise RuntimeError(f"pytest could not collect the cases:\n{output.read_text('utf-8')[-4000:]}")
-        return to.read_text("utf-8").splitlines()
+        return dict(map(json.loads, to.read_text("utf-8").splitlines()))
 
 
-def sample(cases: Iterable[str], count: int | None, seed: int) -> list[str]:
+def sample(cases: dict[str, str], count: int | None, seed: int, group: int = 1) -> list[list[str]]:
     """Draw ``count`` cases in random order, as evenly from all test functions as their numbers allow.
 
     None: all cases in random order. The same cases and seed give the same sample.
+
+    Args:
+        cases: configurations by case.
+        group: size of the groups.
+
+    Returns:
+        Groups of cases of one configuration each. A group is smaller if no more cases are left.
     """
     draws = random.Random(seed)
-    functions = defaultdict(list)
-    for case in cases:
-        functions[function_of(case)].append(case)
-    for some in functions.values():
+    configurations: dict[str, list[str]] = defaultdict(list)
+    for case, configuration in cases.items():
+        configurations[configuration].append(case)
+    functions: dict[str, list[list[str]]] = defaultdict(list)
+    for some in configurations.values():
         draws.shuffle(some)
-    rounds = [(turn, number) for number, some in enumerate(functions.values()) for turn in range(len(some))]
-    names = list(functions)
-    chosen = [functions[names[number]][turn] for turn, number in sorted(rounds)[:count]]
+        groups = (some[start : start + group] for start in range(0, len(some), group))
+        functions[function_of(some[0])] += groups
+    for of_function in functions.values():
+        draws.shuffle(of_function)
+    rounds = [(turn, name) for name, some in functions.items() for turn in range(len(some))]
+    chosen, left = [], len(cases) if count is None else count
+    for turn, name in sorted(rounds, key=lambda at: at[0]):
+        if left > 0:
+            chosen.append(functions[name][turn][:left])
+            left -= len(chosen[-1])
     draws.shuffle(chosen)
     return chosen
 
@@ -265,34 +315,58 @@ def function_of(case: str) -> str:
     return case.split("[")[0].split("::", 1)[-1]
 
 
+class Deadline:
+    """The time after which no case begins."""
+
+    def __init__(self, seconds: float) -> None:
+        self.time = time.time() + seconds
+        self.stopped = threading.Event()
+
+    @property
+    def over(self) -> bool:
+        return self.stopped.is_set() or time.time() >= self.time
+
+
 def run(
-    suite: Suite, cases: Sequence[str], jobs: int, seconds: float, limit: int, found: Callable[[dict], None]
+    suite: Suite,
+    groups: Sequence[Sequence[str]],
+    jobs: int,
+    deadline: Deadline,
+    limit: int,
+    found: Callable[[dict], None],
 ) -> None:
-    """Run ``cases`` in ``jobs`` processes and call ``found`` with each result.
+    """Run cases in ``jobs`` processes and call ``found`` with each result.
 
     Args:
-        seconds: no case begins after this time.
+        groups: cases that one process runs one after the other.
+        deadline: no case begins after it. If it is stopped, running cases end without a result.
         limit: most seconds of one case, 0 for no limit.
         found: gets {case, outcome, reason, seconds}.
     """
-    end = time.time() + seconds
+    if jobs > 1:  # each process compiles its own kernels, so they need no further ones
+        suite = replace(suite, environment={"FLASHTILE_COMPILE_WORKERS": "0"} | suite.environment)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
 
         def work(number: int) -> None:
-            left = list(cases[number::jobs])
-            while left and time.time() < end:
+            left = [case for group in groups[number::jobs] for case in group]
+            while left and not deadline.over:
                 done = set()
-                for result in _run_some(suite, left, Path(folder) / str(number), end, limit):
+                for result in _run_some(suite, left, Path(folder) / str(number), deadline, limit):
                     done.add(result["case"])
                     found(result)
                 left = [case for case in left if case not in done]
 
-        for task in [pool.submit(work, number) for number in range(jobs)]:
-            task.result()
+        tasks = [pool.submit(work, number) for number in range(jobs)]
+        try:
+            for task in tasks:
+                task.result()
+        except BaseException:
+            deadline.stopped.set()
+            raise
 
 
-def _run_some(suite: Suite, cases: list[str], folder: Path, end: float, limit: int) -> Iterator[dict]:
-    """Run cases in one process until all are done, the time ``end`` comes, or the process dies.
+def _run_some(suite: Suite, cases: list[str], folder: Path, deadline: Deadline, limit: int) -> Iterator[dict]:
+    """Run cases in one process until all are done, the deadline is over, or the process dies.
 
     Yields:
         The results, as soon as they are known.
@@ -304,28 +378,36 @@ def _run_some(suite: Suite, cases: list[str], folder: Path, end: float, limit: i
     source, results, output = folder / "cases", folder / "results", folder / "output"
     source.write_text("\n".join(cases), "utf-8")
     results.write_text("", "utf-8")
-    arguments = ("--cases-from", source, "--results-to", results, "--stop-at", end, "--limit", limit)
-    process = suite.start(output, *map(str, arguments))
+    arguments = ("--cases-from", source, "--results-to", results, "--stop-at", deadline.time)
+    process = suite.start(output, *map(str, (*arguments, "--limit", limit)))
     last: dict[str, Any] = {}
-    for last in _lines(results, process):
+    for last in _lines(results, process, deadline.stopped):
         if "case" in last:
             yield last
+    if deadline.stopped.is_set():
+        return
     if "begun" in last:
         reason = f"its process died with exit code {process.returncode}"
         yield {"case": last["begun"], "outcome": "not run", "reason": reason, "seconds": 0}
-    elif not last and time.time() < end:
+    elif not last and not deadline.over:
         raise RuntimeError(f"pytest ran no case:\n{output.read_text('utf-8')[-4000:]}")
 
 
-def _lines(path: Path, process: subprocess.Popen[bytes]) -> Iterator[dict]:
-    """Yield the lines of JSON that ``process`` writes to ``path``, until it has ended."""
+def _lines(path: Path, process: subprocess.Popen[bytes], stopped: threading.Event) -> Iterator[dict]:
+    """Yield the lines of JSON that ``process`` writes to ``path``, until it has ended.
+
+    The process is ended if ``stopped`` is set.
+    """
     with path.open(encoding="utf-8") as file:
         rest, running = "", True
         while running:
             running = process.poll() is None
             *lines, rest = (rest + file.read()).split("\n")
             yield from map(json.loads, lines)
-            if running:
+            if running and stopped.is_set():
+                process.kill()
+                process.wait()
+            elif running:
                 time.sleep(0.1)
 
 
@@ -367,6 +449,9 @@ def parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--sample", type=int, help="number of cases; without it, all")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample and of the order")
+    parser.add_argument(
+        "--group", type=int, default=1, metavar="N", help="draw N cases that share compiled kernels at a time"
+    )
     parser.add_argument("--only", default="", metavar="REGEX", help="cases whose id contains it")
     parser.add_argument("--without", metavar="REGEX", help="leave out cases whose id contains it")
     parser.add_argument(
@@ -412,54 +497,116 @@ def main(options: argparse.Namespace, suite: Callable[[], Suite]) -> int:
         suite: is called only if something runs.
 
     Returns:
-        0, or 1 if a case failed, or 3 if the time was up.
+        0, or 1 if a case failed, or 3 if the time was up or a signal stopped the run.
     """
     if options.add:
-        results = [result for path in options.add for result in _read(path)[1]]
-        print(table(results))
-        return int(any(result["outcome"] == "failed" for result in results))
+        results = {result["case"]: result for path in options.add for result in _read(path)[1].values()}
+        print(table(results.values()))
+        return int(any(result["outcome"] == "failed" for result in results.values()))
+    deadline = Deadline(options.seconds)
     tests = suite()
-    key = {"files": list(tests.files), "arguments": list(tests.arguments), "sample": options.sample}
-    key |= {"seed": options.seed, "shard": list(options.shard), "only": options.only}
-    key["without"] = options.without
-    chosen, results = _read(options.out) if options.out and options.out.exists() else ({}, [])
-    if chosen:
-        if (of := {name: chosen[name] for name in key}) != key:
-            raise SystemExit(f"--out: expected a record of {key}, got one of {of}")
-        cases = chosen["cases"]
-    else:
-        number, shards = options.shard
-        cases = [case for case in collect(tests) if re.search(options.only, case)]
-        if options.without:
-            cases = [case for case in cases if not re.search(options.without, case)]
-        cases = sample(cases, options.sample, options.seed)[number - 1 :: shards]
-        _append(options.out, key | {"cases": cases})
-    known = {result["case"] for result in results}
+    groups, results = _begun(options, tests)
 
-    def found(result: dict) -> None:
-        results.append(result)
-        _append(options.out, result)
-        if result["outcome"] in ("failed", "refused", "not run"):
+    def found(result: dict, **more: Any) -> None:
+        searched = f"{result['case']} {result['reason']}"
+        known = (text for regex, text in tests.known.items() if re.search(regex, searched))
+        if result["outcome"] == "failed":
+            result["reason"] = next(known, result["reason"])
+        results[result["case"]] = result | more
+        _append(options.out, result | more)
+        if result["outcome"] in ("failed", "refused", "not run", WITHOUT):
             print(f"{result['outcome']}: {result['case']}\n    {result['reason']}", flush=True)
 
-    left = [case for case in cases if case not in known]
-    others = {case: tests.other_subjects.get(function_of(case).rsplit("::", 1)[-1]) for case in left}
-    for case, reason in others.items():
+    with contextlib.suppress(_Stopped), _stopped_by_signals():
+        _run_left(options, tests, groups, results, deadline, found)
+    print(table(results.values()))
+    left = sum(map(len, groups)) - len(results)
+    left += sum(_open(result) or _may_fail_without(tests, result) for result in results.values())
+    if left:
+        print(f"out of time: {left} cases are left")
+        return UNFINISHED
+    return int(any(result["outcome"] == "failed" for result in results.values()))
+
+
+def _begun(options: argparse.Namespace, tests: Suite) -> tuple[list[list[str]], dict[str, dict]]:
+    """Return the groups of chosen cases, and the results that the record has, by case."""
+    key = {"files": list(tests.files), "arguments": list(tests.arguments), "sample": options.sample}
+    key |= {"seed": options.seed, "shard": list(options.shard), "only": options.only}
+    key |= {"without": options.without, "group": options.group}
+    if options.out and options.out.exists():
+        chosen, results = _read(options.out)
+        if (of := {name: chosen.get(name) for name in key}) != key:
+            raise SystemExit(f"--out: expected a record of {key}, got one of {of}")
+        return chosen["cases"], results
+    number, shards = options.shard
+    cases = {case: chosen for case, chosen in collect(tests).items() if re.search(options.only, case)}
+    if options.without:
+        cases = {case: chosen for case, chosen in cases.items() if not re.search(options.without, case)}
+    groups = sample(cases, options.sample, options.seed, options.group)[number - 1 :: shards]
+    _append(options.out, key | {"cases": groups})
+    return groups, {}
+
+
+def _run_left(
+    options: argparse.Namespace,
+    tests: Suite,
+    groups: list[list[str]],
+    results: dict[str, dict],
+    deadline: Deadline,
+    found: Callable[..., None],
+) -> None:
+    """Run the cases without a result, then those that must run again, and call ``found`` with each result."""
+    for case in [case for group in groups for case in group if case not in results]:
+        reason = tests.other_subjects.get(function_of(case).rsplit("::", 1)[-1])
         if reason:
             found({"case": case, "outcome": "skipped", "reason": reason, "seconds": 0})
-    left = [case for case in left if not others[case]]
-    run(tests, left, options.jobs, options.seconds, options.limit, found)
-    print(table(results))
-    if len(results) < len(cases):
-        print(f"out of time: {len(cases) - len(results)} cases are left")
-        return UNFINISHED
-    return int(any(result["outcome"] == "failed" for result in results))
+    left = [[case for case in group if case not in results] for group in groups]
+    again = {"again": True} if options.jobs == 1 else {}
+    run(tests, left, options.jobs, deadline, options.limit, lambda result: found(result, **again))
+    alone = [[case] for case, result in results.items() if _open(result)]
+    run(tests, alone, 1, deadline, options.limit, lambda result: found(result, again=True))
+    failed = {case: result for case, result in results.items() if _may_fail_without(tests, result)}
+
+    def without(result: dict) -> None:
+        fails = result["outcome"] in ("failed", "refused")
+        first = failed[result["case"]]
+        found(first | {"outcome": WITHOUT if fails else first["outcome"]}, compared=True)
+
+    compared = replace(tests, environment=tests.environment | tests.without)
+    run(compared, [[case] for case in failed], options.jobs, deadline, options.limit, without)
 
 
-def _read(path: Path) -> tuple[dict, list[dict]]:
-    """Return the first line of a record, and its results."""
+def _open(result: dict) -> bool:
+    """Whether a case found no memory while other processes ran."""
+    return result["reason"] == NO_ROOM and not result.get("again")
+
+
+def _may_fail_without(tests: Suite, result: dict) -> bool:
+    """Whether a case failed that has not run without flashtile."""
+    return bool(tests.without) and result["outcome"] == "failed" and not result.get("compared")
+
+
+class _Stopped(BaseException):
+    """Raised in the main thread by SIGTERM and SIGINT."""
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise _Stopped
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _read(path: Path) -> tuple[dict, dict[str, dict]]:
+    """Return the first line of a record, and its results by case."""
     first, *results = map(json.loads, path.read_text("utf-8").splitlines())
-    return first, results
+    return first, {result["case"]: result for result in results}
 
 
 def _append(path: Path | None, line: dict) -> None:

@@ -20,7 +20,8 @@ from typing import Any
 RECORDS = Path(__file__).parents[1] / "tests" / "integrations"
 Names = dict[str, tuple[str, ...]]
 """What is recorded of a file: classes, functions and lists. A class with names is recorded only so far as
-these attributes and methods; attributes may also be set in ``__init__``."""
+these attributes and methods; attributes may also be set in ``__init__``. A dotted name stands for the calls
+of that method."""
 BATCH = (
     "forward_mode batch_size req_pool_indices seq_lens out_cache_loc out_cache_loc_is_physical "
     "extend_num_tokens extend_seq_lens extend_seq_lens_cpu _attn_output"
@@ -44,8 +45,27 @@ ENGINES: dict[str, dict[str, Names]] = {
             "AttentionMetadataBuilder": (),
             "AttentionImplBase": (),
             "AttentionImpl": (),
+            "MLAAttentionImpl": (),
         },
         "v1/attention/backends/registry.py": {"AttentionBackendEnum": ("CUSTOM",), "register_backend": ()},
+        "model_executor/layers/attention/mla_attention.py": {
+            "QueryLenSupport": (),
+            "MLACommonBackend": ("get_supported_head_sizes", "is_mla"),
+            "MLACommonPrefillMetadata": ("query_start_loc", "max_query_len", "chunked_context"),
+            "MLACommonDecodeMetadata": ("block_table", "seq_lens"),
+            "MLACommonMetadata": ("num_decodes", "decode"),
+            "MLACommonMetadataBuilder": ("query_len_support",),
+            "MLACommonImpl": ("__init__", "forward_mqa"),
+            "impl.forward_mqa": (),
+            "prefill_backend.run_prefill_new_tokens": (),
+            "prefill_backend.run_prefill_context_chunk": (),
+        },
+        "model_executor/layers/attention/attention.py": {"impl.do_kv_cache_update": (), "impl.forward": ()},
+        "v1/attention/backends/mla/prefill/base.py": {"MLAPrefillBackend": ()},
+        "v1/attention/backends/mla/prefill/registry.py": {
+            "MLAPrefillBackendEnum": ("CUSTOM",),
+            "register_mla_prefill_backend": (),
+        },
     },
     "sglang": {
         "srt/layers/attention/base_attn_backend.py": {"AttentionBackend": ()},
@@ -118,16 +138,21 @@ def assigned_to_self(node: ast.ClassDef) -> set[str]:
 
 
 def interface_of(package: Path) -> dict[str, Any]:
-    """Return the described classes, functions without types, and lists, by name.
+    """Return the described classes, functions without types, lists, and lists of calls, by name.
 
     Raises:
-        LookupError: a class, function, list or selected attribute is missing, so the engine has moved its
-            interface.
+        LookupError: a class, function, list, call or selected attribute is missing, so the engine has moved
+            its interface.
     """
     found: dict[str, Any] = {}
     missing = []
     for file, wanted in ENGINES[package.name].items():
-        for node in ast.parse((package / file).read_text()).body:
+        tree = ast.parse((package / file).read_text())
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        for name in [name for name in wanted if "." in name]:
+            texts = [ast.unparse(call) for call in calls if ast.unparse(call.func).endswith(f".{name}")]
+            found |= {name: texts} if texts else {}
+        for node in tree.body:
             if isinstance(node, ast.ClassDef) and node.name in wanted:
                 found[node.name] = described(node, wanted[node.name])
             elif isinstance(node, ast.FunctionDef) and node.name in wanted:

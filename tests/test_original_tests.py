@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,7 +75,7 @@ def test_flash3_bw_compatibility():
 """
 
 PYTORCH = """
-import unittest, torch
+import os, unittest, torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -92,7 +96,8 @@ class TestSDPACPU(unittest.TestCase):
             attend()
 
     def test_failed(self):
-        assert attend().sum() == 0
+        attend()
+        assert "PYTORCH_TESTS_WITHOUT_FLASHTILE" in os.environ
 
     def test_invalid_sdpa_kernel_grouped_query_attention_cpu(self):
         assert False
@@ -195,7 +200,7 @@ def test_pytorch_s_files_call_flashtile(run, tmp_path):
     }
     assert reasons.pop("test_refused[]")[0] == "refused"
     assert reasons.pop("test_failed[]")[0] == "failed"
-    assert reasons.pop("test_served_twice[]")[0] == "failed"
+    assert reasons.pop("test_served_twice[]")[0] == original_tests.WITHOUT
     assert reasons == {
         "test_math[]": ("skipped", "no call reaches flashtile"),
         "test_invalid_sdpa_kernel_grouped_query_attention_cpu[]": (
@@ -214,13 +219,119 @@ def test_a_file_that_cannot_be_imported_is_an_error(tmp_path):
 
 
 def test_a_sample_has_all_functions():
-    cases = [f"a.py::test_many[{n}]" for n in range(100)] + ["a.py::test_one"] + ["a.py::T::test_two[b-0]"]
-    some = original_tests.sample(cases, 10, seed=0)
-    assert some == original_tests.sample(cases, 10, seed=0)
-    assert some != original_tests.sample(cases, 10, seed=1)
+    many = [f"a.py::test_many[{n}]" for n in range(100)]
+    cases = {case: case for case in [*many, "a.py::test_one", "a.py::T::test_two[b-0]"]}
+    groups = original_tests.sample(cases, 10, seed=0)
+    some = [case for (case,) in groups]
+    assert groups == original_tests.sample(cases, 10, seed=0)
+    assert groups != original_tests.sample(cases, 10, seed=1)
     assert len(set(some)) == 10
     assert {original_tests.function_of(case) for case in some} == {"test_many", "test_one", "T::test_two"}
-    assert sorted(original_tests.sample(cases, None, seed=0)) == sorted(cases)
+    assert sorted(original_tests.sample(cases, None, seed=0)) == sorted([case] for case in cases)
+
+
+def test_groups_of_a_sample_share_a_configuration():
+    cases = {f"a.py::test_many[{n}]": str(n % 7) for n in range(100)} | {"a.py::test_one": ""}
+    groups = original_tests.sample(cases, 30, seed=0, group=4)
+    assert sum(map(len, groups)) == 30
+    assert ["a.py::test_one"] in groups
+    for group in groups:
+        assert len({cases[case] for case in group}) == 1
+    assert max(map(len, groups)) == 4
+    assert len(groups) < 15
+    every = original_tests.sample(cases, None, seed=0, group=4)
+    assert sorted(case for group in every for case in group) == sorted(cases)
+
+
+SHAPES = """
+import pytest
+
+@pytest.mark.parametrize("seqlen", [3, 5])
+@pytest.mark.parametrize("d", [16, 32])
+def test_shapes(seqlen, d):
+    pass
+"""
+
+
+@pytest.mark.parametrize("items", [False, True], ids=["calls", "items"])
+def test_a_configuration_has_no_parameters_of_run_time(tmp_path, items):
+    suite = replace(write(tmp_path, "tests/test_a.py", SHAPES), run_time=frozenset({"seqlen"}))
+    if items:
+        suite = replace(suite, arguments=(*suite.arguments, "-k", "shapes"))
+    cases = original_tests.collect(suite)
+    of = {case.split("[")[1]: configuration for case, configuration in cases.items()}
+    assert of["16-3]"] == of["16-5]"] != of["32-3]"] == of["32-5]"]
+
+
+TWICE = """
+import os
+from pathlib import Path
+
+def test_needs_all_memory():
+    if not Path("again").exists():
+        Path("again").write_text("")
+        raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB")
+
+def test_of_another_release():
+    assert False
+
+def test_ours():
+    assert "WITHOUT" in os.environ
+"""
+
+
+def test_cases_run_again_alone_and_without_flashtile(run, tmp_path):
+    suite = replace(
+        write(tmp_path, "tests/test_a.py", TWICE), without={"WITHOUT": "1"}, known={"test_our": "why"}
+    )
+    record = tmp_path / "record.jsonl"
+    code, out = run("--out", record, "--jobs", 2, suite=suite)
+    assert code == 1
+    assert results_of(record) == {
+        "test_needs_all_memory": ("passed", ""),
+        "test_of_another_release": ("fails without flashtile", "assert False"),
+        "test_ours": ("failed", "why"),
+    }
+    lines = record.read_text("utf-8")
+    assert run("--out", record, "--jobs", 2, suite=suite) == (1, out[out.index("| test |") :])
+    assert record.read_text("utf-8") == lines
+
+
+ENDLESS = """
+def test_quick():
+    pass
+
+def test_endless():
+    while True:
+        pass
+"""
+PROGRAM = """
+import sys
+from pathlib import Path
+import original_tests
+words, folder = sys.argv[1:], Path(sys.argv[2])
+suite = original_tests.Suite(folder, ("tests/test_a.py",), arguments=("--noconftest",))
+options = original_tests.parser("").parse_args(["--jobs", "2", "--out", words[0]])
+sys.exit(original_tests.main(options, lambda: suite))
+"""
+
+
+def test_a_stopped_run_prints_its_table(tmp_path):
+    write(tmp_path, "tests/test_a.py", ENDLESS)
+    record = tmp_path / "record.jsonl"
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(record), str(tmp_path)],
+        cwd=ROOT / "scripts",
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and not (record.exists() and '"passed"' in record.read_text("utf-8")):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate()
+    assert process.returncode == original_tests.UNFINISHED
+    assert "| `test_quick` | 1 |" in out
+    assert out.endswith("out of time: 1 cases are left\n")
 
 
 def test_equal_faults_have_one_reason():

@@ -17,14 +17,16 @@ from flashtile.checks.conversions import (
     make_options,
     refuse_beyond,
 )
-from flashtile.checks.fp8 import check_inputs, check_sequences
+from flashtile.checks.fp8 import check_attend, check_inputs, check_sequences
 from flashtile.op.refusals import transforming
-from flashtile.operators.fp8 import QUANTIZE, refuse_gradient
+from flashtile.operators import attention as operators
+from flashtile.operators.fp8 import ATTEND, QUANTIZE, refuse_gradient
 from flashtile.operators.fp8_gradients import StraightThrough, attend
 from flashtile.problems.attention import EXTRAS_OF_ALL, OPTIONS_OF_ALL, OptionalTensors, Options
 from flashtile.problems.fp8 import AttendOptions, AttendTensors, QuantizeOptions, QuantizeTensors
 from flashtile.problems.fp8_layout import METHODS, ROLES
 from flashtile.problems.quantized import Quantized, sequences
+from flashtile.reference.fp8 import descaled
 
 QUANTIZING = ("portable", "cpu")
 """Backends that can quantise."""
@@ -282,13 +284,29 @@ def attend_descaled(
 
     out is bfloat16. The gradients are those of the stored e4m3 numbers, before multiplication by their
     scales. Autograd rounds them to e4m3, unless the tensor's ``grad_dtype`` is another dtype.
+
+    FP8 kernels have no ``attention_chunk`` and ``seqused_q``. Calls with one of them are computed in
+    bfloat16, on the tensors multiplied by their scales.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_dense(name, x)
-    refuse_beyond(extras, options, "for q, k and v of float8_e4m3fn")
-    tensors = AttendTensors(q_descale, k_descale, v_descale, *extras[:EXTRAS_OF_ALL])
+    in_e4m3 = options.attention_chunk == 0 and extras.seqused_q is None
+    plain = (extras, options) if in_e4m3 else (
+        extras._replace(seqused_q=None), options._replace(attention_chunk=0)
+    )  # fmt: skip
+    refuse_beyond(*plain, "for q, k and v of float8_e4m3fn")
+    descales = q_descale, k_descale, v_descale
+    tensors = AttendTensors(*descales, *extras[:EXTRAS_OF_ALL])
     of_all: tuple[Any, ...] = (*options[:OPTIONS_OF_ALL], torch.bfloat16, q.shape[-1])
-    return attend((q, k, v), tensors, AttendOptions(*of_all))
+    stored = AttendOptions(*of_all)
+    if in_e4m3:
+        return attend((q, k, v), tensors, stored)
+    check_attend(q, k, v, tensors, stored)
+    ATTEND.check_values((q, k, v), tensors, stored)
+    offsets = extras.cu_seqlens_q, extras.cu_seqlens_k, extras.cu_seqlens_k
+    given = zip((q, k, v), descales, offsets, strict=True)
+    q, k, v = (descaled(x.float(), descale, offset).to(torch.bfloat16) for x, descale, offset in given)
+    return operators.forward(q, k, v, extras, options)
 
 
 def shared_method(

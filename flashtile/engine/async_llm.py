@@ -103,13 +103,16 @@ class AsyncLLM:
         if self._draining:
             raise EngineDeadError("the engine takes no more requests: it is being shut down")
         outputs = Stream(asyncio.get_running_loop()) if stream is None else stream
-        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+        structure = params.structured_outputs if isinstance(params, SamplingParams) else None
+        if structure is not None:
             # The engine's thread will then find the structure compiled. Other requests may wait for it, so
             # neither a cancelled task nor the time limit cancels it.
-            compiling = self.engine.structures.compile(params.structured_outputs)
+            compiling = self.engine.structures.compile(structure)
+            if not compiling.done():
+                self._send(partial(self._announce, structure))
             compiled, _ = await asyncio.wait([asyncio.wrap_future(compiling)], timeout=MAX_SECONDS)
             if not compiled:
-                raise late(params.structured_outputs, MAX_SECONDS)
+                raise late(structure, MAX_SECONDS)
 
         def add(engine: Engine) -> None:
             engine.add_request(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
@@ -206,6 +209,11 @@ class AsyncLLM:
                 self._commands.put(command)
                 return
         command()
+
+    def _announce(self, structure: dict[str, Any]) -> None:
+        """Let the other processes of the engine compile a structure now, not in a step that needs it."""
+        if self.error is None:
+            self.engine.compile_structure(structure)
 
     def _work(self) -> None:
         try:

@@ -176,6 +176,15 @@ class Engine:
             self._beams[request] = BeamSearch(request, params)
         return request
 
+    def compile_structure(self, structure: dict[str, Any]) -> None:
+        """Start to compile ``structured_outputs`` of later requests, in all processes of the engine.
+
+        Raises:
+            ValueError: the structure is too large, or there is no tokenizer.
+        """
+        self.structures.compile(structure)
+        self.on_change("compile_structure", (structure,), {})
+
     def tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """Validate a prompt and return its (text, tokens). The text is None if the prompt has only tokens."""
         text: Any = None
@@ -290,14 +299,14 @@ class Engine:
     def _launch(self, schedule: SchedulerOutput, touched: dict[Request, None]) -> InFlight | None:
         self.last_schedule = schedule
         now = time.monotonic()
-        for entry in schedule.entries:
-            request = entry.sequence.request
-            if request.metrics.first_scheduled_time is None:
-                request.metrics.first_scheduled_time = now
+        for sequence, start, num_tokens, _, _ in schedule.entries:
+            request = sequence.request
             if request.width > 1:
                 self._count_blocks(request)
-            end = min(request.num_prompt, entry.start + entry.num_tokens)
-            self._prompt_tokens += max(0, end - entry.start)
+            if start < request.num_prompt:
+                self._prompt_tokens += min(request.num_prompt - start, num_tokens)
+                if request.metrics.first_scheduled_time is None:
+                    request.metrics.first_scheduled_time = now
         try:
             return self.runner.launch(schedule)
         except Exception as error:
@@ -329,7 +338,9 @@ class Engine:
         while i < len(tokens):
             sequence = in_flight.samples[i]
             guesses = sequence.guesses
-            nodes = accepted_path(guesses, sequence.parents, tokens[i : i + 1 + len(guesses)])
+            nodes = [0]
+            if guesses:
+                nodes = accepted_path(guesses, sequence.parents, tokens[i : i + 1 + len(guesses)])
             sequence.pending -= 1
             self._take_path(sequence, nodes, i, tokens, in_flight, touched)
             i += 1 + len(guesses)
@@ -389,19 +400,20 @@ class Engine:
         if scores is not None:
             sequence.logprobs.append(self._logprobs_of(token, scores))
             sequence.cumulative_logprob += scores.logprob
-        count, matcher = len(sequence.tokens) - request.num_prompt, sequence.matcher
+        matcher = sequence.matcher
         if matcher is not None and not matcher.consume_token(token):  # a limit of the matcher was reached
             self._fail(request, f"structured_outputs could not be continued: {error_of(matcher)}")
         elif token in request.ends:
             stop = token if token in (params.stop_token_ids or ()) else None
             self.scheduler.finish(sequence, "stop", stop)
         elif params.stops:
-            found = self._detokenizer(sequence).read(sequence.outputs, search=count > params.min_tokens)
+            count = len(sequence.tokens) - request.num_prompt
+            found = self._read_text(sequence, search=count > params.min_tokens)
             if found is not None:
-                self.scheduler.finish(sequence, "stop", found[1])
+                self.scheduler.finish(sequence, "stop", found)
         if sequence.state is not State.FINISHED and matcher is not None and matcher.is_stopped():
             self.scheduler.finish(sequence, "stop")
-        if sequence.state is not State.FINISHED and count >= request.max_outputs:
+        if sequence.state is not State.FINISHED and len(sequence.tokens) >= sequence.max_tokens:
             self.scheduler.finish(sequence, "length")
 
     def _take_prompt_scores(self, sequence: Sequence, first: int, scores: list[TokenScores]) -> None:
@@ -443,6 +455,15 @@ class Engine:
             self._detokenizers[sequence] = found
         return found
 
+    def _read_text(self, sequence: Sequence, end: int | None = None, search: bool = False) -> str | None:
+        """Append the text of new tokens, up to ``tokens[:end]``, to an answer's text.
+
+        Returns the stop text that was found, or None.
+        """
+        detokenizer = self._detokenizer(sequence)
+        begin = sequence.request.num_prompt + detokenizer.tokens_read
+        return detokenizer.read(sequence.tokens[begin:end], search)
+
     def _output(self, request: Request) -> RequestOutput | None:
         """Return the output of a request, or None if it is unfinished and only its final output is wanted.
 
@@ -474,28 +495,28 @@ class Engine:
         )  # fmt: skip
 
     def _completion(self, sequence: Sequence, params: SamplingParams) -> CompletionOutput:
-        tokens = sequence.outputs
-        text, finished = "", sequence.state is State.FINISHED
+        request, text, finished = sequence.request, "", sequence.state is State.FINISHED
+        first = request.num_prompt
         delta = params.output_kind is RequestOutputKind.DELTA
         if self.tokenizer is not None and params.detokenize:
             detokenizer = self._detokenizer(sequence)
             # Neither the end token nor anything after a stop text belongs to the answer's text.
-            by_token = finished and bool(tokens) and tokens[-1] in sequence.request.ends
+            by_token = finished and len(sequence.tokens) > first and sequence.tokens[-1] in request.ends
             by_text = isinstance(sequence.stop_reason, str) and sequence.finish_reason == "stop"
             if not by_text:
                 keep = not by_token or params.include_stop_str_in_output
-                detokenizer.read(tokens if keep else tokens[:-1], search=False)
+                self._read_text(sequence, None if keep else -1)
                 if finished:
                     detokenizer.finish()
             text = detokenizer.take() if delta else detokenizer.certain
         logprobs = sequence.logprobs if params.logprobs is not None else None
         if delta:
             sent = self._sent.get(sequence, 0)
-            self._sent[sequence] = len(tokens)
-            tokens = tokens[sent:]
+            self._sent[sequence] = len(sequence.tokens) - first
+            first += sent
             logprobs = None if logprobs is None else logprobs[sent:]
         return CompletionOutput(
-            sequence.index, text, tokens,
+            sequence.index, text, sequence.tokens[first:],
             sequence.cumulative_logprob if params.logprobs is not None else None,
             None if logprobs is None else list(logprobs), sequence.finish_reason, sequence.stop_reason,
         )  # fmt: skip

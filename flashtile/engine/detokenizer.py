@@ -19,6 +19,7 @@ class Detokenizer:
 
     Attributes:
         text: the whole text so far, including characters that may turn out to begin a stop text.
+        tokens_read: number of tokens of the answer that were read.
     """
 
     def __init__(
@@ -37,18 +38,13 @@ class Detokenizer:
         self.tokens_read = 0
         self.shown = 0
 
-    def read(self, tokens: Sequence[int], search: bool = True) -> tuple[int, str] | None:
-        """Append the text of the new tokens.
-
-        Args:
-            tokens: the whole answer so far; tokens of earlier calls are skipped.
-            search: look for stop texts.
+    def read(self, tokens: Sequence[int], search: bool = True) -> str | None:
+        """Append the text of the answer's next tokens. If ``search``, look for stop texts.
 
         Returns:
-            None, or (number of tokens read, stop text) if a stop text was found. In this case ``text`` is cut
-            at the stop text.
+            None, or the stop text that was found. In this case ``text`` is cut at the stop text.
         """
-        for token in tokens[self.tokens_read :]:
+        for token in tokens:
             self.tokens_read += 1
             new = self.stream.step(token)
             if not new:
@@ -56,7 +52,7 @@ class Detokenizer:
             self.text += new
             found = self._find(len(new)) if search else None
             if found is not None:
-                return self.tokens_read, found
+                return found
         return None
 
     def finish(self) -> None:

@@ -77,8 +77,8 @@ class LLM:
             recomputed.
         async_scheduling: launch a step before the results of the previous one are read. None: on a GPU only.
         enforce_eager: use no CUDA graphs.
-        quantization: None, or "fp8": the layers' matrices are rounded to e4m3 as they are loaded, with a
-            scale for each row.
+        quantization: None, or "fp8": the layers' matrices, except those of experts, are rounded to e4m3 as
+            they are loaded, with a scale for each row.
         speculative_config: guess several tokens and verify them in one step; the answers stay the same.
             ``{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
             "prompt_lookup_min": 1}`` guesses the tokens that followed an earlier occurrence of the last few

@@ -37,6 +37,7 @@ class Sequence:
         forked: whether the request's other answers were forked from this sequence, or it is such a fork.
         guesses: speculated tokens that the next step verifies.
         parents: the parent of each guess (:class:`flashtile.engine.speculation.Guesses`).
+        max_tokens: maximum number of tokens of the prompt and the answer.
         held: excluded from steps, because it is a beam and the tokens of the other beams are not known yet.
         logprobs, cumulative_logprob: log-probabilities of the answer's tokens, if they were requested.
         matcher: knows the tokens that may follow ``tokens`` (:mod:`flashtile.engine.structured`). None: all.
@@ -44,13 +45,14 @@ class Sequence:
 
     __slots__ = (
         "block_sequence", "cumulative_logprob", "finish_reason", "forked", "guesses", "held", "index",
-        "logprobs", "matcher", "num_cached", "num_computed", "order", "parents", "pending", "request",
-        "state", "stop_reason", "tokens",
+        "logprobs", "matcher", "max_tokens", "num_cached", "num_computed", "order", "parents", "pending",
+        "request", "state", "stop_reason", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, tokens: list[int]):
         self.request, self.index, self.tokens = request, index, tokens
         self.order = (request.priority, request.number, index)
+        self.max_tokens = request.num_prompt + request.max_outputs
         self.pending = self.num_computed = self.num_cached = 0
         self.block_sequence: int | None = None
         self.state, self.forked, self.held = State.WAITING, False, False
@@ -75,8 +77,10 @@ class Sequence:
     @property
     def wanted(self) -> int:
         """Number of tokens to compute before the next token can be chosen, or 0 if none will be chosen."""
-        full = self.num_outputs >= self.request.max_outputs
-        return 0 if self.held or full else self.num_tokens + len(self.guesses) - self.num_computed
+        tokens = len(self.tokens) + self.pending
+        if self.held or tokens >= self.max_tokens:
+            return 0
+        return tokens + len(self.guesses) - self.num_computed
 
     @property
     def outputs(self) -> list[int]:
@@ -95,6 +99,10 @@ class Request:
         salt: only requests with the same salt share blocks through the prefix cache.
         aborted: whether the request was aborted.
         matcher: matcher of ``structured_outputs`` at the start of an answer, or None.
+        width: largest number of sequences that the request has at the same time.
+        reads_prompt_cache: whether the prompt's blocks may come from the prefix cache. False if
+            log-probabilities of the prompt are requested, because cached tokens yield no logits.
+        reads_tokens: whether the host must know the last token before the next token can be chosen.
     """
 
     def __init__(
@@ -120,30 +128,13 @@ class Request:
         self.metrics = RequestMetrics(time.monotonic())
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.aborted, self.matcher = False, matcher
+        self.is_beam_search = isinstance(params, BeamSearchParams)
+        if isinstance(params, BeamSearchParams):
+            self.width, self.reads_prompt_cache, self.reads_tokens = params.beam_width, True, True
+        else:
+            self.width, self.reads_tokens = params.n, params.reads_tokens
+            self.reads_prompt_cache = params.prompt_logprobs is None
         self.sequences = [Sequence(self, 0, list(prompt_token_ids))]
-
-    @property
-    def is_beam_search(self) -> bool:
-        return isinstance(self.params, BeamSearchParams)
-
-    @property
-    def width(self) -> int:
-        """Largest number of sequences that the request has at the same time."""
-        params = self.params
-        return params.beam_width if isinstance(params, BeamSearchParams) else params.n
-
-    @property
-    def reads_prompt_cache(self) -> bool:
-        """Whether the prompt's blocks may come from the prefix cache.
-
-        False if log-probabilities of the prompt are requested, because cached tokens yield no logits.
-        """
-        return isinstance(self.params, BeamSearchParams) or self.params.prompt_logprobs is None
-
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether the host must know the last token before the next token can be chosen."""
-        return isinstance(self.params, BeamSearchParams) or self.params.reads_tokens
 
     @property
     def finished(self) -> bool:

@@ -34,7 +34,8 @@ from flashtile.kv_cache.paged import move_blocks
 
 MAX_CHANGES = 2**18
 """Largest number of changed block table entries that are sent with a step's other inputs."""
-NOT_FINITE = "the model's logits are NaN or infinite, or no token is left to choose"
+NOT_FINITE = "the model's logits are NaN or infinite"
+NO_TOKEN = "no token is left to choose: the request's parameters exclude every token"
 
 
 @dataclass
@@ -54,11 +55,12 @@ class InFlight:
         schedule: the launched schedule.
         samples: the sequences that get a token, in the order of ``tokens``.
         tokens: the chosen tokens.
-        best: the logits of the chosen tokens. NaN or infinity in a row of logits is always chosen, so the
-            chosen logit tells whether the whole row is finite.
+        best: the logits of the chosen tokens. NaN or plus infinity in a row of logits is always chosen, and
+            minus infinity only if every token is excluded. So the chosen logit tells whether the draw is
+            valid.
         scores: log-probabilities by index of the sample, if requested.
         failed: error messages by index of the sample, for samples whose logits processor raised or whose
-            logits are not finite.
+            chosen logit is not finite.
         prompt_scores: (sequence, first position, log-probabilities) of prompts, if requested.
         drafted: sequences and the draft model's guesses for them.
         event: a CUDA event recorded after the copies to the host; None on a CPU.
@@ -79,7 +81,7 @@ class InFlight:
         if self.event is not None:
             self.event.synchronize()
         for i in (~self.best.isfinite()).nonzero().flatten().tolist():
-            self.failed.setdefault(i, NOT_FINITE)
+            self.failed.setdefault(i, NO_TOKEN if self.best[i] == -torch.inf else NOT_FINITE)
         if self.drafted is not None:
             sequences, guesses = self.drafted
             for sequence, found in zip(sequences, guesses.tolist(), strict=False):
@@ -88,8 +90,7 @@ class InFlight:
 
     def scores_of(self, i: int) -> TokenScores | None:
         """Return the log-probabilities of sample i, or None if none were requested."""
-        found = self.scores.get(i)
-        return None if found is None else _token_scores(found)[0]
+        return _token_scores(self.scores[i])[0] if i in self.scores else None
 
     def scores_of_prompts(self) -> list[tuple[Sequence, int, list[TokenScores]]]:
         """Return (sequence, position of the first token, scores) for each scored chunk of a prompt."""
@@ -349,7 +350,10 @@ class Runner:
             slots += [-1] * (form.tokens - len(slots))
         offsets += [len(tokens)] * spare if form.has_slots else []
         tokens += [0] * (form.tokens - len(tokens))
-        sample_rows = [table.row(s.block_sequence) for s in samples]  # type: ignore[arg-type]
+        sample_rows = [  # forks have other rows than the sequence that computed the prompt
+            entry.row if s is entry.sequence else table.row(s.block_sequence)  # type: ignore[arg-type]
+            for entry in entries for s in entry.samples
+        ]  # fmt: skip
         changed, values = table.take_changes()
         if len(changed) > MAX_CHANGES:  # for example when many sequences share a long prefix
             self._update_table(changed.to(self.device), values.to(self.device))

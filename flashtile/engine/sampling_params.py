@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.checks.arguments import as_int_within
+from flashtile.checks.arguments import as_int_within, is_choice
 from flashtile.checks.conversions import as_float, check_flag
 
 LogitsProcessor = Callable[[list[int], Tensor], Tensor]
@@ -29,6 +29,8 @@ STRUCTURES = {
     "grammar": "a string that is not empty",
 }
 """Keys of structured_outputs, with descriptions of their values for errors."""
+REASONING = ("think", "begun", "harmony")
+"""Values of the key reasoning of structured_outputs."""
 
 
 class RequestOutputKind(Enum):
@@ -75,7 +77,9 @@ class SamplingParams:
         structured_outputs: what the answer's text must match, a dict with one key: ``{"json": schema}`` (a
             dict or its text), ``{"json_object": True}``, ``{"regex": text}``, ``{"choice": [text, ...]}`` or
             ``{"grammar": text}`` (llguidance's Lark). The answer ends when no continuation would match. End
-            tokens are chosen only where the text matches, also with ``ignore_eos``. Needs llguidance.
+            tokens are chosen only where the text matches, also with ``ignore_eos``. A second key,
+            ``reasoning``, allows reasoning before the structure: "think" (``<think>...</think>`` or
+            nothing), "begun" (the prompt ends with ``<think>``) or "harmony" (gpt-oss). Needs llguidance.
         logit_bias: dict from a token to the number added to its logit, from -100 to 100.
         allowed_token_ids: the only tokens that may be chosen.
         bad_words: not supported; forbid tokens with ``logit_bias`` or a logits processor.
@@ -262,9 +266,13 @@ def _tokens(name: str, value: Any) -> list[int]:
 
 
 def _structure(value: Any) -> dict[str, Any]:
-    """Validate ``structured_outputs`` and return a dict with one key. Values of None count as absent."""
+    """Validate ``structured_outputs`` and return it as a new dict. Values of None count as absent."""
     pairs = value.items() if isinstance(value, Mapping) else ()
     given = {kind: one for kind, one in pairs if one is not None}
+    reasoning = given.pop("reasoning", None)
+    if reasoning is not None and not is_choice(reasoning, REASONING):
+        allowed = ", ".join(REASONING)
+        raise ValueError(f"structured_outputs must have one of {allowed} as reasoning, got {reasoning!r:.60}")
     if len(given) != 1 or not given.keys() <= STRUCTURES.keys():
         allowed = ", ".join(STRUCTURES)
         raise ValueError(f"structured_outputs must be a dict with one of {allowed}, got {value!r:.60}")
@@ -279,7 +287,7 @@ def _structure(value: Any) -> dict[str, Any]:
         fits = isinstance(one, str) and bool(one)
     if not fits:
         raise TypeError(f"structured_outputs must have {STRUCTURES[kind]} as {kind}, got {one!r:.60}")
-    return given
+    return given if reasoning is None else {**given, "reasoning": reasoning}
 
 
 def _is_schema(value: Any) -> bool:

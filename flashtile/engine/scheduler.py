@@ -138,9 +138,9 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan the next step and reserve its memory. The plan is empty if nothing can be computed now."""
         step, budget = SchedulerOutput(), self.max_num_batched_tokens
-        singles = sum(sequence.wanted == 1 for sequence in self.running)
-        for sequence in list(self.running):
-            wanted = sequence.wanted
+        running = [(sequence, sequence.wanted) for sequence in self.running]
+        singles = sum(wanted == 1 for _, wanted in running)
+        for sequence, wanted in running:
             if wanted == 0 or sequence.state is not State.RUNNING:
                 continue
             singles -= wanted == 1
@@ -148,7 +148,7 @@ class Scheduler:
             count = min(wanted, budget if wanted == 1 else max(0, budget - singles))
             if sequence.guesses:  # verify all draft tokens or none, without preempting another sequence
                 fits = sequence.num_computed + count <= self.manager.max_seqlen
-                if count == wanted and fits and self._make_room_without_preempting(sequence, count, step):
+                if count == wanted and fits and self._make_room(sequence, count, step, preempt=False):
                     self._enter(sequence, count, step)
                     budget -= count
                     continue
@@ -209,14 +209,15 @@ class Scheduler:
         """
         return self.manager.reset_prefix_cache()
 
-    def _make_room(self, sequence: Sequence, count: int, step: SchedulerOutput) -> bool:
+    def _make_room(self, sequence: Sequence, count: int, step: SchedulerOutput, preempt: bool = True) -> bool:
+        """Reserve blocks for new tokens, and preempt other sequences for them if ``preempt``."""
         assert sequence.block_sequence is not None
         while True:
             try:
                 step.move(COPY, self.manager.reserve(sequence.block_sequence, count))
                 return True
             except OutOfBlocksError:
-                victim = self._victim(sequence)
+                victim = self._victim(sequence) if preempt else None
                 if victim is None:
                     return False
                 self._preempt(victim, sequence, step)
@@ -276,7 +277,7 @@ class Scheduler:
                 if not self._swap_in(sequence, step):
                     return
                 count = min(sequence.wanted, budget)
-                if not count or not self._make_room_without_preempting(sequence, count, step):
+                if not count or not self._make_room(sequence, count, step, preempt=False):
                     continue
             else:
                 if self._seats_taken() + self._seats(sequence) > self.max_num_seqs:
@@ -344,14 +345,6 @@ class Scheduler:
             self.prefix_hits += found
         return count
 
-    def _make_room_without_preempting(self, sequence: Sequence, count: int, step: SchedulerOutput) -> bool:
-        assert sequence.block_sequence is not None
-        try:
-            step.move(COPY, self.manager.reserve(sequence.block_sequence, count))
-        except OutOfBlocksError:
-            return False
-        return True
-
     def _swap_in(self, sequence: Sequence, step: SchedulerOutput) -> bool:
         group = [one for one in sequence.request.sequences if one.state is State.SWAPPED and not one.pending]
         return self._swap(sequence, group, SWAP_IN, step)
@@ -386,11 +379,11 @@ class Scheduler:
         start = sequence.num_computed
         assert sequence.block_sequence is not None
         complete = start + count == sequence.num_tokens + len(sequence.guesses)
-        row = self.manager.table.row(sequence.block_sequence)
+        row = self.manager.table.rows[sequence.block_sequence]
         samples: tuple[Sequence, ...] = ()
         sequence.num_computed += count
         if complete:
-            samples = (sequence, *self._fork(sequence))
+            samples = (sequence,) if sequence.forked else (sequence, *self._fork(sequence))
             for one in samples:
                 one.pending += 1
             samples += (sequence,) * len(sequence.guesses)
@@ -399,12 +392,9 @@ class Scheduler:
     def _fork(self, sequence: Sequence) -> list[Sequence]:
         """Fork a request's other answers from the sequence that computed the prompt, and return the forks.
 
-        Returns an empty list if they are forked already. Beams are forked by :meth:`replace`.
+        Returns an empty list for beams, which are forked by :meth:`replace`.
         """
-        request = sequence.request
-        if sequence.forked:
-            return []
-        sequence.forked = True
+        request, sequence.forked = sequence.request, True
         if request.is_beam_search:
             return []
         self._reserved_seats -= request.width - 1

@@ -20,11 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashtile.api.decode import copy_blocks
 from flashtile.compilation.calls import Call, Signature, calls_of
-from flashtile.engine.config import BLOCK, ModelConfig
+from flashtile.engine.config import ModelConfig
 from flashtile.engine.device import MAX_GRAPH_BATCH, graph_batch
 from flashtile.engine.model import FEW_ROWS, Experts, Model, StepInput
 from flashtile.engine.parallel import Ranks
-from flashtile.engine.weights import SCALE, Shard, may_have_scales, parameters
+from flashtile.engine.weights import SCALE, Shard, may_have_scales, parameters, shape_of_scales
 from flashtile.op.operation import remembering
 
 if TYPE_CHECKING:  # an engine that compiles nothing, as on a CPU, starts without the modules that compile
@@ -188,8 +188,7 @@ def _weights(config: ModelConfig, dtype: torch.dtype, world: int) -> Callable[[s
         parameter = whole[matrix]
         own = parameter.own(torch.empty(parameter.shape, dtype=dtype), Shard(0, world))
         if name != matrix:
-            rows, columns = (-(-size // BLOCK) for size in own.shape)
-            return torch.empty((rows, columns) if config.scales == "block" else len(own), dtype=torch.float32)
+            return torch.empty(shape_of_scales(config, own.shape), dtype=torch.float32)
         return own.to(torch.float8_e4m3fn) if may_have_scales(config, name, parameter) else own
 
     return weight

@@ -27,6 +27,11 @@ MAX_SECONDS = 30.0
 intersections of regular expressions."""
 MAX_COMPILED = 64
 """Number of compiled structures that are kept for later requests."""
+HARMONY = """
+start: analysis* <|channel|> "final" <|message|> @answer
+analysis: <|channel|> "analysis" <|message|> /(?s:.*)/ <|end|> <|start|> "assistant"
+"""
+"""Grammar of an answer of gpt-oss to a prompt that ends with ``<|start|>assistant``."""
 STACK_BYTES = 2**29
 """Bytes of the stack of the thread that compiles. The compiler recurses along rules and references, and an
 overflow would end the process. Only the used part of a stack takes memory."""
@@ -75,21 +80,23 @@ class Structures:
         """
         if self._tokenizer is None:
             raise ValueError("structured_outputs must be None without a tokenizer")
-        ((kind, value),) = structure.items()
+        ((kind, value),) = ((kind, one) for kind, one in structure.items() if kind != "reasoning")
         if kind == "choice":
             kind, value = "regex", "|".join(map(re.escape, value))
+        elif kind == "json_object":
+            kind, value = "json", {"type": "object"}
         text = value if isinstance(value, str) else json.dumps(value)
         if len(text) > MAX_CHARACTERS:
             raise ValueError(
                 f"structured_outputs must have at most {MAX_CHARACTERS} characters, got {len(text)}"
             )
-        return self._compiled(kind, text)
+        return self._compiled(kind, text, structure.get("reasoning"))
 
-    def _submit(self, kind: str, text: str) -> Future[Any]:
+    def _submit(self, kind: str, text: str, reasoning: str | None) -> Future[Any]:
         call: Future[Any] = Future()
         call.set_running_or_notify_cancel()  # other requests may wait for it, so it cannot be cancelled
         # A daemon, because the process must be able to end while a structure is compiled.
-        thread = threading.Thread(target=self._work, args=(call, kind, text), daemon=True)
+        thread = threading.Thread(target=self._work, args=(call, kind, text, reasoning), daemon=True)
         usual = threading.stack_size(STACK_BYTES)
         try:
             thread.start()
@@ -97,30 +104,28 @@ class Structures:
             threading.stack_size(usual)
         return call
 
-    def _work(self, call: Future[Any], kind: str, text: str) -> None:
+    def _work(self, call: Future[Any], *structure: Any) -> None:
         try:
             with self._lock:
-                call.set_result(self._compile(kind, text))
+                call.set_result(self._compile(*structure))
         except (ValueError, NotImplementedError) as error:
             call.set_result(error.with_traceback(None))
         except BaseException as error:
             call.set_exception(error)
 
-    def _compile(self, kind: str, text: str) -> Any:
+    def _compile(self, kind: str, text: str, reasoning: str | None) -> Any:
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ModuleNotFoundError:
             raise NotImplementedError(MISSING) from None
-        if kind == "regex":
-            grammar = LLMatcher.grammar_from_regex(text)
-        elif kind == "grammar":
-            grammar = LLMatcher.grammar_from_lark(text)
-        else:
-            grammar = LLMatcher.grammar_from_json_schema(
-                '{"type":"object"}' if kind == "json_object" else text
-            )
+        lark = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0] if kind == "regex" else {}
+        own = text if kind == "json" else json.dumps(lark.get("lark_grammar", text))
+        grammars = [f'{{"name": "answer", "{"json_schema" if kind == "json" else "lark_grammar"}": {own}}}']
         limits = LLParserLimits(verbose_errors=False)
         try:
+            if reasoning is not None:
+                grammars.insert(0, json.dumps({"lark_grammar": self._before(reasoning)}))
+            grammar = f'{{"grammars": [{", ".join(grammars)}]}}'
             found = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
             found.compute_bitmask()  # the first mask may take much longer than later ones, or reach a limit
         # llguidance cannot read every tokenizer. Panics of its Rust code are BaseExceptions.
@@ -130,6 +135,25 @@ class Structures:
             got = f"{text!r:.60}: {error_of(found)}"
             raise ValueError(f"structured_outputs must have a valid {kind}, got {got}")
         return found
+
+    def _before(self, reasoning: str) -> str:
+        """Return the grammar of an answer that may reason, in which ``@answer`` stands for the structure.
+
+        llguidance tells tokens that stand for ``<think>`` and ``</think>`` from other tokens with this text.
+        """
+        if reasoning == "harmony":
+            return HARMONY
+        begin = "<think>" if self._is_special("<think>") else '"<think>"'
+        start = "thought" if reasoning == "begun" else f"({begin} thought)?"
+        thought = 'thought: text LINES?\ntext[suffix="</think>"]: /(?s:.*)/'
+        if self._is_special("</think>"):
+            thought = "thought: /(?s:.*)/ </think> LINES?"
+        return f"start: {start} @answer\n{thought}\nLINES: /\\n{{1,2}}/"
+
+    def _is_special(self, text: str) -> bool:
+        assert self._tokenizer is not None
+        tokens = self._tokenizer.encode(text, False)
+        return len(tokens) == 1 and self._tokens.is_special_token(tokens[0])
 
     @functools.cached_property
     def _tokens(self) -> Any:

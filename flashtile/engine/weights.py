@@ -290,6 +290,11 @@ def may_have_scales(config: ModelConfig, name: str, parameter: Parameter) -> boo
     return bool(config.scales) and of_layer
 
 
+def shape_of_scales(config: ModelConfig, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the scales of a matrix in e4m3: one for each row, or for each block."""
+    return tuple(-(-size // BLOCK) for size in shape) if config.scales == "block" else shape[:1]
+
+
 def scaled_matrix(name: str) -> str | None:
     """Return the name of the matrix whose scales are called ``name``, or None if these are no scales."""
     return next((name.removesuffix(end) for end in SCALE_SUFFIXES if name.endswith(f"weight{end}")), None)
@@ -332,11 +337,13 @@ def random_weights(
     """Return random weights of the model's shapes, made on the device.
 
     The weights are scaled so that products preserve the variance of their inputs. A weight's values depend
-    only on its name, the seed and, if the weight is divided among ranks, the rank.
+    only on its name, the seed and, if the weight is divided among ranks, the rank. As with
+    :func:`open_weights`, matrices that a checkpoint has in e4m3 are in e4m3, unless ``dtype`` is float32.
     """
 
     def weights(name: str) -> Tensor:
-        parameter = parameters_of[name]
+        matrix = name.removesuffix(SCALE)
+        parameter = parameters_of[matrix]
         split = parameter.split
         shape = parameter.own(torch.empty(parameter.shape, device="meta"), shard).shape
         if name.endswith("norm.weight"):
@@ -346,7 +353,12 @@ def random_weights(
         generator = torch.Generator(device).manual_seed(number)
         fan_in = shape[-2] if ".experts." in name and len(shape) == 3 else shape[-1]
         std = 1.0 if name == EMBEDDING else fan_in**-0.5
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(std)
+        if name != matrix:
+            return torch.full(shape_of_scales(config, shape), std, device=device)
+        values = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        if dtype != torch.float32 and may_have_scales(config, name, parameter):
+            return values.to(torch.float8_e4m3fn)
+        return values.mul_(std)
 
     parameters_of = parameters(config)
     return weights

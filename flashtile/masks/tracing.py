@@ -605,7 +605,7 @@ class Symbol:
     shape = torch.Size()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name not in FUNCTIONS:
+        if name not in FUNCTIONS:
             raise AttributeError(f"a {_KIND_OF_SYMBOL} has no {name!r}")
         return lambda *args, **kwargs: self.recorder.call(name, (self, *args), kwargs)
 

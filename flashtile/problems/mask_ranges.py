@@ -42,7 +42,7 @@ def wide_lines(program: Program, positions: int = POSITIONS) -> frozenset[Name]:
         ints = [o for o in line.operands if (kinds[o] if isinstance(o, Name) else kind_of_number(o)) == "int"]
         of_operands = [known[o] if isinstance(o, Name) else (o, o) for o in ints]
         if line.operation == LOAD or not ints:
-            known[line.name] = (-POSITIONS, POSITIONS) if line.kind == "int" else (0, 1)
+            known[line.name] = (-POSITIONS, POSITIONS)
             continue
         found = _range(line, of_operands) if line.kind == "int" else (0, 1)
         numbers = [

@@ -209,6 +209,13 @@ def test_16_bit_products_meet_the_error_rule(dtype, heads, options) -> None:
     testing.check(q, k, v, dout=dout, function=using(forward=fused, backward=fused), **options)
 
 
+@pytest.mark.parametrize("rows", [1, 300])
+def test_a_bias_of_several_blocks_of_rows(rows) -> None:
+    q, k, v = tensors(1, 300, 20, heads_q=1, heads_kv=1)
+    bias = testing.random_tensor((1, 1, rows, 20), torch.float32, "cpu", seed=4)
+    testing.check(q, k, v, bias=bias, backend="cpu")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (9, 0)}], ids=str)
 def test_decode_with_groups(dtype, options) -> None:

@@ -426,7 +426,7 @@ def test_decode_of_several_blocks_in_chunks(chunk: int) -> None:
     check_decode(tensors, arguments, attention_chunk=chunk)
 
 
-@pytest.mark.parametrize("page_size", [64, 3])
+@pytest.mark.parametrize("page_size", [64, 16, 3])
 def test_decode_of_a_page_outside_the_pool_is_nan(page_size: int) -> None:
     """For its sequence alone. A call on the CPU would be refused, so this launches the kernel itself."""
     (q, *caches), arguments = paged([70, 300], (2, 1), 64, page_size=page_size, device="cpu")
@@ -435,7 +435,7 @@ def test_decode_of_a_page_outside_the_pool_is_nan(page_size: int) -> None:
     launch = hopper_decode.prepare_decode(problem, hopper_decode.configure_decode(problem))
     with interpreted():
         right, _ = launch(q, *caches, given)
-        for position, page in ((0, -1), (160, len(caches[0])), (299, 2**30)):
+        for position, page in ((0, -1), (127, -1), (160, len(caches[0])), (299, 2**30)):
             table = given.block_table.clone()
             table[1, position // page_size] = page
             out, lse = launch(q, *caches, given._replace(block_table=table))

@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import pickle
-import random
 import signal
 import subprocess
 import sys
@@ -28,16 +27,12 @@ if INTERPRETING:
 
 from test_compilation import APPEND
 
-from flashtile.backends.common.device import Target
-from flashtile.backends.compat import compiling_driver
 from flashtile.compilation.ahead import compile_in_process
-from flashtile.compilation.compiling import Compiled, launches
-from flashtile.compilation.compiling import _wanted as wanted
+from flashtile.compilation.compiling import Compiled
 from flashtile.engine.llm import _steps_of
-from flashtile.engine.sampling_params import BeamSearchParams
 from flashtile.engine.step_calls import calls_of_all
+from needed_kernels import H200, kernels, traffic
 
-H200 = Target("H200", (9, 0), 132)
 SMALL = {"model_type": "llama", "vocab_size": 99, "num_hidden_layers": 2, "max_position_embeddings": 64}
 MODELS = {
     "soak": (
@@ -50,48 +45,6 @@ MODELS = {
     ),
 }  # fmt: skip
 """(config, options of the engine) of small models."""
-
-
-def traffic(llm: flashtile.LLM, count: int) -> None:
-    """Ask for answers to many random prompts at once, as the server's soak test does: some are searched."""
-    draw = random.Random(1)
-    prompts, params = [], []
-    for _ in range(count):
-        first, length = draw.randrange(40), draw.randrange(1, 20)
-        prompts.append({"prompt_token_ids": [(first + i) % 99 for i in range(length)]})
-        tokens = draw.randrange(1, 40)
-        if draw.random() < 0.1:
-            params.append(BeamSearchParams(beam_width=2, max_tokens=tokens))
-        else:
-            n = draw.choice((1, 1, 1, 2, 4))
-            params.append(flashtile.SamplingParams(n=n, temperature=0.5, seed=1, max_tokens=tokens))
-    llm._run(prompts, params, [draw.randrange(3) for _ in prompts])
-
-
-class KeyFoundError(Exception):
-    """Ends a compilation before it begins; ``args`` identify the kernel."""
-
-
-def kernels(calls: list, target: Target, monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str, str]]:
-    """The kernels that Triton would compile for calls: name, digest of source and signature, options."""
-    import triton
-
-    def stop(src, target=None, options=None, **more):
-        raise KeyFoundError(src.name, src.hash(), str(sorted(options.items(), key=str)))
-
-    monkeypatch.setattr(triton, "compile", stop)
-    found = set()
-    tasks, failures = wanted(calls, [target])
-    assert failures == []
-    for task in tasks:
-        launch, tensors = launches(task.call, target)[task.index]
-        launch.kernel.device_caches.clear()
-        with compiling_driver(target.capability):
-            try:
-                launch.compile_ahead(tensors)
-            except KeyFoundError as key:
-                found.add(key.args)
-    return found
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -274,6 +274,12 @@ class TestProfile:
         assert profile.pays
         assert not flashtile.profile_scores(q, k, causal=False).pays
 
+    def test_not_more_rows_than_max_rows(self):
+        q, k = self.make()
+        found = flashtile.profile_scores(q, k, causal=False, max_rows=3)
+        expected = flashtile.profile_scores(q[:, [0, 127, 255]], k, causal=False)
+        assert (found.least, found.most) == (expected.least, expected.most)
+
     @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
     @pytest.mark.parametrize("shift", [0.0, 100.0])
     def test_phi_leaves_room_on_both_sides(self, dtype, shift):

@@ -26,6 +26,7 @@ from flashtile.engine import (
 )
 from flashtile.engine import llm as llm_module
 from flashtile.engine.config import parse_config
+from flashtile.engine.runner import NO_TOKEN
 from flashtile.engine.scheduler import COPY, SchedulerOutput
 
 SMALL = {"num_gpu_blocks_override": 12, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
@@ -170,10 +171,29 @@ def test_prompts_without_log_probabilities_end_with_an_error():
 
 
 def test_a_request_that_allows_no_token_ends_with_an_error():
+    """Nothing is wrong with the model, so other requests still find their prompts in the prefix cache."""
     llm = load("llama3")
+    plain = SamplingParams(temperature=0, max_tokens=6)
+    expected = llm.generate([prompts()[1]], plain)[0].outputs[0].token_ids
     params = SamplingParams(allowed_token_ids=[5], stop_token_ids=[5], min_tokens=1)
     (output,) = llm.generate([[1, 2]], params)
     assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("error", [])
+    assert output.outputs[0].stop_reason == NO_TOKEN
+    (again,) = llm.generate([prompts()[1]], plain)
+    assert again.num_cached_tokens > 0
+    assert again.outputs[0].token_ids == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_parameters_that_exclude_every_token_are_told_from_bad_logits(temperature):
+    llm = load("llama3")
+
+    def exclude(tokens, logits):
+        return logits.fill_(-torch.inf)
+
+    params = SamplingParams(temperature=temperature, top_p=0.9, logits_processors=[exclude])
+    (output,) = llm.generate([[1, 2]], params)
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("error", NO_TOKEN)
 
 
 def test_a_request_that_other_processes_cannot_be_told_of_is_not_taken():

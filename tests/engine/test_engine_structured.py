@@ -10,6 +10,7 @@ import sys
 import threading
 
 import pytest
+import torch
 from engine_models import PAIRS_ENDS, folder_with_pairs
 
 from flashtile.engine import LLM, AsyncLLM, BeamSearchParams, RequestOutputKind, SamplingParams
@@ -166,6 +167,81 @@ def test_parameters_of_sampling_hold_within_the_structure(llm):
     assert re.fullmatch("[ab]+", output.outputs[0].text)
 
 
+MARKERS = ["<think>", "</think>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
+
+
+@pytest.fixture(scope="module", params=["text", "tokens"])
+def thinker(folder, tmp_path_factory, request):
+    """A model whose tokenizer knows the markers of reasoning as tokens, or has only their text."""
+    if request.param == "text":
+        return load(folder)
+    path = shutil.copytree(folder, tmp_path_factory.mktemp("thinker") / "model")
+    loaded = pytest.importorskip("tokenizers").Tokenizer.from_file(str(path / "tokenizer.json"))
+    loaded.add_special_tokens(MARKERS)
+    loaded.save(str(path / "tokenizer.json"))
+    return load(path)
+
+
+def writing(llm, text, structure, **options):
+    """Parameters with which random weights write this text as far as the structure allows it."""
+    tokens = [*llm.get_tokenizer().encode(text, False), *PAIRS_ENDS[:1]]
+
+    def prefer(before, logits):
+        wanted = tokens[min(len(before), len(tokens) - 1)]
+        return logits.index_fill_(0, torch.tensor([wanted]), 1e9)
+
+    return params(structure, temperature=0, logits_processors=[prefer], skip_special_tokens=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("think", "<think>Is {it} c?</think>abba"),
+        ("think", "<think>\n\n</think>\n\nabba"),
+        ("think", "abba"),
+        ("begun", "Is {it} c?</think>\n\nabba"),
+        (None, "abba"),
+    ],
+)
+def test_reasoning_comes_before_the_structure(thinker, form, text):
+    structure = {"regex": "[ab]{4}", "reasoning": form}
+    (output,) = thinker.generate("one", writing(thinker, text, structure))
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == (text, "stop")
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [("think", "<think>a</think>no"), ("begun", "a</think>no"), (None, "<think>a</think>abba")],
+)
+def test_reasoning_of_another_form_is_not_allowed(thinker, form, text):
+    (output,) = thinker.generate("one", writing(thinker, text, {"regex": "[ab]{4}", "reasoning": form}))
+    answer = output.outputs[0]
+    assert re.fullmatch("(?s:.*</think>)?" * (form is not None) + "[ab]{4}", answer.text)
+    assert (answer.text.startswith(text), answer.finish_reason) == (False, "stop")
+
+
+def test_the_messages_of_harmony_come_before_the_structure(thinker):
+    is_known = len(thinker.get_tokenizer().encode(MARKERS[-1], False)) == 1
+    begin = "<|channel|>analysis<|message|>Is {it} c?<|end|><|start|>assistant"
+    structure = {"json": SCHEMA, "reasoning": "harmony"}
+    if not is_known:
+        with pytest.raises(ValueError, match="structured_outputs must have a valid json, got"):
+            thinker.generate("one", params(structure))
+        return
+    for before in ("", begin, 2 * begin):
+        wanted = before + '<|channel|>final<|message|>{"name": "a", "sizes": [1], "kind": "red"}'
+        (output,) = thinker.generate("one", writing(thinker, wanted, structure, max_tokens=150))
+        assert output.outputs[0].text.startswith(before + "<|channel|>final<|message|>")
+        assert fits_schema(output.outputs[0].text.split("<|message|>")[-1])
+
+
+def test_unknown_forms_of_reasoning_are_refused():
+    with pytest.raises(ValueError, match="one of think, begun, harmony as reasoning, got 'loud'"):
+        params({"regex": "a", "reasoning": "loud"})
+    with pytest.raises(ValueError, match="structured_outputs must be a dict with one of json"):
+        params({"reasoning": "think"})
+
+
 def test_log_probabilities_are_those_without_the_structure(llm):
     free, bound = (
         llm.generate("one", SamplingParams(max_tokens=1, temperature=0, logprobs=-1, structured_outputs=one))
@@ -225,7 +301,7 @@ def test_a_slow_structure_ends_its_own_request_alone(llm, monkeypatch):
     structures, released = llm.engine.structures, threading.Event()
     known = structures.matcher({"regex": "known"})
 
-    def slow(kind, text):
+    def slow(kind, text, reasoning):
         assert released.wait(60)
         return text, threading.current_thread().daemon
 
@@ -249,6 +325,44 @@ def test_a_slow_structure_ends_its_own_request_alone(llm, monkeypatch):
     finally:
         released.set()
     assert structures.matcher({"regex": "slow"}, None) == ("slow", True)
+
+
+def test_other_processes_compile_a_structure_at_the_same_time(folder, monkeypatch):
+    """They begin before the first process has it, and long before a step needs it."""
+    first, other = load(folder), load(folder)
+    begun, order = threading.Event(), []
+    compile_first, compile_other = first.engine.structures._compile, other.engine.structures._compile
+
+    def wait(*structure):
+        assert begun.wait(20)
+        return compile_first(*structure)
+
+    def begin(*structure):
+        begun.set()
+        return compile_other(*structure)
+
+    def repeat(name, arguments, options):
+        order.append(name)
+        getattr(other.engine, name)(*arguments, **options)
+
+    monkeypatch.setattr(first.engine.structures, "_compile", wait)
+    monkeypatch.setattr(other.engine.structures, "_compile", begin)
+    first.engine.on_change = repeat
+
+    async def ask():
+        server, texts = AsyncLLM(first.engine), []
+        try:
+            for request_id in "ab":  # the second request finds the structure compiled
+                outputs = server.generate("one", params({"regex": "[ab]{3}"}), request_id)
+                texts.append([output async for output in outputs][-1].outputs[0].text)
+        finally:
+            await server.shutdown()
+        return texts
+
+    assert all(re.fullmatch("[ab]{3}", text) for text in asyncio.run(asyncio.wait_for(ask(), 60)))
+    assert order[:2] == ["compile_structure", "add_request"]
+    assert order.count("compile_structure") == 1
+    assert not other.engine.requests
 
 
 def test_a_long_chain_of_references_is_compiled(llm):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flashtile.engine.tokenizer import load_tokenizer
+from flashtile.engine.tokenizer import BYTE_OF, load_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 CORPUS = ["the quick brown fox jumps over the lazy dog and it's away from it all day, don't you see?"] * 4
@@ -69,6 +69,15 @@ KINDS = {
     "unigram": lambda: unigram(False), "unigram with bytes": lambda: unigram(True), "wordpiece": wordpiece,
     "byte level": byte_level,
 }  # fmt: skip
+
+
+def test_characters_of_bytes_are_gpt_2s() -> None:
+    assert sorted(BYTE_OF.values()) == list(range(256))
+    for characters, expected in (
+        ("!~", b"!~"), ("\u0120\u010a", b" \n"), ("\u0100\u0121\u0142\u0143", b"\x00\x7f\xa0\xad"),
+        ("\u00a1\u00ac\u00ae\u00ff", b"\xa1\xac\xae\xff"),
+    ):  # fmt: skip
+        assert bytes(map(BYTE_OF.__getitem__, characters)) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)

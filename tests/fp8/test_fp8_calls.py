@@ -140,6 +140,12 @@ BAD = [
                                   (torch.tensor([0, 4, 9]).short(), TypeError, "int32"),
                                   (int32(0, 9), ValueError, "entries"))),
     (flashtile.flash_attn_func, E4M3_CALL, {"dropout_p": 0.1}, NotImplementedError, ("dropout_p",)),
+    (flashtile.attention, E4M3_CALL | {"attention_chunk": 3}, {"mask": torch.ones(SQ, SK, dtype=torch.bool)},
+     NotImplementedError, ("mask must be left out for", "float8_e4m3fn")),
+    (flashtile.attention, E4M3_CALL | {"attention_chunk": 3}, {"v_descale": torch.ones(B, 3)}, ValueError,
+     ("v_descale must have shape", "(2, 3)")),
+    (flashtile.attention, E4M3_CALL | {"attention_chunk": 3}, {"k_descale": torch.full((B, HKV), -0.5)},
+     ValueError, ("k_descale must be at least 0", "-0.5")),
 ]  # fmt: skip
 
 
@@ -298,3 +304,34 @@ def test_the_oracle_knows_descales() -> None:
         max_seqlen_k=SK, **descales,
     )  # fmt: skip
     torch.testing.assert_close(packed, exact.flatten(0, 1))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_chunks_and_used_queries_of_e4m3_tensors_are_computed_in_16_bits(packed: bool) -> None:
+    """As the same call of bf16 tensors that were multiplied by their scales, gradients included."""
+    scales = [0.5 + torch.rand(B, HKV, generator=torch.Generator().manual_seed(3)) for _ in range(3)]
+    sources = [x.detach().clone().requires_grad_() for x in E4M3_CALL.values()]
+    factors = [
+        scale.repeat_interleave(x.shape[2] // HKV, 1)[:, None, :, None]
+        for x, scale in zip(sources, scales, strict=True)
+    ]
+    scaled = [
+        (x.detach().float() * factor).to(BF16).requires_grad_()
+        for x, factor in zip(sources, factors, strict=True)
+    ]
+    options: dict[str, Any] = {"attention_chunk": 3, "causal": True, "seqused_q": int32(SQ, 2)}
+    ours, theirs = sources, scaled
+    if packed:
+        ours, theirs = ([x.flatten(0, 1) for x in some] for some in (sources, scaled))
+        options |= {"cu_seqlens_q": int32(0, SQ, 2 * SQ), "cu_seqlens_k": int32(0, SK, 2 * SK)}
+        options |= {"max_seqlen_q": SQ, "max_seqlen_k": SK}
+    names = ("q_descale", "k_descale", "v_descale")
+    out = flashtile.attention(*ours, **options, **dict(zip(names, scales, strict=True)))
+    expected = flashtile.attention(*theirs, **options)
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    expected.sum().backward()
+    for x, exact, factor in zip(sources, scaled, factors, strict=True):
+        assert x.grad is not None
+        assert exact.grad is not None
+        assert torch.equal(x.grad, (exact.grad.float() * factor).to(E4M3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 from types import SimpleNamespace
@@ -434,7 +435,8 @@ def test_methods_have_the_parameters_that_vllm_passes(backend, ours, theirs):
     """In their order and with their defaults; what a release lacks is there for another one."""
     ours, theirs = getattr(backend, ours), getattr(backend_module(), theirs)
     assert not inspect.isabstract(ours)
-    for name in vars(ours):
+    own = [vars(cls) for cls in ours.__mro__ if cls.__module__.startswith(PLUGIN)]
+    for name in {name for names in own for name in names}:
         if name.startswith("_") and name != "__init__":
             continue
         if not callable(getattr(ours, name)) or not hasattr(theirs, name):
@@ -450,16 +452,42 @@ def test_methods_have_the_parameters_that_vllm_passes(backend, ours, theirs):
             assert expected is inspect.Parameter.empty or default == expected, (name, parameter)
 
 
+CALLS = {
+    "impl.do_kv_cache_update": "backend.Impl", "impl.forward": "backend.Impl",
+    "impl.forward_mqa": "mla.LatentImpl",
+    "prefill_backend.run_prefill_new_tokens": "mla.Prefill",
+    "prefill_backend.run_prefill_context_chunk": "mla.Prefill",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("release", RECORD)
+def test_the_layers_pass_what_the_methods_take(release, name):
+    """Each recorded call binds, and a positional argument with a parameter's name is that parameter."""
+    (module, cls), method = CALLS[name].split("."), name.split(".")[1]
+    with vllm_stand_in.plugin(modules_of(release)):
+        function = getattr(getattr(importlib.import_module(f"{PLUGIN}.{module}"), cls), method)
+        for text in RECORD[release][name]:
+            call = ast.parse(text, mode="eval").body
+            given = [ast.unparse(argument) for argument in call.args]
+            inspect.signature(function).bind(None, *given, **{word.arg: None for word in call.keywords})
+            names = [parameter for parameter, _ in parameters(function)]
+            for place, argument in enumerate(given):
+                assert argument not in names or names[place] == argument, text
+
+
 def test_names_that_no_release_has():
     """What the classes define is in vLLM's interface, so a method that vLLM renames is noticed."""
-    known = {"do_kv_cache_update"}  # called by the layer, but in no class of the interface
+    known = {name.split(".")[1] for name in CALLS}  # some are in no class of the interface
     for interface in RECORD.values():
         for entry in interface.values():
             if isinstance(entry, dict):
                 known |= {line.split(":")[0].split(" ")[0] for line in entry["attributes"]}
                 known |= {line.split("def ")[1].split("(")[0] for line in entry["methods"]}
     with vllm_stand_in.plugin(modules_of(list(RECORD)[-1])) as module:
-        for cls in (module.Backend, module.Builder, module.Impl):
+        latent = importlib.import_module(f"{PLUGIN}.mla")
+        classes = module.Common, module.Backend, module.Builder, module.Impl
+        for cls in (*classes, latent.LatentBackend, latent.LatentBuilder, latent.LatentImpl, latent.Prefill):
             public = {name for name in vars(cls) if name[0] != "_"}
             assert public - known == set(), cls
 
@@ -475,7 +503,10 @@ def test_vllm_is_told_the_name(release, monkeypatch):
         registry = importlib.import_module("vllm.v1.attention.backends.registry")
         register()
         register()
-        assert registry.registered == {registry.AttentionBackendEnum.CUSTOM: f"{PLUGIN}.backend.Backend"}
+        assert registry.registered == {
+            registry.AttentionBackendEnum.CUSTOM: f"{PLUGIN}.Backend",
+            registry.MLAPrefillBackendEnum.CUSTOM: f"{PLUGIN}.mla.Prefill",
+        }
 
 
 @pytest.mark.parametrize(
@@ -497,3 +528,184 @@ def test_old_releases_are_refused(version, served):
 def test_without_vllm():
     with pytest.raises(ModuleNotFoundError, match=r"needs vllm"):
         register()
+
+
+# ---- multi-head latent attention ----
+
+RANK, ROTARY, NOPE, VALUES = 32, 8, 16, 24
+
+
+@pytest.fixture
+def latent(backend):
+    """The module of latent attention."""
+    return importlib.import_module(f"{PLUGIN}.mla")
+
+
+def latent_impl(latent):
+    """Return a layer. Only vLLM's own classes have prompts, so that method is filled in on a record."""
+    cls = latent.LatentImpl
+    if inspect.isabstract(cls):
+        cls = type("Whole", (cls,), dict.fromkeys(cls.__abstractmethods__))
+    named = {
+        "num_heads": HEADS, "head_size": RANK + ROTARY, "scale": 0.2, "num_kv_heads": 1, "alibi_slopes": None,
+        "sliding_window": None, "kv_cache_dtype": "auto", "logits_soft_cap": None, "attn_type": "decoder",
+        "kv_sharing_target_layer_name": None, "q_lora_rank": None, "kv_lora_rank": RANK,
+        "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": ROTARY, "qk_head_dim": NOPE + ROTARY, "v_head_dim": VALUES, "kv_b_proj": None,
+    }  # fmt: skip
+    return cls(**named)
+
+
+def latent_step(lengths):
+    """Return the metadata of decoding steps in vLLM's names, and a cache with pages in no order."""
+    cache = torch.randn(BLOCKS, PAGE, RANK + ROTARY, dtype=torch.float64)
+    table = (1 + torch.randperm(BLOCKS - 1)[: 4 * len(lengths)]).int().view(len(lengths), 4)
+    decode = SimpleNamespace(seq_lens=torch.tensor(lengths, dtype=torch.int32), block_table=table)
+    return SimpleNamespace(num_decodes=len(lengths), decode=decode), cache
+
+
+def latent_exact(q, step, cache, scale=0.2):
+    """Return (out, lse) of each sequence's queries over its rows of the cache, as plain products."""
+    results = []
+    for row, length in enumerate(step.decode.seq_lens.tolist()):
+        keys = cache[step.decode.block_table[row].long()].flatten(0, 1)[:length]
+        queries = q.unflatten(0, (step.num_decodes, -1))[row]
+        scores = torch.einsum("qhd,kd->qhk", queries, keys) * scale
+        positions = torch.arange(length) - (length - len(queries))
+        scores = scores.masked_fill(positions > torch.arange(len(queries))[:, None, None], -torch.inf)
+        results.append((scores.softmax(-1) @ keys[:, :RANK], scores.logsumexp(-1)))
+    return [torch.cat(parts) for parts in zip(*results, strict=True)]
+
+
+@pytest.mark.skipif(HAS_VLLM, reason="vLLM's own class needs a whole configuration")
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("joined", [False, True])
+def test_decoding_over_latent_vectors(latent, queries, joined):
+    """Also of speculative decoding, with the queries in two tensors or in one, as after an all-gather."""
+    step, cache = latent_step([40, 9, 64])
+    q = torch.randn(3 * queries, HEADS, RANK + ROTARY, dtype=torch.float64)
+    parts = q[..., :RANK].transpose(0, 1).contiguous().transpose(0, 1), q[..., RANK:]
+    out, lse = latent_impl(latent).forward_mqa(q if joined else parts, cache, step, None)
+    exact, exact_lse = latent_exact(q, step, cache)
+    torch.testing.assert_close(out, exact)
+    torch.testing.assert_close(lse, exact_lse)
+
+
+@pytest.mark.skipif(HAS_VLLM, reason="vLLM's own class needs a whole configuration")
+def test_ranks_of_decode_context_parallelism_merge_by_lse(latent):
+    """Two ranks with half the keys each, one of them with none of a sequence's."""
+    whole, cache = latent_step([64, 32])
+    q = torch.randn(2, HEADS, RANK + ROTARY, dtype=torch.float64)
+    ranks = []
+    for lengths, columns in (([32, 32], slice(0, 2)), ([32, 0], slice(2, 4))):
+        decode = SimpleNamespace(
+            seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            block_table=whole.decode.block_table[:, columns],
+        )
+        step = SimpleNamespace(num_decodes=2, decode=decode)
+        ranks.append(latent_impl(latent).forward_mqa(q, cache, step, None))
+    outs, lses = (torch.stack(parts) for parts in zip(*ranks, strict=True))
+    assert lses[1, 1].tolist() == [-torch.inf] * HEADS
+    assert not outs[1, 1].any()
+    merged = (outs * lses.softmax(0)[..., None]).sum(0)
+    torch.testing.assert_close(merged, latent_exact(q, whole, cache)[0])
+    assert latent.LatentImpl.supports_dcp
+    assert latent.LatentImpl.can_return_lse_for_decode
+
+
+def prefill_of(latent):
+    made = object.__new__(latent.Prefill)
+    made.scale = 0.2
+    lengths = torch.tensor([0, 5, 9], dtype=torch.int32)
+    context = SimpleNamespace(cu_seq_lens=torch.tensor([[0, 7, 7], [0, 3, 11]]).int(), max_seq_lens=[7, 8])
+    made._prefill_metadata = SimpleNamespace(
+        query_start_loc=lengths, max_query_len=5, chunked_context=context
+    )
+    return made, torch.randn(9, HEADS, NOPE + ROTARY, dtype=torch.float64)
+
+
+def dense(q, k, v, causal):
+    scores = torch.einsum("qhd,khd->hqk", q, k) * 0.2
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1).nan_to_num(), v)
+    return out, scores.logsumexp(-1)
+
+
+def keys_and_values(count):
+    """Return keys, and values that are a slice of a projection."""
+    k = torch.randn(count, HEADS, NOPE + ROTARY, dtype=torch.float64)
+    return k, torch.randn(count, HEADS, NOPE + VALUES, dtype=torch.float64)[..., NOPE:]
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_prompts_of_latent_attention(latent, return_lse):
+    made, q = prefill_of(latent)
+    k, v = keys_and_values(9)
+    out = made.run_prefill_new_tokens(q=q, k=k, v=v, return_softmax_lse=return_lse)
+    parts = [dense(*(t[rows] for t in (q, k, v)), True) for rows in (slice(0, 5), slice(5, 9))]
+    if return_lse:
+        out, lse = out
+        torch.testing.assert_close(lse, torch.cat([part[1] for part in parts], -1))
+    torch.testing.assert_close(out, torch.cat([part[0] for part in parts]))
+
+
+@pytest.mark.parametrize("described", [False, True])
+def test_contexts_of_prompts_come_in_chunks(latent, described):
+    """By their number, or from 0.29 on with a description; a sequence may have no keys in a chunk."""
+    made, q = prefill_of(latent)
+    context = made._prefill_metadata.chunked_context
+    for index, ends in enumerate(context.cu_seq_lens.tolist()):
+        k, v = keys_and_values(ends[-1])
+        chunk = SimpleNamespace(
+            query_start_loc=made._prefill_metadata.query_start_loc, max_query_len=5,
+            cu_seq_lens=context.cu_seq_lens[index], max_seq_len=context.max_seq_lens[index],
+        )  # fmt: skip
+        which = {"chunk": chunk} if described else {"chunk_idx": index}
+        out, lse = made.run_prefill_context_chunk(q=q, k=k, v=v, **which)
+        for rows, first, last in ((slice(0, 5), 0, ends[1]), (slice(5, 9), ends[1], ends[2])):
+            exact = dense(q[rows], k[first:last], v[first:last], False)
+            torch.testing.assert_close(out[rows], exact[0])
+            torch.testing.assert_close(lse[:, rows], exact[1])
+
+
+def test_a_quantised_result_of_prompts_is_refused(latent):
+    made, q = prefill_of(latent)
+    with pytest.raises(NotImplementedError, match="output_scale must be None"):
+        made.run_prefill_new_tokens(q, q, q, False, output_scale=torch.ones(1))
+
+
+def test_what_the_selectors_are_told_of_latent_attention(latent):
+    assert latent.LatentBackend.get_name() == latent.Prefill.get_name() == "CUSTOM"
+    assert "fp8" not in latent.LatentBackend.supported_kv_cache_dtypes
+    given = [latent.Prefill.supports_compute_capability(c) for c in (None, (7, 5), (8, 0), (9, 0))]
+    assert given == [False, False, True, True]
+    orders = [latent.LatentBackend.get_kv_cache_stride_order(layers) for layers in (False, True)]
+    assert orders == [(0, 1, 2), (1, 0, 2, 3)]
+    assert latent.LatentBuilder._cudagraph_support.name == "UNIFORM_BATCH"
+    assert latent.LatentBuilder.query_len_support.name == "UNIFORM"
+    assert latent.LatentBackend.get_impl_cls() is latent.LatentImpl
+    assert latent.LatentBackend.get_builder_cls() is latent.LatentBuilder
+
+
+def test_latent_methods_have_the_parameters_that_vllm_passes(latent):
+    """The layer passes those of prompts by name."""
+    names = [name for name, _ in parameters(latent.MLACommonImpl.forward_mqa)]
+    assert [name for name, _ in parameters(latent.LatentImpl.forward_mqa)] == names
+    for name in ("run_prefill_new_tokens", "run_prefill_context_chunk"):
+        given = parameters(getattr(latent.MLAPrefillBackend, name))
+        assert {n for n, _ in given} <= {n for n, _ in parameters(getattr(latent.Prefill, name))}
+    assert not inspect.isabstract(latent.Prefill)
+    inspect.signature(latent.MLACommonImpl.__init__).bind(*range(18))
+
+
+@pytest.mark.parametrize("use_mla", [None, False, True])
+def test_the_model_chooses_the_class(backend, use_mla, monkeypatch):
+    """vLLM has one name for plug-ins of both kinds."""
+    config = SimpleNamespace(model_config=SimpleNamespace(use_mla=use_mla))
+    chosen = None if use_mla is None else config
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: chosen)
+    module = importlib.import_module(PLUGIN)
+    assert module.Backend.__module__ == f"{PLUGIN}.{'mla' if use_mla else 'backend'}"
+    with pytest.raises(AttributeError, match="no attribute missing"):
+        _ = module.missing

@@ -392,4 +392,11 @@ def test_a_recognised_soft_cap_beside_another_and_slopes() -> None:
         {"alibi_slopes": torch.tensor([0.5, 0.25])},
         {"mask_mod": masks.causal()},
     ):
-        testing.check(q, k, v, score_mod=masks.softcap(1.0), **beside)
+        testing.check(q, k, v, score_mod=masks.softcap(1.5), **beside)
+    q, k, v, slopes = (t.double() for t in (q, k, v, torch.tensor([0.5, 0.25])))
+    bias = -slopes[:, None, None] * (torch.arange(40)[:, None] - torch.arange(40)).abs()
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / 4 + bias  # slopes are added before the cap
+    scores = 1.5 * torch.tanh(scores / 1.5)
+    expected = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+    out = flashtile.attention(q, k, v, score_mod=masks.softcap(1.5), alibi_slopes=slopes.float())
+    torch.testing.assert_close(out, expected)

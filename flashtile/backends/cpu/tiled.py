@@ -166,9 +166,8 @@ def chunks(
         return
     batch, _, heads_kv, _ = k.shape
     sequences = max(1, config.TILE_HEADS // heads_kv)
-    heads = min(config.TILE_HEADS, heads_kv)
     for b in split(range(batch), sequences):
-        for h in split(range(heads_kv), heads):
+        for h in split(range(heads_kv), config.TILE_HEADS):
             yield Chunk(problem, config, q, k, v, optional, slice(b.start, b.stop), slice(h.start, h.stop))
 
 
@@ -274,7 +273,7 @@ class Chunk:
         part = tensor[
             self.batch if batch > 1 else slice(None),
             self.heads_q if heads > 1 else slice(None),
-            rows.start if seqlen_q > 1 else 0 : rows.stop if seqlen_q > 1 else 1,
+            slice(rows.start, rows.stop) if seqlen_q > 1 else slice(None),
             keys.start : keys.stop,
         ]
         return part.unflatten(1, (-1, self.group)) if heads > 1 else part[:, :, None]

@@ -267,8 +267,8 @@ class _ChatCompletions:
         self._parsers: dict[int, AnswerParser] = {}
         conversation, params = call.conversation, call.params
         apart = conversation.separate_reasoning and service.formats.reasoning is not None
-        structured = isinstance(params, SamplingParams) and params.structured_outputs is not None
-        self._parses = bool(conversation.forced) or ((conversation.calls or apart) and not structured)
+        self._structured = isinstance(params, SamplingParams) and params.structured_outputs is not None
+        self._parses = bool(conversation.forced) or apart or (conversation.calls and not self._structured)
         if self._parses and isinstance(params, SamplingParams):
             params.skip_special_tokens = False  # the formats' markers may be special tokens
 
@@ -300,7 +300,7 @@ class _ChatCompletions:
         parser = self._parsers.get(answer.index)
         if parser is None:
             last = self.service.tokenizer.decode(output.prompt_token_ids[-LAST_TOKENS:], False)
-            parser = AnswerParser(self.service.formats, self.call.conversation, last)
+            parser = AnswerParser(self.service.formats, self.call.conversation, last, self._structured)
             self._parsers[answer.index] = parser
         fields = parser.feed(answer.text, answer.finished)
         if not self.call.stream:

@@ -286,11 +286,14 @@ def _mistral_calls(reader: Reader) -> Steps[None]:
     yield from reader.call_with_object(name)
 
 
-def harmony(reader: Reader, calls: bool = True, reasoning: bool = True) -> Steps[None]:
+def harmony(
+    reader: Reader, calls: bool = True, reasoning: bool = True, is_forced: bool = False
+) -> Steps[None]:
     """``<|channel|>CHANNEL to=functions.NAME<|message|>TEXT<|end|>`` for each message of gpt-oss.
 
     A message to a function is a call, a message of the channel analysis is reasoning, and others are content.
-    If ``calls`` or ``reasoning`` is False, calls or reasoning are content.
+    If ``calls`` or ``reasoning`` is False, calls or reasoning are content. With ``is_forced``, content is
+    read by :func:`forced`.
     """
     seen, more = set(), True
     while more:
@@ -309,6 +312,8 @@ def harmony(reader: Reader, calls: bool = True, reasoning: bool = True) -> Steps
             reader.report("name", name[1])
         elif kind in seen:
             reader.report(kind, "\n")
+        if is_forced and kind == "content":
+            return (yield from forced(reader))
         seen.add(kind)
         more = bool((yield from reader.copy(kind, "<|end|>", "<|call|>", "<|return|>")))
         reader.drop(reader.at)
@@ -337,24 +342,17 @@ REASONING_PARSERS = {"deepseek_r1": think, "qwen3": think, "openai_gptoss": harm
 """Parsers of reasoning by vLLM's names."""
 
 
-def _guess_tool_parser(template: str) -> str | None:
-    if "<function=" in template or "<arg_key>" in template:  # formats that are not JSON
-        return None
-    if "<|channel|>" in template:
-        return "openai"
-    if "<tool_call>" in template:
-        return "hermes"
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<|python_tag|>" in template or '"parameters": dictionary' in template:
-        return "llama3_json"
-    return None
+TOOL_MARKERS: dict[str, str | None] = {
+    "<function=": None, "<arg_key>": None,  # formats that are not JSON
+    "<|channel|>": "openai", "<tool_call>": "hermes", "[TOOL_CALLS]": "mistral",
+    "<|python_tag|>": "llama3_json", '"parameters": dictionary': "llama3_json",
+}  # fmt: skip
+REASONING_MARKERS = {"<|channel|>": "openai_gptoss", "<think>": "qwen3", "</think>": "qwen3"}
+"""Parsers by texts in chat templates. The first text that a template contains decides."""
 
 
-def _guess_reasoning_parser(template: str) -> str | None:
-    if "<|channel|>" in template:
-        return "openai_gptoss"
-    return "qwen3" if "<think>" in template or "</think>" in template else None
+def _guess(template: str, markers: Mapping[str, str | None]) -> str | None:
+    return next((parser for marker, parser in markers.items() if marker in template), None)
 
 
 @dataclass(frozen=True)
@@ -372,13 +370,24 @@ class Formats:
     def of_model(self, templates: Mapping[str, str]) -> Formats:
         """Replace "auto" by the formats that the model's chat templates show, and "none" by None."""
         text = "".join(templates.values())
-        tools = _guess_tool_parser(text) if self.tools == "auto" else self.tools
-        reasoning = _guess_reasoning_parser(text) if self.reasoning == "auto" else self.reasoning
+        tools = _guess(text, TOOL_MARKERS) if self.tools == "auto" else self.tools
+        reasoning = _guess(text, REASONING_MARKERS) if self.reasoning == "auto" else self.reasoning
         return Formats(None if tools == "none" else tools, None if reasoning == "none" else reasoning)
 
     @property
     def are_harmony(self) -> bool:
         return self.tools == "openai" or self.reasoning == "openai_gptoss"
+
+    def reasoning_form(self, prompt: str) -> str | None:
+        """Return the key ``reasoning`` of structured_outputs for an answer to this prompt, or None.
+
+        Only the end of the prompt is read. Reasoning may be begun there, or left out.
+        """
+        if self.reasoning is None or prompt.rstrip().endswith("</think>"):
+            return None
+        if self.are_harmony:
+            return "harmony"
+        return "begun" if prompt.rstrip().endswith("<think>") else "think"
 
 
 AUTO = Formats("auto", "auto")
@@ -401,28 +410,30 @@ class AnswerParser:
         formats: the model's formats.
         conversation: tells whether calls and reasoning are looked for.
         prompt: the end of the prompt, which may begin the reasoning.
+        structured: whether a structure restricts the answer, so that it calls no tools of its own accord.
 
     Attributes:
         calls: number of calls found so far.
     """
 
-    def __init__(self, formats: Formats, conversation: Conversation, prompt: str):
+    def __init__(self, formats: Formats, conversation: Conversation, prompt: str, structured: bool = False):
         self.reader = Reader(conversation.max_calls)
-        self._steps = self._parse(formats, conversation, prompt.rstrip().endswith("<think>"))
+        calls = conversation.calls and not structured
+        self._steps = self._parse(formats, conversation, calls, formats.reasoning_form(prompt) == "begun")
         self.calls = 0
 
-    def _parse(self, formats: Formats, conversation: Conversation, begun: bool) -> Steps[None]:
-        reader, calls = self.reader, conversation.calls
-        if conversation.forced:
+    def _parse(self, formats: Formats, conversation: Conversation, calls: bool, begun: bool) -> Steps[None]:
+        reader, is_forced = self.reader, bool(conversation.forced)
+        if formats.are_harmony:
+            yield from harmony(reader, calls, conversation.separate_reasoning, is_forced)
+            return
+        if conversation.separate_reasoning and formats.reasoning:
+            yield from think(reader, begun)
+        if is_forced:
             yield from forced(reader)
-        elif formats.are_harmony:
-            yield from harmony(reader, calls, conversation.separate_reasoning)
-        else:
-            if conversation.separate_reasoning and formats.reasoning:
-                yield from think(reader, begun)
-            if calls and formats.tools:
-                yield from TOOL_PARSERS[formats.tools](reader)
-            yield from reader.copy("content")
+        elif calls and formats.tools:
+            yield from TOOL_PARSERS[formats.tools](reader)
+        yield from reader.copy("content")
 
     def feed(self, text: str, ended: bool) -> dict[str, Any]:
         """Append text and return the new fields in the form of a stream's delta.

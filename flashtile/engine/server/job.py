@@ -9,6 +9,7 @@ from types import TracebackType
 
 from flashtile.engine.async_llm import EngineDeadError, Stream
 from flashtile.engine.outputs import RequestOutput
+from flashtile.engine.runner import NO_TOKEN
 from flashtile.engine.server.errors import ApiError, refused
 from flashtile.engine.server.protocol import ApiCall
 from flashtile.engine.server.service import Service, TokenizedPrompt
@@ -87,6 +88,8 @@ class Job:
 
     def _check(self, output: RequestOutput) -> None:
         for answer in output.outputs:
+            if answer.stop_reason == NO_TOKEN and answer.finish_reason == "error":
+                raise ApiError(NO_TOKEN, code="no_token_left")
             if answer.finish_reason == "error":
                 raise ApiError(f"the engine failed: {answer.stop_reason}", status=500, code="engine_error")
             if answer.finish_reason == "abort" and self._expired:

@@ -96,7 +96,7 @@ class Listener:
         self.idle_timeout, self._tls = limits.idle_timeout, limits.tls
         self.max_connections = allowed_connections(limits.max_connections, files_each)
         self.max_calls = min(limits.max_concurrent_requests, max(1, self.max_connections - SPARE_CONNECTIONS))
-        self.port = 0
+        self.port: int
         self._runner: web.AppRunner | None = None
         self._idle: dict[asyncio.BaseTransport, Connection] = {}  # ordered, the longest idle one first
         self._answering: dict[asyncio.BaseTransport, Connection] = {}

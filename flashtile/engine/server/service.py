@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from flashtile.engine.async_llm import AsyncLLM
 from flashtile.engine.core import Engine
 from flashtile.engine.llm import LLM
+from flashtile.engine.sampling_params import SamplingParams
 from flashtile.engine.server.errors import ApiError, refused, shutting_down
 from flashtile.engine.server.formats import Formats
 from flashtile.engine.server.metrics import Metrics
@@ -209,7 +210,12 @@ class Service:
 
     def _prepare(self, call: CompletionCall | ChatCall) -> list[TokenizedPrompt]:
         if isinstance(call, ChatCall):
-            return [self._tokenized(call, "messages", self.render(call.conversation))]
+            text, params = self.render(call.conversation), call.params
+            if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+                separate = call.conversation.separate_reasoning
+                form = self.formats.reasoning_form(text) if separate else None
+                params.structured_outputs = {**params.structured_outputs, "reasoning": form}
+            return [self._tokenized(call, "messages", text)]
         return [self._tokenized(call, "prompt", prompt) for prompt in call.prompts]
 
     def _check_priority(self, priority: int) -> None:

@@ -40,17 +40,40 @@ WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 APPEND_OPTIONS = AppendOptions()
 
 
-class Backend(AttentionBackend):
-    """The class that vLLM selects. It states what the backend supports; vLLM rejects everything else."""
+class Common:
+    """The support that is the same for all kinds of layers."""
 
     supported_dtypes: ClassVar = list(DTYPES)
-    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", *FP8_DTYPES]
-    forward_includes_kv_cache_update = False
-    supports_kv_cache_update_bypass = True
 
     @staticmethod
     def get_name() -> str:
         return "CUSTOM"  # the layer looks up AttentionBackendEnum[get_name()]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[MultipleOf]:
+        """Return multiples of 16. The kernels accept any block size, but are slow with smaller blocks."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability >= (8, 0)
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **named: Any
+    ) -> str | None:
+        """Return the reason why these settings cannot be combined, or None if they can."""
+        if kv_cache_dtype not in DTYPES.values() or kv_cache_dtype == DTYPES.get(dtype):
+            return None
+        return f"a cache that is not FP8 must have the model's dtype {dtype}, got {kv_cache_dtype}"
+
+
+class Backend(Common, AttentionBackend):
+    """The class that vLLM selects. It states what the backend supports; vLLM rejects everything else."""
+
+    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", *FP8_DTYPES]
+    forward_includes_kv_cache_update = False
+    supports_kv_cache_update_bypass = True
 
     @staticmethod
     def get_impl_cls() -> type[Impl]:
@@ -59,11 +82,6 @@ class Backend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[Builder]:
         return Builder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[MultipleOf]:
-        """Return multiples of 16. The kernels accept any block size, but are slow with smaller blocks."""
-        return [MultipleOf(16)]
 
     @staticmethod
     def get_kv_cache_shape(
@@ -84,10 +102,6 @@ class Backend(AttentionBackend):
         return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER, *WITHOUT_CACHE)
 
     @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability >= (8, 0)
-
-    @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
 
@@ -106,15 +120,6 @@ class Backend(AttentionBackend):
     @classmethod
     def supports_batch_invariance(cls) -> bool:
         return True
-
-    @classmethod
-    def supports_combination(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **named: Any
-    ) -> str | None:
-        """Return the reason why these settings cannot be combined, or None if they can."""
-        if kv_cache_dtype not in DTYPES.values() or kv_cache_dtype == DTYPES.get(dtype):
-            return None
-        return f"a cache that is not FP8 must have the model's dtype {dtype}, got {kv_cache_dtype}"
 
 
 @dataclass

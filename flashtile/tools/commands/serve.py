@@ -7,7 +7,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -130,13 +132,15 @@ def serve(
         raise _missing(error) from None
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     keys = api_key or ([os.environ[KEY]] if os.environ.get(KEY) else [])
+
+    def given(names: Iterable[str]) -> dict[str, Any]:
+        """Return the options with these names. Most options are arguments of Limits or LLM."""
+        return {name: context.params[name] for name in names if name in context.params}
+
     with bad_parameters():
-        limits = Limits(
-            tuple(keys), max_concurrent_requests, max_prompts, max_prompt_tokens, max_logprobs,
-            max_body_bytes, max_total_body_bytes, body_timeout, request_timeout, idle_timeout,
-            max_connections, max_priority, access_log, tuple(cors_origin or ()),
-            tls_context(ssl_certfile, ssl_keyfile, ssl_ca_certs),
-        )  # fmt: skip
+        options = given(field.name for field in fields(Limits))
+        options |= {"api_keys": tuple(keys), "cors_origins": tuple(cors_origin or ())}
+        limits = Limits(**options | {"tls": tls_context(ssl_certfile, ssl_keyfile, ssl_ca_certs)})
         if not 0 <= shutdown_timeout < float("inf"):
             raise ValueError(f"shutdown_timeout must be at least 0 and finite, got {shutdown_timeout}")
         formats = check_parsers(tool_call_parser, reasoning_parser)
@@ -167,16 +171,8 @@ def serve(
             signal.signal(number, signal.SIG_IGN)
     end_with_stdin()
     with bad_models():
-        llm = LLM(
-            model, tokenizer=tokenizer, skip_tokenizer_init=skip_tokenizer_init, dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype, device=device, load_format=load_format, seed=seed,
-            max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization,
-            kv_cache_memory_bytes=kv_cache_memory_bytes, block_size=block_size, swap_space=swap_space,
-            enable_prefix_caching=enable_prefix_caching, enforce_eager=enforce_eager,
-            speculative_config=speculation, tensor_parallel_size=tensor_parallel_size, warmup=warmup,
-            generation_config=generation_config,
-        )  # fmt: skip
+        options = given(signature(LLM).parameters) | {"model": model, "tokenizer": tokenizer}
+        llm = LLM(**options | {"speculative_config": speculation})
     engine = llm.engine
     if engine.runner.ranks.rank:
         try:

@@ -273,6 +273,17 @@ def test_the_prefix_cache_is_used_and_reset(server):
     assert reset["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def test_a_call_that_excludes_every_token_is_refused_alone(server):
+    prompt = "the prefix that stays in the cache"
+    server.complete(prompt=prompt, max_tokens=1)
+    fields = {"prompt": "a", "allowed_token_ids": [98], "stop_token_ids": [98], "min_tokens": 1}
+    status, body = server.ask("/v1/completions", {"model": MODEL, "max_tokens": 4, **fields})
+    assert (status, body["error"]["code"]) == (400, "no_token_left")
+    assert "exclude every token" in body["error"]["message"]
+    again = server.complete(prompt=prompt, max_tokens=1)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
 def test_tokens_and_texts(server):
     assert server.ask("/tokenize", {"prompt": "aé", "return_token_strs": True}) == (
         200,
@@ -502,6 +513,11 @@ def test_the_page_needs_nothing_from_elsewhere(server):
     assert "http" not in page.replace("http://www.w3.org", "")
     for path in (COMPLETIONS, CHAT, "/live"):
         assert path.removeprefix("/") in page
+
+
+def test_the_page_shows_a_model_without_a_tokenizer(model):
+    with running(model, skip_tokenizer_init=True) as server:
+        assert server.ask("/live")[1]["chat_template"] is False
 
 
 def test_what_the_page_shows(server):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import signal
 import socket
 import threading
 
@@ -14,9 +15,12 @@ from serving import MODEL, Running, running, wait_for
 from soak import soak
 from traffic import WEIGHTS
 
+from flashtile.engine import LLM
 from flashtile.engine.server import answers
+from flashtile.engine.server.formats import AUTO
 from flashtile.engine.server.job import Job
 from flashtile.engine.server.protocol import Body, read_completion
+from flashtile.engine.server.run import serve
 from flashtile.engine.server.service import Limits
 
 COMPLETIONS = "/v1/completions"
@@ -105,6 +109,7 @@ def test_a_refused_prompt_takes_the_others_of_its_call_with_it(server):
     status, body = server.ask(COMPLETIONS, {**LONG, "prompt": [[97], [256]]})
     assert (status, body["error"]["param"]) == (400, "prompt")
     wait_for(lambda: is_idle(server))
+    assert server.metric('vllm:request_success_total{model_name="alphabet",finished_reason="abort"}') == 1
 
 
 def test_an_answer_that_takes_too_long_ends_with_an_error(model):
@@ -216,6 +221,27 @@ def test_an_engine_that_dies_is_said_to_be_dead(model, monkeypatch, caplog):
         assert server.ask("/health")[0] == 503
         assert server.ask(COMPLETIONS, LONG)[0] == 503
         assert server.send("/metrics").status == 200
+
+
+def test_an_engine_that_dies_ends_the_server_with_code_1(model):
+    statuses = []
+
+    def fail():
+        raise RuntimeError("the end")
+
+    def ask(port):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection.request("POST", COMPLETIONS, json.dumps(LONG), {"Content-Type": "application/json"})
+        statuses.append(connection.getresponse().status)
+
+    def on_start(server):
+        server.service.engine.step = fail
+        asyncio.get_running_loop().call_later(20, signal.raise_signal, signal.SIGTERM)  # ends it with code 0
+        threading.Thread(target=ask, args=(server.port,)).start()
+
+    llm = LLM(model, device="cpu", block_size=4, num_gpu_blocks_override=2048)
+    assert serve(llm, MODEL, Limits(), "127.0.0.1", 0, 20.0, on_start, AUTO) == 1
+    assert statuses == [503]
 
 
 def test_at_the_end_calls_finish_if_there_is_time(model):

@@ -83,6 +83,7 @@ MALFORMED = [
     (HERMES, '<tool_call>{"arguments": {}}</tool_call>'),
     (HERMES, '<tool_call>{"arguments": {"a": 1'),
     (HERMES, '<tool_call>{"name": "f"}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "f", "input": {"a": 1}}</tool_call>'),
     (HERMES, '<tool_call>{"name": "f\\x", "arguments": {}}</tool_call>'),
     (LLAMA, '<|python_tag|>brave_search.call(query="x")'),
     (LLAMA, ' {"name": "f", "parameters": 3}'),
@@ -95,9 +96,9 @@ MALFORMED = [
 ]
 
 
-def make_parser(formats, calls=True, max_calls=None, reasoning=True, prompt="", forced=()):
+def make_parser(formats, calls=True, max_calls=None, reasoning=True, prompt="", forced=(), structured=False):
     talk = Conversation([], None, calls, list(forced), max_calls, reasoning, True, False, {})
-    return AnswerParser(formats, talk, prompt)
+    return AnswerParser(formats, talk, prompt, structured)
 
 
 def parsed(formats, pieces, **options):
@@ -201,12 +202,30 @@ def test_no_more_calls_than_the_client_wants():
 @pytest.mark.parametrize("formats", [HERMES, QWEN3, GPT])
 def test_calls_that_are_forced_have_one_form_for_all_models(formats):
     text = '[{"name": "f", "parameters": {"a": 1}},\n {"name": "g", "parameters": {}}]'
-    options = {"forced": [{"name": "f"}], "prompt": "<think>"}
+    options = {"forced": [{"name": "f"}], "prompt": "</think>"}
     for pieces in ([text], [*text, ""]):
         assert parsed(formats, pieces, **options) == ("", "", [F, G])
         assert parsed(formats, pieces, max_calls=1, **options) == ("", "", [F])
     for text in ("", "[", '[{"na'):  # cut
         assert parsed(formats, [text], **options) == (text, "", [])
+
+
+def test_reasoning_comes_before_forced_calls_and_structures():
+    text, forced = '[{"name": "f", "parameters": {"a": 1}}]', {"forced": [{"name": "f"}]}
+    analysis = "<|channel|>analysis<|message|>Why?<|end|><|start|>assistant<|channel|>final<|message|>"
+    for formats, prompt, before in (
+        (QWEN3, "", "<think>Why?</think>\n\n"), (QWEN3, "<think>\n", "Why?</think>"), (GPT, "", analysis)
+    ):  # fmt: skip
+        for pieces in ([before + text], [*before, *text, ""]):
+            assert parsed(formats, pieces, prompt=prompt, **forced) == ("", "Why?", [F])
+        call = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+        assert parsed(formats, [before + call], prompt=prompt, structured=True) == (call, "Why?", [])
+
+
+def test_where_reasoning_may_begin():
+    forms = [QWEN3.reasoning_form(prompt) for prompt in ("a", "<think>\n", "<think>\n\n</think>\n\n")]
+    assert forms == ["think", "begun", None]
+    assert (GPT.reasoning_form("<|start|>assistant"), HERMES.reasoning_form("<think>")) == ("harmony", None)
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,14 @@ def test_a_beginning_is_another_one_whichever_character_differs(place):
     assert routing.choose([one, two], story[:place] + b"b" + story[place + 1 :]) is two
 
 
+def test_a_beginning_is_the_same_one_whatever_follows_it():
+    one, two = (SimpleNamespace(in_flight=0, is_up=True) for _ in range(2))
+    routing, story = Routing(), b"a" * PIECE
+    assert routing.choose([one, two], story + b"b") is one
+    one.in_flight = 1
+    assert routing.choose([one, two], story + b"c") is one
+
+
 def test_a_prompt_without_a_whole_piece_has_no_home():
     one, two = (SimpleNamespace(in_flight=0, is_up=True) for _ in range(2))
     routing, short = Routing(), b"a" * (PIECE - 1)
@@ -321,11 +329,16 @@ def test_bodies_are_passed_on_in_pieces_and_only_for_who_has_the_key(monkeypatch
             async with client.post("/v1/completions", data=pieces(), headers=key) as found:
                 assert (found.status, (await found.json())["error"]["code"]) == (413, "body_too_large")
 
-            # Nothing of a body is read before the key: the answer comes though the body does not.
-            reader, writer = await asyncio.open_connection("127.0.0.1", front.listener.port)
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n")
-            assert b" 401 " in await reader.readline()
-            writer.close()
+            # The answer comes though the body does not: without the key, and if its length is too large.
+            sesame = b"Authorization: Bearer sesame\r\n"
+            for headers, status in (
+                (b"Content-Length: 1000", b" 401 "),
+                (sesame + b"Content-Length: 2000000", b" 413 "),
+            ):
+                reader, writer = await asyncio.open_connection("127.0.0.1", front.listener.port)
+                writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%b\r\n\r\n" % headers)
+                assert status in await reader.readline()
+                writer.close()
             # A target may be absolute, or lead nowhere.
             for target, status in (
                 (b"http://x.test/v1/models?a=%20", b" 200 "),

@@ -109,7 +109,7 @@ def forced(choice, parameters):
     tools = [STOP, {"type": "function", "function": {"name": "pick", "parameters": parameters}}]
     return {
         "model": MODEL, "messages": [USER], "temperature": 0, "parallel_tool_calls": False, "max_tokens": 100,
-        "tools": tools[choice == "required" :], "tool_choice": choice,
+        "tools": tools[choice == "required" :], "tool_choice": choice, "separate_reasoning": False,
     }  # fmt: skip
 
 
@@ -147,12 +147,29 @@ def test_a_structured_answer_has_no_calls(server):
         "messages": [USER],
         "tools": [STOP],
         "chat_template_kwargs": {"enable_thinking": True},
+        "separate_reasoning": False,
     }
     structure = {"structured_outputs": {"choice": [call("stop")]}, "temperature": 0, "max_tokens": 100}
     (choice,) = server.ask(PATH, {**fields, **structure})[1]["choices"]
     assert choice["message"] == {"role": "assistant", "content": call("stop")}
     status, body = server.ask(PATH, {**fields, **structure, "tool_choice": "required"})
     assert (status, body["error"]["param"]) == (400, "tool_choice")
+
+
+@pytest.mark.parametrize("thought", ["<think>Why {no}?</think>\n\n", "Why {no}?</think>", ""])
+def test_a_structured_answer_reasons_first(server, thought):
+    """Also if it has to call a tool. The prompt may begin the reasoning, and the model may leave it out."""
+    pytest.importorskip("llguidance")
+    begun = bool(thought) and not thought.startswith("<think>")
+    fields = {"tools": [STOP], "chat_template_kwargs": {"enable_thinking": begun}, "max_tokens": 100}
+    structure = {"structured_outputs": {"choice": [call("stop")]}}
+    reasoning = {"reasoning": "Why {no}?", "reasoning_content": "Why {no}?"} if thought else {}
+    choice = ask(server, thought + call("stop"), **fields, **structure)
+    assert choice["message"] == {"role": "assistant", "content": call("stop"), **reasoning}
+    choice = ask(server, thought + '[{"name": "stop", "parameters": {}}]', **fields, tool_choice="required")
+    (found,) = choice["message"].pop("tool_calls")
+    assert (choice["finish_reason"], found["function"]["name"]) == ("tool_calls", "stop")
+    assert choice["message"] == {"role": "assistant", "content": None, **reasoning}
 
 
 def test_a_call_that_is_cut_has_the_reason_of_the_cut(server):

@@ -183,7 +183,7 @@ def recorded_variant(
     work_tiles = problem.batch * m_blocks_of(problem, config) * problem.num_heads_kv
     parts = triton.next_power_of_2(triton.cdiv(programs, work_tiles))
     num_warps = 8 if parts > MANY_PARTS else 4
-    most = max(1, COMBINE_TILES[num_warps] // padded(problem.head_dim_v))
+    most = COMBINE_TILES[num_warps] // padded(problem.head_dim_v)
     splits = min(max(MIN_SPLITS, parts), most)
     rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
     tile = CombineTile(min(triton.next_power_of_2(rows), most // splits), splits, num_warps)

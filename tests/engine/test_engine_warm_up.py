@@ -1,0 +1,117 @@
+"""After the warm-up no step compiles, in whatever way it is asked: the ways of a GPU, taken on a CPU."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+from engine_models import folder_with_pairs
+
+from flashtile.op.operation import remembering
+from targets import INTERPRETING
+
+pytest.importorskip("triton")
+pytest.importorskip("llguidance")
+if INTERPRETING:
+    pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
+
+from flashtile.backends.compat import compiling_driver
+from flashtile.backends.portable import sampling
+from flashtile.backends.portable.linear import grouped
+from flashtile.compilation.calls import calls_of
+from flashtile.engine import LLM, model, runner
+from flashtile.engine.device import graph_batch
+from flashtile.engine.llm import _steps_of
+from flashtile.engine.step_calls import calls_of_all
+from needed_kernels import H200, KeyFoundError, find_key, kernels, traffic
+
+DENSE = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+SIZES = {
+    "vocab_size": 410, "num_hidden_layers": 2, "max_position_embeddings": 64, "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4, "hidden_size": 128, "intermediate_size": 64}
+EVERY_KIND = (
+    {}, {"top_p": 0.9}, {"min_p": 0.1, "top_k": 9}, {"frequency_penalty": 0.5}, {"logit_bias": {3: 2.0}},
+    {"logprobs": 2}, {"prompt_logprobs": 1}, {"temperature": 0}, {"allowed_token_ids": [*range(20, 90)]},
+    {"structured_outputs": {"regex": "[a-f]{3}(g|hi){2,9}"}},
+)  # fmt: skip
+CAPTURED = {
+    # model: (config, whether its matrices are in e4m3)
+    "dense": (DENSE, False),
+    "mixtral": ({**EXPERTS, "model_type": "mixtral"}, False),
+    "gpt_oss": ({**EXPERTS, "model_type": "gpt_oss", "head_dim": 64}, False),
+    "blocks": ({**DENSE, "hidden_size": 128, "num_attention_heads": 2, "head_dim": 128}, True),
+}
+
+
+class Recorder:
+    """A kernel that writes zeros to its result, and whose launches are noted: ``used`` identifies them."""
+
+    def __init__(self, kernel, result, used: set):
+        self.kernel, self.result, self.used = kernel, result, used
+
+    def __getitem__(self, grid):
+        return functools.partial(self.launch, grid)
+
+    def launch(self, grid, *arguments, **options):
+        with compiling_driver(H200.capability):
+            try:
+                self.kernel.warmup(*arguments, grid=grid, **options)
+            except KeyFoundError as key:
+                self.used.add(key.args)
+        self.result(arguments).zero_()
+
+
+def as_on_a_gpu(llm: LLM, patch: pytest.MonkeyPatch) -> set:
+    """Let an engine on a CPU take the ways of a GPU: padded steps, grouped experts, the sampling kernel.
+
+    Returns the set to which the launches of kernels that belong to no operation are added.
+    """
+
+    def choose(logits, choice, positions):
+        filtered = choice.any_top_k or choice.any_top_p or choice.any_min_p
+        drawn = sampling.sample(logits, *choice[:5], positions, filtered)
+        return logits.argmax(-1) if choice.greedy else torch.where(drawn == 0, logits.argmax(-1), drawn)
+
+    used: set = set()
+    rows, run = llm.engine.scheduler.max_num_seqs, llm.engine.runner
+    patch.setattr("triton.compile", find_key)
+    patch.setattr(model, "FakeTensor", torch.Tensor)
+    patch.setattr(runner, "choose", choose)
+    patch.setattr(grouped, "family", lambda device: "hopper")
+    products = Recorder(grouped.grouped_kernel, lambda arguments: arguments[0].y, used)
+    patch.setattr(grouped, "grouped_kernel", products)
+    draws = Recorder(sampling.sample_kernel, lambda arguments: arguments[7], used)
+    patch.setattr(sampling, "sample_kernel", draws)
+    run.capture = lambda step: step
+    run._logits = run._logits.new_zeros(graph_batch(rows), run._logits.shape[1])
+    return used
+
+
+@pytest.mark.parametrize(
+    "name", ["dense", "gpt_oss", "blocks", pytest.param("mixtral", marks=pytest.mark.thorough)]
+)
+def test_no_captured_step_needs_a_kernel_that_the_warm_up_lacks(tmp_path, monkeypatch, name):
+    """Of models with and without experts and e4m3, asked in all ways: penalties, structures, prefixes."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    folder_with_pairs(tmp_path)
+    config, in_e4m3 = CAPTURED[name]
+    config = {**SIZES, **config}
+    if in_e4m3:
+        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    llm = LLM(
+        tmp_path, device="cpu", dtype="bfloat16", load_format="dummy", num_gpu_blocks_override=48,
+        block_size=4, max_num_seqs=12, max_num_batched_tokens=24, warmup=False,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch, remembering() as remembered:
+        used = as_on_a_gpu(llm, patch)
+        traffic(llm, 40, EVERY_KIND)
+    names = {"sample_kernel", "grouped_kernel"} if name in ("mixtral", "gpt_oss") else {"sample_kernel"}
+    assert {key[0] for key in used} == names
+    used |= kernels(calls_of(remembered), H200, monkeypatch)
+    listed = calls_of_all(_steps_of(llm.engine.runner, None, 24, False))
+    assert used - kernels(listed, H200, monkeypatch) == set()

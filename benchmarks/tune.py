@@ -99,9 +99,10 @@ def calls(candidate: Candidate, workload: Workload, inputs: Inputs) -> list[Call
     q, k, v = inputs.q, inputs.k, inputs.v
     problem, tensors = describe(workload, inputs)
     if candidate.programs_per_sm is not None:
-        chosen = decode_config.choose(problem)
-        config = replace(chosen, tile=candidate.tile, programs_per_sm=candidate.programs_per_sm)
-        decode = DecodeLaunch(problem, config)
+        precision = decode_config.choose(problem).precision
+        decode = DecodeLaunch(
+            problem, decode_config.DecodeConfig(candidate.tile, candidate.programs_per_sm, precision)
+        )
         each = [tensors._replace(block_table=table) for table in inputs.block_tables or (None,)]
         return [partial(lambda copy: {"out": decode(q, k, v, copy)[0]}, copy) for copy in each]
     tile: dict[str, Any] = {candidate.kernel: candidate.tile}

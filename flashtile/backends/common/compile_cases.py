@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch, Launched, recording
 from flashtile.backends.common.compile_report import CompileCase, types_of
-from flashtile.backends.common.device import Target, compiling_for
+from flashtile.backends.common.device import compiling_for
 from flashtile.backends.common.preprocess import (
     NUM_WARPS,
     PreprocessLengths,
@@ -44,12 +44,12 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def launches_of(gpu: Target | tuple[int, int], *calls: Callable[[], Any]) -> list[Launched]:
-    """Return the launches that ``calls`` would make on ``gpu``, as for :func:`compiling_for`.
+def launches_of(capability: tuple[int, int], *calls: Callable[[], Any]) -> list[Launched]:
+    """Return the launches that ``calls`` would make on a GPU of this compute capability.
 
     The tensors of the calls are on torch's "meta" device.
     """
-    with compiling_for(gpu), recording() as launches:
+    with compiling_for(capability), recording() as launches:
         for call in calls:
             call()
     return launches

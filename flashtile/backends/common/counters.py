@@ -17,7 +17,7 @@ from torch import Tensor
 from flashtile.backends import compat
 from flashtile.caches import BoundedCache
 
-RESERVED = 2**20
+RESERVED = 2**18
 """Counters for captured calls, per device."""
 CACHE_BYTES = 2**20
 """Host memory for handles of the buffers."""

@@ -149,9 +149,7 @@ def row(
     """Return one configuration. ``spill_budgets`` are those of ``KernelConfig``."""
     tile = KernelConfig(warpgroups * WARPGROUP_ROWS, BLOCK_N, 4, STAGES, *spill_budgets)
     precision = precision_of("hopper", 2)
-    return HopperDecodeConfig(
-        tile, programs_per_sm, precision, False, False, STAGES, Q_STAGES, LAZY_RESCALE, PIN_WAIT
-    )
+    return HopperDecodeConfig(tile, programs_per_sm, precision, STAGES, Q_STAGES, LAZY_RESCALE, PIN_WAIT)
 
 
 # (padded head_dim, padded head_dim_v) -> config for at most 64 query rows per key head, and for more

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flashtile.backends.portable.decode.append import AppendVariant
-from flashtile.backends.portable.decode.combine import CombineVariant
 from flashtile.backends.portable.decode.schedule import Layout
 
 
@@ -56,8 +55,6 @@ class DecodeVariant(Layout):
     the L2 cache. In a program's last work tile, dependent kernels are launched at this point instead. 0: no
     prefetch; dependent kernels are launched at the start."""
     PRECISION: str
-    COMBINE: CombineVariant | None
-    """How the last program to finish a part of a work tile combines the parts. None: it does not."""
     APPEND: AppendVariant | None
     """How the kernel appends a new token of each sequence and rotates the queries. None: it does neither."""
 
@@ -90,8 +87,6 @@ class DecodePointers(NamedTuple):
     out: Any
     lse: Any
     partial: Any
-    arrived: Any
-    """Counters, all 0 before and after the kernel (:func:`combine.combine_if_last`)."""
     new: Any
     """:class:`append.AppendPointers` of the new tokens, if C.APPEND is given."""
     cache_seqlens: Any

@@ -10,8 +10,6 @@ The cache is dense or in pages (PagedAttention, Kwon et al. 2023, arXiv:2309.061
 over its n_blocks is in :mod:`steps`.
 """
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -19,7 +17,6 @@ from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.portable.decode.append import append_tokens, load_rotated, start_of_rotation
 from flashtile.backends.portable.decode.arguments import DecodeCall
 from flashtile.backends.portable.decode.cache import cache_of, find_faults, prefetch_n_block
-from flashtile.backends.portable.decode.combine import Parts, combine_if_last, split_parts
 from flashtile.backends.portable.decode.results import (
     Rows,
     normalised,
@@ -35,26 +32,12 @@ from flashtile.backends.portable.decode.schedule import (
     sequence_of,
     share_start,
     stream_k_start,
-    teams_of,
     window_at,
     work_tile_at,
 )
 from flashtile.backends.portable.decode.steps import NextWork, ScoreRows, as_float16, attend_n_blocks
 from flashtile.backends.portable.decode.unified_max import as_online, is_in_range, load_shift
 from flashtile.backends.portable.tiles import sink_step
-
-
-class Result(NamedTuple):
-    """Where a program stores its result for a work tile, and which other programs compute parts of it."""
-
-    whole: Any
-    """Whether the program computes the whole work tile, whose result goes to ``out``."""
-    slot: Any
-    """Slot of the partial results, if not ``whole``."""
-    first_position: Any
-    """Position of the work tile's first n_block in the list of all n_blocks, if STREAM_K."""
-    total: Any
-    """Length of that list."""
 
 
 @triton.jit
@@ -133,37 +116,13 @@ def load_scales(head_kv, b, pointers, outer, C: tl.constexpr):
 
 
 @triton.jit
-def combine_parts(work, result, call, C: tl.constexpr):
-    """Combine the parts of a work tile if this program has stored the last one of them."""
-    COMBINE: tl.constexpr = C.COMBINE
-    pointers, lengths, splits = call.pointers, call.lengths, call.splits
-    program = tl.program_id(0)
-    if C.STREAM_K:
-        HEADS: tl.constexpr = C.HEADS_PER_TEAM
-        b, m = sequence_of(work.m_block, lengths, C)
-        teams = tl.num_programs(0) // HEADS
-        first_team, count = teams_of(result.first_position, work.n_blocks, teams, result.total)
-        # A program begins at most one work tile that others continue, so its number is free for the counter.
-        counter = first_team * HEADS + program % HEADS
-        parts = Parts(
-            b, m, work.head_kv, work.sequence.start_q, work.num_rows, count, 2 * counter, 2 * HEADS, 1
-        )
-    else:
-        m_blocks = lengths.m_blocks_per_sequence
-        counter = program // (m_blocks * splits.num_splits) * m_blocks + program % m_blocks
-        parts = split_parts(counter, pointers, lengths, splits, C)
-    combine_if_last(parts, counter, pointers, lengths, splits, COMBINE)
-
-
-@triton.jit
-def store_work_tile(acc, row_max, row_sum, index, rows, work, result, call, C: tl.constexpr):
+def store_work_tile(acc, row_max, row_sum, index, rows, slot, whole, call, C: tl.constexpr):
     """Normalise and write the sums that a program has computed over n_blocks of a work tile.
 
-    If these n_blocks are the whole work tile, the result goes to ``out``. Otherwise it goes to the partial
-    results, which the last program combines if C.COMBINE is given.
+    If these n_blocks are the whole work tile (``whole``), the result goes to ``out``. Otherwise it goes to
+    ``slot`` of the partial results.
     """
     pointers, lengths, splits = call.pointers, call.lengths, call.splits
-    slot, whole = result.slot, result.whole
     # The sink and the caller's results over other keys (``prior_out``) must be added only once. They are
     # added here if the work tile is whole, and otherwise where the partial results are combined.
     if C.HAS_PRIOR:  # noqa: SIM102 - HAS_PRIOR is a constant, ``whole`` is not
@@ -184,15 +143,16 @@ def store_work_tile(acc, row_max, row_sum, index, rows, work, result, call, C: t
         store_rows(pointers.partial, offsets, rows.exists, out, C.HEAD_DIM_V, C.BLOCK_DV)
         partial_lse = pointers.partial + splits.slots.to(tl.int64) * splits.partial_rows * C.HEAD_DIM_V
         tl.store(partial_lse + partial_row, lse, mask=rows.exists)
-        if C.COMBINE is not None:
-            combine_parts(work, result, call, C)
 
 
 @triton.jit
-def attend_work_tile(work, first, count, result, next_work_tile, next_first, more, call, C: tl.constexpr):
+def attend_work_tile(
+    work, first, count, slot, whole, next_work_tile, next_first, more, call, C: tl.constexpr
+):
     """Attend to ``count`` n_blocks of a work tile, from n_block ``first`` on.
 
-    ``result`` is the :class:`Result`. If ``more``, the program continues with ``next_work_tile`` from n_block
+    If ``whole``, these n_blocks are the whole work tile, and the result goes to ``out``. Otherwise it goes to
+    ``slot`` of the partial results. If ``more``, the program continues with ``next_work_tile`` from n_block
     ``next_first`` on, and the first n_blocks of that work tile are prefetched.
     """
     pointers, lengths = call.pointers, call.lengths
@@ -218,8 +178,8 @@ def attend_work_tile(work, first, count, result, next_work_tile, next_first, mor
         next_cache = cache_of(next_work_tile, next_first, call, C)
     faults = find_faults(cache, first, first + count, work.keys, C)
     # The first loads of a work tile are issued together. Without a barrier, the compiler would move each load
-    # to its use, and their latencies would add up. The barrier also orders the stores of the new
-    # token before the loads of the cache by other threads.
+    # to its use, and their latencies would add up. The barrier also orders the stores of the new token before
+    # the loads of the cache by other threads.
     tl.debug_barrier()
     dtype: tl.constexpr = pointers.q.dtype.element_ty
     IN_FLOAT16: tl.constexpr = C.E4M3 and dtype != tl.float32
@@ -254,7 +214,7 @@ def attend_work_tile(work, first, count, result, next_work_tile, next_first, mor
             acc, row_max, row_sum = as_online(acc, row_max, row_sum)
     if C.DESCALE == "head" or C.DESCALE == "sequence":
         acc = acc * v_scale
-    store_work_tile(acc, row_max, row_sum, index, rows, work, result, call, C)
+    store_work_tile(acc, row_max, row_sum, index, rows, slot, whole, call, C)
 
 
 @triton.jit
@@ -300,7 +260,6 @@ def attend_balanced(program, call, C: tl.constexpr):
     while more:
         work, nth, m_block_end = work_tile_at(program, position, m_block, m_block_start, pointers, lengths, C)
         count = min(work.n_blocks - nth, end - position)
-        first_position = position - nth
         position += count
         more = position < end
         # If a team covers all heads, every work tile of a program is in a new m_block. The next m_block is
@@ -318,10 +277,10 @@ def attend_balanced(program, call, C: tl.constexpr):
             # A program has two slots for partial results: one for a work tile that an earlier program began,
             # and one for a work tile that it begins itself.
             slot = 2 * program + (nth == 0).to(tl.int32)
-            result = Result(count == work.n_blocks, slot, first_position, total)
             attend_work_tile(
-                work, work.keys.first // C.BLOCK_N + nth, count, result, next_work, next_first, more, call, C
-            )
+                work, work.keys.first // C.BLOCK_N + nth, count, slot, count == work.n_blocks, next_work,
+                next_first, more, call, C,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -349,8 +308,8 @@ def attend_split(program, call, C: tl.constexpr):
     if nth < n_blocks:
         work = WorkTile(b * m_blocks + m, head_kv, sequence, num_rows, keys, n_blocks)
         attend_work_tile(
-            work, keys.first // C.BLOCK_N + nth, min(each, n_blocks - nth),
-            Result(each >= n_blocks, program, 0, 0), work, nth, False, call, C,
+            work, keys.first // C.BLOCK_N + nth, min(each, n_blocks - nth), program, each >= n_blocks, work,
+            nth, False, call, C,
         )  # fmt: skip
 
 

@@ -26,8 +26,8 @@ from flashtile.backends.portable.decode.schedule import (
     locate_m_block,
     reach_of,
     sequence_of,
+    share_of,
     stream_k_start,
-    teams_of,
 )
 from flashtile.backends.portable.tiles import sink_step
 
@@ -206,24 +206,6 @@ def combine_rows(parts, first_row, pointers, lengths, splits, C: tl.constexpr):
 
 
 @triton.jit
-def combine_if_last(parts, counter, pointers, lengths, splits, C: tl.constexpr):
-    """Combine the parts of a work tile if this program is the last one to store a part of it.
-
-    Every program calls this function after it has stored its part. ``pointers.arrived`` [``counter``] counts
-    these calls. The last program resets it to 0 for the next launch. No program waits for another one, so
-    programs may run in any order.
-    """
-    # One thread adds to the counter. The addition releases the stores of all threads, which the barrier
-    # orders before it. It acquires the stores of the programs that added before.
-    tl.debug_barrier()
-    before = tl.atomic_add(pointers.arrived + counter, 1, sem="acq_rel", scope="gpu")
-    if before == parts.count - 1:
-        tl.store(pointers.arrived + counter, 0)
-        for first_row in range(0, parts.num_rows, C.ROWS):
-            combine_rows(parts, first_row, pointers, lengths, splits, C)
-
-
-@triton.jit
 def stream_k_parts(unit, teams, pointers, lengths, C: tl.constexpr):
     """Return the :class:`Parts` (partial results) of one work tile from a stream-K grid of ``teams`` teams.
 
@@ -248,7 +230,8 @@ def stream_k_parts(unit, teams, pointers, lengths, C: tl.constexpr):
     if not (C.BY_WORK_TILE or C.ONE_TEAM):
         head_kv += (position - m_block_start) // tl.maximum(n_blocks, 1) * HEADS
     first_position = m_block_start + head_kv // HEADS * n_blocks
-    first_team, splits = teams_of(first_position, n_blocks, teams, total)
+    first_team = share_of(first_position, teams, total)
+    splits = share_of(first_position + tl.maximum(n_blocks, 1) - 1, teams, total) - first_team + 1
     # If several boundaries divide a work tile, the program of the first boundary combines it.
     if n_blocks == 0 or (not C.BY_WORK_TILE and first_team != unit // HEADS):
         splits = 0

@@ -12,7 +12,7 @@ import torch
 from flashtile.backends.common.cached_launch import NUM_WARPS
 from flashtile.backends.common.compile_cases import case_of, launches_of, meta
 from flashtile.backends.common.compile_report import CompileCase, architecture, types_of
-from flashtile.backends.common.device import Target, compiling_for
+from flashtile.backends.common.device import compiling_for
 from flashtile.backends.portable.config import family_of_capability
 from flashtile.backends.portable.decode import config, plan
 from flashtile.backends.portable.decode.append_launch import (
@@ -87,9 +87,6 @@ _FEATURES = {
 }
 _VARIANTS: dict[str, dict[str, Any]] = {
     "page 16": {},
-    "combined": {},
-    "combined, one sequence": {"batch": 1, "total_q": 1},
-    "combined, features": _FEATURES,
     "page 1": {"page_size": 1},
     "page 256": {"page_size": 256},
     "dense": {"page_size": 0},
@@ -105,16 +102,9 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 """Variants by name. Every tile is compiled for pages of 16 tokens. For 16-bit elements and head_dim 128,
 NARROW tiles are compiled for all variants, and other tiles for ``_WIDE_VARIANTS``."""
 _WIDE_VARIANTS = ("page 16", "splits", "features", "unified max")
-_COMBINED = "combined"
-"""First word of variants whose attention programs combine partial results (``DecodeConfig.combines``). These
-are compiled for Hopper only."""
-_MULTIPROCESSORS = 132
-"""Multiprocessors of the GPU for these variants: those of an H100 or H200."""
 
 _LATENT_SPILLS = {("hopper", config.WIDE): 556, ("ampere", config.WIDE): 116}
 """Accepted bytes of spills with ``qv``, by family and BLOCK_M. These kernels were not timed."""
-_ONE_KERNEL_SPILLS = 52
-"""Accepted bytes of spills of an attention kernel that appends and combines. They lie before its loop."""
 
 _TYPES = {
     torch.bfloat16: "*bf16",
@@ -154,15 +144,6 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                         **_VARIANTS[variant],
                     )
                     name = f"{_TYPES[dtype][1:]} head_dim {head_dim} rows {BLOCK_M} {variant}"
-                    if variant.startswith(_COMBINED):
-                        if table_family != "hopper":
-                            continue
-                        gpu = Target("a GPU", divmod(capability, 10), _MULTIPROCESSORS)
-                        with compiling_for(gpu):  # their number decides how many parts are loaded at a time
-                            own = replace(chosen, combines=True)
-                            case = _attention_case(f"decode {name}", problem, own, capability, variant)
-                        yield case
-                        continue
                     yield _attention_case(f"decode {name}", problem, chosen, capability, variant)
                     if head_dim == 128 and variant in ("page 16", "splits") and element_bytes == 2:
                         yield _combine_case(f"decode combine {name}", problem, chosen, capability, True)
@@ -178,8 +159,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         few = table_family == "hopper" and BLOCK_M == config.NARROW
         yield replace(case, exhaustive=not few)
     if table_family == "hopper":
-        for dtype in (torch.bfloat16, FP8):
-            yield _one_kernel_case(dtype, divmod(capability, 10))
+        for head_dim in (64, 128):
+            yield _appending_case(head_dim, divmod(capability, 10))
     yield _combine_given_case()
     if not architecture(arch).amd:
         yield _exchange_case()
@@ -212,7 +193,6 @@ def _attention_case(
         out=_TYPES[problem.out_dtype],
         lse="*fp32" if problem.return_lse else None,
         partial="*fp32",
-        arrived="*i32" if compiled_for.COMBINE is not None else None,
         cache_seqlens="*i32",
         cache_leftpad="*i32" if problem.leftpad else None,
         block_table="*i32" if problem.page_size else None,
@@ -328,28 +308,23 @@ def _append_case(dtype: torch.dtype, capability: tuple[int, int], packed: bool) 
     return case_of(launched, name, tensor_cores=False)
 
 
-def _one_kernel_case(dtype: torch.dtype, capability: tuple[int, int]) -> CompileCase:
-    """Return the case of an attention kernel that appends a new token, rotates, and combines parts."""
+def _appending_case(head_dim: int, capability: tuple[int, int]) -> CompileCase:
+    """Return the case of an attention kernel that appends a new token and applies rotary embedding."""
     bf16, int32, heads = torch.bfloat16, torch.int32, 8
-    cache, new = meta(4096, 16, heads, 128, dtype=dtype), meta(1, 1, heads, 128, dtype=bf16)
-    lengths, table = meta(1, dtype=int32), meta(1, 4096, dtype=int32)
-    scales = None if dtype != FP8 else meta(heads)
-    queries = meta(1, 1, 4 * heads, 128, dtype=bf16)
+    cache, new = (meta(size, n, heads, head_dim, dtype=bf16) for size, n in ((4096, 16), (1, 1)))
+    queries = meta(1, 1, 4 * heads, head_dim, dtype=bf16)
+    lengths, table, angles = meta(1, dtype=int32), meta(1, 4096, dtype=int32), meta(65536, head_dim // 2)
     given = (cache, cache, new, new)
-    tensors = CacheTensors(lengths, block_table=table, k_descale=scales, v_descale=scales)
-    appended = AppendTensors(
-        lengths, block_table=table, rotary_cos=meta(65536, 64), rotary_sin=meta(65536, 64), k_descale=scales,
-        v_descale=scales, q=queries, q_rotated=queries,
-    )  # fmt: skip
-    gpu = Target("a GPU", capability, _MULTIPROCESSORS)
-    with compiling_for(gpu):
+    tensors = CacheTensors(lengths, block_table=table)
+    appended = AppendTensors(lengths, block_table=table, rotary_cos=angles, rotary_sin=angles)
+    with compiling_for(capability):
         problem = DecodeProblem.from_tensors(queries, cache, cache, tensors, DecodeOptions(None, 1))
         append = AppendLaunch(AppendProblem.from_tensors(*given, appended, AppendOptions()))
-        chosen = config.row("hopper", dtype.itemsize, config.NARROW, 128)
-        launch = AppendingLaunch(problem, replace(chosen, combines=True, appends=True), append)
-    (launched,) = launches_of(gpu, partial(launch, queries, *given, appended, tensors))
-    name = f"decode {_TYPES[dtype][1:]} head_dim 128 rows {config.NARROW} one kernel"
-    return case_of(launched, name, spill_budget=_ONE_KERNEL_SPILLS)
+        chosen = config.choose(problem)
+        launch = AppendingLaunch(problem, chosen, append)
+    (launched, *_) = launches_of(capability, partial(launch, queries, *given, appended, tensors))
+    name = f"decode bf16 head_dim {head_dim} rows {config.NARROW} appending"
+    return case_of(launched, name, spill_budget=chosen.tile.spill_budget)
 
 
 def _copy_case(capability: tuple[int, int]) -> CompileCase:

@@ -35,12 +35,6 @@ which saves more if there are more bytes.
 MAX_UNEVEN_BYTES = 256 * 1024
 """Used instead of MAX_WHOLE_BYTES if lengths may differ or keys lie in pages."""
 
-COMBINES = False
-"""Value of :attr:`DecodeConfig.combines` for NARROW tiles. Other tiles have many rows to combine, and leave
-this to many programs."""
-APPENDS = False
-"""Value of :attr:`DecodeConfig.appends` for NARROW tiles."""
-
 HEAD_DIMS = (64, 128, 256, 512)
 """Padded head sizes of the table; smaller heads take the first."""
 
@@ -53,12 +47,6 @@ class DecodeConfig:
     programs_per_sm: int
     """Programs per multiprocessor of a stream-K grid, which run concurrently."""
     precision: str
-    combines: bool
-    """Whether the last program to finish a part of a work tile combines the parts. Otherwise another kernel
-    combines them."""
-    appends: bool
-    """Whether the attention kernel also appends the new token of each sequence, if the call has one and the
-    cache has pages. Otherwise another kernel appends."""
 
     def takes_stream_k(
         self, m_blocks: int, work_tiles: int, multiprocessors: int, tile_bytes: float, even: bool
@@ -187,9 +175,7 @@ def row(table_family: str, element_bytes: int, BLOCK_M: int, width: int) -> Deco
     key = (table_family, element_bytes, BLOCK_M, max(width, HEAD_DIMS[0]))
     BLOCK_N, num_warps, num_stages, programs_per_sm, spill_budgets = _TABLE[key]
     tile = KernelConfig(BLOCK_M, BLOCK_N, num_warps, num_stages, *spill_budgets)
-    precision = precision_of(table_family, element_bytes)
-    narrow = BLOCK_M == NARROW
-    return DecodeConfig(tile, programs_per_sm, precision, COMBINES and narrow, APPENDS and narrow)
+    return DecodeConfig(tile, programs_per_sm, precision_of(table_family, element_bytes))
 
 
 def choose(problem: DecodeProblem) -> DecodeConfig:

@@ -16,7 +16,6 @@ import triton
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch
-from flashtile.backends.common.counters import zeroed_counters
 from flashtile.backends.common.launch import allocator, padded
 from flashtile.backends.portable.decode import plan
 from flashtile.backends.portable.decode.append import (
@@ -80,8 +79,6 @@ class DecodeLaunch:
         self._empty = 0 in problem.out_shape or problem.batch == 0 or problem.seqlen_q == 0
         self._partials = 0
         """Number of floats of partial results, rounded up so that the lse after them is aligned."""
-        self._counters = 0
-        """Number of counters of the attention kernel; 0 if it does not combine partial results."""
         self._stores_lse = True
         self._append: tuple[AppendVariant, AppendStrides, AppendLengths] | None = None
         self._new_out: Any = None
@@ -125,8 +122,7 @@ class DecodeLaunch:
             lse_to = scratch.data_ptr() + 4 * self._partials
         elif self._partials:
             scratch = q.new_empty(self._partials, dtype=torch.float32)
-        arrived = zeroed_counters(device, self._counters) if self._counters else None
-        attend(device, q, k_cache, v_cache, out, lse_to, scratch, arrived, new, *tensors)
+        attend(device, q, k_cache, v_cache, out, lse_to, scratch, new, *tensors)
         if combine is not None:
             combine(
                 device, scratch, out, lse_to, tensors.sink, tensors.prior_out, tensors.prior_lse,
@@ -213,7 +209,7 @@ class DecodeLaunch:
     def _prepare(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors
     ) -> tuple[CachedLaunch, CachedLaunch | None]:
-        """Return the attention kernel and, if it leaves partial results to another kernel, that kernel."""
+        """Return the attention kernel and, if it leaves partial results, the kernel that combines them."""
         problem, config = self._problem, self._config
         stream_k = plan.is_stream_k(problem, config)
         num_splits, split_n_blocks = plan.num_splits_of(problem, config)
@@ -237,7 +233,10 @@ class DecodeLaunch:
         new_strides, new_lengths = None, None
         if self._append is not None:
             of_append, new_strides, new_lengths = self._append
-            of_append = replace(of_append, BLOCK_D=variant.BLOCK_D, BLOCK_DV=variant.BLOCK_DV)
+            of_append = replace(  # the attention kernel itself rotates the queries
+                of_append, BLOCK_D=variant.BLOCK_D, BLOCK_DV=variant.BLOCK_DV, ROTATE_Q=False,
+                ROTATE_Q_BY_TOKEN=False,
+            )  # fmt: skip
             variant = replace(variant, APPEND=of_append)
         scale = problem.softmax_scale
         softmax_max = problem.softmax_max if variant.SOFTMAX_MAX == "number" else None
@@ -268,9 +267,6 @@ class DecodeLaunch:
             return attend, None
         slots, rows = scalars.splits.slots, scalars.splits.partial_rows
         self._partials = plan.round_up(slots * rows * (problem.head_dim_v + 1), 64)
-        if variant.COMBINE is not None:
-            self._counters = programs if stream_k else work_tiles
-            return attend, None
         return attend, self._prepare_combine(scalars, work_tiles, programs, teams, options)
 
     def _prepare_combine(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from flashtile.backends.common.device import capability, multiprocessors
 from flashtile.backends.common.launch import is_aligned, largest_divisor, outer_stride, padded, token_strides
+from flashtile.backends.portable.config import family
 from flashtile.backends.portable.decode.arguments import DecodeStrides, DecodeVariant, OuterStrides
 from flashtile.backends.portable.decode.combine import CombineVariant
 from flashtile.backends.portable.decode.config import NARROW, DecodeConfig, bytes_to_read, operand_bytes
@@ -31,12 +31,6 @@ multiprocessor for two attention programs to end, so its registers must fit next
 MIN_SPLITS = 8
 """Fewest splits that a combining program loads at a time. The planned number is an average over work tiles,
 so some work tiles have more splits."""
-COMBINE_ROWS = 8
-"""Maximum rows that an attention program combines at a time. More rows would spill."""
-COMBINE_REGISTERS = {512: 128, math.inf: 64}
-"""Maximum elements of a combined result -> elements of partial results that a thread of an attention program
-loads at a time. More of them need fewer rounds, each of which waits for memory, but spill if results are
-large."""
 MIN_PAIRED_WIDTH = 32
 PREFETCH = 2
 """Number of n_blocks to prefetch: as many as are in flight, so that memory stays busy between work tiles."""
@@ -44,6 +38,12 @@ FEW_N_BLOCKS = 4
 """A grid has one program per multiprocessor if there are at most this many n_blocks and at most one work tile
 per multiprocessor. The programs of the next call then fit next to them. With more n_blocks, two programs per
 multiprocessor keep more bytes in flight."""
+FEW_N_BLOCKS_OF_ONE = 8
+"""Used instead of FEW_N_BLOCKS for narrow tiles of one sequence whose length is known on the device only. Its
+cache is seldom full: on an H200, a cache with room for 8192 tokens takes 14 % less time with 1024 tokens in
+it, and 1 % more if it is full."""
+MAX_APPENDING_WIDTH = 128
+"""Largest head size of an attention kernel that appends (:func:`appends`)."""
 MAX_BLOCK_N = 256
 MIN_UNIFIED_N_BLOCKS = 8
 """Minimum n_blocks of the longest sequence for a unified maximum: with fewer, the check of a work tile costs
@@ -142,7 +142,9 @@ def grid_size(problem: DecodeProblem, config: DecodeConfig) -> int:
     count = multiprocessors(problem.device)
     work_tiles = problem.batch * m_blocks_of(problem, config) * problem.num_heads_kv
     most_n_blocks = work_tiles * -(-problem.capacity // config.tile.BLOCK_N)
-    few = work_tiles <= count and most_n_blocks <= FEW_N_BLOCKS * count
+    one = problem.batch == 1 and problem.lengths and config.tile.BLOCK_M == NARROW
+    few_n_blocks = FEW_N_BLOCKS_OF_ONE if one else FEW_N_BLOCKS
+    few = work_tiles <= count and most_n_blocks <= few_n_blocks * count
     few = few and has_dependent_launch(problem.device)
     return count if few else count * config.programs_per_sm
 
@@ -266,20 +268,26 @@ def decode_variant(
         PDL=pdl,
         PREFETCH=PREFETCH if pdl and bound_by_bytes else 0,
         PRECISION=config.precision,
-        COMBINE=own_combine_variant(problem, config),
         APPEND=None,
     )
 
 
 def appends(problem: DecodeProblem, config: DecodeConfig, append: AppendProblem) -> bool:
-    """Whether the attention kernel also appends as described by ``append``.
+    """Whether the attention kernel also appends as described by ``append``, in place of a kernel before it.
 
-    It does for one new token and one query of each sequence, if the cache has pages.
+    It does where this was faster on an H200: caches of 16 bits in pages, head sizes up to 128, tiles of 16
+    rows, and one new token and one query of each sequence. One work tile then has all rows of a key head, so
+    the token's key and value are written and read by one program only.
     """
     one_token = problem.seqlen_q == problem.seqlen_new == append.seqlen_new == 1
     packed = problem.varlen or problem.varlen_new or append.slots
-    one_m_block = m_blocks_of(problem, config) == 1
-    return config.appends and problem.page_size > 0 and one_token and one_m_block and not packed
+    width = max(problem.head_dim, problem.head_dim_v)
+    timed = family(problem.device) == "hopper" and operand_bytes(problem) == 2
+    timed = timed and width <= MAX_APPENDING_WIDTH
+    one_work_tile = problem.group_size <= config.tile.BLOCK_M == NARROW
+    # With a left padding as long as the sequence, no program would attend to the token, and write it.
+    in_pages = problem.page_size > 0 and not problem.leftpad
+    return timed and one_token and one_work_tile and in_pages and not packed and 0 not in problem.out_shape
 
 
 class CombineTile(NamedTuple):
@@ -310,28 +318,6 @@ def combine_tile(problem: DecodeProblem, config: DecodeConfig, programs: int | N
     splits = min(most, max(MIN_SPLITS, triton.next_power_of_2(programs)))
     rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
     return CombineTile(min(triton.next_power_of_2(rows), most // splits), splits, num_warps)
-
-
-def own_combine_variant(problem: DecodeProblem, config: DecodeConfig) -> CombineVariant | None:
-    """Return how attention programs combine parts, or None if they do not (:attr:`DecodeConfig.combines`).
-
-    One program combines all rows of a work tile, so it loads as many rows at a time as registers allow. With
-    fixed splits, the tile does not depend on the rest of the batch.
-    """
-    if not config.combines or (num_splits_of(problem, config)[0] == 1 and not is_stream_k(problem, config)):
-        return None
-    width = padded(problem.head_dim_v)
-    rows = triton.next_power_of_2(min(COMBINE_ROWS, problem.seqlen_q * problem.group_size))
-    registers = next(number for size, number in COMBINE_REGISTERS.items() if rows * width <= size)
-    most = registers * 32 * config.tile.num_warps // width
-    rows = min(rows, most // 2)
-    splits = most // rows
-    if is_stream_k(problem, config):
-        work_tiles = problem.batch * m_blocks_of(problem, config) * problem.num_heads_kv
-        programs = triton.cdiv(grid_size(problem, config), work_tiles)
-        splits = min(splits, max(MIN_SPLITS, triton.next_power_of_2(programs)))
-    tile = CombineTile(rows, splits, config.tile.num_warps)
-    return combine_variant(problem, config, tile, by_work_tile=True, pdl=False)
 
 
 def combine_variant(

@@ -251,17 +251,6 @@ def share_of(position, teams, total):
 
 
 @triton.jit
-def teams_of(first_position, n_blocks, teams, total):
-    """Return (first team, number of teams) whose shares hold n_blocks of a work tile.
-
-    The work tile's ``n_blocks`` n_blocks begin at ``first_position`` of the list.
-    """
-    first_team = share_of(first_position, teams, total)
-    last_team = share_of(first_position + tl.maximum(n_blocks, 1) - 1, teams, total)
-    return first_team, last_team - first_team + 1
-
-
-@triton.jit
 def locate_m_block(m_block, pointers, lengths, C: tl.constexpr):
     """Return (total number of n_blocks, position of the first n_block of ``m_block``)."""
     total = tl.zeros([], tl.int32)

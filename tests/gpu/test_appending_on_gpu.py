@@ -43,7 +43,7 @@ def test_features(given: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
     testing.check(*tensors, backend="portable", **arguments)
 
 
-@pytest.mark.parametrize("room", [1048, 8192])
+@pytest.mark.parametrize("room", [1056, 8192])
 @pytest.mark.parametrize("splits", [{}, {"num_splits": 3}, {"split_size": 128}], ids=str)
 @pytest.mark.parametrize("sequences", [1, 64, 300])
 def test_steps_in_a_graph(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import Any
 
@@ -20,10 +21,12 @@ from flashtile.checks.values import check_append_values, check_copy_values, chec
 from flashtile.op.into import Into, Result
 from flashtile.op.observers import forward_flops, has_data, lengths_of
 from flashtile.op.operation import (
+    OPERATIONS,
     SIGNATURE_BYTES,
     Operation,
     is_plain,
     launch_cache,
+    on_meta,
     signatures,
 )
 from flashtile.op.refusals import (
@@ -32,6 +35,7 @@ from flashtile.op.refusals import (
     transforming,
     without_backward,
 )
+from flashtile.op.selection import on_target, select
 from flashtile.problems.addresses import sequence_lengths
 from flashtile.problems.common import MAX_LENGTH
 from flashtile.problems.decode import (
@@ -50,6 +54,7 @@ from flashtile.problems.decode import (
     capacity,
     out_dtype,
 )
+from flashtile.problems.newest import newest_call
 
 NO_GRADIENT = (
     "attention over a cache has no backward pass (call it under torch.no_grad(), or train with "
@@ -199,7 +204,81 @@ COPY = _Writing(
 )
 
 _append_and_decode = launch_cache()
-"""Pairs of launches (append, attention). One look-up finds both, to save host time in decoding steps."""
+"""Pairs of launches (append, attention). One look-up finds both, to save host time in decoding steps.
+
+The first one is None if the attention kernel also appends.
+"""
+
+
+class _Step(Operation):
+    """Attention of one query of each sequence over a cache, after an append of one token.
+
+    It has no torch operator. It lists the kernels that such calls need in addition to those of an append and
+    of attention, for compiling ahead. ``optional`` are the tensors of :class:`CacheTensors`, then rotary_cos,
+    rotary_sin and rotary_seqlens. ``options`` are the fields of :class:`DecodeOptions`, then
+    rotary_interleaved.
+    """
+
+    def __init__(self) -> None:
+        self.full_name = "append_and_decode"
+        self.tensors = "q", "k_cache", "v_cache", "k", "v"
+        self._optional = (*CacheTensors._fields, "rotary_cos", "rotary_sin", "rotary_seqlens")
+        options = (*DecodeOptions._fields, "rotary_interleaved")
+        self.arguments = (*self.tensors, *self._optional, *options)
+        self._num_tensors = len(self.tensors)
+        OPERATIONS[self.full_name] = self
+
+    def flat_of_all(self, tensors: tuple, optional: tuple, options: tuple) -> tuple:
+        return (*tensors, *optional, *options)
+
+    def split(self, arguments: tuple) -> tuple[tuple, tuple, tuple]:
+        first = self._num_tensors
+        second = first + len(self._optional)
+        return arguments[:first], arguments[first:second], arguments[second:]
+
+    def launch_on_meta(self, tensors: tuple, optional: tuple, options: tuple, target: Any = None) -> None:
+        q, k_cache, v_cache, k, v = tensors
+        cache_tensors = CacheTensors(*optional[:-3])
+        appended = AppendTensors(
+            cache_tensors.cache_seqlens, None, cache_tensors.cache_batch_idx, cache_tensors.block_table, None,
+            *optional[-3:],
+        )  # fmt: skip
+        decode_options = DecodeOptions(*options[:-1])
+        append_options = AppendOptions(rotary_interleaved=options[-1], backend=decode_options.backend)
+        problems = (
+            AppendProblem.from_tensors(k_cache, v_cache, k, v, appended, append_options),
+            DecodeProblem.from_tensors(q, k_cache, v_cache, cache_tensors, decode_options),
+        )
+        if target is not None:
+            problems = tuple(on_target(problem, target) for problem in problems)
+        append, attend = (
+            select(operation, problem, decode_options.backend).prepare()
+            for operation, problem in zip((APPEND, DECODE), problems, strict=True)
+        )
+        joined = _joined(append, attend)
+        if joined is not None:
+            given = map(on_meta, tensors)
+            joined(*given, AppendTensors(*map(on_meta, appended)), CacheTensors(*map(on_meta, cache_tensors)))
+
+    def note(self, tensors: tuple, optional: tuple, options: tuple, joined: bool) -> None:
+        """Note a call with a new signature, for :func:`remembering` and for compiling its kernels together.
+
+        ``joined``: whether the call uses the kernel that also appends.
+        """
+        self._remember(tensors, optional, options)
+        if joined and tensors[0].is_cuda:
+            given = [None if tensor is None else weakref.ref(tensor) for tensor in (*tensors, *optional)]
+            newest_call.set(partial(self._repeat, given, tuple, options))
+
+
+STEP = _Step()
+
+
+def _joined(append: Any, attend: Any) -> Any:
+    """Return a launch that does the work of both launches in the attention kernel; None if none can."""
+    return attend.with_append(append) if hasattr(attend, "with_append") else None
+
+
 _BOTH = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", *CacheTensors._fields)
 """Names of all tensors of :func:`append_and_decode` that might require a gradient."""
 
@@ -285,18 +364,26 @@ def _launch_both(
         attend.check(q, k_cache, v_cache, *buffers, tensors, options)
         check_append(k_cache, v_cache, k, v, appended, append_options)
         raise
-    queries = q
-    if appended.rotary_cos is not None:
+    launches: Any = _append_and_decode.get(key)
+    queries, unrotated = q, appended
+    if appended.rotary_cos is not None and (launches is None or launches[0] is not None):
         queries = q.new_empty(q.shape)
         appended = AppendTensors(*appended[:-3], q, tensors.cu_seqlens_q, queries)
     cache, new = (queries, k_cache, v_cache, *buffers), (k_cache, v_cache, k, v)
-    launches: Any = _append_and_decode.get(key)
     if launches is None:
         attend.check(*cache, tensors, options)  # before anything is prepared for the append
         launches = APPEND.prepared(new, appended, append_options), attend.prepared(cache, tensors, options)
+        joined = _joined(*launches)
+        if joined is not None:
+            launches = None, joined
+        if q.shape[1] == options.seqlen_new == 1 and k_cache.element_size() == 2 and not buffers:
+            described = (*options, append_options.rotary_interleaved)
+            STEP.note(given, (*tensors, *angles), described, joined is not None)
         _append_and_decode.store(key, launches, SIGNATURE_BYTES)
     APPEND.check_values(new, appended, append_options)
     attend.check_values(cache, tensors, options)
+    if launches[0] is None:
+        return launches[1](q, k_cache, v_cache, k, v, unrotated, tensors)
     if buffers:
         launches[1].refuse_overlap(cache, tensors)
     launches[0](*new, appended)

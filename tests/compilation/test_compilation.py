@@ -78,6 +78,25 @@ def test_recorded_calls_have_kernels_on_any_card(tmp_path):
         assert {"append_kernel", "decode_kernel"} <= set(found)
 
 
+@pytest.mark.parametrize("rotary", [False, True])
+def test_a_recorded_step_has_the_kernel_that_also_appends(tmp_path, rotary):
+    q, k, v = (torch.zeros(2, 1, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
+    caches = torch.zeros(2, 8, 16, 2, 64, dtype=torch.bfloat16)
+    angles = torch.zeros(2, 64, 32, dtype=torch.bfloat16) if rotary else (None, None)
+    lengths, table = torch.tensor([3, 20]).int(), torch.arange(8, dtype=torch.int32).view(2, 4)
+    with record_calls(tmp_path / "calls.json"):
+        for given in (q, q, q.expand(2, 2, 8, 64).contiguous()):
+            flashtile.flash_attn_with_kvcache(
+                given, *caches, k, v, *angles, cache_seqlens=lengths, block_table=table, causal=True
+            )
+    calls = read_calls(tmp_path / "calls.json")
+    (step,) = (call for call in calls if call.operation == "append_and_decode")
+    (launch, _), *_ = launches(step, H200)
+    appends = launch._fixed[-1].APPEND
+    assert (64 if rotary else 0) == appends.ROTARY_DIM
+    assert launches(step, A100) == []  # not timed there: another kernel appends
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -379,7 +379,7 @@ class Attend:
 
     def __call__(
         self, device: torch.device, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Any, partial: Any,
-        *tensors: Tensor | None,
+        new: None, *tensors: Tensor | None,
     ) -> None:  # fmt: skip
         if self._fill_table is not None:
             given = CacheTensors(*tensors)

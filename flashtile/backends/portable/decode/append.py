@@ -217,6 +217,17 @@ def place_of(tokens, positions, exists, b, pointers, lengths, C: tl.constexpr):
 
 
 @triton.jit
+def start_of_rotation(b, pointers, C: tl.constexpr):
+    """Return the rotary position of the first new token, and of the first query, of sequence ``b``."""
+    position = b * 0
+    if C.HAS_ROTARY_SEQLENS:
+        position += tl.load(pointers.rotary_seqlens + b)
+    elif C.HAS_LENGTHS:
+        position += tl.load(pointers.cache_seqlens + b)
+    return position
+
+
+@triton.jit
 def append_tokens(program, pointers, strides, lengths, C: tl.constexpr):
     """Write ROWS new tokens of one head to the cache. Tokens with an invalid page or offset are dropped."""
     head, b, tokens, first, exists = tokens_of(
@@ -269,11 +280,7 @@ def rotate_queries(program, pointers, strides, lengths, C: tl.constexpr):
         program, lengths.num_heads_q, pointers.cu_seqlens_q, lengths.seqlen_q, lengths.total_q, lengths.batch,
         C.VARLEN_Q, C,
     )  # fmt: skip
-    positions = tl.zeros([ROWS], tl.int32)
-    if C.HAS_ROTARY_SEQLENS:
-        positions += tl.load(pointers.rotary_seqlens + b)
-    elif C.HAS_LENGTHS:
-        positions += tl.load(pointers.cache_seqlens + b)
+    positions = tl.zeros([ROWS], tl.int32) + start_of_rotation(b, pointers, C)
     if C.ROTATE_Q_BY_TOKEN:
         positions += tokens
     rows = first + tokens

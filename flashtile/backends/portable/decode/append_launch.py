@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -49,15 +51,26 @@ class AppendLaunch:
     ) -> None:
         if self._programs + self._programs_q == 0:
             return
-        if self._as_bits:
-            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
         if self._kernel is None:
             self._kernel = self._prepare(k_cache, v_cache, k, v, tensors)
-        self._kernel(self._problem.device, k_cache, v_cache, k, v, *tensors)
+        self._kernel(self._problem.device, *self.pointers(k_cache, v_cache, k, v, tensors))
 
-    def _prepare(
+    @property
+    def problem(self) -> AppendProblem:
+        return self._problem
+
+    def pointers(
         self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors
-    ) -> CachedLaunch:
+    ) -> AppendPointers:
+        """Return the tensors of a call as the kernel takes them."""
+        if self._as_bits:
+            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+        return AppendPointers(k_cache, v_cache, k, v, *tensors)
+
+    def arguments(
+        self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors
+    ) -> tuple[AppendVariant, AppendStrides, AppendLengths]:
+        """Return the kernel's arguments that are not tensors."""
         problem = self._problem
         q, block_table = tensors.q, tensors.block_table
         variant = AppendVariant(
@@ -104,6 +117,10 @@ class AppendLaunch:
             batch=problem.batch,
             new_programs=self._programs,
         )
+        return variant, strides, lengths
+
+    def _prepare(self, *tensors: Any) -> CachedLaunch:
+        variant, strides, lengths = self.arguments(*tensors)
         programs = self._programs + self._programs_q
         return CachedLaunch(
             append_kernel, programs, (strides, lengths), (variant,), None, pointers=AppendPointers

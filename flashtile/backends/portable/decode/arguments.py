@@ -6,6 +6,7 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from flashtile.backends.portable.decode.append import AppendVariant
 from flashtile.backends.portable.decode.schedule import Layout
 
 
@@ -54,6 +55,8 @@ class DecodeVariant(Layout):
     the L2 cache. In a program's last work tile, dependent kernels are launched at this point instead. 0: no
     prefetch; dependent kernels are launched at the start."""
     PRECISION: str
+    APPEND: AppendVariant | None
+    """How the kernel appends a new token of each sequence and rotates the queries. None: it does neither."""
 
     @property
     def faults_ahead(self) -> bool:
@@ -84,6 +87,8 @@ class DecodePointers(NamedTuple):
     out: Any
     lse: Any
     partial: Any
+    new: Any
+    """:class:`append.AppendPointers` of the new tokens, if C.APPEND is given."""
     cache_seqlens: Any
     cache_leftpad: Any
     cache_batch_idx: Any
@@ -151,3 +156,6 @@ class DecodeCall(NamedTuple):
     num_blocks: Any
     """Pages, or rows of a dense cache."""
     splits: Any
+    new_strides: Any
+    """:class:`append.AppendStrides` of the new tokens, or None, like ``new_lengths``."""
+    new_lengths: Any

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.portable.decode.append import append_tokens, load_rotated, start_of_rotation
 from flashtile.backends.portable.decode.arguments import DecodeCall
 from flashtile.backends.portable.decode.cache import cache_of, find_faults, prefetch_n_block
 from flashtile.backends.portable.decode.results import (
@@ -51,8 +52,12 @@ def rows_of(work, lengths, C: tl.constexpr):
 
 
 @triton.jit
-def load_queries(rows, pointers, strides, lengths, C: tl.constexpr):
-    """Load (q [BLOCK_M, BLOCK_D], qv [BLOCK_M, BLOCK_DV]). Without qv, return (q, q)."""
+def load_queries(rows, call, C: tl.constexpr):
+    """Load (q [BLOCK_M, BLOCK_D], qv [BLOCK_M, BLOCK_DV]). Without qv, return (q, q).
+
+    If C.APPEND has rotary embedding, q is rotated.
+    """
+    pointers, strides, lengths = call.pointers, call.strides, call.lengths
     tokens = rows.start_q.to(tl.int64) + rows.tokens
     columns = tl.arange(0, C.BLOCK_D)
     offsets = rows.b * strides.q_batch + tokens * strides.q_token
@@ -62,6 +67,14 @@ def load_queries(rows, pointers, strides, lengths, C: tl.constexpr):
         mask=rows.exists[:, None] & (columns < C.HEAD_DIM)[None, :],
         other=0.0,
     )
+    if C.APPEND is not None:
+        APPEND: tl.constexpr = C.APPEND
+        if APPEND.ROTARY_DIM > 0:
+            dtype: tl.constexpr = q.dtype
+            new, rotary_rows = pointers.new, call.new_lengths.rotary_rows
+            positions = rows.tokens * 0 + start_of_rotation(rows.b, new, APPEND)
+            q = load_rotated(pointers.q, offsets, rows.exists, positions, new, rotary_rows, APPEND)
+            q = q.to(dtype)
     qv = q
     if C.HAS_QV:
         columns_v = tl.arange(0, C.BLOCK_DV)
@@ -74,6 +87,18 @@ def load_queries(rows, pointers, strides, lengths, C: tl.constexpr):
             other=0.0,
         )
     return q, qv
+
+
+@triton.jit
+def append_token(b, head_kv, call, C: tl.constexpr):
+    """Write the new token of sequence ``b`` to the cache, for one key/value head.
+
+    Only the program that attends to the last n_block of the work tile calls this function. No other program
+    reads the token's key and value.
+    """
+    APPEND: tl.constexpr = C.APPEND
+    program = b.to(tl.int32) * call.lengths.num_heads_kv + head_kv
+    append_tokens(program, call.pointers.new, call.new_strides, call.new_lengths, APPEND)
 
 
 @triton.jit
@@ -133,7 +158,10 @@ def attend_work_tile(
     pointers, lengths = call.pointers, call.lengths
     sequence = work.sequence
     index, rows = rows_of(work, lengths, C)
-    q, qv = load_queries(rows, pointers, call.strides, lengths, C)
+    q, qv = load_queries(rows, call, C)
+    if C.APPEND is not None:  # noqa: SIM102 - APPEND is a constant, the other condition is not
+        if first + count == work.keys.first // C.BLOCK_N + work.n_blocks:
+            append_token(rows.b, work.head_kv, call, C)
     tree_rows = rows.tokens
     slope = tl.zeros([], tl.float32)
     if C.HAS_ALIBI:
@@ -150,7 +178,8 @@ def attend_work_tile(
         next_cache = cache_of(next_work_tile, next_first, call, C)
     faults = find_faults(cache, first, first + count, work.keys, C)
     # The first loads of a work tile are issued together. Without a barrier, the compiler would move each load
-    # to its use, and their latencies would add up.
+    # to its use, and their latencies would add up. The barrier also orders the stores of the new token before
+    # the loads of the cache by other threads.
     tl.debug_barrier()
     dtype: tl.constexpr = pointers.q.dtype.element_ty
     IN_FLOAT16: tl.constexpr = C.E4M3 and dtype != tl.float32
@@ -284,9 +313,11 @@ def attend_split(program, call, C: tl.constexpr):
         )  # fmt: skip
 
 
-@kernel(do_not_specialize=("outer", "lengths", "num_blocks", "splits"))
-def decode_kernel(pointers, strides, outer, lengths, numbers, num_blocks, splits, C: tl.constexpr):
-    """Compute attention over a cache.
+@kernel(do_not_specialize=("outer", "lengths", "num_blocks", "splits", "new_lengths"))
+def decode_kernel(
+    pointers, strides, outer, lengths, numbers, num_blocks, splits, new_strides, new_lengths, C: tl.constexpr
+):
+    """Compute attention over a cache, after appending a new token of each sequence if C.APPEND is given.
 
     A program stores the results ``out`` and ``lse`` of each work tile that it computes alone. Of a work tile
     that several programs share, each program stores a partial result.
@@ -298,7 +329,9 @@ def decode_kernel(pointers, strides, outer, lengths, numbers, num_blocks, splits
     columns. lse is (batch, heads_q, seqlen_q) or (heads_q, total_q). out and lse are contiguous. Partial
     results are float32: outputs (slots, partial_rows, HEAD_DIM_V), then log-sum-exps (slots, partial_rows).
     """
-    call = DecodeCall(pointers, strides, outer, lengths, numbers, num_blocks, splits)
+    call = DecodeCall(
+        pointers, strides, outer, lengths, numbers, num_blocks, splits, new_strides, new_lengths
+    )
     program = tl.program_id(0)
     if C.PREFETCH != 0:
         prefetch_first(program, call, C)

@@ -38,6 +38,7 @@ from flashtile.backends.portable.decode.combine import (
     combine_kernel,
 )
 from flashtile.backends.portable.decode.config import DecodeConfig
+from flashtile.backends.portable.decode.launch import AppendingLaunch
 from flashtile.backends.portable.decode.results import Splits
 from flashtile.backends.portable.decode.schedule import DecodeLengths
 from flashtile.backends.portable.exchange import exchange_kernel, exchange_variant
@@ -46,9 +47,11 @@ from flashtile.problems.decode import (
     AppendOptions,
     AppendProblem,
     AppendTensors,
+    CacheTensors,
     CopyOptions,
     CopyProblem,
     CopyTensors,
+    DecodeOptions,
     DecodeProblem,
 )
 
@@ -155,6 +158,9 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         case = _attention_case(name, latent, replace(chosen, tile=tile), capability, "page 16")
         few = table_family == "hopper" and BLOCK_M == config.NARROW
         yield replace(case, exhaustive=not few)
+    if table_family == "hopper":
+        for head_dim in (64, 128):
+            yield _appending_case(head_dim, divmod(capability, 10))
     yield _combine_given_case()
     if not architecture(arch).amd:
         yield _exchange_case()
@@ -218,6 +224,8 @@ def _attention_case(
             "numbers": types_of(DecodeNumbers, "fp32", softmax_max=softmax_max),
             "num_blocks": "i32",
             "splits": types_of(Splits, "i32"),
+            "new_strides": None,
+            "new_lengths": None,
         },
         constants={"C": compiled_for},
         divisible_by_16=frozenset(("strides",)),
@@ -298,6 +306,25 @@ def _append_case(dtype: torch.dtype, capability: tuple[int, int], packed: bool) 
     (launched,) = launches_of(capability, partial(launch, *given))
     name = f"decode append {_TYPES[dtype][1:]}{' packed' if packed else ''}"
     return case_of(launched, name, tensor_cores=False)
+
+
+def _appending_case(head_dim: int, capability: tuple[int, int]) -> CompileCase:
+    """Return the case of an attention kernel that appends a new token and applies rotary embedding."""
+    bf16, int32, heads = torch.bfloat16, torch.int32, 8
+    cache, new = (meta(size, n, heads, head_dim, dtype=bf16) for size, n in ((4096, 16), (1, 1)))
+    queries = meta(1, 1, 4 * heads, head_dim, dtype=bf16)
+    lengths, table, angles = meta(1, dtype=int32), meta(1, 4096, dtype=int32), meta(65536, head_dim // 2)
+    given = (cache, cache, new, new)
+    tensors = CacheTensors(lengths, block_table=table)
+    appended = AppendTensors(lengths, block_table=table, rotary_cos=angles, rotary_sin=angles)
+    with compiling_for(capability):
+        problem = DecodeProblem.from_tensors(queries, cache, cache, tensors, DecodeOptions(None, 1))
+        append = AppendLaunch(AppendProblem.from_tensors(*given, appended, AppendOptions()))
+        chosen = config.choose(problem)
+        launch = AppendingLaunch(problem, chosen, append)
+    (launched, *_) = launches_of(capability, partial(launch, queries, *given, appended, tensors))
+    name = f"decode bf16 head_dim {head_dim} rows {config.NARROW} appending"
+    return case_of(launched, name, spill_budget=chosen.tile.spill_budget)
 
 
 def _copy_case(capability: tuple[int, int]) -> CompileCase:

@@ -18,6 +18,13 @@ from torch import Tensor
 from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.launch import allocator, padded
 from flashtile.backends.portable.decode import plan
+from flashtile.backends.portable.decode.append import (
+    AppendLengths,
+    AppendPointers,
+    AppendStrides,
+    AppendVariant,
+)
+from flashtile.backends.portable.decode.append_launch import AppendLaunch
 from flashtile.backends.portable.decode.arguments import (
     DecodeNumbers,
     DecodePointers,
@@ -38,7 +45,7 @@ from flashtile.backends.portable.decode.config import DecodeConfig
 from flashtile.backends.portable.decode.results import Splits
 from flashtile.backends.portable.decode.schedule import DecodeLengths
 from flashtile.problems.common import LOG2_E, UNLIMITED
-from flashtile.problems.decode import CacheTensors, CombineProblem, DecodeProblem
+from flashtile.problems.decode import AppendTensors, CacheTensors, CombineProblem, DecodeProblem
 
 
 class DecodeScalars(NamedTuple):
@@ -50,6 +57,8 @@ class DecodeScalars(NamedTuple):
     numbers: DecodeNumbers
     num_blocks: int
     splits: Splits
+    new_strides: AppendStrides | None = None
+    new_lengths: AppendLengths | None = None
 
 
 class DecodeLaunch:
@@ -71,6 +80,7 @@ class DecodeLaunch:
         self._partials = 0
         """Number of floats of partial results, rounded up so that the lse after them is aligned."""
         self._stores_lse = True
+        self._append: tuple[AppendVariant, AppendStrides, AppendLengths] | None = None
         self._new_out: Any = None
         self._attend: CachedLaunch | None = None
         self._combine: CachedLaunch | None = None
@@ -87,6 +97,7 @@ class DecodeLaunch:
         tensors: CacheTensors,
         out: Tensor | None = None,
         lse: Tensor | None = None,
+        new: AppendPointers | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         if self._empty:
             return self._cleared(q, out, lse)
@@ -111,7 +122,7 @@ class DecodeLaunch:
             lse_to = scratch.data_ptr() + 4 * self._partials
         elif self._partials:
             scratch = q.new_empty(self._partials, dtype=torch.float32)
-        attend(device, q, k_cache, v_cache, out, lse_to, scratch, *tensors)
+        attend(device, q, k_cache, v_cache, out, lse_to, scratch, new, *tensors)
         if combine is not None:
             combine(
                 device, scratch, out, lse_to, tensors.sink, tensors.prior_out, tensors.prior_lse,
@@ -120,6 +131,14 @@ class DecodeLaunch:
         if self._attend is None and attend.takes_addresses:
             self._combine, self._attend = combine, attend
         return out, lse
+
+    def with_append(self, append: Any) -> AppendingLaunch | None:
+        """Return a launch that also does the work of the launch ``append``; None if the kernel does not."""
+        if not isinstance(append, AppendLaunch) or not plan.appends(
+            self._problem, self._config, append.problem
+        ):
+            return None
+        return AppendingLaunch(self._problem, self._config, append)
 
     @property
     def takes_addresses(self) -> bool:
@@ -211,6 +230,14 @@ class DecodeLaunch:
         )
         if num_splits == 1 and not stream_k:
             variant = replace(variant, SPLIT=False)
+        new_strides, new_lengths = None, None
+        if self._append is not None:
+            of_append, new_strides, new_lengths = self._append
+            of_append = replace(  # the attention kernel itself rotates the queries
+                of_append, BLOCK_D=variant.BLOCK_D, BLOCK_DV=variant.BLOCK_DV, ROTATE_Q=False,
+                ROTATE_Q_BY_TOKEN=False,
+            )  # fmt: skip
+            variant = replace(variant, APPEND=of_append)
         scale = problem.softmax_scale
         softmax_max = problem.softmax_max if variant.SOFTMAX_MAX == "number" else None
         self._scalars = scalars = DecodeScalars(
@@ -225,6 +252,8 @@ class DecodeLaunch:
                 num_splits=num_splits,
                 split_n_blocks=split_n_blocks,
             ),
+            new_strides=new_strides,
+            new_lengths=new_lengths,
         )
         self._by_capacity = self._decided(problem, k_cache, v_cache)
         # With dependent launch, a kernel may start before the previous kernel has ended. It then waits on the
@@ -264,6 +293,32 @@ class DecodeLaunch:
             num_warps=tile.num_warps,
             **options,
         )
+
+
+class AppendingLaunch:
+    """``(q, k_cache, v_cache, k, v, appended, tensors) -> (out, lse or None)`` in one attention kernel.
+
+    The kernel appends k and v, the new tokens of each sequence, and rotates the queries q.
+    """
+
+    def __init__(self, problem: DecodeProblem, config: DecodeConfig, append: AppendLaunch) -> None:
+        self._launch = DecodeLaunch(problem, config)
+        self._new = append
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k: Tensor,
+        v: Tensor,
+        appended: AppendTensors,
+        tensors: CacheTensors,
+    ) -> tuple[Tensor, Tensor | None]:
+        given = (k_cache, v_cache, k, v, appended)
+        if self._launch._append is None:
+            self._launch._append = self._new.arguments(*given)
+        return self._launch(q, k_cache, v_cache, tensors, new=self._new.pointers(*given))
 
 
 class CombineLaunch:

@@ -31,7 +31,7 @@ from flashtile.backends.hopper.linear import kernel as linear
 from gluon_interpreter import Edited, KernelError, interpreted
 
 CALL = Case(batch=1, seqlen_q=300, seqlen_k=300, heads_q=2, heads_kv=1, head_dim=64, dtype=BF16, causal=True)
-LONG = replace(CALL, seqlen_q=100, seqlen_k=700, causal=False)
+LONG = replace(CALL, seqlen_q=190, seqlen_k=700, causal=False)  # a tile of 192 rows: three consumers
 MANY_HEADS = replace(CALL, batch=6, seqlen_q=70, seqlen_k=140, causal=False)
 
 

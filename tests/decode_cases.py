@@ -185,7 +185,7 @@ def build(
         for name in ("k_descale", "v_descale"):
             arguments[name] = (0.25 + torch.rand(by[case.descale], generator=generator)).to(device)
     if case.rotary_dim is not None:
-        angles = torch.rand((64, case.rotary_dim // 2), generator=generator) * 6.28
+        angles = torch.rand((max(64, case.capacity), case.rotary_dim // 2), generator=generator) * 6.28
         arguments |= {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}
     for name in ("leftpad", "rotary_seqlens"):
         values = getattr(case, name)

@@ -17,7 +17,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (), "bad_words": ([],), "chat_template": (), "documents": ([],), "function_call": ("none",),
     "functions": ([],), "guided_choice": (), "guided_grammar": (), "guided_json": (), "guided_regex": (),
     "kv_transfer_params": (), "logits_processors": ([],), "mm_processor_kwargs": (),
-    "modalities": (["text"],), "prediction": (), "prompt_embeds": (), "reasoning_effort": (),
+    "modalities": (["text"],), "prediction": (), "prompt_embeds": (),
     "return_tokens_as_token_ids": (False,), "spaces_between_special_tokens": (True,), "suffix": ("",),
     "verbosity": (), "vllm_xargs": (), "web_search_options": (),
 }  # fmt: skip
@@ -49,6 +49,9 @@ LONGEST_NAME = 200
 MAX_TOKENS = 2**30
 LIKE_TOJSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """White space of forced tool calls, as options of llguidance: that of ``tojson`` in chat templates."""
+
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+"""Values of ``reasoning_effort``, which chat templates take as a variable."""
 
 TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
 
@@ -305,6 +308,11 @@ def read_conversation(body: Body) -> Conversation:
     clash = next((name for name in variables if name in TEMPLATE_ARGUMENTS), None)
     if clash is not None:
         raise wrong("chat_template_kwargs", f"without {', '.join(TEMPLATE_ARGUMENTS)}", clash)
+    effort = body.take("reasoning_effort")
+    if effort is not None:
+        if effort not in REASONING_EFFORTS:
+            raise wrong("reasoning_effort", f"one of {', '.join(REASONING_EFFORTS)}", effort)
+        variables = {"reasoning_effort": effort} | variables
     continued = body.flag("continue_final_message")
     generate = body.flag("add_generation_prompt", not continued)
     if generate and continued:

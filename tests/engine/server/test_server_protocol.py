@@ -79,6 +79,16 @@ def test_what_is_not_served_is_refused_by_name_unless_it_asks_for_nothing(field)
             read(Body({**body, field: neutral}), 20)
 
 
+def test_the_reasoning_effort_is_a_variable_of_the_template():
+    def variables(**fields):
+        return read_chat(Body({**HELLO, **fields}), 20).conversation.chat_template_kwargs
+
+    assert variables(reasoning_effort="high") == {"reasoning_effort": "high"}
+    given = {"reasoning_effort": "low", "enable_thinking": True}
+    assert variables(reasoning_effort="high", chat_template_kwargs=given) == given
+    assert refusal(read_completion, Body({"prompt": "a", "reasoning_effort": "high"}), 20)["param"]
+
+
 @pytest.mark.parametrize(
     ("field", "default"),
     [("spaces_between_special_tokens", True), ("return_tokens_as_token_ids", False)],
@@ -116,6 +126,8 @@ def test_a_switch_that_is_not_served_may_stay_as_it_is_by_default(field, default
         ("messages[0].tool_calls[0]", {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}),
         ("add_generation_prompt", {**HELLO, "add_generation_prompt": True, "continue_final_message": True}),
         ("chat_template_kwargs", {**HELLO, "chat_template_kwargs": {"messages": []}}),
+        ("reasoning_effort", {**HELLO, "reasoning_effort": "much"}),
+        ("reasoning_effort", {**HELLO, "reasoning_effort": ["high"]}),
         ("response_format", {**HELLO, "response_format": "json_object"}),
         ("response_format", {**HELLO, "response_format": {"type": "xml"}}),
         ("response_format", {**HELLO, "response_format": {"type": "json_schema"}}),

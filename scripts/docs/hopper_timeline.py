@@ -13,17 +13,20 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from flashtile.hardware.calls import Call
+from flashtile.hardware.cards import find_card
 from flashtile.learn.io_model.hopper import WorkTiles, cost_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = 132
+CARD = find_card("h100")
+PROGRAMS = CARD.sm_count
 SHOWN = 24
 TOKENS, HEADS, HEAD_DIM = 16384, 16, 128
 
 
 def spans(seqlen: int) -> list[list[tuple[int, int, int]]]:
     """(begin, duration, blocks of keys) of all blocks of queries that each program computes."""
-    work = WorkTiles.of(Call(TOKENS // seqlen, seqlen, seqlen, HEADS, HEADS, HEAD_DIM, window_right=0))
+    call = Call(TOKENS // seqlen, seqlen, seqlen, HEADS, HEADS, HEAD_DIM, window_right=0)
+    work = WorkTiles.of(call, CARD)
     programs = []
     for tiles in work.by_program(PROGRAMS):
         found, now = [], 0

@@ -14,6 +14,7 @@ from flashtile.api.attention import (
     flash_attn_varlen_qkvpacked_func,
 )
 from flashtile.api.weights import attention_weights
+from flashtile.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from flashtile.api.cascade import flash_attn_with_shared_prefix
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from flashtile.api.merge import merge_states
     from flashtile.api.score_profile import profile_scores
     from flashtile.api.tree import tree_attention
-
-__version__ = "0.2.0"
 
 __all__ = [
     "LLM",
@@ -82,7 +81,7 @@ _IN_MODULES = {
     "sdpa": "flashtile.integrations.sdpa",
     "tree_attention": "flashtile.api.tree",
     "use_compiled": "flashtile.backends.common.compiled_folder",
-    "warmup": "flashtile.compilation.compiling",
+    "warmup": "flashtile.compilation.ahead",
 }
 
 

@@ -57,8 +57,8 @@ def version_line() -> str:
     """Return the versions of flashtile, torch and triton on one line."""
     import torch
 
-    from flashtile import __version__
     from flashtile.hardware.machine import installed_version
+    from flashtile.version import __version__
 
     triton = installed_version("triton")
     return (

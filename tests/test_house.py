@@ -16,7 +16,7 @@ FILES = {
     for path in (ROOT / "flashtile").rglob("*.py")
 }
 FLOORS = (
-    ("rounding", "caches", "files", "problems", "backends"),
+    ("rounding", "caches", "files", "version", "problems", "backends"),
     ("hardware", "checks", "backends.compat"),
     ("dropout", "masks", "op", "backends.common"),
     ("reference",),
@@ -74,11 +74,11 @@ def targets(module: str, lazily: bool) -> set[str]:
         if at_load or lazily:
             inner = f"{source}.{name}"
             found.add(inner if inner in FILES else source)
-    return found - {module, "flashtile"}
+    return found - {module}
 
 
 def test_there_is_no_circle():
-    TopologicalSorter({module: targets(module, lazily=False) for module in FILES}).prepare()
+    TopologicalSorter({module: targets(module, lazily=True) for module in FILES}).prepare()
 
 
 @pytest.mark.parametrize("module", FILES)

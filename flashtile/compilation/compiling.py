@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from flashtile.backends.common.device import Target, capability, compiling_for, multiprocessors
-from flashtile.compilation.calls import Call, read_calls
+from flashtile.backends.common.device import Target, compiling_for
+from flashtile.compilation.calls import Call
 from flashtile.op.operation import OPERATIONS
 
 MAX_WORKERS = 16
@@ -118,59 +116,14 @@ def compile_calls(
     return Compiled(len(kernels), tuple(failures))
 
 
-def warmup(
-    calls: str | os.PathLike[str] | Iterable[Call],
-    device: torch.device | str | None = None,
-    workers: int | None = None,
-) -> Compiled:
-    """Compile the kernels of calls for this machine's GPU, in parallel processes, before they are needed.
-
-    The kernels are kept in Triton's cache, where the first call of this or a later process finds them. An
-    empty file in this cache marks them as compiled, so the next warm-up with the same calls returns at once,
-    with 0 kernels.
-
-    Args:
-        calls: file that :func:`record_calls` wrote, or the calls.
-        device: the GPU. Default: torch's current one.
-        workers: number of processes that compile; by default one for each core, at most 16.
-
-    Raises:
-        RuntimeError: the process that compiles failed.
-        ValueError: ``device`` is not an NVIDIA GPU of this machine, or the file does not hold calls.
-
-    Examples:
-        >>> if torch.cuda.is_available():
-        ...     flashtile.warmup("calls.json")
-    """
-    given = read_calls(calls) if isinstance(calls, (str, os.PathLike)) else _checked(calls)
-    found = torch.device(device or "cuda")
-    if found.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
-        raise ValueError(f"device must be an NVIDIA GPU of this machine, got {found}")
-    from flashtile.compilation.ahead import compile_in_process
-
-    return compile_in_process(given, target_of(found), workers)
-
-
-def target_of(device: torch.device) -> Target:
-    """Return the description of a GPU of this machine."""
-    return Target(torch.cuda.get_device_name(device), capability(device), multiprocessors(device))
-
-
-def _checked(calls: Any) -> list[Call]:
-    given = list(calls) if isinstance(calls, Iterable) else [calls]
-    if not all(isinstance(call, Call) for call in given):
-        raise TypeError(f"calls must be a path or recorded calls, got {type(calls).__name__}")
-    return given
-
-
 Wanted = dict[str, tuple[Source, Target, bytes]]
 """For each key of a kernel: the first call that needs it, the GPU, and the kernel as bytes."""
 
 
 def _wanted(calls: list[Source], targets: list[Target]) -> tuple[Wanted, list[Failure]]:
     """Return the kernels of calls, and a failure for each call without kernels."""
+    from flashtile.backends.common.first_calls import only_naming
     from flashtile.backends.common.handed_kernels import pickled
-    from flashtile.backends.common.kernel_cache import only_naming
     from flashtile.backends.compat import compiling_driver
 
     wanted: Wanted = {}
@@ -208,7 +161,7 @@ def _results(
 ) -> Iterator[tuple[str, dict[str, str] | str]]:
     """Compile kernels in processes. Yield the key of each with the digests of its files, or with an error."""
     from flashtile.backends.common.compiled_folder import NO_SOURCE_LINES
-    from flashtile.backends.common.kernel_cache import QUIET
+    from flashtile.backends.common.first_calls import QUIET
 
     count = min(workers or min(os.cpu_count() or 1, MAX_WORKERS), len(tasks))
     waiting, answers = deque(tasks.items()), queue.SimpleQueue[tuple]()

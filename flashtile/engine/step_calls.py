@@ -82,8 +82,7 @@ def warm_up(device: torch.device, models: Sequence[tuple[ModelConfig, Limits, bo
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return
-    from flashtile.compilation.ahead import compile_in_process
-    from flashtile.compilation.compiling import target_of
+    from flashtile.compilation.ahead import compile_in_process, target_of
 
     begun = time.monotonic()
     try:

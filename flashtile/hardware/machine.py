@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
+from flashtile.version import __version__
+
 
 def versions() -> dict[str, str | None]:
     """Return the versions of software that affects measurements, by name. None means not installed.
 
     ``cuda`` and ``cudnn`` are the versions that torch uses.
     """
-    import flashtile
-
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     return {
-        "flashtile": flashtile.__version__,
+        "flashtile": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": installed_version("triton"),

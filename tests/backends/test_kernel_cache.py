@@ -26,14 +26,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from flashtile.backends.common import kernel_cache
+from flashtile.backends.common import first_calls, jit, kernel_cache
 
 pytestmark = pytest.mark.compile
 
 TARGET = GPUTarget("cuda", 90, 32)
 
 
-@kernel_cache.kernel(do_not_specialize=["n"])
+@jit.kernel(do_not_specialize=["n"])
 def double(x_ptr, n, BLOCK: tl.constexpr):
     offsets = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offsets, mask=offsets < n)
@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
     inner: Any
 
 
-@kernel_cache.kernel(do_not_specialize=["lengths", "n"])
+@jit.kernel(do_not_specialize=["lengths", "n"])
 def structured(pointers, strides, lengths, n, BLOCK: tl.constexpr):
     tl.store(pointers.rows + strides.rows, lengths.inner.rows + n)
 
@@ -89,7 +89,7 @@ def source(block=64):
 
 
 def load_or_compile(block=64, **options):
-    return kernel_cache.load_or_compile(source(block), target=TARGET, options=options)
+    return first_calls.load_or_compile(source(block), target=TARGET, options=options)
 
 
 def key_files(cache):
@@ -284,9 +284,9 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_is_told_what_compiles_for_long(monkeypatch):
     printed = Terminal()
-    monkeypatch.delenv(kernel_cache.QUIET, raising=False)
+    monkeypatch.delenv(first_calls.QUIET, raising=False)
     monkeypatch.setattr(sys, "stderr", printed)
-    monkeypatch.setattr(kernel_cache, "ANNOUNCED_AFTER", 0.0)
+    monkeypatch.setattr(first_calls, "ANNOUNCED_AFTER", 0.0)
 
     def compile_long(src, **more):
         deadline = time.monotonic() + 60
@@ -301,7 +301,7 @@ def test_a_terminal_is_told_what_compiles_for_long(monkeypatch):
 
 @pytest.mark.parametrize(("quiet", "stream"), [("1", Terminal), ("0", io.StringIO)])
 def test_no_line_is_printed_if_it_is_hidden_or_not_at_a_terminal(monkeypatch, quiet, stream):
-    monkeypatch.setenv(kernel_cache.QUIET, quiet)
+    monkeypatch.setenv(first_calls.QUIET, quiet)
     monkeypatch.setattr(sys, "stderr", stream())
     monkeypatch.setattr(threading, "Timer", pytest.fail)
     monkeypatch.setattr(triton, "compile", lambda src, **more: None)
@@ -312,7 +312,7 @@ def test_no_line_is_printed_if_it_is_hidden_or_not_at_a_terminal(monkeypatch, qu
 def test_kernels_compile_without_a_usable_stderr(monkeypatch, stream):
     streams = {"none": None, "closed": io.StringIO(), "without isatty": object()}
     streams["closed"].close()
-    monkeypatch.delenv(kernel_cache.QUIET, raising=False)
+    monkeypatch.delenv(first_calls.QUIET, raising=False)
     monkeypatch.setattr(sys, "stderr", streams[stream])
     monkeypatch.setattr(triton, "compile", lambda src, **more: "compiled")
     assert load_or_compile() == "compiled"

@@ -23,12 +23,13 @@ pytest.importorskip("triton")
 if INTERPRETING:
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
-from flashtile.backends.common import compiled_folder, handed_kernels
+from flashtile.backends.common import compile_worker, compiled_folder, handed_kernels
 from flashtile.backends.common.compiled_folder import INDEX, VARIABLE, CompiledFolder, in_use, use_compiled
 from flashtile.backends.common.device import Target
 from flashtile.backends.compat import compiling_driver
+from flashtile.compilation.ahead import warmup
 from flashtile.compilation.calls import Call, Signature, read_calls, record_calls
-from flashtile.compilation.compiling import Compiled, _end, _wanted, compile_calls, launches, warmup
+from flashtile.compilation.compiling import Compiled, _end, _wanted, compile_calls, launches
 
 H200, A100 = Target("H200", (9, 0), 132), Target("A100", (8, 0), 108)
 DEFAULTS = (
@@ -313,7 +314,7 @@ def test_a_process_that_has_not_read_its_tasks_is_ended():
 def test_a_kernel_with_another_key_is_refused(tmp_path):
     ((key, (_, _, source)),) = _wanted([APPEND], [H200])[0].items()
     with pytest.raises(ValueError, match=f"^expected a kernel with key 0, got {key}$"):
-        handed_kernels.compile_into("0", source, str(tmp_path))
+        compile_worker.compile_into("0", source, str(tmp_path))
 
 
 @pytest.mark.compile

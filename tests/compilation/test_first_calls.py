@@ -24,7 +24,7 @@ if INTERPRETING:
 
 from test_compilation import A100, APPEND, H200, compilations  # noqa: F401 - a fixture
 
-from flashtile.backends.common import compile_worker, first_calls, handed_kernels, kernel_cache
+from flashtile.backends.common import compile_worker, first_calls, handed_kernels, jit
 from flashtile.backends.common.cached_launch import recording
 from flashtile.backends.common.device import compiling_for
 from flashtile.backends.common.handed_kernels import KernelLock, opening, pickled, send, start_worker
@@ -223,7 +223,7 @@ def sources() -> dict:
             for call in (*calls_of(remembered), APPEND):
                 for launch, tensors in launches(call, target):
                     launch.kernel.device_caches.clear()
-                    with kernel_cache.only_naming() as named:
+                    with first_calls.only_naming() as named:
                         launch.compile_ahead(tensors)
                     found |= named
     return found
@@ -254,7 +254,7 @@ def test_keys_do_not_depend_on_torch(cache):
 
 
 def test_functions_of_users_stay_here(cache):
-    src = SimpleNamespace(fn=kernel_cache.kernel()(nothing_kernel))
+    src = SimpleNamespace(fn=jit.kernel()(nothing_kernel))
     with pytest.raises(pickle.PicklingError, match="nothing_kernel cannot be imported"):
         pickled((src, None, {}))
 
@@ -269,7 +269,7 @@ import hashlib, pickle, runpy, sys
 runpy.run_path(sys.argv[1])["without_torch"](*program)
 import triton
 from flashtile.backends.common.handed_kernels import unpickled
-from flashtile.backends.common.kernel_cache import load_or_compile
+from flashtile.backends.common.first_calls import load_or_compile
 compile_, compiled = triton.compile, []
 triton.compile = lambda src, **more: compiled.append(src) or compile_(src, **more)
 kernel = load_or_compile(*unpickled(given))
@@ -280,7 +280,7 @@ print(len(compiled), hashlib.sha256(kernel.asm["cubin"]).hexdigest())
 @pytest.mark.compile
 def test_processes_at_once_compile_a_kernel_once(cache):
     launch, tensors = launch_of(COPY)
-    with compiling_driver(H200.capability), kernel_cache.only_naming() as named:
+    with compiling_driver(H200.capability), first_calls.only_naming() as named:
         launch.compile_ahead(tensors)
     (source,) = named.values()
     content = pickle.dumps((*opening(), pickled(source)))

@@ -210,10 +210,9 @@ class CompileReport:
 
 def every_case(arch: str) -> list[CompileCase]:
     """Return the cases of all backends, from each module that has a function ``compile_cases(arch)``."""
-    import flashtile.backends
-
+    folder = str(Path(__file__).parents[1])
     cases: list[CompileCase] = []
-    for module in pkgutil.walk_packages(flashtile.backends.__path__, "flashtile.backends."):
+    for module in pkgutil.walk_packages([folder], "flashtile.backends."):
         compile_cases = getattr(importlib.import_module(module.name), "compile_cases", None)
         if isfunction(compile_cases):  # a package may have a submodule of this name instead
             cases += compile_cases(architecture(arch).name)

@@ -15,9 +15,11 @@ import os
 import pickle
 import queue
 import signal
+import tempfile
 import threading
 import time
 import types
+from pathlib import Path
 from typing import Any
 
 
@@ -68,18 +70,17 @@ def _receive(tasks: queue.SimpleQueue) -> None:
         os._exit(1)
 
 
-def without_torch(paths: list[str], package: str, version: str) -> None:
+def without_torch(paths: list[str], package: str) -> None:
     """Prepare this process to import modules of flashtile with kernels, without torch.
 
     Args:
         paths: ``sys.path`` of the program.
         package: folder of flashtile.
-        version: version of flashtile.
     """
     sys.path[:] = paths
     sys.meta_path.insert(0, _WithoutTorch())
     flashtile: Any = types.ModuleType("flashtile")  # flashtile/__init__.py imports much more than kernels
-    flashtile.__path__, flashtile.__version__ = [package], version
+    flashtile.__path__ = [package]
     sys.modules["flashtile"] = flashtile
 
 
@@ -100,6 +101,62 @@ def _use_stored_digest(longest_hashing: float) -> None:
         cache.triton_key = lambda: key
 
 
+def compile_handed(key: str, source: bytes, descriptor: int | None) -> None:
+    """Compile a kernel into Triton's cache, unless another process is compiling it.
+
+    Nothing is compiled if the kernel has another key in this process.
+
+    Args:
+        key: key of the kernel (:func:`compiled_folder.key_of`).
+        source: the kernel as bytes (:func:`pickled`).
+        descriptor: :attr:`KernelLock.descriptor`, which this process has inherited. None: this process locks
+            the kernel itself.
+    """
+    from flashtile.backends.common import kernel_cache
+    from flashtile.backends.common.handed_kernels import KernelLock, unpickled
+
+    lock = KernelLock(key, descriptor)
+    if descriptor is None and not lock.acquire():
+        return
+    try:
+        kernel = unpickled(source)
+        if kernel_cache.key_in_folders(*kernel) == key:
+            kernel_cache.load_or_compile_alone(*kernel)
+    finally:
+        lock.release()
+
+
+def compile_into(key: str, source: bytes, folder: str | None) -> dict[str, str]:
+    """Compile a kernel into a folder for other machines, and return the digests of its files, by suffix.
+
+    Triton's cache is then not used, because it takes 3 MB for each kernel. If ``folder`` is None, the kernel
+    goes to Triton's cache, and there are no digests. ``key`` and ``source`` are those of
+    :func:`compile_handed`.
+
+    Raises:
+        ValueError: the kernel has another key in this process.
+    """
+    from triton import knobs
+
+    from flashtile.backends.common.compiled_folder import write_kernel
+    from flashtile.backends.common.first_calls import load_or_compile
+    from flashtile.backends.common.handed_kernels import unpickled
+    from flashtile.backends.common.kernel_cache import key_in_folders
+
+    kernel = unpickled(source)
+    if (own := key_in_folders(*kernel)) != key:
+        raise ValueError(f"expected a kernel with key {key}, got {own}")
+    if folder is None:
+        load_or_compile(*kernel)
+        return {}
+    with tempfile.TemporaryDirectory() as cache, knobs.cache.scope():
+        knobs.cache.dir = cache
+        return write_kernel(Path(folder), key, load_or_compile(*kernel))
+
+
+TASKS: dict[str, Any] = {"compile_handed": compile_handed, "compile_into": compile_into}
+
+
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted program closes stdin, or needs the kernels
     answers = os.fdopen(os.dup(1), "wb")
@@ -108,13 +165,11 @@ def _main() -> None:
     tasks: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(tasks,), daemon=True).start()
     without_torch(*program)
-    from flashtile.backends.common import handed_kernels
-
     _use_stored_digest(longest_hashing)
     while (task := tasks.get()) is not None:
         name, *arguments = task
         try:
-            answer = getattr(handed_kernels, name)(*arguments)
+            answer = TASKS[name](*arguments)
         except Exception as error:  # the other kernels are still compiled
             answer = f"{type(error).__name__}: {error}"
         pickle.dump(answer, answers)

@@ -28,6 +28,7 @@ from typing import Any
 import triton
 
 from flashtile.files import as_path, replace_file
+from flashtile.version import __version__
 
 FORMAT = 2
 INDEX = "index.json"
@@ -85,8 +86,6 @@ class CompiledFolder:
             ValueError: ``path`` is not a folder made by ``flashtile compile``, others may write to it, or it
                 was made by another version of flashtile or Triton.
         """
-        from flashtile import __version__
-
         folder = as_path(path).absolute()
         try:
             _check_owner(folder)
@@ -165,8 +164,6 @@ def write_index(folder: Path, kernels: dict[str, tuple[str, dict[str, str]]]) ->
     Args:
         kernels: maps the key of each kernel to its architecture and the digests of its files.
     """
-    from flashtile import __version__
-
     index = {
         "format": FORMAT, "flashtile": __version__, "triton": triton.__version__,
         "archs": Counter(arch for arch, _ in kernels.values()),

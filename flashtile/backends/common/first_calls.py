@@ -19,9 +19,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+import triton
 from triton import knobs
 
 from flashtile.backends.common import kernel_cache
@@ -38,10 +40,55 @@ MOST_WORKERS = 4
 LONGEST_HASHING = 1.0
 """Seconds that a process waits for the digest of Triton's installation, which the program is computing."""
 
+ANNOUNCED_AFTER = 2.0
+"""Seconds of compilation after which a line says what is compiled."""
+QUIET = "FLASHTILE_QUIET"
+"""Environment variable: 1 hides the line that says what is compiled."""
+
 logger = logging.getLogger("flashtile.kernels")
 
 _workers: list[subprocess.Popen] = []
 """Started processes. Those that have ended are removed before others start."""
+
+
+def load_or_compile(src: Any, target: Any = None, options: dict | None = None, **more: Any) -> Any:
+    """Compile as :func:`triton.compile` does, or load the kernel if it has been compiled before.
+
+    Folders of compiled kernels are searched first, then Triton's disk cache. The look-up in that cache is
+    faster than Triton's own.
+    """
+    if (named := _named.get()) is not None:
+        named[kernel_cache.key_in_folders(src, target, options)] = src, target, options
+        raise _OnlyNamedError
+    if _is_observed():
+        return triton.compile(src, target=target, options=options, **more)
+    if (found := kernel_cache.find(src, target, options)) is not None:
+        return found
+    with _announced(src.name), alone(kernel_cache.key_in_folders(src, target, options), target):
+        return kernel_cache.load_or_compile_alone(src, target, options, **more)
+
+
+class _OnlyNamedError(Exception):
+    """Ends the compilation of a kernel inside :func:`only_naming`."""
+
+
+@contextlib.contextmanager
+def only_naming() -> Iterator[dict[str, tuple[Any, Any, Any]]]:
+    """Inside the context, no kernel is compiled or loaded. The context ends at the first one.
+
+    The dictionary then has (source, target, options) of this kernel under its key
+    (:func:`compiled_folder.key_of`). It is empty if this process already uses the kernel.
+    """
+    named: dict[str, tuple[Any, Any, Any]] = {}
+    token = _named.set(named)
+    try:
+        with contextlib.suppress(_OnlyNamedError):
+            yield named
+    finally:
+        _named.reset(token)
+
+
+_named: ContextVar[dict[str, tuple[Any, Any, Any]] | None] = ContextVar("named_kernels", default=None)
 
 
 @contextlib.contextmanager
@@ -110,7 +157,7 @@ def _missing(call: Any, target: Any) -> dict[str, tuple[Any, Any, Any]]:
         call()
     found: dict[str, tuple[Any, Any, Any]] = {}
     for launch, tensors in recorded:
-        with kernel_cache.only_naming() as named:
+        with only_naming() as named:
             launch.compile_ahead(tensors)
         found |= {key: source for key, source in named.items() if kernel_cache.find(*source) is None}
     return found
@@ -138,3 +185,35 @@ def _attend(process: subprocess.Popen, tasks: list[tuple]) -> None:
         send(process, opening(LONGEST_HASHING), *tasks, None)
         process.stdout.read()
     process.wait()
+
+
+@contextlib.contextmanager
+def _announced(name: str) -> Iterator[None]:
+    """Print a line to a terminal if a kernel compiles for longer than ANNOUNCED_AFTER."""
+    if os.environ.get(QUIET) == "1" or not _has_terminal():
+        yield
+        return
+    line = f"flashtile: compiling {name}; `flashtile compile` does it ahead of time ({QUIET}=1 hides this)"
+    timer = threading.Timer(ANNOUNCED_AFTER, print, (line,), {"file": sys.stderr})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _has_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # None in a program that was started without stderr, or closed
+        return False
+
+
+def _is_observed() -> bool:
+    """Whether a setting or a hook of Triton requires that ``triton.compile`` is called for every kernel."""
+    return bool(
+        knobs.compilation.always_compile
+        or knobs.compilation.listener is not None
+        or knobs.runtime.add_stages_inspection_hook is not None
+    )

@@ -1,6 +1,6 @@
 """Kernels that one process hands to another for compilation: their sources as bytes, and their locks.
 
-Both processes use this module. The one that compiles is ``compile_worker.py``.
+Both processes use this module. The one that compiles runs ``compile_worker.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
 import time
 from functools import reduce
 from pathlib import Path
@@ -19,9 +18,6 @@ from typing import Any
 
 from triton import knobs
 from triton.runtime.jit import JITCallable
-
-from flashtile.backends.common import kernel_cache
-from flashtile.backends.common.compiled_folder import write_kernel
 
 LONGEST_WAIT = 60.0
 """Seconds after which a process compiles a kernel though another process holds the kernel's lock."""
@@ -136,8 +132,8 @@ def start_worker(
     """Start a process that compiles kernels.
 
     Messages go to it by :func:`send`: first :func:`opening`, then tasks, and None to end it. It also ends
-    when its stdin is closed. A task is the name of a function of this module with its arguments. For each
-    task, stdout has a pickled answer: the function's result, or the text of its error.
+    when its stdin is closed. A task is a name in ``compile_worker.TASKS`` with the function's arguments. For
+    each task, stdout has a pickled answer: the function's result, or the text of its error.
 
     Args:
         environment: environment variables to add to those of this process.
@@ -156,10 +152,8 @@ def opening(longest_hashing: float = 0.0) -> tuple:
     ``longest_hashing``: seconds that it waits for the stored digest of Triton's installation, before it
     computes the digest itself.
     """
-    import flashtile
-
     paths = [path for path in sys.path if isinstance(path, str)]
-    return paths, str(Path(flashtile.__file__ or "").parent), flashtile.__version__, longest_hashing
+    return paths, str(Path(__file__).parents[2]), longest_hashing
 
 
 def send(process: subprocess.Popen, *messages: Any) -> None:
@@ -172,46 +166,3 @@ def send(process: subprocess.Popen, *messages: Any) -> None:
     for message in messages:
         pickle.dump(message, process.stdin)
     process.stdin.flush()
-
-
-def compile_handed(key: str, source: bytes, descriptor: int | None) -> None:
-    """Compile a kernel into Triton's cache, unless another process is compiling it.
-
-    Nothing is compiled if the kernel has another key in this process.
-
-    Args:
-        key: key of the kernel (:func:`compiled_folder.key_of`).
-        source: the kernel as bytes (:func:`pickled`).
-        descriptor: :attr:`KernelLock.descriptor`, which this process has inherited. None: this process locks
-            the kernel itself.
-    """
-    lock = KernelLock(key, descriptor)
-    if descriptor is None and not lock.acquire():
-        return
-    try:
-        kernel = unpickled(source)
-        if kernel_cache.key_in_folders(*kernel) == key:
-            kernel_cache.load_or_compile_alone(*kernel)
-    finally:
-        lock.release()
-
-
-def compile_into(key: str, source: bytes, folder: str | None) -> dict[str, str]:
-    """Compile a kernel into a folder for other machines, and return the digests of its files, by suffix.
-
-    Triton's cache is then not used, because it takes 3 MB for each kernel. If ``folder`` is None, the kernel
-    goes to Triton's cache, and there are no digests. ``key`` and ``source`` are those of
-    :func:`compile_handed`.
-
-    Raises:
-        ValueError: the kernel has another key in this process.
-    """
-    kernel = unpickled(source)
-    if (own := kernel_cache.key_in_folders(*kernel)) != key:
-        raise ValueError(f"expected a kernel with key {key}, got {own}")
-    if folder is None:
-        kernel_cache.load_or_compile(*kernel)
-        return {}
-    with tempfile.TemporaryDirectory() as cache, knobs.cache.scope():
-        knobs.cache.dir = cache
-        return write_kernel(Path(folder), key, kernel_cache.load_or_compile(*kernel))

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch
-from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.jit import kernel
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 
 CHUNK = 256

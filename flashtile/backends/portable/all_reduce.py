@@ -18,7 +18,7 @@ from triton import knobs
 
 from flashtile.backends.common.dependent_launch import CAPABILITY, launch_dependents, wait_for_dependencies
 from flashtile.backends.common.device import capability
-from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.jit import kernel
 
 PROGRAMS = 128
 """Programs of a launch. They wait for other ranks, so all of them must be resident at once."""

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.launch import padded
 from flashtile.backends.common.tiles import LN_2
 from flashtile.backends.portable.decode.combine import Slots, sum_splits

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch, Launched
-from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.jit import kernel
 
 NUM_WARPS = 16
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)

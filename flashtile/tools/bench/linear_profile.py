@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.jit import kernel
 from flashtile.hardware.linear_table import FLAT, GEMV, LIBRARY, Row
 from flashtile.hardware.timing import capture, replay_time
 from flashtile.problems.linear import E4M3, LinearProblem, LinearTensors

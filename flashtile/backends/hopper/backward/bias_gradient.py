@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashtile.backends.common.kernel_cache import gluon_kernel
+from flashtile.backends.common.jit import gluon_kernel
 from flashtile.backends.hopper.backward.scores import soft_cap
 from flashtile.backends.hopper.backward.tiles import BackwardDescriptors
 from flashtile.backends.hopper.channels import make_channel, make_ring

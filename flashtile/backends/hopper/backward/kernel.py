@@ -24,7 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from flashtile.backends.common.kernel_cache import gluon_kernel
+from flashtile.backends.common.jit import gluon_kernel
 from flashtile.backends.hopper import work_queue
 from flashtile.backends.hopper.backward.dq_accum import (
     POSTPROCESS_WARPS,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch
-from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.jit import kernel
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 

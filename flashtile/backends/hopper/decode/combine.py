@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.jit import kernel
 from flashtile.backends.hopper.decode.work import behind_partials, load_row
 from flashtile.backends.portable.decode.combine import Parts, combine_rows
 from flashtile.backends.portable.decode.schedule import (

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from flashtile.backends.common.dependent_launch import launch_dependents, wait_for_dependencies
 from flashtile.backends.common.e4m3 import to_bfloat16
-from flashtile.backends.common.kernel_cache import gluon_kernel
+from flashtile.backends.common.jit import gluon_kernel
 from flashtile.backends.common.linear_epilogue import (
     PLAIN,
     EpilogueCall,

@@ -9,7 +9,7 @@ There are no atomics: one program sums each gradient, in one order.
 import triton
 import triton.language as tl
 
-from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.tiles import Matrix, load_tile, row_of_token
 from flashtile.backends.portable.attention.arguments import AttentionCall, attention_pointers
 from flashtile.backends.portable.attention.program import (

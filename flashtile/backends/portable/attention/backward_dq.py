@@ -8,7 +8,7 @@ S = Q K^T, P = exp(S - lse), dP = dO V^T, dS = P * (dP - delta), dQ += dS K. Rec
 import triton
 import triton.language as tl
 
-from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.tiles import Matrix, load_tile
 from flashtile.backends.portable.attention.arguments import AttentionCall, attention_pointers
 from flashtile.backends.portable.attention.program import (

@@ -8,7 +8,7 @@ accumulator stays unscaled until the end, and only the log-sum-exp is kept for t
 import triton
 import triton.language as tl
 
-from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.tiles import LN_2, load_tile
 from flashtile.backends.portable.attention.arguments import AttentionCall, attention_pointers
 from flashtile.backends.portable.attention.program import (

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.common.e4m3 import E4M3_MAX, encode_bits
-from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.jit import kernel
 from flashtile.backends.portable.decode.results import store_rows
 
 

@@ -13,7 +13,7 @@ over its n_blocks is in :mod:`steps`.
 import triton
 import triton.language as tl
 
-from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.jit import kernel
 from flashtile.backends.portable.decode.append import append_tokens, load_rotated, start_of_rotation
 from flashtile.backends.portable.decode.arguments import DecodeCall
 from flashtile.backends.portable.decode.cache import cache_of, find_faults, prefetch_n_block

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.jit import kernel
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.common.e4m3 import decode_number, encode_bits
-from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.tiles import LN_2, LOG2_E, sequence
 from flashtile.backends.portable.fp8.quantize import key_of_column
 from flashtile.backends.portable.tiles import (

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.common.e4m3 import E4M3_MAX, encode_bits
-from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.tiles import sequence
 from flashtile.backends.portable.tiles import used_length
 from flashtile.problems import fp8_layout

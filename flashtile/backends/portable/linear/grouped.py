@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch, Launched
 from flashtile.backends.common.device import Target
-from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.linear_epilogue import PLAIN, EpilogueVariant, ProductDepth
 from flashtile.backends.portable.config import family
 from flashtile.backends.portable.linear.config import DEFAULTS, MAX_FLAT_ROWS

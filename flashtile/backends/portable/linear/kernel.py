@@ -16,7 +16,7 @@ import triton.language as tl
 
 from flashtile.backends.common.dependent_launch import launch_dependents, prefetch, wait_for_dependencies
 from flashtile.backends.common.e4m3 import decode_number, to_bfloat16
-from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.linear_epilogue import (
     PLAIN,
     EpilogueCall,

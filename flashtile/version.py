@@ -1,0 +1,3 @@
+"""Version of flashtile."""
+
+__version__ = "0.2.0"

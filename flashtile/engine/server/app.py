@@ -123,16 +123,15 @@ async def _name_ignored(request: web.Request, response: web.StreamResponse) -> N
 
 
 async def _tokenize(request: web.Request, service: Service, body: Body) -> web.Response:
-    call, tokenizer = read_tokenize(body), service.tokenizer
+    given, add_special_tokens, return_token_strs = read_tokenize(body)
+    tokenizer = service.tokenizer
 
     def work() -> web.Response:
-        param = "prompt" if call.conversation is None else "messages"
-        text = call.prompt if call.conversation is None else service.render(call.conversation)
-        assert text is not None
+        param, text = ("prompt", given) if isinstance(given, str) else ("messages", service.render(given))
         service.check_length(param, text, service.engine.max_model_len)
-        tokens = tokenizer.encode(text, call.add_special_tokens)
+        tokens = tokenizer.encode(text, add_special_tokens)
         answer = {"count": len(tokens), "max_model_len": service.engine.max_model_len, "tokens": tokens}
-        if call.return_token_strs:
+        if return_token_strs:
             answer["token_strs"] = [tokenizer.decode([token], False) for token in tokens]
         return json_response(answer)
 

@@ -6,12 +6,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
+from typing import Any
 
 from flashtile.engine.async_llm import EngineDeadError, Stream
 from flashtile.engine.outputs import RequestOutput
 from flashtile.engine.runner import NO_TOKEN
 from flashtile.engine.server.errors import ApiError, refused
-from flashtile.engine.server.protocol import ApiCall
+from flashtile.engine.server.protocol import ApiCall, CompletionCall
 from flashtile.engine.server.service import Service, TokenizedPrompt
 
 
@@ -30,6 +31,7 @@ class Job:
         self._stream = Stream(asyncio.get_running_loop())
         self._expired = False
         self._generated: dict[str, int] = {}
+        self._cached: dict[str, int] = {}
         self._last: dict[str, float] = {}
 
     async def __aenter__(self) -> Job:
@@ -66,6 +68,22 @@ class Job:
         except EngineDeadError as error:
             raise self._as_api_error(error) from None
 
+    def counts(self) -> tuple[int, int]:
+        """Return the numbers of the prompts' tokens and of the generated tokens that the client gets."""
+        echo_only = isinstance(self.call, CompletionCall) and self.call.echo_only
+        prompt = sum(len(prompt.tokens) for prompt in self.prompts)
+        return prompt, 0 if echo_only else sum(self._generated.values())
+
+    def usage(self) -> dict[str, Any]:
+        """Return token counts in OpenAI's form."""
+        prompt, generated = self.counts()
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }
+
     async def _add(self, request_id: str, prompt: TokenizedPrompt) -> None:
         call = self.call
         tokens = {"prompt": prompt.text, "prompt_token_ids": prompt.tokens}
@@ -78,6 +96,7 @@ class Job:
         new, one = sum(len(answer.token_ids) for answer in output.outputs), output.request_id
         metrics = self.service.metrics
         self._generated[one] = self._generated.get(one, 0) + new
+        self._cached[one] = output.num_cached_tokens
         if self.call.stream:
             now = time.monotonic()
             if one in self._last and new:

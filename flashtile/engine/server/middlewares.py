@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -157,3 +159,14 @@ def check_content_type(request: web.Request) -> None:
             f"Content-Type must be application/json, got {request.content_type!r:.80}",
             status=415, code="unsupported_media_type",
         )  # fmt: skip
+
+
+@contextlib.contextmanager
+def hang_up_after(request: web.Request, seconds: float) -> Iterator[None]:
+    """Close the client's connection if the body of this context takes longer."""
+    assert request.transport is not None
+    timer = asyncio.get_running_loop().call_later(seconds, request.transport.abort)
+    try:
+        yield
+    finally:
+        timer.cancel()

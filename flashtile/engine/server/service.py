@@ -194,13 +194,14 @@ class Service:
         engine, manager, params = self.engine, self.engine.scheduler.manager, call.params
         longest = max(len(prompt.tokens) for prompt in prompts)
         room = engine.max_model_len - longest
-        if call.max_tokens_field in call.fields or isinstance(call, CompletionCall):
+        name = "max_completion_tokens" if "max_completion_tokens" in call.fields else "max_tokens"
+        if name in call.fields or isinstance(call, CompletionCall):
             assert params.max_tokens is not None
             if params.max_tokens > room:
                 raise ApiError(
-                    f"{call.max_tokens_field} must be at most {room}: the model takes {engine.max_model_len} "
-                    f"tokens, of which the prompt has {longest}; got {params.max_tokens}",
-                    call.max_tokens_field, code="context_length_exceeded",
+                    f"{name} must be at most {room}: the model takes {engine.max_model_len} tokens, of which "
+                    f"the prompt has {longest}; got {params.max_tokens}",
+                    name, code="context_length_exceeded",
                 )  # fmt: skip
             return
         if manager.window_left < 0:  # with a window, the cache does not grow with the length

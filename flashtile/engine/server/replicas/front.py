@@ -22,7 +22,7 @@ from flashtile.engine.server.answers import SLOW_READER
 from flashtile.engine.server.errors import ApiError, error_event, json_response, shutting_down
 from flashtile.engine.server.listener import CLOSING_SECONDS, Listener
 from flashtile.engine.server.metrics import CONTENT_TYPE
-from flashtile.engine.server.middlewares import add_middlewares, check_content_type
+from flashtile.engine.server.middlewares import add_middlewares, check_content_type, hang_up_after
 from flashtile.engine.server.replicas.process import BAD_ARGUMENTS, Replica
 from flashtile.engine.server.replicas.routing import Routing, busiest, prompt_of
 from flashtile.engine.server.service import Limits
@@ -226,14 +226,12 @@ class Front:
             text = f"the server answers at most {self.listener.max_calls} calls at a time: try again later"
             raise ApiError(text, status=429, code="rate_limit_exceeded")
         patience = self.limits.body_timeout + self.limits.request_timeout + 2 * SLOW_READER
-        assert request.transport is not None
-        hang_up = asyncio.get_running_loop().call_later(patience, request.transport.abort)
         self._in_flight += 1
         try:
-            return await self._forward_to_one(request, choose or self.routing.choose)
+            with hang_up_after(request, patience):
+                return await self._forward_to_one(request, choose or self.routing.choose)
         finally:
             self._in_flight -= 1
-            hang_up.cancel()
 
     async def _forward_to_one(self, request: web.Request, choose: Choose) -> web.StreamResponse:
         body = RequestBody(request, self.limits)

@@ -152,9 +152,8 @@ class Front:
         self._session: aiohttp.ClientSession | None = None
 
     def app(self) -> web.Application:
-        limits = self.limits
-        app = web.Application(client_max_size=limits.max_body_bytes)
-        add_middlewares(app, self.listener, limits)
+        app = web.Application()
+        add_middlewares(app, self.listener, self.limits)
         add = app.router.add_route
         add("GET", "/health", self._health)
         add("GET", "/metrics", self._metrics)
@@ -185,10 +184,7 @@ class Front:
             url = replica.url
             if url is None:
                 continue
-            try:
-                well = (await self._get(url, "/health"))[0] == 200
-            except CONNECTION_ERRORS:
-                well = False
+            well = (await self._get(url, "/health"))[0] == 200
             failed_checks = 0 if well or replica.url != url else failed_checks + 1
             if failed_checks == MAX_FAILED_CHECKS:
                 logger.error(
@@ -202,15 +198,14 @@ class Front:
     async def _get(
         self, url: str, path: str, method: str = "GET", headers: dict[str, str] | None = None
     ) -> tuple[int, bytes]:
-        """Make a quick call and return (status, body).
-
-        Raise one of ``CONNECTION_ERRORS`` if there is no answer within ``QUICK_CALL_SECONDS``.
-        """
+        """Make a quick call and return (status, body). Without an answer in time, the status is 0."""
         assert self._session is not None
-        async with self._session.request(
-            method, url + path, headers=headers, timeout=aiohttp.ClientTimeout(QUICK_CALL_SECONDS)
-        ) as found:
-            return found.status, await found.read()
+        timeout = aiohttp.ClientTimeout(QUICK_CALL_SECONDS)
+        try:
+            async with self._session.request(method, url + path, headers=headers, timeout=timeout) as found:
+                return found.status, await found.read()
+        except CONNECTION_ERRORS:
+            return 0, b""
 
     def _check_open(self) -> None:
         if self.draining:
@@ -218,7 +213,7 @@ class Front:
 
     async def _live(self, request: web.Request) -> web.StreamResponse:
         """Forward the call to the busiest replica, so that the server's web page shows an engine at work."""
-        return await self._forward(request, lambda replicas, prompt: busiest(replicas))
+        return await self._forward(request, busiest)
 
     async def _forward(self, request: web.Request, choose: Choose | None = None) -> web.StreamResponse:
         self._check_open()
@@ -291,25 +286,19 @@ class Front:
             await response.write_eof()
             return response
 
-    async def _call_all(self, request: web.Request) -> list[tuple[Replica, bytes]]:
-        """Pass the call on to every replica that is up. Return (replica, body) of each replica that answers.
+    async def _call_all(self, request: web.Request) -> dict[int, bytes]:
+        """Pass the call on to every replica that is up. Return the answers by the replicas' numbers.
 
         Raises:
             ApiError: no replica answers.
         """
         self._check_open()
         up = [replica for replica in self.replicas if replica.is_up]
-        path, headers = request.path, _end_to_end(request.headers)
+        headers = _end_to_end(request.headers)
         found = await asyncio.gather(
-            *(self._get(str(replica.url), path, request.method, headers) for replica in up),
-            return_exceptions=True,
+            *(self._get(str(replica.url), request.path, request.method, headers) for replica in up)
         )
-        answers = []
-        for replica, answer in zip(up, found, strict=True):
-            if isinstance(answer, BaseException) and not isinstance(answer, CONNECTION_ERRORS):
-                raise answer
-            if isinstance(answer, tuple) and answer[0] == 200:
-                answers.append((replica, answer[1]))
+        answers = {one.number: body for one, (status, body) in zip(up, found, strict=True) if status == 200}
         if not answers:
             raise _no_replica()
         return answers
@@ -323,28 +312,26 @@ class Front:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         answers = await self._call_all(request)
-        numbers = [replica.number for replica, _ in answers]
         lines = [
-            joined([(replica.number, answer.decode()) for replica, answer in answers]),
+            joined([(number, answer.decode()) for number, answer in answers.items()]),
             "# HELP flashtile:replica_up Whether a replica answers.",
             "# TYPE flashtile:replica_up gauge",
         ]
         for number in (replica.number for replica in self.replicas):
-            lines.append(f'flashtile:replica_up{{replica="{number}"}} {int(number in numbers)}')
+            lines.append(f'flashtile:replica_up{{replica="{number}"}} {int(number in answers)}')
         text = "\n".join([*lines, ""])
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _load(self, request: web.Request) -> web.Response:
-        loads = {
-            one.number: json.loads(answer)["server_load"] for one, answer in await self._call_all(request)
-        }
+        answers = await self._call_all(request)
+        loads = {number: json.loads(answer)["server_load"] for number, answer in answers.items()}
         each = [loads.get(replica.number) for replica in self.replicas]
         return json_response({"server_load": sum(loads.values()), "replicas": each})
 
     async def _reset(self, request: web.Request) -> web.Response:
         check_content_type(request)
         answers = await self._call_all(request)
-        return json_response({"blocks": sum(json.loads(answer)["blocks"] for _, answer in answers)})
+        return json_response({"blocks": sum(json.loads(answer)["blocks"] for answer in answers.values())})
 
 
 def _no_replica() -> ApiError:
@@ -422,13 +409,12 @@ def serve_replicas(
             loop.add_signal_handler(number, stop)
         # The address may be taken, so listen before models are loaded.
         await front.listener.open(front.app(), host, port)
-        ups = [asyncio.ensure_future(replica.wait_until_up()) for replica in replicas]
+        started: asyncio.Future[Any] = asyncio.gather(*(replica.wait_until_up() for replica in replicas))
         printed: dict[str, int] = {}
         for replica in replicas:
             replica.printed = printed
             replica.start()
         all_ended: asyncio.Future[Any] = asyncio.gather(*(replica.wait() for replica in replicas))
-        started: asyncio.Future[Any] = asyncio.gather(*ups)
         await asyncio.wait([started, all_ended], return_when=asyncio.FIRST_COMPLETED)
         code = 1
         if started.done() and all(started.result()) and not stopping.is_set():

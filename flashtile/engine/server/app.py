@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import cache, partial
 from importlib import metadata
 from importlib.resources import files
 from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from flashtile.engine.core import Engine
 from flashtile.engine.request import Sequence
@@ -42,77 +42,65 @@ MAX_BLOCKS = 4096
 
 def make_app(service: Service, listener: Listener) -> web.Application:
     """Make the application. The caller runs it, and shuts down the service's engine afterwards."""
-    limits = service.limits
-    app = web.Application(client_max_size=limits.max_body_bytes)
-    add_middlewares(app, listener, limits)
+    app = web.Application(client_max_size=service.limits.max_body_bytes)
+    add_middlewares(app, listener, service.limits)
     app.on_response_prepare.append(_name_ignored)
-    get, post = app.router.add_get, app.router.add_post
 
-    def bind(handler: Callable[[web.Request, Service], Awaitable[web.StreamResponse]]) -> Handler:
-        async def bound(request: web.Request) -> web.StreamResponse:
-            return await handler(request, service)
+    def get(path: str, answer: Callable[[Service, web.Request], Awaitable[web.StreamResponse]]) -> None:
+        app.router.add_get(path, partial(answer, service))
 
-        return bound
+    def post(path: str, answer: Call) -> None:
+        app.router.add_post(path, partial(_call, service, answer))
 
-    post("/v1/completions", _call(service, completions))
-    post("/v1/chat/completions", _call(service, chat_completions))
-    post("/tokenize", _call(service, _tokenize))
-    post("/detokenize", _call(service, _detokenize))
-    post("/reset_prefix_cache", bind(_reset_prefix_cache))
-    get("/v1/models", bind(_models))
-    get("/v1/models/{name:.+}", bind(_model))
-    get("/health", bind(_health))
+    post("/v1/completions", completions)
+    post("/v1/chat/completions", chat_completions)
+    post("/tokenize", _tokenize)
+    post("/detokenize", _detokenize)
+    app.router.add_post("/reset_prefix_cache", partial(_reset_prefix_cache, service))
+    get("/v1/models", _models)
+    get("/v1/models/{name:.+}", _model)
+    get("/health", _health)
     get("/version", _version)
-    get("/load", bind(_load))
-    get("/metrics", bind(_metrics))
-    get("/live", bind(_live))
-    page = _page()
-
-    async def show_page(request: web.Request) -> web.Response:
-        return web.Response(text=page, content_type="text/html", headers={"Content-Security-Policy": POLICY})
-
-    get("/", show_page)
+    get("/load", _load)
+    get("/metrics", _metrics)
+    get("/live", _live)
+    get("/", _page)
     return app
 
 
-def _call(service: Service, answer: Call) -> Handler:
-    """Return a POST handler that counts the call, reads its body within a time limit and checks its model."""
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        limits = service.limits
-        service.check_open()
-        if service.in_flight >= service.max_calls:
-            raise ApiError(
-                f"the server answers at most {service.max_calls} calls at a time: try again later",
-                status=429, code="rate_limit_exceeded",
-            )  # fmt: skip
-        coded = "Content-Encoding" in request.headers or request.content_length is None
-        size = limits.max_body_bytes if coded else min(request.content_length or 0, limits.max_body_bytes)
-        if service.body_bytes and service.body_bytes + size > limits.max_total_body_bytes:
-            raise ApiError(
-                f"all bodies together have at most {limits.max_total_body_bytes} bytes: try again later",
-                status=429, code="rate_limit_exceeded",
-            )  # fmt: skip
-        service.in_flight += 1
-        service.body_bytes += size
+async def _call(service: Service, answer: Call, request: web.Request) -> web.StreamResponse:
+    """Answer a POST: count the call, read its body within a time limit and check its model."""
+    limits = service.limits
+    service.check_open()
+    if service.in_flight >= service.max_calls:
+        raise ApiError(
+            f"the server answers at most {service.max_calls} calls at a time: try again later",
+            status=429, code="rate_limit_exceeded",
+        )  # fmt: skip
+    coded = "Content-Encoding" in request.headers or request.content_length is None
+    size = limits.max_body_bytes if coded else min(request.content_length or 0, limits.max_body_bytes)
+    if service.body_bytes and service.body_bytes + size > limits.max_total_body_bytes:
+        raise ApiError(
+            f"all bodies together have at most {limits.max_total_body_bytes} bytes: try again later",
+            status=429, code="rate_limit_exceeded",
+        )  # fmt: skip
+    service.in_flight += 1
+    service.body_bytes += size
+    try:
+        check_content_type(request)
         try:
-            check_content_type(request)
-            try:
-                raw = await asyncio.wait_for(request.read(), limits.body_timeout)
-            except asyncio.TimeoutError:
-                raise ApiError(
-                    f"the body took longer than {limits.body_timeout:g} s", status=408, code="timeout"
-                ) from None
-            service.body_bytes += len(raw) - size
-            size = len(raw)
-            body = request[BODY] = parse(raw, service.sampling_defaults)
-            service.check_model(body.take("model"))
-            return await answer(request, service, body)
-        finally:
-            service.in_flight -= 1
-            service.body_bytes -= size
-
-    return handle
+            raw = await asyncio.wait_for(request.read(), limits.body_timeout)
+        except asyncio.TimeoutError:
+            text = f"the body took longer than {limits.body_timeout:g} s"
+            raise ApiError(text, status=408, code="timeout") from None
+        service.body_bytes += len(raw) - size
+        size = len(raw)
+        body = request[BODY] = parse(raw, service.sampling_defaults)
+        service.check_model(body.take("model"))
+        return await answer(request, service, body)
+    finally:
+        service.in_flight -= 1
+        service.body_bytes -= size
 
 
 async def _name_ignored(request: web.Request, response: web.StreamResponse) -> None:
@@ -152,7 +140,7 @@ async def _detokenize(request: web.Request, service: Service, body: Body) -> web
         raise refused(error, (), "tokens") from None
 
 
-async def _reset_prefix_cache(request: web.Request, service: Service) -> web.Response:
+async def _reset_prefix_cache(service: Service, request: web.Request) -> web.Response:
     check_content_type(request)
     count = await service.asynchronous.call(lambda engine: engine.reset_prefix_cache())
     return json_response({"blocks": count})
@@ -165,37 +153,37 @@ def _described(service: Service) -> dict[str, object]:
     }  # fmt: skip
 
 
-async def _models(request: web.Request, service: Service) -> web.Response:
+async def _models(service: Service, request: web.Request) -> web.Response:
     return json_response({"object": "list", "data": [_described(service)]})
 
 
-async def _model(request: web.Request, service: Service) -> web.Response:
+async def _model(service: Service, request: web.Request) -> web.Response:
     service.check_model(request.match_info["name"])
     return json_response(_described(service))
 
 
-async def _health(request: web.Request, service: Service) -> web.Response:
+async def _health(service: Service, request: web.Request) -> web.Response:
     service.check_open()
     if not service.asynchronous.is_alive:
         raise ApiError("the engine takes no requests", status=503, code="engine_dead")
     return json_response({"status": "ok"})
 
 
-async def _version(request: web.Request) -> web.Response:
+async def _version(service: Service, request: web.Request) -> web.Response:
     return json_response({"version": metadata.version("flashtile")})
 
 
-async def _load(request: web.Request, service: Service) -> web.Response:
+async def _load(service: Service, request: web.Request) -> web.Response:
     return json_response({"server_load": service.in_flight})
 
 
-async def _metrics(request: web.Request, service: Service) -> web.Response:
+async def _metrics(service: Service, request: web.Request) -> web.Response:
     # Counters read during a step may mix two steps. Waiting for the end of the step would be worse.
     text = service.metrics.text(service.engine.stats())
     return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
 
-async def _live(request: web.Request, service: Service) -> web.Response:
+async def _live(service: Service, request: web.Request) -> web.Response:
     return json_response({"server": service.id, **await service.asynchronous.call(_snapshot)})
 
 
@@ -244,7 +232,12 @@ def _described_sequence(engine: Engine, sequence: Sequence, step_tokens: int) ->
     }
 
 
-def _page() -> str:
+async def _page(service: Service, request: web.Request) -> web.Response:
+    return web.Response(text=_html(), content_type="text/html", headers={"Content-Security-Policy": POLICY})
+
+
+@cache
+def _html() -> str:
     """Return the server's web page (route ``/``) with its styles and its script, as one HTML file."""
     page = (ASSETS / "page.html").read_text("utf-8")
     for path in (DESIGN, ASSETS / "page.css", ASSETS / "page.js"):

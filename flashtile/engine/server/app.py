@@ -18,7 +18,7 @@ from flashtile.engine.server.errors import ApiError, json_response, refused
 from flashtile.engine.server.listener import Listener
 from flashtile.engine.server.metrics import CONTENT_TYPE
 from flashtile.engine.server.middlewares import add_middlewares, check_content_type, request_key
-from flashtile.engine.server.protocol import Body, parse, read_detokenize, read_tokenize
+from flashtile.engine.server.protocol import Body, parse, read_detokenize, read_tokenize, wrong
 from flashtile.engine.server.service import Service
 from flashtile.files import DESIGN
 
@@ -127,12 +127,11 @@ async def _tokenize(request: web.Request, service: Service, body: Body) -> web.R
 
 
 async def _detokenize(request: web.Request, service: Service, body: Body) -> web.Response:
-    tokens, most = read_detokenize(body), service.tokenizer.vocab_size
-    if len(tokens) > service.engine.max_model_len:
-        text = f"tokens must be at most {service.engine.max_model_len} tokens, got {len(tokens)}"
-        raise ApiError(text, "tokens", code="context_length_exceeded")
-    if tokens and max(tokens) >= most:
-        raise ApiError(f"tokens must be below {most}, got {max(tokens)}", "tokens", code="invalid_value")
+    tokens, longest = read_detokenize(body), service.engine.max_model_len
+    if len(tokens) > longest:
+        raise wrong("tokens", f"at most {longest} tokens", len(tokens), code="context_length_exceeded")
+    if tokens and max(tokens) >= service.tokenizer.vocab_size:
+        raise wrong("tokens", f"below {service.tokenizer.vocab_size}", max(tokens))
     try:
         text = await asyncio.to_thread(service.tokenizer.decode, tokens, False)
         return json_response({"prompt": text})

@@ -90,15 +90,13 @@ class Tokenizer(ABC):
 
     def spell(self, token: int) -> str:
         """Return a token as text, or in OpenAI's form ``bytes:\\xe2\\x98`` if it is part of a character."""
-        found = self._spelt.get(token)
-        if found is None:
+        if token not in self._spelt:
             data = self.token_bytes(token)
             try:
-                found = data.decode()
+                self._spelt[token] = data.decode()
             except UnicodeDecodeError:
-                found = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-            self._spelt[token] = found
-        return found
+                self._spelt[token] = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        return self._spelt[token]
 
     @functools.cached_property
     def _spelt(self) -> dict[int, str]:

@@ -28,6 +28,7 @@ class Job:
 
     def __init__(self, service: Service, call: ApiCall, name: str, prompts: Sequence[TokenizedPrompt]):
         self.service, self.call, self.name, self.prompts = service, call, name, prompts
+        self._ids = {f"{name}-{i}": i for i in range(len(prompts))}
         self._stream = Stream(asyncio.get_running_loop())
         self._expired = False
         self._generated: dict[str, int] = {}
@@ -35,10 +36,9 @@ class Job:
         self._last: dict[str, float] = {}
 
     async def __aenter__(self) -> Job:
-        ids = [f"{self.name}-{i}" for i in range(len(self.prompts))]
         try:
             added = await asyncio.gather(
-                *(self._add(one, prompt) for one, prompt in zip(ids, self.prompts, strict=True)),
+                *(self._add(one, prompt) for one, prompt in zip(self._ids, self.prompts, strict=True)),
                 return_exceptions=True,
             )
             for error in added:
@@ -59,12 +59,11 @@ class Job:
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Yield (index of the prompt, output) in order of arrival until all requests are finished."""
-        numbers = {f"{self.name}-{i}": i for i in range(len(self.prompts))}
         try:
             async for output in self._stream:
                 self._count(output)
                 self._check(output)
-                yield numbers[output.request_id], output
+                yield self._ids[output.request_id], output
         except EngineDeadError as error:
             raise self._as_api_error(error) from None
 

@@ -61,23 +61,20 @@ class RequestBody:
 
     Attributes:
         error: why the body could not be read to its end, or None.
+        can_be_sent: whether the body is still available from its beginning.
     """
 
     def __init__(self, request: web.Request, limits: Limits):
         self.request, self.limits = request, limits
         self.error: ApiError | None = None
+        self.can_be_sent = True
         self._kept: list[bytes] = []
         self._size = 0
-        self._ended = self._forgotten = False
+        self._ended = False
         self._deadline = asyncio.get_running_loop().time() + limits.body_timeout
         length = request.content_length
         if length is not None and length > limits.max_body_bytes:
             raise self._too_large()
-
-    @property
-    def can_be_sent(self) -> bool:
-        """Whether the body is still available from its beginning."""
-        return not self._forgotten and self.error is None
 
     def to_send(self) -> tuple[bytes | AsyncIterator[bytes] | None, dict[str, str]]:
         """Return (data for an HTTP client to send, headers that describe the data)."""
@@ -104,7 +101,7 @@ class RequestBody:
             if self._ended:
                 return
             if self._size > MAX_KEPT_BYTES:
-                self._forgotten, self._kept, sent = True, [], 0
+                self.can_be_sent, self._kept, sent = False, [], 0
             try:
                 await self._read()
             except ApiError as error:

@@ -765,5 +765,6 @@ document.addEventListener("keydown", (event) => {
 
 showEngine(matchMedia("(min-width: 56rem)").matches);
 draw();
+focusPrompt();
 start();
 watch();

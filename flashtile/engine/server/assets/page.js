@@ -47,10 +47,7 @@ async function copy(text, button) {
   setTimeout(() => { button.textContent = "Copy"; }, 1500);
 }
 
-function copyButton(text) {
-  const button = quiet("Copy", () => copy(text(), button));
-  return button;
-}
+const copyButton = (text) => quiet("Copy", (event) => copy(text(), event.currentTarget));
 
 // ---- The server ----
 

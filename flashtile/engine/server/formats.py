@@ -424,7 +424,6 @@ class AnswerParser(Reader):
     """Parses the growing text of one answer into fields of a chat message.
 
     Args:
-        formats: the model's formats.
         conversation: tells whether calls and reasoning are looked for.
         prompt: the end of the prompt, which may begin the reasoning.
         structured: whether a structure restricts the answer, so that it calls no tools of its own accord.

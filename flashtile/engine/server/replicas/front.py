@@ -55,10 +55,6 @@ logger = logging.getLogger("flashtile.server")
 class RequestBody:
     """The body of a call, streamed to a replica with at most about ``MAX_KEPT_BYTES`` bytes in memory.
 
-    Args:
-        request: the client's request.
-        limits: limits of the body's size and time.
-
     Attributes:
         error: why the body could not be read to its end, or None.
         can_be_sent: whether the body is still available from its beginning.
@@ -133,7 +129,6 @@ class Front:
     """A proxy in front of the replicas.
 
     Args:
-        replicas: the replicas.
         limits: limits of clients. The front enforces those of connections, bodies, keys and times, and each
             replica enforces the others.
 
@@ -249,10 +244,7 @@ class Front:
                 replica.in_flight -= 1
 
     async def _relay(self, request: web.Request, body: RequestBody, replica: Replica) -> web.StreamResponse:
-        """Pass on a replica's answer.
-
-        Raise one of ``CONNECTION_ERRORS`` if the replica ends or hangs before the first byte.
-        """
+        """Pass on a replica's answer. Raise one of ``CONNECTION_ERRORS`` if none of it has come."""
         assert self._session is not None
         assert replica.url is not None
         # The request target may be a full URL; only its path and query are passed on.

@@ -70,10 +70,7 @@ class Detokenizer:
         return self.text[: max(0, len(self.text) - self.held)]
 
     def _find(self, new: int) -> str | None:
-        """Find the earliest stop text that ends within the last ``new`` characters, and cut the text there.
-
-        Returns the stop text, or None if none was found.
-        """
+        """Cut the text at the earliest stop text that ends in its last ``new`` characters, and return it."""
         begins = len(self.text) - new + 1
         places = [(self.text.find(stop, max(0, begins - len(stop))), stop) for stop in self.stops]
         found = [(at, stop) for at, stop in places if at >= 0]

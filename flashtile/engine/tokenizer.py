@@ -83,10 +83,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
-        """Return the UTF-8 bytes that a token adds to a text, possibly part of a character.
-
-        Empty for unknown tokens.
-        """
+        """Return the UTF-8 bytes that a token adds to a text, maybe part of a character; b"" if unknown."""
 
     def spell(self, token: int) -> str:
         """Return a token as text, or in OpenAI's form ``bytes:\\xe2\\x98`` if it is part of a character."""
@@ -353,10 +350,7 @@ def _checked_message(message: Any) -> dict[str, Any]:
 
 
 def _with_object_arguments(call: Any) -> Any:
-    """Return a tool call whose arguments are an object, as templates expect.
-
-    In OpenAI's interface the arguments are JSON texts.
-    """
+    """Return a tool call whose arguments are an object, from OpenAI's form, in which they are a JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call

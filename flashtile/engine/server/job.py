@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from types import TracebackType
 from typing import Any
 
 from flashtile.engine.async_llm import EngineDeadError, Stream
@@ -51,9 +50,7 @@ class Job:
         self._timer = asyncio.get_running_loop().call_later(timeout, self._expire)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._timer.cancel()
         self._abort()
 

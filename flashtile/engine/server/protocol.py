@@ -127,11 +127,7 @@ def wrong(name: str, allowed: str, value: Any, code: str = "invalid_value") -> A
 
 
 def parse(raw: bytes, defaults: Mapping[str, Any] | None = None) -> Body:
-    """Parse the body of a call. ``defaults`` are those of the result.
-
-    Raises:
-        ApiError: the body is not a JSON object in UTF-8.
-    """
+    """Parse the body of a call. Raise ApiError unless it is a JSON object in UTF-8."""
     try:
         text = raw.decode("utf-8")
         fields = json.loads(text, parse_constant=_refuse_constant)
@@ -179,10 +175,7 @@ class ApiCall:
 
 @dataclass(kw_only=True)
 class CompletionCall(ApiCall):
-    """A call of /v1/completions.
-
-    ``echo`` returns the prompt before the answer, and ``echo_only`` only the prompt.
-    """
+    """A call of /v1/completions. ``echo``: return the prompt before the answer; ``echo_only``: only it."""
 
     prompts: list[str | list[int]]
     echo: bool

@@ -244,7 +244,7 @@ class Front:
                 replica.in_flight -= 1
 
     async def _relay(self, request: web.Request, body: RequestBody, replica: Replica) -> web.StreamResponse:
-        """Pass on a replica's answer. Raise one of ``CONNECTION_ERRORS`` if none of it has come."""
+        """Pass on a replica's answer. Raise one of ``CONNECTION_ERRORS`` if it does not begin."""
         assert self._session is not None
         assert replica.url is not None
         # The request target may be a full URL; only its path and query are passed on.
@@ -276,11 +276,7 @@ class Front:
             return response
 
     async def _call_all(self, request: web.Request) -> dict[int, bytes]:
-        """Pass the call on to every replica that is up. Return the answers by the replicas' numbers.
-
-        Raises:
-            ApiError: no replica answers.
-        """
+        """Return the answers of all replicas by their numbers. Raise ApiError if there are none."""
         self._check_open()
         up = [replica for replica in self.replicas if replica.is_up]
         headers = _end_to_end(request.headers)

@@ -67,10 +67,7 @@ def prompt_of(head: bytes) -> bytes:
 
 
 def _prefixes(prompt: bytes) -> list[bytes]:
-    """Return the hashes of those prefixes of ``prompt`` that consist of whole pieces, the shortest first.
-
-    A piece has ``PIECE`` bytes.
-    """
+    """Return the hashes of those prefixes of ``prompt`` that consist of whole pieces, the shortest first."""
     found, state = [], hashlib.blake2b(digest_size=16)
     for end in range(PIECE, len(prompt) + 1, PIECE):
         state.update(prompt[end - PIECE : end])

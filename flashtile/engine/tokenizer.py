@@ -304,9 +304,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
     """Read tokenizer_config.json, and the special tokens that older folders have in a separate file."""
-    paths = (folder / "special_tokens_map.json", folder / "tokenizer_config.json")
     found: dict[str, Any] = {}
-    for path in paths:
+    for path in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
         found |= read_json(path) if path.is_file() else {}
     return found
 

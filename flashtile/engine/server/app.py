@@ -12,7 +12,6 @@ from typing import Any
 from aiohttp import web
 
 from flashtile.engine.core import Engine
-from flashtile.engine.request import Sequence
 from flashtile.engine.server.answers import chat_completions, completions
 from flashtile.engine.server.errors import ApiError, json_response, refused
 from flashtile.engine.server.listener import Listener
@@ -213,21 +212,20 @@ def _snapshot(engine: Engine) -> dict[str, Any]:
         "generation_tokens": stats.generation_tokens,
         "prefix_hits": stats.prefix_hits,
         "step_tokens": engine.last_schedule.num_tokens,
-        "running": [_described_sequence(engine, one, computed.get(id(one), 0)) for one in shown],
-    }
-
-
-def _described_sequence(engine: Engine, sequence: Sequence, step_tokens: int) -> dict[str, Any]:
-    number = sequence.block_sequence
-    blocks = [] if number is None else engine.scheduler.manager.blocks(number)
-    return {
-        "request_id": sequence.request.request_id,
-        "index": sequence.index,
-        "prompt_tokens": sequence.request.num_prompt,
-        "computed": sequence.num_computed,
-        "tokens": sequence.num_tokens,
-        "step_tokens": step_tokens,
-        "blocks": blocks[:MAX_BLOCKS],
+        "running": [
+            {
+                "request_id": one.request.request_id,
+                "index": one.index,
+                "prompt_tokens": one.request.num_prompt,
+                "computed": one.num_computed,
+                "tokens": one.num_tokens,
+                "step_tokens": computed.get(id(one), 0),
+                "blocks": (
+                    [] if one.block_sequence is None else manager.blocks(one.block_sequence)[:MAX_BLOCKS]
+                ),
+            }
+            for one in shown
+        ],
     }
 
 

@@ -187,15 +187,15 @@ class Reader:
             else:
                 self.at, quoted = found.end(), quoted != (found[0] == '"')
                 depth += (found[0] in "{[") - (found[0] in "}]")
-            closed = found is not None and depth == 0 and not quoted
-            if live and (found is None or closed):
+                if depth or quoted:
+                    continue
+            if live:
                 self.emit("arguments", self.at)
-            if closed or (self.ended and found is None):
-                break
-            if found is None:
-                yield
-        if not closed and not live:
-            raise NotACallError
+            if found is not None or (self.ended and live):
+                return
+            if self.ended:
+                raise NotACallError
+            yield
 
     def call(self, read: Callable[[Reader], Steps[None]], closing: str) -> Steps[bool]:
         """Read calls with ``read``, and then ``closing`` if it follows. Return whether there was a call.

@@ -297,15 +297,15 @@ class Front:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         answers = await self._call_all(request)
+        numbers = [replica.number for replica in self.replicas]
         lines = [
             joined([(number, answer.decode()) for number, answer in answers.items()]),
             "# HELP flashtile:replica_up Whether a replica answers.",
             "# TYPE flashtile:replica_up gauge",
+            *(f'flashtile:replica_up{{replica="{number}"}} {int(number in answers)}' for number in numbers),
+            "",
         ]
-        for number in (replica.number for replica in self.replicas):
-            lines.append(f'flashtile:replica_up{{replica="{number}"}} {int(number in answers)}')
-        text = "\n".join([*lines, ""])
-        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body="\n".join(lines).encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _load(self, request: web.Request) -> web.Response:
         answers = await self._call_all(request)

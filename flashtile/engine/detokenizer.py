@@ -47,10 +47,8 @@ class Detokenizer:
         for token in tokens:
             self.tokens_read += 1
             new = self.stream.step(token)
-            if not new:
-                continue
             self.text += new
-            found = self._find(len(new)) if search else None
+            found = self._find(len(new)) if new and search else None
             if found is not None:
                 return found
         return None
@@ -72,18 +70,13 @@ class Detokenizer:
         return self.text[: max(0, len(self.text) - self.held)]
 
     def _find(self, new: int) -> str | None:
-        """Find the earliest stop text that ends within the last ``new`` characters, and cut the text there.
-
-        Returns the stop text, or None if none was found.
-        """
-        places = []
-        for stop in self.stops:
-            at = self.text.find(stop, max(0, len(self.text) - new - len(stop) + 1))
-            if at >= 0:
-                places.append((at, stop))
-        if not places:
+        """Cut the text at the earliest stop text that ends in its last ``new`` characters, and return it."""
+        begins = len(self.text) - new + 1
+        places = [(self.text.find(stop, max(0, begins - len(stop))), stop) for stop in self.stops]
+        found = [(at, stop) for at, stop in places if at >= 0]
+        if not found:
             return None
-        at, stop = min(places)
+        at, stop = min(found)
         self.text = self.text[: at + len(stop) if self.keep_stop else at]
         self.held = 0
         return stop

@@ -84,8 +84,7 @@ class Account:
         """Pay for the longest text that a method or filter can return.
 
         Args:
-            text: the text to which the method or filter is applied.
-            name: its name.
+            text: the text to which the method or filter ``name`` is applied.
             given: its other arguments.
         """
         self.pay_for_numbers(given)

@@ -83,22 +83,17 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
-        """Return the UTF-8 bytes that a token adds to a text, possibly part of a character.
-
-        Empty for unknown tokens.
-        """
+        """Return the UTF-8 bytes that a token adds to a text, maybe part of a character; b"" if unknown."""
 
     def spell(self, token: int) -> str:
         """Return a token as text, or in OpenAI's form ``bytes:\\xe2\\x98`` if it is part of a character."""
-        found = self._spelt.get(token)
-        if found is None:
+        if token not in self._spelt:
             data = self.token_bytes(token)
             try:
-                found = data.decode()
+                self._spelt[token] = data.decode()
             except UnicodeDecodeError:
-                found = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-            self._spelt[token] = found
-        return found
+                self._spelt[token] = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        return self._spelt[token]
 
     @functools.cached_property
     def _spelt(self) -> dict[int, str]:
@@ -309,9 +304,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
     """Read tokenizer_config.json, and the special tokens that older folders have in a separate file."""
-    paths = (folder / "special_tokens_map.json", folder / "tokenizer_config.json")
     found: dict[str, Any] = {}
-    for path in paths:
+    for path in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
         found |= read_json(path) if path.is_file() else {}
     return found
 
@@ -355,10 +349,7 @@ def _checked_message(message: Any) -> dict[str, Any]:
 
 
 def _with_object_arguments(call: Any) -> Any:
-    """Return a tool call whose arguments are an object, as templates expect.
-
-    In OpenAI's interface the arguments are JSON texts.
-    """
+    """Return a tool call whose arguments are an object, from OpenAI's form, in which they are a JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 
@@ -16,9 +15,9 @@ from flashtile.engine.sampling_params import SamplingParams
 from flashtile.engine.server.errors import ApiError, error_event, internal_error, json_response, to_json
 from flashtile.engine.server.formats import LAST_TOKENS, AnswerParser
 from flashtile.engine.server.job import Job
-from flashtile.engine.server.middlewares import TOKENS
+from flashtile.engine.server.middlewares import TOKENS, hang_up_after
 from flashtile.engine.server.protocol import Body, ChatCall, CompletionCall, read_chat, read_completion
-from flashtile.engine.server.service import Service, TokenizedPrompt
+from flashtile.engine.server.service import Service
 from flashtile.engine.tokenizer import Tokenizer
 
 SLOW_READER = 5.0
@@ -42,21 +41,23 @@ async def chat_completions(request: web.Request, service: Service, body: Body) -
     return await _answer(request, service, call, _ChatCompletions(service, call))
 
 
-class _Writer(Protocol):
+class _Writer:
     """Describes a call's answers in JSON.
 
     Attributes:
+        kind: value of the field ``object``.
         prefix: beginning of the answer's id.
-        kind, kind_of_event: value of the field ``object`` in the body, and in an event.
+        params: the call's sampling parameters, or the defaults for a beam search, which has none of them.
         first: choices that are sent before all others in a stream.
-        counts_answers: True if the client gets generated tokens, False if it gets only its prompt.
     """
 
-    prefix: str
-    kind: str
-    kind_of_event: str
-    first: list[dict[str, Any]]
-    counts_answers: bool
+    kind = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, service: Service, call: CompletionCall | ChatCall):
+        self.service = service
+        self.params = call.params if isinstance(call.params, SamplingParams) else SamplingParams()
+        self.first: list[dict[str, Any]] = []
 
     def choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any] | None:
         """Return the JSON of a choice, or None if there is nothing to tell the client.
@@ -66,32 +67,11 @@ class _Writer(Protocol):
             output: the output of the request for this prompt.
             answer: the element of ``output.outputs`` that the choice describes.
         """
+        raise NotImplementedError
 
     def about_prompt(self, output: RequestOutput) -> dict[str, Any]:
         """Return the fields of the response's body that describe the prompt."""
-
-
-class Usage:
-    """Token counts of a call. ``counts_answers`` is False if the call returns only the prompt."""
-
-    def __init__(self, prompts: Sequence[TokenizedPrompt], counts_answers: bool = True):
-        self.prompt = sum(len(prompt.tokens) for prompt in prompts)
-        self.counts_answers = counts_answers
-        self.cached: dict[int, int] = {}
-        self.completion = 0
-
-    def add(self, prompt: int, output: RequestOutput) -> None:
-        self.cached[prompt] = output.num_cached_tokens
-        if self.counts_answers:
-            self.completion += sum(len(answer.token_ids) for answer in output.outputs)
-
-    def body(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
-        }
+        return {}
 
 
 async def _answer(
@@ -100,28 +80,26 @@ async def _answer(
     prompts = await service.prepare(call)
     service.set_max_tokens(call, prompts)
     name = f"{writer.prefix}-{call.request_id or uuid.uuid4().hex}"
-    kind = writer.kind_of_event if call.stream else writer.kind
-    head = {"id": name, "object": kind, "created": int(time.time()), "model": service.model_name}
-    usage = Usage(prompts, writer.counts_answers)
-    request[TOKENS] = lambda: (usage.prompt, usage.completion)
+    head = {"id": name, "object": writer.kind, "created": int(time.time()), "model": service.model_name}
+    job = Job(service, call, name, prompts)
+    request[TOKENS] = job.counts
     outputs: dict[int, RequestOutput] = {}
-    async with Job(service, call, name, prompts) as job:
+    async with job:
         if call.stream:
-            return await _stream(request, job, usage, head, writer)
+            return await _stream(request, job, head, writer)
         async for prompt, output in job:
             outputs[prompt] = output
-            usage.add(prompt, output)
     choices = [
         writer.choice(prompt, output, answer)
         for prompt, output in sorted(outputs.items())
         for answer in output.outputs
     ]
     about = writer.about_prompt(outputs[0])
-    return json_response({**head, "choices": choices, "usage": usage.body(), **about})
+    return json_response({**head, "choices": choices, "usage": job.usage(), **about})
 
 
 async def _stream(
-    request: web.Request, job: Job, usage: Usage, head: dict[str, Any], writer: _Writer
+    request: web.Request, job: Job, head: dict[str, Any], writer: _Writer
 ) -> web.StreamResponse:
     """Stream a call's outputs as server-sent events: the writer's choices, usage, and ``[DONE]``.
 
@@ -133,35 +111,30 @@ async def _stream(
     )
     call, opening = job.call, to_json(head)[:-1]
 
-    async def send(choices: list[dict[str, Any]], show_usage: bool) -> None:
-        used = ""
-        if call.include_usage:
-            used = f',"usage":{to_json(usage.body()) if show_usage else "null"}'
+    async def send(choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> None:
+        used = f',"usage":{to_json(usage)}' if call.include_usage else ""
         await response.write(f'data: {opening},"choices":{to_json(choices)}{used}}}\n\n'.encode())
 
     await response.prepare(request)
-    patience = job.service.limits.request_timeout + SLOW_READER
-    assert request.transport is not None
-    hang_up = asyncio.get_running_loop().call_later(patience, request.transport.abort)
+    first, usage = writer.first, job.usage() if call.continuous_usage else None
     ended: set[tuple[int, int]] = set()
-    try:
+    with hang_up_after(request, job.service.limits.request_timeout + SLOW_READER):
         try:
-            first = list(writer.first)
             async for prompt, output in job:
-                while first:
-                    await send([first.pop(0)], call.continuous_usage)
-                usage.add(prompt, output)
+                for choice in first:
+                    await send([choice], usage)
+                first, usage = [], job.usage() if call.continuous_usage else None
                 for answer in output.outputs:
                     key = prompt, answer.index
                     if key in ended or not (answer.token_ids or answer.text or answer.finished):
                         continue
                     if answer.finished:
                         ended.add(key)
-                    choice = writer.choice(prompt, output, answer)
-                    if choice is not None:
-                        await send([choice], call.continuous_usage)
+                    found = writer.choice(prompt, output, answer)
+                    if found is not None:
+                        await send([found], usage)
             if call.include_usage:
-                await send([], True)
+                await send([], job.usage())
         except ConnectionError:
             raise
         except Exception as error:
@@ -171,25 +144,20 @@ async def _stream(
             await response.write(error_event(error))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
-    finally:
-        hang_up.cancel()
     return response
 
 
-class _Completions:
+class _Completions(_Writer):
     """Writer of /v1/completions."""
 
-    prefix, kind, kind_of_event = "cmpl", "text_completion", "text_completion"
-
     def __init__(self, service: Service, call: CompletionCall):
-        self.service, self.call = service, call
-        self.first: list[dict[str, Any]] = []
-        self.counts_answers = not call.echo_only
+        super().__init__(service, call)
+        self.call = call
         self._offsets: dict[int, _TextOffset] = {}
 
     def choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
-        call = self.call
-        width = getattr(call.params, "n", None) or len(output.outputs)
+        call, params = self.call, self.params
+        width = params.n if params is call.params else len(output.outputs)
         index = prompt * width + answer.index
         is_first, tokenizer = index not in self._offsets, self.service.engine.tokenizer
         text, tokens, reason, stop = answer.text, answer.token_ids, answer.finish_reason, answer.stop_reason
@@ -199,30 +167,29 @@ class _Completions:
             reason, stop = ("length", None) if reason is not None else (None, None)
         echoed = self._prompt_text(output) if call.echo and is_first else ""
         if is_first:
-            skip = getattr(call.params, "skip_special_tokens", True)
-            self._offsets[index] = _TextOffset(tokenizer, len(echoed), output.prompt_token_ids, skip)
-        offsets = self._offsets[index].read(tokens) if call.logprobs is not None else []
+            self._offsets[index] = _TextOffset(
+                tokenizer, len(echoed), output.prompt_token_ids, params.skip_special_tokens
+            )
+        offsets = self._offsets[index].read(tokens) if params.logprobs is not None else []
         if call.echo and is_first:
             text = echoed + text
             tokens = output.prompt_token_ids + tokens
             entries = (output.prompt_logprobs or [None]) + entries
-            of_prompt = _TextOffset(tokenizer, 0, [], output.prompt is not None)
-            offsets = (of_prompt.read(output.prompt_token_ids) if call.logprobs is not None else []) + offsets
+            if params.logprobs is not None:
+                of_prompt = _TextOffset(tokenizer, 0, [], output.prompt is not None)
+                offsets = of_prompt.read(output.prompt_token_ids) + offsets
         logprobs = None
-        if call.logprobs is not None:
-            logprobs = logprobs_body(tokens, entries, call.logprobs, offsets, self.service)
+        if params.logprobs is not None:
+            logprobs = logprobs_body(tokens, entries, params.logprobs, offsets, self.service)
         choice: dict[str, Any] = {
             "index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, "stop_reason": stop
         }  # fmt: skip
-        if is_first and call.prompt_logprobs is not None:
+        if is_first and params.prompt_logprobs is not None:
             choice["prompt_logprobs"] = _prompt_logprobs(output)
         if call.return_token_ids:
             choice["token_ids"] = [] if call.echo_only else answer.token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids if is_first else None
         return choice
-
-    def about_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        return {}  # each choice describes its own prompt
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None:
@@ -254,23 +221,24 @@ class _TextOffset:
         return found
 
 
-class _ChatCompletions:
+class _ChatCompletions(_Writer):
     """Writer of /v1/chat/completions."""
 
-    prefix, kind, kind_of_event = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    counts_answers = True
+    prefix = "chatcmpl"
 
     def __init__(self, service: Service, call: ChatCall):
-        self.service, self.call = service, call
+        super().__init__(service, call)
+        self.call = call
+        self.kind = "chat.completion.chunk" if call.stream else "chat.completion"
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        self.first = [{"index": i, **role} for i in range(getattr(call.params, "n", 1))]
+        self.first = [{"index": i, **role} for i in range(self.params.n)]
         self._parsers: dict[int, AnswerParser] = {}
-        conversation, params = call.conversation, call.params
+        conversation = call.conversation
         apart = conversation.separate_reasoning and service.formats.reasoning is not None
-        self._structured = isinstance(params, SamplingParams) and params.structured_outputs is not None
+        self._structured = self.params.structured_outputs is not None
         self._parses = bool(conversation.forced) or apart or (conversation.calls and not self._structured)
-        if self._parses and isinstance(params, SamplingParams):
-            params.skip_special_tokens = False  # the formats' markers may be special tokens
+        if self._parses:
+            self.params.skip_special_tokens = False  # the formats' markers may be special tokens
 
     def choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any] | None:
         call, reason = self.call, answer.finish_reason
@@ -278,7 +246,7 @@ class _ChatCompletions:
         if self._parses:
             fields, called = self._parsed(output, answer)
             reason = "tool_calls" if called and reason == "stop" else reason
-            shows_tokens = call.logprobs is not None or call.return_token_ids
+            shows_tokens = self.params.logprobs is not None or call.return_token_ids
             if call.stream and not fields and not answer.finished and not shows_tokens:
                 return None
         choice: dict[str, Any] = {
@@ -288,7 +256,7 @@ class _ChatCompletions:
             "finish_reason": reason,
             "stop_reason": answer.stop_reason,
         }
-        if call.logprobs is not None:
+        if self.params.logprobs is not None:
             entries = zip(answer.token_ids, answer.logprobs or [], strict=True)
             choice["logprobs"] = {"content": [self._position(token, entry) for token, entry in entries]}
         if call.return_token_ids:
@@ -311,7 +279,7 @@ class _ChatCompletions:
 
     def about_prompt(self, output: RequestOutput) -> dict[str, Any]:
         about: dict[str, Any] = {}
-        if self.call.prompt_logprobs is not None:
+        if self.params.prompt_logprobs is not None:
             about["prompt_logprobs"] = _prompt_logprobs(output)
         if self.call.return_token_ids:
             about["prompt_token_ids"] = output.prompt_token_ids
@@ -320,7 +288,8 @@ class _ChatCompletions:
     def _position(self, token: int, entry: TokenLogprobs) -> dict[str, Any]:
         """Describe the token at a position, and the likeliest tokens at this position."""
         likeliest = sorted(entry.items(), key=lambda item: item[1].rank)
-        top = [self._token(other, one) for other, one in likeliest if one.rank <= (self.call.logprobs or 0)]
+        most = self.params.logprobs or 0
+        top = [self._token(other, one) for other, one in likeliest if one.rank <= most]
         return {**self._token(token, entry[token]), "top_logprobs": top}
 
     def _token(self, token: int, one: Logprob) -> dict[str, Any]:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import cache, partial
 from importlib import metadata
 from importlib.resources import files
 from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from flashtile.engine.core import Engine
-from flashtile.engine.request import Sequence
 from flashtile.engine.server.answers import chat_completions, completions
 from flashtile.engine.server.errors import ApiError, json_response, refused
 from flashtile.engine.server.listener import Listener
 from flashtile.engine.server.metrics import CONTENT_TYPE
 from flashtile.engine.server.middlewares import add_middlewares, check_content_type, request_key
-from flashtile.engine.server.protocol import Body, parse, read_detokenize, read_tokenize
+from flashtile.engine.server.protocol import Body, parse, read_detokenize, read_tokenize, wrong
 from flashtile.engine.server.service import Service
 from flashtile.files import DESIGN
 
@@ -42,77 +41,65 @@ MAX_BLOCKS = 4096
 
 def make_app(service: Service, listener: Listener) -> web.Application:
     """Make the application. The caller runs it, and shuts down the service's engine afterwards."""
-    limits = service.limits
-    app = web.Application(client_max_size=limits.max_body_bytes)
-    add_middlewares(app, listener, limits)
+    app = web.Application(client_max_size=service.limits.max_body_bytes)
+    add_middlewares(app, listener, service.limits)
     app.on_response_prepare.append(_name_ignored)
-    get, post = app.router.add_get, app.router.add_post
 
-    def bind(handler: Callable[[web.Request, Service], Awaitable[web.StreamResponse]]) -> Handler:
-        async def bound(request: web.Request) -> web.StreamResponse:
-            return await handler(request, service)
+    def get(path: str, answer: Callable[[Service, web.Request], Awaitable[web.StreamResponse]]) -> None:
+        app.router.add_get(path, partial(answer, service))
 
-        return bound
+    def post(path: str, answer: Call) -> None:
+        app.router.add_post(path, partial(_call, service, answer))
 
-    post("/v1/completions", _call(service, completions))
-    post("/v1/chat/completions", _call(service, chat_completions))
-    post("/tokenize", _call(service, _tokenize))
-    post("/detokenize", _call(service, _detokenize))
-    post("/reset_prefix_cache", bind(_reset_prefix_cache))
-    get("/v1/models", bind(_models))
-    get("/v1/models/{name:.+}", bind(_model))
-    get("/health", bind(_health))
+    post("/v1/completions", completions)
+    post("/v1/chat/completions", chat_completions)
+    post("/tokenize", _tokenize)
+    post("/detokenize", _detokenize)
+    app.router.add_post("/reset_prefix_cache", partial(_reset_prefix_cache, service))
+    get("/v1/models", _models)
+    get("/v1/models/{name:.+}", _model)
+    get("/health", _health)
     get("/version", _version)
-    get("/load", bind(_load))
-    get("/metrics", bind(_metrics))
-    get("/live", bind(_live))
-    page = _page()
-
-    async def show_page(request: web.Request) -> web.Response:
-        return web.Response(text=page, content_type="text/html", headers={"Content-Security-Policy": POLICY})
-
-    get("/", show_page)
+    get("/load", _load)
+    get("/metrics", _metrics)
+    get("/live", _live)
+    get("/", _page)
     return app
 
 
-def _call(service: Service, answer: Call) -> Handler:
-    """Return a POST handler that counts the call, reads its body within a time limit and checks its model."""
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        limits = service.limits
-        service.check_open()
-        if service.in_flight >= service.max_calls:
-            raise ApiError(
-                f"the server answers at most {service.max_calls} calls at a time: try again later",
-                status=429, code="rate_limit_exceeded",
-            )  # fmt: skip
-        coded = "Content-Encoding" in request.headers or request.content_length is None
-        size = limits.max_body_bytes if coded else min(request.content_length or 0, limits.max_body_bytes)
-        if service.body_bytes and service.body_bytes + size > limits.max_total_body_bytes:
-            raise ApiError(
-                f"all bodies together have at most {limits.max_total_body_bytes} bytes: try again later",
-                status=429, code="rate_limit_exceeded",
-            )  # fmt: skip
-        service.in_flight += 1
-        service.body_bytes += size
+async def _call(service: Service, answer: Call, request: web.Request) -> web.StreamResponse:
+    """Answer a POST: count the call, read its body within a time limit and check its model."""
+    limits = service.limits
+    service.check_open()
+    if service.in_flight >= service.max_calls:
+        raise ApiError(
+            f"the server answers at most {service.max_calls} calls at a time: try again later",
+            status=429, code="rate_limit_exceeded",
+        )  # fmt: skip
+    coded = "Content-Encoding" in request.headers or request.content_length is None
+    size = limits.max_body_bytes if coded else min(request.content_length or 0, limits.max_body_bytes)
+    if service.body_bytes and service.body_bytes + size > limits.max_total_body_bytes:
+        raise ApiError(
+            f"all bodies together have at most {limits.max_total_body_bytes} bytes: try again later",
+            status=429, code="rate_limit_exceeded",
+        )  # fmt: skip
+    service.in_flight += 1
+    service.body_bytes += size
+    try:
+        check_content_type(request)
         try:
-            check_content_type(request)
-            try:
-                raw = await asyncio.wait_for(request.read(), limits.body_timeout)
-            except asyncio.TimeoutError:
-                raise ApiError(
-                    f"the body took longer than {limits.body_timeout:g} s", status=408, code="timeout"
-                ) from None
-            service.body_bytes += len(raw) - size
-            size = len(raw)
-            body = request[BODY] = parse(raw, service.sampling_defaults)
-            service.check_model(body.take("model"))
-            return await answer(request, service, body)
-        finally:
-            service.in_flight -= 1
-            service.body_bytes -= size
-
-    return handle
+            raw = await asyncio.wait_for(request.read(), limits.body_timeout)
+        except asyncio.TimeoutError:
+            text = f"the body took longer than {limits.body_timeout:g} s"
+            raise ApiError(text, status=408, code="timeout") from None
+        service.body_bytes += len(raw) - size
+        size = len(raw)
+        body = request[BODY] = parse(raw, service.sampling_defaults)
+        service.check_model(body.take("model"))
+        return await answer(request, service, body)
+    finally:
+        service.in_flight -= 1
+        service.body_bytes -= size
 
 
 async def _name_ignored(request: web.Request, response: web.StreamResponse) -> None:
@@ -123,16 +110,15 @@ async def _name_ignored(request: web.Request, response: web.StreamResponse) -> N
 
 
 async def _tokenize(request: web.Request, service: Service, body: Body) -> web.Response:
-    call, tokenizer = read_tokenize(body), service.tokenizer
+    given, add_special_tokens, return_token_strs = read_tokenize(body)
+    tokenizer = service.tokenizer
 
     def work() -> web.Response:
-        param = "prompt" if call.conversation is None else "messages"
-        text = call.prompt if call.conversation is None else service.render(call.conversation)
-        assert text is not None
+        param, text = ("prompt", given) if isinstance(given, str) else ("messages", service.render(given))
         service.check_length(param, text, service.engine.max_model_len)
-        tokens = tokenizer.encode(text, call.add_special_tokens)
+        tokens = tokenizer.encode(text, add_special_tokens)
         answer = {"count": len(tokens), "max_model_len": service.engine.max_model_len, "tokens": tokens}
-        if call.return_token_strs:
+        if return_token_strs:
             answer["token_strs"] = [tokenizer.decode([token], False) for token in tokens]
         return json_response(answer)
 
@@ -140,12 +126,11 @@ async def _tokenize(request: web.Request, service: Service, body: Body) -> web.R
 
 
 async def _detokenize(request: web.Request, service: Service, body: Body) -> web.Response:
-    tokens, most = read_detokenize(body), service.tokenizer.vocab_size
-    if len(tokens) > service.engine.max_model_len:
-        text = f"tokens must be at most {service.engine.max_model_len} tokens, got {len(tokens)}"
-        raise ApiError(text, "tokens", code="context_length_exceeded")
-    if tokens and max(tokens) >= most:
-        raise ApiError(f"tokens must be below {most}, got {max(tokens)}", "tokens", code="invalid_value")
+    tokens, longest = read_detokenize(body), service.engine.max_model_len
+    if len(tokens) > longest:
+        raise wrong("tokens", f"at most {longest} tokens", len(tokens), code="context_length_exceeded")
+    if tokens and max(tokens) >= service.tokenizer.vocab_size:
+        raise wrong("tokens", f"below {service.tokenizer.vocab_size}", max(tokens))
     try:
         text = await asyncio.to_thread(service.tokenizer.decode, tokens, False)
         return json_response({"prompt": text})
@@ -153,7 +138,7 @@ async def _detokenize(request: web.Request, service: Service, body: Body) -> web
         raise refused(error, (), "tokens") from None
 
 
-async def _reset_prefix_cache(request: web.Request, service: Service) -> web.Response:
+async def _reset_prefix_cache(service: Service, request: web.Request) -> web.Response:
     check_content_type(request)
     count = await service.asynchronous.call(lambda engine: engine.reset_prefix_cache())
     return json_response({"blocks": count})
@@ -166,37 +151,37 @@ def _described(service: Service) -> dict[str, object]:
     }  # fmt: skip
 
 
-async def _models(request: web.Request, service: Service) -> web.Response:
+async def _models(service: Service, request: web.Request) -> web.Response:
     return json_response({"object": "list", "data": [_described(service)]})
 
 
-async def _model(request: web.Request, service: Service) -> web.Response:
+async def _model(service: Service, request: web.Request) -> web.Response:
     service.check_model(request.match_info["name"])
     return json_response(_described(service))
 
 
-async def _health(request: web.Request, service: Service) -> web.Response:
+async def _health(service: Service, request: web.Request) -> web.Response:
     service.check_open()
     if not service.asynchronous.is_alive:
         raise ApiError("the engine takes no requests", status=503, code="engine_dead")
     return json_response({"status": "ok"})
 
 
-async def _version(request: web.Request) -> web.Response:
+async def _version(service: Service, request: web.Request) -> web.Response:
     return json_response({"version": metadata.version("flashtile")})
 
 
-async def _load(request: web.Request, service: Service) -> web.Response:
+async def _load(service: Service, request: web.Request) -> web.Response:
     return json_response({"server_load": service.in_flight})
 
 
-async def _metrics(request: web.Request, service: Service) -> web.Response:
+async def _metrics(service: Service, request: web.Request) -> web.Response:
     # Counters read during a step may mix two steps. Waiting for the end of the step would be worse.
     text = service.metrics.text(service.engine.stats())
     return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
 
-async def _live(request: web.Request, service: Service) -> web.Response:
+async def _live(service: Service, request: web.Request) -> web.Response:
     return json_response({"server": service.id, **await service.asynchronous.call(_snapshot)})
 
 
@@ -227,25 +212,29 @@ def _snapshot(engine: Engine) -> dict[str, Any]:
         "generation_tokens": stats.generation_tokens,
         "prefix_hits": stats.prefix_hits,
         "step_tokens": engine.last_schedule.num_tokens,
-        "running": [_described_sequence(engine, one, computed.get(id(one), 0)) for one in shown],
+        "running": [
+            {
+                "request_id": one.request.request_id,
+                "index": one.index,
+                "prompt_tokens": one.request.num_prompt,
+                "computed": one.num_computed,
+                "tokens": one.num_tokens,
+                "step_tokens": computed.get(id(one), 0),
+                "blocks": (
+                    [] if one.block_sequence is None else manager.blocks(one.block_sequence)[:MAX_BLOCKS]
+                ),
+            }
+            for one in shown
+        ],
     }
 
 
-def _described_sequence(engine: Engine, sequence: Sequence, step_tokens: int) -> dict[str, Any]:
-    number = sequence.block_sequence
-    blocks = [] if number is None else engine.scheduler.manager.blocks(number)
-    return {
-        "request_id": sequence.request.request_id,
-        "index": sequence.index,
-        "prompt_tokens": sequence.request.num_prompt,
-        "computed": sequence.num_computed,
-        "tokens": sequence.num_tokens,
-        "step_tokens": step_tokens,
-        "blocks": blocks[:MAX_BLOCKS],
-    }
+async def _page(service: Service, request: web.Request) -> web.Response:
+    return web.Response(text=_html(), content_type="text/html", headers={"Content-Security-Policy": POLICY})
 
 
-def _page() -> str:
+@cache
+def _html() -> str:
     """Return the server's web page (route ``/``) with its styles and its script, as one HTML file."""
     page = (ASSETS / "page.html").read_text("utf-8")
     for path in (DESIGN, ASSETS / "page.css", ASSETS / "page.js"):

@@ -14,9 +14,7 @@ class ApiError(Exception):
     """An error that a client gets instead of an answer.
 
     Args:
-        message: one sentence.
         param: the invalid field, if the error is about one.
-        status: HTTP status.
         code: identifier of the error for programs.
     """
 

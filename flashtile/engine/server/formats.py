@@ -37,28 +37,43 @@ class NotACallError(Exception):
 
 
 class Reader:
-    """The text of an answer as it arrives, and the parts found in it.
+    """The text of an answer as it arrives, and what was found in it.
 
     Attributes:
         text: the text that was neither reported nor dropped yet.
         at: position in ``text`` of the next character to read.
         ended: whether no more text follows.
-        parts: the reported pieces, each (kind, text), that were not sent to the client yet. Kinds are
-            "reasoning", "content", "name" (a new call) and "arguments" (of the last call).
-        calls: number of calls found.
+        fields: what was reported and not sent to the client yet, in the form of a stream's delta.
+        found, calls: number of calls found, and of calls reported.
         max_calls: maximum number of calls that are reported. None: no limit.
     """
 
     def __init__(self, max_calls: int | None = None):
         self.text, self.at, self.ended = "", 0, False
-        self.parts: list[tuple[str, str]] = []
-        self.calls, self.max_calls = 0, max_calls
+        self.fields: dict[str, Any] = {}
+        self.found, self.calls, self.max_calls = 0, 0, max_calls
 
     def report(self, kind: str, text: str) -> None:
-        self.calls += kind == "name"
-        hidden = kind in ("name", "arguments") and self.max_calls is not None and self.calls > self.max_calls
-        if text and not hidden:
-            self.parts.append((kind, text))
+        """Report a piece of text: "reasoning", "content", "name" (a new call) or "arguments" (of the last).
+
+        The ids of calls are 9 letters and digits, because templates of Mistral allow no others.
+        """
+        self.found += kind == "name"
+        if not text:
+            return
+        if kind in ("content", "reasoning"):
+            for name in ("content",) if kind == "content" else ("reasoning", "reasoning_content"):
+                self.fields[name] = self.fields.get(name, "") + text
+        elif self.max_calls is None or self.found <= self.max_calls:
+            calls = self.fields.setdefault("tool_calls", [])
+            if kind == "name":
+                new = {"index": self.calls, "id": uuid.uuid4().hex[:9], "type": "function"}
+                calls.append({**new, "function": {"name": text, "arguments": ""}})
+                self.calls += 1
+                return
+            if not calls:
+                calls.append({"index": self.calls - 1, "function": {"arguments": ""}})
+            calls[-1]["function"]["arguments"] += text
 
     def emit(self, kind: str, end: int) -> None:
         """Report the first ``end`` characters of the text."""
@@ -172,15 +187,15 @@ class Reader:
             else:
                 self.at, quoted = found.end(), quoted != (found[0] == '"')
                 depth += (found[0] in "{[") - (found[0] in "}]")
-            closed = found is not None and depth == 0 and not quoted
-            if live and (found is None or closed):
+                if depth or quoted:
+                    continue
+            if live:
                 self.emit("arguments", self.at)
-            if closed or (self.ended and found is None):
-                break
-            if found is None:
-                yield
-        if not closed and not live:
-            raise NotACallError
+            if found is not None or (self.ended and live):
+                return
+            if self.ended:
+                raise NotACallError
+            yield
 
     def call(self, read: Callable[[Reader], Steps[None]], closing: str) -> Steps[bool]:
         """Read calls with ``read``, and then ``closing`` if it follows. Return whether there was a call.
@@ -189,11 +204,11 @@ class Reader:
         longer than ``MAX_REREAD``. Otherwise many markers of calls could cause the whole text to be read for
         each of them.
         """
-        before, calls = self.at, self.calls
+        before, found = self.at, self.found
         try:
             yield from read(self)
         except NotACallError:
-            called = self.calls > calls
+            called = self.found > found
             before = 0 if called else before  # the text before the failure was dropped with the last call
             self.emit("content", before if self.at - before <= MAX_REREAD else self.at)
             if not called:
@@ -351,8 +366,10 @@ REASONING_MARKERS = {"<|channel|>": "openai_gptoss", "<think>": "qwen3", "</thin
 """Parsers by texts in chat templates. The first text that a template contains decides."""
 
 
-def _guess(template: str, markers: Mapping[str, str | None]) -> str | None:
-    return next((parser for marker, parser in markers.items() if marker in template), None)
+def _resolved(name: str | None, template: str, markers: Mapping[str, str | None]) -> str | None:
+    if name == "auto":
+        return next((parser for marker, parser in markers.items() if marker in template), None)
+    return None if name == "none" else name
 
 
 @dataclass(frozen=True)
@@ -370,9 +387,9 @@ class Formats:
     def of_model(self, templates: Mapping[str, str]) -> Formats:
         """Replace "auto" by the formats that the model's chat templates show, and "none" by None."""
         text = "".join(templates.values())
-        tools = _guess(text, TOOL_MARKERS) if self.tools == "auto" else self.tools
-        reasoning = _guess(text, REASONING_MARKERS) if self.reasoning == "auto" else self.reasoning
-        return Formats(None if tools == "none" else tools, None if reasoning == "none" else reasoning)
+        return Formats(
+            _resolved(self.tools, text, TOOL_MARKERS), _resolved(self.reasoning, text, REASONING_MARKERS)
+        )
 
     @property
     def are_harmony(self) -> bool:
@@ -403,61 +420,37 @@ def check_parsers(tools: str, reasoning: str) -> Formats:
     return Formats(tools, reasoning)
 
 
-class AnswerParser:
+class AnswerParser(Reader):
     """Parses the growing text of one answer into fields of a chat message.
 
     Args:
-        formats: the model's formats.
         conversation: tells whether calls and reasoning are looked for.
         prompt: the end of the prompt, which may begin the reasoning.
         structured: whether a structure restricts the answer, so that it calls no tools of its own accord.
-
-    Attributes:
-        calls: number of calls found so far.
     """
 
     def __init__(self, formats: Formats, conversation: Conversation, prompt: str, structured: bool = False):
-        self.reader = Reader(conversation.max_calls)
+        super().__init__(conversation.max_calls)
         calls = conversation.calls and not structured
         self._steps = self._parse(formats, conversation, calls, formats.reasoning_form(prompt) == "begun")
-        self.calls = 0
 
     def _parse(self, formats: Formats, conversation: Conversation, calls: bool, begun: bool) -> Steps[None]:
-        reader, is_forced = self.reader, bool(conversation.forced)
+        is_forced = bool(conversation.forced)
         if formats.are_harmony:
-            yield from harmony(reader, calls, conversation.separate_reasoning, is_forced)
+            yield from harmony(self, calls, conversation.separate_reasoning, is_forced)
             return
         if conversation.separate_reasoning and formats.reasoning:
-            yield from think(reader, begun)
+            yield from think(self, begun)
         if is_forced:
-            yield from forced(reader)
+            yield from forced(self)
         elif calls and formats.tools:
-            yield from TOOL_PARSERS[formats.tools](reader)
-        yield from reader.copy("content")
+            yield from TOOL_PARSERS[formats.tools](self)
+        yield from self.copy("content")
 
     def feed(self, text: str, ended: bool) -> dict[str, Any]:
-        """Append text and return the new fields in the form of a stream's delta.
-
-        The ids of calls are 9 letters and digits, because templates of Mistral allow no others.
-        """
-        reader = self.reader
-        fields: dict[str, Any] = {}
-        reader.text += text
-        reader.ended = ended
+        """Append text and return the new fields in the form of a stream's delta."""
+        self.text += text
+        self.ended = ended
         next(self._steps, None)
-        parts, reader.parts = reader.parts, []
-        for kind, piece in parts:
-            if kind == "name":
-                call = {"index": self.calls, "id": uuid.uuid4().hex[:9], "type": "function"}
-                call["function"] = {"name": piece, "arguments": ""}
-                fields.setdefault("tool_calls", []).append(call)
-                self.calls += 1
-            elif kind == "arguments":
-                calls = fields.setdefault("tool_calls", [])
-                if not calls or calls[-1]["index"] != self.calls - 1:
-                    calls.append({"index": self.calls - 1, "function": {"arguments": ""}})
-                calls[-1]["function"]["arguments"] += piece
-            else:
-                for name in ("content",) if kind == "content" else ("reasoning", "reasoning_content"):
-                    fields[name] = fields.get(name, "") + piece
+        fields, self.fields = self.fields, {}
         return fields

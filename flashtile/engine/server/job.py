@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from types import TracebackType
+from typing import Any
 
 from flashtile.engine.async_llm import EngineDeadError, Stream
 from flashtile.engine.outputs import RequestOutput
 from flashtile.engine.runner import NO_TOKEN
 from flashtile.engine.server.errors import ApiError, refused
-from flashtile.engine.server.protocol import ApiCall
+from flashtile.engine.server.protocol import ApiCall, CompletionCall
 from flashtile.engine.server.service import Service, TokenizedPrompt
 
 
@@ -27,16 +27,17 @@ class Job:
 
     def __init__(self, service: Service, call: ApiCall, name: str, prompts: Sequence[TokenizedPrompt]):
         self.service, self.call, self.name, self.prompts = service, call, name, prompts
+        self._ids = {f"{name}-{i}": i for i in range(len(prompts))}
         self._stream = Stream(asyncio.get_running_loop())
         self._expired = False
         self._generated: dict[str, int] = {}
+        self._cached: dict[str, int] = {}
         self._last: dict[str, float] = {}
 
     async def __aenter__(self) -> Job:
-        ids = [f"{self.name}-{i}" for i in range(len(self.prompts))]
         try:
             added = await asyncio.gather(
-                *(self._add(one, prompt) for one, prompt in zip(ids, self.prompts, strict=True)),
+                *(self._add(one, prompt) for one, prompt in zip(self._ids, self.prompts, strict=True)),
                 return_exceptions=True,
             )
             for error in added:
@@ -49,22 +50,35 @@ class Job:
         self._timer = asyncio.get_running_loop().call_later(timeout, self._expire)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._timer.cancel()
         self._abort()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Yield (index of the prompt, output) in order of arrival until all requests are finished."""
-        numbers = {f"{self.name}-{i}": i for i in range(len(self.prompts))}
         try:
             async for output in self._stream:
                 self._count(output)
                 self._check(output)
-                yield numbers[output.request_id], output
+                yield self._ids[output.request_id], output
         except EngineDeadError as error:
             raise self._as_api_error(error) from None
+
+    def counts(self) -> tuple[int, int]:
+        """Return the numbers of the prompts' tokens and of the generated tokens that the client gets."""
+        echo_only = isinstance(self.call, CompletionCall) and self.call.echo_only
+        prompt = sum(len(prompt.tokens) for prompt in self.prompts)
+        return prompt, 0 if echo_only else sum(self._generated.values())
+
+    def usage(self) -> dict[str, Any]:
+        """Return token counts in OpenAI's form."""
+        prompt, generated = self.counts()
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }
 
     async def _add(self, request_id: str, prompt: TokenizedPrompt) -> None:
         call = self.call
@@ -78,6 +92,7 @@ class Job:
         new, one = sum(len(answer.token_ids) for answer in output.outputs), output.request_id
         metrics = self.service.metrics
         self._generated[one] = self._generated.get(one, 0) + new
+        self._cached[one] = output.num_cached_tokens
         if self.call.stream:
             now = time.monotonic()
             if one in self._last and new:

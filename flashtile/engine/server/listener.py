@@ -205,10 +205,7 @@ class Listener:
         return len(self._idle) + len(self._answering) + len(self._handshakes)
 
     def _close_longest_idle(self) -> bool:
-        """Close the oldest connection without TLS's handshake, or the one that has been idle longest.
-
-        Return False if there is none.
-        """
+        """Close the oldest handshake of TLS, or else the longest idle connection. False: there is none."""
         for task in self._handshakes:
             self._handshakes.pop(task)
             task.cancel()
@@ -263,10 +260,7 @@ def tls_context(certfile: Path | None, keyfile: Path | None, ca_certs: Path | No
 
 
 def allowed_connections(wanted: int, files_each: int = 1) -> int:
-    """Return how many connections the limit of open files allows, at most ``wanted``.
-
-    A soft limit that is too low is raised up to the hard limit.
-    """
+    """Return how many connections open files allow, at most ``wanted``. A low soft limit is raised."""
     used = len(os.listdir("/dev/fd")) + SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = used + wanted * files_each

@@ -16,6 +16,32 @@ TOKENS = tuple(float(2**power) for power in range(0, 18))
 
 REASONS = ("stop", "length", "abort", "error")
 
+ENGINE = {
+    "num_requests_running": ("gauge", "Sequences that have memory.", "running"),
+    "num_requests_waiting": ("gauge", "Sequences that wait for memory.", "waiting"),
+    "kv_cache_usage_perc": ("gauge", "Share of the blocks in use, from 0 to 1.", "cache_usage"),
+    "num_preemptions_total": ("counter", "Sequences that lost their memory for a while.", "num_preemptions"),
+    "prompt_tokens_total": ("counter", "Tokens of prompts that were computed.", "prompt_tokens"),
+    "generation_tokens_total": ("counter", "Tokens of answers.", "generation_tokens"),
+    "prefix_cache_queries_total": ("counter", "Prompt tokens looked up in the cache.", "prefix_queries"),
+    "prefix_cache_hits_total": ("counter", "Prompt tokens found in the prefix cache.", "prefix_hits"),
+}
+"""Kind, help text and field of EngineStats of each of the engine's metrics."""
+
+HISTOGRAMS = {
+    "time_to_first_token_seconds": "From the arrival of a request to its first token.",
+    "inter_token_latency_seconds": "Time between two tokens; without streaming, an answer's mean.",
+    "request_time_per_output_token_seconds": "Mean time per token of a request after its first.",
+    "e2e_request_latency_seconds": "From the arrival of a request to its end.",
+    "request_queue_time_seconds": "From the arrival of a request to the first step that computes it.",
+    "request_prefill_time_seconds": "From the first step of a request to its first token.",
+    "request_decode_time_seconds": "From the first token of a request to its end.",
+    "iteration_tokens_total": "Tokens that a step of the engine computes.",
+    "request_prompt_tokens": "Tokens of a prompt.",
+    "request_generation_tokens": "Tokens of all answers of a request.",
+}
+"""Help texts of the histograms, of seconds or of tokens."""
+
 
 class Histogram:
     """Counts of values by upper bound. One thread may observe while others read."""
@@ -34,33 +60,20 @@ class Metrics:
     """Counters and histograms of a server.
 
     Attributes:
-        histograms: (help text, histogram) by name without the prefix ``vllm:``.
+        histograms: by name without the prefix ``vllm:``.
         finished: number of requests by finish reason.
     """
 
     def __init__(self, model_name: str):
         escaped = model_name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         self.label = f'model_name="{escaped}"'
-        seconds = {
-            "time_to_first_token_seconds": "From the arrival of a request to its first token.",
-            "inter_token_latency_seconds": "Time between two tokens; without streaming, an answer's mean.",
-            "request_time_per_output_token_seconds": "Mean time per token of a request after its first.",
-            "e2e_request_latency_seconds": "From the arrival of a request to its end.",
-            "request_queue_time_seconds": "From the arrival of a request to the first step that computes it.",
-            "request_prefill_time_seconds": "From the first step of a request to its first token.",
-            "request_decode_time_seconds": "From the first token of a request to its end.",
+        self.histograms = {
+            name: Histogram(SECONDS if name.endswith("seconds") else TOKENS) for name in HISTOGRAMS
         }
-        tokens = {
-            "iteration_tokens_total": "Tokens that a step of the engine computes.",
-            "request_prompt_tokens": "Tokens of a prompt.",
-            "request_generation_tokens": "Tokens of all answers of a request.",
-        }
-        self.histograms = {name: (text, Histogram(SECONDS)) for name, text in seconds.items()}
-        self.histograms |= {name: (text, Histogram(TOKENS)) for name, text in tokens.items()}
         self.finished = dict.fromkeys(REASONS, 0)
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
-        self.histograms[name][1].observe(value, times)
+        self.histograms[name].observe(value, times)
 
     def request_finished(self, output: RequestOutput, generated: int, streamed: bool) -> None:
         """Count a finished request.
@@ -71,57 +84,39 @@ class Metrics:
         """
         reasons = {one.finish_reason for one in output.outputs}
         self.finished[next((reason for reason in reversed(REASONS) if reason in reasons), "stop")] += 1
-        times = output.metrics
         self.observe("request_prompt_tokens", len(output.prompt_token_ids))
         self.observe("request_generation_tokens", generated)
-        if times.finished_time is None:
-            return
-        self.observe("e2e_request_latency_seconds", times.finished_time - times.arrival_time)
-        if times.first_scheduled_time is None:
-            return
-        self.observe("request_queue_time_seconds", times.first_scheduled_time - times.arrival_time)
-        if times.first_token_time is None:
-            return
-        decoding = times.finished_time - times.first_token_time
-        self.observe("time_to_first_token_seconds", times.first_token_time - times.arrival_time)
-        self.observe("request_prefill_time_seconds", times.first_token_time - times.first_scheduled_time)
-        self.observe("request_decode_time_seconds", decoding)
-        steps = max((generated // max(1, len(output.outputs))) - 1, 0)
-        if steps:
-            self.observe("request_time_per_output_token_seconds", decoding / steps)
+        times = output.metrics
+        intervals = {
+            "e2e_request_latency_seconds": (times.arrival_time, times.finished_time),
+            "request_queue_time_seconds": (times.arrival_time, times.first_scheduled_time),
+            "time_to_first_token_seconds": (times.arrival_time, times.first_token_time),
+            "request_prefill_time_seconds": (times.first_scheduled_time, times.first_token_time),
+            "request_decode_time_seconds": (times.first_token_time, times.finished_time),
+        }
+        for name, (begin, end) in intervals.items():
+            if begin is not None and end is not None:
+                self.observe(name, end - begin)
+        steps = generated // max(1, len(output.outputs)) - 1
+        if steps > 0 and times.first_token_time is not None and times.finished_time is not None:
+            mean = (times.finished_time - times.first_token_time) / steps
+            self.observe("request_time_per_output_token_seconds", mean)
             if not streamed:
-                self.observe("inter_token_latency_seconds", decoding / steps, steps)
+                self.observe("inter_token_latency_seconds", mean, steps)
 
     def text(self, stats: EngineStats) -> str:
         """Return all metrics, including the engine's statistics, as text."""
-        return "\n".join([*self._engine(stats), *self._requests(), *self._histograms(), ""])
+        return "".join(f"{line}\n" for line in self._lines(stats))
 
-    def _engine(self, stats: EngineStats) -> Iterator[str]:
-        gauges = {
-            "num_requests_running": ("Sequences that have memory.", stats.running),
-            "num_requests_waiting": ("Sequences that wait for memory.", stats.waiting),
-            "kv_cache_usage_perc": ("Share of the blocks in use, from 0 to 1.", stats.cache_usage),
-        }
-        counters = {
-            "num_preemptions_total": ("Sequences that lost their memory for a while.", stats.num_preemptions),
-            "prompt_tokens_total": ("Tokens of prompts that were computed.", stats.prompt_tokens),
-            "generation_tokens_total": ("Tokens of answers.", stats.generation_tokens),
-            "prefix_cache_queries_total": ("Prompt tokens looked up in the cache.", stats.prefix_queries),
-            "prefix_cache_hits_total": ("Prompt tokens found in the prefix cache.", stats.prefix_hits),
-        }
-        for kind, numbers in (("gauge", gauges), ("counter", counters)):
-            for name, (text, value) in numbers.items():
-                yield from self._head(name, text, kind)
-                yield f"vllm:{name}{{{self.label}}} {_number(value)}"
-
-    def _requests(self) -> Iterator[str]:
-        yield from self._head("request_success_total", "Requests that ended, by reason.", "counter")
+    def _lines(self, stats: EngineStats) -> Iterator[str]:
+        for name, (kind, text, field) in ENGINE.items():
+            yield from _head(name, text, kind)
+            yield f"vllm:{name}{{{self.label}}} {_number(getattr(stats, field))}"
+        yield from _head("request_success_total", "Requests that ended, by reason.", "counter")
         for reason, count in self.finished.items():
             yield f'vllm:request_success_total{{{self.label},finished_reason="{reason}"}} {count}'
-
-    def _histograms(self) -> Iterator[str]:
-        for name, (text, histogram) in self.histograms.items():
-            yield from self._head(name, text, "histogram")
+        for name, histogram in self.histograms.items():
+            yield from _head(name, HISTOGRAMS[name], "histogram")
             counts, total = list(histogram.counts), 0
             for bound, count in zip((*histogram.bounds, math.inf), counts, strict=True):
                 total += count
@@ -129,9 +124,9 @@ class Metrics:
             yield f"vllm:{name}_sum{{{self.label}}} {_number(histogram.sum)}"
             yield f"vllm:{name}_count{{{self.label}}} {total}"
 
-    def _head(self, name: str, text: str, kind: str) -> Iterator[str]:
-        yield f"# HELP vllm:{name} {text}"
-        yield f"# TYPE vllm:{name} {kind}"
+
+def _head(name: str, text: str, kind: str) -> tuple[str, str]:
+    return f"# HELP vllm:{name} {text}", f"# TYPE vllm:{name} {kind}"
 
 
 def _number(value: float) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -38,10 +40,10 @@ TOKENS = request_key("tokens")
 
 def add_middlewares(app: web.Application, listener: Listener, limits: Limits) -> None:
     """Add everything that a server and the replicas' front do around their handlers."""
+    app.middlewares.append(logged(listener, limits.access_log))
     if limits.cors_origins:
-        app.on_response_prepare.append(allows(limits.cors_origins))
-    before = logged(listener, limits.access_log), preflights(limits.cors_origins), answer_errors
-    app.middlewares.extend((*before, authorised(limits.api_keys)))
+        allow_origins(app, limits.cors_origins)
+    app.middlewares.extend((answer_errors, authorised(limits.api_keys)))
 
 
 def logged(listener: Listener, access_log: bool) -> Middleware:
@@ -67,37 +69,32 @@ def logged(listener: Listener, access_log: bool) -> Middleware:
     return log
 
 
-def _is_allowed(origin: str | None, origins: Sequence[str]) -> bool:
-    return origin is not None and ("*" in origins or origin.lower() in origins)
+def allow_origins(app: web.Application, origins: Sequence[str]) -> None:
+    """Let web pages of the given origins call the server. Their browsers' preflight calls have no key."""
 
-
-def preflights(origins: Sequence[str]) -> Middleware:
-    """Return a middleware that answers browsers' preflight calls from the given origins. They have no key."""
+    def allowed(request: web.Request) -> str | None:
+        origin = request.headers.get("Origin")
+        return origin if origin is not None and ("*" in origins or origin.lower() in origins) else None
 
     @web.middleware
-    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def answer_preflights(request: web.Request, handler: Handler) -> web.StreamResponse:
         asks = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
-        if not asks or not _is_allowed(request.headers.get("Origin"), origins):
+        if not asks or allowed(request) is None:
             return await handler(request)
         headers = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": "600"}
         # Clients add headers of their own, so every header that the browser names is allowed.
         headers["Access-Control-Allow-Headers"] = request.headers.get("Access-Control-Request-Headers", "")
         return web.Response(status=204, headers=headers)
 
-    return answer
-
-
-def allows(origins: Sequence[str]) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    """Return a signal handler that lets web pages of the given origins read responses."""
-
-    async def allow(request: web.Request, response: web.StreamResponse) -> None:
+    async def let_read(request: web.Request, response: web.StreamResponse) -> None:
         response.headers["Vary"] = "Origin"
-        origin = request.headers.get("Origin")
-        if origin is not None and _is_allowed(origin, origins):
+        origin = allowed(request)
+        if origin is not None:
             response.headers["Access-Control-Allow-Origin"] = origin
             response.headers["Access-Control-Expose-Headers"] = "Retry-After, X-Ignored-Fields"
 
-    return allow
+    app.middlewares.append(answer_preflights)
+    app.on_response_prepare.append(let_read)
 
 
 def authorised(api_keys: Sequence[str]) -> Middleware:
@@ -157,3 +154,14 @@ def check_content_type(request: web.Request) -> None:
             f"Content-Type must be application/json, got {request.content_type!r:.80}",
             status=415, code="unsupported_media_type",
         )  # fmt: skip
+
+
+@contextlib.contextmanager
+def hang_up_after(request: web.Request, seconds: float) -> Iterator[None]:
+    """Close the client's connection if the body of this context takes longer."""
+    assert request.transport is not None
+    timer = asyncio.get_running_loop().call_later(seconds, request.transport.abort)
+    try:
+        yield
+    finally:
+        timer.cancel()

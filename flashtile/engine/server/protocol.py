@@ -6,7 +6,7 @@ import json
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.server.errors import ApiError, refused
@@ -38,9 +38,6 @@ SAMPLING = (
     "include_stop_str_in_output", "logit_bias", "allowed_token_ids",
 )  # fmt: skip
 """Fields of completions and chat completions that are arguments of SamplingParams with the same name."""
-
-STRUCTURES = ("structured_outputs", "response_format")
-"""Fields that say what an answer's text must match."""
 
 BEAMS = ("ignore_eos", "include_stop_str_in_output", "stop_token_ids", "temperature")
 """Sampling fields that a beam search also takes."""
@@ -125,16 +122,12 @@ def shown(value: Any) -> str:
     return f"{_short.repr(value):.60}"
 
 
-def wrong(name: str, allowed: str, value: Any) -> ApiError:
-    return ApiError(f"{name} must be {allowed}, got {shown(value)}", name, code="invalid_value")
+def wrong(name: str, allowed: str, value: Any, code: str = "invalid_value") -> ApiError:
+    return ApiError(f"{name} must be {allowed}, got {shown(value)}", name, code=code)
 
 
 def parse(raw: bytes, defaults: Mapping[str, Any] | None = None) -> Body:
-    """Parse the body of a call. ``defaults`` are those of the result.
-
-    Raises:
-        ApiError: the body is not a JSON object in UTF-8.
-    """
+    """Parse the body of a call. Raise ApiError unless it is a JSON object in UTF-8."""
     try:
         text = raw.decode("utf-8")
         fields = json.loads(text, parse_constant=_refuse_constant)
@@ -157,10 +150,6 @@ class ApiCall:
 
     Attributes:
         params: sampling or beam search parameters.
-        max_tokens_field: the client's name of ``max_tokens``.
-        logprobs: number of likeliest tokens to list in addition to the chosen token. None: the call wants no
-            log-probabilities.
-        prompt_logprobs: as ``logprobs``, for the prompt's tokens.
         stream: answer with server-sent events.
         include_usage: send token counts in a last event.
         continuous_usage: also send token counts in every event.
@@ -172,9 +161,6 @@ class ApiCall:
     """
 
     params: Params
-    max_tokens_field: str
-    logprobs: int | None
-    prompt_logprobs: int | None
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -189,10 +175,7 @@ class ApiCall:
 
 @dataclass(kw_only=True)
 class CompletionCall(ApiCall):
-    """A call of /v1/completions.
-
-    ``echo`` returns the prompt before the answer, and ``echo_only`` only the prompt.
-    """
+    """A call of /v1/completions. ``echo``: return the prompt before the answer; ``echo_only``: only it."""
 
     prompts: list[str | list[int]]
     echo: bool
@@ -228,19 +211,6 @@ class ChatCall(ApiCall):
     conversation: Conversation
 
 
-Call = TypeVar("Call", bound=ApiCall)
-
-
-@dataclass
-class TokenizeCall:
-    """A call of /tokenize, with a text or a conversation."""
-
-    prompt: str | None
-    conversation: Conversation | None
-    add_special_tokens: bool
-    return_token_strs: bool
-
-
 def read_completion(body: Body, max_logprobs: int) -> CompletionCall:
     """Read a call of /v1/completions. Raise ApiError if a field is invalid."""
     echo = body.flag("echo")
@@ -255,10 +225,8 @@ def read_completion(body: Body, max_logprobs: int) -> CompletionCall:
     prompts, best_of = read_prompts(body), body.integer("best_of", None, 1, MAX_TOKENS)
     if best_of is not None and best_of != body.take("n", 1):
         raise ApiError("best_of is not supported unless it equals n", "best_of", code="unsupported_field")
-    return _read_call(
-        CompletionCall, body, max(1, max_tokens or 1), "max_tokens", logprobs, prompt_logprobs,
-        prompts=prompts, echo=echo, echo_only=echo_only,
-    )  # fmt: skip
+    own = {"max_tokens": max_tokens or 1, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    return CompletionCall(prompts=prompts, echo=echo, echo_only=echo_only, **_read_shared(body, own))
 
 
 def read_chat(body: Body, max_logprobs: int) -> ChatCall:
@@ -270,11 +238,13 @@ def read_chat(body: Body, max_logprobs: int) -> ChatCall:
     name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
     max_tokens = body.integer(name, body.defaults.get("max_tokens"), 1, MAX_TOKENS)
     body.take("max_tokens")
-    logprobs, conversation = (top or 0) if wanted else None, read_conversation(body)
+    logprobs = (top or 0) if wanted else None
+    own = {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    conversation = read_conversation(body)
     if conversation.forced:
         schema = _schema_of_calls(conversation.forced, conversation.max_calls)
         body.defaults["structured_outputs"] = {"json": schema}
-    call = _read_call(ChatCall, body, max_tokens, name, logprobs, prompt_logprobs, conversation=conversation)
+    call = ChatCall(conversation=conversation, **_read_shared(body, own))
     if conversation.calls and isinstance(call.params, BeamSearchParams):
         raise _unsupported_with_beams("tools")
     return call
@@ -413,19 +383,17 @@ def _schema_of_calls(functions: list[dict[str, Any]], max_calls: int | None) -> 
     return schema if max_calls is None else {**schema, "maxItems": max_calls}
 
 
-def read_tokenize(body: Body) -> TokenizeCall:
+def read_tokenize(body: Body) -> tuple[str | Conversation, bool, bool]:
+    """Read a call of /tokenize. Return (text or conversation, add_special_tokens, return_token_strs)."""
     conversation = read_conversation(body) if "messages" in body else None
     prompt = body.take("prompt")
     if conversation is None and not isinstance(prompt, str):
         raise wrong("prompt", "a string if messages is absent", prompt)
     if conversation is not None and prompt is not None:
         raise wrong("prompt", "absent if messages is given", prompt)
-    call = TokenizeCall(
-        prompt, conversation, body.flag("add_special_tokens", conversation is None),
-        body.flag("return_token_strs"),
-    )  # fmt: skip
+    flags = body.flag("add_special_tokens", conversation is None), body.flag("return_token_strs")
     body.finish()
-    return call
+    return conversation or prompt, *flags
 
 
 def read_detokenize(body: Body) -> list[int]:
@@ -440,20 +408,11 @@ def _are_tokens(values: list[Any]) -> bool:
     return set(map(type, values)) <= {int} and min(values, default=0) >= 0  # fast for millions of tokens
 
 
-def _read_call(
-    kind: type[Call],
-    body: Body,
-    max_tokens: int | None,
-    max_tokens_field: str,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
-    **own: Any,
-) -> Call:
-    """Read the fields that completions and chat completions share. Refuse unknown or unsupported fields.
+def _read_shared(body: Body, own: dict[str, int | None]) -> dict[str, Any]:
+    """Read the fields of :class:`ApiCall`, after all others. Refuse unknown or unsupported fields.
 
     Args:
-        kind: class of the result.
-        own: values of the fields that only this class has. The caller has read them.
+        own: ``max_tokens``, ``logprobs`` and ``prompt_logprobs`` of the result's ``params``.
     """
     stream = body.flag("stream")
     options = Body(body.object("stream_options"))
@@ -464,35 +423,27 @@ def _read_call(
     options.finish()
     read = _read_beams if body.flag("use_beam_search") else _read_sampling
     try:
-        params = read(body, max_tokens, stream, logprobs, prompt_logprobs)
+        params = read(body, stream, own)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise refused(error, body.fields) from None
-    priority = body.integer("priority", 0, -(2**31), 2**31 - 1)
-    assert priority is not None
-    call = kind(
-        params=params,
-        max_tokens_field=max_tokens_field,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        stream=stream,
-        include_usage=include_usage,
-        continuous_usage=continuous_usage,
-        return_token_ids=body.flag("return_token_ids"),
-        add_special_tokens=body.flag("add_special_tokens", kind is CompletionCall),
-        truncate_prompt_tokens=body.integer("truncate_prompt_tokens", None, 1, MAX_TOKENS),
-        request_id=body.text("request_id", LONGEST_NAME),
-        priority=priority,
-        cache_salt=body.text("cache_salt", LONGEST_NAME),
-        fields=frozenset(body.fields),
-        **own,
-    )
+    shared = {
+        "params": params,
+        "stream": stream,
+        "include_usage": include_usage,
+        "continuous_usage": continuous_usage,
+        "priority": body.integer("priority", 0, -(2**31), 2**31 - 1),
+        "return_token_ids": body.flag("return_token_ids"),
+        "add_special_tokens": body.flag("add_special_tokens", "messages" not in body),
+        "truncate_prompt_tokens": body.integer("truncate_prompt_tokens", None, 1, MAX_TOKENS),
+        "request_id": body.text("request_id", LONGEST_NAME),
+        "cache_salt": body.text("cache_salt", LONGEST_NAME),
+        "fields": frozenset(body.fields),
+    }
     body.finish()
-    return call
+    return shared
 
 
-def _read_sampling(
-    body: Body, max_tokens: int | None, stream: bool, logprobs: int | None, prompt_logprobs: int | None
-) -> Params:
+def _read_sampling(body: Body, stream: bool, own: dict[str, int | None]) -> Params:
     given = body.defaults | {name: body.take(name) for name in SAMPLING if name in body}
     structure, forced = _read_structure(body), body.defaults.get("structured_outputs")
     if structure is not None and forced is not None:
@@ -501,10 +452,8 @@ def _read_sampling(
     given["structured_outputs"] = forced if structure is None else structure
     if body.take("length_penalty", 1) != 1:
         raise wrong("length_penalty", "1 unless use_beam_search is true", body.take("length_penalty"))
-    return SamplingParams(
-        **{**given, "max_tokens": max_tokens}, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
-        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
-    )  # fmt: skip
+    kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(**given | own, output_kind=kind)
 
 
 def _read_structure(body: Body) -> dict[str, Any] | None:
@@ -529,9 +478,7 @@ def _read_structure(body: Body) -> dict[str, Any] | None:
     return {"json": schema}
 
 
-def _read_beams(
-    body: Body, max_tokens: int | None, stream: bool, logprobs: int | None, prompt_logprobs: int | None
-) -> Params:
+def _read_beams(body: Body, stream: bool, own: dict[str, int | None]) -> Params:
     """Read the parameters of a beam search with ``n`` beams. Refuse fields that beam search does not use."""
     neutral = SamplingParams()
     for name in SAMPLING:
@@ -540,16 +487,17 @@ def _read_beams(
         value = body.take(name)
         if value != getattr(neutral, name) and value not in ([], {}):
             raise _unsupported_with_beams(name)
-    for name, value in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
-        if value is not None:
+    for name in ("logprobs", "prompt_logprobs"):
+        if own[name] is not None:
             raise _unsupported_with_beams(name)
     if _read_structure(body) is not None:
-        raise _unsupported_with_beams(next(name for name in STRUCTURES if name in body))
+        given_as = "structured_outputs" if "structured_outputs" in body else "response_format"
+        raise _unsupported_with_beams(given_as)
     if stream:
         raise ApiError("stream must be false with use_beam_search", "stream", code="unsupported_field")
     given = {name: body.take(name) for name in (*BEAMS, "length_penalty") if name in body}
     # Service.set_max_tokens lowers this default to the number of tokens for which the model has room.
-    return BeamSearchParams(beam_width=body.take("n", 1), max_tokens=max_tokens or MAX_TOKENS, **given)
+    return BeamSearchParams(beam_width=body.take("n", 1), max_tokens=own["max_tokens"] or MAX_TOKENS, **given)
 
 
 def _unsupported_with_beams(name: str) -> ApiError:

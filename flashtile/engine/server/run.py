@@ -20,11 +20,8 @@ class Server:
     """A server that answers calls from :meth:`start` to :meth:`stop`.
 
     Args:
-        llm: the model. Nothing else may use it afterwards.
-        model_name: the name that clients use for the model.
-        limits: limits of calls and connections.
+        llm, model_name, limits, formats: as for :class:`Service`.
         host, port: address to listen at. Port 0: a free port, whose number is ``port`` after :meth:`start`.
-        formats: as for :class:`Service`.
     """
 
     def __init__(
@@ -63,30 +60,19 @@ class Server:
             await asyncio.sleep(0.02)
 
 
-def serve(
-    llm: LLM,
-    model_name: str,
-    limits: Limits,
-    host: str,
-    port: int,
-    shutdown_timeout: float,
-    on_start: Callable[[Server], None],
-    formats: Formats,
-) -> int:
+def serve(server: Server, shutdown_timeout: float, on_start: Callable[[Server], None]) -> int:
     """Serve until SIGTERM or SIGINT. A second signal aborts the calls that still run.
 
     Args:
         shutdown_timeout: seconds for calls to finish after the signal.
         on_start: called once the server accepts calls.
-        formats: as for :class:`Service`.
 
     Returns:
         The exit code: 0, or 1 if the engine failed.
     """
 
     async def run() -> int:
-        server, loop = Server(llm, model_name, limits, host, port, formats), asyncio.get_running_loop()
-        stopping, code = asyncio.Event(), 0
+        loop, stopping, code = asyncio.get_running_loop(), asyncio.Event(), 0
 
         def stop() -> None:
             if stopping.is_set():

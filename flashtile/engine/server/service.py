@@ -17,7 +17,7 @@ from flashtile.engine.sampling_params import SamplingParams
 from flashtile.engine.server.errors import ApiError, refused, shutting_down
 from flashtile.engine.server.formats import Formats
 from flashtile.engine.server.metrics import Metrics
-from flashtile.engine.server.protocol import ApiCall, ChatCall, CompletionCall, Conversation
+from flashtile.engine.server.protocol import ApiCall, ChatCall, CompletionCall, Conversation, wrong
 from flashtile.engine.tokenizer import Tokenizer
 
 TRUNCATED = 4
@@ -118,6 +118,8 @@ class Service:
         self.created, self.id = int(time.time()), uuid.uuid4().hex
         self.metrics = Metrics(model_name)
         self.engine: Engine = llm.engine
+        longest = self.engine.max_model_len
+        self.max_prompt_tokens = min(longest - 1, limits.max_prompt_tokens or longest)
         self.sampling_defaults = llm.sampling_defaults
         self.formats = formats.of_model(self.engine.tokenizer.chat_templates if self.engine.tokenizer else {})
         self._counted = llm.engine.last_schedule
@@ -147,12 +149,14 @@ class Service:
 
     async def prepare(self, call: CompletionCall | ChatCall) -> list[TokenizedPrompt]:
         """Tokenize a call's prompts. Texts are tokenized in another thread."""
-        self._check_priority(call.priority)
+        limits = self.limits
+        if abs(call.priority) > limits.max_priority:
+            allowed = f"from {-limits.max_priority} to {limits.max_priority}"
+            none = "0, because this server sets no priorities"
+            raise wrong("priority", allowed if limits.max_priority else none, call.priority)
         if isinstance(call, CompletionCall):
-            count, most = len(call.prompts), self.limits.max_prompts
-            if count > most:
-                text = f"prompt must be at most {most} prompts, got {count}"
-                raise ApiError(text, "prompt", code="invalid_value")
+            if len(call.prompts) > limits.max_prompts:
+                raise wrong("prompt", f"at most {limits.max_prompts} prompts", len(call.prompts))
             if all(isinstance(prompt, list) for prompt in call.prompts):
                 return self._prepare(call)
         return await asyncio.to_thread(self._prepare, call)
@@ -161,8 +165,7 @@ class Service:
         """Render a conversation as a prompt with the model's chat template."""
         count, most = len(conversation.messages), self.engine.max_model_len
         if count > most:  # each message takes at least a token
-            message = f"messages must be at most {most} messages, got {count}"
-            raise ApiError(message, "messages", code="context_length_exceeded")
+            raise wrong("messages", f"at most {most} messages", count, code="context_length_exceeded")
         if conversation.calls:
             self._check_tools()
         try:
@@ -194,13 +197,14 @@ class Service:
         engine, manager, params = self.engine, self.engine.scheduler.manager, call.params
         longest = max(len(prompt.tokens) for prompt in prompts)
         room = engine.max_model_len - longest
-        if call.max_tokens_field in call.fields or isinstance(call, CompletionCall):
+        name = "max_completion_tokens" if "max_completion_tokens" in call.fields else "max_tokens"
+        if name in call.fields or isinstance(call, CompletionCall):
             assert params.max_tokens is not None
             if params.max_tokens > room:
                 raise ApiError(
-                    f"{call.max_tokens_field} must be at most {room}: the model takes {engine.max_model_len} "
-                    f"tokens, of which the prompt has {longest}; got {params.max_tokens}",
-                    call.max_tokens_field, code="context_length_exceeded",
+                    f"{name} must be at most {room}: the model takes {engine.max_model_len} tokens, of which "
+                    f"the prompt has {longest}; got {params.max_tokens}",
+                    name, code="context_length_exceeded",
                 )  # fmt: skip
             return
         if manager.window_left < 0:  # with a window, the cache does not grow with the length
@@ -218,17 +222,6 @@ class Service:
             return [self._tokenized(call, "messages", text)]
         return [self._tokenized(call, "prompt", prompt) for prompt in call.prompts]
 
-    def _check_priority(self, priority: int) -> None:
-        most = self.limits.max_priority
-        if abs(priority) > most:
-            allowed = f"from {-most} to {most}" if most else "0, because this server sets no priorities"
-            raise ApiError(f"priority must be {allowed}, got {priority}", "priority", code="invalid_value")
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        longest = self.engine.max_model_len
-        return min(longest - 1, self.limits.max_prompt_tokens or longest)
-
     def check_length(self, param: str, text: str, most: int) -> None:
         """Refuse a text that certainly has more than ``most`` tokens, without encoding all of it."""
         if self.tokenizer.is_longer(text, most):
@@ -245,8 +238,8 @@ class Service:
         if call.truncate_prompt_tokens is not None and len(tokens) > call.truncate_prompt_tokens:
             text, tokens = None, tokens[-call.truncate_prompt_tokens :]
         if len(tokens) > self.max_prompt_tokens:
-            message = f"{param} must be at most {self.max_prompt_tokens} tokens, got {len(tokens)}"
-            raise ApiError(message, param, code="context_length_exceeded")
+            allowed = f"at most {self.max_prompt_tokens} tokens"
+            raise wrong(param, allowed, len(tokens), code="context_length_exceeded")
         return TokenizedPrompt(text, tokens)
 
     def _count_step(self, engine: Engine) -> None:

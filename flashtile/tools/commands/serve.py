@@ -126,6 +126,7 @@ def serve(
         from flashtile.engine.server.formats import check_parsers
         from flashtile.engine.server.listener import tls_context
         from flashtile.engine.server.replicas.process import end_with_stdin
+        from flashtile.engine.server.run import Server
         from flashtile.engine.server.run import serve as run
         from flashtile.engine.server.service import Limits
     except ModuleNotFoundError as error:
@@ -184,10 +185,8 @@ def serve(
     if tensor_parallel_size > 1:
         parallel.broadcast_changes(engine)
     try:
-        code = run(
-            llm, served_model_name or str(model), limits, host, port, shutdown_timeout,
-            lambda server: announce(server.port), formats,
-        )  # fmt: skip
+        server = Server(llm, served_model_name or str(model), limits, host, port, formats)
+        code = run(server, shutdown_timeout, lambda server: announce(server.port))
     except OSError as error:
         raise _taken(host, port, error) from None
     if tensor_parallel_size > 1 and code == 0:

@@ -17,10 +17,9 @@ from traffic import WEIGHTS
 
 from flashtile.engine import LLM
 from flashtile.engine.server import answers
-from flashtile.engine.server.formats import AUTO
 from flashtile.engine.server.job import Job
 from flashtile.engine.server.protocol import Body, read_completion
-from flashtile.engine.server.run import serve
+from flashtile.engine.server.run import Server, serve
 from flashtile.engine.server.service import Limits
 
 COMPLETIONS = "/v1/completions"
@@ -240,7 +239,7 @@ def test_an_engine_that_dies_ends_the_server_with_code_1(model):
         threading.Thread(target=ask, args=(server.port,)).start()
 
     llm = LLM(model, device="cpu", block_size=4, num_gpu_blocks_override=2048)
-    assert serve(llm, MODEL, Limits(), "127.0.0.1", 0, 20.0, on_start, AUTO) == 1
+    assert serve(Server(llm, MODEL, Limits(), port=0), 20.0, on_start) == 1
     assert statuses == [503]
 
 

@@ -47,21 +47,14 @@ async function copy(text, button) {
   setTimeout(() => { button.textContent = "Copy"; }, 1500);
 }
 
-function copyButton(text) {
-  const button = quiet("Copy", () => copy(text(), button));
-  return button;
-}
+const copyButton = (text) => quiet("Copy", (event) => copy(text(), event.currentTarget));
 
 // ---- The server ----
 
-class ServerError extends Error {
-  constructor(message, status) {
-    super(message);
-    this.status = status;
-  }
-}
+/** An error with the HTTP status of the server's answer; 0: it did not answer. */
+const failure = (message, status) => Object.assign(new Error(message), { status });
 
-/** Call the server, with JSON if there is a body. Failures are ServerErrors with the server's own message. */
+/** Call the server, with JSON if there is a body. A failure has the server's own message. */
 async function call(path, body, signal) {
   const key = byId("key").value;
   const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
@@ -71,11 +64,11 @@ async function call(path, body, signal) {
     response = await fetch(path, { ...options, headers, signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError("The server does not answer.", 0);
+    throw failure("The server does not answer.", 0);
   }
   if (response.ok) return response;
   const message = await response.json().then((found) => found.error.message, () => response.statusText);
-  throw new ServerError(message, response.status);
+  throw failure(message, response.status);
 }
 
 /** Yield the events of a stream. */
@@ -91,7 +84,7 @@ async function* events(response) {
       const data = part.slice("data: ".length);
       if (data === "[DONE]") return;
       const event = JSON.parse(data);
-      if (event.error) throw new ServerError(event.error.message, 200);
+      if (event.error) throw failure(event.error.message, 200);
       yield event;
     }
   }
@@ -765,5 +758,6 @@ document.addEventListener("keydown", (event) => {
 
 showEngine(matchMedia("(min-width: 56rem)").matches);
 draw();
+focusPrompt();
 start();
 watch();

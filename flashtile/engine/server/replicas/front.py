@@ -22,7 +22,7 @@ from flashtile.engine.server.answers import SLOW_READER
 from flashtile.engine.server.errors import ApiError, error_event, json_response, shutting_down
 from flashtile.engine.server.listener import CLOSING_SECONDS, Listener
 from flashtile.engine.server.metrics import CONTENT_TYPE
-from flashtile.engine.server.middlewares import add_middlewares, check_content_type
+from flashtile.engine.server.middlewares import add_middlewares, check_content_type, hang_up_after
 from flashtile.engine.server.replicas.process import BAD_ARGUMENTS, Replica
 from flashtile.engine.server.replicas.routing import Routing, busiest, prompt_of
 from flashtile.engine.server.service import Limits
@@ -55,29 +55,22 @@ logger = logging.getLogger("flashtile.server")
 class RequestBody:
     """The body of a call, streamed to a replica with at most about ``MAX_KEPT_BYTES`` bytes in memory.
 
-    Args:
-        request: the client's request.
-        limits: limits of the body's size and time.
-
     Attributes:
         error: why the body could not be read to its end, or None.
+        can_be_sent: whether the body is still available from its beginning.
     """
 
     def __init__(self, request: web.Request, limits: Limits):
         self.request, self.limits = request, limits
         self.error: ApiError | None = None
+        self.can_be_sent = True
         self._kept: list[bytes] = []
         self._size = 0
-        self._ended = self._forgotten = False
+        self._ended = False
         self._deadline = asyncio.get_running_loop().time() + limits.body_timeout
         length = request.content_length
         if length is not None and length > limits.max_body_bytes:
             raise self._too_large()
-
-    @property
-    def can_be_sent(self) -> bool:
-        """Whether the body is still available from its beginning."""
-        return not self._forgotten and self.error is None
 
     def to_send(self) -> tuple[bytes | AsyncIterator[bytes] | None, dict[str, str]]:
         """Return (data for an HTTP client to send, headers that describe the data)."""
@@ -104,7 +97,7 @@ class RequestBody:
             if self._ended:
                 return
             if self._size > MAX_KEPT_BYTES:
-                self._forgotten, self._kept, sent = True, [], 0
+                self.can_be_sent, self._kept, sent = False, [], 0
             try:
                 await self._read()
             except ApiError as error:
@@ -136,7 +129,6 @@ class Front:
     """A proxy in front of the replicas.
 
     Args:
-        replicas: the replicas.
         limits: limits of clients. The front enforces those of connections, bodies, keys and times, and each
             replica enforces the others.
 
@@ -152,9 +144,8 @@ class Front:
         self._session: aiohttp.ClientSession | None = None
 
     def app(self) -> web.Application:
-        limits = self.limits
-        app = web.Application(client_max_size=limits.max_body_bytes)
-        add_middlewares(app, self.listener, limits)
+        app = web.Application()
+        add_middlewares(app, self.listener, self.limits)
         add = app.router.add_route
         add("GET", "/health", self._health)
         add("GET", "/metrics", self._metrics)
@@ -185,10 +176,7 @@ class Front:
             url = replica.url
             if url is None:
                 continue
-            try:
-                well = (await self._get(url, "/health"))[0] == 200
-            except CONNECTION_ERRORS:
-                well = False
+            well = (await self._get(url, "/health"))[0] == 200
             failed_checks = 0 if well or replica.url != url else failed_checks + 1
             if failed_checks == MAX_FAILED_CHECKS:
                 logger.error(
@@ -202,15 +190,14 @@ class Front:
     async def _get(
         self, url: str, path: str, method: str = "GET", headers: dict[str, str] | None = None
     ) -> tuple[int, bytes]:
-        """Make a quick call and return (status, body).
-
-        Raise one of ``CONNECTION_ERRORS`` if there is no answer within ``QUICK_CALL_SECONDS``.
-        """
+        """Make a quick call and return (status, body). Without an answer in time, the status is 0."""
         assert self._session is not None
-        async with self._session.request(
-            method, url + path, headers=headers, timeout=aiohttp.ClientTimeout(QUICK_CALL_SECONDS)
-        ) as found:
-            return found.status, await found.read()
+        timeout = aiohttp.ClientTimeout(QUICK_CALL_SECONDS)
+        try:
+            async with self._session.request(method, url + path, headers=headers, timeout=timeout) as found:
+                return found.status, await found.read()
+        except CONNECTION_ERRORS:
+            return 0, b""
 
     def _check_open(self) -> None:
         if self.draining:
@@ -218,7 +205,7 @@ class Front:
 
     async def _live(self, request: web.Request) -> web.StreamResponse:
         """Forward the call to the busiest replica, so that the server's web page shows an engine at work."""
-        return await self._forward(request, lambda replicas, prompt: busiest(replicas))
+        return await self._forward(request, busiest)
 
     async def _forward(self, request: web.Request, choose: Choose | None = None) -> web.StreamResponse:
         self._check_open()
@@ -226,14 +213,12 @@ class Front:
             text = f"the server answers at most {self.listener.max_calls} calls at a time: try again later"
             raise ApiError(text, status=429, code="rate_limit_exceeded")
         patience = self.limits.body_timeout + self.limits.request_timeout + 2 * SLOW_READER
-        assert request.transport is not None
-        hang_up = asyncio.get_running_loop().call_later(patience, request.transport.abort)
         self._in_flight += 1
         try:
-            return await self._forward_to_one(request, choose or self.routing.choose)
+            with hang_up_after(request, patience):
+                return await self._forward_to_one(request, choose or self.routing.choose)
         finally:
             self._in_flight -= 1
-            hang_up.cancel()
 
     async def _forward_to_one(self, request: web.Request, choose: Choose) -> web.StreamResponse:
         body = RequestBody(request, self.limits)
@@ -259,10 +244,7 @@ class Front:
                 replica.in_flight -= 1
 
     async def _relay(self, request: web.Request, body: RequestBody, replica: Replica) -> web.StreamResponse:
-        """Pass on a replica's answer.
-
-        Raise one of ``CONNECTION_ERRORS`` if the replica ends or hangs before the first byte.
-        """
+        """Pass on a replica's answer. Raise one of ``CONNECTION_ERRORS`` if it does not begin."""
         assert self._session is not None
         assert replica.url is not None
         # The request target may be a full URL; only its path and query are passed on.
@@ -293,25 +275,15 @@ class Front:
             await response.write_eof()
             return response
 
-    async def _call_all(self, request: web.Request) -> list[tuple[Replica, bytes]]:
-        """Pass the call on to every replica that is up. Return (replica, body) of each replica that answers.
-
-        Raises:
-            ApiError: no replica answers.
-        """
+    async def _call_all(self, request: web.Request) -> dict[int, bytes]:
+        """Return the answers of all replicas by their numbers. Raise ApiError if there are none."""
         self._check_open()
         up = [replica for replica in self.replicas if replica.is_up]
-        path, headers = request.path, _end_to_end(request.headers)
+        headers = _end_to_end(request.headers)
         found = await asyncio.gather(
-            *(self._get(str(replica.url), path, request.method, headers) for replica in up),
-            return_exceptions=True,
+            *(self._get(str(replica.url), request.path, request.method, headers) for replica in up)
         )
-        answers = []
-        for replica, answer in zip(up, found, strict=True):
-            if isinstance(answer, BaseException) and not isinstance(answer, CONNECTION_ERRORS):
-                raise answer
-            if isinstance(answer, tuple) and answer[0] == 200:
-                answers.append((replica, answer[1]))
+        answers = {one.number: body for one, (status, body) in zip(up, found, strict=True) if status == 200}
         if not answers:
             raise _no_replica()
         return answers
@@ -325,28 +297,26 @@ class Front:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         answers = await self._call_all(request)
-        numbers = [replica.number for replica, _ in answers]
+        numbers = [replica.number for replica in self.replicas]
         lines = [
-            joined([(replica.number, answer.decode()) for replica, answer in answers]),
+            joined([(number, answer.decode()) for number, answer in answers.items()]),
             "# HELP flashtile:replica_up Whether a replica answers.",
             "# TYPE flashtile:replica_up gauge",
+            *(f'flashtile:replica_up{{replica="{number}"}} {int(number in answers)}' for number in numbers),
+            "",
         ]
-        for number in (replica.number for replica in self.replicas):
-            lines.append(f'flashtile:replica_up{{replica="{number}"}} {int(number in numbers)}')
-        text = "\n".join([*lines, ""])
-        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body="\n".join(lines).encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _load(self, request: web.Request) -> web.Response:
-        loads = {
-            one.number: json.loads(answer)["server_load"] for one, answer in await self._call_all(request)
-        }
+        answers = await self._call_all(request)
+        loads = {number: json.loads(answer)["server_load"] for number, answer in answers.items()}
         each = [loads.get(replica.number) for replica in self.replicas]
         return json_response({"server_load": sum(loads.values()), "replicas": each})
 
     async def _reset(self, request: web.Request) -> web.Response:
         check_content_type(request)
         answers = await self._call_all(request)
-        return json_response({"blocks": sum(json.loads(answer)["blocks"] for _, answer in answers)})
+        return json_response({"blocks": sum(json.loads(answer)["blocks"] for answer in answers.values())})
 
 
 def _no_replica() -> ApiError:
@@ -424,13 +394,12 @@ def serve_replicas(
             loop.add_signal_handler(number, stop)
         # The address may be taken, so listen before models are loaded.
         await front.listener.open(front.app(), host, port)
-        ups = [asyncio.ensure_future(replica.wait_until_up()) for replica in replicas]
+        started: asyncio.Future[Any] = asyncio.gather(*(replica.wait_until_up() for replica in replicas))
         printed: dict[str, int] = {}
         for replica in replicas:
             replica.printed = printed
             replica.start()
         all_ended: asyncio.Future[Any] = asyncio.gather(*(replica.wait() for replica in replicas))
-        started: asyncio.Future[Any] = asyncio.gather(*ups)
         await asyncio.wait([started, all_ended], return_when=asyncio.FIRST_COMPLETED)
         code = 1
         if started.done() and all(started.result()) and not stopping.is_set():

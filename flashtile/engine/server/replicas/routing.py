@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+
+from flashtile.engine.server.replicas.process import Replica
 
 PIECE = 256
 """Number of bytes of the prompt's JSON text in a piece. Prefixes are compared in whole pieces."""
@@ -14,18 +15,6 @@ SLACK = 8
 fewest calls."""
 REMEMBERED = 2**16
 """Number of remembered prefixes; the least recently used ones are dropped."""
-
-
-class Candidate(Protocol):
-    """Interface of a replica: how many calls it is answering, and whether it accepts another call."""
-
-    in_flight: int
-
-    @property
-    def is_up(self) -> bool: ...
-
-
-AnyCandidate = TypeVar("AnyCandidate", bound=Candidate)
 
 
 class Routing:
@@ -42,9 +31,9 @@ class Routing:
     """
 
     def __init__(self) -> None:
-        self._replica_of_prefix: OrderedDict[bytes, Any] = OrderedDict()
+        self._replica_of_prefix: OrderedDict[bytes, Replica] = OrderedDict()
 
-    def choose(self, replicas: Sequence[AnyCandidate], prompt: bytes) -> AnyCandidate | None:
+    def choose(self, replicas: Sequence[Replica], prompt: bytes) -> Replica | None:
         """Return the replica for a prompt, or None if no replica accepts calls."""
         up = [replica for replica in replicas if replica.is_up]
         if not up:
@@ -59,14 +48,12 @@ class Routing:
             self._replica_of_prefix.move_to_end(one)
         while len(self._replica_of_prefix) > REMEMBERED:
             self._replica_of_prefix.popitem(last=False)
-        assert chosen is not None
         return chosen
 
 
-def busiest(replicas: Sequence[AnyCandidate]) -> AnyCandidate | None:
-    """Return the replica with the most calls, or None if no replica accepts calls."""
-    up = [replica for replica in replicas if replica.is_up]
-    return max(up, key=lambda replica: replica.in_flight, default=None)
+def busiest(replicas: Sequence[Replica], prompt: bytes) -> Replica | None:
+    """Return the replica with the most calls for any prompt, or None if no replica accepts calls."""
+    return max((one for one in replicas if one.is_up), key=lambda one: one.in_flight, default=None)
 
 
 def prompt_of(head: bytes) -> bytes:
@@ -80,10 +67,7 @@ def prompt_of(head: bytes) -> bytes:
 
 
 def _prefixes(prompt: bytes) -> list[bytes]:
-    """Return the hashes of those prefixes of ``prompt`` that consist of whole pieces, the shortest first.
-
-    A piece has ``PIECE`` bytes.
-    """
+    """Return the hashes of those prefixes of ``prompt`` that consist of whole pieces, the shortest first."""
     found, state = [], hashlib.blake2b(digest_size=16)
     for end in range(PIECE, len(prompt) + 1, PIECE):
         state.update(prompt[end - PIECE : end])

@@ -207,8 +207,7 @@ def _attend_rows(
     hidden = ~seen.repeat_interleave(group, 0)
     bias = column = None
     if alibi_slopes is not None:
-        own = torch.arange(position, position + rows, device=q.device)
-        distance = (own[:, None] - torch.arange(k.shape[0], device=q.device)).abs()
+        distance = reference.distance(rows, k.shape[0], q.device, position).abs()
         bias = (-alibi_slopes[:, None] * distance[:, None]).flatten(0, 1)
     if sink is not None:
         column = sink.repeat(rows)[None, :, None]

@@ -10,6 +10,7 @@ from torch import Tensor
 from flashtile.problems.decode import FP8, CacheTensors
 from flashtile.reference import decode as reference
 from flashtile.testing import cu_seqlens, random_tensor
+from flashtile.tools.bench import mods
 from flashtile.tools.bench.workloads import Workload
 
 
@@ -73,22 +74,16 @@ def make_inputs(workload: Workload, device: torch.device | str, seed: int = 0) -
     if workload.cache is not None:
         inputs = _with_cache(workload, q, dout)
         return replace(inputs, qv=normal(0, 6)) if workload.latent else inputs
-    slopes, sink = _by_head(workload, device)
-    inputs = Inputs(q, normal(1, 1), normal(1, 2), dout, alibi_slopes=slopes, sink=sink)
+    heads = workload.num_heads_q
+    inputs = Inputs(
+        q, normal(1, 1), normal(1, 2), dout,
+        alibi_slopes=mods.alibi_slopes(heads, device) if workload.alibi else None,
+        sink=random_tensor((heads,), torch.float32, device, seed=5) if workload.sink else None,
+    )  # fmt: skip
     if not workload.varlen:
         return inputs
     offsets_q, offsets_k = (cu_seqlens(lengths, device) for lengths in zip(*workload.sequences, strict=True))
     return replace(inputs, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k)
-
-
-def _by_head(workload: Workload, device: torch.device | str) -> tuple[Tensor | None, Tensor | None]:
-    """Return ALiBi slopes (Press et al. 2022, section 3) and sinks, each (heads_q,) or None if unused."""
-    heads, slopes, sink = workload.num_heads_q, None, None
-    if workload.alibi:
-        slopes = torch.exp2(-8 * torch.arange(1, heads + 1, device=device) / heads)
-    if workload.sink:
-        sink = random_tensor((heads,), torch.float32, device, seed=5)
-    return slopes, sink
 
 
 def _with_cache(workload: Workload, q: Tensor, dout: Tensor) -> Inputs:

@@ -69,7 +69,8 @@ def _first(keys: int) -> masks.MaskMod:
     return masks.mask_mod(lambda batch, head, q_idx, kv_idx: kv_idx < keys)
 
 
-def _slopes(heads: int, device: Any) -> Tensor:
+def alibi_slopes(heads: int, device: Any) -> Tensor:
+    """Return ALiBi's slopes (heads,), as in Press et al. 2022, section 3."""
     return torch.exp2(-8 * torch.arange(1, heads + 1, device=device) / heads)
 
 
@@ -90,7 +91,7 @@ MODS: dict[str, Callable[[int, int, Any], Functions]] = {
         mask_mod=(masks.window(511, 0) | _first(64)) & masks.causal()
     ),
     "natten": lambda s, h, device: Functions(mask_mod=masks.natten(*_picture(s), 13 if s >= 1024 else 5)),
-    "alibi-causal": lambda s, h, device: Functions(masks.alibi(_slopes(h, device)), masks.causal()),
+    "alibi-causal": lambda s, h, device: Functions(masks.alibi(alibi_slopes(h, device)), masks.causal()),
     "relative": lambda s, h, device: Functions(_relative(h, device)),
     "softcap-causal": lambda s, h, device: Functions(masks.softcap(30.0), masks.causal()),
     "relative-document": lambda s, h, device: Functions(

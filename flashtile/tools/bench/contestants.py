@@ -35,7 +35,7 @@ from flashtile.tools.bench.peers import (
     repeated,
 )
 from flashtile.tools.bench.trees import FlashtileTree, Repeated
-from flashtile.tools.bench.workloads import Workload
+from flashtile.tools.bench.workload import Workload
 
 FROM_BF16 = "flashtile-from-bf16"
 

@@ -21,7 +21,7 @@ from flashtile.reference import attention as reference
 from flashtile.rounding import SCORE_UNITS
 from flashtile.tools.bench.inputs import Inputs
 from flashtile.tools.bench.mods import MODS
-from flashtile.tools.bench.workloads import Workload
+from flashtile.tools.bench.workload import Workload
 
 RESULTS = ("out", "dq", "dk", "dv")
 SCORES_CHECKED = {"cuda": 2**31, "cpu": 2**25}

@@ -11,7 +11,7 @@ from flashtile.problems.decode import FP8, CacheTensors
 from flashtile.reference import decode as reference
 from flashtile.testing import cu_seqlens, random_tensor
 from flashtile.tools.bench import mods
-from flashtile.tools.bench.workloads import Workload
+from flashtile.tools.bench.workload import Workload
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from flashtile.tools.bench.inputs import Inputs
 from flashtile.tools.bench.peers import PeerCall, Standard, hidden_scores, repeated
-from flashtile.tools.bench.workloads import Workload
+from flashtile.tools.bench.workload import Workload
 
 DROPOUT = 0.1
 """Dropout probability of GPT-2 in training."""

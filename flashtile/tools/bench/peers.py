@@ -26,7 +26,7 @@ from flashtile.problems.common import UNLIMITED
 from flashtile.reference import attention as reference
 from flashtile.tools.bench.inputs import Inputs
 from flashtile.tools.bench.mods import MODS, Functions
-from flashtile.tools.bench.workloads import Workload
+from flashtile.tools.bench.workload import Workload
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -27,7 +27,8 @@ from flashtile.tools.bench.contestants import kind_of
 from flashtile.tools.bench.gate import Oracle
 from flashtile.tools.bench.inputs import Inputs, make_inputs
 from flashtile.tools.bench.peers import Flashtile, Peer, PeerCall
-from flashtile.tools.bench.workloads import PASSES, Workload, small_call
+from flashtile.tools.bench.workload import Workload
+from flashtile.tools.bench.workloads import PASSES, small_call
 
 SCHEMA = 2
 

@@ -17,7 +17,7 @@ from flashtile.testing import cu_seqlens
 from flashtile.tools.bench.inputs import Inputs
 from flashtile.tools.bench.mods import tree_segments
 from flashtile.tools.bench.peers import Flashtile, Peer, PeerCall
-from flashtile.tools.bench.workloads import Workload
+from flashtile.tools.bench.workload import Workload
 
 
 class FlashtileTree(Flashtile):

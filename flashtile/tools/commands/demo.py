@@ -17,7 +17,7 @@ from flashtile.learn.io_model.tables import format_bytes
 from flashtile.learn.visualizer.page import write_page
 from flashtile.learn.visualizer.settings import grid
 from flashtile.tools.bench.report import operations_table
-from flashtile.tools.bench.workloads import Workload
+from flashtile.tools.bench.workload import Workload
 from flashtile.tools.commands.options import Device, finite, output_folder, parse_device, progress_bar
 from flashtile.tools.demo import exactness, operations, scaling
 from flashtile.tools.demo.corpus import Corpus, python_library

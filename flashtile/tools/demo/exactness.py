@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from flashtile import testing
 from flashtile.tools.bench.inputs import make_inputs
 from flashtile.tools.bench.peers import options
-from flashtile.tools.bench.workloads import Workload
+from flashtile.tools.bench.workload import Workload
 
 
 @dataclass(frozen=True)

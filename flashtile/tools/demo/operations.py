@@ -9,7 +9,8 @@ import torch
 
 from flashtile.tools.bench import runner
 from flashtile.tools.bench.peers import Flashtile
-from flashtile.tools.bench.workloads import Workload, select
+from flashtile.tools.bench.workload import Workload
+from flashtile.tools.bench.workloads import select
 from flashtile.tools.demo.exactness import Check
 
 QUICK_SEQLEN = 256

@@ -27,7 +27,8 @@ DROPOUT = 0.1
 
 FIRST, MASK, SOFTMAX, DROP, SECOND = "q k", "mask", "softmax", "dropout", "p v"
 NAMES = (FIRST, MASK, SOFTMAX, DROP, SECOND)
-PRODUCTS = (FIRST, SECOND)
+FUSED = "fused"
+"""Name of flashtile's call with dropout, which is timed with the operations."""
 
 
 class Operations(Standard):
@@ -92,16 +93,16 @@ def _steps(workload: Workload, inputs: Inputs) -> dict[str, Callable[..., Tensor
     }
 
 
-def summarized(times: Mapping[str, Sequence[float]], fused: Sequence[float]) -> dict[str, Any]:
+def summarized(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Return the entry "operations" of a cell (one workload in one pass) in the JSON document of results.
 
     Times are in milliseconds. ``ms`` has the median time of each operation, and ``together_ms`` is the sum of
-    these medians. ``fused_dropout_ms`` is the median of ``fused``, the times of flashtile's call with
-    dropout. It is missing if ``fused`` is empty.
+    these medians. ``fused_dropout_ms`` is the median time of flashtile's call with dropout. It is missing if
+    ``times`` has none.
 
     Args:
-        times: time of each operation in each round, by the operation's name.
+        times: time in each round of each operation and of :data:`FUSED`, by name.
     """
     medians = {name: statistics.median(rounds) for name, rounds in times.items()}
-    found = {"ms": medians, "together_ms": sum(medians.values()), "dropout_p": DROPOUT}
-    return found | ({"fused_dropout_ms": statistics.median(fused)} if fused else {})
+    fused = {"fused_dropout_ms": medians.pop(FUSED)} if FUSED in medians else {}
+    return {"ms": medians, "together_ms": sum(medians.values()), "dropout_p": DROPOUT} | fused

@@ -84,13 +84,11 @@ class FlashAttention3InFp8(FlashAttention):
         super().__init__("fa3-fp8", "flash_attn_interface", UNLIMITED)
 
     def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
-        values, scales = zip(
-            *(by_key_head(x, workload.num_heads_kv) for x in (inputs.q, inputs.k, inputs.v)), strict=True
-        )
-        batch = len(workload.sequences)
-        names = ("q_descale", "k_descale", "v_descale")
-        descales = {name: scale.expand(batch, -1) for name, scale in zip(names, scales, strict=True)}
-        attend = partial(self.function(workload, inputs), *values, **descales)
+        attend = self.function(workload, inputs)
+        for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
+            values, scale = by_key_head(x, workload.num_heads_kv)
+            descale = {f"{name}_descale": scale.expand(len(workload.sequences), -1)}
+            attend = partial(attend, values, **descale)
         return PeerCall(lambda q, k, v: first_of(attend()))
 
 
@@ -150,12 +148,8 @@ class Decoding(Flashtile):
         return self.over(flashtile.flash_attn_with_kvcache, workload, inputs)
 
     def over(self, function: Callable[..., Any], workload: Workload, inputs: Inputs, **more: Any) -> PeerCall:
-        if inputs.qv is not None:
-            more["qv"] = inputs.qv
-        return over_copies(
-            function, inputs, "block_table", cache_seqlens=inputs.cache_seqlens, causal=workload.causal,
-            backend=self._backend, **inputs.descales, **more,
-        )  # fmt: skip
+        more |= {"backend": self._backend, **inputs.descales}
+        return over_copies(function, workload, inputs, "block_table", **more)
 
 
 class SharedPrefix(Decoding):
@@ -169,9 +163,8 @@ class SharedPrefix(Decoding):
 
     def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
         assert workload.cache is not None
-        prefix = workload.cache.prefix
         function = flashtile.flash_attn_with_shared_prefix
-        return self.over(function, workload, inputs, prefix_seqlens=prefix)
+        return self.over(function, workload, inputs, prefix_seqlens=workload.cache.prefix)
 
 
 class FlashAttention3OverCache(FlashAttention):
@@ -194,10 +187,7 @@ class FlashAttention3OverCache(FlashAttention):
         import flash_attn_interface
 
         function = flash_attn_interface.flash_attn_with_kvcache
-        given = {"cache_seqlens": inputs.cache_seqlens, "causal": workload.causal}
-        if inputs.qv is not None:
-            given["qv"] = inputs.qv
-        return over_copies(function, inputs, "page_table", **given)
+        return over_copies(function, workload, inputs, "page_table")
 
 
 class SdpaLatent(Peer):
@@ -228,12 +218,17 @@ class SdpaLatent(Peer):
         return PeerCall(copies[0], copies=copies)
 
 
-def over_copies(function: Callable[..., Any], inputs: Inputs, table_name: str, **arguments: Any) -> PeerCall:
+def over_copies(
+    function: Callable[..., Any], workload: Workload, inputs: Inputs, table_name: str, **arguments: Any
+) -> PeerCall:
     """Return a contestant's call that runs ``function`` over the KV cache.
 
     The call has one variant for each copy of the cache, and timing rotates over the variants. Each variant
     passes the block table of its copy as the argument ``table_name``.
     """
+    arguments |= {"cache_seqlens": inputs.cache_seqlens, "causal": workload.causal}
+    if inputs.qv is not None:
+        arguments["qv"] = inputs.qv
     tables: tuple[Tensor | None, ...] = inputs.block_tables or (None,)
     copies = tuple(partial(function, **{table_name: table}, **arguments) for table in tables)
     return PeerCall(copies[0], copies=copies)

@@ -77,11 +77,6 @@ def write_model(name: str, folder: Path) -> Path:
     return folder
 
 
-def vocabulary(name: str) -> int:
-    """Return the vocabulary size of a model."""
-    return SERVED[name][1]
-
-
 def tokens(count: int, vocab_size: int, seed: int) -> list[int]:
     """Return ``count`` random token ids."""
     draw = random.Random(seed)
@@ -213,7 +208,7 @@ def measure(
 
     The result has tokens per second, and for decoding steps also the milliseconds per step.
     """
-    prompts, answers = workload.requests(vocabulary(workload.model))
+    prompts, answers = workload.requests(SERVED[workload.model][1])
     if not workload.context:
         contender.generate(prompts[:4], [4] * len(prompts[:4]))  # compiles
         seconds = [seconds_of(contender, prompts, answers, device) for _ in range(rounds)]

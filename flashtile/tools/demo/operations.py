@@ -29,13 +29,7 @@ def workload_for(device: torch.device, dtype: torch.dtype, quick: bool) -> Workl
 
 
 def measure(workload: Workload, device: torch.device) -> dict[str, Any]:
-    """Measure a workload as ``flashtile bench --operations`` does, and return its results.
-
-    The results have the format of a cell in the JSON document of ``flashtile bench``.
-
-    The results of flashtile and of standard attention are first checked without dropout. Both are then timed
-    with and without dropout.
-    """
+    """Measure a workload as ``flashtile bench --operations`` does, and return the cell of its document."""
     settings = runner.Settings(device, rounds=1, rep=50.0, operations=True)
     (cell,) = runner.measure_workload(workload, [Flashtile()], settings)
     return cell

@@ -29,27 +29,18 @@ Even the shortest run stays below it if gradients are correct.
 
 
 @dataclass(frozen=True)
-class ServedCall:
-    """Backend and configuration that dispatch chooses for a call, as ``flashtile.explain`` reports them."""
-
-    call: str
-    backend: str | None
-    config: str
-    reasons_against: dict[str, str]
-
-
-@dataclass(frozen=True)
 class Setting:
     """The machine, and the backends that dispatch chooses for two calls.
 
-    ``device`` is the device in use. ``devices`` are all devices that torch can use.
+    ``device`` is the device in use. ``devices`` are all devices that torch can use. ``served`` has each call
+    with its backend, configuration and reasons against other backends, as ``flashtile.explain`` reports them.
     """
 
     device: str
     dtype: str
     versions: dict[str, str | None]
     devices: list[dict[str, Any]]
-    served: list[ServedCall]
+    served: list[dict[str, Any]]
 
     @property
     def device_name(self) -> str:
@@ -70,10 +61,9 @@ class Setting:
 
         The other backends follow, each with the reason why it cannot compute a call.
         """
-        lines = [
-            f"{call.call}, {self.dtype} on {self.device}: served by {call.backend}" for call in self.served
-        ]
-        against = {reason for call in self.served for reason in call.reasons_against.items()}
+        where = f"{self.dtype} on {self.device}"
+        lines = [f"{call['call']}, {where}: served by {call['backend']}" for call in self.served]
+        against = {reason for call in self.served for reason in call["reasons_against"].items()}
         return lines + [f"not by {name}: {reason}" for name, reason in sorted(against)]
 
 
@@ -95,7 +85,8 @@ def inspect_setting(device: torch.device, dtype: torch.dtype) -> Setting:
     served = []
     for call, options in (("causal", {}), ("causal, window, soft-cap, ALiBi", every)):
         found = explain(q, q, q, causal=True, **options)
-        served.append(ServedCall(call, found.backend, str(found.config), found.reasons_against))
+        reasons = {"config": str(found.config), "reasons_against": found.reasons_against}
+        served.append({"call": call, "backend": found.backend} | reasons)
     name = str(dtype).removeprefix("torch.")
     return Setting(str(device), name, machine.versions(), machine.devices(), served)
 

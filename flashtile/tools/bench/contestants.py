@@ -93,10 +93,7 @@ class FlashAttention3InFp8(FlashAttention):
 
 
 def by_key_head(x: Tensor, heads_kv: int) -> tuple[Tensor, Tensor]:
-    """Quantise x to e4m3 with one scale per key head, and return (values, scales (heads_kv,)).
-
-    All query heads of a group share the scale of their key head.
-    """
+    """Return x in e4m3 and scales (heads_kv,), one for each key head and the query heads that share it."""
     groups = x.unflatten(-2, (heads_kv, -1)).float()
     others = [dim for dim in range(groups.dim()) if dim != groups.dim() - 3]
     scale = groups.abs().amax(others) / E4M3_MAX
@@ -299,11 +296,7 @@ def contestants(kind: str, names: Sequence[str], backends: Sequence[str], device
 
 
 def kind_of(workloads: Sequence[Workload]) -> str:
-    """Return the kind that all workloads have.
-
-    Raises:
-        ValueError: the workloads are of several kinds.
-    """
+    """Return the kind that all workloads have. Raise ValueError if they are of several kinds."""
     kinds = {workload.kind: workload.name for workload in workloads}
     if len(kinds) > 1:
         given = ", ".join(f"{name} ({kind})" for kind, name in kinds.items())

@@ -84,10 +84,7 @@ def tokens(count: int, vocab_size: int, seed: int) -> list[int]:
 
 
 def lengths(count: int, mean: float, most: int, seed: int) -> list[int]:
-    """Return log-normal lengths from 1 to ``most``, similar to the lengths in ShareGPT.
-
-    The logarithm of the lengths has a standard deviation of 1.
-    """
+    """Return log-normal lengths (sigma 1) from 1 to ``most``, similar to the lengths in ShareGPT."""
     draw = random.Random(seed)
     return [min(most, max(1, round(draw.lognormvariate(math.log(mean) - 0.5, 1.0)))) for _ in range(count)]
 
@@ -204,10 +201,7 @@ def _measured(
 def measure(
     contender: Contender, workload: EngineWorkload, device: torch.device, rounds: int
 ) -> dict[str, Any]:
-    """Measure a workload on a contender that has loaded the model, and return the result.
-
-    The result has tokens per second, and for decoding steps also the milliseconds per step.
-    """
+    """Measure a workload on a loaded contender: tokens per second, and milliseconds per decoding step."""
     prompts, answers = workload.requests(SERVED[workload.model][1])
     if not workload.context:
         contender.generate(prompts[:4], [4] * len(prompts[:4]))  # compiles

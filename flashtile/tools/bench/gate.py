@@ -63,10 +63,7 @@ class Oracle:
         self._plain = self._compute(inputs, wide if workload.fp8 else workload.torch_dtype, gradients)
 
     def check(self, results: dict[str, Tensor]) -> list[testing.Comparison]:
-        """Compare each result with the exact result on the sampled heads, and return the comparisons.
-
-        Args:
-            results: tensors by their names in ``RESULTS``, in the layout and shape of the inputs.
+        """Compare results, named as in ``RESULTS``, with the exact results on the sampled heads.
 
         Raises:
             ArithmeticError: some element of a result is not finite.

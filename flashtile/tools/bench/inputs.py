@@ -37,17 +37,11 @@ class Inputs:
     """Queries for the columns that absorbed MLA shares with v; k does not contain these columns."""
 
     def rows_of(self, tensor: Tensor, b: int) -> Tensor:
-        """Return the rows of sequence b, (seqlen_q, heads, head_dim).
-
-        ``tensor`` is q or another tensor with the same tokens, such as out.
-        """
+        """Return the rows of sequence b, (seqlen_q, heads, head_dim), of q, out or their gradients."""
         return _sequence(tensor, self.cu_seqlens_q, b)
 
     def keys_of(self, tensor: Tensor, b: int) -> Tensor:
-        """Return the rows of sequence b, (seqlen_k, heads_kv, head_dim).
-
-        ``tensor`` is k, v or another tensor with the same tokens, such as dk.
-        """
+        """Return the rows of sequence b, (seqlen_k, heads_kv, head_dim), of k, v or their gradients."""
         if self.cache_seqlens is None:
             return _sequence(tensor, self.cu_seqlens_k, b)
         table = self.block_tables[0] if self.block_tables else None

@@ -60,10 +60,7 @@ WORKLOADS = tuple(
 
 
 def contestants(device: torch.device) -> dict[str, Product]:
-    """Return the linear functions of flashtile and torch, by name.
-
-    On a GPU there is also torch's function compiled by ``torch.compile``.
-    """
+    """Return flashtile's and torch's linear functions by name; on a GPU also torch's compiled function."""
     found: dict[str, Product] = {
         OURS: partial(linear, prefetch=True),
         "torch": torch.nn.functional.linear,
@@ -83,10 +80,7 @@ def run(
     names: Sequence[str] = (),
     after_cell: Callable[[dict[str, Any]], None] = lambda document: None,
 ) -> dict[str, Any]:
-    """Measure every workload with every named contestant, and return a document that is ready for JSON.
-
-    Without names, all contestants are measured.
-    """
+    """Measure every workload with each named contestant (all without names) and return a JSON document."""
     known = contestants(device)
     check_peers(names, known)
     entrants = {name: f for name, f in known.items() if not names or name in (OURS, *names)}

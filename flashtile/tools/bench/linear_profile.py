@@ -113,11 +113,7 @@ class ProfiledOperands:
         return min(replay_time(graph, REP) for _ in range(2)) / len(calls) * 1e3
 
     def check(self, launch: Launch, rows: int) -> None:
-        """Compare a kernel's product with torch's product in float32.
-
-        Raises:
-            ArithmeticError: the product differs too much.
-        """
+        """Raise ArithmeticError if a kernel's product differs too much from torch's product in float32."""
         x, weight = self.x[:rows], self.weights[0]
         y = launch(x, weight, self.given).float()
         expected = x.float() @ weight.float().T

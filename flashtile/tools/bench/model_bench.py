@@ -38,11 +38,7 @@ def select_models(kind: str, workloads: Sequence[Any], names: Sequence[str]) -> 
 
 
 def check_peers(names: Sequence[str], known: Iterable[str]) -> None:
-    """Check the names of contestants.
-
-    Raises:
-        ValueError: a name is neither a known contestant nor "none".
-    """
+    """Raise ValueError for a name that is neither a known contestant nor "none"."""
     for name in names:
         if name not in (*known, "none"):
             raise ValueError(f"peer must be none or one of {', '.join(known)}, got {name!r}")
@@ -51,11 +47,7 @@ def check_peers(names: Sequence[str], known: Iterable[str]) -> None:
 def new_document(
     kind: str, device: torch.device, rounds: int, rep: float, cells: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Measure the read bandwidth, and return a new JSON document for a run.
-
-    The document holds the versions, the device, the read bandwidth in TB/s (on the CPU, the copy bandwidth),
-    and ``cells``.
-    """
+    """Measure the read bandwidth (on the CPU, of a copy), and return a new JSON document for a run."""
     if device.type == "cuda":
         from flashtile.tools.bench.linear_profile import read_bandwidth
 

@@ -62,10 +62,9 @@ class Operations(Standard):
         return PeerCall(attend, heads_first=True)
 
     def functions(self, workload: Workload, inputs: Inputs) -> dict[str, Callable[[], Tensor]]:
-        """Return a dictionary from each operation's name to a function that runs this operation once.
+        """Return, by the name of an operation, a function without arguments that runs it once.
 
-        The functions take no arguments. The inputs of an operation are the results of the previous
-        operations, which are computed here.
+        The inputs of an operation are the results of the previous operations, which are computed here.
         """
         call = PeerCall(lambda q, k, v: q, heads_first=True)
         q, k, v = (call.arrange(t) for t in (inputs.q, inputs.k, inputs.v))

@@ -51,10 +51,7 @@ class PeerCall:
     copies: tuple[Attend, ...] = ()
 
     def arrange(self, tensor: Tensor) -> Tensor:
-        """Return a view of an input in the contestant's layout.
-
-        Inputs are (batch, seqlen, heads, head_dim) or (total, heads, head_dim).
-        """
+        """Return a view of an input in the contestant's layout."""
         if not self.heads_first:
             return tensor
         return (tensor[None] if tensor.dim() == 3 else tensor).transpose(1, 2)
@@ -381,10 +378,7 @@ def repeated(tensor: Tensor, workload: Workload) -> Tensor:
 
 
 def _standard(workload: Workload, seqlen_q: int, seqlen_k: int, inputs: Inputs) -> Attend:
-    """Prepare the mask and bias of a workload, and return a function that computes standard attention.
-
-    The function takes q, k, v (batch, heads, seqlen, head_dim) and returns out.
-    """
+    """Return standard attention with its mask and bias, for tensors (batch, heads, seqlen, head_dim)."""
     empty = bias = None
     if inputs.alibi_slopes is not None:
         bias = reference.alibi_bias(inputs.alibi_slopes, seqlen_q, seqlen_k, inputs.q.dtype)

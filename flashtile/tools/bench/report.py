@@ -126,10 +126,7 @@ def taken_apart(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def operations_table(cells: Sequence[dict[str, Any]], ours: str) -> Table:
-    """Return a table of milliseconds with a column for each workload.
-
-    The rows are the operations of standard attention, their sum, and flashtile's fused call.
-    """
+    """Return a table of milliseconds by workload: standard attention's operations, and the fused call."""
     table = Table(
         "forward, milliseconds",
         *(Column(escape(cell["workload"]), justify="right") for cell in cells),
@@ -159,10 +156,7 @@ def _operation_times(cell: dict[str, Any], ours: str) -> dict[str, float | None]
 
 
 def summary_table(document: dict[str, Any]) -> Table:
-    """Return a table of the speed of flashtile divided by the speed of each peer.
-
-    Each row shows the geometric mean and the lowest ratio over the workloads that both ran.
-    """
+    """Return a table of flashtile's speed over each peer's: geometric mean and lowest ratio."""
     table = Table(
         *(Column(heading, no_wrap=True) for heading in ("pass", "flashtile", "peer")),
         *(Column(heading, justify="right") for heading in ("geometric mean", "cells", "lowest")),

@@ -19,11 +19,7 @@ from flashtile.tools.bench.report_charts import charts
 
 
 def render_page(document: dict[str, Any]) -> str:
-    """Return the HTML of the report.
-
-    Raises:
-        ValueError: nothing was measured.
-    """
+    """Return the HTML of the report. Raise ValueError if nothing was measured."""
     sections: dict[str, list[Any]] = {}
     for chart in charts(document):
         sections.setdefault(chart.series, []).append(chart)

@@ -138,10 +138,7 @@ def describe_run(contestants: Sequence[Peer], settings: Settings) -> dict[str, A
 def measure_workload(
     workload: Workload, contestants: Sequence[Peer], settings: Settings
 ) -> Iterator[dict[str, Any]]:
-    """Measure one workload, and yield a cell of the JSON document for each pass of ``settings``.
-
-    A cell holds the results of all contestants.
-    """
+    """Yield a cell of the JSON document, with the results of all contestants, for each pass."""
     inputs = make_inputs(workload, settings.device)
     oracle = Oracle(workload, inputs, gradients=any(map(needs_gradients, settings.passes)))
     for which in settings.passes:
@@ -228,10 +225,7 @@ def needs_gradients(which: str) -> bool:
 
 
 def _leaves(call: PeerCall, inputs: Inputs, which: str) -> list[Tensor]:
-    """Return q, k and v as leaf tensors that share the memory of ``inputs``.
-
-    Their layout is the one that the measured implementation (``call``) expects.
-    """
+    """Return q, k and v as leaf tensors that share the memory of ``inputs``, in the layout of ``call``."""
     gradients = needs_gradients(which)
     return [call.arrange(t).detach().requires_grad_(gradients) for t in (inputs.q, inputs.k, inputs.v)]
 

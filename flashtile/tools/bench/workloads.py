@@ -111,10 +111,7 @@ def _decode(
 
 
 def log_uniform_lengths(total: int, shortest: int, longest: int, seed: int = 0) -> list[int]:
-    """Return log-uniform lengths from ``shortest`` to ``longest`` whose sum is ``total``.
-
-    The last length may be below ``shortest``.
-    """
+    """Return log-uniform lengths with the sum ``total``; the last length may be below ``shortest``."""
     draw = random.Random(seed)
     lengths: list[int] = []
     while (left := total - sum(lengths)) > 0:
@@ -344,10 +341,7 @@ TAGS: tuple[str, ...] = tuple(dict.fromkeys(tag for workload in WORKLOADS for ta
 
 
 def small_call(kind: str, device_type: str) -> Workload:
-    """Return a small workload of the given kind, for measuring the host time of a call.
-
-    Its time on the GPU is shorter than its time on the host.
-    """
+    """Return a small workload of a kind, whose time on the GPU is shorter than the host time of its call."""
     dtype = FP8 if kind == "fp8" else "bfloat16" if device_type == "cuda" else "float32"
     if kind == "decode":
         return _decode("small", (256, 256), "", (8, 8, 64), prefix=128, dtype=dtype)

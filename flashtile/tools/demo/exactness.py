@@ -79,10 +79,7 @@ class Exactness:
 
 
 def measure(device: torch.device, cases: Sequence[Workload] = CASES) -> Iterator[Exactness]:
-    """Yield the errors of the forward and backward pass of each case, in each dtype.
-
-    The upstream gradients dout and dlse are random.
-    """
+    """Yield the errors of both passes of each case, in each dtype, for random dout and dlse."""
     for one in cases:
         for dtype in DTYPES:
             inputs = make_inputs(replace(one, dtype=dtype), device)

@@ -36,10 +36,7 @@ def measure(workload: Workload, device: torch.device) -> dict[str, Any]:
 
 
 def checks(cell: dict[str, Any]) -> list[Check]:
-    """Return a check that the results of flashtile and of standard attention are correct.
-
-    Return no check if neither ran, which happens if the memory is too small.
-    """
+    """Check the results of flashtile and standard attention; no check if neither had enough memory."""
     sides = {"flashtile": cell["results"]["flashtile"], "standard attention": cell["operations"]}
     judged = {name: side for name, side in sides.items() if side["status"] in (runner.OK, runner.WRONG)}
     wrong = [f"{name}: {side['reason']}" for name, side in judged.items() if side["status"] != runner.OK]

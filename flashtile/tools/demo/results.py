@@ -93,10 +93,7 @@ def inspect_setting(device: torch.device, dtype: torch.dtype) -> Setting:
 
 @dataclass(frozen=True)
 class Training:
-    """A run with flashtile's attention, the same run (``twin``) with standard attention, and a sampled text.
-
-    The text is sampled from the model that was trained with flashtile.
-    """
+    """A run with flashtile's attention, the same with standard attention (``twin``), and a sampled text."""
 
     config: TrainingConfig
     corpus: str

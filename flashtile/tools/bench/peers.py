@@ -190,11 +190,6 @@ class Sdpa(Peer):
         self.name, self.device_type = name, device_type
         self._backend = backend
 
-    def unavailable(self, device: torch.device) -> str | None:
-        known = hasattr(torch.nn.attention.SDPBackend, self._backend)
-        missing = None if known else f"torch {torch.__version__} has no such backend"
-        return super().unavailable(device) or missing
-
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         if workload.varlen:
             return "takes no variable-length batch"

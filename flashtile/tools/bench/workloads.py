@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from flashtile.hardware.timing import FP8
@@ -21,6 +22,8 @@ PAPER_TOKENS = 16384
 PAPER_HIDDEN = 2048
 PAPER_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 PAPER_HEAD_DIMS = (64, 128, 256)
+MASKS = (("", False), ("-causal", True))
+"""(end of the name, causal) of workloads that are measured with and without a causal mask."""
 
 
 def select(
@@ -76,15 +79,15 @@ def _paper_grid(prefix: str, seqlens: Iterable[int], tags: str, **more: Any) -> 
 
     The head sizes are 64, 128 and 256, and heads * head_dim is 2048.
     """
-    return [
-        workload
-        for d in PAPER_HEAD_DIMS
-        for suffix, causal in (("", False), ("-causal", True))
-        for workload in _dense(
+    sets = (
+        _dense(
             f"{prefix}-d{d}{suffix}", seqlens, PAPER_TOKENS, tags, (PAPER_HIDDEN // d, PAPER_HIDDEN // d, d),
             causal=causal, **more,
         )
-    ]  # fmt: skip
+        for d in PAPER_HEAD_DIMS
+        for suffix, causal in MASKS
+    )  # fmt: skip
+    return list(chain.from_iterable(sets))
 
 
 def _lengths(
@@ -131,17 +134,12 @@ def _ragged() -> list[Workload]:
     """
     lengths = log_uniform_lengths(PAPER_TOKENS, 64, 8192)
     batch = round(PAPER_TOKENS**2 / sum(length**2 for length in lengths))
-    return [
-        workload
-        for suffix, causal in (("", False), ("-causal", True))
-        for workload in (
-            _lengths(f"ragged{suffix}", _square(*lengths), "lengths", WIDE_HEADS, causal=causal),
-            *_dense(
-                f"ragged-equal{suffix}", (PAPER_TOKENS // batch,), PAPER_TOKENS, "lengths", WIDE_HEADS,
-                causal=causal,
-            ),
-        )
-    ]  # fmt: skip
+    found = []
+    for suffix, causal in MASKS:
+        more: dict[str, Any] = {"tags": "lengths", "heads": WIDE_HEADS, "causal": causal}
+        found.append(_lengths(f"ragged{suffix}", _square(*lengths), **more))
+        found += _dense(f"ragged-equal{suffix}", (PAPER_TOKENS // batch,), PAPER_TOKENS, **more)
+    return found
 
 
 WIDE_HEADS: Heads = (16, 16, 128)
@@ -242,13 +240,10 @@ WORKLOADS: tuple[Workload, ...] = (
     ),
     _decode("cascade-64x32768", (32768 + 128,) * 64, "decode decode-cascade", prefix=32768),
     # score_mod and mask_mod functions as users of FlexAttention write them
-    *(
-        workload
+    *chain.from_iterable(
+        _dense(f"masks-{name}", (2048, 4096, 8192, 16384), PAPER_TOKENS, "masks", WIDE_HEADS, mod=name)
         for name in mods.MODS
         if name != "tree"
-        for workload in _dense(
-            f"masks-{name}", (2048, 4096, 8192, 16384), PAPER_TOKENS, "masks", WIDE_HEADS, mod=name
-        )
     ),
     # Eight answers of 512 to 2048 tokens to one prompt, as in GRPO
     *(
@@ -280,22 +275,20 @@ WORKLOADS: tuple[Workload, ...] = (
         for b, s, n in ((8, 4096, 4), (4, 4096, 256), (1, 8192, 2048), (1, 32768, 1024))
     ),
     # Heads wider than 256
-    *(
-        workload
-        for d, d_v in ((320, 320), (512, 512), (576, 512))
-        for suffix, causal in (("", False), ("-causal", True))
-        for workload in _dense(
+    *chain.from_iterable(
+        _dense(
             f"wide-d{d}{suffix}", (1024, 4096), PAPER_TOKENS, "wide", (4, 4, d), head_dim_v=d_v, causal=causal
         )
+        for d, d_v in ((320, 320), (512, 512), (576, 512))
+        for suffix, causal in MASKS
     ),
     # Attention weights: all, summed over queries, the largest of each query
-    *(
-        workload
-        for form in ("full", "columns", "top")
-        for workload in _dense(
+    *chain.from_iterable(
+        _dense(
             f"weights-{form}", (512, 2048, 8192), PAPER_TOKENS, "weights", (16, 16, 64), causal=True,
             weights=form,
         )
+        for form in ("full", "columns", "top")
     ),
     # Sized for two cores
     *_dense("cpu-d64", (512, 1024, 2048, 4096), 0, "cpu", (8, 8, 64), **FLOAT32),
@@ -313,9 +306,7 @@ WORKLOADS: tuple[Workload, ...] = (
     *_dense("ci-sink", (70,), 0, "ci", (4, 2, 48), head_dim_v=32, sink=True, **FLOAT32),
     Workload("ci-chunk", "ci-chunk", 2, 40, 130, 2, 2, 32, "float32", causal=True, tags=("ci",)),
     _lengths("ci-varlen", [(50, 50), (1, 70), (33, 20), (0, 9)], "ci", (2, 1, 32), causal=True, **FLOAT32),
-    *_dense(
-        "ci-masks-both", (160,), 320, "ci-masks", (4, 2, 32), mod="relative-document", **FLOAT32,
-    ),
+    *_dense("ci-masks-both", (160,), 320, "ci-masks", (4, 2, 32), mod="relative-document", **FLOAT32),
     *_dense("ci-masks-natten", (128,), 0, "ci-masks", (2, 2, 32), mod="natten", **FLOAT32),
     *_dense("ci-tree", (300,), 0, "ci-tree", (4, 2, 32), mod="tree", **FLOAT32),
     *_dense("ci-fp8-causal", (150,), 300, "ci-fp8", (4, 2, 32), causal=True, dtype=FP8),
@@ -324,12 +315,11 @@ WORKLOADS: tuple[Workload, ...] = (
     _decode(
         "ci-mla-prompt", (70, 30), "ci-mla", (4, 1, 40), seqlen_q=20, latent=True, head_dim_v=24, **FLOAT32
     ),
-    *(
-        workload
-        for form in ("full", "columns", "top")
-        for workload in _dense(
+    *chain.from_iterable(
+        _dense(
             f"ci-weights-{form}", (70,), 140, "ci-weights", (4, 2, 32), causal=True, weights=form, **FLOAT32
         )
+        for form in ("full", "columns", "top")
     ),
     _decode("ci", (70, 9, 130), "ci-decode", (4, 2, 32), **FLOAT32),
     _decode("ci-dense", (70, 9, 130), "ci-decode", (4, 2, 32), seqlen_q=3, page_size=0, **FLOAT32),

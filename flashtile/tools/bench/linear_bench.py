@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from flashtile.hardware.linear_table import FLAT, GEMV, LIBRARY, Row
-from flashtile.hardware.timing import capture, release_memory, replay_time, time_call
+from flashtile.hardware.timing import capture, median_time, release_memory, replay_time
 from flashtile.learn.io_model import find_model
 from flashtile.linear import linear
 from flashtile.tools.bench.model_bench import SMALL_MODEL, cells_table, check_peers, new_document
@@ -130,7 +130,7 @@ def _clock(function: Callable[[], None], device: torch.device, rep: float) -> Ca
     if device.type == "cuda":
         function()
         return partial(replay_time, capture([function]), rep)
-    return lambda: statistics.median(time_call(function, rep, device))
+    return partial(median_time, function, rep, device)
 
 
 def _wrong(product: Product, x: dict[int, Tensor], weights: Sequence[Tensor]) -> str | None:

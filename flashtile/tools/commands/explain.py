@@ -301,9 +301,8 @@ def _check_cache_options(given: dict[str, Any], dtype: str) -> None:
 def _check_costed(call: Call, card: Card) -> None:
     if max(call.seqlen_q, call.seqlen_k) > MAX_COSTED_TOKENS:
         raise typer.BadParameter(f"costs are counted up to {MAX_COSTED_TOKENS} tokens, got more")
-    if call.dtype not in card.tflops:
-        allowed = ", ".join(card.tflops)
-        raise typer.BadParameter(f"dtype on {card.name} must be one of {allowed}, got {call.dtype!r}")
+    with bad_parameters():
+        card.peak_tflops(call.dtype)
 
 
 def _print_costs(call: Call, card: Card, out: Console) -> None:

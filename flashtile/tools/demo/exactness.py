@@ -27,12 +27,11 @@ class Check:
 DTYPES = ("float32", "bfloat16", "float16")
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 GRADIENTS = ("dq", "dk", "dv")
-Lengths = tuple[tuple[int, int], ...]
 
 
 def case(
     name: str, seqlen_q: int = 200, seqlen_k: int = 200, heads: int = 4, heads_kv: int = 4,
-    head_dim: int = 64, batch: int = 2, lengths: Lengths | None = None, **more: Any,
+    head_dim: int = 64, batch: int = 2, lengths: tuple[tuple[int, int], ...] | None = None, **more: Any,
 ) -> Workload:  # fmt: skip
     """Return the workload of one case. ``lengths`` has (seqlen_q, seqlen_k) of each packed sequence."""
     if lengths is not None:

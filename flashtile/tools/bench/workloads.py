@@ -113,9 +113,9 @@ def _decode(
     )  # fmt: skip
 
 
-def log_uniform_lengths(total: int, shortest: int, longest: int, seed: int = 0) -> list[int]:
+def log_uniform_lengths(total: int, shortest: int, longest: int) -> list[int]:
     """Return log-uniform lengths with the sum ``total``; the last length may be below ``shortest``."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     lengths: list[int] = []
     while (left := total - sum(lengths)) > 0:
         length = round(shortest * (longest / shortest) ** draw.random())

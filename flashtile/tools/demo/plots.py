@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
@@ -28,18 +27,11 @@ HALF_WIDTH = (5.4, 3.6)
 """Inches of a figure that has half of the page's width."""
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A bar of the report's first picture. ``share`` is its length divided by that of the longest bar."""
+def bars(row: ScalingRow | None) -> dict[str, list[dict[str, Any]]]:
+    """Return the bars "Time" and "Memory" that compare standard attention with flashtile at one length.
 
-    label: str
-    value: str
-    share: float
-    color: str
-
-
-def bars(row: ScalingRow | None) -> dict[str, list[Bar]]:
-    """Return the bars "Time" and "Memory" that compare standard attention with flashtile at one length."""
+    The ``share`` of a bar is its length divided by that of the longest bar.
+    """
     if row is None or row.standard is None:
         return {}
     ours, theirs = row.flashtile, row.standard
@@ -49,10 +41,13 @@ def bars(row: ScalingRow | None) -> dict[str, list[Bar]]:
     return found
 
 
-def _bars(ours: float, theirs: float, described: Callable[[float], str]) -> list[Bar]:
+def _bars(ours: float, theirs: float, described: Callable[[float], str]) -> list[dict[str, Any]]:
     sides = (("standard attention", theirs, VARIABLES[THEIRS]), ("flashtile", ours, VARIABLES[OURS]))
     longest = max(ours, theirs)
-    return [Bar(label, described(value), value / longest, color) for label, value, color in sides]
+    return [
+        {"label": label, "value": described(value), "share": value / longest, "color": color}
+        for label, value, color in sides
+    ]
 
 
 def themed_svg(figure: Figure) -> str:

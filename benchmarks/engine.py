@@ -48,7 +48,6 @@ from flashtile.tools.bench.engine_bench import (
     floor_bytes,
     measure,
     tokens,
-    vocabulary,
     write_model,
 )
 from flashtile.tools.bench.engine_peers import Flashtile
@@ -88,7 +87,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace):
         self.options = options
         self.device = machine.find_device(options.device)
-        self.vocab_size = vocabulary(options.model)
+        self.vocab_size = SERVED[options.model][1]
         self._loaded: tuple[Any, Flashtile] | None = None
 
     def engine(self, **more: Any) -> Flashtile:

@@ -33,7 +33,8 @@ from flashtile.problems.attention import NO_EXTRAS, Options, Problem
 from flashtile.problems.decode import CacheTensors, DecodeOptions, DecodeProblem
 from flashtile.tools.bench.gate import Oracle
 from flashtile.tools.bench.inputs import Inputs, make_inputs
-from flashtile.tools.bench.workloads import Workload, select
+from flashtile.tools.bench.workload import Workload
+from flashtile.tools.bench.workloads import select
 
 PRODUCTS = {"forward": 2, "dkdv": 4, "dq": 3}
 """Number of matrix products of each attention kernel."""

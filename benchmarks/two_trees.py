@@ -46,10 +46,13 @@ def shape_cells() -> list[dict[str, Any]]:
     from flashtile.tools.bench.shapes import SHAPES
 
     return [
-        {"set": "shapes", "which": which, **vars(shape)}
+        {"set": "shapes", "name": w.name, "which": which, "batch": w.batch, "seqlen_q": w.seqlen_q,
+         "seqlen_k": w.seqlen_k, "heads": (w.num_heads_q, w.num_heads_kv), "head_dim": w.head_dim,
+         "head_dim_v": w.head_dim_v, "causal": w.causal, "window": w.window_left + 1, "softcap": w.softcap,
+         "alibi": w.alibi, "sink": w.sink}
         for which in ("forward", "backward")
-        for shape in SHAPES
-    ]
+        for w in SHAPES
+    ]  # fmt: skip
 
 
 def host_cells() -> list[dict[str, Any]]:

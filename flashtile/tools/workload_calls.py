@@ -84,10 +84,7 @@ def training_calls(layers: Iterable[Heads], features: bool = False) -> list[Call
 
 
 def _packed(batch: int, seqlen: int) -> dict[str, Any]:
-    """Return the arguments of a call with ``batch`` packed sequences of up to ``seqlen`` tokens.
-
-    The offsets are all 0, because fake tensors have no values.
-    """
+    """Return the arguments of a call with packed sequences. Offsets are 0: fake tensors have no values."""
     offsets = torch.zeros(batch + 1, dtype=torch.int32)
     return {
         "cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": seqlen, "max_seqlen_k": seqlen,
@@ -147,10 +144,7 @@ def decoding_calls(layers: Iterable[Heads]) -> list[Call]:
 
 
 def heads_of(config: ModelConfig) -> list[Heads]:
-    """Return the heads of a model's layers.
-
-    Layers with the same heads and window are listed once.
-    """
+    """Return the heads of a model's layers, equal heads and windows once."""
     dtype = config.dtype if config.dtype in ("bfloat16", "float16") else "bfloat16"
     sizes = config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim
     return [Heads(*sizes, dtype, window) for window in dict.fromkeys(config.windows)]

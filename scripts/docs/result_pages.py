@@ -6,8 +6,6 @@ Tables and charts are those of the commands that measured; nothing is copied by 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from io import StringIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import counters
 import markdown_tables
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
-from rich.console import Console
 
 from flashtile.io_model import card_of_device
 from flashtile.tools.bench import engine_bench, linear_bench, report
@@ -64,7 +61,7 @@ def machine(document: dict[str, Any]) -> str:
 
 def bench_parts(document: dict[str, Any], most_charts: int) -> list[str]:
     """Return a document of ``flashtile bench`` as Markdown: tables, charts and notes."""
-    parts = _printed(report.print_head, document)
+    parts = report.head_lines(document)
     if document["summary"]:
         parts += ["## Speed over each peer", markdown_tables.of_table(report.summary_table(document))]
     drawn = islice(charts(document), most_charts)
@@ -72,7 +69,7 @@ def bench_parts(document: dict[str, Any], most_charts: int) -> list[str]:
     for which, cells in report.by_pass(document).items():
         table = report.cells_table(document, cells)
         parts += [f"## {which.capitalize()}", f"{table.title}.", markdown_tables.of_table(table)]
-    notes = [f"- {line}" for line in _printed(report.print_notes, document)]
+    notes = [f"- {line}" for line in report.note_lines(document)]
     return parts + (["## Refused, out of memory, host time", "\n".join(notes)] if notes else [])
 
 
@@ -85,13 +82,6 @@ def plain_parts(document: dict[str, Any]) -> list[str]:
             unit = ", microseconds" if title.endswith("_us") else ""
             parts += [f"## {heading}{unit}", markdown_tables.of_records(records)]
     return parts
-
-
-def _printed(part: Callable[[dict[str, Any], Console], None], document: dict[str, Any]) -> list[str]:
-    """Return the lines that a part of the report prints."""
-    file = StringIO()
-    part(document, Console(file=file, width=10_000, no_color=True))
-    return [line for line in file.getvalue().splitlines() if line]
 
 
 def _figures(pictures: list[tuple[str, str]]) -> str:

@@ -37,7 +37,8 @@ from flashtile.backends.hopper.forward.rounds import (
     microseconds,
 )
 from flashtile.problems.attention import Problem
-from flashtile.tools.bench.workloads import Workload, select
+from flashtile.tools.bench.workload import Workload
+from flashtile.tools.bench.workloads import select
 from kernels_as_python import functions_of
 
 H200 = Target("H200", (9, 0), 132)

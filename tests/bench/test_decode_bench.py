@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 import flashtile
-from flashtile.tools.bench import contestants, documents, runner, workloads
+from flashtile.tools.bench import contestants, documents, runner, workload, workloads
 from flashtile.tools.bench.documents import summarize
 from flashtile.tools.bench.gate import Oracle
 from flashtile.tools.bench.inputs import Inputs, make_inputs
@@ -94,7 +94,7 @@ def test_bytes_and_flops_by_hand() -> None:
 
 
 def test_pages_of_sequences_do_not_meet_but_in_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workloads, "L2_BYTES", 3.0 * PREFIX.kv_bytes())
+    monkeypatch.setattr(workload, "L2_BYTES", 3.0 * PREFIX.kv_bytes())
     assert PREFIX.copies == 3
     inputs: Inputs = make_inputs(PREFIX, CPU)
     (table,) = inputs.block_tables

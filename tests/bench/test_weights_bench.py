@@ -7,7 +7,7 @@ import torch
 
 from flashtile.tools.bench import contestants, runner, workloads
 from flashtile.tools.bench.inputs import make_inputs
-from flashtile.tools.bench.workloads import Workload
+from flashtile.tools.bench.workload import Workload
 
 CI = workloads.select(["ci-weights"])
 

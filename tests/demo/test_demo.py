@@ -22,9 +22,8 @@ from flashtile.tools.demo import exactness, operations, plots, scaling
 from flashtile.tools.demo.attention import ATTENTIONS, standard
 from flashtile.tools.demo.corpus import VALIDATION_EVERY, python_library, sample_batch
 from flashtile.tools.demo.exactness import Check
-from flashtile.tools.demo.findings import claim, findings
 from flashtile.tools.demo.llama import ROPE, rotate, sized
-from flashtile.tools.demo.results import Results, Training, inspect_setting, write
+from flashtile.tools.demo.results import Results, Training, claim, findings, inspect_setting, write
 from flashtile.tools.demo.training import (
     FEWEST_STEPS,
     TrainingConfig,

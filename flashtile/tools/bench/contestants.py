@@ -7,7 +7,9 @@ with its own scales. Quantisation is not timed, except in ``flashtile-from-bf16`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,9 +18,12 @@ from torch.nn import functional as F
 
 import flashtile
 from flashtile import fp8
+from flashtile.api.tree import tree_attention
 from flashtile.problems.common import PREFERENCE, UNLIMITED
 from flashtile.problems.fp8_layout import E4M3, E4M3_MAX
+from flashtile.testing import cu_seqlens
 from flashtile.tools.bench.inputs import Inputs
+from flashtile.tools.bench.mods import tree_segments
 from flashtile.tools.bench.peers import (
     FlashAttention,
     Flashtile,
@@ -34,8 +39,7 @@ from flashtile.tools.bench.peers import (
     options,
     repeated,
 )
-from flashtile.tools.bench.trees import FlashtileTree, Repeated
-from flashtile.tools.bench.workloads import Workload
+from flashtile.tools.bench.workload import Workload
 
 FROM_BF16 = "flashtile-from-bf16"
 
@@ -84,21 +88,16 @@ class FlashAttention3InFp8(FlashAttention):
         super().__init__("fa3-fp8", "flash_attn_interface", UNLIMITED)
 
     def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
-        values, scales = zip(
-            *(by_key_head(x, workload.num_heads_kv) for x in (inputs.q, inputs.k, inputs.v)), strict=True
-        )
-        batch = len(workload.sequences)
-        names = ("q_descale", "k_descale", "v_descale")
-        descales = {name: scale.expand(batch, -1) for name, scale in zip(names, scales, strict=True)}
-        attend = partial(self.function(workload, inputs), *values, **descales)
+        attend = self.function(workload, inputs)
+        for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
+            values, scale = by_key_head(x, workload.num_heads_kv)
+            descale = {f"{name}_descale": scale.expand(len(workload.sequences), -1)}
+            attend = partial(attend, values, **descale)
         return PeerCall(lambda q, k, v: first_of(attend()))
 
 
 def by_key_head(x: Tensor, heads_kv: int) -> tuple[Tensor, Tensor]:
-    """Quantise x to e4m3 with one scale per key head, and return (values, scales (heads_kv,)).
-
-    All query heads of a group share the scale of their key head.
-    """
+    """Return x in e4m3 and scales (heads_kv,), one for each key head and the query heads that share it."""
     groups = x.unflatten(-2, (heads_kv, -1)).float()
     others = [dim for dim in range(groups.dim()) if dim != groups.dim() - 3]
     scale = groups.abs().amax(others) / E4M3_MAX
@@ -150,12 +149,8 @@ class Decoding(Flashtile):
         return self.over(flashtile.flash_attn_with_kvcache, workload, inputs)
 
     def over(self, function: Callable[..., Any], workload: Workload, inputs: Inputs, **more: Any) -> PeerCall:
-        if inputs.qv is not None:
-            more["qv"] = inputs.qv
-        return over_copies(
-            function, inputs, "block_table", cache_seqlens=inputs.cache_seqlens, causal=workload.causal,
-            backend=self._backend, **inputs.descales, **more,
-        )  # fmt: skip
+        more |= {"backend": self._backend, **inputs.descales}
+        return over_copies(function, workload, inputs, "block_table", **more)
 
 
 class SharedPrefix(Decoding):
@@ -169,9 +164,8 @@ class SharedPrefix(Decoding):
 
     def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
         assert workload.cache is not None
-        prefix = workload.cache.prefix
         function = flashtile.flash_attn_with_shared_prefix
-        return self.over(function, workload, inputs, prefix_seqlens=prefix)
+        return self.over(function, workload, inputs, prefix_seqlens=workload.cache.prefix)
 
 
 class FlashAttention3OverCache(FlashAttention):
@@ -194,10 +188,7 @@ class FlashAttention3OverCache(FlashAttention):
         import flash_attn_interface
 
         function = flash_attn_interface.flash_attn_with_kvcache
-        given = {"cache_seqlens": inputs.cache_seqlens, "causal": workload.causal}
-        if inputs.qv is not None:
-            given["qv"] = inputs.qv
-        return over_copies(function, inputs, "page_table", **given)
+        return over_copies(function, workload, inputs, "page_table")
 
 
 class SdpaLatent(Peer):
@@ -228,15 +219,82 @@ class SdpaLatent(Peer):
         return PeerCall(copies[0], copies=copies)
 
 
-def over_copies(function: Callable[..., Any], inputs: Inputs, table_name: str, **arguments: Any) -> PeerCall:
+def over_copies(
+    function: Callable[..., Any], workload: Workload, inputs: Inputs, table_name: str, **arguments: Any
+) -> PeerCall:
     """Return a contestant's call that runs ``function`` over the KV cache.
 
     The call has one variant for each copy of the cache, and timing rotates over the variants. Each variant
     passes the block table of its copy as the argument ``table_name``.
     """
+    arguments |= {"cache_seqlens": inputs.cache_seqlens, "causal": workload.causal}
+    if inputs.qv is not None:
+        arguments["qv"] = inputs.qv
     tables: tuple[Tensor | None, ...] = inputs.block_tables or (None,)
     copies = tuple(partial(function, **{table_name: table}, **arguments) for table in tables)
     return PeerCall(copies[0], copies=copies)
+
+
+class FlashtileTree(Flashtile):
+    """``tree_attention``, which makes the mask in every call."""
+
+    label = "flashtile-unprepared"
+
+    def _call(self, workload: Workload, inputs: Inputs, **more: Any) -> PeerCall:
+        offsets, parent = tree_segments(workload.seqlen_q, inputs.q.device)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return tree_attention(q[0], k[0], v[0], offsets, parent, backend=self._backend, **more)[None]
+
+        return PeerCall(attend)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatedCall(PeerCall):
+    """A call on packed sequences, each of which is a copy of the prompt and one answer.
+
+    The time excludes making the copies and summing their gradients.
+
+    Args:
+        rows: for each token of the repeated sequences, its index among the tokens of the tree.
+        dout: gradient of out, which has one row for each token of the tree.
+    """
+
+    rows: Tensor
+    dout: Tensor
+
+    def arrange(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor is self.dout else tensor[0, self.rows]
+
+    def restore(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """Return a gradient, summed over copies. ``out`` is returned unchanged, because it has no copies."""
+        if tensor.dim() == like.dim():
+            return tensor
+        summed = tensor.new_zeros((like.shape[1], *tensor.shape[1:]), dtype=torch.float32)
+        return summed.index_add_(0, self.rows, tensor.float()).to(tensor.dtype)[None]
+
+
+class Repeated(Peer):
+    """flashtile's causal attention over packed sequences, each the prompt and one answer."""
+
+    name = "repeated"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        device = inputs.q.device
+        starts = tree_segments(workload.seqlen_q, "cpu")[0].tolist()
+        prompt = torch.arange(starts[1])
+        paths = [torch.cat([prompt, torch.arange(*pair)]) for pair in pairwise(starts[1:])]
+        lengths, rows = [len(path) for path in paths], torch.cat(paths)
+        first = torch.cat([prompt, (rows >= starts[1]).nonzero().flatten()]).to(device)
+        offsets, longest = cu_seqlens(lengths, device), max(lengths)
+        attend: Callable[..., Tensor] = partial(
+            flashtile.flash_attn_varlen_func, cu_seqlens_q=offsets, cu_seqlens_k=offsets,
+            max_seqlen_q=longest, max_seqlen_k=longest, causal=True,
+        )  # fmt: skip
+        # The prompt's rows of out are those of its first copy.
+        return RepeatedCall(
+            attend=lambda q, k, v: attend(q, k, v)[first][None], rows=rows.to(device), dout=inputs.dout
+        )
 
 
 OURS: dict[str, tuple[type[Flashtile], ...]] = {
@@ -304,11 +362,7 @@ def contestants(kind: str, names: Sequence[str], backends: Sequence[str], device
 
 
 def kind_of(workloads: Sequence[Workload]) -> str:
-    """Return the kind that all workloads have.
-
-    Raises:
-        ValueError: the workloads are of several kinds.
-    """
+    """Return the kind that all workloads have. Raise ValueError if they are of several kinds."""
     kinds = {workload.kind: workload.name for workload in workloads}
     if len(kinds) > 1:
         given = ", ".join(f"{name} ({kind})" for kind, name in kinds.items())

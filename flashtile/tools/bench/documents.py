@@ -109,10 +109,7 @@ def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def ceiling(document: dict[str, Any], cell: dict[str, Any], unit: str) -> float | None:
-    """Return the measured ceiling of a cell's speed, in TFLOP/s for the unit "tflops" and GB/s for "gbps".
-
-    None if no ceilings were measured.
-    """
+    """Return the measured ceiling of a cell's speed, in TFLOP/s or GB/s; None if none was measured."""
     ceilings = document["ceilings"]
     if ceilings is None:
         return None
@@ -137,11 +134,10 @@ def beyond_ceiling(document: dict[str, Any]) -> list[str]:
 
 
 def floor_ms(document: dict[str, Any], cell: dict[str, Any]) -> float | None:
-    """Return the minimum time of a cell (a workload in one pass) in milliseconds.
+    """Return the minimum time of a cell (a workload in one pass) in milliseconds; None without ceilings.
 
-    One limit is the time of the cell's FLOPs at the measured speed of a matrix product. The other limit is
-    the time of its minimum memory traffic at the measured speed of a copy. The larger of the two is returned,
-    or None if these speeds were not measured.
+    It is the time of the cell's FLOPs at the speed of a matrix product, or of its minimum memory traffic at
+    the speed of a copy, whichever is longer.
     """
     flops, bytes_ = (ceiling(document, cell, unit) for unit in ("tflops", "gbps"))
     if flops is None or bytes_ is None:

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from flashtile.engine.config import read_config
+from flashtile.engine.weights import parameters, random_weights
 from flashtile.hardware import timing
 from flashtile.learn.io_model.models import Model, find_model
 from flashtile.tools.bench.engine_peers import CONTENDERS, Contender, Flashtile, seconds_of
@@ -51,7 +53,8 @@ SERVED: dict[str, tuple[Model, int, dict[str, Any]]] = {
 def write_model(name: str, folder: Path) -> Path:
     """Write a model's configuration to ``folder`` and return ``folder``.
 
-    Weights are written only for the small model. For the other models, each engine makes random weights.
+    Random weights and a byte-level tokenizer are written only for the small model. For the other models, each
+    engine makes random weights.
     """
     model, vocab_size, rope = SERVED[name]
     config = {
@@ -65,39 +68,13 @@ def write_model(name: str, folder: Path) -> Path:
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     if model is SMALL:
-        _write_weights(model, vocab_size, folder)
+        from safetensors.torch import save_file
+
+        found = read_config(folder)
+        weights = random_weights(found, torch.device("cpu"), torch.float32)
+        save_file({name: weights(name) for name in parameters(found)}, folder / "model.safetensors")
+        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByteTokenizer"}))
     return folder
-
-
-def _write_weights(model: Model, vocab_size: int, folder: Path) -> None:
-    """Write random weights from a fixed seed, and a byte-level tokenizer."""
-    from safetensors.torch import save_file
-
-    width, hidden = model.num_heads_q * model.head_dim, model.intermediate
-    shapes = {"model.embed_tokens": (vocab_size, width), "lm_head": (vocab_size, width)}
-    for layer in range(model.layers):
-        for part, shape in (
-            *((f"self_attn.{name}_proj", (width, width)) for name in "qkvo"),
-            ("mlp.gate_proj", (hidden, width)),
-            ("mlp.up_proj", (hidden, width)),
-            ("mlp.down_proj", (width, hidden)),
-        ):
-            shapes[f"model.layers.{layer}.{part}"] = shape
-    draw = torch.Generator().manual_seed(0)
-    weights = {
-        f"{name}.weight": torch.randn(shape, generator=draw) * shape[1] ** -0.5
-        for name, shape in shapes.items()
-    }
-    sides = "input_layernorm", "post_attention_layernorm"
-    norms = [f"layers.{layer}.{side}" for layer in range(model.layers) for side in sides]
-    weights |= {f"model.{norm}.weight": torch.ones(width) for norm in (*norms, "norm")}
-    save_file(weights, folder / "model.safetensors")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByteTokenizer"}))
-
-
-def vocabulary(name: str) -> int:
-    """Return the vocabulary size of a model."""
-    return SERVED[name][1]
 
 
 def tokens(count: int, vocab_size: int, seed: int) -> list[int]:
@@ -107,10 +84,7 @@ def tokens(count: int, vocab_size: int, seed: int) -> list[int]:
 
 
 def lengths(count: int, mean: float, most: int, seed: int) -> list[int]:
-    """Return log-normal lengths from 1 to ``most``, similar to the lengths in ShareGPT.
-
-    The logarithm of the lengths has a standard deviation of 1.
-    """
+    """Return log-normal lengths (sigma 1) from 1 to ``most``, similar to the lengths in ShareGPT."""
     draw = random.Random(seed)
     return [min(most, max(1, round(draw.lognormvariate(math.log(mean) - 0.5, 1.0)))) for _ in range(count)]
 
@@ -227,11 +201,8 @@ def _measured(
 def measure(
     contender: Contender, workload: EngineWorkload, device: torch.device, rounds: int
 ) -> dict[str, Any]:
-    """Measure a workload on a contender that has loaded the model, and return the result.
-
-    The result has tokens per second, and for decoding steps also the milliseconds per step.
-    """
-    prompts, answers = workload.requests(vocabulary(workload.model))
+    """Measure a workload on a loaded contender: tokens per second, and milliseconds per decoding step."""
+    prompts, answers = workload.requests(SERVED[workload.model][1])
     if not workload.context:
         contender.generate(prompts[:4], [4] * len(prompts[:4]))  # compiles
         seconds = [seconds_of(contender, prompts, answers, device) for _ in range(rounds)]

@@ -22,16 +22,21 @@ class Contender:
 
     Attributes:
         name: name in tables.
+        package: package that the engine needs, or "".
+        needs_gpu: whether the engine needs a CUDA device.
         steps: whether the engine runs workloads that measure decoding steps.
         requests: whether the engine runs workloads of requests with different lengths.
     """
 
-    name = ""
+    name = package = ""
+    needs_gpu = False
     steps = requests = True
 
     def unavailable(self, device: torch.device) -> str | None:
         """Return why the engine cannot run here; None if it can."""
-        return None
+        if self.package and not importlib.util.find_spec(self.package):
+            return f"{self.package} is not installed"
+        return "needs a CUDA device" if self.needs_gpu and device.type != "cuda" else None
 
     def load(self, folder: Path, model: str, device: torch.device, most_tokens: int) -> None:
         """Load a model from ``folder``.
@@ -84,11 +89,8 @@ class Flashtile(Contender):
 class Transformers(Contender):
     """Transformers' ``generate`` with its defaults: a growing cache and no compilation."""
 
-    name = "transformers"
+    name = package = "transformers"
     requests = False
-
-    def unavailable(self, device: torch.device) -> str | None:
-        return None if importlib.util.find_spec("transformers") else "transformers is not installed"
 
     def load(self, folder: Path, model: str, device: torch.device, most_tokens: int) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -120,10 +122,7 @@ class Transformers(Contender):
 class TransformersCompiled(Transformers):
     """Transformers' ``generate`` compiled for a static cache."""
 
-    name = "transformers-compile"
-
-    def unavailable(self, device: torch.device) -> str | None:
-        return super().unavailable(device) or (None if device.type == "cuda" else "needs a CUDA device")
+    name, needs_gpu = "transformers-compile", True
 
     def options(self) -> dict[str, Any]:
         return {"cache_implementation": "static"}
@@ -132,25 +131,19 @@ class TransformersCompiled(Transformers):
 class TransformersBatching(Transformers):
     """Transformers' continuous batching, ``generate_batch``, with torch's attention over pages."""
 
-    name = "transformers-batching"
+    name, needs_gpu = "transformers-batching", True
     steps, requests = False, True
-
-    def unavailable(self, device: torch.device) -> str | None:
-        return super().unavailable(device) or (None if device.type == "cuda" else "needs a CUDA device")
 
     def generate(self, prompts: Prompts, lengths: Sequence[int]) -> list[list[int]]:
         from transformers import GenerationConfig
 
         self.model.set_attn_implementation("paged|sdpa")
-        answers: list[list[int]] = []
         # generate_batch takes one length for all requests, so all requests get the mean of the lengths.
         length = round(sum(lengths) / len(lengths))
         config = GenerationConfig(max_new_tokens=length, do_sample=False, eos_token_id=-1, pad_token_id=0)
         with torch.inference_mode():
             found = self.model.generate_batch(inputs=list(prompts), generation_config=config)
-        for output in found.values():
-            answers.append(list(output.generated_tokens))
-        return answers
+        return [list(output.generated_tokens) for output in found.values()]
 
 
 CONTENDERS: dict[str, type[Contender]] = {

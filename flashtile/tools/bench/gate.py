@@ -21,7 +21,7 @@ from flashtile.reference import attention as reference
 from flashtile.rounding import SCORE_UNITS
 from flashtile.tools.bench.inputs import Inputs
 from flashtile.tools.bench.mods import MODS
-from flashtile.tools.bench.workloads import Workload
+from flashtile.tools.bench.workload import Workload
 
 RESULTS = ("out", "dq", "dk", "dv")
 SCORES_CHECKED = {"cuda": 2**31, "cpu": 2**25}
@@ -63,10 +63,7 @@ class Oracle:
         self._plain = self._compute(inputs, wide if workload.fp8 else workload.torch_dtype, gradients)
 
     def check(self, results: dict[str, Tensor]) -> list[testing.Comparison]:
-        """Compare each result with the exact result on the sampled heads, and return the comparisons.
-
-        Args:
-            results: tensors by their names in ``RESULTS``, in the layout and shape of the inputs.
+        """Compare results, named as in ``RESULTS``, with the exact results on the sampled heads.
 
         Raises:
             ArithmeticError: some element of a result is not finite.
@@ -207,8 +204,7 @@ def _attend_rows(
     hidden = ~seen.repeat_interleave(group, 0)
     bias = column = None
     if alibi_slopes is not None:
-        own = torch.arange(position, position + rows, device=q.device)
-        distance = (own[:, None] - torch.arange(k.shape[0], device=q.device)).abs()
+        distance = reference.distance(rows, k.shape[0], q.device, position).abs()
         bias = (-alibi_slopes[:, None] * distance[:, None]).flatten(0, 1)
     if sink is not None:
         column = sink.repeat(rows)[None, :, None]

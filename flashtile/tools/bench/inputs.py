@@ -10,7 +10,8 @@ from torch import Tensor
 from flashtile.problems.decode import FP8, CacheTensors
 from flashtile.reference import decode as reference
 from flashtile.testing import cu_seqlens, random_tensor
-from flashtile.tools.bench.workloads import Workload
+from flashtile.tools.bench import mods
+from flashtile.tools.bench.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,11 @@ class Inputs:
     """Queries for the columns that absorbed MLA shares with v; k does not contain these columns."""
 
     def rows_of(self, tensor: Tensor, b: int) -> Tensor:
-        """Return the rows of sequence b, (seqlen_q, heads, head_dim).
-
-        ``tensor`` is q or another tensor with the same tokens, such as out.
-        """
+        """Return the rows of sequence b, (seqlen_q, heads, head_dim), of q, out or their gradients."""
         return _sequence(tensor, self.cu_seqlens_q, b)
 
     def keys_of(self, tensor: Tensor, b: int) -> Tensor:
-        """Return the rows of sequence b, (seqlen_k, heads_kv, head_dim).
-
-        ``tensor`` is k, v or another tensor with the same tokens, such as dk.
-        """
+        """Return the rows of sequence b, (seqlen_k, heads_kv, head_dim), of k, v or their gradients."""
         if self.cache_seqlens is None:
             return _sequence(tensor, self.cu_seqlens_k, b)
         table = self.block_tables[0] if self.block_tables else None
@@ -55,8 +50,8 @@ class Inputs:
         return reference.sequence(tensor, b, int(self.cache_seqlens[b]), tensors, descale, self.q.dtype)
 
 
-def make_inputs(workload: Workload, device: torch.device | str, seed: int = 0) -> Inputs:
-    """Return the workload's inputs: contiguous, standard normal q, k, v and dout from ``seed``.
+def make_inputs(workload: Workload, device: torch.device | str) -> Inputs:
+    """Return the workload's inputs: contiguous, standard normal q, k, v and dout.
 
     In decoding, k and v are KV caches whose pages are in random order.
     """
@@ -67,28 +62,22 @@ def make_inputs(workload: Workload, device: torch.device | str, seed: int = 0) -
         rows = (tokens[side],) if workload.varlen else (workload.batch, tokens[side] // workload.batch)
         width = workload.own_columns if number in (0, 1) else workload.width_v
         shape = (*rows, heads, width)
-        return random_tensor(shape, workload.source_dtype, device, seed=4 * seed + number)
+        return random_tensor(shape, workload.source_dtype, device, seed=number)
 
     q, dout = normal(0, 0), normal(0, 3)
     if workload.cache is not None:
         inputs = _with_cache(workload, q, dout)
         return replace(inputs, qv=normal(0, 6)) if workload.latent else inputs
-    slopes, sink = _by_head(workload, device)
-    inputs = Inputs(q, normal(1, 1), normal(1, 2), dout, alibi_slopes=slopes, sink=sink)
+    heads = workload.num_heads_q
+    inputs = Inputs(
+        q, normal(1, 1), normal(1, 2), dout,
+        alibi_slopes=mods.alibi_slopes(heads, device) if workload.alibi else None,
+        sink=random_tensor((heads,), torch.float32, device, seed=5) if workload.sink else None,
+    )  # fmt: skip
     if not workload.varlen:
         return inputs
     offsets_q, offsets_k = (cu_seqlens(lengths, device) for lengths in zip(*workload.sequences, strict=True))
     return replace(inputs, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k)
-
-
-def _by_head(workload: Workload, device: torch.device | str) -> tuple[Tensor | None, Tensor | None]:
-    """Return ALiBi slopes (Press et al. 2022, section 3) and sinks, each (heads_q,) or None if unused."""
-    heads, slopes, sink = workload.num_heads_q, None, None
-    if workload.alibi:
-        slopes = torch.exp2(-8 * torch.arange(1, heads + 1, device=device) / heads)
-    if workload.sink:
-        sink = random_tensor((heads,), torch.float32, device, seed=5)
-    return slopes, sink
 
 
 def _with_cache(workload: Workload, q: Tensor, dout: Tensor) -> Inputs:

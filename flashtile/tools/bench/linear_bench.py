@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from flashtile.hardware.linear_table import FLAT, GEMV, LIBRARY, Row
-from flashtile.hardware.timing import capture, release_memory, replay_time, time_call
+from flashtile.hardware.timing import capture, median_time, release_memory, replay_time
 from flashtile.learn.io_model import find_model
 from flashtile.linear import linear
 from flashtile.tools.bench.model_bench import SMALL_MODEL, cells_table, check_peers, new_document
@@ -60,10 +60,7 @@ WORKLOADS = tuple(
 
 
 def contestants(device: torch.device) -> dict[str, Product]:
-    """Return the linear functions of flashtile and torch, by name.
-
-    On a GPU there is also torch's function compiled by ``torch.compile``.
-    """
+    """Return flashtile's and torch's linear functions by name; on a GPU also torch's compiled function."""
     found: dict[str, Product] = {
         OURS: partial(linear, prefetch=True),
         "torch": torch.nn.functional.linear,
@@ -83,10 +80,7 @@ def run(
     names: Sequence[str] = (),
     after_cell: Callable[[dict[str, Any]], None] = lambda document: None,
 ) -> dict[str, Any]:
-    """Measure every workload with every named contestant, and return a document that is ready for JSON.
-
-    Without names, all contestants are measured.
-    """
+    """Measure every workload with each named contestant (all without names) and return a JSON document."""
     known = contestants(device)
     check_peers(names, known)
     entrants = {name: f for name, f in known.items() if not names or name in (OURS, *names)}
@@ -136,7 +130,7 @@ def _clock(function: Callable[[], None], device: torch.device, rep: float) -> Ca
     if device.type == "cuda":
         function()
         return partial(replay_time, capture([function]), rep)
-    return lambda: statistics.median(time_call(function, rep, device))
+    return partial(median_time, function, rep, device)
 
 
 def _wrong(product: Product, x: dict[int, Tensor], weights: Sequence[Tensor]) -> str | None:

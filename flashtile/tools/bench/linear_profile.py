@@ -8,7 +8,9 @@ pass.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import astuple
 from functools import partial
 from typing import Any
@@ -113,11 +115,7 @@ class ProfiledOperands:
         return min(replay_time(graph, REP) for _ in range(2)) / len(calls) * 1e3
 
     def check(self, launch: Launch, rows: int) -> None:
-        """Compare a kernel's product with torch's product in float32.
-
-        Raises:
-            ArithmeticError: the product differs too much.
-        """
+        """Raise ArithmeticError if a kernel's product differs too much from torch's product in float32."""
         x, weight = self.x[:rows], self.weights[0]
         y = launch(x, weight, self.given).float()
         expected = x.float() @ weight.float().T
@@ -211,19 +209,13 @@ def compile_share(
     kernels in the compilation cache.
     """
     device = torch.device("cuda", torch.cuda.current_device())
-    number = 0
-    for N, K in shapes:
-        operands = None
-        for m in rows:
-            problem = problem_of(m, N, K, dtype, weight_dtype, device)
-            for _, _, _, launch in candidates(problem):
-                number += 1
-                if number % parts != part:
-                    continue
-                if operands is None:
-                    operands = ProfiledOperands(N, K, dtype, weight_dtype, device, once=True)
-                try:
-                    launch(operands.x[:m], operands.weights[0], operands.given)
-                except triton.runtime.errors.OutOfResources:
-                    continue
+    every = (
+        (N, K, m, launch)
+        for (N, K), m in itertools.product(shapes, rows)
+        for *_, launch in candidates(problem_of(m, N, K, dtype, weight_dtype, device))
+    )
+    for N, K, m, launch in itertools.islice(every, part, None, parts):
+        operands = ProfiledOperands(N, K, dtype, weight_dtype, device, once=True)
+        with suppress(triton.runtime.errors.OutOfResources):
+            launch(operands.x[:m], operands.weights[0], operands.given)
     torch.cuda.synchronize(device)

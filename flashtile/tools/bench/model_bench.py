@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -11,25 +11,12 @@ from rich.table import Table
 from flashtile.hardware import machine
 from flashtile.hardware.timing import copy_ceiling
 
-
-class OfModel(Protocol):
-    """A workload that belongs to a model, unlike the workloads of single attention calls."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def model(self) -> str: ...
-
-
 SMALL_MODEL = "ci"
 """Name of the small model for CPUs. Its workloads run only if they are named explicitly."""
 
-Named = TypeVar("Named", bound=OfModel)
 
-
-def select_models(kind: str, workloads: Sequence[Named], names: Sequence[str]) -> tuple[Named, ...]:
-    """Return the workloads that ``names`` choose.
+def select_models(kind: str, workloads: Sequence[Any], names: Sequence[str]) -> tuple[Any, ...]:
+    """Return the workloads that ``names`` choose. A workload has a ``name`` and a ``model``.
 
     Each of ``names`` is the name of a workload, or "KIND-MODEL" for all workloads of a model, or ``kind`` for
     all workloads except those of the small model. The result is () if all names belong to another kind of
@@ -38,7 +25,7 @@ def select_models(kind: str, workloads: Sequence[Named], names: Sequence[str]) -
     Raises:
         ValueError: some names belong to these workloads and some do not.
     """
-    chosen: list[Named] = []
+    chosen: list[Any] = []
     for name in names:
         of_name = [w for w in workloads if name in (w.name, f"{kind}-{w.model}")]
         if name == kind:
@@ -51,11 +38,7 @@ def select_models(kind: str, workloads: Sequence[Named], names: Sequence[str]) -
 
 
 def check_peers(names: Sequence[str], known: Iterable[str]) -> None:
-    """Check the names of contestants.
-
-    Raises:
-        ValueError: a name is neither a known contestant nor "none".
-    """
+    """Raise ValueError for a name that is neither a known contestant nor "none"."""
     for name in names:
         if name not in (*known, "none"):
             raise ValueError(f"peer must be none or one of {', '.join(known)}, got {name!r}")
@@ -64,27 +47,21 @@ def check_peers(names: Sequence[str], known: Iterable[str]) -> None:
 def new_document(
     kind: str, device: torch.device, rounds: int, rep: float, cells: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Measure the read bandwidth, and return a new JSON document for a run.
+    """Measure the read bandwidth (on the CPU, of a copy), and return a new JSON document for a run."""
+    if device.type == "cuda":
+        from flashtile.tools.bench.linear_profile import read_bandwidth
 
-    The document holds the versions, the device, the read bandwidth in TB/s, and ``cells``.
-    """
+        read_tbps = read_bandwidth(device)
+    else:
+        read_tbps = copy_ceiling(device, rounds, rep) * 1e-3
     return {
         "kind": kind,
         "versions": machine.versions(),
         "device": machine.describe_device(device),
         "source": machine.source_commit(),
-        "read_tbps": read_tbps(device, rounds, rep),
+        "read_tbps": read_tbps,
         "cells": cells,
     }
-
-
-def read_tbps(device: torch.device, rounds: int, rep: float) -> float:
-    """Measure and return the read bandwidth in TB/s; on the CPU, the copy bandwidth."""
-    if device.type != "cuda":
-        return copy_ceiling(device, rounds, rep) * 1e-3
-    from flashtile.tools.bench.linear_profile import read_bandwidth
-
-    return read_bandwidth(device)
 
 
 def cells_table(title: str, document: dict[str, Any], text_of: Callable[[Any, Any], str]) -> Table:

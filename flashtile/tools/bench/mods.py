@@ -55,21 +55,14 @@ def tree_segments(seqlen: int, device: Any) -> tuple[Tensor, Tensor]:
     return lengths.cumsum(0, dtype=torch.int32).to(device), parent.to(device)
 
 
-def _tree(seqlen: int, device: Any) -> Callable[..., Any]:
-    return masks.create_tree_mask(*tree_segments(seqlen, device), seqlen).mask_mod
-
-
 def _picture(seqlen: int) -> tuple[int, int]:
     """Return (height, width) of an image of ``seqlen`` tokens; the width is a power of two."""
     width = 1 << (seqlen.bit_length() // 2)
     return seqlen // width, width
 
 
-def _first(keys: int) -> masks.MaskMod:
-    return masks.mask_mod(lambda batch, head, q_idx, kv_idx: kv_idx < keys)
-
-
-def _slopes(heads: int, device: Any) -> Tensor:
+def alibi_slopes(heads: int, device: Any) -> Tensor:
+    """Return ALiBi's slopes (heads,), as in Press et al. 2022, section 3."""
     return torch.exp2(-8 * torch.arange(1, heads + 1, device=device) / heads)
 
 
@@ -87,16 +80,18 @@ MODS: dict[str, Callable[[int, int, Any], Functions]] = {
     ),
     "dilated": lambda s, h, device: Functions(mask_mod=masks.dilated(256, 4) & masks.causal()),
     "global-window": lambda s, h, device: Functions(
-        mask_mod=(masks.window(511, 0) | _first(64)) & masks.causal()
+        mask_mod=(masks.window(511, 0) | masks.mask_mod(lambda b, h, i, j: j < 64)) & masks.causal()
     ),
     "natten": lambda s, h, device: Functions(mask_mod=masks.natten(*_picture(s), 13 if s >= 1024 else 5)),
-    "alibi-causal": lambda s, h, device: Functions(masks.alibi(_slopes(h, device)), masks.causal()),
+    "alibi-causal": lambda s, h, device: Functions(masks.alibi(alibi_slopes(h, device)), masks.causal()),
     "relative": lambda s, h, device: Functions(_relative(h, device)),
     "softcap-causal": lambda s, h, device: Functions(masks.softcap(30.0), masks.causal()),
     "relative-document": lambda s, h, device: Functions(
         _relative(h, device), masks.document(document_ids(s).to(device)) & masks.causal()
     ),
-    "tree": lambda s, h, device: Functions(mask_mod=_tree(s, device)),
+    "tree": lambda s, h, device: Functions(
+        mask_mod=masks.create_tree_mask(*tree_segments(s, device), s).mask_mod
+    ),
 }
 """Functions ``(seqlen, heads, device) -> Functions`` by name."""
 

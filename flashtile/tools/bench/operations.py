@@ -20,14 +20,15 @@ from torch.nn import functional as F
 
 from flashtile.tools.bench.inputs import Inputs
 from flashtile.tools.bench.peers import PeerCall, Standard, hidden_scores, repeated
-from flashtile.tools.bench.workloads import Workload
+from flashtile.tools.bench.workload import Workload
 
 DROPOUT = 0.1
 """Dropout probability of GPT-2 in training."""
 
 FIRST, MASK, SOFTMAX, DROP, SECOND = "q k", "mask", "softmax", "dropout", "p v"
 NAMES = (FIRST, MASK, SOFTMAX, DROP, SECOND)
-PRODUCTS = (FIRST, SECOND)
+FUSED = "fused"
+"""Name of flashtile's call with dropout, which is timed with the operations."""
 
 
 class Operations(Standard):
@@ -61,10 +62,9 @@ class Operations(Standard):
         return PeerCall(attend, heads_first=True)
 
     def functions(self, workload: Workload, inputs: Inputs) -> dict[str, Callable[[], Tensor]]:
-        """Return a dictionary from each operation's name to a function that runs this operation once.
+        """Return, by the name of an operation, a function without arguments that runs it once.
 
-        The functions take no arguments. The inputs of an operation are the results of the previous
-        operations, which are computed here.
+        The inputs of an operation are the results of the previous operations, which are computed here.
         """
         call = PeerCall(lambda q, k, v: q, heads_first=True)
         q, k, v = (call.arrange(t) for t in (inputs.q, inputs.k, inputs.v))
@@ -92,16 +92,16 @@ def _steps(workload: Workload, inputs: Inputs) -> dict[str, Callable[..., Tensor
     }
 
 
-def summarized(times: Mapping[str, Sequence[float]], fused: Sequence[float]) -> dict[str, Any]:
+def summarized(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Return the entry "operations" of a cell (one workload in one pass) in the JSON document of results.
 
     Times are in milliseconds. ``ms`` has the median time of each operation, and ``together_ms`` is the sum of
-    these medians. ``fused_dropout_ms`` is the median of ``fused``, the times of flashtile's call with
-    dropout. It is missing if ``fused`` is empty.
+    these medians. ``fused_dropout_ms`` is the median time of flashtile's call with dropout. It is missing if
+    ``times`` has none.
 
     Args:
-        times: time of each operation in each round, by the operation's name.
+        times: time in each round of each operation and of :data:`FUSED`, by name.
     """
     medians = {name: statistics.median(rounds) for name, rounds in times.items()}
-    found = {"ms": medians, "together_ms": sum(medians.values()), "dropout_p": DROPOUT}
-    return found | ({"fused_dropout_ms": statistics.median(fused)} if fused else {})
+    fused = {"fused_dropout_ms": medians.pop(FUSED)} if FUSED in medians else {}
+    return {"ms": medians, "together_ms": sum(medians.values()), "dropout_p": DROPOUT} | fused

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile import masks
 from flashtile.api import attention as functional
 from flashtile.hardware import machine
-from flashtile.masks import create_block_mask
 from flashtile.problems.common import UNLIMITED
 from flashtile.reference import attention as reference
 from flashtile.tools.bench.inputs import Inputs
-from flashtile.tools.bench.mods import MODS
-from flashtile.tools.bench.workloads import Workload
+from flashtile.tools.bench.mods import MODS, Functions
+from flashtile.tools.bench.workload import Workload
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -51,10 +51,7 @@ class PeerCall:
     copies: tuple[Attend, ...] = ()
 
     def arrange(self, tensor: Tensor) -> Tensor:
-        """Return a view of an input in the contestant's layout.
-
-        Inputs are (batch, seqlen, heads, head_dim) or (total, heads, head_dim).
-        """
+        """Return a view of an input in the contestant's layout."""
         if not self.heads_first:
             return tensor
         return (tensor[None] if tensor.dim() == 3 else tensor).transpose(1, 2)
@@ -193,11 +190,6 @@ class Sdpa(Peer):
         self.name, self.device_type = name, device_type
         self._backend = backend
 
-    def unavailable(self, device: torch.device) -> str | None:
-        known = hasattr(torch.nn.attention.SDPBackend, self._backend)
-        missing = None if known else f"torch {torch.__version__} has no such backend"
-        return super().unavailable(device) or missing
-
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         if workload.varlen:
             return "takes no variable-length batch"
@@ -274,19 +266,7 @@ class FlexAttention(Peer):
         options: dict[str, Any] = {"enable_gqa": workload.group_size > 1}
         if self._flash:
             options["kernel_options"] = {"BACKEND": "FLASH"}
-        if workload.mod:
-            given = MODS[workload.mod](workload.seqlen_q, workload.num_heads_q, inputs.q.device)
-            options["score_mod"] = given.score_mod
-            mask = given.mask_mod
-        else:
-            mask = _flex_mask(workload, inputs)
-        if workload.softcap:
-            softcap = workload.softcap
-            options["score_mod"] = lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)
-        slopes = inputs.alibi_slopes
-        if slopes is not None:
-            shift = workload.seqlen_k - workload.seqlen_q
-            options["score_mod"] = lambda score, b, h, i, j: score - slopes[h] * (i + shift - j).abs()
+        options["score_mod"], mask = _flex_functions(workload, inputs)
         if mask is not None:
             rows, keys = (tensor.shape[0 if workload.varlen else 1] for tensor in (inputs.q, inputs.k))
             options["block_mask"] = flex.create_block_mask(
@@ -366,7 +346,7 @@ def _functions(workload: Workload, inputs: Inputs) -> dict[str, Any]:
     score_mod, mask_mod = MODS[workload.mod](length, workload.num_heads_q, device)
     given: dict[str, Any] = {} if score_mod is None else {"score_mod": score_mod}
     if mask_mod is not None:
-        given["block_mask"] = create_block_mask(mask_mod, None, None, length, length, device)
+        given["block_mask"] = masks.create_block_mask(mask_mod, None, None, length, length, device)
     return given
 
 
@@ -374,10 +354,15 @@ def first_of(result: Any) -> Tensor:
     return result[0] if isinstance(result, (tuple, list)) else result
 
 
-def hidden_scores(workload: Workload, inputs: Inputs) -> Tensor | None:
-    """Return (seqlen_q, seqlen_k) bool, True for scores that the mask hides; None if it hides none."""
-    window = (workload.window_left, workload.window_right)
-    seen = reference.visible(workload.seqlen_q, workload.seqlen_k, *window, inputs.q.device)
+def hidden_scores(
+    workload: Workload, inputs: Inputs, lengths: tuple[int, int] | None = None
+) -> Tensor | None:
+    """Return (seqlen_q, seqlen_k) bool, True for scores that the mask hides; None if it hides none.
+
+    ``lengths`` is (seqlen_q, seqlen_k) of one sequence; the default is that of the workload.
+    """
+    seqlens = lengths or (workload.seqlen_q, workload.seqlen_k)
+    seen = reference.visible(*seqlens, workload.window_left, workload.window_right, inputs.q.device)
     return None if bool(seen.all()) else ~seen
 
 
@@ -387,26 +372,14 @@ def repeated(tensor: Tensor, workload: Workload) -> Tensor:
     return tensor if group == 1 else tensor.repeat_interleave(group, 1)
 
 
-def _sees_all(workload: Workload) -> bool:
-    return not workload.causal and workload.window_left == UNLIMITED
-
-
 def _standard(workload: Workload, seqlen_q: int, seqlen_k: int, inputs: Inputs) -> Attend:
-    """Prepare the mask and bias of a workload, and return a function that computes standard attention.
-
-    The function takes q, k, v (batch, heads, seqlen, head_dim) and returns out.
-    """
-    hidden = empty = bias = None
-    device, dtype = inputs.q.device, inputs.q.dtype
+    """Return standard attention with its mask and bias, for tensors (batch, heads, seqlen, head_dim)."""
+    empty = bias = None
     if inputs.alibi_slopes is not None:
-        own = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=device)
-        distance = (own[:, None] - torch.arange(seqlen_k, device=device)).abs()
-        bias = (-inputs.alibi_slopes[:, None, None] * distance).to(dtype)
-    if not _sees_all(workload):
-        seen = reference.visible(seqlen_q, seqlen_k, workload.window_left, workload.window_right, device)
-        hidden = ~seen
-        if not bool(seen.any(-1).all()):
-            empty = hidden.all(-1, keepdim=True)
+        bias = reference.alibi_bias(inputs.alibi_slopes, seqlen_q, seqlen_k, inputs.q.dtype)
+    hidden = hidden_scores(workload, inputs, (seqlen_q, seqlen_k))
+    if hidden is not None and bool(hidden.all(-1).any()):
+        empty = hidden.all(-1, keepdim=True)
     attend = partial(
         reference.standard, softmax_scale=workload.head_dim**-0.5, hidden=hidden, empty=empty,
         bias=bias, softcap=workload.softcap, sink=inputs.sink,
@@ -424,26 +397,29 @@ def _retainable_graphs() -> AbstractContextManager:
     return config.patch(donated_buffer=False) if hasattr(config, "donated_buffer") else nullcontext()
 
 
-def _flex_mask(workload: Workload, inputs: Inputs) -> Callable[..., Tensor] | None:
-    """Return a FlexAttention ``mask_mod``; None if every query attends to every key."""
-    left, causal, sees_all = workload.window_left, workload.causal, _sees_all(workload)
+def _flex_functions(workload: Workload, inputs: Inputs) -> Functions:
+    """Return the workload's mask, soft-cap and ALiBi as functions of FlexAttention.
 
-    def visible(position, key):
-        if not causal:
-            return key >= position - left
-        return (key <= position) & (key >= position - left) if left != UNLIMITED else key <= position
-
+    ``mask_mod`` is None if every query attends to every key.
+    """
+    if workload.mod:
+        return MODS[workload.mod](workload.seqlen_q, workload.num_heads_q, inputs.q.device)
+    score_mod = masks.softcap(workload.softcap) if workload.softcap else None
+    shift = workload.seqlen_k - workload.seqlen_q
+    if inputs.alibi_slopes is not None:
+        score_mod = masks.alibi(inputs.alibi_slopes, shift)
+    window = (workload.window_left, workload.window_right)
     if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
-        shift = workload.seqlen_k - workload.seqlen_q
-        return None if sees_all else lambda b, h, i, j: visible(i + shift, j)
+        sees_all = window == (UNLIMITED, UNLIMITED)
+        return Functions(score_mod, None if sees_all else masks.window(*window, shift))
     sequence_q, position_q = _positions(inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.q.shape[0])
     sequence_k, position_k = _positions(inputs.cu_seqlens_k, inputs.cu_seqlens_k, inputs.k.shape[0])
+    visible = masks.window(*window)
 
     def within(b, h, i, j):
-        same = sequence_q[i] == sequence_k[j]
-        return same if sees_all else same & visible(position_q[i], position_k[j])
+        return (sequence_q[i] == sequence_k[j]) & visible(b, h, position_q[i], position_k[j])
 
-    return within
+    return Functions(score_mod, within)
 
 
 def _positions(cu_seqlens: Tensor, cu_seqlens_k: Tensor, total: int) -> tuple[Tensor, Tensor]:

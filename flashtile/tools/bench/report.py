@@ -19,14 +19,19 @@ MARKS = {"wrong": "[red]WRONG[/]", "refused": "–", "out of memory": "OOM", "fa
 
 def print_report(document: dict[str, Any], console: Console, unit: str | None = None) -> None:
     """Print all tables of a document; the geometric means come last. ``unit`` is "tflops" or "gbps"."""
-    print_head(document, console)
+    _print_lines(head_lines(document), console)
     console.print(*(cells_table(document, cells, unit) for cells in by_pass(document).values()))
     apart = taken_apart(document)
     if apart:
         console.print(operations_table(apart, documents.names(document, ours=True)[0]))
-    print_notes(document, console)
+    _print_lines(note_lines(document), console)
     if any(row["peer"] == documents.BEST_PEER for row in document["summary"]):
         console.print(summary_table(document))
+
+
+def _print_lines(lines: Sequence[str], console: Console) -> None:
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
 
 
 def by_pass(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -37,37 +42,33 @@ def by_pass(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return passes
 
 
-def print_head(document: dict[str, Any], console: Console) -> None:
-    """Print how the measurements were made: device, versions, date, measured ceilings and rounds."""
+def head_lines(document: dict[str, Any]) -> list[str]:
+    """Return how the measurements were made: device, versions, date, measured ceilings and rounds."""
     settings, ceilings = document["settings"], document["ceilings"]
     threads = f", {settings['threads']} threads" if settings["threads"] else ""
-    console.print(f"{headline(document)}{threads}", highlight=False, markup=False)
-    if ceilings is None:
-        return
-    factor, label = scale(document, "tflops")
-    products = ", ".join(
-        f"{dtype} {factor * speed:.3g} {label}" for dtype, speed in ceilings["matmul_tflops"].items()
-    )
-    console.print(
-        f"measured ceilings: matrix product {products}; copy {ceilings['copy_gbps']:.4g} GB/s. "
-        f"{settings['rounds']} rounds of {settings['rep_ms']:g} ms, contestants in rotation.",
-        highlight=False,
-    )
+    lines = [f"{headline(document)}{threads}"]
+    if ceilings is not None:
+        factor, label = scale(document, "tflops")
+        products = ", ".join(
+            f"{dtype} {factor * speed:.3g} {label}" for dtype, speed in ceilings["matmul_tflops"].items()
+        )
+        lines.append(
+            f"measured ceilings: matrix product {products}; copy {ceilings['copy_gbps']:.4g} GB/s. "
+            f"{settings['rounds']} rounds of {settings['rep_ms']:g} ms, contestants in rotation."
+        )
+    return lines
 
 
-def print_notes(document: dict[str, Any], console: Console) -> None:
-    """Print what was not timed and why, and the host time of a small call."""
-    _print_refusals(document, console)
+def note_lines(document: dict[str, Any]) -> list[str]:
+    """Return what was not timed and why, and the host time of a small call."""
+    lines = _refusals(document)
     beyond = documents.beyond_ceiling(document)
     if beyond:
-        console.print(
+        lines.append(
             f"faster than the measured ceilings: {', '.join(beyond)}. The machine was busier while they were "
-            "measured: do not quote these shares, measure again on a quiet machine",
-            highlight=False,
-            markup=False,
+            "measured: do not quote these shares, measure again on a quiet machine"
         )
-    if document.get("host_time_us"):
-        console.print(_host_times(document), highlight=False, markup=False)
+    return lines + ([_host_times(document)] if document.get("host_time_us") else [])
 
 
 def cells_table(document: dict[str, Any], cells: Sequence[dict[str, Any]], unit: str | None = None) -> Table:
@@ -126,10 +127,7 @@ def taken_apart(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def operations_table(cells: Sequence[dict[str, Any]], ours: str) -> Table:
-    """Return a table of milliseconds with a column for each workload.
-
-    The rows are the operations of standard attention, their sum, and flashtile's fused call.
-    """
+    """Return a table of milliseconds by workload: standard attention's operations, and the fused call."""
     table = Table(
         "forward, milliseconds",
         *(Column(escape(cell["workload"]), justify="right") for cell in cells),
@@ -159,10 +157,7 @@ def _operation_times(cell: dict[str, Any], ours: str) -> dict[str, float | None]
 
 
 def summary_table(document: dict[str, Any]) -> Table:
-    """Return a table of the speed of flashtile divided by the speed of each peer.
-
-    Each row shows the geometric mean and the lowest ratio over the workloads that both ran.
-    """
+    """Return a table of flashtile's speed over each peer's: geometric mean and lowest ratio."""
     table = Table(
         *(Column(heading, no_wrap=True) for heading in ("pass", "flashtile", "peer")),
         *(Column(heading, justify="right") for heading in ("geometric mean", "cells", "lowest")),
@@ -204,8 +199,8 @@ def _host_times(document: dict[str, Any]) -> str:
     return f"{what}, forward without gradients ({shape}): {', '.join(each)}"
 
 
-def _print_refusals(document: dict[str, Any], console: Console) -> None:
-    """Print the reasons why contestants were not timed, each with its number of cells."""
+def _refusals(document: dict[str, Any]) -> list[str]:
+    """Return the reasons why contestants were not timed, each with its number of cells."""
     reasons: Counter[tuple[str, str, str]] = Counter()
     for cell in document["cells"]:
         apart = {"standard, by operation": cell["operations"]} if "operations" in cell else {}
@@ -214,9 +209,10 @@ def _print_refusals(document: dict[str, Any], console: Console) -> None:
                 # The message with the missing bytes differs in each cell, so it is left out.
                 reason = "" if result["status"] == "out of memory" else f": {result['reason']}"
                 reasons[name, result["status"], reason] += 1
-    for (name, status, reason), count in reasons.items():
-        cells = "1 cell" if count == 1 else f"{count} cells"
-        console.print(f"{name}: {status} in {cells}{reason}", highlight=False, markup=False)
+    return [
+        f"{name}: {status} in {count} cell{'s' * (count > 1)}{reason}"
+        for (name, status, reason), count in reasons.items()
+    ]
 
 
 def _speed(cell: dict[str, Any], name: str, unit: str, factor: float, bold: bool) -> str:

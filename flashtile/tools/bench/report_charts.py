@@ -94,10 +94,7 @@ def figure_of(draw: Draw, title: str, footer: str = "") -> Figure:
 
 
 def as_svg(figure: Figure) -> str:
-    """Return the figure as an SVG element in the colour of the text around it.
-
-    Equal figures give equal elements.
-    """
+    """Return the figure as SVG in the colour of the text around it. Equal figures give equal SVG."""
     file = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": figure.axes[0].get_title(loc="left")}):
         figure.savefig(file, format="svg", metadata={"Date": None})
@@ -106,9 +103,7 @@ def as_svg(figure: Figure) -> str:
 
 
 def write_plot(document: dict[str, Any], path: Path, unit: str | None = None) -> None:
-    """Write one picture with a panel for each pass of each series of workloads.
-
-    A panel shows the speed of each contestant.
+    """Write one picture with the speed of each contestant, a panel for each pass of each series of workloads.
 
     Raises:
         ValueError: nothing was measured.
@@ -154,10 +149,7 @@ def _chart(
 
 
 def _speed_bars(axes: Axes, document: dict[str, Any], cells: Sequence[Cell], unit: str | None = None) -> None:
-    """Draw a group of bars for each workload.
-
-    A group has a bar for each contestant that was timed on at least one of the workloads.
-    """
+    """Draw a group of bars for each workload, with a bar for each contestant that was timed at least once."""
     unit = unit or documents.unit_of(cells)
     factor, label = scale(document, unit)
     shown = [name for name in _names(document) if any(documents.timed(cell, [name]) for cell in cells)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,11 +18,7 @@ from flashtile.tools.bench.report_charts import charts
 
 
 def render_page(document: dict[str, Any]) -> str:
-    """Return the HTML of the report.
-
-    Raises:
-        ValueError: nothing was measured.
-    """
+    """Return the HTML of the report. Raise ValueError if nothing was measured."""
     sections: dict[str, list[Any]] = {}
     for chart in charts(document):
         sections.setdefault(chart.series, []).append(chart)
@@ -32,8 +27,8 @@ def render_page(document: dict[str, Any]) -> str:
         "flashtile.tools.bench",
         "report_page.html.jinja",
         headline=report.headline(document),
-        head=_text(report.print_head, document),
-        notes=_text(report.print_notes, document),
+        head="\n".join(report.head_lines(document)),
+        notes="\n".join(report.note_lines(document)),
         sections=sections,
         means=report.summary_table(document) if document["summary"] else None,
         operations=report.operations_table(apart, names(document, ours=True)[0]) if apart else None,
@@ -57,9 +52,3 @@ def _rows(table: Table) -> Iterator[list[list[tuple[str, str]]]]:
     for cells in zip(*(column.cells for column in table.columns), strict=True):
         texts = [Text.from_markup(str(cell), end="") for cell in cells]
         yield [[(piece.text, str(piece.style or "")) for piece in text.render(console)] for text in texts]
-
-
-def _text(print_part: Any, document: dict[str, Any]) -> str:
-    file = io.StringIO()
-    print_part(document, Console(file=file, width=10_000))
-    return file.getvalue().strip()

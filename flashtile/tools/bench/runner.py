@@ -27,7 +27,8 @@ from flashtile.tools.bench.contestants import kind_of
 from flashtile.tools.bench.gate import Oracle
 from flashtile.tools.bench.inputs import Inputs, make_inputs
 from flashtile.tools.bench.peers import Flashtile, Peer, PeerCall
-from flashtile.tools.bench.workloads import PASSES, Workload, small_call
+from flashtile.tools.bench.workload import Workload
+from flashtile.tools.bench.workloads import PASSES, small_call
 
 SCHEMA = 2
 
@@ -137,10 +138,7 @@ def describe_run(contestants: Sequence[Peer], settings: Settings) -> dict[str, A
 def measure_workload(
     workload: Workload, contestants: Sequence[Peer], settings: Settings
 ) -> Iterator[dict[str, Any]]:
-    """Measure one workload, and yield a cell of the JSON document for each pass of ``settings``.
-
-    A cell holds the results of all contestants.
-    """
+    """Yield a cell of the JSON document, with the results of all contestants, for each pass."""
     inputs = make_inputs(workload, settings.device)
     oracle = Oracle(workload, inputs, gradients=any(map(needs_gradients, settings.passes)))
     for which in settings.passes:
@@ -173,41 +171,33 @@ class Apart:
     def __init__(
         self, workload: Workload, inputs: Inputs, oracle: Oracle, settings: Settings, ours: Flashtile | None
     ) -> None:
-        self._peer, self._settings = operations.Operations(), settings
-        self._entry = Entry(self._peer)
-        self._functions: dict[str, Callable[[], Tensor]] = {}
+        peer, self._settings = operations.Operations(), settings
+        self._entry = Entry(peer)
+        self._timed: list[tuple[Entry, str, Callable[[], Tensor], list[float]]] = []
+        """(entry, name, function, milliseconds of each round) of the operations and of the fused call."""
         with _contained(self._entry, settings.device), torch.no_grad():
             _admit(self._entry, workload, "forward", inputs, oracle)
-            if self._entry.call is not None:
-                self._functions = self._peer.functions(workload, inputs)
-        self._times: dict[str, list[float]] = {name: [] for name in self._functions}
-        self._fused: Entry | None = None
+            functions = peer.functions(workload, inputs) if self._entry.call is not None else {}
+            self._timed = [(self._entry, name, function, []) for name, function in functions.items()]
         if ours is not None:
-            self._fused = Entry(ours)
-            with _contained(self._fused, settings.device):
-                self._fused.call = ours.prepare_with_dropout(workload, inputs, operations.DROPOUT)
-        self._inputs = inputs
+            fused = Entry(ours)
+            with _contained(fused, settings.device):
+                call = ours.prepare_with_dropout(workload, inputs, operations.DROPOUT)
+                attend = partial(call.attend, inputs.q, inputs.k, inputs.v)
+                self._timed.append((fused, operations.FUSED, attend, []))
 
     def measure(self) -> None:
         """Time each operation once, and flashtile's fused call with dropout once."""
-        if self._entry.call is None:
-            return
-        with _contained(self._entry, self._settings.device), torch.no_grad():
-            for name, function in self._functions.items():
-                took = timing.median_time(function, self._settings.rep, self._settings.device)
-                self._times[name].append(took)
-        if self._fused is not None and self._fused.call is not None:
-            with _contained(self._fused, self._settings.device), torch.no_grad():
-                q, k, v = self._inputs.q, self._inputs.k, self._inputs.v
-                fused = partial(self._fused.call.attend, q, k, v)
-                took = timing.median_time(fused, self._settings.rep, self._settings.device)
-                self._fused.times.append(took)
+        for entry, _, function, times in self._timed:
+            if self._entry.status == entry.status == OK:
+                with _contained(entry, self._settings.device), torch.no_grad():
+                    times.append(timing.median_time(function, self._settings.rep, self._settings.device))
 
     def result(self) -> dict[str, Any]:
         entry = self._entry
         found = {"status": entry.status, "reason": entry.reason, "gate": entry.gate}
-        fused_times = [] if self._fused is None or self._fused.status != OK else self._fused.times
-        return found | (operations.summarized(self._times, fused_times) if entry.status == OK else {})
+        times = {name: times for timed, name, _, times in self._timed if timed.status == OK}
+        return found | (operations.summarized(times) if entry.status == OK else {})
 
 
 def _admit(entry: Entry, workload: Workload, which: str, inputs: Inputs, oracle: Oracle) -> None:
@@ -235,10 +225,7 @@ def needs_gradients(which: str) -> bool:
 
 
 def _leaves(call: PeerCall, inputs: Inputs, which: str) -> list[Tensor]:
-    """Return q, k and v as leaf tensors that share the memory of ``inputs``.
-
-    Their layout is the one that the measured implementation (``call``) expects.
-    """
+    """Return q, k and v as leaf tensors that share the memory of ``inputs``, in the layout of ``call``."""
     gradients = needs_gradients(which)
     return [call.arrange(t).detach().requires_grad_(gradients) for t in (inputs.q, inputs.k, inputs.v)]
 

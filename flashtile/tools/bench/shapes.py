@@ -7,46 +7,43 @@ and takes at most about a millisecond. Each class of models has lengths that are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
+
+from flashtile.problems.common import UNLIMITED
+from flashtile.tools.bench.workload import Workload
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Shape of one call. ``window`` counts the keys that a row attends to, including itself; 0 is no
-    window."""
+def _shape(
+    name: str, batch: int, seqlen_q: int, seqlen_k: int, heads: tuple[int, int], head_dim: int, *,
+    window: int = 0, **more: Any,
+) -> Workload:  # fmt: skip
+    """Return a workload with ``heads`` (heads_q, heads_kv).
 
-    name: str
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    heads: tuple[int, int]  # (heads_q, heads_kv)
-    head_dim: int
-    head_dim_v: int | None = None
-    causal: bool = False
-    window: int = 0
-    softcap: float = 0.0
-    alibi: bool = False
-    sink: bool = False
+    ``window`` counts the keys that a row attends to, including itself; 0 is no window.
+    """
+    window_left = window - 1 if window else UNLIMITED
+    sizes = (batch, seqlen_q, seqlen_k, *heads, head_dim)
+    return Workload(name, name, *sizes, window_left=window_left, tags=("shapes",), **more)
 
 
-def _square(name: str, batch: int, seqlen: int, heads: int, head_dim: int) -> Shape:
+def _cross(name: str, batch: int, seqlen_q: int, seqlen_k: int, heads: int, head_dim: int) -> Workload:
+    name = f"{name}-{seqlen_q}x{seqlen_k}-d{head_dim}"
+    return _shape(name, batch, seqlen_q, seqlen_k, (heads, heads), head_dim)
+
+
+def _square(name: str, batch: int, seqlen: int, heads: int, head_dim: int) -> Workload:
     """Attention of encoders and image models: without a mask, and with as many key heads as query heads."""
-    return Shape(f"{name}-s{seqlen}-d{head_dim}", batch, seqlen, seqlen, (heads, heads), head_dim)
+    return _shape(f"{name}-s{seqlen}-d{head_dim}", batch, seqlen, seqlen, (heads, heads), head_dim)
 
 
 def _decoder(
-    name: str, batch: int, seqlen: int, heads: tuple[int, int], head_dim: int = 128, **more: float
-) -> Shape:
+    name: str, batch: int, seqlen: int, heads: tuple[int, int], head_dim: int = 128, **more: Any
+) -> Workload:
     """Causal self-attention of a language model."""
-    return Shape(f"{name}-s{seqlen}", batch, seqlen, seqlen, heads, head_dim, causal=True, **more)  # type: ignore[arg-type]
+    return _shape(f"{name}-s{seqlen}", batch, seqlen, seqlen, heads, head_dim, causal=True, **more)
 
 
-def _cross(name: str, batch: int, seqlen_q: int, seqlen_k: int, heads: int, head_dim: int) -> Shape:
-    name = f"{name}-{seqlen_q}x{seqlen_k}-d{head_dim}"
-    return Shape(name, batch, seqlen_q, seqlen_k, (heads, heads), head_dim)
-
-
-SHAPES: tuple[Shape, ...] = (
+SHAPES: tuple[Workload, ...] = (
     # Diffusion: self-attention over latents, cross-attention to 77 text tokens, text and image joined
     _square("sd15-self", 2, 4096, 8, 40),
     _cross("sd15-cross", 2, 4096, 77, 8, 40),
@@ -110,8 +107,8 @@ SHAPES: tuple[Shape, ...] = (
     _decoder("one", 1, 2048, (8, 2)),
     _decoder("one", 1, 4096, (4, 1)),
     # Chunks of a prompt
-    Shape("llama3-8b-chunk-512x8192", 1, 512, 8192, (32, 8), 128, causal=True),
-    Shape("llama3-70b-tp8-chunk-512x8192", 4, 512, 8192, (8, 1), 128, causal=True),
+    _shape("llama3-8b-chunk-512x8192", 1, 512, 8192, (32, 8), 128, causal=True),
+    _shape("llama3-70b-tp8-chunk-512x8192", 4, 512, 8192, (8, 1), 128, causal=True),
     # Multi-head latent attention, as trained: head_dim 192, head_dim_v 128
     _decoder("mla", 2, 4096, (16, 16), 192, head_dim_v=128),
     _decoder("mla-long", 1, 8192, (32, 32), 192, head_dim_v=128),

@@ -1,25 +1,17 @@
-"""Named attention calls, shared by tests, benchmarks and tuning, with their FLOPs and bytes.
-
-FLOPs are counted as in the FlashAttention papers. The two matrix products of the forward pass have
-``4 * batch * heads * seqlen_q * seqlen_k * head_dim`` FLOPs, and the five of the backward pass have 2.5 times
-as many. Causal attention with seqlen_q = seqlen_k has half of these FLOPs. Other masks and sequences of
-different lengths are counted by their visible (query, key) pairs.
-"""
+"""Named attention calls, shared by tests, benchmarks and tuning."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
-import torch
-
-from flashtile.hardware.calls import Call
 from flashtile.hardware.timing import FP8
-from flashtile.problems.common import UNLIMITED
 from flashtile.tools.bench import mods
 from flashtile.tools.bench.shapes import SHAPES
+from flashtile.tools.bench.workload import KVCache, Workload
 
 PASSES = ("forward", "backward", "both", "graph")
 """Passes to measure: "both" is forward and backward, "graph" a forward call in a replayed CUDA graph."""
@@ -30,223 +22,8 @@ PAPER_TOKENS = 16384
 PAPER_HIDDEN = 2048
 PAPER_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 PAPER_HEAD_DIMS = (64, 128, 256)
-
-L2_BYTES = 1e9
-"""Bytes of KV caches to rotate over, so each cache has left the GPU's L2 cache when it is read again."""
-MAX_COPIES = 16
-"""Maximum number of copies of a KV cache to rotate over."""
-
-
-@dataclass(frozen=True)
-class KVCache:
-    """Layout of the KV cache of a decoding call.
-
-    Args:
-        page_size: tokens per page; 0 is a dense cache.
-        dtype: "float8_e4m3fn", or None for the dtype of q.
-        prefix: length of the prefix that all sequences share, in tokens.
-    """
-
-    page_size: int = 16
-    dtype: str | None = None
-    prefix: int = 0
-
-
-@dataclass(frozen=True)
-class Workload:
-    """One attention call without its data.
-
-    Args:
-        name: unique name.
-        series: common name of workloads that differ only in sequence length; a series is one line of a plot.
-        batch, seqlen_q, seqlen_k: sizes. With ``lengths``, ``seqlen_q`` and ``seqlen_k`` are the longest
-            lengths.
-        window_left: number of keys that a query sees before its own position; -1 is unlimited.
-        lengths: (seqlen_q, seqlen_k) of each sequence of a packed batch or of a decoding call; None if all
-            sequences have the same length.
-        mod: name of score and mask functions in :data:`flashtile.tools.bench.mods.MODS`; "" is none.
-        cache: layout of the KV cache if the call is decoding, where ``seqlen_q`` new tokens of each sequence
-            attend to cached keys; None otherwise.
-        head_dim_v: head size of v and out; None is ``head_dim``.
-        latent: absorbed multi-head latent attention (MLA): v is the last ``head_dim_v`` columns of k, and
-            these columns are stored once.
-        weights: which attention weights the call also returns: "full" (all), "columns" (sums over queries),
-            "top" (the largest of each query), or "" for none.
-        alibi, sink: whether the call has ALiBi slopes, and a learned sink per head.
-        tags: names of the sets that the workload belongs to.
-    """
-
-    name: str
-    series: str
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    num_heads_q: int
-    num_heads_kv: int
-    head_dim: int
-    dtype: str = "bfloat16"
-    causal: bool = False
-    window_left: int = UNLIMITED
-    softcap: float = 0.0
-    lengths: tuple[tuple[int, int], ...] | None = None
-    cache: KVCache | None = None
-    mod: str = ""
-    head_dim_v: int | None = None
-    alibi: bool = False
-    sink: bool = False
-    latent: bool = False
-    weights: str = ""
-    tags: tuple[str, ...] = ()
-
-    @property
-    def kind(self) -> str:
-        """Kind of workload, which determines the contestants: "attention", "masks", "tree", "weights", "fp8"
-        or "decode"."""
-        if self.mod:
-            return "tree" if self.mod == "tree" else "masks"
-        if self.weights:
-            return "weights"
-        return "decode" if self.cache is not None else "fp8" if self.fp8 else "attention"
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
-
-    @property
-    def cache_dtype(self) -> torch.dtype:
-        return getattr(torch, (self.cache and self.cache.dtype) or self.dtype)
-
-    @property
-    def fp8(self) -> bool:
-        return self.dtype == FP8
-
-    @property
-    def source_dtype(self) -> torch.dtype:
-        """Dtype of the inputs before quantisation, and of the output."""
-        return torch.bfloat16 if self.fp8 else self.torch_dtype
-
-    @property
-    def width_v(self) -> int:
-        """Head size of v and out."""
-        return self.head_dim if self.head_dim_v is None else self.head_dim_v
-
-    @property
-    def own_columns(self) -> int:
-        """Number of columns of q and k, without the columns that k shares with v in absorbed MLA."""
-        return self.head_dim - self.width_v if self.latent else self.head_dim
-
-    @property
-    def group_size(self) -> int:
-        return self.num_heads_q // self.num_heads_kv
-
-    @property
-    def changes_scores(self) -> bool:
-        """Whether a soft-cap, ALiBi or a sink changes scores or the softmax."""
-        return bool(self.softcap or self.alibi or self.sink)
-
-    @property
-    def varlen(self) -> bool:
-        """Whether the call is a batch of packed sequences."""
-        return self.lengths is not None and self.cache is None
-
-    @property
-    def window_right(self) -> int:
-        return 0 if self.causal else UNLIMITED
-
-    @property
-    def call(self) -> Call:
-        """The workload as a call of the I/O model, which counts visible (query, key) pairs and bytes."""
-        return Call(
-            self.batch, self.seqlen_q, self.seqlen_k, self.num_heads_q, self.num_heads_kv, self.head_dim,
-            self.head_dim_v, self.dtype, self.window_left, self.window_right, self.lengths,
-            None if self.cache is None else self.cache.page_size,
-            None if self.cache is None else self.cache.dtype,
-        )  # fmt: skip
-
-    @property
-    def sequences(self) -> tuple[tuple[int, int], ...]:
-        """(seqlen_q, seqlen_k) of each sequence."""
-        return self.call.sequences
-
-    @property
-    def mask(self) -> str:
-        """Describe the mask in words, for tables and plots."""
-        words = [self.mod] if self.mod else ["causal" if self.causal else "full"]
-        words += [f"window {self.window_left + 1}"] if self.window_left != UNLIMITED else []
-        words += [f"softcap {self.softcap:g}"] if self.softcap else []
-        words += ["ALiBi"] if self.alibi else []
-        words += ["sink"] if self.sink else []
-        words += ["varlen"] if self.varlen else []
-        words += ["absorbed MLA"] if self.latent else []
-        words += [f"weights: {self.weights}"] if self.weights else []
-        if self.cache is not None:
-            words.append(f"pages of {self.cache.page_size}" if self.cache.page_size else "dense cache")
-            words += [f"cache in {self.cache.dtype}"] if self.cache.dtype else []
-            words += [f"shared prefix {self.cache.prefix}"] if self.cache.prefix else []
-        return ", ".join(words)
-
-    @property
-    def shape(self) -> str:
-        """Describe the shape in words: batch, lengths, heads, head size, dtype."""
-        lengths = str(self.seqlen_q) if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}/{self.seqlen_k}"
-        heads = str(self.num_heads_q) if self.group_size == 1 else f"{self.num_heads_q}/{self.num_heads_kv}"
-        width = str(self.head_dim) if self.head_dim_v is None else f"({self.head_dim}, {self.head_dim_v})"
-        longest = "up to " if len(set(self.sequences)) > 1 else ""
-        return f"B {self.batch}, S {longest}{lengths}, H {heads}, D {width}, {self.dtype}"
-
-    def visible_pairs(self) -> int:
-        """Number of visible (query, key) pairs of one head, summed over the batch.
-
-        A causal sequence with seqlen_q = seqlen_k and no window counts as seqlen^2 / 2 pairs, as in the
-        papers.
-        """
-        if self.mod:
-            return self.batch * mods.visible_pairs(self.mod, self.seqlen_q)
-        square = self.seqlen_q == self.seqlen_k and self.lengths is None
-        if square and self.causal and self.window_left == UNLIMITED:
-            return self.batch * self.seqlen_q * self.seqlen_k // 2
-        return self.call.visible_pairs // self.num_heads_q
-
-    def flops(self, which: str = "forward") -> float:
-        """Return the number of floating-point operations of a pass."""
-        pair = 2.0 * self.visible_pairs() * self.num_heads_q  # FLOPs of a matrix product with head_dim 1
-        forward = pair * (self.head_dim + self.width_v)
-        backward = pair * (3 * self.head_dim + 2 * self.width_v)
-        both = forward + backward
-        return {"forward": forward, "backward": backward, "both": both, "graph": forward}[which]
-
-    def bytes(self, which: str = "forward") -> int:
-        """Return the minimum memory traffic of a pass in bytes.
-
-        Each input is read once, and each result is written once. A shared prefix is read once for all
-        sequences.
-        """
-        call = self.call
-        out = call.rows_q * self.width_v * self.source_dtype.itemsize
-        forward = call.q_bytes + out + self.kv_bytes() + call.lse_bytes
-        # reads q, k, v, out, dout and lse; writes dq, dk and dv
-        backward = 2 * (call.q_bytes + out + self.kv_bytes()) + call.lse_bytes
-        both = forward + backward
-        return {"forward": forward, "backward": backward, "both": both, "graph": forward}[which]
-
-    def kv_bytes(self) -> int:
-        """Return the size of the keys and values in bytes. A shared prefix is counted once."""
-        prefix = self.cache.prefix if self.cache is not None else 0
-        tokens = prefix + sum(seqlen_k - prefix for _, seqlen_k in self.sequences)
-        return tokens * self.num_heads_kv * (self.own_columns + self.width_v) * self.cache_dtype.itemsize
-
-    def resident_bytes(self) -> int:
-        """Return the size in bytes of q, k, v, out, their gradients and lse, which both passes hold."""
-        return self.bytes("backward")
-
-    @property
-    def copies(self) -> int:
-        """Number of copies of the KV cache; 1 unless the cache is paged.
-
-        Measurements rotate over the copies, so that reads miss the L2 cache.
-        """
-        paged = self.cache is not None and self.cache.page_size
-        return max(1, min(MAX_COPIES, round(L2_BYTES / self.kv_bytes()))) if paged else 1
+MASKS = (("", False), ("-causal", True))
+"""(end of the name, causal) of workloads that are measured with and without a causal mask."""
 
 
 def select(
@@ -302,15 +79,15 @@ def _paper_grid(prefix: str, seqlens: Iterable[int], tags: str, **more: Any) -> 
 
     The head sizes are 64, 128 and 256, and heads * head_dim is 2048.
     """
-    return [
-        workload
-        for d in PAPER_HEAD_DIMS
-        for suffix, causal in (("", False), ("-causal", True))
-        for workload in _dense(
+    sets = (
+        _dense(
             f"{prefix}-d{d}{suffix}", seqlens, PAPER_TOKENS, tags, (PAPER_HIDDEN // d, PAPER_HIDDEN // d, d),
             causal=causal, **more,
         )
-    ]  # fmt: skip
+        for d in PAPER_HEAD_DIMS
+        for suffix, causal in MASKS
+    )  # fmt: skip
+    return list(chain.from_iterable(sets))
 
 
 def _lengths(
@@ -336,25 +113,9 @@ def _decode(
     )  # fmt: skip
 
 
-def _shapes() -> list[Workload]:
-    """Return the workloads of :mod:`flashtile.tools.bench.shapes`."""
-    return [
-        Workload(
-            shape.name, shape.name, shape.batch, shape.seqlen_q, shape.seqlen_k, *shape.heads, shape.head_dim,
-            causal=shape.causal, window_left=shape.window - 1 if shape.window else UNLIMITED,
-            softcap=shape.softcap, head_dim_v=shape.head_dim_v, alibi=shape.alibi, sink=shape.sink,
-            tags=("shapes",),
-        )
-        for shape in SHAPES
-    ]  # fmt: skip
-
-
-def log_uniform_lengths(total: int, shortest: int, longest: int, seed: int = 0) -> list[int]:
-    """Return log-uniform lengths from ``shortest`` to ``longest`` whose sum is ``total``.
-
-    The last length may be below ``shortest``.
-    """
-    draw = random.Random(seed)
+def log_uniform_lengths(total: int, shortest: int, longest: int) -> list[int]:
+    """Return log-uniform lengths with the sum ``total``; the last length may be below ``shortest``."""
+    draw = random.Random(0)
     lengths: list[int] = []
     while (left := total - sum(lengths)) > 0:
         length = round(shortest * (longest / shortest) ** draw.random())
@@ -373,17 +134,12 @@ def _ragged() -> list[Workload]:
     """
     lengths = log_uniform_lengths(PAPER_TOKENS, 64, 8192)
     batch = round(PAPER_TOKENS**2 / sum(length**2 for length in lengths))
-    return [
-        workload
-        for suffix, causal in (("", False), ("-causal", True))
-        for workload in (
-            _lengths(f"ragged{suffix}", _square(*lengths), "lengths", WIDE_HEADS, causal=causal),
-            *_dense(
-                f"ragged-equal{suffix}", (PAPER_TOKENS // batch,), PAPER_TOKENS, "lengths", WIDE_HEADS,
-                causal=causal,
-            ),
-        )
-    ]  # fmt: skip
+    found = []
+    for suffix, causal in MASKS:
+        more: dict[str, Any] = {"tags": "lengths", "heads": WIDE_HEADS, "causal": causal}
+        found.append(_lengths(f"ragged{suffix}", _square(*lengths), **more))
+        found += _dense(f"ragged-equal{suffix}", (PAPER_TOKENS // batch,), PAPER_TOKENS, **more)
+    return found
 
 
 WIDE_HEADS: Heads = (16, 16, 128)
@@ -421,7 +177,7 @@ WORKLOADS: tuple[Workload, ...] = (
     *_dense("window-1024", (16384,), PAPER_TOKENS, "windows", WIDE_HEADS, causal=True, window_left=1023),
     *_dense("batch16-causal", (8192,), 16 * 8192, "batch16", WIDE_HEADS, causal=True),
     *_ragged(),
-    *_shapes(),
+    *SHAPES,
     *_paper_grid("bfloat16", (2048, 8192), "dtypes"),
     *_paper_grid("float16", (2048, 8192), "dtypes", dtype="float16"),
     *_paper_grid("fp8", (4096, 8192, 16384), "fp8", dtype=FP8),
@@ -484,13 +240,10 @@ WORKLOADS: tuple[Workload, ...] = (
     ),
     _decode("cascade-64x32768", (32768 + 128,) * 64, "decode decode-cascade", prefix=32768),
     # score_mod and mask_mod functions as users of FlexAttention write them
-    *(
-        workload
+    *chain.from_iterable(
+        _dense(f"masks-{name}", (2048, 4096, 8192, 16384), PAPER_TOKENS, "masks", WIDE_HEADS, mod=name)
         for name in mods.MODS
         if name != "tree"
-        for workload in _dense(
-            f"masks-{name}", (2048, 4096, 8192, 16384), PAPER_TOKENS, "masks", WIDE_HEADS, mod=name
-        )
     ),
     # Eight answers of 512 to 2048 tokens to one prompt, as in GRPO
     *(
@@ -522,22 +275,20 @@ WORKLOADS: tuple[Workload, ...] = (
         for b, s, n in ((8, 4096, 4), (4, 4096, 256), (1, 8192, 2048), (1, 32768, 1024))
     ),
     # Heads wider than 256
-    *(
-        workload
-        for d, d_v in ((320, 320), (512, 512), (576, 512))
-        for suffix, causal in (("", False), ("-causal", True))
-        for workload in _dense(
+    *chain.from_iterable(
+        _dense(
             f"wide-d{d}{suffix}", (1024, 4096), PAPER_TOKENS, "wide", (4, 4, d), head_dim_v=d_v, causal=causal
         )
+        for d, d_v in ((320, 320), (512, 512), (576, 512))
+        for suffix, causal in MASKS
     ),
     # Attention weights: all, summed over queries, the largest of each query
-    *(
-        workload
-        for form in ("full", "columns", "top")
-        for workload in _dense(
+    *chain.from_iterable(
+        _dense(
             f"weights-{form}", (512, 2048, 8192), PAPER_TOKENS, "weights", (16, 16, 64), causal=True,
             weights=form,
         )
+        for form in ("full", "columns", "top")
     ),
     # Sized for two cores
     *_dense("cpu-d64", (512, 1024, 2048, 4096), 0, "cpu", (8, 8, 64), **FLOAT32),
@@ -555,9 +306,7 @@ WORKLOADS: tuple[Workload, ...] = (
     *_dense("ci-sink", (70,), 0, "ci", (4, 2, 48), head_dim_v=32, sink=True, **FLOAT32),
     Workload("ci-chunk", "ci-chunk", 2, 40, 130, 2, 2, 32, "float32", causal=True, tags=("ci",)),
     _lengths("ci-varlen", [(50, 50), (1, 70), (33, 20), (0, 9)], "ci", (2, 1, 32), causal=True, **FLOAT32),
-    *_dense(
-        "ci-masks-both", (160,), 320, "ci-masks", (4, 2, 32), mod="relative-document", **FLOAT32,
-    ),
+    *_dense("ci-masks-both", (160,), 320, "ci-masks", (4, 2, 32), mod="relative-document", **FLOAT32),
     *_dense("ci-masks-natten", (128,), 0, "ci-masks", (2, 2, 32), mod="natten", **FLOAT32),
     *_dense("ci-tree", (300,), 0, "ci-tree", (4, 2, 32), mod="tree", **FLOAT32),
     *_dense("ci-fp8-causal", (150,), 300, "ci-fp8", (4, 2, 32), causal=True, dtype=FP8),
@@ -566,12 +315,11 @@ WORKLOADS: tuple[Workload, ...] = (
     _decode(
         "ci-mla-prompt", (70, 30), "ci-mla", (4, 1, 40), seqlen_q=20, latent=True, head_dim_v=24, **FLOAT32
     ),
-    *(
-        workload
-        for form in ("full", "columns", "top")
-        for workload in _dense(
+    *chain.from_iterable(
+        _dense(
             f"ci-weights-{form}", (70,), 140, "ci-weights", (4, 2, 32), causal=True, weights=form, **FLOAT32
         )
+        for form in ("full", "columns", "top")
     ),
     _decode("ci", (70, 9, 130), "ci-decode", (4, 2, 32), **FLOAT32),
     _decode("ci-dense", (70, 9, 130), "ci-decode", (4, 2, 32), seqlen_q=3, page_size=0, **FLOAT32),
@@ -583,10 +331,7 @@ TAGS: tuple[str, ...] = tuple(dict.fromkeys(tag for workload in WORKLOADS for ta
 
 
 def small_call(kind: str, device_type: str) -> Workload:
-    """Return a small workload of the given kind, for measuring the host time of a call.
-
-    Its time on the GPU is shorter than its time on the host.
-    """
+    """Return a small workload of a kind, whose time on the GPU is shorter than the host time of its call."""
     dtype = FP8 if kind == "fp8" else "bfloat16" if device_type == "cuda" else "float32"
     if kind == "decode":
         return _decode("small", (256, 256), "", (8, 8, 64), prefix=128, dtype=dtype)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +29,7 @@ from flashtile.tools.bench.model_bench import select_models
 from flashtile.tools.commands.options import (
     STOPPED,
     Device,
+    Stop,
     bad_parameters,
     console,
     finite,
@@ -129,20 +131,17 @@ def bench(
         out.print(_workload_table(), *(_peer_table(kind, chosen_device) for kind in contestants.OURS))
         return
     with bad_parameters():
-        for kind_of_bench in (linear_bench, engine_bench):
-            names = _split(workload_names)
-            others: Any = select_models(kind_of_bench.NAME, kind_of_bench.WORKLOADS, names)
+        for bench_kind in (linear_bench, engine_bench):
+            others = select_models(bench_kind.NAME, bench_kind.WORKLOADS, _split(workload_names))
             given = (passes, backends, head_dims, dtype, operations, plot_path, report_path)
-            refused = [option for option in given if option]
-            if others and refused:
+            if others and any(given):
                 raise ValueError(
-                    f"{kind_of_bench.NAME} workloads take --peers, --device, --rounds, --rep and --json, "
-                    f"got {refused[0]}"
+                    f"{bench_kind.NAME} workloads take --peers, --device, --rounds, --rep and --json, "
+                    f"got {next(filter(None, given))}"
                 )
             if others:
-                _bench_others(
-                    kind_of_bench, others, chosen_device, _split(peer_names), rounds, rep, json_path, out
-                )
+                measure = partial(bench_kind.run, others, chosen_device, rounds, rep, _split(peer_names))
+                _bench_others(bench_kind, measure, f"{len(others)} workloads", json_path, out)
                 return
     with bad_parameters():
         chosen = workloads.select(
@@ -176,46 +175,40 @@ def bench(
         runner.run(chosen, entrants, settings, after_cell=after_cell)
     if document.get("cells"):
         _finish(document, out, unit, plot_path, report_path)
-    if stop.early:
-        raise typer.Exit(STOPPED)
-    ours = [contestant.name for contestant in entrants if contestant.ours]
-    if any(cell["results"][name]["status"] == runner.WRONG for cell in document["cells"] for name in ours):
-        raise typer.Exit(1)
+    _exit(document, [contestant.name for contestant in entrants if contestant.ours], stop)
 
 
 def _bench_others(
-    kind: Any,
-    chosen: tuple[Any, ...],
-    device: torch.device,
-    peer_names: list[str],
-    rounds: int,
-    rep: float,
-    json_path: Path | None,
-    out: Console,
+    kind: Any, measure: Callable[..., Any], described: str, json_path: Path | None, out: Console
 ) -> None:
-    """Measure workloads of the module ``kind``, which is ``linear_bench`` or ``engine_bench``."""
+    """Run ``measure``, which is ``run`` of the module ``kind``: ``linear_bench`` or ``engine_bench``."""
     document: dict[str, Any] = {}
     with bad_parameters(), progress_bar(Console(stderr=True)) as progress, stops_early() as stop:
-        progress.add_task(f"{kind.NAME}: {len(chosen)} workloads", total=None)
+        progress.add_task(f"{kind.NAME}: {described}", total=None)
         told: set[str] = set()
 
         def after_cell(so_far: dict[str, Any]) -> None:
             document.update(so_far)
             if json_path is not None:
-                json_path.write_text(json.dumps(so_far, indent=1) + "\n")
+                documents.write(document, json_path)
             lines = [report.cell_line(cell, [name]) for cell in so_far["cells"] for name in cell["results"]]
             for line in lines:  # the document also has earlier results: print only new lines
                 if line not in told:
                     told.add(line)
                     say(progress, line)
 
-        kind.run(chosen, device, rounds, rep, peer_names, after_cell)
+        measure(after_cell=after_cell)
     if document.get("cells"):
         out.print(kind.table(document))
+    _exit(document, [kind.OURS], stop)
+
+
+def _exit(document: dict[str, Any], ours: list[str], stop: Stop) -> None:
+    """Exit with an error if a signal ended the run, or if a result of flashtile is wrong."""
     if stop.early:
         raise typer.Exit(STOPPED)
-    ours = [cell["results"].get(kind.OURS, {}).get("status") for cell in document["cells"]]
-    if "wrong" in ours:
+    results = [cell["results"].get(name, {}) for cell in document["cells"] for name in ours]
+    if any(result.get("status") == runner.WRONG for result in results):
         raise typer.Exit(1)
 
 

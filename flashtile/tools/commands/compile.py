@@ -83,10 +83,7 @@ def _refuse(option: str, value: str, allowed: tuple[str, ...]) -> NoReturn:
 
 
 def _calls(files: list[Path], models: list[Path], purpose: str, presets: list[str]) -> list[Source]:
-    """Return the calls for which kernels are compiled, from all files, models and presets.
-
-    Equal calls are returned once.
-    """
+    """Return the calls of all files, models and presets; equal calls once."""
     from flashtile.engine.config import model_folder, read_config
     from flashtile.engine.step_calls import Limits, step_calls
     from flashtile.tools.workload_calls import DOCUMENTED, decoding_calls, heads_of, training_calls

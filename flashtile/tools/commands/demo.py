@@ -17,7 +17,7 @@ from flashtile.learn.io_model.tables import format_bytes
 from flashtile.learn.visualizer.page import write_page
 from flashtile.learn.visualizer.settings import grid
 from flashtile.tools.bench.report import operations_table
-from flashtile.tools.bench.workloads import Workload
+from flashtile.tools.bench.workload import Workload
 from flashtile.tools.commands.options import Device, finite, output_folder, parse_device, progress_bar
 from flashtile.tools.demo import exactness, operations, scaling
 from flashtile.tools.demo.corpus import Corpus, python_library
@@ -157,15 +157,15 @@ def run_engine(console: Console, model: Llama, config: TrainingConfig, folder: P
     try:
         from flashtile.tools.demo.serving import serve
 
-        serving = serve(model, folder, config.seqlen, config.device)
+        outputs, costs = serve(model, folder, config.seqlen, config.device)
     except ModuleNotFoundError as error:
         console.print(f"left out without {error.name} (pip install 'flashtile[engine]')", markup=False)
         return
-    for prompt, answers in serving.answers:
-        for answer in answers:
-            console.print(prompt, end="", markup=False, highlight=False, style="dim")
-            console.print(answer, markup=False, highlight=False)
-    for line in serving.lines():
+    for output in outputs:
+        for answer in output.outputs:
+            console.print(output.prompt or "", end="", markup=False, highlight=False, style="dim")
+            console.print(answer.text, markup=False, highlight=False)
+    for line in costs:
         console.print(line, markup=False)
     console.print(f"to write more: flashtile generate {folder} 'def '", markup=False, soft_wrap=True)
 

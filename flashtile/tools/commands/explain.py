@@ -141,11 +141,12 @@ def explain(
     """
     place = parse_device(device)
     if model_name is not None or seqlens is not None:
-        _explain_model(context, model_name, seqlens, batch, dtype, card_name, place)
+        _explain_model(context, place)
         return
     card = _card(card_name, place)
-    dtype = _dtype(dtype, card, place.type == "cuda" or card_name not in (None, HERE))
-    _check_cache_options(page_size, cache_dtype, dtype, varlen, seqused_k, deterministic)
+    on_gpu = place.type == "cuda" or card_name not in (None, HERE)
+    dtype = _known_dtype(_default_dtype(card, on_gpu) if dtype is None else dtype)
+    _check_cache_options(context.params, dtype)
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     kv_heads = heads if kv_heads is None else kv_heads
 
@@ -224,33 +225,25 @@ def explain(
         raise typer.Exit(1)
 
 
-def _explain_model(
-    context: typer.Context,
-    name: str | None,
-    seqlens: str | None,
-    batch: int,
-    dtype: str | None,
-    card_name: str | None,
-    place: torch.device,
-) -> None:
+def _explain_model(context: typer.Context, place: torch.device) -> None:
     """Print the table of ``--model``. Raise an error if the user also gave options of a single call."""
-    if name is None:
+    given = context.params
+    if given["model_name"] is None:
         raise typer.BadParameter("--seqlen is for --model; a call takes --seqlen-q and --seqlen-k")
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if source is not None and source.name == "COMMANDLINE" and parameter.name not in OF_MODEL:
             allowed = "--seqlen, --batch, --dtype, --card and --device"
             raise typer.BadParameter(f"--model takes {allowed}, got {parameter.opts[0]}")
-    if batch < 1:
-        raise typer.BadParameter(f"--batch must be at least 1 with --model, got {batch}")
-    if card_name == HERE:
+    if given["batch"] < 1:
+        raise typer.BadParameter(f"--batch must be at least 1 with --model, got {given['batch']}")
+    if given["card_name"] == HERE:
         raise typer.BadParameter(f"card must be one of {', '.join(CARDS)} with --model, got {HERE!r}")
-    lengths = _lengths(seqlens) if seqlens is not None else MODEL_SEQLENS
-    if dtype is not None and dtype not in DTYPES:
-        raise typer.BadParameter(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    lengths = _lengths(given["seqlens"]) if given["seqlens"] is not None else MODEL_SEQLENS
+    dtype = _known_dtype("float16" if given["dtype"] is None else given["dtype"])
     with bad_parameters():
-        model, card = find_model(name), _card(card_name, place) or find_card("a100")
-        console().print(model_table(model, lengths, batch, dtype or "float16", card))
+        model, card = find_model(given["model_name"]), _card(given["card_name"], place) or find_card("a100")
+        console().print(model_table(model, lengths, given["batch"], dtype, card))
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -279,28 +272,28 @@ def _card(name: str | None, place: torch.device) -> Card | None:
         raise typer.BadParameter(f"{error}, or {HERE!r}") from None
 
 
-def _dtype(asked: str | None, card: Card | None, on_gpu: bool) -> str:
-    """Return the requested dtype. The default is bfloat16 (float16 on older cards), or float32 on the CPU."""
-    of_card = "bfloat16" if card is None or card.capability >= (8, 0) else "float16"
-    dtype = asked if asked is not None else of_card if on_gpu else "float32"
+def _default_dtype(card: Card | None, on_gpu: bool) -> str:
+    """Return bfloat16 (float16 on older cards), or float32 on the CPU."""
+    if not on_gpu:
+        return "float32"
+    return "bfloat16" if card is None or card.capability >= (8, 0) else "float16"
+
+
+def _known_dtype(dtype: str) -> str:
     if dtype not in DTYPES:
         raise typer.BadParameter(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     return dtype
 
 
-def _check_cache_options(
-    page_size: int | None,
-    cache_dtype: str | None,
-    dtype: str,
-    varlen: bool,
-    seqused_k: bool,
-    deterministic: bool,
-) -> None:
+def _check_cache_options(given: dict[str, Any], dtype: str) -> None:
+    """Check ``--page-size`` and ``--cache-dtype`` of the options ``given`` against the others."""
+    page_size, cache_dtype = given["page_size"], given["cache_dtype"]
     if cache_dtype is not None and page_size is None:
         raise typer.BadParameter("--cache-dtype is for --page-size, which puts the keys into a cache")
-    if page_size is not None and (varlen or seqused_k or deterministic):
-        given = "--varlen" if varlen else "--seqused-k" if seqused_k else "--deterministic"
-        raise typer.BadParameter(f"--page-size is for a cache, whose calls take no {given}")
+    for name in ("varlen", "seqused_k", "deterministic") if page_size is not None else ():
+        if given[name]:
+            option = name.replace("_", "-")
+            raise typer.BadParameter(f"--page-size is for a cache, whose calls take no --{option}")
     if cache_dtype is not None and cache_dtype not in (dtype, FP8):
         raise typer.BadParameter(f"--cache-dtype must be {dtype} or {FP8}, got {cache_dtype!r}")
 
@@ -308,9 +301,8 @@ def _check_cache_options(
 def _check_costed(call: Call, card: Card) -> None:
     if max(call.seqlen_q, call.seqlen_k) > MAX_COSTED_TOKENS:
         raise typer.BadParameter(f"costs are counted up to {MAX_COSTED_TOKENS} tokens, got more")
-    if call.dtype not in card.tflops:
-        allowed = ", ".join(card.tflops)
-        raise typer.BadParameter(f"dtype on {card.name} must be one of {allowed}, got {call.dtype!r}")
+    with bad_parameters():
+        card.peak_tflops(call.dtype)
 
 
 def _print_costs(call: Call, card: Card, out: Console) -> None:

@@ -38,7 +38,7 @@ def generate(
     """Continue texts with a model, and report its speed and memory."""
     from flashtile.engine import LLM, BeamSearchParams, RequestOutputKind, SamplingParams
 
-    console = Console()
+    console = Console(markup=False, highlight=False, soft_wrap=True)
     texts = prompts or ["def "]
     if model == DEMO and not model.is_dir():
         raise typer.BadParameter(
@@ -65,7 +65,7 @@ def generate(
             engine.add_request(str(i), prompt, search or params)
     single = len(texts) == 1 and n == 1 and search is None
     if single and not chat:
-        console.print(texts[0], end="", markup=False, highlight=False, style="dim")
+        console.print(texts[0], end="", style="dim")
     written = [[""] * max(n, beams) for _ in texts]
     tokens, steps, saved, started = 0, 0, [], time.perf_counter()
     while engine.has_unfinished:
@@ -75,9 +75,9 @@ def generate(
                 written[int(output.request_id)][one.index] += one.text
                 tokens += len(one.token_ids)
                 if single:
-                    console.print(one.text, end="", markup=False, highlight=False, soft_wrap=True)
+                    console.print(one.text, end="")
                 if one.finish_reason == "error":
-                    console.print(f"\nfailed: {one.stop_reason}", markup=False, style="red")
+                    console.print(f"\nfailed: {one.stop_reason}", style="red")
             if output.finished and max(n, beams) > 1:
                 saved.append(output.metrics.memory_saved)
     seconds = time.perf_counter() - started
@@ -86,10 +86,10 @@ def generate(
     for text, answers in zip(texts, written, strict=True):
         for answer in () if single else answers:
             console.rule(align="left")
-            console.print(text, end="", markup=False, highlight=False, style="dim", soft_wrap=True)
-            console.print(answer, markup=False, highlight=False, soft_wrap=True)
+            console.print(text, end="", style="dim")
+            console.print(answer)
     shared = f"; shared blocks saved {sum(saved) / len(saved):.0%} of the memory" if saved else ""
     console.print(
         f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.0f} tokens/s), {steps} steps{shared}",
-        style="dim", highlight=False,
-    )  # fmt: skip
+        style="dim",
+    )

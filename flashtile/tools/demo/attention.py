@@ -35,12 +35,9 @@ def standard(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> T
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return causal attention by torch's scaled_dot_product_attention. torch chooses the backend."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if q.shape[2] == k.shape[2]:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    else:
-        seen = ~later_keys(q.shape[2], k.shape[2], q.device)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-    return out.transpose(1, 2)
+    square = q.shape[2] == k.shape[2]  # torch's own causal mask is aligned to the upper left
+    seen = None if square else ~later_keys(q.shape[2], k.shape[2], q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=square).transpose(1, 2)
 
 
 def later_keys(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from flashtile import testing
 from flashtile.tools.bench.inputs import make_inputs
 from flashtile.tools.bench.peers import options
-from flashtile.tools.bench.workloads import Workload
+from flashtile.tools.bench.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,11 @@ class Check:
 DTYPES = ("float32", "bfloat16", "float16")
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 GRADIENTS = ("dq", "dk", "dv")
-Lengths = tuple[tuple[int, int], ...]
 
 
 def case(
     name: str, seqlen_q: int = 200, seqlen_k: int = 200, heads: int = 4, heads_kv: int = 4,
-    head_dim: int = 64, batch: int = 2, lengths: Lengths | None = None, **more: Any,
+    head_dim: int = 64, batch: int = 2, lengths: tuple[tuple[int, int], ...] | None = None, **more: Any,
 ) -> Workload:  # fmt: skip
     """Return the workload of one case. ``lengths`` has (seqlen_q, seqlen_k) of each packed sequence."""
     if lengths is not None:
@@ -79,10 +78,7 @@ class Exactness:
 
 
 def measure(device: torch.device, cases: Sequence[Workload] = CASES) -> Iterator[Exactness]:
-    """Yield the errors of the forward and backward pass of each case, in each dtype.
-
-    The upstream gradients dout and dlse are random.
-    """
+    """Yield the errors of both passes of each case, in each dtype, for random dout and dlse."""
     for one in cases:
         for dtype in DTYPES:
             inputs = make_inputs(replace(one, dtype=dtype), device)

@@ -9,7 +9,8 @@ import torch
 
 from flashtile.tools.bench import runner
 from flashtile.tools.bench.peers import Flashtile
-from flashtile.tools.bench.workloads import Workload, select
+from flashtile.tools.bench.workload import Workload
+from flashtile.tools.bench.workloads import select
 from flashtile.tools.demo.exactness import Check
 
 QUICK_SEQLEN = 256
@@ -28,23 +29,14 @@ def workload_for(device: torch.device, dtype: torch.dtype, quick: bool) -> Workl
 
 
 def measure(workload: Workload, device: torch.device) -> dict[str, Any]:
-    """Measure a workload as ``flashtile bench --operations`` does, and return its results.
-
-    The results have the format of a cell in the JSON document of ``flashtile bench``.
-
-    The results of flashtile and of standard attention are first checked without dropout. Both are then timed
-    with and without dropout.
-    """
+    """Measure a workload as ``flashtile bench --operations`` does, and return the cell of its document."""
     settings = runner.Settings(device, rounds=1, rep=50.0, operations=True)
     (cell,) = runner.measure_workload(workload, [Flashtile()], settings)
     return cell
 
 
 def checks(cell: dict[str, Any]) -> list[Check]:
-    """Return a check that the results of flashtile and of standard attention are correct.
-
-    Return no check if neither ran, which happens if the memory is too small.
-    """
+    """Check the results of flashtile and standard attention; no check if neither had enough memory."""
     sides = {"flashtile": cell["results"]["flashtile"], "standard attention": cell["operations"]}
     judged = {name: side for name, side in sides.items() if side["status"] in (runner.OK, runner.WRONG)}
     wrong = [f"{name}: {side['reason']}" for name, side in judged.items() if side["status"] != runner.OK]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
@@ -28,18 +27,11 @@ HALF_WIDTH = (5.4, 3.6)
 """Inches of a figure that has half of the page's width."""
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A bar of the report's first picture. ``share`` is its length divided by that of the longest bar."""
+def bars(row: ScalingRow | None) -> dict[str, list[dict[str, Any]]]:
+    """Return the bars "Time" and "Memory" that compare standard attention with flashtile at one length.
 
-    label: str
-    value: str
-    share: float
-    color: str
-
-
-def bars(row: ScalingRow | None) -> dict[str, list[Bar]]:
-    """Return the bars "Time" and "Memory" that compare standard attention with flashtile at one length."""
+    The ``share`` of a bar is its length divided by that of the longest bar.
+    """
     if row is None or row.standard is None:
         return {}
     ours, theirs = row.flashtile, row.standard
@@ -49,10 +41,13 @@ def bars(row: ScalingRow | None) -> dict[str, list[Bar]]:
     return found
 
 
-def _bars(ours: float, theirs: float, described: Callable[[float], str]) -> list[Bar]:
+def _bars(ours: float, theirs: float, described: Callable[[float], str]) -> list[dict[str, Any]]:
     sides = (("standard attention", theirs, VARIABLES[THEIRS]), ("flashtile", ours, VARIABLES[OURS]))
     longest = max(ours, theirs)
-    return [Bar(label, described(value), value / longest, color) for label, value, color in sides]
+    return [
+        {"label": label, "value": described(value), "share": value / longest, "color": color}
+        for label, value, color in sides
+    ]
 
 
 def themed_svg(figure: Figure) -> str:
@@ -65,24 +60,13 @@ def themed_svg(figure: Figure) -> str:
 
 def time_figure(rows: Sequence[ScalingRow]) -> Figure:
     """Plot the milliseconds of a pass by sequence length on logarithmic axes."""
-
-    def draw(axes: Axes) -> None:
-        _two_curves(axes, rows, lambda cost: cost.milliseconds)
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda ms, _: _duration(ms)))
-
-    return _half(figure_of(draw, "Time of a pass"))
+    return _pass_figure(rows, "Time of a pass", lambda cost: cost.milliseconds, 10, _duration)
 
 
 def memory_figure(rows: Sequence[ScalingRow]) -> Figure:
     """Plot the peak bytes of a pass by sequence length on logarithmic axes."""
-
-    def draw(axes: Axes) -> None:
-        _two_curves(axes, rows, lambda cost: cost.peak_bytes)
-        axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(size)))
-
-    return _half(figure_of(draw, "Peak memory of a pass, beyond q, k and v"))
+    title = "Peak memory of a pass, beyond q, k and v"
+    return _pass_figure(rows, title, lambda cost: cost.peak_bytes, 2, format_bytes)
 
 
 def operations_figure(cell: dict[str, Any]) -> Figure:
@@ -119,6 +103,25 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     return [statistics.fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
+def _pass_figure(
+    rows: Sequence[ScalingRow],
+    title: str,
+    value: Callable[[Cost], float | None],
+    base: int,
+    text_of: Callable[[float], str],
+) -> Figure:
+    """Plot ``value`` by sequence length on logarithmic axes; ``text_of`` formats numbers of the y axis."""
+
+    def draw(axes: Axes) -> None:
+        _two_curves(axes, rows, value)
+        axes.set_yscale("log", base=base)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda number, _: text_of(number)))
+
+    figure = figure_of(draw, title)
+    figure.set_size_inches(HALF_WIDTH)
+    return figure
+
+
 def _two_curves(axes: Axes, rows: Sequence[ScalingRow], value: Callable[[Cost], float | None]) -> None:
     """Plot ``value`` by sequence length, a curve for flashtile and one for standard attention.
 
@@ -148,11 +151,6 @@ def _two_curves(axes: Axes, rows: Sequence[ScalingRow], value: Callable[[Cost], 
             )  # fmt: skip
     length_axis(axes, [row.seqlen for row in rows])
     axes.margins(y=0.14)
-
-
-def _half(figure: Figure) -> Figure:
-    figure.set_size_inches(HALF_WIDTH)
-    return figure
 
 
 def _duration(milliseconds: float) -> str:

@@ -1,9 +1,10 @@
-"""All results of a demo, the machine that they were measured on, and the files that they are written to."""
+"""All results of a demo, their machine, the conclusions from them, and the files that they are written to."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -13,12 +14,11 @@ import torch
 
 from flashtile import explain
 from flashtile.hardware import machine
-from flashtile.learn.io_model.tables import format_bytes
-from flashtile.tools.bench.operations import DROPOUT
+from flashtile.learn.io_model.tables import format_bytes, format_seconds
+from flashtile.tools.bench.operations import DROP, DROPOUT
 from flashtile.tools.bench.report_page import render
 from flashtile.tools.demo import exactness, operations, plots, scaling
 from flashtile.tools.demo.exactness import Check
-from flashtile.tools.demo.findings import claim, findings
 from flashtile.tools.demo.training import Agreement, TrainingConfig, TrainingResult, bits_per_byte
 
 LEARNED_BITS = 6.0
@@ -29,27 +29,18 @@ Even the shortest run stays below it if gradients are correct.
 
 
 @dataclass(frozen=True)
-class ServedCall:
-    """Backend and configuration that dispatch chooses for a call, as ``flashtile.explain`` reports them."""
-
-    call: str
-    backend: str | None
-    config: str
-    reasons_against: dict[str, str]
-
-
-@dataclass(frozen=True)
 class Setting:
     """The machine, and the backends that dispatch chooses for two calls.
 
-    ``device`` is the device in use. ``devices`` are all devices that torch can use.
+    ``device`` is the device in use. ``devices`` are all devices that torch can use. ``served`` has each call
+    with its backend, configuration and reasons against other backends, as ``flashtile.explain`` reports them.
     """
 
     device: str
     dtype: str
     versions: dict[str, str | None]
     devices: list[dict[str, Any]]
-    served: list[ServedCall]
+    served: list[dict[str, Any]]
 
     @property
     def device_name(self) -> str:
@@ -70,10 +61,9 @@ class Setting:
 
         The other backends follow, each with the reason why it cannot compute a call.
         """
-        lines = [
-            f"{call.call}, {self.dtype} on {self.device}: served by {call.backend}" for call in self.served
-        ]
-        against = {reason for call in self.served for reason in call.reasons_against.items()}
+        where = f"{self.dtype} on {self.device}"
+        lines = [f"{call['call']}, {where}: served by {call['backend']}" for call in self.served]
+        against = {reason for call in self.served for reason in call["reasons_against"].items()}
         return lines + [f"not by {name}: {reason}" for name, reason in sorted(against)]
 
 
@@ -95,17 +85,15 @@ def inspect_setting(device: torch.device, dtype: torch.dtype) -> Setting:
     served = []
     for call, options in (("causal", {}), ("causal, window, soft-cap, ALiBi", every)):
         found = explain(q, q, q, causal=True, **options)
-        served.append(ServedCall(call, found.backend, str(found.config), found.reasons_against))
+        reasons = {"config": str(found.config), "reasons_against": found.reasons_against}
+        served.append({"call": call, "backend": found.backend} | reasons)
     name = str(dtype).removeprefix("torch.")
     return Setting(str(device), name, machine.versions(), machine.devices(), served)
 
 
 @dataclass(frozen=True)
 class Training:
-    """A run with flashtile's attention, the same run (``twin``) with standard attention, and a sampled text.
-
-    The text is sampled from the model that was trained with flashtile.
-    """
+    """A run with flashtile's attention, the same with standard attention (``twin``), and a sampled text."""
 
     config: TrainingConfig
     corpus: str
@@ -212,6 +200,79 @@ def write(results: Results, folder: Path, page: str | None = None) -> list[Path]
         figure.savefig(path, dpi=160, facecolor="white")
     written[-1].write_text(html)
     return written
+
+
+def claim(results: Results) -> str:
+    """Return the headline: speed and memory if every check holds, otherwise how many checks failed."""
+    checks = results.checks()
+    failed = sum(not check.holds for check in checks)
+    if failed:
+        return f"{failed} of {len(checks)} checks failed"
+    row = scaling.compared(results.scaling)
+    if row is None or row.speed_up is None:
+        return "Exact attention, without the score matrix"
+    memory = "" if row.memory_ratio is None else f" with {_factor(row.memory_ratio)} times less memory"
+    return f"Exact attention, {_factor(row.speed_up)} times as fast{memory}"
+
+
+def findings(results: Results) -> dict[str, str]:
+    """Return a sentence for each section of the report, by the name of the section."""
+    agreement, bits = results.training.agreement, bits_per_byte(results.training.validation_loss)
+    return {
+        "scaling": _scaling(results),
+        "exactness": _exactness(results.exactness),
+        "operations": _operations(results.operations),
+        "training": (
+            f"The two loss curves are at most {agreement.largest_difference:.1e} nats per byte apart, and "
+            f"the model needs {bits:.2f} bits per byte of files that it never saw (guessing takes 8)."
+        ),
+    }
+
+
+def _exactness(measured: Sequence[exactness.Exactness]) -> str:
+    check = exactness.check(measured)
+    if not check.holds:
+        return f"Results are {check.detail}."
+    count = len(measured) * len(exactness.RESULTS)
+    return f"All {count} results are as close to float64 as the error rule allows."
+
+
+def _scaling(results: Results) -> str:
+    row = scaling.compared(results.scaling)
+    if row is None or row.standard is None:
+        return "Standard attention ran at none of the lengths."
+    time = f"takes {_compared(row.flashtile.milliseconds, row.standard.milliseconds)}"
+    ours, theirs = row.flashtile.peak_bytes, row.standard.peak_bytes
+    if row.memory_ratio is None or ours is None or theirs is None:
+        return f"At {row.seqlen:,} tokens a pass {time}."
+    sizes = f"needs {format_bytes(ours)} instead of {format_bytes(theirs)}"
+    return f"At {row.seqlen:,} tokens a pass {time}, and {sizes}, {_factor(row.memory_ratio)} times less."
+
+
+def _operations(cell: dict[str, Any]) -> str:
+    """Return a sentence that compares flashtile's time with the sum of standard attention's operations.
+
+    Both times include dropout if flashtile was timed with dropout. Otherwise both exclude it.
+    """
+    found = cell["operations"]
+    if found["status"] != "ok":
+        return f"Standard attention was not taken apart: {found['reason']}."
+    dropped = found.get("fused_dropout_ms")
+    ours = cell["results"]["flashtile"].get("ms") if dropped is None else dropped
+    theirs = found["together_ms"] - (found["ms"][DROP] if dropped is None else 0.0)
+    if ours is None:
+        return f"Standard attention takes {format_seconds(theirs / 1e3)}; flashtile was not timed."
+    return f"A forward pass takes {_compared(ours, theirs)}."
+
+
+def _compared(ours: float, theirs: float) -> str:
+    """Compare two times in milliseconds."""
+    times = f"{format_seconds(ours / 1e3)} instead of {format_seconds(theirs / 1e3)}"
+    return f"{times}, {_factor(theirs / ours)} times as fast"
+
+
+def _factor(ratio: float) -> str:
+    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}"
 
 
 def _finite(value: Any) -> Any:

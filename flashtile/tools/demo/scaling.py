@@ -102,10 +102,7 @@ class ScalingRow:
 
 
 def measure(workload: ScalingWorkload) -> Iterator[ScalingRow]:
-    """Yield one row per sequence length, the shortest first.
-
-    Lengths at which flashtile would take too long are left out.
-    """
+    """Yield a row for each sequence length, the shortest first, until flashtile is :func:`too_slow`."""
     ours: Cost | None = None
     theirs: Cost | None = None
     for seqlen in workload.seqlens:
@@ -239,10 +236,7 @@ def compared(rows: Sequence[ScalingRow]) -> ScalingRow | None:
 
 
 def checks(rows: Sequence[ScalingRow]) -> list[Check]:
-    """Check that flashtile is faster and needs less memory than standard attention.
-
-    The comparison is made at the longest sequences that both ran.
-    """
+    """Check that flashtile is faster and needs less memory at the longest sequences that both ran."""
     row = compared(rows)
     if row is None:
         return []

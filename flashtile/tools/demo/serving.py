@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from flashtile.engine import LLM, RequestOutput, SamplingParams
@@ -15,46 +14,17 @@ PROMPTS = (
     "import os\nimport ",
 )
 """Prompts. The second begins like the first, so the prefix cache already has the blocks of its beginning."""
+MAX_TOKENS = 64
+"""Largest number of tokens of an answer."""
 
 
-@dataclass(frozen=True)
-class Serving:
-    """Answers of the served model and their costs.
-
-    Attributes:
-        answers: (prompt, its answers) of each prompt.
-        tokens, seconds: number of tokens of all answers, and the seconds to compute them.
-        blocks: peak number of KV cache blocks in use, of ``block_size`` tokens each.
-        memory_saved: share of the blocks that was saved because answers share blocks, from 0 to 1.
-        found_tokens: number of prompt tokens that were found in the prefix cache.
-    """
-
-    answers: list[tuple[str, list[str]]]
-    tokens: int
-    seconds: float
-    blocks: int
-    block_size: int
-    memory_saved: float
-    found_tokens: int
-
-    def lines(self) -> list[str]:
-        return [
-            f"{self.tokens} tokens in {self.seconds:.1f} s ({self.tokens / self.seconds:.0f} tokens/s), "
-            f"{sum(len(texts) for _, texts in self.answers)} answers to {len(self.answers)} prompts",
-            f"at most {self.blocks} blocks of {self.block_size} tokens; "
-            f"sharing saved {self.memory_saved:.0%}, and {self.found_tokens} tokens of prompts were found in "
-            "the prefix cache",
-        ]
-
-
-def serve(model: Llama, folder: Path, seqlen: int, device: str, length: int = 64) -> Serving:
+def serve(model: Llama, folder: Path, seqlen: int, device: str) -> tuple[list[RequestOutput], list[str]]:
     """Write the model to ``folder``, load it into the engine, and generate two answers to each prompt.
 
-    The prompts are :data:`PROMPTS`.
+    ``seqlen`` is the length of the longest text that the model was trained on.
 
-    Args:
-        seqlen: length of the longest text that the model was trained on.
-        length: maximum number of tokens of an answer.
+    Returns:
+        (outputs of the engine, lines that describe their time and memory).
 
     Raises:
         ModuleNotFoundError: safetensors is not installed (``pip install 'flashtile[engine]'``).
@@ -63,7 +33,7 @@ def serve(model: Llama, folder: Path, seqlen: int, device: str, length: int = 64
     llm = LLM(folder, device=device, block_size=8, max_num_seqs=8, warmup=False)
     most = max(1, seqlen // 2)
     prompts = [prompt[:most] for prompt in PROMPTS]
-    params = SamplingParams(n=2, temperature=0.7, seed=1, max_tokens=min(length, seqlen - most))
+    params = SamplingParams(n=2, temperature=0.7, seed=1, max_tokens=min(MAX_TOKENS, seqlen - most))
     llm.generate(prompts[0], SamplingParams(temperature=0, max_tokens=1))  # fills the prefix cache
     engine, manager = llm.engine, llm.engine.scheduler.manager
     for i, prompt in enumerate(prompts):
@@ -76,13 +46,14 @@ def serve(model: Llama, folder: Path, seqlen: int, device: str, length: int = 64
         finished |= {int(output.request_id): output for output in outputs if output.finished}
     seconds = time.perf_counter() - start
     done = [finished[i] for i in range(len(prompts))]
+    answers = [answer for output in done for answer in output.outputs]
+    tokens = sum(len(answer.token_ids) for answer in answers)
     metrics = [output.metrics for output in done]
-    return Serving(
-        answers=[(output.prompt or "", [one.text for one in output.outputs]) for output in done],
-        tokens=sum(len(one.token_ids) for output in done for one in output.outputs),
-        seconds=seconds,
-        blocks=blocks,
-        block_size=manager.block_size,
-        memory_saved=1 - sum(one.blocks for one in metrics) / sum(one.unshared_blocks for one in metrics),
-        found_tokens=sum(output.num_cached_tokens for output in done),
-    )
+    saved = 1 - sum(one.blocks for one in metrics) / sum(one.unshared_blocks for one in metrics)
+    cached = sum(output.num_cached_tokens for output in done)
+    return done, [
+        f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.0f} tokens/s), {len(answers)} answers to "
+        f"{len(prompts)} prompts",
+        f"at most {blocks} blocks of {manager.block_size} tokens; sharing saved {saved:.0%}, and {cached} "
+        "tokens of prompts were found in the prefix cache",
+    ]

@@ -143,10 +143,7 @@ Progress = Callable[[int, float, float], Any]
 def train(
     config: TrainingConfig, corpus: Corpus, progress: Progress | None = None
 ) -> tuple[Llama, TrainingResult]:
-    """Train from scratch, and return (model, result).
-
-    Two runs whose configurations differ only in length have the same losses in their first steps.
-    """
+    """Train from scratch, and return (model, result). The length of a run does not change its first steps."""
     torch.manual_seed(config.seed)
     model = Llama(config.model, ATTENTIONS[config.attention]).to(config.device)
     return model, fit(model, config, corpus, progress)
@@ -155,10 +152,7 @@ def train(
 def fit(
     model: nn.Module, config: TrainingConfig, corpus: Corpus, progress: Progress | None = None
 ) -> TrainingResult:
-    """Train a byte-level model on ``config.device``.
-
-    The model maps tokens (batch, seqlen) to logits (batch, seqlen, 256).
-    """
+    """Train a model that maps tokens (batch, seqlen) to logits (batch, seqlen, 256) on ``config.device``."""
     forward: Callable[[Tensor], Tensor] = torch.compile(model) if config.compile else model
     optimizer = make_optimizer(model, config)
     schedule = TrainingSchedule(config.learning_rate, config.warm_up, config.steps, config.seconds)
@@ -296,10 +290,7 @@ EARLY_STEPS = 20
 
 @dataclass(frozen=True)
 class Agreement:
-    """Differences between two loss curves over their common steps, in nats per byte.
-
-    Both runs start from the same weights and see the same batches.
-    """
+    """Differences in nats per byte between two loss curves from the same weights and batches."""
 
     steps: int
     early_steps: int

@@ -4,16 +4,11 @@
 """
 
 import sys
+from types import ModuleType
 
-from flashtile.learn.algorithms import (
-    Array,
-    Event,
-    Memory,
-    Span,
-    Sram,
-    SramExceededError,
-    Tile,
-    Trace,
+from flashtile.learn.algorithms import *  # noqa: F403
+from flashtile.learn.algorithms import __all__ as __all__
+from flashtile.learn.algorithms import (  # noqa: F401
     call,
     flash1,
     flash2,
@@ -35,27 +30,6 @@ from flashtile.learn.algorithms import (
     warps,
 )
 
-__all__ = ["Array", "Event", "Memory", "Span", "Sram", "SramExceededError", "Tile", "Trace"]
-
-for _module in (
-    call,
-    flash1,
-    flash2,
-    flash3,
-    flash3_fp8,
-    flash3_schedule,
-    flash_decoding,
-    flops,
-    memory,
-    online_softmax,
-    paged,
-    product_chain,
-    reservation,
-    standard,
-    tiled_matmul,
-    trace,
-    unified_max,
-    warp_split,
-    warps,
-):
-    sys.modules[_module.__name__.replace(".learn.", ".")] = _module
+for _name, _module in list(globals().items()):
+    if isinstance(_module, ModuleType) and _module is not sys:
+        sys.modules[f"{__name__}.{_name}"] = _module

@@ -5,60 +5,9 @@
 
 import sys
 
-from flashtile.learn.io_model import (
-    CARDS,
-    MODELS,
-    Call,
-    Card,
-    Estimate,
-    Model,
-    Product,
-    attention_memory,
-    cached_tokens,
-    card_of_device,
-    closed_forms,
-    decode,
-    estimate,
-    estimates,
-    find_card,
-    find_model,
-    hopper,
-    kernels,
-    l2,
-    longest_sequence,
-    measured_card,
-    memory,
-    models,
-    prompt_memory,
-)
+from flashtile.learn.io_model import *  # noqa: F403
+from flashtile.learn.io_model import __all__ as __all__
+from flashtile.learn.io_model import closed_forms, decode, estimate, hopper, kernels, l2, memory, models
 
-__all__ = [
-    "CARDS",
-    "MODELS",
-    "Call",
-    "Card",
-    "Estimate",
-    "Model",
-    "Product",
-    "attention_memory",
-    "cached_tokens",
-    "card_of_device",
-    "estimates",
-    "find_card",
-    "find_model",
-    "longest_sequence",
-    "measured_card",
-    "prompt_memory",
-]
-
-for _module in (
-    closed_forms,
-    decode,
-    estimate,
-    hopper,
-    kernels,
-    l2,
-    memory,
-    models,
-):
+for _module in (closed_forms, decode, estimate, hopper, kernels, l2, memory, models):
     sys.modules[_module.__name__.replace(".learn.", ".")] = _module

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.blocks import sees_all, split, visible_keys
+from flashtile.backends.cpu.blocks import hidden_keys, sees_all, split, visible_keys
 from flashtile.checks.attention import check_call
 from flashtile.learn.algorithms.memory import Array, Memory, Sram, SramExceededError
 from flashtile.problems.attention import NO_EXTRAS, Options, Problem
@@ -40,13 +40,8 @@ class Mask:
         if sees_all(rows, keys, offset, self.left, self.right):
             return scores
         own = torch.arange(rows.start, rows.stop)[:, None] + offset
-        distance = torch.arange(keys.start, keys.stop)[None, :] - own
-        hidden = torch.zeros_like(distance, dtype=torch.bool)
-        if self.left >= 0:
-            hidden |= distance < -self.left
-        if self.right >= 0:
-            hidden |= distance > self.right
-        return scores.masked_fill(hidden, -torch.inf)
+        hidden = hidden_keys(torch.arange(keys.start, keys.stop) - own, self.left, self.right)
+        return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -58,6 +53,11 @@ class Head:
     V: Array  # (seqlen_k, head_dim_v)
     scale: float
     mask: Mask
+
+    def empty_results(self, memory: Memory) -> tuple[Array, Array]:
+        """Allocate the results in HBM: O (seqlen_q, head_dim_v) and lse (seqlen_q, 1)."""
+        rows, like = self.Q.rows, self.Q.tensor
+        return memory.empty("O", rows, self.V.cols, like), memory.empty("lse", rows, 1, like)
 
     def load_keys(self, sram: Sram, keys: range) -> tuple[Tensor, Tensor]:
         """Load K (keys, head_dim) and V (keys, head_dim_v) of a range of keys."""
@@ -114,11 +114,7 @@ def check(
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
 ) -> Problem:
-    """Check the arguments of :func:`place` and return them as a ``Problem`` with one head.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: an argument is wrong; the message names it.
-    """
+    """Check the arguments of :func:`place`, with its errors, and return a ``Problem`` with one head."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -167,14 +163,14 @@ def block_size(memory: Memory, elements_per_row: int) -> int:
     return rows
 
 
-def zeros(rows: int, cols: int, like: Tensor) -> Tensor:
-    """Return an accumulator (rows, cols) of zeros with the dtype of ``like``."""
-    return like.new_zeros((rows, cols))
-
-
 def lowest(rows: int, like: Tensor) -> Tensor:
     """Return the initial running maximum (rows, 1)."""
     return like.new_full((rows, 1), LOWEST)
+
+
+def start_softmax(sram: Sram, rows: int, cols: int, like: Tensor) -> None:
+    """Start the online softmax of ``rows`` rows: tiles O (rows, cols) and l of zeros, and m of ``LOWEST``."""
+    sram.start(O=like.new_zeros(rows, cols), l=like.new_zeros(rows, 1), m=lowest(rows, like))
 
 
 def row_max(scores: Tensor) -> Tensor:
@@ -195,3 +191,9 @@ def nonzero(divisor: Tensor) -> Tensor:
 def log_sum_exp(m: Tensor, l: Tensor) -> Tensor:
     """Return lse = m + log(l); -inf for a row without visible keys."""
     return torch.where(l == 0, -torch.inf, m + torch.log(nonzero(l)))
+
+
+def store_results(sram: Sram, O: Array, LSE: Array, rows: range) -> None:
+    """Divide the tile O by l, and write it and lse = m + log(l) to the given rows of the results."""
+    sram.store(O, sram.O / nonzero(sram.l), rows)
+    sram.store(LSE, log_sum_exp(sram.m, sram.l), rows)

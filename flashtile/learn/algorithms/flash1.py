@@ -30,7 +30,6 @@ from flashtile.learn.algorithms.call import (
     place,
     row_max,
     row_sum,
-    zeros,
 )
 from flashtile.learn.algorithms.memory import Memory, Tile
 
@@ -103,9 +102,9 @@ def forward(
     m = memory.empty("m", Q.rows, 1, like=q)
     for rows in blocks(Q.rows, Br):
         with memory.sram(kernel="initialise") as sram:  # line 2
-            sram.store(O, zeros(len(rows), V.cols, q), rows)
-            sram.store(l, zeros(len(rows), 1, q), rows)
-            sram.store(m, zeros(len(rows), 1, q) + LOWEST, rows)
+            sram.store(O, q.new_zeros(len(rows), V.cols), rows)
+            sram.store(l, q.new_zeros(len(rows), 1), rows)
+            sram.store(m, q.new_zeros(len(rows), 1) + LOWEST, rows)
 
     for keys in blocks(K.rows, Bc):  # lines 3 to 5
         with memory.sram("attention", TILES, keys=keys) as sram:
@@ -174,12 +173,12 @@ def backward(
     dV = memory.empty("dV", V.rows, V.cols, like=q)
     for rows in blocks(Q.rows, Br):
         with memory.sram(kernel="initialise") as sram:  # line 5
-            sram.store(dQ, zeros(len(rows), Q.cols, q), rows)
+            sram.store(dQ, q.new_zeros(len(rows), Q.cols), rows)
 
     for keys in blocks(K.rows, Bc):
         with memory.sram("gradients", BACKWARD_TILES, keys=keys) as sram:
             k_j, v_j = sram.load(K, keys), sram.load(V, keys)  # line 7
-            sram.start(dK=zeros(len(keys), K.cols, q), dV=zeros(len(keys), V.cols, q))  # line 8
+            sram.start(dK=q.new_zeros(len(keys), K.cols), dV=q.new_zeros(len(keys), V.cols))  # line 8
             for rows in blocks(Q.rows, Br):
                 with sram.scope(rows=rows):
                     q_i, o_i, do_i = sram.load(Q, rows), sram.load(O, rows), sram.load(dO, rows)  # line 10

@@ -24,13 +24,11 @@ from flashtile.learn.algorithms.call import (
     block_size,
     blocks,
     chosen_blocks,
-    log_sum_exp,
-    lowest,
-    nonzero,
     place,
     row_max,
     row_sum,
-    zeros,
+    start_softmax,
+    store_results,
 )
 from flashtile.learn.algorithms.memory import Memory, Sram, Tile
 
@@ -94,14 +92,12 @@ def forward(
     call = place(memory, q, k, v, causal, window_size, softmax_scale)
     Q, K, V = call.Q, call.K, call.V
     Br, Bc = chosen_blocks(block_m, block_n, block_sizes(memory, Q.cols, V.cols))
-    O = memory.empty("O", Q.rows, V.cols, like=q)
-    LSE = memory.empty("lse", Q.rows, 1, like=q)
+    O, LSE = call.empty_results(memory)
 
     for rows in blocks(Q.rows, Br):
         with memory.sram("attention", TILES, rows=rows) as sram:
             attend(sram, call, rows, blocks(K.rows, Bc))
-            sram.store(O, sram.O / nonzero(sram.l), rows)
-            sram.store(LSE, log_sum_exp(sram.m, sram.l), rows)
+            store_results(sram, O, LSE, rows)
     return O.tensor, LSE.tensor
 
 
@@ -119,7 +115,7 @@ def attend(
     """
     load_keys = load_keys or call.load_keys
     q_i = sram.load(call.Q, rows)
-    sram.start(O=zeros(len(rows), call.V.cols, q_i), l=zeros(len(rows), 1, q_i), m=lowest(len(rows), q_i))
+    start_softmax(sram, len(rows), call.V.cols, like=q_i)
     for keys in call.visible_keys(sram, rows, key_blocks):
         with sram.scope(keys=keys):
             k_j, v_j = load_keys(sram, keys)
@@ -177,12 +173,12 @@ def backward(
     for rows in blocks(Q.rows, Br):
         with memory.sram(kernel="rowsum dO * O") as sram:
             sram.store(D, row_sum(sram.load(dO, rows) * sram.load(O, rows)), rows)
-            sram.store(dQ, zeros(len(rows), Q.cols, q), rows)
+            sram.store(dQ, q.new_zeros(len(rows), Q.cols), rows)
 
     for keys in blocks(K.rows, Bc):
         with memory.sram("gradients", BACKWARD_TILES, keys=keys) as sram:
             k_j, v_j = sram.load(K, keys), sram.load(V, keys)
-            sram.start(dK=zeros(len(keys), K.cols, q), dV=zeros(len(keys), V.cols, q))
+            sram.start(dK=q.new_zeros(len(keys), K.cols), dV=q.new_zeros(len(keys), V.cols))
             for rows in blocks(Q.rows, Br):
                 if not call.mask.sees_any(rows, keys):
                     sram.skip("S", rows, keys)

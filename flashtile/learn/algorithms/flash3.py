@@ -24,12 +24,11 @@ from flashtile.learn.algorithms.call import (
     blocks,
     chosen_blocks,
     log_sum_exp,
-    lowest,
     nonzero,
     place,
     row_max,
     row_sum,
-    zeros,
+    start_softmax,
 )
 from flashtile.learn.algorithms.memory import Array, Memory, Sram, Tile
 
@@ -82,8 +81,7 @@ def forward(
     call = place(memory, q, k, v, causal, window_size, softmax_scale)
     Q, K, V = call.Q, call.K, call.V
     Br, Bc = chosen_blocks(block_m, block_n, block_sizes(memory, Q.cols, V.cols))
-    O = memory.empty("O", Q.rows, V.cols, like=q)
-    LSE = memory.empty("lse", Q.rows, 1, like=q)
+    O, LSE = call.empty_results(memory)
     for rows in blocks(Q.rows, WARPGROUPS * Br):
         with memory.sram("attention", TILES) as sram:
             halves = [range(first, min(first + Br, rows.stop)) for first in rows[::Br]]
@@ -107,11 +105,7 @@ class Warpgroup:
     def __init__(self, sram: Sram, call: Head, rows: range):
         self.sram, self.call, self.rows = sram, call, rows
         self.q = sram.load(call.Q, rows)
-        sram.start(
-            O=zeros(len(rows), call.V.cols, self.q),
-            l=zeros(len(rows), 1, self.q),
-            m=lowest(len(rows), self.q),
-        )
+        start_softmax(sram, len(rows), call.V.cols, like=self.q)
 
     def step(self, k_next: Tensor, v: Tensor | None, keys: range) -> None:
         """Issue S of the next block and O += P V of the previous block. Then compute the next softmax.

@@ -25,13 +25,12 @@ from flashtile.learn.algorithms.call import (
     blocks,
     check,
     chosen_blocks,
-    log_sum_exp,
-    lowest,
     nonzero,
     place,
     row_max,
     row_sum,
-    zeros,
+    start_softmax,
+    store_results,
 )
 from flashtile.learn.algorithms.flash2 import block_sizes
 from flashtile.learn.algorithms.memory import Memory, Sram, Tile
@@ -104,12 +103,11 @@ def forward(
         block = rows.start // rows_of[name]
         return sram.load(scales[name], range(block, block + 1))
 
-    O = memory.empty("O", Q.rows, V.cols, like=q)
-    LSE = memory.empty("lse", Q.rows, 1, like=q)
+    O, LSE = call.empty_results(memory)
     for rows in blocks(Q.rows, Br):
         with memory.sram("attention", TILES, rows=rows) as sram:
             q_i, q_scale = sram.load(Q, rows), scale_of(sram, "Q", rows)
-            sram.start(O=zeros(len(rows), V.cols, q), l=zeros(len(rows), 1, q), m=lowest(len(rows), q))
+            start_softmax(sram, len(rows), V.cols, like=q)
             for keys in call.visible_keys(sram, rows, blocks(K.rows, Bc)):
                 with sram.scope(keys=keys):
                     k_j, v_j = call.load_keys(sram, keys)
@@ -123,8 +121,7 @@ def forward(
                     sram.l = correction * sram.l + row_sum(p)
                     sram.O = correction * sram.O + (sram.P @ v_j) * (v_scale / P_SCALE)
                     sram.m = m_new
-            sram.store(O, sram.O / nonzero(sram.l), rows)
-            sram.store(LSE, log_sum_exp(sram.m, sram.l), rows)
+            store_results(sram, O, LSE, rows)
     return O.tensor, LSE.tensor
 
 

@@ -17,16 +17,7 @@ import torch
 from torch import Tensor
 
 from flashtile.learn.algorithms import flash2
-from flashtile.learn.algorithms.call import (
-    LOWEST,
-    blocks,
-    chosen_blocks,
-    log_sum_exp,
-    lowest,
-    nonzero,
-    place,
-    zeros,
-)
+from flashtile.learn.algorithms.call import LOWEST, blocks, chosen_blocks, place, start_softmax, store_results
 from flashtile.learn.algorithms.memory import Array, Memory, Tile
 
 MERGE_TILES = {
@@ -78,11 +69,9 @@ def forward(
         for rows in blocks(Q.rows, Br):
             with memory.sram("split", flash2.TILES, rows=rows) as sram:  # on a GPU, all splits run at once
                 flash2.attend(sram, call, rows, parts)
-                sram.store(O_s, sram.O / nonzero(sram.l), of_split(split, rows, Q.rows))
-                sram.store(LSE_s, log_sum_exp(sram.m, sram.l), of_split(split, rows, Q.rows))
+                store_results(sram, O_s, LSE_s, of_split(split, rows, Q.rows))
 
-    O = memory.empty("O", Q.rows, V.cols, like=q)
-    LSE = memory.empty("lse", Q.rows, 1, like=q)
+    O, LSE = call.empty_results(memory)
     for rows in blocks(Q.rows, Br):
         merge(memory, O_s, LSE_s, O, LSE, rows, num_splits)
     memory.release(O_s, LSE_s)
@@ -94,11 +83,7 @@ def merge(
 ) -> None:
     """Merge the results of all splits by an online softmax over the splits. This is the second kernel."""
     with memory.sram("merge", MERGE_TILES, rows=rows) as sram:
-        sram.start(
-            O=zeros(len(rows), O.cols, O.tensor),
-            l=zeros(len(rows), 1, O.tensor),
-            m=lowest(len(rows), O.tensor),
-        )
+        start_softmax(sram, len(rows), O.cols, like=O.tensor)
         for split in range(num_splits):
             o_s = sram.load(O_s, of_split(split, rows, O.rows))
             lse_s = sram.load(LSE_s, of_split(split, rows, O.rows))
@@ -108,8 +93,7 @@ def merge(
             sram.O = old * sram.O + new * o_s
             sram.l = old * sram.l + new
             sram.m = m_new
-        sram.store(O, sram.O / nonzero(sram.l), rows)
-        sram.store(LSE, log_sum_exp(sram.m, sram.l), rows)
+        store_results(sram, O, LSE, rows)
 
 
 def split_blocks(seqlen_k: int, block_n: int, num_splits: int) -> list[list[range]]:

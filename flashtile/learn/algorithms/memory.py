@@ -18,7 +18,7 @@ above each algorithm describes its computed tiles for the trace.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -223,18 +223,14 @@ class Memory:
         if outermost:
             self._kernel = kernel
             self._programs[kernel] = self._programs.get(kernel, -1) + 1
-            self._flops.__enter__()
         self._depth += 1
         scope = Sram(self, tiles or {}, ranges)
-        try:
-            yield scope
-        finally:
+        with self._flops if outermost else nullcontext():
             try:
-                scope.free(*list(scope.names))
+                yield scope
             finally:
                 self._depth -= 1
-                if outermost:
-                    self._flops.__exit__(None, None, None)
+                scope.free(*list(scope.names))
 
     def record(
         self,

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.learn.algorithms.call import blocks, chosen_blocks, lowest, nonzero, row_max, row_sum, zeros
+from flashtile.learn.algorithms.call import blocks, chosen_blocks, lowest, nonzero, row_max, row_sum
 from flashtile.learn.algorithms.memory import Array, Memory, Sram, Tile
 
 NAIVE_TILES = {"l": Tile("l += sum exp(x)")}
@@ -48,7 +48,7 @@ def naive(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -
     X, Y = memory.place("X", x), memory.empty("Y", x.shape[0], x.shape[1], like=x)
     for rows in blocks(X.rows, block_m):
         with memory.sram("naive softmax", NAIVE_TILES, rows=rows) as sram:
-            sram.start(l=zeros(len(rows), 1, x))
+            sram.start(l=x.new_zeros(len(rows), 1))
             for cols in blocks(X.cols, block_n):
                 sram.l = sram.l + row_sum(torch.exp(sram.load(X, rows, cols)))
             for cols in blocks(X.cols, block_n):
@@ -73,7 +73,7 @@ def safe(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) ->
             sram.start(m=lowest(len(rows), x))
             for cols in blocks(X.cols, block_n):
                 sram.m = torch.maximum(sram.m, row_max(sram.load(X, rows, cols)))
-            sram.start(l=zeros(len(rows), 1, x))
+            sram.start(l=x.new_zeros(len(rows), 1))
             for cols in blocks(X.cols, block_n):
                 sram.l = sram.l + row_sum(torch.exp(sram.load(X, rows, cols) - sram.m))
             for cols in blocks(X.cols, block_n):
@@ -95,7 +95,7 @@ def online(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) 
     X, Y = memory.place("X", x), memory.empty("Y", x.shape[0], x.shape[1], like=x)
     for rows in blocks(X.rows, block_m):
         with memory.sram("online softmax", ONLINE_TILES, rows=rows) as sram:
-            sram.start(m=lowest(len(rows), x), l=zeros(len(rows), 1, x))
+            sram.start(m=lowest(len(rows), x), l=x.new_zeros(len(rows), 1))
             for cols in blocks(X.cols, block_n):
                 update(sram, sram.load(X, rows, cols))
             for cols in blocks(X.cols, block_n):
@@ -122,7 +122,7 @@ def average(x: Tensor, v: Tensor, memory: Memory, *, block_m: int = 1, block_n: 
     O = memory.empty("O", x.shape[0], v.shape[1], like=x)
     for rows in blocks(X.rows, block_m):
         with memory.sram("online softmax", ONLINE_TILES, rows=rows) as sram:
-            sram.start(m=lowest(len(rows), x), l=zeros(len(rows), 1, x), O=zeros(len(rows), V.cols, x))
+            sram.start(m=lowest(len(rows), x), l=x.new_zeros(len(rows), 1), O=x.new_zeros(len(rows), V.cols))
             for cols in blocks(X.cols, block_n):
                 x_j, v_j, m_old = sram.load(X, rows, cols), sram.load(V, cols), sram.m
                 update(sram, x_j)
@@ -149,7 +149,7 @@ def write_softmax(memory: Memory, X: Array, Y: Array) -> None:
     fits = block_n >= X.cols
     for rows in blocks(X.rows, block_m):
         with memory.sram("softmax", ONLINE_TILES, rows=rows) as sram:
-            sram.start(m=lowest(len(rows), X.tensor), l=zeros(len(rows), 1, X.tensor))
+            sram.start(m=lowest(len(rows), X.tensor), l=X.tensor.new_zeros(len(rows), 1))
             for cols in blocks(X.cols, block_n):
                 x = sram.load(X, rows, cols)
                 update(sram, x)
@@ -169,7 +169,7 @@ def write_softmax_gradient(memory: Memory, Y: Array, dY: Array, dX: Array) -> No
     fits = block_n >= Y.cols
     for rows in blocks(Y.rows, block_m):
         with memory.sram("softmax gradient", rows=rows) as sram:
-            sram.start(rowsum=zeros(len(rows), 1, Y.tensor))
+            sram.start(rowsum=Y.tensor.new_zeros(len(rows), 1))
             for cols in blocks(Y.cols, block_n):
                 y, dy = sram.load(Y, rows, cols), sram.load(dY, rows, cols)
                 sram.rowsum = sram.rowsum + row_sum(y * dy)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flashtile.learn.algorithms import flash2
-from flashtile.learn.algorithms.call import Head, Mask, blocks, check, log_sum_exp, nonzero
+from flashtile.learn.algorithms.call import Head, Mask, blocks, check, store_results
 from flashtile.learn.algorithms.memory import Memory, Sram, SramExceededError
 
 TABLE_ENTRY_BYTES = 4
@@ -101,8 +101,7 @@ class PagedCache:
         for rows in blocks(Q.rows, self._rows_next_to_a_page(Q.cols, O.cols)):
             with memory.sram("attention", flash2.TILES, rows=rows) as sram:
                 flash2.attend(sram, call, rows, blocks(length, self.page_size), load_keys)
-                sram.store(O, sram.O / nonzero(sram.l), rows)
-                sram.store(LSE, log_sum_exp(sram.m, sram.l), rows)
+                store_results(sram, O, LSE, rows)
         memory.release(Q, table)
         return O.tensor, LSE.tensor
 

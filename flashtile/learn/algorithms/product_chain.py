@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashtile.learn.algorithms.call import blocks, chosen_blocks, place, zeros
+from flashtile.learn.algorithms.call import blocks, chosen_blocks, place
 from flashtile.learn.algorithms.flash2 import block_sizes
 from flashtile.learn.algorithms.memory import Memory, Tile
 from flashtile.learn.algorithms.tiled_matmul import product
@@ -72,7 +72,7 @@ def fused(
     for rows in blocks(Q.rows, Br):
         with memory.sram("O = Q K^T V", TILES, rows=rows) as sram:
             q_i = sram.load(Q, rows)
-            sram.start(O=zeros(len(rows), V.cols, q))
+            sram.start(O=q.new_zeros(len(rows), V.cols))
             for keys in blocks(K.rows, Bc):
                 with sram.scope(keys=keys):
                     k_j, v_j = call.load_keys(sram, keys)

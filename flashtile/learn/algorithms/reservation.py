@@ -18,7 +18,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from flashtile.kv_cache import BlockManager, CacheFullError
 from flashtile.learn.algorithms.trace import Event, Trace
@@ -59,31 +59,6 @@ def random_requests(
     return requests
 
 
-class Room(Protocol):
-    """Interface of memory for the tokens of sequences: contiguous, or in pages.
-
-    Attributes:
-        slots: capacity in tokens.
-    """
-
-    slots: int
-
-    def admit(self, number: int, request: Request) -> bool:
-        """Allocate room for the prompt of a request and return True, or change nothing and return False."""
-
-    def grow(self, number: int) -> bool:
-        """Make room for one more token of a sequence. Return False if there is no room."""
-
-    def free(self, number: int) -> None:
-        """Free the memory of a sequence."""
-
-    def held(self, number: int) -> int:
-        """Number of tokens that a sequence's memory has room for, used or not."""
-
-    def places(self, number: int) -> list[int]:
-        """Return where a sequence is, for drawing: [first slot, number of slots], or its pages."""
-
-
 class Contiguous:
     """A contiguous region for each sequence, at the lowest address where it fits.
 
@@ -100,6 +75,7 @@ class Contiguous:
         self.regions: dict[int, range] = {}
 
     def admit(self, number: int, request: Request) -> bool:
+        """Allocate room for the prompt of a request and return True, or change nothing and return False."""
         size, start = self.reserve(request), 0
         if size < request.final:
             raise ValueError(f"reserve must give {request} at least {request.final} slots, got {size}")
@@ -113,15 +89,19 @@ class Contiguous:
         return True
 
     def grow(self, number: int) -> bool:
+        """Make room for one more token of a sequence. Return False if there is no room."""
         return True
 
     def free(self, number: int) -> None:
+        """Free the memory of a sequence."""
         del self.regions[number]
 
     def held(self, number: int) -> int:
+        """Number of tokens that a sequence's memory has room for, used or not."""
         return len(self.regions[number])
 
     def places(self, number: int) -> list[int]:
+        """Return where a sequence is, for drawing: [first slot, number of slots]."""
         return [self.regions[number].start, len(self.regions[number])]
 
 
@@ -141,6 +121,8 @@ def to_a_power_of_two(request: Request) -> int:
 
 class Pages:
     """Pages of :class:`flashtile.kv_cache.BlockManager`, allocated one at a time.
+
+    The methods are those of :class:`Contiguous`; ``places`` returns the pages of a sequence.
 
     Args:
         slots: capacity in tokens; the pool has ``slots // page_size`` pages.
@@ -179,6 +161,10 @@ class Pages:
 
     def places(self, number: int) -> list[int]:
         return self.manager.blocks(self.sequences[number])
+
+
+Room = Contiguous | Pages
+"""Memory for the tokens of sequences; ``slots`` is its capacity in tokens."""
 
 
 @dataclass
@@ -236,10 +222,7 @@ def serve(requests: Iterable[Request], room: Room, trace: Trace | None = None, e
     waiting = deque(enumerate(requests))
     final = {number: request.final for number, request in waiting}
     tokens: dict[int, int] = {}
-    sums: dict[bool, Counter[str]] = {
-        True: Counter(),
-        False: Counter(),
-    }  # the key says whether a request waits
+    sums: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}  # by whether a request waits
     served = Served()
     while waiting or tokens:
         while waiting and room.admit(*waiting[0]):

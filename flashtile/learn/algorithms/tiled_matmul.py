@@ -24,7 +24,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from flashtile.backends.cpu.blocks import split
-from flashtile.learn.algorithms.call import blocks, chosen_blocks, zeros
+from flashtile.learn.algorithms.call import blocks, chosen_blocks
 from flashtile.learn.algorithms.memory import Array, Memory, SramExceededError, Tile
 from flashtile.learn.algorithms.warps import Warps
 
@@ -108,7 +108,7 @@ def product(
     for rows in blocks(C.rows, block_m):
         for cols in blocks(C.cols, block_n):
             with memory.sram(C.name, tiles, rows=rows, cols=cols) as sram:  # a GPU's thread block
-                sram.start(c=zeros(len(rows), len(cols), C.tensor))
+                sram.start(c=C.tensor.new_zeros(len(rows), len(cols)))
                 for strip in blocks(depth, strip_width(memory)):
                     a = sram.load(A, strip, rows).T if transpose_a else sram.load(A, rows, strip)
                     b = sram.load(B, cols, strip).T if transpose_b else sram.load(B, strip, cols)
@@ -185,7 +185,7 @@ def two_levels(
             with memory.sram(kernel="C = alpha A B + beta C") as sram:
                 for warp, (r, s) in busy:
                     warp.take(rows=r, cols=s)
-                    warp.start(C=zeros(len(r), len(s), a))
+                    warp.start(C=a.new_zeros(len(r), len(s)))
                 for strip in blocks(A.cols, block_k):
                     a_k, b_k = sram.load(A, rows, strip), sram.load(B, strip, cols)
                     warps.barrier("the strips are there")

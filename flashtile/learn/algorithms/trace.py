@@ -7,33 +7,11 @@ counted, the contents of SRAM at any moment, and the part of each matrix that is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 VERSION = 1
-
-KINDS = (
-    "place", "empty", "release", "load", "store", "compute", "free", "skip", "page",
-    "shared_load", "shared_store", "register", "barrier",
-)  # fmt: skip
-"""Kinds of events.
-
-* place, empty: an input (place) or space for a result (empty) is allocated in HBM.
-* release: an array in HBM is freed.
-* load: a tile is copied from HBM to SRAM and replaces a tile of the same name.
-* compute: a computed value becomes a tile in SRAM and replaces a tile of the same name.
-* store: a tile, or the value of an expression, is written to HBM.
-* free: a tile in SRAM is freed.
-* skip: a tile of the score matrix is not computed.
-* page: block tables or the sequences in memory change; ``data`` holds the new state.
-* shared_load: a warp reads from shared memory into its registers.
-* shared_store: a warp writes from its registers to shared memory.
-* register: a warp computes a value in its registers.
-* barrier: all warps of the thread block wait for each other.
-
-Names of a warp's tiles end with the number of the warp: "K.2" is K in warp 2.
-"""
 
 
 class Event(NamedTuple):
@@ -44,7 +22,22 @@ class Event(NamedTuple):
     (place, empty, release). ``op`` is the short formula of a computed tile. The FLOPs are those since the
     previous event. ``program`` numbers the programs of ``kernel`` that can run in parallel (a GPU's thread
     blocks). ``values`` maps each watched row to its element of a column vector such as the running maximum m.
-    ``data`` is the state that an event of kind page records.
+    ``data`` is the state that an event of kind page records. The kinds are:
+
+    * place, empty: an input (place) or space for a result (empty) is allocated in HBM.
+    * release: an array in HBM is freed.
+    * load: a tile is copied from HBM to SRAM and replaces a tile of the same name.
+    * compute: a computed value becomes a tile in SRAM and replaces a tile of the same name.
+    * store: a tile, or the value of an expression, is written to HBM.
+    * free: a tile in SRAM is freed.
+    * skip: a tile of the score matrix is not computed.
+    * page: block tables or the sequences in memory change; ``data`` holds the new state.
+    * shared_load: a warp reads from shared memory into its registers.
+    * shared_store: a warp writes from its registers to shared memory.
+    * register: a warp computes a value in its registers.
+    * barrier: all warps of the thread block wait for each other.
+
+    Names of a warp's tiles end with the number of the warp: "K.2" is K in warp 2.
     """
 
     kind: str
@@ -74,11 +67,6 @@ class Span(NamedTuple):
 
 _TEXTS = ("kind", "name", "kernel", "op")
 _NUMBERS = ("bytes", "matmul_flops", "other_flops", "program")
-_RANGES = ("row_start", "row_end", "col_start", "col_end")
-
-
-def _distinct(texts: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(texts))
 
 
 @dataclass
@@ -144,24 +132,23 @@ class Trace:
         ``kernels`` and ``ops``. Missing ranges are -1, infinities are None. The keys of ``values`` and
         ``data`` are event numbers.
         """
-        texts = {column: _distinct(getattr(e, column) for e in self.events) for column in _TEXTS}
-        numbers = {column: {text: i for i, text in enumerate(texts[column])} for column in _TEXTS}
-        ranges = [(*(e.rows or (-1, -1)), *(e.cols or (-1, -1))) for e in self.events]
+        columns: dict[str, list[Any]] = {
+            name: [getattr(e, name) for e in self.events] for name in (*_TEXTS, *_NUMBERS)
+        }
+        texts = {name: list(dict.fromkeys(columns[name])) for name in _TEXTS}
+        for name in _TEXTS:
+            columns[name] = [texts[name].index(text) for text in columns[name]]
+        for name, ends in (("row", [e.rows for e in self.events]), ("col", [e.cols for e in self.events])):
+            columns[f"{name}_start"] = [-1 if pair is None else pair[0] for pair in ends]
+            columns[f"{name}_end"] = [-1 if pair is None else pair[1] for pair in ends]
         return {
             "version": VERSION,
             "algorithm": self.algorithm,
             "settings": self.settings,
             "sram_bytes": self.sram_bytes,
             "totals": self.totals(),
-            "kinds": texts["kind"],
-            "names": texts["name"],
-            "kernels": texts["kernel"],
-            "ops": texts["op"],
-            "events": {
-                **{column: [numbers[column][getattr(e, column)] for e in self.events] for column in _TEXTS},
-                **{column: [getattr(e, column) for e in self.events] for column in _NUMBERS},
-                **{column: [ends[i] for ends in ranges] for i, column in enumerate(_RANGES)},
-            },
+            **{f"{name}s": texts[name] for name in _TEXTS},
+            "events": columns,
             "values": {i: _finite(e.values) for i, e in enumerate(self.events) if e.values},
             "data": {i: dict(e.data) for i, e in enumerate(self.events) if e.data},
             "spans": [span._asdict() for span in self.spans],

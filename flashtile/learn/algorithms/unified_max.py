@@ -27,7 +27,7 @@ from flashtile.learn.algorithms.call import (
     nonzero,
     place,
     row_sum,
-    zeros,
+    store_results,
 )
 from flashtile.learn.algorithms.flash_decoding import block_sizes, of_split, split_blocks
 from flashtile.learn.algorithms.memory import Memory, Sram, Tile
@@ -90,23 +90,21 @@ def forward(
             if not inside and rows not in outside:
                 outside.append(rows)
 
-    O = memory.empty("O", Q.rows, V.cols, like=q)
-    LSE = memory.empty("lse", Q.rows, 1, like=q)
+    O, LSE = call.empty_results(memory)
     for rows in blocks(Q.rows, Br):
         if rows in outside:
             with memory.sram("recompute", flash2.TILES, rows=rows) as sram:
                 flash2.attend(sram, call, rows, blocks(K.rows, Bc))
-                sram.store(O, sram.O / nonzero(sram.l), rows)
-                sram.store(LSE, log_sum_exp(sram.m, sram.l), rows)
+                store_results(sram, O, LSE, rows)
             continue
         with memory.sram("merge", MERGE_TILES, rows=rows) as sram:
-            sram.start(O=zeros(len(rows), V.cols, q), l=zeros(len(rows), 1, q))
+            sram.start(O=q.new_zeros(len(rows), V.cols), l=q.new_zeros(len(rows), 1))
             for split in range(num_splits):
                 part = of_split(split, rows, Q.rows)
                 sram.O = sram.O + sram.load(O_s, part)
                 sram.l = sram.l + sram.load(L_s, part)
             sram.store(O, sram.O / nonzero(sram.l), rows)
-            sram.store(LSE, log_sum_exp(zeros(len(rows), 1, q) + phi, sram.l), rows)
+            sram.store(LSE, log_sum_exp(q.new_zeros(len(rows), 1) + phi, sram.l), rows)
     memory.release(O_s, L_s)
     return O.tensor, LSE.tensor, outside
 
@@ -125,7 +123,7 @@ def attend(
     """
     low, high = bounds
     q_i = sram.load(call.Q, rows)
-    sram.start(O=zeros(len(rows), call.V.cols, q_i), l=zeros(len(rows), 1, q_i))
+    sram.start(O=q_i.new_zeros(len(rows), call.V.cols), l=q_i.new_zeros(len(rows), 1))
     inside = True
     for keys in call.visible_keys(sram, rows, key_blocks):
         with sram.scope(keys=keys):

@@ -23,13 +23,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile.learn.algorithms.call import (
-    Head,
     blocks,
     log_sum_exp,
     lowest,
@@ -37,9 +35,8 @@ from flashtile.learn.algorithms.call import (
     place,
     row_max,
     row_sum,
-    zeros,
 )
-from flashtile.learn.algorithms.memory import Array, Memory, Sram, Tile
+from flashtile.learn.algorithms.memory import Memory, Sram, Tile
 from flashtile.learn.algorithms.trace import Event, Span
 from flashtile.learn.algorithms.warps import Warps
 
@@ -78,13 +75,6 @@ EXCHANGED_TILES = {
 """Tiles through which the warps of :func:`split_k` exchange data in shared memory."""
 
 
-class Accumulated(NamedTuple):
-    """Sums of exp(S - m) and of exp(S - m) V of some rows over the keys so far."""
-
-    l: Tensor  # (rows, 1)
-    O: Tensor  # (rows, head_dim_v)
-
-
 def split_q(
     q: Tensor,
     k: Tensor,
@@ -118,7 +108,8 @@ def split_q(
         0
     """
     _check_divides(num_warps, "block_m", block_m)
-    call, O, LSE = _prepare(q, k, v, memory, softmax_scale)
+    call = place(memory, q, k, v, softmax_scale=softmax_scale)
+    O, LSE = call.empty_results(memory)
     warps = Warps(memory, num_warps, SPLIT_Q_TILES)
     for rows in blocks(call.Q.rows, block_m):
         with memory.sram(kernel="split-Q") as sram:
@@ -127,7 +118,7 @@ def split_q(
             for warp, own in zip(warps, parts, strict=True):
                 warp.take(rows=own)
                 q_w = warp.read("Q", _rows_of(q_i, own, rows))
-                l, O_w = zeros(len(own), 1, q), zeros(len(own), call.V.cols, q)
+                l, O_w = q.new_zeros(len(own), 1), q.new_zeros(len(own), call.V.cols)
                 warp.start(Q=q_w, m=lowest(len(own), q), l=l, O=O_w)
             for keys in blocks(call.K.rows, block_n):
                 with sram.scope():
@@ -179,7 +170,8 @@ def split_k(
     """
     _check_divides(num_warps, "block_n", block_n)
     _check_divides(num_warps, "block_m", block_m)
-    call, O, LSE = _prepare(q, k, v, memory, softmax_scale)
+    call = place(memory, q, k, v, softmax_scale=softmax_scale)
+    O, LSE = call.empty_results(memory)
     warps = Warps(memory, num_warps, SPLIT_K_TILES)
     for rows in blocks(call.Q.rows, block_m):
         with memory.sram("split-K", EXCHANGED_TILES, rows=rows) as sram:
@@ -188,8 +180,7 @@ def split_k(
             for warp in warps:
                 warp.take(rows=rows)
                 warp.start(Q=warp.read("Q", q_i))
-            state = Accumulated(zeros(len(rows), 1, q), zeros(len(rows), call.V.cols, q))
-            m = lowest(len(rows), q)
+            m, l, acc = lowest(len(rows), q), q.new_zeros(len(rows), 1), q.new_zeros(len(rows), call.V.cols)
             for keys in blocks(call.K.rows, block_n):
                 with sram.scope():
                     k_j, v_j = call.load_keys(sram, keys)
@@ -203,10 +194,11 @@ def split_k(
                         warp.P = torch.exp(warp.S - m_new)
                         warp.l = row_sum(warp.P)
                         warp.O_w = warp.P @ warp.read("V", _rows_of(v_j, own, keys))
-                    state, m = _exchange_outputs(sram, warps, state, correction, rows), m_new
+                    l, acc = _exchange_outputs(sram, warps, l, acc, correction, rows)
+                    m = m_new
                     warps.barrier(USED)
-            sram.store(O, state.O / nonzero(state.l), rows)
-            sram.store(LSE, log_sum_exp(m, state.l), rows)
+            sram.store(O, acc / nonzero(l), rows)
+            sram.store(LSE, log_sum_exp(m, l), rows)
     return O.tensor, LSE.tensor, warps
 
 
@@ -229,9 +221,9 @@ def _exchange_maxima(sram: Sram, warps: Warps, m: Tensor) -> tuple[Tensor, Tenso
 
 
 def _exchange_outputs(
-    sram: Sram, warps: Warps, state: Accumulated, correction: Tensor, rows: range
-) -> Accumulated:
-    """Add the sums and outputs of a tile to ``state``.
+    sram: Sram, warps: Warps, l: Tensor, acc: Tensor, correction: Tensor, rows: range
+) -> tuple[Tensor, Tensor]:
+    """Return the sums l (rows, 1) and outputs acc (rows, head_dim_v) after a further tile of keys.
 
     Every warp writes its partial sums and outputs of all rows to shared memory. Then it adds the partial
     results of all warps for its part of the rows.
@@ -242,16 +234,16 @@ def _exchange_outputs(
         warp.write("l", warp.l)
         warp.write("O", warp.O_w)
     warps.barrier(EXCHANGE)
-    l, O = [], []
+    sums, outputs = [], []
     for warp, own in zip(warps, _parts(rows, warps.count), strict=True):
         warp.take(rows=own)
         part = slice(own.start - rows.start, own.stop - rows.start)
         l_w, O_w = warp.read("l", sram.sums[part]), warp.read("O", sram.outputs[:, part])
-        l.append(correction[part] * state.l[part] + row_sum(l_w))
-        warp.O = correction[part] * state.O[part] + O_w.sum(0)
-        O.append(warp.O)
+        sums.append(correction[part] * l[part] + row_sum(l_w))
+        warp.O = correction[part] * acc[part] + O_w.sum(0)
+        outputs.append(warp.O)
         warp.take(rows=rows)
-    return Accumulated(torch.cat(l), torch.cat(O))
+    return torch.cat(sums), torch.cat(outputs)
 
 
 TENSOR_CORE, ARITHMETIC, SHARED_MEMORY, WAITING = "tensor core", "softmax", "shared memory", "barrier"
@@ -337,15 +329,6 @@ def _warp_of(event: Event) -> int:
     """Return the number of the warp that an event belongs to, or -1 if it belongs to no warp."""
     _, dot, warp = event.name.partition(".")
     return int(warp) if dot else -1
-
-
-def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, memory: Memory, softmax_scale: float | None
-) -> tuple[Head, Array, Array]:
-    """Place the inputs in HBM and allocate the results there. Return (inputs, O, lse)."""
-    call = place(memory, q, k, v, softmax_scale=softmax_scale)
-    O = memory.empty("O", call.Q.rows, call.V.cols, like=q)
-    return call, O, memory.empty("lse", call.Q.rows, 1, like=q)
 
 
 def _check_divides(num_warps: int, name: str, block: int) -> None:

@@ -72,12 +72,12 @@ def _standard(
     read = written = flops = 0
     for seqlen_q, seqlen_k in call.sequences:
         sizes = {"q": seqlen_q, "k": seqlen_k, "d": call.head_dim, "v": call.width_v}
-        moved = [_softmax(call, seqlen_q, seqlen_k, sram_bytes, inputs, statistics)]
+        read += _softmax_reads(call, seqlen_q, seqlen_k, sram_bytes, inputs, statistics)
+        written += seqlen_q * seqlen_k
         for rows, depth, cols in ([sizes[letter] for letter in product] for product in products):
-            moved.append(_product(call, rows, depth, cols, sram_bytes))
+            read += _product_reads(call, rows, depth, cols, sram_bytes)
+            written += rows * cols
             flops += 2 * rows * depth * cols
-        read += sum(step[0] for step in moved)
-        written += sum(step[1] for step in moved)
     elements = call.num_heads_q * call.element_bytes
     return Cost(
         hbm_read=read * elements,
@@ -185,28 +185,24 @@ def paged(call: Call, page_size: int) -> Cost:
     )
 
 
-def _product(call: Call, rows: int, depth: int, cols: int, sram_bytes: int | None) -> tuple[int, int]:
-    """Return (number of elements read, number written) by a tiled product.
-
-    The operands have shapes (rows, depth) and (depth, cols).
-    """
+def _product_reads(call: Call, rows: int, depth: int, cols: int, sram_bytes: int | None) -> int:
+    """Return the number of elements that a tiled product of (rows, depth) by (depth, cols) reads."""
     block_m, block_n = max(1, rows), max(1, cols)
     if sram_bytes is not None:
         memory = Memory(sram_bytes, call.element_bytes)
         block_m, block_n = tiled_matmul.block_sizes(memory, max(1, cols))
-    read = rows * depth * -(-cols // block_n) + depth * cols * -(-rows // block_m)
-    return read, rows * cols
+    return rows * depth * -(-cols // block_n) + depth * cols * -(-rows // block_m)
 
 
-def _softmax(
+def _softmax_reads(
     call: Call, rows: int, cols: int, sram_bytes: int | None, inputs: int, statistics: int
-) -> tuple[int, int]:
-    """Return (number of elements read, number written) by a softmax or its gradient.
+) -> int:
+    """Return the number of elements that a softmax or its gradient reads.
 
     Rows that do not fit into SRAM are read twice.
     """
     fits = sram_bytes is None or inputs * cols + statistics <= sram_bytes // call.element_bytes
-    return inputs * rows * cols * (1 if fits else 2), rows * cols
+    return inputs * rows * cols * (1 if fits else 2)
 
 
 def _keys(call: Call) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from flashtile.backends.common.launch import padded
+from flashtile.backends.cpu.blocks import visible_keys
 from flashtile.backends.portable.config import family_of_capability
 from flashtile.backends.portable.decode.config import (
     NARROW,
@@ -53,9 +54,13 @@ def kernels_of(call: Call, card: Card) -> list[KernelTraffic]:
     ]
     key_bytes = (call.head_dim + call.width_v) * call.cache_element_bytes
     walked = sum(len(tile.blocks) * count for tile, count in tiles) * heads * block
-    distinct = sum(count * keys for count, keys in _keys(call)) * call.num_heads_kv
+    seen = [
+        (visible_keys(range(seqlen_q), seqlen_k, seqlen_k - seqlen_q, call.window_left, UNLIMITED), count)
+        for (seqlen_q, seqlen_k), count in counted(call.sequences)
+    ]
+    distinct = sum(len(keys) * count for keys, count in seen) * call.num_heads_kv
     # Tiles of one sequence and head run concurrently, so keys that stay in L2 are read from DRAM once.
-    largest = max((keys for _, keys in _keys(call)), default=0) * key_bytes
+    largest = max((len(keys) for keys, _ in seen), default=0) * key_bytes
     missed = distinct if largest <= L2_SHARE * card.l2_bytes else walked
     pages = walked // call.page_size if call.page_size else 0
     own = call.q_bytes + pages * TABLE_ENTRY_BYTES
@@ -118,16 +123,6 @@ def tiles_of(call: Call, lengths: tuple[int, int], config: DecodeConfig, pack: i
         tokens = first // pack, -(-last // pack)
         seen = reach(*tokens, seqlen_k - seqlen_q, seqlen_k, *window, config.tile.BLOCK_N)
         yield QueryTile(last - first, seen)
-
-
-def _keys(call: Call) -> Iterator[tuple[int, int]]:
-    """Yield (number of sequences, number of keys that queries of such a sequence attend to).
-
-    All sequences of an item have the same lengths.
-    """
-    for (seqlen_q, seqlen_k), count in counted(call.sequences):
-        start = 0 if call.window_left == UNLIMITED else max(0, seqlen_k - seqlen_q - call.window_left)
-        yield count, seqlen_k - start
 
 
 def _runs(tiles: list[QueryTile], most_programs: int) -> tuple[int, int, int]:

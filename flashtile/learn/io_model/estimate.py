@@ -17,16 +17,14 @@ from flashtile.problems.common import MAX_HEAD_DIM, UNLIMITED
 
 PASSES = ("forward", "backward")
 
-STANDARD, FLASH1, FLASH2, FLASHTILE, HOPPER, DECODING, OVER_CACHE, LEAST = (
-    "standard",
-    "flash-attention 1",
-    "flash-attention 2",
-    "flashtile, portable",
-    "flashtile, Hopper",
-    "flash-decoding",
-    "flashtile, over a cache",
-    "least possible",
-)
+STANDARD = "standard"
+FLASH1 = "flash-attention 1"
+FLASH2 = "flash-attention 2"
+FLASHTILE = "flashtile, portable"
+HOPPER = "flashtile, Hopper"
+DECODING = "flash-decoding"
+OVER_CACHE = "flashtile, over a cache"
+LEAST = "least possible"
 
 PAPERS = {
     "forward": (
@@ -185,24 +183,22 @@ def portable_config(call: Call, card: Card) -> Config:
 
 
 def _costs(call: Call, card: Card, which: str) -> Iterator[Counted]:
+    least, flops = least_bytes(call, which), least_flops(call, which)
     if call.page_size is not None:
         if which != "forward":
             raise ValueError(f"which must be 'forward' over a cache, got {which!r}")
         launches = decode.kernels_of(call, card)
         extra = call.lse_bytes + sum(kernel.sm_read for kernel in launches[1:])
-        yield _launched(OVER_CACHE, launches, least_flops(call, which), int(extra))
-        least = least_bytes(call, which)
-        yield LEAST, least, least, least_flops(call, which), 0, 0
-        return
-    yield from _papers(call, card, which)
-    if card.shared_bytes:
-        yield from _ours(call, card, which)
-        if which == "forward" and hopper.serves(call, card):
-            yield _launched(HOPPER, [hopper.forward(call, card)], least_flops(call, which), call.lse_bytes)
-        if which == "forward" and call.seqlen_q * call.group_size <= DECODE_ROWS:
-            yield _decoding(call, card)
-    least = least_bytes(call, which)
-    yield LEAST, least, least, least_flops(call, which), 0, 0
+        yield _launched(OVER_CACHE, launches, flops, int(extra))
+    else:
+        yield from _papers(call, card, which)
+        if card.shared_bytes:
+            yield from _ours(call, card, which)
+            if which == "forward" and hopper.serves(call, card):
+                yield _launched(HOPPER, [hopper.forward(call, card)], flops, call.lse_bytes)
+            if which == "forward" and call.seqlen_q * call.group_size <= DECODE_ROWS:
+                yield _decoding(call, card)
+    yield LEAST, least, least, flops, 0, 0
 
 
 def _papers(call: Call, card: Card, which: str) -> Iterator[Counted]:

@@ -8,6 +8,7 @@ it loops over (:mod:`flashtile.io_model.l2`). The results were checked against t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 from flashtile.backends.common.launch import KernelConfig, padded
 from flashtile.hardware.calls import Call
@@ -199,10 +200,4 @@ def counted(sequences: tuple[tuple[int, int], ...]) -> list[tuple[tuple[int, int
 
     Sequences without queries or keys are dropped.
     """
-    counted: list[tuple[tuple[int, int], int]] = []
-    for lengths in sequences:
-        if counted and counted[-1][0] == lengths:
-            counted[-1] = (lengths, counted[-1][1] + 1)
-        else:
-            counted.append((lengths, 1))
-    return [pair for pair in counted if min(pair[0]) > 0]
+    return [(lengths, len(list(equal))) for lengths, equal in groupby(sequences) if min(lengths) > 0]

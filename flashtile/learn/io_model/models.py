@@ -85,11 +85,10 @@ def find_model(name: str) -> Model:
         >>> find_model("llama-3-8b").products
         ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
     """
-    for model in MODELS:
-        if model.name.lower() == name.lower():
-            return model
-    names = ", ".join(model.name.lower() for model in MODELS)
-    raise ValueError(f"model must be one of {names}, got {name!r}")
+    models = {model.name.lower(): model for model in MODELS}
+    if name.lower() not in models:
+        raise ValueError(f"model must be one of {', '.join(models)}, got {name!r}")
+    return models[name.lower()]
 
 
 @dataclass(frozen=True)

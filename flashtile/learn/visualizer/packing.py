@@ -20,14 +20,22 @@ SIGNIFICANT_DIGITS = 5
 """Significant digits of the statistics of watched rows. Everything else is exact."""
 
 
+def as_json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+
+
+def zipped(value: Any) -> bytes:
+    """Return ``value`` as gzipped JSON; equal values give equal bytes."""
+    return gzip.compress(as_json(value).encode(), compresslevel=9, mtime=0)
+
+
+def compressed(value: Any) -> str:
+    """Return ``value`` as base64 of gzipped JSON."""
+    return base64.b64encode(zipped(value)).decode()
+
+
 def pack(trace: Trace) -> str:
-    """Return the events and spans of a trace as base64 of gzipped JSON, without settings and totals."""
-    text = json.dumps(compact(trace), separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-    return base64.b64encode(gzip.compress(text.encode(), compresslevel=9, mtime=0)).decode()
-
-
-def compact(trace: Trace) -> dict[str, Any]:
-    """Return the events and spans of a trace as plain data, which :func:`pack` compresses.
+    """Return the events and spans of a trace, without settings and totals, as :func:`compressed` data.
 
     A form is everything about an event except its position, and ``forms`` lists the different forms. ``form``
     (an index into ``forms``), ``row``, ``col`` and ``program`` have one number per event, stored as the
@@ -37,7 +45,7 @@ def compact(trace: Trace) -> dict[str, Any]:
     """
     forms: dict[tuple[Any, ...], int] = {}
     numbers = [forms.setdefault(_form(event), len(forms)) for event in trace.events]
-    return {
+    data = {
         "forms": list(forms),
         "form": differences(numbers),
         "row": differences([-1 if event.rows is None else event.rows[0] for event in trace.events]),
@@ -47,6 +55,7 @@ def compact(trace: Trace) -> dict[str, Any]:
         "data": [[number, dict(event.data)] for number, event in enumerate(trace.events) if event.data],
         "spans": [list(span) for span in trace.spans],
     }
+    return compressed(data)
 
 
 def _form(event: Event) -> tuple[Any, ...]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 import hashlib
 import json
 import multiprocessing
@@ -20,6 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from flashtile.files import DESIGN
 from flashtile.hardware.cards import CARDS
 from flashtile.learn.visualizer import prebuilt, stories
+from flashtile.learn.visualizer.packing import as_json, compressed
 from flashtile.learn.visualizer.recording import record
 from flashtile.learn.visualizer.settings import SRAM_SIZES, Setting
 
@@ -80,8 +79,7 @@ def recordings(
 ) -> Iterator[prebuilt.Recorded]:
     """Yield a recording of each setting's run, in the order of ``settings``.
 
-    A recording is (catalogue entry, events of the run in the format of :mod:`.packing`). Recordings that the
-    package contains are reused. The other settings are run and recorded now.
+    Recordings that the package contains are reused. The other settings are run and recorded now.
     """
     kept = prebuilt.load()
     new = [setting for setting in settings if setting not in kept]
@@ -92,27 +90,20 @@ def recordings(
 
 
 def record_all(settings: list[Setting], workers: int | None = None) -> Iterator[prebuilt.Recorded]:
-    """Run the algorithm of each setting, and yield a recording of each run in the order of ``settings``.
-
-    A recording is (catalogue entry, events of the run in the format of :mod:`.packing`).
-    """
+    """Run the algorithm of each setting, and yield a recording of each run in the order of ``settings``."""
     if workers is None:
         workers = min(os.cpu_count() or 1, MAX_WORKERS) if len(settings) >= FEW else 1
     if workers == 1:
         yield from map(_record, settings)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _one_thread) as pool:
+    with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
         yield from pool.map(_record, settings, chunksize=4)
 
 
 def _record(setting: Setting) -> prebuilt.Recorded:
     recording = record(setting)
     return recording.as_record(), recording.packed()
-
-
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def catalogue(recorded: Iterable[prebuilt.Recorded], sram_sizes: list[int]) -> dict[str, Any]:
@@ -124,7 +115,7 @@ def catalogue(recorded: Iterable[prebuilt.Recorded], sram_sizes: list[int]) -> d
         packed[key] = events
         entries.append({**entry, "packed": key})
     return {
-        "recordings": _compressed(entries), "packed": packed, "sram_sizes": sram_sizes, "cards": cards(),
+        "recordings": compressed(entries), "packed": packed, "sram_sizes": sram_sizes, "cards": cards(),
         "small_inputs": small_inputs(), "stories": stories.catalogue(),
     }  # fmt: skip
 
@@ -190,16 +181,6 @@ def render(catalog: dict[str, Any], start: dict[str, Any]) -> str:
     )
 
 
-def _compressed(value: Any) -> str:
-    """Return ``value`` as base64 of gzipped JSON."""
-    return base64.b64encode(gzip.compress(_as_json(value).encode(), compresslevel=9, mtime=0)).decode()
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-
-
 def _embed(value: Any) -> str:
     """Return ``value`` as JSON that is safe inside an HTML element."""
-    text = _as_json(value)
-    return text.replace("<", "\\u003c")
+    return as_json(value).replace("<", "\\u003c")

@@ -15,10 +15,11 @@ from collections.abc import Iterable
 from importlib.resources import files
 from typing import Any
 
+from flashtile.learn.visualizer.packing import zipped
 from flashtile.learn.visualizer.settings import Setting
 
 Recorded = tuple[dict[str, Any], str]
-"""(catalogue entry of a run, its packed events)"""
+"""A recording: the catalogue entry of a run, and its events in the format of :mod:`.packing`."""
 
 NAME = "recordings.json.gz"
 CODE = ("recording.py", "packing.py")
@@ -57,13 +58,9 @@ def load() -> dict[Setting, Recorded]:
 
 def dump(recorded: Iterable[tuple[Setting, Recorded]]) -> bytes:
     """Return the content of the file that :func:`load` reads. Runs with equal events share one copy."""
-    packed: list[str] = []
-    places: dict[str, int] = {}
-    runs = []
-    for setting, (entry, events) in recorded:
-        if events not in places:
-            places[events] = len(packed)
-            packed.append(events)
-        runs.append({"setting": vars(setting), "entry": entry, "packed": places[events]})
-    document = {"stamp": stamp(), "recordings": runs, "packed": packed}
-    return gzip.compress(json.dumps(document, separators=(",", ":")).encode(), compresslevel=9, mtime=0)
+    packed: dict[str, int] = {}
+    runs = [
+        {"setting": vars(setting), "entry": entry, "packed": packed.setdefault(events, len(packed))}
+        for setting, (entry, events) in recorded
+    ]
+    return zipped({"stamp": stamp(), "recordings": runs, "packed": list(packed)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,9 +114,6 @@ def watched_rows(rows: int, num_splits: int | None = None) -> tuple[int, ...]:
     return tuple(sorted({(rows - 1) * i // (WATCHED_ROWS - 1) for i in range(WATCHED_ROWS)}))
 
 
-Runner = Callable[[Setting, Memory, Callable[[int], Tensor]], None]
-
-
 def _inputs(setting: Setting, random: Callable[[int], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     rows = 1 if setting.queries == "one" else setting.seqlen
     return random(rows), random(setting.seqlen), random(setting.seqlen)
@@ -129,16 +127,13 @@ def _options(setting: Setting) -> dict[str, Any]:
     return options
 
 
-def _forward(module: Any) -> Runner:
-    def run(setting: Setting, memory: Memory, random: Callable[[int], Tensor]) -> None:
-        module.forward(*_inputs(setting, random), memory, **_options(setting))
-
-    return run
+def _forward(module: Any, setting: Setting, memory: Memory, random: Callable[[int], Tensor]) -> None:
+    module.forward(*_inputs(setting, random), memory, **_options(setting))
 
 
 def _flash3(setting: Setting, memory: Memory, random: Callable[[int], Tensor]) -> None:
     """Record a run with the timeline of one thread block that attends to all keys."""
-    flash3.forward(*_inputs(setting, random), memory, **_options(setting))
+    _forward(flash3, setting, memory, random)
     assert memory.trace is not None
     starts = {event.cols for event in memory.trace.events if event.name == "S.0"}
     memory.trace.spans = flash3_schedule.schedule(len(starts))
@@ -151,32 +146,28 @@ def _paged(setting: Setting, memory: Memory, random: Callable[[int], Tensor]) ->
     paged.forked(q, k, v, memory, prompt=2 * setting.seqlen // 3, page_size=page_size)
 
 
-def _backward(module: Any) -> Runner:
-    """Return a function for ``RUNNERS`` that records the backward pass, without the forward pass."""
-
-    def run(setting: Setting, memory: Memory, random: Callable[[int], Tensor]) -> None:
-        q, k, v = _inputs(setting, random)
-        out, *kept = module.forward(q, k, v, Memory(), window_size=setting.window_size)
-        dout = random(q.shape[0])
-        if module is standard:
-            module.backward(q, k, v, *kept, dout, memory)
-        else:
-            module.backward(q, k, v, out, *kept, dout, memory, **_options(setting))
-
-    return run
+def _backward(module: Any, setting: Setting, memory: Memory, random: Callable[[int], Tensor]) -> None:
+    """Record the backward pass, without the forward pass."""
+    q, k, v = _inputs(setting, random)
+    out, *kept = module.forward(q, k, v, Memory(), window_size=setting.window_size)
+    dout = random(q.shape[0])
+    if module is standard:
+        module.backward(q, k, v, *kept, dout, memory)
+    else:
+        module.backward(q, k, v, out, *kept, dout, memory, **_options(setting))
 
 
-RUNNERS: dict[str, Runner] = {
-    "standard": _forward(standard),
-    "flash1": _forward(flash1),
-    "flash2": _forward(flash2),
+RUNNERS: dict[str, Callable[[Setting, Memory, Callable[[int], Tensor]], None]] = {
+    "standard": partial(_forward, standard),
+    "flash1": partial(_forward, flash1),
+    "flash2": partial(_forward, flash2),
     "flash3": _flash3,
-    "flash_decoding": _forward(flash_decoding),
-    "unified_max": _forward(unified_max),
+    "flash_decoding": partial(_forward, flash_decoding),
+    "unified_max": partial(_forward, unified_max),
     "paged": _paged,
-    "standard_backward": _backward(standard),
-    "flash1_backward": _backward(flash1),
-    "flash2_backward": _backward(flash2),
+    "standard_backward": partial(_backward, standard),
+    "flash1_backward": partial(_backward, flash1),
+    "flash2_backward": partial(_backward, flash2),
 }
 
 

@@ -106,23 +106,17 @@ def own_runs(
     queries = "one" if algorithm in ONE_QUERY else "all"
     if queries == "one" and mask != "full":
         raise ValueError(f'mask must be "full" for {algorithm}, whose one query sees all keys, got {mask!r}')
-    splits = algorithm in SPLIT
-    for name, value, taken in (
-        ("num_splits", num_splits, splits),
-        ("page_size", page_size, algorithm == "paged"),
-    ):
+    options: dict[str, tuple[Any, Any, bool]] = {  # value, default, whether the algorithm has the option
+        "block": (block, AUTO, algorithm not in ("standard", "standard_backward", "paged")),
+        "num_splits": (num_splits, DEFAULT_SPLITS, algorithm in SPLIT),
+        "page_size": (page_size, DEFAULT_PAGE_SIZE, algorithm == "paged"),
+    }
+    for name, (value, _, taken) in options.items():
         if value is not None and not taken:
-            raise ValueError(f"{name} must not be given for {algorithm}, which has none, got {value}")
-    if block is not None and algorithm in ("standard", "standard_backward", "paged"):
-        raise ValueError(f"block must not be given for {algorithm}, got {block!r}")
+            raise ValueError(f"{name} must not be given for {algorithm}, which has none, got {value!r}")
     problem = Setting("", seqlen, head_dim, queries, mask, sram_bytes=sram_bytes)
-    chosen = replace(
-        problem,
-        algorithm=algorithm,
-        block=None if algorithm in ("standard", "standard_backward", "paged") else block or AUTO,
-        num_splits=num_splits or (DEFAULT_SPLITS if splits else None),
-        page_size=page_size or (DEFAULT_PAGE_SIZE if algorithm == "paged" else None),
-    )
+    own = {name: value or default for name, (value, default, taken) in options.items() if taken}
+    chosen = replace(problem, algorithm=algorithm, **own)
     baseline = "standard_backward" if algorithm.endswith("_backward") else "standard"
     return [chosen] if algorithm == baseline else [chosen, replace(problem, algorithm=baseline)]
 

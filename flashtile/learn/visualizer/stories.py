@@ -32,7 +32,7 @@ from flashtile.learn.algorithms import (
     unified_max,
     warp_split,
 )
-from flashtile.learn.algorithms.call import lowest, row_sum, zeros
+from flashtile.learn.algorithms.call import blocks, lowest, row_sum
 from flashtile.learn.visualizer.packing import pack
 from flashtile.masks.block_mask import listed
 from flashtile.masks.mods import MaskMod
@@ -330,16 +330,14 @@ def attend_in_blocks(name: str, memory: Memory, in_lists: bool) -> Tensor:
     Q, K, V = memory.place("Q", q), memory.place("K", k), memory.place("V", v)
     result = memory.empty("O", MASKS_SEQLEN, MASKS_HEAD_DIM, like=q)
     mask = MASKS[name]()
-    blocks = library.create_block_mask(mask, None, None, MASKS_SEQLEN, MASKS_SEQLEN, BLOCK_SIZE=MASKS_BLOCK)
-    partial = listed(blocks.kv_num_blocks, blocks.kv_indices)[0, 0].tolist()
-    full = listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)[0, 0].tolist()
-    for i in range(MASKS_SEQLEN // MASKS_BLOCK):
-        rows = range(i * MASKS_BLOCK, (i + 1) * MASKS_BLOCK)
+    lists = library.create_block_mask(mask, None, None, MASKS_SEQLEN, MASKS_SEQLEN, BLOCK_SIZE=MASKS_BLOCK)
+    partial = listed(lists.kv_num_blocks, lists.kv_indices)[0, 0].tolist()
+    full = listed(lists.full_kv_num_blocks, lists.full_kv_indices)[0, 0].tolist()
+    for i, rows in enumerate(blocks(MASKS_SEQLEN, MASKS_BLOCK)):
         with memory.sram(tiles=MASKS_TILES, rows=rows) as sram:
             q_i = sram.load(Q, rows)
-            sram.start(m=lowest(len(rows), q), l=zeros(len(rows), 1, q), O=zeros(len(rows), V.cols, q))
-            for j in range(MASKS_SEQLEN // MASKS_BLOCK):
-                keys = range(j * MASKS_BLOCK, (j + 1) * MASKS_BLOCK)
+            sram.start(m=lowest(len(rows), q), l=q.new_zeros(len(rows), 1), O=q.new_zeros(len(rows), V.cols))
+            for j, keys in enumerate(blocks(MASKS_SEQLEN, MASKS_BLOCK)):
                 if in_lists and not partial[i][j] and not full[i][j]:
                     sram.skip("S", rows, keys)
                     continue

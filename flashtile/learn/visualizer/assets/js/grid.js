@@ -63,11 +63,4 @@ class ScoreGrid {
     if (this.computedAt[cell] < position) return "computed";
     return this.skippedAt[cell] < position ? "skipped" : "untouched";
   }
-
-  /** How many cells are in each state. */
-  countAt(position) {
-    const counts = { untouched: 0, skipped: 0, computed: 0, stored: 0, weights: 0 };
-    for (let cell = 0; cell < this.computedAt.length; cell++) counts[this.stateOf(cell, position)]++;
-    return counts;
-  }
 }

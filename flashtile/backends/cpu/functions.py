@@ -80,6 +80,16 @@ class EvaluatedFunctions:
         gradient.index_put_(where, ds.sum_to_size(where[0].shape), accumulate=True)
 
 
+def optional_inputs(
+    problem: Problem, extras: Any, dbias: Tensor | None = None, with_gradients: bool = False
+) -> OptionalInputs:
+    """Return the optional inputs of a dense call, with its score and mask functions."""
+    optional = OptionalInputs.of(problem, extras, dbias)
+    if problem.mods is None:
+        return optional
+    return optional._replace(functions=EvaluatedFunctions(problem, extras, with_gradients))
+
+
 class FunctionChunk(Chunk):
     """A chunk of one sequence. Scores are modified by ``score_mod`` and hidden by ``mask_mod``."""
 

@@ -121,11 +121,7 @@ def check_append(
     check_same_rows("v", v, "k", k)
     check_cache(k, k_cache, v_cache, tensors.block_table)
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        if new.shape[-2:] != cache.shape[-2:]:
-            raise ValueError(
-                f"{name} has (heads, head_dim) = {tuple(new.shape[-2:])}, but {name}_cache has "
-                f"{tuple(cache.shape[-2:])}: they must be equal"
-            )
+        check_equal("(heads, head_dim) =", name, new.shape[-2:], f"{name}_cache", cache.shape[-2:])
     check_no_gradient(k_cache, v_cache)
     check_written(k_cache, v_cache)
     check_same_dtype("v", v, "k", k)

@@ -50,7 +50,7 @@ def check_call(
 
     Raises:
         TypeError: an argument is of the wrong type or dtype.
-        ValueError: a shape, stride, device or number is not allowed.
+        ValueError: a shape, stride, device or number is not allowed, or arguments cannot be combined.
         NotImplementedError: flashtile does not support the device or head size.
     """
     check_types(q, k, v, extras, options)

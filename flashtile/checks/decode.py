@@ -61,10 +61,7 @@ def check_decode(
 ) -> None:
     """Check the arguments of an attention call over a KV cache.
 
-    Raises:
-        TypeError: an argument is of the wrong type or dtype.
-        ValueError: a shape, stride, device or number is not allowed, or arguments cannot be combined.
-        NotImplementedError: flashtile does not support the device or head size.
+    Errors are as for :func:`flashtile.checks.attention.check_call`.
     """
     varlen = tensors.cu_seqlens_q is not None
     if varlen:

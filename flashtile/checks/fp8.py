@@ -43,10 +43,7 @@ MAX_SEED = 2**31 - 1
 def check_quantize(x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions) -> None:
     """Check the arguments of a quantisation of x, which is a dense tensor.
 
-    Raises:
-        TypeError: an argument is of the wrong type or dtype.
-        ValueError: a shape, stride, device or number is not allowed, or arguments cannot be combined.
-        NotImplementedError: flashtile does not support the device or head size.
+    Errors are as for :func:`flashtile.checks.attention.check_call`.
     """
     check_choice("role", options.role, ROLES)
     check_choice("method", options.method, METHODS)

@@ -43,10 +43,7 @@ HALVES = (torch.float16, torch.bfloat16)
 def check_linear(x: Tensor, weight: Tensor, tensors: LinearTensors, options: LinearOptions) -> None:
     """Check the arguments of a product with a weight.
 
-    Raises:
-        TypeError: an argument is of the wrong type or dtype.
-        ValueError: a shape, stride, device or number is not allowed.
-        NotImplementedError: flashtile does not support the device.
+    Errors are as for :func:`flashtile.checks.attention.check_call`.
     """
     check_choice("activation", options.activation, ACTIVATIONS)
     _check_product(x, weight, tensors, options)

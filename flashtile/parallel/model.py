@@ -203,10 +203,9 @@ def two_dimensions(
     """Estimate Ulysses over ``inner_link`` within groups, with a ring of the groups over ``link``.
 
     Args:
-        sharing: sizes and mask of the attention call, for all ranks together.
+        sharing, card: as for :func:`estimates`.
         ring: number of groups.
         ulysses: number of ranks in each group.
-        card: the GPU of each rank.
         link: the link between groups.
         inner_link: the link within a group.
 
@@ -283,8 +282,7 @@ def explain(
     """Explain which method ``method="auto"`` chooses, by the estimated costs.
 
     Args:
-        sharing: sizes and mask of the attention call, for all ranks together.
-        ranks: number of ranks that share the sequence.
+        sharing, ranks: as for :func:`estimates`.
         card: one of :data:`flashtile.io_model.CARDS`. None: the card of this machine, or an H200 if
             the machine has no GPU or an unknown one.
         link: one of :data:`flashtile.parallel.LINKS`. None: NVLink if this machine has a GPU for each rank or

@@ -15,6 +15,7 @@ from flashtile.checks.arguments import (
     check_device,
     check_dtype,
     check_offsets,
+    check_tensor,
     renamed,
 )
 from flashtile.checks.conversions import as_offsets, check_flag
@@ -75,12 +76,8 @@ def apply_rotary_emb(
         check_offsets("cu_seqlens", cu_seqlens, x)
         batch = cu_seqlens.shape[0] - 1
     if isinstance(seqlen_offsets, Tensor):
-        check_dense("seqlen_offsets", seqlen_offsets)
-        check_dtype("seqlen_offsets", seqlen_offsets, (torch.int32, torch.int64))
-        check_device("seqlen_offsets", seqlen_offsets, x)
-        if tuple(seqlen_offsets.shape) != (batch,):
-            shape = tuple(seqlen_offsets.shape)
-            raise ValueError(f"seqlen_offsets must have shape (batch,) = ({batch},), got {shape}")
+        dtypes = torch.int32, torch.int64
+        check_tensor("seqlen_offsets", seqlen_offsets, ((batch,),), "(batch,)", x, dtypes, any_strides=True)
     else:
         seqlen_offsets = as_int_within("seqlen_offsets", seqlen_offsets, 0, MAX_LENGTH)
     tokens = torch.arange(x.shape[-3], device=x.device)

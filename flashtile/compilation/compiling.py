@@ -207,7 +207,6 @@ def _results(
 ) -> Iterator[tuple[str, dict[str, str] | str]]:
     """Compile kernels in processes. Yield the key of each with the digests of its files, or with an error."""
     from flashtile.backends.common.compiled_folder import NO_SOURCE_LINES
-    from flashtile.backends.common.handed_kernels import opening, send, start_worker
     from flashtile.backends.common.kernel_cache import QUIET
 
     own = threading.local()
@@ -219,6 +218,8 @@ def _results(
 
         def compiled(key: str, source: bytes) -> tuple[str, Any]:
             """Compile a kernel in the process of this thread. If it has died, a new one takes its place."""
+            from flashtile.backends.common.handed_kernels import opening, send, start_worker
+
             worker = getattr(own, "worker", None)
             try:
                 if worker is None:

@@ -15,16 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashtile.parallel.attend import (
-    Forward,
-    Gradients,
-    Saved,
-    Shards,
-    State,
-    Total,
-    attend_once,
-    covers,
-)
+from flashtile.parallel.attend import Forward, Gradients, Saved, Shards, State, Total, attend_once, covers
 from flashtile.parallel.blocks import Pair, Ranges
 from flashtile.parallel.ranks import Message, Pending, as_bytes
 

@@ -5,10 +5,12 @@ Each check raises an error that names the argument, its value and what is allowe
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 import operator
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,6 +41,15 @@ def renamed(error: Exception, names: dict[str, str]) -> Exception:
     first, *code = str(error).splitlines(keepends=True)
     first = re.sub(rf"(?<!')\b({words})\b(?!')", lambda match: names[match[0]], first)
     return type(error)("".join((first, *code)))
+
+
+@contextlib.contextmanager
+def renaming(**names: str) -> Iterator[None]:
+    """Rename arguments in errors within a block: with ``tokens="values"``, errors name ``values``."""
+    try:
+        yield
+    except ERRORS as error:
+        raise renamed(error, names) from None
 
 
 def as_int(name: str, value: Any) -> Any:

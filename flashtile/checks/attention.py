@@ -70,7 +70,9 @@ def check_call(
         # Python shows the same warning only once for each calling line, so repeated calls are quiet.
         warnings.warn(f"q, k and v {TRANSPOSED}", stacklevel=2)
     if packed:
-        _check_packed(cu_seqlens_q, cu_seqlens_k, q, options)
+        check_offset_pair(cu_seqlens_q, cu_seqlens_k, q)
+        check_longest("max_seqlen_q", options.max_seqlen_q)
+        check_longest("max_seqlen_k", options.max_seqlen_k)
     elif options.max_seqlen_q is not None or options.max_seqlen_k is not None:
         name = "max_seqlen_q" if options.max_seqlen_q is not None else "max_seqlen_k"
         raise ValueError(f"{name} must be None without cu_seqlens_q and cu_seqlens_k, got an int")
@@ -130,11 +132,3 @@ def _check_dropout(rng_state: Tensor | None, dropout_p: float, q: Tensor) -> Non
         raise ValueError(f"rng_state must have shape (2,), (seed, offset), got {tuple(rng_state.shape)}")
     check_device("rng_state", rng_state, q)
     check_last_stride("rng_state", rng_state)
-
-
-def _check_packed(
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, q: Tensor, options: Options
-) -> None:
-    check_offset_pair(cu_seqlens_q, cu_seqlens_k, q)
-    check_longest("max_seqlen_q", options.max_seqlen_q)
-    check_longest("max_seqlen_k", options.max_seqlen_k)

@@ -295,7 +295,7 @@ def check_int32(name: str, tensor: Any, shape: tuple[int, ...], layout: str, fir
 def check_tensor(
     name: str,
     tensor: Any,
-    shapes: tuple[tuple[int, ...], ...],
+    shapes: tuple[tuple[Any, ...], ...],
     layout: str,
     first: Tensor,
     dtypes: tuple[torch.dtype, ...] = (torch.float32,),

@@ -220,7 +220,7 @@ def _results(
             """Compile a kernel in the process of this thread. If it has died, a new one takes its place."""
             from flashtile.backends.common.handed_kernels import opening, send, start_worker
 
-            worker = getattr(own, "worker", None)
+            worker: Any = getattr(own, "worker", None)
             try:
                 if worker is None:
                     worker = own.worker = start_worker(environment)

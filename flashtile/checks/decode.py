@@ -75,8 +75,7 @@ def check_decode(
     _check_addresses(k_cache, batch, tensors.cache_batch_idx, tensors.block_table)
     for name in ("cache_seqlens", "cache_leftpad"):
         check_int32(name, getattr(tensors, name), (batch,), "(batch,)", q)
-    if tensors.cu_seqlens_k_new is not None:
-        check_int32("cu_seqlens_k_new", tensors.cu_seqlens_k_new, (batch + 1,), "(batch + 1,)", q)
+    check_int32("cu_seqlens_k_new", tensors.cu_seqlens_k_new, (batch + 1,), "(batch + 1,)", q)
     check_slopes(tensors.alibi_slopes, batch, q)
     check_sink(tensors.sink, q)
     check_tensor("softmax_max", tensors.softmax_max, ((q.shape[-2],),), "(heads_q,)", q)

@@ -24,7 +24,7 @@ from flashtile.op.operation import PLAIN_TYPES
 from flashtile.parallel.attend import Method, Scores, Shards
 from flashtile.parallel.blocks import Mask
 from flashtile.parallel.gather import AllGather
-from flashtile.parallel.layout import all_pieces, check_layout
+from flashtile.parallel.layout import LAYOUTS, all_pieces
 from flashtile.parallel.model import METHODS, Sharing, choose, setting_of
 from flashtile.parallel.ranks import TIMEOUT, Alone, Ranks, check_mesh, ranks_of
 from flashtile.parallel.ring import Ring
@@ -129,7 +129,7 @@ def context_parallel_attention(
         )  # fmt: skip
     check_flag("return_lse", return_lse)
     options = make_options(None, None, softmax_scale, causal, window_size, softcap, deterministic, backend)
-    check_layout(layout)
+    check_choice("layout", layout, LAYOUTS)
     check_choice("method", method, METHODS)
     timeout = as_seconds("timeout", timeout)
     if type(q) not in PLAIN_TYPES and _is_distributed(q):

@@ -74,12 +74,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             NotImplementedError: ``add_bias_kv`` is used with a causal mask, or a tensor is nested.
             TypeError, ValueError: an argument is invalid; the message names it.
         """
-        for name, flag in (
-            ("need_weights", need_weights),
-            ("average_attn_weights", average_attn_weights),
-            ("is_causal", is_causal),
-        ):
-            check_flag(name, flag)
+        check_flag("need_weights", need_weights)
+        check_flag("average_attn_weights", average_attn_weights)
+        check_flag("is_causal", is_causal)
         for name, tensor, size in (
             ("query", query, self.embed_dim),
             ("key", key, self.kdim),

@@ -5,10 +5,12 @@ Each check raises an error that names the argument, its value and what is allowe
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 import operator
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,6 +41,15 @@ def renamed(error: Exception, names: dict[str, str]) -> Exception:
     first, *code = str(error).splitlines(keepends=True)
     first = re.sub(rf"(?<!')\b({words})\b(?!')", lambda match: names[match[0]], first)
     return type(error)("".join((first, *code)))
+
+
+@contextlib.contextmanager
+def renaming(**names: str) -> Iterator[None]:
+    """Rename arguments in errors within a block: with ``tokens="values"``, errors name ``values``."""
+    try:
+        yield
+    except ERRORS as error:
+        raise renamed(error, names) from None
 
 
 def as_int(name: str, value: Any) -> Any:
@@ -136,6 +147,22 @@ def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
+def check_equal(what: str, name: str, value: Any, name_of_first: str, first: Any) -> None:
+    """Check that two tensors have the same ``what``, for example the same "batch size"."""
+    if value != first:
+        value, first = (tuple(x) if isinstance(x, torch.Size) else x for x in (value, first))
+        raise ValueError(f"{name} has {what} {value}, but {name_of_first} has {first}: they must be equal")
+
+
+def check_same_rows(name: str, tensor: Any, name_of_first: str, first: Any) -> None:
+    """Check that two tensors have the same shape, except for head_dim."""
+    if tensor.shape[:-1] != first.shape[:-1]:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}, which must be that of {name_of_first}, "
+            f"{tuple(first.shape)}, except for head_dim"
+        )
+
+
 def check_same_dtype(name: str, tensor: Tensor, name_of_first: str, first: Tensor) -> None:
     if tensor.dtype != first.dtype:
         raise TypeError(
@@ -161,6 +188,11 @@ def check_last_stride(name: str, tensor: Tensor) -> None:
         )
 
 
+def check_contiguous(name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tuple(tensor.stride())}")
+
+
 def check_device(name: str, tensor: Tensor, first: Tensor) -> None:
     """Check that ``tensor`` is on the device of ``first``, and that flashtile supports this device."""
     if tensor.device.type not in (*DEVICE_TYPES, "meta"):
@@ -184,10 +216,7 @@ def check_qv(q: Tensor, v: Tensor, name_of_v: str, qv: Tensor) -> None:
 
 def check_groups(q: Tensor, k: Tensor, name_of_k: str) -> None:
     """Check that q and k have the same head_dim, and that num_heads_q is a multiple of num_heads_kv."""
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(
-            f"{name_of_k} has head_dim {k.shape[-1]}, but q has {q.shape[-1]}: they must be equal"
-        )
+    check_equal("head_dim", name_of_k, k.shape[-1], "q", q.shape[-1])
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
     if heads_kv == 0 or heads_q == 0:
         raise ValueError(f"q has {heads_q} heads and {name_of_k} has {heads_kv}: both must have at least one")
@@ -230,8 +259,7 @@ def check_offsets(name: str, offsets: Any, first: Tensor) -> None:
             f"{name} must be an int32 torch.Tensor if offsets of the other side are given, got None"
         )
     check_dense(name, offsets)
-    if offsets.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {offsets.dtype}")
+    check_dtype(name, offsets, (torch.int32,))
     if offsets.dim() != 1 or offsets.shape[0] < 1:
         raise ValueError(f"{name} must have shape (batch + 1,), got {tuple(offsets.shape)}")
     check_device(name, offsets, first)
@@ -259,22 +287,15 @@ def check_longest(name: str, longest: Any) -> None:
 
 def check_int32(name: str, tensor: Any, shape: tuple[int, ...], layout: str, first: Tensor) -> None:
     """Check that ``tensor`` is None, or contiguous int32 of this shape on the device of ``first``."""
-    if tensor is None:
-        return
-    check_dense(name, tensor)
-    if tensor.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {tensor.dtype}")
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} must have shape {layout} = {shape}, got {tuple(tensor.shape)}")
-    check_device(name, tensor, first)
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {tuple(tensor.stride())}")
+    check_tensor(name, tensor, (shape,), layout, first, (torch.int32,), any_strides=True)
+    if tensor is not None:
+        check_contiguous(name, tensor)
 
 
-def check_floats(
+def check_tensor(
     name: str,
     tensor: Any,
-    shapes: tuple[tuple[int, ...], ...],
+    shapes: tuple[tuple[Any, ...], ...],
     layout: str,
     first: Tensor,
     dtypes: tuple[torch.dtype, ...] = (torch.float32,),
@@ -288,7 +309,7 @@ def check_floats(
         return
     check_dense(name, tensor)
     check_dtype(name, tensor, dtypes)
-    if tuple(tensor.shape) not in shapes:
+    if all(tuple(tensor.shape) != shape for shape in shapes):  # `in` would not compare symbolic sizes
         allowed = " or ".join(map(str, dict.fromkeys(shapes)))
         raise ValueError(f"{name} must have shape {layout} = {allowed}, got {tuple(tensor.shape)}")
     check_device(name, tensor, first)
@@ -318,12 +339,12 @@ def check_broadcast(
 
 def check_slopes(alibi_slopes: Any, batch: int, q: Tensor) -> None:
     heads = q.shape[-2]
-    check_floats("alibi_slopes", alibi_slopes, ((heads,), (batch, heads)), "(heads,) or (batch, heads)", q)
+    check_tensor("alibi_slopes", alibi_slopes, ((heads,), (batch, heads)), "(heads,) or (batch, heads)", q)
 
 
 def check_sink(sink: Any, q: Tensor, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
     allowed = (torch.float32, q.dtype) if dtypes is None else dtypes
-    check_floats("sink", sink, ((q.shape[-2],),), "(heads_q,)", q, allowed)
+    check_tensor("sink", sink, ((q.shape[-2],),), "(heads_q,)", q, allowed)
 
 
 def check_pair(name_a: str, a: Any, name_b: str, b: Any) -> None:
@@ -333,13 +354,7 @@ def check_pair(name_a: str, a: Any, name_b: str, b: Any) -> None:
         raise ValueError(f"{missing} must be given with {given}, got None")
 
 
-def check_rotary(
-    cos: Any,
-    sin: Any,
-    first: Tensor,
-    head_dim: int,
-    dtypes: tuple[torch.dtype, ...],
-) -> None:
+def check_rotary(cos: Any, sin: Any, first: Tensor, head_dim: int, dtypes: tuple[torch.dtype, ...]) -> None:
     """Check that both rotary tables are contiguous (positions, rotary_dim / 2), or that both are None."""
     check_pair("rotary_cos", cos, "rotary_sin", sin)
     if cos is None:
@@ -353,13 +368,8 @@ def check_rotary(
                 f"{head_dim}, got {tuple(table.shape)}"
             )
         check_device(name, table, first)
-        if not table.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {tuple(table.stride())}")
-    if cos.shape != sin.shape:
-        raise ValueError(
-            f"rotary_sin has shape {tuple(sin.shape)}, but rotary_cos has {tuple(cos.shape)}: "
-            "they must be equal"
-        )
+        check_contiguous(name, table)
+    check_equal("shape", "rotary_sin", sin.shape, "rotary_cos", cos.shape)
     check_same_dtype("rotary_sin", sin, "rotary_cos", cos)
 
 

@@ -13,6 +13,7 @@ from flashtile.checks.arguments import (
     check_dense,
     check_device,
     check_dtype,
+    check_equal,
     check_groups,
     check_heads_tensor,
     check_int,
@@ -25,6 +26,7 @@ from flashtile.checks.arguments import (
     check_share,
     check_sink,
     check_slopes,
+    check_tensor,
     looks_transposed,
 )
 from flashtile.problems.attention import OptionalTensors, Options
@@ -48,7 +50,7 @@ def check_call(
 
     Raises:
         TypeError: an argument is of the wrong type or dtype.
-        ValueError: a shape, stride, device or number is not allowed.
+        ValueError: a shape, stride, device or number is not allowed, or arguments cannot be combined.
         NotImplementedError: flashtile does not support the device or head size.
     """
     check_types(q, k, v, extras, options)
@@ -60,18 +62,17 @@ def check_call(
         check_heads_tensor(name, tensor, packed, "total", "seqlen", q, most)
     if k.shape[-2] != v.shape[-2]:
         raise ValueError(f"v has {v.shape[-2]} heads, but k has {k.shape[-2]}: they must be equal")
-    if k.shape[:-2] != v.shape[:-2]:
-        raise ValueError(
-            f"v has leading shape {tuple(v.shape[:-2])}, but k has {tuple(k.shape[:-2])}: they must be equal"
-        )
-    if not packed and q.shape[0] != k.shape[0]:
-        raise ValueError(f"k has batch size {k.shape[0]}, but q has {q.shape[0]}: they must be equal")
+    check_equal("leading shape", "v", v.shape[:-2], "k", k.shape[:-2])
+    if not packed:
+        check_equal("batch size", "k", k.shape[0], "q", q.shape[0])
     check_groups(q, k, "k")
     if not packed and looks_transposed(q, k):
         # Python shows the same warning only once for each calling line, so repeated calls are quiet.
         warnings.warn(f"q, k and v {TRANSPOSED}", stacklevel=2)
     if packed:
-        _check_packed(cu_seqlens_q, cu_seqlens_k, q, options)
+        check_offset_pair(cu_seqlens_q, cu_seqlens_k, q)
+        check_longest("max_seqlen_q", options.max_seqlen_q)
+        check_longest("max_seqlen_k", options.max_seqlen_k)
     elif options.max_seqlen_q is not None or options.max_seqlen_k is not None:
         name = "max_seqlen_q" if options.max_seqlen_q is not None else "max_seqlen_k"
         raise ValueError(f"{name} must be None without cu_seqlens_q and cu_seqlens_k, got an int")
@@ -111,20 +112,13 @@ def _check_masks(q: Tensor, k: Tensor, batch: int, extras: OptionalTensors, opti
         check_dtype("bias", extras.bias, (torch.float32, q.dtype))
         check_broadcast("bias", extras.bias, (batch, q.shape[-2], seqlen_q, seqlen_k), packed, q)
     padding = extras.key_padding_mask
-    if padding is None:
-        return
-    if packed:
+    if padding is not None and packed:
         raise NotImplementedError(
             "key_padding_mask must be None with cu_seqlens_k, because packed sequences have no padding "
             "(seqused_k gives the number of keys in use), got a tensor"
         )
-    check_dtype("key_padding_mask", padding, (torch.bool,))
-    if tuple(padding.shape) != (batch, seqlen_k):
-        raise ValueError(
-            f"key_padding_mask must have shape (batch, seqlen_k) = {(batch, seqlen_k)}, "
-            f"got {tuple(padding.shape)}"
-        )
-    check_device("key_padding_mask", padding, q)
+    shapes, dtypes = ((batch, seqlen_k),), (torch.bool,)
+    check_tensor("key_padding_mask", padding, shapes, "(batch, seqlen_k)", q, dtypes, any_strides=True)
 
 
 def _check_dropout(rng_state: Tensor | None, dropout_p: float, q: Tensor) -> None:
@@ -138,11 +132,3 @@ def _check_dropout(rng_state: Tensor | None, dropout_p: float, q: Tensor) -> Non
         raise ValueError(f"rng_state must have shape (2,), (seed, offset), got {tuple(rng_state.shape)}")
     check_device("rng_state", rng_state, q)
     check_last_stride("rng_state", rng_state)
-
-
-def _check_packed(
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, q: Tensor, options: Options
-) -> None:
-    check_offset_pair(cu_seqlens_q, cu_seqlens_k, q)
-    check_longest("max_seqlen_q", options.max_seqlen_q)
-    check_longest("max_seqlen_k", options.max_seqlen_k)

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from flashtile.checks.arguments import (
     check_backend,
+    check_contiguous,
     check_dense,
     check_device,
     check_dtype,
-    check_floats,
+    check_equal,
     check_groups,
     check_head_dim,
     check_heads_tensor,
@@ -26,9 +27,11 @@ from flashtile.checks.arguments import (
     check_qv,
     check_rotary,
     check_same_dtype,
+    check_same_rows,
     check_score_options,
     check_sink,
     check_slopes,
+    check_tensor,
     is_choice,
     named,
 )
@@ -58,10 +61,7 @@ def check_decode(
 ) -> None:
     """Check the arguments of an attention call over a KV cache.
 
-    Raises:
-        TypeError: an argument is of the wrong type or dtype.
-        ValueError: a shape, stride, device or number is not allowed, or arguments cannot be combined.
-        NotImplementedError: flashtile does not support the device or head size.
+    Errors are as for :func:`flashtile.checks.attention.check_call`.
     """
     varlen = tensors.cu_seqlens_q is not None
     if varlen:
@@ -75,11 +75,10 @@ def check_decode(
     _check_addresses(k_cache, batch, tensors.cache_batch_idx, tensors.block_table)
     for name in ("cache_seqlens", "cache_leftpad"):
         check_int32(name, getattr(tensors, name), (batch,), "(batch,)", q)
-    if tensors.cu_seqlens_k_new is not None:
-        check_int32("cu_seqlens_k_new", tensors.cu_seqlens_k_new, (batch + 1,), "(batch + 1,)", q)
+    check_int32("cu_seqlens_k_new", tensors.cu_seqlens_k_new, (batch + 1,), "(batch + 1,)", q)
     check_slopes(tensors.alibi_slopes, batch, q)
     check_sink(tensors.sink, q)
-    check_floats("softmax_max", tensors.softmax_max, ((q.shape[-2],),), "(heads_q,)", q)
+    check_tensor("softmax_max", tensors.softmax_max, ((q.shape[-2],),), "(heads_q,)", q)
     check_descales(k_cache, tensors.k_descale, tensors.v_descale, batch)
     check_pair("prior_out", tensors.prior_out, "prior_lse", tensors.prior_lse)
     if tensors.prior_out is not None:
@@ -98,8 +97,8 @@ def _check_prior(q: Tensor, v_cache: Tensor, tensors: CacheTensors) -> None:
     tokens, heads = q.shape[:-2].numel(), q.shape[-2]
     dtypes = (torch.float64 if q.dtype == torch.float64 else torch.float32,)
     shape = (tokens, heads, v_cache.shape[-1])
-    check_floats("prior_out", tensors.prior_out, (shape,), "(tokens, heads, head_dim_v)", q, dtypes)
-    check_floats("prior_lse", tensors.prior_lse, ((heads, tokens),), "(heads, tokens)", q, dtypes)
+    check_tensor("prior_out", tensors.prior_out, (shape,), "(tokens, heads, head_dim_v)", q, dtypes)
+    check_tensor("prior_lse", tensors.prior_lse, ((heads, tokens),), "(heads, tokens)", q, dtypes)
 
 
 def check_append(
@@ -115,17 +114,10 @@ def check_append(
         check_dense(name, new)
         check_dtype(name, new)
         check_heads_tensor(name, new, slots or varlen, "total_new", "seqlen_new", k, MAX_HEAD_DIM)
-    if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(
-            f"v has shape {tuple(v.shape)}, which must be that of k, {tuple(k.shape)}, except for head_dim"
-        )
+    check_same_rows("v", v, "k", k)
     check_cache(k, k_cache, v_cache, tensors.block_table)
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        if new.shape[-2:] != cache.shape[-2:]:
-            raise ValueError(
-                f"{name} has (heads, head_dim) = {tuple(new.shape[-2:])}, but {name}_cache has "
-                f"{tuple(cache.shape[-2:])}: they must be equal"
-            )
+        check_equal("(heads, head_dim) =", name, new.shape[-2:], f"{name}_cache", cache.shape[-2:])
     check_no_gradient(k_cache, v_cache)
     check_written(k_cache, v_cache)
     check_same_dtype("v", v, "k", k)
@@ -162,20 +154,13 @@ def check_copy(
                 f"{name} must have shape {PAGED_CACHE} or (num_layers, num_blocks, page_size, heads_kv, "
                 f"head_dim), got {tuple(cache.shape)}"
             )
-        if cache.dtype not in (*DTYPES, FP8):
-            allowed = "float16, bfloat16, float32, float64 or float8_e4m3fn"
-            raise TypeError(f"{name} must be {allowed}, got {cache.dtype}")
+        check_dtype(name, cache, (*DTYPES, FP8))
         check_device(name, cache, k_cache)
         check_last_stride(name, cache)
-    if k_cache.shape[:-1] != v_cache.shape[:-1]:
-        raise ValueError(
-            f"v_cache has shape {tuple(v_cache.shape)}, which must be that of k_cache, "
-            f"{tuple(k_cache.shape)}, except for head_dim"
-        )
+    check_same_rows("v_cache", v_cache, "k_cache", k_cache)
     check_written(k_cache, v_cache)
     check_dense("block_pairs", block_pairs)
-    if block_pairs.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"block_pairs must be int32 or int64, got {block_pairs.dtype}")
+    check_dtype("block_pairs", block_pairs, (torch.int32, torch.int64))
     if block_pairs.dim() != 2 or block_pairs.shape[1] != 2:
         raise ValueError(
             f"block_pairs must have shape (n, 2), (source, destination) pairs, got {tuple(block_pairs.shape)}"
@@ -184,7 +169,7 @@ def check_copy(
     expected = (*k_cache.shape[:-3], k_cache.shape[-2])
     layout = "(num_blocks, heads_kv), with num_layers in front if the caches have layers,"
     for name, descale in zip(tensors._fields, tensors, strict=True):
-        check_floats(name, descale, (expected,), layout, k_cache)
+        check_tensor(name, descale, (expected,), layout, k_cache)
     check_pair("k_descale", tensors.k_descale, "v_descale", tensors.v_descale)
     check_backend(options.backend)
 
@@ -229,8 +214,7 @@ def check_combine(
             "out_partial must have shape (num_splits, batch, seqlen, heads, head_dim) or "
             f"(num_splits, total, heads, head_dim), got {tuple(out_partial.shape)}"
         )
-    if out_partial.dtype not in DTYPES:
-        raise TypeError(f"out_partial must be float16, bfloat16, float32 or float64, got {out_partial.dtype}")
+    check_dtype("out_partial", out_partial)
     wide = torch.float64 if out_partial.dtype == torch.float64 else torch.float32
     if lse_partial.dtype != wide:
         raise TypeError(f"lse_partial must be {wide} with {out_partial.dtype}, got {lse_partial.dtype}")
@@ -291,8 +275,7 @@ def _check_tree(
     mask = tensors.tree_mask
     assert mask is not None
     check_dense("tree_mask", mask)
-    if mask.dtype != torch.bool:
-        raise TypeError(f"tree_mask must be bool, got {mask.dtype}")
+    check_dtype("tree_mask", mask, (torch.bool,))
     shapes = ((1, seqlen_q, seqlen_q), (batch, seqlen_q, seqlen_q))
     if tuple(mask.shape) not in shapes:
         raise ValueError(
@@ -300,8 +283,7 @@ def _check_tree(
             f"(batch, seqlen_q, seqlen_q) = {shapes[1]}, got {tuple(mask.shape)}"
         )
     check_device("tree_mask", mask, q)
-    if not mask.is_contiguous():
-        raise ValueError(f"tree_mask must be contiguous, got strides {tuple(mask.stride())}")
+    check_contiguous("tree_mask", mask)
     window = (options.window_left, options.window_right)
     if options.causal or window != (UNLIMITED, UNLIMITED):
         given = "causal=True" if options.causal else f"window_size={window}"
@@ -316,26 +298,9 @@ def _check_tree(
 
 
 def _check_slots(k: Tensor, tensors: AppendTensors) -> None:
-    slot_mapping = tensors.slot_mapping
-    assert slot_mapping is not None
-    check_dense("slot_mapping", slot_mapping)
-    if slot_mapping.dtype != torch.int64:
-        raise TypeError(f"slot_mapping must be int64, got {slot_mapping.dtype}")
-    if tuple(slot_mapping.shape) != (k.shape[0],):
-        raise ValueError(
-            f"slot_mapping must have shape (total_new,) = {(k.shape[0],)}, got {tuple(slot_mapping.shape)}"
-        )
-    check_device("slot_mapping", slot_mapping, k)
-    check_last_stride("slot_mapping", slot_mapping)
-    excluded = (
-        "cache_seqlens",
-        "cache_batch_idx",
-        "block_table",
-        "cu_seqlens_k_new",
-        "rotary_cos",
-        "rotary_sin",
-    )
-    for name in excluded:
+    check_tensor("slot_mapping", tensors.slot_mapping, ((k.shape[0],),), "(total_new,)", k, (torch.int64,))
+    addressing = "cache_seqlens", "cache_batch_idx", "block_table", "cu_seqlens_k_new"
+    for name in (*addressing, "rotary_cos", "rotary_sin"):
         if getattr(tensors, name) is not None:
             raise ValueError(
                 f"{name} must be None with slot_mapping, which gives all tokens' positions, got a tensor"
@@ -365,11 +330,7 @@ def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor
         check_head_dim(name, cache, MAX_HEAD_DIM)
         check_last_stride(name, cache)
     check_same_dtype("v_cache", v_cache, "k_cache", k_cache)
-    if k_cache.shape[:3] != v_cache.shape[:3]:
-        raise ValueError(
-            f"v_cache has shape {tuple(v_cache.shape)}, which must be that of k_cache, "
-            f"{tuple(k_cache.shape)}, except for head_dim"
-        )
+    check_same_rows("v_cache", v_cache, "k_cache", k_cache)
     if k_cache.shape[2] == 0:
         raise ValueError("k_cache must have at least one head, got 0")
     if block_table is not None and k_cache.shape[1] == 0:
@@ -382,8 +343,7 @@ def _check_addresses(
     """Check the tensors that address the sequences: a block table of pages, or rows of a dense cache."""
     if block_table is not None:
         check_dense("block_table", block_table)
-        if block_table.dtype != torch.int32:
-            raise TypeError(f"block_table must be int32, got {block_table.dtype}")
+        check_dtype("block_table", block_table, (torch.int32,))
         if block_table.dim() != 2 or block_table.shape[0] != batch:
             raise ValueError(
                 f"block_table must have shape (batch, max_blocks) with batch = {batch}, "
@@ -425,11 +385,8 @@ def check_descales(
         shapes += ((batch, 1, heads),)
         layout = "(heads_kv,), (cache.shape[0], heads_kv) or (batch, 1, heads_kv)"
     for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
-        check_floats(name, descale, shapes, layout, cache)
+        check_tensor(name, descale, shapes, layout, cache)
     assert k_descale is not None
     assert v_descale is not None
     if k_descale.dim() != v_descale.dim():
-        raise ValueError(
-            f"v_descale has shape {tuple(v_descale.shape)}, but k_descale has {tuple(k_descale.shape)}: "
-            "they must be equal"
-        )
+        check_equal("shape", "v_descale", v_descale.shape, "k_descale", k_descale.shape)

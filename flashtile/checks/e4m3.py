@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.checks.arguments import check_dense, check_floats, check_heads_tensor, check_same_dtype
+from flashtile.checks.arguments import check_dense, check_heads_tensor, check_same_dtype, check_tensor
 from flashtile.checks.decode import check_cache, check_descales
 from flashtile.problems.decode import FP8, MAX_HEAD_DIM
 
@@ -74,7 +74,7 @@ def widen(
     check_descales(k_cache, k_descale, v_descale, batch)
     heads = k_cache.shape[2]
     shapes = ((heads,), (batch, heads))
-    check_floats("q_descale", q_descale, shapes, "(heads_kv,) or (batch, heads_kv)", q, any_strides=True)
+    check_tensor("q_descale", q_descale, shapes, "(heads_kv,) or (batch, heads_kv)", q, any_strides=True)
 
     new_descales = k_descale, v_descale
     if isinstance(k, Tensor) and isinstance(v, Tensor) and FP8 in (k.dtype, v.dtype):

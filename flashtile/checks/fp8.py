@@ -13,7 +13,7 @@ from flashtile.checks.arguments import (
     check_dense,
     check_device,
     check_dtype,
-    check_floats,
+    check_equal,
     check_heads_tensor,
     check_int,
     check_int32,
@@ -22,7 +22,10 @@ from flashtile.checks.arguments import (
     check_offsets,
     check_pair,
     check_rotary,
+    check_same_dtype,
+    check_same_rows,
     check_sink,
+    check_tensor,
 )
 from flashtile.checks.attention import check_call
 from flashtile.checks.values import check_lengths, check_offset_values, check_used
@@ -40,10 +43,7 @@ MAX_SEED = 2**31 - 1
 def check_quantize(x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions) -> None:
     """Check the arguments of a quantisation of x, which is a dense tensor.
 
-    Raises:
-        TypeError: an argument is of the wrong type or dtype.
-        ValueError: a shape, stride, device or number is not allowed, or arguments cannot be combined.
-        NotImplementedError: flashtile does not support the device or head size.
+    Errors are as for :func:`flashtile.checks.attention.check_call`.
     """
     check_choice("role", options.role, ROLES)
     check_choice("method", options.method, METHODS)
@@ -71,7 +71,7 @@ def check_quantize(x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions
             raise ValueError("scale must be None with method 'block', got a tensor: use 'head' or 'tensor'")
         of_heads = ((batch, heads), (1, heads)) if options.method == "head" else ()
         named = "(batch, heads), (1, heads) or (1, 1)" if of_heads else "(1, 1)"
-        check_floats("scale", tensors.scale, (*of_heads, (1, 1)), named, x, any_strides=True)
+        check_tensor("scale", tensors.scale, (*of_heads, (1, 1)), named, x, any_strides=True)
 
 
 def _check_rotary(x: Tensor, batch: int, tensors: QuantizeTensors, options: QuantizeOptions) -> None:
@@ -112,16 +112,11 @@ def check_inputs(q: Any, k: Any, v: Any) -> None:
                 f"{name} must have shape (batch, seqlen, heads, head_dim) or (total, heads, head_dim) and "
                 f"as many dimensions as q, got {tuple(x.shape)}"
             )
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} has dtype {x.dtype}, but q has {q.dtype}: they must be equal")
+        check_same_dtype(name, x, "q", q)
         if x.device != q.device:
             raise ValueError(f"{name} must be on q's device, {q.device}, got {x.device}")
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"k has head_dim {k.shape[-1]}, but q has {q.shape[-1]}: they must be equal")
-    if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(
-            f"v has shape {tuple(v.shape)}, which must be that of k, {tuple(k.shape)}, except for head_dim"
-        )
+    check_equal("head_dim", "k", k.shape[-1], "q", q.shape[-1])
+    check_same_rows("v", v, "k", k)
 
 
 def check_sequences(
@@ -170,7 +165,7 @@ def check_attend(q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors, option
             named = "(batch, heads, blocks)"
         else:
             shapes, named = ((batch, heads_kv), (batch, heads)), "(batch, heads_kv)"
-        check_floats(name, scale, shapes, named, q, any_strides=True)
+        check_tensor(name, scale, shapes, named, q, any_strides=True)
 
 
 def _blocks(rows: Tensor, block: int, batch: int, packed: bool) -> int:

@@ -11,14 +11,16 @@ from torch import Tensor
 from flashtile.checks.arguments import (
     check_backend,
     check_choice,
+    check_contiguous,
     check_dense,
     check_device,
     check_dtype,
-    check_floats,
+    check_equal,
     check_int32,
     check_last_stride,
     check_rotary,
     check_same_dtype,
+    check_tensor,
 )
 from flashtile.checks.decode import PAGED_CACHE, check_written
 from flashtile.problems.linear import (
@@ -41,10 +43,7 @@ HALVES = (torch.float16, torch.bfloat16)
 def check_linear(x: Tensor, weight: Tensor, tensors: LinearTensors, options: LinearOptions) -> None:
     """Check the arguments of a product with a weight.
 
-    Raises:
-        TypeError: an argument is of the wrong type or dtype.
-        ValueError: a shape, stride, device or number is not allowed.
-        NotImplementedError: flashtile does not support the device.
+    Errors are as for :func:`flashtile.checks.attention.check_call`.
     """
     check_choice("activation", options.activation, ACTIVATIONS)
     _check_product(x, weight, tensors, options)
@@ -57,7 +56,7 @@ def check_linear(x: Tensor, weight: Tensor, tensors: LinearTensors, options: Lin
             )
         columns //= 2
     shape = (x.shape[0], columns)
-    check_floats("residual", tensors.residual, (shape,), "that of the result,", x, (x.dtype,))
+    check_tensor("residual", tensors.residual, (shape,), "that of the result,", x, (x.dtype,))
 
 
 def check_before_norm(
@@ -69,9 +68,9 @@ def check_before_norm(
     """
     _check_product(x, weight, tensors, options)
     N = weight.shape[0]
-    check_floats("residual", tensors.residual, ((x.shape[0], N),), "that of the result,", x, (x.dtype,))
+    check_tensor("residual", tensors.residual, ((x.shape[0], N),), "that of the result,", x, (x.dtype,))
     check_dense("next_norm_weight", tensors.next_norm_weight)
-    check_floats("next_norm_weight", tensors.next_norm_weight, ((N,),), "(N,)", x, (x.dtype,))
+    check_tensor("next_norm_weight", tensors.next_norm_weight, ((N,),), "(N,)", x, (x.dtype,))
     _check_eps("next_norm_eps", options.next_norm_eps)
 
 
@@ -91,11 +90,7 @@ def check_qkv(
                 f"{name} must be {x.dtype} like x, got {E4M3}: append to such a cache by append_kvcache"
             )
         check_same_dtype(name, cache, "x", x)
-    if k_cache.shape != v_cache.shape:
-        raise ValueError(
-            f"v_cache has shape {tuple(v_cache.shape)}, but k_cache has {tuple(k_cache.shape)}: they must be "
-            "equal"
-        )
+    check_equal("shape", "v_cache", v_cache.shape, "k_cache", k_cache.shape)
     check_written(k_cache, v_cache)
     heads_kv, head_dim = k_cache.shape[2:]
     if head_dim % 2:
@@ -119,28 +114,17 @@ def _check_places(rows: int, tensors: QkvTensors, x: Tensor) -> None:
     if (slots is None) == (table is None):
         given = "neither" if slots is None else "both"
         raise ValueError(f"slot_mapping or block_table must give positions of keys and values, got {given}")
-    if slots is not None:
-        check_dense("slot_mapping", slots)
-        if slots.dtype != torch.int64:
-            raise TypeError(f"slot_mapping must be int64, got {slots.dtype}")
-        if tuple(slots.shape) != (rows,):
-            raise ValueError(
-                f"slot_mapping must have shape (rows of x,) = {(rows,)}, got {tuple(slots.shape)}"
-            )
-        check_device("slot_mapping", slots, x)
-        check_last_stride("slot_mapping", slots)
+    check_tensor("slot_mapping", slots, ((rows,),), "(rows of x,)", x, (torch.int64,))
     if table is not None:
         check_dense("block_table", table)
-        if table.dtype != torch.int32:
-            raise TypeError(f"block_table must be int32, got {table.dtype}")
+        check_dtype("block_table", table, (torch.int32,))
         if table.dim() != 2 or table.shape[0] != rows or table.shape[1] == 0:
             raise ValueError(
                 f"block_table must have shape (rows of x, max_blocks) with {rows} rows and at least 1 block, "
                 f"got {tuple(table.shape)}"
             )
         check_device("block_table", table, x)
-        if not table.is_contiguous():
-            raise ValueError(f"block_table must be contiguous, got strides {tuple(table.stride())}")
+        check_contiguous("block_table", table)
         if tensors.positions is None:
             raise ValueError("positions must be given with block_table, got None")
 
@@ -169,18 +153,17 @@ def _check_product(x: Any, weight: Any, tensors: Any, options: Any) -> None:
             raise ValueError(f"weight_scale must be given with a weight in {E4M3}, got None")
         blocks = (math.ceil(N / SCALE_BLOCK), math.ceil(K / SCALE_BLOCK))
         layout = f"(N,), or (N / {SCALE_BLOCK}, K / {SCALE_BLOCK}) rounded up"
-        check_floats("weight_scale", scale, ((N,), blocks), layout, x)
-        if not scale.is_contiguous():
-            raise ValueError(f"weight_scale must be contiguous, got strides {tuple(scale.stride())}")
+        check_tensor("weight_scale", scale, ((N,), blocks), layout, x)
+        check_contiguous("weight_scale", scale)
     else:
         check_same_dtype("weight", weight, "x", x)
         if scale is not None:
             raise ValueError(
                 f"weight_scale must be None for a weight of {weight.dtype}, because only {E4M3} is scaled"
             )
-    check_floats("bias", tensors.bias, ((N,),), "(N,)", x, (x.dtype,))
-    check_floats("norm_weight", tensors.norm_weight, ((K,),), "(K,)", x, (x.dtype,))
-    check_floats("x_scale", tensors.x_scale, ((x.shape[0],),), "(rows of x,)", x)
+    check_tensor("bias", tensors.bias, ((N,),), "(N,)", x, (x.dtype,))
+    check_tensor("norm_weight", tensors.norm_weight, ((K,),), "(K,)", x, (x.dtype,))
+    check_tensor("x_scale", tensors.x_scale, ((x.shape[0],),), "(rows of x,)", x)
     if tensors.x_scale is not None and tensors.norm_weight is not None:
         raise ValueError(
             "x_scale must be None with norm_weight, because the norm computes its own factors, got a tensor"

@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import queue
 import subprocess
 import tempfile
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,56 +162,41 @@ def _results(
     from flashtile.backends.common.compiled_folder import NO_SOURCE_LINES
     from flashtile.backends.common.first_calls import QUIET
 
-    count = min(workers or min(os.cpu_count() or 1, MAX_WORKERS), len(tasks))
-    waiting, answers = deque(tasks.items()), queue.SimpleQueue[tuple]()
+    own = threading.local()
     processes: list[subprocess.Popen] = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         environment = {QUIET: "1", "TMPDIR": temporary}  # the caller shows the progress
         if folder is not None:
             environment[NO_SOURCE_LINES] = "1"
-        given = waiting, answers, processes, folder, environment
-        threads = [threading.Thread(target=_attend, args=given, daemon=True) for _ in range(count)]
-        for thread in threads:
-            thread.start()
+
+        def compiled(key: str, source: bytes) -> tuple[str, Any]:
+            """Compile a kernel in the process of this thread. If it has died, a new one takes its place."""
+            from flashtile.backends.common.handed_kernels import opening, send, start_worker
+
+            worker: Any = getattr(own, "worker", None)
+            try:
+                if worker is None:
+                    worker = own.worker = start_worker(environment)
+                    processes.append(worker)
+                    send(worker, opening())
+                send(worker, ("compile_into", key, source, folder and str(folder)))
+                return key, pickle.load(worker.stdout)
+            except Exception as error:  # the caller waits for an answer for each kernel
+                own.worker = None
+                ended = worker and f"its process has ended with code {_end(worker)}"
+                return key, f"{ended or 'no process was started'}: {error}"
+
+        pool = ThreadPoolExecutor(workers or min(os.cpu_count() or 1, MAX_WORKERS))
         try:
-            for _ in tasks:
-                yield answers.get()
+            for future in as_completed([pool.submit(compiled, *task) for task in tasks.items()]):
+                yield future.result()
         finally:  # if the caller is interrupted, kernels are being compiled and others wait
-            waiting.clear()
+            pool.shutdown(wait=False, cancel_futures=True)
             for process in processes:
                 process.kill()
-            for thread in threads:
-                thread.join()
-
-
-def _attend(
-    waiting: deque[tuple[str, bytes]],
-    answers: queue.SimpleQueue,
-    processes: list[subprocess.Popen],
-    folder: Path | None,
-    environment: dict[str, str],
-) -> None:
-    """Let a process compile kernels until none waits. If it dies, a new one takes its place.
-
-    Each started process is added to ``processes``.
-    """
-    from flashtile.backends.common.handed_kernels import opening, send, start_worker
-
-    worker: Any = None
-    for key, source in _taken(waiting):
-        try:
-            if worker is None:
-                worker = start_worker(environment)
-                processes.append(worker)
-                send(worker, opening())
-            send(worker, ("compile_into", key, source, folder and str(folder)))
-            answer = pickle.load(worker.stdout)
-        except Exception as error:  # the caller waits for an answer for each kernel
-            ended = worker and f"its process has ended with code {_end(worker)}"
-            answer, worker = f"{ended or 'no process was started'}: {error}", None
-        answers.put((key, answer))
-    if worker is not None:
-        _end(worker)
+            pool.shutdown()
+            for process in processes:
+                _end(process)
 
 
 def _end(worker: subprocess.Popen) -> int:
@@ -220,10 +204,3 @@ def _end(worker: subprocess.Popen) -> int:
     with contextlib.suppress(OSError), worker:  # closing stdin fails if a dead process has not read all of it
         worker.kill()
     return worker.returncode
-
-
-def _taken(waiting: deque) -> Iterator[Any]:
-    """Take elements until none is left. Other threads may take some of them."""
-    with contextlib.suppress(IndexError):
-        while True:
-            yield waiting.popleft()

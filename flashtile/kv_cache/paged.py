@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtile.api.decode import append_kvcache, copy_blocks, flash_attn_with_kvcache
-from flashtile.checks.arguments import as_device, check_dense, check_floats, check_pair, is_choice, named
+from flashtile.checks.arguments import as_device, check_dense, check_pair, check_tensor, is_choice, named
 from flashtile.checks.conversions import refuse_descales
 from flashtile.kv_cache.manager import BlockManager
 from flashtile.kv_cache.pool import BlockPool, Copies, as_size
@@ -133,10 +133,10 @@ class PagedKVCache(BlockManager):
             here = torch.empty(0, device=device)
             shapes = (layers, heads), (layers, self.pool.num_blocks, heads)
             layout = "(num_layers, num_kv_heads) or (num_layers, num_blocks, num_kv_heads)"
-            check_floats("k_descale", k_descale, shapes, layout, here, any_strides=True)
+            check_tensor("k_descale", k_descale, shapes, layout, here, any_strides=True)
             assert k_descale is not None
             same = (tuple(k_descale.shape),)
-            check_floats("v_descale", v_descale, same, "of k_descale", here, any_strides=True)
+            check_tensor("v_descale", v_descale, same, "of k_descale", here, any_strides=True)
         self.k_descale, self.v_descale = k_descale, v_descale
         shape = (layers, self.pool.num_blocks, self.block_size, heads)
         self.k, self.v = (torch.zeros(*shape, dim, dtype=dtype, device=device) for dim in dims)

@@ -19,6 +19,7 @@ from flashtile.parallel.blocks import Block, Mask, Packed, Pair, pair_of
 from flashtile.parallel.layout import Piece, tokens_of
 from flashtile.parallel.ranks import Ranks
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
+from flashtile.reference.attention import sink_gradient
 
 
 @dataclass(frozen=True)
@@ -161,14 +162,11 @@ class State:
         return self._with_last(self.q.dtype)
 
     def _with_last(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        out, lse = self._first() if self._merged is None else self._merged
+        out, lse = self._merged or first_state(self.q, self._head_dim_v, self.sink, wide(self.q.dtype))
         if self._last is None:
             return out.to(dtype), lse
         last, self._last = self._last, None
         return merge_into(out, lse, *last, dtype), lse
-
-    def _first(self) -> tuple[Tensor, Tensor]:
-        return first_state(self.q, self._head_dim_v, self.sink, wide(self.q.dtype))
 
 
 def attend_once(
@@ -286,15 +284,8 @@ class Saved:
             dv.add(parts[2], *keys)
 
     def sink_gradient(self, sink: Tensor | None) -> Tensor | None:
-        """Return dsink (heads,): the sum over rows of ``exp(sink - lse) (dlse - rowsum(dout out))``."""
-        if sink is None:
-            return None
-        lse = self.lse
-        ds = -(self.dout.to(lse.dtype) * self.out).sum(-1).transpose(1, 2)
-        if self.dlse is not None:
-            ds = ds + self.dlse
-        p = torch.exp(sink.to(lse.dtype)[:, None] - lse)
-        return (p * ds).masked_fill(lse == -torch.inf, 0.0).sum((0, 2)).to(sink.dtype)
+        """Return dsink (heads,), or None without a sink."""
+        return None if sink is None else sink_gradient(self.dout, self.dlse, self.out, self.lse, sink)
 
     def _backward(self, k: Tensor, v: Tensor, call: Block | Packed, rows: slice) -> tuple[Tensor, ...]:
         dout, out, q = self.dout[:, rows], self.out[:, rows], self.q[:, rows]

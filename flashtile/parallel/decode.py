@@ -16,8 +16,9 @@ from flashtile.checks.conversions import as_seconds, check_flag, make_options, w
 from flashtile.operators.decode import DECODE
 from flashtile.parallel.ranks import TIMEOUT, Ranks, as_bytes, num_bytes, ranks_of
 from flashtile.parallel.symmetric import Shared, check_symmetric, shared_memory
+from flashtile.problems.addresses import locate
 from flashtile.problems.common import MAX_LENGTH
-from flashtile.problems.decode import CacheTensors, DecodeOptions
+from flashtile.problems.decode import CacheTensors, DecodeOptions, capacity
 
 MERGES = ("allgather", "reduce_scatter", "symmetric")
 
@@ -220,15 +221,10 @@ def _append(
     turn = interleave * ranks.size
     own = position // interleave % ranks.size == ranks.rank
     index = position // turn * interleave + position % interleave
-    page_size = k_cache.shape[1]
-    if block_table is None:
-        row = torch.arange(len(before), device=k.device)[:, None]
-        fits = index < page_size
-    else:
-        page = index // page_size
-        row = block_table.long().gather(1, page.clamp(max=block_table.shape[1] - 1))
-        fits = page < block_table.shape[1]
-    slots = torch.where(own & fits, row * page_size + index % page_size, -1)
+    most = capacity(k_cache, block_table)
+    sequence = torch.arange(len(before), device=k.device)[:, None]
+    row, offset = locate(sequence, index.clamp(max=most - 1), k_cache, CacheTensors(block_table=block_table))
+    slots = torch.where(own & (index < most), row * k_cache.shape[1] + offset, -1)
     append_kvcache(
         k_cache, v_cache, k.flatten(0, 1), v.flatten(0, 1), slot_mapping=slots.flatten(),
         k_descale=descales[0], v_descale=descales[1], backend=backend,

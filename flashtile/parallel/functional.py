@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashtile.checks.arguments import check_choice, check_dense, check_sink
+from flashtile.checks.arguments import ERRORS, check_choice, check_dense
 from flashtile.checks.attention import check_call
 from flashtile.checks.conversions import (
     apply_autocast,
@@ -24,7 +24,7 @@ from flashtile.op.operation import PLAIN_TYPES
 from flashtile.parallel.attend import Method, Scores, Shards
 from flashtile.parallel.blocks import Mask
 from flashtile.parallel.gather import AllGather
-from flashtile.parallel.layout import all_pieces, check_layout
+from flashtile.parallel.layout import LAYOUTS, all_pieces
 from flashtile.parallel.model import METHODS, Sharing, choose, setting_of
 from flashtile.parallel.ranks import TIMEOUT, Alone, Ranks, check_mesh, ranks_of
 from flashtile.parallel.ring import Ring
@@ -129,7 +129,7 @@ def context_parallel_attention(
         )  # fmt: skip
     check_flag("return_lse", return_lse)
     options = make_options(None, None, softmax_scale, causal, window_size, softcap, deterministic, backend)
-    check_layout(layout)
+    check_choice("layout", layout, LAYOUTS)
     check_choice("method", method, METHODS)
     timeout = as_seconds("timeout", timeout)
     if type(q) not in PLAIN_TYPES and _is_distributed(q):
@@ -153,9 +153,8 @@ def context_parallel_attention(
                     f"got shape {tuple(tensor.shape)}"
                 )
         q, k, v = (t.unsqueeze(0) for t in (q, k, v))
-    error = _own_error(q, k, v, sink, options)
-    others = (method, layout, meshed, offsets_q, offsets_k)
-    call = _agree(ranks, q, k, v, sink, options, others, timeout, error)
+    _check_own(ranks, q, k, v, sink, options, timeout)
+    call = _agree(ranks, q, k, v, sink, options, (method, layout, meshed, offsets_q, offsets_k), timeout)
     out, lse = _Attention.apply(q, k, v, sink, _method(call, ranks, mesh, method, layout, options, timeout))
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
@@ -294,19 +293,15 @@ class _Attention(torch.autograd.Function):
         return *result, None
 
 
-def _device(q: Any) -> torch.device:
-    return q.device if isinstance(q, Tensor) else torch.device("cpu")
-
-
-def _own_error(q: Any, k: Any, v: Any, sink: Any, options: Options) -> Exception | None:
-    """Return the error in this rank's own arguments, if any. It is sent to all ranks before it is raised."""
+def _check_own(ranks: Ranks, q: Any, k: Any, v: Any, sink: Any, options: Options, timeout: float) -> None:
+    """Check this rank's own arguments. An error is sent to all ranks before it is raised."""
     try:
-        extras = NO_EXTRAS if sink is None else OptionalTensors(sink=sink)
-        check_call(q, k, v, extras, options)
-        check_sink(sink, q)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        return error
-    return None
+        check_call(q, k, v, NO_EXTRAS if sink is None else OptionalTensors(sink=sink), options)
+    except ERRORS as error:
+        device = q.device if isinstance(q, Tensor) else torch.device("cpu")
+        with contextlib.suppress(ValueError, RuntimeError):
+            ranks.agree({}, {}, timeout, device, str(error))
+        raise
 
 
 def _agree(
@@ -318,13 +313,8 @@ def _agree(
     options: Options,
     others: tuple,
     timeout: float,
-    error: Exception | None,
 ) -> _Call:
     method, layout, meshed, offsets_q, offsets_k = others
-    if error is not None:
-        with contextlib.suppress(ValueError, RuntimeError):
-            ranks.agree({}, {}, timeout, _device(q), str(error))
-        raise error
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sink))
     same: dict[str, Any] = {
         "method": method,

@@ -69,10 +69,6 @@ def positions(pieces: Sequence[Piece], device: Any = None) -> Tensor:
     return torch.cat(parts) if parts else torch.arange(0, device=device)
 
 
-def check_layout(layout: str) -> None:
-    check_choice("layout", layout, LAYOUTS)
-
-
 def shard(x: Tensor, dim: int, group: Any = None, layout: str = "zigzag", *, mesh: Any = None) -> Tensor:
     """Cut a tensor that every rank holds in full, and return this rank's part. Differentiable.
 
@@ -105,7 +101,7 @@ def shard(x: Tensor, dim: int, group: Any = None, layout: str = "zigzag", *, mes
         >>> dist.destroy_process_group()
     """
     check_dense("x", x)
-    check_layout(layout)
+    check_choice("layout", layout, LAYOUTS)
     dim = _checked_dim(x, dim)
     ranks = ranks_of(group, mesh)
     own = pieces_of(layout, x.shape[dim], ranks.size, ranks.rank)
@@ -143,7 +139,7 @@ def unshard(
         >>> dist.destroy_process_group()
     """
     check_dense("x", x)
-    check_layout(layout)
+    check_choice("layout", layout, LAYOUTS)
     dim, timeout = _checked_dim(x, dim), as_seconds("timeout", timeout)
     ranks = ranks_of(group, mesh)
     rest = (*x.shape[:dim], *x.shape[dim + 1 :])

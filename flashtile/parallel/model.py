@@ -17,7 +17,7 @@ import torch
 
 from flashtile.checks.arguments import as_int_within, check_choice
 from flashtile.checks.conversions import check_flag
-from flashtile.hardware.calls import ELEMENT_BYTES, Call
+from flashtile.hardware.calls import ELEMENT_BYTES, visible_pairs
 from flashtile.hardware.cards import Card, card_of_device, find_card
 from flashtile.parallel.blocks import Mask, Pair, pair_of
 from flashtile.parallel.layout import LAYOUTS, Piece, pieces_of, tokens_of
@@ -193,8 +193,8 @@ def estimates(sharing: Sharing, ranks: int, card: Card, link: Link) -> list[Para
             raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
     ranks = as_int_within("ranks", ranks, 1, MAX_RANKS)
     card.peak_tflops(sharing.dtype)  # raises if the dtype has no peak
-    rows = [_ring(sharing, ranks, card, link), _ulysses(sharing, ranks, card, link)]
-    return sorted([*rows, _allgather(sharing, ranks, card, link)], key=lambda row: row.seconds)
+    rows = (method(sharing, ranks, card, link) for method in (_ring, _ulysses, _allgather))
+    return sorted(rows, key=lambda row: row.seconds)
 
 
 def two_dimensions(
@@ -203,10 +203,9 @@ def two_dimensions(
     """Estimate Ulysses over ``inner_link`` within groups, with a ring of the groups over ``link``.
 
     Args:
-        sharing: sizes and mask of the attention call, for all ranks together.
+        sharing, card: as for :func:`estimates`.
         ring: number of groups.
         ulysses: number of ranks in each group.
-        card: the GPU of each rank.
         link: the link between groups.
         inner_link: the link within a group.
 
@@ -283,8 +282,7 @@ def explain(
     """Explain which method ``method="auto"`` chooses, by the estimated costs.
 
     Args:
-        sharing: sizes and mask of the attention call, for all ranks together.
-        ranks: number of ranks that share the sequence.
+        sharing, ranks: as for :func:`estimates`.
         card: one of :data:`flashtile.io_model.CARDS`. None: the card of this machine, or an H200 if
             the machine has no GPU or an unknown one.
         link: one of :data:`flashtile.parallel.LINKS`. None: NVLink if this machine has a GPU for each rank or
@@ -357,10 +355,7 @@ def _ring(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEstim
 
 
 def _ulysses(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEstimate:
-    whole = Call(
-        1, sharing.seqlen, sharing.seqlen, 1, 1, sharing.head_dim,
-        window_left=sharing.left, window_right=sharing.right,
-    ).visible_pairs  # fmt: skip
+    whole = visible_pairs(sharing.seqlen, sharing.seqlen, sharing.left, sharing.right)
     most_heads = -(-sharing.heads_q // ranks)
     pairs = whole * most_heads / sharing.heads_q
     element = ELEMENT_BYTES[sharing.dtype]

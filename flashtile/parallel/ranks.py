@@ -85,16 +85,9 @@ class Ranks:
         """Send ``sent[rank]`` bytes to each rank, and receive ``sizes[rank]`` bytes from each."""
         outgoing = torch.cat(list(sent))
         incoming = outgoing.new_empty(sum(sizes))
-        splits = [t.numel() for t in sent]
-        others = self._others()
         if self.size > 1:
-            exchange = dist.all_to_all_single
-            work = self._run(
-                lambda: exchange(incoming, outgoing, list(sizes), splits, group=self.group, async_op=True),
-                others,
-                timeout,
-            )
-            self.wait(work, others, timeout, incoming.is_cuda)
+            splits = list(sizes), [t.numel() for t in sent]
+            self._collective(dist.all_to_all_single, timeout, incoming, outgoing, *splits)
         else:
             incoming = outgoing
         return list(incoming.split(list(sizes)))
@@ -116,13 +109,17 @@ class Ranks:
             return x.unsqueeze(0)
         flat = as_bytes([x])
         every = flat.new_empty(self.size * flat.numel())
-        others = self._others()
         if flat.numel():
             # Newer releases of torch have renamed this function.
-            run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            work = self._run(lambda: run(every, flat, group=self.group, async_op=True), others, timeout)
-            self.wait(work, others, timeout, flat.is_cuda)
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            self._collective(gather, timeout, every, flat)
         return from_bytes(every, [((self.size, *x.shape), x.dtype)])[0]
+
+    def _collective(self, function: Any, timeout: float, into: Tensor, *others: Any) -> None:
+        """Call ``function(into, *others)``, a collective of torch.distributed, and wait for its end."""
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        work = self._run(lambda: function(into, *others, group=self.group, async_op=True), peers, timeout)
+        self.wait(work, peers, timeout, into.is_cuda)
 
     def wait(self, work: Any, peers: Sequence[int], timeout: float, on_gpu: bool) -> None:
         if work is None:
@@ -207,9 +204,6 @@ class Ranks:
             return function()
         except RuntimeError as error:
             raise self._silent(peers, timeout) from error
-
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.size) if rank != self.rank]
 
     def _silent(self, peers: Sequence[int], timeout: float) -> RuntimeError:
         named = ", ".join(map(str, sorted(set(peers)))) or "some"

@@ -11,21 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashtile.parallel.attend import (
-    Forward,
-    Gradients,
-    Saved,
-    Shards,
-    State,
-    Total,
-    attend_once,
-    covers,
-)
+from flashtile.parallel.attend import Forward, Gradients, Saved, Shards, State, Total, attend_once, covers
 from flashtile.parallel.blocks import Pair, Ranges
 from flashtile.parallel.ranks import Message, Pending, as_bytes
 
@@ -58,12 +48,14 @@ class Ring:
         alone = ranks.size == 1 and not shards.keys_shared and covers(shards.pair(0, 0), q, k)
         rows = Saved(q, dout, dlse, out, lse, shards.scores, partial=not alone)
         dq, dk, dv = (Total(t, rows.dtype) for t in (q, k, v))
-        returning: _Returning | None = None
+        returning: tuple[Pending, list[Tensor], Ranges] | None = None
         for t, pair, keys, values in _travel(shards, k, v, [*range(1, ranks.size), 0]):
             parts = [Total(of, rows.dtype) for of in (keys, values)]
             rows.differentiate(keys, values, pair, dq, *parts)
             if returning is not None:  # gradients of the previous step, still in transit
-                returning.add_to(dk, dv)
+                pending, incoming, ranges = returning
+                pending.wait()
+                _add(ranges, incoming, dk, dv)
             gradients = [part.value() for part in parts]
             if t == 0:
                 _add(pair.ranges, gradients, dk, dv)
@@ -73,8 +65,10 @@ class Ring:
         dsink = rows.sink_gradient(sink)
         return Gradients(dq.rounded(q.dtype), dk.rounded(of_keys), dv.rounded(of_keys), dsink)
 
-    def _return(self, t: int, parts: list[Tensor], of: list[Tensor]) -> _Returning:
+    def _return(self, t: int, parts: list[Tensor], of: list[Tensor]) -> tuple[Pending, list[Tensor], Ranges]:
         """Start the exchange of the gradients of keys and values that step ``t`` has computed.
+
+        Returns (messages, gradients of this rank's keys, ranges of these keys).
 
         In step t this rank attends to the keys of rank ``rank - t``, and rank ``rank + t`` attends to this
         rank's keys. So gradients are sent to rank ``rank - t`` and received from rank ``rank + t``.
@@ -83,20 +77,7 @@ class Ring:
         receiver, sender = (ranks.rank - t) % ranks.size, (ranks.rank + t) % ranks.size
         own = shards.pair(sender, ranks.rank)
         shapes = [(x.shape[0], own.tokens, *x.shape[2:]) for x in of]
-        pending, incoming = _exchange(shards, receiver, parts, sender, shapes)
-        return _Returning(pending, own.ranges, incoming)
-
-
-class _Returning(NamedTuple):
-    """Gradients of this rank's keys, in transit."""
-
-    pending: Pending
-    ranges: Ranges
-    parts: list[Tensor]
-
-    def add_to(self, dk: Total, dv: Total) -> None:
-        self.pending.wait()
-        _add(self.ranges, self.parts, dk, dv)
+        return *_exchange(shards, receiver, parts, sender, shapes), own.ranges
 
 
 def _travel(

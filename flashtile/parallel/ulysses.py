@@ -81,10 +81,9 @@ class Ulysses:
         else:
             lse_gradient = _as_lse(of_lse[0]) if of_lse else None
             inner = self.inner.backward(of_out, lse_gradient, saved, self._own(sink))
-        by_heads = sorted([inner.dq, inner.dk, inner.dv], key=lambda t: -t.dtype.itemsize)
-        order = [next(i for i, t in enumerate(by_heads) if t is of) for of in inner[:3]]
-        parts = self._to_tokens(by_heads, [t is inner.dq for t in by_heads])
-        of_queries, of_keys, of_values = (parts[i] for i in order)
+        # dk and dv come first, because they may have a wider dtype than dq.
+        parts = self._to_tokens([inner.dk, inner.dv, inner.dq], [KEYS, KEYS, QUERIES])
+        of_keys, of_values, of_queries = parts
         dsink = None
         if sink is not None:
             dsink = torch.zeros_like(sink)

@@ -244,6 +244,17 @@ def masked(
     return out.transpose(-2, -3), lse
 
 
+def sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Return dsink (heads,): the sum over rows of ``exp(sink - lse) (dlse - rowsum(dout out))``."""
+    ds = -(dout.to(lse.dtype) * out).sum(-1).mT  # (..., heads, rows)
+    if dlse is not None:
+        ds += dlse
+    p = torch.exp(sink.to(lse.dtype)[:, None] - lse)
+    # Rows without keys or sink, and rows outside all sequences, may hold NaN.
+    terms = (p * ds).masked_fill_(lse == -torch.inf, 0.0).sum(-1)
+    return (terms if terms.dim() == 1 else terms.sum(0)).to(sink.dtype)
+
+
 def cells_of(cells: Tensor, b: int | None, seqlen_q: int, seqlen_k: int) -> Tensor:
     """Return the part of a mask or bias ``cells`` for sequence ``b``, or for all sequences if ``b`` is None.
 

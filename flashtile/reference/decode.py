@@ -136,10 +136,13 @@ def append(
 
 
 def quantized(x: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Divide x (heads, head_dim) by ``descale`` and round it to FP8; for other dtypes, return x."""
+    """Divide x (..., heads, head_dim) by ``descale`` (..., heads), and round it to FP8.
+
+    For other dtypes, return x.
+    """
     if dtype != FP8:
         return x
-    x = x.float() if descale is None else x.float() / descale[:, None]
+    x = x.float() if descale is None else x.float() / descale.unsqueeze(-1)
     return x.clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from flashtile.backends.cpu import fused, padded, parts, sink, tiled
 from flashtile.backends.cpu.config import Config, Fused, Tiled
 from flashtile.backends.cpu.config import configure as configure_forward
-from flashtile.backends.cpu.functions import EvaluatedFunctions
+from flashtile.backends.cpu.functions import optional_inputs
 from flashtile.backends.cpu.optional_inputs import OptionalInputs
 from flashtile.problems.attention import OptionalTensors, Problem
+from flashtile.reference.attention import sink_gradient
 
 __all__ = [
     "NAME",
@@ -64,14 +65,7 @@ def _prepare_attend(problem: Problem, config: Config) -> Any:
         return partial(parts.forward, dense, parts_of, problem)
     if isinstance(config.forward, Fused):
         return fused.prepare_dense_forward(problem, config.forward)
-    return lambda q, k, v, extras: dense(problem, q, k, v, _optional(problem, extras, None, False))
-
-
-def _optional(problem: Problem, extras: Any, dbias: Tensor | None, with_gradients: bool) -> OptionalInputs:
-    optional = OptionalInputs.of(problem, extras, dbias)
-    if problem.mods is None:
-        return optional
-    return optional._replace(functions=EvaluatedFunctions(problem, extras, with_gradients))
+    return lambda q, k, v, extras: dense(problem, q, k, v, optional_inputs(problem, extras))
 
 
 def _parts_of(problem: Problem, config: Config) -> Any:
@@ -101,13 +95,13 @@ def prepare_backward(problem: Problem, config: Config) -> Any:
         if problem.bias_grad and bias is not None:
             dbias = bias.new_zeros(bias.shape, dtype=problem.lse_dtype)
         if parts_of is None:
-            optional = _optional(problem, extras, dbias, True)
+            optional = optional_inputs(problem, extras, dbias, with_gradients=True)
             gradients = dense(problem, dout, dlse, *tensors[:-1], optional)
             captured = () if optional.functions is None else optional.functions.of_captured()
         else:
             split = parts_of if dbias is None else partial(parts_of, dbias=dbias)
             gradients = parts.backward(dense, split, problem, dout, dlse, *tensors)
-        dsink = None if extras.sink is None else sink.gradient(dout, dlse, out, lse, extras.sink)
+        dsink = None if extras.sink is None else sink_gradient(dout, dlse, out, lse, extras.sink)
         return *gradients, dsink, None if dbias is None else dbias.to(bias.dtype), *captured
 
     return launch

@@ -82,7 +82,7 @@ def configure_decode(problem: DecodeProblem) -> Fused | None:
     if not one_query or extras or not _fused_covers(problem):
         return None
     wide = problem.dtype != problem.out_dtype or problem.cache_dtype == FP8
-    return Fused(_accumulation_dtype(problem) if wide else _product_dtype(problem))
+    return Fused(problem.lse_dtype if wide else _product_dtype(problem))
 
 
 def _fused_covers(problem: Problem | DecodeProblem) -> bool:
@@ -101,7 +101,7 @@ def _forward_dtype(problem: Problem) -> torch.dtype:
     torch's kernel multiplies a single 16-bit row slowly: float32 is 2.2x as fast (Zen 4, bfloat16).
     """
     single_row = problem.seqlen_q * problem.group_size == 1
-    return _accumulation_dtype(problem) if single_row else _product_dtype(problem)
+    return problem.lse_dtype if single_row else _product_dtype(problem)
 
 
 def _backward_dtype(problem: Problem) -> torch.dtype:
@@ -112,19 +112,14 @@ def _backward_dtype(problem: Problem) -> torch.dtype:
     (bfloat16, head_dim 64), float32 is 2.6x as fast for 96 queries, 1.3x for 192 and 1.06x for 256.
     """
     few_rows = problem.seqlen_q < 192 and problem.head_dim <= 128
-    return _accumulation_dtype(problem) if few_rows else _product_dtype(problem)
+    return problem.lse_dtype if few_rows else _product_dtype(problem)
 
 
 def _product_dtype(problem: Problem | DecodeProblem) -> torch.dtype:
     """Return the inputs' dtype, or float32 if 16 bits are slow on this processor or too coarse for ALiBi."""
-    accumulation = _accumulation_dtype(problem)
-    if problem.dtype == accumulation or problem.alibi:
-        return accumulation
-    return problem.dtype if _multiplies_fast(problem.dtype) else accumulation
-
-
-def _accumulation_dtype(problem: Problem | DecodeProblem) -> torch.dtype:
-    return torch.float64 if problem.dtype == torch.float64 else torch.float32
+    if problem.dtype == problem.lse_dtype or problem.alibi or not _multiplies_fast(problem.dtype):
+        return problem.lse_dtype
+    return problem.dtype
 
 
 def _multiplies_fast(dtype: torch.dtype) -> bool:
@@ -140,4 +135,4 @@ def tiled_config(problem: Problem) -> Tiled:
     BLOCK_N = min(512, max(problem.seqlen_k, 1))
     BLOCK_M = min(256, max(problem.seqlen_q * problem.group_size, 1))
     TILE_HEADS = max(1, TILE_ELEMENTS // (BLOCK_M * BLOCK_N))
-    return Tiled(BLOCK_M, BLOCK_N, TILE_HEADS, _accumulation_dtype(problem))
+    return Tiled(BLOCK_M, BLOCK_N, TILE_HEADS, problem.lse_dtype)

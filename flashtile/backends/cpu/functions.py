@@ -48,14 +48,15 @@ class EvaluatedFunctions:
     ) -> Iterator[FunctionChunk]:
         """Yield chunks of one sequence. If each head has its own block lists, a chunk has one query head."""
         for b in range(q.shape[0]):
+            sequence = slice(b, b + 1)
             if self.lists is None or self.mods.list_heads == 1:
                 for h in split(range(problem.num_heads_kv), config.TILE_HEADS):
-                    yield FunctionChunk(problem, config, q, k, v, optional, b, slice(h.start, h.stop))
+                    yield FunctionChunk(problem, config, q, k, v, optional, sequence, slice(h.start, h.stop))
                 continue
             for head in range(problem.num_heads_q):
                 head_kv = head // problem.group_size
                 of_kv, of_q = slice(head_kv, head_kv + 1), slice(head, head + 1)
-                yield FunctionChunk(problem, config, q, k, v, optional, b, of_kv, of_q)
+                yield FunctionChunk(problem, config, q, k, v, optional, sequence, of_kv, of_q)
 
     def of_captured(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of the captured tensors, each in the dtype of its tensor."""
@@ -79,24 +80,24 @@ class EvaluatedFunctions:
         gradient.index_put_(where, ds.sum_to_size(where[0].shape), accumulate=True)
 
 
+def optional_inputs(
+    problem: Problem, extras: Any, dbias: Tensor | None = None, with_gradients: bool = False
+) -> OptionalInputs:
+    """Return the optional inputs of a dense call, with its score and mask functions."""
+    optional = OptionalInputs.of(problem, extras, dbias)
+    if problem.mods is None:
+        return optional
+    return optional._replace(functions=EvaluatedFunctions(problem, extras, with_gradients))
+
+
 class FunctionChunk(Chunk):
     """A chunk of one sequence. Scores are modified by ``score_mod`` and hidden by ``mask_mod``."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        config: Tiled,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        optional: OptionalInputs,
-        b: int,
-        heads_kv: slice,
-        heads_q: slice | None = None,
-    ) -> None:
-        super().__init__(problem, config, q, k, v, optional, slice(b, b + 1), heads_kv, heads_q)
-        self.functions: EvaluatedFunctions = optional.functions
-        self.b = b
+    def __init__(self, *arguments: Any) -> None:
+        """The arguments are those of :class:`Chunk`."""
+        super().__init__(*arguments)
+        self.functions: EvaluatedFunctions = self.optional.functions
+        self.b = self.batch.start
         self.may_hide_rows = True
         if self.functions.mods.block_size is not None:
             self.block_m, self.block_n = self.functions.mods.block_size

@@ -1,7 +1,7 @@
 """Attention sinks, one score per head without a value, added to finished attention.
 
 ``lse' = log(exp(lse) + exp(sink))`` and ``out' = out exp(lse - lse')``. In terms of out' and lse', the
-gradients of q, k and v have the same form as without a sink. The gradient of the sink is a sum over rows.
+gradients of q, k and v have the same form as without a sink.
 """
 
 from __future__ import annotations
@@ -35,14 +35,3 @@ def _unused(lse: Tensor, extras: OptionalTensors) -> Tensor:
         return (rows >= used[:, None])[:, None]
     ends = offsets[1:] if used is None else offsets[:-1] + used
     return ~((rows >= offsets[:-1, None]) & (rows < ends[:, None])).any(0)
-
-
-def gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Return dsink (heads,): the sum over rows of ``exp(sink - lse) (dlse - rowsum(dout out))``."""
-    ds = -(dout.to(lse.dtype) * out).sum(-1).mT  # (..., heads, rows)
-    if dlse is not None:
-        ds += dlse
-    p = torch.exp(sink.to(lse.dtype)[:, None] - lse)
-    # Rows without keys or sink, and rows outside all sequences, may hold NaN.
-    terms = (p * ds).masked_fill_(lse == -torch.inf, 0.0).sum(-1)
-    return (terms if terms.dim() == 1 else terms.sum(0)).to(sink.dtype)

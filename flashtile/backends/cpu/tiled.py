@@ -322,7 +322,8 @@ class Chunk:
         edge = not sees_all(rows, keys, self.offset, *self.window)
         hidden = None
         if edge or self.minus_slopes is not None:
-            distance = self._distance(rows, keys)
+            own = torch.arange(rows.start + self.offset, rows.stop + self.offset, dtype=self.dtype)
+            distance = torch.arange(keys.start, keys.stop, dtype=self.dtype) - own[:, None]
             hidden = hidden_keys(distance, *self.window) if edge else None
             if self.minus_slopes is not None:
                 by_head = tile.view(-1, self.group, len(rows), len(keys))
@@ -348,8 +349,3 @@ class Chunk:
 
         ``ds`` is changed in place. ``p`` has the probabilities.
         """
-
-    def _distance(self, rows: range, keys: range) -> Tensor:
-        """Return the distances (rows, keys): position of the key minus position of the query."""
-        own = torch.arange(rows.start + self.offset, rows.stop + self.offset, dtype=self.dtype)
-        return torch.arange(keys.start, keys.stop, dtype=self.dtype) - own[:, None]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashtile.backends.cpu import reason_against, tiled
 from flashtile.backends.cpu.config import Tiled, tiled_config
-from flashtile.backends.cpu.functions import EvaluatedFunctions
+from flashtile.backends.cpu.functions import optional_inputs
 from flashtile.backends.cpu.optional_inputs import OptionalInputs
 from flashtile.backends.cpu.parts import sequences, with_batch
 from flashtile.problems.attention import WeightsProblem
@@ -29,16 +29,6 @@ def prepare_weights(problem: WeightsProblem, config: Tiled) -> Any:
     return partial(_launch, problem, config)
 
 
-class _Rows(NamedTuple):
-    """Rows of some sequences and heads, with their tiles (keys, scores minus lse). The scores of a tile have
-    the shape (sequences, heads, rows, keys)."""
-
-    batch: slice
-    heads: slice
-    rows: range
-    tiles: Iterable[tuple[range, Tensor]]
-
-
 def _launch(
     problem: WeightsProblem, config: Tiled, q: Tensor, k: Tensor, lse: Tensor, extras: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -47,10 +37,7 @@ def _launch(
     if problem.form == "top":
         indices = torch.full_like(weights, -1, dtype=torch.int64)
     if not (problem.varlen or problem.seqused_q or problem.seqused_k):
-        optional = OptionalInputs.of(problem, extras)
-        if problem.mods is not None:
-            optional = optional._replace(functions=EvaluatedFunctions(problem, extras, with_gradients=False))
-        _keep(problem, _blocks(problem, config, q, k, lse, optional), weights, indices)
+        _keep(problem, config, q, k, lse, optional_inputs(problem, extras), weights, indices)
     else:
         q, k, lse = with_batch(problem, q, k, lse)
         kept = [t for t in (weights, indices) if t is not None]
@@ -63,54 +50,57 @@ def _launch(
             elif problem.form == "columns":
                 place = (one.sequences, slice(None), one.keys)
             own = q[one.queries], one.of_keys(k), lse[one.statistics]
-            blocks = _blocks(problem, config, *own, one.optional)
-            _keep(problem, blocks, *(t[place] for t in kept))
+            _keep(problem, config, *own, one.optional, *(t[place] for t in kept))
     return weights, indices
 
 
-def _blocks(
-    problem: WeightsProblem, config: Tiled, q: Tensor, k: Tensor, lse: Tensor, optional: OptionalInputs
-) -> Iterator[_Rows]:
-    for chunk in tiled.chunks(problem, config, q, k, k, optional):
-
-        def tiles(rows: range, chunk: tiled.Chunk = chunk) -> Iterator[tuple[range, Tensor]]:
-            own = chunk.folded(q, rows)
-            minus_lse = -chunk.statistics(lse, rows).reshape(*own.shape[:2], 1)
-            minus_lse = minus_lse.masked_fill(minus_lse == torch.inf, 0.0)  # for rows that see no key
-            for keys in chunk.key_blocks(rows):
-                seen = chunk.seen(rows, keys)
-                if seen is None or seen.any():
-                    scores = chunk.scores(own, rows, keys, minus_lse, seen)
-                    yield keys, chunk.by_heads(scores, rows, keys).flatten(1, 2)
-
-        for rows in chunk.row_blocks():
-            yield _Rows(chunk.batch, chunk.heads_q, rows, tiles(rows))
-
-
 def _keep(
-    problem: WeightsProblem, blocks: Iterable[_Rows], weights: Tensor, indices: Tensor | None = None
+    problem: WeightsProblem,
+    config: Tiled,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    optional: OptionalInputs,
+    weights: Tensor,
+    indices: Tensor | None = None,
 ) -> None:
     """Write the requested form of the weights into ``weights`` (batch, heads, ...) and ``indices``.
 
     ``weights`` must contain zeros.
     """
-    for block in blocks:
-        place = (block.batch, block.heads, slice(block.rows.start, block.rows.stop))
-        if indices is not None:
-            weights[place], indices[place] = _top(problem.top, block, weights[place], indices[place])
-            continue
-        for keys, scores in block.tiles:
-            own = slice(keys.start, keys.stop)
-            if problem.form == "full":
-                weights[place][..., own] = scores.exp_().to(weights.dtype)
-            else:
-                weights[block.batch, block.heads, own] += scores.exp_().sum(2)
+    for chunk in tiled.chunks(problem, config, q, k, k, optional):
+        for rows in chunk.row_blocks():
+            tiles = _tiles(chunk, lse, rows)
+            place = (chunk.batch, chunk.heads_q, slice(rows.start, rows.stop))
+            if indices is not None:
+                weights[place], indices[place] = _top(problem.top, tiles, weights[place], indices[place])
+                continue
+            for keys, scores in tiles:
+                own = slice(keys.start, keys.stop)
+                if problem.form == "full":
+                    weights[place][..., own] = scores.exp_().to(weights.dtype)
+                else:
+                    weights[chunk.batch, chunk.heads_q, own] += scores.exp_().sum(2)
 
 
-def _top(top: int, block: _Rows, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest weights of the block's rows, and their keys."""
+Tiles = Iterator[tuple[range, Tensor]]
+"""(keys, scores minus lse) of each tile of some rows; scores are (sequences, heads, rows, keys)."""
+
+
+def _tiles(chunk: tiled.Chunk, lse: Tensor, rows: range) -> Tiles:
+    q = chunk.folded(chunk.q, rows)
+    minus_lse = -chunk.statistics(lse, rows).reshape(*q.shape[:2], 1)
+    minus_lse = minus_lse.masked_fill(minus_lse == torch.inf, 0.0)  # for rows that see no key
+    for keys in chunk.key_blocks(rows):
+        seen = chunk.seen(rows, keys)
+        if seen is None or seen.any():
+            yield keys, chunk.by_heads(chunk.scores(q, rows, keys, minus_lse, seen), rows, keys).flatten(1, 2)
+
+
+def _top(top: int, tiles: Tiles, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest weights of each row, and their keys."""
     best, found = torch.full_like(weights, -torch.inf), indices
-    for keys, scores in block.tiles:
+    for keys, scores in tiles:
         places = torch.arange(keys.start, keys.stop).expand(scores.shape)
         joined = torch.cat([best, scores], -1)
         best, order = joined.topk(top, -1)

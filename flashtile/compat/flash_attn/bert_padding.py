@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from flashtile.api.padding import pad, unpad
-from flashtile.checks.arguments import ERRORS, check_dense, check_device, check_dtype, renamed
+from flashtile.checks.arguments import check_dense, check_device, check_dtype, renaming
 from flashtile.checks.values import check_between
 from flashtile.op.operation import is_plain, reads_values
 from flashtile.problems.common import DTYPES
@@ -49,7 +46,7 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Return a tensor (first_axis_dim, ...) with ``values`` at ``indices`` and 0 elsewhere."""
-    with _names(tokens="values", seqlen="first_axis_dim"):
+    with renaming(tokens="values", seqlen="first_axis_dim"):
         return pad(values, indices, 1, first_axis_dim)[0]
 
 
@@ -79,7 +76,7 @@ def unpad_input(
                 f"got {tuple(unused_mask.shape)}"
             )
         mask = attention_mask.bool() | unused_mask.bool()
-    with _names(padded="hidden_states", mask="attention_mask"):
+    with renaming(padded="hidden_states", mask="attention_mask"):
         return *unpad(hidden_states, mask), attention_mask.sum(-1, dtype=torch.int32)
 
 
@@ -107,7 +104,7 @@ def unpad_input_for_concatenated_sequences(
     lengths = attention_mask_in_length[attention_mask_in_length > 0]
     filled = attention_mask_in_length.sum(-1, keepdim=True)
     positions = torch.arange(attention_mask_in_length.shape[1], device=filled.device)
-    with _names(padded="hidden_states", mask="attention_mask_in_length"):
+    with renaming(padded="hidden_states", mask="attention_mask_in_length"):
         tokens, indices, _, _ = unpad(hidden_states, positions < filled)
     cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     return tokens, indices, cu_seqlens, int(lengths.max()) if lengths.numel() else 0
@@ -115,14 +112,5 @@ def unpad_input_for_concatenated_sequences(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Return a tensor (batch, seqlen, ...) with hidden_states (total, ...) at ``indices`` and 0 elsewhere."""
-    with _names(tokens="hidden_states"):
+    with renaming(tokens="hidden_states"):
         return pad(hidden_states, indices, batch, seqlen)
-
-
-@contextlib.contextmanager
-def _names(**names: str) -> Iterator[None]:
-    """Rename arguments in errors within a block: with ``tokens="values"``, errors name ``values``."""
-    try:
-        yield
-    except ERRORS as error:
-        raise renamed(error, names) from None

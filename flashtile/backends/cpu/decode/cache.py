@@ -8,14 +8,13 @@ from torch import Tensor
 from flashtile.problems.addresses import descales_of, destinations, new_tokens, sequence_lengths
 from flashtile.problems.decode import (
     FP8,
-    FP8_MAX,
     AppendProblem,
     AppendTensors,
     CacheTensors,
     CopyTensors,
     DecodeProblem,
 )
-from flashtile.reference.decode import rotate_appended
+from flashtile.reference.decode import quantized, rotate_appended
 
 
 def tokens_of_row(cache: Tensor, row: int, keys: range, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -77,12 +76,8 @@ def append(
             given.q_rotated.view(-1, *q_rows.shape[1:])[: len(q_rows)] = q_rows
     sequence = new_tokens(k, given.cu_seqlens_k_new)[0] if problem.descale == "sequence" else row
     for cache, new, descale in ((k_cache, k_rows, given.k_descale), (v_cache, v_rows, given.v_descale)):
-        if cache.dtype == FP8:
-            wide = new.float()
-            if descale is not None:
-                wide = wide / descales_of(descale, sequence, row).unsqueeze(-1)
-            new = wide.clamp(-FP8_MAX, FP8_MAX).to(FP8)
-        _indexable(cache)[row, offset] = _indexable(new)
+        factor = None if descale is None else descales_of(descale, sequence, row)
+        _indexable(cache)[row, offset] = _indexable(quantized(new, factor, cache.dtype))
 
 
 @torch.inference_mode()

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from flashtile.checks.arguments import (
-    ERRORS,
     as_int_within,
     check_dense,
     check_device,
     check_dtype,
     check_offsets,
-    renamed,
+    check_tensor,
+    renaming,
 )
 from flashtile.checks.conversions import as_offsets, check_flag
 from flashtile.compat.flash_attn_interface import split_qkv
@@ -75,12 +75,8 @@ def apply_rotary_emb(
         check_offsets("cu_seqlens", cu_seqlens, x)
         batch = cu_seqlens.shape[0] - 1
     if isinstance(seqlen_offsets, Tensor):
-        check_dense("seqlen_offsets", seqlen_offsets)
-        check_dtype("seqlen_offsets", seqlen_offsets, (torch.int32, torch.int64))
-        check_device("seqlen_offsets", seqlen_offsets, x)
-        if tuple(seqlen_offsets.shape) != (batch,):
-            shape = tuple(seqlen_offsets.shape)
-            raise ValueError(f"seqlen_offsets must have shape (batch,) = ({batch},), got {shape}")
+        dtypes = torch.int32, torch.int64
+        check_tensor("seqlen_offsets", seqlen_offsets, ((batch,),), "(batch,)", x, dtypes, any_strides=True)
     else:
         seqlen_offsets = as_int_within("seqlen_offsets", seqlen_offsets, 0, MAX_LENGTH)
     tokens = torch.arange(x.shape[-3], device=x.device)
@@ -164,7 +160,8 @@ def apply_rotary_emb_qkv_(
     q, k, _ = split_qkv(qkv, num_heads_q)
     _check_writable("qkv", qkv)
     names = {"x": "qkv"}
-    _rotate_in_place(q, cos, sin, interleaved, seqlen_offsets, names)
+    with renaming(**names):
+        apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
     if cos_k is None:
         cos_k = cos
     else:
@@ -173,7 +170,8 @@ def apply_rotary_emb_qkv_(
         sin_k = sin
     else:
         names["sin"] = "sin_k"
-    _rotate_in_place(k, cos_k, sin_k, interleaved, seqlen_offsets, names)
+    with renaming(**names):
+        apply_rotary_emb(k, cos_k, sin_k, interleaved, True, seqlen_offsets)
     return qkv
 
 
@@ -185,26 +183,9 @@ def apply_rotary_emb_kv_(
     _check_writable("kv", kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv must have shape (batch, seqlen, 2, heads, head_dim), got {tuple(kv.shape)}")
-    _rotate_in_place(kv[:, :, 0], cos, sin, interleaved, seqlen_offsets, {"x": "kv"})
+    with renaming(x="kv"):
+        apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
     return kv
-
-
-def _rotate_in_place(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool,
-    seqlen_offsets: int | Tensor,
-    names: dict[str, str],
-) -> None:
-    """Rotate x in place by :func:`apply_rotary_emb`.
-
-    ``names`` maps argument names of that function to the caller's, for error messages.
-    """
-    try:
-        apply_rotary_emb(x, cos, sin, interleaved, True, seqlen_offsets)
-    except ERRORS as error:
-        raise renamed(error, names) from None
 
 
 class RotaryEmbedding(torch.nn.Module):

@@ -24,7 +24,6 @@ from flashtile.engine.model import Model, StepInput
 from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.request import Sequence
 from flashtile.engine.sampler import Draws, adjust, choose, log_probabilities, needs_adjusting
-from flashtile.engine.sampling_params import BeamSearchParams
 from flashtile.engine.scheduler import COPY, SWAP_OUT, Entry, SchedulerOutput
 from flashtile.engine.speculation import UNKNOWN, depths, visible
 from flashtile.engine.step_calls import LOGITS_ROWS
@@ -450,9 +449,9 @@ class Runner:
         in_flight.best = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
         for i, count in draw.scored:
             scored = raw[i : i + 1].float()
-            params = samples[i].request.params
-            if isinstance(params, BeamSearchParams) and params.temperature:
-                scored = scored / params.temperature
+            beam = samples[i].request.beam
+            if beam is not None and beam.temperature:
+                scored = scored / beam.temperature
             count = scored.shape[1] if count < 0 else count
             in_flight.scores[i] = log_probabilities(scored, tokens[i : i + 1], count)
 
@@ -480,7 +479,7 @@ class Runner:
             first, at = at, at + entry.num_tokens
             request, sequence = entry.sequence.request, entry.sequence
             params = request.params
-            if isinstance(params, BeamSearchParams) or params.prompt_logprobs is None:
+            if params.prompt_logprobs is None:
                 continue
             done = len(request.prompt_logprobs or ())
             begin = max(entry.start + 1, done)

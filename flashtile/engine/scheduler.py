@@ -298,7 +298,7 @@ class Scheduler:
         A sequence also needs the seats of its later forks. A beam search takes the seats of all its beams at
         once and keeps them until it ends.
         """
-        if sequence.request.is_beam_search:
+        if sequence.request.beam is not None:
             return 0 if sequence.request in self._beam_searches else sequence.request.width
         return 1 if sequence.forked else sequence.request.width
 
@@ -335,7 +335,7 @@ class Scheduler:
             self._stuck = sequence, manager.pool.available
             return 0
         sequence.block_sequence, sequence.num_computed = number, found
-        if request.is_beam_search:
+        if request.beam is not None:
             self._beam_searches.add(request)
         elif not sequence.forked:
             self._reserved_seats += request.width - 1
@@ -395,7 +395,7 @@ class Scheduler:
         Returns an empty list for beams, which are forked by :meth:`replace`.
         """
         request, sequence.forked = sequence.request, True
-        if request.is_beam_search:
+        if request.beam is not None:
             return []
         self._reserved_seats -= request.width - 1
         assert sequence.block_sequence is not None
@@ -431,7 +431,7 @@ class Scheduler:
             self._cache(sequence, computed)
         self.manager.free(sequence.block_sequence)
         sequence.block_sequence, sequence.num_cached = None, 0
-        if not sequence.forked and not sequence.request.is_beam_search:
+        if not sequence.forked and sequence.request.beam is None:
             self._reserved_seats -= sequence.request.width - 1
 
     def _leave(self, sequence: Sequence) -> None:

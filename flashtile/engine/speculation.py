@@ -25,7 +25,6 @@ from flashtile.checks.arguments import check_int, is_choice
 from flashtile.checks.conversions import as_int
 from flashtile.engine.config import model_folder
 from flashtile.engine.request import Sequence, State
-from flashtile.engine.sampling_params import SamplingParams
 
 MAX_GUESSES = 62
 """Largest number of guesses: with up to two tokens before them, a row of the tree mask fits into 64 bits."""
@@ -193,7 +192,7 @@ def _chain_length(sequence: Sequence, most: int, lead: int) -> int:
     params, answered = sequence.request.params, sequence.num_outputs
     if sequence.state is not State.RUNNING or sequence.pending or not answered:
         return 0
-    if not isinstance(params, SamplingParams) or params.reads_tokens or answered < params.min_tokens:
+    if sequence.request.reads_tokens or answered < params.min_tokens:
         return 0
     if not 1 <= sequence.num_tokens - sequence.num_computed <= lead:
         return 0

@@ -24,7 +24,7 @@ from flashtile.engine.runner import NOT_FINITE, InFlight, Runner, TokenScores
 from flashtile.engine.sampler import stream_seed
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler, SchedulerOutput
-from flashtile.engine.speculation import DraftSpeculator, Speculator, accepted_path
+from flashtile.engine.speculation import DraftModel, PromptLookup, accepted_path
 from flashtile.engine.structured import MAX_SECONDS, Structures, error_of
 from flashtile.engine.tokenizer import Tokenizer
 
@@ -86,7 +86,7 @@ class Engine:
         max_model_len: int,
         seed: int = 0,
         overlap: bool = True,
-        speculator: Speculator | DraftSpeculator | None = None,
+        speculator: PromptLookup | DraftModel | None = None,
     ):
         self.config, self.runner, self.scheduler, self.tokenizer = config, runner, scheduler, tokenizer
         self.max_model_len, self.seed, self.overlap = max_model_len, seed, overlap
@@ -474,8 +474,6 @@ class Engine:
                 self._detokenizers.pop(sequence, None)
                 self._sent.pop(sequence, None)
                 sequence.matcher = None
-                if self.speculator is not None:
-                    self.speculator.forget(sequence)
         return RequestOutput(
             request.request_id, request.prompt, request.prompt_token_ids, request.prompt_logprobs, outputs,
             finished, request.metrics, request.num_cached_tokens,

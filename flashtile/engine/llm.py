@@ -26,7 +26,7 @@ from flashtile.engine.parallel import ALONE, ProcessRanks, Ranks, check_divides,
 from flashtile.engine.runner import Runner
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler
-from flashtile.engine.speculation import DraftModel, make_speculator, read_speculative_config
+from flashtile.engine.speculation import DraftModel, read_speculative_config
 from flashtile.engine.step_calls import Limits, warm_up
 from flashtile.engine.tokenizer import Tokenizer, load_tokenizer
 from flashtile.engine.weights import Shard, open_weights, random_weights, with_checkpoint_head
@@ -213,7 +213,7 @@ class LLM:
         overlap = self.device.type == "cuda" if async_scheduling is None else bool(async_scheduling)
         self.engine = Engine(
             config, runner, scheduler, text, max_model_len=length, seed=seed, overlap=overlap,
-            speculator=None if speculation is None else make_speculator(speculation),
+            speculator=speculation,
         )  # fmt: skip
         if warmup:
             warm_up(self.device, _steps_of(runner, draft, budget, quantization == "fp8"))

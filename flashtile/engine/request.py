@@ -37,6 +37,7 @@ class Sequence:
         forked: whether the request's other answers were forked from this sequence, or it is such a fork.
         guesses: speculated tokens that the next step verifies.
         parents: the parent of each guess (:class:`flashtile.engine.speculation.Guesses`).
+        ngrams, num_indexed: the index of prompt lookup, and the number of tokens that it covers.
         max_tokens: maximum number of tokens of the prompt and the answer.
         held: excluded from steps, because it is a beam and the tokens of the other beams are not known yet.
         logprobs, cumulative_logprob: log-probabilities of the answer's tokens, if they were requested.
@@ -45,8 +46,8 @@ class Sequence:
 
     __slots__ = (
         "block_sequence", "cumulative_logprob", "finish_reason", "forked", "guesses", "held", "index",
-        "logprobs", "matcher", "max_tokens", "num_cached", "num_computed", "order", "parents", "pending",
-        "request", "state", "stop_reason", "tokens",
+        "logprobs", "matcher", "max_tokens", "ngrams", "num_cached", "num_computed", "num_indexed", "order",
+        "parents", "pending", "request", "state", "stop_reason", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, tokens: list[int]):
@@ -58,6 +59,8 @@ class Sequence:
         self.state, self.forked, self.held = State.WAITING, False, False
         self.guesses: list[int] = []
         self.parents: tuple[int, ...] = ()
+        self.ngrams: dict[tuple[int, ...], int] = {}
+        self.num_indexed = 1
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.logprobs: list[TokenLogprobs] = []

@@ -265,7 +265,7 @@ class Engine:
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache and return the number of blocks that it held."""
         self.on_change("reset_prefix_cache", (), {})
-        return self.scheduler.reset_prefix_cache()
+        return self.scheduler.manager.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
         """Return the present statistics."""
@@ -307,12 +307,12 @@ class Engine:
                 raise  # the other processes may have continued, so the engines no longer agree
             # It is unknown which blocks the failed step wrote, so no request may reuse cached ones.
             logger.exception("a step failed; its requests end with an error")
-            self.scheduler.reset_prefix_cache()
+            self.scheduler.manager.reset_prefix_cache()
             taking_part = [*(entry.sequence for entry in schedule.entries), *schedule.swapped]
             for request in {sequence.request for sequence in taking_part}:
                 self._end(request, "error", f"{type(error).__name__}: {error}")
                 touched[request] = None
-            self.scheduler.reset_prefix_cache()
+            self.scheduler.manager.reset_prefix_cache()
             return None
 
     def _read(self, touched: dict[Request, None]) -> None:
@@ -429,7 +429,7 @@ class Engine:
         """End a request with an error. After NaN or infinite logits, also empty the prefix cache."""
         self._end(request, "error", error)
         if error == NOT_FINITE:
-            self.scheduler.reset_prefix_cache()
+            self.scheduler.manager.reset_prefix_cache()
 
     def _end(self, request: Request, reason: str, stop_reason: str | None = None) -> None:
         for sequence in request.sequences:

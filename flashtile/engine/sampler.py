@@ -117,7 +117,7 @@ def choose(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
 
         filtered = choice.any_top_k or choice.any_top_p or choice.any_min_p
         return sample(logits, *choice[:5], positions, filtered)
-    return choose_in_torch(logits, choice, positions)
+    return noisy_scores(logits, choice, positions).argmax(-1)
 
 
 def candidates(logits: Tensor, choice: Choice, positions: Tensor, count: int) -> Tensor:
@@ -130,11 +130,6 @@ def candidates(logits: Tensor, choice: Choice, positions: Tensor, count: int) ->
     if choice.greedy:
         return logits.topk(count).indices
     return noisy_scores(logits, choice, positions).topk(count).indices
-
-
-def choose_in_torch(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
-    """Plain PyTorch implementation of :func:`choose` for rows that are not all greedy."""
-    return noisy_scores(logits, choice, positions).argmax(-1)
 
 
 def noisy_scores(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:

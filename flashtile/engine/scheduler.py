@@ -201,14 +201,6 @@ class Scheduler:
             self._leave(origin)
             origin.state, origin.finish_reason, origin.block_sequence = State.FINISHED, "dropped", None
 
-    def reset_prefix_cache(self) -> int:
-        """Empty the prefix cache, for example after a change of weights.
-
-        Returns:
-            The number of blocks that the prefix cache held.
-        """
-        return self.manager.reset_prefix_cache()
-
     def _make_room(self, sequence: Sequence, count: int, step: SchedulerOutput, preempt: bool = True) -> bool:
         """Reserve blocks for new tokens, and preempt other sequences for them if ``preempt``."""
         assert sequence.block_sequence is not None

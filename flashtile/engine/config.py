@@ -264,18 +264,6 @@ def read_config(folder: Path) -> ModelConfig:
     return parse_config(values, str(path))
 
 
-def generation_defaults(folder: Path) -> dict[str, Any]:
-    """Read generation_config.json as arguments of SamplingParams. The values are not validated.
-
-    An absent file, and absent or null fields, give no arguments. ``do_sample`` is ignored, as in vLLM.
-    """
-    path = folder / "generation_config.json"
-    values = read_json(path) if path.is_file() else {}
-    names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-    names["max_new_tokens"] = "max_tokens"
-    return {names[name]: value for name, value in values.items() if name in names and value is not None}
-
-
 def parse_config(values: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     """Validate the contents of a config.json, as :func:`read_config` does.
 

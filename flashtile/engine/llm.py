@@ -17,7 +17,7 @@ import torch
 
 from flashtile.checks.arguments import as_int_within, is_choice
 from flashtile.checks.conversions import as_float, as_int, check_flag
-from flashtile.engine.config import ConfigError, ModelConfig, generation_defaults, model_folder, read_config
+from flashtile.engine.config import ConfigError, ModelConfig, model_folder, read_config, read_json
 from flashtile.engine.core import Engine, EngineStats, Prompt
 from flashtile.engine.memory import memory_left
 from flashtile.engine.model import Model
@@ -420,20 +420,26 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
 
 
 def _sampling_defaults(source: str | Path, folder: Path) -> dict[str, Any]:
-    """Read and validate the defaults that ``generation_config`` of :class:`LLM` names."""
-    if source == "vllm":
+    """Read and validate the defaults that ``generation_config`` of :class:`LLM` names.
+
+    Null fields count as absent. ``do_sample`` is ignored, as in vLLM.
+    """
+    path = Path(folder if source == "auto" else source, "generation_config.json")
+    if source == "vllm" or (source == "auto" and not path.is_file()):
         return {}
-    place = folder if source == "auto" else Path(source)
-    if source != "auto" and not (place / "generation_config.json").is_file():
+    if not path.is_file():
         raise FileNotFoundError(
             "generation_config must be 'auto', 'vllm' or a folder with a generation_config.json, "
             f"got {str(source)!r:.200}"
         )
-    found = generation_defaults(place)
+    names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    names["max_new_tokens"] = "max_tokens"
+    values = read_json(path).items()
+    found = {names[name]: value for name, value in values if name in names and value is not None}
     try:
         SamplingParams(**found)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{place / 'generation_config.json'}: {error}") from None
+        raise ConfigError(f"{path}: {error}") from None
     return found
 
 

@@ -112,7 +112,7 @@ class Scheduler:
         self._beam_searches: set[Request] = set()
         self._full = False  # whether a sequence waits for a seat
         # The last sequence that was not started for lack of blocks, and the blocks available at that time.
-        self._stuck: tuple[Sequence, int] | None = None
+        self._stuck: tuple[Sequence | None, int] = None, 0
 
     def add(self, request: Request) -> None:
         """Queue a new request. Raise ValueError if the request needs more blocks than the pool has."""
@@ -308,8 +308,8 @@ class Scheduler:
         Returns 0 if the free blocks do not suffice for all tokens of the sequence.
         """
         manager, request = self.manager, sequence.request
-        stuck = self._stuck is not None and self._stuck[0] is sequence and self.running
-        if stuck and self._stuck is not None and manager.pool.available <= self._stuck[1]:
+        stuck, available = self._stuck
+        if stuck is sequence and self.running and manager.pool.available <= available:
             return 0
         reads = self.prefix_caching and (request.reads_prompt_cache or sequence.forked)
         number = manager.create(sequence.tokens if reads else (), request.salt)
@@ -318,15 +318,13 @@ class Scheduler:
         spare = len(self.running)  # each running sequence may need a block soon
         count = min(len(sequence.tokens) - found, budget)
         fits = not self.running or manager.window_left >= 0 or needed + spare <= manager.pool.available
-        try:
-            if not fits:
-                raise OutOfBlocksError("starting", 1, needed, manager.pool.available, manager.pool.num_blocks)
-            step.move(COPY, manager.reserve(number, count))
-        except OutOfBlocksError:
+        sequence.block_sequence = number
+        if not fits or not self._make_room(sequence, count, step, preempt=False):
             manager.free(number)
+            sequence.block_sequence = None
             self._stuck = sequence, manager.pool.available
             return 0
-        sequence.block_sequence, sequence.num_computed = number, found
+        sequence.num_computed = found
         if request.beam is not None:
             self._beam_searches.add(request)
         elif not sequence.forked:

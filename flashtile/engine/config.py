@@ -12,7 +12,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,14 +183,13 @@ class _Fields:
             raise self.refuse(name, "true or false")
         return value
 
-    def activation(self, name: str) -> str:
-        """Return the activation function in field ``name``, under the name that :class:`ModelConfig` uses."""
+    def one_of(self, name: str, allowed: Iterable[str], hint: str = "") -> str:
+        """Return a field that must be one of ``allowed``, because nothing else is supported."""
         value = self.values.get(name)
-        if not isinstance(value, str) or value not in ACTIVATIONS:
-            raise NotImplementedError(
-                f"{self.source}: {name} must be one of {', '.join(ACTIVATIONS)}, got {value!r:.80}"
-            )
-        return ACTIVATIONS[value]
+        if not isinstance(value, str) or value not in allowed:
+            given = f"{', '.join(allowed)}, got {value!r:.80}{hint}"
+            raise NotImplementedError(f"{self.source}: {name} must be one of {given}")
+        return value
 
     def ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
         value = self.values.get(name)
@@ -270,11 +269,7 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
     ``source`` is the name of the file in errors.
     """
     _refuse_unsupported(values, source)
-    model_type = values.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise NotImplementedError(
-            f"{source}: model_type must be one of {', '.join(FAMILIES)}, got {model_type!r:.80}{IN_VLLM}"
-        )
+    model_type = _Fields(values, source).one_of("model_type", FAMILIES, IN_VLLM)
     family = FAMILIES[model_type]
     fields = _Fields(_with_defaults(values, family), source)
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads", most=2**14)
@@ -314,7 +309,7 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
         softmax_scale=fields.number("query_pre_attn_scalar", head_dim) ** -0.5,
         attn_softcap=fields.number("attn_logit_softcapping", 0.0, positive=False),
         final_softcap=fields.number("final_logit_softcapping", 0.0, positive=False),
-        activation=fields.activation("hidden_activation" if gemma else "hidden_act"),
+        activation=ACTIVATIONS[fields.one_of("hidden_activation" if gemma else "hidden_act", ACTIVATIONS)],
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=bias if family.o_bias is None else family.o_bias,
@@ -430,10 +425,7 @@ def _read_rope(
     rope = _Fields({"rope_theta": fields.values[base], **given}, source)
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
     kind = family.rope_types.get(kind, kind) if isinstance(kind, str) else kind
-    if kind not in ROPE_TYPES:
-        raise NotImplementedError(
-            f"{source}: rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r:.80}"
-        )
+    _Fields({"rope_type": kind}, source).one_of("rope_type", ROPE_TYPES)
     either = _Fields({**values, **rope.values}, source)
     rotated = either.number("partial_rotary_factor", 1)
     if rotated != 1 and "partial_rotary_factor" not in family.fields:

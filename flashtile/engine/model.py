@@ -181,8 +181,7 @@ class Attention:
     ) -> Any:  # fmt: skip
         """Normalise x (total_new, hidden_size) by ``norm`` if given, apply attention, and add ``residual``.
 
-        If ``following``, the next norm, is given, the result is a :class:`BeforeNorm`: the sum, the sum times
-        the weight of ``following``, and the RMS factor of each row.
+        If ``following``, the next norm, is given, the result is prepared for it (see ``Hidden``).
         """
         out = self._attend_to_few(x, norm, step, cache)
         if out is None:
@@ -281,8 +280,7 @@ class MLP:
     ) -> Any:
         """Normalise x (total_new, hidden_size) by ``norm`` if given, apply the MLP, and add ``residual``.
 
-        If ``following``, the next norm, is given, the result is a :class:`BeforeNorm`: the sum, the sum times
-        the weight of ``following``, and the RMS factor of each row.
+        If ``following``, the next norm, is given, the result is prepared for it (see ``Hidden``).
         """
         if self.silu:
             inner = self.gate_up(x, self.gate_up_bias, norm=norm, activation=SWIGLU)

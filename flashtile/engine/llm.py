@@ -26,7 +26,7 @@ from flashtile.engine.parallel import ALONE, ProcessRanks, Ranks, check_divides,
 from flashtile.engine.runner import Runner
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler
-from flashtile.engine.speculation import DraftModel, read_speculative_config
+from flashtile.engine.speculation import DraftModel, comb, read_speculative_config
 from flashtile.engine.step_calls import Limits, warm_up
 from flashtile.engine.tokenizer import Tokenizer, load_tokenizer
 from flashtile.engine.weights import Shard, open_weights, random_weights, with_checkpoint_head
@@ -207,8 +207,8 @@ class LLM:
             prefix_caching=enable_prefix_caching, swap=manager.host_pool.num_blocks > 0,
         )  # fmt: skip
         runner = Runner(
-            network, manager, cache_dtype, budget, capture=not enforce_eager,
-            parents=() if speculation is None else speculation.parents, draft=draft, ranks=ranks,
+            network, manager, cache_dtype, budget, capture=not enforce_eager, draft=draft, ranks=ranks,
+            parents=comb(speculation.num_speculative_tokens, speculation.tree_width) if speculation else (),
         )  # fmt: skip
         overlap = self.device.type == "cuda" if async_scheduling is None else bool(async_scheduling)
         self.engine = Engine(

@@ -106,11 +106,7 @@ class PromptLookup:
     num_speculative_tokens: int = 4
     prompt_lookup_max: int = 3
     prompt_lookup_min: int = 1
-
-    @property
-    def parents(self) -> tuple[int, ...]:
-        """Parent of each of ``num_speculative_tokens`` guesses, which form a chain."""
-        return comb(self.num_speculative_tokens, 1)
+    tree_width = 1  # without a type, because users do not choose it
 
     def guess(self, sequence: Sequence) -> Guesses:
         """Guess the next tokens of a sequence. Make no guess if its last tokens do not occur earlier."""
@@ -153,18 +149,13 @@ class DraftModel:
     num_speculative_tokens: int = 4
     tree_width: int = 1
 
-    @property
-    def parents(self) -> tuple[int, ...]:
-        """Parent of each guess in a tree of ``num_speculative_tokens * tree_width`` guesses."""
-        return comb(self.num_speculative_tokens, self.tree_width)
-
     def guess(self, sequence: Sequence) -> Guesses:
         """Choose how many guesses the draft model makes. Each has the placeholder ``UNKNOWN``."""
         # An accepted sibling (a guess outside the chain) has its keys and values in the wrong cache slot. The
         # next step therefore computes this token again, before the guesses.
         depth = _chain_length(sequence, self.num_speculative_tokens, 1 + (self.tree_width > 1))
         # Near the end of the answer there is no room for siblings.
-        parents = self.parents if depth == self.num_speculative_tokens else comb(depth, 1)
+        parents = comb(depth, self.tree_width if depth == self.num_speculative_tokens else 1)
         return Guesses([UNKNOWN] * len(parents), parents)
 
 

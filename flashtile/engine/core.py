@@ -531,10 +531,9 @@ class Engine:
     def _count_blocks(self, request: Request) -> None:
         """Record in a request's metrics how many blocks its answers use, with and without sharing."""
         manager = self.scheduler.manager
-        numbers = [
-            one.block_sequence for one in request.sequences
+        tables = [
+            manager.blocks(one.block_sequence) for one in request.sequences
             if one.block_sequence is not None and one.state is State.RUNNING
         ]  # fmt: skip
-        tables = [manager.blocks(number) for number in numbers]
         request.metrics.unshared_blocks += sum(map(len, tables))
         request.metrics.blocks += len({block for table in tables for block in table})

@@ -189,17 +189,16 @@ class Scheduler:
             origin = old[parent]
             left.remove(parent)
             sequence.forked = True
-            if origin.block_sequence is None:
+            blocks, last = origin.block_sequence, parent not in left
+            if blocks is None:
                 insort(self.waiting, sequence, key=ORDER)
-                continue
-            last = parent not in left
-            sequence.block_sequence = origin.block_sequence if last else manager.fork(origin.block_sequence)
-            sequence.num_computed, sequence.state = origin.num_computed, State.RUNNING
-            insort(self.running, sequence, key=ORDER)
-        for parent in set(parents):
-            origin = old[parent]
-            self._leave(origin)
-            origin.state, origin.finish_reason, origin.block_sequence = State.FINISHED, "dropped", None
+            else:
+                sequence.block_sequence = blocks if last else manager.fork(blocks)
+                sequence.num_computed, sequence.state = origin.num_computed, State.RUNNING
+                insort(self.running, sequence, key=ORDER)
+            if last:
+                origin.block_sequence = None  # its last child has them
+                self.finish(origin, "dropped")
 
     def _make_room(self, sequence: Sequence, count: int, step: SchedulerOutput, preempt: bool = True) -> bool:
         """Reserve blocks for new tokens, and preempt other sequences for them if ``preempt``."""

@@ -283,9 +283,6 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
     gemma = "hidden_activation" in family.fields
     bias = fields.flag("attention_bias")
     experts = fields.size("num_local_experts", most=2**12) if family.experts else 0
-    expert_size, normalized = 0, True
-    if family.experts:
-        expert_size, normalized = fields.size(family.experts.inner), fields.flag("norm_topk_prob", True)
     unrotated = _read_no_rope_layers(fields, layers)
     rope, local_rope = _read_ropes(values, fields, family, head_dim)
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
@@ -316,8 +313,8 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
         mlp_bias=fields.flag("mlp_bias"),
         num_experts=experts,
         experts_per_token=fields.size("num_experts_per_tok", most=experts) if experts else 0,
-        expert_size=expert_size,
-        normalized=normalized,
+        expert_size=fields.size(family.experts.inner) if family.experts else 0,
+        normalized=fields.flag("norm_topk_prob", True),
         dense_layers=_read_dense_layers(fields, layers),
         swiglu_alpha=fields.number("swiglu_alpha", 0.0, positive="swiglu_alpha" in family.fields),
         swiglu_limit=fields.number("swiglu_limit", 0.0, positive="swiglu_limit" in family.fields),

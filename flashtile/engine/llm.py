@@ -44,7 +44,7 @@ DTYPES = {
 }
 MAX_DEFAULT_LENGTH = 2**20
 """Upper limit of the default ``max_model_len``, because longer rotary and block tables waste memory."""
-CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
+CACHE_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
 
 
 class LLM:
@@ -542,11 +542,9 @@ def _table_bytes(model: Model, length: int, seqs: int, block_size: int, blocks: 
 
 
 def _cache_dtype(name: Any, dtype: torch.dtype) -> torch.dtype:
-    if is_choice(name, ("auto",)):
-        return dtype
     if not is_choice(name, tuple(CACHE_DTYPES)):
-        raise ValueError(f"kv_cache_dtype must be one of auto, {', '.join(CACHE_DTYPES)}, got {name!r:.60}")
-    return CACHE_DTYPES[name]
+        raise ValueError(f"kv_cache_dtype must be one of {', '.join(CACHE_DTYPES)}, got {name!r:.60}")
+    return CACHE_DTYPES[name] or dtype
 
 
 def _draft_config(settings: DraftModel, config: ModelConfig) -> ModelConfig:

@@ -179,6 +179,7 @@ class Runner:
         self.model, self.manager, self.ranks = model, manager, ranks
         self.device = model.embedding.device
         self.memory = Memory.of(model, manager, cache_dtype)
+        self._memories = [self.memory]
         rows = manager.table.max_sequences
         on_gpu = self.device.type == "cuda"
         self.spare_row = rows
@@ -214,7 +215,7 @@ class Runner:
         if draft is not None:
             memory = Memory.of(draft, manager, draft.embedding.dtype)
             self.drafter = Drafter(draft, memory.k, memory.v, self.block_table, self.known, parents)
-            self.draft_memory = memory
+            self._memories.append(memory)
 
     @torch.inference_mode()
     def launch(self, schedule: SchedulerOutput) -> InFlight:
@@ -501,8 +502,7 @@ class Runner:
 
         ``pairs`` holds (source, target) blocks, in the order in which they must be copied.
         """
-        memories = [self.memory] + ([] if self.drafter is None else [self.draft_memory])
-        for memory in memories:
+        for memory in self._memories:
             if what == COPY:
                 copy_blocks(memory.k, memory.v, on_device(list(pairs), torch.int64, self.device))
                 continue

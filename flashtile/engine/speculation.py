@@ -111,16 +111,17 @@ class PromptLookup:
     def guess(self, sequence: Sequence) -> Guesses:
         """Guess the next tokens of a sequence. Make no guess if its last tokens do not occur earlier."""
         count = _chain_length(sequence, self.num_speculative_tokens, 1)
-        tokens, guesses = sequence.tokens, []
-        positions = self._index(sequence) if count else {}
+        if not count:
+            return Guesses([], ())
+        tokens, positions = sequence.tokens, self._index(sequence)
         for length in range(self.prompt_lookup_max, self.prompt_lookup_min - 1, -1):
             at = positions.get(tuple(tokens[-length:]))
             if at is not None and len(tokens) > length:
                 guesses = tokens[at : at + count]
                 while len(guesses) < count:  # repeat the tokens from ``at`` to the end of the sequence
                     guesses.append(guesses[at - len(tokens)])
-                break
-        return Guesses(guesses, comb(len(guesses), 1))
+                return Guesses(guesses, tuple(range(count)))
+        return Guesses([], ())
 
     def _index(self, sequence: Sequence) -> dict[tuple[int, ...], int]:
         """Map each n-gram of the sequence's tokens to the position after its latest occurrence."""

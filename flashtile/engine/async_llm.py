@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
@@ -160,31 +161,19 @@ class AsyncLLM:
 
         Returns the result of the function, or raises its error.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-
-        def resolve(result: Any, error: BaseException | None) -> None:
-            if future.cancelled():
-                return
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
+        future: Future[Result] = Future()
+        future.set_running_or_notify_cancel()  # the function also runs if the caller is cancelled
 
         def command() -> None:
-            result: Any = None
-            error: BaseException | None = None
-            if self.error is not None:
-                error = EngineDeadError(f"the engine has ended: {self.error}")
-            else:
-                try:
-                    result = function(self.engine)
-                except Exception as raised:
-                    error = raised
-            _call(loop, lambda: resolve(result, error))
+            try:
+                if self.error is not None:
+                    raise EngineDeadError(f"the engine has ended: {self.error}")
+                future.set_result(function(self.engine))
+            except Exception as error:
+                future.set_exception(error)
 
         self._send(command)
-        return await future
+        return await asyncio.wrap_future(future)
 
     async def shutdown(self, timeout: float = 30.0) -> None:
         """Accept no more requests, wait for the unfinished requests, and end the engine.

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,14 +183,13 @@ class _Fields:
             raise self.refuse(name, "true or false")
         return value
 
-    def activation(self, name: str) -> str:
-        """Return the activation function in field ``name``, under the name that :class:`ModelConfig` uses."""
+    def one_of(self, name: str, allowed: Iterable[str], hint: str = "") -> str:
+        """Return a field that must be one of ``allowed``, because nothing else is supported."""
         value = self.values.get(name)
-        if not isinstance(value, str) or value not in ACTIVATIONS:
-            raise NotImplementedError(
-                f"{self.source}: {name} must be one of {', '.join(ACTIVATIONS)}, got {value!r:.80}"
-            )
-        return ACTIVATIONS[value]
+        if not isinstance(value, str) or value not in allowed:
+            given = f"{', '.join(allowed)}, got {value!r:.80}{hint}"
+            raise NotImplementedError(f"{self.source}: {name} must be one of {given}")
+        return value
 
     def ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
         value = self.values.get(name)
@@ -264,29 +263,13 @@ def read_config(folder: Path) -> ModelConfig:
     return parse_config(values, str(path))
 
 
-def generation_defaults(folder: Path) -> dict[str, Any]:
-    """Read generation_config.json as arguments of SamplingParams. The values are not validated.
-
-    An absent file, and absent or null fields, give no arguments. ``do_sample`` is ignored, as in vLLM.
-    """
-    path = folder / "generation_config.json"
-    values = read_json(path) if path.is_file() else {}
-    names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-    names["max_new_tokens"] = "max_tokens"
-    return {names[name]: value for name, value in values.items() if name in names and value is not None}
-
-
 def parse_config(values: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     """Validate the contents of a config.json, as :func:`read_config` does.
 
     ``source`` is the name of the file in errors.
     """
     _refuse_unsupported(values, source)
-    model_type = values.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise NotImplementedError(
-            f"{source}: model_type must be one of {', '.join(FAMILIES)}, got {model_type!r:.80}{IN_VLLM}"
-        )
+    model_type = _Fields(values, source).one_of("model_type", FAMILIES, IN_VLLM)
     family = FAMILIES[model_type]
     fields = _Fields(_with_defaults(values, family), source)
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads", most=2**14)
@@ -300,9 +283,6 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
     gemma = "hidden_activation" in family.fields
     bias = fields.flag("attention_bias")
     experts = fields.size("num_local_experts", most=2**12) if family.experts else 0
-    expert_size, normalized = 0, True
-    if family.experts:
-        expert_size, normalized = fields.size(family.experts.inner), fields.flag("norm_topk_prob", True)
     unrotated = _read_no_rope_layers(fields, layers)
     rope, local_rope = _read_ropes(values, fields, family, head_dim)
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
@@ -326,15 +306,15 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
         softmax_scale=fields.number("query_pre_attn_scalar", head_dim) ** -0.5,
         attn_softcap=fields.number("attn_logit_softcapping", 0.0, positive=False),
         final_softcap=fields.number("final_logit_softcapping", 0.0, positive=False),
-        activation=fields.activation("hidden_activation" if gemma else "hidden_act"),
+        activation=ACTIVATIONS[fields.one_of("hidden_activation" if gemma else "hidden_act", ACTIVATIONS)],
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=bias if family.o_bias is None else family.o_bias,
         mlp_bias=fields.flag("mlp_bias"),
         num_experts=experts,
         experts_per_token=fields.size("num_experts_per_tok", most=experts) if experts else 0,
-        expert_size=expert_size,
-        normalized=normalized,
+        expert_size=fields.size(family.experts.inner) if family.experts else 0,
+        normalized=fields.flag("norm_topk_prob", True),
         dense_layers=_read_dense_layers(fields, layers),
         swiglu_alpha=fields.number("swiglu_alpha", 0.0, positive="swiglu_alpha" in family.fields),
         swiglu_limit=fields.number("swiglu_limit", 0.0, positive="swiglu_limit" in family.fields),
@@ -442,10 +422,7 @@ def _read_rope(
     rope = _Fields({"rope_theta": fields.values[base], **given}, source)
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
     kind = family.rope_types.get(kind, kind) if isinstance(kind, str) else kind
-    if kind not in ROPE_TYPES:
-        raise NotImplementedError(
-            f"{source}: rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r:.80}"
-        )
+    _Fields({"rope_type": kind}, source).one_of("rope_type", ROPE_TYPES)
     either = _Fields({**values, **rope.values}, source)
     rotated = either.number("partial_rotary_factor", 1)
     if rotated != 1 and "partial_rotary_factor" not in family.fields:

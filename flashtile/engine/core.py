@@ -24,7 +24,7 @@ from flashtile.engine.runner import NOT_FINITE, InFlight, Runner, TokenScores
 from flashtile.engine.sampler import stream_seed
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler, SchedulerOutput
-from flashtile.engine.speculation import DraftSpeculator, Speculator, accepted_path
+from flashtile.engine.speculation import DraftModel, PromptLookup, accepted_path
 from flashtile.engine.structured import MAX_SECONDS, Structures, error_of
 from flashtile.engine.tokenizer import Tokenizer
 
@@ -86,7 +86,7 @@ class Engine:
         max_model_len: int,
         seed: int = 0,
         overlap: bool = True,
-        speculator: Speculator | DraftSpeculator | None = None,
+        speculator: PromptLookup | DraftModel | None = None,
     ):
         self.config, self.runner, self.scheduler, self.tokenizer = config, runner, scheduler, tokenizer
         self.max_model_len, self.seed, self.overlap = max_model_len, seed, overlap
@@ -138,22 +138,21 @@ class Engine:
             raise ValueError(
                 f"prompt must be shorter than max_model_len={self.max_model_len} tokens, got {len(tokens)}"
             )
-        self._check_tokens(params)
-        if isinstance(params, BeamSearchParams) and 4 * params.beam_width > self.config.vocab_size:
+        beam = params if isinstance(params, BeamSearchParams) else None
+        sampling = params.sampling() if isinstance(params, BeamSearchParams) else params
+        self._check_tokens(sampling)
+        if beam is not None and 4 * beam.beam_width > self.config.vocab_size:
             raise ValueError(
                 f"beam_width must be at most a quarter of vocab_size={self.config.vocab_size}, "
-                f"got {params.beam_width}"
+                f"got {beam.beam_width}"
             )
-        number, ends = self._num_requests, frozenset(params.stop_token_ids or ())
-        structure: dict[str, Any] | None = None
-        seed: int | None = 0
-        if isinstance(params, SamplingParams):
-            structure, seed = params.structured_outputs, params.seed
+        number, ends = self._num_requests, frozenset(sampling.stop_token_ids or ())
+        structure, seed = sampling.structured_outputs, sampling.seed
         # The first process has compiled the structure in time, so the others must not refuse the request.
         seconds = None if self.runner.ranks.rank else MAX_SECONDS
         matcher = None if structure is None else self.structures.matcher(structure, seconds)
         request = Request(
-            request_id, number, text, tokens, params,
+            request_id, number, text, tokens, sampling, beam=beam,
             max_outputs=min(room, room if params.max_tokens is None else params.max_tokens),
             ends=ends if params.ignore_eos and matcher is None else ends | self.eos_token_ids,
             seed=stream_seed(self.seed, number) if seed is None else seed,
@@ -161,7 +160,7 @@ class Engine:
             salt=b"" if cache_salt is None else cache_salt.encode(),
             matcher=matcher,
         )  # fmt: skip
-        if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
+        if sampling.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         self.scheduler.add(request)
         options = {"priority": priority, "cache_salt": cache_salt}
@@ -172,8 +171,8 @@ class Engine:
             raise
         self._num_requests += 1
         self.requests[request_id] = request
-        if isinstance(params, BeamSearchParams):
-            self._beams[request] = BeamSearch(request, params)
+        if beam is not None:
+            self._beams[request] = BeamSearch(request, beam)
         return request
 
     def compile_structure(self, structure: dict[str, Any]) -> None:
@@ -257,7 +256,6 @@ class Engine:
         for request_id in ids:
             request = self.requests.get(request_id)
             if request is not None:
-                request.aborted = True
                 self._end(request, "abort")
                 output = self._output(request)
                 assert output is not None
@@ -267,7 +265,7 @@ class Engine:
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache and return the number of blocks that it held."""
         self.on_change("reset_prefix_cache", (), {})
-        return self.scheduler.reset_prefix_cache()
+        return self.scheduler.manager.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
         """Return the present statistics."""
@@ -279,20 +277,15 @@ class Engine:
             scheduler.prefix_queries, scheduler.prefix_hits,
         )  # fmt: skip
 
-    def _check_tokens(self, params: SamplingParams | BeamSearchParams) -> None:
+    def _check_tokens(self, params: SamplingParams) -> None:
         size = self.config.vocab_size
-        lists: dict[str, list[int] | None] = {"stop_token_ids": params.stop_token_ids}
-        if isinstance(params, SamplingParams):
-            lists |= {
-                "allowed_token_ids": params.allowed_token_ids,
-                "logit_bias": list(params.logit_bias or ()),
-            }
-            if params.stops and self.tokenizer is None:
-                raise ValueError(f"stop must be empty without a tokenizer, got {params.stops!r:.60}")
-            for name in ("logprobs", "prompt_logprobs"):
-                if (getattr(params, name) or 0) > size:
-                    raise ValueError(f"{name} must be at most vocab_size={size}, got {getattr(params, name)}")
-        for name, tokens in lists.items():
+        if params.stops and self.tokenizer is None:
+            raise ValueError(f"stop must be empty without a tokenizer, got {params.stops!r:.60}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > size:
+                raise ValueError(f"{name} must be at most vocab_size={size}, got {getattr(params, name)}")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            tokens = getattr(params, name)
             if tokens and max(tokens) >= size:
                 raise ValueError(f"{name} must hold tokens below vocab_size={size}, got {max(tokens)}")
 
@@ -314,12 +307,12 @@ class Engine:
                 raise  # the other processes may have continued, so the engines no longer agree
             # It is unknown which blocks the failed step wrote, so no request may reuse cached ones.
             logger.exception("a step failed; its requests end with an error")
-            self.scheduler.reset_prefix_cache()
+            self.scheduler.manager.reset_prefix_cache()
             taking_part = [*(entry.sequence for entry in schedule.entries), *schedule.swapped]
             for request in {sequence.request for sequence in taking_part}:
                 self._end(request, "error", f"{type(error).__name__}: {error}")
                 touched[request] = None
-            self.scheduler.reset_prefix_cache()
+            self.scheduler.manager.reset_prefix_cache()
             return None
 
     def _read(self, touched: dict[Request, None]) -> None:
@@ -380,7 +373,7 @@ class Engine:
                 error = NOT_FINITE  # allowed_token_ids, for example, can hide NaN logits from the draw
             if error is not None:
                 self._fail(request, error)
-            elif request.is_beam_search:
+            elif request.beam is not None:
                 self._take_beam(sequence, scores)
             else:
                 self._take_token(sequence, tokens[i], scores)
@@ -394,7 +387,6 @@ class Engine:
 
     def _take_token(self, sequence: Sequence, token: int, scores: TokenScores | None) -> None:
         request, params = sequence.request, sequence.request.params
-        assert isinstance(params, SamplingParams)
         sequence.tokens.append(token)
         self._generation_tokens += 1
         if scores is not None:
@@ -437,7 +429,7 @@ class Engine:
         """End a request with an error. After NaN or infinite logits, also empty the prefix cache."""
         self._end(request, "error", error)
         if error == NOT_FINITE:
-            self.scheduler.reset_prefix_cache()
+            self.scheduler.manager.reset_prefix_cache()
 
     def _end(self, request: Request, reason: str, stop_reason: str | None = None) -> None:
         for sequence in request.sequences:
@@ -448,9 +440,7 @@ class Engine:
         if found is None:
             assert self.tokenizer is not None
             request, params = sequence.request, sequence.request.params
-            settings: tuple[bool, tuple[str, ...], bool] = (True, (), False)
-            if isinstance(params, SamplingParams):
-                settings = params.skip_special_tokens, tuple(params.stops), params.include_stop_str_in_output
+            settings = params.skip_special_tokens, tuple(params.stops), params.include_stop_str_in_output
             found = Detokenizer(self.tokenizer, request.prompt_token_ids, *settings)
             self._detokenizers[sequence] = found
         return found
@@ -469,14 +459,11 @@ class Engine:
 
         A finished request is removed from the engine.
         """
-        finished = request.finished
-        params = request.params
-        if isinstance(params, BeamSearchParams):
-            if not finished:
-                return None
-            outputs = self._beam_outputs(request, params)
-        elif params.output_kind is RequestOutputKind.FINAL_ONLY and not finished:
+        finished, params = request.finished, request.params
+        if params.output_kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
+        if request.beam is not None:
+            outputs = self._beam_outputs(request, request.beam)
         else:
             outputs = [self._completion(sequence, params) for sequence in request.sequences]
         if finished:
@@ -487,8 +474,6 @@ class Engine:
                 self._detokenizers.pop(sequence, None)
                 self._sent.pop(sequence, None)
                 sequence.matcher = None
-                if self.speculator is not None:
-                    self.speculator.forget(sequence)
         return RequestOutput(
             request.request_id, request.prompt, request.prompt_token_ids, request.prompt_logprobs, outputs,
             finished, request.metrics, request.num_cached_tokens,
@@ -546,10 +531,9 @@ class Engine:
     def _count_blocks(self, request: Request) -> None:
         """Record in a request's metrics how many blocks its answers use, with and without sharing."""
         manager = self.scheduler.manager
-        numbers = [
-            one.block_sequence for one in request.sequences
+        tables = [
+            manager.blocks(one.block_sequence) for one in request.sequences
             if one.block_sequence is not None and one.state is State.RUNNING
         ]  # fmt: skip
-        tables = [manager.blocks(number) for number in numbers]
         request.metrics.unshared_blocks += sum(map(len, tables))
         request.metrics.blocks += len({block for table in tables for block in table})

@@ -60,17 +60,17 @@ class Drafter:
             capture: makes CUDA graphs of the passes; None to run them directly.
         """
         sequences = [entry.sequence for entry in entries]
-        batch, captured = len(entries), capture is not None
-        padded = graph_batch(batch) if captured and batch <= MAX_GRAPH_BATCH else batch
-        captured = captured and batch <= MAX_GRAPH_BATCH
-        spare = [0] * (padded - batch)
-        last_two = [[one.tokens[i] for one in sequences] for i in (-2, -1)]
-        lengths = [len(one.tokens) for one in sequences]
-        counts = [max(one.parents) + 1 for one in sequences]
-        parts = [*last_two, lengths, [entry.row for entry in entries], counts]
-        views = self._transfer(
-            [part + spare for part in parts[:3]] + [parts[3] + [self.spare_row] * len(spare), counts + spare]
-        )
+        batch = padded = len(entries)
+        if batch > MAX_GRAPH_BATCH:
+            capture = None
+        if capture is not None:
+            padded = graph_batch(batch)
+        numbers = [
+            (one.tokens[-2], one.tokens[-1], len(one.tokens), entry.row, max(one.parents) + 1)
+            for entry, one in zip(entries, sequences, strict=True)
+        ]
+        numbers += [(0, 0, 0, self.spare_row, 0)] * (padded - batch)
+        views = self._transfer(list(zip(*numbers, strict=True)))
         # State that each pass updates: the last token, the number of tokens before it, the row of the block
         # table, and the number of drafts that are still to be made.
         _, last, length, rows, wanted = views
@@ -80,7 +80,7 @@ class Drafter:
         choice = self._draws.of(sequences).choice
         guesses = []
         for place in range(self.depth):
-            self._run(padded, place == 0, capture if captured else None)
+            self._run(padded, place == 0, capture)
             found = candidates(self._logits[:batch], choice, positions_of_last[:batch] + 1, self.width)
             guesses.append(found)
             tokens[:batch] = found[:, 0]

@@ -75,8 +75,14 @@ class Family:
 
 COMMON = {
     "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "head_dim": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu",
-    "rope_parameters": None, "rope_theta": 10000.0, "eos_token_id": None, "bos_token_id": None,
+    "num_key_value_heads": None, "head_dim": None, "intermediate_size": 11008,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "hidden_act": "silu", "rope_parameters": None, "rope_theta": 10000.0, "eos_token_id": None,
+    "bos_token_id": None,
+}  # fmt: skip
+MISTRAL = {
+    **COMMON, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "sliding_window": 4096, "eos_token_id": 2, "bos_token_id": 1,
 }  # fmt: skip
 QWEN = {
     **COMMON, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32,
@@ -98,18 +104,9 @@ GPT_OSS_ROPE = {
 
 FAMILIES = {
     "llama": Family(
-        {
-            **COMMON, "intermediate_size": 11008, "num_key_value_heads": None,
-            "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False,
-            "eos_token_id": 2, "bos_token_id": 1,
-        }
+        {**COMMON, "attention_bias": False, "mlp_bias": False, "eos_token_id": 2, "bos_token_id": 1}
     ),
-    "mistral": Family(
-        {
-            **COMMON, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
-            "sliding_window": 4096, "layer_types": None, "eos_token_id": 2, "bos_token_id": 1,
-        }
-    ),
+    "mistral": Family({**MISTRAL, "layer_types": None}),
     "qwen2": Family(QWEN, qkv_bias=True, o_bias=False),
     "qwen3": Family({**QWEN, "head_dim": 128, "attention_bias": False}, qk_norm="head"),
     "gemma2": Family(
@@ -128,26 +125,24 @@ FAMILIES = {
     ),
     "olmo2": Family(
         {
-            **COMMON, "vocab_size": 50304, "intermediate_size": 11008, "num_key_value_heads": None,
-            "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False,
+            **COMMON, "vocab_size": 50304, "rms_norm_eps": 1e-5, "attention_bias": False,
             "eos_token_id": 50279,
         },
         norms=(None, "post_attention", None, "post_feedforward"), qk_norm="all",
     ),
     "smollm3": Family(
         {
-            **COMMON, "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 11008,
-            "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 4,
-            "max_position_embeddings": 32768, "tie_word_embeddings": True, "attention_bias": False,
-            "mlp_bias": False, "rope_theta": 2000000.0, "use_sliding_window": False, "sliding_window": None,
-            "layer_types": None, "no_rope_layers": None, "no_rope_layer_interval": 4,
-            "eos_token_id": 128001, "bos_token_id": 128000,
+            **COMMON, "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 36,
+            "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 32768,
+            "tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False, "rope_theta": 2000000.0,
+            "use_sliding_window": False, "sliding_window": None, "layer_types": None, "no_rope_layers": None,
+            "no_rope_layer_interval": 4, "eos_token_id": 128001, "bos_token_id": 128000,
         }
     ),
     "phi3": Family(
         {
             **COMMON, "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192,
-            "num_key_value_heads": None, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
             "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0, "sliding_window": None,
             "eos_token_id": 32000, "bos_token_id": 1,
         },
@@ -155,9 +150,8 @@ FAMILIES = {
     ),
     "mixtral": Family(
         {
-            **COMMON, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "sliding_window": None, "num_local_experts": 8,
-            "num_experts_per_tok": 2, "eos_token_id": 2, "bos_token_id": 1,
+            **MISTRAL, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "sliding_window": None,
+            "num_local_experts": 8, "num_experts_per_tok": 2,
         },
         experts=Experts("block_sparse_moe", gate_up=("w1", "w3"), down="w2"),
     ),

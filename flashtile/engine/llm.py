@@ -17,7 +17,7 @@ import torch
 
 from flashtile.checks.arguments import as_int_within, is_choice
 from flashtile.checks.conversions import as_float, as_int, check_flag
-from flashtile.engine.config import ConfigError, ModelConfig, generation_defaults, model_folder, read_config
+from flashtile.engine.config import ConfigError, ModelConfig, model_folder, read_config, read_json
 from flashtile.engine.core import Engine, EngineStats, Prompt
 from flashtile.engine.memory import memory_left
 from flashtile.engine.model import Model
@@ -26,7 +26,7 @@ from flashtile.engine.parallel import ALONE, ProcessRanks, Ranks, check_divides,
 from flashtile.engine.runner import Runner
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler
-from flashtile.engine.speculation import DraftModel, make_speculator, read_speculative_config
+from flashtile.engine.speculation import DraftModel, comb, read_speculative_config
 from flashtile.engine.step_calls import Limits, warm_up
 from flashtile.engine.tokenizer import Tokenizer, load_tokenizer
 from flashtile.engine.weights import Shard, open_weights, random_weights, with_checkpoint_head
@@ -44,7 +44,7 @@ DTYPES = {
 }
 MAX_DEFAULT_LENGTH = 2**20
 """Upper limit of the default ``max_model_len``, because longer rotary and block tables waste memory."""
-CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
+CACHE_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
 
 
 class LLM:
@@ -207,13 +207,13 @@ class LLM:
             prefix_caching=enable_prefix_caching, swap=manager.host_pool.num_blocks > 0,
         )  # fmt: skip
         runner = Runner(
-            network, manager, cache_dtype, budget, capture=not enforce_eager,
-            parents=() if speculation is None else speculation.parents, draft=draft, ranks=ranks,
+            network, manager, cache_dtype, budget, capture=not enforce_eager, draft=draft, ranks=ranks,
+            parents=comb(speculation.num_speculative_tokens, speculation.tree_width) if speculation else (),
         )  # fmt: skip
         overlap = self.device.type == "cuda" if async_scheduling is None else bool(async_scheduling)
         self.engine = Engine(
             config, runner, scheduler, text, max_model_len=length, seed=seed, overlap=overlap,
-            speculator=None if speculation is None else make_speculator(speculation),
+            speculator=speculation,
         )  # fmt: skip
         if warmup:
             warm_up(self.device, _steps_of(runner, draft, budget, quantization == "fp8"))
@@ -420,20 +420,26 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
 
 
 def _sampling_defaults(source: str | Path, folder: Path) -> dict[str, Any]:
-    """Read and validate the defaults that ``generation_config`` of :class:`LLM` names."""
-    if source == "vllm":
+    """Read and validate the defaults that ``generation_config`` of :class:`LLM` names.
+
+    Null fields count as absent. ``do_sample`` is ignored, as in vLLM.
+    """
+    path = Path(folder if source == "auto" else source, "generation_config.json")
+    if source == "vllm" or (source == "auto" and not path.is_file()):
         return {}
-    place = folder if source == "auto" else Path(source)
-    if source != "auto" and not (place / "generation_config.json").is_file():
+    if not path.is_file():
         raise FileNotFoundError(
             "generation_config must be 'auto', 'vllm' or a folder with a generation_config.json, "
             f"got {str(source)!r:.200}"
         )
-    found = generation_defaults(place)
+    names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    names["max_new_tokens"] = "max_tokens"
+    values = read_json(path).items()
+    found = {names[name]: value for name, value in values if name in names and value is not None}
     try:
         SamplingParams(**found)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{place / 'generation_config.json'}: {error}") from None
+        raise ConfigError(f"{path}: {error}") from None
     return found
 
 
@@ -536,11 +542,9 @@ def _table_bytes(model: Model, length: int, seqs: int, block_size: int, blocks: 
 
 
 def _cache_dtype(name: Any, dtype: torch.dtype) -> torch.dtype:
-    if is_choice(name, ("auto",)):
-        return dtype
     if not is_choice(name, tuple(CACHE_DTYPES)):
-        raise ValueError(f"kv_cache_dtype must be one of auto, {', '.join(CACHE_DTYPES)}, got {name!r:.60}")
-    return CACHE_DTYPES[name]
+        raise ValueError(f"kv_cache_dtype must be one of {', '.join(CACHE_DTYPES)}, got {name!r:.60}")
+    return CACHE_DTYPES[name] or dtype
 
 
 def _draft_config(settings: DraftModel, config: ModelConfig) -> ModelConfig:

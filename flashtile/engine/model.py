@@ -181,8 +181,7 @@ class Attention:
     ) -> Any:  # fmt: skip
         """Normalise x (total_new, hidden_size) by ``norm`` if given, apply attention, and add ``residual``.
 
-        If ``following``, the next norm, is given, the result is a :class:`BeforeNorm`: the sum, the sum times
-        the weight of ``following``, and the RMS factor of each row.
+        If ``following``, the next norm, is given, the result is prepared for it (see ``Hidden``).
         """
         out = self._attend_to_few(x, norm, step, cache)
         if out is None:
@@ -200,24 +199,27 @@ class Attention:
         x, normed = operand(x, norm)
         if cache.k.dtype != x.dtype:
             return None
-        one, has_slots = step.cu_seqlens_q is None, step.slots is not None
+        has_slots = step.slots is not None
         q = linear_qkv(
             x, self.qkv.weight, cache.k, cache.v, self.qkv_bias,
             positions=step.positions if has_slots else step.cache_seqlens,
             block_table=None if has_slots else step.block_table, slot_mapping=step.slots,
             rotary_cos=cache.cos, rotary_sin=cache.sin, weight_scale=self.qkv.scale, prefetch=True, **normed,
         )  # fmt: skip
-        return flash_attn_with_kvcache(
-            q.unsqueeze(1) if one else q, cache.k, cache.v, cache_seqlens=step.seqused_k,
-            block_table=step.block_table, softmax_scale=self.scale, softcap=self.softcap, sink=self.sink,
-            cu_seqlens_q=step.cu_seqlens_q, max_seqlen_q=None if one else step.max_seqlen_q,
-            **self._masking(step),
-        )  # fmt: skip
+        q = q.unsqueeze(1) if step.cu_seqlens_q is None else q
+        options = self._options(step)
+        return flash_attn_with_kvcache(q, cache.k, cache.v, cache_seqlens=step.seqused_k, **options)
 
-    def _masking(self, step: StepInput) -> dict[str, Any]:
+    def _options(self, step: StepInput) -> dict[str, Any]:
+        """Return the options that every attention of a step has."""
+        options: dict[str, Any] = {
+            "block_table": step.block_table, "softmax_scale": self.scale, "softcap": self.softcap,
+            "sink": self.sink, "cu_seqlens_q": step.cu_seqlens_q,
+            "max_seqlen_q": None if step.cu_seqlens_q is None else step.max_seqlen_q,
+        }  # fmt: skip
         if step.tree_mask is not None:
-            return {"tree_mask": step.tree_mask}
-        return {"causal": True, "window_size": (self.window, -1)}
+            return {"tree_mask": step.tree_mask, **options}
+        return {"causal": True, "window_size": (self.window, -1), **options}
 
     def _attend(self, x: Hidden, norm: Norm | None, step: StepInput, cache: Cache) -> Tensor:
         heads = (self.heads, self.kv_heads, self.kv_heads)
@@ -227,27 +229,21 @@ class Attention:
             q, k = self._norm_all_heads(q, k)
         elif self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        ragged = step.cu_seqlens_q is not None
-        common: dict[str, Any] = {
-            "block_table": step.block_table, "softmax_scale": self.scale, "softcap": self.softcap,
-            "sink": self.sink, **self._masking(step),
-        }  # fmt: skip
-        if ragged:
-            common |= {"cu_seqlens_q": step.cu_seqlens_q, "max_seqlen_q": step.max_seqlen_q}
+        ragged, options = step.cu_seqlens_q is not None, self._options(step)
         # Tokens of a tree are not at successive positions, and padding tokens must not be written.
         if step.slots is not None:
             assert step.positions is not None
             q, k = (rotate(t, cache.cos, cache.sin, step.positions.long(), False) for t in (q, k))
             append_kvcache(cache.k, cache.v, k, v, slot_mapping=step.slots)
             q = q if ragged else q.unsqueeze(1)
-            return flash_attn_with_kvcache(q, cache.k, cache.v, cache_seqlens=step.seqused_k, **common)
+            return flash_attn_with_kvcache(q, cache.k, cache.v, cache_seqlens=step.seqused_k, **options)
         if ragged:
-            common |= {"cu_seqlens_k_new": step.cu_seqlens_q, "max_seqlen_k_new": step.max_seqlen_q}
+            options |= {"cu_seqlens_k_new": step.cu_seqlens_q, "max_seqlen_k_new": step.max_seqlen_q}
         else:
             q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
         return flash_attn_with_kvcache(
             q, cache.k, cache.v, k, v, cache.cos, cache.sin, cache_seqlens=step.cache_seqlens,
-            rotary_interleaved=False, **common,
+            rotary_interleaved=False, **options,
         )  # fmt: skip
 
     def _norm_all_heads(self, q: Tensor, k: Tensor) -> list[Tensor]:
@@ -284,8 +280,7 @@ class MLP:
     ) -> Any:
         """Normalise x (total_new, hidden_size) by ``norm`` if given, apply the MLP, and add ``residual``.
 
-        If ``following``, the next norm, is given, the result is a :class:`BeforeNorm`: the sum, the sum times
-        the weight of ``following``, and the RMS factor of each row.
+        If ``following``, the next norm, is given, the result is prepared for it (see ``Hidden``).
         """
         if self.silu:
             inner = self.gate_up(x, self.gate_up_bias, norm=norm, activation=SWIGLU)

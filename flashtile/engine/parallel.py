@@ -29,13 +29,10 @@ the memory of all ranks. For more bytes, NCCL is faster."""
 HOST_TIMEOUT = timedelta(days=365)
 """Timeout of collectives on the CPU. It is long because a server may be idle for long. If a process ends, the
 collectives of the others raise an error at once."""
-
-
 GPU_TIMEOUT = 600.0
 """Maximum seconds that a GPU waits for the others in a step. A rank may compile kernels in that time."""
 FIRST_BYTES = 1024
 """Bytes of the first broadcast of a message."""
-
 
 logger = logging.getLogger("flashtile.engine")
 

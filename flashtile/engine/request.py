@@ -37,6 +37,7 @@ class Sequence:
         forked: whether the request's other answers were forked from this sequence, or it is such a fork.
         guesses: speculated tokens that the next step verifies.
         parents: the parent of each guess (:class:`flashtile.engine.speculation.Guesses`).
+        ngrams, num_indexed: the index of prompt lookup, and the number of tokens that it covers.
         max_tokens: maximum number of tokens of the prompt and the answer.
         held: excluded from steps, because it is a beam and the tokens of the other beams are not known yet.
         logprobs, cumulative_logprob: log-probabilities of the answer's tokens, if they were requested.
@@ -45,8 +46,8 @@ class Sequence:
 
     __slots__ = (
         "block_sequence", "cumulative_logprob", "finish_reason", "forked", "guesses", "held", "index",
-        "logprobs", "matcher", "max_tokens", "num_cached", "num_computed", "order", "parents", "pending",
-        "request", "state", "stop_reason", "tokens",
+        "logprobs", "matcher", "max_tokens", "ngrams", "num_cached", "num_computed", "num_indexed", "order",
+        "parents", "pending", "request", "state", "stop_reason", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, tokens: list[int]):
@@ -58,6 +59,8 @@ class Sequence:
         self.state, self.forked, self.held = State.WAITING, False, False
         self.guesses: list[int] = []
         self.parents: tuple[int, ...] = ()
+        self.ngrams: dict[tuple[int, ...], int] = {}
+        self.num_indexed = 1
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.logprobs: list[TokenLogprobs] = []
@@ -92,12 +95,13 @@ class Request:
 
     Attributes:
         number: number of the request. Requests of equal priority are scheduled in the order of their numbers.
+        params: sampling parameters. A beam search has greedy ones with the log-probabilities that it needs.
+        beam: parameters of a beam search, or None.
         max_outputs: maximum number of tokens of an answer.
         ends: tokens that end an answer.
         seed: seed of the draws, which also depend on the answer's index and the position.
         sequences: the answers: one until the prompt is computed, then ``n``, or the beams of a beam search.
         salt: only requests with the same salt share blocks through the prefix cache.
-        aborted: whether the request was aborted.
         matcher: matcher of ``structured_outputs`` at the start of an answer, or None.
         width: largest number of sequences that the request has at the same time.
         reads_prompt_cache: whether the prompt's blocks may come from the prefix cache. False if
@@ -111,8 +115,9 @@ class Request:
         number: int,
         prompt: str | None,
         prompt_token_ids: list[int],
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams,
         *,
+        beam: BeamSearchParams | None = None,
         max_outputs: int,
         ends: frozenset[int] = frozenset(),
         seed: int = 0,
@@ -122,18 +127,16 @@ class Request:
     ):
         self.request_id, self.number, self.prompt = request_id, number, prompt
         self.prompt_token_ids, self.num_prompt = prompt_token_ids, len(prompt_token_ids)
-        self.params, self.max_outputs, self.ends = params, max_outputs, ends
+        self.params, self.beam, self.max_outputs, self.ends = params, beam, max_outputs, ends
         self.seed, self.priority, self.salt = seed, priority, salt
         self.num_cached_tokens = 0
         self.metrics = RequestMetrics(time.monotonic())
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self.aborted, self.matcher = False, matcher
-        self.is_beam_search = isinstance(params, BeamSearchParams)
-        if isinstance(params, BeamSearchParams):
-            self.width, self.reads_prompt_cache, self.reads_tokens = params.beam_width, True, True
-        else:
-            self.width, self.reads_tokens = params.n, params.reads_tokens
-            self.reads_prompt_cache = params.prompt_logprobs is None
+        self.matcher, self.width, self.reads_tokens = matcher, params.n, params.reads_tokens
+        self.reads_prompt_cache = params.prompt_logprobs is None
+        if beam is not None:
+            # Beams need ``beam_width`` tokens that continue them, even if all end tokens are likelier.
+            self.reads_tokens, params.logprobs = True, (len(ends) + 1) * beam.beam_width
         self.sequences = [Sequence(self, 0, list(prompt_token_ids))]
 
     @property

@@ -24,7 +24,6 @@ from flashtile.engine.model import Model, StepInput
 from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.request import Sequence
 from flashtile.engine.sampler import Draws, adjust, choose, log_probabilities, needs_adjusting
-from flashtile.engine.sampling_params import BeamSearchParams
 from flashtile.engine.scheduler import COPY, SWAP_OUT, Entry, SchedulerOutput
 from flashtile.engine.speculation import UNKNOWN, depths, visible
 from flashtile.engine.step_calls import LOGITS_ROWS
@@ -180,6 +179,7 @@ class Runner:
         self.model, self.manager, self.ranks = model, manager, ranks
         self.device = model.embedding.device
         self.memory = Memory.of(model, manager, cache_dtype)
+        self._memories = [self.memory]
         rows = manager.table.max_sequences
         on_gpu = self.device.type == "cuda"
         self.spare_row = rows
@@ -215,7 +215,7 @@ class Runner:
         if draft is not None:
             memory = Memory.of(draft, manager, draft.embedding.dtype)
             self.drafter = Drafter(draft, memory.k, memory.v, self.block_table, self.known, parents)
-            self.draft_memory = memory
+            self._memories.append(memory)
 
     @torch.inference_mode()
     def launch(self, schedule: SchedulerOutput) -> InFlight:
@@ -229,27 +229,27 @@ class Runner:
         self._turn = (self._turn + 1) % RING
         for what, pairs in schedule.moves:
             self._move(what, pairs)
+        in_flight = InFlight(schedule, [], torch.empty(0, dtype=torch.int64))
         if not schedule.entries:
-            return InFlight(schedule, [], torch.empty(0, dtype=torch.int64))
+            return in_flight
         samples = [sample for entry in schedule.entries for sample in entry.samples]
         form, captured = self._form(schedule.entries)
-        step, positions = self._send(schedule, samples, form)
+        step, logits_rows, rows, positions = self._send(schedule, samples, form)
         guessed = [entry for entry in schedule.entries if entry.sequence.guesses[:1] == [UNKNOWN]]
         if guessed:
             assert self.drafter is not None
             self.drafter.draft(guessed, self.capture)
             self.known.copy_(self.ranks.broadcast(self.known))
-        in_flight = InFlight(schedule, [], torch.empty(0, dtype=torch.int64))
         if captured:
             logits = self._replay(form)
             if not len(samples) == len(schedule.entries) == form.tokens:
-                logits = logits.index_select(0, positions.logits_rows)
-            self._choose(in_flight, samples, logits, positions)
+                logits = logits.index_select(0, logits_rows)
+            self._choose(in_flight, samples, logits, rows, positions)
         else:
             hidden = self._compute(step, form)
             if samples:
-                logits = self.model.logits(hidden.index_select(0, positions.logits_rows))
-                self._choose(in_flight, samples, logits, positions)
+                logits = self.model.logits(hidden.index_select(0, logits_rows))
+                self._choose(in_flight, samples, logits, rows, positions)
             self._score_prompts(schedule, hidden, in_flight)
         if guessed:
             rows = on_device([entry.row for entry in guessed], torch.int64, self.device)
@@ -283,8 +283,11 @@ class Runner:
 
     def _send(
         self, schedule: SchedulerOutput, samples: list[Sequence], form: Form
-    ) -> tuple[StepInput, Positions]:
+    ) -> tuple[StepInput, Tensor, Tensor, Tensor]:
         """Send a step's inputs to the device.
+
+        Returns the inputs and, for each sample, its row of the logits, its row of the block table, and the
+        position of its new token.
 
         The device has a copy of the block table, so only the sequences' row indices are sent. The host may
         not know a sequence's last token and guesses yet. The device has these tokens in ``self.known``. The
@@ -364,7 +367,7 @@ class Runner:
         views = self._transfer([*parts, logits_rows, sample_rows, sample_positions], (changed, values))
         if len(changed):
             self._update_table(views[-2].long(), views[-1])
-        return self._step(views, form), Positions(views[-5], views[-4].long(), views[-3])
+        return self._step(views, form), views[-5], views[-4].long(), views[-3]
 
     def _update_table(self, places: Tensor, blocks: Tensor) -> None:
         self.block_table.view(-1).index_copy_(0, places, blocks)
@@ -430,7 +433,7 @@ class Runner:
         return run
 
     def _choose(
-        self, in_flight: InFlight, samples: list[Sequence], logits: Tensor, positions: Positions
+        self, in_flight: InFlight, samples: list[Sequence], logits: Tensor, rows: Tensor, positions: Tensor
     ) -> None:
         """Choose a token for each sample, and store it in ``known`` for the next step."""
         raw, draw = logits, self._draws.of(samples)
@@ -444,15 +447,15 @@ class Runner:
                 in_flight.failed[i] = f"{type(error).__name__}: {error}"
         if draw.structured:
             logits = mask(logits, [(samples[i].matcher, i) for i in draw.structured])
-        tokens = self.ranks.broadcast(choose(logits, draw.choice, positions.positions))
-        self.known[:, 0].index_copy_(0, positions.rows, tokens.int())
+        tokens = self.ranks.broadcast(choose(logits, draw.choice, positions))
+        self.known[:, 0].index_copy_(0, rows, tokens.int())
         in_flight.samples, in_flight.tokens = samples, tokens
         in_flight.best = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
         for i, count in draw.scored:
             scored = raw[i : i + 1].float()
-            params = samples[i].request.params
-            if isinstance(params, BeamSearchParams) and params.temperature:
-                scored = scored / params.temperature
+            beam = samples[i].request.beam
+            if beam is not None and beam.temperature:
+                scored = scored / beam.temperature
             count = scored.shape[1] if count < 0 else count
             in_flight.scores[i] = log_probabilities(scored, tokens[i : i + 1], count)
 
@@ -480,7 +483,7 @@ class Runner:
             first, at = at, at + entry.num_tokens
             request, sequence = entry.sequence.request, entry.sequence
             params = request.params
-            if isinstance(params, BeamSearchParams) or params.prompt_logprobs is None:
+            if params.prompt_logprobs is None:
                 continue
             done = len(request.prompt_logprobs or ())
             begin = max(entry.start + 1, done)
@@ -499,8 +502,7 @@ class Runner:
 
         ``pairs`` holds (source, target) blocks, in the order in which they must be copied.
         """
-        memories = [self.memory] + ([] if self.drafter is None else [self.draft_memory])
-        for memory in memories:
+        for memory in self._memories:
             if what == COPY:
                 copy_blocks(memory.k, memory.v, on_device(list(pairs), torch.int64, self.device))
                 continue
@@ -509,21 +511,6 @@ class Runner:
                 old, new = (cache, host) if what == SWAP_OUT else (host, cache)
                 origins = on_device(sources, torch.int64, old.device)
                 move_blocks(old, new, origins, on_device(targets, torch.int64, new.device))
-
-
-@dataclass(frozen=True)
-class Positions:
-    """Indices of the samples, each a tensor (samples,) on the device.
-
-    Attributes:
-        logits_rows: row of the logits.
-        rows: row of the block table.
-        positions: position of the new token in the sequence.
-    """
-
-    logits_rows: Tensor
-    rows: Tensor
-    positions: Tensor
 
 
 def _to_host(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

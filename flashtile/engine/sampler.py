@@ -19,7 +19,6 @@ from torch import Tensor
 
 from flashtile.engine.device import on_device
 from flashtile.engine.request import Sequence
-from flashtile.engine.sampling_params import BeamSearchParams, SamplingParams
 
 GOLDEN = 0x9E3779B97F4A7C15
 LOW = 0xFFFFFFFF
@@ -88,7 +87,7 @@ class Draws:
             greedy=not any(temperature), any_top_k=any(top_k), any_top_p=any(p < 1 for p in top_p),
             any_min_p=any(min_p),
         )  # fmt: skip
-        counts = [(i, _num_logprobs(sample)) for i, sample in enumerate(samples)]
+        counts = [(i, sample.request.params.logprobs) for i, sample in enumerate(samples)]
         self._last = Draw(
             key,
             choice,
@@ -118,7 +117,7 @@ def choose(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
 
         filtered = choice.any_top_k or choice.any_top_p or choice.any_min_p
         return sample(logits, *choice[:5], positions, filtered)
-    return choose_in_torch(logits, choice, positions)
+    return noisy_scores(logits, choice, positions).argmax(-1)
 
 
 def candidates(logits: Tensor, choice: Choice, positions: Tensor, count: int) -> Tensor:
@@ -131,11 +130,6 @@ def candidates(logits: Tensor, choice: Choice, positions: Tensor, count: int) ->
     if choice.greedy:
         return logits.topk(count).indices
     return noisy_scores(logits, choice, positions).topk(count).indices
-
-
-def choose_in_torch(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
-    """Plain PyTorch implementation of :func:`choose` for rows that are not all greedy."""
-    return noisy_scores(logits, choice, positions).argmax(-1)
 
 
 def noisy_scores(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
@@ -276,8 +270,6 @@ def adjust(logits: Tensor, sample: Sequence) -> None:
     """
     request, device = sample.request, logits.device
     params = request.params
-    if isinstance(params, BeamSearchParams):
-        return
     if params.allowed_token_ids:
         tokens = on_device(params.allowed_token_ids, torch.int64, device)
         allowed = logits[tokens]
@@ -307,7 +299,7 @@ def adjust(logits: Tensor, sample: Sequence) -> None:
 def needs_adjusting(sample: Sequence) -> bool:
     """Whether the sample's logits are changed before the draw."""
     params = sample.request.params
-    return isinstance(params, SamplingParams) and bool(
+    return bool(
         params.penalises
         or params.logits_processors
         or params.logit_bias
@@ -316,24 +308,10 @@ def needs_adjusting(sample: Sequence) -> bool:
     )
 
 
-def _num_logprobs(sample: Sequence) -> int | None:
-    """Return the number of likeliest tokens whose log-probabilities a sample needs, or None if it needs none.
-
-    A beam needs ``beam_width`` tokens that continue it, even if all end tokens are among the likeliest.
-    """
-    params = sample.request.params
-    if isinstance(params, BeamSearchParams):
-        return (len(sample.request.ends) + 1) * params.beam_width
-    return params.logprobs
-
-
 def _parameters(sample: Sequence) -> tuple[float, int, float, float, int]:
-    """Return (temperature, top_k, top_p, min_p, seed) of a sample.
-
-    A beam gets greedy parameters, because beam search does not use the drawn token.
-    """
+    """Return (temperature, top_k, top_p, min_p, seed) of a sample."""
     params = sample.request.params
-    if isinstance(params, BeamSearchParams) or params.greedy:
+    if params.greedy:
         return 0.0, 0, 1.0, 0.0, 0
     seed = stream_seed(sample.request.seed, sample.index)
     return params.temperature, params.top_k, params.top_p, params.min_p, seed

@@ -230,6 +230,13 @@ class BeamSearchParams:
         for name in ("ignore_eos", "include_stop_str_in_output"):
             check_flag(name, getattr(self, name))
 
+    def sampling(self) -> SamplingParams:
+        """Return greedy parameters with ``n=beam_width``, because beam search uses no drawn token."""
+        return SamplingParams(
+            n=self.beam_width, temperature=0, stop_token_ids=self.stop_token_ids, ignore_eos=self.ignore_eos,
+            max_tokens=self.max_tokens, output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+
 
 def _temperature(value: Any) -> float:
     """Validate a temperature, and raise it to ``MIN_TEMPERATURE`` if it is smaller and not 0.

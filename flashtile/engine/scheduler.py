@@ -112,7 +112,7 @@ class Scheduler:
         self._beam_searches: set[Request] = set()
         self._full = False  # whether a sequence waits for a seat
         # The last sequence that was not started for lack of blocks, and the blocks available at that time.
-        self._stuck: tuple[Sequence, int] | None = None
+        self._stuck: tuple[Sequence | None, int] = None, 0
 
     def add(self, request: Request) -> None:
         """Queue a new request. Raise ValueError if the request needs more blocks than the pool has."""
@@ -189,25 +189,16 @@ class Scheduler:
             origin = old[parent]
             left.remove(parent)
             sequence.forked = True
-            if origin.block_sequence is None:
+            blocks, last = origin.block_sequence, parent not in left
+            if blocks is None:
                 insort(self.waiting, sequence, key=ORDER)
-                continue
-            last = parent not in left
-            sequence.block_sequence = origin.block_sequence if last else manager.fork(origin.block_sequence)
-            sequence.num_computed, sequence.state = origin.num_computed, State.RUNNING
-            insort(self.running, sequence, key=ORDER)
-        for parent in set(parents):
-            origin = old[parent]
-            self._leave(origin)
-            origin.state, origin.finish_reason, origin.block_sequence = State.FINISHED, "dropped", None
-
-    def reset_prefix_cache(self) -> int:
-        """Empty the prefix cache, for example after a change of weights.
-
-        Returns:
-            The number of blocks that the prefix cache held.
-        """
-        return self.manager.reset_prefix_cache()
+            else:
+                sequence.block_sequence = blocks if last else manager.fork(blocks)
+                sequence.num_computed, sequence.state = origin.num_computed, State.RUNNING
+                insort(self.running, sequence, key=ORDER)
+            if last:
+                origin.block_sequence = None  # its last child has them
+                self.finish(origin, "dropped")
 
     def _make_room(self, sequence: Sequence, count: int, step: SchedulerOutput, preempt: bool = True) -> bool:
         """Reserve blocks for new tokens, and preempt other sequences for them if ``preempt``."""
@@ -298,7 +289,7 @@ class Scheduler:
         A sequence also needs the seats of its later forks. A beam search takes the seats of all its beams at
         once and keeps them until it ends.
         """
-        if sequence.request.is_beam_search:
+        if sequence.request.beam is not None:
             return 0 if sequence.request in self._beam_searches else sequence.request.width
         return 1 if sequence.forked else sequence.request.width
 
@@ -316,8 +307,8 @@ class Scheduler:
         Returns 0 if the free blocks do not suffice for all tokens of the sequence.
         """
         manager, request = self.manager, sequence.request
-        stuck = self._stuck is not None and self._stuck[0] is sequence and self.running
-        if stuck and self._stuck is not None and manager.pool.available <= self._stuck[1]:
+        stuck, available = self._stuck
+        if stuck is sequence and self.running and manager.pool.available <= available:
             return 0
         reads = self.prefix_caching and (request.reads_prompt_cache or sequence.forked)
         number = manager.create(sequence.tokens if reads else (), request.salt)
@@ -326,16 +317,14 @@ class Scheduler:
         spare = len(self.running)  # each running sequence may need a block soon
         count = min(len(sequence.tokens) - found, budget)
         fits = not self.running or manager.window_left >= 0 or needed + spare <= manager.pool.available
-        try:
-            if not fits:
-                raise OutOfBlocksError("starting", 1, needed, manager.pool.available, manager.pool.num_blocks)
-            step.move(COPY, manager.reserve(number, count))
-        except OutOfBlocksError:
+        sequence.block_sequence = number
+        if not fits or not self._make_room(sequence, count, step, preempt=False):
             manager.free(number)
+            sequence.block_sequence = None
             self._stuck = sequence, manager.pool.available
             return 0
-        sequence.block_sequence, sequence.num_computed = number, found
-        if request.is_beam_search:
+        sequence.num_computed = found
+        if request.beam is not None:
             self._beam_searches.add(request)
         elif not sequence.forked:
             self._reserved_seats += request.width - 1
@@ -395,7 +384,7 @@ class Scheduler:
         Returns an empty list for beams, which are forked by :meth:`replace`.
         """
         request, sequence.forked = sequence.request, True
-        if request.is_beam_search:
+        if request.beam is not None:
             return []
         self._reserved_seats -= request.width - 1
         assert sequence.block_sequence is not None
@@ -431,7 +420,7 @@ class Scheduler:
             self._cache(sequence, computed)
         self.manager.free(sequence.block_sequence)
         sequence.block_sequence, sequence.num_cached = None, 0
-        if not sequence.forked and not sequence.request.is_beam_search:
+        if not sequence.forked and sequence.request.beam is None:
             self._reserved_seats -= sequence.request.width - 1
 
     def _leave(self, sequence: Sequence) -> None:

@@ -25,7 +25,6 @@ from flashtile.checks.arguments import check_int, is_choice
 from flashtile.checks.conversions import as_int
 from flashtile.engine.config import model_folder
 from flashtile.engine.request import Sequence, State
-from flashtile.engine.sampling_params import SamplingParams
 
 MAX_GUESSES = 62
 """Largest number of guesses: with up to two tokens before them, a row of the tree mask fits into 64 bits."""
@@ -44,11 +43,6 @@ class Guesses(NamedTuple):
 
     tokens: list[int]
     parents: tuple[int, ...]
-
-
-def chain(tokens: list[int]) -> Guesses:
-    """Return guesses that form a chain."""
-    return Guesses(tokens, tuple(range(len(tokens))))
 
 
 def comb(depth: int, width: int) -> tuple[int, ...]:
@@ -101,7 +95,7 @@ def accepted_path(guesses: list[int], parents: tuple[int, ...], draws: list[int]
 
 @dataclass(frozen=True)
 class PromptLookup:
-    """Parameters of prompt lookup, with vLLM's names.
+    """Guesses from a sequence's own earlier tokens. The parameters have vLLM's names.
 
     Args:
         num_speculative_tokens: maximum number of guesses in a step.
@@ -112,16 +106,39 @@ class PromptLookup:
     num_speculative_tokens: int = 4
     prompt_lookup_max: int = 3
     prompt_lookup_min: int = 1
+    tree_width = 1  # without a type, because users do not choose it
 
-    @property
-    def parents(self) -> tuple[int, ...]:
-        """Parent of each of ``num_speculative_tokens`` guesses, which form a chain."""
-        return tuple(range(self.num_speculative_tokens))
+    def guess(self, sequence: Sequence) -> Guesses:
+        """Guess the next tokens of a sequence. Make no guess if its last tokens do not occur earlier."""
+        count = _chain_length(sequence, self.num_speculative_tokens, 1)
+        if not count:
+            return Guesses([], ())
+        tokens, positions = sequence.tokens, self._index(sequence)
+        for length in range(self.prompt_lookup_max, self.prompt_lookup_min - 1, -1):
+            at = positions.get(tuple(tokens[-length:]))
+            if at is not None and len(tokens) > length:
+                guesses = tokens[at : at + count]
+                while len(guesses) < count:  # repeat the tokens from ``at`` to the end of the sequence
+                    guesses.append(guesses[at - len(tokens)])
+                return Guesses(guesses, tuple(range(count)))
+        return Guesses([], ())
+
+    def _index(self, sequence: Sequence) -> dict[tuple[int, ...], int]:
+        """Map each n-gram of the sequence's tokens to the position after its latest occurrence."""
+        tokens, positions = sequence.tokens, sequence.ngrams
+        for end in range(sequence.num_indexed, len(tokens)):  # no token follows the last n-gram yet
+            for length in range(self.prompt_lookup_min, self.prompt_lookup_max + 1):
+                if length <= end:
+                    positions[tuple(tokens[end - length : end])] = end
+        sequence.num_indexed = len(tokens)
+        return positions
 
 
 @dataclass(frozen=True)
 class DraftModel:
-    """Parameters of a draft model; ``num_speculative_tokens`` and ``model`` are vLLM's names.
+    """Guesses that a draft model makes on the device, in the step that verifies them.
+
+    ``num_speculative_tokens`` and ``model`` are vLLM's names.
 
     Args:
         model: folder of the draft model, which must have the target model's vocabulary.
@@ -133,10 +150,30 @@ class DraftModel:
     num_speculative_tokens: int = 4
     tree_width: int = 1
 
-    @property
-    def parents(self) -> tuple[int, ...]:
-        """Parent of each guess in a tree of ``num_speculative_tokens * tree_width`` guesses."""
-        return comb(self.num_speculative_tokens, self.tree_width)
+    def guess(self, sequence: Sequence) -> Guesses:
+        """Choose how many guesses the draft model makes. Each has the placeholder ``UNKNOWN``."""
+        # An accepted sibling (a guess outside the chain) has its keys and values in the wrong cache slot. The
+        # next step therefore computes this token again, before the guesses.
+        depth = _chain_length(sequence, self.num_speculative_tokens, 1 + (self.tree_width > 1))
+        # Near the end of the answer there is no room for siblings.
+        parents = comb(depth, self.tree_width if depth == self.num_speculative_tokens else 1)
+        return Guesses([UNKNOWN] * len(parents), parents)
+
+
+def _chain_length(sequence: Sequence, most: int, lead: int) -> int:
+    """Return how many successive guesses the next step of a sequence can verify, at most ``most``.
+
+    Returns 0 if the answer has not begun, if more than ``lead`` tokens must be computed before the guesses,
+    or if the request's parameters do not allow guesses.
+    """
+    params, answered = sequence.request.params, sequence.num_outputs
+    if sequence.state is not State.RUNNING or sequence.pending or not answered:
+        return 0
+    if sequence.request.reads_tokens or answered < params.min_tokens:
+        return 0
+    if not 1 <= sequence.num_tokens - sequence.num_computed <= lead:
+        return 0
+    return max(0, min(most, sequence.request.max_outputs - answered - 1))
 
 
 def read_speculative_config(config: Mapping[str, Any]) -> PromptLookup | DraftModel:
@@ -177,84 +214,3 @@ def read_speculative_config(config: Mapping[str, Any]) -> PromptLookup | DraftMo
             f"{found.prompt_lookup_min} and {found.prompt_lookup_max}"
         )
     return found
-
-
-def make_speculator(settings: PromptLookup | DraftModel) -> Speculator | DraftSpeculator:
-    """Make the speculator that ``settings`` describe."""
-    return Speculator(settings) if isinstance(settings, PromptLookup) else DraftSpeculator(settings)
-
-
-def _chain_length(sequence: Sequence, most: int, lead: int) -> int:
-    """Return how many successive guesses the next step of a sequence can verify, at most ``most``.
-
-    Returns 0 if the answer has not begun, if more than ``lead`` tokens must be computed before the guesses,
-    or if the request's parameters do not allow guesses.
-    """
-    params, answered = sequence.request.params, sequence.num_outputs
-    if sequence.state is not State.RUNNING or sequence.pending or not answered:
-        return 0
-    if not isinstance(params, SamplingParams) or params.reads_tokens or answered < params.min_tokens:
-        return 0
-    if not 1 <= sequence.num_tokens - sequence.num_computed <= lead:
-        return 0
-    return max(0, min(most, sequence.request.max_outputs - answered - 1))
-
-
-class Speculator:
-    """Guesses by prompt lookup, from a sequence's own earlier tokens."""
-
-    def __init__(self, settings: PromptLookup):
-        self.settings = settings
-        self._positions: dict[Sequence, tuple[int, dict[tuple[int, ...], int]]] = {}
-
-    def guess(self, sequence: Sequence) -> Guesses:
-        """Guess the next tokens of a sequence. Make no guess if its last tokens do not occur earlier."""
-        count = _chain_length(sequence, self.settings.num_speculative_tokens, 1)
-        if not count:
-            return chain([])
-        tokens, positions = sequence.tokens, self._index(sequence)
-        for length in range(self.settings.prompt_lookup_max, self.settings.prompt_lookup_min - 1, -1):
-            at = positions.get(tuple(tokens[-length:]))
-            if at is not None and len(tokens) > length:
-                guesses = tokens[at : at + count]
-                while len(guesses) < count:  # repeat the tokens from ``at`` to the end of the sequence
-                    guesses.append(guesses[at - len(tokens)])
-                return chain(guesses)
-        return chain([])
-
-    def forget(self, sequence: Sequence) -> None:
-        self._positions.pop(sequence, None)
-
-    def _index(self, sequence: Sequence) -> dict[tuple[int, ...], int]:
-        """Map each n-gram of the sequence's tokens to the position after its latest occurrence."""
-        done, positions = self._positions.get(sequence, (1, {}))
-        tokens = sequence.tokens
-        for end in range(done, len(tokens)):  # no token follows the last n-gram yet
-            for length in range(self.settings.prompt_lookup_min, self.settings.prompt_lookup_max + 1):
-                if length <= end:
-                    positions[tuple(tokens[end - length : end])] = end
-        self._positions[sequence] = len(tokens), positions
-        return positions
-
-
-class DraftSpeculator:
-    """Chooses how many guesses the draft model makes for a sequence.
-
-    The draft model makes the guesses themselves on the device, in the step that verifies them.
-    """
-
-    def __init__(self, settings: DraftModel):
-        self.settings = settings
-
-    def guess(self, sequence: Sequence) -> Guesses:
-        # An accepted sibling (a guess outside the chain) has its keys and values in the wrong cache slot. The
-        # next step therefore computes this token again, before the guesses.
-        lead = 1 + (self.settings.tree_width > 1)
-        depth = _chain_length(sequence, self.settings.num_speculative_tokens, lead)
-        parents = self.settings.parents
-        if depth < self.settings.num_speculative_tokens:
-            parents = comb(depth, 1)  # near the end of the answer there is no room for siblings
-        return Guesses([UNKNOWN] * len(parents), parents)
-
-    def forget(self, sequence: Sequence) -> None:
-        """Do nothing, because this speculator stores nothing about sequences."""

@@ -65,11 +65,6 @@ class Limits:
     siblings: bool = False
     world: int = 1
 
-    @property
-    def columns(self) -> int:
-        """Number of columns of the block table."""
-        return -(-self.max_model_len // self.block_size)
-
 
 def warm_up(device: torch.device, models: Sequence[tuple[ModelConfig, Limits, bool]]) -> None:
     """Compile the kernels of an engine's steps in parallel processes, and log the number of kernels.
@@ -267,7 +262,8 @@ def _step(
     limits: Limits, batch: int, tokens: int, width: int, slots: bool = False, tree: bool = False
 ) -> StepInput:
     numbers = torch.zeros(batch, dtype=torch.int32)
-    table = torch.zeros(batch, limits.columns, dtype=torch.int32)
+    columns = -(-limits.max_model_len // limits.block_size)
+    table = torch.zeros(batch, columns, dtype=torch.int32)
     new = torch.zeros(tokens, dtype=torch.int32)
     offsets = None if width == 1 else torch.zeros(batch + 1, dtype=torch.int32)
     step = StepInput(new, numbers, table, offsets, width)

@@ -182,11 +182,28 @@ class PagedKVCache(BlockManager):
             TypeError, ValueError: as :meth:`reserve_batch`, or a sequence's previous step was not written.
         """
         copies = self.reserve_batch(batch, num_tokens)
-        positions, entries = self.table.take_changes()
-        if len(positions):
-            table = self.device_block_table.view(-1)
-            table.index_copy_(0, positions.to(self.device), entries.to(self.device))
-        return self._describe(batch, len(copies))
+        table, size = self.table, self.block_size
+        changed, blocks = table.take_changes()
+        if len(changed):
+            device_table = self.device_block_table.view(-1)
+            device_table.index_copy_(0, changed.to(self.device), blocks.to(self.device))
+        before, after = (
+            lengths.index_select(0, batch.rows) for lengths in (table.written_tensor, table.lengths_tensor)
+        )
+        counts, offsets = after - before, torch.zeros(len(batch) + 1, dtype=torch.int32)
+        torch.cumsum(counts, 0, dtype=torch.int32, out=offsets[1:])
+        most, least = (int(counts.max()), int(counts.min())) if len(batch) else (0, 0)
+        positions = (before - offsets[:-1]).long().repeat_interleave(counts)
+        positions += torch.arange(len(positions))
+        entries = batch.starts.repeat_interleave(counts) + positions // size
+        slots = table.entries_tensor.take(entries) * size + positions % size
+        rows, slots, positions = _to_device(self.device, batch.rows, slots, positions)
+        before, after, offsets = _to_device(self.device, before, after, offsets)
+        numbers = table.steps_tensor.index_select(0, batch.rows)
+        return Step(
+            self.device_block_table.index_select(0, rows), before, after, slots, positions, offsets,
+            most, most == least, len(copies), batch, numbers, set(range(len(self.k))),
+        )  # fmt: skip
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, step: Step, **options: Any) -> Tensor:
         """Append the step's keys and values in one layer, and attend to all keys of the sequences.
@@ -300,26 +317,6 @@ class PagedKVCache(BlockManager):
         if self.k_descale is None or self.v_descale is None:
             return {}
         return {"k_descale": self.k_descale[layer], "v_descale": self.v_descale[layer]}
-
-    def _describe(self, batch: Batch, copied_blocks: int) -> Step:
-        table, size = self.table, self.block_size
-        before, after = (
-            lengths.index_select(0, batch.rows) for lengths in (table.written_tensor, table.lengths_tensor)
-        )
-        counts, offsets = after - before, torch.zeros(len(batch) + 1, dtype=torch.int32)
-        torch.cumsum(counts, 0, dtype=torch.int32, out=offsets[1:])
-        most, least = (int(counts.max()), int(counts.min())) if len(batch) else (0, 0)
-        positions = (before - offsets[:-1]).long().repeat_interleave(counts)
-        positions += torch.arange(len(positions))
-        entries = batch.starts.repeat_interleave(counts) + positions // size
-        slots = table.entries_tensor.take(entries) * size + positions % size
-        rows, slots, positions = _to_device(self.device, batch.rows, slots, positions)
-        before, after, offsets = _to_device(self.device, before, after, offsets)
-        numbers = table.steps_tensor.index_select(0, batch.rows)
-        return Step(
-            self.device_block_table.index_select(0, rows), before, after, slots, positions, offsets,
-            most, most == least, copied_blocks, batch, numbers, set(range(len(self.k))),
-        )  # fmt: skip
 
 
 def _to_device(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:

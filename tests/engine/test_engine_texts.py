@@ -169,6 +169,7 @@ class Pieces:
     """A tokenizer whose tokens are the pieces of text themselves."""
 
     def stream(self, prompt, skip_special_tokens):
+        assert skip_special_tokens  # unless the request says otherwise
         return self
 
     def step(self, token):

@@ -19,7 +19,7 @@ sys.path.append(str(ROOT / "scripts"))
 from mutation.areas import AREAS, NOT_PLANTED, area_of, files_matching, files_of  # noqa: E402
 from mutation.cover import FOLLOWED, Lines, Map, masked  # noqa: E402
 from mutation.draw import KINDS, Source, drawn  # noqa: E402
-from mutation.run import in_turn  # noqa: E402
+from mutation.run import MAX_SECONDS, in_turn  # noqa: E402
 
 AREA_NAMES = [area.name for area in AREAS]
 
@@ -180,6 +180,15 @@ def test_lines_are_recorded_in_child_processes_however_they_end(package):
     lines = {tuple(row.split("\t")) for row in found.read_text().splitlines()}
     assert lines >= {("flashtile/code.py", "2"), ("flashtile/code.py", "3")}
     assert ("flashtile/code.py", "4") not in lines
+
+
+def test_slow_tests_leave_time_for_all_cases_of_quick_ones():
+    """A check of arguments may be tested by the last of a thousand cases."""
+    quick = [("plain", f"a.py::quick[{case}]", 0.01) for case in range(1000)]
+    slow = [("plain", f"b.py::slow_{n}[{case}]", 10.0) for n in range(5) for case in range(5)]
+    met = [test for _, tests in in_turn(slow + quick) for test in tests]
+    assert {name for name, _ in met} >= {name for _, name, _ in (*quick, *slow[::5])}
+    assert MAX_SECONDS - 10 < sum(seconds for _, seconds in met) <= MAX_SECONDS
 
 
 def test_a_fault_meets_the_tests_of_its_line_quick_ones_first():

@@ -26,7 +26,7 @@ from flashtile.kv_cache.pool import BlockPool, Copies, OutOfBlocksError, as_size
 from flashtile.kv_cache.table import NO_SEQUENCE, NO_STEP, Batch, BlockTable, as_ints
 
 Reservation = tuple[int, int, int]
-"""(row, tokens before, tokens after) of a sequence for which tokens are reserved."""
+"""(row, tokens before, tokens after) of a sequence for which at least one token is reserved."""
 
 NULL_BLOCK = 0
 """With a window, entries of released blocks point to this block. Nothing writes to it."""
@@ -340,7 +340,7 @@ class BlockManager:
         # so that no source of a copy becomes a destination.
         left: dict[int, int] = {}
         for row, length, end in reservations:
-            if length % size and end > length:
+            if length % size:
                 column = length // size
                 block = table.entries[row * table.max_blocks + column]
                 if refs[block] - left.get(block, 0) > 1:
@@ -360,7 +360,7 @@ class BlockManager:
         needed, left = 0, {block: refs[block] - count for block, count in releases.items()}
         for row, length, end in reservations:
             needed += -(-end // size) - -(-length // size)
-            if length % size and end > length:
+            if length % size:
                 block = table.entries[row * table.max_blocks + length // size]
                 count = left.setdefault(block, refs[block])
                 needed += count > 1

@@ -43,6 +43,7 @@ AREAS = (
             "tests/op/test_selection.py",
             "tests/op/test_launch_keys.py",
             "tests/op/test_refused_calls.py",
+            "tests/op/test_results_into.py",
             "tests/decode/test_decode_operators.py",
             "tests/decode/test_decode_bad_input.py",
             "tests/decode/test_append.py",
@@ -59,6 +60,7 @@ AREAS = (
             "tests/attn/test_partial_results.py",
             "tests/backends/test_kernel_cache.py",
             "tests/backends/test_cached_launches.py",
+            "tests/backends/test_compile_report.py",
             "tests/decode/test_decode_kernels.py",
             "tests/linear/*",
             "tests/parallel/test_symmetric.py",
@@ -67,7 +69,10 @@ AREAS = (
     Area(
         "Hopper",
         ("flashtile/backends/hopper/*",),
-        ("tests/backends/test_hopper_interpreted.py", "tests/backends/test_hopper_schedule.py"),
+        tuple(
+            f"tests/backends/test_hopper_{name}.py"
+            for name in ("dq_accum", "interpreted", "rounds", "schedule")
+        ),
     ),
     Area(
         "CPU",

@@ -190,25 +190,25 @@ def _run(root: Path, mode: str, names: list[str], answer: Path) -> None:
 def in_turn(tests: Iterable[tuple[str, str, float]]) -> list[tuple[str, list[tuple[str, float]]]]:
     """Return (mode, tests) of each process to run for a fault, in order.
 
-    Quick tests come first, and one case of each test function before its further cases. Tests are added until
-    their recorded seconds reach MAX_SECONDS.
+    Quick tests come first, and one case of each test function before all further cases. A test is left out if
+    the recorded seconds would exceed MAX_SECONDS.
 
     Args:
         tests: (mode, name, recorded CPU seconds) of each test.
     """
-    calls: dict[str, int] = {}
+    functions: set[str] = set()
     ranked = []
     for mode, name, seconds in sorted(tests, key=lambda test: test[2]):
         function = mode + name.split("[")[0]
-        calls[function] = calls.get(function, 0) + 1
-        ranked.append((calls[function], seconds, mode, name))
+        ranked.append((function in functions, seconds, mode, name))
+        functions.add(function)
     ranked.sort()
     first: dict[str, list[tuple[str, float]]] = {}
     rest: dict[str, list[tuple[str, float]]] = {}
     left, early, files = MAX_SECONDS, FIRST_SECONDS, set[str]()
     for _, seconds, mode, name in ranked:
         if seconds > left and (first or rest):
-            break
+            continue
         left -= seconds
         file = name.split("::")[0]
         if seconds <= early and (file in files or len(files) < FIRST_FILES):

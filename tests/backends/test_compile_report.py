@@ -8,6 +8,8 @@ import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -21,6 +23,7 @@ from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
+from flashtile.backends import compat  # noqa: E402
 from flashtile.backends.common import compile_report  # noqa: E402
 from flashtile.backends.common.compile_report import (  # noqa: E402
     ARCHITECTURES,
@@ -61,6 +64,46 @@ def product(dtype: str = "bf16", m: int = 64, n: int = 64, **changes) -> Compile
         "divisible_by_16": frozenset({"k"}),
     }
     return CompileCase(**(case | changes))
+
+
+class Inner(NamedTuple):
+    number: Any
+    tensor: Any
+
+
+class Sizes(NamedTuple):
+    length: Any
+    table: Any
+    stride: Any
+    inner: Any
+
+
+def test_what_the_compiler_is_given(monkeypatch):
+    """Constants within structures, and which arguments are multiples of 16, in the order of the kernel."""
+    given = []
+    monkeypatch.setattr(compat, "is_compilable", lambda kernel: True)
+    monkeypatch.setattr(compat, "compile_for", lambda *arguments: given.append(arguments))
+    kernel = SimpleNamespace(arg_names=["x", "sizes", "m", "n", "C"])
+    structure = Sizes("i32", "*fp32", 1, Inner("fp32", None))
+    signature = {"n": "i64", "m": "i32", "x": "*bf16", "sizes": structure}
+    case = CompileCase(
+        "case", kernel, signature, {"C": 3}, frozenset({"sizes", "n"}), 8, 2, {"maxnreg": 64, "num_stages": 4}
+    )
+    case.compile(ARCHITECTURES["sm_90a"])
+    case.compile(ARCHITECTURES["gfx942"])
+    types = {
+        "x": "*bf16", "sizes": Sizes("i32", "*fp32", "constexpr", Inner("fp32", "constexpr")),
+        "m": "i32", "n": "i64", "C": "constexpr",
+    }  # fmt: skip
+    multiple = [["tt.divisibility", 16]]
+    attributes = {(0,): multiple, (1, 0): multiple, (1, 1): multiple, (3,): multiple}
+    options = {"num_warps": 8, "num_stages": 4, "maxnreg": 64}
+    constants = {"C": 3, (1, 2): 1, (1, 3, 1): None}
+    assert given == [
+        (*target, kernel, types, constants, attributes, options)
+        for target in (("cuda", 90, 32), ("hip", "gfx942", 64))
+    ]
+    assert list(given[0][4]) == kernel.arg_names
 
 
 def spilling(budget: int = 0) -> CompileCase:

@@ -345,3 +345,14 @@ def test_the_order_of_what_is_converted_is_that_of_what_was_stored() -> None:
         view = View(torch.cat([memory, memory * 0]), head_dim)
         FUNCTIONS["convert_part"](C, chunks_of(view), view, 0, 0, 0, None, numbers, accum, 2.0)
         assert torch.equal(dq.view(ROWS, head_dim), 2 * tile)
+
+
+def test_each_counter_has_memory_of_its_own() -> None:
+    """The launch allocates 2 + 2 * total_heads counters. The first is that of the work queue."""
+    sizes, heads = SimpleNamespace(total_heads=5), range(5)
+    pointers = SimpleNamespace(counters=100, dq_semaphores="semaphores", dq="dq")
+    accum = functions_of(dq_accum)["accum_of"](sizes, pointers)
+    assert (accum.sizes, accum.dq_semaphores, accum.dq) == (sizes, "semaphores", "dq")
+    counters = [accum.next_part]
+    counters += [start + head for start in (accum.added_blocks, accum.converted_parts) for head in heads]
+    assert counters == list(range(101, 100 + 2 + 2 * len(heads)))

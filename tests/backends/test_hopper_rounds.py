@@ -35,6 +35,8 @@ from flashtile.backends.hopper.forward.rounds import (
     allows_single_tiles,
     launch_of,
     microseconds,
+    pack_of,
+    tile_heads,
 )
 from flashtile.problems.attention import Problem
 from flashtile.tools.bench.workload import Workload
@@ -276,6 +278,30 @@ def test_grids_that_fill_the_card_keep_their_configurations() -> None:
         "one-s2048",
         "one-s4096",
     }
+
+
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q", "window", "pack"),
+    [
+        ((8, 2), 1, None, 4), ((4, 4), 1, None, 1), ((64, 1), 1, None, 64),
+        ((6, 2), 1, None, 1), ((128, 1), 1, None, 1),  # 3 heads do not divide a tile, and 128 do not fit
+        ((8, 2), 96, None, 4), ((8, 2), 97, None, 1), ((8, 2), 1024, None, 1),  # 3 tiles instead of 4, or 4
+        ((16, 2), 2048, (15, 0), 8), ((16, 2), 2048, (159, 0), 8), ((16, 2), 2048, (160, 0), 1),
+        ((16, 2), 2048, (-1, 0), 1),
+    ],
+)  # fmt: skip
+def test_heads_share_tiles_if_this_saves_a_quarter(
+    heads: tuple[int, int], seqlen_q: int, window: tuple[int, int] | None, pack: int
+) -> None:
+    problem = problem_of(2, 2048, heads, 128, FULL, seqlen_q=seqlen_q)
+    if window is not None:
+        problem = replace(problem, window_left=window[0], window_right=window[1])
+    assert pack_of(problem, 128) == pack
+    assert tile_heads(problem, pack) == 2 * heads[0] // pack
+    if window is not None:  # kernels that do not visit fewer keys then
+        assert pack_of(problem, 128, windows=False) == 1
+    assert pack_of(replace(problem, varlen=True), 128) == 1
+    assert pack_of(replace(problem, bias=True), 128) == 1
 
 
 SUMS = ("BLOCK_N", "LAZY_RESCALE", "Q_IN_REGISTERS")

@@ -20,6 +20,7 @@ from flashtile.backends.common.device import INTERPRETER_MULTIPROCESSORS
 from flashtile.backends.hopper import work_tiles
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.config import padded
+from flashtile.backends.hopper.decode import rows
 from flashtile.backends.hopper.forward import schedule
 from flashtile.backends.hopper.forward.config import (
     accumulators,
@@ -86,6 +87,89 @@ def test_every_work_tile_is_taken_from_the_queue_once(num_tiles: int) -> None:
             leave_queue(pointers, following, num_tiles, min(programs, num_tiles))
     assert sorted(taken) == list(range(num_tiles))
     assert row == [0, 0]  # the first is the number of rows of a table
+
+
+@pytest.mark.parametrize(("num_tiles", "programs"), [(1, 1), (3, 3), (10, 3), (2, 5)])
+def test_the_producer_leaves_the_queue_as_it_found_it(num_tiles: int, programs: int) -> None:
+    """With modifiers. Otherwise each launch has a new counter."""
+    for has_mods in (True, False):
+        row, taken = [0, 0], []
+
+        def atomic_add(place: int, value: int, row: list[int] = row) -> int:
+            row[place] += value
+            return row[place] - value
+
+        def walk(C: Any, load: Any, tile: int, i: int, j: int, *others: Any, taken: list[int] = taken) -> Any:
+            taken.append(tile)
+            return i + 2, j + 1
+
+        for program in range(min(programs, num_tiles)):
+            put: list[tuple] = []
+            card = SimpleNamespace(
+                program_id=lambda axis, program=program: program, atomic_add=atomic_add,
+                num_programs=lambda axis: min(programs, num_tiles), store=row.__setitem__,
+            )  # fmt: skip
+            produce = functions_of(
+                work_tiles, schedule, gl=card, walk_work_tile=walk,
+                num_work_tiles=lambda C, pointers, schedule: num_tiles,
+                work_queue=SimpleNamespace(put=lambda queue, t, tile, warps, put=put: put.append((t, tile))),
+            )["produce"]  # fmt: skip
+            variant = SimpleNamespace(QUEUED=True, HAS_MODS=has_mods, PRODUCER_WARPS=1)
+            before = len(taken)
+            call = SimpleNamespace(pointers=SimpleNamespace(table=0), schedule=None)
+            loaded = produce(variant, None, None, None, call)
+            assert loaded == 2 * (len(taken) - before)
+            assert [t for t, _ in put] == list(range(len(put)))  # each tile, and one past the end
+            assert [tile for _, tile in put[:-1]] == taken[before:]
+            assert put[-1][1] >= num_tiles
+        assert sorted(taken) == list(range(num_tiles))
+        assert row == [0, 0 if has_mods else num_tiles]
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "leftpad", "tree", "all"])
+def test_blocks_of_the_cache_without_a_mask(kind: str) -> None:
+    """A warpgroup masks exactly the last block of keys and those that one of its rows does not see whole."""
+    draw = random.Random(kind)
+    own_range = functions_of(
+        schedule, rows, sequence_of=lambda m_block, lengths, C: (0, m_block), WARPGROUP_ROWS=64
+    )["own_range"]
+    unmasked = 0
+    for _ in range(300):
+        pack, block_n, len_k = draw.choice((1, 4)), draw.choice((16, 64)), draw.randint(1, 700)
+        len_q = draw.randint(1, min(len_k, 40 if pack == 4 else 160))
+        left, right = draw.randint(0, 90), draw.choice((0, 5)) if kind == "window" else 0
+        leftpad = draw.randint(0, len_k - 1) if kind == "leftpad" else 0
+        variant = SimpleNamespace(
+            BLOCK_M=128, PACK=pack, BLOCK_N=block_n, HAS_LEFT=kind == "window", HAS_TREE=kind == "tree",
+            HAS_RIGHT=kind in ("causal", "window"), HAS_LEFTPAD=kind == "leftpad",
+        )  # fmt: skip
+        lengths = SimpleNamespace(window_left=left, window_right=right, attention_chunk=None)
+        sequence = SimpleNamespace(len_q=len_q, len_k=len_k, leftpad=leftpad)
+        blocks, offset = -(-len_k // block_n), len_k - len_q
+        for m_block, warpgroup in itertools.product(range(-(-len_q * pack // 128)), (0, 1)):
+            num_rows = min(len_q * pack - m_block * 128, 128)
+            work = SimpleNamespace(m_block=m_block, num_rows=num_rows, sequence=sequence)
+            begin, end, *full = own_range(variant, warpgroup, work, 0, blocks, lengths)
+            first = m_block * 128 + warpgroup * 64
+            tokens = {row // pack for row in range(first, min(first + 64, m_block * 128 + num_rows))}
+            low, high = [leftpad] * len(tokens), [len_k] * len(tokens)
+            if variant.HAS_LEFT:
+                low = [max(token + offset - left, 0) for token in tokens]
+            if variant.HAS_RIGHT:
+                high = [min(token + offset + right + 1, len_k) for token in tokens]
+            assert 0 <= begin < end <= blocks
+            if tokens:
+                assert begin * block_n <= min(low)
+                assert max(high) <= end * block_n
+            if kind == "tree":
+                high = [offset]
+            whole = [
+                n for n in range(begin, end - 1)
+                if tokens and max(low) <= n * block_n and (n + 1) * block_n <= min(high)
+            ]  # fmt: skip
+            assert list(range(*full)) == whole
+            unmasked += len(whole)
+    assert unmasked > 200
 
 
 @pytest.mark.parametrize("causal", [False, True])

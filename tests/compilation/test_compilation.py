@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,9 +28,10 @@ from flashtile.backends.common import compile_worker, compiled_folder, handed_ke
 from flashtile.backends.common.compiled_folder import INDEX, VARIABLE, CompiledFolder, in_use, use_compiled
 from flashtile.backends.common.device import Target
 from flashtile.backends.compat import compiling_driver
+from flashtile.compilation import compiling
 from flashtile.compilation.ahead import warmup
 from flashtile.compilation.calls import Call, Signature, read_calls, record_calls
-from flashtile.compilation.compiling import Compiled, _end, _wanted, compile_calls, launches
+from flashtile.compilation.compiling import Compiled, Failure, _end, _wanted, compile_calls, launches
 
 H200, A100 = Target("H200", (9, 0), 132), Target("A100", (8, 0), 108)
 DEFAULTS = (
@@ -286,6 +288,46 @@ def test_an_interrupted_compilation_leaves_an_index_and_nothing_else(started, tm
     assert CompiledFolder.read(tmp_path / "kernels").archs == {"sm_90": 1}
     assert [process.returncode for process in started] == [-signal.SIGKILL]
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_progress_counts_the_kernels_that_a_folder_has(monkeypatch, tmp_path):
+    """The index is written now and then, without a kernel that the compiler refused, and at the end."""
+    wanted, written, shown = {key: (APPEND, H200, b"") for key in "abcde"}, [], []
+    results = [("c", {}), ("d", "the compiler failed"), ("e", {})]
+    monkeypatch.setattr(compiling, "INDEXED_EVERY", 2)
+    monkeypatch.setattr(compiling, "_wanted", lambda calls, targets: (wanted, []))
+    monkeypatch.setattr(compiling, "_kept", lambda wanted, folder: {key: ("sm_90", {}) for key in "ab"})
+    monkeypatch.setattr(compiling, "_results", lambda tasks, folder, workers: iter(results))
+    monkeypatch.setattr(compiled_folder, "write_index", lambda folder, kernels: written.append([*kernels]))
+    done = compile_calls([], [], tmp_path / "kernels", progress=lambda *counts: shown.append(counts))
+    assert done == Compiled(4, (Failure(APPEND, "H200", "the compiler failed"),))
+    assert shown == [(3, 5), (4, 5), (5, 5)]
+    assert written == [["a", "b", "c"], ["a", "b", "c", "e"]]
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "count"), [(4, None, 4), (None, None, 1), (64, None, 16), (2, 5, 5)]
+)
+def test_the_number_of_processes_that_compile(monkeypatch, cores, workers, count):
+    """One for each core, at most 16, or as many as are given. Each is started by its thread."""
+    pools, environments = [], []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, most):
+            pools.append(most)
+            super().__init__(most)
+
+    def start_worker(environment):
+        environments.append(environment)
+        raise OSError("no process")
+
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(compiling, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(handed_kernels, "start_worker", start_worker)
+    found = dict(compiling._results({"a": b"kernel", "b": b"kernel"}, None, workers))
+    assert found == dict.fromkeys("ab", "no process was started: no process")
+    assert pools == [count]
+    assert [compiled_folder.NO_SOURCE_LINES in environment for environment in environments] == [False] * 2
 
 
 def test_a_compiler_that_dies_is_told(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import queue
 import subprocess
 import sys
 from functools import partial
@@ -23,6 +24,7 @@ if INTERPRETING:
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
 from test_compilation import A100, APPEND, H200, compilations  # noqa: F401 - a fixture
+from triton.runtime import cache as triton_cache
 
 from flashtile.backends.common import compile_worker, first_calls, handed_kernels, jit
 from flashtile.backends.common.cached_launch import recording
@@ -207,6 +209,82 @@ def test_a_cache_that_cannot_be_written_has_no_locks(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
     with first_calls.alone("kernel", None):
         pass
+
+
+@pytest.mark.parametrize(
+    ("load", "cores", "usable", "count"),
+    [(0.0, 8, 8, 4), (7.9, 8, 3, 2), (8.0, 8, 8, 0), (0.5, None, 2, 1), (1.0, None, 8, 0), (0.0, 4, 1, 0)],
+)
+def test_the_default_number_of_processes(monkeypatch, load, cores, usable, count):
+    """At most 4, and a core is left to the program; none on a machine that is busy."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 9.0, 9.0), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(first_calls, "usable_cores", lambda: usable)
+    assert first_calls._default_workers() == count
+
+
+@pytest.mark.parametrize(("given", "free"), [("3", 2), ("0", -1), ("", 6), ("-2", 6), ("all", 6)])
+def test_processes_that_compile_are_counted(monkeypatch, given, free):
+    """Those that have ended are not."""
+    alive, ended = (SimpleNamespace(poll=lambda code=code: code) for code in (None, 0))
+    monkeypatch.setenv(first_calls.WORKERS, given)
+    monkeypatch.setattr(first_calls, "_default_workers", lambda: 7)
+    monkeypatch.setattr(first_calls, "_workers", [ended, alive, ended])
+    assert first_calls._free_workers() == free
+    assert first_calls._workers == [alive]
+    monkeypatch.setattr(sys, "executable", "")
+    assert first_calls._free_workers() == 0
+
+
+@pytest.mark.parametrize(("free", "shares"), [(1, ["acde"]), (2, ["ad", "ce"]), (9, ["a", "c", "d", "e"])])
+def test_kernels_are_shared_among_processes(monkeypatch, cache, free, shares):
+    """Without the kernel that another process compiles. No lock is held afterwards."""
+    handed, other = [], KernelLock("b")
+    assert other.acquire()
+    monkeypatch.setattr(first_calls, "_free_workers", lambda: free)
+    monkeypatch.setattr(first_calls, "_missing", lambda call, target: dict.fromkeys("abcde", "a kernel"))
+    monkeypatch.setattr(first_calls, "pickled", str.encode)
+    monkeypatch.setattr(first_calls, "_hand", handed.append)
+    token = newest_call.set(lambda: None)
+    first_calls._start(SimpleNamespace(backend="hip"))
+    assert not handed
+    for _ in range(2):  # the call is repeated once
+        first_calls._start(SimpleNamespace(backend="cuda"))
+        assert newest_call.get() is None
+    newest_call.reset(token)
+    assert ["".join(lock.key for lock, _ in tasks) for tasks in handed] == shares
+    assert {source for tasks in handed for _, source in tasks} == {b"a kernel"}
+    other.release()
+    locks = [KernelLock(key) for key in "abcde"]
+    assert all(lock.acquire() for lock in locks)
+    for lock in locks:
+        lock.release()
+
+
+def test_a_process_inherits_the_lock_of_its_first_kernel(monkeypatch, cache):
+    first, second = KernelLock("first"), KernelLock("second")
+    assert first.acquire()
+    descriptor, attended, started = first.descriptor, queue.SimpleQueue(), []
+    monkeypatch.setattr(first_calls, "_workers", [])
+    monkeypatch.setattr(first_calls, "start_worker", lambda *given: started.append(given) or "a process")
+    monkeypatch.setattr(first_calls, "_attend", lambda *given: attended.put(given))
+    first_calls._hand([(first, b"1"), (second, b"2")])
+    process, tasks = attended.get(timeout=60)
+    assert process == "a process"
+    assert tasks == [("compile_handed", "first", b"1", descriptor), ("compile_handed", "second", b"2", None)]
+    assert started == [({"TRITON_CACHE_DIR": str(cache)}, (descriptor,), subprocess.DEVNULL)]
+    assert first.descriptor is None
+    assert first_calls._workers == ["a process"]
+
+
+@pytest.mark.parametrize(("longest", "used"), [(60.0, True), (0.0, False)])
+def test_a_process_uses_the_digest_that_its_program_stores(monkeypatch, longest, used):
+    """It waits for it, but not forever."""
+    stored = iter([None, None, "digest"])
+    monkeypatch.setattr("flashtile.backends.common.kernel_cache.stored_key", lambda: next(stored))
+    monkeypatch.setattr(triton_cache, "triton_key", lambda: "computed", raising=False)
+    compile_worker._use_stored_digest(longest)
+    assert triton_cache.triton_key() == ("digest" if used else "computed")
 
 
 def sources() -> dict:

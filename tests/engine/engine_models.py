@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import random
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -88,10 +90,17 @@ def transformers_model(name: str) -> Any:
     return model
 
 
+def new_folder(prefix: str) -> Path:
+    """An empty folder that is removed when this process ends."""
+    path = tempfile.mkdtemp(prefix=prefix)
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return Path(path)
+
+
 @functools.cache
 def folder(name: str) -> Path:
     """The model as a folder in Hugging Face's format."""
-    path = Path(tempfile.mkdtemp(prefix=f"flashtile-{name}-"))
+    path = new_folder(f"flashtile-{name}-")
     transformers_model(name).save_pretrained(path)
     return path
 

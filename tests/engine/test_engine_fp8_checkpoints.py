@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_models import SIZES, prompts
+from engine_models import SIZES, new_folder, prompts
 
 from flashtile.compilation.calls import Call
 from flashtile.engine import LLM, ConfigError, SamplingParams
@@ -67,7 +66,7 @@ def folders(name: str, kind: str) -> tuple[Path, Path]:
     transformers = pytest.importorskip("transformers")
     from safetensors.torch import load_file, save_file
 
-    root = Path(tempfile.mkdtemp(prefix="flashtile-fp8-"))
+    root = new_folder("flashtile-fp8-")
     given = {**BLOCKED, **MODELS[name]}
     config = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
     torch.manual_seed(1)

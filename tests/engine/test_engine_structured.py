@@ -14,7 +14,8 @@ import torch
 from engine_models import PAIRS_ENDS, folder_with_pairs
 
 from flashtile.engine import LLM, AsyncLLM, BeamSearchParams, RequestOutputKind, SamplingParams
-from flashtile.engine.structured import MAX_CHARACTERS
+from flashtile.engine.structured import MAX_CHARACTERS, Structures, mask
+from flashtile.engine.tokenizer import ByteTokenizer
 
 pytest.importorskip("llguidance")
 
@@ -363,6 +364,44 @@ def test_other_processes_compile_a_structure_at_the_same_time(folder, monkeypatc
     assert order[:2] == ["compile_structure", "add_request"]
     assert order.count("compile_structure") == 1
     assert not other.engine.requests
+
+
+@pytest.mark.parametrize("ends", [[7], [7, 300], [], [300]])
+def test_structures_of_bytes(ends):
+    """Texts are bytes, and an answer may end where it matches. End tokens without logits are ignored."""
+    structures = Structures(ByteTokenizer(), 256, ends)
+    matcher, other = (structures.matcher({"regex": "ab?☃"}).deep_copy() for _ in range(2))
+    expected = [{ord("a")}, {ord("b"), *"☃".encode()[:1]}, *({byte} for byte in "☃".encode()[1:])]
+    for token, allowed in zip(b"a" + "☃".encode(), expected, strict=True):
+        # Rows without a structure allow all tokens. Several structures are masked by threads.
+        for matchers in ([(matcher, 1)], [(matcher, 1), (other, 2)]):
+            logits = mask(torch.arange(3.0 * 256).view(3, 256), matchers)
+            assert set(logits[1].isfinite().nonzero().flatten().tolist()) == allowed
+            finite = logits.isfinite()
+            assert torch.equal(logits[finite], torch.arange(3.0 * 256).view(3, 256)[finite])
+            assert finite[0].all()
+            assert finite[2].sum() == (256 if len(matchers) == 1 else 1)
+        assert matcher.consume_token(token)
+    allowed = mask(torch.zeros(1, 256), [(matcher, 0)]).isfinite().nonzero()[:, 1].tolist()
+    assert allowed == [end for end in ends if end < 256]
+
+
+def test_a_fault_of_the_compiler_is_raised(llm, monkeypatch):
+    def fails(*structure):
+        raise KeyError("a fault")
+
+    monkeypatch.setattr(llm.engine.structures, "_compile", fails)
+    with pytest.raises(KeyError, match="a fault"):
+        llm.engine.structures.matcher({"regex": "a fault"})
+
+
+def test_threads_that_start_later_have_a_stack_of_usual_size(llm):
+    usual = threading.stack_size(2**21)
+    try:
+        llm.engine.structures.matcher({"regex": "usual stacks"})
+        assert threading.stack_size() == 2**21
+    finally:
+        threading.stack_size(usual)
 
 
 def test_a_long_chain_of_references_is_compiled(llm):

@@ -165,6 +165,58 @@ def test_streams_of_tokenizers_say_what_decoding_says(words):
     assert reader.text == ""
 
 
+class Pieces:
+    """A tokenizer whose tokens are the pieces of text themselves."""
+
+    def stream(self, prompt, skip_special_tokens):
+        assert skip_special_tokens  # unless the request says otherwise
+        return self
+
+    def step(self, token):
+        return token
+
+    def flush(self):
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("stops", "keep", "pieces", "found", "text"),
+    [
+        (["ab", "b"], False, ["a", "b"], "ab", ""),
+        (["abc"], False, ["ab", "c"], "abc", ""),
+        (["abc"], False, ["xa", "bcd"], "abc", "x"),
+        (["abc"], True, ["xa", "", "bcd"], "abc", "xabc"),
+        (["c", "bc"], False, ["abcd"], "bc", "a"),
+        (["b", "bc"], True, ["abcd"], "b", "ab"),
+        (["abc"], False, ["ab", "d"], None, "abd"),
+    ],
+)
+def test_stop_texts_across_pieces(stops, keep, pieces, found, text):
+    """The stop text that begins first is found, also at the first character and across pieces."""
+    reader = Detokenizer(Pieces(), [], stops=stops, keep_stop=keep)
+    assert (reader.read(pieces), reader.text) == (found, text)
+    assert reader.certain == (text if found else text[:-2])
+    assert reader.tokens_read == len(pieces)
+
+
+def test_characters_that_may_begin_a_stop_text_are_held_back():
+    reader = Detokenizer(Pieces(), [], stops=["xyz", "b"])
+    steps = []
+    for piece in ("q", "r", "s", "tu"):
+        reader.read([piece])
+        steps.append((reader.certain, reader.take()))
+    assert steps == [("", ""), ("", ""), ("q", "q"), ("qrs", "rs")]
+    reader.finish()
+    assert (reader.certain, reader.take(), reader.take()) == ("qrstu", "tu", "")
+
+
+def test_stop_texts_that_ended_before_the_search_are_not_found():
+    reader = Detokenizer(Pieces(), [], stops=["ab"])
+    assert reader.read(["xab"], search=False) is None
+    assert reader.read(["c"]) is None
+    assert (reader.read(["a", "b"]), reader.text) == ("ab", "xabc")
+
+
 @pytest.mark.parametrize(("token", "text"), [("<0x80>", "\ufffd"), ("</s>", "")])
 def test_tokens_that_never_become_text_are_not_decoded_again_and_again(words, token, text):
     tokenizer = load_tokenizer(words)

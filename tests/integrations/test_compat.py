@@ -13,8 +13,14 @@ import torch
 
 import flashtile
 from flashtile.api import padding
-from flashtile.compat import MODULES, flash_attn_interface, install_as_flash_attn, uninstall_as_flash_attn
-from flashtile.compat.flash_attn import bert_padding
+from flashtile.compat import (
+    MODULES,
+    flash_attn_interface,
+    flex,
+    install_as_flash_attn,
+    uninstall_as_flash_attn,
+)
+from flashtile.compat.flash_attn import bert_padding, cute
 from flashtile.compat.flash_attn.layers import rotary
 
 
@@ -610,6 +616,31 @@ LEAF = QKV.clone().requires_grad_()
 def test_what_padding_and_rotation_cannot_take_is_named(call, error, says):
     with pytest.raises(error, match=says):
         call()
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda flag: rotary.apply_rotary_emb(X, ANGLES, ANGLES, inplace=flag), "inplace"),
+        (lambda flag: rotary.apply_rotary_emb(X, ANGLES, ANGLES, interleaved=flag), "interleaved"),
+        (
+            lambda flag: flash_attn_interface.flash_attn_func(X, X, X, return_attn_probs=flag),
+            "return_attn_probs",
+        ),
+        (
+            lambda flag: flash_attn_interface.flash_attn_varlen_func(*[X] * 5, 5, 5, return_attn_probs=flag),
+            "return_attn_probs",
+        ),
+        (lambda flag: flex.flex_attention(X, X, X, enable_gqa=flag), "enable_gqa"),
+        (lambda flag: flex.flex_attention(X, X, X, return_lse=flag), "return_lse"),
+        (lambda flag: cute.flash_attn_func(X, X, X, causal=flag), "causal"),
+        (lambda flag: cute.flash_attn_func(X, X, X, return_lse=flag), "return_lse"),
+    ],
+)
+@pytest.mark.parametrize("flag", [1, None, "False", torch.tensor([True, False])])
+def test_flags_are_bools(call, name, flag):
+    with pytest.raises(TypeError, match=f"^{name} must be"):
+        call(flag)
 
 
 def test_fp8_is_padded():

@@ -132,6 +132,16 @@ class TestSharing:
         assert [manager.blocks(sequence) for sequence in sequences] == blocks
         assert manager.pool.available == 2
 
+    def test_a_shared_block_that_does_not_grow_needs_no_copy(self):
+        manager = make(num_blocks=2)
+        sequence = with_tokens(manager, 6)
+        manager.fork(sequence)
+        assert manager.pool.available == 0
+        assert manager.reserve(sequence, 0) == []
+        assert manager.reserve_batch(manager.batch([sequence]), 0) == []
+        with pytest.raises(OutOfBlocksError, match="1 sequence needs 1 blocks, but 0 of 2"):
+            manager.reserve(sequence)
+
     def test_a_full_block_is_shared_for_good(self):
         manager = make()
         first = with_tokens(manager, 8)

@@ -4,7 +4,7 @@ GPUs run it in ``tests/gpu``."""
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -54,6 +54,21 @@ def test_ranks_merge_what_all_have_written(head_dim):
         torch.testing.assert_close(slots[:, (call + 1) % 2], before, rtol=0, atol=0, equal_nan=True)
         # Rows beyond the last are not written.
         assert bool(slots[:, call % 2, :, rows * head_dim : 32 * head_dim].isnan().all())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "capacity", "programs", "rows", "splits"),
+    [(2, 1, 1, 1, 2), (3, 128, 128, 1, 4), (8, 256, 128, 2, 8), (9, 1024, 128, 8, 8), (64, 4096, 128, 8, 8)],
+)
+def test_sizes_of_an_exchange(ranks, capacity, programs, rows, splits):
+    """At most 128 programs wait for each other, and results of at most 8 ranks are loaded at a time."""
+    from flashtile.backends.portable.exchange import exchange_variant, memory_words
+
+    variant = exchange_variant(ranks, capacity, 24)
+    expected = {"RANKS": ranks, "PROGRAMS": programs, "SLOT": capacity * 25, "HEAD_DIM_V": 24, "BLOCK_DV": 32}
+    assert asdict(variant).items() >= (expected | {"ROWS": rows, "SPLITS": splits}).items()
+    # Two slots for the results of each rank, and a flag of two words for each program of each rank.
+    assert memory_words(variant) == ranks * 2 * capacity * 25 + ranks * programs * 2
 
 
 def test_tensors_on_a_cpu_are_refused():

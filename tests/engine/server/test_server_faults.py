@@ -11,13 +11,17 @@ import threading
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 from serving import MODEL, Running, running, wait_for
 from soak import soak
 from traffic import WEIGHTS
 
 from flashtile.engine import LLM
+from flashtile.engine.async_llm import EngineDeadError
 from flashtile.engine.server import answers
+from flashtile.engine.server.errors import ApiError, shutting_down
 from flashtile.engine.server.job import Job
+from flashtile.engine.server.middlewares import answer_errors
 from flashtile.engine.server.protocol import Body, read_completion
 from flashtile.engine.server.run import Server, serve
 from flashtile.engine.server.service import Limits
@@ -143,6 +147,42 @@ def test_who_does_not_take_the_end_of_an_answer_is_hung_up_on(model, monkeypatch
         stream = server.send(COMPLETIONS, {**LONG, "stream": True, "max_tokens": 1})
         wait_for(lambda: is_idle(server))
         stream.close()
+
+
+ERRORS = {
+    "no key": (ApiError("no", status=401, code="invalid_api_key"), 401, {"WWW-Authenticate": "Bearer"}),
+    "forbidden": (ApiError("no", status=403), 403, {}),
+    "too many": (ApiError("no", status=429), 429, {"Retry-After": "1"}),
+    "ends": (shutting_down(), 503, {"Retry-After": "1"}),
+    "dead": (EngineDeadError("no"), 503, {"Retry-After": "1"}),
+    "a fault": (KeyError("no"), 500, {}),
+    "too large": (web.HTTPRequestEntityTooLarge(9, 10), 413, {}),
+    "cut": (web.RequestPayloadError("no"), 400, {}),
+    "nowhere": (web.HTTPNotFound(), 404, {}),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_headers_of_errors(name):
+    """A refused key is told the scheme (RFC 9110), and a call at a bad moment when to come again."""
+    error, status, headers = ERRORS[name]
+
+    async def fails(request):
+        raise error
+
+    response = asyncio.run(answer_errors(make_mocked_request("GET", "/v1/models"), fails))
+    assert (response.status, response.content_type) == (status, "application/json")
+    found = {key: value for key, value in response.headers.items() if not key.startswith("Content-")}
+    assert found == headers
+    assert json.loads(response.body)["error"]["message"]
+
+
+def test_a_client_that_is_gone_gets_a_status_for_the_log():
+    async def fails(request):
+        raise ConnectionResetError
+
+    response = asyncio.run(answer_errors(make_mocked_request("GET", "/"), fails))
+    assert (response.status, response.body) == (499, None)
 
 
 def test_one_call_too_many_is_told_to_come_again(model):

@@ -72,6 +72,7 @@ WHOLE = [
         "First.\nSo.", "a\nb", [],
     ),
     (GPT, "Plain <text>.", "Plain <text>.", "", []),
+    (GPT, "Plain.<|end|>More.", "Plain.\nMore.", "", []),
 ]  # fmt: skip
 
 MALFORMED = [
@@ -96,9 +97,9 @@ MALFORMED = [
 ]
 
 
-def make_parser(formats, calls=True, max_calls=None, reasoning=True, prompt="", forced=(), structured=False):
+def make_parser(formats, calls=True, max_calls=None, reasoning=True, prompt="", forced=(), **structured):
     talk = Conversation([], None, calls, list(forced), max_calls, reasoning, True, False, {})
-    return AnswerParser(formats, talk, prompt, structured)
+    return AnswerParser(formats, talk, prompt, **structured)
 
 
 def parsed(formats, pieces, **options):
@@ -110,6 +111,8 @@ def parsed(formats, pieces, **options):
         content += fields.get("content", "")
         reasoning += fields.get("reasoning_content", "")
         assert fields.get("reasoning") == fields.get("reasoning_content")
+        indices = [call["index"] for call in fields.get("tool_calls", ())]
+        assert len(indices) == len(set(indices))  # what one delta adds to a call is in one piece
         for call in fields.get("tool_calls", ()):
             if "id" in call:
                 assert call["index"] == len(calls)
@@ -176,6 +179,15 @@ def test_arguments_stream_while_they_are_written():
 def test_a_message_without_a_header_streams():
     parser = make_parser(GPT)
     assert [parser.feed(piece, False) for piece in ("<|message|>", "Hello")] == [{}, {"content": "Hello"}]
+
+
+@pytest.mark.parametrize("length", [255, 256, 257])
+def test_the_longest_header_of_a_message(length):
+    """With its end. A longer one is content: the text must not wait for an end that may never come."""
+    begin, end = " to=functions.g<|channel|>", "<|message|>"
+    header = begin + "a" * (length - len(begin + end)) + end
+    content, _, calls = parsed(GPT, [*header, "{}", "<|call|>", ""])
+    assert (content, calls) == (("", [G]) if length <= 256 else (header + "{}", []))
 
 
 def test_the_prompt_may_begin_the_reasoning():

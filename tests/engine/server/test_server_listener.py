@@ -77,6 +77,28 @@ def test_who_has_waited_longest_makes_room():
     run(test())
 
 
+def test_a_process_without_files_closes_idle_connections(monkeypatch):
+    """One for each failed attempt. Other errors are those of clients that are gone."""
+    closed = []
+    answers = iter(
+        [*(OSError(number, "no") for number in (errno.EMFILE, errno.ENFILE)), ConnectionAbortedError()]
+    )
+
+    async def accept(listening):
+        raise next(answers, asyncio.CancelledError())
+
+    async def test():
+        listener = Listener(Limits())
+        monkeypatch.setattr(listener_module, "PAUSE", 0)
+        monkeypatch.setattr(listener, "_close_longest_idle", lambda: closed.append(1) is None)
+        monkeypatch.setattr(asyncio.get_running_loop(), "sock_accept", accept)
+        with pytest.raises(asyncio.CancelledError):
+            await listener._accept(None, None)
+
+    run(test())
+    assert len(closed) == 2
+
+
 def test_calls_that_are_answered_keep_their_connections():
     """Where each has one, another connection waits until one of them is done."""
     gate = asyncio.Event()

@@ -39,6 +39,7 @@ def test_a_browser_is_told_that_a_page_may_call(server):
         assert response.getheader("Access-Control-Allow-Origin") == origin
         assert response.getheader("Access-Control-Allow-Headers") == "authorization,x-own"
         assert "POST" in response.getheader("Access-Control-Allow-Methods")
+        assert response.getheader("Access-Control-Max-Age") == "600"
     for origin in ("https://page.example.org", "http://page.example", "null", PAGE + ":81"):
         response = preflight(server, origin)
         assert response.status in (401, 405)

@@ -283,6 +283,22 @@ def test_the_page_shows_the_engine_of_the_busiest_replica():
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def test_a_process_that_is_ended_on_purpose_is_no_error(caplog):
+    async def test():
+        replica = Replica(0, [], {})
+
+        async def serve():
+            replica.signal(signal.SIGTERM)
+            return -signal.SIGTERM
+
+        replica._serve_once = serve
+        await replica._run()
+        assert (replica.exit_code, replica.restarts, replica.given_up) == (-signal.SIGTERM, 0, False)
+
+    asyncio.run(test())
+    assert "has ended" not in caplog.text
+
+
 def test_it_is_said_once_that_a_replica_hangs_and_that_it_answers_again(monkeypatch, caplog):
     monkeypatch.setattr(front_module, "CHECK_SECONDS", 0)
     replica = Replica(0, [], {})

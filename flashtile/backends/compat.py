@@ -70,7 +70,7 @@ def compiling_driver(capability: tuple[int, int], only_named: bool = False) -> I
 
     Args:
         capability: compute capability.
-        only_named: whether kernels are only named (:func:`kernel_cache.only_naming`). No kernel is then
+        only_named: whether kernels are only named (:func:`first_calls.only_naming`). No kernel is then
             found because this process has compiled it before.
     """
     arch = 10 * capability[0] + capability[1]

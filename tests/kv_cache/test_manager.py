@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from snapshots import snapshot
 
+from called import functions_called
 from flashtile.kv_cache import (
     BlockManager,
     CacheFullError,
@@ -594,27 +593,12 @@ class TestIntegrity:
 class TestCost:
     """In calls of Python functions, which are the same on every machine."""
 
-    @staticmethod
-    def calls(function) -> int:
-        count = 0
-
-        def profile(frame, event, argument):
-            nonlocal count
-            count += event in ("call", "c_call")
-
-        sys.setprofile(profile)
-        try:
-            function()
-        finally:
-            sys.setprofile(None)
-        return count
-
     def step(self, sequences: int, crossing: int, num_blocks: int = 4096) -> int:
         """Calls of one step in which so many sequences need a block."""
         manager = make(num_blocks=num_blocks, block_size=16, max_sequences=2048)
         batch = manager.batch([manager.create() for _ in range(sequences)])
         manager.reserve_batch(batch, [16] * crossing + [5] * (sequences - crossing))
-        return self.calls(lambda: manager.reserve_batch(batch))
+        return functions_called(lambda: manager.reserve_batch(batch))
 
     def test_inside_a_block_a_step_costs_the_same_for_every_batch(self):
         self.step(1, crossing=0)  # the first of a process, in which torch does more
@@ -638,6 +622,6 @@ class TestCost:
                 manager.free(twin)
                 manager.create(list(range(34)))
 
-            return self.calls(operations)
+            return functions_called(operations)
 
         assert program(64) == program(100_000)

@@ -6,13 +6,13 @@ takes hundreds of calls.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+import called
 import flashtile
 
 BATCH, HEADS, HEADS_KV, HEAD_DIM, PAGE = 4, 8, 2, 64, 16
@@ -20,20 +20,9 @@ BATCH, HEADS, HEADS_KV, HEAD_DIM, PAGE = 4, 8, 2, 64, 16
 
 def functions_called(call: Callable[[], Any]) -> int:
     """By the third call, which has nothing left to keep."""
-    count = 0
-
-    def profile(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
     with torch.no_grad():
         call(), call()
-        sys.setprofile(profile)
-        try:
-            call()
-        finally:
-            sys.setprofile(None)
-    return count
+        return called.functions_called(call)
 
 
 def decoding(append: bool = False, rotary: bool = False) -> dict[str, Any]:

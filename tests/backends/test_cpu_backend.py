@@ -139,6 +139,20 @@ class TestConfigure:
         monkeypatch.setattr(cpu.config, "_multiplies_fast", lambda dtype: False)
         assert dtypes(seqlen_q=1024) == (torch.float32, torch.float32)
 
+    @pytest.mark.parametrize("fast", [torch.float16, torch.bfloat16])
+    def test_each_16_bit_dtype_may_be_fast_alone(self, fast: torch.dtype, monkeypatch) -> None:
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+        for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+            monkeypatch.setattr(
+                torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda dtype=dtype: dtype == fast
+            )
+        for dtype in (torch.float16, torch.bfloat16):
+            config = configuration(*tensors(seqlen_q=1024, dtype=dtype))
+            assert config.forward.compute_dtype == (dtype if dtype == fast else torch.float32)
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+        config = configuration(*tensors(seqlen_q=1024, dtype=fast))
+        assert config.forward.compute_dtype == torch.float32
+
     def test_float64_stays(self) -> None:
         config = configuration(*tensors(dtype=torch.float64))
         assert {config.forward.compute_dtype, config.backward_lse.compute_dtype} == {torch.float64}

@@ -20,6 +20,7 @@ from flashtile.engine.server import listener as listener_module
 from flashtile.engine.server import run as run_module
 from flashtile.engine.server.listener import Listener, allowed_connections
 from flashtile.engine.server.middlewares import logged
+from flashtile.engine.server.replicas.front import Front
 from flashtile.engine.server.service import Limits
 
 
@@ -191,6 +192,7 @@ def test_the_files_of_the_process_bound_its_connections(monkeypatch, caplog):
     assert "ulimit -n" in caplog.text
     listener = Listener(Limits())
     assert (listener.max_connections, listener.max_calls) == (200, 192)
+    assert Front([], Limits()).listener.max_connections == 100  # a call has a connection to a replica
     allowed[0] = (300, 5000)  # the soft limit is ours to raise
     assert allowed_connections(1000) == 1000
     assert allowed[0] == (1100, 5000)

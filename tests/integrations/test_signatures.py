@@ -59,7 +59,10 @@ def test_functions_of_flash_attention(module, name):
         key: value for some in originals.values() for key, value in some.items() if value is not REQUIRED
     }
     theirs = originals[name]
-    ours = defaults(attrgetter(name)(run_anew(f"flashtile.compat.{module}")))
+    function = attrgetter(name)(run_anew(f"flashtile.compat.{module}"))
+    ours = defaults(function)
+    kinds = {key: parameter.kind for key, parameter in inspect.signature(function).parameters.items()}
+    assert {kinds[key] for key in theirs} <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}
     assert list(ours)[: len(theirs)] == list(theirs)
     for key, default in theirs.items():
         allowed = (default,) if default is not REQUIRED else (REQUIRED, usual.get(key, REQUIRED))

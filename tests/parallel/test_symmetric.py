@@ -62,6 +62,7 @@ def test_ranks_merge_what_all_have_written(head_dim):
 )
 def test_sizes_of_an_exchange(ranks, capacity, programs, rows, splits):
     """At most 128 programs wait for each other, and results of at most 8 ranks are loaded at a time."""
+    pytest.importorskip("triton")
     from flashtile.backends.portable.exchange import exchange_variant, memory_words
 
     variant = exchange_variant(ranks, capacity, 24)

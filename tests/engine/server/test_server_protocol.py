@@ -86,7 +86,8 @@ def test_the_reasoning_effort_is_a_variable_of_the_template():
     assert variables(reasoning_effort="high") == {"reasoning_effort": "high"}
     given = {"reasoning_effort": "low", "enable_thinking": True}
     assert variables(reasoning_effort="high", chat_template_kwargs=given) == given
-    assert refusal(read_completion, Body({"prompt": "a", "reasoning_effort": "high"}), 20)["param"]
+    error = refusal(read_completion, Body({"prompt": "a", "reasoning_effort": "high"}), 20)
+    assert (error["param"], error["code"]) == ("reasoning_effort", "unknown_field")
 
 
 @pytest.mark.parametrize(

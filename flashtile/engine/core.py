@@ -473,7 +473,7 @@ class Engine:
             for sequence in request.sequences:
                 self._detokenizers.pop(sequence, None)
                 self._sent.pop(sequence, None)
-                sequence.matcher = None
+                sequence.matcher, sequence.ngrams = None, {}
         return RequestOutput(
             request.request_id, request.prompt, request.prompt_token_ids, request.prompt_logprobs, outputs,
             finished, request.metrics, request.num_cached_tokens,

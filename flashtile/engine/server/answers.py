@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from flashtile.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
-from flashtile.engine.sampling_params import SamplingParams
+from flashtile.engine.sampling_params import BeamSearchParams
 from flashtile.engine.server.errors import ApiError, error_event, internal_error, json_response, to_json
 from flashtile.engine.server.formats import LAST_TOKENS, AnswerParser
 from flashtile.engine.server.job import Job
@@ -47,7 +47,7 @@ class _Writer:
     Attributes:
         kind: value of the field ``object``.
         prefix: beginning of the answer's id.
-        params: the call's sampling parameters, or the defaults for a beam search, which has none of them.
+        params: the call's sampling parameters, or those of its beam search.
         first: choices that are sent before all others in a stream.
     """
 
@@ -56,7 +56,8 @@ class _Writer:
 
     def __init__(self, service: Service, call: CompletionCall | ChatCall):
         self.service = service
-        self.params = call.params if isinstance(call.params, SamplingParams) else SamplingParams()
+        params = call.params
+        self.params = params.sampling() if isinstance(params, BeamSearchParams) else params
         self.first: list[dict[str, Any]] = []
 
     def choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any] | None:
@@ -157,8 +158,7 @@ class _Completions(_Writer):
 
     def choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         call, params = self.call, self.params
-        width = params.n if params is call.params else len(output.outputs)
-        index = prompt * width + answer.index
+        index = prompt * params.n + answer.index
         is_first, tokenizer = index not in self._offsets, self.service.engine.tokenizer
         text, tokens, reason, stop = answer.text, answer.token_ids, answer.finish_reason, answer.stop_reason
         entries: list[TokenLogprobs | None] = list(answer.logprobs or [])

@@ -64,6 +64,7 @@ def make_app(service: Service, listener: Listener) -> web.Application:
     get("/metrics", _metrics)
     get("/live", _live)
     get("/", _page)
+    _html()  # a file that is missing is an error of the start, not of a request
     return app
 
 

@@ -31,6 +31,7 @@ class Job:
         self._stream = Stream(asyncio.get_running_loop())
         self._expired = False
         self._generated: dict[str, int] = {}
+        self._received = 0
         self._cached: dict[str, int] = {}
         self._last: dict[str, float] = {}
 
@@ -60,6 +61,7 @@ class Job:
             async for output in self._stream:
                 self._count(output)
                 self._check(output)
+                self._received += sum(len(answer.token_ids) for answer in output.outputs)
                 yield self._ids[output.request_id], output
         except EngineDeadError as error:
             raise self._as_api_error(error) from None
@@ -68,7 +70,7 @@ class Job:
         """Return the numbers of the prompts' tokens and of the generated tokens that the client gets."""
         echo_only = isinstance(self.call, CompletionCall) and self.call.echo_only
         prompt = sum(len(prompt.tokens) for prompt in self.prompts)
-        return prompt, 0 if echo_only else sum(self._generated.values())
+        return prompt, 0 if echo_only else self._received
 
     def usage(self) -> dict[str, Any]:
         """Return token counts in OpenAI's form."""

@@ -8,6 +8,7 @@ import json
 import signal
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -79,6 +80,29 @@ def test_who_hangs_up_aborts_its_requests(server, stream):
     wait_for(lambda: is_idle(server))
     assert server.metric('vllm:request_success_total{model_name="alphabet",finished_reason="abort"}') == 2
     assert server.complete(prompt="a", max_tokens=1)["choices"][0]["text"] == "b"
+
+
+def test_tokens_of_an_output_that_ends_in_an_error_are_not_counted(server):
+    """The client does not get them. The access log has these counts."""
+
+    def output(*tokens, reason=None):
+        answer = SimpleNamespace(token_ids=tokens, finish_reason=reason, stop_reason=None)
+        return SimpleNamespace(request_id="failed-0", outputs=[answer], num_cached_tokens=0, finished=False)
+
+    async def outputs():
+        yield output(1, 2, 3)
+        yield output(4, reason="error")
+
+    async def counts():
+        call = read_completion(Body({"prompt": "abc"}), 0)
+        job = Job(server.service, call, "failed", await server.service.prepare(call))
+        job._stream = outputs()
+        with pytest.raises(ApiError, match="the engine failed"):
+            async for _ in job:
+                pass
+        return job.counts()[1]
+
+    assert server.do(counts()) == 3
 
 
 def test_a_handler_cancelled_twice_aborts_its_requests(server):

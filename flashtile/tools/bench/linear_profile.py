@@ -214,8 +214,11 @@ def compile_share(
         for (N, K), m in itertools.product(shapes, rows)
         for *_, launch in candidates(problem_of(m, N, K, dtype, weight_dtype, device))
     )
-    for N, K, m, launch in itertools.islice(every, part, None, parts):
+    own = itertools.islice(every, part, None, parts)
+    for (N, K), kernels in itertools.groupby(own, key=lambda kernel: kernel[:2]):
         operands = ProfiledOperands(N, K, dtype, weight_dtype, device, once=True)
-        with suppress(triton.runtime.errors.OutOfResources):
-            launch(operands.x[:m], operands.weights[0], operands.given)
+        for _, _, m, launch in kernels:
+            with suppress(triton.runtime.errors.OutOfResources):
+                launch(operands.x[:m], operands.weights[0], operands.given)
+        del operands  # before those of the next shape are made
     torch.cuda.synchronize(device)

@@ -361,6 +361,8 @@ def hidden_scores(
 
     ``lengths`` is (seqlen_q, seqlen_k) of one sequence; the default is that of the workload.
     """
+    if workload.window_left == workload.window_right == UNLIMITED:
+        return None
     seqlens = lengths or (workload.seqlen_q, workload.seqlen_k)
     seen = reference.visible(*seqlens, workload.window_left, workload.window_right, inputs.q.device)
     return None if bool(seen.all()) else ~seen

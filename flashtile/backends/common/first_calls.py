@@ -1,4 +1,4 @@
-"""First calls: the kernels of a call compile at the same time, in several processes.
+"""Kernels that a launch needs: found on disk, or compiled, for a first call in several processes at once.
 
 When the first kernel of a call must be compiled, the call is repeated on torch's "meta" device, with the
 backward pass that will follow, to find its other kernels. New processes compile these kernels into Triton's

@@ -1,4 +1,4 @@
-"""Decorators of kernels. The decorated functions find their binaries with :mod:`kernel_cache`."""
+"""Decorators of kernels. The decorated functions get their binaries from :mod:`first_calls`."""
 
 from __future__ import annotations
 

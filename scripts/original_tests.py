@@ -90,7 +90,9 @@ class Suite:
         command += ["-p", "no:cacheprovider"]
         command += [part for name in plugins for part in ("-p", name)]
         command += [*self.arguments, *arguments, *self.files]
-        paths = [str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")]
+        # Pytest does not put the folder of a file in a package on the path, but its helpers may be there.
+        helpers = sorted({str((self.folder / file).parent) for file in self.files})
+        paths = [str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", ""), *helpers]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | self.environment
         with output.open("wb") as file:

@@ -198,6 +198,16 @@ def test_flash_attention_s_files_import_flashtile(run, tmp_path):
         run("--checkout", tmp_path, "--suite", 3)
 
 
+def test_files_in_a_package_find_the_helpers_beside_them(run, tmp_path):
+    file = flash_attention_tests.FILES[3]
+    imports = "import helper\nfrom flash_attn_interface import flash_attn_func\n"
+    write(tmp_path, file, imports + "def test_it(): flash_attn_func.__call__")
+    for name in ("__init__.py", "flash_attn_interface.py"):  # flashtile's comes before the checkout's
+        ((tmp_path / file).parent / name).write_text("", "utf-8")
+    code, out = run("--checkout", tmp_path, "--suite", 3)
+    assert (code, "| `all` | 1 |" in out) == (0, True)
+
+
 def test_pytorch_s_files_call_flashtile(run, tmp_path):
     write(tmp_path, "test/test_transformers.py", PYTORCH)
     record = tmp_path / "record.jsonl"

@@ -11,8 +11,10 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _restore_libraries() -> Iterator[None]:
-    """Undo ``register()`` of the pages and docstrings, so that tests after them can register otherwise."""
+    """Undo what pages and docstrings register or install, so that tests after them can do otherwise."""
     yield
+    if compat := sys.modules.get("flashtile.compat"):
+        compat.uninstall_as_flash_attn()
     for library in ("torch", "transformers", "diffusers"):
         integration = sys.modules.get(f"flashtile.integrations.{library}")
         if integration is not None and library in sys.modules:

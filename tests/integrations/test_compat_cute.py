@@ -185,3 +185,62 @@ def test_what_is_refused_is_named(named, match):
     q, k, v = tensors((1, 3, 2, 8), (1, 3, 2, 8), (1, 3, 2, 8), grad=False)
     with pytest.raises((NotImplementedError, ValueError, TypeError), match=match):
         cute.flash_attn_func(q, k, v, **named)
+
+
+class TestCombine:
+    def parts(self, *shape):
+        out_partial, lse = tensors((2, *shape, 3, 8), (2, *shape, 3), grad=False)
+        weights = lse.softmax(0)[..., None]
+        return out_partial, lse, (weights * out_partial).sum(0), lse.logsumexp(0)
+
+    @pytest.mark.parametrize("given", [False, True])
+    def test_rows_that_are_not_used_keep_what_out_had(self, given):
+        out_partial, lse_partial, expected, expected_lse = self.parts(3, 5)
+        used = torch.tensor([5, 2, 0], dtype=torch.int32)
+        hidden = torch.arange(5) >= used[:, None]
+        out_partial[:, hidden] = torch.nan
+        out = torch.full_like(expected, 7.0) if given else None
+        result, lse = interface.flash_attn_combine(out_partial, lse_partial, out, seqused=used)
+        assert out is None or result is out
+        expected[hidden], expected_lse[hidden] = 7.0 if given else 0.0, -torch.inf
+        torch.testing.assert_close(result, expected)
+        torch.testing.assert_close(lse, expected_lse)
+
+    @pytest.mark.parametrize("seqused", [None, (1, 9, 2)])
+    def test_packed_sequences(self, seqused):
+        out_partial, lse_partial, expected, expected_lse = self.parts(9)
+        offsets = torch.tensor([0, 4, 4, 7], dtype=torch.int32)
+        used = None if seqused is None else torch.tensor(seqused, dtype=torch.int32)
+        hidden = [7, 8] if seqused is None else [1, 2, 3, 6, 7, 8]
+        named = {"cu_seqlens": offsets, "seqused": used}
+        result, lse = interface.flash_attn_combine(out_partial, lse_partial, **named)
+        expected[hidden], expected_lse[hidden] = 0.0, -torch.inf
+        torch.testing.assert_close(result, expected)
+        torch.testing.assert_close(lse, expected_lse)
+
+    def test_without_lse_and_with_an_order_of_work(self):
+        out_partial, lse_partial, expected, _ = self.parts(3, 5)
+        out = torch.empty_like(expected)
+        order = torch.tensor([2, 0, 1], dtype=torch.int32)
+        named = {"out": out, "virtual_batch_idx": order, "return_lse": False}
+        result, lse = interface.flash_attn_combine(out_partial, lse_partial, **named)
+        assert result is out
+        assert lse is None
+        torch.testing.assert_close(result, expected)
+
+    @pytest.mark.parametrize(
+        ("named", "match"),
+        [
+            ({"seqused": torch.ones(2, dtype=torch.int32)}, r"seqused must have shape \(batch,\)"),
+            ({"seqused": torch.ones(3, dtype=torch.int64)}, "seqused must"),
+            ({"cu_seqlens": torch.zeros(4, dtype=torch.int32)}, "cu_seqlens and out_partial of 4 dimensions"),
+            ({"return_lse": 1}, "return_lse"),
+            ({"seqused": torch.ones(3, dtype=torch.int32), "out": torch.empty(3, 5, 3, 8)}, "out has dtype"),
+        ],
+    )
+    def test_what_is_refused_is_named(self, named, match):
+        out_partial, lse_partial, *_ = self.parts(3, 5)
+        if "out" in named:
+            named = named | {"out_dtype": torch.float64}
+        with pytest.raises((ValueError, TypeError), match=match):
+            interface.flash_attn_combine(out_partial, lse_partial, **named)

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from flashtile.api import decode
 from flashtile.api.attention import attention
-from flashtile.checks.arguments import ERRORS, check_dense, renamed
+from flashtile.checks.arguments import ERRORS, check_dense, check_int32, check_offsets, renamed
 from flashtile.checks.conversions import as_int, check_flag
+from flashtile.checks.decode import check_combined_into
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
 
-flash_attn_combine = decode.flash_attn_combine
 Window = tuple[int | None, int | None]
 """(left, right) as in FlashAttention-4: None means no limit. A negative limit excludes the nearest keys."""
 
@@ -168,6 +168,76 @@ def flash_attn_varlen_func(
     if heads_last:
         lse = lse.transpose(-1, -2)
     return out, lse if return_lse else lse.detach()
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    cu_seqlens: Tensor | None = None,
+    seqused: Tensor | None = None,
+    virtual_batch_idx: Tensor | None = None,
+    return_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Call :func:`flashtile.flash_attn_combine` for the rows that are used. Return (out, lse).
+
+    Rows that ``cu_seqlens`` and ``seqused`` leave out keep what ``out`` had. In new memory they are 0, and
+    their lse is -inf.
+
+    Args:
+        cu_seqlens: (batch + 1,) int32, where the sequences of packed partial results begin and end.
+        seqused: (batch,) int32, how many rows of each sequence are used.
+        virtual_batch_idx: ignored, because it only orders FlashAttention-4's work.
+        return_lse: whether to return the lse; otherwise None takes its place.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it was and what is allowed.
+
+    Examples:
+        >>> from flashtile.compat.flash_attn.cute.interface import flash_attn_combine
+        >>> out_partial, lse_partial = torch.randn(2, 3, 128, 4, 64), torch.randn(2, 3, 128, 4)
+        >>> used = torch.tensor([128, 5, 0], dtype=torch.int32)
+        >>> out, lse = flash_attn_combine(out_partial, lse_partial, seqused=used)
+        >>> bool((out[1, 5:] == 0).all())
+        True
+    """
+    check_flag("return_lse", return_lse)
+    if cu_seqlens is None and seqused is None:
+        result, lse = decode.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
+        return result, lse if return_lse else None
+    check_dense("out_partial", out_partial)
+    used = _used_rows(out_partial, cu_seqlens, seqused)[..., None]
+    if out is not None:
+        check_dense("out", out)
+        out_dtype = out_dtype or out.dtype
+        check_combined_into(out_partial, out, out_dtype)
+    result, lse = decode.flash_attn_combine(out_partial, lse_partial, None, out_dtype)
+    result = result.where(used[..., None], 0 if out is None else out)
+    lse = lse.where(used, -torch.inf)
+    return result if out is None else out.copy_(result), lse if return_lse else None
+
+
+def _used_rows(out_partial: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None) -> Tensor:
+    """Return which rows of partial results are used: (batch, seqlen), or (total,) if they are packed."""
+    packed = out_partial.dim() == 4
+    if packed != (cu_seqlens is not None):
+        raise ValueError(
+            "cu_seqlens and out_partial of 4 dimensions must be given together, "
+            f"got {out_partial.dim()} dimensions and {'no' if cu_seqlens is None else 'a'} cu_seqlens"
+        )
+    if cu_seqlens is not None:
+        check_offsets("cu_seqlens", cu_seqlens, out_partial)
+    batch = out_partial.shape[1] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    check_int32("seqused", seqused, (batch,), "(batch,)", out_partial)
+    rows = torch.arange(out_partial.shape[-3], device=out_partial.device)
+    if cu_seqlens is None:
+        assert seqused is not None
+        return rows < seqused[:, None]
+    begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
+    if seqused is not None:
+        ends = torch.minimum(begins + seqused, ends)
+    return ((rows >= begins[:, None]) & (rows < ends[:, None])).any(0)
 
 
 def get_scheduler_metadata(*others: Any, **named: Any) -> None:

@@ -134,7 +134,14 @@ _BACKWARD: dict[tuple[int, int], BackwardConfig] = {
 }
 
 
-_HALVES = WideBackwardConfig(WARPGROUP_ROWS // 2, STAGES=1, COLUMN_SPLITS=2)
+_HALVES = WideBackwardConfig(
+    WARPGROUP_ROWS // 2,
+    STAGES=1,
+    COLUMN_SPLITS=2,
+    spill_budget=8,
+    causal_spill_budget=16,
+    features_spill_budget=60,
+)
 """Configuration for head sizes over 256: a step has 32 query rows, or 32 keys in the kernel of dQ."""
 _FEW_ROWS = BackwardConfig(64)
 """Configuration for calls with a score_mod or dropout: tiles of 64 rows leave registers for them."""

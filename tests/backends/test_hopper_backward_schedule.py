@@ -332,9 +332,7 @@ def test_shares_of_rows_are_whole(
         sizes = [len(share) for share in shares]
         assert len(sizes) == row_splits
         assert max(sizes) - min(sizes) <= 1
-    parts = itertools.product(
-        range(batch), range(heads * row_splits), range(blocks), range(column_splits)
-    )
+    parts = itertools.product(range(batch), range(heads * row_splits), range(blocks), range(column_splits))
     assert written == Counter(parts)
 
 

@@ -138,8 +138,7 @@ _HALVES = WideBackwardConfig(
     WARPGROUP_ROWS // 2,
     STAGES=1,
     COLUMN_SPLITS=2,
-    spill_budget=8,
-    causal_spill_budget=16,
+    causal_spill_budget=20,
     features_spill_budget=60,
 )
 """Configuration for head sizes over 256: a step has 32 query rows, or 32 keys in the kernel of dQ."""

@@ -1,8 +1,8 @@
 """Attention backward for Hopper, head sizes over 256: dQ, in Gluon.
 
 A work tile is one or two blocks of 64 query rows of a head, in the forward's order. q and dO of a block take
-128 KiB of shared memory, and dQ takes half of the registers of two *consumer* warpgroups. Each accumulates half
-of its columns. Both need dS, of which each computes a factor, for 32 keys per step:
+128 KiB of shared memory, and dQ takes half of the registers of two *consumer* warpgroups. Each accumulates
+half of its columns. Both need dS, of which each computes a factor, for 32 keys per step:
 
     scores:     S = Q K^T     P = exp2(S - lse)         dQ[:, :256] += dS K[:, :256]
     gradients:  dP = dO V^T   dS = P (dP - delta)       dQ[:, 256:] += dS K[:, 256:]
@@ -172,7 +172,7 @@ def score_tile(C: gl.constexpr, tiles, dq_desc, work, block, i, j, call):
 
 @gluon.jit
 def gradient_step(C: gl.constexpr, i, neg_delta, dq, tiles):
-    """Compute dS of step ``i``, pass it to ``scores``, and return the right half of dQ with the step added."""
+    """Compute dS of step ``i`` and pass it to ``scores``. Return the right half of dQ with the step added."""
     dtype: gl.constexpr = tiles.k.tiles.dtype
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     chunks: gl.constexpr = in_chunks(gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, dtype, s_layout)).type.layout

@@ -24,7 +24,7 @@ from flashtile.backends.hopper.backward.splits import as_scheduled
 from flashtile.backends.hopper.backward.sum_parts import SumParts
 from flashtile.backends.hopper.backward.wide_dkv import DkvPointers, dkv_kernel
 from flashtile.backends.hopper.backward.wide_dq import DqPointers, dq_kernel
-from flashtile.backends.hopper.config import LAUNCH_REGISTERS, WARPGROUP_ROWS, padded, tile_widths
+from flashtile.backends.hopper.config import LAUNCH_REGISTERS, WARPGROUP_ROWS, padded
 from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.forward.config import ForwardVariant
 from flashtile.backends.hopper.launch import num_programs

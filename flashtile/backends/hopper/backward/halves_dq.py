@@ -55,7 +55,7 @@ class HalvesTiles(NamedTuple):
 
 
 class RowBlock(NamedTuple):
-    """What the warpgroup ``scores`` knows of a block of 64 query rows."""
+    """Properties of a block of 64 query rows that the warpgroup ``scores`` needs."""
 
     rows: Any
     """:class:`~flashtile.backends.hopper.forward.rows.Rows`."""

@@ -33,7 +33,7 @@ from flashtile.backends.hopper.backward.config import (
 )
 from flashtile.backends.hopper.backward.launch import l2_swizzle, last_heads, resident_heads, variant_of
 from flashtile.backends.hopper.compile_cases import PLAIN
-from flashtile.backends.hopper.config import padded
+from flashtile.backends.hopper.config import tile_widths
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from kernels_as_python import functions_of, make_work_tile
 
@@ -82,6 +82,7 @@ dq_order = as_python(backward_schedule, "dq_order")
 padded_row = as_python(backward_schedule, "padded_row")
 count_tiles = as_python(backward_schedule, "count_tiles")
 own_row_blocks = as_python(backward_schedule, "own_row_blocks")
+own_part = as_python(backward_schedule, "own_part")
 gradient_head = as_python(backward_schedule, "gradient_head")
 
 WINDOWS = [(-1, -1), (-1, 0), (3, 0), (0, 0), (20, 5), (-1, 9), (7, -1), (0, -1), (16, 16), (100, 100)]
@@ -94,7 +95,7 @@ every_length = pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
 def variant(block_m: int, block_n: int, window: tuple[int, int] = (-1, -1), **more: Any) -> SimpleNamespace:
     left, right = window
     fields = {"VARLEN": False, "SEQUSED": False, "DETERMINISTIC": False, "GROUP": 1, "ROW_SPLITS": 1}
-    fields |= {"SEQUENCES_FIRST": False} | more
+    fields |= {"COLUMN_SPLITS": 1, "SEQUENCES_FIRST": False} | more
     return SimpleNamespace(
         BLOCK_M=block_m, BLOCK_N=block_n, HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, HAS_CUTS=False, **fields
     )
@@ -303,33 +304,35 @@ def test_every_work_tile_of_variable_lengths(deterministic: bool, swizzle: int, 
 
 @every_mask
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
-@pytest.mark.parametrize("row_splits", [2, 3, 8])
+@pytest.mark.parametrize(("row_splits", "column_splits"), [(2, 1), (3, 2), (8, 1)])
 def test_shares_of_rows_are_whole(
-    window: tuple[int, int], seqlen_q: int, seqlen_k: int, row_splits: int
+    window: tuple[int, int], seqlen_q: int, seqlen_k: int, row_splits: int, column_splits: int
 ) -> None:
     """Programs that share a block of keys meet each of its row blocks once, masked as if they were one. They
-    write parts of their own."""
+    write parts of their own, each half of the columns like the other."""
     blocks, heads, batch = ceil_div(seqlen_k, 16), 2, 2
-    C, alone = variant(8, 16, window, ROW_SPLITS=row_splits), variant(8, 16, window)
+    C = variant(8, 16, window, ROW_SPLITS=row_splits, COLUMN_SPLITS=column_splits)
+    alone = variant(8, 16, window)
     schedule = make_schedule(blocks, heads, seqlen_q, seqlen_k, *window, num_tiles=batch * heads * blocks)
-    found: dict[tuple[int, int, int], list] = {}
-    written: Counter[tuple[int, int, int]] = Counter()
+    found: dict[tuple[int, int, int, int], list] = {}
+    written: Counter[tuple[int, int, int, int]] = Counter()
     for tile_index in range(count_tiles(C, SimpleNamespace(), schedule)):
         work = find_work_tile(C, tile_index, SimpleNamespace(), schedule)
         begin, end, full_begin, full_end = own_row_blocks(C, tile_index, work, schedule)
         assert begin <= end
         cut, count, before, full = step_order(begin, end, full_begin, full_end)
         steps = [(block_of_step(j, begin, end, cut, before, full), j < cut) for j in range(count)]
-        found.setdefault((work.sequence, work.head, work.tile_in_head), []).append(steps)
-        written[work.sequence, gradient_head(C, tile_index, work), work.tile_in_head] += 1
-    assert len(found) == batch * heads * blocks
-    for (_, _, place), shares in found.items():
+        columns = own_part(C, tile_index)
+        found.setdefault((work.sequence, work.head, work.tile_in_head, columns), []).append(steps)
+        written[work.sequence, gradient_head(C, tile_index, work), work.tile_in_head, columns] += 1
+    assert len(found) == batch * heads * blocks * column_splits
+    for (_, _, place, _), shares in found.items():
         steps, cut = steps_of(alone, work_of(place, seqlen_q, seqlen_k), window)
         assert sorted(itertools.chain(*shares)) == sorted((m, j < cut) for j, m in enumerate(steps))
         sizes = [len(share) for share in shares]
         assert len(sizes) == row_splits
         assert max(sizes) - min(sizes) <= 1
-    parts = itertools.product(range(batch), range(heads * row_splits), range(blocks))
+    parts = itertools.product(range(batch), range(heads * row_splits), range(blocks), range(column_splits))
     assert written == Counter(parts)
 
 
@@ -464,25 +467,26 @@ def test_sums_are_stored_in_the_order_of_the_accumulator(columns: int) -> None:
         assert stored[(i // 2) * 2 * threads + 2 * thread + i % 2] == tile[row, column]
 
 
-def test_chunks_give_back_what_they_were_given() -> None:
-    tile = torch.arange(64 * 64).reshape(64, 64)
+@pytest.mark.parametrize("columns", [32, 64])
+def test_chunks_give_back_what_they_were_given(columns: int) -> None:
+    tile = torch.arange(64 * columns).reshape(64, columns)
     chunks = as_python(backward_wide_dkv, "in_chunks")(tile)
     assert torch.equal(as_python(backward_wide_dkv, "from_chunks")(chunks, None), tile)
     # 16 bytes are eight elements of one thread: two columns of rows r and r + 8, at two places.
     eight = chunks[0, :8]
-    assert sorted((int(x) // 64, int(x) % 64) for x in eight) == [
+    assert sorted((int(x) // columns, int(x) % columns) for x in eight) == [
         (row, column) for row in (0, 8) for column in (0, 1, 8, 9)
     ]
 
 
-HEAD_SIZES = range(8, 257, 8)
+HEAD_SIZES = (*range(8, 257, 8), 264, 320, 512)
 
 
 def test_every_head_size_has_a_configuration_that_fits() -> None:
     limit = ARCHITECTURES["sm_90a"].shared_limit - BARRIERS
     for head_dim, head_dim_v in itertools.product(HEAD_SIZES, HEAD_SIZES):
-        config = choose(replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim_v))
-        sizes = padded(head_dim), padded(head_dim_v)
+        problem = replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim_v)
+        config, sizes = choose(problem), tile_widths(problem)
         if isinstance(config, WideBackwardConfig):
             assert max(head_dim, head_dim_v) > 128
             assert max(wide_smem_bytes(config, *sizes)) <= limit
@@ -495,13 +499,13 @@ def test_every_head_size_has_a_configuration_that_fits() -> None:
 @pytest.mark.compile
 @pytest.mark.thorough
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled")
-@pytest.mark.parametrize("sizes", [(64, 128), (256, 128)])
+@pytest.mark.parametrize("sizes", [(64, 128), (256, 128), (512, 512)])
 def test_memory_is_what_the_compiler_says(sizes: tuple[int, int]) -> None:
     """Tiles as the table has them, barriers beside. Parts in float32 leave through as much as 16 bits do."""
     config = choose(replace(PROBLEM, head_dim=sizes[0], head_dim_v=sizes[1]))
     if isinstance(config, WideBackwardConfig):
         of_dkv, of_dq = wide_smem_bytes(config, *sizes)
-        tiles = (of_dkv, of_dq, of_dkv)
+        tiles = (of_dkv, of_dq, of_dkv) if sizes[0] != sizes[1] else (*(of_dkv, of_dq) * 3, of_dkv)
     else:
         tiles = (smem_bytes(config, *sizes),)
     name = f"head_dim {sizes[0]}/{sizes[1]} "

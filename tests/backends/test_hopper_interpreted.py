@@ -92,7 +92,14 @@ BACKWARD: Variants = {
     "wide": {"head_dim": 256, "causal": True, "alibi": "batch"},
     "wide-single": {"head_dim": 256, "causal": True, "seqlen_q": 300, "heads_q": 1},
     "wide-varlen": {"lengths": LENGTHS, "head_dim": 192, "head_dim_v": 128, "softcap": 3.0},
-}
+    "widest": {"head_dim": 512, "causal": True, "seqlen_q": 100, "seqlen_k": 140},
+    "widest-varlen": {"lengths": LENGTHS, "head_dim": 512, "causal": True, "softcap": 3.0},
+    "widest-window": {
+        "head_dim": 448, "head_dim_v": 320, "window_size": (40, 9), "alibi": "batch", "sink": "own"
+    },
+    "widest-q": {"head_dim": 264, "head_dim_v": 96, "unused_keys": 40, "batch": 2, "heads_kv": 2},
+    "widest-v": {"head_dim": 64, "head_dim_v": 512, "seqlen_q": 70, "seqlen_k": 130, "dtype": FP16},
+}  # fmt: skip
 HEAD_SIZES: Variants = {
     "d64": {},
     "d128": {"head_dim": 128},
@@ -102,6 +109,8 @@ HEAD_SIZES: Variants = {
     "square": {"seqlen_q": 300, "head_dim": 128},
     "varlen": {"lengths": LENGTHS},
     "varlen-wide": {"lengths": LENGTHS, "head_dim": 256},
+    "d512": {"head_dim": 512, "seqlen_q": 130},
+    "varlen-widest": {"lengths": LENGTHS, "head_dim": 384},
 }
 
 
@@ -227,6 +236,8 @@ SHARED: dict[str, tuple[Splits, dict[str, Any]]] = {
     "wide": (Splits(2, 2), {"head_dim": 256, "causal": True}),
     "wide-varlen": (Splits(4, 2), {"lengths": LENGTHS, "head_dim": 192, "head_dim_v": 128}),
     "wide-used": (Splits(1, 4), {"head_dim": 256, "unused_keys": 40, "batch": 2, "window_size": (70, 9)}),
+    "widest": (Splits(2, 2), {"head_dim": 320, "causal": True, "seqlen_q": 100}),
+    "widest-varlen": (Splits(4, 2), {"lengths": LENGTHS, "head_dim": 512, "unused_tail": 30, "slack": 9}),
 }
 
 

@@ -80,6 +80,7 @@ CALLS = {
     "fp8": lambda: fp8(Scales()),
     "backward": lambda: backward(128),
     "wide backward": lambda: backward(256),
+    "widest backward": lambda: backward(512),
     "shared backward": lambda: backward(128, rows=2),
 }
 
@@ -169,7 +170,7 @@ def test_threads_that_prepare_at_once_launch_the_same(name: str, kernels: Kernel
         assert all(launched == expected for launched in found), (first_at, second_at)
 
 
-@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("head_dim", [128, 256, 512])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_shared_blocks_of_keys_give_parts_that_are_added_up(
     head_dim: int, rows: int, kernels: Kernels

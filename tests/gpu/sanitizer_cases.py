@@ -44,6 +44,7 @@ SANITIZED = (
     Case(name="varlen float32", lengths=RAGGED, dtype=FP32, alibi="head"),
     Case(name="head_dim 128", head_dim=128, seqlen_q=200, seqlen_k=64, dtype=FP16),
     Case(name="head_dim 256", head_dim=256, seqlen_q=65, seqlen_k=127, dtype=BF16, causal=True),
+    Case(name="head_dim 512", head_dim=512, seqlen_q=100, seqlen_k=130, dtype=BF16, causal=True),
     Case(name="expanded", layout="expanded", heads_q=6, heads_kv=3),
     Case(name="sink", sink="own", causal=True, heads_q=6, heads_kv=3),
     Case(name="unused keys", unused_keys=40, sink="float32", window_size=(33, 5), dtype=BF16),

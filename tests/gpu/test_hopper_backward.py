@@ -58,6 +58,13 @@ GRADIENT_CASES = {
     "many-tiles": replace(MANY_TILES, head_dim=64),
     "many-tiles-gqa": replace(MANY_TILES, seqlen_q=1100, heads_q=24),
     "many-tiles-wide": replace(MANY_TILES, seqlen_q=2100, heads_q=8, heads_kv=8, head_dim=256),
+    "d512": replace(SMALL, head_dim=512),
+    "d320": replace(CAUSAL, head_dim=320, dtype=FP16),
+    "d264-96": replace(CAUSAL, head_dim=264, head_dim_v=96, heads_kv=1),
+    "d64-512": replace(SMALL, head_dim=64, head_dim_v=512, window_size=(100, -1)),
+    "widest-everything": replace(EVERYTHING, head_dim=512, heads_kv=2),
+    "widest-varlen-empty": replace(CAUSAL, head_dim=512, lengths=EMPTY, unused_tail=70, slack=200),
+    "many-tiles-widest": replace(MANY_TILES, seqlen_q=2100, heads_q=6, heads_kv=6, head_dim=512),
 }
 
 
@@ -67,7 +74,7 @@ def test_gradients(name: str) -> None:
     replace(GRADIENT_CASES[name], name=name).inputs("cuda").check(backend="hopper")
 
 
-DETERMINISTIC_CASES = ("group-8-varlen-empty", "many-tiles", "many-tiles-gqa", "many-tiles-wide")
+DETERMINISTIC_CASES = ("group-8-varlen-empty", "many-tiles", "many-tiles-gqa", "many-tiles-wide", "d512")
 
 
 @pytest.mark.parametrize("name", DETERMINISTIC_CASES)
@@ -77,7 +84,7 @@ def test_deterministic_gradients(name: str) -> None:
     case.inputs("cuda").check(backend="hopper", deterministic=True)
 
 
-@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("head_dim", [128, 256, 512])
 def test_a_gradient_that_is_not_aligned(head_dim: int) -> None:
     """TMA loads from multiples of 16 bytes only; autograd may hand over a part of another tensor."""
     inputs = replace(CAUSAL, name="unaligned", head_dim=head_dim).inputs("cuda")
@@ -88,7 +95,7 @@ def test_a_gradient_that_is_not_aligned(head_dim: int) -> None:
     inputs._replace(dout=dout).check(backend="hopper")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_rows_and_keys_that_nobody_sees(head_dim: int) -> None:
     """More queries than keys under a causal mask: the first rows see nothing. A window: so do the keys."""
     case = replace(CAUSAL, name="unseen", seqlen_q=600, seqlen_k=250, head_dim=head_dim)
@@ -114,6 +121,7 @@ SHARED = {
     ),
     "few-keys": replace(SMALL, seqlen_q=4096, seqlen_k=77, head_dim=64),
     "wide": replace(ALONE, head_dim=256),
+    "widest": replace(ALONE, head_dim=512),
     "wide-varlen": replace(ALONE, head_dim=192, head_dim_v=128, lengths=((900, 900), (300, 700)), slack=100),
 }
 """Few key heads, so that programs share blocks of keys."""

@@ -1,7 +1,7 @@
 """Gluon kernels for NVIDIA's Hopper GPUs (compute capability 9.0): TMA, wgmma, warp specialisation.
 
 This module selects and prepares the kernels of attention. The backward serves each call that the forward
-serves, except calls with head sizes over 256 and some with score or mask functions (``refusals``).
+serves, except some with score or mask functions (``refusals``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from flashtile.problems.decode import DecodeProblem
 
 NAME = "hopper"
 LARGEST_HEAD_DIM = 512
-LARGEST_HEAD_DIM_OF_BACKWARD = 256
 CAPABILITY = (9, 0)
 
 
@@ -48,8 +47,6 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
 def reason_against_backward(problem: Problem, explicit: bool) -> str | None:
     """Return why the backward kernels do not serve a call, or None if they do."""
     reason = reason_against(problem, explicit)
-    if reason is None and max(problem.head_dim, problem.head_dim_v) > LARGEST_HEAD_DIM_OF_BACKWARD:
-        return f"it computes gradients for head sizes up to {LARGEST_HEAD_DIM_OF_BACKWARD}"
     if reason is None and problem.mods is not None:
         from flashtile.backends.hopper.refusals import reason_against_mods_backward
 

@@ -41,9 +41,12 @@ class Channel:
         return i % self.STAGES
 
     @gluon.jit
-    def release(self, i):
-        """Reader: report that the ``i``-th write (from 0) has been read, so that its slot can be reused."""
-        mbarrier.arrive(self.empty.index(i % self.STAGES), count=1)
+    def release(self, i, READERS: gl.constexpr = 1):
+        """Reader: report that the ``i``-th write (from 0) has been read, so that its slot can be reused.
+
+        One reader may report for READERS of them, if the others do not read this write.
+        """
+        mbarrier.arrive(self.empty.index(i % self.STAGES), count=READERS)
 
 
 @gluon.jit

@@ -36,6 +36,15 @@ def padded(head_dim: int) -> int:
     return next(size for size in (64, 128, 256, 512) if head_dim <= size)
 
 
+def tile_widths(problem: Problem) -> tuple[int, int]:
+    """Return the numbers of columns of tiles of (q and k, v) in kernels whose tiles have a power of two.
+
+    Over 256 columns, both have 512.
+    """
+    sizes = padded(problem.head_dim), padded(problem.head_dim_v)
+    return (512, 512) if max(sizes) > MAX_COLUMNS_OF_V else sizes
+
+
 def column_splits(problem: Problem) -> int:
     """Return the number of work tiles that divide the columns of v: 2 for head_dim_v over 256, else 1."""
     return math.ceil(problem.head_dim_v / MAX_COLUMNS_OF_V)

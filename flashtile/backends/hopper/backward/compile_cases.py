@@ -52,7 +52,7 @@ _FEATURES = replace(
 )
 _MASKS = {"full": _FULL, "causal": _CAUSAL, "features": _FEATURES}
 _TABLE = ((64, 64), (128, 128), (64, 128), (128, 64))
-_WIDE = ((256, 256), (256, 128), (64, 256))
+_WIDE = ((256, 256), (256, 128), (64, 256), (512, 512))
 _MODIFIED_SPILLS: dict[str, dict[int, tuple[int, ...]]] = {
     "mods": {64: (132, 48, 200, 60, 52, 64), 128: (128, 244, 144, 240, 324, 72)},
     "dropout": {64: (32, 60, 104), 128: (100, 212, 864)},
@@ -78,7 +78,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         if mask == "features" or sizes[0] == sizes[1]:
             yield from _products(mask, replace(problem, head_dim=sizes[0], head_dim_v=sizes[1]))
     yield from _products("causal", replace(_CAUSAL, head_dim=128, head_dim_v=128, partial=True))
-    for size in (64, 128, 256):
+    for size in (64, 128, 256, 512):
         shared = replace(PLAIN, window_right=0, head_dim=size, head_dim_v=size)
         for case in _products("causal", shared, _SHARED):
             yield replace(case, exhaustive=size <= 128)  # the code differs little from that without splits
@@ -88,7 +88,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         if case.kernel is dq_kernel:
             yield replace(case, name=f"{case.name} single", exhaustive=True)
     # S and dP skip columns of padding at these head sizes.
-    for sizes in ((40, 40), (80, 80), (96, 96), (192, 128), (160, 160)):
+    for sizes in ((40, 40), (80, 80), (96, 96), (192, 128), (160, 160), (320, 320)):
         for case in _products("causal", replace(_CAUSAL, head_dim=sizes[0], head_dim_v=sizes[1])):
             yield replace(case, exhaustive=True)
     # With unequal head sizes, dK and dV have shared memory of their own.
@@ -124,7 +124,9 @@ def _products(mask: str, problem: Problem, splits: Splits = Splits()) -> Iterato
     views = wide_launch.views(problem, dkv, *tensors(problem))
     yield _case(mask, problem, config, dkv_kernel, views, dkv, _wide_structures(dkv, is_dq=False))
     if splits.parts == 1:
-        yield _case(mask, problem, config, dq_kernel, views, dq, _wide_structures(dq, is_dq=True))
+        views = wide_launch.views(problem, dkv, *tensors(problem), of_dq=True)
+        kernel = wide_launch.dq_kernel_of(dkv)
+        yield _case(mask, problem, config, kernel, views, dq, _wide_structures(dq, is_dq=True))
 
 
 def _modified(kind: str, name: str, problem: Problem) -> Iterator[CompileCase]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flashtile.backends.hopper.backward.splits import choose_splits
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, ModifierFlags, padded
+from flashtile.backends.hopper.config import MAX_COLUMNS_OF_V, WARPGROUP_ROWS, ModifierFlags, padded
 from flashtile.backends.hopper.forward.config import ForwardConfig
 from flashtile.backends.hopper.forward.rounds import Costs, fastest
 from flashtile.problems.attention import Problem
@@ -30,6 +30,8 @@ class BackwardConfig:
         STAGES: blocks of queries and output gradients in shared memory.
         HEAD_SPLITS, ROW_SPLITS: numbers of parts into which the query heads of a group, and the query rows of
             each head, are divided among programs that share a block of keys (``splits``).
+        COLUMN_SPLITS: number of work tiles that divide the columns of dK and dV, and of tiles that hold the
+            columns of a block (``halves``).
         spill_budget, causal_spill_budget, features_spill_budget: bytes of register spills that were measured
             and accepted: without a mask, causal, with every feature at once.
     """
@@ -38,6 +40,7 @@ class BackwardConfig:
     STAGES: int = 2
     HEAD_SPLITS: int = 1
     ROW_SPLITS: int = 1
+    COLUMN_SPLITS: int = 1
     spill_budget: int = 0
     causal_spill_budget: int = 0
     features_spill_budget: int = 0
@@ -57,7 +60,7 @@ class WideBackwardConfig(BackwardConfig):
     """Tile and pipeline of the two kernels for head sizes over 128.
 
     The kernel of dK and dV has tiles of 64 keys and one consumer for each gradient. The kernel of dQ has two
-    consumers of 64 query rows each.
+    consumers of 64 query rows each, or one block of 64 rows with COLUMN_SPLITS 2.
 
     Args:
         paired_below: for the kernel of dQ, as in
@@ -76,7 +79,9 @@ class WideBackwardConfig(BackwardConfig):
     @property
     def rows(self) -> ForwardConfig:
         """Tile of the kernel of dQ, whose scheduler is that of the forward."""
-        return ForwardConfig(2, self.BLOCK_N, paired_below=self.paired_below)
+        if self.COLUMN_SPLITS == 1:
+            return ForwardConfig(2, self.BLOCK_N, paired_below=self.paired_below)
+        return ForwardConfig(1, self.BLOCK_M, STAGES=self.STAGES, paired_below=self.paired_below)
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,7 @@ class BackwardVariant(ModifierFlags):
     """Query heads per key head of the schedule, which counts each key head HEAD_SPLITS times."""
     HEAD_SPLITS: int
     ROW_SPLITS: int
+    COLUMN_SPLITS: int
     HEAD_DIM: int
     """Columns of q and k."""
     HEAD_DIM_V: int
@@ -128,6 +134,14 @@ _BACKWARD: dict[tuple[int, int], BackwardConfig] = {
 }
 
 
+_HALVES = WideBackwardConfig(
+    WARPGROUP_ROWS // 2,
+    STAGES=1,
+    COLUMN_SPLITS=2,
+    causal_spill_budget=20,
+    features_spill_budget=60,
+)
+"""Configuration for head sizes over 256: a step has 32 query rows, or 32 keys in the kernel of dQ."""
 _FEW_ROWS = BackwardConfig(64)
 """Configuration for calls with a score_mod or dropout: tiles of 64 rows leave registers for them."""
 _DQ_COSTS = Costs(4.0, 2.4)
@@ -145,6 +159,8 @@ def choose(problem: Problem) -> BackwardConfig:
 
 def _wide(problem: Problem) -> WideBackwardConfig:
     """Return the configuration for head sizes over 128, without pairs for dQ if these would take longer."""
+    if max(problem.head_dim, problem.head_dim_v) > MAX_COLUMNS_OF_V:
+        return _HALVES
     config = WideBackwardConfig()
     single = replace(config, paired_below=0)
     rows = fastest(problem, (config.rows, single.rows), lambda _: _DQ_COSTS, has_queue=False)
@@ -153,7 +169,7 @@ def _wide(problem: Problem) -> WideBackwardConfig:
 
 def with_splits(config: BackwardConfig, problem: Problem) -> BackwardConfig:
     """Return ``config`` with enough programs per block of keys to fill the GPU."""
-    splits = choose_splits(problem, config.BLOCK_M, config.BLOCK_N)
+    splits = choose_splits(problem, config.BLOCK_M, config.BLOCK_N, config.COLUMN_SPLITS)
     return replace(config, HEAD_SPLITS=splits.heads, ROW_SPLITS=splits.rows)
 
 
@@ -173,8 +189,10 @@ def smem_bytes(config: BackwardConfig, block_d: int, block_dv: int) -> int:
 
 
 def wide_smem_bytes(config: WideBackwardConfig, block_d: int, block_dv: int) -> tuple[int, int]:
-    """Return the bytes of shared memory that (``dkv_kernel``, ``dq_kernel``) need for head sizes over 128."""
+    """Return the bytes of shared memory that the kernels of (dK and dV, dQ) need for head sizes over 128."""
     both = block_d + block_dv
+    if config.COLUMN_SPLITS > 1:
+        return halves_smem_bytes(config, block_d)
     rows = config.STAGES * config.BLOCK_M
     weights = 2 * config.BLOCK_M * config.BLOCK_N
     gradients = 0 if block_d == block_dv else config.BLOCK_N * both
@@ -182,3 +200,13 @@ def wide_smem_bytes(config: WideBackwardConfig, block_d: int, block_dv: int) -> 
     v_stages = 1 if block_d == block_dv else 2
     dq = 2 * (2 * WARPGROUP_ROWS * both + config.BLOCK_N * (config.STAGES * block_d + v_stages * block_dv))
     return dkv, dq
+
+
+def halves_smem_bytes(config: WideBackwardConfig, columns: int) -> tuple[int, int]:
+    """Return the bytes of shared memory that the kernels of (dK and dV, dQ) need for tiles in halves."""
+    resident = 2 * WARPGROUP_ROWS * columns
+    halves = 4 * config.STAGES + 1
+    moving = halves * config.BLOCK_M * columns // 2
+    exchanged = 2 * WARPGROUP_ROWS * config.BLOCK_M
+    statistics = halves * config.BLOCK_M
+    return 2 * (resident + moving + exchanged) + 4 * statistics, 2 * (resident + moving + 2 * exchanged)

@@ -34,7 +34,7 @@ from flashtile.backends.hopper.config import (
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
     WARPGROUP_ROWS,
-    padded,
+    tile_widths,
 )
 from flashtile.backends.hopper.launch import num_programs, score_numbers
 from flashtile.backends.hopper.modifiers.bias import SQUARE
@@ -62,6 +62,7 @@ def variant_of(problem: Problem, config: BackwardConfig, bias: Tensor | None = N
     """Return the variant that the kernels are compiled for."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     even = not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0
+    block_d, block_dv = tile_widths(problem)
     flags = modifier_flags(problem, fixed=True)
     masked = left != UNLIMITED or right != UNLIMITED or not even
     scaled = has_score_mod(problem) or problem.softmax_scale < SMALLEST_SCALE
@@ -84,10 +85,11 @@ def variant_of(problem: Problem, config: BackwardConfig, bias: Tensor | None = N
         GROUP=problem.group_size // config.HEAD_SPLITS,
         HEAD_SPLITS=config.HEAD_SPLITS,
         ROW_SPLITS=config.ROW_SPLITS,
+        COLUMN_SPLITS=config.COLUMN_SPLITS,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
-        BLOCK_D=padded(problem.head_dim),
-        BLOCK_DV=padded(problem.head_dim_v),
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
         BLOCK_M=config.BLOCK_M,
         BLOCK_N=config.BLOCK_N,
         STAGES=config.STAGES,

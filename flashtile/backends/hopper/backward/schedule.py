@@ -5,6 +5,7 @@ If there are too few work tiles, several programs share a block of keys (``split
 query heads of a group: the schedule counts each key head HEAD_SPLITS times, each time with another part of
 its query heads. Only the loads of K and V use the actual key head. ROW_SPLITS divides the query rows that see
 the block: ROW_SPLITS consecutive work tiles have the same keys, each with another part of the rows.
+COLUMN_SPLITS (``wide_dkv``) divides the columns of dK and dV in the same way.
 
 The kernels' functions on integers can be called from Python through ``.fn``.
 """
@@ -91,8 +92,20 @@ class RowBlocks(NamedTuple):
 
 @gluon.jit
 def count_tiles(C: gl.constexpr, pointers, schedule):
-    """Return the number of work tiles of the launch: ROW_SPLITS for each block of keys."""
-    return num_work_tiles(C, pointers, schedule) * C.ROW_SPLITS
+    """Return the number of work tiles of the launch: ROW_SPLITS * COLUMN_SPLITS for each block of keys."""
+    return num_work_tiles(C, pointers, schedule) * (C.ROW_SPLITS * C.COLUMN_SPLITS)
+
+
+@gluon.jit
+def own_part(C: gl.constexpr, tile_index):
+    """Return which of COLUMN_SPLITS parts of the columns of dK and dV a work tile computes."""
+    return tile_index % C.COLUMN_SPLITS
+
+
+@gluon.jit
+def own_share(C: gl.constexpr, tile_index):
+    """Return which of ROW_SPLITS shares of the query rows a work tile visits."""
+    return tile_index // C.COLUMN_SPLITS % C.ROW_SPLITS
 
 
 @gluon.jit
@@ -110,7 +123,7 @@ def head_and_block(C: gl.constexpr, tile_index, blocks, schedule):
     * Under a causal mask, the last ``swizzle`` heads are interleaved. Otherwise the longest blocks of the
       last head would start when all other work is done.
     """
-    tile_index = tile_index // C.ROW_SPLITS
+    tile_index = tile_index // (C.ROW_SPLITS * C.COLUMN_SPLITS)
     head = tile_index // blocks
     block = tile_index % blocks
     if C.DETERMINISTIC:
@@ -225,7 +238,7 @@ def own_row_blocks(C: gl.constexpr, tile_index, work, schedule):
     """
     begin, end, full_begin, full_end = row_blocks(C, work, schedule.window_left, schedule.window_right)
     if C.ROW_SPLITS > 1:
-        share = tile_index % C.ROW_SPLITS
+        share = own_share(C, tile_index)
         count = end - begin
         end = begin + count * (share + 1) // C.ROW_SPLITS
         begin += count * share // C.ROW_SPLITS
@@ -238,7 +251,7 @@ def gradient_head(C: gl.constexpr, tile_index, work):
 
     Work tiles that share keys write their partial sums as different heads, which ``sum_parts`` adds up.
     """
-    return work.head * C.ROW_SPLITS + tile_index % C.ROW_SPLITS
+    return work.head * C.ROW_SPLITS + own_share(C, tile_index)
 
 
 @gluon.jit

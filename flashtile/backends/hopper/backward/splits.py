@@ -78,12 +78,15 @@ class Work(NamedTuple):
     """Programs that the card runs at a time."""
 
 
-def choose_splits(problem: Problem, block_m: int, block_n: int) -> Splits:
-    """Return the splits of a call with work tiles of ``block_n`` keys and steps of ``block_m`` rows."""
+def choose_splits(problem: Problem, block_m: int, block_n: int, columns: int = 1) -> Splits:
+    """Return the splits of a call with work tiles of ``block_n`` keys and steps of ``block_m`` rows.
+
+    ``columns`` work tiles divide the columns of dK and dV in any case. They count as heads.
+    """
     sequences = max(problem.batch, 1)
     blocks = -(-problem.total_k // (sequences * block_n))
     programs = multiprocessors(problem.device)
-    heads = problem.num_heads_kv * sequences
+    heads = problem.num_heads_kv * sequences * columns
     if blocks * heads == 0 or blocks * heads >= ENOUGH_WAVES * programs:
         return Splits()
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
@@ -94,7 +97,7 @@ def choose_splits(problem: Problem, block_m: int, block_n: int) -> Splits:
         steps=steps[::-1] if problem.deterministic else steps,
         heads=heads,
         group=problem.group_size,
-        part_bytes=4 * blocks * block_n * heads * width,
+        part_bytes=4 * blocks * block_n * heads * width // columns,
         divides_rows=not listed and (not problem.deterministic or left == right == UNLIMITED),
         last_alternate=not problem.deterministic and left == UNLIMITED != right,
         programs=programs,

@@ -32,35 +32,36 @@ class Statistics(NamedTuple):
 
 
 @gluon.jit
-def load_rows(C: gl.constexpr, desc, work, row, head, barrier, tile):
-    """Load BLOCK_M rows of q or dO by TMA; rows past the last query arrive as zeros."""
+def load_rows(C: gl.constexpr, desc, work, row, head, barrier, tile, column=0):
+    """Load BLOCK_M rows of q or dO by TMA, from ``column`` on; rows past the last query arrive as zeros."""
     if C.VARLEN:
         end = work.start_q + work.seqlen_q
-        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, head, 0], barrier, tile)
+        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, head, column], barrier, tile)
     else:
-        async_load(desc, [work.sequence, row, head, 0], barrier, tile)
+        async_load(desc, [work.sequence, row, head, column], barrier, tile)
 
 
 @gluon.jit
-def load_keys(C: gl.constexpr, desc, work, barrier, tile):
-    """Load the work tile's block of keys or values by TMA; rows past the last key arrive as zeros."""
+def load_keys(C: gl.constexpr, desc, work, barrier, tile, column=0):
+    """Load the work tile's block of keys or values by TMA, from ``column`` on; rows past the last key arrive
+    as zeros."""
     row = work.tile_in_head * C.BLOCK_N
     head = work.head // C.HEAD_SPLITS
     if C.VARLEN or C.SEQUSED:
         end = work.start_k + work.seqlen_k
-        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_k + row, head, 0], barrier, tile)
+        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_k + row, head, column], barrier, tile)
     else:
-        async_load(desc, [work.sequence, row, head, 0], barrier, tile)
+        async_load(desc, [work.sequence, row, head, column], barrier, tile)
 
 
 @gluon.jit
 def store_gradient(
-    C: gl.constexpr, W: gl.constexpr, desc, work, head, tile, gradient, schedule, START: gl.constexpr = 0
-):
+    C: gl.constexpr, W: gl.constexpr, desc, work, head, tile, gradient, schedule, start=0
+):  # fmt: skip
     """Store the gradient of warpgroup W's keys of a head by TMA, through one tile of shared memory.
 
     Each store writes as many columns as the block of ``desc`` has. The first column of ``gradient`` is column
-    START of the head. Rows past the last key are not written.
+    ``start`` of the head. Rows past the last key are not written.
     """
     PART: gl.constexpr = desc.block_type.shape[-1]
     parts = column_parts(gradient, PART)
@@ -73,6 +74,6 @@ def store_gradient(
             if C.SEQUSED and not C.VARLEN:  # dK and dV have no gaps between sequences, unlike k
                 end = work.sequence * schedule.seqlen_k + work.seqlen_k
             coordinate = RAGGED_ROWS - work.seqlen_k + row
-            async_store(desc, [RAGGED_ROWS, end, coordinate, head, START + n * PART], tile)
+            async_store(desc, [RAGGED_ROWS, end, coordinate, head, start + n * PART], tile)
         else:
-            async_store(desc, [work.sequence, row, head, START + n * PART], tile)
+            async_store(desc, [work.sequence, row, head, start + n * PART], tile)

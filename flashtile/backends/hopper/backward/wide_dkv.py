@@ -7,7 +7,7 @@ bytes. They accumulate only in registers, so the results have the same bits in e
 
 A work tile is 64 keys of a key head. Its program visits the query rows that see these keys, 64 at a time, in
 every query head of the key head. Each of two *consumer* warpgroups accumulates one gradient. Its 64 x 256
-elements in fp32 take half of the warpgroup's registers:
+elements in fp32 take half of the warpgroup's registers (for head sizes over 256, see ``halves``):
 
     values:  S^T = K Q^T     P^T = exp2(S^T - lse)       dV += P^T dO
     keys:    dP^T = V dO^T   dS^T = P^T (dP^T - delta)   dK += dS^T Q
@@ -29,11 +29,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashtile.backends.common.jit import gluon_kernel
 from flashtile.backends.hopper import work_queue
+from flashtile.backends.hopper.backward.halves import (
+    last_write,
+    product_of_tiles,
+    release_tile,
+    tile_of,
+)
 from flashtile.backends.hopper.backward.schedule import (
     count_tiles,
     find_work_tile,
     gradient_head,
     head_of_batch,
+    own_part,
     own_row_blocks,
     padded_row,
 )
@@ -50,7 +57,7 @@ from flashtile.backends.hopper.backward.tiles import (
     store_gradient,
 )
 from flashtile.backends.hopper.channels import make_channel, make_ring
-from flashtile.backends.hopper.columns import add_products, product_of_rows, zero_sums
+from flashtile.backends.hopper.columns import add_products, zero_sums
 from flashtile.backends.hopper.compat import async_load, reinterpret
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.inline_asm import to_16_bit, to_fp32
@@ -95,33 +102,43 @@ class Gradients(NamedTuple):
 
 @gluon.jit
 def in_chunks(x):
-    """Reorder x [64, 64] to [4, 1024]: each row has 16 bytes of each of 128 threads.
+    """Reorder x [64, N] to [N / 16, 1024]: each row has 16 bytes of each of 128 threads.
 
     In wgmma's accumulator, row 16 w + 8 a + r and column 8 j + 2 t + b is register (j, a, b) of thread
     (w, r, t). In the new order, stores and loads have no bank conflicts.
     """
-    return x.reshape([4, 2, 8, 4, 2, 4, 2]).permute((3, 0, 2, 5, 4, 1, 6)).reshape([4, 1024])
+    N: gl.constexpr = x.shape[1]
+    x = x.reshape([4, 2, 8, N // 16, 2, 4, 2]).permute((3, 0, 2, 5, 4, 1, 6))
+    return x.reshape([N // 16, 1024])
 
 
 @gluon.jit
 def from_chunks(x, layout: gl.constexpr):
     """Undo :func:`in_chunks`, in the accumulator's ``layout``."""
-    x = x.reshape([4, 4, 8, 4, 2, 2, 2]).permute((1, 5, 2, 0, 4, 3, 6))
-    x = x.reshape([WARPGROUP_ROWS, WARPGROUP_ROWS])
+    COUNT: gl.constexpr = x.shape[0]
+    x = x.reshape([COUNT, 4, 8, 4, 2, 2, 2]).permute((1, 5, 2, 0, 4, 3, 6))
+    x = x.reshape([WARPGROUP_ROWS, 16 * COUNT])
     return gl.convert_layout(x, layout)
 
 
 @gluon.jit
-def load_step(C: gl.constexpr, i, m, g, work, desc, statistics_desc, ring, statistics, schedule):
+def load_step(C: gl.constexpr, i, m, g, own, work, desc, statistics_desc, ring, statistics, schedule):
     """Load block ``m`` of q or dO of query head ``g``, and the -lse or -delta of its rows, by TMA.
 
-    This is the ``i``-th write to the channel ``ring``.
+    This is for step ``i`` of the program. With COLUMN_SPLITS, the columns that are not the work tile's
+    ``own`` ones come first.
     """
-    row = m * C.BLOCK_M
-    slot = ring.acquire(i)
+    COLUMNS: gl.constexpr = desc.block_type.shape[-1]
+    row, head = m * C.BLOCK_M, work.head * C.GROUP + g
+    if C.COLUMN_SPLITS > 1:
+        slot = ring.acquire(2 * i)
+        full = ring.full.index(slot)
+        mbarrier.expect(full, desc.block_type.nbytes)
+        load_rows(C, desc, work, row, head, full, ring.tiles.index(slot), (1 - own) * COLUMNS)
+    slot = ring.acquire(last_write(C, i))
     full = ring.full.index(slot)
     mbarrier.expect(full, desc.block_type.nbytes + statistics_desc.block_type.nbytes)
-    load_rows(C, desc, work, row, work.head * C.GROUP + g, full, ring.tiles.index(slot))
+    load_rows(C, desc, work, row, head, full, ring.tiles.index(slot), own * COLUMNS)
     where = [head_of_batch(C, work, g, schedule.num_heads), padded_row(C, work, row)]
     async_load(statistics_desc, where, full, statistics.index(slot))
 
@@ -129,9 +146,12 @@ def load_step(C: gl.constexpr, i, m, g, work, desc, statistics_desc, ring, stati
 @gluon.jit
 def load_resident(C: gl.constexpr, t, work, desc, ring):
     """Load the block of k or v of the program's ``t``-th work tile by TMA."""
-    slot = ring.acquire(t)
-    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
-    load_keys(C, desc, work, ring.full.index(slot), ring.tiles.index(slot))
+    PARTS: gl.constexpr = C.COLUMN_SPLITS
+    COLUMNS: gl.constexpr = desc.block_type.shape[-1]
+    full = ring.full.index(ring.acquire(t))
+    mbarrier.expect(full, PARTS * desc.block_type.nbytes)
+    for part in gl.static_range(PARTS):
+        load_keys(C, desc, work, full, ring.tiles.index(part), part * COLUMNS)
 
 
 @gluon.jit
@@ -146,19 +166,20 @@ def producer(C: gl.constexpr, queue, tiles, descs, pointers, schedule):
     while tile_index < num_tiles:
         work_queue.put(queue, t, tile_index)
         work = find_work_tile(C, tile_index, pointers, schedule)
+        own = own_part(C, tile_index)
         begin, end, _, _ = own_row_blocks(C, tile_index, work, schedule)
         if begin < end:
             # The first rows may be loaded before the tiles of keys are free.
-            load_step(C, i, begin, 0, work, q_desc, neg_lse_desc, q, statistics.neg_lse, schedule)
+            load_step(C, i, begin, 0, own, work, q_desc, neg_lse_desc, q, statistics.neg_lse, schedule)
             load_resident(C, t, work, k_desc, k)
-            load_step(C, i, begin, 0, work, do_desc, neg_delta_desc, do, statistics.neg_delta, schedule)
+            load_step(C, i, begin, 0, own, work, do_desc, neg_delta_desc, do, statistics.neg_delta, schedule)
             load_resident(C, t, work, v_desc, v)
             i += 1
             count = end - begin
             for j in range(1, count * C.GROUP):
                 m, g = begin + j % count, j // count
-                load_step(C, i, m, g, work, q_desc, neg_lse_desc, q, statistics.neg_lse, schedule)
-                load_step(C, i, m, g, work, do_desc, neg_delta_desc, do, statistics.neg_delta, schedule)
+                load_step(C, i, m, g, own, work, q_desc, neg_lse_desc, q, statistics.neg_lse, schedule)
+                load_step(C, i, m, g, own, work, do_desc, neg_delta_desc, do, statistics.neg_delta, schedule)
                 i += 1
         else:
             mbarrier.arrive(k.full.index(k.acquire(t)), count=1)
@@ -169,57 +190,53 @@ def producer(C: gl.constexpr, queue, tiles, descs, pointers, schedule):
 
 
 @gluon.jit
-def value_step(C: gl.constexpr, i, m, cut, work, slope, dv, tiles, schedule, numbers):
+def value_step(C: gl.constexpr, i, m, cut, work, own, slope, dv, tiles, schedule, numbers):
     """Return dV plus the contribution of the rows of block ``m``.
 
     P^T, times the soft-cap's derivative, is passed to the other warpgroup.
     """
     q, do, k, _v, weights, statistics = tiles
     dtype: gl.constexpr = k.tiles.dtype
-    k_tile = k.tiles.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_D])
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_M)
-    slot = q.wait(i)
-    q_tile = q.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_D])
     s = gl.full([WARPGROUP_ROWS, C.BLOCK_M], 0.0, gl.float32, s_layout)
-    s = product_of_rows(k_tile, q_tile, s, C.HEAD_DIM, False)
+    s = product_of_tiles(k.tiles, q, i, own, s, C.HEAD_DIM)
     s = warpgroup_mma_wait(0, deps=[s])
+    slot = last_write(C, i) % q.STAGES
     s, softcap_grad = apply_score_mod(C, 0, s, m, work, slope, numbers, s_layout)
     p = gl.exp2(s + row_of(statistics.neg_lse.index(slot).reshape([C.BLOCK_M]), s_layout))
-    q.release(i)
+    release_tile(C, q, i)
     if C.MASKED and cut:
         p = mask(C, 0, p, m, work, schedule, s_layout)
     # dS is the product of these weights and (dP - delta).
     slot = weights.acquire(i)
     weights.tiles.index(slot).store(in_chunks(to_16_bit(p * softcap_grad, dtype)))
     mbarrier.arrive(weights.full.index(slot), count=1)
-    do_tile = do.tiles.index(do.wait(i)).reshape([C.BLOCK_M, C.BLOCK_DV])
+    do_tile = tile_of(do.tiles.index(do.wait(last_write(C, i))))
     dv = add_products(dv, to_16_bit(p, dtype), do_tile)
-    do.release(i)
+    do.release(last_write(C, i))
     return dv
 
 
 @gluon.jit
-def key_step(C: gl.constexpr, i, dk, tiles):
+def key_step(C: gl.constexpr, i, own, dk, tiles):
     """Return dK plus the contribution of the rows of step ``i``."""
     q, do, _k, v, weights, statistics = tiles
     dtype: gl.constexpr = v.tiles.dtype
-    v_tile = v.tiles.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_DV])
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_M)
     chunks: gl.constexpr = in_chunks(gl.full([WARPGROUP_ROWS, C.BLOCK_M], 0.0, dtype, s_layout)).type.layout
-    slot = do.wait(i)
-    do_tile = do.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_DV])
     dp = gl.full([WARPGROUP_ROWS, C.BLOCK_M], 0.0, gl.float32, s_layout)
-    dp = product_of_rows(v_tile, do_tile, dp, C.HEAD_DIM_V, False)
+    dp = product_of_tiles(v.tiles, do, i, own, dp, C.HEAD_DIM_V)
+    slot = last_write(C, i) % do.STAGES
     neg_delta = row_of(statistics.neg_delta.index(slot).reshape([C.BLOCK_M]), s_layout)
     dp = warpgroup_mma_wait(0, deps=[dp])
-    do.release(i)
+    release_tile(C, do, i)
     slot = weights.wait(i)
     p = from_chunks(weights.tiles.index(slot).load(chunks), s_layout)
     weights.release(i)
     ds = to_16_bit(to_fp32(p) * (dp + neg_delta), dtype)
-    q_tile = q.tiles.index(q.wait(i)).reshape([C.BLOCK_M, C.BLOCK_D])
+    q_tile = tile_of(q.tiles.index(q.wait(last_write(C, i))))
     dk = add_products(dk, ds, q_tile)
-    q.release(i)
+    q.release(last_write(C, i))
     return dk
 
 
@@ -235,12 +252,22 @@ def as_block_of(desc, tile):
 
 
 @gluon.jit
-def store_sums(C: gl.constexpr, desc, work, head, tile, sums, factor, schedule):
+def own_sums(C: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK: gl.constexpr):
+    """Return accumulators, set to zero, for the columns of a gradient that a work tile computes."""
+    if C.COLUMN_SPLITS == 1:
+        return zero_sums(HEAD_DIM)
+    else:
+        return zero_sums(BLOCK // C.COLUMN_SPLITS)
+
+
+@gluon.jit
+def store_sums(C: gl.constexpr, desc, work, head, own, tile, sums, factor, schedule):
     """Store a gradient by TMA: the tuple of accumulators ``sums`` (as from :func:`zero_sums`), scaled by
-    ``factor``."""
-    store_gradient(C, 0, desc, work, head, tile, sums[0] * factor, schedule)
+    ``factor``. With COLUMN_SPLITS there is one accumulator, for the part ``own`` of the columns."""
+    COLUMNS: gl.constexpr = sums[0].shape[1]
+    store_gradient(C, 0, desc, work, head, tile, sums[0] * factor, schedule, own * COLUMNS)
     if len(sums) > 1:
-        store_gradient(C, 0, desc, work, head, tile, sums[1] * factor, schedule, sums[0].shape[1])
+        store_gradient(C, 0, desc, work, head, tile, sums[1] * factor, schedule, COLUMNS)
 
 
 @gluon.jit
@@ -253,18 +280,19 @@ def value_consumer(C: gl.constexpr, queue, tiles, gradients, pointers, schedule,
     while tile_index < num_tiles:
         work = find_work_tile(C, tile_index, pointers, schedule)
         begin, end, full_begin, full_end = own_row_blocks(C, tile_index, work, schedule)
+        own = own_part(C, tile_index)
         tiles.k.wait(t)
-        dv = zero_sums(C.HEAD_DIM_V)
+        dv = own_sums(C, C.HEAD_DIM_V, C.BLOCK_DV)
         count = end - begin
         for j in range(count * C.GROUP):
             m = begin + (j % count if C.GROUP > 1 else j)
             g = j // count if C.GROUP > 1 else 0
             slope = slope_of(C, work, work.head * C.GROUP + g, pointers, schedule)
             cut = (m < full_begin) | (m >= full_end)
-            dv = value_step(C, i, m, cut, work, slope, dv, tiles, schedule, numbers)
+            dv = value_step(C, i, m, cut, work, own, slope, dv, tiles, schedule, numbers)
             i += 1
         head = gradient_head(C, tile_index, work)
-        store_sums(C, gradients.dv_desc, work, head, gradients.dv, dv, 1.0, schedule)
+        store_sums(C, gradients.dv_desc, work, head, own, gradients.dv, dv, 1.0, schedule)
         tma.store_wait(0)
         tiles.k.release(t)
         t += 1
@@ -281,13 +309,14 @@ def key_consumer(C: gl.constexpr, queue, tiles, gradients, pointers, schedule, n
     while tile_index < num_tiles:
         work = find_work_tile(C, tile_index, pointers, schedule)
         begin, end, _, _ = own_row_blocks(C, tile_index, work, schedule)
+        own = own_part(C, tile_index)
         tiles.v.wait(t)
-        dk = zero_sums(C.HEAD_DIM)
+        dk = own_sums(C, C.HEAD_DIM, C.BLOCK_D)
         for _ in range((end - begin) * C.GROUP):
-            dk = key_step(C, i, dk, tiles)
+            dk = key_step(C, i, own, dk, tiles)
             i += 1
         head = gradient_head(C, tile_index, work)
-        store_sums(C, gradients.dk_desc, work, head, gradients.dk, dk, numbers.scale, schedule)
+        store_sums(C, gradients.dk_desc, work, head, own, gradients.dk, dk, numbers.scale, schedule)
         tma.store_wait(0)
         tiles.v.release(t)
         t += 1
@@ -304,17 +333,19 @@ def dkv_kernel(
     Grid: at most one program per multiprocessor; each takes work tiles from the work queue.
     """
     dtype: gl.constexpr = q_desc.dtype
-    q = make_channel(q_desc, C.STAGES, 2, 1)
-    do = make_channel(do_desc, C.STAGES, 2, 1)
-    k = make_channel(k_desc, 1, 1, 1)
-    v = make_channel(v_desc, 1, 1, 1)
+    Q_STAGES: gl.constexpr = C.STAGES if C.COLUMN_SPLITS == 1 else 2 * C.STAGES + 1
+    DO_STAGES: gl.constexpr = C.STAGES * C.COLUMN_SPLITS
+    q = make_channel(q_desc, Q_STAGES, 2, 1)
+    do = make_channel(do_desc, DO_STAGES, 2, 1)
+    k = make_channel(k_desc, 1, 1, C.COLUMN_SPLITS)
+    v = make_channel(v_desc, 1, 1, C.COLUMN_SPLITS)
     chunks: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    weights = make_ring(gl.allocate_shared_memory(dtype, [2, 4, 1024], chunks), 2, 1)
+    weights = make_ring(gl.allocate_shared_memory(dtype, [2, C.BLOCK_M // 16, 1024], chunks), 2, 1)
     neg_lse = gl.allocate_shared_memory(
-        gl.float32, [C.STAGES] + neg_lse_desc.block_type.shape, neg_lse_desc.layout
+        gl.float32, [Q_STAGES] + neg_lse_desc.block_type.shape, neg_lse_desc.layout
     )
     neg_delta = gl.allocate_shared_memory(
-        gl.float32, [C.STAGES] + neg_delta_desc.block_type.shape, neg_delta_desc.layout
+        gl.float32, [DO_STAGES] + neg_delta_desc.block_type.shape, neg_delta_desc.layout
     )
     # A warpgroup stores its gradient through the memory of its block of k or v, which it no longer reads.
     if C.BLOCK_D == C.BLOCK_DV:

@@ -4,7 +4,7 @@ if programs share blocks of keys, the sum of parts."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from flashtile.backends.hopper.backward.config import (
     BackwardVariant,
     WideBackwardConfig,
 )
+from flashtile.backends.hopper.backward.halves_dq import halves_dq_kernel
 from flashtile.backends.hopper.backward.preprocess import Preprocess, statistics_shape
 from flashtile.backends.hopper.backward.splits import as_scheduled
 from flashtile.backends.hopper.backward.sum_parts import SumParts
@@ -41,13 +42,14 @@ class DqVariant(ForwardVariant):
 
 
 def variants(problem: Problem, config: WideBackwardConfig) -> tuple[BackwardVariant, DqVariant]:
-    """Return the variants of (``dkv_kernel``, ``dq_kernel``). The latter has the forward's tile scheduler."""
+    """Return the variants of the kernels of (dK and dV, dQ). The latter has the forward's tile scheduler."""
     # Both kernels sum in registers only, so they are deterministic without an order of additions.
     dkv = replace(backward.variant_of(problem, config), DETERMINISTIC=False)
     dq = replace(
         forward.variant_of(problem, config.rows, has_queue=False),
         SINK=False,
         PACK=1,
+        COLUMN_SPLITS=1,
         KV_GROUP=problem.group_size,
     )
     return dkv, DqVariant(**vars(dq), HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v)
@@ -112,12 +114,14 @@ class WideBackwardLaunch:
         self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None
     ) -> WideKernels:
         problem, dkv, dq = self._problem, self._dkv, self._dq
-        of, numbers = views(problem, dkv, q, k, v), backward.numbers_of(problem)
+        of_dkv, of_dq = (views(problem, dkv, q, k, v, of_dq) for of_dq in (False, True))
+        numbers = backward.numbers_of(problem)
         scheduled = as_scheduled(problem, dkv.HEAD_SPLITS)
         blocks_k = backward.schedule_of(scheduled, dkv.BLOCK_N, k, alibi_slopes)
         blocks_q = forward.schedule_of(problem, dq, k, alibi_slopes)
-        programs = num_programs(blocks_k.num_tiles * dkv.ROW_SPLITS, q.device)
-        last = backward.last_heads(scheduled, dkv.BLOCK_N, programs, dkv.ROW_SPLITS)
+        per_block = dkv.ROW_SPLITS * dkv.COLUMN_SPLITS
+        programs = num_programs(blocks_k.num_tiles * per_block, q.device)
+        last = backward.last_heads(scheduled, dkv.BLOCK_N, programs, per_block)
         blocks_k = blocks_k._replace(swizzle=last)
         compute_dkv = CachedLaunch(
             dkv_kernel,
@@ -125,17 +129,17 @@ class WideBackwardLaunch:
             (blocks_k, numbers),
             (dkv,),
             None,
-            tuple(view for name, view in of.items() if name != "dq_desc"),
+            tuple(view for name, view in of_dkv.items() if name != "dq_desc"),
             DkvPointers,
             maxnreg=LAUNCH_REGISTERS[2],
         )
         compute_dq = CachedLaunch(
-            dq_kernel,
+            dq_kernel_of(dkv),
             num_programs(blocks_q.num_tiles, q.device),
             (statistics_shape(problem)[1], blocks_q, numbers),
             (dq,),
             None,
-            tuple(of[name] for name in ("q_desc", "k_desc", "v_desc", "do_desc", "dq_desc")),
+            tuple(of_dq[name] for name in ("q_desc", "k_desc", "v_desc", "do_desc", "dq_desc")),
             DqPointers,
             maxnreg=LAUNCH_REGISTERS[2],
         )
@@ -149,27 +153,45 @@ class WideBackwardLaunch:
         )
 
 
+def dq_kernel_of(dkv: BackwardVariant) -> Any:
+    """Return the kernel of dQ that goes with a variant of ``dkv_kernel``."""
+    return dq_kernel if dkv.COLUMN_SPLITS == 1 else halves_dq_kernel
+
+
 def gradient_columns(head_dim: int) -> int:
-    """Return the columns of a gradient that one TMA store writes: all, or 64 for head sizes of 129 to 192."""
+    """Return the columns of a gradient that one TMA store writes, for head sizes up to 256.
+
+    These are all columns, or 64 for head sizes of 129 to 192.
+    """
     return GRADIENT_PART if 128 < head_dim <= 192 else padded(head_dim)
 
 
-def views(problem: Problem, dkv: BackwardVariant, q: Tensor, k: Tensor, v: Tensor) -> dict[str, View]:
-    """Return the TMA view of each tensor, by the name of the kernels' parameter. Blocks have 64 rows."""
-    rows, dtype = WARPGROUP_ROWS, problem.dtype
-    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+def views(
+    problem: Problem, dkv: BackwardVariant, q: Tensor, k: Tensor, v: Tensor, of_dq: bool = False
+) -> dict[str, View]:
+    """Return the TMA view of each tensor, by the name of the kernels' parameter.
+
+    Blocks have 64 rows. With COLUMN_SPLITS they have half of the columns, and blocks of the tensors that a
+    work tile walks have 32 rows: k and v in the kernel of dQ (``of_dq``), else q and dO.
+    """
+    dtype, resident = problem.dtype, WARPGROUP_ROWS
+    rows_q, rows_k = (resident, dkv.BLOCK_M) if of_dq else (dkv.BLOCK_M, resident)
+    block_d, block_dv = dkv.BLOCK_D // dkv.COLUMN_SPLITS, dkv.BLOCK_DV // dkv.COLUMN_SPLITS
+    dk_columns, dv_columns = block_d, block_dv
+    if dkv.COLUMN_SPLITS == 1:
+        dk_columns, dv_columns = gradient_columns(problem.head_dim), gradient_columns(problem.head_dim_v)
     view_q = ragged_view if problem.varlen else dense_view
     view_k = ragged_view if problem.varlen or problem.seqused_k else dense_view
     heads, padded_rows = statistics_shape(problem)
-    statistics = View([heads, padded_rows], [padded_rows, 1], [1, rows], torch.float32, swizzled=False)
+    statistics = View([heads, padded_rows], [padded_rows, 1], [1, rows_q], torch.float32, swizzled=False)
     return {
-        "q_desc": view_q(q.shape, q.stride(), rows, block_d, dtype),
-        "k_desc": view_k(k.shape, k.stride(), rows, block_d, dtype),
-        "v_desc": view_k(v.shape, v.stride(), rows, block_dv, dtype),
-        "do_desc": view_q(problem.out_shape, contiguous_strides(problem.out_shape), rows, block_dv, dtype),
+        "q_desc": view_q(q.shape, q.stride(), rows_q, block_d, dtype),
+        "k_desc": view_k(k.shape, k.stride(), rows_k, block_d, dtype),
+        "v_desc": view_k(v.shape, v.stride(), rows_k, block_dv, dtype),
+        "do_desc": view_q(problem.out_shape, contiguous_strides(problem.out_shape), rows_q, block_dv, dtype),
         "neg_lse_desc": statistics,
         "neg_delta_desc": statistics,
-        "dq_desc": view_q(q.shape, contiguous_strides(q.shape), rows, block_d, dtype),
-        "dk_desc": backward.gradient_view(problem, dkv, k.shape, gradient_columns(problem.head_dim)),
-        "dv_desc": backward.gradient_view(problem, dkv, v.shape, gradient_columns(problem.head_dim_v)),
+        "dq_desc": view_q(q.shape, contiguous_strides(q.shape), resident, block_d, dtype),
+        "dk_desc": backward.gradient_view(problem, dkv, k.shape, dk_columns),
+        "dv_desc": backward.gradient_view(problem, dkv, v.shape, dv_columns),
     }

@@ -164,7 +164,8 @@ def launch_registers(variant: ForwardVariant) -> int:
 def l2_swizzle(problem: Problem, variant: ForwardVariant) -> int:
     """Return the number of heads whose work tiles are interleaved (:func:`interleaved_heads`)."""
     blocks = query_blocks(problem, variant)
-    return interleaved_heads(problem, variant.PACK, blocks, variant.PAIRED or variant.QUEUED)
+    few = variant.PAIRED or variant.QUEUED
+    return interleaved_heads(problem, variant.PACK, blocks, few, variant.COLUMN_SPLITS)
 
 
 def query_blocks(problem: Problem, variant: ForwardVariant) -> int:

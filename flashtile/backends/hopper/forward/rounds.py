@@ -141,7 +141,7 @@ def launch_of(problem: Problem, config: ForwardConfig, costs: Costs, has_queue: 
     return Launch(
         blocks,
         tile_heads(problem, pack),
-        interleaved_heads(problem, pack, len(blocks), paired or queued),
+        interleaved_heads(problem, pack, len(blocks), paired or queued, column_splits(problem)),
         paired,
         queued,
         config.PROGRAMS * multiprocessors(problem.device),
@@ -216,10 +216,11 @@ def tile_heads(problem: Problem, pack: int) -> int:
     return problem.batch * problem.num_heads_q // pack * column_splits(problem)
 
 
-def interleaved_heads(problem: Problem, pack: int, blocks: int, few: bool) -> int:
+def interleaved_heads(problem: Problem, pack: int, blocks: int, few: bool, splits: int) -> int:
     """Return the number of heads whose work tiles are interleaved.
 
-    It divides the number of heads (:func:`tile_heads`). Programs that run at the same time should read the
+    It divides the number of heads. ``pack`` heads that share tiles count once, and each head counts once for
+    each of ``splits`` parts of its columns. Programs that run at the same time should read the
     same keys, so the number depends on the mask:
 
     * Without a right edge, the query heads of one key head are interleaved.
@@ -229,12 +230,12 @@ def interleaved_heads(problem: Problem, pack: int, blocks: int, few: bool) -> in
       at about the same time. A head has ``blocks`` blocks of query rows.
     """
     _, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    most = problem.group_size // pack * column_splits(problem)
+    most = problem.group_size // pack * splits
     if few:
         most = max(SWIZZLE_HEADS, most)
     elif right != UNLIMITED:
         most = max(SWIZZLE_TILES // blocks, most)
-    return largest_divisor(tile_heads(problem, pack), most)
+    return largest_divisor(problem.batch * problem.num_heads_q // pack * splits, most)
 
 
 def takes_from_queue(problem: Problem, config: ForwardConfig) -> bool:

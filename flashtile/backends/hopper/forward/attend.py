@@ -102,7 +102,7 @@ def attend_unmasked(C: gl.constexpr, W: gl.constexpr, tile, state, p, i, n_from,
         s = apply_score_mod(C, s, block, rows, numbers, s_layout, added)
         if C.LISTED:  # noqa: SIM102 - a constexpr condition needs an if of its own
             if n >= n_masked:
-                s = mask(C, s, block, rows, s_layout, is_full)
+                s = mask(C, s, block, rows, s_layout)
         weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
         l = scale_rows(l, alpha) + quad_sums(weights)
         if C.PIN_WAIT:
@@ -139,7 +139,7 @@ def block_scores(
     added = release_bias(C, rows, i, added)
     s = apply_score_mod(C, s, block, rows, tile.numbers, s_layout, added)
     if MASKED:
-        s = mask(C, s, block, rows, s_layout, is_full)
+        s = mask(C, s, block, rows, s_layout, is_full, not C.LISTED)
     return s, bits
 
 

@@ -40,7 +40,7 @@ class Distances(NamedTuple):
     threads: Any
     """int32, one number for all registers of a thread."""
     registers: Any
-    """float32, a constant of each register."""
+    """int32, a constant of each register."""
 
 
 @gluon.jit
@@ -60,9 +60,9 @@ def distances_of(between, N: gl.constexpr, KEYS_FIRST: gl.constexpr, layout: gl.
     threads = my_threads[:, None] - of_threads[None, :]
     registers = my_registers[:, None] - of_registers[None, :]
     if KEYS_FIRST:
-        return Distances(between - threads, (0 - registers).to(gl.float32))
+        return Distances(between - threads, 0 - registers)
     else:
-        return Distances(between + threads, registers.to(gl.float32))
+        return Distances(between + threads, registers)
 
 
 @gluon.jit
@@ -79,17 +79,18 @@ def modify_scores(C: gl.constexpr, s, n, rows, units, s_layout: gl.constexpr):
 
 
 @gluon.jit
-def hide_scores(C: gl.constexpr, s, n, is_full, rows, s_layout: gl.constexpr):
+def hide_scores(C: gl.constexpr, s, n, is_full, rows, s_layout: gl.constexpr, PARTIAL: gl.constexpr):
     """Return the scores with -inf for keys of block ``n`` that MASK_MOD hides, unless the block is full.
 
-    ``is_full`` is the constant False if the block is known to be partial. Otherwise the list of the block mask
-    may also be empty, which hides all keys.
+    With PARTIAL, the block is known to be partial. Otherwise the list of the block mask may also be empty, which
+    hides all keys.
     """
     own = rows.modifiers.functions
     queries = rows.positions - own.offset
     keys = n * C.BLOCK_N + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))
-    seen = C.MASK_MOD(own.sequence, own.head, queries[:, None], keys[None, :], own.captured)
-    if C.LISTED:
-        seen = (seen | is_full) & (rows.modifiers.blocks.is_empty == 0)
-    limit = gl.where(seen, float("inf"), float("-inf"))
-    return gl.inline_asm_elementwise("min.f32 $0, $1, $2;", "=f,f,f", [s, limit], gl.float32, True, 1)
+    distances = distances_of(own.first - n * C.BLOCK_N, s.shape[1], False, s_layout)
+    seen = C.MASK_MOD(own.sequence, own.head, queries[:, None], keys[None, :], own.captured, distances)
+    s = gl.where(seen | (False if PARTIAL else is_full), s, float("-inf"))
+    if C.LISTED and not PARTIAL:
+        s = gl.where(rows.modifiers.blocks.is_empty, float("-inf"), s)
+    return s

@@ -164,17 +164,20 @@ def guards(mods: Mods) -> dict[str, Any]:
 def mask_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
     """Return ``mask_mod`` as a function ``(b, head, rows, keys, captured) -> seen``; None without one.
 
-    ``seen`` broadcasts to the tile. For Gluon it may be a scalar.
+    ``seen`` broadcasts to the tile. For Gluon it may be a scalar, and there is a last argument, ``distances``.
     """
     program = mods.mask_program
     if program is None:
         return None
+    if gluon:
+        program = lowering.lowered_mask(program, mods.positions)
     writer = _Writer(program, mods, gluon, fixed)
     writer.lines_of_program()
     seen = writer.operand(program.results[0])
     if not gluon:
         seen = f"tl.full((1, 1), True, tl.int1) & {seen}"
-    return writer.function("mask_mod", "b, h, q, kv, captured", f"return {seen}")
+    parameters = "b, h, q, kv, captured" + (", distances" if gluon else "")
+    return writer.function("mask_mod", parameters, f"return {seen}")
 
 
 def gradient_function(mods: Mods) -> Any:
@@ -251,7 +254,7 @@ class _Writer:
         if operation in (lowering.NATURAL, lowering.WHOLE, lowering.UNIT):
             return f"units.{operation}"
         if operation == lowering.DISTANCE:
-            return self._distance(*line.operands)
+            return self._distance(line.kind, *line.operands)
         if line.name in self.wide:
             return self._wide_call(line)
         by_number = self._by_number(operation, *line.operands) if operation in _BY_NUMBER else None
@@ -259,10 +262,12 @@ class _Writer:
             return by_number
         return self._text(line, [self._number(line, o) or self.operand(o) for o in line.operands])
 
-    def _distance(self, q: Name, kv: Name, offset: int) -> str:
-        """Return the source text of the float q - kv + offset."""
+    def _distance(self, kind: str, q: Name, kv: Name, offset: int) -> str:
+        """Return the source text of q - kv + offset."""
+        if kind == "int":
+            return f"distances.threads + ({offset}) + distances.registers"
         if self.gluon:
-            return f"(distances.threads + ({offset})).to(tl.float32) + distances.registers"
+            return f"(distances.threads + ({offset})).to(tl.float32) + distances.registers.to(tl.float32)"
         return f"({q} + ({offset})).to(tl.float32) - {kv}.to(tl.float32)"
 
     def _wide_call(self, line: Line) -> str:

@@ -20,7 +20,7 @@ from flashtile.problems.mask_program import LOAD, Builder, Line, Name, Operand, 
 from flashtile.problems.mask_ranges import ranges
 
 DISTANCE = "distance"
-"""``distance q kv c``: the float q - kv + c."""
+"""``distance q kv c``: q - kv + c, as a float or, for Gluon, as an int."""
 LOG2 = "approximate_log2"
 """Logarithm to base 2 with an absolute error of 2 ** -22 near 1, and otherwise a relative error of 2 ** -22."""
 LOG2_OF_WHOLE = "approximate_log2_of_whole"
@@ -46,6 +46,12 @@ def lowered(program: Program, positions: int, approximates: bool) -> Program:
         approximates: whether logarithms may be computed by :data:`LOG2`.
     """
     return _Lowering(program, positions, approximates).program()
+
+
+def lowered_mask(program: Program, positions: int) -> Program:
+    """Return a mask's program for Gluon, which computes distances by :data:`DISTANCE`."""
+    lowering = _Lowering(program, positions, True)
+    return lowering.builder.finish(*map(lowering.value, program.results))
 
 
 class _Lowering:
@@ -89,7 +95,8 @@ class _Lowering:
             logarithm = self.log2(line.operands[0])
             return self.emit("mul", logarithm, math.log(2)) if line.operation == "log" else logarithm
         if line.kind != "float":
-            return self.emit(line.operation, *map(self.value, line.operands))
+            distance = self._difference(name, "int") if self.approximates and line.kind == "int" else None
+            return distance or self.emit(line.operation, *map(self.value, line.operands))
         operands = [self.number(operand) for operand in line.operands]
         if line.operation == "float" and self.builder.kind(operands[0]) == "float":
             return operands[0]
@@ -120,7 +127,7 @@ class _Lowering:
         if operand in self.known_floats:
             return self.known_floats[operand]
         line = self.lines[operand]
-        found = self._difference(operand)
+        found = self._difference(operand, "float")
         if found is None and line.operation in _FLOAT_STEPS:
             condition = line.operands[:1] if line.operation == "where" else ()
             operands = line.operands[len(condition) :]
@@ -136,13 +143,13 @@ class _Lowering:
         low, high = self.ranges[operand] if isinstance(operand, Name) else (operand, operand)
         return -EXACT <= low and high <= EXACT
 
-    def _difference(self, operand: Name) -> Operand | None:
-        """Return a float q - kv + c or kv - q + c; None if the int is of another form."""
+    def _difference(self, operand: Name, kind: str) -> Operand | None:
+        """Return q - kv + c or kv - q + c as a number of this kind; None if the int is of another form."""
         form = self._linear(operand)
         if form is None or not self._is_exact(operand) or form[0] != -form[1] or abs(form[0]) != 1:
             return None
         sign, _, constant = form
-        distance = self.emit(DISTANCE, Name("q"), Name("kv"), sign * constant)
+        distance = self.builder.emit(DISTANCE, Name("q"), Name("kv"), sign * constant, kind=kind)
         return distance if sign == 1 else self.emit("neg", distance)
 
     def _linear(self, operand: Operand) -> tuple[int, int, int] | None:

@@ -143,7 +143,7 @@ def mask(C: gl.constexpr, W: gl.constexpr, p, m, work, schedule, s_layout: gl.co
     if C.MASK_MOD is not None:
         own = modifiers.functions
         between = distances_of(m * C.BLOCK_M - own.first, C.BLOCK_M, True, s_layout)
-        seen = C.MASK_MOD(own.sequence, own.head, rows - own.offset, keys, own.captured, between)
+        seen = C.MASK_MOD(own.sequence, own.head, rows - own.offset, keys, own.captured, between, 0)
         p = gl.where(seen | is_full, p, 0.0)
     if not C.EVEN_N:
         p = gl.where(keys < work.seqlen_k, p, 0.0)

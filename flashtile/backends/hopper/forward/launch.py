@@ -98,7 +98,7 @@ def variant_of(
     even = not (windowed or problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0
     queued = has_queue and takes_from_queue(problem, config)
     paired = takes_pairs(problem, config, pack, has_queue)
-    flags = modifier_flags(problem, fixed=False)
+    flags = modifier_flags(problem, is_forward=True)
     if problem.bias:  # the softmax itself scales scores in natural units
         scaled = False
     elif has_function(problem):

@@ -79,8 +79,36 @@ def modify_scores(C: gl.constexpr, s, n, rows, units, s_layout: gl.constexpr):
 
 
 @gluon.jit
-def hide_scores(C: gl.constexpr, s, n, is_full, rows, s_layout: gl.constexpr, PARTIAL: gl.constexpr):
+def load_columns(C: gl.constexpr, n, rows, WIDTH: gl.constexpr):
+    """Load the values that MASK_MOD needs for each key of block ``n``, a tuple of [WIDTH]; 0 if there are none.
+
+    Each thread loads the values of other keys. Callers load early, so that a product hides the latency.
+    """
+    if C.MASK_COLUMNS is not None:
+        own = rows.modifiers.functions
+        keys = n * C.BLOCK_N + gl.arange(0, WIDTH, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        return C.MASK_COLUMNS(own.sequence, own.head, keys, own.captured)
+    else:
+        return 0
+
+
+@gluon.jit
+def convert_columns(columns, layout: gl.constexpr):
+    """Return the values of :func:`load_columns` as a tuple of [1, N] for a tile of this layout."""
+    own = (gl.convert_layout(columns[0], gl.SliceLayout(0, layout))[None, :],)
+    if len(columns) > 1:
+        return own + convert_columns(columns[1:], layout)
+    else:
+        return own
+
+
+@gluon.jit
+def hide_scores(
+    C: gl.constexpr, s, n, is_full, rows, columns, s_layout: gl.constexpr, PARTIAL: gl.constexpr
+):  # fmt: skip
     """Return the scores with -inf for keys of block ``n`` that MASK_MOD hides, unless the block is full.
+
+    ``columns`` is the result of :func:`load_columns`.
 
     With PARTIAL, the block is known to be partial. Otherwise the list of the block mask may also be empty, which
     hides all keys.
@@ -89,8 +117,13 @@ def hide_scores(C: gl.constexpr, s, n, is_full, rows, s_layout: gl.constexpr, PA
     queries = rows.positions - own.offset
     keys = n * C.BLOCK_N + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))
     distances = distances_of(own.first - n * C.BLOCK_N, s.shape[1], False, s_layout)
-    seen = C.MASK_MOD(own.sequence, own.head, queries[:, None], keys[None, :], own.captured, distances)
-    s = gl.where(seen | (False if PARTIAL else is_full), s, float("-inf"))
+    if C.MASK_COLUMNS is not None:
+        columns = convert_columns(columns, s_layout)
+    seen = C.MASK_MOD(
+        own.sequence, own.head, queries[:, None], keys[None, :], own.captured, distances, columns
+    )  # fmt: skip
     if C.LISTED and not PARTIAL:
-        s = gl.where(rows.modifiers.blocks.is_empty, float("-inf"), s)
-    return s
+        s = gl.where(seen | is_full, s, float("-inf"))
+        return gl.where(rows.modifiers.blocks.is_empty, float("-inf"), s)
+    else:
+        return gl.where(seen, s, float("-inf"))

@@ -161,23 +161,39 @@ def guards(mods: Mods) -> dict[str, Any]:
     }
 
 
-def mask_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
+def mask_function(mods: Mods, gluon: bool = False, fixed: bool = False, has_columns: bool = False) -> Any:
     """Return ``mask_mod`` as a function ``(b, head, rows, keys, captured) -> seen``; None without one.
 
-    ``seen`` broadcasts to the tile. For Gluon it may be a scalar, and there is a last argument, ``distances``.
+    ``seen`` broadcasts to the tile. For Gluon it may be a scalar, and there are two more arguments:
+    ``distances`` and ``columns``, which with ``has_columns`` has the results of :func:`column_function`.
     """
     program = mods.mask_program
     if program is None:
         return None
     if gluon:
-        program = lowering.lowered_mask(program, mods.positions)
+        program = lowering.lowered_mask(program, mods.positions, has_columns)
     writer = _Writer(program, mods, gluon, fixed)
     writer.lines_of_program()
     seen = writer.operand(program.results[0])
     if not gluon:
         seen = f"tl.full((1, 1), True, tl.int1) & {seen}"
-    parameters = "b, h, q, kv, captured" + (", distances" if gluon else "")
+    parameters = "b, h, q, kv, captured" + (", distances, columns" if gluon else "")
     return writer.function("mask_mod", parameters, f"return {seen}")
+
+
+def column_function(mods: Mods, fixed: bool = False) -> Any:
+    """Return a function ``(b, head, keys, captured) -> values`` for Gluon; None if no values are needed.
+
+    It returns a tuple of the elements of captured tensors that ``mask_mod`` loads for each key.
+    """
+    program = mods.mask_program
+    loads = None if program is None else lowering.column_loads(program)
+    if loads is None:
+        return None
+    writer = _Writer(loads, mods, True, fixed)
+    writer.lines_of_program()
+    values = "".join(f"{writer.operand(result)}, " for result in loads.results)
+    return writer.function("mask_columns", "b, h, kv, captured", f"return ({values})")
 
 
 def gradient_function(mods: Mods) -> Any:
@@ -253,8 +269,10 @@ class _Writer:
         operation = line.operation
         if operation in (lowering.NATURAL, lowering.WHOLE, lowering.UNIT):
             return f"units.{operation}"
-        if operation == lowering.DISTANCE:
+        if operation in lowering.DISTANCE.values():
             return self._distance(line.kind, *line.operands)
+        if operation == lowering.COLUMN:
+            return f"columns[{line.operands[0]}]"
         if line.name in self.wide:
             return self._wide_call(line)
         by_number = self._by_number(operation, *line.operands) if operation in _BY_NUMBER else None

@@ -19,8 +19,10 @@ from flashtile.problems.mask_operations import OPERATIONS
 from flashtile.problems.mask_program import LOAD, Builder, Line, Name, Operand, Program, depends_on
 from flashtile.problems.mask_ranges import ranges
 
-DISTANCE = "distance"
-"""``distance q kv c``: q - kv + c, as a float or, for Gluon, as an int."""
+DISTANCE = {"float": "distance", "int": "whole_distance"}
+"""``distance q kv c``: q - kv + c, by the kind of the result. Only programs for Gluon have it as an int."""
+COLUMN = "column"
+"""``column i``: the ``i``-th result of the program of :func:`column_loads`."""
 LOG2 = "approximate_log2"
 """Logarithm to base 2 with an absolute error of 2 ** -22 near 1, and otherwise a relative error of 2 ** -22."""
 LOG2_OF_WHOLE = "approximate_log2_of_whole"
@@ -48,10 +50,31 @@ def lowered(program: Program, positions: int, approximates: bool) -> Program:
     return _Lowering(program, positions, approximates).program()
 
 
-def lowered_mask(program: Program, positions: int) -> Program:
-    """Return a mask's program for Gluon, which computes distances by :data:`DISTANCE`."""
+def lowered_mask(program: Program, positions: int, has_columns: bool = False) -> Program:
+    """Return a mask's program for Gluon, which computes distances by :data:`DISTANCE`.
+
+    With ``has_columns``, the results of :func:`column_loads` are given to the program.
+    """
     lowering = _Lowering(program, positions, True)
+    if has_columns:
+        for i, name in enumerate(_column_loads(program)):
+            kind = program.kinds[name]
+            lowering.known[name] = lowering.builder.emit(COLUMN, i, kind=kind)
     return lowering.builder.finish(*map(lowering.value, program.results))
+
+
+def column_loads(program: Program) -> Program | None:
+    """Return the program of a mask's loads that depend on the key and not on the query; None if it has none."""
+    loads = _column_loads(program)
+    return Builder(program.lines).finish(*loads) if loads else None
+
+
+def _column_loads(program: Program) -> list[Name]:
+    """Return the names of these loads."""
+    depends = depends_on(program)
+    return [
+        line.name for line in program.loads if "kv" in depends[line.name] and "q" not in depends[line.name]
+    ]
 
 
 class _Lowering:
@@ -149,7 +172,8 @@ class _Lowering:
         if form is None or not self._is_exact(operand) or form[0] != -form[1] or abs(form[0]) != 1:
             return None
         sign, _, constant = form
-        distance = self.builder.emit(DISTANCE, Name("q"), Name("kv"), sign * constant, kind=kind)
+        operands = Name("q"), Name("kv"), sign * constant
+        distance = self.builder.emit(DISTANCE[kind], *operands, kind=kind)
         return distance if sign == 1 else self.emit("neg", distance)
 
     def _linear(self, operand: Operand) -> tuple[int, int, int] | None:

@@ -48,10 +48,9 @@ def units(monkeypatch: pytest.MonkeyPatch) -> tuple[float, float, float]:
 
 
 def results(program: Any, score: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    inputs = {
-        "b": torch.tensor(0), "h": torch.tensor(1), "q": torch.arange(60)[:, None], "kv": torch.arange(70)[None]
-    }  # fmt: skip
-    found = evaluate(program, inputs | {"score": score}, tensors)
+    rows, keys = torch.arange(60)[:, None], torch.arange(70)[None]
+    inputs = {"score": score, "b": torch.tensor(0), "h": torch.tensor(1), "q": rows, "kv": keys}
+    found = evaluate(program, inputs, tensors)
     return [torch.as_tensor(one, dtype=torch.float32).expand(60, 70) for one in found]
 
 

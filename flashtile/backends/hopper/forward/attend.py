@@ -104,7 +104,7 @@ def attend_unmasked(C: gl.constexpr, W: gl.constexpr, tile, state, p, i, n_from,
         s = apply_score_mod(C, s, block, rows, numbers, s_layout, added)
         if C.LISTED:  # noqa: SIM102 - a constexpr condition needs an if of its own
             if n >= n_masked:
-                s = mask(C, s, block, rows, s_layout, False, columns)
+                s = mask(C, s, block, rows, s_layout, is_full, columns, C.EVEN_N)
         weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
         l = scale_rows(l, alpha) + quad_sums(weights)
         if C.PIN_WAIT:

@@ -137,9 +137,7 @@ def _case(
             **modifier_pointers(variant, problem.mods),
         ),
         "schedule": schedule_types(ForwardSchedule, variant),
-        "numbers": types_of(
-            ForwardNumbers, "fp32", scale=scale, inverse_scale=inverse, keep_scale=dropped
-        ),
+        "numbers": types_of(ForwardNumbers, "fp32", scale=scale, inverse_scale=inverse, keep_scale=dropped),
     }
     if name:
         name = f"head_dim {problem.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N} {name}"

@@ -85,7 +85,8 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
 
     With HAS_SCORE_MOD, the results are scores in log2 units. Otherwise they are raw products, the tanh of a
     soft-cap, scores of SCORE_MOD in the unit of raw products, or, with a bias, scores in natural units. The
-    softmax then multiplies them by ``scale_log2``. With KEY_SCALES (decoding), raw products are multiplied by the scales of their keys.
+    softmax then multiplies them by ``scale_log2``. With KEY_SCALES (decoding), raw products are multiplied by
+    the scales of their keys.
     """
     if C.KEY_SCALES:
         s = s * numbers.key_scales.load(gl.SliceLayout(0, s_layout))[None, :]

@@ -80,7 +80,7 @@ def modify_scores(C: gl.constexpr, s, n, rows, units, s_layout: gl.constexpr):
 
 @gluon.jit
 def load_columns(C: gl.constexpr, n, rows, WIDTH: gl.constexpr):
-    """Load the values that MASK_MOD needs for each key of block ``n``, a tuple of [WIDTH]; 0 if there are none.
+    """Load what MASK_MOD needs for each key of block ``n``. Return a tuple of [WIDTH], or 0 without loads.
 
     Each thread loads the values of other keys. Callers load early, so that a product hides the latency.
     """
@@ -108,10 +108,8 @@ def hide_scores(
 ):  # fmt: skip
     """Return the scores with -inf for keys of block ``n`` that MASK_MOD hides, unless the block is full.
 
-    ``columns`` is the result of :func:`load_columns`.
-
-    With PARTIAL, the block is known to be partial. Otherwise the list of the block mask may also be empty, which
-    hides all keys.
+    ``columns`` is the result of :func:`load_columns`. With PARTIAL, the block is known to be partial.
+    Otherwise the list of the block mask may also be empty, which hides all keys.
     """
     own = rows.modifiers.functions
     queries = rows.positions - own.offset

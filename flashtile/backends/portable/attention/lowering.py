@@ -2,8 +2,8 @@
 
 The new program returns the same numbers with fewer instructions for each score:
 
-* **Floats.** Floats that are computed from the distance ``q - kv`` are computed in float32 from the start, where
-  this is exact. A distance is then one addition, and sign, absolute value and many constants are free.
+* **Floats.** What is computed from the distance ``q - kv`` and becomes a float is computed in float32 from
+  the start, where this is exact. A distance is then one addition, and its sign and absolute value are free.
 * **Units.** A kernel keeps scores as a multiple of natural units, for example as raw products. The factor to
   this unit joins factors that the program has already: that of a logarithm to base 2, or an ALiBi slope.
 
@@ -13,10 +13,9 @@ The operations below exist in lowered programs only.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from flashtile.problems.mask_operations import OPERATIONS
-from flashtile.problems.mask_program import LOAD, Builder, Line, Name, Operand, Program, depends_on
+from flashtile.problems.mask_program import LOAD, Builder, Name, Operand, Program, depends_on
 from flashtile.problems.mask_ranges import ranges
 
 DISTANCE = {"float": "distance", "int": "whole_distance"}
@@ -24,7 +23,12 @@ DISTANCE = {"float": "distance", "int": "whole_distance"}
 COLUMN = "column"
 """``column i``: the ``i``-th result of the program of :func:`column_loads`."""
 LOG2 = "approximate_log2"
-"""Logarithm to base 2 with an absolute error of 2 ** -22 near 1, and otherwise a relative error of 2 ** -22."""
+"""Logarithm to base 2, with an error of 2 ** -22: absolute from 0.5 to 2, relative elsewhere.
+
+A score then has an absolute error of 1.7e-7, and its probability the same relative error. That is less than a
+thousandth of the rounding of P to float16, 2 ** -12. The logarithm of a whole number has the relative error
+everywhere, because that of 1 is exact.
+"""
 LOG2_OF_WHOLE = "approximate_log2_of_whole"
 """The same for arguments that are no subnormal numbers."""
 NATURAL, WHOLE, UNIT = "natural", "whole", "unit"
@@ -40,8 +44,9 @@ _FLOAT_STEPS = frozenset(("add", "sub", "mul", "neg", "abs", "minimum", "maximum
 def lowered(program: Program, positions: int, approximates: bool) -> Program:
     """Return the program on a kernel's unit of scores, with the same number of results.
 
-    The first result is converted to the kernel's unit. Further results (derivatives) stay as they are. In the
-    new program, the input ``score`` is in a unit of its own, which :data:`NATURAL` converts to natural units.
+    The first result is converted to the kernel's unit. Further results (derivatives) stay as they are. In
+    the new program, the input ``score`` has a unit of its own; :data:`NATURAL` is its factor to natural
+    units.
 
     Args:
         positions: upper bound of query and key positions.
@@ -51,7 +56,7 @@ def lowered(program: Program, positions: int, approximates: bool) -> Program:
 
 
 def lowered_mask(program: Program, positions: int, has_columns: bool = False) -> Program:
-    """Return a mask's program for Gluon, which computes distances by :data:`DISTANCE`.
+    """Return a mask's program for Gluon, in which distances are lines of :data:`DISTANCE`.
 
     With ``has_columns``, the results of :func:`column_loads` are given to the program.
     """
@@ -64,7 +69,7 @@ def lowered_mask(program: Program, positions: int, has_columns: bool = False) ->
 
 
 def column_loads(program: Program) -> Program | None:
-    """Return the program of a mask's loads that depend on the key and not on the query; None if it has none."""
+    """Return the program of a mask's loads that depend on the key, not on the query; None without any."""
     loads = _column_loads(program)
     return Builder(program.lines).finish(*loads) if loads else None
 
@@ -164,7 +169,7 @@ class _Lowering:
 
     def _is_exact(self, operand: Operand) -> bool:
         low, high = self.ranges[operand] if isinstance(operand, Name) else (operand, operand)
-        return -EXACT <= low and high <= EXACT
+        return low >= -EXACT and high <= EXACT
 
     def _difference(self, operand: Name, kind: str) -> Operand | None:
         """Return q - kv + c or kv - q + c as a number of this kind; None if the int is of another form."""

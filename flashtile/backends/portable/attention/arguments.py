@@ -181,8 +181,7 @@ class Block(NamedTuple):
 
 
 class Units(NamedTuple):
-    """Units of the scores that SCORE_MOD takes and returns, as factors. They are positive but for ``natural``
-    and ``whole``, which have the sign of softmax_scale."""
+    """Units of the scores that SCORE_MOD takes and returns, as factors. ``unit`` is positive."""
 
     natural: Any
     """Factor from given scores to natural units."""

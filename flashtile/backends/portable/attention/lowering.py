@@ -30,7 +30,7 @@ thousandth of the rounding of P to float16, 2 ** -12. The logarithm of a whole n
 everywhere, because that of 1 is exact.
 """
 LOG2_OF_WHOLE = "approximate_log2_of_whole"
-"""The same for arguments that are no subnormal numbers."""
+""":data:`LOG2` of a number that is not subnormal, in fewer instructions."""
 NATURAL, WHOLE, UNIT = "natural", "whole", "unit"
 """Fields of :class:`Units`, as operations without operands."""
 

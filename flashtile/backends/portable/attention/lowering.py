@@ -196,7 +196,7 @@ class _Lowering:
         if line.operation == "neg":
             forms.insert(0, (0, 0, 0))
         sign = 1 if line.operation == "add" else -1
-        a, b, c = (x + sign * y for x, y in zip(*forms, strict=True))  # type: ignore[misc]
+        a, b, c = (x + sign * y for x, y in zip(*forms, strict=True))
         return a, b, c
 
     def log2(self, operand: Operand) -> Operand:

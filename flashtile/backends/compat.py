@@ -173,12 +173,12 @@ def launcher(
             if places:  # an empty loop would take 0.4 us
                 for place, encoded, tensor in zip(places, maps, tensors, strict=False):
                     now[place] = encoded[tensor if type(tensor) is int else tensor.data_ptr()]
-            given: Any = tensors[first:]
-            if not are_addresses or nested:
-                given = [t.data_ptr() if type(t) is Tensor else t for t in given]
+            of_others: Any = tensors[first:]
+            if nested or not are_addresses:
+                of_others = [t.data_ptr() if type(t) is Tensor else t for t in of_others]
             for i, leaves in nested:
-                given[i : i + 1] = leaves(given[i])
-            now[addresses] = (tuple(given),) if whole else given
+                of_others[i : i + 1] = leaves(of_others[i])
+            now[addresses] = (tuple(of_others),) if whole else of_others
             run(*now)
 
         launch.with_fixed = with_fixed  # type: ignore[attr-defined]

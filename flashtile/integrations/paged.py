@@ -12,6 +12,7 @@ not change.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -73,27 +74,16 @@ class Step:
 
         It is made again if a field was replaced, as in a copy of the step with other pages.
         """
-        known = self._prepared
-        if known is not None:
-            tokens, starts, lengths, table, is_one_query_each = known.source
-            if (
-                table is self.block_table
-                and lengths is self.seq_lens
-                and starts is self.query_start_loc
-                and tokens is self.num_actual_tokens
-                and is_one_query_each is self.is_one_query_each
-            ):
-                return known
-        tensors = self.tensors()
-        self._prepared = StepTensors(
-            source=(
-                self.num_actual_tokens, self.query_start_loc, self.seq_lens, self.block_table,
-                self.is_one_query_each,
-            ),
-            key=(self.num_actual_tokens, *signatures(tensors)),
-            addresses=CacheTensors(*map(_address, tensors)),
+        source = (
+            self.num_actual_tokens, self.query_start_loc, self.seq_lens, self.block_table,
+            self.is_one_query_each,
         )  # fmt: skip
-        return self._prepared
+        known = self._prepared
+        if known is None or not all(map(operator.is_, known.source, source)):
+            tensors = self.tensors()
+            key = self.num_actual_tokens, *signatures(tensors)
+            known = self._prepared = StepTensors(source, key, CacheTensors(*map(_address, tensors)))
+        return known
 
 
 def rounded_queries(most: int, least: int = 0) -> int:

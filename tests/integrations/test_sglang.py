@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 from types import SimpleNamespace
 
+import addressed
 import pytest
 import sglang_stand_in
 import torch
@@ -196,6 +197,19 @@ def test_layers(newest, name, dtype):
     made, layer = newest.Backend(server.runner), make_layer(**given)
     server.assert_exact(made, layer, QUERIES, exact=exact)
     server.assert_exact(made, layer, (1,) * 5, "DECODE", exact=exact)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, None), (torch.float32, FP8)], ids=str)
+@pytest.mark.parametrize("hnd", [False, True])
+def test_layers_share_launches(newest, hnd, dtypes):
+    """The first layer with a signature takes the general path. Others launch by address."""
+    with addressed.launches() as launched:
+        for page in (16, 4):  # of equal buffers
+            server = Server(newest, page, dtype=dtypes[0], cache_dtype=dtypes[1], hnd=hnd)
+            made = newest.Backend(server.runner)
+            for queries, mode in ((QUERIES, "MIXED"), ((1,) * 5, "DECODE"), ((1,) * 5, "DECODE")):
+                server.assert_exact(made, server.layers[0], queries, mode)
+            assert launched == ["decode"] * (1 if page == 16 else 2)
 
 
 def test_sinks_of_the_models_dtype(newest):

@@ -469,6 +469,8 @@ def test_other_tensors_have_another_launch(newest, launched, name):
     for changes in ({}, {}, DIFFERENT[name], DIFFERENT[name], {}, DIFFERENT[name]):
         Call(newest, **changes).run()
     assert len(launched) >= 4  # those of the first kind; some of the other kind take the general path
+    if name == "address of the cache":  # the views may have other alignments the next time
+        assert len(launched) == 4
 
 
 @pytest.mark.parametrize(
@@ -506,10 +508,11 @@ def test_pages_of_a_copied_step(newest, launched, batch):
     is_exact(first), is_exact(first)
     common.block_table_tensor = torch.where(common.block_table_tensor < BLOCKS, 3, common.block_table_tensor)
     is_exact(builder.update_block_table(first, common.block_table_tensor, common.slot_mapping))
-    first.seq_lens = common.seq_lens = (common.seq_lens + 1) // 2
     first.block_table = common.block_table_tensor
     is_exact(first)
-    assert launched == ["decode"] * 3
+    first.seq_lens = common.seq_lens = (common.seq_lens + 1) // 2
+    is_exact(first)
+    assert launched == ["decode"] * 4
 
 
 def test_what_launches_by_address_refuse(newest, launched, monkeypatch):
@@ -529,15 +532,16 @@ def test_what_launches_by_address_refuse(newest, launched, monkeypatch):
     slots = torch.stack([step.common.slot_mapping] * 2, 1)[:, 0]
     with pytest.raises(ValueError, match="slot_mapping must have stride 1"):
         impl.do_kv_cache_update(make_layer(), k, v, cache, slots)
-    step.common.seq_lens[0] = 10**6
-    monkeypatch.setenv("FLASHTILE_DEBUG", "1")
-    with pytest.raises(ValueError, match="cache_seqlens"):
-        impl.forward(make_layer(), q, k, v, cache, made, output=torch.empty_like(q))
+    out, learning = torch.empty_like(q), q.clone().requires_grad_()
     with (
         torch.enable_grad(),
         pytest.raises(ValueError, match="out and lse must be None where q requires grad"),
     ):
-        impl.forward(make_layer(), q.clone().requires_grad_(), k, v, cache, made, output=torch.empty_like(q))
+        impl.forward(make_layer(), learning, k, v, cache, made, output=out)
+    step.common.seq_lens[0] = 10**6
+    monkeypatch.setenv("FLASHTILE_DEBUG", "1")
+    with pytest.raises(ValueError, match="cache_seqlens"):
+        impl.forward(make_layer(), q, k, v, cache, made, output=out)
 
 
 def test_autograd_learns_that_out_has_changed(newest, launched):

@@ -132,8 +132,8 @@ class DecodeLaunch:
             self._combine, self._attend = combine, attend
         return out, lse
 
-    def by_address(self, q: Tensor, k_cache: int, v_cache: int, addresses: CacheTensors, out: Tensor) -> None:
-        """Write attention to ``out``, with the addresses of the other tensors.
+    def by_address(self, q: Tensor, k_cache: int, v_cache: int, addresses: Any, out: Tensor) -> None:
+        """Write attention to ``out``. ``addresses`` are those of the fields of :class:`CacheTensors`.
 
         Requires :attr:`has_addresses`. Only the addresses of q and out are used, so their shapes may differ
         from those of the signature. Tokens after the last offset of packed sequences are not written.

@@ -309,7 +309,7 @@ def capture(made, call):
 @pytest.mark.parametrize("page", [1, 16])
 def test_graphs(newest, page, windows, device):
     """A graph is captured with one key per request, and replayed with others from the same addresses."""
-    with torch.device(device):
+    with torch.device(device), torch.inference_mode():  # as SGLang runs, so later calls launch by address
         server = Server(newest, page, dtype=torch.bfloat16, dims=(64, 64), windows=windows)
         made = newest.Backend(server.runner)
         layer, exact = server.layers[0], None
@@ -342,7 +342,7 @@ def test_graphs(newest, page, windows, device):
 @pytest.mark.parametrize("windows", [False, True])
 def test_steps_do_not_wait_for_the_gpu(newest, windows):
     for queries, mode in ((QUERIES, "MIXED"), ((1,) * 5, "DECODE")):
-        with torch.device("cuda"):
+        with torch.device("cuda"), torch.inference_mode():
             server = Server(newest, dtype=torch.bfloat16, dims=(64, 64), windows=windows)
             made, layer = newest.Backend(server.runner), server.layers[0]
             server.assert_exact(made, layer, queries, mode)  # compiles

@@ -473,6 +473,16 @@ def test_other_tensors_have_another_launch(newest, launched, name):
         assert len(launched) == 4
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("batch", [{"queries": QUERIES, "before": BEFORE}, ONE_EACH], ids=["mixed", "decode"])
+def test_compiled_kernels(newest, batch, device):
+    """On a GPU the second call with a signature launches by address."""
+    with torch.device(device), torch.inference_mode():
+        for name in ("table", "q", "gaps", "address of the cache", "table"):
+            for _ in range(2):
+                Call(newest, dtype=torch.bfloat16, **batch, **DIFFERENT[name]).run()
+
+
 @pytest.mark.parametrize(
     "given", [{"sliding_window": 2}, {"logits_soft_cap": 0.1}, {"sinks": SINKS}], ids=str
 )

@@ -1,19 +1,27 @@
 """Attention over paged caches, as the plug-ins of vLLM and SGLang call it.
 
-A layer calls the internal operator of ``flash_attn_with_kvcache`` directly. The types of an engine's
-arguments never vary, and outside of CUDA graphs this saves host time in every layer. Kernels are chosen by
-shapes, never by lengths, so an engine may capture the calls in CUDA graphs.
+A layer calls internal operators directly. The types of an engine's arguments never vary, and outside of CUDA
+graphs this saves host time in every layer. Kernels are chosen by shapes, never by lengths, so an engine may
+capture the calls in CUDA graphs.
+
+Views and checks would cost most of a layer's host time. They depend on nothing but the signatures of the
+tensors that the engine passes. The first call with a signature makes them, takes the general path and stores
+its launch. Later calls find this launch and give it the addresses of the engine's tensors, which a view does
+not change.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import operator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flashtile.op.operation import SIGNATURE_BYTES, is_plain, launch_cache, reads_values, signatures
 from flashtile.operators import decode as operators
-from flashtile.problems.decode import CacheTensors, DecodeOptions
+from flashtile.problems.decode import AppendOptions, AppendTensors, CacheTensors, DecodeOptions
 
 INVARIANT_QUERIES = 128
 """Lower bound of ``max_seqlen_q`` for attention over a cache if results must not depend on the batch. For all
@@ -22,6 +30,21 @@ MAX_INVARIANT_HEAD = 128
 """Largest head size at which the results of Hopper's kernel do not depend on the batch. For larger heads, the
 kernel rescales all rows of a tile when one row needs it, so results depend on how a prompt is cut into
 chunks. The portable kernel, which rescales each row by itself, is used instead."""
+APPEND_OPTIONS = AppendOptions()
+
+_launches = launch_cache()
+"""(launch, bytes from the last tensor of the cache to the first value) by signature."""
+
+
+class StepTensors(NamedTuple):
+    """A step as launches take it."""
+
+    source: tuple
+    """The fields of the step that this object is made of."""
+    key: tuple
+    """The part of a launch's key that depends on the step."""
+    addresses: CacheTensors
+    """The addresses of the step's tensors, which are the same for all layers."""
 
 
 @dataclass
@@ -39,6 +62,28 @@ class Step:
     """(num_reqs, max_blocks) int32."""
     is_one_query_each: bool
     """Whether row i of q is the only query of sequence i."""
+    _prepared: StepTensors | None = field(default=None, init=False, repr=False, compare=False)
+
+    def tensors(self, *of_layer: Tensor | None) -> CacheTensors:
+        """Return the tensors of a call: those of the step, and alibi_slopes, sink and scales of the layer."""
+        starts = None if self.is_one_query_each else self.query_start_loc  # query i belongs to sequence i
+        return CacheTensors(self.seq_lens, None, None, self.block_table, starts, None, *of_layer)
+
+    def prepared(self) -> StepTensors:
+        """Return the step as launches take it, which is made once for all layers.
+
+        It is made again if a field was replaced, as in a copy of the step with other pages.
+        """
+        source = (
+            self.num_actual_tokens, self.query_start_loc, self.seq_lens, self.block_table,
+            self.is_one_query_each,
+        )  # fmt: skip
+        known = self._prepared
+        if known is None or not all(map(operator.is_, known.source, source)):
+            tensors = self.tensors()
+            key = self.num_actual_tokens, *signatures(tensors)
+            known = self._prepared = StepTensors(source, key, CacheTensors(*map(_address, tensors)))
+        return known
 
 
 def rounded_queries(most: int, least: int = 0) -> int:
@@ -50,17 +95,63 @@ def rounded_queries(most: int, least: int = 0) -> int:
     return max(1 << max(most - 1, 0).bit_length(), least)
 
 
+def _address(tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _is_direct(given: tuple[Tensor, ...], optional: tuple[Tensor | None, ...]) -> bool:
+    """Whether a call may use a launch of :data:`_launches`: eager, without gradients and checks of values.
+
+    Args:
+        given: tensors that the engine passes.
+        optional: further tensors of the layer.
+    """
+    return is_plain(given, optional) and not (torch.is_grad_enabled() or reads_values(given[0]))
+
+
+def _remember(
+    signature: tuple,
+    launch: Any,
+    given: tuple[Tensor, ...],
+    cache: tuple[Tensor, ...],
+    views: tuple[Tensor, Tensor],
+) -> None:
+    """Store the launch of a call for later calls with the same signature.
+
+    Args:
+        given: tensors that the engine passes, of which ``cache`` are some.
+        views: keys and values of the cache, which the launch takes.
+    """
+    offset, of_values = (
+        view.data_ptr() - t.data_ptr() for view, t in zip(views, (cache[0], cache[-1]), strict=True)
+    )
+    # A signature says only whether an address is a multiple of 16. For other addresses, the views' signatures
+    # may differ from call to call.
+    is_aligned = not any(tensor.data_ptr() & 15 for tensor in given)
+    if is_aligned and offset == 0 and getattr(launch, "has_addresses", False):
+        _launches.store(signature, (launch, of_values), SIGNATURE_BYTES)
+
+
 class PagedAttention:
-    """The options of one layer's calls.
+    """The calls of one layer.
 
     Args:
         window: number of keys before a query that it sees, and after it if the layer is not causal; -1 for
             all.
         invariant: whether a sequence's result must not depend on the rest of the batch.
+        sizes: number of query heads, sizes of a head of keys and of values, and further numbers on which
+            :meth:`_keys_and_values` depends.
     """
 
-    def __init__(self, scale: float, softcap: float, window: int, head_dim: int, invariant: bool) -> None:
-        wide = invariant and head_dim > MAX_INVARIANT_HEAD
+    def __init__(
+        self,
+        scale: float,
+        softcap: float,
+        window: int,
+        invariant: bool,
+        sizes: tuple[int, ...],
+    ) -> None:
+        wide = invariant and sizes[1] > MAX_INVARIANT_HEAD
         options = DecodeOptions(
             softmax_scale=scale,
             softcap=softcap,
@@ -70,13 +161,21 @@ class PagedAttention:
         )
         self.causal_options = options._replace(causal=True, window_left=window, window_right=0)
         self.options = options._replace(window_left=window, window_right=window)
+        self.sizes = sizes
         self._options_of: dict[tuple[bool, int], DecodeOptions] = {}
         """Options by (causal, max_query_len). There are few, because max_query_len is a power of two."""
+
+    def _keys_and_values(self, cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of the engine's ``cache`` (num_blocks, block_size, heads_kv, head_dim).
+
+        They are views. They depend on the signatures of the tensors and on ``self.sizes`` only.
+        """
+        raise NotImplementedError
 
     def attend(
         self,
         query: Tensor,
-        cache: tuple[Tensor, Tensor],
+        cache: tuple[Tensor, ...],
         out: Tensor,
         step: Step,
         causal: bool,
@@ -87,19 +186,77 @@ class PagedAttention:
     ) -> None:
         """Compute attention from ``query`` to ``cache`` and write it to ``out``.
 
-        ``query`` is (tokens, heads, head_dim). Rows after the step's tokens are neither read nor written.
-        ``cache`` is the layer's keys and values, (num_blocks, block_size, heads_kv, head_dim).
+        ``query`` has a row for each token, and so has ``out``. Rows after the step's tokens are not read. In
+        ``out`` they are not written, or filled with 0. ``cache`` is what the engine passes for the layer's
+        keys and values.
         """
-        if step.is_one_query_each:  # query i belongs to sequence i, so no offsets are needed
-            options, starts = self.causal_options if causal else self.options, None
-            tokens = step.num_actual_tokens
-            query, out = query[:tokens].unsqueeze(1), out[:tokens].unsqueeze(1)
+        if step.is_one_query_each:
+            options = self.causal_options if causal else self.options
         else:
-            options, starts = self._options_for(causal, step.max_query_len), step.query_start_loc
-        tensors = CacheTensors(
-            step.seq_lens, None, None, step.block_table, starts, None, alibi_slopes, sinks, k_scale, v_scale
-        )
-        operators.decode((query, *cache), tensors, options, (out, None))
+            options = self._options_for(causal, step.max_query_len)
+        of_layer: tuple[Tensor | None, ...] = ()
+        if sinks is not None or k_scale is not None or alibi_slopes is not None:
+            of_layer = alibi_slopes, sinks, k_scale, v_scale
+        given = query, *cache, out
+        direct = _is_direct(given, of_layer)
+        if direct:
+            prepared = step.prepared()
+            signature = (options, self.sizes, prepared.key, *signatures(given), *signatures(of_layer))
+            known = _launches.get(signature)
+            if known is not None:
+                launch, offset = known
+                tensors = prepared.addresses
+                if of_layer:
+                    tensors = CacheTensors(*tensors[:6], *map(_address, of_layer))
+                caches = cache[0].data_ptr(), cache[-1].data_ptr() + offset
+                launch.by_address(query, caches, tensors, out)
+                return
+        tensors = step.tensors(*of_layer)
+        heads, head_dim, head_dim_v = self.sizes[:3]
+        q, to = query.view(-1, heads, head_dim), out.view(-1, heads, head_dim_v)
+        if step.is_one_query_each:
+            tokens = step.num_actual_tokens
+            q, to = q[:tokens].unsqueeze(1), to[:tokens].unsqueeze(1)
+        keys, values = self._keys_and_values(cache)
+        operators.decode((q, keys, values), tensors, options, (to, None))
+        if direct:
+            launch = operators.DECODE_INTO.prepared((q, keys, values, to, None), tensors, options)
+            _remember(signature, launch, given, cache, (keys, values))
+
+    def append(
+        self,
+        key: Tensor,
+        value: Tensor,
+        cache: tuple[Tensor, ...],
+        slots: Tensor,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
+    ) -> None:
+        """Write keys and values (tokens, heads_kv, head_dim) to their ``slots`` of ``cache``.
+
+        ``slots`` (n,) int64 contains the slots of the first n tokens. Tokens with a negative slot are not
+        written.
+        """
+        given = key, value, slots, *cache
+        scales = () if k_scale is None else (k_scale, v_scale)
+        direct = _is_direct(given, scales)
+        if direct:
+            signature = (APPEND_OPTIONS, self.sizes, *signatures(given), *signatures(scales))
+            known = _launches.get(signature)
+            if known is not None:
+                launch, offset = known
+                launch.by_address(
+                    cache[0].data_ptr(), cache[-1].data_ptr() + offset, key.data_ptr(), value.data_ptr(),
+                    slots.data_ptr(), _address(k_scale), _address(v_scale),
+                )  # fmt: skip
+                return
+        keys, values = self._keys_and_values(cache)
+        new = keys, values, key[: slots.shape[0]], value[: slots.shape[0]]
+        tensors = AppendTensors(slot_mapping=slots, k_descale=k_scale, v_descale=v_scale)
+        operators.append(*new, tensors, APPEND_OPTIONS)
+        if direct:
+            launch = operators.APPEND.prepared(new, tensors, APPEND_OPTIONS)
+            _remember(signature, launch, given, cache, (keys, values))
 
     def _options_for(self, causal: bool, max_query_len: int) -> DecodeOptions:
         options = self._options_of.get((causal, max_query_len))

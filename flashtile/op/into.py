@@ -152,6 +152,10 @@ class LaunchInto:
         self._first = len(into.of.tensors)
         self._straight = [_takes(launch, buffer) for buffer in tensors[self._first :]]
         """For each buffer, whether the launch writes to it directly."""
+        self._is_straight = all(
+            takes or buffer is None
+            for takes, buffer in zip(self._straight, tensors[self._first :], strict=True)
+        )
         spans = [(i, _span(t), into.names[i]) for i, t in enumerate((*tensors, *optional)) if t is not None]
         self._pairs = [
             (*span, [other for other in spans if other is not span])
@@ -169,11 +173,28 @@ class LaunchInto:
             start = given[i].data_ptr()
             end = start + size
             for j, span, other in others:
-                address = given[j].data_ptr()
+                address = given[j]
+                if type(address) is not int:
+                    address = address.data_ptr()
                 if address < end and start < address + span:
                     raise ValueError(
                         f"{name} shares memory with {other}, but is written: it needs its own memory"
                     )
+
+    @property
+    def has_addresses(self) -> bool:
+        """Whether :meth:`by_address` may be called."""
+        return self._is_straight and getattr(self._launch, "has_addresses", False)
+
+    def by_address(self, first: Tensor, others: tuple[int, ...], addresses: Any, out: Tensor) -> None:
+        """Write into ``out``, with the addresses of the ``others``, and of the optional tensors.
+
+        Tokens of packed tensors that belong to no sequence are not written.
+        """
+        self.refuse_overlap((first, *others, out, None), addresses)
+        self._launch.by_address(first, *others, addresses, out)
+        if not out.is_inference():
+            increment_version(out)
 
     def __call__(self, *arguments: Any) -> None:
         first = self._first

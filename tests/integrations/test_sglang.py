@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 from types import SimpleNamespace
 
+import addressed
 import pytest
 import sglang_stand_in
 import torch
@@ -198,6 +199,19 @@ def test_layers(newest, name, dtype):
     server.assert_exact(made, layer, (1,) * 5, "DECODE", exact=exact)
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float32, None), (torch.float32, FP8)], ids=str)
+@pytest.mark.parametrize("hnd", [False, True])
+def test_layers_share_launches(newest, hnd, dtypes):
+    """The first layer with a signature takes the general path. Others launch by address."""
+    with addressed.launches() as launched:
+        for page in (16, 4):  # of equal buffers
+            server = Server(newest, page, dtype=dtypes[0], cache_dtype=dtypes[1], hnd=hnd)
+            made = newest.Backend(server.runner)
+            for queries, mode in ((QUERIES, "MIXED"), ((1,) * 5, "DECODE"), ((1,) * 5, "DECODE")):
+                server.assert_exact(made, server.layers[0], queries, mode)
+            assert launched == ["decode"] * (1 if page == 16 else 2)
+
+
 def test_sinks_of_the_models_dtype(newest):
     server = Server(newest, dtype=torch.bfloat16)
     made = newest.Backend(server.runner)
@@ -295,7 +309,7 @@ def capture(made, call):
 @pytest.mark.parametrize("page", [1, 16])
 def test_graphs(newest, page, windows, device):
     """A graph is captured with one key per request, and replayed with others from the same addresses."""
-    with torch.device(device):
+    with torch.device(device), torch.inference_mode():  # as SGLang runs, so later calls launch by address
         server = Server(newest, page, dtype=torch.bfloat16, dims=(64, 64), windows=windows)
         made = newest.Backend(server.runner)
         layer, exact = server.layers[0], None
@@ -328,7 +342,7 @@ def test_graphs(newest, page, windows, device):
 @pytest.mark.parametrize("windows", [False, True])
 def test_steps_do_not_wait_for_the_gpu(newest, windows):
     for queries, mode in ((QUERIES, "MIXED"), ((1,) * 5, "DECODE")):
-        with torch.device("cuda"):
+        with torch.device("cuda"), torch.inference_mode():
             server = Server(newest, dtype=torch.bfloat16, dims=(64, 64), windows=windows)
             made, layer = newest.Backend(server.runner), server.layers[0]
             server.assert_exact(made, layer, queries, mode)  # compiles

@@ -7,12 +7,14 @@ import importlib.util
 import inspect
 from types import SimpleNamespace
 
+import addressed
 import numpy as np
 import pytest
 import torch
 import vllm_stand_in
 from vllm_stand_in import PLUGIN, RECORD, modules_of
 
+import called
 from flashtile import testing
 from flashtile.integrations.vllm import register
 from flashtile.problems.decode import FP8
@@ -361,6 +363,225 @@ def test_batch_invariance_of_wide_heads(invariant, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     chosen = [invariant.Impl(1, head_dim, 1.0).options.backend for head_dim in (64, 128, 256)]
     assert chosen == [None, None, "portable"]
+
+
+# ---- launches by address ----
+
+
+@pytest.fixture
+def launched():
+    """Names of the launches by address, which compiled kernels have."""
+    with addressed.launches() as calls:
+        yield calls
+
+
+TWICE = ["decode", "append"] * 2
+ONE_EACH = {"queries": (1, 1, 1), "before": (4, 9, 40)}
+
+
+@pytest.mark.parametrize("release", list(RECORD), indirect=True)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("batch", [{}, ONE_EACH], ids=["mixed", "decode"])
+def test_layers_share_launches(backend, launched, case, batch):
+    """The first layer takes the general path. Others, also of other steps, launch by address."""
+    given, options = CASES[case]
+    for _ in range(3):
+        assert_exact(backend, Step(backend, **batch), options, **given)
+    assert sorted(launched) == sorted(TWICE)
+
+
+@pytest.mark.parametrize("scales", [(0.5, 0.25), ([0.5, 0.75], [0.25, 1.5])], ids=str)
+def test_fp8_layers_share_launches(newest, launched, scales):
+    for factor in (1.0, 2.0, 0.5):
+        layer = make_layer(*(torch.as_tensor(scale) * factor for scale in scales))
+        assert_exact(newest, Step(newest), cache_dtype=FP8, kv_cache_dtype="fp8", layer=layer)
+    assert sorted(launched) == sorted(TWICE)
+
+
+class Call:
+    """A step of one layer, whose tensors may differ from those of other calls in one property."""
+
+    def __init__(self, backend, cache=lambda t: t, order=None, **changes):
+        self.backend, self.dtype = backend, changes.pop("dtype", torch.float64)
+        self.change = {name: changes.pop(name, lambda t: t) for name in ("q", "k", "v", "out", "slots")}
+        table = changes.pop("table", lambda t: t)
+        self.given = changes.pop("given", {})
+        self.step = Step(backend, **{**ONE_EACH, **changes})
+        self.step.common.block_table_tensor = table(self.step.common.block_table_tensor)
+        heads_kv = self.given.get("num_kv_heads", HEADS_KV)
+        self.cache = cache(make_cache(backend, order, self.dtype, heads_kv)[0])
+        self.tensors = self.step.tensors(self.dtype, heads_kv)
+
+    def run(self):
+        q, k, v = (self.change[n](t) for n, t in zip("qkv", self.tensors, strict=True))
+        step, impl = self.step, make_impl(self.backend, **self.given)
+        slots = self.change["slots"](step.common.slot_mapping)
+        impl.do_kv_cache_update(make_layer(), k, v, self.cache, slots)
+        keys, values = self.backend.releases.keys_and_values(self.cache, HEAD_DIM)
+        where = slots[: step.tokens]
+        assert torch.equal(keys[where // keys.shape[1], where % keys.shape[1]], k[: step.tokens])
+        assert torch.equal(values[where // keys.shape[1], where % keys.shape[1]], v[: step.tokens])
+        out = self.change["out"](torch.full_like(self.tensors[0], torch.nan))
+        impl.forward(make_layer(), q, k, v, self.cache, metadata(self.backend, step), output=out)
+        exact = step.exact(q, keys, values, torch.float64, causal=True)
+        torch.testing.assert_close(out[: step.tokens].double(), exact.double(), atol=0.02, rtol=0.02)
+        rest = out[step.tokens :]
+        assert (rest.isnan() | (rest == 0)).all()  # not written, or filled
+
+
+def strided(tensor):
+    """Return an equal tensor, whose rows are further apart, as in a projection of q, k and v together."""
+    return torch.cat([tensor, tensor + 1], 1)[:, : tensor.shape[1]]
+
+
+def shifted(tensor):
+    """Return an equal tensor at an address that is no multiple of 16."""
+    memory = tensor.new_empty(tensor.numel() + 1)[1:]
+    return memory.as_strided(tensor.shape, tensor.contiguous().stride()).copy_(tensor)
+
+
+def with_gaps(cache):
+    """Return an equal cache, whose blocks are further apart."""
+    return torch.cat([cache, cache], -1).unflatten(-1, (2, -1))[..., 0, :]
+
+
+def longer(cache):
+    """Return a cache of more blocks."""
+    return torch.cat([cache, cache])
+
+
+DIFFERENT = {
+    "q": {"q": strided}, "k": {"k": strided}, "v": {"v": strided}, "out": {"out": strided},
+    "address of q": {"q": shifted}, "address of k": {"k": shifted}, "address of out": {"out": shifted},
+    "address of the cache": {"cache": shifted}, "gaps": {"cache": with_gaps}, "blocks": {"cache": longer},
+    "order": {"order": (0, 2, 1, 3)}, "dtype": {"dtype": torch.bfloat16},
+    "padding": {"padding": 7}, "a short mapping": {"slots": lambda t: t[:3]},
+    "table": {"table": lambda t: torch.cat([t, t], 1)[:, :4]},
+    "a wide table": {"table": lambda t: torch.cat([t, t], 1)},
+    "sequences": {"queries": (1, 1), "before": (40, 3)}, "queries": {"queries": (1, 2, 1)},
+    "more queries": {"queries": (1, 5, 1)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_other_tensors_have_another_launch(newest, launched, name):
+    """Each call is right after calls whose tensors differ in one property."""
+    for changes in ({}, {}, DIFFERENT[name], DIFFERENT[name], {}, DIFFERENT[name]):
+        Call(newest, **changes).run()
+    assert len(launched) >= 4  # those of the first kind; some of the other kind take the general path
+    if name == "address of the cache":  # the views may have other alignments the next time
+        assert len(launched) == 4
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("batch", [{"queries": QUERIES, "before": BEFORE}, ONE_EACH], ids=["mixed", "decode"])
+def test_compiled_kernels(newest, batch, device):
+    """On a GPU the second call with a signature launches by address."""
+    with torch.device(device), torch.inference_mode():
+        for name in ("table", "q", "gaps", "address of the cache", "table"):
+            for _ in range(2):
+                Call(newest, dtype=torch.bfloat16, **batch, **DIFFERENT[name]).run()
+
+
+@pytest.mark.parametrize(
+    "given", [{"sliding_window": 2}, {"logits_soft_cap": 0.1}, {"sinks": SINKS}], ids=str
+)
+def test_other_layers_have_other_options(newest, launched, given):
+    step = Step(newest, **ONE_EACH)
+    cache, _ = make_cache(newest)
+    q, k, v = step.tensors()
+    outs = [
+        run(newest, step, make_impl(newest, **options), make_layer(), cache, q, k, v)
+        for options in ({}, given, {}, given)
+    ]
+    assert torch.equal(outs[0], outs[2])
+    assert torch.equal(outs[1], outs[3])
+    assert not torch.allclose(outs[0], outs[1])
+    assert launched.count("decode") == 2
+
+
+@pytest.mark.parametrize("batch", [{}, ONE_EACH], ids=["mixed", "decode"])
+def test_pages_of_a_copied_step(newest, launched, batch):
+    """A step that layers have used, with other pages: the copy, and the step itself."""
+    step = Step(newest, **batch)
+    cache, (keys, values) = make_cache(newest)
+    q, *_ = step.tensors()
+    first, impl = metadata(newest, step), make_impl(newest)
+    builder, common = object.__new__(newest.Builder), step.common
+
+    def is_exact(made):
+        out = torch.full_like(q, torch.nan)
+        impl.forward(make_layer(), q, None, None, cache, made, output=out)
+        exact = step.exact(q, keys, values, torch.float64, causal=True)
+        torch.testing.assert_close(out[: step.tokens], exact)
+
+    is_exact(first), is_exact(first)
+    common.block_table_tensor = torch.where(common.block_table_tensor < BLOCKS, 3, common.block_table_tensor)
+    is_exact(builder.update_block_table(first, common.block_table_tensor, common.slot_mapping))
+    first.block_table = common.block_table_tensor
+    is_exact(first)
+    first.seq_lens = common.seq_lens = (common.seq_lens + 1) // 2
+    is_exact(first)
+    assert launched == ["decode"] * 4
+
+
+def test_what_launches_by_address_refuse(newest, launched, monkeypatch):
+    step = Step(newest, **ONE_EACH, padding=0)
+    cache, _ = make_cache(newest)
+    q, k, v = step.tensors()
+    impl = make_impl(newest)
+    for _ in range(2):
+        run(newest, step, impl, make_layer(), cache, q, k, v)
+    assert launched == ["append", "decode"]
+    made = metadata(newest, step)
+    with pytest.raises(ValueError, match="out shares memory with q, but is written"):
+        impl.forward(make_layer(), q, k, v, cache, made, output=q)
+    within = cache.flatten()[: q.numel()].view(q.shape)
+    with pytest.raises(ValueError, match="out shares memory with k_cache, but is written"):
+        impl.forward(make_layer(), q, k, v, cache, made, output=within)
+    slots = torch.stack([step.common.slot_mapping] * 2, 1)[:, 0]
+    with pytest.raises(ValueError, match="slot_mapping must have stride 1"):
+        impl.do_kv_cache_update(make_layer(), k, v, cache, slots)
+    out, learning = torch.empty_like(q), q.clone().requires_grad_()
+    with (
+        torch.enable_grad(),
+        pytest.raises(ValueError, match="out and lse must be None where q requires grad"),
+    ):
+        impl.forward(make_layer(), learning, k, v, cache, made, output=out)
+    step.common.seq_lens[0] = 10**6
+    monkeypatch.setenv("FLASHTILE_DEBUG", "1")
+    with pytest.raises(ValueError, match="cache_seqlens"):
+        impl.forward(make_layer(), q, k, v, cache, made, output=out)
+
+
+def test_autograd_learns_that_out_has_changed(newest, launched):
+    step = Step(newest, **ONE_EACH)
+    cache, _ = make_cache(newest)
+    q, k, v = step.tensors()
+    for _ in range(2):
+        out = torch.empty_like(q)
+        before = out._version
+        make_impl(newest).forward(make_layer(), q, k, v, cache, metadata(newest, step), output=out)
+        assert out._version > before
+    assert launched == ["decode"]
+
+
+def test_a_known_layer_calls_few_functions(newest, launched, monkeypatch):
+    """Checks and views are left to the first layer with a signature."""
+    step = Step(newest, **ONE_EACH)
+    cache, _ = make_cache(newest)
+    q, k, v = step.tensors()
+    impl, made, out = make_impl(newest), metadata(newest, step), torch.empty_like(q)
+
+    def layer():
+        impl.do_kv_cache_update(None, k, v, cache, step.common.slot_mapping)
+        impl.forward(None, q, k, v, cache, made, output=out)
+
+    layer(), layer()
+    assert launched == ["append", "decode"]
+    for kind in (addressed.Append, addressed.Decode):
+        monkeypatch.setattr(kind, "by_address", lambda *given: None)
+    assert called.functions_called(layer) < 110
 
 
 REFUSED = {

@@ -49,11 +49,29 @@ class Buffers:
     window_slots: Tensor | None
 
 
+class PoolAttention(PagedAttention):
+    """The calls of one layer over a pool. The last of its ``sizes`` is the number of tokens in a page."""
+
+    def _keys_and_values(self, cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Return a layer's buffers as (pages, page_size, heads_kv, head_dim), without a copy.
+
+        The buffers are (slots, heads_kv, head_dim), or (pages, heads_kv, page_size, head_dim) in SGLang's
+        layout "hnd".
+        """
+        keys, values = (
+            buffer.permute(0, 2, 1, 3)
+            if buffer.dim() == 4
+            else buffer.view(-1, self.sizes[-1], *buffer.shape[1:])
+            for buffer in cache
+        )
+        return keys, values
+
+
 @dataclass
 class LayerOptions:
     """Options and scales of one layer of the model."""
 
-    attention: PagedAttention
+    attention: PoolAttention
     causal: bool
     has_window_pool: bool
     k_scale: Tensor | None
@@ -197,17 +215,14 @@ class Backend(AttentionBackend):
             known = self.layers[number] = self._options(layer)
         step = metadata.window_step if known.has_window_pool else metadata.step
         assert step is not None
-        heads, dim_v = layer.tp_q_head_num, layer.v_head_dim
         out = forward_batch._attn_output
         if out is None:
-            out = q.new_empty(q.shape[0], heads * dim_v)
+            out = q.new_empty(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
+        pool = self.token_to_kv_pool
         known.attention.attend(
-            q.view(-1, heads, layer.qk_head_dim),
-            (
-                self._paged(self.token_to_kv_pool.get_key_buffer(number), layer.qk_head_dim),
-                self._paged(self.token_to_kv_pool.get_value_buffer(number), dim_v),
-            ),
-            out.view(-1, heads, dim_v),
+            q,
+            (pool.get_key_buffer(number), pool.get_value_buffer(number)),
+            out,
             step,
             known.causal,
             None,
@@ -246,16 +261,6 @@ class Backend(AttentionBackend):
         """Return the pages in the window's pool. Pages that have left the window become 0."""
         return (self._window_slots(first_slots) // self.page_size).clamp_(min=0).to(torch.int32)
 
-    def _paged(self, buffer: Tensor, head_dim: int) -> Tensor:
-        """Return a pool's buffer as (pages, page_size, heads_kv, head_dim), without a copy.
-
-        The buffer is (slots, heads_kv, head_dim), or (pages, heads_kv, page_size, head_dim) in SGLang's
-        layout "hnd".
-        """
-        if buffer.dim() == 4:
-            return buffer.permute(0, 2, 1, 3)
-        return buffer.view(-1, self.page_size, buffer.shape[1], head_dim)
-
     def _options(self, layer: Any) -> LayerOptions:
         """Return a layer's options and scales, or raise a NotImplementedError if it is not served."""
         for name, expected in (
@@ -276,12 +281,12 @@ class Backend(AttentionBackend):
                 if given is not None:
                     scale.copy_(given)  # the layer has one scale for all heads
             k_scale, v_scale = scales.unbind()
-        attention = PagedAttention(
+        attention = PoolAttention(
             scale=float(layer.scaling),
             softcap=float(layer.logit_cap or 0.0),
             window=int(layer.sliding_window_size),  # the query is not counted
-            head_dim=layer.qk_head_dim,
             invariant=self.invariant,
+            sizes=(layer.tp_q_head_num, layer.qk_head_dim, layer.v_head_dim, self.page_size),
         )
         return LayerOptions(
             attention=attention,

@@ -29,15 +29,14 @@ from vllm.v1.attention.backend import (
 from flashtile.api.attention import flash_attn_varlen_func
 from flashtile.integrations.paged import INVARIANT_QUERIES, PagedAttention, Step, rounded_queries
 from flashtile.integrations.vllm import releases
-from flashtile.operators import decode as operators
-from flashtile.problems.decode import FP8, MAX_HEAD_DIM, AppendOptions, AppendTensors
+from flashtile.problems.decode import FP8, MAX_HEAD_DIM
 
 FP8_DTYPES = ("fp8", "fp8_e4m3")
 """vLLM's names for the cache dtype float8_e4m3fn."""
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 """Dtypes of models, and vLLM's name for a cache of each dtype."""
 WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
-APPEND_OPTIONS = AppendOptions()
+NO_SCALES = None, None
 
 
 class Common:
@@ -227,9 +226,8 @@ class Impl(AttentionImpl[Metadata], PagedAttention):
         left = -1 if sliding_window is None else sliding_window - 1
         self.window = left, left
         self.has_cache = attn_type not in WITHOUT_CACHE
-        PagedAttention.__init__(
-            self, self.scale, self.softcap, left, head_size, bool(envs.VLLM_BATCH_INVARIANT)
-        )
+        sizes = num_heads, head_size, head_size
+        PagedAttention.__init__(self, self.scale, self.softcap, left, bool(envs.VLLM_BATCH_INVARIANT), sizes)
         self.scales: tuple[Tensor, Tensor] | None = None
         self._filled: tuple[float, float] | None = None
         if kv_cache_dtype in FP8_DTYPES and self.has_cache:
@@ -245,14 +243,8 @@ class Impl(AttentionImpl[Metadata], PagedAttention):
         ``slot_mapping`` (n,) int64 contains the slots of the first n tokens. Tokens with a negative slot are
         not written.
         """
-        if not self.has_cache:
-            return
-        tokens = slot_mapping.shape[0]
-        if tokens < key.shape[0]:
-            key, value = key[:tokens], value[:tokens]
-        keys, values, k_scale, v_scale = self._cache(layer, kv_cache)
-        slots = AppendTensors(slot_mapping=slot_mapping, k_descale=k_scale, v_descale=v_scale)
-        operators.append(keys, values, key, value, slots, APPEND_OPTIONS)
+        if self.has_cache:
+            self.append(key, value, (kv_cache,), slot_mapping, *self._scales(layer))
 
     def forward(
         self,
@@ -284,27 +276,30 @@ class Impl(AttentionImpl[Metadata], PagedAttention):
                 sink=self.sinks, out=output,
             )  # fmt: skip
             return output
-        keys, values, k_scale, v_scale = self._cache(layer, kv_cache)
         self.attend(
-            query, (keys, values), output, step, step.causal, self.alibi_slopes, self.sinks, k_scale, v_scale
+            query, (kv_cache,), output, step, step.causal, self.alibi_slopes, self.sinks, *self._scales(layer)
         )
         return output
 
-    def _cache(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return views of the layer's keys and values, and their scales (heads_kv,) if the cache is FP8.
+    def _keys_and_values(self, cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Return views of the layer's keys and values."""
+        memory = cache[0] if self.scales is None else cache[0].view(FP8)
+        return releases.keys_and_values(memory, self.head_size)
+
+    def _scales(self, layer: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Return the scales (heads_kv,) of the layer's keys and values if the cache is FP8.
 
         vLLM has either one scale per head, which is returned, or one scale per layer. A scale per layer is
         written to all elements of ``self.scales``, but only if it has changed. The comparison uses vLLM's
         copy of the scale on the host.
         """
         if self.scales is None:
-            return *releases.keys_and_values(kv_cache, self.head_size), None, None
-        keys, values = releases.keys_and_values(kv_cache.view(FP8), self.head_size)
+            return NO_SCALES
         if layer._k_scale.numel() == self.num_kv_heads:
-            return keys, values, layer._k_scale.view(-1), layer._v_scale.view(-1)
+            return layer._k_scale.view(-1), layer._v_scale.view(-1)
         given = layer._k_scale_float, layer._v_scale_float
         if given != self._filled:
             for scale, number in zip(self.scales, given, strict=True):
                 scale.fill_(number)
             self._filled = given
-        return keys, values, *self.scales
+        return self.scales

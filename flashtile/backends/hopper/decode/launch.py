@@ -389,3 +389,5 @@ class Attend:
             )  # fmt: skip
         gathered = (k, v) if self._gathers else (None, None)
         self._kernel(device, q, k, v, out, lse, partial, *tensors, *gathered)
+
+    by_address = __call__

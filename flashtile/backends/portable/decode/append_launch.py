@@ -44,6 +44,7 @@ class AppendLaunch:
         self._rows = min(APPEND_ROWS, triton.next_power_of_2(max(new[1], queries[1], 1)))
         self._programs = new[0] * triton.cdiv(new[1], self._rows) * problem.num_heads_kv
         self._programs_q = queries[0] * triton.cdiv(queries[1], self._rows) * problem.num_heads_q
+        self._device = problem.device
         self._kernel: CachedLaunch | None = None
 
     def __call__(
@@ -53,11 +54,33 @@ class AppendLaunch:
             return
         if self._kernel is None:
             self._kernel = self._prepare(k_cache, v_cache, k, v, tensors)
-        self._kernel(self._problem.device, *self.pointers(k_cache, v_cache, k, v, tensors))
+        self._kernel(self._device, *self.pointers(k_cache, v_cache, k, v, tensors))
+
+    def by_address(
+        self,
+        k_cache: int,
+        v_cache: int,
+        k: int,
+        v: int,
+        slots: int,
+        k_descale: int | None,
+        v_descale: int | None,
+    ) -> None:
+        """Append by a slot mapping, with the addresses of the tensors. Requires :attr:`has_addresses`."""
+        assert self._kernel is not None
+        before, between, after = (None,), (None,) * 6, (None,) * 3
+        self._kernel.by_address(
+            self._device, k_cache, v_cache, k, v, *before, slots, *between, k_descale, v_descale, *after
+        )
 
     @property
     def problem(self) -> AppendProblem:
         return self._problem
+
+    @property
+    def has_addresses(self) -> bool:
+        """Whether :meth:`by_address` may be called, which requires a compiled kernel."""
+        return self._kernel is not None and self._kernel.takes_addresses
 
     def pointers(
         self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors

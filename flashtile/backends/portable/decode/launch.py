@@ -82,7 +82,7 @@ class DecodeLaunch:
         self._stores_lse = True
         self._append: tuple[AppendVariant, AppendStrides, AppendLengths] | None = None
         self._new_out: Any = None
-        self._attend: CachedLaunch | None = None
+        self._attend: Any = None
         self._combine: CachedLaunch | None = None
         self._by_capacity: tuple = ()
         self._scalars: DecodeScalars | None = None
@@ -131,6 +131,34 @@ class DecodeLaunch:
         if self._attend is None and attend.takes_addresses:
             self._combine, self._attend = combine, attend
         return out, lse
+
+    def by_address(self, q: Tensor, k_cache: int, v_cache: int, addresses: Any, out: Tensor) -> None:
+        """Write attention to ``out``. ``addresses`` are those of the fields of :class:`CacheTensors`.
+
+        Requires :attr:`has_addresses`. Only the addresses of q and out are used, so their shapes may differ
+        from those of the signature. Tokens after the last offset of packed sequences are not written.
+        """
+        device, partials = self._device, self._partials
+        to, lse, partial = out.data_ptr(), None, None
+        if self._stores_lse:  # after the partial results
+            scratch = q.new_empty(partials + self._lse_size, dtype=torch.float32)
+            partial = scratch.data_ptr()
+            lse = partial + 4 * partials
+        self._attend.by_address(
+            device, q.data_ptr(), k_cache, v_cache, to, lse, partial if partials else None, None, *addresses
+        )
+        if self._combine is not None:
+            self._combine.by_address(
+                device, partial, to, lse, addresses.sink, addresses.prior_out, addresses.prior_lse,
+                addresses.cache_seqlens, addresses.cache_leftpad, addresses.cu_seqlens_q,
+                addresses.cu_seqlens_k_new,
+            )  # fmt: skip
+
+    @property
+    def has_addresses(self) -> bool:
+        """Whether :meth:`by_address` may be called, which requires compiled kernels."""
+        combine = self._combine
+        return self._attend is not None and (combine is None or combine.takes_addresses)
 
     def with_append(self, append: Any) -> AppendingLaunch | None:
         """Return a launch that also does the work of the launch ``append``; None if the kernel does not."""

@@ -71,7 +71,9 @@ def kernels_of(call: Call, card: Card) -> list[KernelTraffic]:
     even = not call.page_size and all(len(tile.blocks) == most for tile in every)
     tile_bytes = bytes_to_read(most * block, call.head_dim + call.width_v, _operand_bytes(call))
     if config.takes_stream_k(m_blocks, len(every), card.sm_count, tile_bytes, even):
-        programs, parts, cut_rows = _runs(every, card.sm_count * config.programs_per_sm)
+        programs = config.stream_k_programs(len(every), card.sm_count)
+        each = _even_part(every, programs) if config.DIVIDES_ALIKE else 0
+        programs, parts, cut_rows = _even_parts(every, each) if each else _runs(every, programs)
     partial_bytes = parts * (call.width_v + 1) * STATISTIC_BYTES
     cut_out = cut_rows * (call.width_v * call.element_bytes + 4)
     attend = KernelTraffic(
@@ -123,6 +125,25 @@ def tiles_of(call: Call, lengths: tuple[int, int], config: DecodeConfig, pack: i
         tokens = first // pack, -(-last // pack)
         seen = reach(*tokens, seqlen_k - seqlen_q, seqlen_k, *window, config.tile.BLOCK_N)
         yield QueryTile(last - first, seen)
+
+
+def _even_part(tiles: list[QueryTile], programs: int) -> int:
+    """Return the key blocks per program if Hopper's kernel divides all tiles alike, otherwise 0."""
+    from flashtile.backends.hopper.decode.work import PART_COST
+
+    if not tiles or programs % len(tiles):
+        return 0
+    counts = [len(tile.blocks) for tile in tiles]
+    each = -(-max(counts) * len(tiles) // programs)
+    return each if each <= sum(counts) / programs + PART_COST.value else 0
+
+
+def _even_parts(tiles: list[QueryTile], each: int) -> tuple[int, int, int]:
+    """Cut each tile after every ``each`` key blocks. Returns what :func:`_runs` returns."""
+    counts = [(-(-len(tile.blocks) // each), tile.rows) for tile in tiles]
+    divided = [(count, rows) for count, rows in counts if count > 1]
+    programs = sum(count for count, _ in counts)
+    return programs, sum(count * rows for count, rows in divided), sum(rows for _, rows in divided)
 
 
 def _runs(tiles: list[QueryTile], most_programs: int) -> tuple[int, int, int]:

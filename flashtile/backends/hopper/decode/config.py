@@ -32,6 +32,11 @@ DIVIDED_SLOTS = 2
 a program's mean load."""
 
 
+def fill(work_tiles: int, programs: int) -> bool:
+    """Whether most of the programs are busy if each work tile has equally many, at least one."""
+    return programs // max(work_tiles, 1) * work_tiles >= MIN_FILLED * programs
+
+
 @dataclass(frozen=True)
 class HopperDecodeConfig(DecodeConfig):
     """Tile and pipeline of the kernel; a tile has 64 rows for each consumer warpgroup.
@@ -41,6 +46,8 @@ class HopperDecodeConfig(DecodeConfig):
         Q_STAGES: m_blocks of queries in shared memory.
         LAZY_RESCALE, PIN_WAIT: as in ``hopper.forward.config.ForwardConfig``.
     """
+
+    DIVIDES_ALIKE: ClassVar[bool] = True
 
     STAGES: int
     Q_STAGES: int
@@ -53,6 +60,16 @@ class HopperDecodeConfig(DecodeConfig):
         programs = multiprocessors * self.programs_per_sm
         rounds = -(-work_tiles // programs)
         return work_tiles < MIN_FILLED * rounds * programs and work_tiles < MAX_SHARED * programs
+
+    def stream_k_programs(self, work_tiles: int, multiprocessors: int) -> int:
+        """Return the number of programs of a stream-K grid.
+
+        It is the number of programs that run at a time. This number is rounded down to a multiple of the
+        number of work tiles, unless fewer than MIN_FILLED of the programs would remain. With a multiple,
+        work tiles of similar lengths can be divided alike (``work.even_start``).
+        """
+        programs = multiprocessors * self.programs_per_sm
+        return programs // work_tiles * work_tiles if fill(work_tiles, programs) else programs
 
     @property
     def warpgroups(self) -> int:
@@ -210,6 +227,11 @@ def choose(problem: DecodeProblem) -> HopperDecodeConfig:
     if gathers(problem) and config.programs_per_sm > 1:  # offsets of keys also need shared memory
         config = replace(config, STAGES=config.STAGES - 1)
     return config
+
+
+def takes_any_splits(problem: DecodeProblem) -> bool:
+    """Whether the call leaves it to the backend how work tiles are divided."""
+    return problem.num_splits == 0 and problem.split_size == 0
 
 
 def heads_together(group_size: int) -> int:

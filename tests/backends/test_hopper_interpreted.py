@@ -470,7 +470,7 @@ def test_decode_with_equally_many_programs_for_each_work_tile(name: str) -> None
     """On a GPU with room for four programs."""
     lengths, seqlen_q, more = ALIKE[name]
     tensors, arguments = paged(lengths, (4, 1), seqlen_q=seqlen_q, device="cpu")
-    with mock.patch.object(device, "INTERPRETER_MULTIPROCESSORS", 4 if seqlen_q == 60 else 2):
+    with mock.patch.object(device, "INTERPRETER_MULTIPROCESSORS", 4):
         problem = DecodeProblem.from_tensors(
             *tensors, CacheTensors(**arguments), DecodeOptions(backend="hopper")
         )

@@ -53,10 +53,11 @@ def test_partial_results_are_those_of_equal_runs(lengths, card):
 
 
 def test_tiles_of_similar_lengths_are_divided_alike():
-    """Each of 64 tiles of 128 rows into halves of its 255 or 256 blocks."""
-    attend, combine = decode.kernels_of(over_pages(1, 256, 32768), H200)
-    assert attend.programs == 128
-    assert combine.sm_read == 128 * 128 * 129 * 4
+    """Each of 64 tiles into halves: of 64 rows with 8192 keys, of 128 rows with 255 or 256 blocks."""
+    for call, rows in ((over_pages(8, 16, 8192), 64), (over_pages(1, 256, 32768), 128)):
+        attend, combine = decode.kernels_of(call, H200)
+        assert attend.programs == 128
+        assert combine.sm_read == 128 * rows * 129 * 4
 
 
 def test_a_chunk_of_a_prompt_is_split_nowhere():

@@ -100,7 +100,10 @@ def config_of(call: Call, card: Card) -> tuple[DecodeConfig, int]:
 
         if hopper.serves_heads(call.head_dim, call.width_v):
             pack = hopper.heads_together(call.group_size)
-            return hopper.for_rows(call.head_dim, call.width_v, rows, call.cache_element_bytes), pack
+            work_tiles = call.batch * call.num_heads_q // pack
+            alone = hopper.fill(work_tiles, card.sm_count)
+            config = hopper.for_rows(call.head_dim, call.width_v, rows, call.cache_element_bytes, alone)
+            return config, pack
     family = family_of_capability(*card.capability)
     element_bytes = _operand_bytes(call)
     blocks = row_blocks(family, element_bytes, width)

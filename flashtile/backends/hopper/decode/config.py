@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.common.launch import KernelConfig
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, ModifierFlags, padded
 from flashtile.backends.portable.config import precision_of
@@ -190,6 +191,11 @@ _TABLE: dict[tuple[int, int], tuple[HopperDecodeConfig, HopperDecodeConfig]] = {
     ),
 }
 
+# The same for at most 64 rows, for work tiles that fill the GPU with one program per multiprocessor (`fill`).
+# There are then half as many parts to store and to combine, or none. One warpgroup multiplies 128 keys in 1.2
+# us, and memory delivers them in 2 us. For smaller heads it would take longer than memory.
+_ALONE: dict[tuple[int, int], HopperDecodeConfig] = {(128, 128): row(1, 128, 3)}
+
 # For FP8 caches and any number of rows: one warpgroup. Where two programs fit a multiprocessor, one converts
 # a tile while the other multiplies. Only head_dim 128 was timed.
 _FP8_TABLE: dict[tuple[int, int], HopperDecodeConfig] = {
@@ -212,21 +218,36 @@ def gathers(problem: DecodeProblem) -> bool:
     return problem.leftpad or problem.page_size % COPY_ROWS != 0
 
 
-def for_rows(head_dim: int, head_dim_v: int, rows: int, cache_element_bytes: int) -> HopperDecodeConfig:
-    """Return the configuration for ``rows`` query rows per key head."""
+def for_rows(
+    head_dim: int, head_dim_v: int, rows: int, cache_element_bytes: int, alone: bool
+) -> HopperDecodeConfig:
+    """Return the configuration for ``rows`` query rows per key head.
+
+    ``alone``: whether one program per multiprocessor is enough for the work tiles, if they have few rows.
+    """
     sizes = padded(head_dim), padded(head_dim_v)
     if cache_element_bytes == 1:
         return _FP8_TABLE[sizes]
     few, many = _TABLE[sizes]
-    return few if rows <= WARPGROUP_ROWS else many
+    if rows > WARPGROUP_ROWS:
+        return many
+    return _ALONE.get(sizes, few) if alone else few
 
 
 def choose(problem: DecodeProblem) -> HopperDecodeConfig:
     rows = problem.seqlen_q * problem.group_size
-    config = for_rows(problem.head_dim, problem.head_dim_v, rows, problem.cache_dtype.itemsize)
+    # A result with fixed splits must not depend on the batch.
+    alone = takes_any_splits(problem) and fill(few_row_tiles(problem), multiprocessors(problem.device))
+    sizes = problem.head_dim, problem.head_dim_v
+    config = for_rows(*sizes, rows, problem.cache_dtype.itemsize, alone)
     if gathers(problem) and config.programs_per_sm > 1:  # offsets of keys also need shared memory
         config = replace(config, STAGES=config.STAGES - 1)
     return config
+
+
+def few_row_tiles(problem: DecodeProblem) -> int:
+    """Return the number of work tiles if each sequence has one m_block."""
+    return problem.batch * problem.num_heads_q // heads_together(problem.group_size)
 
 
 def takes_any_splits(problem: DecodeProblem) -> bool:
@@ -255,5 +276,7 @@ def every_row() -> Iterator[tuple[int, int, torch.dtype, HopperDecodeConfig]]:
     for (block_d, block_dv), row in _TABLE.items():
         for config in row:
             yield block_d, block_dv, torch.bfloat16, config
+    for (block_d, block_dv), config in _ALONE.items():
+        yield block_d, block_dv, torch.bfloat16, config
     for (block_d, block_dv), config in _FP8_TABLE.items():
         yield block_d, block_dv, FP8, config

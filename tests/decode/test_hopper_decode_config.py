@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
 from flashtile.backends.common.device import Target
+from flashtile.backends.hopper import decode
 from flashtile.backends.hopper.decode.config import choose
 from flashtile.backends.hopper.decode.launch import balanced_programs, is_stream_k
 from flashtile.problems.decode import FP8, DecodeProblem
@@ -50,3 +51,30 @@ def test_programs(problem: DecodeProblem, programs_per_sm: int, programs: int | 
     config = choose(problem)
     assert config.programs_per_sm == programs_per_sm
     assert (balanced_programs(problem, config) if is_stream_k(problem, config) else None) == programs
+
+
+@pytest.mark.parametrize(
+    ("problem", "serves"),
+    [
+        (of(32, 4), True),
+        (of(16, 4), True),
+        (of(32, 16, num_heads_q=8), True),
+        (of(8, 4), False),  # divided by this kernel
+        (of(32, 2), False),
+        (of(32, 1, num_heads_q=128), False),  # one token
+        (of(32, 4, capacity=384), False),
+        (of(32, 4, window_left=300), False),
+        (of(32, 4, cache_dtype=FP8), False),
+        (of(32, 4, page_size=8), False),
+        (of(32, 4, page_size=0), False),
+        (of(32, 4, leftpad=True), False),
+        (of(32, 4, num_splits=1), False),
+        (of(32, 4, split_size=512), False),
+        (of(32, 5, num_splits=1), True),
+    ],
+)
+def test_few_rows(problem: DecodeProblem, serves: bool) -> None:
+    reason = decode.reason_against(problem, explicit=False)
+    assert (reason is None) == serves
+    assert serves or "fit the portable kernel's tile of 16" in str(reason)
+    assert decode.reason_against(problem, explicit=True) is None

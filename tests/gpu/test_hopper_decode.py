@@ -191,6 +191,14 @@ def test_work_tiles_of_similar_lengths(name: str, page_size: int) -> None:
         assert_same_bits(attend(tensors, arguments), expected)
 
 
+def test_four_tokens_of_many_sequences_take_the_kernel() -> None:
+    tensors, arguments = paged([1000 + b for b in range(32)], (32, 8), seqlen_q=4)
+    call = (flashtile.flash_attn_with_kvcache, *tensors)
+    assert flashtile.explain(*call, causal=True, **arguments).backend == "hopper"
+    testing.check(*tensors, causal=True, **arguments)
+    assert flashtile.explain(*call, causal=True, num_splits=1, **arguments).backend == "portable"
+
+
 @pytest.mark.parametrize("seqlen_q", [8, 700])
 def test_repeats_are_bitwise_equal(seqlen_q: int) -> None:
     tensors, arguments = paged([8192, 800, 4000], seqlen_q=seqlen_q)

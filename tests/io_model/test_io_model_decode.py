@@ -60,6 +60,16 @@ def test_tiles_of_similar_lengths_are_divided_alike():
         assert combine.sm_read == 128 * rows * 129 * 4
 
 
+def test_calls_of_few_rows_leave_no_parts_if_their_tiles_fill_the_card():
+    """Hopper's kernel takes 256 tiles of 4 tokens whole, and would divide those of 8 sequences."""
+    (attend,) = decode.kernels_of(over_pages(32, 4, 4096), H200)
+    assert attend.programs == 256
+    assert len(decode.kernels_of(over_pages(8, 4, 8192), H200)) == 2
+    assert decode.config_of(over_pages(8, 4, 8192), H200)[0].tile.BLOCK_M == 16
+    assert decode.config_of(over_pages(32, 2, 4096), H200)[0].tile.BLOCK_M == 16
+    assert decode.config_of(over_pages(32, 4, 4096), H200)[0].tile.BLOCK_M == 64
+
+
 def test_a_chunk_of_a_prompt_is_split_nowhere():
     (attend,) = decode.kernels_of(over_pages(8, 1024, 8192), H200)
     assert attend.programs == 8 * 8 * 1024 * 4 // 128

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from flashtile.backends.common.launch import padded
 from flashtile.backends.cpu.blocks import visible_keys
@@ -29,6 +30,9 @@ from flashtile.hardware.cards import Card
 from flashtile.learn.algorithms.paged import TABLE_ENTRY_BYTES
 from flashtile.learn.io_model.kernels import L2_SHARE, STATISTIC_BYTES, KernelTraffic, counted, reach
 from flashtile.problems.common import UNLIMITED
+
+if TYPE_CHECKING:
+    from flashtile.backends.hopper.decode.config import HopperDecodeConfig
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ def kernels_of(call: Call, card: Card) -> list[KernelTraffic]:
 def config_of(call: Call, card: Card) -> tuple[DecodeConfig, int]:
     """Return the call's configuration on the card and the number of query heads that share a tile."""
     rows, width = call.seqlen_q * call.group_size, padded(max(call.head_dim, call.width_v))
-    if card.capability == (9, 0) and rows > NARROW and call.element_bytes == 2:
+    if card.capability == (9, 0) and call.element_bytes == 2:
         from flashtile.backends.hopper.decode import config as hopper
 
         if hopper.serves_heads(call.head_dim, call.width_v):
@@ -103,7 +107,8 @@ def config_of(call: Call, card: Card) -> tuple[DecodeConfig, int]:
             work_tiles = call.batch * call.num_heads_q // pack
             alone = hopper.fill(work_tiles, card.sm_count)
             config = hopper.for_rows(call.head_dim, call.width_v, rows, call.cache_element_bytes, alone)
-            return config, pack
+            if rows > NARROW or _takes_few_rows(call, card, config, work_tiles):
+                return config, pack
     family = family_of_capability(*card.capability)
     element_bytes = _operand_bytes(call)
     blocks = row_blocks(family, element_bytes, width)
@@ -111,6 +116,18 @@ def config_of(call: Call, card: Card) -> tuple[DecodeConfig, int]:
         raise ValueError(f"head_dim must be at most 512 and dtype of 8 to 32 bits, got {width}, {call.dtype}")
     BLOCK_M = next((block for block in blocks if rows <= block), blocks[-1])
     return row(family, element_bytes, BLOCK_M, width), call.group_size
+
+
+def _takes_few_rows(call: Call, card: Card, config: HopperDecodeConfig, work_tiles: int) -> bool:
+    """Whether Hopper's kernel serves the call although its rows fit the portable kernel's narrow tile."""
+    from flashtile.backends.hopper.decode.config import COPY_ROWS
+
+    if call.cache_element_bytes != 2 or not call.page_size or call.page_size % COPY_ROWS:
+        return False
+    left = call.seqlen_k if call.window_left == UNLIMITED else call.window_left + call.seqlen_q
+    tile_bytes = bytes_to_read(min(call.seqlen_k, left), call.head_dim + call.width_v, 2)
+    rows = call.seqlen_q * call.group_size
+    return config.takes_few_rows(call.seqlen_q, rows, work_tiles, card.sm_count, tile_bytes)
 
 
 def _operand_bytes(call: Call) -> int:

@@ -12,7 +12,8 @@ from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.common.launch import KernelConfig
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, ModifierFlags, padded
 from flashtile.backends.portable.config import precision_of
-from flashtile.backends.portable.decode.config import DecodeConfig
+from flashtile.backends.portable.decode.config import NARROW, WHOLE_BYTES, DecodeConfig, bytes_to_read
+from flashtile.backends.portable.decode.plan import keys_seen
 from flashtile.backends.portable.decode.schedule import Layout
 from flashtile.problems.decode import FP8, DecodeProblem
 
@@ -71,6 +72,19 @@ class HopperDecodeConfig(DecodeConfig):
         """
         programs = multiprocessors * self.programs_per_sm
         return programs // work_tiles * work_tiles if fill(work_tiles, programs) else programs
+
+    def takes_few_rows(
+        self, tokens: int, rows: int, work_tiles: int, multiprocessors: int, tile_bytes: float
+    ) -> bool:
+        """Whether to prefer this kernel for at most 16 rows per key head, over pages of 16 bits.
+
+        It is faster than the portable kernel if there are several tokens, more than half of the 16 rows, and
+        work tiles that stay whole in this kernel. In short work tiles, the launches for the table and for
+        combining would cost more.
+        """
+        several = tokens > 1 and rows > NARROW // 2
+        queued = not self.takes_stream_k(1, work_tiles, multiprocessors, tile_bytes, False)
+        return several and queued and tile_bytes > WHOLE_BYTES
 
     @property
     def warpgroups(self) -> int:
@@ -243,6 +257,17 @@ def choose(problem: DecodeProblem) -> HopperDecodeConfig:
     if gathers(problem) and config.programs_per_sm > 1:  # offsets of keys also need shared memory
         config = replace(config, STAGES=config.STAGES - 1)
     return config
+
+
+def serves_few_rows(problem: DecodeProblem) -> bool:
+    """Whether to prefer this kernel for a call whose rows fit the portable kernel's narrow tile."""
+    if problem.cache_dtype == FP8 or problem.page_size == 0 or gathers(problem):
+        return False
+    tile_bytes = bytes_to_read(keys_seen(problem), problem.head_dim + problem.head_dim_v, 2)
+    return takes_any_splits(problem) and choose(problem).takes_few_rows(
+        problem.seqlen_q, problem.seqlen_q * problem.group_size, few_row_tiles(problem),
+        multiprocessors(problem.device), tile_bytes,
+    )  # fmt: skip
 
 
 def few_row_tiles(problem: DecodeProblem) -> int:

@@ -26,11 +26,13 @@ import flashtile
 from cases import BF16, FP16, Case, Variants, cross, masks
 from decode_cases import paged
 from flashtile import dropout, testing
+from flashtile.backends.common import device
 from flashtile.backends.hopper import decode as hopper_decode
 from flashtile.backends.hopper.backward import config as backward_config
 from flashtile.backends.hopper.backward import kernel as backward
 from flashtile.backends.hopper.backward.splits import Splits
 from flashtile.backends.hopper.compile_cases import PLAIN
+from flashtile.backends.hopper.decode import launch as decode_launch
 from flashtile.backends.hopper.forward import config as forward_config
 from flashtile.backends.hopper.forward import launch as forward_launch
 from flashtile.backends.hopper.forward.config import alternatives, every_row, of_tables
@@ -462,6 +464,31 @@ def test_decode(name: str) -> None:
 def test_decode_of_several_blocks(page_size: int, seqlen_q: int, splits: dict[str, int]) -> None:
     tensors, arguments = paged([300, 5, 700], (8, 2), page_size=page_size, seqlen_q=seqlen_q, device="cpu")
     check_decode(tensors, arguments, causal=True, **splits)
+
+
+ALIKE = {
+    "few rows": ([700], 9, {"causal": True}),
+    "two m_blocks": ([700], 60, {"causal": True}),
+    "shorter than its parts": ([40], 9, {}),
+    "a window": ([700, 650], 9, {"window_size": (300, 0)}),
+    "other lengths": ([900, 5], 9, {}),
+}
+"""Lengths, tokens, and arguments of calls that have equally many programs for each work tile."""
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_decode_with_equally_many_programs_for_each_work_tile(name: str) -> None:
+    """On a GPU with room for four programs."""
+    lengths, seqlen_q, more = ALIKE[name]
+    tensors, arguments = paged(lengths, (4, 1), seqlen_q=seqlen_q, device="cpu")
+    with mock.patch.object(device, "INTERPRETER_MULTIPROCESSORS", 4):
+        problem = DecodeProblem.from_tensors(
+            *tensors, CacheTensors(**arguments), DecodeOptions(backend="hopper")
+        )
+        config = hopper_decode.configure_decode(problem)
+        assert decode_launch.is_stream_k(problem, config)
+        assert decode_launch.balanced_programs(problem, config) % 4 == 0
+        check_decode(tensors, arguments, **more)
 
 
 @pytest.mark.parametrize("chunk", [300, pytest.param(64, marks=exhaustive)])

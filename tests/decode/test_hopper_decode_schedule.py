@@ -21,7 +21,9 @@ from flashtile.backends.hopper.decode.combine import (
     write_partial_record,
 )
 from flashtile.backends.hopper.decode.work import (
+    PART_COST,
     TablePointers,
+    balanced_start,
     balanced_tile,
     behind_partials,
     queued_tile,
@@ -30,7 +32,7 @@ from flashtile.backends.hopper.decode.work import (
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.combine import CombinePointers, CombineVariant
 from flashtile.backends.portable.decode.results import Splits
-from flashtile.backends.portable.decode.schedule import DecodeLengths, share_start, stream_k_start
+from flashtile.backends.portable.decode.schedule import DecodeLengths
 
 pytestmark = pytest.mark.interpreter
 
@@ -85,18 +87,13 @@ class Sequences(NamedTuple):
     cu_seqlens_q: Any
 
 
-class Start(NamedTuple):
-    total: Any
-    end: Any
-
-
 def int32(*numbers):
     return torch.tensor(numbers, dtype=torch.int32)
 
 
 def lengths():
     return DecodeLengths(
-        len(LENGTHS) * M_BLOCKS, M_BLOCKS, HEADS, PACK, max(QUERIES), 0, sum(QUERIES), max(LENGTHS), -1, 0,
+        len(LENGTHS) * M_BLOCKS, M_BLOCKS, HEADS, PACK, max(QUERIES), 0, sum(QUERIES), 4096, -1, 0,
     )  # fmt: skip
 
 
@@ -104,24 +101,22 @@ def offsets():
     return int32(*(sum(QUERIES[:i]) for i in range(len(QUERIES) + 1)))
 
 
-def n_blocks_of(m_block):
+def n_blocks_of(m_block, keys=LENGTHS):
     """By the definition: blocks of keys that the last row of an m_block sees, at least one."""
     b, m = divmod(m_block, M_BLOCKS)
     rows = min(QUERIES[b] * PACK - m * BLOCK_M, BLOCK_M)
     if rows <= 0:
         return 0
     last = (m * BLOCK_M + rows - 1) // PACK
-    seen = min(LENGTHS[b], last + LENGTHS[b] - QUERIES[b] + 1)
+    seen = min(keys[b], last + keys[b] - QUERIES[b] + 1)
     return max(-(-seen // BLOCK_N), 1)
 
 
 @triton.jit
-def _balanced_kernel(pointers, covered, slots_of, partial, lengths, slots, C: tl.constexpr):
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    total, position, m_block, m_block_start = stream_k_start(
-        tl.arange(0, C.SCAN_BLOCK), program, programs, pointers, lengths, C
-    )
-    start = Start(total, share_start(program + 1, programs, total))
+def _balanced_kernel(pointers, covered, readers, slots_of, partial, lengths, slots, C: tl.constexpr):
+    program = tl.program_id(0)
+    start = balanced_start(tl.arange(0, C.SCAN_BLOCK), pointers, lengths, C)
+    position, m_block, m_block_start = start.position, start.m_block, start.m_block_start
     splits_of = Splits(C.BLOCK_M, slots, 1, 0)
     if not C.BY_WORK_TILE:
         write_partial_record(partial, PartialRecord(0, program, 0, 0, 0, 0), lengths, splits_of, C)
@@ -133,6 +128,7 @@ def _balanced_kernel(pointers, covered, slots_of, partial, lengths, slots, C: tl
             tile = work.m_block * lengths.num_heads_kv + work.head_kv
             for n in range(n_begin, n_end):
                 tl.atomic_add(covered + tile * 32 + n, 1)
+                tl.store(readers + tile * 32 + n, program)
             if splits != 1:
                 tl.store(slots_of + slot, tile)
             if splits > 0:
@@ -157,25 +153,56 @@ def _queued_kernel(
             tl.store(slots_of + slot, tile)
 
 
-def expected_cover():
+def expected_cover(keys=LENGTHS):
     covered = torch.zeros(len(LENGTHS) * M_BLOCKS, HEADS, 32, dtype=torch.int32)
     for m_block in range(len(LENGTHS) * M_BLOCKS):
-        covered[m_block, :, : n_blocks_of(m_block)] = 1
+        covered[m_block, :, : n_blocks_of(m_block, keys)] = 1
     return covered
 
 
 @pytest.mark.parametrize("programs", [7, TILES + 3])
 def test_balanced_programs_and_what_joins_their_parts(programs):
     """With fewer programs than work tiles, and with more."""
+    run_balanced(programs, LENGTHS)
+
+
+ALIKE = (3900, 3840, 3799, 3500, 3910)
+"""Keys of sequences whose work tiles have 28 to 31 n_blocks."""
+PARTS = 8
+"""Programs per work tile. Many, because most of the work tiles in these grids have no rows."""
+
+
+def test_work_tiles_of_similar_lengths_are_divided_alike():
+    """Into as many parts, which begin at the same keys in all heads, and one for each program."""
+    programs = PARTS * TILES
+    blocks = torch.tensor([n_blocks_of(m_block, ALIKE) for m_block in range(TILES // HEADS)])
+    assert set(blocks.tolist()) == {0, 28, 30, 31}
+    each = -(-31 // PARTS)
+    assert each <= int(blocks.sum()) * HEADS / programs + PART_COST.value
+    readers = run_balanced(programs, ALIKE)
+    for tile, n_blocks in enumerate(blocks.repeat_interleave(HEADS).tolist()):
+        expected = PARTS * tile + torch.arange(n_blocks, dtype=torch.int32) // each
+        assert torch.equal(readers.view(TILES, 32)[tile, :n_blocks], expected)
+
+
+def test_work_tiles_of_other_lengths_have_equal_shares():
+    """The same grid, with lengths for which parts of the longest work tiles would take too long."""
+    loads = run_balanced(PARTS * TILES, LENGTHS).flatten().bincount()[:-1]
+    assert loads.max() - loads.min() <= 1
+
+
+def run_balanced(programs, keys):
+    """Check what stream-K programs cover, and how it is combined. Returns the program of each n_block."""
     variant = replace(VARIANT, BY_WORK_TILE=programs > TILES)
     places = TILES if variant.BY_WORK_TILE else programs
     slots = 2 * programs
     floats = slots * BLOCK_M * (D + 1)
     partial = torch.full((floats + places * RECORD_WIDTH.value,), torch.inf)
     covered, slots_of = torch.zeros_like(expected_cover()), torch.full((slots,), -1, dtype=torch.int32)
-    given = Sequences(int32(*LENGTHS), offsets())
-    _balanced_kernel[(programs,)](given, covered, slots_of, partial, lengths(), slots, C=variant)
-    assert torch.equal(covered, expected_cover())
+    readers = torch.full_like(covered, programs)
+    given = Sequences(int32(*keys), offsets())
+    _balanced_kernel[(programs,)](given, covered, readers, slots_of, partial, lengths(), slots, C=variant)
+    assert torch.equal(covered, expected_cover(keys))
 
     def combine(out, out_lse):
         pointers = CombinePointers(partial, out, out_lse, None, None, None, given[0], None, given[1], None)
@@ -183,6 +210,7 @@ def test_balanced_programs_and_what_joins_their_parts(programs):
         combine_recorded_kernel[(places * ROW_BLOCKS,)](pointers, lengths(), splits, ROW_BLOCKS, C=variant)
 
     check_joined(slots_of, partial, combine)
+    return readers
 
 
 def check_joined(slots_of, partial, combine):

@@ -170,6 +170,35 @@ def test_decoding_rows_among_chunks_of_prompts() -> None:
     check(tensors, arguments, causal=True, num_splits=1)
 
 
+ALIKE: dict[str, tuple[list[int], int]] = {
+    "halves of few rows": ([2048 - 9 * b for b in range(8)], 16),
+    "many parts of few rows": ([30000], 8),
+    "halves of many rows": ([9001], 256),
+    "whole": ([1500 + b for b in range(16)], 8),
+    "other lengths": ([9000, *[300] * 7], 16),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("page_size", [16, 256, 0])
+def test_work_tiles_of_similar_lengths(name: str, page_size: int) -> None:
+    """They are divided alike, unless lengths differ much; repeats have the same bits."""
+    lengths, seqlen_q = ALIKE[name]
+    tensors, arguments = paged(lengths, (32, 8), page_size=page_size, seqlen_q=seqlen_q)
+    check(tensors, arguments, causal=True)
+    expected = attend(tensors, arguments)
+    for _ in range(20):
+        assert_same_bits(attend(tensors, arguments), expected)
+
+
+def test_four_tokens_of_many_sequences_take_the_kernel() -> None:
+    tensors, arguments = paged([1000 + b for b in range(32)], (32, 8), seqlen_q=4)
+    call = (flashtile.flash_attn_with_kvcache, *tensors)
+    assert flashtile.explain(*call, causal=True, **arguments).backend == "hopper"
+    testing.check(*tensors, causal=True, **arguments)
+    assert flashtile.explain(*call, causal=True, num_splits=1, **arguments).backend == "portable"
+
+
 @pytest.mark.parametrize("seqlen_q", [8, 700])
 def test_repeats_are_bitwise_equal(seqlen_q: int) -> None:
     tensors, arguments = paged([8192, 800, 4000], seqlen_q=seqlen_q)

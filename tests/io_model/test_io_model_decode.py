@@ -41,7 +41,7 @@ def test_partial_results_are_those_of_equal_runs(lengths, card):
     assert pack == 4
     tiles = [t for pair in lengths for _ in range(8) for t in decode.tiles_of(call, pair, config, pack)]
     owners = [number for number, tile in enumerate(tiles) for _ in tile.blocks]
-    programs = min(len(owners), card.sm_count * config.programs_per_sm)
+    programs = min(len(owners), config.stream_k_programs(len(tiles), card.sm_count))
     bounds = [program * len(owners) // programs for program in range(programs + 1)]
     visitors = [set() for _ in tiles]
     for program in range(programs):
@@ -50,6 +50,24 @@ def test_partial_results_are_those_of_equal_runs(lengths, card):
     parts = sum(len(seen) * tile.rows for seen, tile in zip(visitors, tiles, strict=True) if len(seen) > 1)
     _, combine = decode.kernels_of(call, card)
     assert combine.sm_read == parts * (128 + 1) * 4
+
+
+def test_tiles_of_similar_lengths_are_divided_alike():
+    """Each of 64 tiles into halves: of 64 rows with 8192 keys, of 128 rows with 255 or 256 blocks."""
+    for call, rows in ((over_pages(8, 16, 8192), 64), (over_pages(1, 256, 32768), 128)):
+        attend, combine = decode.kernels_of(call, H200)
+        assert attend.programs == 128
+        assert combine.sm_read == 128 * rows * 129 * 4
+
+
+def test_calls_of_few_rows_leave_no_parts_if_their_tiles_fill_the_card():
+    """Hopper's kernel takes 256 tiles of 4 tokens whole, and would divide those of 8 sequences."""
+    (attend,) = decode.kernels_of(over_pages(32, 4, 4096), H200)
+    assert attend.programs == 256
+    assert len(decode.kernels_of(over_pages(8, 4, 8192), H200)) == 2
+    assert decode.config_of(over_pages(8, 4, 8192), H200)[0].tile.BLOCK_M == 16
+    assert decode.config_of(over_pages(32, 2, 4096), H200)[0].tile.BLOCK_M == 16
+    assert decode.config_of(over_pages(32, 4, 4096), H200)[0].tile.BLOCK_M == 64
 
 
 def test_a_chunk_of_a_prompt_is_split_nowhere():

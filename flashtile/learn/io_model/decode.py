@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from flashtile.backends.common.launch import padded
 from flashtile.backends.cpu.blocks import visible_keys
@@ -29,6 +30,9 @@ from flashtile.hardware.cards import Card
 from flashtile.learn.algorithms.paged import TABLE_ENTRY_BYTES
 from flashtile.learn.io_model.kernels import L2_SHARE, STATISTIC_BYTES, KernelTraffic, counted, reach
 from flashtile.problems.common import UNLIMITED
+
+if TYPE_CHECKING:
+    from flashtile.backends.hopper.decode.config import HopperDecodeConfig
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,9 @@ def kernels_of(call: Call, card: Card) -> list[KernelTraffic]:
     even = not call.page_size and all(len(tile.blocks) == most for tile in every)
     tile_bytes = bytes_to_read(most * block, call.head_dim + call.width_v, _operand_bytes(call))
     if config.takes_stream_k(m_blocks, len(every), card.sm_count, tile_bytes, even):
-        programs, parts, cut_rows = _runs(every, card.sm_count * config.programs_per_sm)
+        programs = config.stream_k_programs(len(every), card.sm_count)
+        each = _even_part(every, programs) if config.DIVIDES_ALIKE else 0
+        programs, parts, cut_rows = _even_parts(every, each) if each else _runs(every, programs)
     partial_bytes = parts * (call.width_v + 1) * STATISTIC_BYTES
     cut_out = cut_rows * (call.width_v * call.element_bytes + 4)
     attend = KernelTraffic(
@@ -93,12 +99,16 @@ def kernels_of(call: Call, card: Card) -> list[KernelTraffic]:
 def config_of(call: Call, card: Card) -> tuple[DecodeConfig, int]:
     """Return the call's configuration on the card and the number of query heads that share a tile."""
     rows, width = call.seqlen_q * call.group_size, padded(max(call.head_dim, call.width_v))
-    if card.capability == (9, 0) and rows > NARROW and call.element_bytes == 2:
+    if card.capability == (9, 0) and call.element_bytes == 2:
         from flashtile.backends.hopper.decode import config as hopper
 
         if hopper.serves_heads(call.head_dim, call.width_v):
             pack = hopper.heads_together(call.group_size)
-            return hopper.for_rows(call.head_dim, call.width_v, rows, call.cache_element_bytes), pack
+            work_tiles = call.batch * call.num_heads_q // pack
+            alone = hopper.fill(work_tiles, card.sm_count)
+            config = hopper.for_rows(call.head_dim, call.width_v, rows, call.cache_element_bytes, alone)
+            if rows > NARROW or _takes_few_rows(call, card, config, work_tiles):
+                return config, pack
     family = family_of_capability(*card.capability)
     element_bytes = _operand_bytes(call)
     blocks = row_blocks(family, element_bytes, width)
@@ -106,6 +116,18 @@ def config_of(call: Call, card: Card) -> tuple[DecodeConfig, int]:
         raise ValueError(f"head_dim must be at most 512 and dtype of 8 to 32 bits, got {width}, {call.dtype}")
     BLOCK_M = next((block for block in blocks if rows <= block), blocks[-1])
     return row(family, element_bytes, BLOCK_M, width), call.group_size
+
+
+def _takes_few_rows(call: Call, card: Card, config: HopperDecodeConfig, work_tiles: int) -> bool:
+    """Whether Hopper's kernel serves the call although its rows fit the portable kernel's narrow tile."""
+    from flashtile.backends.hopper.decode.config import COPY_ROWS
+
+    if call.cache_element_bytes != 2 or not call.page_size or call.page_size % COPY_ROWS:
+        return False
+    left = call.seqlen_k if call.window_left == UNLIMITED else call.window_left + call.seqlen_q
+    tile_bytes = bytes_to_read(min(call.seqlen_k, left), call.head_dim + call.width_v, 2)
+    rows = call.seqlen_q * call.group_size
+    return config.takes_few_rows(call.seqlen_q, rows, work_tiles, card.sm_count, tile_bytes)
 
 
 def _operand_bytes(call: Call) -> int:
@@ -123,6 +145,25 @@ def tiles_of(call: Call, lengths: tuple[int, int], config: DecodeConfig, pack: i
         tokens = first // pack, -(-last // pack)
         seen = reach(*tokens, seqlen_k - seqlen_q, seqlen_k, *window, config.tile.BLOCK_N)
         yield QueryTile(last - first, seen)
+
+
+def _even_part(tiles: list[QueryTile], programs: int) -> int:
+    """Return the key blocks per program if Hopper's kernel divides all tiles alike, otherwise 0."""
+    from flashtile.backends.hopper.decode.work import PART_COST
+
+    if not tiles or programs % len(tiles):
+        return 0
+    counts = [len(tile.blocks) for tile in tiles]
+    each = -(-max(counts) * len(tiles) // programs)
+    return each if each <= sum(counts) / programs + PART_COST.value else 0
+
+
+def _even_parts(tiles: list[QueryTile], each: int) -> tuple[int, int, int]:
+    """Cut each tile after every ``each`` key blocks. Returns what :func:`_runs` returns."""
+    counts = [(-(-len(tile.blocks) // each), tile.rows) for tile in tiles]
+    divided = [(count, rows) for count, rows in counts if count > 1]
+    programs = sum(count for count, _ in counts)
+    return programs, sum(count * rows for count, rows in divided), sum(rows for _, rows in divided)
 
 
 def _runs(tiles: list[QueryTile], most_programs: int) -> tuple[int, int, int]:

@@ -1,9 +1,9 @@
 """A Gluon kernel for NVIDIA's Hopper GPUs: attention of several query tokens over a cache.
 
-The portable backend serves calls with at most 16 query rows per key head, and appending, combining and
-copying. ``softmax_max`` saves time in the portable kernel and changes no result. This kernel ignores it, and
-is still faster than the portable kernel. A call with both ``softmax_max`` and an explicit
-``backend="hopper"`` is refused.
+The portable backend serves most calls with at most 16 query rows per key head (``config.serves_few_rows``
+says which it does not), and appending, combining and copying. ``softmax_max`` saves time in the portable
+kernel and changes no result. This kernel ignores it, and is still faster than the portable kernel. A call
+with both ``softmax_max`` and an explicit ``backend="hopper"`` is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PORTABLE_ROWS = 16
 
 def reason_against(problem: DecodeProblem, explicit: bool) -> str | None:
     """Why this backend does not serve the problem; None if it does."""
-    from flashtile.backends.hopper.decode.config import serves_heads
+    from flashtile.backends.hopper.decode.config import serves_few_rows, serves_heads
 
     reason = hopper.reason_of_device(problem)
     if reason is not None:
@@ -47,7 +47,7 @@ def reason_against(problem: DecodeProblem, explicit: bool) -> str | None:
     if 0 in (problem.batch, problem.total_q, problem.seqlen_q, problem.num_blocks, problem.capacity):
         return "there are no queries or no keys"
     rows = problem.seqlen_q * problem.group_size
-    if rows <= PORTABLE_ROWS and not explicit:
+    if rows <= PORTABLE_ROWS and not explicit and not serves_few_rows(problem):
         return f"{rows} query rows of a key head fit the portable kernel's tile of {PORTABLE_ROWS}"
     return None
 

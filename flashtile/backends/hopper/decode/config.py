@@ -8,10 +8,12 @@ from typing import ClassVar
 
 import torch
 
+from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.common.launch import KernelConfig
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, ModifierFlags, padded
 from flashtile.backends.portable.config import precision_of
-from flashtile.backends.portable.decode.config import DecodeConfig
+from flashtile.backends.portable.decode.config import NARROW, WHOLE_BYTES, DecodeConfig, bytes_to_read
+from flashtile.backends.portable.decode.plan import keys_seen
 from flashtile.backends.portable.decode.schedule import Layout
 from flashtile.problems.decode import FP8, DecodeProblem
 
@@ -32,6 +34,11 @@ DIVIDED_SLOTS = 2
 a program's mean load."""
 
 
+def fill(work_tiles: int, programs: int) -> bool:
+    """Whether most of the programs are busy if each work tile has equally many, at least one."""
+    return programs // max(work_tiles, 1) * work_tiles >= MIN_FILLED * programs
+
+
 @dataclass(frozen=True)
 class HopperDecodeConfig(DecodeConfig):
     """Tile and pipeline of the kernel; a tile has 64 rows for each consumer warpgroup.
@@ -41,6 +48,8 @@ class HopperDecodeConfig(DecodeConfig):
         Q_STAGES: m_blocks of queries in shared memory.
         LAZY_RESCALE, PIN_WAIT: as in ``hopper.forward.config.ForwardConfig``.
     """
+
+    DIVIDES_ALIKE: ClassVar[bool] = True
 
     STAGES: int
     Q_STAGES: int
@@ -53,6 +62,29 @@ class HopperDecodeConfig(DecodeConfig):
         programs = multiprocessors * self.programs_per_sm
         rounds = -(-work_tiles // programs)
         return work_tiles < MIN_FILLED * rounds * programs and work_tiles < MAX_SHARED * programs
+
+    def stream_k_programs(self, work_tiles: int, multiprocessors: int) -> int:
+        """Return the number of programs of a stream-K grid.
+
+        It is the number of programs that run at a time. This number is rounded down to a multiple of the
+        number of work tiles, unless fewer than MIN_FILLED of the programs would remain. With a multiple,
+        work tiles of similar lengths can be divided alike (``work.even_start``).
+        """
+        programs = multiprocessors * self.programs_per_sm
+        return programs // work_tiles * work_tiles if fill(work_tiles, programs) else programs
+
+    def takes_few_rows(
+        self, tokens: int, rows: int, work_tiles: int, multiprocessors: int, tile_bytes: float
+    ) -> bool:
+        """Whether to prefer this kernel for at most 16 rows per key head, over pages of 16 bits.
+
+        It is faster than the portable kernel if there are several tokens, more than half of the 16 rows, and
+        work tiles that stay whole in this kernel. In short work tiles, the launches for the table and for
+        combining would cost more.
+        """
+        several = tokens > 1 and rows > NARROW // 2
+        queued = not self.takes_stream_k(1, work_tiles, multiprocessors, tile_bytes, False)
+        return several and queued and tile_bytes > WHOLE_BYTES
 
     @property
     def warpgroups(self) -> int:
@@ -173,6 +205,11 @@ _TABLE: dict[tuple[int, int], tuple[HopperDecodeConfig, HopperDecodeConfig]] = {
     ),
 }
 
+# The same for at most 64 rows, for work tiles that fill the GPU with one program per multiprocessor (`fill`).
+# There are then half as many parts to store and to combine, or none. One warpgroup multiplies 128 keys in 1.2
+# us, and memory delivers them in 2 us. For smaller heads it would take longer than memory.
+_ALONE: dict[tuple[int, int], HopperDecodeConfig] = {(128, 128): row(1, 128, 3)}
+
 # For FP8 caches and any number of rows: one warpgroup. Where two programs fit a multiprocessor, one converts
 # a tile while the other multiplies. Only head_dim 128 was timed.
 _FP8_TABLE: dict[tuple[int, int], HopperDecodeConfig] = {
@@ -195,21 +232,52 @@ def gathers(problem: DecodeProblem) -> bool:
     return problem.leftpad or problem.page_size % COPY_ROWS != 0
 
 
-def for_rows(head_dim: int, head_dim_v: int, rows: int, cache_element_bytes: int) -> HopperDecodeConfig:
-    """Return the configuration for ``rows`` query rows per key head."""
+def for_rows(
+    head_dim: int, head_dim_v: int, rows: int, cache_element_bytes: int, alone: bool
+) -> HopperDecodeConfig:
+    """Return the configuration for ``rows`` query rows per key head.
+
+    ``alone``: whether one program per multiprocessor is enough for the work tiles, if they have few rows.
+    """
     sizes = padded(head_dim), padded(head_dim_v)
     if cache_element_bytes == 1:
         return _FP8_TABLE[sizes]
     few, many = _TABLE[sizes]
-    return few if rows <= WARPGROUP_ROWS else many
+    if rows > WARPGROUP_ROWS:
+        return many
+    return _ALONE.get(sizes, few) if alone else few
 
 
 def choose(problem: DecodeProblem) -> HopperDecodeConfig:
     rows = problem.seqlen_q * problem.group_size
-    config = for_rows(problem.head_dim, problem.head_dim_v, rows, problem.cache_dtype.itemsize)
+    # A result with fixed splits must not depend on the batch.
+    alone = takes_any_splits(problem) and fill(few_row_tiles(problem), multiprocessors(problem.device))
+    sizes = problem.head_dim, problem.head_dim_v
+    config = for_rows(*sizes, rows, problem.cache_dtype.itemsize, alone)
     if gathers(problem) and config.programs_per_sm > 1:  # offsets of keys also need shared memory
         config = replace(config, STAGES=config.STAGES - 1)
     return config
+
+
+def serves_few_rows(problem: DecodeProblem) -> bool:
+    """Whether to prefer this kernel for a call whose rows fit the portable kernel's narrow tile."""
+    if problem.cache_dtype == FP8 or problem.page_size == 0 or gathers(problem):
+        return False
+    tile_bytes = bytes_to_read(keys_seen(problem), problem.head_dim + problem.head_dim_v, 2)
+    return takes_any_splits(problem) and choose(problem).takes_few_rows(
+        problem.seqlen_q, problem.seqlen_q * problem.group_size, few_row_tiles(problem),
+        multiprocessors(problem.device), tile_bytes,
+    )  # fmt: skip
+
+
+def few_row_tiles(problem: DecodeProblem) -> int:
+    """Return the number of work tiles if each sequence has one m_block."""
+    return problem.batch * problem.num_heads_q // heads_together(problem.group_size)
+
+
+def takes_any_splits(problem: DecodeProblem) -> bool:
+    """Whether the call leaves it to the backend how work tiles are divided."""
+    return problem.num_splits == 0 and problem.split_size == 0
 
 
 def heads_together(group_size: int) -> int:
@@ -233,5 +301,7 @@ def every_row() -> Iterator[tuple[int, int, torch.dtype, HopperDecodeConfig]]:
     for (block_d, block_dv), row in _TABLE.items():
         for config in row:
             yield block_d, block_dv, torch.bfloat16, config
+    for (block_d, block_dv), config in _ALONE.items():
+        yield block_d, block_dv, torch.bfloat16, config
     for (block_d, block_dv), config in _FP8_TABLE.items():
         yield block_d, block_dv, FP8, config

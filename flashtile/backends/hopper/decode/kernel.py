@@ -40,6 +40,8 @@ from flashtile.backends.hopper.decode.loads import (
     load_pages,
 )
 from flashtile.backends.hopper.decode.work import (
+    Start,
+    balanced_start,
     balanced_tile,
     behind_partials,
     queued_tile,
@@ -47,7 +49,7 @@ from flashtile.backends.hopper.decode.work import (
     wait_for_table,
 )
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
-from flashtile.backends.portable.decode.schedule import sequence_of, share_start, stream_k_start
+from flashtile.backends.portable.decode.schedule import sequence_of
 
 
 class HopperDecodePointers(NamedTuple):
@@ -131,16 +133,6 @@ class KeyLoads(NamedTuple):
     """If GATHER, shared memory for the offsets of keys, otherwise 0."""
     scales: Any
     """:class:`~flashtile.backends.hopper.decode.convert.KeyScales`."""
-
-
-class Start(NamedTuple):
-    """Where a stream-K program's range of n_blocks begins and ends (``schedule.stream_k_start``)."""
-
-    total: Any
-    position: Any
-    end: Any
-    m_block: Any
-    m_block_start: Any
 
 
 @gluon.jit
@@ -338,11 +330,7 @@ def find_start(C: gl.constexpr, pointers, lengths):
     """Return the :class:`Start` of this program; all fields are 0 if not STREAM_K."""
     if C.STREAM_K:
         index = gl.arange(0, C.SCAN_BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        program, programs = gl.program_id(0), gl.num_programs(0)
-        total, position, m_block, m_block_start = stream_k_start(
-            index, program, programs, pointers, lengths, C
-        )
-        return Start(total, position, share_start(program + 1, programs, total), m_block, m_block_start)
+        return balanced_start(index, pointers, lengths, C)
     else:
         return Start(0, 0, 0, 0, 0)
 

@@ -24,11 +24,11 @@ from flashtile.backends.hopper.decode.config import (
     DIVIDED_M_BLOCKS,
     DIVIDED_SLOTS,
     MAX_LOADERS,
-    MIN_FILLED,
     HopperDecodeConfig,
     HopperDecodeVariant,
     gathers,
     heads_together,
+    takes_any_splits,
 )
 from flashtile.backends.hopper.decode.gather import WARPS
 from flashtile.backends.hopper.decode.kernel import CacheStrides, HopperDecodePointers, attend_kernel
@@ -100,17 +100,10 @@ def copy_rows(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
 
 
 def balanced_programs(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
-    """Return the number of programs of a stream-K grid.
-
-    It is the number of programs that run at a time. This number is rounded down to a multiple of the number
-    of work tiles, unless fewer than MIN_FILLED of the programs would remain. With a multiple, programs that
-    read the same keys for different m_blocks read them at the same time.
-    """
+    """Return the number of programs of a stream-K grid."""
     problem = packed(problem)
-    programs = multiprocessors(problem.device) * config.programs_per_sm
     work_tiles = problem.batch * m_blocks_of(problem, config) * problem.num_heads_kv
-    in_step = programs // work_tiles * work_tiles
-    return in_step if in_step >= MIN_FILLED * programs else programs
+    return config.stream_k_programs(work_tiles, multiprocessors(problem.device))
 
 
 def divides(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
@@ -118,9 +111,8 @@ def divides(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
 
     They are divided unless the call chooses splits, the grid is stream-K, or sequences have many m_blocks.
     """
-    chosen = problem.num_splits != 0 or problem.split_size != 0
     few = m_blocks_of(packed(problem), config) < DIVIDED_M_BLOCKS
-    return few and not chosen and not is_stream_k(problem, config)
+    return few and takes_any_splits(problem) and not is_stream_k(problem, config)
 
 
 def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) -> HopperDecodeVariant:

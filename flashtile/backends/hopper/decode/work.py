@@ -11,10 +11,13 @@ from flashtile.backends.common.jit import kernel
 from flashtile.backends.portable.decode.schedule import (
     Sequence,
     WorkTile,
+    count_n_blocks,
     load_sequence,
     reach_of,
     sequence_of,
     share_of,
+    share_start,
+    stream_k_start,
     work_tile_at,
 )
 
@@ -42,6 +45,17 @@ class TablePointers(NamedTuple):
     cu_seqlens_k_new: Any
 
 
+class Start(NamedTuple):
+    """Where a stream-K program's share of all n_blocks begins and ends (``schedule.stream_k_start``)."""
+
+    total: Any
+    """Number of n_blocks of all shares. If work tiles are divided alike, -1 times that of a part."""
+    position: Any
+    end: Any
+    m_block: Any
+    m_block_start: Any
+
+
 @triton.jit
 def behind_partials(partial, splits, C: tl.constexpr):
     """Return the int32 pointer to the memory after the partial results and their log-sum-exps.
@@ -65,6 +79,49 @@ def wait_for_table():
 
 
 @triton.jit
+def even_start(index, start, pointers, lengths, C: tl.constexpr):
+    """Return the :class:`Start` of this program if all work tiles are divided alike, otherwise ``start``.
+
+    Equal shares of all n_blocks may begin anywhere in a work tile, because m_blocks and sequences differ a
+    little in length. A program then computes parts of two work tiles. Programs that read the same keys for
+    different m_blocks, or keys of adjacent heads, drift apart. So if the grid has equally many programs for
+    each work tile, each takes the same number of n_blocks, all of one work tile, and the last one what is
+    left. This holds unless a program would then compute more than PART_COST n_blocks above the mean.
+
+    A program without n_blocks has position == end.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    heads = lengths.num_heads_kv
+    counts = count_n_blocks(index, pointers, lengths, C)  # of all heads
+    parts = tl.maximum(programs // (lengths.m_blocks * heads), 1)
+    each = (tl.max(counts, 0) // heads + parts - 1) // parts
+    alike = (parts * lengths.m_blocks * heads == programs) & (each <= start.total / programs + PART_COST)
+    m_block = program // (parts * heads)
+    n_blocks = tl.sum(tl.where(index == m_block, counts, 0), 0) // heads
+    nth = program % parts * each
+    position = program // parts % heads * n_blocks + nth
+    end = position + tl.maximum(tl.minimum(each, n_blocks - nth), 0)
+    return Start(
+        tl.where(alike, -each, start.total),
+        tl.where(alike, position, start.position),
+        tl.where(alike, end, start.end),
+        tl.where(alike, m_block, start.m_block),
+        tl.where(alike, 0, start.m_block_start),
+    )
+
+
+@triton.jit
+def balanced_start(index, pointers, lengths, C: tl.constexpr):
+    """Return the :class:`Start` of this program. ``index``: the integers from 0 to SCAN_BLOCK (exclusive)."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    total, position, m_block, m_block_start = stream_k_start(index, program, programs, pointers, lengths, C)
+    start = Start(total, position, share_start(program + 1, programs, total), m_block, m_block_start)
+    if C.ONE_SCAN:  # otherwise there are more work tiles than programs
+        start = even_start(index, start, pointers, lengths, C)
+    return start
+
+
+@triton.jit
 def balanced_tile(C: tl.constexpr, position, start, m_block, m_block_start, pointers, lengths):
     """Find the next work of a stream-K program, which begins at n_block ``position`` of the batch.
 
@@ -81,7 +138,10 @@ def balanced_tile(C: tl.constexpr, position, start, m_block, m_block_start, poin
     count = min(work.n_blocks - nth, start.end - position)
     splits = 0
     if nth == 0:
-        splits = share_of(position + work.n_blocks - 1, programs, start.total) - program + 1
+        if start.total < 0:
+            splits = (work.n_blocks - start.total - 1) // -start.total
+        else:
+            splits = share_of(position + work.n_blocks - 1, programs, start.total) - program + 1
     position += count
     finished = position >= m_block_end
     m_block += finished.to(tl.int32)

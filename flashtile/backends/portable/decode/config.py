@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from flashtile.backends.common.launch import KernelConfig, padded
 from flashtile.backends.portable.config import family, precision_of
@@ -43,6 +44,9 @@ HEAD_DIMS = (64, 128, 256, 512)
 class DecodeConfig:
     """The configuration of a call."""
 
+    DIVIDES_ALIKE: ClassVar[bool] = False
+    """Whether a stream-K grid divides work tiles of similar lengths alike (Hopper's ``work.even_start``)."""
+
     tile: KernelConfig
     programs_per_sm: int
     """Programs per multiprocessor of a stream-K grid, which run concurrently."""
@@ -69,6 +73,10 @@ class DecodeConfig:
         last_round = work_tiles % (multiprocessors * self.programs_per_sm) or multiprocessors
         idle = max(0, multiprocessors - last_round)
         return tile_bytes * idle > WHOLE_BYTES * multiprocessors
+
+    def stream_k_programs(self, work_tiles: int, multiprocessors: int) -> int:
+        """Return the number of programs of a stream-K grid that is not for few n_blocks."""
+        return multiprocessors * self.programs_per_sm
 
 
 def operand_bytes(problem: DecodeProblem) -> int:

@@ -1,0 +1,80 @@
+"""Which kernel and tile serve a call over a cache on Hopper, and how many programs divide it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
+
+from flashtile.backends.common.device import Target
+from flashtile.backends.hopper import decode
+from flashtile.backends.hopper.decode.config import choose
+from flashtile.backends.hopper.decode.launch import balanced_programs, is_stream_k
+from flashtile.problems.decode import FP8, DecodeProblem
+
+PAGED = DecodeProblem(
+    batch=8, seqlen_q=8, total_q=64, num_heads_q=32, num_heads_kv=8, head_dim=128, head_dim_v=128,
+    capacity=8192, page_size=16, num_blocks=8192, seqlen_new=0, dtype=torch.bfloat16,
+    cache_dtype=torch.bfloat16, out_dtype=torch.bfloat16,
+    device=Target("H200", (9, 0), 132),  # type: ignore[arg-type]
+    softmax_scale=1.0, window_right=0, lengths=True,
+)  # fmt: skip
+
+
+def of(batch: int, seqlen_q: int, **more: Any) -> DecodeProblem:
+    return replace(PAGED, batch=batch, seqlen_q=seqlen_q, total_q=batch * seqlen_q, **more)
+
+
+@pytest.mark.parametrize(
+    ("problem", "programs_per_sm", "programs"),
+    [
+        (of(1, 8), 1, 128),
+        (of(8, 16), 1, 128),
+        (of(16, 8), 1, None),
+        (of(12, 8), 2, 264),  # 96 work tiles: one program each would leave 36 multiprocessors idle
+        (of(20, 8), 2, 264),
+        (of(32, 8), 2, None),
+        (of(8, 16, num_splits=2), 2, None),
+        (of(8, 16, split_size=512), 2, None),
+        (of(8, 16, cache_dtype=FP8), 2, 256),
+        (of(8, 16, head_dim=64, head_dim_v=64), 2, 256),
+        (of(1, 256), 1, 128),
+        (of(8, 64), 1, None),
+    ],
+)
+def test_programs(problem: DecodeProblem, programs_per_sm: int, programs: int | None) -> None:
+    """``programs`` is None where work tiles are in the queue."""
+    config = choose(problem)
+    assert config.programs_per_sm == programs_per_sm
+    assert (balanced_programs(problem, config) if is_stream_k(problem, config) else None) == programs
+
+
+@pytest.mark.parametrize(
+    ("problem", "serves"),
+    [
+        (of(32, 4), True),
+        (of(16, 4), True),
+        (of(32, 16, num_heads_q=8), True),
+        (of(8, 4), False),  # divided by this kernel
+        (of(32, 2), False),
+        (of(32, 1, num_heads_q=128), False),  # one token
+        (of(32, 4, capacity=384), False),
+        (of(32, 4, window_left=300), False),
+        (of(32, 4, cache_dtype=FP8), False),
+        (of(32, 4, page_size=8), False),
+        (of(32, 4, page_size=0), False),
+        (of(32, 4, leftpad=True), False),
+        (of(32, 4, num_splits=1), False),
+        (of(32, 4, split_size=512), False),
+        (of(32, 5, num_splits=1), True),
+    ],
+)
+def test_few_rows(problem: DecodeProblem, serves: bool) -> None:
+    reason = decode.reason_against(problem, explicit=False)
+    assert (reason is None) == serves
+    assert serves or "fit the portable kernel's tile of 16" in str(reason)
+    assert decode.reason_against(problem, explicit=True) is None

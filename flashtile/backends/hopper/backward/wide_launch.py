@@ -19,6 +19,7 @@ from flashtile.backends.hopper.backward.config import (
     WideBackwardConfig,
 )
 from flashtile.backends.hopper.backward.preprocess import Preprocess, statistics_shape
+from flashtile.backends.hopper.backward.rounds import last_heads
 from flashtile.backends.hopper.backward.splits import as_scheduled
 from flashtile.backends.hopper.backward.sum_parts import SumParts
 from flashtile.backends.hopper.backward.wide_dkv import DkvPointers, dkv_kernel
@@ -117,7 +118,7 @@ class WideBackwardLaunch:
         blocks_k = backward.schedule_of(scheduled, dkv.BLOCK_N, k, alibi_slopes)
         blocks_q = forward.schedule_of(problem, dq, k, alibi_slopes)
         programs = num_programs(blocks_k.num_tiles * dkv.ROW_SPLITS, q.device)
-        last = backward.last_heads(scheduled, dkv.BLOCK_N, programs, dkv.ROW_SPLITS)
+        last = last_heads(scheduled, dkv.BLOCK_N, programs, dkv.ROW_SPLITS)
         blocks_k = blocks_k._replace(swizzle=last)
         compute_dkv = CachedLaunch(
             dkv_kernel,

@@ -120,11 +120,15 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
 
 
 def _products(
-    mask: str, problem: Problem, splits: Splits = Splits(), config: BackwardConfig | None = None  # noqa: B008
+    mask: str,
+    problem: Problem,
+    splits: Splits = Splits(),  # noqa: B008
+    config: BackwardConfig | None = None,
 ) -> Iterator[CompileCase]:
     """Yield the compile case of ``backward_kernel``, or two compile cases for head sizes over 128.
 
-    Without ``config``, the configuration is the first of :func:`alternatives`. With splits, head sizes over 128 have only the case of ``dkv_kernel``; ``dq_kernel`` stays the same.
+    Without ``config``, the configuration is the first of :func:`alternatives`. With splits, head sizes over
+    128 have only the case of ``dkv_kernel``; ``dq_kernel`` stays the same.
     """
     config = replace(config or alternatives(problem)[0], HEAD_SPLITS=splits.heads, ROW_SPLITS=splits.rows)
     if not isinstance(config, WideBackwardConfig):

@@ -139,7 +139,7 @@ _BACKWARD: dict[tuple[int, int], BackwardConfig] = {
 }
 
 
-_FEW_ROWS = BackwardConfig(64)
+_FEW_ROWS = BackwardConfig(64, spill_budget=32, causal_spill_budget=32, features_spill_budget=32)
 """Configuration for calls with a score_mod or dropout, since tiles of 64 rows leave registers for them. At
 head_dim 64 it is also an alternative for short sequences and windows, which have fewer hidden scores in such
 tiles."""
@@ -174,9 +174,7 @@ def _wide(problem: Problem) -> WideBackwardConfig:
     """Return the configuration for head sizes over 128, without pairs for dQ if these would take longer."""
     config = WideBackwardConfig()
     single = replace(config, paired_below=0)
-    rows = forward_rounds.fastest(
-        problem, (config.rows, single.rows), lambda _: _DQ_COSTS, has_queue=False
-    )
+    rows = forward_rounds.fastest(problem, (config.rows, single.rows), lambda _: _DQ_COSTS, has_queue=False)
     return config if rows == config.rows else single
 
 

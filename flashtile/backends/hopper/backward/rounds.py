@@ -21,7 +21,6 @@ from flashtile.backends.hopper.backward.preprocess import dense_batch
 from flashtile.backends.hopper.backward.splits import (
     MAX_BYTES,
     Rows,
-    Splits,
     as_scheduled,
     average_lengths,
     candidates,
@@ -72,7 +71,7 @@ LAUNCH = {64: 7.5, 128: 10.5}
 """Query rows of a step -> time of the launches of the preprocess kernel and of the main kernel, without work.
 Steps of 128 rows have about twice as many instructions, which the first work tiles load."""
 BYTES = 6.0e6
-"""Bytes of the call's tensors per microsecond. Much of their traffic is hidden, so it exceeds the memory's."""
+"""Bytes of the call's tensors per microsecond. Much of this is hidden, so they exceed the memory's rate."""
 ACCUM_BYTES = 1.9e6
 """Bytes of ``dq_accum`` per microsecond: it is zeroed, and what leaves the L2 cache comes back."""
 CHUNK = 0.27
@@ -148,7 +147,8 @@ def microseconds(problem: Problem, config: BackwardConfig) -> float:
     rows, keys = problem.total_q * problem.num_heads_q, problem.total_k * problem.num_heads_kv
     # out and dO are read, then q, k, v and dO; dq, dk and dv are written.
     moved = problem.dtype.itemsize * (rows * (2 * width + problem.head_dim_v) + 2 * keys * width)
-    time = LAUNCH[config.BLOCK_M] + moved / BYTES + accum_bytes(problem, launch) / ACCUM_BYTES + busiest(launch)
+    time = LAUNCH[config.BLOCK_M] + moved / BYTES + busiest(launch)
+    time += accum_bytes(problem, launch) / ACCUM_BYTES
     if config.parts > 1:
         time += SUM + 2 * config.parts * part_bytes(problem) / BYTES
     return time

@@ -66,7 +66,8 @@ class Rows(NamedTuple):
     begin: int
     end: int
     full_begin: int
-    """All rows of blocks [full_begin, full_end) see all keys."""
+    """All rows of blocks [full_begin, full_end) see all keys. There are none if the sequence ends within a
+    block of keys under a mask with edges. Without edges, the keys past the end cost little."""
     full_end: int
 
     def share(self, index: int, count: int) -> Rows:
@@ -86,6 +87,7 @@ def rows_of_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[Rows, 
     """Return the :class:`Rows` of each block of keys, if the sequences have the average length."""
     seqlen_q, seqlen_k = average_lengths(problem)
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    has_edges = left != UNLIMITED or right != UNLIMITED
     offset = seqlen_k - seqlen_q
     rows = []
     for first in range(0, seqlen_k, block_n):
@@ -97,10 +99,11 @@ def rows_of_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[Rows, 
         if begin >= end:
             rows.append(Rows(0, 0, 0, 0))
             continue
+        first_full = math.ceil(full_begin / block_m)
         last_full = math.ceil(full_end / block_m) if full_end == seqlen_q else full_end // block_m
-        rows.append(
-            Rows(begin // block_m, math.ceil(end / block_m), math.ceil(full_begin / block_m), last_full)
-        )
+        if has_edges and first + block_n > seqlen_k:
+            last_full = first_full
+        rows.append(Rows(begin // block_m, math.ceil(end / block_m), first_full, last_full))
     return tuple(rows)
 
 

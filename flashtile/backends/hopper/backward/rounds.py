@@ -51,7 +51,7 @@ class Costs(NamedTuple):
     step: float
     """A block of query rows of one head."""
     cut: float
-    """What a step takes longer if an edge of a window or a causal mask cuts it."""
+    """Additional time of a step that an edge of a window or a causal mask cuts."""
 
 
 COSTS: dict[tuple[int, int, int], Costs] = {
@@ -86,9 +86,9 @@ class Launch(NamedTuple):
     """The work of a launch, in whole blocks, so that calls of similar lengths share an estimate."""
 
     rows: tuple[Rows, ...]
-    """Of each block of keys of a head, in the order of the queue."""
+    """The query rows of each block of keys of a head, in the order of the queue."""
     heads: int
-    """Key heads of all sequences, each counted HEAD_SPLITS times."""
+    """Number of key heads (:func:`key_heads`), each counted HEAD_SPLITS times."""
     group: int
     """Query heads of each of them."""
     row_splits: int
@@ -156,19 +156,19 @@ def microseconds(problem: Problem, config: BackwardConfig) -> float:
 
 def launch_of(problem: Problem, config: BackwardConfig) -> Launch:
     """Return the work of a call with ``config``. Packed sequences are assumed to be equally long."""
-    seqlen_q, seqlen_k = average_lengths(problem)
-    dense = replace(problem, varlen=False, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-    scheduled = as_scheduled(dense, config.HEAD_SPLITS)
+    scheduled = as_scheduled(problem, config.HEAD_SPLITS)
     heads, group = key_heads(scheduled), scheduled.group_size
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     rows = rows_of_blocks(problem, config.BLOCK_M, config.BLOCK_N)
+    tiles = group * math.ceil(average_lengths(problem)[0] / WARPGROUP_ROWS)
+    tiles = math.ceil(tiles / (len(rows) * config.ROW_SPLITS))
+    rows *= packed_sequences(problem)
     programs = min(multiprocessors(problem.device), len(rows) * heads * config.ROW_SPLITS)
     simple = problem.deterministic or config.wide
     last = 0
     if not problem.deterministic and is_causal(problem):
         last = last_heads(scheduled, config.BLOCK_N, programs, config.ROW_SPLITS)
     resident = heads if simple else resident_heads(scheduled, config, 1, programs)
-    tiles = math.ceil(group * math.ceil(seqlen_q / WARPGROUP_ROWS) / (len(rows) * config.ROW_SPLITS))
     return Launch(
         rows[::-1] if problem.deterministic else rows,
         heads,
@@ -187,7 +187,13 @@ def accum_bytes(problem: Problem, launch: Launch) -> int:
     if not launch.chunks:
         return 0
     rows = math.ceil(average_lengths(problem)[0] / WARPGROUP_ROWS) * WARPGROUP_ROWS
+    rows *= packed_sequences(problem)
     return 4 * launch.resident * launch.group * rows * padded(problem.head_dim)
+
+
+def packed_sequences(problem: Problem) -> int:
+    """Return the number of sequences whose blocks of keys one key head has; 1 for dense tensors."""
+    return problem.batch if problem.varlen else 1
 
 
 def tile_costs(launch: Launch) -> list[list[float]]:

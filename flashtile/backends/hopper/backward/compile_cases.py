@@ -88,6 +88,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         problem = replace(problem, head_dim=64, head_dim_v=64)
         for config in alternatives(problem)[1:]:
             yield from _products(mask, problem, config=config)
+            for case in _products(mask, problem, _SHARED, config):
+                yield replace(case, exhaustive=True)
     for size in (64, 128, 256):
         shared = replace(PLAIN, window_right=0, head_dim=size, head_dim_v=size)
         for case in _products("causal", shared, _SHARED):

@@ -192,7 +192,7 @@ def tile_of_part(t, work, part, parts):
 def tiles_of_part(C: gl.constexpr, work, part, parts):
     """Return the number of 64-row tiles of dQ in a part (:func:`tile_of_part`)."""
     tiles = (work.seqlen_q + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS * C.GROUP
-    return max(tiles - part + parts - 1, 0) // parts
+    return (tiles - part + parts - 1) // parts
 
 
 @gluon.jit

@@ -139,7 +139,7 @@ _BACKWARD: dict[tuple[int, int], BackwardConfig] = {
 }
 
 
-_FEW_ROWS = BackwardConfig(64, spill_budget=32, causal_spill_budget=32, features_spill_budget=32)
+_FEW_ROWS = BackwardConfig(64, spill_budget=32, causal_spill_budget=36, features_spill_budget=40)
 """Configuration for calls with a score_mod or dropout, since tiles of 64 rows leave registers for them. At
 head_dim 64 it is also an alternative for short sequences and windows, which have fewer hidden scores in such
 tiles."""

@@ -31,7 +31,8 @@ from flashtile.backends.hopper.backward.config import (
     smem_bytes,
     wide_smem_bytes,
 )
-from flashtile.backends.hopper.backward.launch import l2_swizzle, last_heads, resident_heads, variant_of
+from flashtile.backends.hopper.backward.launch import variant_of
+from flashtile.backends.hopper.backward.rounds import l2_swizzle, last_heads, resident_heads
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.config import tile_widths
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
@@ -424,7 +425,8 @@ def test_resident_heads(seqlen: int, causal: bool, deterministic: bool) -> None:
     problem = replace(PROBLEM, batch=64, seqlen_q=seqlen, seqlen_k=seqlen, deterministic=deterministic)
     problem = replace(problem, total_q=64 * seqlen, total_k=64 * seqlen, window_right=0 if causal else -1)
     heads, swizzle = 64 * problem.num_heads_kv, l2_swizzle(problem)
-    resident = resident_heads(problem, 128, swizzle, 132)
+    config = BackwardConfig(64)
+    resident = resident_heads(problem, config, swizzle, 132)
     assert resident >= last_heads(problem, 128, 132)
     assert resident <= heads
     assert resident == heads or resident * ceil_div(seqlen, 128) >= 2 * 132
@@ -432,7 +434,9 @@ def test_resident_heads(seqlen: int, causal: bool, deterministic: bool) -> None:
         assert resident >= swizzle
     if seqlen == 512 and not deterministic:
         assert resident == 67
-        assert resident_heads(problem, 128, swizzle, 132, row_splits=4) == 18
+        assert resident_heads(problem, replace(config, ROW_SPLITS=4), swizzle, 132) == 18
+    everywhere = replace(config, ALL_RESIDENT=True)
+    assert resident_heads(problem, everywhere, swizzle, 132) == heads
 
 
 @pytest.mark.parametrize("block_m", [64, 128])

@@ -245,7 +245,7 @@ def run(
             following = atomic_add(pointers.counters, 1)  # as the producer: before it waits
             work = FUNCTIONS["find_work_tile"](C, tile_index, pointers, numbers)
             key_head, _ = FUNCTIONS["head_and_block"](C, tile_index, blocks_of_head, numbers)
-            FUNCTIONS["wait_until_zeroed"](key_head, blocks_of_head, accum)
+            FUNCTIONS["wait_until_zeroed"](key_head, blocks_of_head * row_splits, accum)
             begin, end, _, _ = FUNCTIONS["own_row_blocks"](C, tile_index, work, numbers)
             for g in range(group):
                 first = FUNCTIONS["accum_row"](C, work, key_head, g, begin * block_m, accum)

@@ -39,6 +39,7 @@ from flashtile.backends.hopper.forward.config import alternatives, every_row, of
 from flashtile.backends.hopper.linear import config as ring
 from flashtile.backends.hopper.linear.launch import FlatLaunch
 from flashtile.masks import alibi, create_block_mask, mask_mod, window
+from flashtile.problems.attention import Problem
 from flashtile.problems.decode import CacheTensors, DecodeOptions, DecodeProblem
 from flashtile.problems.fp8_layout import E4M3
 from flashtile.problems.linear import LinearTensors
@@ -243,6 +244,15 @@ SHARED: dict[str, tuple[Splits, dict[str, Any]]] = {
 }
 
 
+def choosing(splits: Splits, **more: Any) -> Any:
+    """The first configuration of every call, with these splits."""
+
+    def choose(problem: Problem, configs: tuple[Any, ...]) -> Any:
+        return replace(configs[0], HEAD_SPLITS=splits.heads, ROW_SPLITS=splits.rows, **more)
+
+    return mock.patch.object(backward_config, "fastest", choose)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -255,10 +265,20 @@ SHARED: dict[str, tuple[Splits, dict[str, Any]]] = {
 def test_shared_blocks_of_keys(name: str) -> None:
     """More programs than a card of two multiprocessors would have share them."""
     splits, fields = SHARED[name]
-    with mock.patch.object(backward_config, "choose_splits", return_value=splits):
+    with choosing(splits):
         for seed, deterministic in enumerate((False, True)):
             case = replace(SMALL, name=name, heads_q=4, **fields)
             check(case, seed, deterministic=deterministic)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=exhaustive if name != "window" else ()) for name in ("window", "more")]
+)
+def test_other_configurations(name: str) -> None:
+    """Steps of 64 rows at head_dim 64, and room in dq_accum for all heads."""
+    fields = {"window": {"window_size": (60, 0), "seqlen_q": 300}, "more": {"batch": 8, "causal": True}}[name]
+    with choosing(Splits(), BLOCK_M=64, ALL_RESIDENT=True):
+        check(replace(SMALL, name=name, **fields))
 
 
 NEAR = window(99, 0)
@@ -281,7 +301,7 @@ def test_functions_of_scores_and_masks(name: str, head_dim: int) -> None:
     splits, given = MODS[name]
     q, k, v = (testing.random_tensor((1, 300, h, head_dim), BF16, "cpu", seed=h) for h in (4, 2, 2))
     with (
-        mock.patch.object(backward_config, "choose_splits", return_value=splits),
+        choosing(splits),
         interpreted(0) as interpreter,
     ):
         testing.check(q, k, v, backend="hopper", **given)

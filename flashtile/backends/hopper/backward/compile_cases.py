@@ -14,7 +14,11 @@ from flashtile.backends.common.compile_report import CompileCase, types_of
 from flashtile.backends.common.tma import View
 from flashtile.backends.hopper.backward import bias_launch, launch, wide_launch
 from flashtile.backends.hopper.backward.bias_gradient import BiasSizes, gradient_kernel
-from flashtile.backends.hopper.backward.config import BackwardConfig, WideBackwardConfig, choose
+from flashtile.backends.hopper.backward.config import (
+    BackwardConfig,
+    WideBackwardConfig,
+    alternatives,
+)
 from flashtile.backends.hopper.backward.dq_accum import AccumSizes, BackwardScalars
 from flashtile.backends.hopper.backward.kernel import backward_kernel
 from flashtile.backends.hopper.backward.schedule import BackwardPointers, BackwardSchedule
@@ -51,6 +55,8 @@ _FEATURES = replace(
     deterministic=True,
 )
 _MASKS = {"full": _FULL, "causal": _CAUSAL, "features": _FEATURES}
+_KNOWN = replace(_FEATURES, varlen=False, seqused_k=False, deterministic=False)
+"""Every feature of the calls that may have another configuration than that of the tables."""
 _TABLE = ((64, 64), (128, 128), (64, 128), (128, 64))
 _WIDE = ((256, 256), (256, 128), (64, 256), (512, 512))
 _MODIFIED_SPILLS: dict[str, dict[int, tuple[int, ...]]] = {
@@ -78,6 +84,12 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         if mask == "features" or sizes[0] == sizes[1]:
             yield from _products(mask, replace(problem, head_dim=sizes[0], head_dim_v=sizes[1]))
     yield from _products("causal", replace(_CAUSAL, head_dim=128, head_dim_v=128, partial=True))
+    for mask, problem in (_MASKS | {"features": _KNOWN}).items():
+        problem = replace(problem, head_dim=64, head_dim_v=64)
+        for config in alternatives(problem)[1:]:
+            yield from _products(mask, problem, config=config)
+            for case in _products(mask, problem, _SHARED, config):
+                yield replace(case, exhaustive=True)
     for size in (64, 128, 256, 512):
         shared = replace(PLAIN, window_right=0, head_dim=size, head_dim_v=size)
         for case in _products("causal", shared, _SHARED):
@@ -109,12 +121,18 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     )
 
 
-def _products(mask: str, problem: Problem, splits: Splits = Splits()) -> Iterator[CompileCase]:  # noqa: B008
+def _products(
+    mask: str,
+    problem: Problem,
+    splits: Splits = Splits(),  # noqa: B008
+    config: BackwardConfig | None = None,
+) -> Iterator[CompileCase]:
     """Yield the compile case of ``backward_kernel``, or two compile cases for head sizes over 128.
 
-    With splits, head sizes over 128 have only the case of ``dkv_kernel``; ``dq_kernel`` stays the same.
+    Without ``config``, the configuration is the first of :func:`alternatives`. With splits, head sizes over
+    128 have only the case of ``dkv_kernel``; ``dq_kernel`` stays the same.
     """
-    config = replace(choose(problem), HEAD_SPLITS=splits.heads, ROW_SPLITS=splits.rows)
+    config = replace(config or alternatives(problem)[0], HEAD_SPLITS=splits.heads, ROW_SPLITS=splits.rows)
     if not isinstance(config, WideBackwardConfig):
         variant = launch.variant_of(problem, config)
         views = launch.views(problem, variant, *tensors(problem), resident_heads=3)
@@ -140,7 +158,7 @@ def _modified(kind: str, name: str, problem: Problem) -> Iterator[CompileCase]:
         biases.append(shared.expand(problem.batch, -1, -1, -1).contiguous())
     for bias in biases:
         own = replace(problem, bias_grad=bias is not shared)
-        variant = launch.variant_of(own, choose(own), bias)
+        variant = launch.variant_of(own, alternatives(own)[0], bias)
         views = launch.views(own, variant, *tensors(own), resident_heads=3)
         sizes = f"head_dim {own.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N}"
         yield attention_case(
@@ -197,7 +215,7 @@ def _bias_gradient(name: str, problem: Problem) -> CompileCase:
     problem = replace(problem, varlen=False, seqused_k=False)
     bias = bias_of(problem)
     assert bias is not None
-    has_score_mod = launch.variant_of(problem, choose(problem), bias).HAS_SCORE_MOD
+    has_score_mod = launch.variant_of(problem, alternatives(problem)[0], bias).HAS_SCORE_MOD
     variant = bias_launch.gradient_variant_of(problem, has_score_mod)
     return attention_case(
         f"bias gradient head_dim {problem.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N} {name}",

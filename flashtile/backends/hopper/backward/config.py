@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from flashtile.backends.hopper.backward.splits import choose_splits
-from flashtile.backends.hopper.config import MAX_COLUMNS_OF_V, WARPGROUP_ROWS, ModifierFlags, padded
+from flashtile.backends.hopper.backward.rounds import fastest
+from flashtile.backends.hopper.config import (
+    MAX_COLUMNS_OF_V,
+    WARPGROUP_ROWS,
+    ModifierFlags,
+    modifiers_of,
+    padded,
+)
+from flashtile.backends.hopper.forward import rounds as forward_rounds
 from flashtile.backends.hopper.forward.config import ForwardConfig
-from flashtile.backends.hopper.forward.rounds import Costs, fastest
 from flashtile.problems.attention import Problem
 
 POSTPROCESS_WARPS = 2
@@ -32,6 +38,7 @@ class BackwardConfig:
             each head, are divided among programs that share a block of keys (``splits``).
         COLUMN_SPLITS: number of work tiles that divide the columns of dK and dV, and of tiles that hold the
             columns of a block (``halves``).
+        ALL_RESIDENT: whether ``dq_accum`` has room for all heads, so that none waits for another.
         spill_budget, causal_spill_budget, features_spill_budget: bytes of register spills that were measured
             and accepted: without a mask, causal, with every feature at once.
     """
@@ -41,6 +48,7 @@ class BackwardConfig:
     HEAD_SPLITS: int = 1
     ROW_SPLITS: int = 1
     COLUMN_SPLITS: int = 1
+    ALL_RESIDENT: bool = False
     spill_budget: int = 0
     causal_spill_budget: int = 0
     features_spill_budget: int = 0
@@ -53,6 +61,11 @@ class BackwardConfig:
     def parts(self) -> int:
         """Number of partial sums (parts) of dK and dV, one for each program that shares a block of keys."""
         return self.HEAD_SPLITS * self.ROW_SPLITS
+
+    @property
+    def wide(self) -> bool:
+        """Whether this is the configuration of two kernels, for head sizes over 128."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,10 @@ class WideBackwardConfig(BackwardConfig):
     @property
     def BLOCK_N(self) -> int:  # noqa: N802 - as in the kernels
         return WARPGROUP_ROWS
+
+    @property
+    def wide(self) -> bool:
+        return True
 
     @property
     def rows(self) -> ForwardConfig:
@@ -142,19 +159,35 @@ _HALVES = WideBackwardConfig(
     features_spill_budget=60,
 )
 """Configuration for head sizes over 256: a step has 32 query rows, or 32 keys in the kernel of dQ."""
-_FEW_ROWS = BackwardConfig(64)
-"""Configuration for calls with a score_mod or dropout: tiles of 64 rows leave registers for them."""
-_DQ_COSTS = Costs(4.0, 2.4)
+_FEW_ROWS = BackwardConfig(64, spill_budget=32, causal_spill_budget=36, features_spill_budget=40)
+"""Configuration for calls with a score_mod or dropout, since tiles of 64 rows leave registers for them. At
+head_dim 64 it is also an alternative for short sequences and windows, which have fewer hidden scores in such
+tiles."""
+_DQ_COSTS = forward_rounds.Costs(4.0, 2.4)
 """Costs of the kernel of dQ for head sizes over 128: for three of seven products, three sevenths of the times
 at head_dim 256 in ``benchmarks/results/2026-11-23-h200-paper-grid-backward.json``."""
 
 
 def choose(problem: Problem) -> BackwardConfig:
-    """Return the configuration of a problem: a :class:`WideBackwardConfig` if a head size is over 128."""
+    """Return the configuration of a problem: a :class:`WideBackwardConfig` if a head size is over 128.
+
+    Of the :func:`alternatives`, it is the one that ``rounds`` estimates to be fastest.
+    """
+    return fastest(problem, alternatives(problem))
+
+
+def alternatives(problem: Problem) -> tuple[BackwardConfig, ...]:
+    """Return the configuration of the tables, then others, all without splits.
+
+    Only plain dense calls have others: their lengths are known, and the costs of their steps were measured.
+    """
     if problem.dropout_p or (problem.mods is not None and problem.mods.score_mod):
-        return with_splits(_FEW_ROWS, problem)
+        return (_FEW_ROWS,)
     config = _BACKWARD.get((padded(problem.head_dim), padded(problem.head_dim_v)))
-    return with_splits(_wide(problem) if config is None else config, problem)
+    if config is None:
+        return (_wide(problem),)
+    known = not (problem.varlen or problem.seqused_k or problem.deterministic or modifiers_of(problem))
+    return (config, _FEW_ROWS) if known and config.BLOCK_M != _FEW_ROWS.BLOCK_M else (config,)
 
 
 def _wide(problem: Problem) -> WideBackwardConfig:
@@ -163,14 +196,8 @@ def _wide(problem: Problem) -> WideBackwardConfig:
         return _HALVES
     config = WideBackwardConfig()
     single = replace(config, paired_below=0)
-    rows = fastest(problem, (config.rows, single.rows), lambda _: _DQ_COSTS, has_queue=False)
+    rows = forward_rounds.fastest(problem, (config.rows, single.rows), lambda _: _DQ_COSTS, has_queue=False)
     return config if rows == config.rows else single
-
-
-def with_splits(config: BackwardConfig, problem: Problem) -> BackwardConfig:
-    """Return ``config`` with enough programs per block of keys to fill the GPU."""
-    splits = choose_splits(problem, config.BLOCK_M, config.BLOCK_N, config.COLUMN_SPLITS)
-    return replace(config, HEAD_SPLITS=splits.heads, ROW_SPLITS=splits.rows)
 
 
 def smem_bytes(config: BackwardConfig, block_d: int, block_dv: int) -> int:

@@ -63,7 +63,7 @@ class DqAccum(NamedTuple):
     """With DETERMINISTIC: for each block of padded rows, how many blocks of keys have added to it."""
     dq: Any
     next_part: Any
-    """Counter of the parts that programs have taken to convert. A head has one part per block of keys."""
+    """Counter of the parts that programs have taken to convert. A head has one part per work tile."""
     added_blocks: Any
     """For each key head, the number of work tiles that have added all of their dQ."""
     converted_parts: Any
@@ -135,14 +135,14 @@ def wait_for(counter, count):
 
 
 @gluon.jit
-def wait_until_zeroed(key_head, blocks, accum):
-    """Wait until the memory that a key head reuses in ``dq_accum`` has been zeroed.
+def wait_until_zeroed(key_head, parts, accum):
+    """Wait until the memory that a key head reuses in ``dq_accum`` has been zeroed, in ``parts`` parts.
 
     The first ``resident_heads`` heads do not wait, because the preprocess kernel zeroed their memory.
     """
     before = key_head - accum.sizes.resident_heads
     if before >= 0:
-        wait_for(accum.converted_parts + before, blocks)
+        wait_for(accum.converted_parts + before, parts)
 
 
 @gluon.jit
@@ -175,40 +175,41 @@ def make_chunks(accum_desc):
 
 
 @gluon.jit
-def tile_of_part(t, work, blocks):
+def tile_of_part(t, work, part, parts):
     """Return (query head of the group, first row) of the ``t``-th tile of a part.
 
     A part is the share of dQ that the postprocess warps convert at a time. Each key head of a sequence has
-    ``blocks`` parts, one for each block of keys. The 64-row tiles of dQ are assigned to the parts in turn, so
-    part ``work.tile_in_head`` has tiles ``tile_in_head``, ``tile_in_head + blocks`` and so on.
+    ``parts`` parts, one for each work tile, so programs that share a block of keys also share the conversion.
+    The 64-row tiles of dQ are assigned to the parts in turn, so part ``part`` has tiles ``part``,
+    ``part + parts`` and so on.
     """
     tiles = max((work.seqlen_q + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS, 1)
-    tile = work.tile_in_head + t * blocks
+    tile = part + t * parts
     return tile // tiles, tile % tiles * WARPGROUP_ROWS
 
 
 @gluon.jit
-def tiles_of_part(C: gl.constexpr, work, blocks):
+def tiles_of_part(C: gl.constexpr, work, part, parts):
     """Return the number of 64-row tiles of dQ in a part (:func:`tile_of_part`)."""
     tiles = (work.seqlen_q + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS * C.GROUP
-    return (tiles - work.tile_in_head + blocks - 1) // blocks
+    return (tiles - part + parts - 1) // parts
 
 
 @gluon.jit
-def accum_of_tile(C: gl.constexpr, t, work, blocks, key_head, accum):
+def accum_of_tile(C: gl.constexpr, t, work, part, parts, key_head, accum):
     """Return where the ``t``-th tile of a part (:func:`tile_of_part`) begins in ``dq_accum``.
 
     The result is in units of 64 x 8 elements.
     """
-    g, row = tile_of_part(t, work, blocks)
+    g, row = tile_of_part(t, work, part, parts)
     return accum_row(C, work, key_head, g, row, accum) // WARPGROUP_ROWS * (C.BLOCK_D // VECTOR)
 
 
 @gluon.jit
-def dq_of_tile(C: gl.constexpr, t, work, blocks, schedule, accum):
+def dq_of_tile(C: gl.constexpr, t, work, part, parts, schedule, accum):
     """Return (pointer to the first element in dQ, rows up to the sequence's end) for the ``t``-th tile of a
     part (:func:`tile_of_part`)."""
-    g, row = tile_of_part(t, work, blocks)
+    g, row = tile_of_part(t, work, part, parts)
     token = to_int64(work.start_q + row)
     if not C.VARLEN:
         token += to_int64(work.sequence) * work.seqlen_q
@@ -245,19 +246,21 @@ def convert_part(C: gl.constexpr, chunks, accum_desc, i, key_head, part, pointer
     row = group * 16 + element // VECTOR
     row_vectors = schedule.num_heads * C.GROUP * accum.sizes.row_vectors
     elements = (row * row_vectors + column) * VECTOR + element % VECTOR
-    work, blocks = sequence_of(C, key_head, part, pointers, schedule)
-    count = tiles_of_part(C, work, blocks) * CHUNKS
+    work, blocks = sequence_of(C, key_head, part // C.ROW_SPLITS, pointers, schedule)
+    parts = blocks * C.ROW_SPLITS
+    own = work.tile_in_head * C.ROW_SPLITS + part % C.ROW_SPLITS  # among those of the work tile's sequence
+    count = tiles_of_part(C, work, own, parts) * CHUNKS
     reused = key_head + accum.sizes.resident_heads < accum.sizes.total_heads
-    tile = accum_of_tile(C, 0, work, blocks, key_head, accum)
+    tile = accum_of_tile(C, 0, work, own, parts, key_head, accum)
     following, dq, rows = tile * 0, accum.dq, work.seqlen_q  # placeholders: the first chunk sets them
     for n in range(min(count, POSTPROCESS_STAGES)):
         load_chunk(chunks, accum_desc, i + n, tile, n)
     for n in range(count):
         c = n % CHUNKS
         if c == 0:
-            tile = accum_of_tile(C, n // CHUNKS, work, blocks, key_head, accum)
-            following = accum_of_tile(C, n // CHUNKS + 1, work, blocks, key_head, accum)
-            dq, rows = dq_of_tile(C, n // CHUNKS, work, blocks, schedule, accum)
+            tile = accum_of_tile(C, n // CHUNKS, work, own, parts, key_head, accum)
+            following = accum_of_tile(C, n // CHUNKS + 1, work, own, parts, key_head, accum)
+            dq, rows = dq_of_tile(C, n // CHUNKS, work, own, parts, schedule, accum)
         slot = i % POSTPROCESS_STAGES
         mbarrier.wait(chunks.full.index(slot), (i // POSTPROCESS_STAGES) & 1)
         values = chunks.tiles.index(slot).load(layout) * scale  # [columns / 8, rows / 8, 64]
@@ -288,13 +291,13 @@ def postprocess(C: gl.constexpr, chunks, accum_desc, pointers, schedule, accum, 
     chunks.zeros.store(gl.full(accum_desc.block_type.shape, 0.0, gl.float32, layout))
     fence_async_shared()
     partition_barrier()
-    blocks = blocks_of_head(C, pointers, schedule)
+    parts = blocks_of_head(C, pointers, schedule) * C.ROW_SPLITS
     i = 0
     part = gl.atomic_add(accum.next_part, 1)
-    while part < blocks * accum.sizes.total_heads:
+    while part < parts * accum.sizes.total_heads:
         following = gl.atomic_add(accum.next_part, 1)  # early, to hide the latency of the atomic
-        head = part // blocks
-        wait_for(accum.added_blocks + head, blocks * C.ROW_SPLITS)
-        i = convert_part(C, chunks, accum_desc, i, head, part % blocks, pointers, schedule, accum, scale)
+        head = part // parts
+        wait_for(accum.added_blocks + head, parts)
+        i = convert_part(C, chunks, accum_desc, i, head, part % parts, pointers, schedule, accum, scale)
         signal(accum.converted_parts + head, 0)
         part = following

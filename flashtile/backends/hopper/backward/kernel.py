@@ -162,7 +162,7 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, point
         work = find_work_tile(C, tile_index, pointers, schedule)
         rows = own_rows(C, tile_index, work, pointers, schedule)
         key_head, _ = head_and_block(C, tile_index, blocks, schedule)
-        wait_until_zeroed(key_head, blocks, accum)
+        wait_until_zeroed(key_head, blocks * C.ROW_SPLITS, accum)
         for g in range(C.GROUP):
             head = head_of_batch(C, work, g, schedule.num_heads)
             for j in range(rows.count):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch
-from flashtile.backends.common.launch import contiguous_strides, has_score_mod, largest_divisor, outer_stride
+from flashtile.backends.common.launch import contiguous_strides, has_score_mod, outer_stride
 from flashtile.backends.common.tma import View, cells_view, dense_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.backward.bias_launch import BiasGradient, writes_ds
 from flashtile.backends.hopper.backward.config import (
@@ -24,7 +24,8 @@ from flashtile.backends.hopper.backward.config import (
 )
 from flashtile.backends.hopper.backward.dq_accum import AccumSizes, BackwardScalars
 from flashtile.backends.hopper.backward.kernel import backward_kernel
-from flashtile.backends.hopper.backward.preprocess import Preprocess, dense_batch, statistics_shape
+from flashtile.backends.hopper.backward.preprocess import Preprocess, statistics_shape
+from flashtile.backends.hopper.backward.rounds import key_heads, l2_swizzle, last_heads, resident_heads
 from flashtile.backends.hopper.backward.schedule import BackwardPointers, BackwardSchedule
 from flashtile.backends.hopper.backward.scores import BackwardNumbers
 from flashtile.backends.hopper.backward.splits import as_scheduled
@@ -50,10 +51,6 @@ from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E, UNLIMITED
 from flashtile.problems.masks import MAX_CAPTURED
 
-SWIZZLE_BYTES = {"even": 20 * 2**20, "uneven": 12 * 2**20}
-"""Bytes of the L2 cache (50 MB) that the tensors of one group of interleaved heads may take. Programs work on
-two groups at a time. A larger limit is faster if all blocks of keys cost the same. A smaller limit is faster
-under a causal mask, where heads complete later."""
 SMALLEST_SCALE = 1e-6
 """Below this softmax_scale, lse in units of raw products would lose precision or overflow."""
 
@@ -99,52 +96,6 @@ def variant_of(problem: Problem, config: BackwardConfig, bias: Tensor | None = N
         STORES_DS=bias is not None and writes_ds(problem, bias),
         **flags,
     )
-
-
-def key_heads(problem: Problem) -> int:
-    """Return the number of key heads, over all sequences of a dense batch."""
-    return problem.num_heads_kv * dense_batch(problem)
-
-
-def has_uneven_blocks(problem: Problem) -> bool:
-    """Whether some blocks of keys are seen by more rows than others, as under a causal mask."""
-    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    return (left == UNLIMITED) != (right == UNLIMITED)
-
-
-def l2_swizzle(problem: Problem) -> int:
-    """Return the number of key heads whose work tiles are interleaved when deterministic.
-
-    It is the largest divisor of :func:`key_heads` for which q, dO and ``dq_accum`` fit in SWIZZLE_BYTES.
-    """
-    row_bytes = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
-    room = SWIZZLE_BYTES["uneven" if has_uneven_blocks(problem) else "even"]
-    most = room // (row_bytes * problem.group_size * max(problem.seqlen_q, 1))
-    return largest_divisor(key_heads(problem), most)
-
-
-def last_heads(problem: Problem, block_n: int, programs: int, row_splits: int = 1) -> int:
-    """Return how many key heads at the end of the queue have interleaved work tiles, under a causal mask.
-
-    It is the number of heads that the programs work on at a time. ``problem`` is from :func:`as_scheduled`.
-    """
-    tiles = math.ceil(problem.total_k / dense_batch(problem) / block_n) * row_splits
-    return min(math.ceil(programs / max(tiles, 1)), key_heads(problem))
-
-
-def resident_heads(problem: Problem, block_n: int, swizzle: int, programs: int, row_splits: int = 1) -> int:
-    """Return the number of key heads that ``dq_accum`` has room for.
-
-    ``problem`` is from :func:`as_scheduled`. There is room for about twice the heads that programs work on at
-    a time, because programs begin the next heads while the sums of the previous ones are converted. When
-    deterministic, interleaved heads complete at the same time and need more room. All interleaved heads must
-    fit, since they must not wait for one another. A larger ``dq_accum`` would not stay in the L2 cache.
-    """
-    tiles = math.ceil(problem.total_k / dense_batch(problem) / block_n) * row_splits
-    heads = math.ceil(2 * programs / max(tiles, 1)) + 1
-    if problem.deterministic:
-        heads = heads + swizzle if has_uneven_blocks(problem) else max(heads, 5 * swizzle // 2)
-    return min(heads, key_heads(problem))
 
 
 def key_tile_table(problem: Problem, block_n: int) -> TileTable | None:
@@ -303,7 +254,7 @@ class HopperBackwardLaunch:
         if not variant.DETERMINISTIC:
             last = last_heads(scheduled, variant.BLOCK_N, programs, variant.ROW_SPLITS)
             schedule = schedule._replace(swizzle=last)
-        resident = resident_heads(scheduled, variant.BLOCK_N, swizzle, programs, variant.ROW_SPLITS)
+        resident = resident_heads(scheduled, self._config, swizzle, programs)
         heads, rows = statistics_shape(problem)
         sizes = AccumSizes(
             row_blocks=rows // variant.BLOCK_M,

@@ -20,6 +20,7 @@ from flashtile.backends.hopper.backward.config import (
 )
 from flashtile.backends.hopper.backward.halves_dq import halves_dq_kernel
 from flashtile.backends.hopper.backward.preprocess import Preprocess, statistics_shape
+from flashtile.backends.hopper.backward.rounds import last_heads
 from flashtile.backends.hopper.backward.splits import as_scheduled
 from flashtile.backends.hopper.backward.sum_parts import SumParts
 from flashtile.backends.hopper.backward.wide_dkv import DkvPointers, dkv_kernel
@@ -121,7 +122,7 @@ class WideBackwardLaunch:
         blocks_q = forward.schedule_of(problem, dq, k, alibi_slopes)
         per_block = dkv.ROW_SPLITS * dkv.COLUMN_SPLITS
         programs = num_programs(blocks_k.num_tiles * per_block, q.device)
-        last = backward.last_heads(scheduled, dkv.BLOCK_N, programs, per_block)
+        last = last_heads(scheduled, dkv.BLOCK_N, programs, per_block)
         blocks_k = blocks_k._replace(swizzle=last)
         compute_dkv = CachedLaunch(
             dkv_kernel,

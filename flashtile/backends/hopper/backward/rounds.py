@@ -1,0 +1,295 @@
+"""How a launch of the Hopper backward is divided among programs, and the estimated time that this takes.
+
+The mirror image of the forward's ``rounds``. A launch takes as long as its busiest program, and then converts
+the dQ of the last heads. :func:`fastest` chooses the query rows of a step, the number of programs that share
+a block of keys (``splits``), and the room in ``dq_accum``. The choice depends only on shapes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from flashtile.backends.common.device import multiprocessors
+from flashtile.backends.common.launch import largest_divisor
+from flashtile.backends.hopper.backward.preprocess import dense_batch
+from flashtile.backends.hopper.backward.splits import (
+    MAX_BYTES,
+    Rows,
+    as_scheduled,
+    average_lengths,
+    candidates,
+    part_bytes,
+    rows_of_blocks,
+)
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
+from flashtile.backends.hopper.forward.rounds import ENOUGH_ROUNDS, WORTHWHILE
+from flashtile.problems.attention import Problem
+from flashtile.problems.common import UNLIMITED
+
+if TYPE_CHECKING:
+    from flashtile.backends.hopper.backward.config import BackwardConfig
+
+SWIZZLE_BYTES = {"even": 20 * 2**20, "uneven": 12 * 2**20}
+"""Bytes of the L2 cache (50 MB) that the tensors of one group of interleaved heads may take. Programs work on
+two groups at a time. A larger limit is faster if all blocks of keys cost the same. A smaller limit is faster
+under a causal mask, where heads complete later."""
+EQUAL = 1.02
+"""Times that differ by at most this factor are considered equal."""
+
+
+class Costs(NamedTuple):
+    """Times of a program, in microseconds."""
+
+    tile: float
+    """A work tile apart from its steps: loading K and V, filling the pipeline, storing dK and dV."""
+    step: float
+    """A block of query rows of one head."""
+    cut: float
+    """Additional time of a step that an edge of a window or a causal mask cuts."""
+
+
+COSTS: dict[tuple[int, int, int], Costs] = {
+    (64, 64, 128): Costs(2.7, 2.35, 2.2),
+    (64, 64, 64): Costs(2.1, 1.35, 0.5),
+    (128, 128, 64): Costs(2.8, 2.05, 0.25),
+    (64, 128, 64): Costs(2.4, 1.7, 0.4),
+    (128, 64, 64): Costs(2.4, 1.7, 0.4),
+}
+"""(columns of q and k, of v, query rows of a step) -> costs. They, and the constants below, were fitted to
+130 times on an H200: the plain calls of ``benchmarks/results/2026-11-23-h200-*-backward*.json`` and the
+configurations of ``2026-11-27-h200-rounds.json``. The root of the mean squared error is 5 %. Unequal head
+sizes have few measurements: their costs lie between those of equal ones."""
+WIDE_COSTS = Costs(6.6, 2.2, 0.0)
+"""Costs of the kernel of dK and dV for head sizes over 128. Those over 256 have half as many rows in a step and
+were not measured."""
+LAUNCH = {32: 7.5, 64: 7.5, 128: 10.5}
+"""Query rows of a step -> time of the launches of the preprocess kernel and of the main kernel, without work.
+Steps of 128 rows have about twice as many instructions, which the first work tiles load."""
+BYTES = 6.0e6
+"""Bytes of the call's tensors per microsecond. Much of this is hidden, so they exceed the memory's rate."""
+ACCUM_BYTES = 1.9e6
+"""Bytes of ``dq_accum`` per microsecond: it is zeroed, and what leaves the L2 cache comes back."""
+CHUNK = 0.27
+"""Conversion of POSTPROCESS_CHUNK floats of ``dq_accum``."""
+SIGNAL = 2.0
+"""From a program's last addition to dQ to the start of its conversion."""
+SUM = 4.0
+"""The launch of the kernel that adds up parts."""
+
+
+class Launch(NamedTuple):
+    """The work of a launch, in whole blocks, so that calls of similar lengths share an estimate."""
+
+    rows: tuple[Rows, ...]
+    """The query rows of each block of keys of a head, in the order of the queue."""
+    heads: int
+    """Number of key heads (:func:`key_heads`), each counted HEAD_SPLITS * COLUMN_SPLITS times."""
+    group: int
+    """Query heads of each of them."""
+    row_splits: int
+    last: int
+    """Number of heads at the end of the queue that are interleaved (:func:`last_heads`)."""
+    resident: int
+    """Number of heads that ``dq_accum`` has room for."""
+    chunks: int
+    """Chunks of ``dq_accum`` that a program converts at a time."""
+    programs: int
+    costs: Costs
+
+    @property
+    def tiles(self) -> int:
+        return len(self.rows) * self.heads * self.row_splits
+
+
+def fastest(problem: Problem, configs: tuple[BackwardConfig, ...]) -> BackwardConfig:
+    """Return the first of ``configs``, or one that is estimated to take less than WORTHWHILE of its time.
+
+    Others are variants of each of ``configs``: its splits, and room in ``dq_accum`` for all heads. Of those
+    that take nearly the least time, it is the one with the fewest parts, and with equal numbers of parts the
+    one that divides heads rather than rows. Work tiles that make ENOUGH_ROUNDS are not divided further.
+    """
+    first = configs[0]
+    if not problem.total_q or not problem.total_k:
+        return first
+    whole = microseconds(problem, first)
+    times = {config: microseconds(problem, config) for config in variants(problem, configs)}
+    least = min(times.values())
+    if least >= WORTHWHILE * whole:
+        return first
+    near = [config for config, time in times.items() if time <= EQUAL * least]
+    return min(near, key=lambda config: (config.parts, config.ROW_SPLITS))
+
+
+def variants(problem: Problem, configs: tuple[BackwardConfig, ...]) -> Iterator[BackwardConfig]:
+    """Yield the configurations among which :func:`fastest` chooses."""
+    enough = ENOUGH_ROUNDS * multiprocessors(problem.device)
+    for config, splits in itertools.product(configs, candidates(problem)):
+        divided = replace(config, HEAD_SPLITS=splits.heads, ROW_SPLITS=splits.rows)
+        launch = launch_of(problem, divided)
+        if splits.parts > 1 and launch.tiles >= enough:
+            continue
+        yield divided
+        if launch.resident < launch.heads and launch.tiles < enough:
+            everywhere = replace(divided, ALL_RESIDENT=True)
+            if accum_bytes(problem, launch_of(problem, everywhere)) <= MAX_BYTES:
+                yield everywhere
+
+
+def microseconds(problem: Problem, config: BackwardConfig) -> float:
+    """Return the estimated time of a call with ``config``."""
+    launch = launch_of(problem, config)
+    width = problem.head_dim + problem.head_dim_v
+    rows, keys = problem.total_q * problem.num_heads_q, problem.total_k * problem.num_heads_kv
+    # out and dO are read, then q, k, v and dO; dq, dk and dv are written.
+    moved = problem.dtype.itemsize * (rows * (2 * width + problem.head_dim_v) + 2 * keys * width)
+    time = LAUNCH[config.BLOCK_M] + moved / BYTES + busiest(launch)
+    time += accum_bytes(problem, launch) / ACCUM_BYTES
+    if config.parts > 1:
+        time += SUM + 2 * config.parts * part_bytes(problem) / BYTES
+    return time
+
+
+def launch_of(problem: Problem, config: BackwardConfig) -> Launch:
+    """Return the work of a call with ``config``. Packed sequences are assumed to be equally long."""
+    scheduled = as_scheduled(problem, config.HEAD_SPLITS)
+    heads, group = key_heads(scheduled) * config.COLUMN_SPLITS, scheduled.group_size
+    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    rows = rows_of_blocks(problem, config.BLOCK_M, config.BLOCK_N)
+    tiles = group * math.ceil(average_lengths(problem)[0] / WARPGROUP_ROWS)
+    tiles = math.ceil(tiles / (len(rows) * config.ROW_SPLITS))
+    rows *= packed_sequences(problem)
+    programs = min(multiprocessors(problem.device), len(rows) * heads * config.ROW_SPLITS)
+    simple = problem.deterministic or config.wide
+    last = 0
+    if not problem.deterministic and is_causal(problem):
+        last = last_heads(scheduled, config.BLOCK_N, programs, config.ROW_SPLITS)
+    resident = heads if simple else resident_heads(scheduled, config, 1, programs)
+    return Launch(
+        rows[::-1] if problem.deterministic else rows,
+        heads,
+        group,
+        config.ROW_SPLITS,
+        last,
+        resident,
+        0 if config.wide else tiles * block_d // 16,
+        programs,
+        WIDE_COSTS if config.wide else COSTS[block_d, block_dv, config.BLOCK_M],
+    )
+
+
+def accum_bytes(problem: Problem, launch: Launch) -> int:
+    """Return the bytes of ``dq_accum``."""
+    if not launch.chunks:
+        return 0
+    rows = math.ceil(average_lengths(problem)[0] / WARPGROUP_ROWS) * WARPGROUP_ROWS
+    rows *= packed_sequences(problem)
+    return 4 * launch.resident * launch.group * rows * padded(problem.head_dim)
+
+
+def packed_sequences(problem: Problem) -> int:
+    """Return the number of sequences whose blocks of keys one key head has; 1 for dense tensors."""
+    return problem.batch if problem.varlen else 1
+
+
+def tile_costs(launch: Launch) -> list[list[float]]:
+    """Return the costs of the work tiles of each block of keys of a head."""
+    tile, step, cut = launch.costs
+    shares = [
+        [rows.share(index, launch.row_splits) for index in range(launch.row_splits)] for rows in launch.rows
+    ]
+    return [
+        [tile + launch.group * (step * (rows.end - rows.begin) + cut * rows.cut) for rows in block]
+        for block in shares
+    ]
+
+
+def queue(launch: Launch) -> Iterator[tuple[int, int]]:
+    """Yield (key head, block of keys) in the order of the queue (``schedule.head_and_block``)."""
+    blocks, first = range(len(launch.rows)), launch.heads - launch.last
+    yield from itertools.product(range(first), blocks)
+    for block, head in itertools.product(blocks, range(first, launch.heads)):
+        yield head, block
+
+
+@lru_cache(maxsize=1024)
+def busiest(launch: Launch) -> float:
+    """Return the estimated time of the programs, with the conversion of the dQ of the last heads.
+
+    The first addition to a head's dQ waits until its place in ``dq_accum`` is converted and zero. With
+    ENOUGH_ROUNDS all programs end at about the same time, and the mean is returned.
+    """
+    costs = tile_costs(launch)
+    convert = SIGNAL + CHUNK * launch.chunks if launch.chunks else 0.0
+    if launch.tiles >= ENOUGH_ROUNDS * launch.programs:
+        return launch.heads * sum(map(sum, costs)) / launch.programs + convert
+    busy = [0.0] * launch.programs
+    ends = [0.0] * launch.heads
+    for head, block in queue(launch):
+        before = head - launch.resident
+        zeroed = ends[before] + convert if before >= 0 else 0.0
+        for cost in costs[block]:
+            end = max(busy[0], zeroed - launch.costs.step) + cost  # dQ of a step is passed on one step later
+            heapq.heapreplace(busy, end)
+            ends[head] = max(ends[head], end)
+    return max(busy) + convert
+
+
+def key_heads(problem: Problem) -> int:
+    """Return the number of key heads, over all sequences of a dense batch."""
+    return problem.num_heads_kv * dense_batch(problem)
+
+
+def is_causal(problem: Problem) -> bool:
+    """Whether the mask has only a right edge."""
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    return left == UNLIMITED != right
+
+
+def has_uneven_blocks(problem: Problem) -> bool:
+    """Whether some blocks of keys are seen by more rows than others, as under a causal mask."""
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    return (left == UNLIMITED) != (right == UNLIMITED)
+
+
+def l2_swizzle(problem: Problem) -> int:
+    """Return the number of key heads whose work tiles are interleaved when deterministic.
+
+    It is the largest divisor of :func:`key_heads` for which q, dO and ``dq_accum`` fit in SWIZZLE_BYTES.
+    """
+    row_bytes = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
+    room = SWIZZLE_BYTES["uneven" if has_uneven_blocks(problem) else "even"]
+    most = room // (row_bytes * problem.group_size * max(problem.seqlen_q, 1))
+    return largest_divisor(key_heads(problem), most)
+
+
+def last_heads(problem: Problem, block_n: int, programs: int, row_splits: int = 1) -> int:
+    """Return how many key heads at the end of the queue have interleaved work tiles, under a causal mask.
+
+    It is the number of heads that the programs work on at a time. ``problem`` is from :func:`as_scheduled`.
+    """
+    tiles = math.ceil(problem.total_k / dense_batch(problem) / block_n) * row_splits
+    return min(math.ceil(programs / max(tiles, 1)), key_heads(problem))
+
+
+def resident_heads(problem: Problem, config: BackwardConfig, swizzle: int, programs: int) -> int:
+    """Return the number of key heads that ``dq_accum`` has room for.
+
+    ``problem`` is from :func:`as_scheduled`. There is room for about twice the heads that programs work on at
+    a time, because programs begin the next heads while the sums of the previous ones are converted. When
+    deterministic, interleaved heads complete at the same time and need more room. All interleaved heads must
+    fit, since they must not wait for one another. A larger ``dq_accum`` would not stay in the L2 cache. If
+    the last heads would wait for the first ones, there may be room for all (``config.ALL_RESIDENT``).
+    """
+    if config.ALL_RESIDENT:
+        return key_heads(problem)
+    tiles = math.ceil(problem.total_k / dense_batch(problem) / config.BLOCK_N) * config.ROW_SPLITS
+    heads = math.ceil(2 * programs / max(tiles, 1)) + 1
+    if problem.deterministic:
+        heads = heads + swizzle if has_uneven_blocks(problem) else max(heads, 5 * swizzle // 2)
+    return min(heads, key_heads(problem))

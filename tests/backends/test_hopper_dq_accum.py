@@ -207,7 +207,7 @@ def run(
     C = SimpleNamespace(
         VARLEN=varlen, SEQUSED=False, DETERMINISTIC=swizzle > 0, GROUP=group, BLOCK_M=block_m,
         BLOCK_N=BLOCK_N, BLOCK_D=block_d, HAS_LEFT=False, HAS_RIGHT=False, HAS_CUTS=False,
-        ROW_SPLITS=row_splits, SEQUENCES_FIRST=False,
+        ROW_SPLITS=row_splits, COLUMN_SPLITS=1, SEQUENCES_FIRST=False,
     )  # fmt: skip
     numbers = BackwardSchedule(
         num_tiles=heads * batch * blocks, num_blocks=blocks, num_heads=heads, seqlen_q=longest_q,
@@ -338,7 +338,7 @@ def test_the_order_of_what_is_converted_is_that_of_what_was_stored() -> None:
         dq = torch.empty(ROWS * head_dim)
         C = SimpleNamespace(
             VARLEN=False, SEQUSED=False, GROUP=1, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=head_dim,
-            ROW_SPLITS=1, SEQUENCES_FIRST=False,
+            ROW_SPLITS=1, COLUMN_SPLITS=1, SEQUENCES_FIRST=False,
         )  # fmt: skip
         numbers = BackwardSchedule(1, 1, 1, ROWS, BLOCK_N, BLOCK_N, -1, -1, 0, 1)
         accum = DqAccum(AccumSizes(128 // block_m, 1, 1, head_dim // 8), None, Pointer(dq), None, None, None)

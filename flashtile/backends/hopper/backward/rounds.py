@@ -66,8 +66,8 @@ COSTS: dict[tuple[int, int, int], Costs] = {
 configurations of ``2026-11-27-h200-rounds.json``. The root of the mean squared error is 5 %. Unequal head
 sizes have few measurements: their costs lie between those of equal ones."""
 WIDE_COSTS = Costs(6.6, 2.2, 0.0)
-"""Costs of the kernel of dK and dV for head sizes over 128. Those over 256 have half as many rows in a step and
-were not measured."""
+"""Costs of the kernel of dK and dV for head sizes over 128. Those over 256 have half as many rows in a
+step and were not measured."""
 LAUNCH = {32: 7.5, 64: 7.5, 128: 10.5}
 """Query rows of a step -> time of the launches of the preprocess kernel and of the main kernel, without work.
 Steps of 128 rows have about twice as many instructions, which the first work tiles load."""

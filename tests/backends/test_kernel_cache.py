@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
 from triton.runtime import driver
 
 from flashtile.backends.common import first_calls, jit, kernel_cache
@@ -48,6 +51,21 @@ class Sizes(NamedTuple):
 @jit.kernel(do_not_specialize=["lengths", "n"])
 def structured(pointers, strides, lengths, n, BLOCK: tl.constexpr):
     tl.store(pointers.rows + strides.rows, lengths.inner.rows + n)
+
+
+@dataclass(frozen=True)
+class Variant:
+    BLOCK: int
+
+
+@jit.kernel()
+def of_variant(x_ptr, C: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, C.BLOCK), 1.0)
+
+
+@jit.gluon_kernel()
+def gluon_of_variant(x_ptr, C: gl.constexpr):
+    gl.store(x_ptr + gl.arange(0, C.BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0])), 1.0)
 
 
 class FakeDevice:
@@ -220,6 +238,19 @@ def test_who_listens_hears_every_kernel(compilations, monkeypatch):
     monkeypatch.setattr(knobs.compilation, "listener", lambda **found: heard.append(found["cache_hit"]))
     load_or_compile()
     assert heard == [True]
+
+
+@pytest.mark.parametrize("function", [of_variant, gluon_of_variant])
+@pytest.mark.parametrize("hook", ["jit_cache_hook", "jit_post_compile_hook"])
+def test_hooks_of_compilation_are_told_of_constants_that_json_lacks(monkeypatch, hook, function):
+    """vLLM's monitor of compilations is such a hook."""
+    monkeypatch.setattr(driver, "_active", FakeDevice())
+    heard = []
+    listener = lambda **found: heard.append(json.loads(found["compile"]["specialization_data"]))  # noqa: E731
+    monkeypatch.setattr(knobs.runtime, hook, listener)
+    function.device_caches.clear()
+    function.warmup(triton.MockTensor(tl.float32), Variant(128), grid=(1,))
+    assert [found["constant_vals"] for found in heard] == [["Variant(BLOCK=128)"]]
 
 
 def test_always_compile_is_heeded(compilations, monkeypatch):

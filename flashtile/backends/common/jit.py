@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 from collections.abc import Callable
 from types import CodeType, ModuleType
 from typing import Any
@@ -50,6 +51,29 @@ class _Kept:
             return bound, specialization, options
 
         return *others, bind
+
+    def _call_hook(self, hook: Any, *arguments: Any) -> Any:
+        """Call a compilation hook that somebody set, such as vLLM's monitor of compilations.
+
+        Triton writes the constants as JSON for it, which fails for those that are not numbers or text, such
+        as the variants of our kernels. The hook gets the text of such a constant.
+        """
+        if not hook:
+            return None
+        call: Any = super()._call_hook  # type: ignore[misc]
+        place = [*inspect.signature(call).parameters].index("constants")  # releases differ in the others
+        given = [hook, *arguments]
+        given[place] = {path: described(value) for path, value in given[place].items()}
+        return call(*given)
+
+
+def described(value: Any) -> Any:
+    """Return ``value`` if JSON can represent it, or else its text."""
+    try:
+        json.dumps(value)
+    except TypeError:
+        return repr(value)
+    return value
 
 
 def source_digest(function: Any) -> str:

@@ -487,27 +487,27 @@ def test_decode_of_several_blocks(page_size: int, seqlen_q: int, splits: dict[st
 
 
 ALIKE = {
-    "few rows": ([700], 9, {"causal": True}),
-    "two m_blocks": ([700], 60, {"causal": True}),
-    "shorter than its parts": ([40], 9, {}),
-    "a window": ([700, 650], 9, {"window_size": (300, 0)}),
-    "other lengths": ([900, 5], 9, {}),
+    "few rows": (2, [700], 9, {"causal": True}),
+    "two m_blocks": (4, [700], 60, {"causal": True}),
+    "shorter than its parts": (2, [40], 9, {}),
+    "a window": (3, [700, 650], 9, {"window_size": (300, 0)}),
+    "other lengths": (3, [900, 5], 9, {}),
 }
-"""Lengths, tokens, and arguments of calls that have equally many programs for each work tile."""
+"""Multiprocessors, lengths, tokens, and arguments of calls with equally many programs for each work tile."""
 
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_decode_with_equally_many_programs_for_each_work_tile(name: str) -> None:
-    """On a GPU with room for four programs."""
-    lengths, seqlen_q, more = ALIKE[name]
+    multiprocessors, lengths, seqlen_q, more = ALIKE[name]
     tensors, arguments = paged(lengths, (4, 1), seqlen_q=seqlen_q, device="cpu")
-    with mock.patch.object(device, "INTERPRETER_MULTIPROCESSORS", 4):
+    with mock.patch.object(device, "INTERPRETER_MULTIPROCESSORS", multiprocessors):
         problem = DecodeProblem.from_tensors(
             *tensors, CacheTensors(**arguments), DecodeOptions(backend="hopper")
         )
         config = hopper_decode.configure_decode(problem)
         assert decode_launch.is_stream_k(problem, config)
-        assert decode_launch.balanced_programs(problem, config) % 4 == 0
+        programs = decode_launch.balanced_programs(problem, config)
+        assert programs == multiprocessors * config.programs_per_sm
         check_decode(tensors, arguments, **more)
 
 

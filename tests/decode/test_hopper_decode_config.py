@@ -32,8 +32,10 @@ def of(batch: int, seqlen_q: int, **more: Any) -> DecodeProblem:
 @pytest.mark.parametrize(
     ("problem", "programs_per_sm", "programs"),
     [
-        (of(1, 8), 1, 128),
-        (of(8, 16), 1, 128),
+        (of(1, 8), 2, 264),
+        (of(8, 16), 2, 256),
+        (of(14, 8), 2, 264),
+        (of(15, 8), 1, None),
         (of(16, 8), 1, None),
         (of(12, 8), 2, 264),  # 96 work tiles: one program each would leave 36 multiprocessors idle
         (of(20, 8), 2, 264),
@@ -62,7 +64,8 @@ def test_programs(problem: DecodeProblem, programs_per_sm: int, programs: int | 
         (of(8, 4), False),  # divided by this kernel
         (of(32, 2), False),
         (of(32, 1, num_heads_q=128), False),  # one token
-        (of(32, 4, capacity=384), False),
+        (of(32, 4, capacity=1024), False),
+        (of(32, 4, capacity=1040), True),
         (of(32, 4, window_left=300), False),
         (of(32, 4, cache_dtype=FP8), False),
         (of(32, 4, page_size=8), False),

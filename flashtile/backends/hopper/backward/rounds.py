@@ -20,7 +20,7 @@ from flashtile.backends.common.launch import largest_divisor
 from flashtile.backends.hopper.backward.preprocess import dense_batch
 from flashtile.backends.hopper.backward.splits import (
     MAX_BYTES,
-    Rows,
+    RowBlocks,
     as_scheduled,
     average_lengths,
     candidates,
@@ -86,7 +86,7 @@ SUM = 4.0
 class Launch(NamedTuple):
     """The work of a launch, in whole blocks, so that calls of similar lengths share an estimate."""
 
-    rows: tuple[Rows, ...]
+    rows: tuple[RowBlocks, ...]
     """The query rows of each block of keys of a head, in the order of the queue."""
     heads: int
     """Number of key heads (:func:`key_heads`), each counted HEAD_SPLITS * COLUMN_SPLITS times."""

@@ -60,7 +60,7 @@ def part_bytes(problem: Problem) -> int:
     return 4 * problem.total_k * problem.num_heads_kv * (problem.head_dim + problem.head_dim_v)
 
 
-class Rows(NamedTuple):
+class RowBlocks(NamedTuple):
     """The blocks of query rows that see a block of keys, in all sequences of average length."""
 
     begin: int
@@ -70,7 +70,7 @@ class Rows(NamedTuple):
     block of keys under a mask with edges. Without edges, the keys past the end cost little."""
     full_end: int
 
-    def share(self, index: int, count: int) -> Rows:
+    def share(self, index: int, count: int) -> RowBlocks:
         """Return the share of one of ``count`` programs, as ``schedule.own_row_blocks`` does."""
         steps = self.end - self.begin
         first = self.begin + steps * index // count
@@ -83,8 +83,8 @@ class Rows(NamedTuple):
         return self.end - self.begin - max(full, 0)
 
 
-def rows_of_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[Rows, ...]:
-    """Return the :class:`Rows` of each block of keys, if the sequences have the average length."""
+def rows_of_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[RowBlocks, ...]:
+    """Return the :class:`RowBlocks` of each block of keys, if the sequences have the average length."""
     seqlen_q, seqlen_k = average_lengths(problem)
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     has_edges = left != UNLIMITED or right != UNLIMITED
@@ -97,13 +97,13 @@ def rows_of_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[Rows, 
         full_begin = 0 if right == UNLIMITED else max(last - offset - right, 0)
         full_end = seqlen_q if left == UNLIMITED else min(first - offset + left + 1, seqlen_q)
         if begin >= end:
-            rows.append(Rows(0, 0, 0, 0))
+            rows.append(RowBlocks(0, 0, 0, 0))
             continue
         first_full = math.ceil(full_begin / block_m)
         last_full = math.ceil(full_end / block_m) if full_end == seqlen_q else full_end // block_m
         if has_edges and first + block_n > seqlen_k:
             last_full = first_full
-        rows.append(Rows(begin // block_m, math.ceil(end / block_m), first_full, last_full))
+        rows.append(RowBlocks(begin // block_m, math.ceil(end / block_m), first_full, last_full))
     return tuple(rows)
 
 

@@ -53,6 +53,7 @@ _PAGED = DecodeProblem(
     lengths=True,
 )
 _CHUNK: dict[str, Any] = {"seqlen_q": 1024, "total_q": 8192}
+_WHOLE: dict[str, Any] = {"batch": 16, "total_q": 128}
 _MANY_SEQUENCES: dict[str, Any] = {"batch": 40, "total_q": 320}
 _FEATURES: dict[str, Any] = {
     "window_left": 1024,
@@ -104,7 +105,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         return
     for block_d, block_dv, cache_dtype, config in every_row():
         problem = replace(_PAGED, head_dim=block_d, head_dim_v=block_dv, cache_dtype=cache_dtype)
-        rows: tuple[dict[str, Any], ...] = ({}, _MANY_SEQUENCES, _CHUNK)
+        rows: tuple[dict[str, Any], ...] = ({}, _WHOLE, _CHUNK)
         problem = next(p for p in (replace(problem, **row) for row in rows) if choose(p) is config)
         fp8 = cache_dtype == FP8
         features = _FEATURES | ({"descale": "block"} if fp8 else {})

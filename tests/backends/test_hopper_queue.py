@@ -81,8 +81,9 @@ def make_queue(readers: int) -> SimpleNamespace:
         STAGES=slots,
     )
     for name in ("acquire", "wait", "release"):
-        code = getattr(channels.Channel, name).fn.__code__
-        setattr(queue, name, MethodType(type(make_queue)(code, FUNCTIONS), queue))
+        plain = getattr(channels.Channel, name).fn
+        function = type(make_queue)(plain.__code__, FUNCTIONS, name, plain.__defaults__)
+        setattr(queue, name, MethodType(function, queue))
     return queue
 
 

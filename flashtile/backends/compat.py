@@ -116,8 +116,8 @@ def launcher(
 
     Args:
         tensors: examples of the tensors of later calls. Each call may pass a tensor or its address, and
-            says with ``are_addresses=True`` that there is no tensor. The kernel receives addresses, which
-            saves a driver query per tensor.
+            ``are_addresses=True`` if all of them are addresses. The kernel receives addresses, which saves a
+            driver query per tensor.
         fixed: arguments after the tensors, the same for every launch.
         views: views that make TMA descriptors of the first tensors. None stands for a descriptor that the
             call does not use.

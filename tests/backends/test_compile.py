@@ -78,8 +78,10 @@ def telling() -> set[tuple[str, str]]:
 def shown_by(arch: str, case: CompileCase) -> set[tuple]:
     """Its kernel for the architecture, and the values of its constants, each with the kernel."""
     constants = constants_of(case)
-    width = constants.get("BLOCK_D")
-    if case.exhaustive or (width is not None and constants.get("BLOCK_DV", width) != width):
+    # The width of heads, since a tile of v may have half of the columns.
+    of_q, of_v = ("HEAD_DIM", "HEAD_DIM_V") if "HEAD_DIM" in constants else ("BLOCK_D", "BLOCK_DV")
+    width = constants.get(of_q)
+    if case.exhaustive or (width is not None and constants.get(of_v, width) != width):
         return set()
     kernel = kernel_of(case)
     values = ((VALUE, *kernel, *item) for item in constants.items() if item[0] not in WIDTHS)

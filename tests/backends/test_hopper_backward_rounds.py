@@ -22,8 +22,15 @@ from flashtile.backends.hopper import work_tiles
 from flashtile.backends.hopper.backward import rounds, schedule
 from flashtile.backends.hopper.backward.config import BackwardConfig, alternatives, choose
 from flashtile.backends.hopper.backward.launch import variant_of
-from flashtile.backends.hopper.backward.rounds import COSTS, busiest, launch_of, microseconds, variants
-from flashtile.backends.hopper.backward.splits import MAX_BYTES, as_scheduled
+from flashtile.backends.hopper.backward.rounds import (
+    COSTS,
+    busiest,
+    launch_of,
+    least_busiest,
+    microseconds,
+    variants,
+)
+from flashtile.backends.hopper.backward.splits import MAX_BYTES, as_scheduled, rows_of_blocks
 from flashtile.backends.hopper.forward.rounds import ENOUGH_ROUNDS
 from flashtile.problems.attention import Problem
 from flashtile.tools.bench.workload import Workload
@@ -266,5 +273,15 @@ def test_costs_exist_for_every_configuration() -> None:
     assert H200.multiprocessors == 132
 
 
-def test_estimates_are_kept_for_a_bounded_number_of_calls() -> None:
-    assert busiest.cache_info().maxsize == 1024
+def test_few_estimates_are_kept() -> None:
+    """Those of a long sequence are large."""
+    for kept in (busiest, launch_of, rounds.totals, rows_of_blocks):
+        assert (kept.cache_info().maxsize or math.inf) <= 64
+
+
+def test_the_bound_of_an_estimate_is_never_above_it() -> None:
+    """Estimates that cannot be the least are left out by this bound."""
+    for problem in sweep()[::7]:
+        for config in variants(problem, alternatives(problem)):
+            launch = launch_of(problem, config)
+            assert least_busiest(launch) <= busiest(launch) * (1 + 1e-9), (problem, config)

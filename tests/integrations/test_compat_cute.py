@@ -235,6 +235,7 @@ class TestCombine:
             ({"seqused": torch.ones(3, dtype=torch.int64)}, "seqused must"),
             ({"cu_seqlens": torch.zeros(4, dtype=torch.int32)}, "cu_seqlens and out_partial of 4 dimensions"),
             ({"return_lse": 1}, "return_lse"),
+            ({"seqused": torch.ones(3, dtype=torch.int32), "out_partial": torch.ones(3)}, "out_partial must"),
             ({"seqused": torch.ones(3, dtype=torch.int32), "out": torch.empty(3, 5, 3, 8)}, "out has dtype"),
         ],
     )
@@ -243,4 +244,4 @@ class TestCombine:
         if "out" in named:
             named = named | {"out_dtype": torch.float64}
         with pytest.raises((ValueError, TypeError), match=match):
-            interface.flash_attn_combine(out_partial, lse_partial, **named)
+            interface.flash_attn_combine(**{"out_partial": out_partial, "lse_partial": lse_partial} | named)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -118,11 +118,17 @@ def fastest(problem: Problem, configs: tuple[BackwardConfig, ...]) -> BackwardCo
     if not problem.total_q or not problem.total_k:
         return first
     whole = microseconds(problem, first)
-    times = {config: microseconds(problem, config) for config in variants(problem, configs)}
+    choices = tuple(variants(problem, configs))
+    bounds = {config: microseconds(problem, config, least_busiest) for config in choices}
+    times = {first: whole}
+    for config in sorted(choices, key=bounds.__getitem__):
+        if bounds[config] > EQUAL * min(times.values()):
+            break  # this one and the rest cannot be near the least time, and simulating them takes long
+        times[config] = microseconds(problem, config)
     least = min(times.values())
     if least >= WORTHWHILE * whole:
         return first
-    near = [config for config, time in times.items() if time <= EQUAL * least]
+    near = [config for config in choices if times.get(config, math.inf) <= EQUAL * least]
     return min(near, key=lambda config: (config.parts, config.ROW_SPLITS))
 
 
@@ -141,20 +147,26 @@ def variants(problem: Problem, configs: tuple[BackwardConfig, ...]) -> Iterator[
                 yield everywhere
 
 
-def microseconds(problem: Problem, config: BackwardConfig) -> float:
-    """Return the estimated time of a call with ``config``."""
+def microseconds(
+    problem: Problem, config: BackwardConfig, of_programs: Callable[[Launch], float] | None = None
+) -> float:
+    """Return the estimated time of a call with ``config``.
+
+    ``of_programs`` returns the time of the programs; None means :func:`busiest`.
+    """
     launch = launch_of(problem, config)
     width = problem.head_dim + problem.head_dim_v
     rows, keys = problem.total_q * problem.num_heads_q, problem.total_k * problem.num_heads_kv
     # out and dO are read, then q, k, v and dO; dq, dk and dv are written.
     moved = problem.dtype.itemsize * (rows * (2 * width + problem.head_dim_v) + 2 * keys * width)
-    time = LAUNCH[config.BLOCK_M] + moved / BYTES + busiest(launch)
+    time = LAUNCH[config.BLOCK_M] + moved / BYTES + (of_programs or busiest)(launch)
     time += accum_bytes(problem, launch) / ACCUM_BYTES
     if config.parts > 1:
         time += SUM + 2 * config.parts * part_bytes(problem) / BYTES
     return time
 
 
+@lru_cache(maxsize=64)
 def launch_of(problem: Problem, config: BackwardConfig) -> Launch:
     """Return the work of a call with ``config``. Packed sequences are assumed to be equally long."""
     scheduled = as_scheduled(problem, config.HEAD_SPLITS)
@@ -217,7 +229,28 @@ def queue(launch: Launch) -> Iterator[tuple[int, int]]:
         yield head, block
 
 
-@lru_cache(maxsize=1024)
+def least_busiest(launch: Launch) -> float:
+    """Return a lower bound of :func:`busiest`, from the mean load of programs and the longest work tile."""
+    tile, step, cut = launch.costs
+    steps, longest, cuts = totals(launch.rows)
+    mean = tile * len(launch.rows) * launch.row_splits + launch.group * (step * steps + cut * cuts)
+    longest_tile = tile + launch.group * step * (longest // launch.row_splits)
+    return max(mean * launch.heads / launch.programs, longest_tile) + conversion(launch)
+
+
+@lru_cache(maxsize=8)
+def totals(rows: tuple[RowBlocks, ...]) -> tuple[int, int, int]:
+    """Return the number of steps of all blocks of keys, the most of one block, and how many are cut."""
+    steps = [block.end - block.begin for block in rows]
+    return sum(steps), max(steps), sum(block.cut for block in rows)
+
+
+def conversion(launch: Launch) -> float:
+    """Return the time from the last addition to a head's dQ to the end of its conversion."""
+    return SIGNAL + CHUNK * launch.chunks if launch.chunks else 0.0
+
+
+@lru_cache(maxsize=64)
 def busiest(launch: Launch) -> float:
     """Return the estimated time of the programs, with the conversion of the dQ of the last heads.
 
@@ -225,7 +258,7 @@ def busiest(launch: Launch) -> float:
     ENOUGH_ROUNDS all programs end at about the same time, and the mean is returned.
     """
     costs = tile_costs(launch)
-    convert = SIGNAL + CHUNK * launch.chunks if launch.chunks else 0.0
+    convert = conversion(launch)
     if launch.tiles >= ENOUGH_ROUNDS * launch.programs:
         return launch.heads * sum(map(sum, costs)) / launch.programs + convert
     busy = [0.0] * launch.programs

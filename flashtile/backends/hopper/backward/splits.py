@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from flashtile.problems.attention import Problem
@@ -83,6 +84,7 @@ class RowBlocks(NamedTuple):
         return self.end - self.begin - max(full, 0)
 
 
+@lru_cache(maxsize=8)
 def rows_of_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[RowBlocks, ...]:
     """Return the :class:`RowBlocks` of each block of keys, if the sequences have the average length."""
     seqlen_q, seqlen_k = average_lengths(problem)

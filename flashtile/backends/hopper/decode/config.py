@@ -35,13 +35,13 @@ a program's mean load."""
 
 
 SHORT_BYTES = 2**19
-"""Bytes of keys and values of a short work tile, for which the portable kernel is faster. With 4 tokens and 8
-key heads on an H200, Hopper's takes 7 % more time for 128 sequences of 512 keys (0.25 MiB), and 11 % less for
-16 sequences of 2048 keys (1 MiB)."""
+"""Work tiles of at most this many bytes of keys and values are short, and the portable kernel is faster. With
+4 tokens and 8 key heads on an H200, Hopper's takes 7 % more time for 128 sequences of 512 keys (0.25 MiB) and
+11 % less for 16 sequences of 2048 keys (1 MiB)."""
 
 
 def fill(work_tiles: int, programs: int) -> bool:
-    """Whether most of the programs are busy if each work tile has equally many, at least one."""
+    """Whether most programs are busy if each work tile gets the same number of programs, at least one."""
     return programs // max(work_tiles, 1) * work_tiles >= MIN_FILLED * programs
 
 
@@ -82,7 +82,7 @@ class HopperDecodeConfig(DecodeConfig):
     def takes_few_rows(
         self, tokens: int, rows: int, work_tiles: int, multiprocessors: int, tile_bytes: float
     ) -> bool:
-        """Whether to prefer this kernel for at most 16 rows per key head, over pages of 16 bits.
+        """Whether to prefer this kernel for at most 16 rows per key head, over pages of 16-bit numbers.
 
         It is faster than the portable kernel if there are several tokens, more than half of the 16 rows, and
         work tiles that stay whole in this kernel and are not short.

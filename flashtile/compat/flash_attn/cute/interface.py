@@ -220,6 +220,8 @@ def flash_attn_combine(
 
 def _used_rows(out_partial: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None) -> Tensor:
     """Return which rows of partial results are used: (batch, seqlen), or (total,) if they are packed."""
+    if out_partial.dim() not in (4, 5):
+        raise ValueError(f"out_partial must have 4 or 5 dimensions, got shape {tuple(out_partial.shape)}")
     packed = out_partial.dim() == 4
     if packed != (cu_seqlens is not None):
         raise ValueError(
@@ -230,14 +232,17 @@ def _used_rows(out_partial: Tensor, cu_seqlens: Tensor | None, seqused: Tensor |
         check_offsets("cu_seqlens", cu_seqlens, out_partial)
     batch = out_partial.shape[1] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     check_int32("seqused", seqused, (batch,), "(batch,)", out_partial)
-    rows = torch.arange(out_partial.shape[-3], device=out_partial.device)
+    rows = torch.arange(out_partial.shape[-3], dtype=torch.int32, device=out_partial.device)
     if cu_seqlens is None:
         assert seqused is not None
         return rows < seqused[:, None]
+    if batch == 0:
+        return torch.zeros_like(rows, dtype=torch.bool)
     begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
     if seqused is not None:
         ends = torch.minimum(begins + seqused, ends)
-    return ((rows >= begins[:, None]) & (rows < ends[:, None])).any(0)
+    sequence = torch.searchsorted(cu_seqlens[1:], rows, right=True).clamp_(max=batch - 1)
+    return (rows >= begins[sequence]) & (rows < ends[sequence])
 
 
 def get_scheduler_metadata(*others: Any, **named: Any) -> None:

@@ -78,10 +78,11 @@ def telling() -> set[tuple[str, str]]:
 def shown_by(arch: str, case: CompileCase) -> set[tuple]:
     """Its kernel for the architecture, and the values of its constants, each with the kernel."""
     constants = constants_of(case)
-    # The width of heads, since a tile of v may have half of the columns.
-    of_q, of_v = ("HEAD_DIM", "HEAD_DIM_V") if "HEAD_DIM" in constants else ("BLOCK_D", "BLOCK_DV")
-    width = constants.get(of_q)
-    if case.exhaustive or (width is not None and constants.get(of_v, width) != width):
+    width, of_heads = constants.get("BLOCK_D"), constants.get("HEAD_DIM")
+    differ = width is not None and constants.get("BLOCK_DV", width) != width
+    if of_heads is not None:  # tiles of v may have half of the columns
+        differ = differ and constants["HEAD_DIM_V"] != of_heads
+    if case.exhaustive or differ:
         return set()
     kernel = kernel_of(case)
     values = ((VALUE, *kernel, *item) for item in constants.items() if item[0] not in WIDTHS)

@@ -101,6 +101,10 @@ class Into(Operation):
         launch = self.of.prepared(tensors[: self._first], optional, options)
         return LaunchInto(launch, self, tensors, optional)
 
+    def launch_on_meta(self, tensors: tuple, optional: Any, options: Any, target: Any = None) -> None:
+        """Launch the operation without buffers, which needs the same kernels."""
+        self.of.launch_on_meta(tensors[: self._first], optional, options, target)
+
     def refuse_gradients(self, buffers: tuple, names: Iterable[str], tensors: tuple) -> None:
         """Refuse tensors that require grad: no gradient flows through memory that is written in place."""
         for name, buffer in zip(self.buffers, buffers, strict=True):

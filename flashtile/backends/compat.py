@@ -187,6 +187,12 @@ def launcher(
     return with_fixed(fixed)
 
 
+def load(compiled: Any) -> None:
+    """Load a compiled kernel to the current GPU, and make its launchers, which Triton may have to compile."""
+    if compiled.module is None:  # not loaded yet
+        _for_leaves(compiled)
+
+
 def _for_leaves(compiled: Any) -> tuple[Any, tuple]:
     """Return (launcher, types of the kernel's arguments). The launcher takes structures field by field.
 

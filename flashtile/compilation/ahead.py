@@ -8,11 +8,13 @@ is killed.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ import torch
 
 from flashtile.backends.common.device import Target, capability, multiprocessors
 from flashtile.compilation.calls import Call, read_calls
-from flashtile.compilation.compiling import Compiled, Source, compile_calls
+from flashtile.compilation.compiling import Compiled, Source, compile_calls, launches
 from flashtile.version import __version__
 
 Sources = Iterable[Source] | Callable[[], Iterable[Source]]
@@ -98,6 +100,47 @@ def compile_in_process(calls: Sources, target: Target, workers: int | None = Non
         if not done.failures:
             note.touch()
     return done
+
+
+def compile_for_engine(
+    calls: Sources, device: torch.device, logger: logging.Logger, workers: int | None = None
+) -> Compiled | None:
+    """Compile the kernels of an engine's steps by :func:`compile_in_process`, and log their number.
+
+    If that fails, a warning is logged, and the result is None. Kernels are then compiled when they are
+    needed.
+
+    Args:
+        calls: the calls of the steps.
+        device: the engine's NVIDIA GPU.
+        logger: the engine's logger.
+        workers: number of processes that compile; by default one for each core, at most 16.
+    """
+    begun = time.monotonic()
+    try:
+        done = compile_in_process(calls, target_of(device), workers)
+    except (RuntimeError, OSError) as error:
+        logger.warning("kernels are compiled when requests need them: %s", error)
+        return None
+    for failure in done.failures:
+        logger.warning("a kernel of the engine was not compiled ahead: %s", failure.reason)
+    logger.info("%d kernels compiled in %.1f s", done.kernels, time.monotonic() - begun)
+    return done
+
+
+def load(calls: Iterable[Source], target: Target) -> None:
+    """Load the compiled kernels of calls into this process, and to its current GPU.
+
+    The first launch of a kernel then compiles nothing and reads no file. In particular, Triton calls no hook
+    that observes compilations; it does so even for a kernel that it finds in its cache. A kernel that is in no
+    cache is compiled.
+
+    Raises:
+        NotImplementedError: no backend with kernels serves a call on this GPU.
+    """
+    for call in calls:
+        for launch, tensors in launches(call, target):
+            launch.load(tensors)
 
 
 def _compile(task: bytes, folders: str) -> Compiled:

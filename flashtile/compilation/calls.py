@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -83,6 +83,38 @@ class Call:
         made = (value.on_meta() if isinstance(value, Signature) else value for value in values)
         tensors, optional, options = operation.split(tuple(made))
         return operation.normalized(tensors), optional, options
+
+
+def resized(call: Call, batch: int, tokens: int, longest: int) -> Call:
+    """Return a copy of an attention call, or of a write to a cache, with other sizes.
+
+    Args:
+        call: the call to copy. Its tokens are the first dimension of its tensors.
+        batch: number of sequences.
+        tokens: number of new tokens of all sequences.
+        longest: largest number of new tokens of a sequence.
+    """
+    first = dict.fromkeys(("q", "k", "v", "q_rotated", "out", "slot_mapping"), tokens)
+    first |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new"), batch + 1)
+    first |= dict.fromkeys(("cache_seqlens", "block_table", "seqused_k"), batch)
+    arguments = []
+    for name, value in call.arguments:
+        if isinstance(value, Signature) and name in first:
+            value = replace(value, shape=(first[name], *value.shape[1:]))
+        elif name in ("max_seqlen_q", "max_seqlen_k", "max_seqlen_k_new"):
+            value = longest
+        arguments.append((name, value))
+    return Call(call.operation, tuple(arguments))
+
+
+def sizes_between(least: int, most: int, parts: int = 2) -> list[int]:
+    """Return sizes from ``least`` to ``most`` in ascending order, by which kernels are found.
+
+    These are the powers of two, ``parts - 1`` evenly spaced sizes between successive powers, and ``most``.
+    """
+    powers = (2**i for i in range(most.bit_length()))
+    found = {power + power * part // parts for power in powers for part in range(parts)}
+    return sorted(size for size in {*found, most} if least <= size <= most)
 
 
 def calls_of(remembered: Remembered) -> list[Call]:

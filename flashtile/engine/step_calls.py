@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -19,7 +18,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashtile.api.decode import copy_blocks
-from flashtile.compilation.calls import Call, Signature, calls_of
+from flashtile.backends.common.device import is_nvidia
+from flashtile.compilation.calls import Call, calls_of, resized, sizes_between
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.device import MAX_GRAPH_BATCH, graph_batch
 from flashtile.engine.model import FEW_ROWS, Experts, Model, StepInput
@@ -75,19 +75,10 @@ def warm_up(device: torch.device, models: Sequence[tuple[ModelConfig, Limits, bo
         device: the engine's device. If it is no NVIDIA GPU, nothing is compiled.
         models: arguments of :func:`step_calls` for each model of the engine.
     """
-    if device.type != "cuda" or torch.version.hip is not None:
-        return
-    from flashtile.compilation.ahead import compile_in_process, target_of
+    if is_nvidia(device):
+        from flashtile.compilation.ahead import compile_for_engine
 
-    begun = time.monotonic()
-    try:
-        done = compile_in_process(functools.partial(calls_of_all, models), target_of(device))
-    except (RuntimeError, OSError) as error:
-        logger.warning("kernels are compiled when requests need them: %s", error)
-        return
-    for failure in done.failures:
-        logger.warning("a kernel of the engine was not compiled ahead: %s", failure.reason)
-    logger.info("%d kernels compiled in %.1f s", done.kernels, time.monotonic() - begun)
+        compile_for_engine(functools.partial(calls_of_all, models), device, logger)
 
 
 def calls_of_all(models: Sequence[tuple[ModelConfig, Limits, bool]]) -> list[Source]:
@@ -121,7 +112,7 @@ def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> lis
         for step in _steps(limits, drafts):
             model.hidden(step, k_cache, v_cache)
         most = max(LOGITS_ROWS, limits.max_num_seqs * limits.verified)
-        for rows in {*range(1, FEW_ROWS + 1), *_sizes(1, most)}:
+        for rows in {*range(1, FEW_ROWS + 1), *sizes_between(1, most)}:
             model.own_logits(torch.empty(rows, config.hidden_size, dtype=dtype))
         for pairs in (1, 2, 64):
             copy_blocks(k_cache, v_cache, torch.zeros(pairs, 2, dtype=torch.int64))
@@ -152,27 +143,6 @@ def _is_chunk(call: Call) -> bool:
     return "cu_seqlens_q" in names and "tree_mask" not in names
 
 
-def resized(call: Call, batch: int, tokens: int, longest: int) -> Call:
-    """Return a copy of an attention call with other sizes.
-
-    Args:
-        call: the call to copy.
-        batch: number of sequences.
-        tokens: number of new tokens of all sequences.
-        longest: largest number of new tokens of a sequence.
-    """
-    first = dict.fromkeys(("q", "k", "v", "q_rotated"), tokens)
-    first |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k_new"), batch + 1)
-    arguments = []
-    for name, value in call.arguments:
-        if isinstance(value, Signature) and name in (*first, "cache_seqlens", "block_table", "seqused_k"):
-            value = replace(value, shape=(first.get(name, batch), *value.shape[1:]))
-        elif name in ("max_seqlen_q", "max_seqlen_k_new"):
-            value = longest
-        arguments.append((name, value))
-    return Call(call.operation, tuple(arguments))
-
-
 def _weights(config: ModelConfig, dtype: torch.dtype, world: int) -> Callable[[str], torch.Tensor]:
     """Return a function that maps a weight's name to an empty tensor with the shape of one rank's shard."""
     whole = parameters(config)
@@ -188,24 +158,14 @@ def _weights(config: ModelConfig, dtype: torch.dtype, world: int) -> Callable[[s
     return weight
 
 
-def _sizes(least: int, most: int, parts: int = 2) -> list[int]:
-    """Return sizes from ``least`` to ``most`` in ascending order.
-
-    These are the powers of two, ``parts - 1`` evenly spaced sizes between successive powers, and ``most``.
-    """
-    powers = (2**i for i in range(most.bit_length()))
-    found = {power + power * part // parts for power in powers for part in range(parts)}
-    return sorted(size for size in {*found, most} if least <= size <= most)
-
-
 def _chunks(limits: Limits) -> Iterator[tuple[int, int, int]]:
     """Yield the sizes of steps that contain chunks of prompts.
 
     Each item is (number of sequences, number of tokens, largest number of tokens of a sequence).
     """
     budget = limits.max_num_batched_tokens
-    for batch in _sizes(1, min(limits.max_num_seqs, budget - 1), parts=4):
-        for longest in _sizes(2, min(limits.max_model_len, budget - batch + 1)):
+    for batch in sizes_between(1, min(limits.max_num_seqs, budget - 1), parts=4):
+        for longest in sizes_between(2, min(limits.max_model_len, budget - batch + 1)):
             fewest, most = batch - 1 + longest, min(batch * longest, budget)
             for tokens in sorted({fewest, int((fewest * most) ** 0.5), most}):
                 yield batch, tokens, longest
@@ -224,7 +184,7 @@ def _steps(limits: Limits, drafts: bool) -> Iterator[StepInput]:
         yield step(batch, batch * width, width, slots=True)
     budget = limits.max_num_batched_tokens
     few = range(2, min(FEW_ROWS, budget) + 1)
-    for tokens in sorted({*few, *_sizes(2, budget), min(budget, limits.max_model_len)}):
+    for tokens in sorted({*few, *sizes_between(2, budget), min(budget, limits.max_model_len)}):
         yield step(1, tokens, tokens)
         if limits.max_num_seqs > 1 and tokens > 2:
             yield step(2, tokens, tokens - 1)
@@ -239,7 +199,7 @@ def _verified_tokens(limits: Limits, batches: list[int]) -> list[int]:
         return []
     most = limits.max_num_seqs * limits.verified
     padded = {batch * limits.verified for batch in batches} if limits.captured else set()
-    free = {*range(2, min(FEW_ROWS, most) + 1), *_sizes(2, most)}
+    free = {*range(2, min(FEW_ROWS, most) + 1), *sizes_between(2, most)}
     beyond = {tokens for tokens in free if not limits.captured or tokens > MAX_GRAPH_BATCH}
     return sorted({*padded, *beyond})
 
@@ -253,9 +213,9 @@ def _batches(limits: Limits) -> list[int]:
     most = limits.max_num_seqs
     padded = {graph_batch(batch) for batch in range(1, min(most, MAX_GRAPH_BATCH) + 1)}
     if limits.captured:
-        beyond = [batch for batch in _sizes(1, most) if batch > MAX_GRAPH_BATCH]
+        beyond = [batch for batch in sizes_between(1, most) if batch > MAX_GRAPH_BATCH]
         return sorted({*padded, *beyond})
-    return sorted({*range(1, min(FEW_ROWS, most) + 1), *_sizes(1, most)})
+    return sorted({*range(1, min(FEW_ROWS, most) + 1), *sizes_between(1, most)})
 
 
 def _step(

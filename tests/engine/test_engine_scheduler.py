@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from flashtile.compilation.calls import Call
+from flashtile.compilation.calls import Call, sizes_between
 from flashtile.engine.config import parse_config
 from flashtile.engine.request import Request, State
 from flashtile.engine.sampling_params import SamplingParams
 from flashtile.engine.scheduler import COPY, SWAP_IN, SWAP_OUT, Scheduler
-from flashtile.engine.step_calls import Limits, _chunks, _sizes, _verified_tokens, step_calls
+from flashtile.engine.step_calls import Limits, _chunks, _verified_tokens, step_calls
 from flashtile.kv_cache import BlockManager
 
 
@@ -210,8 +210,8 @@ def test_random_programs_lose_nothing(seed, host_blocks):
 
 def test_sizes_of_steps_that_are_compiled_ahead():
     """The bounds, the powers of two between them, and sizes between these."""
-    assert _sizes(1, 20) == [1, 2, 3, 4, 6, 8, 12, 16, 20]
-    assert _sizes(5, 17, parts=4) == [5, 6, 7, 8, 10, 12, 14, 16, 17]
+    assert sizes_between(1, 20) == [1, 2, 3, 4, 6, 8, 12, 16, 20]
+    assert sizes_between(5, 17, parts=4) == [5, 6, 7, 8, 10, 12, 14, 16, 17]
     limits = Limits(64, max_num_seqs=2, max_num_batched_tokens=8, captured=False)
     assert list(_chunks(limits)) == [
         (1, 2, 2), (1, 3, 3), (1, 4, 4), (1, 6, 6), (1, 8, 8),

@@ -97,7 +97,8 @@ class Step:
             num_reqs=len(queries) + empty,
             num_actual_tokens=self.tokens + (padding if empty else 0),
             max_query_len=max(queries),
-            max_seq_len=4 * PAGE,
+            max_seq_len=max(lengths),
+            seq_lens_cpu_upper_bound=torch.tensor(lengths + [0] * empty, dtype=torch.int32),
             block_table_tensor=table,
             slot_mapping=torch.tensor(slots + [-1] * padding),
             causal=causal,
@@ -363,6 +364,95 @@ def test_batch_invariance_of_wide_heads(invariant, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     chosen = [invariant.Impl(1, head_dim, 1.0).options.backend for head_dim in (64, 128, 256)]
     assert chosen == [None, None, "portable"]
+
+
+# ---- prompts whose keys are all new ----
+
+PROMPTS = {"one": ((9,), (0,)), "several": ((9, 1, 17), (0, 0, 0))}
+CACHED = [case for case in CASES if case != "cross attention"]
+
+
+def run_on_new(backend, step, impl, tensors, made=None):
+    """Return the rows that are not padding, computed while the cache is full of NaN."""
+    q, k, v = tensors
+    cache, _ = make_cache(backend, dtype=q.dtype, heads=k.shape[1])
+    out = torch.full_like(q, torch.nan)
+    impl.forward(make_layer(), q, k, v, cache.fill_(torch.nan), made or metadata(backend, step), output=out)
+    return out[: step.tokens]
+
+
+@pytest.mark.parametrize("case", CACHED)
+@pytest.mark.parametrize("name", PROMPTS)
+def test_first_chunks_attend_to_the_tokens_of_the_step(backend, case, name):
+    given, options = CASES[case]
+    step = Step(backend, *PROMPTS[name])
+    q, k, v = step.tensors(heads_kv=given.get("num_kv_heads", HEADS_KV))
+    assert metadata(backend, step).is_all_new
+    out = run_on_new(backend, step, make_impl(backend, **given), (q, k, v))
+    keys, values = (torch.zeros(BLOCKS, PAGE, *t.shape[1:], dtype=t.dtype) for t in (k, v))
+    slots = step.common.slot_mapping[: step.tokens]
+    keys[slots // PAGE, slots % PAGE], values[slots // PAGE, slots % PAGE] = k[: step.tokens], v[: step.tokens]
+    exact, plain = (step.exact(q, keys, values, up, causal=True, **options) for up in (torch.float64, None))
+    comparison = testing.compare("out", out, exact, plain)
+    assert comparison.holds, comparison
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", PROMPTS)
+def test_first_chunks_are_as_exact_as_over_the_cache(newest, dtype, name):
+    assert_exact(newest, Step(newest, *PROMPTS[name]), dtype=dtype)
+    assert_exact(newest, Step(newest, *PROMPTS[name], causal=False), dtype=dtype)
+
+
+NOT_ALL_NEW = {
+    "a prefix": {"queries": (9, 5), "before": (0, 1)}, "a prefix of the longest": {"queries": (9,), "before": (7,)},
+    "one query each": {"queries": (1, 1), "before": (0, 0)}, "decoding": {"queries": (9, 1), "before": (0, 3)},
+    "padded sequences": {"queries": (9, 9), "before": (0, 0), "empty": 1, "lengths": (9, 9)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_ALL_NEW)
+def test_steps_with_earlier_keys_read_the_cache(backend, name):
+    given = dict(NOT_ALL_NEW[name])
+    lengths = given.pop("lengths", None)
+    step = Step(backend, **given)
+    if lengths is not None:
+        step.common.seq_lens_cpu_upper_bound = torch.tensor(lengths)
+    assert not metadata(backend, step).is_all_new
+    assert_exact(backend, step)
+
+
+def test_bounds_of_lengths_that_are_not_exact_read_the_cache(newest):
+    """A length on the host may be larger than on the device."""
+    step = Step(newest, (9, 5), (0, 0))
+    step.common.seq_lens_cpu_upper_bound[1] += 1
+    assert not metadata(newest, step).is_all_new
+    step.common.seq_lens_cpu_upper_bound = None
+    assert not metadata(newest, step).is_all_new
+
+
+def test_captured_steps_read_the_cache(backend):
+    """Their graph is replayed for sequences with earlier keys."""
+    step = Step(backend, (9, 5), (0, 0))
+    builder = object.__new__(backend.Builder)
+    builder.min_queries = builder.min_encoder_len = 0
+    assert builder.build(0, step.common).is_all_new
+    assert not builder.build_for_cudagraph_capture(step.common).is_all_new
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"attn_type": "encoder_decoder"}, {"kv_sharing_target_layer_name": "other"}, {"kv_cache_dtype": "fp8"}],
+    ids=str,
+)
+def test_layers_that_read_the_cache_in_all_steps(newest, given):
+    """Their cache has other keys than the step, or rounded ones."""
+    assert not make_impl(newest, **given).takes_new
+    assert make_impl(newest).takes_new
+
+
+def test_batch_invariant_layers_read_the_cache_in_all_steps(invariant):
+    assert not make_impl(invariant).takes_new
 
 
 # ---- launches by address ----

@@ -139,6 +139,13 @@ class CachedLaunch:
         """Compile the kernel for these tensors, which may be on torch's "meta" device, without a launch."""
         return self.kernel.warmup(*self.arguments(tensors), grid=self._grid, **self.options)
 
+    def load(self, tensors: tuple) -> None:
+        """Compile the kernel as :meth:`compile_ahead` does, and load it to the current GPU.
+
+        The first launch with such tensors then finds the kernel in this process.
+        """
+        compat.load(self.compile_ahead(tensors))
+
     def arguments(self, tensors: tuple) -> tuple:
         """Return the kernel's arguments for these tensors."""
         pointers = self._pointers

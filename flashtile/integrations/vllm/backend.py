@@ -26,7 +26,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from flashtile.api.attention import flash_attn_varlen_func
+from flashtile.api.attention import flash_attn_func, flash_attn_varlen_func
 from flashtile.integrations.paged import INVARIANT_QUERIES, PagedAttention, Step, rounded_queries
 from flashtile.integrations.vllm import releases
 from flashtile.problems.decode import FP8, MAX_HEAD_DIM
@@ -136,6 +136,8 @@ class Metadata(Step, AttentionMetadata):
     max_seq_len: int
     slot_mapping: Tensor
     causal: bool
+    is_all_new: bool
+    """Whether all keys of all sequences are tokens of this step, as in the first chunks of prompts."""
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
@@ -174,8 +176,15 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             block_table=common.block_table_tensor[:num_reqs],
             slot_mapping=common.slot_mapping,
             causal=bool(common.causal),
+            is_all_new=_is_all_new(common, num_reqs),
             is_one_query_each=queries == 1 and num_tokens == num_reqs,
         )
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
+        """Return the metadata of a captured step. Its layers read the cache, as all replays may have to."""
+        captured = self.build(0, common_attn_metadata)
+        captured.is_all_new = False
+        return captured
 
     def update_block_table(self, metadata: Metadata, blk_table: Tensor, slot_mapping: Tensor) -> Metadata:
         """Return a copy of the metadata with the block table and slots of another group of layers."""
@@ -185,6 +194,21 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
         """Do nothing, because the metadata has views of the lengths, and no other field depends on them."""
+
+
+def _is_all_new(common: Any, num_reqs: int) -> bool:
+    """Whether the tokens of a step are all keys of its sequences, of which one has several tokens.
+
+    vLLM's lengths on the host are upper bounds. No sequence has fewer keys than tokens in the step, so if the
+    bounds add up to the number of tokens, they are exact.
+    """
+    lengths = common.seq_lens_cpu_upper_bound
+    return (
+        common.max_seq_len == common.max_query_len > 1
+        and lengths is not None
+        and len(lengths) == num_reqs
+        and int(lengths.sum()) == int(common.query_start_loc_cpu[num_reqs])
+    )
 
 
 class Impl(AttentionImpl[Metadata], PagedAttention):
@@ -227,13 +251,20 @@ class Impl(AttentionImpl[Metadata], PagedAttention):
         self.window = left, left
         self.has_cache = attn_type not in WITHOUT_CACHE
         sizes = num_heads, head_size, head_size
-        PagedAttention.__init__(self, self.scale, self.softcap, left, bool(envs.VLLM_BATCH_INVARIANT), sizes)
+        invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        PagedAttention.__init__(self, self.scale, self.softcap, left, invariant, sizes)
         self.scales: tuple[Tensor, Tensor] | None = None
         self._filled: tuple[float, float] | None = None
         if kv_cache_dtype in FP8_DTYPES and self.has_cache:
             k_scale, v_scale = torch.ones(2, self.num_kv_heads, dtype=torch.float32).unbind()
             self.scales = k_scale, v_scale
             self._filled = 1.0, 1.0
+        is_own = attn_type == AttentionType.DECODER and kv_sharing_target_layer_name is None
+        self.takes_new = is_own and self.scales is None and not invariant
+        """Whether steps whose keys are all new may attend to ``key`` and ``value`` instead of the cache.
+
+        An FP8 cache has rounded them. In batch-invariant mode a sequence gives the same bits in all steps.
+        """
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -268,18 +299,29 @@ class Impl(AttentionImpl[Metadata], PagedAttention):
         step = attn_metadata
         if step is None:
             return output.fill_(0)
-        if not self.has_cache:
-            offsets, most = step.query_start_loc, step.max_encoder_len
-            flash_attn_varlen_func(
-                query, key, value, offsets, offsets, most, most, softmax_scale=self.scale,
-                window_size=self.window, softcap=self.softcap, alibi_slopes=self.alibi_slopes,
-                sink=self.sinks, out=output,
-            )  # fmt: skip
+        if not self.has_cache or (step.is_all_new and self.takes_new):
+            self._attend_to_new(query, key, value, output, step)
             return output
         self.attend(
             query, (kv_cache,), output, step, step.causal, self.alibi_slopes, self.sinks, *self._scales(layer)
         )
         return output
+
+    def _attend_to_new(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, step: Metadata) -> None:
+        """Compute attention to the step's own keys and values, without the cache."""
+        given = query, key, value, output
+        causal = step.causal and self.has_cache
+        options: dict[str, Any] = {
+            "softmax_scale": self.scale, "window_size": self.window, "causal": causal, "softcap": self.softcap,
+            "alibi_slopes": self.alibi_slopes, "sink": self.sinks,
+        }  # fmt: skip
+        if self.has_cache and step.seq_lens.shape[0] == 1:  # no offsets to read, no padding to fill with 0
+            q, k, v, out = (tensor[None, : step.num_actual_tokens] for tensor in given)
+            flash_attn_func(q, k, v, out=out, **options)
+        else:
+            q, k, v, out = given
+            offsets, most = step.query_start_loc, step.max_encoder_len
+            flash_attn_varlen_func(q, k, v, offsets, offsets, most, most, out=out, **options)
 
     def _keys_and_values(self, cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Return views of the layer's keys and values."""

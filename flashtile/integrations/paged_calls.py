@@ -1,0 +1,84 @@
+"""The operator calls that an engine's steps make over a paged cache, listed before requests come.
+
+A plug-in makes two or three steps on fake tensors, for which nothing is computed. Their calls are copied with
+the sizes of other steps. Kernels are chosen by ranges of these sizes. All numbers of sequences are listed for
+steps with equally many queries of each, and representative sizes for other steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flashtile.compilation.calls import Call, calls_of, resized, sizes_between
+from flashtile.integrations.paged import rounded_queries
+from flashtile.op.operation import remembering
+
+PARTS = 4
+"""Sizes that are listed between two powers of two."""
+Sizes = tuple[int, int, int]
+"""Numbers of a step: sequences, tokens, and tokens of the longest sequence."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The settings of an engine that decide which kernels its steps need.
+
+    Attributes:
+        max_num_seqs, max_num_batched_tokens: maximum numbers of sequences and of tokens of a step.
+        verified: number of new tokens of a sequence in speculative decoding; 1 without it.
+        min_queries: lower bound of ``Step.max_query_len``.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    verified: int = 1
+    min_queries: int = 0
+
+
+def calls_in(steps: Callable[[], None]) -> list[Call]:
+    """Return the calls of a function, which are made on fake tensors. Real tensors may be among them."""
+    with torch.no_grad(), remembering() as remembered, FakeTensorMode(allow_non_fake_inputs=True):
+        steps()
+    return calls_of(remembered)
+
+
+def step_calls(ones: Iterable[Call], chunks: Iterable[Call], limits: Limits) -> list[Call]:
+    """Return copies of calls with the sizes of all steps, as far as these need other kernels.
+
+    Args:
+        ones: calls of a step with one query of each sequence.
+        chunks: calls of a step whose sequences have any number of queries.
+        limits: the engine's settings.
+    """
+    most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    decoding = [resized(call, n, n, 1) for call in ones for n in range(1, most + 1)]
+    mixed = [resized(call, *sizes) for sizes in chunk_sizes(limits) for call in chunks]
+    return list(dict.fromkeys((*decoding, *mixed)))
+
+
+def chunk_sizes(limits: Limits) -> Iterator[Sizes]:
+    """Yield the sizes of steps with chunks of prompts or with several tokens to verify.
+
+    The tokens of the longest sequence are rounded as in :attr:`Step.max_query_len`.
+    """
+    budget, least = limits.max_num_batched_tokens, limits.min_queries
+    for batch in range(1, min(limits.max_num_seqs, budget // limits.verified) + 1):
+        yield batch, batch * limits.verified, rounded_queries(limits.verified, least)
+    roundings = dict.fromkeys(rounded_queries(1 << i, least) for i in range(1, budget.bit_length() + 1))
+    for longest in roundings:
+        shortest = longest // 2 + 1 if longest > least else 1
+        for batch in sizes_between(1, min(limits.max_num_seqs, budget - shortest + 1), PARTS):
+            fewest, most = batch - 1 + shortest, min(batch * longest, budget)
+            if fewest <= most:
+                for tokens in _spread(fewest, most):
+                    yield batch, tokens, longest
+
+
+def _spread(fewest: int, most: int) -> list[int]:
+    """Return numbers from ``fewest`` to ``most``, in a geometric series."""
+    ratio = most / fewest
+    return sorted({round(fewest * ratio ** (i / PARTS)) for i in range(PARTS + 1)})

@@ -23,7 +23,7 @@ import torch
 
 from flashtile.backends.common.device import Target, capability, multiprocessors
 from flashtile.compilation.calls import Call, read_calls
-from flashtile.compilation.compiling import Compiled, Source, compile_calls, launches
+from flashtile.compilation.compiling import Compiled, Source, compile_calls, launches, representatives
 from flashtile.version import __version__
 
 Sources = Iterable[Source] | Callable[[], Iterable[Source]]
@@ -128,19 +128,22 @@ def compile_for_engine(
     return done
 
 
-def load(calls: Iterable[Source], target: Target) -> None:
-    """Load the compiled kernels of calls into this process, and to its current GPU.
+def compile_and_load(calls: Iterable[Source], device: torch.device, logger: logging.Logger) -> None:
+    """Compile kernels by :func:`compile_for_engine`, and load them into this process and to its current GPU.
 
     The first launch of a kernel then compiles nothing and reads no file. In particular, Triton calls no hook
-    that observes compilations; it does so even for a kernel that it finds in its cache. A kernel that is in no
-    cache is compiled.
-
-    Raises:
-        NotImplementedError: no backend with kernels serves a call on this GPU.
+    that observes compilations, as it does even for a kernel that it finds in its cache.
     """
-    for call in calls:
-        for launch, tensors in launches(call, target):
-            launch.load(tensors)
+    target = target_of(device)
+    few = representatives(calls, target)
+    done = compile_for_engine(few, device, logger)
+    if done is None:
+        return
+    failed = {failure.call for failure in done.failures}
+    for call in few:
+        if call not in failed:
+            for launch, tensors in launches(call, target):
+                launch.load(tensors)
 
 
 def _compile(task: bytes, folders: str) -> Compiled:

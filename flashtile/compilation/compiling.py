@@ -72,6 +72,24 @@ def launches(call: Source, target: Target) -> list[Any]:
     return recorded
 
 
+def representatives(calls: Iterable[Source], target: Target) -> list[Source]:
+    """Return those calls that need a kernel which no earlier call needs.
+
+    A call without kernels on the GPU is also returned, so that :func:`compile_calls` tells the reason.
+    """
+    known: set[tuple] = set()
+    found = []
+    for call in calls:
+        try:
+            keys = {launch.kernel_key(tensors) for launch, tensors in launches(call, target)}
+        except (NotImplementedError, ValueError):
+            keys = {("refused", call)}
+        if not keys <= known:
+            known |= keys
+            found.append(call)
+    return found
+
+
 def compile_calls(
     calls: Iterable[Source],
     targets: Iterable[Target],

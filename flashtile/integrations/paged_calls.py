@@ -8,7 +8,7 @@ steps with equally many queries of each, and representative sizes for other step
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,6 +19,8 @@ from flashtile.op.operation import remembering
 
 PARTS = 4
 """Sizes that are listed between two powers of two."""
+PARTS_OF_PROMPTS = 16
+"""The same for single prompts. Their kernels are chosen by numbers of tiles, which are of 64 rows or more."""
 Sizes = tuple[int, int, int]
 """Numbers of a step: sequences, tokens, and tokens of the longest sequence."""
 
@@ -58,6 +60,20 @@ def step_calls(ones: Iterable[Call], chunks: Iterable[Call], limits: Limits) -> 
     decoding = [resized(call, n, n, 1) for call in ones for n in range(1, most + 1)]
     mixed = [resized(call, *sizes) for sizes in chunk_sizes(limits) for call in chunks]
     return list(dict.fromkeys((*decoding, *mixed)))
+
+
+def prompt_calls(calls: Iterable[Call], limits: Limits) -> list[Call]:
+    """Return copies of calls for one sequence without offsets, (1, tokens, ...), with other lengths."""
+    lengths = sizes_between(2, limits.max_num_batched_tokens, PARTS_OF_PROMPTS)
+    return list(dict.fromkeys(_lengthened(call, tokens) for call in calls for tokens in lengths))
+
+
+def _lengthened(call: Call, tokens: int) -> Call:
+    arguments = (
+        (name, replace(value, shape=(1, tokens, *value.shape[2:])) if name in ("q", "k", "v", "out") else value)
+        for name, value in call.arguments
+    )
+    return Call(call.operation, tuple(arguments))
 
 
 def chunk_sizes(limits: Limits) -> Iterator[Sizes]:

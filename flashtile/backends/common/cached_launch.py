@@ -139,6 +139,20 @@ class CachedLaunch:
         """Compile the kernel for these tensors, which may be on torch's "meta" device, without a launch."""
         return self.kernel.warmup(*self.arguments(tensors), grid=self._grid, **self.options)
 
+    def kernel_key(self, tensors: tuple) -> tuple:
+        """Return a key that two launches share only if Triton compiles the same kernel for both.
+
+        All tensors must be aligned to 16 bytes. The key is cheap, unlike the name of the compiled kernel.
+        """
+        fixed = zip(self.kernel.params[-len(self._fixed) :], self._fixed, strict=True)
+        return (
+            self.kernel,
+            *(view and view.type_name for view in self._views),
+            *(getattr(tensor, "dtype", tensor) for tensor in tensors),
+            *(_specialization(parameter, value) for parameter, value in fixed),
+            *sorted(self.options.items()),
+        )
+
     def load(self, tensors: tuple) -> None:
         """Compile the kernel as :meth:`compile_ahead` does, and load it to the current GPU.
 
@@ -151,6 +165,18 @@ class CachedLaunch:
         pointers = self._pointers
         descriptors, others = compat.described(self._views, tensors)
         return (*descriptors, *(others if pointers is None else (pointers(*others),)), *self._fixed)
+
+
+def _specialization(parameter: Any, value: Any) -> Any:
+    """Return the properties of a parameter's value for which Triton compiles a kernel of its own."""
+    if parameter.is_constexpr or value is None:
+        return value
+    if isinstance(value, tuple):
+        return tuple(_specialization(parameter, field) for field in value)
+    if type(value) is not int:
+        return type(value)
+    fits = -(2**31) <= value < 2**31
+    return fits if parameter.do_not_specialize else (fits, value == 1, value % 16 == 0)
 
 
 def _compiled_alike(parameter: Any, before: Any, now: Any) -> bool:

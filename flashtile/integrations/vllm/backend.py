@@ -29,6 +29,7 @@ from vllm.v1.attention.backend import (
 from flashtile.api.attention import flash_attn_func, flash_attn_varlen_func
 from flashtile.integrations.paged import INVARIANT_QUERIES, PagedAttention, Step, rounded_queries
 from flashtile.integrations.vllm import releases
+from flashtile.integrations.vllm.ahead import warm_up
 from flashtile.problems.decode import FP8, MAX_HEAD_DIM
 
 FP8_DTYPES = ("fp8", "fp8_e4m3")
@@ -141,7 +142,10 @@ class Metadata(Step, AttentionMetadata):
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
-    """Makes the :class:`Metadata` of each step, on the host."""
+    """Makes the :class:`Metadata` of each step, on the host.
+
+    The constructor compiles the kernels of all steps (:mod:`flashtile.integrations.vllm.ahead`).
+    """
 
     _cudagraph_support: ClassVar = releases.graph_support()
     supports_update_block_table = True
@@ -153,6 +157,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         if envs.VLLM_BATCH_INVARIANT:
             self.min_queries = INVARIANT_QUERIES
             self.min_encoder_len = vllm_config.scheduler_config.max_num_batched_tokens
+        warm_up(self, kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """Return the step's metadata. ``max_query_len`` is rounded up to a power of two.

@@ -1,0 +1,162 @@
+"""Compiles and loads the kernels of all steps when vLLM starts, before its monitor of compilations does.
+
+vLLM knows every number on which the choice of a kernel depends when it makes a metadata builder. Its own
+warm-up reaches only short prompts and decoding steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.common.device import is_nvidia
+from flashtile.compilation.calls import Call
+from flashtile.integrations.paged_calls import Limits, calls_in, prompt_calls, step_calls
+from flashtile.integrations.vllm import releases
+
+logger = logging.getLogger("flashtile.vllm")
+
+LONG_CACHE = 2**30
+"""Elements of a layer's cache from which on kernels may need 64-bit offsets. The number of blocks is then
+that of vLLM. For all smaller caches it is FEW_BLOCKS, so that servers with other caches share the kernels."""
+FEW_BLOCKS = 64
+TABLE_TOKENS = 128
+"""vLLM's Model Runner V2 rounds the tokens of a row of the block table up to a multiple of this number."""
+
+
+def warm_up(builder: Any, spec: Any, layer_names: list[str], config: Any, device: Any) -> None:
+    """Compile the kernels of a builder's layers in parallel processes, and load them into this process.
+
+    If that fails, a warning is logged, and kernels are compiled when requests need them. Without an NVIDIA GPU
+    nothing is compiled.
+
+    Args:
+        builder: the builder of the layers' metadata.
+        spec: vLLM's description of the layers' cache.
+        layer_names: names of the layers.
+        config: vLLM's configuration.
+        device: device of the layers.
+    """
+    if not is_nvidia(torch.device(device)):
+        return
+    from flashtile.compilation.ahead import compile_and_load
+
+    try:
+        layers = config.compilation_config.static_forward_context
+        impls = [layers[name].impl for name in layer_names]
+        compile_and_load(calls_of_layers(builder, impls, spec, config, device), device, logger)
+    except Exception as error:  # a server whose kernels are compiled later is better than none
+        logger.warning("kernels are compiled when requests need them: %s: %s", type(error).__name__, error)
+
+
+def calls_of_layers(builder: Any, impls: Iterable[Any], spec: Any, config: Any, device: Any) -> list[Call]:
+    """Return the calls of layers in all steps, as far as these need other kernels.
+
+    Arguments are those of :func:`warm_up`, and ``impls``, the layers.
+    """
+    ones: dict[Call, None] = {}
+    chunks: dict[Call, None] = {}
+    prompts: dict[Call, None] = {}
+    limits = limits_of(builder, spec, config)
+    for impl in {_kind(impl): impl for impl in impls}.values():
+        # Strides of other heads are multiples of 16 in any case.
+        forms = (False, True) if impl.head_size % 16 else (False,)
+        for columns, is_joint in product(_tables(spec, config), forms):
+            run = partial(_run, builder, impl, spec, config, device, columns, is_joint)
+            ones |= dict.fromkeys(calls_in(partial(run, 2, 2, 1)))
+            chunks |= dict.fromkeys(calls_in(partial(run, 2, 4, 2)))
+            if impl.takes_new:
+                chunks |= dict.fromkeys(calls_in(partial(run, 2, 4, 2, is_all_new=True)))
+                prompts |= dict.fromkeys(calls_in(partial(run, 1, 2, 2, is_all_new=True)))
+    return [*step_calls(ones, chunks, limits), *prompt_calls(prompts, limits)]
+
+
+def _kind(impl: Any) -> tuple:
+    """Return what the calls of a layer depend on, in addition to the step."""
+    sinks = impl.sinks
+    return (
+        impl.options, impl.sizes, impl.num_kv_heads, impl.kv_cache_dtype, impl.attn_type, impl.takes_new,
+        impl.alibi_slopes is None, sinks is None or (sinks.dtype, sinks.shape, sinks.stride()),
+    )  # fmt: skip
+
+
+def limits_of(builder: Any, spec: Any, config: Any) -> Limits:
+    """Return the limits of the batches that the builder sees."""
+    scheduler = config.scheduler_config
+    seqs, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    chunk = getattr(spec, "attention_chunk_size", None)
+    if chunk:  # vLLM cuts sequences into chunks, each of which is a sequence of the builder's batch
+        seqs = min(2 * seqs + tokens // chunk, tokens)
+    guesses = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
+    return Limits(seqs, tokens, 1 + (guesses or 0), builder.min_queries)
+
+
+def _tables(spec: Any, config: Any) -> list[int]:
+    """Return the possible numbers of columns of the block table, which differ between vLLM's runners."""
+    longest = getattr(spec, "attention_chunk_size", None) or config.model_config.max_model_len
+    rounded = -(-longest // TABLE_TOKENS) * TABLE_TOKENS
+    return sorted({-(-tokens // spec.block_size) for tokens in (longest, rounded)})
+
+
+def _cache(impl: Any, spec: Any, config: Any, device: Any) -> Tensor:
+    """Return a tensor with the strides of a layer's cache, without its memory if tensors are fake."""
+    of_block = 2 * spec.block_size * impl.num_kv_heads * impl.head_size
+    blocks = config.cache_config.num_gpu_blocks or FEW_BLOCKS
+    if blocks * of_block < LONG_CACHE:
+        blocks = FEW_BLOCKS
+    shape = releases.cache_shape(blocks, spec.block_size, impl.num_kv_heads, impl.head_size)
+    order = releases.stride_order(False)
+    memory = torch.empty([shape[dim] for dim in order], dtype=spec.dtype, device=device)
+    padded = getattr(spec, "page_size_padded", None)
+    if padded and order[0] == 0:
+        strides = padded // spec.dtype.itemsize, *memory.stride()[1:]
+        memory = torch.empty_strided(memory.shape, strides, dtype=spec.dtype, device=device)
+    return memory.permute([order.index(dim) for dim in range(len(shape))])
+
+
+def _run(
+    builder: Any,
+    impl: Any,
+    spec: Any,
+    config: Any,
+    device: Any,
+    columns: int,
+    is_joint: bool,
+    batch: int,
+    tokens: int,
+    longest: int,
+    is_all_new: bool = False,
+) -> None:
+    """Make a layer's calls in a step, on tensors whose contents are not used.
+
+    Args:
+        columns: columns of the block table.
+        is_joint: whether q, k and v are parts of one tensor, as after a projection without rotary embedding.
+        batch, tokens, longest: numbers of sequences, of tokens, and of tokens of the longest sequence.
+        is_all_new: whether all keys are tokens of the step.
+    """
+    heads = impl.num_heads, impl.num_kv_heads, impl.num_kv_heads
+    dtype, size = config.model_config.dtype, impl.head_size
+    joint = torch.empty(tokens, sum(heads), size, dtype=dtype, device=device)
+    q, k, v = (t if is_joint else torch.empty_like(t.contiguous()) for t in joint.split(heads, 1))
+    numbers = partial(torch.zeros, dtype=torch.int32, device=device)
+    common = SimpleNamespace(
+        query_start_loc=numbers(batch + 1), query_start_loc_cpu=None, seq_lens=numbers(batch),
+        seq_lens_cpu_upper_bound=None, num_reqs=batch, num_actual_tokens=tokens, max_query_len=longest,
+        max_seq_len=0, block_table_tensor=numbers(batch, columns), causal=True,
+        slot_mapping=torch.zeros(tokens, dtype=torch.int64, device=device),
+    )  # fmt: skip
+    step = builder.build(0, common)
+    step.is_all_new = is_all_new
+    scales = torch.ones(2, impl.num_kv_heads, device=device)
+    layer = SimpleNamespace(_k_scale=scales[0], _v_scale=scales[1])  # one for each head, like one for the layer
+    cache = _cache(impl, spec, config, device) if impl.has_cache else None
+    impl.do_kv_cache_update(layer, k, v, cache, step.slot_mapping)
+    impl.forward(layer, q, k, v, cache, step, torch.empty(tokens, heads[0], size, dtype=dtype, device=device))

@@ -81,7 +81,8 @@ class Step:
         known = self._prepared
         if known is None or not all(map(operator.is_, known.source, source)):
             tensors = self.tensors()
-            key = self.num_actual_tokens, *signatures(tensors)
+            tokens = self.num_actual_tokens if self.is_one_query_each else None  # otherwise q is not cut
+            key = tokens, *signatures(tensors)
             known = self._prepared = StepTensors(source, key, CacheTensors(*map(_address, tensors)))
         return known
 

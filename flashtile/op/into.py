@@ -8,7 +8,7 @@ the result is copied into the buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -172,14 +172,15 @@ class LaunchInto:
 
         This is checked on every call, because launches are cached by signatures, which contain no addresses.
         """
-        given = (*tensors, *optional)
+        self._refuse_overlap([None if t is None else t.data_ptr() for t in (*tensors, *optional)])
+
+    def _refuse_overlap(self, addresses: Sequence[Any]) -> None:
+        """Refuse overlapping buffers. ``addresses`` are those of all tensors, None for absent ones."""
         for i, size, name, others in self._pairs:
-            start = given[i].data_ptr()
+            start = addresses[i]
             end = start + size
             for j, span, other in others:
-                address = given[j]
-                if type(address) is not int:
-                    address = address.data_ptr()
+                address = addresses[j]
                 if address < end and start < address + span:
                     raise ValueError(
                         f"{name} shares memory with {other}, but is written: it needs its own memory"
@@ -195,7 +196,7 @@ class LaunchInto:
 
         Tokens of packed tensors that belong to no sequence are not written.
         """
-        self.refuse_overlap((first, *others, out, None), addresses)
+        self._refuse_overlap((first.data_ptr(), *others, out.data_ptr(), None, *addresses))
         self._launch.by_address(first, *others, addresses, out)
         if not out.is_inference():
             increment_version(out)

@@ -20,7 +20,8 @@ from flashtile.op.operation import remembering
 PARTS = 4
 """Sizes that are listed between two powers of two."""
 PARTS_OF_PROMPTS = 16
-"""The same for single prompts. Their kernels are chosen by numbers of tiles, which are of 64 rows or more."""
+"""Lengths of single prompts that are listed between two powers of two. Kernels are chosen by the number of
+tiles, which have 64 rows or more."""
 Sizes = tuple[int, int, int]
 """Numbers of a step: sequences, tokens, and tokens of the longest sequence."""
 
@@ -69,10 +70,11 @@ def prompt_calls(calls: Iterable[Call], limits: Limits) -> list[Call]:
 
 
 def _lengthened(call: Call, tokens: int) -> Call:
-    arguments = (
-        (name, replace(value, shape=(1, tokens, *value.shape[2:])) if name in ("q", "k", "v", "out") else value)
-        for name, value in call.arguments
-    )
+    arguments = []
+    for name, value in call.arguments:
+        if name in ("q", "k", "v", "out"):
+            value = replace(value, shape=(1, tokens, *value.shape[2:]))
+        arguments.append((name, value))
     return Call(call.operation, tuple(arguments))
 
 

@@ -81,6 +81,16 @@ def test_recorded_calls_have_kernels_on_any_card(tmp_path):
         assert {"append_kernel", "decode_kernel"} <= set(found)
 
 
+def test_calls_that_write_into_out_have_the_kernels_of_others(tmp_path):
+    q = torch.zeros(1, 64, 2, 64, dtype=torch.bfloat16)
+    with record_calls(tmp_path / "calls.json"):
+        flashtile.flash_attn_func(q, q, q, out=torch.empty_like(q))
+    into, plain = read_calls(tmp_path / "calls.json")
+    assert [into.operation, plain.operation] == ["forward_into", "forward"]
+    for target in (H200, A100):
+        assert _wanted([into], [target])[0].keys() == _wanted([plain], [target])[0].keys() != set()
+
+
 @pytest.mark.parametrize("rotary", [False, True])
 def test_a_recorded_step_has_the_kernel_that_also_appends(tmp_path, rotary):
     q, k, v = (torch.zeros(2, 1, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))

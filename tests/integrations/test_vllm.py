@@ -391,7 +391,8 @@ def test_first_chunks_attend_to_the_tokens_of_the_step(backend, case, name):
     out = run_on_new(backend, step, make_impl(backend, **given), (q, k, v))
     keys, values = (torch.zeros(BLOCKS, PAGE, *t.shape[1:], dtype=t.dtype) for t in (k, v))
     slots = step.common.slot_mapping[: step.tokens]
-    keys[slots // PAGE, slots % PAGE], values[slots // PAGE, slots % PAGE] = k[: step.tokens], v[: step.tokens]
+    where = slots // PAGE, slots % PAGE
+    keys[where], values[where] = k[: step.tokens], v[: step.tokens]
     exact, plain = (step.exact(q, keys, values, up, causal=True, **options) for up in (torch.float64, None))
     comparison = testing.compare("out", out, exact, plain)
     assert comparison.holds, comparison
@@ -405,8 +406,10 @@ def test_first_chunks_are_as_exact_as_over_the_cache(newest, dtype, name):
 
 
 NOT_ALL_NEW = {
-    "a prefix": {"queries": (9, 5), "before": (0, 1)}, "a prefix of the longest": {"queries": (9,), "before": (7,)},
-    "one query each": {"queries": (1, 1), "before": (0, 0)}, "decoding": {"queries": (9, 1), "before": (0, 3)},
+    "a prefix": {"queries": (9, 5), "before": (0, 1)},
+    "a prefix of the longest": {"queries": (9,), "before": (7,)},
+    "one query each": {"queries": (1, 1), "before": (0, 0)},
+    "decoding": {"queries": (9, 1), "before": (0, 3)},
     "padded sequences": {"queries": (9, 9), "before": (0, 0), "empty": 1, "lengths": (9, 9)},
 }  # fmt: skip
 

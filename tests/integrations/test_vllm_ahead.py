@@ -46,7 +46,7 @@ MODELS = {
 }
 
 
-NEWEST, OLDEST = list(RECORD)[-1], list(RECORD)[0]
+NEWEST, OLDEST = list(RECORD)[-1], next(iter(RECORD))
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def compiled(monkeypatch, newest):
     compiled, loaded = [], []
     monkeypatch.setattr(ahead, "is_nvidia", lambda device: True)
     monkeypatch.setattr(compilation, "target_of", lambda device: H200)
-    monkeypatch.setattr(CachedLaunch, "load", lambda launch, tensors: loaded.append(launch.kernel_key(tensors)))
+    monkeypatch.setattr(CachedLaunch, "load", lambda launch, given: loaded.append(launch.kernel_key(given)))
 
     def compile_in_process(calls, target, workers):
         compiled.extend(calls)

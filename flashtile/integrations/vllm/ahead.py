@@ -34,8 +34,8 @@ TABLE_TOKENS = 128
 def warm_up(builder: Any, spec: Any, layer_names: list[str], config: Any, device: Any) -> None:
     """Compile the kernels of a builder's layers in parallel processes, and load them into this process.
 
-    If that fails, a warning is logged, and kernels are compiled when requests need them. Without an NVIDIA GPU
-    nothing is compiled.
+    If that fails, a warning is logged, and kernels are compiled when requests need them. Without an NVIDIA
+    GPU nothing is compiled.
 
     Args:
         builder: the builder of the layers' metadata.
@@ -156,7 +156,7 @@ def _run(
     step = builder.build(0, common)
     step.is_all_new = is_all_new
     scales = torch.ones(2, impl.num_kv_heads, device=device)
-    layer = SimpleNamespace(_k_scale=scales[0], _v_scale=scales[1])  # one for each head, like one for the layer
+    layer = SimpleNamespace(_k_scale=scales[0], _v_scale=scales[1])  # used only with FP8
     cache = _cache(impl, spec, config, device) if impl.has_cache else None
     impl.do_kv_cache_update(layer, k, v, cache, step.slot_mapping)
     impl.forward(layer, q, k, v, cache, step, torch.empty(tokens, heads[0], size, dtype=dtype, device=device))

@@ -312,13 +312,14 @@ class Impl(AttentionImpl[Metadata], PagedAttention):
         )
         return output
 
-    def _attend_to_new(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, step: Metadata) -> None:
+    def _attend_to_new(
+        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, step: Metadata
+    ) -> None:
         """Compute attention to the step's own keys and values, without the cache."""
         given = query, key, value, output
-        causal = step.causal and self.has_cache
         options: dict[str, Any] = {
-            "softmax_scale": self.scale, "window_size": self.window, "causal": causal, "softcap": self.softcap,
-            "alibi_slopes": self.alibi_slopes, "sink": self.sinks,
+            "softmax_scale": self.scale, "causal": step.causal and self.has_cache, "softcap": self.softcap,
+            "window_size": self.window, "alibi_slopes": self.alibi_slopes, "sink": self.sinks,
         }  # fmt: skip
         if self.has_cache and step.seq_lens.shape[0] == 1:  # no offsets to read, no padding to fill with 0
             q, k, v, out = (tensor[None, : step.num_actual_tokens] for tensor in given)

@@ -7,12 +7,14 @@ steps with equally many queries of each, and representative sizes for other step
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from flashtile.backends.common.device import is_nvidia
 from flashtile.compilation.calls import Call, calls_of, resized, sizes_between
 from flashtile.integrations.paged import rounded_queries
 from flashtile.op.operation import remembering
@@ -40,6 +42,27 @@ class Limits:
     max_num_batched_tokens: int
     verified: int = 1
     min_queries: int = 0
+
+
+def warm_up(calls: Callable[[], list[Call]], device: torch.device, logger: logging.Logger) -> None:
+    """Compile the kernels of calls in parallel processes, and load them into this process.
+
+    If that fails, a warning is logged, and kernels are compiled when requests need them. Without an NVIDIA
+    GPU nothing is compiled.
+
+    Args:
+        calls: returns the calls.
+        device: the engine's device.
+        logger: the plug-in's logger.
+    """
+    if not is_nvidia(device):
+        return
+    from flashtile.compilation.ahead import compile_and_load
+
+    try:
+        compile_and_load(calls(), device, logger)
+    except Exception as error:  # a server whose kernels are compiled later is better than none
+        logger.warning("kernels are compiled when requests need them: %s: %s", type(error).__name__, error)
 
 
 def calls_in(steps: Callable[[], None]) -> list[Call]:

@@ -14,6 +14,7 @@ import vllm_stand_in
 from vllm_stand_in import RECORD, modules_of
 
 from flashtile.compilation.calls import calls_of, resized
+from flashtile.integrations import paged_calls
 from flashtile.integrations.paged_calls import Limits, calls_in, prompt_calls, step_calls
 from flashtile.op.operation import remembering
 from targets import INTERPRETING
@@ -223,9 +224,8 @@ def test_representatives_have_the_kernels_of_all_calls(newest):
 @pytest.fixture
 def compiled(monkeypatch, newest):
     """Calls that were compiled, and those that were loaded, on a machine that seems to have a GPU."""
-    ahead = importlib.import_module("flashtile.integrations.vllm.ahead")
     compiled, loaded = [], []
-    monkeypatch.setattr(ahead, "is_nvidia", lambda device: True)
+    monkeypatch.setattr(paged_calls, "is_nvidia", lambda device: True)
     monkeypatch.setattr(compilation, "target_of", lambda device: H200)
     monkeypatch.setattr(CachedLaunch, "load", lambda launch, given: loaded.append(launch.kernel_key(given)))
 

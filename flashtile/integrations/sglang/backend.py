@@ -9,7 +9,9 @@ shapes, never by lengths. So SGLang may capture the layers of decoding steps in 
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +23,12 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from torch import Tensor
 
+from flashtile.compilation.calls import Call
 from flashtile.integrations.paged import INVARIANT_QUERIES, PagedAttention, Step, rounded_queries
+from flashtile.integrations.paged_calls import Limits, calls_in, step_calls, warm_up
 from flashtile.problems.decode import FP8, MAX_HEAD_DIM
+
+logger = logging.getLogger("flashtile.sglang")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NOT_CAUSAL = (AttentionType.ENCODER_ONLY, AttentionType.DECODER_BIDIRECTIONAL)
@@ -108,6 +114,10 @@ class Backend(AttentionBackend):
         self.min_queries = INVARIANT_QUERIES if self.invariant else 1
         self.row_starts = torch.arange(rows.shape[0] + 1, dtype=torch.int32, device=rows.device)
         self.layers: dict[int, LayerOptions] = {}
+        self.compiled_kinds: set[tuple] = set()
+        """Kinds of layers whose kernels are compiled for all steps."""
+        self.server_args = getattr(model_runner, "server_args", None)
+        self.context_len = getattr(model_runner.model_config, "context_len", 0)
         self.forward_metadata: Metadata | None = None
         self.buffers: Buffers | None = None
 
@@ -213,6 +223,7 @@ class Backend(AttentionBackend):
         known = self.layers.get(number)
         if known is None:
             known = self.layers[number] = self._options(layer)
+            self._warm_up(known, number, q, sinks)
         step = metadata.window_step if known.has_window_pool else metadata.step
         assert step is not None
         out = forward_batch._attn_output
@@ -233,6 +244,52 @@ class Backend(AttentionBackend):
         return out
 
     forward_decode = forward_extend
+
+    def _warm_up(self, known: LayerOptions, number: int, q: Tensor, sinks: Tensor | None) -> None:
+        """Compile the kernels of all steps of a layer, unless those of such a layer are compiled already.
+
+        SGLang runs all layers before it accepts requests, and only then passes sinks. Nothing is loaded while
+        a CUDA graph is captured.
+        """
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        attention = known.attention
+        kind = attention.options, attention.sizes, known.causal, known.has_window_pool, sinks is None
+        if kind not in self.compiled_kinds:
+            self.compiled_kinds.add(kind)
+            warm_up(partial(self._calls, known, number, q, sinks), q.device, logger)
+
+    def _calls(self, known: LayerOptions, number: int, q: Tensor, sinks: Tensor | None) -> list[Call]:
+        """Return the calls of a layer in all steps, as far as these need other kernels."""
+        buffers = self.token_to_kv_pool.get_key_buffer(number), self.token_to_kv_pool.get_value_buffer(number)
+        heads, _, head_dim_v, _ = known.attention.sizes
+
+        def run(batch: int, tokens: int, longest: int) -> None:
+            new = partial(torch.empty, dtype=q.dtype, device=q.device)
+            numbers = partial(torch.zeros, dtype=torch.int32, device=q.device)
+            cache = tuple(
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in buffers
+            )
+            table = numbers(batch, self.first_slots.shape[1])
+            queries = rounded_queries(longest, self.min_queries)
+            step = Step(tokens, queries, numbers(batch + 1), numbers(batch), table, queries == 1)
+            known.attention.attend(
+                new(tokens, q.shape[1]), cache, new(tokens, heads * head_dim_v), step, known.causal, None,
+                sinks, known.k_scale, known.v_scale,
+            )  # fmt: skip
+
+        ones, chunks = calls_in(partial(run, 2, 2, 1)), calls_in(partial(run, 2, 4, 2))
+        return step_calls(ones, chunks, self._limits())
+
+    def _limits(self) -> Limits:
+        """Return the limits of a step, by SGLang's arguments."""
+        given, requests = self.server_args, self.first_slots.shape[0]
+        tokens = given.chunked_prefill_size or 0
+        if tokens <= 0:  # prompts are not cut
+            tokens = max(given.max_prefill_tokens, self.context_len)
+        if given.enable_mixed_chunk:
+            tokens += requests
+        return Limits(requests, tokens, min_queries=self.min_queries)
 
     def _use(
         self,

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.device import is_nvidia
 from flashtile.compilation.calls import Call
+from flashtile.integrations import paged_calls
 from flashtile.integrations.paged_calls import Limits, calls_in, prompt_calls, step_calls
 from flashtile.integrations.vllm import releases
 
@@ -32,10 +32,7 @@ TABLE_TOKENS = 128
 
 
 def warm_up(builder: Any, spec: Any, layer_names: list[str], config: Any, device: Any) -> None:
-    """Compile the kernels of a builder's layers in parallel processes, and load them into this process.
-
-    If that fails, a warning is logged, and kernels are compiled when requests need them. Without an NVIDIA
-    GPU nothing is compiled.
+    """Compile and load the kernels of a builder's layers (:func:`paged_calls.warm_up`).
 
     Args:
         builder: the builder of the layers' metadata.
@@ -44,16 +41,12 @@ def warm_up(builder: Any, spec: Any, layer_names: list[str], config: Any, device
         config: vLLM's configuration.
         device: device of the layers.
     """
-    if not is_nvidia(torch.device(device)):
-        return
-    from flashtile.compilation.ahead import compile_and_load
 
-    try:
+    def calls() -> list[Call]:
         layers = config.compilation_config.static_forward_context
-        impls = [layers[name].impl for name in layer_names]
-        compile_and_load(calls_of_layers(builder, impls, spec, config, device), device, logger)
-    except Exception as error:  # a server whose kernels are compiled later is better than none
-        logger.warning("kernels are compiled when requests need them: %s: %s", type(error).__name__, error)
+        return calls_of_layers(builder, [layers[name].impl for name in layer_names], spec, config, device)
+
+    paged_calls.warm_up(calls, torch.device(device), logger)
 
 
 def calls_of_layers(builder: Any, impls: Iterable[Any], spec: Any, config: Any, device: Any) -> list[Call]:

@@ -8,6 +8,7 @@ steps with equally many queries of each, and representative sizes for other step
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,8 @@ from flashtile.compilation.calls import Call, calls_of, resized, sizes_between
 from flashtile.integrations.paged import rounded_queries
 from flashtile.op.operation import remembering
 
+WARMUP = "FLASHTILE_WARMUP"
+"""Environment variable: with 0, a plug-in compiles each kernel when a request first needs it."""
 PARTS = 4
 """Sizes that are listed between two powers of two."""
 PARTS_OF_PROMPTS = 16
@@ -48,14 +51,14 @@ def warm_up(calls: Callable[[], list[Call]], device: torch.device, logger: loggi
     """Compile the kernels of calls in parallel processes, and load them into this process.
 
     If that fails, a warning is logged, and kernels are compiled when requests need them. Without an NVIDIA
-    GPU nothing is compiled.
+    GPU, or with ``FLASHTILE_WARMUP=0``, nothing is compiled.
 
     Args:
         calls: returns the calls.
         device: the engine's device.
         logger: the plug-in's logger.
     """
-    if not is_nvidia(device):
+    if not is_nvidia(device) or os.environ.get(WARMUP) == "0":
         return
     from flashtile.compilation.ahead import compile_and_load
 

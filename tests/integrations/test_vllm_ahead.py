@@ -247,6 +247,12 @@ def test_the_builder_compiles_and_loads(newest, compiled, caplog):
     assert f"{len(calls)} kernels compiled in" in caplog.text
 
 
+def test_users_may_do_without_the_warm_up(newest, compiled, monkeypatch):
+    monkeypatch.setenv(paged_calls.WARMUP, "0")
+    Server(newest, "llama")
+    assert compiled == ([], [])
+
+
 @pytest.mark.parametrize("error", [RuntimeError("no compiler"), KeyError("a layer")])
 def test_a_server_starts_without_its_warm_up(newest, compiled, monkeypatch, caplog, error):
     def fail(*given):

@@ -43,6 +43,7 @@ MODELS = {
     "odd heads, alibi": (3, 3, 24, ({"alibi_slopes": [0.5, 0.25, 0.125]},), 0),
     "fp8": (8, 2, 128, ({"kv_cache_dtype": "fp8"},), 0),
     "shared": (8, 2, 128, ({"kv_sharing_target_layer_name": "other"},), 0),
+    "cross attention": (4, 4, 64, ({"attn_type": "encoder_decoder"},), 0),
     "encoder": (4, 4, 64, ({"attn_type": "encoder_only"},), 0),
 }
 
@@ -72,11 +73,16 @@ def config_of(guesses=0, layers=()):
     )
 
 
+def ahead():
+    """Return the module for the engine that stands in."""
+    return importlib.import_module("flashtile.integrations.vllm.ahead")
+
+
 class Server:
     """Layers, their builder, and a cache, for batches of random sequences."""
 
     def __init__(self, backend, name, device=CPU):
-        self.device = device
+        self.backend, self.device = backend, device
         self.heads, self.heads_kv, self.size, options, self.guesses = MODELS[name]
         is_fp8 = "kv_cache_dtype" in options[0]
         self.spec = SimpleNamespace(
@@ -98,8 +104,15 @@ class Server:
         self.draw = random.Random(0)
 
     def listed(self):
-        ahead = importlib.import_module("flashtile.integrations.vllm.ahead")
-        return ahead.calls_of_layers(self.builder, self.impls, self.spec, self.config, self.device)
+        return ahead().calls_of_layers(self.group(), self.impls)
+
+    def group(self):
+        """Return the group that the builder has made."""
+        with pytest.MonkeyPatch.context() as patch:
+            made = []
+            patch.setattr(self.backend, "warm_up", lambda group, layer_names: made.append(group))
+            type(self.builder)(self.spec, [], self.config, self.device)
+        return made[0]
 
     def lengths(self):
         """Return random (queries, earlier keys): prompts and chunks of them, decoding, guesses, mixtures."""
@@ -135,7 +148,8 @@ class Server:
                 seq_lens=bounds.to(self.device), seq_lens_cpu_upper_bound=bounds, num_reqs=len(queries),
                 num_actual_tokens=tokens, max_query_len=max(queries), max_seq_len=max(lengths),
                 block_table_tensor=torch.zeros(len(queries), columns, dtype=torch.int32),
-                slot_mapping=torch.arange(rows), causal=True,
+                slot_mapping=torch.arange(rows),
+                causal=self.impls[0].attn_type == "decoder",
             )  # fmt: skip
             layer = SimpleNamespace(_k_scale=torch.ones(self.heads_kv), _v_scale=torch.ones(self.heads_kv))
             tensors = torch.zeros(rows, sum(heads), self.size, dtype=torch.bfloat16).split(heads, 1)
@@ -168,6 +182,19 @@ def test_caches_of_the_oldest_release(name):
         assert Server(backend, name).missing(60)[0] == set()
 
 
+def test_builders_that_vllm_derives(newest):
+    """Their method reads fields of a batch that the listed steps do not have."""
+
+    class Derived(newest.Builder):
+        def build(self, *given):
+            raise AttributeError("encoder_seq_lens")
+
+    server = Server(newest, "cross attention")
+    listed = server.listed()
+    server.builder = Derived(server.spec, [], server.config, CPU)
+    assert server.listed() == listed
+
+
 def test_the_kernels_of_batch_invariant_steps(invariant):
     assert Server(invariant, "llama").missing(60)[0] == set()
 
@@ -190,11 +217,8 @@ LARGE = {
 def test_random_sizes_of_large_servers(newest, name, gpu):
     """Numbers of sequences and tokens, without the steps themselves."""
     (heads, heads_kv, size, options), limits = LARGE[name]
-    ahead, config = importlib.import_module("flashtile.integrations.vllm.ahead"), config_of()
-    spec = SimpleNamespace(block_size=PAGE, dtype=torch.bfloat16)
     impl = newest.Impl(heads, size, size**-0.5, heads_kv, **options)
-    builder = newest.Builder(spec, [], config, CPU)
-    run = functools.partial(ahead._run, builder, impl, spec, config, CPU, 512, False)
+    run = functools.partial(ahead()._run, Server(newest, "llama").group(), impl, 512, False)
     ones, chunks, new, prompt = (
         calls_in(functools.partial(run, *sizes))
         for sizes in ((2, 2, 1), (2, 4, 2), (2, 4, 2, True), (1, 2, 2, True))
@@ -277,11 +301,10 @@ def test_a_long_cache_needs_its_own_offsets(newest):
 
 
 def test_chunks_of_chunked_local_layers_are_sequences(newest):
-    ahead = importlib.import_module("flashtile.integrations.vllm.ahead")
     spec = SimpleNamespace(block_size=PAGE, attention_chunk_size=32)
-    server = Server(newest, "llama")
-    assert ahead.limits_of(server.builder, spec, server.config).max_num_seqs == 2 * SEQS + TOKENS // 32
-    assert ahead._tables(spec, server.config) == [2, 8]
+    group = Server(newest, "llama").group()._replace(spec=spec)
+    assert ahead().limits_of(group).max_num_seqs == 2 * SEQS + TOKENS // 32
+    assert ahead()._tables(group) == [2, 8]
 
 
 @pytest.mark.gpu

@@ -283,7 +283,8 @@ class Backend(AttentionBackend):
 
     def _limits(self) -> Limits:
         """Return the limits of a step, by SGLang's arguments."""
-        given, requests = self.server_args, self.first_slots.shape[0]
+        given: Any = self.server_args
+        requests = self.first_slots.shape[0]
         tokens = given.chunked_prefill_size or 0
         if tokens <= 0:  # prompts are not cut
             tokens = max(given.max_prefill_tokens, self.context_len)

@@ -7,14 +7,15 @@ warm-up reaches only short prompts and decoding steps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from vllm.v1.attention.backend import AttentionType
 
 from flashtile.compilation.calls import Call
 from flashtile.integrations import paged_calls
@@ -31,38 +32,40 @@ TABLE_TOKENS = 128
 """vLLM's Model Runner V2 rounds the tokens of a row of the block table up to a multiple of this number."""
 
 
-def warm_up(builder: Any, spec: Any, layer_names: list[str], config: Any, device: Any) -> None:
-    """Compile and load the kernels of a builder's layers (:func:`paged_calls.warm_up`).
+class Group(NamedTuple):
+    """A group of layers that share a metadata builder."""
 
-    Args:
-        builder: the builder of the layers' metadata.
-        spec: vLLM's description of the layers' cache.
-        layer_names: names of the layers.
-        config: vLLM's configuration.
-        device: device of the layers.
-    """
+    build: Callable[[Any], Any]
+    """Returns the metadata of a batch."""
+    min_queries: int
+    spec: Any
+    """vLLM's description of the layers' cache."""
+    config: Any
+    """vLLM's configuration."""
+    device: torch.device
+
+
+def warm_up(group: Group, layer_names: list[str]) -> None:
+    """Compile and load the kernels of the layers of a group (:func:`paged_calls.warm_up`)."""
 
     def calls() -> list[Call]:
-        layers = config.compilation_config.static_forward_context
-        return calls_of_layers(builder, [layers[name].impl for name in layer_names], spec, config, device)
+        layers = group.config.compilation_config.static_forward_context
+        return calls_of_layers(group, [layers[name].impl for name in layer_names])
 
-    paged_calls.warm_up(calls, torch.device(device), logger)
+    paged_calls.warm_up(calls, group.device, logger)
 
 
-def calls_of_layers(builder: Any, impls: Iterable[Any], spec: Any, config: Any, device: Any) -> list[Call]:
-    """Return the calls of layers in all steps, as far as these need other kernels.
-
-    Arguments are those of :func:`warm_up`, and ``impls``, the layers.
-    """
+def calls_of_layers(group: Group, impls: Iterable[Any]) -> list[Call]:
+    """Return the calls of layers in all steps, as far as these need other kernels."""
     ones: dict[Call, None] = {}
     chunks: dict[Call, None] = {}
     prompts: dict[Call, None] = {}
-    limits = limits_of(builder, spec, config)
+    limits = limits_of(group)
     for impl in {_kind(impl): impl for impl in impls}.values():
         # Strides of other heads are multiples of 16 in any case.
         forms = (False, True) if impl.head_size % 16 else (False,)
-        for columns, is_joint in product(_tables(spec, config), forms):
-            run = partial(_run, builder, impl, spec, config, device, columns, is_joint)
+        for columns, is_joint in product(_tables(group), forms):
+            run = partial(_run, group, impl, columns, is_joint)
             ones |= dict.fromkeys(calls_in(partial(run, 2, 2, 1)))
             chunks |= dict.fromkeys(calls_in(partial(run, 2, 4, 2)))
             if impl.takes_new:
@@ -80,28 +83,30 @@ def _kind(impl: Any) -> tuple:
     )  # fmt: skip
 
 
-def limits_of(builder: Any, spec: Any, config: Any) -> Limits:
+def limits_of(group: Group) -> Limits:
     """Return the limits of the batches that the builder sees."""
-    scheduler = config.scheduler_config
+    config, scheduler = group.config, group.config.scheduler_config
     seqs, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
-    chunk = getattr(spec, "attention_chunk_size", None)
+    chunk = getattr(group.spec, "attention_chunk_size", None)
     if chunk:  # vLLM cuts sequences into chunks, each of which is a sequence of the builder's batch
         seqs = min(2 * seqs + tokens // chunk, tokens)
     guesses = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
-    return Limits(seqs, tokens, 1 + (guesses or 0), builder.min_queries)
+    return Limits(seqs, tokens, 1 + (guesses or 0), group.min_queries)
 
 
-def _tables(spec: Any, config: Any) -> list[int]:
+def _tables(group: Group) -> list[int]:
     """Return the possible numbers of columns of the block table, which differ between vLLM's runners."""
-    longest = getattr(spec, "attention_chunk_size", None) or config.model_config.max_model_len
+    spec = group.spec
+    longest = getattr(spec, "attention_chunk_size", None) or group.config.model_config.max_model_len
     rounded = -(-longest // TABLE_TOKENS) * TABLE_TOKENS
     return sorted({-(-tokens // spec.block_size) for tokens in (longest, rounded)})
 
 
-def _cache(impl: Any, spec: Any, config: Any, device: Any) -> Tensor:
+def _cache(group: Group, impl: Any) -> Tensor:
     """Return a tensor with the strides of a layer's cache, without its memory if tensors are fake."""
+    spec, device = group.spec, group.device
     of_block = 2 * spec.block_size * impl.num_kv_heads * impl.head_size
-    blocks = config.cache_config.num_gpu_blocks or FEW_BLOCKS
+    blocks = group.config.cache_config.num_gpu_blocks or FEW_BLOCKS
     if blocks * of_block < LONG_CACHE:
         blocks = FEW_BLOCKS
     shape = releases.cache_shape(blocks, spec.block_size, impl.num_kv_heads, impl.head_size)
@@ -115,11 +120,8 @@ def _cache(impl: Any, spec: Any, config: Any, device: Any) -> Tensor:
 
 
 def _run(
-    builder: Any,
+    group: Group,
     impl: Any,
-    spec: Any,
-    config: Any,
-    device: Any,
     columns: int,
     is_joint: bool,
     batch: int,
@@ -136,20 +138,21 @@ def _run(
         is_all_new: whether all keys are tokens of the step.
     """
     heads = impl.num_heads, impl.num_kv_heads, impl.num_kv_heads
-    dtype, size = config.model_config.dtype, impl.head_size
+    dtype, size, device = group.config.model_config.dtype, impl.head_size, group.device
     joint = torch.empty(tokens, sum(heads), size, dtype=dtype, device=device)
     q, k, v = (t if is_joint else torch.empty_like(t.contiguous()) for t in joint.split(heads, 1))
     numbers = partial(torch.zeros, dtype=torch.int32, device=device)
     common = SimpleNamespace(
         query_start_loc=numbers(batch + 1), query_start_loc_cpu=None, seq_lens=numbers(batch),
         seq_lens_cpu_upper_bound=None, num_reqs=batch, num_actual_tokens=tokens, max_query_len=longest,
-        max_seq_len=0, block_table_tensor=numbers(batch, columns), causal=True,
+        max_seq_len=0, block_table_tensor=numbers(batch, columns),
+        causal=impl.attn_type == AttentionType.DECODER,
         slot_mapping=torch.zeros(tokens, dtype=torch.int64, device=device),
     )  # fmt: skip
-    step = builder.build(0, common)
+    step = group.build(common)
     step.is_all_new = is_all_new
     scales = torch.ones(2, impl.num_kv_heads, device=device)
     layer = SimpleNamespace(_k_scale=scales[0], _v_scale=scales[1])  # used only with FP8
-    cache = _cache(impl, spec, config, device) if impl.has_cache else None
+    cache = _cache(group, impl) if impl.has_cache else None
     impl.do_kv_cache_update(layer, k, v, cache, step.slot_mapping)
     impl.forward(layer, q, k, v, cache, step, torch.empty(tokens, heads[0], size, dtype=dtype, device=device))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +30,7 @@ from vllm.v1.attention.backend import (
 from flashtile.api.attention import flash_attn_func, flash_attn_varlen_func
 from flashtile.integrations.paged import INVARIANT_QUERIES, PagedAttention, Step, rounded_queries
 from flashtile.integrations.vllm import releases
-from flashtile.integrations.vllm.ahead import warm_up
+from flashtile.integrations.vllm.ahead import Group, warm_up
 from flashtile.problems.decode import FP8, MAX_HEAD_DIM
 
 FP8_DTYPES = ("fp8", "fp8_e4m3")
@@ -157,7 +158,9 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         if envs.VLLM_BATCH_INVARIANT:
             self.min_queries = INVARIANT_QUERIES
             self.min_encoder_len = vllm_config.scheduler_config.max_num_batched_tokens
-        warm_up(self, kv_cache_spec, layer_names, vllm_config, device)
+        # For some kinds of layers vLLM makes a subclass, whose method needs more of a batch than this one.
+        build = partial(Builder.build, self, 0)
+        warm_up(Group(build, self.min_queries, kv_cache_spec, vllm_config, torch.device(device)), layer_names)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """Return the step's metadata. ``max_query_len`` is rounded up to a power of two.

@@ -23,7 +23,7 @@ from flashtile.backends.hopper.decode.launch import (
     views,
 )
 from flashtile.backends.hopper.decode.loads import CacheRows
-from flashtile.backends.hopper.decode.work import CHUNK, TablePointers, table_kernel
+from flashtile.backends.hopper.decode.work import CHUNKS, TablePointers, table_kernel
 from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.arguments import OuterStrides
@@ -121,7 +121,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         yield _combine_case(problem, choose(problem))
     problem = replace(_PAGED, **_CHUNK)
     config = choose(problem)
-    constants = {"C": hopper_decode_variant(problem, config), "WIDTH": TABLE_WIDTH.value, "CHUNK": CHUNK}
+    constants = {"C": hopper_decode_variant(problem, config), "WIDTH": TABLE_WIDTH.value, "CHUNK": CHUNKS[-1]}
     signature = {"pointers": TablePointers("*fp32", "*i32", None, None, None)}
     signature |= {"batch": "i32", "programs": "i32"} | _STRUCTURES
     yield _small_case("hopper decode table", table_kernel, signature, constants)

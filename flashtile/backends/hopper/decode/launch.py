@@ -33,7 +33,7 @@ from flashtile.backends.hopper.decode.config import (
 from flashtile.backends.hopper.decode.gather import WARPS
 from flashtile.backends.hopper.decode.kernel import CacheStrides, HopperDecodePointers, attend_kernel
 from flashtile.backends.hopper.decode.loads import CacheRows
-from flashtile.backends.hopper.decode.work import CHUNK, TablePointers, table_kernel
+from flashtile.backends.hopper.decode.work import CHUNKS, TablePointers, table_kernel
 from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.launch import score_numbers
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
@@ -123,7 +123,7 @@ def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) ->
     consumer, loader, _ = config.registers
     copies = config.tile.BLOCK_N // copy_rows(problem, config)
     loaders = min(copies, MAX_LOADERS)
-    fields = layout(packed(problem), config)
+    fields = layout(packed(problem), config, stream_k)
     fields["HAS_LEFT"] = fields["HAS_LEFT"] or problem.leftpad
     e4m3 = problem.cache_dtype == FP8
     # Rows of an FP8 call have different scales, so the scale is not folded into the exponent.
@@ -179,8 +179,7 @@ def recorded_variant(
     splits = min(max(MIN_SPLITS, parts), most)
     rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
     tile = CombineTile(min(triton.next_power_of_2(rows), most // splits), splits, num_warps)
-    combining = combine_variant(problem, config, tile, variant.BY_WORK_TILE, pdl=True)
-    return replace(combining, STREAM_K=True), num_warps
+    return combine_variant(problem, config, tile, True, variant.BY_WORK_TILE, pdl=True), num_warps
 
 
 def divided_variant(problem: DecodeProblem, config: HopperDecodeConfig) -> tuple[CombineVariant, int]:
@@ -188,7 +187,7 @@ def divided_variant(problem: DecodeProblem, config: HopperDecodeConfig) -> tuple
     num_warps = 4
     rows = COMBINE_TILES[num_warps] // padded(problem.head_dim_v) // DIVIDED_SPLITS
     tile = CombineTile(rows, DIVIDED_SPLITS, num_warps)
-    return combine_variant(problem, config, tile, True, pdl=True), num_warps
+    return combine_variant(problem, config, tile, False, True, pdl=True), num_warps
 
 
 def views(
@@ -254,7 +253,7 @@ class HopperDecodeLaunch(DecodeLaunch):
             table_kernel,
             problem.batch,
             (problem.batch, programs, lengths, splits),
-            (variant, TABLE_WIDTH.value, min(CHUNK, triton.next_power_of_2(problem.batch))),
+            (variant, TABLE_WIDTH.value, CHUNKS[problem.batch > CHUNKS[0]]),
             None,
             pointers=TablePointers,
         )
@@ -316,12 +315,12 @@ class HopperDecodeLaunch(DecodeLaunch):
         combined = combine_tile(problem, config, None)
         row_blocks = triton.cdiv(splits.partial_rows, combined.rows)
         work_tiles = lengths.m_blocks * problem.num_heads_kv
-        combining = combine_variant(problem, config, combined, by_work_tile=True, pdl=True)
+        combining = combine_variant(problem, config, combined, False, True, pdl=True)
         return _combining(
             combine_kernel,
             work_tiles * row_blocks,
             (lengths, splits, 0, row_blocks),
-            (replace(combining, STREAM_K=False),),
+            (combining,),
             combined.num_warps,
         )
 

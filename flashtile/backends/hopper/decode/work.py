@@ -21,8 +21,8 @@ from flashtile.backends.portable.decode.schedule import (
     work_tile_at,
 )
 
-CHUNK = 256
-"""Maximum sequences whose lengths a program of the table kernel reads at a time."""
+CHUNKS = 16, 256
+"""Numbers of sequences whose lengths a program of the table kernel reads at a time: few or many."""
 
 LIMITS = tl.constexpr(16)
 """Number of candidates for the maximum n_blocks of a part that :func:`part_limit` compares."""

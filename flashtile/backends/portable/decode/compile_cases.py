@@ -241,7 +241,7 @@ def _combine_case(
 ) -> CompileCase:
     stream_k = plan.is_stream_k(problem, chosen)
     tile = plan.combine_tile(problem, chosen, (33 if by_work_tile else 1) if stream_k else None)
-    compiled_for = plan.combine_variant(problem, chosen, tile, by_work_tile, capability >= 90)
+    compiled_for = plan.combine_variant(problem, chosen, tile, stream_k, by_work_tile, capability >= 90)
     signature = {
         "pointers": types_of(
             CombinePointers, None, partial="*fp32", out=_TYPES[problem.out_dtype], lse="*fp32",

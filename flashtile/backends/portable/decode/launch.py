@@ -315,7 +315,7 @@ class DecodeLaunch:
             combine_kernel,
             units * row_blocks,
             (scalars.lengths, *self._combine_scalars),
-            (plan.combine_variant(problem, config, tile, by_work_tile, pdl),),
+            (plan.combine_variant(problem, config, tile, teams > 0, by_work_tile, pdl),),
             None,
             pointers=CombinePointers,
             num_warps=tile.num_warps,

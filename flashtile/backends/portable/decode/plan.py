@@ -21,7 +21,8 @@ from flashtile.backends.portable.decode.schedule import DecodeLengths
 from flashtile.problems.common import UNLIMITED
 from flashtile.problems.decode import FP8, AppendProblem, CacheTensors, DecodeProblem
 
-MAX_SCAN_BLOCK = 1024
+SCAN_BLOCKS = 1, 32, 256, 1024
+"""Numbers of m_blocks that a stream-K program may read at a time. They are few, because each is a kernel."""
 MAX_HEADS_PER_TEAM = 8
 """With 256 bytes per token and head, this many heads fill two pages of DRAM."""
 
@@ -113,11 +114,14 @@ def keys_seen(problem: DecodeProblem) -> int:
     return problem.capacity if left == UNLIMITED else min(problem.capacity, left + problem.seqlen_q)
 
 
-def layout(problem: DecodeProblem, config: DecodeConfig) -> dict[str, Any]:
-    """Return the fields of :class:`schedule.Layout`, by name."""
+def layout(problem: DecodeProblem, config: DecodeConfig, stream_k: bool) -> dict[str, Any]:
+    """Return the fields of :class:`schedule.Layout`, by name.
+
+    ``stream_k``: whether the grid is stream-K. In other grids, programs do not scan m_blocks.
+    """
     left, right = effective_window(problem)
-    m_blocks = problem.batch * m_blocks_of(problem, config)
-    scan = min(MAX_SCAN_BLOCK, max(16, triton.next_power_of_2(m_blocks))) if m_blocks > 1 else 1
+    m_blocks = problem.batch * m_blocks_of(problem, config) if stream_k else 1
+    scan = next((block for block in SCAN_BLOCKS if m_blocks <= block), SCAN_BLOCKS[-1])
     heads = heads_per_team(problem, config)
     return {
         "HAS_LENGTHS": problem.lengths,
@@ -243,7 +247,7 @@ def decode_variant(
     if not aligned:  # as in flashtile.backends.portable.attention.launch
         block_d = block_dv = max(block_d, block_dv)
     return DecodeVariant(
-        **layout(problem, config),
+        **layout(problem, config, stream_k),
         PAGE_SIZE=problem.page_size,
         HAS_BATCH_IDX=problem.batch_idx,
         HAS_SOFTCAP=problem.softcap > 0,
@@ -321,11 +325,16 @@ def combine_tile(problem: DecodeProblem, config: DecodeConfig, programs: int | N
 
 
 def combine_variant(
-    problem: DecodeProblem, config: DecodeConfig, tile: CombineTile, by_work_tile: bool, pdl: bool
+    problem: DecodeProblem,
+    config: DecodeConfig,
+    tile: CombineTile,
+    stream_k: bool,
+    by_work_tile: bool,
+    pdl: bool,
 ) -> CombineVariant:
     return CombineVariant(
-        **layout(problem, config),
-        STREAM_K=is_stream_k(problem, config),
+        **layout(problem, config, stream_k),
+        STREAM_K=stream_k,
         BY_WORK_TILE=by_work_tile,
         HAS_SINK=problem.sink,
         HAS_PRIOR=problem.prior,

@@ -187,6 +187,19 @@ def launcher(
     return with_fixed(fixed)
 
 
+def forget_version_of_assembler() -> None:
+    """Let Triton ask for the version of ptxas again, which is part of the keys of its cache.
+
+    Triton asks once per process. torch.compile may choose another ptxas later, in the environment variable
+    TRITON_PTXAS_PATH. Kernels that new processes compile then have keys that this process does not look for.
+    """
+    from triton.backends.nvidia import compiler
+
+    version = getattr(compiler, "get_ptxas_version", None)
+    if hasattr(version, "cache_clear"):
+        version.cache_clear()
+
+
 def load(compiled: Any) -> None:
     """Load a compiled kernel to the current GPU, and make its launchers, which Triton may have to compile."""
     if compiled.module is None:  # not loaded yet

@@ -87,7 +87,9 @@ def compile_in_process(calls: Sources, target: Target, workers: int | None = Non
     import fcntl  # Windows does not have it
 
     from flashtile.backends.common.compiled_folder import in_use
+    from flashtile.backends.compat import forget_version_of_assembler
 
+    forget_version_of_assembler()
     task = pickle.dumps((calls if callable(calls) else list(calls), target, workers))
     folders = os.pathsep.join(str(folder.path) for folder in in_use())
     note = _note_of(task, folders)

@@ -74,6 +74,34 @@ def test_kernels_are_compiled_once_in_a_process(tmp_path, monkeypatch):
     assert [path.stem for path in tmp_path.rglob("*.cubin")] == ["append_kernel"]
 
 
+@pytest.mark.compile
+@pytest.mark.skipif(os.name == "nt", reason="the assembler is a shell script")
+def test_kernels_are_found_after_another_assembler_was_chosen(tmp_path, monkeypatch):
+    """As torch.compile does, in a process that has compiled before."""
+    from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas_version
+
+    from flashtile.backends.common import first_calls, kernel_cache
+    from flashtile.backends.compat import compiling_driver
+    from flashtile.compilation.compiling import launches
+
+    get_ptxas_version(90)
+    assembler = tmp_path / "ptxas"
+    assembler.write_text(f'#!/bin/sh\n"{knobs.nvidia.ptxas.path}" "$@" && echo\n')  # its version ends otherwise
+    assembler.chmod(0o755)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(assembler))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    try:
+        assert compile_in_process([APPEND], H200, workers=1) == Compiled(1, ())
+        with compiling_driver(H200.capability, only_named=True):
+            for launch, tensors in launches(APPEND, H200):
+                with first_calls.only_naming() as named:
+                    launch.compile_ahead(tensors)
+        assert [kernel_cache.find(*source) is not None for source in named.values()] == [True]
+    finally:
+        get_ptxas_version.cache_clear()
+
+
 def test_a_failure_is_told(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with pytest.raises(RuntimeError, match="compiling ahead has ended with code 1"):

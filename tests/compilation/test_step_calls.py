@@ -87,7 +87,8 @@ def test_kernels_are_found_after_another_assembler_was_chosen(tmp_path, monkeypa
 
     get_ptxas_version(90)
     assembler = tmp_path / "ptxas"
-    assembler.write_text(f'#!/bin/sh\n"{knobs.nvidia.ptxas.path}" "$@" && echo\n')  # its version ends otherwise
+    # What it says of its version ends differently.
+    assembler.write_text(f'#!/bin/sh\n"{knobs.nvidia.ptxas.path}" "$@" && echo\n')
     assembler.chmod(0o755)
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(assembler))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -69,6 +69,7 @@ RUNS: dict[str, Callable[[], None]] = {
     "backward": lambda: differentiate(CALL),
     "backward, many heads": lambda: differentiate(MANY_HEADS),
     "backward, wide": lambda: differentiate(replace(CALL, head_dim=256)),
+    "backward, widest": lambda: differentiate(replace(CALL, head_dim=512)),
     "fp8": lambda: attend_fp8(LONG),
     "decode": decode,
     "linear": multiply,
@@ -78,6 +79,7 @@ RELEASE_K = "s = qk_wait(C, s, k, i, 1 if C.DV_PARTS == 1 else 2)"
 WAIT_FOR_O = "        o = pv_wait(C, o)"
 EXPECT_V = "expect(v.full.index(slot), PARTS * desc.block_type.nbytes"
 WAIT_FOR_DS = "mbarrier.wait(shared.ds_full.index(before & 1), (before >> 1) & 1)"
+WAIT_FOR_DELTA = "neg_delta = wait_for_numbers(neg_delta, C.BLOCK_M // 4)"
 WAIT_FOR_ADDED = "wait_for(accum.added_blocks + head, parts)"
 ADDED = "signal(accum.added_blocks + key_head, "
 CONVERTED = "wait_until_zeroed(key_head, blocks * C.ROW_SPLITS, accum)"
@@ -107,6 +109,7 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
      "more arrive at|nobody can go on"),
     ("forward, long", forward_attend.attend_unmasked, WAIT_FOR_O, "        v.release(i - 1)\n" + WAIT_FOR_O,
      r"loads to v\.tiles\[\d\], read by a product"),
+    ("backward, widest", wide_dkv.key_step, WAIT_FOR_DELTA, "pass", r"loads to neg_delta\[\d\], loaded by"),
     (MANY_HEADS_RUN, backward.accumulate_dq, ADDED + "0)", ADDED + "1)", SOME_END),
     # A fence less.
     ("forward", tiles.store_tile, "fence_async_shared()", "", r"o_tiles\[\d\], .* without fence"),

@@ -176,7 +176,7 @@ def cumsum(x: Value, axis: int = 0) -> Value:
 
 
 def convert_layout(x: Value, layout: Any, assert_trivial: bool = False) -> Value:
-    x.data  # noqa: B018 - raises an error if x is a product in flight
+    x.registers if assert_trivial else x.data  # noqa: B018 - raises an error if x is a product in flight
     return x
 
 
@@ -189,7 +189,7 @@ def permute(x: Value, *order: Any) -> Value:
 
 
 def expand_dims(x: Value, axis: int) -> Value:
-    return Value(x.data.unsqueeze(axis), x.dtype)
+    return x.renamed(x.registers.unsqueeze(axis))
 
 
 def broadcast_to(x: Value, *shape: Any) -> Value:
@@ -198,8 +198,8 @@ def broadcast_to(x: Value, *shape: Any) -> Value:
 
 
 def split(x: Value) -> tuple[Value, Value]:
-    first, second = x.data.unbind(-1)
-    return Value(first, x.dtype), Value(second, x.dtype)
+    first, second = x.registers.unbind(-1)
+    return x.renamed(first), x.renamed(second)
 
 
 def join(x: Value, y: Value) -> Value:

@@ -143,7 +143,7 @@ class Tile:
         partition.check_read(self, "loads", is_async=False)
         self.record_read(partition.agent, partition.now)
         self.record_load(partition.agent, NEVER)
-        loaded = Loaded(self.data.clone(), self.dtype, self, partition)
+        loaded = Loaded(self.data.clone(), self.dtype, Load(self, partition))
         partition.loads_in_flight.append(loaded)
         return loaded
 
@@ -198,26 +198,42 @@ class Tile:
         return None
 
 
-class Loaded(Value):
-    """The result of a load to registers.
+class Load:
+    """A load from shared memory to registers. It is done when its result is first used, or at a fence."""
 
-    The load is done when the value is first used, or at a fence. Neither an arrival at a barrier nor TMA
-    waits for it.
-    """
-
-    __slots__ = ("_source",)
-
-    def __init__(self, data: Tensor, dtype: Any, tile: Tile, partition: Any) -> None:
-        super().__init__(data, dtype)
+    def __init__(self, tile: Tile, partition: Any) -> None:
         self._source: tuple[Tile, Any] | None = (tile, partition)
 
-    @property
-    def data(self) -> Any:
+    def finish(self) -> None:
         if self._source is not None:
             tile, partition = self._source
             self._source = None
             tile.record_load(partition.agent, partition.now)
+
+
+class Loaded(Value):
+    """The result of a load to registers.
+
+    Neither an arrival at a barrier nor TMA waits for the load. To reshape the result is not to use it.
+    """
+
+    __slots__ = ("_load",)
+
+    def __init__(self, data: Tensor, dtype: Any, load: Load) -> None:
+        super().__init__(data, dtype)
+        self._load = load
+
+    @property
+    def data(self) -> Any:
+        self._load.finish()
         return self._data
+
+    @property
+    def registers(self) -> Any:
+        return self._data
+
+    def renamed(self, data: Any) -> Value:
+        return Loaded(data, self.dtype, self._load)
 
 
 class SwizzledParts:

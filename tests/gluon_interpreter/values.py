@@ -77,6 +77,18 @@ class Value:
             raise KernelError(f"used before warpgroup_mma_wait: {self.flight}")
         return self._data
 
+    def renamed(self, data: Any) -> Value:
+        """Return a value with the same elements in another shape or order: registers with other names.
+
+        ``data`` is a view of :attr:`registers`.
+        """
+        return Value(data, self.dtype)
+
+    @property
+    def registers(self) -> Any:
+        """The number or tensor, for operations that move nothing and so do not wait for a load."""
+        return self.data
+
     @property
     def landed(self) -> Any:
         """The number or tensor, also while its product is in flight, when only products may use it."""
@@ -129,14 +141,14 @@ class Value:
 
     def reshape(self, *shape: Any) -> Value:
         (sizes,) = shape if isinstance(shape[0], list | tuple) else (shape,)
-        return Value(self.data.reshape([int(size) for size in sizes]), self.dtype)
+        return self.renamed(self.registers.reshape([int(size) for size in sizes]))
 
     def permute(self, *order: Any) -> Value:
         (axes,) = order if isinstance(order[0], list | tuple) else (order,)
-        return Value(self.data.permute(*axes), self.dtype)
+        return self.renamed(self.registers.permute(*axes))
 
     def __getitem__(self, key: Any) -> Value:
-        return Value(self.tensor()[key], self.dtype)
+        return self.renamed(self.registers[key]) if self.is_tile else Value(self.tensor()[key], self.dtype)
 
     def __neg__(self) -> Value:
         return Value(-self.data, self.dtype)

@@ -101,18 +101,25 @@ def wait_for_loads(x):
     )  # fmt: skip
 
 
+@gluon.constexpr_function
+def wait_asm(count):
+    """Return PTX that copies ``count`` registers after a scheduling barrier that depends on all of them."""
+    mixed = " ".join(f"xor.b32 all, all, ${count + n};" for n in range(1, count))
+    copies = " ".join(f"mov.b32 ${n}, ${count + n};" for n in range(count))
+    head = "{ .reg .pred never; .reg .b32 all; mov.b32 all, $" + str(count) + "; " + mixed
+    return head + " setp.eq.u32 never, all, 0x7FC1FFC3; @never nanosleep.u32 0; " + copies + " }"
+
+
+@gluon.constexpr_function
+def wait_constraints(count):
+    return ",".join(["=f"] * count + ["f"] * count)
+
+
 @gluon.jit
-def wait_for_numbers(x):
-    """Return x (fp32, two numbers per thread) once it has been loaded, as :func:`wait_for_loads` does."""
+def wait_for_numbers(x, NUMBERS: gl.constexpr = 2):
+    """Return x (fp32, NUMBERS per thread) once it has been loaded, as :func:`wait_for_loads` does."""
     return gl.inline_asm_elementwise(
-        """{
-        .reg .pred never;
-        .reg .b32 all;
-        xor.b32 all, $2, $3;
-        setp.eq.u32 never, all, 0x7FC1FFC3;
-        @never nanosleep.u32 0;
-        mov.b32 $0, $2; mov.b32 $1, $3;
-        }""", "=f,=f,f,f", [x], dtype=gl.float32, is_pure=False, pack=2,
+        wait_asm(NUMBERS), wait_constraints(NUMBERS), [x], dtype=gl.float32, is_pure=False, pack=NUMBERS
     )  # fmt: skip
 
 

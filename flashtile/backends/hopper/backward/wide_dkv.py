@@ -60,7 +60,7 @@ from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.columns import add_products, zero_sums
 from flashtile.backends.hopper.compat import async_load, reinterpret
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout
-from flashtile.backends.hopper.inline_asm import to_16_bit, to_fp32
+from flashtile.backends.hopper.inline_asm import to_16_bit, to_fp32, wait_for_numbers
 from flashtile.backends.hopper.work_tiles import slope_of
 
 
@@ -227,13 +227,17 @@ def key_step(C: gl.constexpr, i, own, dk, tiles):
     dp = gl.full([WARPGROUP_ROWS, C.BLOCK_M], 0.0, gl.float32, s_layout)
     dp = product_of_tiles(v.tiles, do, i, own, dp, C.HEAD_DIM_V)
     slot = last_write(C, i) % do.STAGES
-    neg_delta = row_of(statistics.neg_delta.index(slot).reshape([C.BLOCK_M]), s_layout)
+    neg_delta = statistics.neg_delta.index(slot).reshape([C.BLOCK_M]).load(gl.SliceLayout(0, s_layout))
     dp = warpgroup_mma_wait(0, deps=[dp])
+    # After the release, TMA may overwrite -delta, and an arrival does not wait for loads. Without
+    # COLUMN_SPLITS, the producer loads rows of q before those of dO, and so waits for the end of this step.
+    if C.COLUMN_SPLITS > 1:
+        neg_delta = wait_for_numbers(neg_delta, C.BLOCK_M // 4)
     release_tile(C, do, i)
     slot = weights.wait(i)
     p = from_chunks(weights.tiles.index(slot).load(chunks), s_layout)
     weights.release(i)
-    ds = to_16_bit(to_fp32(p) * (dp + neg_delta), dtype)
+    ds = to_16_bit(to_fp32(p) * (dp + neg_delta[None, :]), dtype)
     q_tile = tile_of(q.tiles.index(q.wait(last_write(C, i))))
     dk = add_products(dk, ds, q_tile)
     q.release(last_write(C, i))

@@ -23,9 +23,10 @@ Range = tuple[int, int]
 def positions_of(seqlen_q: int, seqlen_k: int) -> int:
     """Return the upper bound of positions for which a kernel is compiled.
 
-    It is ``POSITIONS``, or the next power of two for longer sequences.
+    It is half of ``POSITIONS``, or the next power of two for longer sequences. Up to there, float32 holds a
+    distance of two positions exactly, even after a moderate offset is added.
     """
-    return max(POSITIONS, 1 << (max(seqlen_q, seqlen_k, 1) - 1).bit_length())
+    return max(POSITIONS // 2, 1 << (max(seqlen_q, seqlen_k, 1) - 1).bit_length())
 
 
 def wide_lines(program: Program, positions: int = POSITIONS) -> frozenset[Name]:
@@ -34,6 +35,16 @@ def wide_lines(program: Program, positions: int = POSITIONS) -> frozenset[Name]:
     Args:
         positions: upper bound of query and key positions.
     """
+    return _analysed(program, positions)[0]
+
+
+def ranges(program: Program, positions: int = POSITIONS) -> dict[Any, Range]:
+    """Return an interval for each input and each line of ints or booleans."""
+    return _analysed(program, positions)[1]
+
+
+def _analysed(program: Program, positions: int) -> tuple[frozenset[Name], dict[Any, Range]]:
+    """Return (names of :func:`wide_lines`, :func:`ranges`)."""
     kinds = program.kinds
     known: dict[Any, Range] = {Name(name): (0, POSITIONS) for name in INPUTS}
     known |= dict.fromkeys((Name("q"), Name("kv")), (0, positions))
@@ -51,7 +62,7 @@ def wide_lines(program: Program, positions: int = POSITIONS) -> frozenset[Name]:
         if not all(_within(one, _INT32) for one in (found, *numbers)):
             wide.append(line.name)
         known[line.name] = found if _within(found, _INT64) else _INT64
-    return frozenset(wide)
+    return frozenset(wide), known
 
 
 def _within(inner: Range, outer: Range) -> bool:

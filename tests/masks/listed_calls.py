@@ -89,6 +89,14 @@ def _of_keys(score, batch, head, q_idx, kv_idx):
     return 0.01 * kv_idx.float()
 
 
+def _log_distance(score, batch, head, q_idx, kv_idx):
+    return score - torch.log(1 + (q_idx - kv_idx).abs())
+
+
+def _log_scores(score, batch, head, q_idx, kv_idx):
+    return 0.5 * score - torch.log(1.0 + score * score) + torch.log2(1 + 0.25 * (kv_idx - q_idx + 9).abs())
+
+
 def _but_one_key(batch, head, q_idx, kv_idx):
     return kv_idx != 5
 
@@ -140,6 +148,12 @@ LISTED_CALLS: dict[str, ListedCall] = {
         lambda device: {"score_mod": masks.softcap(1.5), "window_size": (90, 40)}, 300, 300
     ),
     "score-that-hides": ListedCall(lambda device: {"score_mod": _by_scores}, 150, 200),
+    "log-distance": ListedCall(lambda device: {"score_mod": _log_distance}, 150, 260, **WIDE),
+    "log-of-scores": ListedCall(lambda device: {"score_mod": _log_scores, "causal": True}, 200, 200),
+    "log-negative-scale": ListedCall(
+        lambda device: {"score_mod": _log_distance, "softmax_scale": -0.3}, 150, 200
+    ),
+    "log-tiny-scale": ListedCall(lambda device: {"score_mod": _log_scores, "softmax_scale": 1e-5}, 150, 200),
     "score-of-keys": ListedCall(lambda device: {"score_mod": _of_keys}, 150, 200),
 }  # fmt: skip
 """Small enough to be interpreted."""

@@ -60,7 +60,7 @@ def variant_of(problem: Problem, config: BackwardConfig, bias: Tensor | None = N
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     even = not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0
     block_d, block_dv = tile_widths(problem)
-    flags = modifier_flags(problem, fixed=True)
+    flags = modifier_flags(problem, is_forward=False)
     masked = left != UNLIMITED or right != UNLIMITED or not even
     scaled = has_score_mod(problem) or problem.softmax_scale < SMALLEST_SCALE
     if problem.mods is not None:
@@ -137,13 +137,8 @@ def schedule_of(
 
 
 def numbers_of(problem: Problem) -> BackwardNumbers:
-    """Return the :class:`BackwardNumbers` of a launch.
-
-    With a score_mod, ``scale_log2`` is softmax_scale, without the factor log2(e).
-    """
+    """Return the :class:`BackwardNumbers` of a launch."""
     numbers = BackwardNumbers(scale=problem.softmax_scale, **score_numbers(problem), zero=0.0)
-    if problem.mods is not None and problem.mods.score_mod:
-        numbers = numbers._replace(scale_log2=problem.softmax_scale)
     if problem.dropout_p:
         keep = 1 - problem.dropout_p
         numbers = numbers._replace(scale=numbers.scale / keep, keep_scale=1 / keep, keep=keep)

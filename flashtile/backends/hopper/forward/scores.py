@@ -8,12 +8,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.columns import plus_columns
+from flashtile.backends.hopper.constants import LOG2_E
 from flashtile.backends.hopper.inline_asm import to_fp32
 from flashtile.backends.hopper.modifiers import bias
 from flashtile.backends.hopper.modifiers.block_lists import key_block
 from flashtile.backends.hopper.modifiers.dropout import drop, random_bits, schedule_barrier
 from flashtile.backends.hopper.modifiers.functions import hide_scores, modify_scores
 from flashtile.backends.hopper.soft_cap import tanh_of
+from flashtile.backends.portable.attention.arguments import Units
 
 LAG_LOG2 = gl.constexpr(8.0)
 """Log2 of the largest P with LAZY_RESCALE. P has the same relative error as if it were at most 1, and is far
@@ -68,12 +70,23 @@ def release_bias(C: gl.constexpr, rows, i, added):
 
 
 @gluon.jit
+def score_units(C: gl.constexpr, numbers):
+    """Return the :class:`Units` of SCORE_MOD: from raw products to log2 units with HAS_SCORE_MOD, else to the
+    unit of raw products."""
+    if C.HAS_SCORE_MOD:
+        return Units(numbers.scale, numbers.scale_log2, LOG2_E)
+    else:
+        return Units(numbers.scale, 1.0, numbers.inverse_scale)
+
+
+@gluon.jit
 def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr, added=0):
     """Apply soft-cap, SCORE_MOD, bias and ALiBi to the raw products of block ``n``.
 
-    With HAS_SCORE_MOD, the results are scores in log2 units. Otherwise the results are raw products, the tanh
-    of a soft-cap, or, with SCORE_MOD or a bias, scores in natural units. The softmax then multiplies them by
-    ``scale_log2``. With KEY_SCALES (decoding), raw products are multiplied by the scales of their keys.
+    With HAS_SCORE_MOD, the results are scores in log2 units. Otherwise they are raw products, the tanh of a
+    soft-cap, scores of SCORE_MOD in the unit of raw products, or, with a bias, scores in natural units. The
+    softmax then multiplies them by ``scale_log2``. With KEY_SCALES (decoding), raw products are multiplied by
+    the scales of their keys.
     """
     if C.KEY_SCALES:
         s = s * numbers.key_scales.load(gl.SliceLayout(0, s_layout))[None, :]
@@ -81,14 +94,12 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
         s = tanh_of(s, numbers.softcap_rate, C.TANH_APPROX)
         if C.HAS_SCORE_MOD:
             s = s * numbers.softcap_log2
+    elif C.SCORE_MOD is not None:
+        s = modify_scores(C, s, n, rows, score_units(C, numbers), s_layout)
     elif C.HAS_SCORE_MOD:
         s = s * numbers.scale_log2
-    if C.SCORE_MOD is not None or C.HAS_BIAS:
-        s = s * numbers.scale
-    if C.SCORE_MOD is not None:
-        s = modify_scores(C, s, n, rows, s_layout)
     if C.HAS_BIAS:
-        s = s + to_fp32(added)
+        s = s * numbers.scale + to_fp32(added)
     if C.ALIBI:
         between = (n * C.BLOCK_N - rows.positions).to(gl.float32)
         s = s - rows.slope[:, None] * gl.abs(plus_columns(between, s.shape[1], s_layout))
@@ -96,15 +107,19 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
 
 
 @gluon.jit
-def mask(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr, is_full=False):
+def mask(
+    C: gl.constexpr, s, n, rows, s_layout: gl.constexpr, is_full=False, columns=0,
+    PARTIAL: gl.constexpr = True,
+):  # fmt: skip
     """Return the scores of block ``n``, with -inf where a row does not see a key.
 
     A row sees the keys in [first_key, last_key] that neither a tree mask nor MASK_MOD hides. ``is_full`` says
-    that a block mask lists the block as full, so that MASK_MOD hides none of its keys.
+    that a block mask lists the block as full, so that MASK_MOD hides none of its keys. PARTIAL says that it
+    does not. ``columns`` is the result of ``modifiers.functions.load_columns``.
     """
     keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))[None, :]
     if C.MASK_MOD is not None:
-        s = hide_scores(C, s, n, is_full, rows, s_layout)
+        s = hide_scores(C, s, n, is_full, rows, columns, s_layout, PARTIAL)
     if C.MASK_MOD is None or not C.LISTED or not C.EVEN_N:
         s = gl.where(keys <= (rows.last_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
     if C.HAS_LEFT:

@@ -13,10 +13,10 @@ from flashtile.problems.attention import Problem
 from flashtile.problems.masks import Mods
 
 
-def modifier_flags(problem: Problem, fixed: bool) -> dict[str, Any]:
+def modifier_flags(problem: Problem, is_forward: bool) -> dict[str, Any]:
     """Return fields of :class:`ModifierFlags` for either pass.
 
-    If ``fixed``, integers in a mask_mod are compiled as literals, which take no registers. Integers in a
+    In the backward, integers in a mask_mod are compiled as literals, which take no registers. Integers in a
     score_mod are always compiled as literals, because a score_mod leaves no registers free.
     """
     mods = problem.mods
@@ -25,13 +25,15 @@ def modifier_flags(problem: Problem, fixed: bool) -> dict[str, Any]:
         return flags
     from flashtile.backends.portable.attention import functions
 
-    mask, listed = functions.mask_function(mods, True, fixed), mods.block_size is not None
+    mask = functions.mask_function(mods, True, fixed=not is_forward, has_columns=is_forward)
+    listed = mods.block_size is not None
     return {
         **flags,
         "HAS_MODS": True,
         "HAS_CUTS": mask is not None or listed,
         "SCORE_MOD": functions.score_function(mods, True, fixed=True),
         "MASK_MOD": mask,
+        "MASK_COLUMNS": functions.column_function(mods) if is_forward else None,
         "LISTED": listed,
         **functions.guards(mods),
     }

@@ -21,6 +21,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from flashtile.backends.portable.attention import lowering
 from flashtile.backends.portable.tiles import tanh
 from flashtile.caches import BoundedCache
 from flashtile.problems.mask_program import (
@@ -88,7 +89,20 @@ def sign(a):
     return tl.where(a > 0, 1, tl.where(a < 0, -1, 0)).to(a.dtype)
 
 
+@triton.jit
+def approximate_log2(a):
+    """Return log2(a) by the hardware's instruction, with the accuracy of ``lowering.LOG2``."""
+    return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [a], tl.float32, True, 1)
+
+
+@triton.jit
+def approximate_log2_of_whole(a):
+    """Return :func:`approximate_log2` in fewer instructions; subnormal numbers count as 0."""
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [a], tl.float32, True, 1)
+
+
 _STEPS = {
+    "approximate_log2": approximate_log2, "approximate_log2_of_whole": approximate_log2_of_whole,
     "element": element, "floor_div": floor_div, "floor_div_by_positive": floor_div_by_positive,
     "floor_mod": floor_mod, "floor_mod_by_positive": floor_mod_by_positive, "power": power, "sign": sign,
     "tanh": tanh,
@@ -104,6 +118,7 @@ _CALLS = {
     "exp2": "tl.exp2", "log": "tl.log", "log2": "tl.log2", "sqrt": "tl.sqrt", "rsqrt": "tl.rsqrt",
     "sin": "tl.sin", "cos": "tl.cos", "sigmoid": "tl.sigmoid", "erf": "tl.erf", "floor": "tl.floor",
     "tanh": "tanh", "pow": "power", "floordiv": "floor_div", "mod": "floor_mod", "sign": "sign",
+    lowering.LOG2: "approximate_log2", lowering.LOG2_OF_WHOLE: "approximate_log2_of_whole",
 }  # fmt: skip
 
 _BY_NUMBER = ("div", "floordiv", "mod")
@@ -115,17 +130,21 @@ _kept: BoundedCache = BoundedCache(4 * 2**20)
 def score_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
     """Return ``score_mod`` as a function; None without one.
 
-    The function is ``(scores, b, head, rows, keys, captured) -> (new scores, derivative)``, where the
-    derivative is that of the new scores with respect to the given scores.
+    The function is ``(scores, units, b, head, rows, keys, captured) -> (new scores, derivative)``. ``units``
+    (:class:`~flashtile.backends.portable.attention.arguments.Units`) has the units of both scores. The
+    derivative is that of the new scores with respect to the given scores, both in natural units. For Gluon
+    there is a last argument, ``distances``.
     """
     program = mods.score_program
     if program is None:
         return None
     both, _ = derivatives(program)
+    both = lowering.lowered(both, mods.positions, approximates=gluon)
     writer = _Writer(both, mods, gluon, fixed)
     writer.lines_of_program()
     value, factor = (writer.spread(result) for result in both.results)
-    return writer.function("score_mod", "score, b, h, q, kv, captured", f"return {value}, {factor}")
+    parameters = "score, units, b, h, q, kv, captured" + (", distances" if gluon else "")
+    return writer.function("score_mod", parameters, f"return {value}, {factor}")
 
 
 def guards(mods: Mods) -> dict[str, Any]:
@@ -142,20 +161,39 @@ def guards(mods: Mods) -> dict[str, Any]:
     }
 
 
-def mask_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
+def mask_function(mods: Mods, gluon: bool = False, fixed: bool = False, has_columns: bool = False) -> Any:
     """Return ``mask_mod`` as a function ``(b, head, rows, keys, captured) -> seen``; None without one.
 
-    ``seen`` broadcasts to the tile. For Gluon it may be a scalar.
+    ``seen`` broadcasts to the tile. For Gluon it may be a scalar, and there are two more arguments:
+    ``distances`` and ``columns``, which with ``has_columns`` has the results of :func:`column_function`.
     """
     program = mods.mask_program
     if program is None:
         return None
+    if gluon:
+        program = lowering.lowered_mask(program, mods.positions, has_columns)
     writer = _Writer(program, mods, gluon, fixed)
     writer.lines_of_program()
     seen = writer.operand(program.results[0])
     if not gluon:
         seen = f"tl.full((1, 1), True, tl.int1) & {seen}"
-    return writer.function("mask_mod", "b, h, q, kv, captured", f"return {seen}")
+    parameters = "b, h, q, kv, captured" + (", distances, columns" if gluon else "")
+    return writer.function("mask_mod", parameters, f"return {seen}")
+
+
+def column_function(mods: Mods, fixed: bool = False) -> Any:
+    """Return a function ``(b, head, keys, captured) -> values`` for Gluon; None if no values are needed.
+
+    It returns a tuple of the elements of captured tensors that ``mask_mod`` loads for each key.
+    """
+    program = mods.mask_program
+    loads = None if program is None else lowering.column_loads(program)
+    if loads is None:
+        return None
+    writer = _Writer(loads, mods, True, fixed)
+    writer.lines_of_program()
+    values = "".join(f"{writer.operand(result)}, " for result in loads.results)
+    return writer.function("mask_columns", "b, h, kv, captured", f"return ({values})")
 
 
 def gradient_function(mods: Mods) -> Any:
@@ -229,12 +267,26 @@ class _Writer:
 
     def _call(self, line: Line) -> str:
         operation = line.operation
+        if operation in (lowering.NATURAL, lowering.WHOLE, lowering.UNIT):
+            return f"units.{operation}"
+        if operation in lowering.DISTANCE.values():
+            return self._distance(line.kind, *line.operands)
+        if operation == lowering.COLUMN:
+            return f"columns[{line.operands[0]}]"
         if line.name in self.wide:
             return self._wide_call(line)
         by_number = self._by_number(operation, *line.operands) if operation in _BY_NUMBER else None
         if by_number is not None:
             return by_number
         return self._text(line, [self._number(line, o) or self.operand(o) for o in line.operands])
+
+    def _distance(self, kind: str, q: Name, kv: Name, offset: int) -> str:
+        """Return the source text of q - kv + offset."""
+        if kind == "int":
+            return f"distances.threads + ({offset}) + distances.registers"
+        if self.gluon:
+            return f"(distances.threads + ({offset})).to(tl.float32) + distances.registers.to(tl.float32)"
+        return f"({q} + ({offset})).to(tl.float32) - {kv}.to(tl.float32)"
 
     def _wide_call(self, line: Line) -> str:
         """Return the source text of an operation on 64-bit ints."""
@@ -256,7 +308,7 @@ class _Writer:
             return f"{_CALLS[operation]}({', '.join(operands)})"
         (x,) = operands
         return {
-            "neg": f"-{x}",
+            "neg": f"{x} * -1.0" if line.kind == "float" else f"-{x}",  # Triton's -x is a subtraction
             "not": f"{x} == 0" if line.kind == "bool" else f"~{x}",
             "float": f"{x}.to(tl.float32)",
             "int": f"{x}.to(tl.int32)",

@@ -35,16 +35,21 @@ def wide_lines(program: Program, positions: int = POSITIONS) -> frozenset[Name]:
     Args:
         positions: upper bound of query and key positions.
     """
-    return _analysed(program, positions)[0]
+    return _analysed(program, positions, (-POSITIONS, POSITIONS))[0]
 
 
 def ranges(program: Program, positions: int = POSITIONS) -> dict[Any, Range]:
-    """Return an interval for each input and each line of ints or booleans."""
-    return _analysed(program, positions)[1]
+    """Return an interval for each input and each line of ints. Elements of captured tensors may be any ints."""
+    return _analysed(program, positions, _INT64)[1]
 
 
-def _analysed(program: Program, positions: int) -> tuple[frozenset[Name], dict[Any, Range]]:
-    """Return (names of :func:`wide_lines`, :func:`ranges`)."""
+def _analysed(
+    program: Program, positions: int, elements: Range
+) -> tuple[frozenset[Name], dict[Any, Range]]:
+    """Return (names of lines that need 64 bits, intervals of inputs and lines).
+
+    ``elements`` is the interval of captured ints, and of floats that become ints.
+    """
     kinds = program.kinds
     known: dict[Any, Range] = {Name(name): (0, POSITIONS) for name in INPUTS}
     known |= dict.fromkeys((Name("q"), Name("kv")), (0, positions))
@@ -53,7 +58,7 @@ def _analysed(program: Program, positions: int) -> tuple[frozenset[Name], dict[A
         ints = [o for o in line.operands if (kinds[o] if isinstance(o, Name) else kind_of_number(o)) == "int"]
         of_operands = [known[o] if isinstance(o, Name) else (o, o) for o in ints]
         if line.operation == LOAD or not ints:
-            known[line.name] = (-POSITIONS, POSITIONS)
+            known[line.name] = elements if line.kind == "int" else (0, 1)
             continue
         found = _range(line, of_operands) if line.kind == "int" else (0, 1)
         numbers = [

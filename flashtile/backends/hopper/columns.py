@@ -35,18 +35,18 @@ def column_numbers(N: gl.constexpr, layout: gl.constexpr, dtype: gl.constexpr = 
 
 
 @gluon.jit
-def row_numbers(layout: gl.constexpr, dtype: gl.constexpr = gl.float32):
-    """Return (threads, registers), both [64], whose sum is the number of each row of a warpgroup's tile.
+def row_numbers(layout: gl.constexpr):
+    """Return (threads, registers), both int32 [64], whose sum is the number of each row of a warpgroup's tile.
 
     ``layout`` is that of an accumulator: a thread holds rows r and r + 8. ``registers`` is 0 and 8.
     """
     row: gl.constexpr = gl.SliceLayout(1, layout)
     rows = gl.arange(0, WARPGROUP_ROWS, layout=row)
     parts: gl.constexpr = rows.reshape([4, 2, 8]).type.layout
-    warp = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, parts))).to(dtype)
-    half = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, parts))).to(dtype)
-    lane = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, parts))).to(dtype)
-    zero = gl.full([4, 2, 8], 0, dtype, parts)
+    warp = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, parts)))
+    half = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, parts)))
+    lane = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, parts)))
+    zero = gl.full([4, 2, 8], 0, gl.int32, parts)
     threads = (zero + 16 * warp[:, None, None] + lane[None, None, :]).reshape([WARPGROUP_ROWS])
     registers = (zero + 8 * half[None, :, None]).reshape([WARPGROUP_ROWS])
     return gl.convert_layout(threads, row), gl.convert_layout(registers, row)

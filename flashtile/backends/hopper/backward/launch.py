@@ -137,8 +137,13 @@ def schedule_of(
 
 
 def numbers_of(problem: Problem) -> BackwardNumbers:
-    """Return the :class:`BackwardNumbers` of a launch."""
+    """Return the :class:`BackwardNumbers` of a launch.
+
+    With a score_mod, ``scale_log2`` is softmax_scale, without the factor log2(e).
+    """
     numbers = BackwardNumbers(scale=problem.softmax_scale, **score_numbers(problem), zero=0.0)
+    if problem.mods is not None and problem.mods.score_mod:
+        numbers = numbers._replace(scale_log2=problem.softmax_scale)
     if problem.dropout_p:
         keep = 1 - problem.dropout_p
         numbers = numbers._replace(scale=numbers.scale / keep, keep_scale=1 / keep, keep=keep)

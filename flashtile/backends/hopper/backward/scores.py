@@ -15,7 +15,6 @@ from flashtile.backends.hopper.modifiers.block_lists import visited_block
 from flashtile.backends.hopper.modifiers.dropout import drop, generator_of
 from flashtile.backends.hopper.modifiers.functions import distances_of, function_arguments
 from flashtile.backends.hopper.soft_cap import tanh_of
-from flashtile.backends.portable.attention.arguments import Units
 
 
 class BackwardNumbers(NamedTuple):
@@ -24,7 +23,7 @@ class BackwardNumbers(NamedTuple):
     scale: Any
     """softmax_scale."""
     scale_log2: Any
-    """softmax_scale * log2(e); not used with a soft-cap."""
+    """softmax_scale * log2(e); softmax_scale with SCORE_MOD; not used with a soft-cap."""
     softcap_rate: Any
     """softmax_scale / softcap."""
     softcap_log2: Any
@@ -92,8 +91,8 @@ def positions(C: gl.constexpr, W: gl.constexpr, m, work, s_layout: gl.constexpr)
 def soft_cap(C: gl.constexpr, s, numbers):
     """Return (scores, softcap_grad) of raw products Q K^T.
 
-    Scores are in log2 units. softcap_grad is the derivative of the capped score with respect to the scaled
-    product. Without a soft-cap it is 1.0.
+    Scores are in log2 units, or in natural units if a SCORE_MOD follows. softcap_grad is the derivative of
+    the capped score with respect to the scaled product. Without a soft-cap it is 1.0.
     """
     softcap_grad = 1.0
     if C.SOFTCAP:
@@ -112,19 +111,18 @@ def apply_score_mod(
     """Return (scores in log2 units, their derivative), computed from the raw products ``s``, Q K^T.
 
     The scores are the scaled products after a soft-cap and ALiBi, or after SCORE_MOD. The derivative is with
-    respect to the scaled products.
+    respect to the scaled products. SCORE_MOD takes scores in natural units, so with SCORE_MOD
+    ``numbers.scale_log2`` is softmax_scale.
     """
-    if C.SCORE_MOD is None:
-        s, softcap_grad = soft_cap(C, s, numbers)
+    s, softcap_grad = soft_cap(C, s, numbers)
     if C.LISTED:
         m, _ = visited_block(C, modifiers.blocks, m)
     if C.SCORE_MOD is not None:
         keys, rows = positions(C, W, m, work, s_layout)
-        own, units = modifiers.functions, Units(numbers.scale, numbers.scale_log2, LOG2_E)
+        own = modifiers.functions
         between = distances_of(m * C.BLOCK_M - own.first, C.BLOCK_M, True, s_layout)
-        s, softcap_grad = C.SCORE_MOD(
-            s, units, own.sequence, own.head, rows - own.offset, keys, own.captured, between
-        )  # fmt: skip
+        s, own_grad = C.SCORE_MOD(s, own.sequence, own.head, rows - own.offset, keys, own.captured, between)
+        s, softcap_grad = s * LOG2_E, own_grad
     if C.ALIBI:
         keys = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout)).to(gl.float32)
         first_key = work.tile_in_head * C.BLOCK_N + W * WARPGROUP_ROWS

@@ -29,8 +29,7 @@ from flashtile.backends.hopper.forward.config import (
 from flashtile.backends.hopper.forward.kernel import forward_kernel
 from flashtile.backends.hopper.forward.launch import (
     bias_view,
-    has_function,
-    has_raw_units,
+    has_natural_scores,
     launch_registers,
     variant_of,
     views,
@@ -118,13 +117,8 @@ def _case(
     bias = bias_of(problem)
     variant = variant_of(problem, config, bias=bias)
     described = bias_view(problem, variant, bias)
-    scale, inverse, dropped = (
-        "fp32" if given else None
-        for given in (
-            problem.bias or has_function(problem),
-            has_raw_units(problem),
-            variant.HAS_DROPOUT,
-        )
+    natural, dropped = (
+        "fp32" if given else None for given in (has_natural_scores(problem), variant.HAS_DROPOUT)
     )
     structures = {
         "bias_desc": described and described.type_name,
@@ -137,7 +131,7 @@ def _case(
             **modifier_pointers(variant, problem.mods),
         ),
         "schedule": schedule_types(ForwardSchedule, variant),
-        "numbers": types_of(ForwardNumbers, "fp32", scale=scale, inverse_scale=inverse, keep_scale=dropped),
+        "numbers": types_of(ForwardNumbers, "fp32", scale=natural, keep_scale=dropped),
     }
     if name:
         name = f"head_dim {problem.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N} {name}"

@@ -107,9 +107,9 @@ class ForwardVariant(ModifierFlags):
     KV_GROUP: int
     """Heads of the schedule per key head: query heads per key head, divided by PACK, times COLUMN_SPLITS."""
     HAS_SCORE_MOD: bool
-    """Scores are scaled to log2 units before the softmax, for ALiBi or a scale that is not positive, and with
-    SCORE_MOD also for a tiny or huge scale. Otherwise the softmax scales its input: raw products, scores in
-    their unit, the tanh of a soft-cap, or scores in natural units."""
+    """Scores are scaled to log2 units before the softmax, for ALiBi or a scale that is not positive.
+    Otherwise the softmax scales its input: raw products, the tanh of a soft-cap, or scores in natural
+    units."""
     BLOCK_D: int
     """Columns of q and k in shared memory."""
     BLOCK_DV: int

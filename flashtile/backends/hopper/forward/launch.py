@@ -69,9 +69,6 @@ from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E, UNLIMITED
 
-SCALES = 1e-4, 1e4
-"""Smallest and largest softmax_scale for which scores of a score_mod are in the unit of raw products."""
-
 
 def variant_of(
     problem: Problem, config: ForwardConfig, has_queue: bool = True, bias: Tensor | None = None
@@ -99,10 +96,8 @@ def variant_of(
     queued = has_queue and takes_from_queue(problem, config)
     paired = takes_pairs(problem, config, pack, has_queue)
     flags = modifier_flags(problem, is_forward=True)
-    if problem.bias:  # the softmax itself scales scores in natural units
+    if has_natural_scores(problem):  # the softmax itself scales scores in natural units
         scaled = False
-    elif has_function(problem):
-        scaled = not has_raw_units(problem)
     if problem.mods is not None:
         size_q, size_kv = problem.mods.block_size or (config.BLOCK_M, config.BLOCK_N)
         flags |= {"MASK_BLOCK": size_q, "TILES_PER_MASK_BLOCK": size_kv // config.BLOCK_N}
@@ -156,14 +151,9 @@ def variant_of(
     )
 
 
-def has_function(problem: Problem) -> bool:
-    """Whether the call has a score_mod that the kernel evaluates."""
-    return problem.mods is not None and bool(problem.mods.score_mod)
-
-
-def has_raw_units(problem: Problem) -> bool:
-    """Whether the scores of a score_mod are kept in the unit of raw products, and not in log2 units."""
-    return has_function(problem) and SCALES[0] <= problem.softmax_scale <= SCALES[1]
+def has_natural_scores(problem: Problem) -> bool:
+    """Whether the forward has scores in natural units, the units of a bias and of a score_mod."""
+    return problem.bias or (problem.mods is not None and bool(problem.mods.score_mod))
 
 
 def launch_registers(variant: ForwardVariant) -> int:
@@ -230,12 +220,8 @@ def schedule_of(
 def numbers_of(problem: Problem) -> ForwardNumbers:
     """Return the floats of the launch."""
     numbers = score_numbers(problem)
-    if problem.bias:
+    if has_natural_scores(problem):
         numbers |= {"scale_log2": LOG2_E, "scale": problem.softcap or problem.softmax_scale}
-    elif has_function(problem):
-        numbers["scale"] = problem.softmax_scale
-        if has_raw_units(problem):
-            numbers["inverse_scale"] = 1 / problem.softmax_scale
     if problem.dropout_p:
         numbers["keep_scale"] = 1 / (1 - problem.dropout_p)
     return ForwardNumbers(**numbers)

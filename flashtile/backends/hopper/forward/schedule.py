@@ -96,8 +96,8 @@ class Numbers(NamedTuple):
 
 
 class ForwardNumbers(NamedTuple):
-    """The fields of :class:`Numbers` and those of modifiers. With a bias, scores are in natural units, and
-    ``scale_log2`` is log2(e)."""
+    """The fields of :class:`Numbers` and those of modifiers. With a bias or SCORE_MOD, scores are in natural
+    units, and ``scale_log2`` is log2(e)."""
 
     scale_log2: Any
     softcap_rate: Any
@@ -105,8 +105,6 @@ class ForwardNumbers(NamedTuple):
     scale: Any = None
     """Factor to scores in natural units: softmax_scale for raw products, or softcap for the tanh of a
     soft-cap."""
-    inverse_scale: Any = None
-    """1 / scale, with a SCORE_MOD whose scores are in the unit of raw products."""
     keep_scale: Any = None
     """Factor of dropout, 1 / (1 - dropout_p)."""
 

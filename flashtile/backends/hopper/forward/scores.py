@@ -8,14 +8,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.columns import plus_columns
-from flashtile.backends.hopper.constants import LOG2_E
 from flashtile.backends.hopper.inline_asm import to_fp32
 from flashtile.backends.hopper.modifiers import bias
 from flashtile.backends.hopper.modifiers.block_lists import key_block
 from flashtile.backends.hopper.modifiers.dropout import drop, random_bits, schedule_barrier
 from flashtile.backends.hopper.modifiers.functions import hide_scores, modify_scores
 from flashtile.backends.hopper.soft_cap import tanh_of
-from flashtile.backends.portable.attention.arguments import Units
 
 LAG_LOG2 = gl.constexpr(8.0)
 """Log2 of the largest P with LAZY_RESCALE. P has the same relative error as if it were at most 1, and is far
@@ -70,23 +68,12 @@ def release_bias(C: gl.constexpr, rows, i, added):
 
 
 @gluon.jit
-def score_units(C: gl.constexpr, numbers):
-    """Return the :class:`Units` of SCORE_MOD: from raw products to log2 units with HAS_SCORE_MOD, else to the
-    unit of raw products."""
-    if C.HAS_SCORE_MOD:
-        return Units(numbers.scale, numbers.scale_log2, LOG2_E)
-    else:
-        return Units(numbers.scale, 1.0, numbers.inverse_scale)
-
-
-@gluon.jit
 def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr, added=0):
     """Apply soft-cap, SCORE_MOD, bias and ALiBi to the raw products of block ``n``.
 
-    With HAS_SCORE_MOD, the results are scores in log2 units. Otherwise they are raw products, the tanh of a
-    soft-cap, scores of SCORE_MOD in the unit of raw products, or, with a bias, scores in natural units. The
-    softmax then multiplies them by ``scale_log2``. With KEY_SCALES (decoding), raw products are multiplied by
-    the scales of their keys.
+    With HAS_SCORE_MOD, the results are scores in log2 units. Otherwise the results are raw products, the tanh
+    of a soft-cap, or, with SCORE_MOD or a bias, scores in natural units. The softmax then multiplies them by
+    ``scale_log2``. With KEY_SCALES (decoding), raw products are multiplied by the scales of their keys.
     """
     if C.KEY_SCALES:
         s = s * numbers.key_scales.load(gl.SliceLayout(0, s_layout))[None, :]
@@ -94,12 +81,14 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
         s = tanh_of(s, numbers.softcap_rate, C.TANH_APPROX)
         if C.HAS_SCORE_MOD:
             s = s * numbers.softcap_log2
-    elif C.SCORE_MOD is not None:
-        s = modify_scores(C, s, n, rows, score_units(C, numbers), s_layout)
     elif C.HAS_SCORE_MOD:
         s = s * numbers.scale_log2
+    if C.SCORE_MOD is not None or C.HAS_BIAS:
+        s = s * numbers.scale
+    if C.SCORE_MOD is not None:
+        s = modify_scores(C, s, n, rows, s_layout)
     if C.HAS_BIAS:
-        s = s * numbers.scale + to_fp32(added)
+        s = s + to_fp32(added)
     if C.ALIBI:
         between = (n * C.BLOCK_N - rows.positions).to(gl.float32)
         s = s - rows.slope[:, None] * gl.abs(plus_columns(between, s.shape[1], s_layout))

@@ -56,7 +56,7 @@ def distances_of(between, N: gl.constexpr, KEYS_FIRST: gl.constexpr, layout: gl.
     ``between`` is the first query minus the first key. ``layout`` is that of the tile, [64, N].
     """
     of_threads, of_registers = column_numbers(N, layout, gl.int32)
-    my_threads, my_registers = row_numbers(layout, gl.int32)
+    my_threads, my_registers = row_numbers(layout)
     threads = my_threads[:, None] - of_threads[None, :]
     registers = my_registers[:, None] - of_registers[None, :]
     if KEYS_FIRST:
@@ -66,14 +66,14 @@ def distances_of(between, N: gl.constexpr, KEYS_FIRST: gl.constexpr, layout: gl.
 
 
 @gluon.jit
-def modify_scores(C: gl.constexpr, s, n, rows, units, s_layout: gl.constexpr):
-    """Apply SCORE_MOD to the scores of key block ``n``. ``units`` are those of scores and results."""
+def modify_scores(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr):
+    """Apply SCORE_MOD to the scores of key block ``n``. Scores and results are in natural units, not log2."""
     own = rows.modifiers.functions
     keys = n * C.BLOCK_N + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))
     queries = rows.positions - own.offset
     distances = distances_of(own.first - n * C.BLOCK_N, s.shape[1], False, s_layout)
     s, _ = C.SCORE_MOD(
-        s, units, own.sequence, own.head, queries[:, None], keys[None, :], own.captured, distances
+        s, own.sequence, own.head, queries[:, None], keys[None, :], own.captured, distances
     )  # fmt: skip
     return s
 

@@ -180,17 +180,6 @@ class Block(NamedTuple):
     slope: Any
 
 
-class Units(NamedTuple):
-    """Units of the scores that SCORE_MOD takes and returns, as factors. ``unit`` is positive."""
-
-    natural: Any
-    """Factor from given scores to natural units."""
-    whole: Any
-    """Factor from given scores to the unit of returned scores, ``natural * unit``."""
-    unit: Any
-    """Factor from natural units to the unit of returned scores."""
-
-
 class ScoreIndices(NamedTuple):
     """Indices of the scores of a tile: sequence, query head, rows and keys.
 

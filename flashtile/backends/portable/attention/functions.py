@@ -26,6 +26,7 @@ from flashtile.backends.portable.tiles import tanh
 from flashtile.caches import BoundedCache
 from flashtile.problems.mask_program import (
     LOAD,
+    Builder,
     Line,
     Name,
     Program,
@@ -91,21 +92,14 @@ def sign(a):
 
 @triton.jit
 def approximate_log2(a):
-    """Return log2(a) by the hardware's instruction, with the accuracy of ``lowering.LOG2``."""
-    return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [a], tl.float32, True, 1)
-
-
-@triton.jit
-def approximate_log2_of_whole(a):
-    """Return :func:`approximate_log2` in fewer instructions; subnormal numbers count as 0."""
+    """Return log2(a) as ``lowering.LOG2`` defines it. Numbers without a fraction are not subnormal."""
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [a], tl.float32, True, 1)
 
 
 _STEPS = {
-    "approximate_log2": approximate_log2, "approximate_log2_of_whole": approximate_log2_of_whole,
-    "element": element, "floor_div": floor_div, "floor_div_by_positive": floor_div_by_positive,
-    "floor_mod": floor_mod, "floor_mod_by_positive": floor_mod_by_positive, "power": power, "sign": sign,
-    "tanh": tanh,
+    "approximate_log2": approximate_log2, "element": element, "floor_div": floor_div,
+    "floor_div_by_positive": floor_div_by_positive, "floor_mod": floor_mod,
+    "floor_mod_by_positive": floor_mod_by_positive, "power": power, "sign": sign, "tanh": tanh,
 }  # fmt: skip
 """Operations that Triton lacks, or computes differently from torch."""
 
@@ -118,7 +112,7 @@ _CALLS = {
     "exp2": "tl.exp2", "log": "tl.log", "log2": "tl.log2", "sqrt": "tl.sqrt", "rsqrt": "tl.rsqrt",
     "sin": "tl.sin", "cos": "tl.cos", "sigmoid": "tl.sigmoid", "erf": "tl.erf", "floor": "tl.floor",
     "tanh": "tanh", "pow": "power", "floordiv": "floor_div", "mod": "floor_mod", "sign": "sign",
-    lowering.LOG2: "approximate_log2", lowering.LOG2_OF_WHOLE: "approximate_log2_of_whole",
+    lowering.LOG2: "approximate_log2",
 }  # fmt: skip
 
 _BY_NUMBER = ("div", "floordiv", "mod")
@@ -130,20 +124,20 @@ _kept: BoundedCache = BoundedCache(4 * 2**20)
 def score_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
     """Return ``score_mod`` as a function; None without one.
 
-    The function is ``(scores, units, b, head, rows, keys, captured) -> (new scores, derivative)``. ``units``
-    (:class:`~flashtile.backends.portable.attention.arguments.Units`) has the units of both scores. The
-    derivative is that of the new scores with respect to the given scores, both in natural units. For Gluon
-    there is a last argument, ``distances``.
+    The function is ``(scores, b, head, rows, keys, captured) -> (new scores, derivative)``, where the
+    derivative is that of the new scores with respect to the given scores. For Gluon there is a last argument,
+    ``distances`` (:class:`~flashtile.backends.hopper.modifiers.functions.Distances`).
     """
     program = mods.score_program
     if program is None:
         return None
     both, _ = derivatives(program)
-    both = lowering.lowered(both, mods.positions, approximates=gluon)
+    if gluon:
+        both = lowering.lowered(both, mods.positions)
     writer = _Writer(both, mods, gluon, fixed)
     writer.lines_of_program()
     value, factor = (writer.spread(result) for result in both.results)
-    parameters = "score, units, b, h, q, kv, captured" + (", distances" if gluon else "")
+    parameters = "score, b, h, q, kv, captured" + (", distances" if gluon else "")
     return writer.function("score_mod", parameters, f"return {value}, {factor}")
 
 
@@ -165,14 +159,13 @@ def mask_function(mods: Mods, gluon: bool = False, fixed: bool = False, has_colu
     """Return ``mask_mod`` as a function ``(b, head, rows, keys, captured) -> seen``; None without one.
 
     ``seen`` broadcasts to the tile. For Gluon it may be a scalar, and there are two more arguments:
-    ``distances`` and ``columns``, which with ``has_columns`` has the results of :func:`column_function`.
+    ``distances``, and ``columns``, which with ``has_columns`` has the results of :func:`column_function`.
     """
     program = mods.mask_program
     if program is None:
         return None
-    if gluon:
-        program = lowering.lowered_mask(program, mods.positions, has_columns)
-    writer = _Writer(program, mods, gluon, fixed)
+    columns = _column_loads(program) if has_columns else ()
+    writer = _Writer(program, mods, gluon, fixed, columns)
     writer.lines_of_program()
     seen = writer.operand(program.results[0])
     if not gluon:
@@ -181,19 +174,28 @@ def mask_function(mods: Mods, gluon: bool = False, fixed: bool = False, has_colu
     return writer.function("mask_mod", parameters, f"return {seen}")
 
 
-def column_function(mods: Mods, fixed: bool = False) -> Any:
+def column_function(mods: Mods) -> Any:
     """Return a function ``(b, head, keys, captured) -> values`` for Gluon; None if no values are needed.
 
     It returns a tuple of the elements of captured tensors that ``mask_mod`` loads for each key.
     """
     program = mods.mask_program
-    loads = None if program is None else lowering.column_loads(program)
-    if loads is None:
+    columns = () if program is None else _column_loads(program)
+    if not columns:
         return None
-    writer = _Writer(loads, mods, True, fixed)
+    loads = Builder(program.lines).finish(*columns)
+    writer = _Writer(loads, mods, gluon=True)
     writer.lines_of_program()
     values = "".join(f"{writer.operand(result)}, " for result in loads.results)
     return writer.function("mask_columns", "b, h, kv, captured", f"return ({values})")
+
+
+def _column_loads(program: Program) -> tuple[Name, ...]:
+    """Return the names of the loads that depend on the key, but not on the query."""
+    depends = depends_on(program)
+    return tuple(
+        line.name for line in program.loads if "kv" in depends[line.name] and "q" not in depends[line.name]
+    )
 
 
 def gradient_function(mods: Mods) -> Any:
@@ -235,8 +237,16 @@ def gradient_function(mods: Mods) -> Any:
 class _Writer:
     """Writer of a function's body."""
 
-    def __init__(self, program: Program, mods: Mods, gluon: bool = False, fixed: bool = False) -> None:
+    def __init__(
+        self,
+        program: Program,
+        mods: Mods,
+        gluon: bool = False,
+        fixed: bool = False,
+        columns: tuple[Name, ...] = (),
+    ) -> None:
         self.program = program
+        self.columns = columns
         self.gluon = gluon
         self.first_size = [sum(mods.ranks[:i]) for i in range(len(mods.ranks) + 1)]
         self.numbers = () if fixed else mods.numbers
@@ -267,26 +277,23 @@ class _Writer:
 
     def _call(self, line: Line) -> str:
         operation = line.operation
-        if operation in (lowering.NATURAL, lowering.WHOLE, lowering.UNIT):
-            return f"units.{operation}"
-        if operation in lowering.DISTANCE.values():
-            return self._distance(line.kind, *line.operands)
-        if operation == lowering.COLUMN:
-            return f"columns[{line.operands[0]}]"
+        if operation == lowering.DISTANCE:
+            return self._distance(*line.operands)
         if line.name in self.wide:
             return self._wide_call(line)
         by_number = self._by_number(operation, *line.operands) if operation in _BY_NUMBER else None
         if by_number is not None:
             return by_number
+        if self.gluon and operation == "sub" and set(line.operands) == {"q", "kv"}:
+            sign = "" if line.operands[0] == "q" else "-"
+            return f"{sign}distances.threads {sign or '+'} distances.registers"
         return self._text(line, [self._number(line, o) or self.operand(o) for o in line.operands])
 
-    def _distance(self, kind: str, q: Name, kv: Name, offset: int) -> str:
-        """Return the source text of q - kv + offset."""
-        if kind == "int":
-            return f"distances.threads + ({offset}) + distances.registers"
-        if self.gluon:
-            return f"(distances.threads + ({offset})).to(tl.float32) + distances.registers.to(tl.float32)"
-        return f"({q} + ({offset})).to(tl.float32) - {kv}.to(tl.float32)"
+    def _distance(self, a: Name, b: Name, offset: int) -> str:
+        """Return the source text of a - b + offset as a float. One operation per score subtracts or adds."""
+        threads = f"distances.threads + ({offset})" if a == "q" else f"({offset}) - distances.threads"
+        sign = "+" if a == "q" else "-"
+        return f"({threads}).to(tl.float32) {sign} distances.registers.to(tl.float32)"
 
     def _wide_call(self, line: Line) -> str:
         """Return the source text of an operation on 64-bit ints."""
@@ -340,6 +347,8 @@ class _Writer:
         return f"{text} >> {number.bit_length() - 1}"
 
     def _load(self, line: Line) -> str:
+        if line.name in self.columns:
+            return f"columns[{self.columns.index(line.name)}]"
         tensor, *indices = line.operands
         loaded = f"tl.load({self.pointer(line.name, f'captured.tensor_{tensor}', tensor, indices)})"
         return {"float": f"{loaded}.to(tl.float32)", "bool": f"{loaded} != 0", "int": loaded}[line.kind]

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.common.tiles import LOG2_E
-from flashtile.backends.portable.attention.arguments import ScoreIndices, Units
+from flashtile.backends.portable.attention.arguments import ScoreIndices
 from flashtile.backends.portable.tiles import cap_and_bias, visible
 from flashtile.dropout import KEY_STEPS, SMALL_MULTIPLIER
 
@@ -46,11 +46,10 @@ def modify_scores(scores, at, block, call, C: tl.constexpr, bias=None):
         scores = scores + bias.to(tl.float32)
     if C.SCORE_MOD is not None:
         scores, own_grad = C.SCORE_MOD(
-            scores, Units(1.0, LOG2_E, LOG2_E), at.b, at.head, at.rows, at.keys, pointers.captured
+            scores, at.b, at.head, at.rows, at.keys, pointers.captured
         )  # fmt: skip
-        return scores, score_grad * own_grad
-    else:
-        return scores * LOG2_E, score_grad
+        score_grad = score_grad * own_grad
+    return scores * LOG2_E, score_grad
 
 
 @triton.jit

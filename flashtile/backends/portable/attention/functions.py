@@ -116,6 +116,9 @@ _CALLS = {
 }  # fmt: skip
 
 _BY_NUMBER = ("div", "floordiv", "mod")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_MAX_COMPARED = 2**29
+"""A distance of positions up to 2 ** 30 minus a smaller number fits 32 bits."""
 
 _kept: BoundedCache = BoundedCache(4 * 2**20)
 """Compiled functions by their source text."""
@@ -251,6 +254,12 @@ class _Writer:
         self.first_size = [sum(mods.ranks[:i]) for i in range(len(mods.ranks) + 1)]
         self.numbers = () if fixed else mods.numbers
         self.wide = wide_lines(program, mods.positions)
+        self.distances = {
+            line.name: line.operands
+            for line in program.lines
+            if line.operation == "sub" and set(line.operands) == {"q", "kv"}
+        }
+        """Operands of the lines that are distances."""
         self.body: list[str] = []
 
     def write(self, text: str) -> None:
@@ -284,10 +293,29 @@ class _Writer:
         by_number = self._by_number(operation, *line.operands) if operation in _BY_NUMBER else None
         if by_number is not None:
             return by_number
-        if self.gluon and operation == "sub" and set(line.operands) == {"q", "kv"}:
-            sign = "" if line.operands[0] == "q" else "-"
-            return f"{sign}distances.threads {sign or '+'} distances.registers"
-        return self._text(line, [self._number(line, o) or self.operand(o) for o in line.operands])
+        of_distance = self._of_distance(line) if self.gluon and len(line.operands) == 2 else None
+        return of_distance or self._text(line, [self._number(line, o) or self.operand(o) for o in line.operands])
+
+    def _of_distance(self, line: Line) -> str | None:
+        """Return the source text of a distance, or of its comparison with an int; None for other lines.
+
+        The comparison is one instruction for each score, of a thread's number with a register's constant.
+        """
+        a, b = line.operands
+        if line.name in self.distances:
+            return f"{'' if a == 'q' else '-'}(distances.threads + distances.registers)"
+        if line.operation not in _COMPARISONS:
+            return None
+        number = "0"
+        if a in self.distances and type(b) is int and abs(b) < _MAX_COMPARED:
+            number = self._number(line, b) or self.operand(b)
+            a, b = self.distances[a]
+        if {a, b} != {"q", "kv"}:
+            return None
+        compare = _INFIX[line.operation]
+        if a == "q":
+            return f"distances.threads - {number} {compare} 0 - distances.registers"
+        return f"0 - distances.registers {compare} distances.threads + {number}"
 
     def _distance(self, a: Name, b: Name, offset: int) -> str:
         """Return the source text of a - b + offset as a float. One operation per score subtracts or adds."""

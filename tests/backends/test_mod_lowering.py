@@ -85,7 +85,7 @@ EXACT: dict[str, Callable[..., Any]] = {
     "of int conditions": lambda s, b, h, i, j: s + torch.where(i > j, i - j, 2 * (j - i)) / 7,
     "divided": lambda s, b, h, i, j: (s / 3 + (i - j) // 4) / (1 + (i - j).abs()),
     "both kinds of a distance": lambda s, b, h, i, j: s - (i - j) * torch.where((i - j) % 2 == 0, 0.5, 0.25),
-    "captured ints": lambda s, b, h, i, j: s - 0.5 * (TIMES[i] - TIMES[j]).abs(),
+    "captured ints": lambda s, b, h, i, j: s - 0.5 * (TIMES[i] - TIMES[j]),
     "a captured offset": lambda s, b, h, i, j: s - (i - j + TIMES[h] - 1_700_000_000),
     # A zero of ints has no sign.
     "negated": lambda s, b, h, i, j: 1 / -(i - j),

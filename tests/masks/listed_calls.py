@@ -112,7 +112,7 @@ def _finite_fill(score, batch, head, q_idx, kv_idx):
 
 def _times(device: str) -> dict[str, Any]:
     times = 1_700_000_000 + torch.arange(300, dtype=torch.int32, device=device) // 3
-    return {"score_mod": lambda s, b, h, q, kv: s - 0.5 * (times[q] - times[kv]).abs()}
+    return {"score_mod": lambda s, b, h, q, kv: s + 0.1 * (times[kv] - times[q])}
 
 
 def _wide_products(device: str) -> dict[str, Any]:

@@ -39,13 +39,11 @@ def wide_lines(program: Program, positions: int = POSITIONS) -> frozenset[Name]:
 
 
 def ranges(program: Program, positions: int = POSITIONS) -> dict[Any, Range]:
-    """Return an interval for each input and each line of ints. Elements of captured tensors may be any ints."""
+    """Return an interval for each input and each line of ints. Captured ints may have any value."""
     return _analysed(program, positions, _INT64)[1]
 
 
-def _analysed(
-    program: Program, positions: int, elements: Range
-) -> tuple[frozenset[Name], dict[Any, Range]]:
+def _analysed(program: Program, positions: int, elements: Range) -> tuple[frozenset[Name], dict[Any, Range]]:
     """Return (names of lines that need 64 bits, intervals of inputs and lines).
 
     ``elements`` is the interval of captured ints, and of floats that become ints.

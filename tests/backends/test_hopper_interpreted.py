@@ -16,7 +16,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("linear", "masks")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "linear"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "masks"))
 
 import linear_calls
 from linear_calls import Call

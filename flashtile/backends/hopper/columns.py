@@ -36,7 +36,7 @@ def column_numbers(N: gl.constexpr, layout: gl.constexpr, dtype: gl.constexpr = 
 
 @gluon.jit
 def row_numbers(layout: gl.constexpr):
-    """Return (threads, registers), both int32 [64], whose sum is the number of each row of a warpgroup's tile.
+    """Return (threads, registers), both int32 [64], whose sum is the number of each row, 0 to 63.
 
     ``layout`` is that of an accumulator: a thread holds rows r and r + 8. ``registers`` is 0 and 8.
     """

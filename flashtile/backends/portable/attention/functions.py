@@ -118,7 +118,7 @@ _CALLS = {
 _BY_NUMBER = ("div", "floordiv", "mod")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _MAX_COMPARED = 2**29
-"""A distance of positions up to 2 ** 30 minus a smaller number fits 32 bits."""
+"""Bound of numbers that a distance in 32 bits may be compared with. Their difference must fit in 32 bits."""
 
 _kept: BoundedCache = BoundedCache(4 * 2**20)
 """Compiled functions by their source text."""
@@ -257,7 +257,7 @@ class _Writer:
         self.distances = {
             line.name: line.operands
             for line in program.lines
-            if line.operation == "sub" and set(line.operands) == {"q", "kv"}
+            if line.operation == "sub" and set(line.operands) == {"q", "kv"} and line.name not in self.wide
         }
         """Operands of the lines that are distances."""
         self.body: list[str] = []
@@ -287,25 +287,26 @@ class _Writer:
     def _call(self, line: Line) -> str:
         operation = line.operation
         if operation == lowering.DISTANCE:
-            return self._distance(*line.operands)
+            return self._float_distance(*line.operands)
         if line.name in self.wide:
             return self._wide_call(line)
         by_number = self._by_number(operation, *line.operands) if operation in _BY_NUMBER else None
         if by_number is not None:
             return by_number
-        of_distance = self._of_distance(line) if self.gluon and len(line.operands) == 2 else None
-        return of_distance or self._text(line, [self._number(line, o) or self.operand(o) for o in line.operands])
+        if self.gluon and (line.name in self.distances or operation in _COMPARISONS):
+            of_distance = self._int_distance(line)
+            if of_distance is not None:
+                return of_distance
+        return self._text(line, [self._number(line, o) or self.operand(o) for o in line.operands])
 
-    def _of_distance(self, line: Line) -> str | None:
-        """Return the source text of a distance, or of its comparison with an int; None for other lines.
+    def _int_distance(self, line: Line) -> str | None:
+        """Return the source text of a distance, or of its comparison with an int; None for other comparisons.
 
-        The comparison is one instruction for each score, of a thread's number with a register's constant.
+        Each score compares a number of the thread with a constant of the register.
         """
         a, b = line.operands
         if line.name in self.distances:
             return f"{'' if a == 'q' else '-'}(distances.threads + distances.registers)"
-        if line.operation not in _COMPARISONS:
-            return None
         number = "0"
         if a in self.distances and type(b) is int and abs(b) < _MAX_COMPARED:
             number = self._number(line, b) or self.operand(b)
@@ -317,8 +318,8 @@ class _Writer:
             return f"distances.threads - {number} {compare} 0 - distances.registers"
         return f"0 - distances.registers {compare} distances.threads + {number}"
 
-    def _distance(self, a: Name, b: Name, offset: int) -> str:
-        """Return the source text of a - b + offset as a float. One operation per score subtracts or adds."""
+    def _float_distance(self, a: Name, b: Name, offset: int) -> str:
+        """Return the source text of a - b + offset as a float, in one operation for each score."""
         threads = f"distances.threads + ({offset})" if a == "q" else f"({offset}) - distances.threads"
         sign = "+" if a == "q" else "-"
         return f"({threads}).to(tl.float32) {sign} distances.registers.to(tl.float32)"

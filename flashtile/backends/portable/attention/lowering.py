@@ -138,8 +138,13 @@ class _Lowering:
     def _has_positive_zero(self, factors: Sequence[Operand]) -> bool:
         """Whether a product is never 0 times a negative number, which is -0.0 for floats."""
         a, b = factors
-        (a_low, a_high), (b_low, b_high) = self._range(a), self._range(b)
-        return a == b or not (a_low <= 0 <= a_high and b_low < 0 or b_low <= 0 <= b_high and a_low < 0)
+        may_be_zero, may_be_negative = (
+            [low <= 0 <= high for low, high in map(self._range, factors)],
+            [low < 0 for low, _ in map(self._range, factors)],
+        )
+        return a == b or not (
+            (may_be_zero[0] and may_be_negative[1]) or (may_be_zero[1] and may_be_negative[0])
+        )
 
     def _linear(self, line: Line) -> tuple[int, int, int] | None:
         """Return (a, b, c) if an int is a q + b kv + c with constants, otherwise None."""

@@ -157,11 +157,11 @@ def test_the_work_grows_with_the_lines_of_a_program() -> None:
     assert lowering.LOG2 in str(lowering.lowered(builder.finish(score), HALF_OF_EXACT))
 
 
-def mask_text(mask: Any, has_columns: bool = True) -> str:
+def mask_text(mask: Any, shared: bool = True) -> str:
     trace = traced("mask_mod", mask)
     mods = Mods(mask_mod=trace.text, ranks=tuple(tensor.dim() for tensor in trace.tensors))
     columns = functions.column_function(mods)
-    text = functions.mask_function(mods, gluon=True, has_columns=has_columns).src
+    text = functions.mask_function(mods, gluon=True, shared=shared).src
     return text if columns is None else columns.src + text
 
 
@@ -173,7 +173,7 @@ def test_a_mask_takes_what_it_loads_for_a_key() -> None:
     columns, mask = text.split("def mask_mod")
     assert columns.count("tl.load") == mask.count("tl.load") == mask.count("columns[0]") == 1
     assert "def mask_columns" not in mask_text(masks.causal())
-    assert mask_text(masks.document(IDS), has_columns=False).split("def mask_mod")[1].count("tl.load") == 2
+    assert mask_text(masks.document(IDS), shared=False).split("def mask_mod")[1].count("tl.load") == 2
 
 
 def test_products_of_loads_and_of_distances_have_64_bits() -> None:

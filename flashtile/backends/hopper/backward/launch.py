@@ -60,7 +60,7 @@ def variant_of(problem: Problem, config: BackwardConfig, bias: Tensor | None = N
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     even = not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0
     block_d, block_dv = tile_widths(problem)
-    flags = modifier_flags(problem, is_forward=False)
+    flags = modifier_flags(problem, fixed=True)
     masked = left != UNLIMITED or right != UNLIMITED or not even
     scaled = has_score_mod(problem) or problem.softmax_scale < SMALLEST_SCALE
     if problem.mods is not None:

@@ -13,7 +13,7 @@ from flashtile.backends.hopper.modifiers import Modifiers
 from flashtile.backends.hopper.modifiers import bias as bias_tiles
 from flashtile.backends.hopper.modifiers.block_lists import visited_block
 from flashtile.backends.hopper.modifiers.dropout import drop, generator_of
-from flashtile.backends.hopper.modifiers.functions import distances_of, function_arguments
+from flashtile.backends.hopper.modifiers.functions import function_arguments
 from flashtile.backends.hopper.soft_cap import tanh_of
 
 
@@ -68,8 +68,7 @@ def key_modifiers(C: gl.constexpr, W: gl.constexpr, work, g, bias, blocks, point
     generator = 0
     arguments = 0
     if C.HAS_MODS:
-        first_key = work.tile_in_head * C.BLOCK_N + W * WARPGROUP_ROWS
-        arguments = function_arguments(work, work.head * C.GROUP + g, first_key, pointers.captured)
+        arguments = function_arguments(work, work.head * C.GROUP + g, pointers.captured)
     if C.HAS_DROPOUT:
         generator = key_generator(C, W, work, g, pointers, schedule)
     return Modifiers(bias, generator, arguments, blocks)
@@ -120,8 +119,7 @@ def apply_score_mod(
     if C.SCORE_MOD is not None:
         keys, rows = positions(C, W, m, work, s_layout)
         own = modifiers.functions
-        between = distances_of(m * C.BLOCK_M - own.first, C.BLOCK_M, True, s_layout)
-        s, own_grad = C.SCORE_MOD(s, own.sequence, own.head, rows - own.offset, keys, own.captured, between)
+        s, own_grad = C.SCORE_MOD(s, own.sequence, own.head, rows - own.offset, keys, own.captured)
         s, softcap_grad = s * LOG2_E, own_grad
     if C.ALIBI:
         keys = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout)).to(gl.float32)
@@ -140,8 +138,7 @@ def mask(C: gl.constexpr, W: gl.constexpr, p, m, work, schedule, s_layout: gl.co
     keys, rows = positions(C, W, m, work, s_layout)
     if C.MASK_MOD is not None:
         own = modifiers.functions
-        between = distances_of(m * C.BLOCK_M - own.first, C.BLOCK_M, True, s_layout)
-        seen = C.MASK_MOD(own.sequence, own.head, rows - own.offset, keys, own.captured, between, 0)
+        seen = C.MASK_MOD(own.sequence, own.head, rows - own.offset, keys, own.captured)
         p = gl.where(seen | is_full, p, 0.0)
     if not C.EVEN_N:
         p = gl.where(keys < work.seqlen_k, p, 0.0)

@@ -95,7 +95,7 @@ def variant_of(
     even = not (windowed or problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0
     queued = has_queue and takes_from_queue(problem, config)
     paired = takes_pairs(problem, config, pack, has_queue)
-    flags = modifier_flags(problem, is_forward=True)
+    flags = modifier_flags(problem, fixed=False)
     if has_natural_scores(problem):  # the softmax itself scales scores in natural units
         scaled = False
     if problem.mods is not None:

@@ -26,11 +26,11 @@ class FunctionArguments(NamedTuple):
     sequence: Any
     head: Any
     """The query head."""
-    first: Any
-    """The warpgroup's first row: a query in the forward, a key in the backward."""
     offset: Any
     """Position of the first query among the keys."""
     captured: Any
+    first: Any
+    """In the forward, the warpgroup's first query."""
 
 
 class Distances(NamedTuple):
@@ -44,25 +44,21 @@ class Distances(NamedTuple):
 
 
 @gluon.jit
-def function_arguments(work, head, first, captured):
+def function_arguments(work, head, captured, first=0):
     """Return the :class:`FunctionArguments` of a query head and the warpgroup's rows from ``first`` on."""
-    return FunctionArguments(work.sequence, head, first, work.seqlen_k - work.seqlen_q, captured)
+    return FunctionArguments(work.sequence, head, work.seqlen_k - work.seqlen_q, captured, first)
 
 
 @gluon.jit
-def distances_of(between, N: gl.constexpr, KEYS_FIRST: gl.constexpr, layout: gl.constexpr):
-    """Return the :class:`Distances` of a tile of queries by keys, or with KEYS_FIRST of keys by queries.
+def distances_of(between, N: gl.constexpr, layout: gl.constexpr):
+    """Return the :class:`Distances` of a tile of queries by keys.
 
     ``between`` is the first query minus the first key. ``layout`` is that of the tile, [64, N].
     """
-    of_threads, of_registers = column_numbers(N, layout, gl.int32)
-    my_threads, my_registers = row_numbers(layout)
-    threads = my_threads[:, None] - of_threads[None, :]
-    registers = my_registers[:, None] - of_registers[None, :]
-    if KEYS_FIRST:
-        return Distances(between - threads, 0 - registers)
-    else:
-        return Distances(between + threads, registers)
+    keys_of_threads, keys_of_registers = column_numbers(N, layout, gl.int32)
+    threads, registers = row_numbers(layout)
+    threads = between + (threads[:, None] - keys_of_threads[None, :])
+    return Distances(threads, registers[:, None] - keys_of_registers[None, :])
 
 
 @gluon.jit
@@ -71,7 +67,7 @@ def modify_scores(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr):
     own = rows.modifiers.functions
     keys = n * C.BLOCK_N + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))
     queries = rows.positions - own.offset
-    distances = distances_of(own.first - n * C.BLOCK_N, s.shape[1], False, s_layout)
+    distances = distances_of(own.first - n * C.BLOCK_N, s.shape[1], s_layout)
     s, _ = C.SCORE_MOD(
         s, own.sequence, own.head, queries[:, None], keys[None, :], own.captured, distances
     )  # fmt: skip
@@ -114,7 +110,7 @@ def hide_scores(
     own = rows.modifiers.functions
     queries = rows.positions - own.offset
     keys = n * C.BLOCK_N + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))
-    distances = distances_of(own.first - n * C.BLOCK_N, s.shape[1], False, s_layout)
+    distances = distances_of(own.first - n * C.BLOCK_N, s.shape[1], s_layout)
     if C.MASK_COLUMNS is not None:
         columns = convert_columns(columns, s_layout)
     seen = C.MASK_MOD(

@@ -13,11 +13,12 @@ from flashtile.problems.attention import Problem
 from flashtile.problems.masks import Mods
 
 
-def modifier_flags(problem: Problem, is_forward: bool) -> dict[str, Any]:
+def modifier_flags(problem: Problem, fixed: bool) -> dict[str, Any]:
     """Return fields of :class:`ModifierFlags` for either pass.
 
-    In the backward, integers in a mask_mod are compiled as literals, which take no registers. Integers in a
-    score_mod are always compiled as literals, because a score_mod leaves no registers free.
+    If ``fixed``, as in the backward, integers in a mask_mod are compiled as literals, which take no registers,
+    and threads keep nothing for several scores. Integers in a score_mod are always compiled as literals,
+    because a score_mod leaves no registers free.
     """
     mods = problem.mods
     flags = {"HAS_BIAS": problem.bias, "HAS_DROPOUT": problem.dropout_p > 0}
@@ -25,15 +26,15 @@ def modifier_flags(problem: Problem, is_forward: bool) -> dict[str, Any]:
         return flags
     from flashtile.backends.portable.attention import functions
 
-    mask = functions.mask_function(mods, True, fixed=not is_forward, has_columns=is_forward)
-    listed = mods.block_size is not None
+    shared = not fixed
+    mask, listed = functions.mask_function(mods, True, fixed, shared), mods.block_size is not None
     return {
         **flags,
         "HAS_MODS": True,
         "HAS_CUTS": mask is not None or listed,
-        "SCORE_MOD": functions.score_function(mods, True, fixed=True),
+        "SCORE_MOD": functions.score_function(mods, True, fixed=True, shared=shared),
         "MASK_MOD": mask,
-        "MASK_COLUMNS": functions.column_function(mods) if is_forward else None,
+        "MASK_COLUMNS": functions.column_function(mods) if shared else None,
         "LISTED": listed,
         **functions.guards(mods),
     }

@@ -5,7 +5,10 @@ calls, and a kernel's cache key contains the name. So the same program finds the
 process and in Triton's cache on disk. ``linecache`` holds the text, because the functions have no file.
 
 Gluon kernels call the same functions, whose results take the layouts of their arguments. A tile that a
-function creates would need a layout of its own, so functions for Gluon (``gluon=True``) create none.
+function creates would need a layout of its own, so functions for Gluon (``gluon=True``) create none. With
+``shared`` they have further arguments, which hold what several scores of a thread have in common: ``distances``
+(:class:`~flashtile.backends.hopper.modifiers.functions.Distances`) and, for a mask, ``columns``, the results of
+:func:`column_function`.
 
 Numbers that are added or compared are arguments of the kernel (``Mods.numbers``), so that a window of another
 length needs no new compilation. With ``fixed`` they are literals, for kernels without registers to spare.
@@ -124,12 +127,11 @@ _kept: BoundedCache = BoundedCache(4 * 2**20)
 """Compiled functions by their source text."""
 
 
-def score_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
+def score_function(mods: Mods, gluon: bool = False, fixed: bool = False, shared: bool = False) -> Any:
     """Return ``score_mod`` as a function; None without one.
 
     The function is ``(scores, b, head, rows, keys, captured) -> (new scores, derivative)``, where the
-    derivative is that of the new scores with respect to the given scores. For Gluon there is a last argument,
-    ``distances`` (:class:`~flashtile.backends.hopper.modifiers.functions.Distances`).
+    derivative is that of the new scores with respect to the given scores.
     """
     program = mods.score_program
     if program is None:
@@ -137,10 +139,10 @@ def score_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
     both, _ = derivatives(program)
     if gluon:
         both = lowering.lowered(both, mods.positions)
-    writer = _Writer(both, mods, gluon, fixed)
+    writer = _Writer(both, mods, gluon, fixed, shared)
     writer.lines_of_program()
     value, factor = (writer.spread(result) for result in both.results)
-    parameters = "score, b, h, q, kv, captured" + (", distances" if gluon else "")
+    parameters = "score, b, h, q, kv, captured" + (", distances" if shared else "")
     return writer.function("score_mod", parameters, f"return {value}, {factor}")
 
 
@@ -158,22 +160,22 @@ def guards(mods: Mods) -> dict[str, Any]:
     }
 
 
-def mask_function(mods: Mods, gluon: bool = False, fixed: bool = False, has_columns: bool = False) -> Any:
+def mask_function(mods: Mods, gluon: bool = False, fixed: bool = False, shared: bool = False) -> Any:
     """Return ``mask_mod`` as a function ``(b, head, rows, keys, captured) -> seen``; None without one.
 
-    ``seen`` broadcasts to the tile. For Gluon it may be a scalar, and there are two more arguments:
-    ``distances``, and ``columns``, which with ``has_columns`` has the results of :func:`column_function`.
+    ``seen`` broadcasts to the tile. For Gluon it may be a scalar.
     """
     program = mods.mask_program
     if program is None:
         return None
-    columns = _column_loads(program) if has_columns else ()
-    writer = _Writer(program, mods, gluon, fixed, columns)
+    writer = _Writer(program, mods, gluon, fixed, shared)
+    if shared:
+        writer.columns = _column_loads(program)
     writer.lines_of_program()
     seen = writer.operand(program.results[0])
     if not gluon:
         seen = f"tl.full((1, 1), True, tl.int1) & {seen}"
-    parameters = "b, h, q, kv, captured" + (", distances, columns" if gluon else "")
+    parameters = "b, h, q, kv, captured" + (", distances, columns" if shared else "")
     return writer.function("mask_mod", parameters, f"return {seen}")
 
 
@@ -241,16 +243,13 @@ class _Writer:
     """Writer of a function's body."""
 
     def __init__(
-        self,
-        program: Program,
-        mods: Mods,
-        gluon: bool = False,
-        fixed: bool = False,
-        columns: tuple[Name, ...] = (),
+        self, program: Program, mods: Mods, gluon: bool = False, fixed: bool = False, shared: bool = False
     ) -> None:
         self.program = program
-        self.columns = columns
         self.gluon = gluon
+        self.shared = shared
+        self.columns: tuple[Name, ...] = ()
+        """Names of the loads that the function gets as ``columns``."""
         self.first_size = [sum(mods.ranks[:i]) for i in range(len(mods.ranks) + 1)]
         self.numbers = () if fixed else mods.numbers
         self.wide = wide_lines(program, mods.positions)
@@ -293,7 +292,7 @@ class _Writer:
         by_number = self._by_number(operation, *line.operands) if operation in _BY_NUMBER else None
         if by_number is not None:
             return by_number
-        if self.gluon and (line.name in self.distances or operation in _COMPARISONS):
+        if self.shared and (line.name in self.distances or operation in _COMPARISONS):
             of_distance = self._int_distance(line)
             if of_distance is not None:
                 return of_distance
@@ -320,6 +319,8 @@ class _Writer:
 
     def _float_distance(self, a: Name, b: Name, offset: int) -> str:
         """Return the source text of a - b + offset as a float, in one operation for each score."""
+        if not self.shared:
+            return f"({a} + ({offset})).to(tl.float32) - {b}.to(tl.float32)"
         threads = f"distances.threads + ({offset})" if a == "q" else f"({offset}) - distances.threads"
         sign = "+" if a == "q" else "-"
         return f"({threads}).to(tl.float32) {sign} distances.registers.to(tl.float32)"

@@ -16,9 +16,9 @@ from flashtile.problems.masks import Mods
 def modifier_flags(problem: Problem, fixed: bool) -> dict[str, Any]:
     """Return fields of :class:`ModifierFlags` for either pass.
 
-    If ``fixed``, as in the backward, integers in a mask_mod are compiled as literals, which take no registers,
-    and threads keep nothing for several scores. Integers in a score_mod are always compiled as literals,
-    because a score_mod leaves no registers free.
+    If ``fixed``, as in the backward, functions take few registers: integers in a mask_mod are compiled as
+    literals, and threads keep nothing for several scores. Integers in a score_mod are always compiled as
+    literals, because a score_mod leaves no registers free.
     """
     mods = problem.mods
     flags = {"HAS_BIAS": problem.bias, "HAS_DROPOUT": problem.dropout_p > 0}

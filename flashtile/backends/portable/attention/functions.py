@@ -6,9 +6,9 @@ process and in Triton's cache on disk. ``linecache`` holds the text, because the
 
 Gluon kernels call the same functions, whose results take the layouts of their arguments. A tile that a
 function creates would need a layout of its own, so functions for Gluon (``gluon=True``) create none. With
-``shared`` they have further arguments, which hold what several scores of a thread have in common: ``distances``
-(:class:`~flashtile.backends.hopper.modifiers.functions.Distances`) and, for a mask, ``columns``, the results of
-:func:`column_function`.
+``shared`` they have further arguments, for what several scores of a thread have in common: ``distances``
+(:class:`~flashtile.backends.hopper.modifiers.functions.Distances`) and, for a mask, ``columns``, which holds
+the results of :func:`column_function`.
 
 Numbers that are added or compared are arguments of the kernel (``Mods.numbers``), so that a window of another
 length needs no new compilation. With ``fixed`` they are literals, for kernels without registers to spare.

@@ -21,17 +21,16 @@ DISTANCE = "distance"
 LOG2 = "approximate_log2"
 """Logarithm to base 2 of a float without a fraction, with an error of 2 ** -22 of the result.
 
-This is lg2.approx of PTX. From 0.5 to 2 only its absolute error has this bound, so numbers with a fraction
-are left to the exact logarithm: a factor would enlarge the error near 1.
+It is lg2.approx of PTX. From 0.5 to 2 PTX bounds only the absolute error by 2 ** -22, and a factor would
+enlarge it. Numbers with a fraction are therefore left to the exact logarithm.
 """
 
 EXACT = 2**24
 """float32 holds all ints up to this magnitude."""
 
-_FLOAT_STEPS = frozenset(("add", "sub", "mul", "neg", "abs", "minimum", "maximum", "where"))
-"""Operations that give the same number on ints and on floats without a fraction."""
-_ARITHMETIC = _FLOAT_STEPS - {"abs"}
-"""Operations that do not enlarge an error, relative to the terms or factors that it comes from."""
+_ARITHMETIC = frozenset(("add", "sub", "mul", "neg", "abs", "minimum", "maximum", "where"))
+"""Operations that compute the same on ints and on floats that hold them exactly. They enlarge no error,
+relative to the term or factor that it comes from."""
 
 
 def lowered(program: Program, positions: int) -> Program:
@@ -96,9 +95,10 @@ class _Lowering:
 
     def as_float(self, operand: Operand) -> Operand:
         """Return the float that is equal to an int."""
-        if operand in self.floats or not isinstance(operand, Name):
-            return self.floats[operand] if isinstance(operand, Name) else float(operand)
-        return self.builder.emit("float", self.value(operand))
+        if operand in self.floats:
+            return self.floats[operand]
+        value = self.value(operand)
+        return self.builder.emit("float", value) if isinstance(value, Name) else float(value)
 
     def _add_int(self, line: Line) -> None:
         """Add the float that is equal to an int, if the int depends on both positions and floats are exact.
@@ -114,7 +114,7 @@ class _Lowering:
         if form is not None and sorted(form[:2]) == [-1, 1] and self._is_exact(line.name):
             names = (Name("q"), Name("kv")) if form[0] == 1 else (Name("kv"), Name("q"))
             self.floats[line.name] = self.builder.emit(DISTANCE, *names, form[2], kind="float")
-        elif line.operation in _FLOAT_STEPS and all(map(self._has_float, operands)):
+        elif line.operation in _ARITHMETIC and all(map(self._has_float, operands)):
             floats = [self.as_float(operand) for operand in operands]
             if line.operation == "neg":
                 self.floats[line.name] = self.builder.emit("sub", 0.0, *floats)
@@ -138,13 +138,9 @@ class _Lowering:
     def _has_positive_zero(self, factors: Sequence[Operand]) -> bool:
         """Whether a product is never 0 times a negative number, which is -0.0 for floats."""
         a, b = factors
-        may_be_zero, may_be_negative = (
-            [low <= 0 <= high for low, high in map(self._range, factors)],
-            [low < 0 for low, _ in map(self._range, factors)],
-        )
-        return a == b or not (
-            (may_be_zero[0] and may_be_negative[1]) or (may_be_zero[1] and may_be_negative[0])
-        )
+        (a_low, a_high), (b_low, b_high) = self._range(a), self._range(b)
+        is_signed = (a_low <= 0 <= a_high and b_low < 0) or (b_low <= 0 <= b_high and a_low < 0)
+        return a == b or not is_signed
 
     def _linear(self, line: Line) -> tuple[int, int, int] | None:
         """Return (a, b, c) if an int is a q + b kv + c with constants, otherwise None."""
@@ -162,8 +158,8 @@ class _Lowering:
 
     def _add_approximation(self, line: Line) -> None:
         name, operation, operands = line.name, line.operation, line.operands
-        is_step = operation == "float" or operation in _FLOAT_STEPS
-        if operation == "floor" or (is_step and all(map(self._is_whole, _without_condition(line)))):
+        keeps_whole = operation == "float" or operation in _ARITHMETIC
+        if operation == "floor" or (keeps_whole and all(map(self._is_whole, _without_condition(line)))):
             self.whole.add(name)
         if operation in ("log", "log2") and self._is_whole(operands[0]):
             logarithm = self.builder.emit(LOG2, self.number(operands[0]), kind="float")

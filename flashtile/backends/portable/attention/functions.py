@@ -185,10 +185,9 @@ def column_function(mods: Mods) -> Any:
     It returns a tuple of the elements of captured tensors that ``mask_mod`` loads for each key.
     """
     program = mods.mask_program
-    columns = () if program is None else _column_loads(program)
-    if not columns:
+    if program is None or not _column_loads(program):
         return None
-    loads = Builder(program.lines).finish(*columns)
+    loads = Builder(program.lines).finish(*_column_loads(program))
     writer = _Writer(loads, mods, gluon=True)
     writer.lines_of_program()
     values = "".join(f"{writer.operand(result)}, " for result in loads.results)

@@ -88,7 +88,8 @@ def test_a_kernel_of_a_folder_is_launched_without_gcc(tmp_path):
 class Driver:
     """Functions of the CUDA driver. Launches are kept as (stream, values of the parameters)."""
 
-    shared, threads, result, version, has_info = 232448, 1024, 0, 13020, True
+    shared, threads, result, version = 232448, 1024, 0, 13020
+    missing: type[Exception] | None = None
 
     def __init__(self, *sizes: int) -> None:
         self.sizes = (*sizes, 8, 8)
@@ -98,13 +99,18 @@ class Driver:
         self.during_a_launch: Any = None
 
     def function(self, name: str) -> Any:
-        if name == "cuFuncGetParamInfo" and not self.has_info:
-            raise AttributeError(name)
+        if name == "cuFuncGetParamInfo" and self.missing is not None:
+            raise self.missing(name)
         return getattr(self, name.lower())
 
     def cuctxgetcurrent(self, context: Any) -> int:
         context._obj.value = 1
         return 0
+
+    def cuctxsetcurrent(self, context: int) -> int:
+        raise NotImplementedError
+
+    cudeviceprimaryctxretain = cuctxsetcurrent
 
     def cudeviceget(self, device: Any, index: int) -> int:
         device._obj.value = index
@@ -216,6 +222,18 @@ def test_tensors_and_addresses(driver):
     assert numbers == [5, 5, -6]
 
 
+def test_structures_in_the_structure_of_tensors(driver):
+    driver.sizes = (8, 4, 8, 4, 8, 4, 8, 8)
+    types = (("*fp32", "i32"), "*fp32", "constexpr", ("i32", "*fp32"))
+    given, c = ((10, 3), 11, None, (4, 12)), torch.empty(3)
+    launch = launcher(Compiled(types, "i32", "constexpr"), *given, pointers=lambda *fields: fields)
+    for tensors in (given, ((20, 5), 21, None, (6, c)), given):
+        launch(11, tensors, tensors is given)
+    found = [[int.from_bytes(value, "little") for value in values] for _, values in driver.launches]
+    first, second = [10, 3, 11, 4, 12, 5, 0, 0], [20, 5, 21, 6, c.data_ptr(), 5, 0, 0]
+    assert found == [first, second, first]
+
+
 def test_launches_at_the_same_time_have_their_own_memory(driver):
     """Another thread launches while the driver reads the parameters of the first launch."""
     launch = launcher(Compiled(*PLAIN), 1, 2)
@@ -292,9 +310,14 @@ def test_other_parameters_than_expected_are_left_to_triton(driver):
     assert launcher(Compiled(*PLAIN), 1, 2) is None
 
 
-def test_a_driver_that_does_not_tell_parameters(driver):
-    driver.has_info = False
+@pytest.mark.parametrize("missing", [AttributeError, OSError])
+def test_a_driver_without_the_functions(driver, missing):
+    """It is older than CUDA 12.4, or a library of another name."""
+    view = View([64, 16], [16, 1], [16, 16], torch.bfloat16)
+    driver.missing = missing
     assert launcher(Compiled(*PLAIN), 1, 2) is None
+    assert launcher(Compiled(view.type_name), torch.empty(64, 16), fixed=(), views=(view,)) is None
+    assert driver.loaded == 0
 
 
 @pytest.mark.parametrize("name", ["kernel_load_start_hook", "kernel_load_end_hook"])

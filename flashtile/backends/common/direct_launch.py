@@ -28,6 +28,10 @@ FORMATS = {
     "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d",
 }  # fmt: skip
 """Formats of ``struct`` for Triton's types of numbers."""
+_PLAIN = {
+    "global_scratch_size": 0, "profile_scratch_size": 0, "num_ctas": 1, "launch_cooperative_grid": False,
+}  # fmt: skip
+"""Metadata of kernels that can be launched directly."""
 _POINTER = "Q"
 _MAP = f"{libcuda.TENSOR_MAP_BYTES}s"
 _NUMBERS = frozenset((int, float, bool))
@@ -48,30 +52,29 @@ def launcher(
 
     ``index`` is the index of the current device. The other arguments are those of :func:`compat.launcher`.
     """
-    if 0 in grid or not _is_plain(compiled.metadata):
+    if 0 in grid or not _is_plain(compiled.metadata) or not libcuda.is_usable():
+        return None
+    maps = _tensor_maps(compiled.metadata, views)
+    if maps is None:
         return None
     types = tuple(compiled.src.signature.values())
     of_tensors, of_fixed = types[len(views) : len(types) - len(fixed)], types[len(types) - len(fixed) :]
     if pointers is not None:
         (of_tensors,) = of_tensors
-    kernel = _loaded(compiled, index)
-    maps = _tensor_maps(compiled.metadata, views)
-    if kernel is None or maps is None:
-        return None
-    present = [view for view in views if view is not None]
     described = [m.all_arguments(t.data_ptr())[1:] for m, t in zip(maps, tensors, strict=False)]
     leaves = compat.leaves_of(of_tensors, of_tensors), compat.leaves_of(of_fixed, of_fixed)
     try:
         layout = _Layout([len(shape_and_strides) // 2 for shape_and_strides in described], *leaves)
     except KeyError:  # a type without a format
         return None
-    if layout.sizes != kernel.sizes:
+    kernel = _loaded(compiled, index)
+    if kernel is None or layout.sizes != kernel.sizes:
         return None
     numbers = [*chain(*described)]
     nested = [(i, compat.Leaves(t)) for i, t in enumerate(of_tensors) if isinstance(t, tuple)][::-1]
     frames: list[_Frame] = []
     new_frame = partial(_frame, layout, compiled.metadata, grid, kernel.function)
-    pack, pick, first = layout.changing.pack_into, layout.pick_tensors, len(present)
+    pack, pick, first = layout.changing.pack_into, layout.pick_tensors, len(maps)
     some_are_constants, runtime = pick is not tuple, knobs.runtime
 
     def with_fixed(fixed: tuple) -> Any:
@@ -121,14 +124,13 @@ def launcher(
 
 def _is_plain(metadata: Any) -> bool:
     """Whether launches of a kernel need only its parameters, and no hook observes that it is loaded."""
-    return not (
-        metadata.global_scratch_size
-        or metadata.profile_scratch_size
-        or metadata.num_ctas != 1
-        or metadata.launch_cooperative_grid
-        or getattr(metadata, "tmem_size", None)  # Triton checks the size of tensor memory
-        or knobs.runtime.kernel_load_start_hook.calls
-        or knobs.runtime.kernel_load_end_hook.calls
+    runtime = knobs.runtime
+    return (
+        all(getattr(metadata, name, None) == value for name, value in _PLAIN.items())
+        and hasattr(metadata, "launch_pdl")
+        and not getattr(metadata, "tmem_size", None)  # Triton checks the size of tensor memory
+        and not runtime.kernel_load_start_hook.calls
+        and not runtime.kernel_load_end_hook.calls
     )
 
 
@@ -146,7 +148,7 @@ def _tensor_maps(metadata: Any, views: tuple) -> list[compat.TensorMaps] | None:
     """Return the TMA descriptors of each view, or None if the kernel does not take such descriptors."""
     present = [view for view in views if view is not None]
     found = getattr(metadata, "tensordesc_meta", None) or []
-    if len(found) != len(present) or None in found or any(each["fp4_padded"] for each in found):
+    if len(found) != len(present) or None in found or any(each.get("fp4_padded", True) for each in found):
         return None
     return [compat.TensorMaps(*pair) for pair in zip(present, map(_encoder, found, present), strict=True)]
 

@@ -93,6 +93,14 @@ def function(name: str) -> Callable[..., int]:
     return found
 
 
+def is_usable() -> bool:
+    """Whether all functions are found: the driver is of CUDA 12.4 or later, and this is not Windows."""
+    try:
+        return all(map(function, _FUNCTIONS))
+    except (AttributeError, OSError):
+        return False
+
+
 def call(name: str, *arguments: Any) -> None:
     """Call a function of the driver.
 
@@ -139,8 +147,7 @@ class Kernel(NamedTuple):
 def load(name: str, binary: bytes, shared: int, threads: int, index: int) -> Kernel | None:
     """Load a kernel on a device, as Triton does. It stays loaded until the process ends.
 
-    Return None if the device has too little shared memory or too few threads for it, if the driver cannot
-    tell the parameters of a kernel (before CUDA 12.4), or if the driver is not found (on Windows).
+    Return None if the device has too little shared memory or too few threads for it.
 
     Args:
         name: name of the kernel in ``binary``.
@@ -148,10 +155,6 @@ def load(name: str, binary: bytes, shared: int, threads: int, index: int) -> Ker
         threads: threads of a block.
         index: index of the current device.
     """
-    try:
-        param_info = function("cuFuncGetParamInfo")
-    except (AttributeError, OSError):
-        return None
     make_context_current(index)
     device = _asked("cuDeviceGet", c_int, index)
     most = _asked("cuDeviceGetAttribute", c_int, _MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device)
@@ -166,6 +169,7 @@ def load(name: str, binary: bytes, shared: int, threads: int, index: int) -> Ker
         call("cuFuncSetCacheConfig", found, _PREFER_SHARED)
         call("cuFuncSetAttribute", found, _MAX_DYNAMIC_SHARED_SIZE_BYTES, most - static)
     sizes: list[int] = []
+    param_info = function("cuFuncGetParamInfo")
     offset, size = c_size_t(), c_size_t()
     while param_info(found, len(sizes), ctypes.byref(offset), ctypes.byref(size)) == 0:
         sizes.append(size.value)

@@ -200,15 +200,7 @@ class _Layout:
 
     def pack_fixed(self, numbers: list[int], leaves: list) -> bytes:
         """Return the bytes of shapes and strides of descriptors, and of fixed arguments."""
-        values = (*numbers, *self._pick_fixed(leaves), 0, 0)
-        try:
-            return self._same.pack(*values)
-        except OverflowError:  # a number above the largest of fp32
-            return self._same.pack(*map(_as_float32, values))
-
-
-def _as_float32(value: Any) -> Any:
-    return ctypes.c_float(value).value if type(value) is float else value
+        return self._same.pack(*numbers, *self._pick_fixed(leaves), 0, 0)
 
 
 def _kept(types: list[str]) -> tuple[Callable[[Any], Any], list[str]]:

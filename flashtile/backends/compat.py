@@ -229,9 +229,9 @@ def forget_version_of_assembler() -> None:
     """
     from triton.backends.nvidia import compiler
 
-    version = getattr(compiler, "get_ptxas_version", None)
-    if hasattr(version, "cache_clear"):
-        version.cache_clear()
+    forget = getattr(getattr(compiler, "get_ptxas_version", None), "cache_clear", None)
+    if forget is not None:
+        forget()
 
 
 def load(compiled: Any) -> None:

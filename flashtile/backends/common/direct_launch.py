@@ -123,7 +123,7 @@ def launcher(
 
 
 def load(compiled: Any, index: int) -> bool:
-    """Load a kernel for direct launches on the current device, ``index``. False if only Triton can launch it."""
+    """Load a kernel to the current device, ``index``. Return False if only Triton can launch it."""
     return _is_plain(compiled.metadata) and libcuda.is_usable() and _loaded(compiled, index) is not None
 
 

@@ -21,6 +21,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from flashtile.backends import libcuda
 from flashtile.caches import BoundedCache
 
 cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -238,6 +239,8 @@ def load(compiled: Any) -> None:
     """Load a compiled kernel to the current GPU, and make its launchers, which Triton may have to compile."""
     if compiled.module is None:  # not loaded yet
         _for_leaves(compiled)
+
+
 def launch_by_triton(
     hooked: Callable[..., None],
     stream: int,
@@ -333,11 +336,19 @@ class TensorMaps(BoundedCache):
         self._encode = encode
 
     def all_arguments(self, address: int) -> list[Any]:
-        """Return all kernel arguments of a descriptor: its encoded form, and the view's shape and strides."""
+        """Return all kernel arguments of a descriptor: its encoded form, and the view's shape and strides.
+
+        The tensor is on the current device.
+        """
         descriptor = self._view.of(address)
         if self._encode is None:
             return [descriptor]
-        arguments = self._encode(descriptor)
+        try:
+            arguments = self._encode(descriptor)
+        except RuntimeError:
+            if not libcuda.make_context_current(cuda_device()):
+                raise
+            arguments = self._encode(descriptor)
         self.store(address, arguments[0], self.ENTRY_BYTES)
         return arguments
 

@@ -54,7 +54,7 @@ AREAS = (
     ),
     Area(
         "portable",
-        ("flashtile/backends/portable/*", "flashtile/backends/common/*"),
+        ("flashtile/backends/portable/*", "flashtile/backends/common/*", "flashtile/backends/libcuda.py"),
         (
             "tests/attn/test_weights.py",
             "tests/attn/test_partial_results.py",

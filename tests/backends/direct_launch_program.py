@@ -109,6 +109,7 @@ def compare(name: str, launch: CachedLaunch, tensors: tuple, others: tuple[tuple
             addresses = tuple(map(address, tensors))
             records = []
             for run in (ours, theirs):
+                fake.fake_context(0)  # as in a thread that has not called CUDA
                 run(stream, addresses, True)
                 records.append(recorded())
             assert records[0] == records[1], name
@@ -172,6 +173,7 @@ def decode_call() -> list:
 
 
 def same() -> None:
+    compat.cuda_device = lambda: 0
     triton.runtime.driver.set_active(SimpleNamespace(utils=CudaUtils()))
     if triton.__version__.startswith("3.6"):  # it does not clear a bit that a bug of older drivers sets
         fake.fake_driver_version(13020)

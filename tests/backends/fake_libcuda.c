@@ -65,6 +65,8 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
 CUresult cuTensorMapEncodeTiled(CUtensorMap *map, int type, cuuint32_t rank, void *address,
                                 const cuuint64_t *shape, const cuuint64_t *strides, const cuuint32_t *block,
                                 const cuuint32_t *steps, int interleave, int swizzle, int promotion, int fill) {
+  if (!current)
+    return CUDA_ERROR_INVALID_CONTEXT;
   if ((unsigned long long)map % 64)
     return CUDA_ERROR_INVALID_VALUE;
   memset(&encoded, 0, sizeof(encoded));

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +27,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton
 from triton import knobs
 
-from flashtile.backends import compat
-from flashtile.backends.common import direct_launch, libcuda
+from flashtile.backends import compat, libcuda
+from flashtile.backends.common import direct_launch
 from flashtile.backends.common.tma import View
 
 HERE = Path(__file__).parent
 GRID = (7, 2, 1)
 FUNCTION = 0x123456789
+INVALID_CONTEXT = 201
 Pair = namedtuple("Pair", "first second")
 
 
@@ -62,7 +65,7 @@ def program(folder: Path, *arguments: str) -> list[str]:
 @pytest.mark.compile
 @pytest.mark.slow
 def test_the_driver_gets_the_same_from_triton(tmp_path):
-    """Numbers of every type, structures, constants, None and TMA descriptors."""
+    """Numbers of every type, structures, constants, None and TMA descriptors, each without a context."""
     lines = program(tmp_path, "same")
     assert [line.rpartition(" ")[0] for line in lines] == [
         "types",
@@ -86,8 +89,13 @@ def test_a_kernel_of_a_folder_is_launched_without_gcc(tmp_path):
 
 
 class Driver:
-    """Functions of the CUDA driver. Launches are kept as (stream, values of the parameters)."""
+    """Functions of the CUDA driver. Launches are kept as (stream, values of the parameters).
 
+    The thread that creates it has a context. Other threads have none until they make one current.
+    """
+
+    without_context = ("cuCtx", "cuDevice", "cuDriver", "cuGetErrorString")
+    """Names of functions that need no context begin so."""
     shared, threads, result, version = 232448, 1024, 0, 13020
     missing: type[Exception] | None = None
 
@@ -97,20 +105,31 @@ class Driver:
         self.loaded = 0
         self.attributes: dict[int, int] = {}
         self.during_a_launch: Any = None
+        self.of_thread = threading.local()
+        self.of_thread.context = 1
 
     def function(self, name: str) -> Any:
         if name == "cuFuncGetParamInfo" and self.missing is not None:
             raise self.missing(name)
-        return getattr(self, name.lower())
+        found = getattr(self, name.lower())
+        if name.startswith(self.without_context):
+            return found
+        return lambda *arguments: found(*arguments) if self.context() else INVALID_CONTEXT
+
+    def context(self) -> int:
+        return getattr(self.of_thread, "context", 0)
 
     def cuctxgetcurrent(self, context: Any) -> int:
-        context._obj.value = 1
+        context._obj.value = self.context()
         return 0
 
     def cuctxsetcurrent(self, context: int) -> int:
-        raise NotImplementedError
+        self.of_thread.context = context
+        return 0
 
-    cudeviceprimaryctxretain = cuctxsetcurrent
+    def cudeviceprimaryctxretain(self, context: Any, device: int) -> int:
+        context._obj.value = 100 + device
+        return 0
 
     def cudeviceget(self, device: Any, index: int) -> int:
         device._obj.value = index
@@ -249,6 +268,78 @@ def test_launches_at_the_same_time_have_their_own_memory(driver):
     assert [(stream, of_pointers((stream, values))) for stream, values in driver.launches] == [
         (12, [3, 4]), (11, [1, 2]), (12, [3, 4]), (11, [1, 2])
     ]  # fmt: skip
+
+
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    """Return the result of ``function`` in a thread that has not called CUDA."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(function).result()
+
+
+VIEW = View([64, 16], [16, 1], [16, 16], torch.bfloat16)
+META = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [16, 16], "fp4_padded": False}
+
+
+def of_a_descriptor(driver: Driver) -> tuple[Compiled, tuple]:
+    """A kernel with a TMA descriptor, and tensors of its first launch."""
+    driver.sizes = (128, 4, 4, 8, 8, 4, 8, 8)
+    return Compiled(VIEW.type_name, "i32", tensordesc_meta=[META]), (torch.empty(64, 16),)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
+def test_a_thread_without_a_context_gets_that_of_the_device(driver, monkeypatch, is_first):
+    """Also if the thread loads the kernel, and for descriptors that are not encoded yet."""
+    monkeypatch.setattr(compat, "cuda_device", lambda: 3)
+    compiled, tensors = of_a_descriptor(driver)
+    prepare = partial(direct_launch.launcher, compiled, 3, GRID, tensors, (5,), (VIEW,))
+    launch = None if is_first else prepare()
+
+    def run() -> int:
+        (launch or prepare())(11, (torch.empty(64, 16),))
+        return driver.context()
+
+    assert in_a_thread(run) == 103
+    assert len(driver.launches) == 1
+    assert driver.context() == 1
+
+
+def test_a_thread_without_a_context_launches_encoded_descriptors(driver):
+    compiled, tensors = of_a_descriptor(driver)
+    launch = direct_launch.launcher(compiled, 3, GRID, tensors, (5,), (VIEW,))
+    assert in_a_thread(lambda: launch(11, tensors) or driver.context()) == 103
+    assert len(driver.launches) == 1
+
+
+def test_a_kernel_is_loaded_by_a_thread_without_a_context(driver):
+    assert in_a_thread(lambda: direct_launch.load(Compiled(*PLAIN), 3) and driver.context()) == 103
+    assert driver.loaded == 1
+
+
+def test_hooks_of_launches_find_a_context(driver, monkeypatch):
+    """Triton's launch encodes descriptors, for which it makes no context current."""
+    compiled, tensors = of_a_descriptor(driver)
+    launch = direct_launch.launcher(compiled, 3, GRID, tensors, (5,), (VIEW,))
+    monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
+    assert in_a_thread(lambda: launch(11, tensors) or driver.context()) == 103
+    assert len(compiled.hooked) == 1
+
+
+def test_descriptors_that_triton_encodes_find_a_context(driver, monkeypatch):
+    """Its launchers are used with drivers before CUDA 12.4."""
+    monkeypatch.setattr(compat, "cuda_device", lambda: 3)
+
+    def encode(descriptor: Any) -> list:
+        if not driver.context():
+            raise RuntimeError("Triton Error [CUDA]: invalid device context")
+        if descriptor.base.data_ptr() == 32:
+            raise RuntimeError("Triton Error [CUDA]: invalid argument")
+        return [descriptor.base.data_ptr()]
+
+    maps = compat.TensorMaps(VIEW, encode)
+    assert in_a_thread(lambda: (maps[16], driver.context())) == (16, 103)
+    for run in (in_a_thread, lambda function: function()):
+        with pytest.raises(RuntimeError, match="invalid argument"):
+            run(lambda: maps[32])
 
 
 def test_a_failed_launch_is_named_and_the_next_one_succeeds(driver):

@@ -21,8 +21,7 @@ import torch, triton
 from triton.runtime import build
 import flashtile
 from flashtile import testing
-from flashtile.backends import compat
-from flashtile.backends.common import libcuda
+from flashtile.backends import compat, libcuda
 
 def nothing(*arguments, **more):
     raise AssertionError("a C module is built, or Triton launches")
@@ -54,6 +53,25 @@ def test_no_c_module_is_built(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 6
+
+
+OF_AUTOGRAD = """
+import torch
+import flashtile
+
+tensors = [torch.randn(2, 200, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"]
+out = flashtile.attention(*tensors, causal=True)
+dout = torch.randn_like(out)
+del [torch.empty(2**26, dtype=torch.uint8, device="cuda")][:]  # memory for the backward pass
+first, second = (torch.autograd.grad(out, tensors, dout, retain_graph=True) for _ in range(2))
+torch.testing.assert_close(first, second, rtol=1e-2, atol=1e-2)
+assert all(gradient.isfinite().all() and gradient.any() for gradient in first)
+"""
+
+
+def test_the_first_call_of_cuda_in_autograds_thread() -> None:
+    done = subprocess.run([sys.executable, "-c", OF_AUTOGRAD], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:

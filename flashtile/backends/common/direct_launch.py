@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 from triton import knobs
 
-from flashtile.backends import compat
-from flashtile.backends.common import libcuda
+from flashtile.backends import compat, libcuda
 
 FORMATS = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q",
@@ -82,6 +81,7 @@ def launcher(
 
         def launch(stream: int, tensors: tuple, are_addresses: bool = False) -> None:
             if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+                libcuda.make_context_current(index)  # Triton encodes descriptors without one
                 compat.launch_by_triton(compiled[grid], stream, tensors, fixed, views, pointers)
                 return
             others: Any = tensors[first:]

@@ -129,7 +129,7 @@ def make_context_current(index: int) -> bool:
     """Make the context of a device current if this thread has none. Return whether it had none.
 
     torch's context is the device's primary context. A thread has it after the thread's first call of CUDA's
-    runtime.
+    runtime. Without a context, functions that need one fail, and succeed if they are called again with it.
     """
     if _asked("cuCtxGetCurrent", c_void_p):
         return False

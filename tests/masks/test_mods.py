@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from listed_calls import check_small_scores
 from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
 
 import flashtile
@@ -100,6 +101,10 @@ def test_mod(target: Target, name: str) -> None:
     for call in calls:
         own = {k: a for k, a in inputs.arguments.items() if k not in call} | call
         testing.check(*inputs.qkv, dout=inputs.dout, dlse=inputs.dlse, backend=target.backend, **own)
+
+
+def test_rows_of_small_finite_scores(target: Target) -> None:
+    check_small_scores(*call_of(target, "small", "small").inputs(target.device).qkv, target.backend)
 
 
 @pytest.mark.parametrize("name", ["alibi", "relative", "swin", "many"])

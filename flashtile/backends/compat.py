@@ -223,10 +223,11 @@ def launcher(
 
 
 def forget_version_of_assembler() -> None:
-    """Let Triton ask for the version of ptxas again, which is part of the keys of its cache.
+    """Make Triton read the version of ptxas again, which is part of the keys of its cache.
 
-    Triton asks once per process. torch.compile may choose another ptxas later, in the environment variable
-    TRITON_PTXAS_PATH. Kernels that new processes compile then have keys that this process does not look for.
+    Triton reads it once per process. torch.compile may choose another ptxas later, by the environment
+    variable TRITON_PTXAS_PATH. Kernels that new processes compile then have keys that this process does not
+    look for.
     """
     from triton.backends.nvidia import compiler
 

@@ -32,7 +32,7 @@ Sizes = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Limits:
+class StepLimits:
     """The settings of an engine that decide which kernels its steps need.
 
     Attributes:
@@ -75,7 +75,7 @@ def calls_in(steps: Callable[[], None]) -> list[Call]:
     return calls_of(remembered)
 
 
-def step_calls(ones: Iterable[Call], chunks: Iterable[Call], limits: Limits) -> list[Call]:
+def step_calls(ones: Iterable[Call], chunks: Iterable[Call], limits: StepLimits) -> list[Call]:
     """Return copies of calls with the sizes of all steps, as far as these need other kernels.
 
     Args:
@@ -89,7 +89,7 @@ def step_calls(ones: Iterable[Call], chunks: Iterable[Call], limits: Limits) -> 
     return list(dict.fromkeys((*decoding, *mixed)))
 
 
-def prompt_calls(calls: Iterable[Call], limits: Limits) -> list[Call]:
+def prompt_calls(calls: Iterable[Call], limits: StepLimits) -> list[Call]:
     """Return copies of calls for one sequence without offsets, (1, tokens, ...), with other lengths."""
     lengths = sizes_between(2, limits.max_num_batched_tokens, PARTS_OF_PROMPTS)
     return list(dict.fromkeys(_lengthened(call, tokens) for call in calls for tokens in lengths))
@@ -104,7 +104,7 @@ def _lengthened(call: Call, tokens: int) -> Call:
     return Call(call.operation, tuple(arguments))
 
 
-def chunk_sizes(limits: Limits) -> Iterator[Sizes]:
+def chunk_sizes(limits: StepLimits) -> Iterator[Sizes]:
     """Yield the sizes of steps with chunks of prompts or with several tokens to verify.
 
     The tokens of the longest sequence are rounded as in :attr:`Step.max_query_len`.

@@ -127,7 +127,7 @@ def test_deterministic_steps(deterministic):
 
 def test_the_limits_of_a_step(backend, monkeypatch):
     made = Server(backend).made
-    assert made._limits() == paged_calls.Limits(REQUESTS, CHUNK, min_queries=1)
+    assert made._limits() == paged_calls.StepLimits(REQUESTS, CHUNK, min_queries=1)
     monkeypatch.setattr(ARGUMENTS, "enable_mixed_chunk", True)
     assert made._limits().max_num_batched_tokens == CHUNK + REQUESTS
     for cut in (None, -1):

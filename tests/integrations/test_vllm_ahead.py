@@ -15,7 +15,7 @@ from vllm_stand_in import RECORD, modules_of
 
 from flashtile.compilation.calls import calls_of, resized
 from flashtile.integrations import paged_calls
-from flashtile.integrations.paged_calls import Limits, calls_in, prompt_calls, step_calls
+from flashtile.integrations.paged_calls import StepLimits, calls_in, prompt_calls, step_calls
 from flashtile.op.operation import remembering
 from targets import INTERPRETING
 
@@ -205,9 +205,9 @@ def keys_of(calls, target):
 
 
 LARGE = {
-    "llama": ((32, 8, 128, {}), Limits(256, 8192)),
-    "qwen": ((28, 4, 128, {}), Limits(128, 4096, verified=5)),
-    "gpt-oss": ((64, 8, 64, {"sliding_window": 128}), Limits(512, 2048)),
+    "llama": ((32, 8, 128, {}), StepLimits(256, 8192)),
+    "qwen": ((28, 4, 128, {}), StepLimits(128, 4096, verified=5)),
+    "gpt-oss": ((64, 8, 64, {"sliding_window": 128}), StepLimits(512, 2048)),
 }
 """(heads, heads_kv, head_size, options of the layer), limits of the server."""
 
@@ -232,7 +232,7 @@ def test_random_sizes_of_large_servers(newest, name, gpu):
         tokens = draw.randrange(batch - 1 + longest, min(batch * longest, most) + 1)
         rounded = 1 << (longest - 1).bit_length()
         used |= keys_of([resized(call, batch, tokens, rounded) for call in (*chunks, *new)], gpu)
-        alone = prompt_calls(prompt, Limits(1, longest))[-1:]
+        alone = prompt_calls(prompt, StepLimits(1, longest))[-1:]
         used |= keys_of([*alone, *(resized(call, batch, batch, 1) for call in ones)], gpu)
     assert used - listed == set()
     assert len(used) > 30

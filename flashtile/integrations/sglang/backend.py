@@ -25,7 +25,7 @@ from torch import Tensor
 
 from flashtile.compilation.calls import Call
 from flashtile.integrations.paged import INVARIANT_QUERIES, PagedAttention, Step, rounded_queries
-from flashtile.integrations.paged_calls import Limits, calls_in, step_calls, warm_up
+from flashtile.integrations.paged_calls import StepLimits, calls_in, step_calls, warm_up
 from flashtile.problems.decode import FP8, MAX_HEAD_DIM
 
 logger = logging.getLogger("flashtile.sglang")
@@ -281,7 +281,7 @@ class Backend(AttentionBackend):
         ones, chunks = calls_in(partial(run, 2, 2, 1)), calls_in(partial(run, 2, 4, 2))
         return step_calls(ones, chunks, self._limits())
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> StepLimits:
         """Return the limits of a step, by SGLang's arguments."""
         given: Any = self.server_args
         requests = self.first_slots.shape[0]
@@ -290,7 +290,7 @@ class Backend(AttentionBackend):
             tokens = max(given.max_prefill_tokens, self.context_len)
         if given.enable_mixed_chunk:
             tokens += requests
-        return Limits(requests, tokens, min_queries=self.min_queries)
+        return StepLimits(requests, tokens, min_queries=self.min_queries)
 
     def _use(
         self,

@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import AttentionType
 
 from flashtile.compilation.calls import Call
 from flashtile.integrations import paged_calls
-from flashtile.integrations.paged_calls import Limits, calls_in, prompt_calls, step_calls
+from flashtile.integrations.paged_calls import StepLimits, calls_in, prompt_calls, step_calls
 from flashtile.integrations.vllm import releases
 
 logger = logging.getLogger("flashtile.vllm")
@@ -83,7 +83,7 @@ def _kind(impl: Any) -> tuple:
     )  # fmt: skip
 
 
-def limits_of(group: Group) -> Limits:
+def limits_of(group: Group) -> StepLimits:
     """Return the limits of the batches that the builder sees."""
     config, scheduler = group.config, group.config.scheduler_config
     seqs, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
@@ -91,7 +91,7 @@ def limits_of(group: Group) -> Limits:
     if chunk:  # vLLM cuts sequences into chunks, each of which is a sequence of the builder's batch
         seqs = min(2 * seqs + tokens // chunk, tokens)
     guesses = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
-    return Limits(seqs, tokens, 1 + (guesses or 0), group.min_queries)
+    return StepLimits(seqs, tokens, 1 + (guesses or 0), group.min_queries)
 
 
 def _tables(group: Group) -> list[int]:

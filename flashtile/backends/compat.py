@@ -21,6 +21,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from flashtile.backends import libcuda
 from flashtile.caches import BoundedCache
 
 cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -88,6 +89,43 @@ def compiling_driver(capability: tuple[int, int], only_named: bool = False) -> I
         triton.runtime.driver._active = before
 
 
+@contextlib.contextmanager
+def driver_of_torch() -> Iterator[None]:
+    """Inside the context, Triton gets the current NVIDIA GPU and its stream from torch.
+
+    Triton's own driver does the same, but its constructor needs a C module, which is built with gcc if it is
+    not in Triton's cache. So a driver without that module is active for as long as Triton has none.
+    """
+    config = triton.runtime.driver
+    if config._active is not None:
+        yield
+        return
+    from triton.backends.driver import GPUDriver
+    from triton.backends.nvidia.driver import CudaDriver
+
+    class Driver(CudaDriver):
+        def __init__(self) -> None:
+            GPUDriver.__init__(self)
+
+        def __getattr__(self, name: str) -> Any:  # other threads may need the C module meanwhile
+            return getattr(config.default, name)
+
+    config._active = driver = Driver()
+    try:
+        yield
+    finally:
+        if config._active is driver:
+            config._active = None
+
+
+def tensor_map_dtype(element_type: int) -> int:
+    """Return the driver's number (CUtensorMapDataType) of an element type in a kernel's metadata."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    number: int = TMA_DTYPE_DEVICE_TO_HOST[element_type]
+    return number
+
+
 def cuobjdump_path() -> str:
     """Path of Triton's own disassembler (``TRITON_CUOBJDUMP_PATH`` overrides it)."""
     return knobs.nvidia.cuobjdump.path
@@ -145,8 +183,8 @@ def launcher(
     whole = pointers is not None and not of_pointers
     # From the last to the first, so that replacing one by its fields does not move the others.
     nested: list[Any] = [(i, Leaves(t)) for i, t in enumerate(of_pointers) if isinstance(t, tuple)][::-1]
-    undescribed = 1 if whole else len(_leaves(of_pointers, of_pointers) or tensors[first:])
-    count = sum(map(len, of_views)) + undescribed + len(_leaves(fixed, of_fixed))
+    undescribed = 1 if whole else len(leaves_of(of_pointers, of_pointers) or tensors[first:])
+    count = sum(map(len, of_views)) + undescribed + len(leaves_of(fixed, of_fixed))
     run, before = _without_wrapper(run, grid, kernel, count)
     # Each launch copies this list and replaces what differs: the stream, the descriptors and the addresses.
     arguments: list[Any] = [*grid, None, *before]
@@ -159,14 +197,11 @@ def launcher(
     arguments += [None] * undescribed
 
     def with_fixed(fixed: tuple) -> Any:
-        every = [*arguments, *_leaves(fixed, of_fixed)]
+        every = [*arguments, *leaves_of(fixed, of_fixed)]
 
         def launch(stream: int, tensors: tuple, are_addresses: bool = False) -> None:
             if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-                descriptors, others = described(views, tensors)
-                given = [t.data_ptr() if type(t) is Tensor else t for t in others]
-                given = given if pointers is None else [pointers(*given)]
-                hooked(*descriptors, *given, *fixed, stream=stream)
+                launch_by_triton(hooked, stream, tensors, fixed, views, pointers)
                 return
             now = every.copy()
             now[of_stream] = stream
@@ -207,6 +242,25 @@ def load(compiled: Any) -> None:
         _for_leaves(compiled)
 
 
+def launch_by_triton(
+    hooked: Callable[..., None],
+    stream: int,
+    tensors: tuple,
+    fixed: tuple,
+    views: tuple,
+    pointers: Callable[..., tuple] | None,
+) -> None:
+    """Launch a kernel so that the hooks of launches are called.
+
+    ``hooked`` is Triton's compiled kernel, indexed with a grid. The other arguments are those of
+    :func:`launcher`.
+    """
+    descriptors, others = described(views, tensors)
+    given = [t.data_ptr() if type(t) is Tensor else t for t in others]
+    given = given if pointers is None else [pointers(*given)]
+    hooked(*descriptors, *given, *fixed, stream=stream)
+
+
 def _for_leaves(compiled: Any) -> tuple[Any, tuple]:
     """Return (launcher, types of the kernel's arguments). The launcher takes structures field by field.
 
@@ -221,14 +275,14 @@ def _for_leaves(compiled: Any) -> tuple[Any, tuple]:
     types = tuple(compiled.src.signature.values())
     if not any(isinstance(t, tuple) for t in types):
         return compiled.run, ()
-    leaves = SimpleNamespace(signature=dict(enumerate(_leaves(types, types))))
+    leaves = SimpleNamespace(signature=dict(enumerate(leaves_of(types, types))))
     try:
         return type(compiled.run)(leaves, compiled.metadata), types
     except (TypeError, AttributeError):
         return compiled.run, ()
 
 
-def _leaves(values: Iterable, types: tuple) -> list:
+def leaves_of(values: Iterable, types: tuple) -> list:
     """Return ``values`` with each structure replaced by its fields, recursively and in order.
 
     A value is a structure if its entry in ``types`` is a tuple. Without ``types``, no value is a structure.
@@ -238,7 +292,7 @@ def _leaves(values: Iterable, types: tuple) -> list:
     found: list = []
     for value, of_value in zip(values, types, strict=True):
         if isinstance(of_value, tuple):
-            found += _leaves(value, of_value)
+            found += leaves_of(value, of_value)
         else:
             found.append(value)
     return found
@@ -255,17 +309,17 @@ class Leaves:
     def __init__(self, types: tuple) -> None:
         self._types = types
         self._is_flat = not any(isinstance(t, tuple) for t in types)
-        self._has_pointers = any(str(t).startswith(("*", "tensordesc")) for t in _leaves(types, types))
+        self._has_pointers = any(str(t).startswith(("*", "tensordesc")) for t in leaves_of(types, types))
         self._last: tuple[Any, Any] = None, None
 
     def __call__(self, structure: tuple) -> Iterable:
         if self._is_flat:
             return structure
         if self._has_pointers:
-            return _leaves(structure, self._types)
+            return leaves_of(structure, self._types)
         last, leaves = self._last
         if last is not structure:
-            leaves = _leaves(structure, self._types)
+            leaves = leaves_of(structure, self._types)
             self._last = structure, leaves
         return leaves
 
@@ -283,11 +337,19 @@ class TensorMaps(BoundedCache):
         self._encode = encode
 
     def all_arguments(self, address: int) -> list[Any]:
-        """Return all kernel arguments of a descriptor: its encoded form, and the view's shape and strides."""
+        """Return all kernel arguments of a descriptor: its encoded form, and the view's shape and strides.
+
+        The tensor is on the current device.
+        """
         descriptor = self._view.of(address)
         if self._encode is None:
             return [descriptor]
-        arguments = self._encode(descriptor)
+        try:
+            arguments = self._encode(descriptor)
+        except RuntimeError:
+            if not libcuda.make_context_current(cuda_device()):
+                raise
+            arguments = self._encode(descriptor)
         self.store(address, arguments[0], self.ENTRY_BYTES)
         return arguments
 

@@ -23,9 +23,10 @@ Range = tuple[int, int]
 def positions_of(seqlen_q: int, seqlen_k: int) -> int:
     """Return the upper bound of positions for which a kernel is compiled.
 
-    It is ``POSITIONS``, or the next power of two for longer sequences.
+    It is half of ``POSITIONS``, or the next power of two for longer sequences. Up to there, float32 holds a
+    distance of two positions exactly, even after a moderate offset is added.
     """
-    return max(POSITIONS, 1 << (max(seqlen_q, seqlen_k, 1) - 1).bit_length())
+    return max(POSITIONS // 2, 1 << (max(seqlen_q, seqlen_k, 1) - 1).bit_length())
 
 
 def wide_lines(program: Program, positions: int = POSITIONS) -> frozenset[Name]:
@@ -33,6 +34,19 @@ def wide_lines(program: Program, positions: int = POSITIONS) -> frozenset[Name]:
 
     Args:
         positions: upper bound of query and key positions.
+    """
+    return _analysed(program, positions, (-POSITIONS, POSITIONS))[0]
+
+
+def ranges(program: Program, positions: int = POSITIONS) -> dict[Any, Range]:
+    """Return an interval for each input and each line of ints. Captured ints may have any value."""
+    return _analysed(program, positions, _INT64)[1]
+
+
+def _analysed(program: Program, positions: int, elements: Range) -> tuple[frozenset[Name], dict[Any, Range]]:
+    """Return (names of lines that need 64 bits, intervals of inputs and lines).
+
+    ``elements`` is the interval of captured ints, and of floats that become ints.
     """
     kinds = program.kinds
     known: dict[Any, Range] = {Name(name): (0, POSITIONS) for name in INPUTS}
@@ -42,7 +56,7 @@ def wide_lines(program: Program, positions: int = POSITIONS) -> frozenset[Name]:
         ints = [o for o in line.operands if (kinds[o] if isinstance(o, Name) else kind_of_number(o)) == "int"]
         of_operands = [known[o] if isinstance(o, Name) else (o, o) for o in ints]
         if line.operation == LOAD or not ints:
-            known[line.name] = (-POSITIONS, POSITIONS)
+            known[line.name] = elements if line.kind == "int" else (0, 1)
             continue
         found = _range(line, of_operands) if line.kind == "int" else (0, 1)
         numbers = [
@@ -51,7 +65,7 @@ def wide_lines(program: Program, positions: int = POSITIONS) -> frozenset[Name]:
         if not all(_within(one, _INT32) for one in (found, *numbers)):
             wide.append(line.name)
         known[line.name] = found if _within(found, _INT64) else _INT64
-    return frozenset(wide)
+    return frozenset(wide), known
 
 
 def _within(inner: Range, outer: Range) -> bool:

@@ -54,12 +54,13 @@ AREAS = (
     ),
     Area(
         "portable",
-        ("flashtile/backends/portable/*", "flashtile/backends/common/*"),
+        ("flashtile/backends/portable/*", "flashtile/backends/common/*", "flashtile/backends/libcuda.py"),
         (
             "tests/attn/test_weights.py",
             "tests/attn/test_partial_results.py",
             "tests/backends/test_kernel_cache.py",
             "tests/backends/test_cached_launches.py",
+            "tests/backends/test_direct_launch.py",
             "tests/backends/test_compile_report.py",
             "tests/decode/test_decode_kernels.py",
             "tests/linear/*",

@@ -16,6 +16,7 @@ import triton
 from triton import knobs
 
 from flashtile.backends import compat
+from flashtile.backends.common import direct_launch
 from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.tma import View
 
@@ -187,6 +188,41 @@ def test_a_kernel_is_compiled_once_and_runs_on_the_stream_of_its_device(monkeypa
     assert [run[3] for run in compiled.direct] == [101, 101]
     assert launched_on == [DEVICE.index, DEVICE.index]
     assert [run[9:] for run in compiled.direct] == [(tensor.data_ptr(), 4096, 5, "constant")] * 2
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_triton_launches_only_what_is_not_launched_directly(monkeypatch, is_direct):
+    compiled, given, direct = Compiled(), [], []
+
+    class Kernel:
+        def warmup(self, *arguments, grid, **options):
+            assert triton.runtime.driver._active is not None  # Triton need not create its own driver
+            given.append(("compiled", grid, *arguments))
+            return compiled
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: given.append(("launched", grid, *arguments)) or compiled
+
+    def launcher(*arguments):
+        given.append(arguments)
+        return (lambda stream, tensors: direct.append((stream, tensors))) if is_direct else None
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", None)
+    monkeypatch.setattr(compat, "is_compilable", lambda kernel: True)
+    monkeypatch.setattr(compat, "cuda_device", lambda: DEVICE.index)
+    monkeypatch.setattr(compat, "cuda_stream", lambda index: 100 + index)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
+    monkeypatch.setattr(direct_launch, "launcher", launcher)
+    kernel, tensor = CachedLaunch(Kernel(), GRID[0], (5,), ("constant",), None), torch.empty(3)
+    for _ in range(2):
+        kernel(DEVICE, tensor)
+    fixed = (5, "constant")
+    assert given[:2] == [
+        ("compiled", GRID, tensor, *fixed), (compiled, DEVICE.index, GRID, (tensor,), fixed, (), None)
+    ]  # fmt: skip
+    assert given[2:] == ([] if is_direct else [("launched", GRID, tensor, *fixed)])
+    assert direct == ([(101, (tensor,))] * 2 if is_direct else [])
+    assert len(compiled.direct) == (0 if is_direct else 1)
 
 
 def test_other_scalars_for_a_compiled_kernel(monkeypatch):

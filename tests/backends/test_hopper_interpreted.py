@@ -17,9 +17,11 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 sys.path.insert(0, str(Path(__file__).parents[1] / "linear"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "masks"))
 
 import linear_calls
 from linear_calls import Call
+from listed_calls import LISTED_CALLS, check_small_scores
 
 import decode_cases
 import flashtile
@@ -306,6 +308,24 @@ def test_functions_of_scores_and_masks(name: str, head_dim: int) -> None:
     ):
         testing.check(q, k, v, backend="hopper", **given)
     assert {"forward_kernel", "backward_kernel"} <= set(interpreter.launched)
+
+
+TELLING_FUNCTIONS = {"document", "compared-log", "negated-distance", "finite-fill", "times", "wide-products"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in TELLING_FUNCTIONS else exhaustive) for name in LISTED_CALLS],
+)
+def test_calls_with_functions(name: str) -> None:
+    call = LISTED_CALLS[name]
+    with interpreted():
+        testing.check(*call.inputs("cpu"), backend="hopper", **call.arguments("cpu"))
+
+
+def test_rows_of_small_finite_scores() -> None:
+    with interpreted():
+        check_small_scores(*LISTED_CALLS["finite-fill"].inputs("cpu"), "hopper")
 
 
 def test_hidden_scores_have_no_gradient() -> None:

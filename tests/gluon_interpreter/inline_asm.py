@@ -100,10 +100,6 @@ def tanh_of_product(x: Value, rate: Any, dtype: Any) -> Value:
     return Value(torch.tanh(x.data * factor), dtype)
 
 
-def kept_where_a_bit_is_set(x: Value, bits: Value, bit: Value, dtype: Any) -> Value:
-    return Value(torch.where((bits.data & bit.data) != 0, x.data, float("-inf")), dtype)
-
-
 def kept_by_numbers(axis: int) -> Callable[..., Value]:
     """Return a function that keeps P where a 15-bit random number is at least the limit, and else returns 0.
 
@@ -142,10 +138,6 @@ KNOWN: list[tuple[str, Callable[..., Any]]] = [
     (r"prmt\.b32 \$0, \$2, \$3, 0x6420; prmt\.b32 \$1, \$2, \$3, 0x7531;", bytes_exchanged),
     (r"\{ \.reg \.f32 a; mul\.ftz\.f32 (\$0|a), \$1, \$2; .*(ex2|tanh)\.approx.* \}", tanh_of_product),
     (r"lg2\.approx\.ftz\.f32 \$0, \$1;", log2),
-    (
-        r"\{ \.reg \.pred seen; .*and\.b32 bit, .*selp\.f32 \$0, \$1, 0fFF800000, seen; \}",
-        kept_where_a_bit_is_set,
-    ),
     (r"\{ \.reg \.b32 x<4>, a<4>, m<4>; .*prmt\.b32 x2, \$12.*0x30; \}", kept_by_numbers(1)),
     (r"\{ \.reg \.b32 x<4>, a<4>, m<4>; .*prmt\.b32 x2, \$10.*0x30; \}", kept_by_numbers(0)),
     (r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16 \$0, \$1;", halves_transposed),

@@ -14,7 +14,7 @@ from targets import CUDA
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "masks"))
 
-from listed_calls import LISTED_CALLS, MANY_TILES, ListedCall, full_by_its_lists
+from listed_calls import LISTED_CALLS, MANY_TILES, ListedCall, check_small_scores, full_by_its_lists
 
 HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no GPU of compute capability 9.0")]
@@ -30,6 +30,10 @@ def check(call: ListedCall) -> None:
 @pytest.mark.parametrize("name", LISTED_CALLS)
 def test_call(name: str) -> None:
     check(LISTED_CALLS[name])
+
+
+def test_rows_of_small_finite_scores() -> None:
+    check_small_scores(*LISTED_CALLS["finite-fill"].inputs("cuda"), "hopper")
 
 
 @pytest.mark.parametrize("name", MANY_TILES)

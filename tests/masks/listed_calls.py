@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import flashtile
 from flashtile import masks, testing
+from flashtile.reference import attention as reference
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,68 @@ def _of_keys(score, batch, head, q_idx, kv_idx):
     return 0.01 * kv_idx.float()
 
 
+def _log_distance(score, batch, head, q_idx, kv_idx):
+    return score - torch.log(1 + (q_idx - kv_idx).abs())
+
+
+def _log_scores(score, batch, head, q_idx, kv_idx):
+    return 0.5 * score - torch.log(1.0 + score * score) + torch.log2(1 + 0.25 * (kv_idx - q_idx + 9).abs())
+
+
+def _compared_log(score, batch, head, q_idx, kv_idx):
+    logarithm = torch.log2(1 + (q_idx - kv_idx).abs())
+    return torch.where(logarithm > 4.3, score - 2.5, score - logarithm)
+
+
+def _negated_distance(score, batch, head, q_idx, kv_idx):
+    return torch.where(1 / -(q_idx - kv_idx) > 0, score + 2, score)  # 1 / 0 is positive, 1 / -0.0 is not
+
+
+def _finite_fill(score, batch, head, q_idx, kv_idx):
+    return torch.where(q_idx % 7 != 3, score, -1e3)  # rows of equal scores, not rows without keys
+
+
+def _times(device: str) -> dict[str, Any]:
+    times = 1_700_000_000 + torch.arange(300, dtype=torch.int32, device=device) // 3
+    return {"score_mod": lambda s, b, h, q, kv: s + 0.1 * (times[kv] - times[q])}
+
+
+def _wide_products(device: str) -> dict[str, Any]:
+    ids = 2**23 + torch.arange(300, dtype=torch.int32, device=device)
+    return {"mask_mod": lambda b, h, q, kv: (ids[kv] * kv - ids[q] * (q - kv)) // 4096 % 5 != 1}
+
+
+def _bytes(device: str) -> dict[str, Any]:
+    numbers = (torch.arange(300, device=device) * 7 % 50).to(torch.int8)
+    flags = numbers % 3 != 1
+    return {"mask_mod": lambda b, h, q, kv: flags[kv] & (numbers[kv] + q != numbers[q]) | (q == kv)}
+
+
 def _but_one_key(batch, head, q_idx, kv_idx):
     return kv_idx != 5
+
+
+def check_small_scores(q: Tensor, k: Tensor, v: Tensor, backend: str | None) -> None:
+    """Scores of -1e38 are not hidden: rows of them give the mean of v.
+
+    Gradients are not compared: at this size, lse in float32 does not depend on the number of keys.
+    """
+
+    def modify(score, batch, head, q_idx, kv_idx):
+        return torch.where(q_idx % 7 != 3, score, -1e38)
+
+    def expected(*tensors: Tensor) -> Tensor:
+        out, _ = reference.attention(*tensors)
+        mean = tensors[2].mean(1, keepdim=True)
+        out[:, 3::7] = mean.repeat_interleave(out.shape[2] // mean.shape[2], 2)
+        return out
+
+    with testing.poisoned_memory():
+        out, lse = flashtile.attention(q, k, v, score_mod=modify, backend=backend, return_lse=True)
+    exact, plain = expected(q.double(), k.double(), v.double()), expected(q, k, v)
+    found = testing.compare("out", out, exact, plain)
+    assert found.holds, str(found)
+    torch.testing.assert_close(lse[..., 3::7], torch.full_like(lse[..., 3::7], -1e38))
 
 
 def full_by_its_lists(seqlen_q: int, seqlen_k: int, device: str) -> masks.BlockMask:
@@ -140,6 +202,18 @@ LISTED_CALLS: dict[str, ListedCall] = {
         lambda device: {"score_mod": masks.softcap(1.5), "window_size": (90, 40)}, 300, 300
     ),
     "score-that-hides": ListedCall(lambda device: {"score_mod": _by_scores}, 150, 200),
+    "log-distance": ListedCall(lambda device: {"score_mod": _log_distance}, 150, 260, **WIDE),
+    "log-of-scores": ListedCall(lambda device: {"score_mod": _log_scores, "causal": True}, 200, 200),
+    "log-negative-scale": ListedCall(
+        lambda device: {"score_mod": _log_distance, "softmax_scale": -0.3}, 150, 200
+    ),
+    "log-tiny-scale": ListedCall(lambda device: {"score_mod": _log_scores, "softmax_scale": 1e-5}, 150, 200),
+    "compared-log": ListedCall(lambda device: {"score_mod": _compared_log}, 200, 300, **WIDE),
+    "negated-distance": ListedCall(lambda device: {"score_mod": _negated_distance}, 150, 200),
+    "finite-fill": ListedCall(lambda device: {"score_mod": _finite_fill}, 150, 200),
+    "times": ListedCall(_times, 300, 300),
+    "wide-products": ListedCall(_wide_products, 300, 300),
+    "bytes": ListedCall(_bytes, 200, 300),
     "score-of-keys": ListedCall(lambda device: {"score_mod": _of_keys}, 150, 200),
 }  # fmt: skip
 """Small enough to be interpreted."""

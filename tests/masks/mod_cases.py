@@ -86,6 +86,17 @@ def _by_scores(device: str) -> Functions:
     return Functions({"score_mod": modify})
 
 
+def _signs_of_zero(device: str) -> Functions:
+    """A zero of ints has no sign; that of a negated float has one."""
+
+    def modify(score, batch, head, q_idx, kv_idx):
+        distance = q_idx - kv_idx
+        score = torch.where(1 / -distance > 0, score + 1, score)
+        return torch.where(1 / -distance.float() < 0, score - 2, score)
+
+    return Functions({"score_mod": modify})
+
+
 def _document(device: str) -> Functions:
     ids = documents(device)
     return Functions({"mask_mod": masks.document(ids) & masks.causal()})
@@ -115,6 +126,7 @@ MODS: dict[str, Callable[[str], Functions]] = {
     "swin": _swin,
     "many": _many,
     "by-scores": _by_scores,
+    "signs-of-zero": _signs_of_zero,
     "both": lambda device: Functions(
         {"score_mod": _relative(device).arguments["score_mod"], **_document(device).arguments, "softcap": 4.0}
     ),

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from listed_calls import check_small_scores
 from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
 
 import flashtile
@@ -23,8 +24,8 @@ CALL = Case(name="mods", seqlen_q=SEQLEN_Q, seqlen_k=SEQLEN_K, heads_q=HEADS, he
 SMALL = replace(CALL, batch=1, seqlen_q=20, seqlen_k=40, heads_q=2, heads_kv=1, head_dim=16)
 
 
-def call_of(target: Target, name: str, interpreted: str) -> Case:
-    if target.name == "interpreter" and name != interpreted:
+def call_of(target: Target, name: str, *interpreted: str) -> Case:
+    if target.name == "interpreter" and name not in interpreted:
         pytest.skip("the interpreter takes seconds")
     return SMALL if target.name == "interpreter" else CALL
 
@@ -89,7 +90,7 @@ def test_ready_score_mods_by_their_definitions(mod, changed) -> None:
 
 @pytest.mark.parametrize("name", MODS)
 def test_mod(target: Target, name: str) -> None:
-    case = call_of(target, name, "both")
+    case = call_of(target, name, "both", "signs-of-zero")
     arguments = MODS[name](target.device).arguments
     inputs = case.inputs(target.device)
     calls = [arguments]
@@ -100,6 +101,10 @@ def test_mod(target: Target, name: str) -> None:
     for call in calls:
         own = {k: a for k, a in inputs.arguments.items() if k not in call} | call
         testing.check(*inputs.qkv, dout=inputs.dout, dlse=inputs.dlse, backend=target.backend, **own)
+
+
+def test_rows_of_small_finite_scores(target: Target) -> None:
+    check_small_scores(*call_of(target, "small", "small").inputs(target.device).qkv, target.backend)
 
 
 @pytest.mark.parametrize("name", ["alibi", "relative", "swin", "many"])

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from flashtile.backends import compat
+from flashtile.backends.common import direct_launch
+from flashtile.backends.common.device import is_nvidia
 from flashtile.backends.common.launch import KernelConfig
 
 NUM_WARPS = 4
@@ -126,14 +128,32 @@ class CachedLaunch:
             self(device, *addresses)
 
     def _compile(self, device: torch.device, tensors: tuple) -> None:
-        """Launch through Triton, which compiles the kernel if necessary, and keep the compiled kernel."""
-        compiled = self.kernel[self._grid](*self.arguments(tensors), **self.options)
-        if compiled is not None:  # Triton's interpreter returns None
-            # The index comes first: another thread that sees ``_run`` must also see ``_index``.
-            self._index = device.index
-            self._run = compat.launcher(
-                compiled, self._grid, tensors, self._fixed, self._views, self._pointers
-            )
+        """Compile the kernel if necessary, launch it, and keep the launch."""
+        run = self._direct_launch(device, tensors)
+        if run is not None:
+            run(compat.cuda_stream(device.index), tensors)
+        else:
+            compiled = self.kernel[self._grid](*self.arguments(tensors), **self.options)
+            if compiled is None:  # Triton's interpreter has run the kernel
+                return
+            run = compat.launcher(compiled, self._grid, tensors, self._fixed, self._views, self._pointers)
+        # The index comes first: another thread that sees ``_run`` must also see ``_index``.
+        self._index = device.index
+        self._run = run
+
+    def _direct_launch(self, device: torch.device, tensors: tuple) -> Any:
+        """Compile the kernel and return its direct launch, or None if only Triton can launch it."""
+        if not (is_nvidia(device) and compat.is_compilable(self.kernel)):
+            return None
+        with compat.driver_of_torch():
+            compiled = self.compile_ahead(tensors)
+        if compiled is None:  # a hook has prevented the compilation
+            return None
+        if hasattr(compiled, "result"):  # another thread compiles it
+            compiled = compiled.result()
+        return direct_launch.launcher(
+            compiled, device.index, self._grid, tensors, self._fixed, self._views, self._pointers
+        )
 
     def compile_ahead(self, tensors: tuple) -> Any:
         """Compile the kernel for these tensors, which may be on torch's "meta" device, without a launch."""
@@ -158,7 +178,10 @@ class CachedLaunch:
 
         The first launch with such tensors then finds the kernel in this process.
         """
-        compat.load(self.compile_ahead(tensors))
+        with compat.driver_of_torch():
+            compiled = self.compile_ahead(tensors)
+        if not direct_launch.load(compiled, compat.cuda_device()):
+            compat.load(compiled)
 
     def arguments(self, tensors: tuple) -> tuple:
         """Return the kernel's arguments for these tensors."""

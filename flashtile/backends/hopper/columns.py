@@ -16,20 +16,49 @@ STEP = gl.constexpr(16)
 
 
 @gluon.jit
-def plus_columns(x, N: gl.constexpr, layout: gl.constexpr):
-    """Return x [rows] plus the number of each column, 0 to N - 1, as float32 [rows, N].
+def column_numbers(N: gl.constexpr, layout: gl.constexpr, dtype: gl.constexpr = gl.float32):
+    """Return (threads, registers), both [N], whose sum is the number of each column, 0 to N - 1.
 
     ``layout`` is that of an accumulator: thread t of a quad holds columns 8 a + 2 t + b, for all a and for b
-    of 0 and 1. The thread adds 2 t to x once. Each register then adds its constant, 8 a + b.
+    of 0 and 1. ``threads`` is 2 t, equal for all registers of a thread. ``registers`` is 8 a + b, a constant
+    of each register.
     """
     column: gl.constexpr = gl.SliceLayout(0, layout)
     parts: gl.constexpr = gl.arange(0, N, layout=column).reshape([N // 8, 4, 2]).type.layout
-    a = gl.arange(0, N // 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, parts))).to(gl.float32)
-    t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, parts))).to(gl.float32)
-    b = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, parts))).to(gl.float32)
-    zero = gl.full([N // 8, 4, 2], 0.0, gl.float32, parts)
+    a = gl.arange(0, N // 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, parts))).to(dtype)
+    t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, parts))).to(dtype)
+    b = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, parts))).to(dtype)
+    zero = gl.full([N // 8, 4, 2], 0, dtype, parts)
     threads = gl.convert_layout((zero + 2 * t[None, :, None]).reshape([N]), column)
     registers = gl.convert_layout((zero + 8 * a[:, None, None] + b[None, None, :]).reshape([N]), column)
+    return threads, registers
+
+
+@gluon.jit
+def row_numbers(layout: gl.constexpr):
+    """Return (threads, registers), both int32 [64], whose sum is the number of each row, 0 to 63.
+
+    ``layout`` is that of an accumulator: a thread holds rows r and r + 8. ``registers`` is 0 and 8.
+    """
+    row: gl.constexpr = gl.SliceLayout(1, layout)
+    rows = gl.arange(0, WARPGROUP_ROWS, layout=row)
+    parts: gl.constexpr = rows.reshape([4, 2, 8]).type.layout
+    warp = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, parts)))
+    half = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, parts)))
+    lane = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, parts)))
+    zero = gl.full([4, 2, 8], 0, gl.int32, parts)
+    threads = (zero + 16 * warp[:, None, None] + lane[None, None, :]).reshape([WARPGROUP_ROWS])
+    registers = (zero + 8 * half[None, :, None]).reshape([WARPGROUP_ROWS])
+    return gl.convert_layout(threads, row), gl.convert_layout(registers, row)
+
+
+@gluon.jit
+def plus_columns(x, N: gl.constexpr, layout: gl.constexpr):
+    """Return x [rows] plus the number of each column, 0 to N - 1, as float32 [rows, N].
+
+    A thread adds its part of :func:`column_numbers` once, and each register its constant.
+    """
+    threads, registers = column_numbers(N, layout)
     return (x[:, None] + threads[None, :]) + registers[None, :]
 
 

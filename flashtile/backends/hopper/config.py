@@ -74,6 +74,8 @@ class ModifierFlags:
     """The score_mod as a ``@triton.jit`` function, or None."""
     MASK_MOD: Any = None
     """The mask_mod as a ``@triton.jit`` function, or None."""
+    MASK_COLUMNS: Any = None
+    """In the forward, a ``@triton.jit`` function that loads what MASK_MOD needs for each key, or None."""
     GUARD_SCORES: bool = False
     """SCORE_MOD may return NaN or infinity."""
     GUARD_FACTORS: bool = False

@@ -40,6 +40,7 @@ from flashtile.backends.hopper.forward.scores import (
 )
 from flashtile.backends.hopper.forward.tiles import store_lse, store_tile
 from flashtile.backends.hopper.inline_asm import copy_registers, pin
+from flashtile.backends.hopper.modifiers.functions import load_columns
 from flashtile.backends.hopper.work_tiles import slope_of
 
 
@@ -95,6 +96,7 @@ def attend_unmasked(C: gl.constexpr, W: gl.constexpr, tile, state, p, i, n_from,
         o = pv_product(C, p, tile_of_v(C, v, i - 1), o)
         ping_pong.pass_on(W)
         block, is_full = visited(C, rows, n)
+        columns = load_columns(C, block, rows, C.BLOCK_N)
         bits = dropout_bits(C, rows, block, C.BLOCK_N, s_layout)
         added = load_bias(C, W, C.BLOCK_N, rows, i, s_layout)
         s = qk_wait(C, s, k, i, 1 if C.DV_PARTS == 1 else 2)
@@ -102,7 +104,7 @@ def attend_unmasked(C: gl.constexpr, W: gl.constexpr, tile, state, p, i, n_from,
         s = apply_score_mod(C, s, block, rows, numbers, s_layout, added)
         if C.LISTED:  # noqa: SIM102 - a constexpr condition needs an if of its own
             if n >= n_masked:
-                s = mask(C, s, block, rows, s_layout, is_full)
+                s = mask(C, s, block, rows, s_layout, is_full, columns, C.EVEN_N)
         weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
         l = scale_rows(l, alpha) + quad_sums(weights)
         if C.PIN_WAIT:
@@ -133,13 +135,14 @@ def block_scores(
     s = qk_block(C, WIDTH, tile.q, tile.q_head, tile.k, i, s_layout)
     tile.ping_pong.pass_on(W)
     block, is_full = visited(C, rows, n)
+    columns = load_columns(C, block, rows, WIDTH)
     bits = dropout_bits(C, rows, block, WIDTH, s_layout)
     added = load_bias(C, W, WIDTH, rows, i, s_layout)
     s = qk_wait(C, s, tile.k, i, 0)
     added = release_bias(C, rows, i, added)
     s = apply_score_mod(C, s, block, rows, tile.numbers, s_layout, added)
     if MASKED:
-        s = mask(C, s, block, rows, s_layout, is_full)
+        s = mask(C, s, block, rows, s_layout, is_full, columns, not C.LISTED)
     return s, bits
 
 

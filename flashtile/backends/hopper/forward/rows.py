@@ -64,7 +64,7 @@ def row_modifiers(C: gl.constexpr, work, block, first, bias, pointers, schedule)
     if C.LISTED:
         blocks = listed_keys(C, 4, work, block, pointers.lists)
     if C.HAS_MODS:
-        arguments = function_arguments(work, work.head, pointers.captured)
+        arguments = function_arguments(work, work.head, pointers.captured, first)
     if C.HAS_DROPOUT:
         head_of_batch = work.sequence * schedule.num_heads + work.head
         generator = generator_of(head_of_batch, first, pointers, schedule)

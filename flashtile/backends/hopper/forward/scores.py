@@ -96,15 +96,19 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
 
 
 @gluon.jit
-def mask(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr, is_full=False):
+def mask(
+    C: gl.constexpr, s, n, rows, s_layout: gl.constexpr, is_full=False, columns=0,
+    PARTIAL: gl.constexpr = True,
+):  # fmt: skip
     """Return the scores of block ``n``, with -inf where a row does not see a key.
 
     A row sees the keys in [first_key, last_key] that neither a tree mask nor MASK_MOD hides. ``is_full`` says
-    that a block mask lists the block as full, so that MASK_MOD hides none of its keys.
+    that a block mask lists the block as full, so that MASK_MOD hides none of its keys. PARTIAL says that it
+    does not. ``columns`` is the result of ``modifiers.functions.load_columns``.
     """
     keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))[None, :]
     if C.MASK_MOD is not None:
-        s = hide_scores(C, s, n, is_full, rows, s_layout)
+        s = hide_scores(C, s, n, is_full, rows, columns, s_layout, PARTIAL)
     if C.MASK_MOD is None or not C.LISTED or not C.EVEN_N:
         s = gl.where(keys <= (rows.last_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
     if C.HAS_LEFT:

@@ -9,19 +9,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.hopper.constants import accumulator_layout
+from flashtile.backends.hopper.columns import column_numbers, row_numbers
 from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES
-
-COLUMNS = gl.constexpr(16)
-"""Number of keys for which MASK_MOD is called at a time."""
-
-KEEP_SEEN = gl.constexpr(
-    "{ .reg .pred seen; .reg .b32 bit; and.b32 bit, $2, $3; setp.ne.b32 seen, bit, 0; "
-    "selp.f32 $0, $1, 0fFF800000, seen; }"
-)
-"""Inline assembly of (score, bits, bit) -> the score if the bit is set, else -inf. It keeps each test next to
-its selection; the compiler would do all tests first and pack their results."""
-
 
 CapturedTensors = namedtuple(  # type: ignore[misc]
     "CapturedTensors",
@@ -40,12 +29,36 @@ class FunctionArguments(NamedTuple):
     offset: Any
     """Position of the first query among the keys."""
     captured: Any
+    first: Any
+    """In the forward, the warpgroup's first query."""
+
+
+class Distances(NamedTuple):
+    """Distances of the queries and keys of a tile, q - kv, as the sum of two numbers. Threads have both parts
+    of a distance in common with other scores, so they compute some distances once for two scores."""
+
+    threads: Any
+    """int32, one number for all registers of a thread."""
+    registers: Any
+    """int32, a constant of each register."""
 
 
 @gluon.jit
-def function_arguments(work, head, captured):
-    """Return the :class:`FunctionArguments` of a work tile and a query head."""
-    return FunctionArguments(work.sequence, head, work.seqlen_k - work.seqlen_q, captured)
+def function_arguments(work, head, captured, first=0):
+    """Return the :class:`FunctionArguments` of a query head and the warpgroup's rows from ``first`` on."""
+    return FunctionArguments(work.sequence, head, work.seqlen_k - work.seqlen_q, captured, first)
+
+
+@gluon.jit
+def distances_of(between, N: gl.constexpr, layout: gl.constexpr):
+    """Return the :class:`Distances` of a tile of queries by keys.
+
+    ``between`` is the first query minus the first key. ``layout`` is that of the tile, [64, N].
+    """
+    keys_of_threads, keys_of_registers = column_numbers(N, layout, gl.int32)
+    threads, registers = row_numbers(layout)
+    threads = between + (threads[:, None] - keys_of_threads[None, :])
+    return Distances(threads, registers[:, None] - keys_of_registers[None, :])
 
 
 @gluon.jit
@@ -54,46 +67,57 @@ def modify_scores(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr):
     own = rows.modifiers.functions
     keys = n * C.BLOCK_N + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))
     queries = rows.positions - own.offset
-    s, _ = C.SCORE_MOD(s, own.sequence, own.head, queries[:, None], keys[None, :], own.captured)
+    distances = distances_of(own.first - n * C.BLOCK_N, s.shape[1], s_layout)
+    s, _ = C.SCORE_MOD(
+        s, own.sequence, own.head, queries[:, None], keys[None, :], own.captured, distances
+    )  # fmt: skip
     return s
 
 
 @gluon.jit
-def seen_bits(C: gl.constexpr, n, is_full, rows, WIDTH: gl.constexpr):
-    """Return which of the first WIDTH keys of block ``n`` each row sees, as int32 bits [rows, COLUMNS].
+def load_columns(C: gl.constexpr, n, rows, WIDTH: gl.constexpr):
+    """Load what MASK_MOD needs for each key of block ``n``. Return a tuple of [WIDTH], or 0 without loads.
 
-    Bit a of column c is the result of MASK_MOD for key a * COLUMNS + c. If the block ``is_full``, all bits
-    are set. If the list of the block mask is empty, no bit is set.
-
-    A loop contains the instructions of MASK_MOD once. Unrolled, they would be repeated for each score of a
-    thread and for each consumer, and would not fit in the instruction cache.
+    Each thread loads the values of other keys. Callers load early, so that a product hides the latency.
     """
-    layout: gl.constexpr = accumulator_layout(COLUMNS)
-    own, blocks = rows.modifiers.functions, rows.modifiers.blocks
-    queries = gl.convert_layout(rows.positions - own.offset, gl.SliceLayout(1, layout))[:, None]
-    keys = n * C.BLOCK_N + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
-    bits = gl.full([rows.positions.shape[0], COLUMNS], 0, gl.int32, layout)
-    steps = n * 0 + WIDTH // COLUMNS
-    if C.LISTED:
-        bits = gl.where(is_full, 0 if blocks.is_empty else -1, bits)
-        steps = 0 if is_full or blocks.is_empty else steps
-    # The compiler would unroll the loop if it knew the number of steps.
-    steps = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [steps], gl.int32, True, 1)
-    for a in range(steps):
-        seen = C.MASK_MOD(own.sequence, own.head, queries, keys + a * COLUMNS, own.captured)
-        bits = bits | gl.where(seen, 1 << a, bits * 0)
-    return bits
+    if C.MASK_COLUMNS is not None:
+        own = rows.modifiers.functions
+        keys = n * C.BLOCK_N + gl.arange(0, WIDTH, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        return C.MASK_COLUMNS(own.sequence, own.head, keys, own.captured)
+    else:
+        return 0
 
 
 @gluon.jit
-def hide_scores(C: gl.constexpr, s, n, is_full, rows, s_layout: gl.constexpr):
-    """Return the scores with -inf for keys of block ``n`` that MASK_MOD hides, unless the block is full."""
-    M: gl.constexpr = s.shape[0]
-    N: gl.constexpr = s.shape[1]
-    bits = seen_bits(C, n, is_full, rows, N)
-    s = s.reshape([M, N // COLUMNS, COLUMNS])
-    layout: gl.constexpr = s.type.layout
-    bits = gl.convert_layout(bits, gl.SliceLayout(1, layout))[:, None, :]
-    bit = 1 << gl.arange(0, N // COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    s = gl.inline_asm_elementwise(KEEP_SEEN, "=f,f,r,r", [s, bits, bit[None, :, None]], gl.float32, True, 1)
-    return gl.convert_layout(s.reshape([M, N]), s_layout)
+def convert_columns(columns, layout: gl.constexpr):
+    """Return the values of :func:`load_columns` as a tuple of [1, N] for a tile of this layout."""
+    own = (gl.convert_layout(columns[0], gl.SliceLayout(0, layout))[None, :],)
+    if len(columns) > 1:
+        return own + convert_columns(columns[1:], layout)
+    else:
+        return own
+
+
+@gluon.jit
+def hide_scores(
+    C: gl.constexpr, s, n, is_full, rows, columns, s_layout: gl.constexpr, PARTIAL: gl.constexpr
+):  # fmt: skip
+    """Return the scores with -inf for keys of block ``n`` that MASK_MOD hides, unless the block is full.
+
+    ``columns`` is the result of :func:`load_columns`. With PARTIAL, the block is known to be partial.
+    Otherwise the list of the block mask may also be empty, which hides all keys.
+    """
+    own = rows.modifiers.functions
+    queries = rows.positions - own.offset
+    keys = n * C.BLOCK_N + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))
+    distances = distances_of(own.first - n * C.BLOCK_N, s.shape[1], s_layout)
+    if C.MASK_COLUMNS is not None:
+        columns = convert_columns(columns, s_layout)
+    seen = C.MASK_MOD(
+        own.sequence, own.head, queries[:, None], keys[None, :], own.captured, distances, columns
+    )  # fmt: skip
+    if C.LISTED and not PARTIAL:
+        s = gl.where(seen | is_full, s, float("-inf"))
+        return gl.where(rows.modifiers.blocks.is_empty, float("-inf"), s)
+    else:
+        return gl.where(seen, s, float("-inf"))

@@ -16,8 +16,9 @@ from flashtile.problems.masks import Mods
 def modifier_flags(problem: Problem, fixed: bool) -> dict[str, Any]:
     """Return fields of :class:`ModifierFlags` for either pass.
 
-    If ``fixed``, integers in a mask_mod are compiled as literals, which take no registers. Integers in a
-    score_mod are always compiled as literals, because a score_mod leaves no registers free.
+    If ``fixed``, as in the backward, functions take few registers: integers in a mask_mod are compiled as
+    literals, and threads keep nothing for several scores. Integers in a score_mod are always compiled as
+    literals, because a score_mod leaves no registers free.
     """
     mods = problem.mods
     flags = {"HAS_BIAS": problem.bias, "HAS_DROPOUT": problem.dropout_p > 0}
@@ -25,13 +26,15 @@ def modifier_flags(problem: Problem, fixed: bool) -> dict[str, Any]:
         return flags
     from flashtile.backends.portable.attention import functions
 
-    mask, listed = functions.mask_function(mods, True, fixed), mods.block_size is not None
+    shared = not fixed
+    mask, listed = functions.mask_function(mods, True, fixed, shared), mods.block_size is not None
     return {
         **flags,
         "HAS_MODS": True,
         "HAS_CUTS": mask is not None or listed,
-        "SCORE_MOD": functions.score_function(mods, True, fixed=True),
+        "SCORE_MOD": functions.score_function(mods, True, fixed=True, shared=shared),
         "MASK_MOD": mask,
+        "MASK_COLUMNS": functions.column_function(mods) if shared else None,
         "LISTED": listed,
         **functions.guards(mods),
     }

@@ -5,7 +5,10 @@ calls, and a kernel's cache key contains the name. So the same program finds the
 process and in Triton's cache on disk. ``linecache`` holds the text, because the functions have no file.
 
 Gluon kernels call the same functions, whose results take the layouts of their arguments. A tile that a
-function creates would need a layout of its own, so functions for Gluon (``gluon=True``) create none.
+function creates would need a layout of its own, so functions for Gluon (``gluon=True``) create none. With
+``shared`` they have further arguments, for what several scores of a thread have in common: ``distances``
+(:class:`~flashtile.backends.hopper.modifiers.functions.Distances`) and, for a mask, ``columns``, which holds
+the results of :func:`column_function`.
 
 Numbers that are added or compared are arguments of the kernel (``Mods.numbers``), so that a window of another
 length needs no new compilation. With ``fixed`` they are literals, for kernels without registers to spare.
@@ -21,10 +24,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from flashtile.backends.portable.attention import lowering
 from flashtile.backends.portable.tiles import tanh
 from flashtile.caches import BoundedCache
 from flashtile.problems.mask_program import (
     LOAD,
+    Builder,
     Line,
     Name,
     Program,
@@ -88,10 +93,16 @@ def sign(a):
     return tl.where(a > 0, 1, tl.where(a < 0, -1, 0)).to(a.dtype)
 
 
+@triton.jit
+def approximate_log2(a):
+    """Return log2(a) as ``lowering.LOG2`` defines it. Numbers without a fraction are not subnormal."""
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [a], tl.float32, True, 1)
+
+
 _STEPS = {
-    "element": element, "floor_div": floor_div, "floor_div_by_positive": floor_div_by_positive,
-    "floor_mod": floor_mod, "floor_mod_by_positive": floor_mod_by_positive, "power": power, "sign": sign,
-    "tanh": tanh,
+    "approximate_log2": approximate_log2, "element": element, "floor_div": floor_div,
+    "floor_div_by_positive": floor_div_by_positive, "floor_mod": floor_mod,
+    "floor_mod_by_positive": floor_mod_by_positive, "power": power, "sign": sign, "tanh": tanh,
 }  # fmt: skip
 """Operations that Triton lacks, or computes differently from torch."""
 
@@ -104,15 +115,19 @@ _CALLS = {
     "exp2": "tl.exp2", "log": "tl.log", "log2": "tl.log2", "sqrt": "tl.sqrt", "rsqrt": "tl.rsqrt",
     "sin": "tl.sin", "cos": "tl.cos", "sigmoid": "tl.sigmoid", "erf": "tl.erf", "floor": "tl.floor",
     "tanh": "tanh", "pow": "power", "floordiv": "floor_div", "mod": "floor_mod", "sign": "sign",
+    lowering.LOG2: "approximate_log2",
 }  # fmt: skip
 
 _BY_NUMBER = ("div", "floordiv", "mod")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_MAX_COMPARED = 2**29
+"""Bound of numbers that a distance in 32 bits may be compared with. Their difference must fit in 32 bits."""
 
 _kept: BoundedCache = BoundedCache(4 * 2**20)
 """Compiled functions by their source text."""
 
 
-def score_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
+def score_function(mods: Mods, gluon: bool = False, fixed: bool = False, shared: bool = False) -> Any:
     """Return ``score_mod`` as a function; None without one.
 
     The function is ``(scores, b, head, rows, keys, captured) -> (new scores, derivative)``, where the
@@ -122,10 +137,13 @@ def score_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
     if program is None:
         return None
     both, _ = derivatives(program)
-    writer = _Writer(both, mods, gluon, fixed)
+    if gluon:
+        both = lowering.lowered(both, mods.positions)
+    writer = _Writer(both, mods, gluon, fixed, shared)
     writer.lines_of_program()
     value, factor = (writer.spread(result) for result in both.results)
-    return writer.function("score_mod", "score, b, h, q, kv, captured", f"return {value}, {factor}")
+    parameters = "score, b, h, q, kv, captured" + (", distances" if shared else "")
+    return writer.function("score_mod", parameters, f"return {value}, {factor}")
 
 
 def guards(mods: Mods) -> dict[str, Any]:
@@ -142,7 +160,7 @@ def guards(mods: Mods) -> dict[str, Any]:
     }
 
 
-def mask_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
+def mask_function(mods: Mods, gluon: bool = False, fixed: bool = False, shared: bool = False) -> Any:
     """Return ``mask_mod`` as a function ``(b, head, rows, keys, captured) -> seen``; None without one.
 
     ``seen`` broadcasts to the tile. For Gluon it may be a scalar.
@@ -150,12 +168,38 @@ def mask_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
     program = mods.mask_program
     if program is None:
         return None
-    writer = _Writer(program, mods, gluon, fixed)
+    writer = _Writer(program, mods, gluon, fixed, shared)
+    if shared:
+        writer.columns = _column_loads(program)
     writer.lines_of_program()
     seen = writer.operand(program.results[0])
     if not gluon:
         seen = f"tl.full((1, 1), True, tl.int1) & {seen}"
-    return writer.function("mask_mod", "b, h, q, kv, captured", f"return {seen}")
+    parameters = "b, h, q, kv, captured" + (", distances, columns" if shared else "")
+    return writer.function("mask_mod", parameters, f"return {seen}")
+
+
+def column_function(mods: Mods) -> Any:
+    """Return a function ``(b, head, keys, captured) -> values`` for Gluon; None if no values are needed.
+
+    It returns a tuple of the elements of captured tensors that ``mask_mod`` loads for each key.
+    """
+    program = mods.mask_program
+    if program is None or not _column_loads(program):
+        return None
+    loads = Builder(program.lines).finish(*_column_loads(program))
+    writer = _Writer(loads, mods, gluon=True)
+    writer.lines_of_program()
+    values = "".join(f"{writer.operand(result)}, " for result in loads.results)
+    return writer.function("mask_columns", "b, h, kv, captured", f"return ({values})")
+
+
+def _column_loads(program: Program) -> tuple[Name, ...]:
+    """Return the names of the loads that depend on the key, but not on the query."""
+    depends = depends_on(program)
+    return tuple(
+        line.name for line in program.loads if "kv" in depends[line.name] and "q" not in depends[line.name]
+    )
 
 
 def gradient_function(mods: Mods) -> Any:
@@ -197,12 +241,23 @@ def gradient_function(mods: Mods) -> Any:
 class _Writer:
     """Writer of a function's body."""
 
-    def __init__(self, program: Program, mods: Mods, gluon: bool = False, fixed: bool = False) -> None:
+    def __init__(
+        self, program: Program, mods: Mods, gluon: bool = False, fixed: bool = False, shared: bool = False
+    ) -> None:
         self.program = program
         self.gluon = gluon
+        self.shared = shared
+        self.columns: tuple[Name, ...] = ()
+        """Names of the loads that the function gets as ``columns``."""
         self.first_size = [sum(mods.ranks[:i]) for i in range(len(mods.ranks) + 1)]
         self.numbers = () if fixed else mods.numbers
         self.wide = wide_lines(program, mods.positions)
+        self.distances = {
+            line.name: line.operands
+            for line in program.lines
+            if line.operation == "sub" and set(line.operands) == {"q", "kv"} and line.name not in self.wide
+        }
+        """Operands of the lines that are distances."""
         self.body: list[str] = []
 
     def write(self, text: str) -> None:
@@ -229,12 +284,45 @@ class _Writer:
 
     def _call(self, line: Line) -> str:
         operation = line.operation
+        if operation == lowering.DISTANCE:
+            return self._float_distance(*line.operands)
         if line.name in self.wide:
             return self._wide_call(line)
         by_number = self._by_number(operation, *line.operands) if operation in _BY_NUMBER else None
         if by_number is not None:
             return by_number
+        if self.shared and (line.name in self.distances or operation in _COMPARISONS):
+            of_distance = self._int_distance(line)
+            if of_distance is not None:
+                return of_distance
         return self._text(line, [self._number(line, o) or self.operand(o) for o in line.operands])
+
+    def _int_distance(self, line: Line) -> str | None:
+        """Return the source text of a distance, or of its comparison with an int; None for other comparisons.
+
+        Each score compares a number of the thread with a constant of the register.
+        """
+        a, b = line.operands
+        if line.name in self.distances:
+            return f"{'' if a == 'q' else '-'}(distances.threads + distances.registers)"
+        number = "0"
+        if a in self.distances and type(b) is int and abs(b) < _MAX_COMPARED:
+            number = self._number(line, b) or self.operand(b)
+            a, b = self.distances[a]
+        if {a, b} != {"q", "kv"}:
+            return None
+        compare = _INFIX[line.operation]
+        if a == "q":
+            return f"distances.threads - {number} {compare} 0 - distances.registers"
+        return f"0 - distances.registers {compare} distances.threads + {number}"
+
+    def _float_distance(self, a: Name, b: Name, offset: int) -> str:
+        """Return the source text of a - b + offset as a float, in one operation for each score."""
+        if not self.shared:
+            return f"({a} + ({offset})).to(tl.float32) - {b}.to(tl.float32)"
+        threads = f"distances.threads + ({offset})" if a == "q" else f"({offset}) - distances.threads"
+        sign = "+" if a == "q" else "-"
+        return f"({threads}).to(tl.float32) {sign} distances.registers.to(tl.float32)"
 
     def _wide_call(self, line: Line) -> str:
         """Return the source text of an operation on 64-bit ints."""
@@ -256,7 +344,7 @@ class _Writer:
             return f"{_CALLS[operation]}({', '.join(operands)})"
         (x,) = operands
         return {
-            "neg": f"-{x}",
+            "neg": f"{x} * -1.0" if line.kind == "float" else f"-{x}",  # Triton's -x is a subtraction
             "not": f"{x} == 0" if line.kind == "bool" else f"~{x}",
             "float": f"{x}.to(tl.float32)",
             "int": f"{x}.to(tl.int32)",
@@ -288,6 +376,8 @@ class _Writer:
         return f"{text} >> {number.bit_length() - 1}"
 
     def _load(self, line: Line) -> str:
+        if line.name in self.columns:
+            return f"columns[{self.columns.index(line.name)}]"
         tensor, *indices = line.operands
         loaded = f"tl.load({self.pointer(line.name, f'captured.tensor_{tensor}', tensor, indices)})"
         return {"float": f"{loaded}.to(tl.float32)", "bool": f"{loaded} != 0", "int": loaded}[line.kind]

@@ -1,0 +1,252 @@
+"""Launches of compiled kernels by the CUDA driver itself (:mod:`libcuda`), without Triton's launchers.
+
+Triton's launchers are C modules, which are built with gcc when they are not in Triton's cache. For kernels
+from a folder of compiled kernels, this would be most of the time of a first call.
+
+A frame (:class:`_Frame`) is the memory of a launch: the driver's configuration of the launch, and the values
+of the kernel's parameters. Each launch writes all values by one call of ``struct``: first TMA descriptors,
+then addresses of tensors, then the bytes of what is the same in all launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from functools import partial
+from itertools import chain, islice
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from triton import knobs
+
+from flashtile.backends import compat, libcuda
+
+FORMATS = {
+    "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q",
+    "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d",
+}  # fmt: skip
+"""Formats of ``struct`` for Triton's types of numbers."""
+_PLAIN = {
+    "global_scratch_size": 0, "profile_scratch_size": 0, "num_ctas": 1, "launch_cooperative_grid": False,
+}  # fmt: skip
+"""Metadata of kernels that can be launched directly."""
+_POINTER = "Q"
+_MAP = f"{libcuda.TENSOR_MAP_BYTES}s"
+_NUMBERS = frozenset((int, float, bool))
+_ALIGNMENT = 128
+"""Alignment of the parameters' values. No parameter needs more."""
+
+
+def launcher(
+    compiled: Any,
+    index: int,
+    grid: tuple[int, int, int],
+    tensors: tuple,
+    fixed: tuple,
+    views: tuple = (),
+    pointers: Callable[..., tuple] | None = None,
+) -> Any:
+    """Return a launch like that of :func:`compat.launcher`, or None for a kernel that only Triton can launch.
+
+    ``index`` is the index of the current device. The other arguments are those of :func:`compat.launcher`.
+    """
+    if 0 in grid or not _is_plain(compiled.metadata) or not libcuda.is_usable():
+        return None
+    maps = _tensor_maps(compiled.metadata, views)
+    if maps is None:
+        return None
+    types = tuple(compiled.src.signature.values())
+    of_tensors, of_fixed = types[len(views) : len(types) - len(fixed)], types[len(types) - len(fixed) :]
+    if pointers is not None:
+        (of_tensors,) = of_tensors
+    described = [m.all_arguments(t.data_ptr())[1:] for m, t in zip(maps, tensors, strict=False)]
+    leaves = compat.leaves_of(of_tensors, of_tensors), compat.leaves_of(of_fixed, of_fixed)
+    try:
+        layout = _Layout([len(shape_and_strides) // 2 for shape_and_strides in described], *leaves)
+    except KeyError:  # a type without a format
+        return None
+    kernel = _loaded(compiled, index)
+    if kernel is None or layout.sizes != kernel.sizes:
+        return None
+    numbers = [*chain(*described)]
+    nested = [(i, compat.Leaves(t)) for i, t in enumerate(of_tensors) if isinstance(t, tuple)][::-1]
+    frames: list[_Frame] = []
+    new_frame = partial(_frame, layout, compiled.metadata, grid, kernel.function)
+    pack, pick, first = layout.changing.pack_into, layout.pick_tensors, len(maps)
+    some_are_constants, runtime = pick is not tuple, knobs.runtime
+
+    def with_fixed(fixed: tuple) -> Any:
+        same = layout.pack_fixed(numbers, compat.leaves_of(fixed, of_fixed))
+
+        def launch(stream: int, tensors: tuple, are_addresses: bool = False) -> None:
+            if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+                libcuda.make_context_current(index)  # Triton encodes descriptors without one
+                compat.launch_by_triton(compiled[grid], stream, tensors, fixed, views, pointers)
+                return
+            others: Any = tensors[first:]
+            if nested:
+                others = [*others]
+                for i, leaves in nested:
+                    others[i : i + 1] = leaves(others[i])
+                others = [t if type(t) in _NUMBERS else t.data_ptr() for t in pick(others)]
+            else:
+                if some_are_constants:
+                    others = pick(others)
+                if not are_addresses:
+                    others = [t if type(t) is int else t.data_ptr() for t in others]
+            try:  # threads that launch at the same time have different frames
+                frame = frames.pop()
+            except IndexError:
+                frame = new_frame()
+            config, values, run, _ = frame
+            config.stream = stream
+            if maps:
+                encoded = [
+                    known[t if type(t) is int else t.data_ptr()]
+                    for known, t in zip(maps, tensors, strict=False)
+                ]
+                pack(values, 0, *encoded, *others, same)
+            else:
+                pack(values, 0, *others, same)
+            result = run()
+            if result and libcuda.make_context_current(index):
+                result = run()
+            frames.append(frame)
+            if result:
+                libcuda.check(result, f"launch of {compiled.name}")
+
+        launch.with_fixed = with_fixed  # type: ignore[attr-defined]
+        return launch
+
+    return with_fixed(fixed)
+
+
+def load(compiled: Any, index: int) -> bool:
+    """Load a kernel to the current device, ``index``. Return False if only Triton can launch it."""
+    return _is_plain(compiled.metadata) and libcuda.is_usable() and _loaded(compiled, index) is not None
+
+
+def _is_plain(metadata: Any) -> bool:
+    """Whether launches of a kernel need only its parameters, and no hook observes that it is loaded."""
+    runtime = knobs.runtime
+    return (
+        all(getattr(metadata, name, None) == value for name, value in _PLAIN.items())
+        and hasattr(metadata, "launch_pdl")
+        and not getattr(metadata, "tmem_size", None)  # Triton checks the size of tensor memory
+        and not runtime.kernel_load_start_hook.calls
+        and not runtime.kernel_load_end_hook.calls
+    )
+
+
+def _loaded(compiled: Any, index: int) -> libcuda.Kernel | None:
+    """Return the loaded kernel. It is kept with the compiled kernel, which Triton keeps for each device."""
+    kept = vars(compiled)
+    if "flashtile_loaded" not in kept:
+        shared, threads = compiled.metadata.shared, 32 * compiled.metadata.num_warps
+        kept["flashtile_loaded"] = libcuda.load(compiled.name, compiled.kernel, shared, threads, index)
+    found: libcuda.Kernel | None = kept["flashtile_loaded"]
+    return found
+
+
+def _tensor_maps(metadata: Any, views: tuple) -> list[compat.TensorMaps] | None:
+    """Return the TMA descriptors of each view, or None if the kernel does not take such descriptors."""
+    present = [view for view in views if view is not None]
+    found = getattr(metadata, "tensordesc_meta", None) or []
+    if len(found) != len(present) or None in found or any(each.get("fp4_padded", True) for each in found):
+        return None
+    return [compat.TensorMaps(*pair) for pair in zip(present, map(_encoder, found, present), strict=True)]
+
+
+def _encoder(metadata: dict[str, Any], view: Any) -> Callable[[Any], list[Any]]:
+    """Return a function of a descriptor that returns the kernel's arguments for it.
+
+    These are the encoded descriptor, and the view's shape and strides.
+    """
+    shape, strides = view.of(0).shape, view.of(0).strides
+    encode = libcuda.tensor_map_encoder(
+        compat.tensor_map_dtype(metadata["elem_type"]), metadata["elem_size"], metadata["swizzle"], shape,
+        strides, metadata["block_size"],
+    )  # fmt: skip
+    return lambda descriptor: [encode(descriptor.base.data_ptr()), *shape, *strides]
+
+
+class _Layout:
+    """Where the values of a kernel's parameters are in a frame.
+
+    Args:
+        ranks: number of dimensions of each TMA descriptor.
+        of_tensors, of_fixed: Triton's types of the leaves of the tensors' arguments, and of the fixed ones.
+
+    Attributes:
+        changing: packs the descriptors, the addresses, and the bytes of what is the same in all launches.
+        pick_tensors: picks the tensors' leaves that are parameters of the kernel.
+        sizes: bytes of each parameter of the kernel.
+        places: position of each parameter's value.
+    """
+
+    def __init__(self, ranks: list[int], of_tensors: list, of_fixed: list) -> None:
+        self.pick_tensors, tensors = _kept(of_tensors)
+        self._pick_fixed, fixed = _kept(of_fixed)
+        descriptors = [[_MAP, *"i" * rank, *"q" * rank] for rank in ranks]
+        changing = [*[_MAP] * len(ranks), *tensors]
+        # Triton adds two addresses of scratch memory, which are 0 for these kernels.
+        same = [*(code for _, *numbers in descriptors for code in numbers), *fixed, _POINTER, _POINTER]
+        self._same = struct.Struct("".join(["@", *same]))
+        self.changing = struct.Struct("".join(["@", *changing, f"0q{self._same.size}s"]))
+        of_changing = iter(_places(changing, 0))
+        of_same = iter(_places(same, self.changing.size - self._same.size))
+        self.places: list[int] = []
+        for codes in descriptors:
+            self.places += [next(of_changing), *islice(of_same, len(codes) - 1)]
+        self.places += [*of_changing, *of_same]
+        every = [*chain(*descriptors), *tensors, *fixed, _POINTER, _POINTER]
+        self.sizes = tuple(map(struct.calcsize, every))
+
+    def pack_fixed(self, numbers: list[int], leaves: list) -> bytes:
+        """Return the bytes of shapes and strides of descriptors, and of fixed arguments."""
+        return self._same.pack(*numbers, *self._pick_fixed(leaves), 0, 0)
+
+
+def _kept(types: list[str]) -> tuple[Callable[[Any], Any], list[str]]:
+    """Return (function that picks the values of parameters, their formats). Constants are no parameters."""
+    places = [i for i, of_value in enumerate(types) if of_value != "constexpr"]
+    codes = [_POINTER if types[i][0] == "*" else FORMATS[types[i]] for i in places]
+    if len(places) == len(types):
+        return tuple, codes
+    if len(places) > 1:
+        return itemgetter(*places), codes
+    return lambda values: [values[i] for i in places], codes
+
+
+def _places(codes: list[str], start: int) -> list[int]:
+    """Return the positions of values that ``struct`` packs at ``start``: multiples of each value's size."""
+    places = []
+    for size in map(struct.calcsize, codes):
+        places.append(-(-start // size) * size)
+        start = places[-1] + size
+    return places
+
+
+class _Frame(NamedTuple):
+    """Memory of one launch at a time. The driver copies everything from it before a launch returns."""
+
+    config: libcuda.LaunchConfig
+    values: Any
+    launch: Callable[[], int]
+    """Launches the kernel and returns the driver's result."""
+    parameters: Any
+    """Addresses of the values."""
+
+
+def _frame(layout: _Layout, metadata: Any, grid: tuple[int, int, int], function: int) -> _Frame:
+    values = libcuda.aligned(layout.changing.size, _ALIGNMENT)
+    places = [ctypes.addressof(values) + place for place in layout.places]
+    parameters = (ctypes.c_void_p * len(places))(*places)
+    config = libcuda.LaunchConfig(grid, 32 * metadata.num_warps, metadata.shared, bool(metadata.launch_pdl))
+    # Addresses instead of objects, which ctypes would convert at each launch.
+    launch = partial(
+        libcuda.function("cuLaunchKernelEx"), ctypes.addressof(config), function,
+        ctypes.addressof(parameters), None,
+    )  # fmt: skip
+    return _Frame(config, values, launch, parameters)

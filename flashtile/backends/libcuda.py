@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 # Values of enumerations in cuda.h.
@@ -81,6 +81,11 @@ class LaunchConfig(ctypes.Structure):
 
 
 @cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
 def function(name: str) -> Callable[..., int]:
     """Return a function of the driver.
 
@@ -88,9 +93,15 @@ def function(name: str) -> Callable[..., int]:
         OSError: there is no driver.
         AttributeError: this driver lacks the function.
     """
-    found = ctypes.CDLL("libcuda.so.1")[name]
+    found = _driver()[name]
     found.argtypes = _FUNCTIONS[name]
     return found
+
+
+def bound(name: str, *addresses: int | None) -> Callable[[], int]:
+    """Return a function that calls a function of the driver with addresses, which are converted only once."""
+    unconverting = _driver()[name]  # a new object, without types of parameters
+    return partial(unconverting, *map(c_void_p.from_param, addresses))
 
 
 def is_usable() -> bool:

@@ -52,6 +52,7 @@ PLAIN_TYPES = (Tensor, Parameter)
 dispatch_modes = torch._C._len_torch_dispatch_stack
 transform = torch._C._functorch.peek_interpreter_stack
 tracing = torch._C._get_tracing_state
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 # If a name is missing, os.environ.get raises and catches two errors, which takes 0.8 us.
 environment = os.environ._data  # type: ignore[attr-defined]
@@ -325,7 +326,7 @@ class Operation:
 
 def is_plain(required: tuple[Tensor, ...], *optional: Iterable[Tensor | None]) -> bool:
     """Whether a call is plain: eager, without dispatch modes, transforms, tangents and tensor subclasses."""
-    if torch.compiler.is_dynamo_compiling():
+    if is_dynamo_compiling():
         return False
     for tensor in required:
         if type(tensor) not in PLAIN_TYPES:
@@ -361,6 +362,30 @@ def signatures(tensors: Iterable[Tensor | None]) -> tuple:
         else:
             entries += t.shape, t.stride(), t.dtype, t.device, not t.data_ptr() & 15
     return tuple(entries)
+
+
+def guard(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
+    """Return a function of as many tensors. It is true for plain calls whose tensors are like these.
+
+    Tensors are alike if their signatures are equal, apart from the alignment of addresses. Both calls are
+    made without ``torch.compile`` and forward-mode tangents. The function may be false for other reasons.
+    """
+    expected = _but_alignment(tensors)
+    try:  # torch.compile's guards do the same in C++, without a tuple for each property
+        guards = torch._C._dynamo.guards.TensorGuards(
+            *tensors,
+            dynamic_dims_sizes=[list(t.shape) for t in tensors],
+            dynamic_dims_strides=[list(t.stride()) for t in tensors],
+        )
+        if guards.check(*tensors):
+            return guards.check
+    except (AttributeError, TypeError, SystemError):
+        pass
+    return lambda *given: is_plain(given) and _but_alignment(given) == expected
+
+
+def _but_alignment(tensors: tuple[Tensor, ...]) -> list[tuple]:
+    return [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
 
 
 def on_meta(tensor: Tensor | None) -> Tensor | None:

@@ -33,9 +33,10 @@ def launched(monkeypatch) -> list[tuple]:
     launches: list[tuple] = []
 
     def compile_nothing(self: Any, device: Any, tensors: tuple) -> None:
-        def run(stream: int, given: tuple, are_addresses: bool = False) -> None:
-            assert not are_addresses or not any(isinstance(t, torch.Tensor) for t in given)
-            addresses = [t.data_ptr() if isinstance(t, torch.Tensor) else t for t in given]
+        def run(stream: int, given: tuple, further: tuple | None = None) -> None:
+            every = (*given, *(further or ()))
+            assert further is None or not any(isinstance(t, torch.Tensor) for t in every)
+            addresses = [t.data_ptr() if isinstance(t, torch.Tensor) else t for t in every]
             launches.append((self.kernel.__name__, addresses))
 
         run(0, tensors)
@@ -80,7 +81,7 @@ def test_attention(launched, name, packed):
     expected = launched.copy()
     launched.clear()
     out.fill_(torch.nan)
-    launch.by_address(q, k.data_ptr(), v.data_ptr(), addresses(tensors), out)
+    launch.by_address(out, tuple(t.data_ptr() for t in (q, k, v, out)), addresses(tensors))
     assert [kernel for kernel, _ in launched] == [kernel for kernel, _ in expected]
     assert out.isnan().all()  # tokens that no kernel writes are not filled
     known = {t.data_ptr() for t in (q, k, v, out, *tensors) if t is not None}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +49,10 @@ from flashtile.problems.common import LOG2_E, UNLIMITED
 from flashtile.problems.decode import AppendTensors, CacheTensors, CombineProblem, DecodeProblem
 
 
+_of_combine = attrgetter(*CombinePointers._fields[3:])
+"""Picks the tensors of :class:`CacheTensors` that the combining kernel takes."""
+
+
 class DecodeScalars(NamedTuple):
     """Arguments of the attention kernel that are not tensors, in its order."""
 
@@ -84,6 +89,8 @@ class DecodeLaunch:
         self._new_out: Any = None
         self._attend: Any = None
         self._combine: CachedLaunch | None = None
+        self._addresses: tuple[Any, tuple] = None, ()
+        """Addresses of the last call by address, and those of them that the combining kernel takes."""
         self._by_capacity: tuple = ()
         self._scalars: DecodeScalars | None = None
         self._combine_scalars: tuple = ()
@@ -124,35 +131,39 @@ class DecodeLaunch:
             scratch = q.new_empty(self._partials, dtype=torch.float32)
         attend(device, q, k_cache, v_cache, out, lse_to, scratch, new, *tensors)
         if combine is not None:
-            combine(
-                device, scratch, out, lse_to, tensors.sink, tensors.prior_out, tensors.prior_lse,
-                tensors.cache_seqlens, tensors.cache_leftpad, tensors.cu_seqlens_q, tensors.cu_seqlens_k_new,
-            )  # fmt: skip
+            combine(device, scratch, out, lse_to, *_of_combine(tensors))
         if self._attend is None and attend.takes_addresses:
             self._combine, self._attend = combine, attend
         return out, lse
 
-    def by_address(self, q: Tensor, k_cache: int, v_cache: int, addresses: Any, out: Tensor) -> None:
-        """Write attention to ``out``. ``addresses`` are those of the fields of :class:`CacheTensors`.
+    def by_address(self, like: Tensor, given: tuple[int, int, int, int], addresses: tuple) -> None:
+        """Write attention to memory of the caller. Requires :attr:`has_addresses`.
 
-        Requires :attr:`has_addresses`. Only the addresses of q and out are used, so their shapes may differ
-        from those of the signature. Tokens after the last offset of packed sequences are not written.
+        Tokens after the last offset of packed sequences are not written.
+
+        Args:
+            like: a tensor on the device, for which memory is allocated.
+            given: addresses of q, the two caches and out.
+            addresses: those of the fields of :class:`CacheTensors`.
         """
-        device, partials = self._device, self._partials
-        to, lse, partial = out.data_ptr(), None, None
+        attend, combine, partials = self._attend, self._combine, self._partials
+        stream = attend.stream()
+        if stream is None:
+            with torch.cuda.device(self._device):
+                self.by_address(like, given, addresses)
+            return
+        lse = partial = None
         if self._stores_lse:  # after the partial results
-            scratch = q.new_empty(partials + self._lse_size, dtype=torch.float32)
+            scratch = like.new_empty(partials + self._lse_size, dtype=torch.float32)
             partial = scratch.data_ptr()
             lse = partial + 4 * partials
-        self._attend.by_address(
-            device, q.data_ptr(), k_cache, v_cache, to, lse, partial if partials else None, None, *addresses
-        )
-        if self._combine is not None:
-            self._combine.by_address(
-                device, partial, to, lse, addresses.sink, addresses.prior_out, addresses.prior_lse,
-                addresses.cache_seqlens, addresses.cache_leftpad, addresses.cu_seqlens_q,
-                addresses.cu_seqlens_k_new,
-            )  # fmt: skip
+        attend.by_address(stream, (*given, lse, partial if partials else None, None), addresses)
+        if combine is not None:
+            known, of_combine = self._addresses
+            if known is not addresses:
+                of_combine = _of_combine(addresses)
+                self._addresses = addresses, of_combine
+            combine.by_address(stream, (partial, given[3], lse), of_combine)
 
     @property
     def has_addresses(self) -> bool:

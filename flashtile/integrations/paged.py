@@ -12,8 +12,7 @@ not change.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,16 +23,18 @@ from torch.autograd import forward_ad
 from flashtile.caches import BoundedCache
 from flashtile.op.operation import (
     CACHE_BYTES,
-    PLAIN_TYPES,
+    DEBUG,
+    ON,
     SIGNATURE_BYTES,
+    any_learns,
     dispatch_modes,
+    environment,
     guard,
     is_dynamo_compiling,
     is_plain,
     launch_cache,
     reads_values,
     signatures,
-    transform,
 )
 from flashtile.operators import decode as operators
 from flashtile.problems.decode import AppendOptions, AppendTensors, CacheTensors, DecodeOptions
@@ -59,6 +60,11 @@ class Known(NamedTuple):
     launch: Any
     of_values: int
     """Bytes from the last tensor of the cache to the first value."""
+    aligned: list[bool | None]
+    """Whether the address of each optional tensor of the layer is a multiple of 16; None without the tensor.
+
+    The addresses of all tensors that the engine passes are.
+    """
 
 
 _launches = launch_cache()
@@ -104,22 +110,30 @@ class Step:
         starts = None if self.is_one_query_each else self.query_start_loc  # query i belongs to sequence i
         return CacheTensors(self.seq_lens, None, None, self.block_table, starts, None, *of_layer)
 
-    def prepared(self) -> StepTensors:
-        """Return the step as launches take it, which is made once for all layers.
+    def prepared(self) -> StepTensors | None:
+        """Return the step as launches take it, which is made once for all layers; None for fake tensors.
 
         It is made again if a field was replaced, as in a copy of the step with other pages.
         """
-        source = (
-            self.num_actual_tokens, self.query_start_loc, self.seq_lens, self.block_table,
-            self.is_one_query_each,
-        )  # fmt: skip
         known = self._prepared
-        if known is None or not all(map(operator.is_, known.source, source)):
-            tensors = self.tensors()
-            tokens = self.num_actual_tokens if self.is_one_query_each else None  # otherwise q is not cut
-            kind = _kind(tokens, *signatures(tensors))
-            known = self._prepared = StepTensors(source, kind, CacheTensors(*map(_address, tensors)))
-        return known
+        if known is not None:
+            tokens, starts, lengths, table, single = known.source
+            if (
+                table is self.block_table
+                and lengths is self.seq_lens
+                and starts is self.query_start_loc
+                and tokens is self.num_actual_tokens
+                and single is self.is_one_query_each
+            ):
+                return known
+        tensors = self.tensors()
+        if not is_plain((self.seq_lens,), tensors):
+            return None
+        tokens, single = self.num_actual_tokens, self.is_one_query_each
+        source = tokens, self.query_start_loc, self.seq_lens, self.block_table, single
+        kind = _kind(tokens if single else None, *signatures(tensors))  # otherwise q is not cut
+        self._prepared = StepTensors(source, kind, CacheTensors(*map(_address, tensors)))
+        return self._prepared
 
 
 def rounded_queries(most: int, least: int = 0) -> int:
@@ -135,17 +149,12 @@ def _address(tensor: Tensor | None) -> Any:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _is_direct(first: Tensor) -> bool:
-    """Whether a call may use a launch of :data:`_launches`: eager, without gradients and checks of values.
-
-    ``first`` is the first tensor that the engine passes. :attr:`Known.serves` checks all of them.
-    """
+def _is_eager() -> bool:
+    """Whether launches of :data:`_launches` may be used, as far as :attr:`Known.serves` does not say."""
     return (
-        type(first) in PLAIN_TYPES
-        and not (is_dynamo_compiling() or torch.is_grad_enabled() or reads_values(first))
-        and dispatch_modes() == 0
-        and transform() is None
+        not (is_dynamo_compiling() or dispatch_modes())
         and forward_ad._current_level < 0
+        and environment.get(DEBUG) != ON
     )
 
 
@@ -169,19 +178,23 @@ def _remember(
     )
     # With other addresses, the views' signatures may differ from call to call.
     is_aligned = not any(tensor.data_ptr() & 15 for tensor in given)
-    if is_aligned and offset == 0 and is_plain(given) and getattr(launch, "has_addresses", False):
+    if is_aligned and offset == 0 and getattr(launch, "has_addresses", False):
         serves = guard((*given, *_present(optional)))
-        others = _launches.get(key, ())[: MAX_KNOWN - 1]
-        known = Known(serves, launch, of_values), *others
-        _launches.store(key, known, SIGNATURE_BYTES * len(known))
+        known = Known(serves, launch, of_values, _aligned(map(_address, optional)))
+        every = known, *_launches.get(key, ())[: MAX_KNOWN - 1]
+        _launches.store(key, every, SIGNATURE_BYTES * len(every))
+
+
+def _may_remember(given: tuple[Tensor, ...], optional: tuple[Tensor | None, ...]) -> bool:
+    """Whether a call is eager, without gradients and checks of values."""
+    return is_plain(given, optional) and not (any_learns(given, optional) or reads_values(given[0]))
 
 
 def _present(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def _alignment(addresses: list[int | None]) -> list[bool | None]:
-    """Return whether each address is a multiple of 16, or None for an absent one."""
+def _aligned(addresses: Iterable[int | None]) -> list[bool | None]:
     return [None if address is None else not address & 15 for address in addresses]
 
 
@@ -217,7 +230,7 @@ class PagedAttention:
         self.sizes = sizes
         self._options_of: dict[tuple[bool, int | None], tuple[DecodeOptions, object]] = {}
         """Options by (causal, max_query_len). There are few, because max_query_len is a power of two."""
-        self._append_kind = _kind(APPEND_OPTIONS, sizes)
+        self._append_kind = _kind(type(self), APPEND_OPTIONS, sizes)
 
     def _keys_and_values(self, cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Return the keys and values of the engine's ``cache`` (num_blocks, block_size, heads_kv, head_dim).
@@ -249,20 +262,22 @@ class PagedAttention:
         if sinks is not None or k_scale is not None or alibi_slopes is not None:
             of_layer = alibi_slopes, sinks, k_scale, v_scale
         given = query, *cache, out
-        direct = _is_direct(query)
-        if direct:
-            prepared = step.prepared()
-            key, every, tensors = (kind, prepared.kind), given, prepared.addresses
+        prepared = step.prepared() if _is_eager() else None
+        if prepared is not None:
+            key: tuple = kind, prepared.kind
+            every, further = given, []
             if of_layer:
-                further = [*map(_address, of_layer)]
-                key, every = (*key, *_alignment(further)), (*given, *_present(of_layer))
-                tensors = CacheTensors(*tensors[:6], *further)
-            for serves, launch, of_values in _launches.get(key, ()):
+                key, every = (*key, *[t is None for t in of_layer]), (*given, *_present(of_layer))
+            for serves, launch, of_values, aligned in _launches.get(key, ()):
                 if serves(*every):
-                    q, k, to = query.data_ptr(), cache[0].data_ptr(), out.data_ptr()
-                    v = of_values + (k if len(cache) == 1 else cache[1].data_ptr())
-                    if not (q | k | v | to) & 15:
-                        launch.by_address(out, (q, k, v, to), tensors)
+                    at, keys_at, to_at = query.data_ptr(), cache[0].data_ptr(), out.data_ptr()
+                    values_at = of_values + (keys_at if len(cache) == 1 else cache[1].data_ptr())
+                    tensors = prepared.addresses
+                    if of_layer:
+                        further = [*map(_address, of_layer)]
+                        tensors = CacheTensors(*tensors[:6], *further)
+                    if not (at | keys_at | values_at | to_at) & 15 and _aligned(further) == aligned:
+                        launch.by_address(out, (at, keys_at, values_at, to_at), tensors)
                         return
         tensors = step.tensors(*of_layer)
         heads, head_dim, head_dim_v = self.sizes[:3]
@@ -272,7 +287,7 @@ class PagedAttention:
             q, to = q[:tokens].unsqueeze(1), to[:tokens].unsqueeze(1)
         keys, values = self._keys_and_values(cache)
         operators.decode((q, keys, values), tensors, options, (to, None))
-        if direct:
+        if prepared is not None and _may_remember(given, of_layer):
             launch = operators.DECODE_INTO.prepared((q, keys, values, to, None), tensors, options)
             _remember(key, launch, given, of_layer, cache, (keys, values))
 
@@ -292,23 +307,23 @@ class PagedAttention:
         """
         given = key, value, slots, *cache
         scales = () if k_scale is None else (k_scale, v_scale)
-        direct = _is_direct(key)
-        if direct:
-            kind, every, further = (self._append_kind,), given, [*map(_address, scales)]
-            if scales:
-                kind, every = (*kind, *_alignment(further)), (*given, *scales)
-            for serves, launch, of_values in _launches.get(kind, ()):
+        is_eager = _is_eager()
+        if is_eager:
+            kind, every, further = (self._append_kind, k_scale is None), (*given, *scales), []
+            for serves, launch, of_values, aligned in _launches.get(kind, ()):
                 if serves(*every):
-                    k, v, at, keys = key.data_ptr(), value.data_ptr(), slots.data_ptr(), cache[0].data_ptr()
-                    values = of_values + (keys if len(cache) == 1 else cache[1].data_ptr())
-                    if not (k | v | at | keys | values) & 15:
-                        launch.by_address(keys, values, k, v, at, *further)
+                    k, v, at, to = key.data_ptr(), value.data_ptr(), slots.data_ptr(), cache[0].data_ptr()
+                    first = of_values + (to if len(cache) == 1 else cache[1].data_ptr())
+                    if scales:
+                        further = [*map(_address, scales)]
+                    if not (k | v | at | to | first) & 15 and _aligned(further) == aligned:
+                        launch.by_address(to, first, k, v, at, *further)
                         return
         keys, values = self._keys_and_values(cache)
         new = keys, values, key[: slots.shape[0]], value[: slots.shape[0]]
         tensors = AppendTensors(slot_mapping=slots, k_descale=k_scale, v_descale=v_scale)
         operators.append(*new, tensors, APPEND_OPTIONS)
-        if direct:
+        if is_eager and _may_remember(given, scales):
             launch = operators.APPEND.prepared(new, tensors, APPEND_OPTIONS)
             _remember(kind, launch, given, scales, cache, (keys, values))
 
@@ -318,5 +333,5 @@ class PagedAttention:
         if known is None:
             options = self.causal_options if causal else self.options
             options = options._replace(max_seqlen_q=max_query_len)
-            known = self._options_of[causal, max_query_len] = options, _kind(options, self.sizes)
+            known = self._options_of[causal, max_query_len] = options, _kind(type(self), options, self.sizes)
         return known

@@ -367,25 +367,28 @@ def signatures(tensors: Iterable[Tensor | None]) -> tuple:
 def guard(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
     """Return a function of as many tensors. It is true for plain calls whose tensors are like these.
 
-    Tensors are alike if their signatures are equal, apart from the alignment of addresses. Both calls are
-    made without ``torch.compile`` and forward-mode tangents. The function may be false for other reasons.
+    This is a plain call. Tensors are alike if their signatures are equal, apart from the alignment of
+    addresses, and also ``requires_grad``. The function must not be called under ``torch.compile``, in
+    dispatch modes and with forward-mode tangents. It may be false for other reasons.
     """
-    expected = _but_alignment(tensors)
+    expected = _compared(tensors)
     try:  # torch.compile's guards do the same in C++, without a tuple for each property
-        guards = torch._C._dynamo.guards.TensorGuards(
+        kind: Any = torch._C._dynamo.guards.TensorGuards
+        guards = kind(
             *tensors,
             dynamic_dims_sizes=[list(t.shape) for t in tensors],
             dynamic_dims_strides=[list(t.stride()) for t in tensors],
         )
-        if guards.check(*tensors):
-            return guards.check
+        check: Callable[..., bool] = guards.check
+        if check(*tensors):
+            return check
     except (AttributeError, TypeError, SystemError):
         pass
-    return lambda *given: is_plain(given) and _but_alignment(given) == expected
+    return lambda *given: is_plain(given) and _compared(given) == expected
 
 
-def _but_alignment(tensors: tuple[Tensor, ...]) -> list[tuple]:
-    return [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+def _compared(tensors: tuple[Tensor, ...]) -> list[tuple]:
+    return [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
 
 
 def on_meta(tensor: Tensor | None) -> Tensor | None:

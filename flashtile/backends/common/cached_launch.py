@@ -128,9 +128,7 @@ class CachedLaunch:
         index: Any = self._index
         return compat.cuda_stream(index) if compat.cuda_device() == index else None
 
-    def by_address(
-        self, stream: int, addresses: tuple[int | None, ...], further: tuple[int | None, ...] = ()
-    ) -> None:
+    def by_address(self, stream: int, addresses: tuple, further: tuple = ()) -> None:
         """Launch the kernel on a :meth:`stream` with nothing but addresses, which saves host time.
 
         ``further`` are the last of them. If they are the same object as in the launch before, as for all

@@ -75,7 +75,8 @@ def launcher(
     values_of = _values(of_tensors, layout.pick_tensors)
     frames: list[_Frame] = []
     new_frame = partial(_Frame, layout, compiled.metadata, grid, kernel.function)
-    first, of_maps, is_flat, runtime = len(maps), layout.of_maps, layout.is_flat, knobs.runtime
+    first, of_maps, runtime = len(maps), layout.of_maps, knobs.runtime
+    is_flat = layout.has_only_addresses and not any(isinstance(t, tuple) for t in of_tensors)
     parts: tuple = ()
 
     def with_fixed(fixed: tuple) -> Any:
@@ -201,7 +202,7 @@ class _Layout:
     Attributes:
         of_maps: packs the descriptors, at the beginning.
         of_tensors: packs the tensors' leaves, which come next.
-        is_flat: whether all of these are addresses, and none is in a structure.
+        has_only_addresses: whether all of these are addresses.
         num_addresses: number of the tensors' leaves that are parameters of the kernel.
         start_of_same, size: position of what is the same in all launches, and of the end.
         pick_tensors: picks the tensors' leaves that are parameters of the kernel.
@@ -216,7 +217,7 @@ class _Layout:
         self.of_maps = struct.Struct("".join(["@", *[_MAP] * len(ranks)]))
         self.num_addresses = len(tensors)
         self.of_tensors = struct.Struct("".join(["@", *tensors, "0q"]))
-        self.is_flat = set(tensors) <= {_POINTER}
+        self.has_only_addresses = set(tensors) <= {_POINTER}
         self._of_tensors = of_tensors
         # Triton adds two addresses of scratch memory, which are 0 for these kernels.
         same = [*(code for _, *numbers in descriptors for code in numbers), *fixed, _POINTER, _POINTER]
@@ -232,7 +233,7 @@ class _Layout:
         self.sizes = tuple(map(struct.calcsize, every))
 
     def parts(self, count: int) -> tuple[Callable[[Any], Any], Callable[[Any], Any], int]:
-        """Return (pick, pick, number of the first ones) for the first ``count`` tensors and for the others."""
+        """Return how the first ``count`` tensors and the others are picked, and how many are first."""
         (first, codes), (others, _) = _kept(self._of_tensors[:count]), _kept(self._of_tensors[count:])
         return first, others, len(codes)
 

@@ -48,7 +48,6 @@ from flashtile.backends.portable.decode.schedule import DecodeLengths
 from flashtile.problems.common import LOG2_E, UNLIMITED
 from flashtile.problems.decode import AppendTensors, CacheTensors, CombineProblem, DecodeProblem
 
-
 _of_combine = attrgetter(*CombinePointers._fields[3:])
 """Picks the tensors of :class:`CacheTensors` that the combining kernel takes."""
 

@@ -271,6 +271,101 @@ def test_launches_at_the_same_time_have_their_own_memory(driver):
     ]  # fmt: skip
 
 
+def numbers_of(driver: Driver) -> list[tuple]:
+    """Return (stream, values of all parameters but the scratch memory's) of each launch, and forget them."""
+    found = [
+        (stream, *[int.from_bytes(value, "little") for value in values[:-2]])
+        for stream, values in driver.launches
+    ]
+    driver.launches.clear()
+    return found
+
+
+def test_addresses_that_stay_are_written_once(driver):
+    """A launch sees the newest addresses, whatever the launch before it has written into the same memory."""
+    driver.sizes = (8, 8, 8, 4, 8, 8)
+    types = ("*fp32", "constexpr", "*fp32", "*fp32", "i32", "constexpr")
+    launch = launcher(Compiled(*types), 1, None, 2, 3)
+    other = launch.with_fixed((6, "constant"))
+    step, next_step = (20, 30), (21, 31)
+    launch(11, (10, None), step)
+    launch(11, (12, None), step)
+    launch(12, (13, None), next_step)
+    launch(11, (14, None), step)
+    other(11, (15, None), step)
+    launch(11, (16, None, 22, 32))
+    launch(11, (17, None), step)
+    launch(11, (18, None), (*step,))
+    assert numbers_of(driver) == [
+        (11, 10, 20, 30, 5), (11, 12, 20, 30, 5), (12, 13, 21, 31, 5), (11, 14, 20, 30, 5),
+        (11, 15, 20, 30, 6), (11, 16, 22, 32, 5), (11, 17, 20, 30, 5), (11, 18, 20, 30, 5),
+    ]  # fmt: skip
+
+
+def test_a_launch_that_fails_leaves_nothing_half_written(driver):
+    driver.sizes = (8, 8, 8, 4, 8, 8)
+    launch = launcher(Compiled("*fp32", "*fp32", "*fp32", "i32", "constexpr"), 1, 2, 3)
+    step, wrong = (20, 30), (21, "an address")
+    launch(11, (10,), step)
+    with pytest.raises(TypeError):
+        launch(11, (11,), wrong)
+    launch(11, (12,), step)
+    assert numbers_of(driver) == [(11, 10, 20, 30, 5), (11, 12, 20, 30, 5)]
+
+
+@pytest.mark.parametrize("first", ["*fp32", "i32"])
+def test_further_addresses_after_a_structure(driver, first):
+    driver.sizes = (8 if first == "*fp32" else 4, 8, 8, 4, 8, 8)
+    compiled = Compiled(((first, "*fp32"), "*fp32"), "i32", "constexpr")
+    launch = launcher(compiled, (1, 2), 3, pointers=Pair)
+    if first == "i32":  # leaves that are addresses are given as tensors
+        launch(11, ((10, 20),), (30,))
+        assert numbers_of(driver) == [(11, 10, 20, 30, 5)]
+    else:
+        a, b = torch.empty(3), torch.empty(3)
+        launch(11, ((a, b),), (30,))
+        assert numbers_of(driver) == [(11, a.data_ptr(), b.data_ptr(), 30, 5)]
+
+
+def test_threads_with_steps_of_their_own(driver):
+    driver.sizes = (8, 8, 8, 4, 8, 8)
+    launch = launcher(Compiled("*fp32", "*fp32", "*fp32", "i32", "constexpr"), 1, 2, 3)
+
+    def layers(thread: int) -> None:
+        driver.of_thread.context = 1
+        step = (100 + thread, 200 + thread)
+        for layer in range(300):
+            launch(thread, (1000 * thread + layer,), step)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(layers, range(4)))
+    assert sorted(numbers_of(driver)) == [
+        (thread, 1000 * thread + layer, 100 + thread, 200 + thread, 5)
+        for thread in range(4)
+        for layer in range(300)
+    ]
+
+
+def test_a_launch_during_a_launch_of_the_same_step(driver):
+    driver.sizes = (8, 8, 8, 4, 8, 8)
+    launch = launcher(Compiled("*fp32", "*fp32", "*fp32", "i32", "constexpr"), 1, 2, 3)
+    step = (20, 30)
+    for _ in range(2):
+        driver.during_a_launch = lambda: launch(12, (11,), step)
+        launch(11, (10,), step)
+    assert numbers_of(driver) == [(12, 11, 20, 30, 5), (11, 10, 20, 30, 5)] * 2
+
+
+def test_hooks_see_further_addresses(driver, monkeypatch):
+    compiled = Compiled(*PLAIN)
+    launch = launcher(compiled, 1, 2)
+    launch(11, (1,), (2,))
+    monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
+    launch(12, (3,), (4,))
+    assert compiled.hooked == [(GRID, 12, 3, 4, 5, "constant")]
+    assert numbers_of(driver) == [(11, 1, 2, 5)]
+
+
 def in_a_thread(function: Callable[[], Any]) -> Any:
     """Return the result of ``function`` in a thread that has not called CUDA."""
     with ThreadPoolExecutor(1) as threads:

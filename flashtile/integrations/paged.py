@@ -85,7 +85,7 @@ class StepTensors(NamedTuple):
     kind: object
     """Stands for everything in the step that a launch depends on."""
     addresses: CacheTensors
-    """The addresses of the step's tensors, which are the same for all layers."""
+    """The addresses of the step's tensors, which are the same object for all layers."""
 
 
 @dataclass
@@ -272,23 +272,23 @@ class PagedAttention:
                 if serves(*every):
                     at, keys_at, to_at = query.data_ptr(), cache[0].data_ptr(), out.data_ptr()
                     values_at = of_values + (keys_at if len(cache) == 1 else cache[1].data_ptr())
-                    tensors = prepared.addresses
+                    tensors: tuple = prepared.addresses
                     if of_layer:
                         further = [*map(_address, of_layer)]
-                        tensors = CacheTensors(*tensors[:6], *further)
+                        tensors = (*tensors[:6], *further, *tensors[10:])
                     if not (at | keys_at | values_at | to_at) & 15 and _aligned(further) == aligned:
                         launch.by_address(out, (at, keys_at, values_at, to_at), tensors)
                         return
-        tensors = step.tensors(*of_layer)
+        optional = step.tensors(*of_layer)
         heads, head_dim, head_dim_v = self.sizes[:3]
         q, to = query.view(-1, heads, head_dim), out.view(-1, heads, head_dim_v)
         if step.is_one_query_each:
             tokens = step.num_actual_tokens
             q, to = q[:tokens].unsqueeze(1), to[:tokens].unsqueeze(1)
         keys, values = self._keys_and_values(cache)
-        operators.decode((q, keys, values), tensors, options, (to, None))
+        operators.decode((q, keys, values), optional, options, (to, None))
         if prepared is not None and _may_remember(given, of_layer):
-            launch = operators.DECODE_INTO.prepared((q, keys, values, to, None), tensors, options)
+            launch = operators.DECODE_INTO.prepared((q, keys, values, to, None), optional, options)
             _remember(key, launch, given, of_layer, cache, (keys, values))
 
     def append(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ from flashtile.backends.portable.decode.schedule import DecodeLengths
 from flashtile.problems.common import LOG2_E, UNLIMITED
 from flashtile.problems.decode import AppendTensors, CacheTensors, CombineProblem, DecodeProblem
 
-_of_combine = attrgetter(*CombinePointers._fields[3:])
+_of_combine = itemgetter(*map(CacheTensors._fields.index, CombinePointers._fields[3:]))
 """Picks the tensors of :class:`CacheTensors` that the combining kernel takes."""
 
 
@@ -83,6 +83,8 @@ class DecodeLaunch:
         self._empty = 0 in problem.out_shape or problem.batch == 0 or problem.seqlen_q == 0
         self._partials = 0
         """Number of floats of partial results, rounded up so that the lse after them is aligned."""
+        self._scratch_size = 0
+        """Partial results and lse, as elements of ``out``. Asking for another dtype takes 0.2 us."""
         self._stores_lse = True
         self._append: tuple[AppendVariant, AppendStrides, AppendLengths] | None = None
         self._new_out: Any = None
@@ -132,28 +134,30 @@ class DecodeLaunch:
         if combine is not None:
             combine(device, scratch, out, lse_to, *_of_combine(tensors))
         if self._attend is None and attend.takes_addresses:
+            nbytes = 4 * (self._partials + self._lse_size)
+            self._scratch_size = triton.cdiv(nbytes, self._out_dtype.itemsize)
             self._combine, self._attend = combine, attend
         return out, lse
 
-    def by_address(self, like: Tensor, given: tuple[int, int, int, int], addresses: tuple) -> None:
-        """Write attention to memory of the caller. Requires :attr:`has_addresses`.
+    def by_address(self, out: Tensor, given: tuple[int, int, int, int], addresses: tuple) -> None:
+        """Write attention to ``out``. Requires :attr:`has_addresses`.
 
-        Tokens after the last offset of packed sequences are not written.
+        Only the address of ``out`` is used, so its shape may differ from that of the signature. Tokens after
+        the last offset of packed sequences are not written.
 
         Args:
-            like: a tensor on the device, for which memory is allocated.
-            given: addresses of q, the two caches and out.
+            given: addresses of q, the two caches and ``out``.
             addresses: those of the fields of :class:`CacheTensors`.
         """
         attend, combine, partials = self._attend, self._combine, self._partials
         stream = attend.stream()
         if stream is None:
             with torch.cuda.device(self._device):
-                self.by_address(like, given, addresses)
+                self.by_address(out, given, addresses)
             return
         lse = partial = None
         if self._stores_lse:  # after the partial results
-            scratch = like.new_empty(partials + self._lse_size, dtype=torch.float32)
+            scratch = out.new_empty(self._scratch_size)
             partial = scratch.data_ptr()
             lse = partial + 4 * partials
         attend.by_address(stream, (*given, lse, partial if partials else None, None), addresses)

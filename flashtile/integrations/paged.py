@@ -7,7 +7,8 @@ capture the calls in CUDA graphs.
 Views and checks would cost most of a layer's host time. They depend on nothing but the signatures of the
 tensors that the engine passes. The first call with a signature makes them, takes the general path and stores
 its launch. Later calls find this launch and give it the addresses of the engine's tensors, which a view does
-not change.
+not change. They find it by the step, whose signatures are read once for all layers, and compare the other
+tensors with those of the first call by guards (``op.operation.guard``), which read no signatures.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class Driver:
         self.of_thread.context = 1
 
     def function(self, name: str) -> Any:
-        if name == "cuFuncGetParamInfo" and self.missing is not None:
+        if name == "cuLaunchKernelEx" and self.missing is not None:
             raise self.missing(name)
         found = getattr(self, name.lower())
         if name.startswith(self.without_context):
@@ -160,12 +160,6 @@ class Driver:
     def cufuncsetcacheconfig(self, function: int, config: int) -> int:
         return 0
 
-    def cufuncgetparaminfo(self, function: int, index: int, offset: Any, size: Any) -> int:
-        if index >= len(self.sizes):
-            return 1
-        size._obj.value = self.sizes[index]
-        return 0
-
     def cugeterrorstring(self, result: int, text: Any) -> int:
         text._obj.value = b"the driver's words"
         return 0
@@ -195,6 +189,7 @@ def driver(monkeypatch) -> Iterator[Driver]:
     """A driver for kernels with two pointers and a number."""
     found = Driver(8, 8, 4)
     monkeypatch.setattr(libcuda, "function", found.function)
+    monkeypatch.setattr(libcuda, "parameter_sizes", lambda name, binary: tuple(found.sizes))
     return found
 
 
@@ -401,9 +396,24 @@ def test_other_parameters_than_expected_are_left_to_triton(driver):
     assert launcher(Compiled(*PLAIN), 1, 2) is None
 
 
+def test_no_call_of_the_driver_fails(driver, monkeypatch):
+    """compute-sanitizer reports each call that fails, also those that were only a question."""
+    results = []
+
+    def function(name: str) -> Any:
+        found = driver.function(name)
+        return lambda *arguments: results.append(found(*arguments)) or results[-1]
+
+    monkeypatch.setattr(libcuda, "function", function)
+    launch = launcher(Compiled(*PLAIN), 1, 2)
+    launch(3, (16, 32))
+    assert len(driver.launches) == 1
+    assert results == [0] * len(results)
+
+
 @pytest.mark.parametrize("missing", [AttributeError, OSError])
 def test_a_driver_without_the_functions(driver, missing):
-    """It is older than CUDA 12.4, or a library of another name."""
+    """It is older than CUDA 12.0, or a library of another name."""
     view = View([64, 16], [16, 1], [16, 16], torch.bfloat16)
     driver.missing = missing
     assert launcher(Compiled(*PLAIN), 1, 2) is None

@@ -109,7 +109,7 @@ class Driver:
         self.of_thread.context = 1
 
     def function(self, name: str) -> Any:
-        if name == "cuFuncGetParamInfo" and self.missing is not None:
+        if name == "cuLaunchKernelEx" and self.missing is not None:
             raise self.missing(name)
         found = getattr(self, name.lower())
         if name.startswith(self.without_context):
@@ -160,12 +160,6 @@ class Driver:
     def cufuncsetcacheconfig(self, function: int, config: int) -> int:
         return 0
 
-    def cufuncgetparaminfo(self, function: int, index: int, offset: Any, size: Any) -> int:
-        if index >= len(self.sizes):
-            return 1
-        size._obj.value = self.sizes[index]
-        return 0
-
     def cugeterrorstring(self, result: int, text: Any) -> int:
         text._obj.value = b"the driver's words"
         return 0
@@ -196,6 +190,7 @@ def driver(monkeypatch) -> Iterator[Driver]:
     found = Driver(8, 8, 4)
     monkeypatch.setattr(libcuda, "function", found.function)
     monkeypatch.setattr(libcuda, "bound", lambda name, *given: partial(found.function(name), *given))
+    monkeypatch.setattr(libcuda, "parameter_sizes", lambda name, binary: tuple(found.sizes))
     return found
 
 
@@ -421,7 +416,7 @@ def test_hooks_of_launches_find_a_context(driver, monkeypatch):
 
 
 def test_descriptors_that_triton_encodes_find_a_context(driver, monkeypatch):
-    """Its launchers are used with drivers before CUDA 12.4."""
+    """Its launchers are used with drivers before CUDA 12.0."""
     monkeypatch.setattr(compat, "cuda_device", lambda: 3)
 
     def encode(descriptor: Any) -> list:
@@ -497,9 +492,24 @@ def test_other_parameters_than_expected_are_left_to_triton(driver):
     assert launcher(Compiled(*PLAIN), 1, 2) is None
 
 
+def test_no_call_of_the_driver_fails(driver, monkeypatch):
+    """compute-sanitizer reports each call that fails, also those that were only a question."""
+    results = []
+
+    def function(name: str) -> Any:
+        found = driver.function(name)
+        return lambda *arguments: results.append(found(*arguments)) or results[-1]
+
+    monkeypatch.setattr(libcuda, "function", function)
+    launch = launcher(Compiled(*PLAIN), 1, 2)
+    launch(3, (16, 32))
+    assert len(driver.launches) == 1
+    assert results == [0] * len(results)
+
+
 @pytest.mark.parametrize("missing", [AttributeError, OSError])
 def test_a_driver_without_the_functions(driver, missing):
-    """It is older than CUDA 12.4, or a library of another name."""
+    """It is older than CUDA 12.0, or a library of another name."""
     view = View([64, 16], [16, 1], [16, 16], torch.bfloat16)
     driver.missing = missing
     assert launcher(Compiled(*PLAIN), 1, 2) is None

@@ -577,6 +577,35 @@ def test_compiled_kernels(newest, batch, device):
                 Call(newest, dtype=torch.bfloat16, **batch, **DIFFERENT[name]).run()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [{}, ONE_EACH], ids=["mixed", "decode"])
+def test_launches_by_address_in_a_graph(newest, batch):
+    """Captured on another stream than that of the first calls, and replayed with other queries."""
+    with torch.device("cuda"):
+        call, layer = Call(newest, dtype=torch.bfloat16, **batch), make_layer()
+    step, impl, made = call.step, make_impl(newest), metadata(newest, call.step)
+    (q, k, v), graph = call.tensors, torch.cuda.CUDAGraph()
+    keys, values = newest.releases.keys_and_values(call.cache, HEAD_DIM)
+
+    def attention() -> torch.Tensor:
+        out = torch.full_like(q, torch.nan)
+        impl.do_kv_cache_update(layer, k, v, call.cache, step.common.slot_mapping)
+        impl.forward(layer, q, k, v, call.cache, made, output=out)
+        return out[: step.tokens].double()
+
+    with torch.inference_mode():
+        first = [attention() for _ in range(3)]
+        with torch.cuda.graph(graph):
+            out = attention()
+        for change in (1.0, -2.0):
+            q.mul_(change)
+            graph.replay()
+            with torch.device("cuda"):
+                exact = step.exact(q, keys, values, torch.float64, causal=True).double()
+            for found in (out, *(first if change == 1.0 else ())):
+                torch.testing.assert_close(found, exact, atol=0.02, rtol=0.02)
+
+
 @pytest.mark.parametrize(
     "given", [{"sliding_window": 2}, {"logits_soft_cap": 0.1}, {"sinks": SINKS}], ids=str
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -1054,6 +1055,84 @@ def test_contexts_of_prompts_come_in_chunks(latent, described):
             torch.testing.assert_close(lse[:, rows], exact[1])
 
 
+def counted_contexts(contexts, offsets):
+    """Return the contexts of prompts as vLLM describes them before 0.29, in one chunk."""
+    ends = torch.tensor([0, *contexts]).cumsum(0).int()
+    return SimpleNamespace(
+        cu_seq_lens=ends[None], max_seq_lens=[max(contexts)], seq_lens=torch.tensor([contexts]),
+        prefill_tokens_with_context=int(offsets[sum(length > 0 for length in contexts)]),
+    )  # fmt: skip
+
+
+def prepared_by_the_builder(latent, prompts, monkeypatch):
+    """Pass the metadata through the builder, as if the prompts were another backend's."""
+    step = SimpleNamespace(prefill=prompts)
+    monkeypatch.setattr(latent.MLACommonMetadataBuilder, "build", lambda *_: step, raising=False)
+    whole = type("Whole", (latent.LatentBuilder,), dict.fromkeys(latent.LatentBuilder.__abstractmethods__))
+    assert object.__new__(whole).build(0, None) is step
+
+
+def prepared_by_the_prompts(latent, prompts, monkeypatch):
+    """Pass the metadata to the prompts' class, as if the builder were another backend's."""
+    del monkeypatch
+    made, _ = prefill_of(latent)
+    made.prepare_metadata(prompts)
+    assert made._prefill_metadata is prompts
+
+
+PREPARED = prepared_by_the_builder, prepared_by_the_prompts
+
+
+@pytest.mark.parametrize("prepare", PREPARED)
+@pytest.mark.parametrize("contexts", [(0, 7), (7, 0), (5, 6), (0, 1, 0, 30), (9, 0, 2), (3, 0, 0)])
+def test_prompts_keep_their_contexts_in_any_order(latent, contexts, prepare, monkeypatch):
+    """Model Runner V2 orders prompts by their new tokens, but vLLM merges only the contexts of the first."""
+    made, _ = prefill_of(latent)
+    news = range(4, 4 + len(contexts))
+    offsets = torch.tensor([0, *news]).cumsum(0).int()
+    context = counted_contexts(contexts, offsets)
+    counted = context.prefill_tokens_with_context
+    made._prefill_metadata = SimpleNamespace(
+        query_start_loc=offsets, max_query_len=max(news), chunked_context=context
+    )
+    prepare(latent, made._prefill_metadata, monkeypatch)
+    q = torch.randn(sum(news), HEADS, NOPE + ROTARY, dtype=torch.float64)
+    (k, v), (old_k, old_v) = keys_and_values(sum(news)), keys_and_values(sum(contexts))
+    new = made.run_prefill_new_tokens(q=q, k=k, v=v, return_softmax_lse=True)
+    old = made.run_prefill_context_chunk(q=q, k=old_k, v=old_v, chunk_idx=0)
+    first, last = torch.stack((old[1], new[1])).softmax(0).transpose(1, 2).unsqueeze(-1)
+    out, merged = new[0].clone(), context.prefill_tokens_with_context  # of the first rows, or of all
+    out[:merged] = (first * old[0] + last * new[0])[:merged]
+    before = torch.tensor([0, *contexts]).cumsum(0).tolist()
+    for row, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        cached = slice(*before[row : row + 2])
+        keys, values = torch.cat((old_k[cached], k[start:end])), torch.cat((old_v[cached], v[start:end]))
+        padded = torch.cat((q.new_zeros(contexts[row], *q.shape[1:]), q[start:end]))
+        torch.testing.assert_close(out[start:end], dense(padded, keys, values, True)[0][contexts[row] :])
+    assert merged in (None, counted)  # vLLM's own number where it is right, as it spares reads
+    assert (merged is None) == (list(map(bool, contexts)) != sorted(map(bool, contexts), reverse=True))
+
+
+@pytest.mark.parametrize("prepare", PREPARED)
+def test_steps_without_counted_contexts(latent, prepare, monkeypatch):
+    """First chunks alone, and releases from 0.29 on; for the builder also steps without prompts."""
+    for context in (None, SimpleNamespace(chunks=[])):
+        prepare(latent, SimpleNamespace(chunked_context=context), monkeypatch)
+    if prepare is prepared_by_the_builder:
+        prepare(latent, None, monkeypatch)
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vllm is not installed")
+def test_vllm_merges_all_contexts_if_it_has_no_number():
+    """The installed vLLM takes None for all rows, or does not count contexts."""
+    layer = importlib.import_module("vllm.model_executor.layers.attention.mla_attention")
+    fields = inspect.signature(layer.MLACommonPrefillMetadata.ChunkedContextMetadata).parameters
+    merged = inspect.signature(layer.merge_attn_states).parameters
+    if "prefill_tokens_with_context" in fields:
+        assert "seq_lens" in fields
+        assert merged["prefill_tokens_with_context"].default is None
+
+
 def test_a_quantised_result_of_prompts_is_refused(latent):
     made, q = prefill_of(latent)
     with pytest.raises(NotImplementedError, match="output_scale must be None"):
@@ -1077,9 +1156,11 @@ def test_latent_methods_have_the_parameters_that_vllm_passes(latent):
     """The layer passes those of prompts by name."""
     names = [name for name, _ in parameters(latent.MLACommonImpl.forward_mqa)]
     assert [name for name, _ in parameters(latent.LatentImpl.forward_mqa)] == names
-    for name in ("run_prefill_new_tokens", "run_prefill_context_chunk"):
+    for name in ("run_prefill_new_tokens", "run_prefill_context_chunk", "prepare_metadata"):
         given = parameters(getattr(latent.MLAPrefillBackend, name))
         assert {n for n, _ in given} <= {n for n, _ in parameters(getattr(latent.Prefill, name))}
+    common = latent.MLACommonMetadataBuilder.build
+    assert parameters(latent.LatentBuilder.build) == parameters(common)
     assert not inspect.isabstract(latent.Prefill)
     inspect.signature(latent.MLACommonImpl.__init__).bind(*range(18))
 

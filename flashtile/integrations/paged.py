@@ -87,6 +87,8 @@ class StepTensors(NamedTuple):
     """Stands for everything in the step that a launch depends on."""
     addresses: CacheTensors
     """The addresses of the step's tensors, which are the same object for all layers."""
+    memory: dict[int, Tensor]
+    """Memory for partial results by stream, which the layers share."""
 
 
 @dataclass
@@ -133,7 +135,7 @@ class Step:
         tokens, single = self.num_actual_tokens, self.is_one_query_each
         source = tokens, self.query_start_loc, self.seq_lens, self.block_table, single
         kind = _kind(tokens if single else None, *signatures(tensors))  # otherwise q is not cut
-        self._prepared = StepTensors(source, kind, CacheTensors(*map(_address, tensors)))
+        self._prepared = StepTensors(source, kind, CacheTensors(*map(_address, tensors)), {})
         return self._prepared
 
 
@@ -278,7 +280,7 @@ class PagedAttention:
                         further = [*map(_address, of_layer)]
                         tensors = (*tensors[:6], *further, *tensors[10:])
                     if not (at | keys_at | values_at | to_at) & 15 and _aligned(further) == aligned:
-                        launch.by_address(out, (at, keys_at, values_at, to_at), tensors)
+                        launch.by_address(out, (at, keys_at, values_at, to_at), tensors, prepared.memory)
                         return
         optional = step.tensors(*of_layer)
         heads, head_dim, head_dim_v = self.sizes[:3]

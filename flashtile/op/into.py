@@ -191,7 +191,7 @@ class LaunchInto:
         """Whether :meth:`by_address` may be called."""
         return self._is_straight and getattr(self._launch, "has_addresses", False)
 
-    def by_address(self, out: Tensor, given: tuple[int, ...], addresses: tuple) -> None:
+    def by_address(self, out: Tensor, given: tuple[int, ...], addresses: tuple, memory: dict) -> None:
         """Write into ``out``, the first of two buffers.
 
         Tokens of packed tensors that belong to no sequence are not written.
@@ -199,9 +199,10 @@ class LaunchInto:
         Args:
             given: addresses of the tensors that every call has, then that of ``out``.
             addresses: those of the optional tensors.
+            memory: what calls that run one after the other on a stream share.
         """
         self._refuse_overlap((*given, None, *addresses))
-        self._launch.by_address(out, given, addresses)
+        self._launch.by_address(out, given, addresses, memory)
         if not out.is_inference():
             increment_version(out)
 

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from flashtile.backends import compat
 from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.portable.decode import config
+from flashtile.backends.portable.decode import launch as decode_launch
 from flashtile.backends.portable.decode.append_launch import AppendLaunch
 from flashtile.backends.portable.decode.launch import DecodeLaunch
 from flashtile.problems.decode import (
@@ -81,7 +82,7 @@ def test_attention(launched, name, packed):
     expected = launched.copy()
     launched.clear()
     out.fill_(torch.nan)
-    launch.by_address(out, tuple(t.data_ptr() for t in (q, k, v, out)), addresses(tensors))
+    launch.by_address(out, tuple(t.data_ptr() for t in (q, k, v, out)), addresses(tensors), {})
     assert [kernel for kernel, _ in launched] == [kernel for kernel, _ in expected]
     assert out.isnan().all()  # tokens that no kernel writes are not filled
     known = {t.data_ptr() for t in (q, k, v, out, *tensors) if t is not None}
@@ -128,12 +129,43 @@ def test_steps_in_turns(launched):
     launched.clear()
     steps = [CacheTensors(16 * i, None, None, 16 * i + 160) for i in range(1, 4)]
     for layer, step in enumerate((*steps, *steps)):
-        launch.by_address(q, (layer, 1000 + layer, 2000 + layer, 3000 + layer), step)
+        launch.by_address(q, (layer, 1000 + layer, 2000 + layer, 3000 + layer), step, {})
         (_, attended), (_, combined) = launched
         assert attended[:4] == [layer, 1000 + layer, 2000 + layer, 3000 + layer]
         assert attended[7:] == [*step]
         assert combined == [attended[5], 3000 + layer, attended[4], *[None] * 3, step[0], *[None] * 3]
         launched.clear()
+
+
+def test_layers_of_a_step_share_memory(launched, monkeypatch):
+    """Memory for partial results: one for each stream, larger where a layer needs it, and new in captures."""
+    (k, v), table = torch.randn(2, BLOCKS, PAGE, HEADS_KV, DIM), torch.zeros(3, 8, dtype=torch.int32)
+    tensors = CacheTensors(torch.tensor([5, 40, 0], dtype=torch.int32))._replace(block_table=table)
+    queries = [torch.randn(3, n, HEADS, DIM) for n in (1, 4)]
+    made = []
+    for q in queries:
+        problem = DecodeProblem.from_tensors(q, k, v, tensors, DecodeOptions(causal=True, return_lse=False))
+        made.append(DecodeLaunch(problem, config.choose(problem)))
+        made[-1](q, k, v, tensors, torch.empty_like(q))
+    (few, many), memory = made, {}
+    assert 0 < few._scratch_bytes < many._scratch_bytes
+
+    def partial(launch: DecodeLaunch, stream: int = 0) -> int:
+        monkeypatch.setattr(compat, "cuda_stream", lambda index: stream)
+        launched.clear()
+        launch.by_address(queries[0], (1, 2, 3, 4), addresses(tensors), memory)
+        return launched[0][1][5]
+
+    first = partial(few)
+    assert partial(few) == first
+    assert partial(few, 9) not in (first, memory[0].data_ptr())
+    larger = partial(many)
+    assert memory[0].nbytes >= many._scratch_bytes
+    assert partial(few) == partial(many) == larger
+    kept = dict(memory)
+    monkeypatch.setattr(decode_launch, "is_capturing", lambda tensor: True)
+    assert partial(few) != larger
+    assert memory == kept
 
 
 def test_another_device_is_made_current(launched, monkeypatch):
@@ -164,7 +196,7 @@ def test_another_device_is_made_current(launched, monkeypatch):
     append(k, v, q[:, 0, :2], q[:, 0, :2], slots)
     launched.clear(), streams.clear()
     current[0] = 1
-    attend.by_address(q, (1, 2, 3, 4), addresses(tensors))
+    attend.by_address(q, (1, 2, 3, 4), addresses(tensors), {})
     append.by_address(1, 2, 3, 4, 5)
     assert [name for name, _ in launched] == ["decode_kernel", "combine_kernel", "append_kernel"]
     assert streams == [0, 0]

@@ -73,7 +73,7 @@ class Decode:
         self._forms = [form_of(t) for t in (q, k, v, out)], [form_of(t) for t in tensors]
         return out.copy_(result), result_lse
 
-    def by_address(self, out: Tensor, given: tuple[int, ...], addresses: tuple) -> None:
+    def by_address(self, out: Tensor, given: tuple[int, ...], addresses: tuple, memory: dict) -> None:
         self._calls.append("decode")
         first, optional = self._forms
         *cache, to = at(first, given)

@@ -581,23 +581,28 @@ def test_compiled_kernels(newest, batch, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [{}, ONE_EACH], ids=["mixed", "decode"])
 def test_launches_by_address_in_a_graph(newest, batch):
-    """Captured on another stream than that of the first calls, and replayed with other queries."""
+    """Captured on another stream than that of the first calls, and replayed with other queries.
+
+    The step and what its calls have left are freed before the replays.
+    """
     with torch.device("cuda"):
         call, layer = Call(newest, dtype=torch.bfloat16, **batch), make_layer()
-    step, impl, made = call.step, make_impl(newest), metadata(newest, call.step)
+    step, impl, made = call.step, make_impl(newest), [metadata(newest, call.step)]
     (q, k, v), graph = call.tensors, torch.cuda.CUDAGraph()
     keys, values = newest.releases.keys_and_values(call.cache, HEAD_DIM)
 
     def attention() -> torch.Tensor:
         out = torch.full_like(q, torch.nan)
         impl.do_kv_cache_update(layer, k, v, call.cache, step.common.slot_mapping)
-        impl.forward(layer, q, k, v, call.cache, made, output=out)
+        impl.forward(layer, q, k, v, call.cache, made[0], output=out)
         return out[: step.tokens].double()
 
     with torch.inference_mode():
         first = [attention() for _ in range(3)]
         with torch.cuda.graph(graph):
             out = attention()
+        made.clear()
+        torch.cuda.empty_cache()
         for change in (1.0, -2.0):
             q.mul_(change)
             graph.replay()

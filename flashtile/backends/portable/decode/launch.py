@@ -52,6 +52,11 @@ _of_combine = itemgetter(*map(CacheTensors._fields.index, CombinePointers._field
 """Picks the tensors of :class:`CacheTensors` that the combining kernel takes."""
 
 
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether work on a tensor is captured for a CUDA graph now."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class DecodeScalars(NamedTuple):
     """Arguments of the attention kernel that are not tensors, in its order."""
 
@@ -83,8 +88,8 @@ class DecodeLaunch:
         self._empty = 0 in problem.out_shape or problem.batch == 0 or problem.seqlen_q == 0
         self._partials = 0
         """Number of floats of partial results, rounded up so that the lse after them is aligned."""
-        self._scratch_size = 0
-        """Partial results and lse, as elements of ``out``. Asking for another dtype takes 0.2 us."""
+        self._scratch_bytes = self._scratch_size = 0
+        """Partial results and lse, in bytes and as elements of ``out``. Another dtype would take 0.2 us."""
         self._stores_lse = True
         self._append: tuple[AppendVariant, AppendStrides, AppendLengths] | None = None
         self._new_out: Any = None
@@ -134,12 +139,18 @@ class DecodeLaunch:
         if combine is not None:
             combine(device, scratch, out, lse_to, *_of_combine(tensors))
         if self._attend is None and attend.takes_addresses:
-            nbytes = 4 * (self._partials + self._lse_size)
-            self._scratch_size = triton.cdiv(nbytes, self._out_dtype.itemsize)
+            self._scratch_bytes = 4 * (self._partials + self._lse_size)
+            self._scratch_size = triton.cdiv(self._scratch_bytes, self._out_dtype.itemsize)
             self._combine, self._attend = combine, attend
         return out, lse
 
-    def by_address(self, out: Tensor, given: tuple[int, int, int, int], addresses: tuple) -> None:
+    def by_address(
+        self,
+        out: Tensor,
+        given: tuple[int, int, int, int],
+        addresses: tuple,
+        memory: dict[int, Tensor],
+    ) -> None:
         """Write attention to ``out``. Requires :attr:`has_addresses`.
 
         Only the address of ``out`` is used, so its shape may differ from that of the signature. Tokens after
@@ -148,16 +159,19 @@ class DecodeLaunch:
         Args:
             given: addresses of q, the two caches and ``out``.
             addresses: those of the fields of :class:`CacheTensors`.
+            memory: partial results by stream, for calls that run one after the other on a stream.
         """
         attend, combine, partials = self._attend, self._combine, self._partials
         stream = attend.stream()
         if stream is None:
             with torch.cuda.device(self._device):
-                self.by_address(out, given, addresses)
+                self.by_address(out, given, addresses, memory)
             return
         lse = partial = None
         if self._stores_lse:  # after the partial results
-            scratch = out.new_empty(self._scratch_size)
+            scratch = memory.get(stream)
+            if scratch is None or scratch.nbytes < self._scratch_bytes or is_capturing(out):
+                scratch = self._new_scratch(out, stream, memory)
             partial = scratch.data_ptr()
             lse = partial + 4 * partials
         attend.by_address(stream, (*given, lse, partial if partials else None, None), addresses)
@@ -167,6 +181,13 @@ class DecodeLaunch:
                 of_combine = _of_combine(addresses)
                 self._addresses = addresses, of_combine
             combine.by_address(stream, (partial, given[3], lse), of_combine)
+
+    def _new_scratch(self, out: Tensor, stream: int, memory: dict[int, Tensor]) -> Tensor:
+        """Return memory for partial results and lse. A captured graph has its own: it may live longer."""
+        scratch = out.new_empty(self._scratch_size)
+        if not is_capturing(out):
+            memory[stream] = scratch
+        return scratch
 
     @property
     def has_addresses(self) -> bool:

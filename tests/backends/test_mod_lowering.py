@@ -25,6 +25,7 @@ TINY = torch.finfo(torch.float32).tiny
 HALF_OF_EXACT = positions_of(1, 1)
 ROWS, KEYS = 60, 70
 SLOPES = torch.tensor([0.5, 0.125])
+BYTES = torch.arange(KEYS, dtype=torch.uint8) * 3
 TIMES = 1_700_000_000 + torch.arange(KEYS, dtype=torch.int32)
 
 
@@ -87,6 +88,9 @@ EXACT: dict[str, Callable[..., Any]] = {
     "both kinds of a distance": lambda s, b, h, i, j: s - (i - j) * torch.where((i - j) % 2 == 0, 0.5, 0.25),
     "captured ints": lambda s, b, h, i, j: s - 0.5 * (TIMES[i] - TIMES[j]),
     "a captured offset": lambda s, b, h, i, j: s - (i - j + TIMES[h] - 1_700_000_000),
+    # 0 - 3 is 253 in bytes.
+    "bytes": lambda s, b, h, i, j: s + (BYTES[i].clamp(0, 210) - BYTES[j].clamp(0, 210)),
+    "bytes and ints": lambda s, b, h, i, j: s + BYTES[h].clamp(0, 210) * (i - j),
     # A zero of ints has no sign.
     "negated": lambda s, b, h, i, j: 1 / -(i - j),
     "negated distance": lambda s, b, h, i, j: 1 / (-(j - i).abs()).float(),

@@ -320,7 +320,7 @@ def test_hooks_of_launches_find_a_context(driver, monkeypatch):
 
 
 def test_descriptors_that_triton_encodes_find_a_context(driver, monkeypatch):
-    """Its launchers are used with drivers before CUDA 12.4."""
+    """Its launchers are used with drivers before CUDA 12.0."""
     monkeypatch.setattr(compat, "cuda_device", lambda: 3)
 
     def encode(descriptor: Any) -> list:

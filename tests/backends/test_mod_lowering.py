@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,3 +204,28 @@ def test_masks_compare_distances_with_arguments_of_the_launch() -> None:
     assert "distances.threads - captured.size_15 < 0 - distances.registers" in text
     # A larger number could leave 32 bits.
     assert "captured.size_15 <" not in mask_text(sliding(2**31 - 1, 0))
+
+
+@pytest.mark.parametrize("number", [0, 1, -5, 100, 2**29 - 1, 1 - 2**29, 2**29, -(2**29), 2**31 - 1])
+@pytest.mark.parametrize("compare", [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne])
+def test_comparisons_of_distances_at_the_longest_lengths(compare: Callable, number: int) -> None:
+    """Positions up to 2 ** 30 are ints of 32 bits, as are the two parts of a distance."""
+    positions = torch.tensor([0, 1, 99, 100, 2**29 - 1, 2**29, 2**29 + 1, 2**30 - 8, 2**30 - 1])
+    q, kv, register = positions[:, None, None], positions[None, :, None], torch.tensor([-255, -1, 0, 7])
+    masks_ = (
+        lambda b, h, i, j: compare(i - j, number),
+        lambda b, h, i, j: compare(j - i, number),
+        lambda b, h, i, j: compare(number, i - j),
+        lambda b, h, i, j: compare(i, j) ^ compare(j, i) ^ (h == 1),
+    )
+    for mask in masks_:
+        mods = Mods(mask_mod=traced("mask_mod", mask).text, positions=2**30)
+        source = functions.mask_function(mods, gluon=True, shared=True).src
+        names: dict[str, Any] = {"tl": SimpleNamespace(int64=torch.int64)}
+        exec(source, names)
+        found = names[source[4 : source.index("(")]](
+            torch.tensor(0), torch.tensor(1), q.int(), kv.int(),
+            SimpleNamespace(**{f"size_{i}": size for i, size in enumerate(mods.kernel_sizes(()))}),
+            SimpleNamespace(threads=(q - kv - register).int(), registers=register.int()), (),
+        )  # fmt: skip
+        assert torch.equal(found.expand(9, 9, 4), mask(0, 1, q, kv).expand(9, 9, 4)), source

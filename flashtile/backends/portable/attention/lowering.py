@@ -53,11 +53,11 @@ class _Lowering:
         self.ranges = ranges(program, positions)
         self.builder = Builder()
         self.equal: dict[Operand, Operand] = {}
-        """Operands with the same number."""
+        """New operands that are equal to old ones."""
         self.floats: dict[Operand, Operand] = {}
-        """Floats that are equal to ints of distances."""
+        """New floats that are equal to old ints, which depend on both positions."""
         self.approximations: dict[Operand, Operand] = {}
-        """Operands in which logarithms are approximate."""
+        """New operands that differ from old ones only by the errors of approximate logarithms."""
         self.linear: dict[Operand, tuple[int, int, int]] = {"q": (1, 0, 0), "kv": (0, 1, 0)}
         """(a, b, c) of ints that are a q + b kv + c."""
         self.whole: set[Operand] = set()

@@ -207,9 +207,10 @@ def test_masks_compare_distances_with_arguments_of_the_launch() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, -5, 100, 2**29 - 1, 1 - 2**29, 2**29, -(2**29), 2**31 - 1])
-@pytest.mark.parametrize("compare", [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne])
-def test_comparisons_of_distances_at_the_longest_lengths(compare: Callable, number: int) -> None:
+@pytest.mark.parametrize("name", ["lt", "le", "gt", "ge", "eq", "ne"])
+def test_comparisons_of_distances_at_the_longest_lengths(name: str, number: int) -> None:
     """Positions up to 2 ** 30 are ints of 32 bits, as are the two parts of a distance."""
+    compare = getattr(operator, name)
     positions = torch.tensor([0, 1, 99, 100, 2**29 - 1, 2**29, 2**29 + 1, 2**30 - 8, 2**30 - 1])
     q, kv, register = positions[:, None, None], positions[None, :, None], torch.tensor([-255, -1, 0, 7])
     masks_ = (

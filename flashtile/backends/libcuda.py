@@ -152,7 +152,7 @@ def make_context_current(index: int) -> bool:
 
 
 class Kernel(NamedTuple):
-    """A loaded kernel: the driver's handle, and the bytes of each parameter."""
+    """A loaded kernel: the driver's handle, and the size of each parameter in bytes."""
 
     function: int
     sizes: tuple[int, ...]
@@ -186,7 +186,7 @@ def load(name: str, binary: bytes, shared: int, threads: int, index: int) -> Ker
 
 
 def parameter_sizes(name: str, binary: bytes) -> tuple[int, ...]:
-    """Return the bytes of each parameter of a kernel; nothing if its ELF file does not say them.
+    """Return the size of each parameter of a kernel in bytes; () if its ELF file does not contain the sizes.
 
     ptxas writes them to the section .nv.info of the kernel. The driver's cuFuncGetParamInfo tells the number
     of parameters only by an error, which compute-sanitizer reports.

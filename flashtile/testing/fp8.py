@@ -32,8 +32,13 @@ P_ROUNDING = 2.0**-5
 SCORE_ERROR = 2.0**-20
 """Rounding error of a score, relative to the largest score that the norms of q and k allow."""
 
-SCORE_ERROR_ON_GPU = 2.0**-13
-"""Rounding error of a score on tensor cores, which sum products of e4m3 in fewer bits than float32."""
+SCORE_ERROR_ON_GPU = 2.0**-12
+"""Rounding error of a score on tensor cores, relative in the same way.
+
+Tensor cores add 32 products of e4m3 to a sum at a time, and cut each term off 13 bits below the largest
+(DeepSeek-V3, arXiv:2412.19437, section 3.3.2). In a model of this, errors of 3 million scores of random
+numbers at head sizes from 64 to 256 are at most 1.4 * 2**-13.
+"""
 
 
 def check(

@@ -349,3 +349,28 @@ def test_accuracy_on_outliers() -> None:
     assert best < 9.1e-3
     assert 2.6 * best < rmse(testing.standard(*qkv)[0])
     assert best < 0.8 * ours["block", False] < 0.8 * ours["tensor", False]
+
+
+def sums_of_tensor_cores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Return the products of rows of e4m3 numbers, with terms cut off 13 bits below the largest of a sum."""
+
+    def cut(terms: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+        unit = torch.exp2(torch.frexp(largest)[1].double() - 1 - 13)
+        return torch.trunc(terms / unit) * unit
+
+    total = q.new_zeros(len(q), 1)
+    for start in range(0, q.shape[1], 32):
+        products = q[:, start : start + 32] * k[:, start : start + 32]
+        terms = torch.cat([products, total], 1)
+        total = cut(terms, terms.abs().amax(1, keepdim=True)).sum(1, keepdim=True)
+        total = cut(total, total.abs())
+    return total[:, 0]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_noise_of_lse_on_a_gpu_bounds_errors_of_scores(head_dim: int) -> None:
+    generator = torch.Generator().manual_seed(head_dim)
+    q, k = torch.randn(2, 200_000, head_dim, generator=generator).to(E4M3).double()
+    errors = (sums_of_tensor_cores(q, k) - (q * k).sum(1)).abs()
+    most = q.norm(dim=1).max() * k.norm(dim=1).max()
+    assert testing.SCORE_ERROR_ON_GPU / 4 < errors.max() / most < testing.SCORE_ERROR_ON_GPU

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
 
 from flashtile.caches import BoundedCache
 from flashtile.op.observers import remember_shardings, tell_observers
@@ -33,7 +34,7 @@ from flashtile.op.refusals import (
     without_backward,
 )
 from flashtile.op.registry import define, implement, register_autograd, register_fake, schema
-from flashtile.op.selection import on_target, select
+from flashtile.op.selection import importing, on_target, select
 from flashtile.problems.common import address_of
 from flashtile.problems.newest import newest_call
 
@@ -202,7 +203,9 @@ class Operation:
             # Weak references, because strong ones would keep the tensors until another call is prepared.
             given = [None if tensor is None else weakref.ref(tensor) for tensor in (*tensors, *optional)]
             newest_call.set(partial(self._repeat, given, optional._make, options))
-        return select(self, self.describe(*tensors, optional, options), options.backend).prepare()
+        problem = self.describe(*tensors, optional, options)
+        with importing():
+            return select(self, problem, options.backend).prepare()
 
     def _repeat(self, given: list[Any], optional: Callable[[Iterable], Any], options: Any) -> None:
         """Launch a call and those that will follow, with tensors on torch's "meta" device.
@@ -230,7 +233,8 @@ class Operation:
         if target is not None:
             problem = on_target(problem, target)
         launch = select(self, problem, options.backend).prepare()
-        launch(*map(on_meta, tensors), optional._make(map(on_meta, optional)))
+        with _AllocatingOnMeta():
+            launch(*map(on_meta, tensors), optional._make(map(on_meta, optional)))
 
     def following(self, tensors: Tensors, optional: Any, options: Any) -> Iterable[tuple]:
         """Return (operation, tensors, optional, options) of each call that will follow this one."""
@@ -368,6 +372,26 @@ def on_meta(tensor: Tensor | None) -> Tensor | None:
     if tensor is None or tensor.is_meta:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=torch.device("meta"))
+
+
+class _AllocatingOnMeta(TorchFunctionMode):
+    """Inside the context, ``empty_like`` and ``zeros_like`` of contiguous tensors on "meta" import no sympy.
+
+    torch computes the strides of their results in Python. It first imports sympy, which took 2.5 s on a
+    machine that had not read it before.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if func in _LIKE and len(args) == 1 and named.keys() <= {"dtype"}:
+            (like,) = args
+            if like.is_meta and like.is_contiguous():
+                dtype = named.get("dtype") or like.dtype
+                return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device)
+        return func(*args, **named)
+
+
+_LIKE = (torch.empty_like, torch.zeros_like)
 
 
 def reads_values(tensor: Tensor, debug_checks: bool = False) -> bool:

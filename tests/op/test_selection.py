@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from flashtile.op import operation, selection
 from flashtile.op.operation import CACHE_BYTES
 from flashtile.op.selection import Selection
 from flashtile.operators.attention import BACKWARD, FORWARD
-from flashtile.problems.attention import Options, Problem
+from flashtile.problems.attention import NO_EXTRAS, Options, Problem
 from flashtile.problems.common import PREFERENCE
 from flashtile.problems.decode import find_obstacle_in_cache
 
@@ -416,3 +417,23 @@ def test_caches_that_are_no_run_of_rows():
     assert find_obstacle_in_cache(q, cache, apart) == f"v_cache must have {reason}"
     many = torch.empty(2**27, 16, 2, 64, device="meta")
     assert "at most 1073741824 tokens for TMA, got 2147483648" in find_obstacle_in_cache(q, many, many)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_is_collected_while_a_backend_is_imported(monkeypatch, enabled):
+    """Not even if the import fails, and a program that collects nothing goes on with that."""
+    states = []
+
+    def imported(name, operation):
+        states.append(gc.isenabled())
+        raise ImportError(name)
+
+    monkeypatch.setattr(selection, "load_part", imported)
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(ImportError, match="hopper"):
+            FORWARD.prepare((torch.randn(1, 16, 2, 64),) * 3, NO_EXTRAS, Options())
+        assert states == [False]
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()

@@ -16,7 +16,7 @@ FILES = {
     for path in (ROOT / "flashtile").rglob("*.py")
 }
 FLOORS = (
-    ("rounding", "caches", "files", "version", "problems", "backends", "backends.libcuda"),
+    ("rounding", "caches", "garbage", "files", "version", "problems", "backends", "backends.libcuda"),
     ("hardware", "checks", "backends.compat"),
     ("dropout", "masks", "op", "backends.common"),
     ("reference",),

@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from flashtile.caches import BoundedCache
+from flashtile.garbage import uncollected
 from flashtile.op.observers import remember_shardings, tell_observers
 from flashtile.op.refusals import (
     leave_graph_of_gradients,
@@ -34,7 +35,7 @@ from flashtile.op.refusals import (
     without_backward,
 )
 from flashtile.op.registry import define, implement, register_autograd, register_fake, schema
-from flashtile.op.selection import importing, on_target, select
+from flashtile.op.selection import on_target, select
 from flashtile.problems.common import address_of
 from flashtile.problems.newest import newest_call
 
@@ -204,7 +205,7 @@ class Operation:
             given = [None if tensor is None else weakref.ref(tensor) for tensor in (*tensors, *optional)]
             newest_call.set(partial(self._repeat, given, optional._make, options))
         problem = self.describe(*tensors, optional, options)
-        with importing():
+        with uncollected():  # backends are imported
             return select(self, problem, options.backend).prepare()
 
     def _repeat(self, given: list[Any], optional: Callable[[Iterable], Any], options: Any) -> None:

@@ -14,11 +14,9 @@ A backend implements an operation in a module, which is ``flashtile.backends.<ba
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -69,22 +67,6 @@ class Choice:
         lines = [f"backend: {self.backend}", f"config: {self.config}"]
         lines += [f"not {name}: {reason}" for name, reason in self.reasons_against.items()]
         return "\n".join([*lines, f"problem: {self.problem}"])
-
-
-@contextlib.contextmanager
-def importing() -> Iterator[None]:
-    """Postpone Python's garbage collections while backends are imported.
-
-    An import makes many objects and no garbage. In a program with torch, one full collection takes 50 to 90
-    ms, and the import of triton caused one.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def load_part(name: str, operation: Served) -> Any:

@@ -121,6 +121,15 @@ def test_an_attribute_constructs_a_function(tmp_path, attribute):
     assert function.src == "def halved(x):\n    return x / 2\n"
 
 
+def test_a_table_of_functions_parses_none(tmp_path):
+    function = written(tmp_path, MODULE).halved
+    assert {function: 1}[function] == 1
+    assert vars(function)["_options"] is not None
+    assert function.params
+    assert {function: 1}[function] == 1
+    assert function.hash is None
+
+
 def test_an_attribute_that_no_function_has(tmp_path):
     function = written(tmp_path, MODULE).halved
     for _ in range(2):

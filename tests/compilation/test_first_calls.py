@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import queue
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,7 @@ pytest.importorskip("fcntl")
 if INTERPRETING:
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
+import triton
 from test_compilation import A100, APPEND, H200, compilations  # noqa: F401 - a fixture
 from triton.runtime import cache as triton_cache
 
@@ -101,6 +104,35 @@ def test_a_kernel_is_compiled_here_if_its_process_dies(started, compilations, mo
     kernels = compile_both(launch_of(APPEND), launch_of(COPY))
     assert [process.wait() for process in started] == [1]
     assert [src.name for src, *_ in compilations] == [kernel.src.name for kernel in kernels]
+
+
+@pytest.mark.compile
+def test_the_digest_of_triton_is_computed_while_processes_start(started, compilations, monkeypatch):  # noqa: F811
+    triton_key = getattr(triton_cache, "triton_key", None)
+    if triton_key is None:
+        pytest.skip("this Triton has no such function")
+    triton_key.cache_clear()
+    computed, states, begun, compile_ = [], [], threading.Event(), triton.compile
+
+    def counted():
+        computed.append(threading.current_thread())
+        begun.set()
+        return triton_key()
+
+    def compiling(*given, **more):
+        states.append(gc.isenabled())
+        return compile_(*given, **more)
+
+    monkeypatch.setattr(triton_cache, "triton_key", counted)
+    monkeypatch.setattr(triton, "compile", compiling)
+    monkeypatch.setattr(first_calls, "_start", lambda target: begun.wait(5))
+    launch, tensors = launch_of(APPEND)
+    with compiling_driver(H200.capability):
+        launch.compile_ahead(tensors)
+    assert computed[0] is not threading.main_thread()
+    assert triton_key.cache_info().misses == 1
+    assert states == [False]  # and no garbage is collected while a kernel is compiled
+    assert gc.isenabled()
 
 
 @pytest.mark.compile

@@ -420,7 +420,7 @@ def test_caches_that_are_no_run_of_rows():
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_nothing_is_collected_while_a_backend_is_imported(monkeypatch, enabled):
+def test_no_garbage_is_collected_while_a_backend_is_imported(monkeypatch, enabled):
     """Not even if the import fails, and a program that collects nothing goes on with that."""
     states = []
 

@@ -33,6 +33,9 @@ class Deferred:
         self._lines = linecache.getlines(fn.__code__.co_filename, fn.__globals__)
         self._first = fn.__code__.co_firstlineno - 1
 
+    __hash__ = object.__hash__
+    """Functions are equal if they are the same. Triton's hash parses the function and all that it calls."""
+
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__"):
             with _constructing:

@@ -99,6 +99,7 @@ def alone(key: str, target: Any) -> Iterator[None]:
     passed. On Windows, and if the cache cannot be written, nothing is locked and no process starts.
     """
     lock = KernelLock(key)
+    kernel_cache.begin_key()
     try:
         try:
             held = lock.acquire()

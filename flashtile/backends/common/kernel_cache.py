@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,13 @@ from triton import knobs
 
 from flashtile.backends.common import compiled_folder
 from flashtile.files import replace_file
+from flashtile.garbage import uncollected
 
 COMPILER_FOLDERS = ("_C", "backends", "compiler", "language", "runtime")
 """Folders of Triton's installation that hold all files that ``triton_key`` reads."""
 
 COMPILER_FILES = (".py", ".so")
+_computing = threading.Lock()
 
 
 def find(src: Any, target: Any, options: dict | None) -> Any:
@@ -60,7 +63,8 @@ def load_or_compile_alone(src: Any, target: Any, options: dict | None, **more: A
     found = _load(src, target, options, key_file)
     if found is None:
         _keep_key(key_file)
-        found = triton.compile(src, target=target, options=options, **more)
+        with uncollected():
+            found = triton.compile(src, target=target, options=options, **more)
     return found
 
 
@@ -108,6 +112,13 @@ def _load(src: Any, target: Any, options: dict | None, key_file: Path) -> Any:
         return None
 
 
+def begin_key() -> None:
+    """Begin to compute ``triton_key`` in another thread, if no process has stored it yet."""
+    key_file = _key_file()
+    if not key_file.exists():
+        threading.Thread(target=_keep_key, args=(key_file,), daemon=True).start()
+
+
 def _keep_key(key_file: Path) -> None:
     """Store ``triton_key``, which Triton computes once in a process that compiles.
 
@@ -116,7 +127,8 @@ def _keep_key(key_file: Path) -> None:
     try:
         from triton.runtime.cache import triton_key
 
-        key = triton_key()
+        with _computing:  # Triton keeps the key, but two threads would both compute it
+            key = triton_key()
         if key_file.exists() and key_file.read_text() == key:
             return
         key_file.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import gc
 from collections import namedtuple
 from types import SimpleNamespace
 from typing import Any
@@ -149,6 +150,20 @@ def test_hooks_are_called(monkeypatch, name):
     launch(11, (tensor, None))
     assert compiled.hooked == [(GRID, 11, tensor.data_ptr(), None, 5)]
     assert compiled.direct == []
+
+
+def test_no_garbage_is_collected_while_a_kernel_is_found(monkeypatch):
+    states = []
+
+    def warmup(*arguments, **options):
+        states.append(gc.isenabled())  # and nothing is returned, as if a hook had prevented the compilation
+
+    kernel = CachedLaunch(SimpleNamespace(warmup=warmup), GRID[0], (5,), ("constant",), None)
+    monkeypatch.setattr(compat, "is_compilable", lambda kernel: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert kernel._direct_launch(DEVICE, (torch.empty(3),)) is None
+    assert states == [False]
+    assert gc.isenabled()
 
 
 def test_a_kernel_is_compiled_once_and_runs_on_the_stream_of_its_device(monkeypatch):

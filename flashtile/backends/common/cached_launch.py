@@ -18,6 +18,7 @@ from flashtile.backends import compat
 from flashtile.backends.common import direct_launch
 from flashtile.backends.common.device import is_nvidia
 from flashtile.backends.common.launch import KernelConfig
+from flashtile.garbage import uncollected
 
 NUM_WARPS = 4
 """Default number of warps, for kernels without a configuration."""
@@ -145,7 +146,7 @@ class CachedLaunch:
         """Compile the kernel and return its direct launch, or None if only Triton can launch it."""
         if not (is_nvidia(device) and compat.is_compilable(self.kernel)):
             return None
-        with compat.driver_of_torch():
+        with uncollected(), compat.driver_of_torch():
             compiled = self.compile_ahead(tensors)
         if compiled is None:  # a hook has prevented the compilation
             return None

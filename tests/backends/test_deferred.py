@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import linecache
 import pkgutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -20,9 +22,10 @@ pytest.importorskip("triton")
 if INTERPRETING:
     pytest.skip("interpreted functions are not JIT functions", allow_module_level=True)
 
+from triton.runtime import jit
 from triton.runtime.jit import JITCallable, JITFunction
 
-from flashtile.backends.common.deferred import Deferred, function_lines
+from flashtile.backends.common.deferred import Deferred, function_lines, triton
 
 MODULE = """
 from flashtile.backends.common.deferred import triton
@@ -150,19 +153,50 @@ def test_a_file_that_changes_after_its_import_is_not_compiled(tmp_path):
     assert [parameter.name for parameter in function.params] == ["x"]
 
 
+def test_a_function_that_is_in_no_file_reads_its_source_now():
+    """Its text is in ``linecache``, from which any program may remove it."""
+    filename, text = "<flashtile halved>", "def halved(x):\n    return x / 2\n"
+    linecache.cache[filename] = len(text), None, text.splitlines(True), filename
+    names: dict = {}
+    exec(compile(text, filename, "exec"), names)
+    function = triton.jit(names["halved"])
+    linecache.clearcache()
+    assert not isinstance(function, Deferred)
+    assert function.src == text
+
+
+def test_a_file_is_read_again_if_its_lines_were_dropped(tmp_path):
+    function = written(tmp_path, MODULE).halved
+    linecache.clearcache()
+    assert [parameter.name for parameter in function.params] == ["x"]
+
+
 def test_threads_construct_a_function_once(tmp_path, monkeypatch):
     function = written(tmp_path, MODULE).halved
-    made = []
-    construct = JITCallable.__init__
+    made, construct, parameter = [], JITCallable.__init__, jit.KernelParam
+
+    begun = threading.Event()
+
+    def slow(*given):
+        begun.set()
+        time.sleep(0.05)
+        return parameter(*given)
+
+    def read_later():
+        begun.wait(10)
+        found.append([*function.params])
+
     monkeypatch.setattr(JITCallable, "__init__", lambda self, fn: (made.append(fn), construct(self, fn))[1])
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(function.params)) for _ in range(8)]
+    monkeypatch.setattr(jit, "KernelParam", slow)
+    found: list[list] = []
+    threads = [threading.Thread(target=read_later) for _ in range(7)]
     for thread in threads:
         thread.start()
+    found.append([*function.params])
     for thread in threads:
         thread.join()
     assert len(made) == 1
-    assert len({*map(id, found)}) == 1
+    assert [len(each) for each in found] == [1] * 8
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import linecache
 import threading
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -60,6 +59,17 @@ class Deferred:
         super().__init__(self.fn, **options)  # type: ignore[call-arg]
 
     @property
+    def params(self) -> list:
+        """Parameters of the function. The constructor appends to them, so other threads wait for its end."""
+        with _constructing:
+            self._construct()
+            return self._params
+
+    @params.setter
+    def params(self, found: list) -> None:
+        self._params = found
+
+    @property
     def text(self) -> str:
         """Source of the function with its decorators."""
         return "".join(function_lines(self._lines, self._first))
@@ -104,11 +114,14 @@ class Decorators(ModuleType):
         return getattr(self._module, name)
 
     def jit(self, fn: Any = None, **options: Any) -> Any:
-        """Decorate a function as the module's ``jit`` does."""
-        if knobs.runtime.interpret:
-            return self._module.jit(fn, **options)
-        made: Callable[[Any], Any] = lambda function: self._made(function, **options)  # noqa: E731
-        return made if fn is None else made(fn)
+        """Decorate a function as the module's ``jit`` does. One that is in no file reads its source now."""
+
+        def decorated(function: Any) -> Any:
+            if knobs.runtime.interpret or function.__code__.co_filename.startswith("<"):
+                return self._module.jit(function, **options)
+            return self._made(function, **options)
+
+        return decorated if fn is None else decorated(fn)
 
 
 triton: Any = Decorators(plain_triton, DeviceFunction)

@@ -150,12 +150,12 @@ def launcher(
     views: tuple = (),
     pointers: Callable[..., tuple] | None = None,
 ) -> Any:
-    """Return ``launch(stream, tensors, are_addresses=False)`` for a compiled kernel on the current device.
+    """Return ``launch(stream, tensors, further=None)`` for a compiled kernel on the current device.
 
     Args:
-        tensors: examples of the tensors of later calls. Each call may pass a tensor or its address, and
-            ``are_addresses=True`` if all of them are addresses. The kernel receives addresses, which saves a
-            driver query per tensor.
+        tensors: examples of the tensors of later calls. Each call may pass a tensor or its address. With
+            ``further``, which are the last ones, all of them are addresses. The kernel receives addresses,
+            which saves a driver query per tensor.
         fixed: arguments after the tensors, the same for every launch.
         views: views that make TMA descriptors of the first tensors. None stands for a descriptor that the
             call does not use.
@@ -199,7 +199,10 @@ def launcher(
     def with_fixed(fixed: tuple) -> Any:
         every = [*arguments, *leaves_of(fixed, of_fixed)]
 
-        def launch(stream: int, tensors: tuple, are_addresses: bool = False) -> None:
+        def launch(stream: int, tensors: tuple, further: tuple | None = None) -> None:
+            are_addresses = further is not None
+            if further:
+                tensors = (*tensors, *further)
             if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
                 launch_by_triton(hooked, stream, tensors, fixed, views, pointers)
                 return

@@ -9,9 +9,10 @@ The driver is opened at the first use. Addresses and handles are integers.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable
-from ctypes import c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
-from functools import cache
+from ctypes import c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 # Values of enumerations in cuda.h.
@@ -20,6 +21,9 @@ _MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97  # CUdevice_attribute
 _PREFER_SHARED = 1  # CUfunc_cache
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 _L2_PROMOTION_128B = 2  # CUtensorMapL2promotion
+
+_WITH_LENGTH, _KPARAM_INFO = 4, 0x17
+"""Form and attribute of the records in ELF files of kernels that describe a parameter."""
 
 DEFAULT_SHARED_BYTES = 48 * 1024
 """Dynamic shared memory that every kernel may use. More has to be allowed by an attribute of the kernel."""
@@ -39,7 +43,6 @@ _FUNCTIONS: dict[str, tuple] = {
     "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
     "cuDriverGetVersion": (c_void_p,),
     "cuFuncGetAttribute": (c_void_p, c_int, c_void_p),
-    "cuFuncGetParamInfo": (c_void_p, c_size_t, c_void_p, c_void_p),
     "cuFuncSetAttribute": (c_void_p, c_int, c_int),
     "cuFuncSetCacheConfig": (c_void_p, c_int),
     "cuGetErrorString": (c_int, c_void_p),
@@ -81,6 +84,11 @@ class LaunchConfig(ctypes.Structure):
 
 
 @cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
 def function(name: str) -> Callable[..., int]:
     """Return a function of the driver.
 
@@ -88,13 +96,19 @@ def function(name: str) -> Callable[..., int]:
         OSError: there is no driver.
         AttributeError: this driver lacks the function.
     """
-    found = ctypes.CDLL("libcuda.so.1")[name]
+    found = _driver()[name]
     found.argtypes = _FUNCTIONS[name]
     return found
 
 
+def bound(name: str, *addresses: int | None) -> Callable[[], int]:
+    """Return a function that calls a function of the driver with addresses, which are converted only once."""
+    unconverting = _driver()[name]  # a new object, without types of parameters
+    return partial(unconverting, *map(c_void_p.from_param, addresses))
+
+
 def is_usable() -> bool:
-    """Whether all functions are found: the driver is of CUDA 12.4 or later, and this is not Windows."""
+    """Whether all functions are found: the driver is of CUDA 12.0 or later, and this is not Windows."""
     try:
         return all(map(function, _FUNCTIONS))
     except (AttributeError, OSError):
@@ -138,7 +152,7 @@ def make_context_current(index: int) -> bool:
 
 
 class Kernel(NamedTuple):
-    """A loaded kernel: the driver's handle, and the bytes of each parameter."""
+    """A loaded kernel: the driver's handle, and the size of each parameter in bytes."""
 
     function: int
     sizes: tuple[int, ...]
@@ -168,12 +182,30 @@ def load(name: str, binary: bytes, shared: int, threads: int, index: int) -> Ker
         static = _asked("cuFuncGetAttribute", c_int, _SHARED_SIZE_BYTES, found)
         call("cuFuncSetCacheConfig", found, _PREFER_SHARED)
         call("cuFuncSetAttribute", found, _MAX_DYNAMIC_SHARED_SIZE_BYTES, most - static)
-    sizes: list[int] = []
-    param_info = function("cuFuncGetParamInfo")
-    offset, size = c_size_t(), c_size_t()
-    while param_info(found, len(sizes), ctypes.byref(offset), ctypes.byref(size)) == 0:
-        sizes.append(size.value)
-    return Kernel(found, tuple(sizes))
+    return Kernel(found, parameter_sizes(name, binary))
+
+
+def parameter_sizes(name: str, binary: bytes) -> tuple[int, ...]:
+    """Return the size of each parameter of a kernel in bytes; () if its ELF file does not contain the sizes.
+
+    ptxas writes them to the section .nv.info of the kernel. The driver's cuFuncGetParamInfo tells the number
+    of parameters only by an error, which compute-sanitizer reports.
+    """
+    sections, entry, count = struct.unpack_from("<Q", binary, 40)[0], *struct.unpack_from("<HH", binary, 58)
+    headers = [struct.unpack_from("<IIQQQQ", binary, sections + i * entry) for i in range(count)]
+    names = headers[struct.unpack_from("<H", binary, 62)[0]][4]
+    wanted = f".nv.info.{name}\0".encode()
+    found: dict[int, int] = {}
+    for of_name, _, _, _, place, size in headers:
+        end = place + size if binary.startswith(wanted, names + of_name) else place
+        while place < end:
+            form, attribute, length = struct.unpack_from("<BBH", binary, place)
+            place += 4
+            if (form, attribute) == (_WITH_LENGTH, _KPARAM_INFO):
+                _, number, _, packed = struct.unpack_from("<IHHI", binary, place)
+                found[number] = packed >> 18
+            place += length if form == _WITH_LENGTH else 0
+    return tuple(found[i] for i in sorted(found))
 
 
 def aligned(nbytes: int, alignment: int) -> Any:

@@ -7,19 +7,36 @@ capture the calls in CUDA graphs.
 Views and checks would cost most of a layer's host time. They depend on nothing but the signatures of the
 tensors that the engine passes. The first call with a signature makes them, takes the general path and stores
 its launch. Later calls find this launch and give it the addresses of the engine's tensors, which a view does
-not change.
+not change. They find it by the step, whose signatures are read once for all layers, and compare the other
+tensors with those of the first call by guards (``op.operation.guard``), which read no signatures.
 """
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from flashtile.op.operation import SIGNATURE_BYTES, is_plain, launch_cache, reads_values, signatures
+from flashtile.caches import BoundedCache
+from flashtile.op.operation import (
+    CACHE_BYTES,
+    DEBUG,
+    ON,
+    SIGNATURE_BYTES,
+    any_learns,
+    dispatch_modes,
+    environment,
+    guard,
+    is_dynamo_compiling,
+    is_plain,
+    launch_cache,
+    reads_values,
+    signatures,
+)
 from flashtile.operators import decode as operators
 from flashtile.problems.decode import AppendOptions, AppendTensors, CacheTensors, DecodeOptions
 
@@ -32,8 +49,33 @@ kernel rescales all rows of a tile when one row needs it, so results depend on h
 chunks. The portable kernel, which rescales each row by itself, is used instead."""
 APPEND_OPTIONS = AppendOptions()
 
+MAX_KNOWN = 8
+"""Maximum number of launches of a layer in a step, for tensors of different signatures."""
+
+
+class Known(NamedTuple):
+    """The launch of a call, for later calls of the same kind."""
+
+    serves: Callable[..., bool]
+    """Whether the launch is for tensors like those that the engine passes now."""
+    launch: Any
+    of_values: int
+    """Bytes from the last tensor of the cache to the first value."""
+    aligned: list[bool | None]
+    """Whether the address of each optional tensor of the layer is a multiple of 16; None without the tensor.
+
+    The addresses of all tensors that the engine passes are.
+    """
+
+
 _launches = launch_cache()
-"""(launch, bytes from the last tensor of the cache to the first value) by signature."""
+"""A tuple of :class:`Known` by the kinds of a layer and of a step."""
+_kinds = BoundedCache(CACHE_BYTES)
+
+
+def _kind(*properties: Any) -> object:
+    """Return an object that stands for these properties. Unlike them, it is hashed in no time."""
+    return _kinds.get(properties) or _kinds.store(properties, object(), SIGNATURE_BYTES)
 
 
 class StepTensors(NamedTuple):
@@ -41,10 +83,12 @@ class StepTensors(NamedTuple):
 
     source: tuple
     """The fields of the step that this object is made of."""
-    key: tuple
-    """The part of a launch's key that depends on the step."""
+    kind: object
+    """Stands for everything in the step that a launch depends on."""
     addresses: CacheTensors
-    """The addresses of the step's tensors, which are the same for all layers."""
+    """The addresses of the step's tensors, which are the same object for all layers."""
+    memory: dict[int, Tensor]
+    """Memory for partial results by stream, which the layers share."""
 
 
 @dataclass
@@ -69,22 +113,30 @@ class Step:
         starts = None if self.is_one_query_each else self.query_start_loc  # query i belongs to sequence i
         return CacheTensors(self.seq_lens, None, None, self.block_table, starts, None, *of_layer)
 
-    def prepared(self) -> StepTensors:
-        """Return the step as launches take it, which is made once for all layers.
+    def prepared(self) -> StepTensors | None:
+        """Return the step as launches take it, which is made once for all layers; None for fake tensors.
 
         It is made again if a field was replaced, as in a copy of the step with other pages.
         """
-        source = (
-            self.num_actual_tokens, self.query_start_loc, self.seq_lens, self.block_table,
-            self.is_one_query_each,
-        )  # fmt: skip
         known = self._prepared
-        if known is None or not all(map(operator.is_, known.source, source)):
-            tensors = self.tensors()
-            tokens = self.num_actual_tokens if self.is_one_query_each else None  # otherwise q is not cut
-            key = tokens, *signatures(tensors)
-            known = self._prepared = StepTensors(source, key, CacheTensors(*map(_address, tensors)))
-        return known
+        if known is not None:
+            tokens, starts, lengths, table, single = known.source
+            if (
+                table is self.block_table
+                and lengths is self.seq_lens
+                and starts is self.query_start_loc
+                and tokens is self.num_actual_tokens
+                and single is self.is_one_query_each
+            ):
+                return known
+        tensors = self.tensors()
+        if not is_plain((self.seq_lens,), tensors):
+            return None
+        tokens, single = self.num_actual_tokens, self.is_one_query_each
+        source = tokens, self.query_start_loc, self.seq_lens, self.block_table, single
+        kind = _kind(tokens if single else None, *signatures(tensors))  # otherwise q is not cut
+        self._prepared = StepTensors(source, kind, CacheTensors(*map(_address, tensors)), {})
+        return self._prepared
 
 
 def rounded_queries(most: int, least: int = 0) -> int:
@@ -100,37 +152,53 @@ def _address(tensor: Tensor | None) -> Any:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _is_direct(given: tuple[Tensor, ...], optional: tuple[Tensor | None, ...]) -> bool:
-    """Whether a call may use a launch of :data:`_launches`: eager, without gradients and checks of values.
-
-    Args:
-        given: tensors that the engine passes.
-        optional: further tensors of the layer.
-    """
-    return is_plain(given, optional) and not (torch.is_grad_enabled() or reads_values(given[0]))
+def _is_eager() -> bool:
+    """Whether launches of :data:`_launches` may be used, as far as :attr:`Known.serves` does not say."""
+    return (
+        not (is_dynamo_compiling() or dispatch_modes())
+        and forward_ad._current_level < 0
+        and environment.get(DEBUG) != ON
+    )
 
 
 def _remember(
-    signature: tuple,
+    key: tuple,
     launch: Any,
     given: tuple[Tensor, ...],
+    optional: tuple[Tensor | None, ...],
     cache: tuple[Tensor, ...],
     views: tuple[Tensor, Tensor],
 ) -> None:
-    """Store the launch of a call for later calls with the same signature.
+    """Store the launch of a call for later calls with the same ``key`` and such tensors.
 
     Args:
         given: tensors that the engine passes, of which ``cache`` are some.
+        optional: further tensors of the layer.
         views: keys and values of the cache, which the launch takes.
     """
     offset, of_values = (
         view.data_ptr() - t.data_ptr() for view, t in zip(views, (cache[0], cache[-1]), strict=True)
     )
-    # A signature says only whether an address is a multiple of 16. For other addresses, the views' signatures
-    # may differ from call to call.
+    # With other addresses, the views' signatures may differ from call to call.
     is_aligned = not any(tensor.data_ptr() & 15 for tensor in given)
     if is_aligned and offset == 0 and getattr(launch, "has_addresses", False):
-        _launches.store(signature, (launch, of_values), SIGNATURE_BYTES)
+        serves = guard((*given, *_present(optional)))
+        known = Known(serves, launch, of_values, _aligned(map(_address, optional)))
+        every = known, *_launches.get(key, ())[: MAX_KNOWN - 1]
+        _launches.store(key, every, SIGNATURE_BYTES * len(every))
+
+
+def _may_remember(given: tuple[Tensor, ...], optional: tuple[Tensor | None, ...]) -> bool:
+    """Whether a call is eager, without gradients and checks of values."""
+    return is_plain(given, optional) and not (any_learns(given, optional) or reads_values(given[0]))
+
+
+def _present(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _aligned(addresses: Iterable[int | None]) -> list[bool | None]:
+    return [None if address is None else not address & 15 for address in addresses]
 
 
 class PagedAttention:
@@ -163,8 +231,9 @@ class PagedAttention:
         self.causal_options = options._replace(causal=True, window_left=window, window_right=0)
         self.options = options._replace(window_left=window, window_right=window)
         self.sizes = sizes
-        self._options_of: dict[tuple[bool, int], DecodeOptions] = {}
+        self._options_of: dict[tuple[bool, int | None], tuple[DecodeOptions, object]] = {}
         """Options by (causal, max_query_len). There are few, because max_query_len is a power of two."""
+        self._append_kind = _kind(type(self), APPEND_OPTIONS, sizes)
 
     def _keys_and_values(self, cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Return the keys and values of the engine's ``cache`` (num_blocks, block_size, heads_kv, head_dim).
@@ -191,38 +260,39 @@ class PagedAttention:
         ``out`` they are not written, or filled with 0. ``cache`` is what the engine passes for the layer's
         keys and values.
         """
-        if step.is_one_query_each:
-            options = self.causal_options if causal else self.options
-        else:
-            options = self._options_for(causal, step.max_query_len)
+        options, kind = self._options_for(causal, None if step.is_one_query_each else step.max_query_len)
         of_layer: tuple[Tensor | None, ...] = ()
         if sinks is not None or k_scale is not None or alibi_slopes is not None:
             of_layer = alibi_slopes, sinks, k_scale, v_scale
         given = query, *cache, out
-        direct = _is_direct(given, of_layer)
-        if direct:
-            prepared = step.prepared()
-            signature = (options, self.sizes, prepared.key, *signatures(given), *signatures(of_layer))
-            known = _launches.get(signature)
-            if known is not None:
-                launch, offset = known
-                tensors = prepared.addresses
-                if of_layer:
-                    tensors = CacheTensors(*tensors[:6], *map(_address, of_layer))
-                caches = cache[0].data_ptr(), cache[-1].data_ptr() + offset
-                launch.by_address(query, caches, tensors, out)
-                return
-        tensors = step.tensors(*of_layer)
+        prepared = step.prepared() if _is_eager() else None
+        if prepared is not None:
+            key: tuple = kind, prepared.kind
+            every, further = given, []
+            if of_layer:
+                key, every = (*key, *[t is None for t in of_layer]), (*given, *_present(of_layer))
+            for serves, launch, of_values, aligned in _launches.get(key, ()):
+                if serves(*every):
+                    at, keys_at, to_at = query.data_ptr(), cache[0].data_ptr(), out.data_ptr()
+                    values_at = of_values + (keys_at if len(cache) == 1 else cache[1].data_ptr())
+                    tensors: tuple = prepared.addresses
+                    if of_layer:
+                        further = [*map(_address, of_layer)]
+                        tensors = (*tensors[:6], *further, *tensors[10:])
+                    if not (at | keys_at | values_at | to_at) & 15 and _aligned(further) == aligned:
+                        launch.by_address(out, (at, keys_at, values_at, to_at), tensors, prepared.memory)
+                        return
+        optional = step.tensors(*of_layer)
         heads, head_dim, head_dim_v = self.sizes[:3]
         q, to = query.view(-1, heads, head_dim), out.view(-1, heads, head_dim_v)
         if step.is_one_query_each:
             tokens = step.num_actual_tokens
             q, to = q[:tokens].unsqueeze(1), to[:tokens].unsqueeze(1)
         keys, values = self._keys_and_values(cache)
-        operators.decode((q, keys, values), tensors, options, (to, None))
-        if direct:
-            launch = operators.DECODE_INTO.prepared((q, keys, values, to, None), tensors, options)
-            _remember(signature, launch, given, cache, (keys, values))
+        operators.decode((q, keys, values), optional, options, (to, None))
+        if prepared is not None and _may_remember(given, of_layer):
+            launch = operators.DECODE_INTO.prepared((q, keys, values, to, None), optional, options)
+            _remember(key, launch, given, of_layer, cache, (keys, values))
 
     def append(
         self,
@@ -240,29 +310,31 @@ class PagedAttention:
         """
         given = key, value, slots, *cache
         scales = () if k_scale is None else (k_scale, v_scale)
-        direct = _is_direct(given, scales)
-        if direct:
-            signature = (APPEND_OPTIONS, self.sizes, *signatures(given), *signatures(scales))
-            known = _launches.get(signature)
-            if known is not None:
-                launch, offset = known
-                launch.by_address(
-                    cache[0].data_ptr(), cache[-1].data_ptr() + offset, key.data_ptr(), value.data_ptr(),
-                    slots.data_ptr(), _address(k_scale), _address(v_scale),
-                )  # fmt: skip
-                return
+        is_eager = _is_eager()
+        if is_eager:
+            kind, every, further = (self._append_kind, k_scale is None), (*given, *scales), []
+            for serves, launch, of_values, aligned in _launches.get(kind, ()):
+                if serves(*every):
+                    k, v, at, to = key.data_ptr(), value.data_ptr(), slots.data_ptr(), cache[0].data_ptr()
+                    first = of_values + (to if len(cache) == 1 else cache[1].data_ptr())
+                    if scales:
+                        further = [*map(_address, scales)]
+                    if not (k | v | at | to | first) & 15 and _aligned(further) == aligned:
+                        launch.by_address(to, first, k, v, at, *further)
+                        return
         keys, values = self._keys_and_values(cache)
         new = keys, values, key[: slots.shape[0]], value[: slots.shape[0]]
         tensors = AppendTensors(slot_mapping=slots, k_descale=k_scale, v_descale=v_scale)
         operators.append(*new, tensors, APPEND_OPTIONS)
-        if direct:
+        if is_eager and _may_remember(given, scales):
             launch = operators.APPEND.prepared(new, tensors, APPEND_OPTIONS)
-            _remember(signature, launch, given, cache, (keys, values))
+            _remember(kind, launch, given, scales, cache, (keys, values))
 
-    def _options_for(self, causal: bool, max_query_len: int) -> DecodeOptions:
-        options = self._options_of.get((causal, max_query_len))
-        if options is None:
+    def _options_for(self, causal: bool, max_query_len: int | None) -> tuple[DecodeOptions, object]:
+        """Return the options of a call, and an object that stands for them and for ``self.sizes``."""
+        known = self._options_of.get((causal, max_query_len))
+        if known is None:
             options = self.causal_options if causal else self.options
             options = options._replace(max_seqlen_q=max_query_len)
-            self._options_of[causal, max_query_len] = options
-        return options
+            known = self._options_of[causal, max_query_len] = options, _kind(type(self), options, self.sizes)
+        return known

@@ -92,7 +92,7 @@ def _inside(
     """
     inside = []
     for index, size in zip(indices, tensor.shape, strict=True):
-        index = torch.as_tensor(index, device=tensor.device)
+        index = torch.as_tensor(index, dtype=torch.int64, device=tensor.device)  # uint8 would be a mask
         index = torch.where(index < 0, index + size, index)
         if check or (check is None and index.device.type == "cpu"):
             wrong = (index < 0) | (index >= size)

@@ -191,13 +191,18 @@ class LaunchInto:
         """Whether :meth:`by_address` may be called."""
         return self._is_straight and getattr(self._launch, "has_addresses", False)
 
-    def by_address(self, first: Tensor, others: tuple[int, ...], addresses: Any, out: Tensor) -> None:
-        """Write into ``out``, with the addresses of the ``others``, and of the optional tensors.
+    def by_address(self, out: Tensor, given: tuple[int, ...], addresses: tuple, memory: dict) -> None:
+        """Write into ``out``, the first of two buffers.
 
         Tokens of packed tensors that belong to no sequence are not written.
+
+        Args:
+            given: addresses of the tensors that every call has, then that of ``out``.
+            addresses: those of the optional tensors.
+            memory: what calls that run one after the other on a stream share.
         """
-        self._refuse_overlap((first.data_ptr(), *others, out.data_ptr(), None, *addresses))
-        self._launch.by_address(first, *others, addresses, out)
+        self._refuse_overlap((*given, None, *addresses))
+        self._launch.by_address(out, given, addresses, memory)
         if not out.is_inference():
             increment_version(out)
 

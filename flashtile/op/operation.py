@@ -54,6 +54,7 @@ PLAIN_TYPES = (Tensor, Parameter)
 dispatch_modes = torch._C._len_torch_dispatch_stack
 transform = torch._C._functorch.peek_interpreter_stack
 tracing = torch._C._get_tracing_state
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 # If a name is missing, os.environ.get raises and catches two errors, which takes 0.8 us.
 environment = os.environ._data  # type: ignore[attr-defined]
@@ -330,7 +331,7 @@ class Operation:
 
 def is_plain(required: tuple[Tensor, ...], *optional: Iterable[Tensor | None]) -> bool:
     """Whether a call is plain: eager, without dispatch modes, transforms, tangents and tensor subclasses."""
-    if torch.compiler.is_dynamo_compiling():
+    if is_dynamo_compiling():
         return False
     for tensor in required:
         if type(tensor) not in PLAIN_TYPES:
@@ -366,6 +367,33 @@ def signatures(tensors: Iterable[Tensor | None]) -> tuple:
         else:
             entries += t.shape, t.stride(), t.dtype, t.device, not t.data_ptr() & 15
     return tuple(entries)
+
+
+def guard(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
+    """Return a function of as many tensors. It is true for plain calls whose tensors are like these.
+
+    This is a plain call. Tensors are alike if their signatures are equal, apart from the alignment of
+    addresses, and also ``requires_grad``. The function must not be called under ``torch.compile``, in
+    dispatch modes and with forward-mode tangents. It may be false for other reasons.
+    """
+    expected = _compared(tensors)
+    try:  # torch.compile's guards do the same in C++, without a tuple for each property
+        kind: Any = torch._C._dynamo.guards.TensorGuards
+        guards = kind(
+            *tensors,
+            dynamic_dims_sizes=[list(t.shape) for t in tensors],
+            dynamic_dims_strides=[list(t.stride()) for t in tensors],
+        )
+        check: Callable[..., bool] = guards.check
+        if check(*tensors):
+            return check
+    except Exception:  # they are private, so another release of torch may have others
+        pass
+    return lambda *given: is_plain(given) and _compared(given) == expected
+
+
+def _compared(tensors: tuple[Tensor, ...]) -> list[tuple]:
+    return [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
 
 
 def on_meta(tensor: Tensor | None) -> Tensor | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import struct
 import sys
 from collections import namedtuple
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 from triton.runtime import build
 
 import flashtile
-from flashtile.backends import compat
+from flashtile.backends import compat, libcuda
 from flashtile.backends.common import compiled_folder, direct_launch, first_calls, jit
 from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.device import Target, compiling_for
@@ -57,25 +56,6 @@ def recorded() -> dict[str, Any]:
     return {name: value if isinstance(value, (int, bytes)) else [*value] for name, value in found.items()}
 
 
-def parameter_sizes(cubin: bytes) -> list[int]:
-    """Return the bytes of each parameter of a kernel: KPARAM_INFO, which ptxas writes into its ELF file."""
-    sections, entry, count = struct.unpack_from("<Q", cubin, 40)[0], *struct.unpack_from("<HH", cubin, 58)
-    headers = [struct.unpack_from("<IIQQQQ", cubin, sections + i * entry) for i in range(count)]
-    names = headers[struct.unpack_from("<H", cubin, 62)[0]][4]
-    found: dict[int, int] = {}
-    for name, _, _, _, offset, size in headers:
-        text = cubin[names + name : cubin.index(b"\0", names + name)]
-        place, end = offset, offset + size if text.startswith(b".nv.info.") else offset
-        while place < end:
-            kind, attribute, length = struct.unpack_from("<BBH", cubin, place)
-            place += 4
-            if (kind, attribute) == (4, 0x17):
-                _, number, _, packed = struct.unpack_from("<IHHI", cubin, place)
-                found[number] = packed >> 18
-            place += length if kind == 4 else 0
-    return [found[i] for i in range(len(found))]
-
-
 def compiled_for_h200(launch: CachedLaunch, tensors: tuple) -> Any:
     with compat.compiling_driver(H200.capability), compiling_for(H200):
         return launch.compile_ahead(tensors)
@@ -90,7 +70,7 @@ def as_triton_runs(compiled: Any) -> None:
 def compare(name: str, launch: CachedLaunch, tensors: tuple, others: tuple[tuple, ...] = ()) -> None:
     """Launch a kernel in both ways with made-up addresses and other scalars, and compare the records."""
     compiled = compiled_for_h200(launch, tensors)
-    sizes = parameter_sizes(compiled.kernel)
+    sizes = libcuda.parameter_sizes(compiled.name, compiled.kernel)
     fake.fake_parameters(len(sizes), (ctypes.c_uint * len(sizes))(*sizes))
     as_triton_runs(compiled)
     given = (launch._grid, tensors, launch._fixed, launch._views, launch._pointers)
@@ -107,10 +87,12 @@ def compare(name: str, launch: CachedLaunch, tensors: tuple, others: tuple[tuple
         ours, theirs = ours.with_fixed(fixed), theirs.with_fixed(fixed)
         for stream in (0, 2**47 + 5):
             addresses = tuple(map(address, tensors))
+            count = 1 + sum(view is not None for view in launch._views)
             records = []
             for run in (ours, theirs):
-                fake.fake_context(0)  # as in a thread that has not called CUDA
-                run(stream, addresses, True)
+                # Ours needs no context, as in a thread that has not called CUDA. Triton 3.9 needs one.
+                fake.fake_context(0 if run is ours else 1)
+                run(stream, addresses[:count], addresses[count:])
                 records.append(recorded())
             assert records[0] == records[1], name
             assert records[0]["nbytes"] == sum(sizes)
@@ -189,7 +171,7 @@ def same() -> None:
                 compare(f"{name} {launch.kernel.__name__}", launch, tensors)
 
 
-def in_folder(folder: Path, launch: CachedLaunch, tensors: tuple) -> list[int]:
+def in_folder(folder: Path, launch: CachedLaunch, tensors: tuple) -> tuple[int, ...]:
     """Compile a kernel for an H200 into a folder, and return the sizes of its parameters."""
     with (
         compat.compiling_driver(H200.capability, only_named=True),
@@ -202,7 +184,7 @@ def in_folder(folder: Path, launch: CachedLaunch, tensors: tuple) -> list[int]:
     digests = compiled_folder.write_kernel(folder, key, compiled)
     compiled_folder.write_index(folder, {key: (H200.arch, digests)})
     launch.kernel.device_caches.clear()
-    return parameter_sizes(compiled.kernel)
+    return libcuda.parameter_sizes(compiled.name, compiled.kernel)
 
 
 def nothing_is_built(*arguments: Any, **more: Any) -> None:

@@ -92,14 +92,6 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, int type, cuuint32_t rank, voi
 
 CUresult cuTensorMapEncodeIm2col(void) { return CUDA_ERROR_NOT_SUPPORTED; }
 
-CUresult cuFuncGetParamInfo(CUfunction function, size_t index, size_t *offset, size_t *size) {
-  if (index >= num_parameters)
-    return CUDA_ERROR_INVALID_VALUE;
-  *offset = 0;
-  *size = sizes[index];
-  return CUDA_SUCCESS;
-}
-
 CUresult cuGetErrorString(CUresult result, const char **text) {
   *text = result == CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES ? "too many resources requested for launch" : "fake";
   return CUDA_SUCCESS;

@@ -109,7 +109,7 @@ class Driver:
         self.of_thread.context = 1
 
     def function(self, name: str) -> Any:
-        if name == "cuFuncGetParamInfo" and self.missing is not None:
+        if name == "cuLaunchKernelEx" and self.missing is not None:
             raise self.missing(name)
         found = getattr(self, name.lower())
         if name.startswith(self.without_context):
@@ -160,12 +160,6 @@ class Driver:
     def cufuncsetcacheconfig(self, function: int, config: int) -> int:
         return 0
 
-    def cufuncgetparaminfo(self, function: int, index: int, offset: Any, size: Any) -> int:
-        if index >= len(self.sizes):
-            return 1
-        size._obj.value = self.sizes[index]
-        return 0
-
     def cugeterrorstring(self, result: int, text: Any) -> int:
         text._obj.value = b"the driver's words"
         return 0
@@ -195,6 +189,8 @@ def driver(monkeypatch) -> Iterator[Driver]:
     """A driver for kernels with two pointers and a number."""
     found = Driver(8, 8, 4)
     monkeypatch.setattr(libcuda, "function", found.function)
+    monkeypatch.setattr(libcuda, "bound", lambda name, *given: partial(found.function(name), *given))
+    monkeypatch.setattr(libcuda, "parameter_sizes", lambda name, binary: tuple(found.sizes))
     return found
 
 
@@ -232,7 +228,7 @@ def test_tensors_and_addresses(driver):
     launch = launcher(Compiled(*PLAIN), a, b)
     launch(11, (a, b))
     launch(0, (4096, 2**63))
-    launch.with_fixed((-6, "constant"))(2**63, (1, 2), True)
+    launch.with_fixed((-6, "constant"))(2**63, (1,), (2,))
     assert [stream for stream, _ in driver.launches] == [11, 0, 2**63]
     assert [of_pointers(each) for each in driver.launches] == [
         [a.data_ptr(), b.data_ptr()], [4096, 2**63], [1, 2]
@@ -247,7 +243,7 @@ def test_structures_in_the_structure_of_tensors(driver):
     given, c = ((10, 3), 11, None, (4, 12)), torch.empty(3)
     launch = launcher(Compiled(types, "i32", "constexpr"), *given, pointers=lambda *fields: fields)
     for tensors in (given, ((20, 5), 21, None, (6, c)), given):
-        launch(11, tensors, tensors is given)
+        launch(11, tensors[:2], tensors[2:]) if tensors is given else launch(11, tensors)
     found = [[int.from_bytes(value, "little") for value in values] for _, values in driver.launches]
     first, second = [10, 3, 11, 4, 12, 5, 0, 0], [20, 5, 21, 6, c.data_ptr(), 5, 0, 0]
     assert found == [first, second, first]
@@ -268,6 +264,101 @@ def test_launches_at_the_same_time_have_their_own_memory(driver):
     assert [(stream, of_pointers((stream, values))) for stream, values in driver.launches] == [
         (12, [3, 4]), (11, [1, 2]), (12, [3, 4]), (11, [1, 2])
     ]  # fmt: skip
+
+
+def numbers_of(driver: Driver) -> list[tuple]:
+    """Return (stream, values of all parameters but the scratch memory's) of each launch, and forget them."""
+    found = [
+        (stream, *[int.from_bytes(value, "little") for value in values[:-2]])
+        for stream, values in driver.launches
+    ]
+    driver.launches.clear()
+    return found
+
+
+def test_addresses_that_stay_are_written_once(driver):
+    """A launch sees the newest addresses, whatever the launch before it has written into the same memory."""
+    driver.sizes = (8, 8, 8, 4, 8, 8)
+    types = ("*fp32", "constexpr", "*fp32", "*fp32", "i32", "constexpr")
+    launch = launcher(Compiled(*types), 1, None, 2, 3)
+    other = launch.with_fixed((6, "constant"))
+    step, next_step = (20, 30), (21, 31)
+    launch(11, (10, None), step)
+    launch(11, (12, None), step)
+    launch(12, (13, None), next_step)
+    launch(11, (14, None), step)
+    other(11, (15, None), step)
+    launch(11, (16, None, 22, 32))
+    launch(11, (17, None), step)
+    launch(11, (18, None), (*step,))
+    assert numbers_of(driver) == [
+        (11, 10, 20, 30, 5), (11, 12, 20, 30, 5), (12, 13, 21, 31, 5), (11, 14, 20, 30, 5),
+        (11, 15, 20, 30, 6), (11, 16, 22, 32, 5), (11, 17, 20, 30, 5), (11, 18, 20, 30, 5),
+    ]  # fmt: skip
+
+
+def test_a_launch_that_fails_leaves_nothing_half_written(driver):
+    driver.sizes = (8, 8, 8, 4, 8, 8)
+    launch = launcher(Compiled("*fp32", "*fp32", "*fp32", "i32", "constexpr"), 1, 2, 3)
+    step, wrong = (20, 30), (21, "an address")
+    launch(11, (10,), step)
+    with pytest.raises(TypeError):
+        launch(11, (11,), wrong)
+    launch(11, (12,), step)
+    assert numbers_of(driver) == [(11, 10, 20, 30, 5), (11, 12, 20, 30, 5)]
+
+
+@pytest.mark.parametrize("first", ["*fp32", "i32"])
+def test_further_addresses_after_a_structure(driver, first):
+    driver.sizes = (8 if first == "*fp32" else 4, 8, 8, 4, 8, 8)
+    compiled = Compiled(((first, "*fp32"), "*fp32"), "i32", "constexpr")
+    launch = launcher(compiled, (1, 2), 3, pointers=Pair)
+    if first == "i32":  # leaves that are addresses are given as tensors
+        launch(11, ((10, 20),), (30,))
+        assert numbers_of(driver) == [(11, 10, 20, 30, 5)]
+    else:
+        a, b = torch.empty(3), torch.empty(3)
+        launch(11, ((a, b),), (30,))
+        assert numbers_of(driver) == [(11, a.data_ptr(), b.data_ptr(), 30, 5)]
+
+
+def test_threads_with_steps_of_their_own(driver):
+    driver.sizes = (8, 8, 8, 4, 8, 8)
+    launch = launcher(Compiled("*fp32", "*fp32", "*fp32", "i32", "constexpr"), 1, 2, 3)
+
+    def layers(thread: int) -> None:
+        driver.of_thread.context = 1
+        step = (100 + thread, 200 + thread)
+        for layer in range(300):
+            launch(thread, (1000 * thread + layer,), step)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(layers, range(4)))
+    assert sorted(numbers_of(driver)) == [
+        (thread, 1000 * thread + layer, 100 + thread, 200 + thread, 5)
+        for thread in range(4)
+        for layer in range(300)
+    ]
+
+
+def test_a_launch_during_a_launch_of_the_same_step(driver):
+    driver.sizes = (8, 8, 8, 4, 8, 8)
+    launch = launcher(Compiled("*fp32", "*fp32", "*fp32", "i32", "constexpr"), 1, 2, 3)
+    step = (20, 30)
+    for _ in range(2):
+        driver.during_a_launch = lambda: launch(12, (11,), step)
+        launch(11, (10,), step)
+    assert numbers_of(driver) == [(12, 11, 20, 30, 5), (11, 10, 20, 30, 5)] * 2
+
+
+def test_hooks_see_further_addresses(driver, monkeypatch):
+    compiled = Compiled(*PLAIN)
+    launch = launcher(compiled, 1, 2)
+    launch(11, (1,), (2,))
+    monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
+    launch(12, (3,), (4,))
+    assert compiled.hooked == [(GRID, 12, 3, 4, 5, "constant")]
+    assert numbers_of(driver) == [(11, 1, 2, 5)]
 
 
 def in_a_thread(function: Callable[[], Any]) -> Any:
@@ -325,7 +416,7 @@ def test_hooks_of_launches_find_a_context(driver, monkeypatch):
 
 
 def test_descriptors_that_triton_encodes_find_a_context(driver, monkeypatch):
-    """Its launchers are used with drivers before CUDA 12.4."""
+    """Its launchers are used with drivers before CUDA 12.0."""
     monkeypatch.setattr(compat, "cuda_device", lambda: 3)
 
     def encode(descriptor: Any) -> list:
@@ -401,9 +492,24 @@ def test_other_parameters_than_expected_are_left_to_triton(driver):
     assert launcher(Compiled(*PLAIN), 1, 2) is None
 
 
+def test_no_call_of_the_driver_fails(driver, monkeypatch):
+    """compute-sanitizer reports each call that fails, also those that were only a question."""
+    results = []
+
+    def function(name: str) -> Any:
+        found = driver.function(name)
+        return lambda *arguments: results.append(found(*arguments)) or results[-1]
+
+    monkeypatch.setattr(libcuda, "function", function)
+    launch = launcher(Compiled(*PLAIN), 1, 2)
+    launch(3, (16, 32))
+    assert len(driver.launches) == 1
+    assert results == [0] * len(results)
+
+
 @pytest.mark.parametrize("missing", [AttributeError, OSError])
 def test_a_driver_without_the_functions(driver, missing):
-    """It is older than CUDA 12.4, or a library of another name."""
+    """It is older than CUDA 12.0, or a library of another name."""
     view = View([64, 16], [16, 1], [16, 16], torch.bfloat16)
     driver.missing = missing
     assert launcher(Compiled(*PLAIN), 1, 2) is None

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "masks"))
 
 import linear_calls
 from linear_calls import Call
-from listed_calls import LISTED_CALLS, check_small_scores
+from listed_calls import LISTED_CALLS, SMALLEST_ON_HOPPER, check_small_scores
 
 import decode_cases
 import flashtile
@@ -325,7 +325,7 @@ def test_calls_with_functions(name: str) -> None:
 
 def test_rows_of_small_finite_scores() -> None:
     with interpreted():
-        check_small_scores(*LISTED_CALLS["finite-fill"].inputs("cpu"), "hopper")
+        check_small_scores(*LISTED_CALLS["finite-fill"].inputs("cpu"), "hopper", SMALLEST_ON_HOPPER)
 
 
 def test_hidden_scores_have_no_gradient() -> None:

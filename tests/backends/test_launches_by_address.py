@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from flashtile.backends import compat
 from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.portable.decode import config
+from flashtile.backends.portable.decode import launch as decode_launch
 from flashtile.backends.portable.decode.append_launch import AppendLaunch
 from flashtile.backends.portable.decode.launch import DecodeLaunch
 from flashtile.problems.decode import (
@@ -33,9 +34,10 @@ def launched(monkeypatch) -> list[tuple]:
     launches: list[tuple] = []
 
     def compile_nothing(self: Any, device: Any, tensors: tuple) -> None:
-        def run(stream: int, given: tuple, are_addresses: bool = False) -> None:
-            assert not are_addresses or not any(isinstance(t, torch.Tensor) for t in given)
-            addresses = [t.data_ptr() if isinstance(t, torch.Tensor) else t for t in given]
+        def run(stream: int, given: tuple, further: tuple | None = None) -> None:
+            every = (*given, *(further or ()))
+            assert further is None or not any(isinstance(t, torch.Tensor) for t in every)
+            addresses = [t.data_ptr() if isinstance(t, torch.Tensor) else t for t in every]
             launches.append((self.kernel.__name__, addresses))
 
         run(0, tensors)
@@ -80,7 +82,7 @@ def test_attention(launched, name, packed):
     expected = launched.copy()
     launched.clear()
     out.fill_(torch.nan)
-    launch.by_address(q, k.data_ptr(), v.data_ptr(), addresses(tensors), out)
+    launch.by_address(out, tuple(t.data_ptr() for t in (q, k, v, out)), addresses(tensors), {})
     assert [kernel for kernel, _ in launched] == [kernel for kernel, _ in expected]
     assert out.isnan().all()  # tokens that no kernel writes are not filled
     known = {t.data_ptr() for t in (q, k, v, out, *tensors) if t is not None}
@@ -114,6 +116,119 @@ def test_appends(launched, dtype):
     )  # fmt: skip
     assert launched[1] == launched[2]
     assert launched[2][1] == [t.data_ptr() for t in (k_cache, v_cache, k, v)] + [*of_slots]
+
+
+def test_steps_in_turns(launched):
+    """Both kernels get the addresses of the step, also after another step with the same signature."""
+    q, (k, v) = torch.randn(3, 1, HEADS, DIM), torch.randn(2, BLOCKS, PAGE, HEADS_KV, DIM)
+    tensors = CacheTensors(torch.tensor([5, 40, 0], dtype=torch.int32))
+    tensors = tensors._replace(block_table=torch.zeros(3, 8, dtype=torch.int32))
+    problem = DecodeProblem.from_tensors(q, k, v, tensors, DecodeOptions(causal=True, return_lse=False))
+    launch = DecodeLaunch(problem, config.choose(problem))
+    launch(q, k, v, tensors, torch.empty_like(q))
+    launched.clear()
+    steps = [CacheTensors(16 * i, None, None, 16 * i + 160) for i in range(1, 4)]
+    for layer, step in enumerate((*steps, *steps)):
+        launch.by_address(q, (layer, 1000 + layer, 2000 + layer, 3000 + layer), step, {})
+        (_, attended), (_, combined) = launched
+        assert attended[:4] == [layer, 1000 + layer, 2000 + layer, 3000 + layer]
+        assert attended[7:] == [*step]
+        assert combined == [attended[5], 3000 + layer, attended[4], *[None] * 3, step[0], *[None] * 3]
+        launched.clear()
+
+
+def test_layers_of_a_step_share_memory(launched, monkeypatch):
+    """Memory for partial results: one for each stream, larger where a layer needs it, and new in captures."""
+    (k, v), table = torch.randn(2, BLOCKS, PAGE, HEADS_KV, DIM), torch.zeros(3, 8, dtype=torch.int32)
+    tensors = CacheTensors(torch.tensor([5, 40, 0], dtype=torch.int32))._replace(block_table=table)
+    queries = [torch.randn(3, n, HEADS, DIM) for n in (1, 4)]
+    made = []
+    for q in queries:
+        problem = DecodeProblem.from_tensors(q, k, v, tensors, DecodeOptions(causal=True, return_lse=False))
+        made.append(DecodeLaunch(problem, config.choose(problem)))
+        made[-1](q, k, v, tensors, torch.empty_like(q))
+    (few, many), memory = made, {}
+    assert 0 < few._scratch_bytes < many._scratch_bytes
+
+    def partial(launch: DecodeLaunch, stream: int = 0) -> int:
+        monkeypatch.setattr(compat, "cuda_stream", lambda index: stream)
+        launched.clear()
+        launch.by_address(queries[0], (1, 2, 3, 4), addresses(tensors), memory)
+        return launched[0][1][5]
+
+    first = partial(few)
+    assert partial(few) == first
+    assert partial(few, 9) not in (first, memory[0].data_ptr())
+    larger = partial(many)
+    assert memory[0].nbytes >= many._scratch_bytes
+    assert partial(few) == partial(many) == larger
+    kept = dict(memory)
+    monkeypatch.setattr(decode_launch, "is_capturing", lambda tensor: True)
+    assert partial(few) != larger
+    assert memory == kept
+
+
+def test_another_device_is_made_current(launched, monkeypatch):
+    current = [0]
+
+    class On:
+        def __init__(self, device: Any) -> None:
+            self.before = current[0]
+
+        def __enter__(self) -> None:
+            current[0] = 0
+
+        def __exit__(self, *error: object) -> None:
+            current[0] = self.before
+
+    monkeypatch.setattr(compat, "cuda_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", On)
+    streams: list[int] = []
+    monkeypatch.setattr(compat, "cuda_stream", lambda index: streams.append(current[0]) or 7)
+    q, (k, v) = torch.randn(3, 1, HEADS, DIM), torch.randn(2, BLOCKS, PAGE, HEADS_KV, DIM)
+    lengths, table = torch.tensor([5, 40, 0], dtype=torch.int32), torch.zeros(3, 8, dtype=torch.int32)
+    tensors = CacheTensors(lengths, block_table=table)
+    problem = DecodeProblem.from_tensors(q, k, v, tensors, DecodeOptions(causal=True, return_lse=False))
+    attend = DecodeLaunch(problem, config.choose(problem))
+    attend(q, k, v, tensors, torch.empty_like(q))
+    slots = AppendTensors(slot_mapping=torch.arange(3))
+    append = AppendLaunch(AppendProblem.from_tensors(k, v, q[:, 0, :2], q[:, 0, :2], slots, AppendOptions()))
+    append(k, v, q[:, 0, :2], q[:, 0, :2], slots)
+    launched.clear(), streams.clear()
+    current[0] = 1
+    attend.by_address(q, (1, 2, 3, 4), addresses(tensors), {})
+    append.by_address(1, 2, 3, 4, 5)
+    assert [name for name, _ in launched] == ["decode_kernel", "combine_kernel", "append_kernel"]
+    assert streams == [0, 0]
+    assert current == [1]
+
+
+@pytest.mark.parametrize("has_table", [False, True])
+@pytest.mark.parametrize("gathers", [False, True])
+def test_hopper(has_table, gathers):
+    from flashtile.backends.hopper.decode.launch import Attend
+
+    launched: list[tuple] = []
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __call__(self, device: Any, *given: Any) -> None:
+            launched.append((self.name, *given))
+
+        def by_address(self, stream: int, given: tuple, further: tuple = ()) -> None:
+            assert stream == 7
+            launched.append((self.name, *given, *further))
+
+    attend: Any = Attend(Kernel("attend"), Kernel("table") if has_table else None, gathers)  # type: ignore[arg-type]
+    step = CacheTensors(*range(100, 115))
+    attend("device", 1, 2, 3, 4, 5, 6, None, *step)
+    expected = launched.copy()
+    launched.clear()
+    attend.by_address(7, (1, 2, 3, 4, 5, 6, None), step)
+    assert launched == expected
+    assert len(launched) == 1 + has_table
 
 
 @pytest.mark.interpreter

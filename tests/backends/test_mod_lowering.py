@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ TINY = torch.finfo(torch.float32).tiny
 HALF_OF_EXACT = positions_of(1, 1)
 ROWS, KEYS = 60, 70
 SLOPES = torch.tensor([0.5, 0.125])
+BYTES = torch.arange(KEYS, dtype=torch.uint8) * 3
 TIMES = 1_700_000_000 + torch.arange(KEYS, dtype=torch.int32)
 
 
@@ -87,6 +90,9 @@ EXACT: dict[str, Callable[..., Any]] = {
     "both kinds of a distance": lambda s, b, h, i, j: s - (i - j) * torch.where((i - j) % 2 == 0, 0.5, 0.25),
     "captured ints": lambda s, b, h, i, j: s - 0.5 * (TIMES[i] - TIMES[j]),
     "a captured offset": lambda s, b, h, i, j: s - (i - j + TIMES[h] - 1_700_000_000),
+    # 0 - 3 is 253 in bytes.
+    "bytes": lambda s, b, h, i, j: s + (BYTES[i].clamp(0, 210) - BYTES[j].clamp(0, 210)),
+    "bytes and ints": lambda s, b, h, i, j: s + BYTES[h].clamp(0, 210) * (i - j),
     # A zero of ints has no sign.
     "negated": lambda s, b, h, i, j: 1 / -(i - j),
     "negated distance": lambda s, b, h, i, j: 1 / (-(j - i).abs()).float(),
@@ -198,3 +204,29 @@ def test_masks_compare_distances_with_arguments_of_the_launch() -> None:
     assert "distances.threads - captured.size_15 < 0 - distances.registers" in text
     # A larger number could leave 32 bits.
     assert "captured.size_15 <" not in mask_text(sliding(2**31 - 1, 0))
+
+
+@pytest.mark.parametrize("number", [0, 1, -5, 100, 2**29 - 1, 1 - 2**29, 2**29, -(2**29), 2**31 - 1])
+@pytest.mark.parametrize("name", ["lt", "le", "gt", "ge", "eq", "ne"])
+def test_comparisons_of_distances_at_the_longest_lengths(name: str, number: int) -> None:
+    """Positions up to 2 ** 30 are ints of 32 bits, as are the two parts of a distance."""
+    compare = getattr(operator, name)
+    positions = torch.tensor([0, 1, 99, 100, 2**29 - 1, 2**29, 2**29 + 1, 2**30 - 8, 2**30 - 1])
+    q, kv, register = positions[:, None, None], positions[None, :, None], torch.tensor([-255, -1, 0, 7])
+    masks_ = (
+        lambda b, h, i, j: compare(i - j, number),
+        lambda b, h, i, j: compare(j - i, number),
+        lambda b, h, i, j: compare(number, i - j),
+        lambda b, h, i, j: compare(i, j) ^ compare(j, i) ^ (h == 1),
+    )
+    for mask in masks_:
+        mods = Mods(mask_mod=traced("mask_mod", mask).text, positions=2**30)
+        source = functions.mask_function(mods, gluon=True, shared=True).src
+        names: dict[str, Any] = {"tl": SimpleNamespace(int64=torch.int64)}
+        exec(source, names)
+        found = names[source[4 : source.index("(")]](
+            torch.tensor(0), torch.tensor(1), q.int(), kv.int(),
+            SimpleNamespace(**{f"size_{i}": size for i, size in enumerate(mods.kernel_sizes(()))}),
+            SimpleNamespace(threads=(q - kv - register).int(), registers=register.int()), (),
+        )  # fmt: skip
+        assert torch.equal(found.expand(9, 9, 4), mask(0, 1, q, kv).expand(9, 9, 4)), source

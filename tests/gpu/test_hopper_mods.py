@@ -14,7 +14,14 @@ from targets import CUDA
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "masks"))
 
-from listed_calls import LISTED_CALLS, MANY_TILES, ListedCall, check_small_scores, full_by_its_lists
+from listed_calls import (
+    LISTED_CALLS,
+    MANY_TILES,
+    SMALLEST_ON_HOPPER,
+    ListedCall,
+    check_small_scores,
+    full_by_its_lists,
+)
 
 HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no GPU of compute capability 9.0")]
@@ -33,7 +40,7 @@ def test_call(name: str) -> None:
 
 
 def test_rows_of_small_finite_scores() -> None:
-    check_small_scores(*LISTED_CALLS["finite-fill"].inputs("cuda"), "hopper")
+    check_small_scores(*LISTED_CALLS["finite-fill"].inputs("cuda"), "hopper", SMALLEST_ON_HOPPER)
 
 
 @pytest.mark.parametrize("name", MANY_TILES)

@@ -18,7 +18,7 @@ from torch import Tensor
 from flashtile.backends.cpu import decode as backend
 from flashtile.integrations import paged
 from flashtile.op import operation
-from flashtile.problems.decode import AppendTensors
+from flashtile.problems.decode import AppendTensors, CacheTensors
 
 
 class Form(NamedTuple):
@@ -73,11 +73,11 @@ class Decode:
         self._forms = [form_of(t) for t in (q, k, v, out)], [form_of(t) for t in tensors]
         return out.copy_(result), result_lse
 
-    def by_address(self, q: Tensor, k: int, v: int, addresses: Any, out: Tensor) -> None:
+    def by_address(self, out: Tensor, given: tuple[int, ...], addresses: tuple, memory: dict) -> None:
         self._calls.append("decode")
         first, optional = self._forms
-        *cache, to = at(first, (q.data_ptr(), k, v, out.data_ptr()))
-        to.copy_(self._launch(*cache, type(addresses)(*at(optional, addresses)))[0])
+        *cache, to = at(first, given)
+        to.copy_(self._launch(*cache, CacheTensors(*at(optional, addresses)))[0])
 
 
 class Append:
@@ -100,7 +100,8 @@ class Append:
 
     def by_address(self, *addresses: int | None) -> None:
         self._calls.append("append")
-        *given, slots, k_descale, v_descale = at(self._forms, addresses)
+        absent = (None,) * (len(self._forms) - len(addresses))
+        *given, slots, k_descale, v_descale = at(self._forms, (*addresses, *absent))
         self._launch(*given, AppendTensors(slot_mapping=slots, k_descale=k_descale, v_descale=v_descale))
 
 

@@ -29,6 +29,7 @@ def modules_of(release: str, **environment: Any) -> dict[str, ModuleType]:
         "register_backend": "registered[backend] = class_path",
         "register_mla_prefill_backend": "registered[backend] = class_path",
         "MLACommonImpl.__init__": given,
+        "MLAPrefillBackend.prepare_metadata": "self._prefill_metadata = prefill_metadata",
     }
     exec(engine_stand_in.source_of(RECORD[release], bodies), names)
     return engine_stand_in.modules_from({

@@ -138,12 +138,11 @@ SMALLEST_ON_HOPPER = -1e8
 rounded product. So a row's largest probability is not 1, but 2 ** x, |x| <= |score| * log2(e) * 2 ** -24."""
 
 
-def check_small_scores(q: Tensor, k: Tensor, v: Tensor, backend: str | None) -> None:
-    """Finite scores, to -1e38 where a kernel allows it, are not hidden: rows of them give the mean of v.
+def check_small_scores(q: Tensor, k: Tensor, v: Tensor, backend: str | None, small: float = -1e38) -> None:
+    """Finite scores, as small as ``small``, are not hidden: rows of them give the mean of v.
 
     Gradients are not compared: at this size, lse in float32 does not depend on the number of keys.
     """
-    small = SMALLEST_ON_HOPPER if backend == "hopper" else -1e38
 
     def modify(score, batch, head, q_idx, kv_idx):
         return torch.where(q_idx % 7 != 3, score, small)

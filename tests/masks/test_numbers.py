@@ -44,6 +44,29 @@ def test_an_int_becomes_a_float_where_torch_makes_it_one(name: str) -> None:
     traced("score_mod", function)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+def test_indices_may_be_small_ints(target: Target, dtype: torch.dtype) -> None:
+    """torch itself takes uint8 for a mask and refuses int16. A table may be longer than int8 can count."""
+    table = torch.linspace(-2, 2, 300, device=target.device)
+    wide = torch.tensor([3, 0, 5, 127, 5, 1, 90, 2], device=target.device)
+    if dtype.is_signed:
+        wide = torch.where(wide == 5, -5, wide)
+    narrow = wide.to(dtype)
+    q, k, v = (testing.random_tensor((1, 8, 1, 16), torch.float32, target.device, seed=i) for i in range(3))
+
+    def out(places: torch.Tensor) -> torch.Tensor:
+        return flashtile.attention(
+            q, k, v, score_mod=lambda s, b, h, i, j: s + table[places[j]], backend=target.backend
+        )
+
+    def blocks(places: torch.Tensor) -> torch.Tensor:
+        mask = masks.mask_mod(lambda b, h, i, j: table[places[j // 16]] > 0)
+        return masks.create_block_mask(mask, None, None, 16, 128, target.device, 16).full_kv_num_blocks
+
+    torch.testing.assert_close(out(narrow), out(wide))
+    assert torch.equal(blocks(narrow), blocks(wide))
+
+
 def test_squares_of_floats_do_not_overflow(target: Target) -> None:
     """As ints of 32 bits they would."""
 

@@ -121,12 +121,21 @@ class CachedLaunch:
         else:
             self._compile(device, tensors)
 
-    def by_address(self, device: torch.device, *addresses: int | None) -> None:
-        """Launch a kernel that :attr:`takes_addresses` with nothing but addresses, which saves host time."""
-        if compat.cuda_device() == self._index:
-            self._run(compat.cuda_stream(self._index), addresses, True)
-        else:
-            self(device, *addresses)
+    def stream(self) -> int | None:
+        """Return the current stream of the kernel's device; None if another device is current.
+
+        Requires :attr:`takes_addresses`.
+        """
+        index: Any = self._index
+        return compat.cuda_stream(index) if compat.cuda_device() == index else None
+
+    def by_address(self, stream: int, addresses: tuple, further: tuple = ()) -> None:
+        """Launch the kernel on a :meth:`stream` with nothing but addresses, which saves host time.
+
+        ``further`` are the last of them. If they are the same object as in the launch before, as for all
+        layers of a step, they need not be written again. Their number is the same in all launches.
+        """
+        self._run(stream, addresses, further)
 
     def _compile(self, device: torch.device, tensors: tuple) -> None:
         """Compile the kernel if necessary, launch it, and keep the launch."""

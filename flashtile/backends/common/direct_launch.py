@@ -4,8 +4,8 @@ Triton's launchers are C modules, which are built with gcc when they are not in 
 from a folder of compiled kernels, this would be most of the time of a first call.
 
 A frame (:class:`_Frame`) is the memory of a launch: the driver's configuration of the launch, and the values
-of the kernel's parameters. Each launch writes all values by one call of ``struct``: first TMA descriptors,
-then addresses of tensors, then the bytes of what is the same in all launches.
+of the kernel's parameters. These are first TMA descriptors, then addresses of tensors, then the bytes of what
+is the same in all launches. A launch writes only what differs from the frame's last launch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import chain, islice
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from triton import knobs
 
@@ -49,6 +49,8 @@ def launcher(
 ) -> Any:
     """Return a launch like that of :func:`compat.launcher`, or None for a kernel that only Triton can launch.
 
+    Launches that pass ``further`` always divide the addresses in the same place.
+
     ``index`` is the index of the current device. The other arguments are those of :func:`compat.launcher`.
     """
     if 0 in grid or not _is_plain(compiled.metadata) or not libcuda.is_usable():
@@ -70,48 +72,52 @@ def launcher(
     if kernel is None or layout.sizes != kernel.sizes:
         return None
     numbers = [*chain(*described)]
-    nested = [(i, compat.Leaves(t)) for i, t in enumerate(of_tensors) if isinstance(t, tuple)][::-1]
+    values_of = _values(of_tensors, layout.pick_tensors)
     frames: list[_Frame] = []
-    new_frame = partial(_frame, layout, compiled.metadata, grid, kernel.function)
-    pack, pick, first = layout.changing.pack_into, layout.pick_tensors, len(maps)
-    some_are_constants, runtime = pick is not tuple, knobs.runtime
+    new_frame = partial(_Frame, layout, compiled.metadata, grid, kernel.function)
+    first, of_maps, runtime = len(maps), layout.of_maps, knobs.runtime
+    is_flat = layout.has_only_addresses and not any(isinstance(t, tuple) for t in of_tensors)
+    parts: tuple = ()
 
     def with_fixed(fixed: tuple) -> Any:
         same = layout.pack_fixed(numbers, compat.leaves_of(fixed, of_fixed))
 
-        def launch(stream: int, tensors: tuple, are_addresses: bool = False) -> None:
+        def launch(stream: int, tensors: tuple, further: tuple | None = None) -> None:
+            nonlocal parts
             if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
                 libcuda.make_context_current(index)  # Triton encodes descriptors without one
-                compat.launch_by_triton(compiled[grid], stream, tensors, fixed, views, pointers)
+                every = (*tensors, *(further or ()))
+                compat.launch_by_triton(compiled[grid], stream, every, fixed, views, pointers)
                 return
-            others: Any = tensors[first:]
-            if nested:
-                others = [*others]
-                for i, leaves in nested:
-                    others[i : i + 1] = leaves(others[i])
-                others = [t if type(t) in _NUMBERS else t.data_ptr() for t in pick(others)]
-            else:
-                if some_are_constants:
-                    others = pick(others)
-                if not are_addresses:
-                    others = [t if type(t) is int else t.data_ptr() for t in others]
             try:  # threads that launch at the same time have different frames
                 frame = frames.pop()
             except IndexError:
                 frame = new_frame()
-            config, values, run, _ = frame
-            config.stream = stream
             if maps:
                 encoded = [
                     known[t if type(t) is int else t.data_ptr()]
                     for known, t in zip(maps, tensors, strict=False)
                 ]
-                pack(values, 0, *encoded, *others, same)
+                of_maps.pack_into(frame.values, 0, *encoded)
+            if further is not None and is_flat:
+                pick, pick_further, count = parts = parts or layout.parts(len(tensors) - first)
+                frame.addresses[:count] = pick(tensors[first:])
+                if frame.further is not further:
+                    frame.addresses[count:] = pick_further(further)
+                    frame.further = further
             else:
-                pack(values, 0, *others, same)
-            result = run()
+                values = values_of((*tensors[first:], *(further or ())))
+                if is_flat:
+                    frame.addresses[:] = values
+                else:
+                    layout.of_tensors.pack_into(frame.values, of_maps.size, *values)
+                frame.further = None
+            if frame.same is not same:
+                frame.replace_same(same)
+            frame.config.stream = stream
+            result = frame.launch()
             if result and libcuda.make_context_current(index):
-                result = run()
+                result = frame.launch()
             frames.append(frame)
             if result:
                 libcuda.check(result, f"launch of {compiled.name}")
@@ -171,6 +177,21 @@ def _encoder(metadata: dict[str, Any], view: Any) -> Callable[[Any], list[Any]]:
     return lambda descriptor: [encode(descriptor.base.data_ptr()), *shape, *strides]
 
 
+def _values(types: tuple, pick: Callable[[Any], Any]) -> Callable[[tuple], list]:
+    """Return a function from the tensors of a launch to the values of parameters. ``pick`` picks leaves."""
+    nested = [(i, compat.Leaves(t)) for i, t in enumerate(types) if isinstance(t, tuple)][::-1]
+    if not nested:
+        return lambda tensors: [t if type(t) is int else t.data_ptr() for t in pick(tensors)]
+
+    def of_leaves(tensors: tuple) -> list:
+        found = [*tensors]
+        for i, leaves in nested:
+            found[i : i + 1] = leaves(found[i])
+        return [t if type(t) in _NUMBERS else t.data_ptr() for t in pick(found)]
+
+    return of_leaves
+
+
 class _Layout:
     """Where the values of a kernel's parameters are in a frame.
 
@@ -179,7 +200,11 @@ class _Layout:
         of_tensors, of_fixed: Triton's types of the leaves of the tensors' arguments, and of the fixed ones.
 
     Attributes:
-        changing: packs the descriptors, the addresses, and the bytes of what is the same in all launches.
+        of_maps: packs the descriptors, at the beginning.
+        of_tensors: packs the tensors' leaves, which come next.
+        has_only_addresses: whether all of these are addresses.
+        num_addresses: number of the tensors' leaves that are parameters of the kernel.
+        start_of_same, size: position of what is the same in all launches, and of the end.
         pick_tensors: picks the tensors' leaves that are parameters of the kernel.
         sizes: bytes of each parameter of the kernel.
         places: position of each parameter's value.
@@ -189,19 +214,28 @@ class _Layout:
         self.pick_tensors, tensors = _kept(of_tensors)
         self._pick_fixed, fixed = _kept(of_fixed)
         descriptors = [[_MAP, *"i" * rank, *"q" * rank] for rank in ranks]
-        changing = [*[_MAP] * len(ranks), *tensors]
+        self.of_maps = struct.Struct("".join(["@", *[_MAP] * len(ranks)]))
+        self.num_addresses = len(tensors)
+        self.of_tensors = struct.Struct("".join(["@", *tensors, "0q"]))
+        self.has_only_addresses = set(tensors) <= {_POINTER}
+        self._of_tensors = of_tensors
         # Triton adds two addresses of scratch memory, which are 0 for these kernels.
         same = [*(code for _, *numbers in descriptors for code in numbers), *fixed, _POINTER, _POINTER]
         self._same = struct.Struct("".join(["@", *same]))
-        self.changing = struct.Struct("".join(["@", *changing, f"0q{self._same.size}s"]))
-        of_changing = iter(_places(changing, 0))
-        of_same = iter(_places(same, self.changing.size - self._same.size))
+        self.start_of_same = self.of_maps.size + self.of_tensors.size
+        self.size = self.start_of_same + self._same.size
+        of_same = iter(_places(same, self.start_of_same))
         self.places: list[int] = []
-        for codes in descriptors:
-            self.places += [next(of_changing), *islice(of_same, len(codes) - 1)]
-        self.places += [*of_changing, *of_same]
+        for i, codes in enumerate(descriptors):
+            self.places += [i * libcuda.TENSOR_MAP_BYTES, *islice(of_same, len(codes) - 1)]
+        self.places += [*_places(tensors, self.of_maps.size), *of_same]
         every = [*chain(*descriptors), *tensors, *fixed, _POINTER, _POINTER]
         self.sizes = tuple(map(struct.calcsize, every))
+
+    def parts(self, count: int) -> tuple[Callable[[Any], Any], Callable[[Any], Any], int]:
+        """Return how the first ``count`` tensors and the others are picked, and how many are first."""
+        (first, codes), (others, _) = _kept(self._of_tensors[:count]), _kept(self._of_tensors[count:])
+        return first, others, len(codes)
 
     def pack_fixed(self, numbers: list[int], leaves: list) -> bytes:
         """Return the bytes of shapes and strides of descriptors, and of fixed arguments."""
@@ -228,25 +262,37 @@ def _places(codes: list[str], start: int) -> list[int]:
     return places
 
 
-class _Frame(NamedTuple):
-    """Memory of one launch at a time. The driver copies everything from it before a launch returns."""
+class _Frame:
+    """Memory of one launch at a time. The driver copies everything from it before a launch returns.
 
-    config: libcuda.LaunchConfig
-    values: Any
-    launch: Callable[[], int]
-    """Launches the kernel and returns the driver's result."""
-    parameters: Any
-    """Addresses of the values."""
+    Attributes:
+        config: the driver's configuration of the launch.
+        values: memory of all parameters.
+        addresses: the part of ``values`` that holds the tensors' addresses.
+        further: the second part of the addresses, as it was written last.
+        same: what is the same in all launches, as it was written last.
+        launch: launches the kernel and returns the driver's result.
+    """
 
+    __slots__ = ("_parameters", "_start", "addresses", "config", "further", "launch", "same", "values")
 
-def _frame(layout: _Layout, metadata: Any, grid: tuple[int, int, int], function: int) -> _Frame:
-    values = libcuda.aligned(layout.changing.size, _ALIGNMENT)
-    places = [ctypes.addressof(values) + place for place in layout.places]
-    parameters = (ctypes.c_void_p * len(places))(*places)
-    config = libcuda.LaunchConfig(grid, 32 * metadata.num_warps, metadata.shared, bool(metadata.launch_pdl))
-    # Addresses instead of objects, which ctypes would convert at each launch.
-    launch = partial(
-        libcuda.function("cuLaunchKernelEx"), ctypes.addressof(config), function,
-        ctypes.addressof(parameters), None,
-    )  # fmt: skip
-    return _Frame(config, values, launch, parameters)
+    def __init__(self, layout: _Layout, metadata: Any, grid: tuple[int, int, int], function: int) -> None:
+        self.values = libcuda.aligned(layout.size, _ALIGNMENT)
+        start = ctypes.addressof(self.values)
+        self.addresses = (ctypes.c_uint64 * layout.num_addresses).from_address(start + layout.of_maps.size)
+        self.further: tuple | None = None
+        self.same = b""
+        self._start = start + layout.start_of_same
+        places = [start + place for place in layout.places]
+        self._parameters = (ctypes.c_void_p * len(places))(*places)
+        self.config = libcuda.LaunchConfig(
+            grid, 32 * metadata.num_warps, metadata.shared, bool(metadata.launch_pdl)
+        )
+        of_parameters = ctypes.addressof(self._parameters)
+        self.launch = libcuda.bound(
+            "cuLaunchKernelEx", ctypes.addressof(self.config), function, of_parameters, None
+        )
+
+    def replace_same(self, same: bytes) -> None:
+        ctypes.memmove(self._start, same, len(same))
+        self.same = same

@@ -50,6 +50,28 @@ class LatentBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar = QueryLenSupport.UNIFORM
 
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """Return vLLM's metadata of a step, in which no prompt loses its context."""
+        step = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        _merge_all_contexts(step.prefill)
+        return step
+
+
+def _merge_all_contexts(prompts: Any) -> None:
+    """Let vLLM merge the contexts of all rows, if prompts with a context are not the first prompts.
+
+    vLLM 0.25 counts the n prompts with a context and merges the contexts of the first n prompts. Its Model
+    Runner V2 orders prompts by their new tokens, so a prompt without a context may come before one with a
+    context. The context of the latter would be ignored. The lse of a row without a context is -inf, so it may
+    be merged as well. Releases from 0.29 on do not count.
+    """
+    context: Any = getattr(prompts, "chunked_context", None)
+    if getattr(context, "prefill_tokens_with_context", None) is None:
+        return
+    has_context = [length > 0 for length in context.seq_lens[0].tolist()]  # of the first chunk, on the host
+    if has_context != sorted(has_context, reverse=True):
+        context.prefill_tokens_with_context = None
+
 
 class LatentImpl(MLACommonImpl[MLACommonMetadata]):
     """Attention of one layer. Decode context parallelism is vLLM's own: it merges results by their lse."""
@@ -104,6 +126,11 @@ class Prefill(MLAPrefillBackend):
     @classmethod
     def supports_compute_capability(cls, device_capability: Any) -> bool:
         return device_capability is not None and device_capability >= (8, 0)
+
+    def prepare_metadata(self, prefill_metadata: Any) -> None:
+        """Take the metadata of a step's prompts. The builder may be another backend's."""
+        _merge_all_contexts(prefill_metadata)
+        super().prepare_metadata(prefill_metadata)
 
     def run_prefill_new_tokens(
         self,

@@ -381,4 +381,16 @@ class Attend:
         gathered = (k, v) if self._gathers else (None, None)
         self._kernel(device, q, k, v, out, lse, partial, *tensors, *gathered)
 
-    by_address = __call__
+    def stream(self) -> int | None:
+        return self._kernel.stream()
+
+    def by_address(self, stream: int, addresses: tuple[Any, ...], further: tuple[Any, ...]) -> None:
+        q, k, v, out, lse, partial, _ = addresses
+        if self._fill_table is not None:
+            given = CacheTensors(*further)
+            of_table = (
+                partial, given.cache_seqlens, given.cache_leftpad, given.cu_seqlens_q, given.cu_seqlens_k_new,
+            )  # fmt: skip
+            self._fill_table.by_address(stream, of_table)
+        gathered = (k, v) if self._gathers else (None, None)
+        self._kernel.by_address(stream, (q, k, v, out, lse, partial, *further, *gathered))

@@ -53,15 +53,17 @@ class _Lowering:
         self.ranges = ranges(program, positions)
         self.builder = Builder()
         self.equal: dict[Operand, Operand] = {}
-        """Operands with the same number."""
+        """New operands that are equal to old ones."""
         self.floats: dict[Operand, Operand] = {}
-        """Floats that are equal to ints of distances."""
+        """New floats that are equal to old ints, which depend on both positions."""
         self.approximations: dict[Operand, Operand] = {}
-        """Operands in which logarithms are approximate."""
+        """New operands that differ from old ones only by the errors of approximate logarithms."""
         self.linear: dict[Operand, tuple[int, int, int]] = {"q": (1, 0, 0), "kv": (0, 1, 0)}
         """(a, b, c) of ints that are a q + b kv + c."""
         self.whole: set[Operand] = set()
         """Floats without a fraction."""
+        self.narrow: set[Operand] = set()
+        """Ints made only of captured ints and numbers. They may have 8 or 16 bits, as in torch."""
 
     def add(self, line: Line) -> None:
         name, operation, operands = line.name, line.operation, line.operands
@@ -70,6 +72,7 @@ class _Lowering:
             self.equal[name] = self.builder.emit(
                 LOAD, operands[0], *indices, kind=line.kind, where=line.where
             )
+            self.narrow.add(name)
         elif line.kind != "float":
             self.equal[name] = self.builder.emit(operation, *map(self.value, operands))
             if line.kind == "int":
@@ -109,6 +112,10 @@ class _Lowering:
         if form is not None:
             self.linear[line.name] = form
         operands = _without_condition(line)
+        ints = [o for o in operands if isinstance(o, Name) and self.kinds[o] == "int"]
+        if ints and self.narrow.issuperset(ints):
+            self.narrow.add(line.name)
+            return
         if not {"q", "kv"} <= self.depends[line.name] or not all(map(self._is_exact, operands)):
             return
         if form is not None and sorted(form[:2]) == [-1, 1] and self._is_exact(line.name):

@@ -63,15 +63,24 @@ class AppendLaunch:
         k: int,
         v: int,
         slots: int,
-        k_descale: int | None,
-        v_descale: int | None,
+        k_descale: int | None = None,
+        v_descale: int | None = None,
     ) -> None:
         """Append by a slot mapping, with the addresses of the tensors. Requires :attr:`has_addresses`."""
-        assert self._kernel is not None
-        before, between, after = (None,), (None,) * 6, (None,) * 3
-        self._kernel.by_address(
-            self._device, k_cache, v_cache, k, v, *before, slots, *between, k_descale, v_descale, *after
-        )
+        kernel = self._kernel
+        assert kernel is not None
+        stream = kernel.stream()
+        if stream is None:
+            with torch.cuda.device(self._device):
+                self.by_address(k_cache, v_cache, k, v, slots, k_descale, v_descale)
+            return
+        kernel.by_address(
+            stream,
+            (
+                k_cache, v_cache, k, v, None, slots, None, None, None, None, None, None, k_descale, v_descale,
+                None, None, None,
+            ),
+        )  # fmt: skip
 
     @property
     def problem(self) -> AppendProblem:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,14 @@ from flashtile.backends.portable.decode.schedule import DecodeLengths
 from flashtile.problems.common import LOG2_E, UNLIMITED
 from flashtile.problems.decode import AppendTensors, CacheTensors, CombineProblem, DecodeProblem
 
+_of_combine = itemgetter(*map(CacheTensors._fields.index, CombinePointers._fields[3:]))
+"""Picks the tensors of :class:`CacheTensors` that the combining kernel takes."""
+
+
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether work on a tensor is captured for a CUDA graph now."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
 
 class DecodeScalars(NamedTuple):
     """Arguments of the attention kernel that are not tensors, in its order."""
@@ -79,11 +88,15 @@ class DecodeLaunch:
         self._empty = 0 in problem.out_shape or problem.batch == 0 or problem.seqlen_q == 0
         self._partials = 0
         """Number of floats of partial results, rounded up so that the lse after them is aligned."""
+        self._scratch_bytes = self._scratch_size = 0
+        """Partial results and lse, in bytes and as elements of ``out``. Another dtype would take 0.2 us."""
         self._stores_lse = True
         self._append: tuple[AppendVariant, AppendStrides, AppendLengths] | None = None
         self._new_out: Any = None
         self._attend: Any = None
         self._combine: CachedLaunch | None = None
+        self._addresses: tuple[Any, tuple] = None, ()
+        """Addresses of the last call by address, and those of them that the combining kernel takes."""
         self._by_capacity: tuple = ()
         self._scalars: DecodeScalars | None = None
         self._combine_scalars: tuple = ()
@@ -124,35 +137,57 @@ class DecodeLaunch:
             scratch = q.new_empty(self._partials, dtype=torch.float32)
         attend(device, q, k_cache, v_cache, out, lse_to, scratch, new, *tensors)
         if combine is not None:
-            combine(
-                device, scratch, out, lse_to, tensors.sink, tensors.prior_out, tensors.prior_lse,
-                tensors.cache_seqlens, tensors.cache_leftpad, tensors.cu_seqlens_q, tensors.cu_seqlens_k_new,
-            )  # fmt: skip
+            combine(device, scratch, out, lse_to, *_of_combine(tensors))
         if self._attend is None and attend.takes_addresses:
+            self._scratch_bytes = 4 * (self._partials + self._lse_size)
+            self._scratch_size = triton.cdiv(self._scratch_bytes, self._out_dtype.itemsize)
             self._combine, self._attend = combine, attend
         return out, lse
 
-    def by_address(self, q: Tensor, k_cache: int, v_cache: int, addresses: Any, out: Tensor) -> None:
-        """Write attention to ``out``. ``addresses`` are those of the fields of :class:`CacheTensors`.
+    def by_address(
+        self,
+        out: Tensor,
+        given: tuple[int, int, int, int],
+        addresses: tuple,
+        memory: dict[int, Tensor],
+    ) -> None:
+        """Write attention to ``out``. Requires :attr:`has_addresses`.
 
-        Requires :attr:`has_addresses`. Only the addresses of q and out are used, so their shapes may differ
-        from those of the signature. Tokens after the last offset of packed sequences are not written.
+        Only the address of ``out`` is used, so its shape may differ from that of the signature. Tokens after
+        the last offset of packed sequences are not written.
+
+        Args:
+            given: addresses of q, the two caches and ``out``.
+            addresses: those of the fields of :class:`CacheTensors`.
+            memory: partial results by stream, for calls that run one after the other on a stream.
         """
-        device, partials = self._device, self._partials
-        to, lse, partial = out.data_ptr(), None, None
+        attend, combine, partials = self._attend, self._combine, self._partials
+        stream = attend.stream()
+        if stream is None:
+            with torch.cuda.device(self._device):
+                self.by_address(out, given, addresses, memory)
+            return
+        lse = partial = None
         if self._stores_lse:  # after the partial results
-            scratch = q.new_empty(partials + self._lse_size, dtype=torch.float32)
+            scratch = memory.get(stream)
+            if scratch is None or scratch.nbytes < self._scratch_bytes or is_capturing(out):
+                scratch = self._new_scratch(out, stream, memory)
             partial = scratch.data_ptr()
             lse = partial + 4 * partials
-        self._attend.by_address(
-            device, q.data_ptr(), k_cache, v_cache, to, lse, partial if partials else None, None, *addresses
-        )
-        if self._combine is not None:
-            self._combine.by_address(
-                device, partial, to, lse, addresses.sink, addresses.prior_out, addresses.prior_lse,
-                addresses.cache_seqlens, addresses.cache_leftpad, addresses.cu_seqlens_q,
-                addresses.cu_seqlens_k_new,
-            )  # fmt: skip
+        attend.by_address(stream, (*given, lse, partial if partials else None, None), addresses)
+        if combine is not None:
+            known, of_combine = self._addresses
+            if known is not addresses:
+                of_combine = _of_combine(addresses)
+                self._addresses = addresses, of_combine
+            combine.by_address(stream, (partial, given[3], lse), of_combine)
+
+    def _new_scratch(self, out: Tensor, stream: int, memory: dict[int, Tensor]) -> Tensor:
+        """Return memory for partial results and lse. A captured graph has its own: it may live longer."""
+        scratch = out.new_empty(self._scratch_size)
+        if not is_capturing(out):
+            memory[stream] = scratch
+        return scratch
 
     @property
     def has_addresses(self) -> bool:

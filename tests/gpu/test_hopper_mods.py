@@ -42,9 +42,10 @@ def test_call(name: str) -> None:
 
 @pytest.mark.parametrize("small", SMALL_SCORES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rows_of_small_finite_scores(dtype: torch.dtype, small: float) -> None:
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+def test_rows_of_small_finite_scores(backend: str, dtype: torch.dtype, small: float) -> None:
     q, k, v = (tensor.to(dtype) for tensor in LISTED_CALLS["finite-fill"].inputs("cuda"))
-    check_small_scores(q, k, v, "hopper", small)
+    check_small_scores(q, k, v, backend, small)
 
 
 @pytest.mark.parametrize("backend", ["hopper", "portable"])

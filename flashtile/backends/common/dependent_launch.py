@@ -7,8 +7,9 @@ memory that an earlier kernel has not written yet. In a kernel that is launched 
 nothing.
 """
 
-import triton
 import triton.language as tl
+
+from flashtile.backends.common.deferred import triton
 
 CAPABILITY = (9, 0)
 

@@ -5,9 +5,9 @@ operations. e4m3 (Micikevicius et al. 2022, arXiv:2209.05433) has a sign, four e
 three mantissa bits. Its largest value is 448, NaN is 0x7F, and there are no infinities.
 """
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.problems import fp8_layout
 
 

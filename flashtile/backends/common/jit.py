@@ -12,8 +12,9 @@ from typing import Any
 import triton
 from triton import knobs
 from triton import language as tl
-from triton.runtime.jit import JITCallable, JITFunction
+from triton.runtime.jit import JITCallable
 
+from flashtile.backends.common.deferred import Deferred, DeviceFunction
 from flashtile.backends.common.first_calls import load_or_compile
 
 
@@ -34,7 +35,6 @@ class _Kept:
         """
         key = self.__dict__.get("_key")
         if key is None:
-            super().cache_key  # type: ignore[misc] # noqa: B018 - notes the constants that must not change
             key = self.__dict__["_key"] = source_digest(self)
         return key
 
@@ -93,8 +93,11 @@ def _gather(function: JITCallable, found: dict[int, tuple]) -> None:
     constants: list[tuple[str, str]] = []
     plain = function.fn
     name = f"{plain.__module__}.{plain.__qualname__}"
-    found[id(function)] = name, function.src, function.starting_line_number, constants
-    scope = {**plain.__globals__, **inspect.getclosurevars(plain).nonlocals}
+    text = function.text if isinstance(function, Deferred) else function.src
+    found[id(function)] = name, text, plain.__code__.co_firstlineno, constants
+    scope = plain.__globals__
+    if plain.__closure__:
+        scope = {**scope, **inspect.getclosurevars(plain).nonlocals}
     names = sorted(_names(plain.__code__))
     used = [(each, scope[each]) for each in names if each in scope]
     for module_name, module in [pair for pair in used if isinstance(pair[1], ModuleType)]:
@@ -103,7 +106,7 @@ def _gather(function: JITCallable, found: dict[int, tuple]) -> None:
                 (f"{module_name}.{each}", getattr(module, each)) for each in names if hasattr(module, each)
             ]
     for each, value in used:
-        members = value.hash_attrs if getattr(value, "__triton_aggregate__", False) else (value,)
+        members = value.hash_attrs if _is_aggregate(value) else (value,)
         for member in members:
             if isinstance(member, JITCallable):
                 _gather(member, found)
@@ -111,6 +114,10 @@ def _gather(function: JITCallable, found: dict[int, tuple]) -> None:
                 constants.append((each, str(member.value)))
             elif hasattr(member, "_fields"):  # the type of a structure
                 constants.append((each, str(member._fields)))
+
+
+def _is_aggregate(value: Any) -> bool:
+    return not isinstance(value, JITCallable) and getattr(value, "__triton_aggregate__", False)
 
 
 def _names(code: CodeType) -> set[str]:
@@ -134,7 +141,7 @@ def unspecialized(value: Any, kind: Any, key: Any) -> tuple[Any, Any]:
     return kind, key
 
 
-class KeptFunction(_Kept, JITFunction):
+class KeptFunction(_Kept, DeviceFunction):
     """A ``@triton.jit`` function that is compiled when it is launched."""
 
 
@@ -149,7 +156,7 @@ def gluon_kernel(**options: Any) -> Callable[[Callable], Any]:
     """Return a decorator like :func:`kernel`, for Gluon."""
     from triton.experimental.gluon._runtime import GluonJITFunction
 
-    class KeptGluonFunction(_Kept, GluonJITFunction):
+    class KeptGluonFunction(_Kept, Deferred, GluonJITFunction):
         """A Gluon function that is compiled when it is launched."""
 
     return lambda function: KeptGluonFunction(function, **options)

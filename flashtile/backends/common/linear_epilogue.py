@@ -11,8 +11,9 @@ them as Triton kernels do.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
+
+from flashtile.backends.common.deferred import triton
 
 PLAIN, SWIGLU, ROTARY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Kinds of epilogue. ROTARY serves queries, keys and values: rotary embedding (if ROTARY_DIM > 0) and the

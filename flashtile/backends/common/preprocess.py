@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.launch import padded
 from flashtile.backends.common.tiles import LOG2_E, Matrix, load_tile, row_of_head, row_of_token, sequence

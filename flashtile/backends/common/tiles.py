@@ -2,9 +2,9 @@
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.problems import common
 
 LOG2_E = tl.constexpr(common.LOG2_E)

@@ -5,11 +5,10 @@ kernel. In a ring of STAGES slots, the ``i``-th use has slot ``i % STAGES``. Thi
 ``i // STAGES`` times before, and the parity of that number is the phase of the slot's mbarriers.
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flashtile.backends.hopper.compat import aggregate
+from flashtile.backends.hopper.compat import aggregate, gluon
 
 
 @aggregate

@@ -1,7 +1,6 @@
 """Work on part of a tile's columns: stores of a few columns at a time through a small tile of shared memory,
 and products that skip columns of zeros."""
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -9,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout, left_operand_layout
 
 STEP = gl.constexpr(16)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 from triton._C.libtriton import ir
-from triton.experimental import gluon
+from triton.experimental import gluon as plain_gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
 
-aggregate = getattr(gluon, "aggregate", None) or core._aggregate
+from flashtile.backends.common.deferred import Decorators, Deferred
+
+
+class GluonFunction(Deferred, GluonJITFunction):
+    """A ``@gluon.jit`` function that reads its source when it is needed."""
+
+
+gluon: Any = Decorators(plain_gluon, GluonFunction)
+aggregate = getattr(plain_gluon, "aggregate", None) or core._aggregate
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 partition_barrier = getattr(gl, "barrier", None) or gl.thread_barrier

@@ -1,7 +1,8 @@
 """Inline assembly for steps between the products that the compiler would otherwise move or rewrite."""
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from flashtile.backends.hopper.compat import gluon
 
 
 @gluon.jit

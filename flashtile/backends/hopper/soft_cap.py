@@ -8,8 +8,9 @@ reciprocal. The backward squares the tanh, so it uses this formula for both dtyp
 instructions. Two of them run on the unit that also computes the hardware's tanh.
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from flashtile.backends.hopper.compat import gluon
 
 APPROXIMATE = gl.constexpr("{ .reg .f32 a; mul.ftz.f32 a, $1, $2; tanh.approx.f32 $0, a; }")
 EXPONENTIAL = gl.constexpr(  # 1 - 2 / (1 + e^2x), exact also where e^2x is 0 or infinity

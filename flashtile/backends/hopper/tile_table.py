@@ -5,11 +5,11 @@ The host never reads the lengths, so a captured CUDA graph can be replayed with 
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 

@@ -6,11 +6,11 @@ to the other partitions through a :class:`~flashtile.backends.hopper.channels.Ch
 counts the program's work tiles.
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashtile.backends.hopper.channels import make_ring
+from flashtile.backends.hopper.compat import gluon
 
 SLOTS = gl.constexpr(2)
 

@@ -7,9 +7,9 @@ documentation).
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import LOG2_E
 
 TABLE_WIDTH = gl.constexpr(8)

@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.dependent_launch import CAPABILITY, launch_dependents, wait_for_dependencies
 from flashtile.backends.common.device import capability
 from flashtile.backends.common.jit import kernel

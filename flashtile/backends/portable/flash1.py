@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.launch import KernelConfig, TokenStrides, padded, token_strides
 from flashtile.backends.common.tiles import Matrix, load_tile

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch, Launched
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
 
 NUM_WARPS = 16

@@ -4,9 +4,9 @@ A *row* is a query position and a *key* a key position within one sequence; ``of
 aligns them at the bottom right: row ``i`` stands at key ``i + offset``.
 """
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.tiles import LOG2_E, Matrix, row_of_head, row_of_token
 
 

@@ -8,7 +8,6 @@ time: q, k and -lse, then dO, v and -delta.
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -22,7 +21,7 @@ from flashtile.backends.hopper.backward.scores import soft_cap
 from flashtile.backends.hopper.backward.tiles import BackwardDescriptors
 from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.columns import product_of_rows
-from flashtile.backends.hopper.compat import async_load, async_store
+from flashtile.backends.hopper.compat import async_load, async_store, gluon
 from flashtile.backends.hopper.constants import LOG2_E, WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.inline_asm import to_fp32, wait_for_numbers
 

@@ -13,14 +13,13 @@ they take blocks of keys.
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from flashtile.backends.hopper.backward import config
 from flashtile.backends.hopper.backward.schedule import blocks_of_head, padded_row, sequence_of
 from flashtile.backends.hopper.channels import make_channel
-from flashtile.backends.hopper.compat import async_load, async_store, partition_barrier
+from flashtile.backends.hopper.compat import async_load, async_store, gluon, partition_barrier
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS
 
 POSTPROCESS_STAGES = gl.constexpr(config.POSTPROCESS_STAGES)

@@ -12,10 +12,10 @@ longer.
 With COLUMN_SPLITS 1, a tile is one write.
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.columns import product_of_rows
+from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.forward.products import least
 
 

@@ -14,7 +14,6 @@ of dQ while S of the next step is in flight, so it does not wait for dS. Nothing
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -30,6 +29,7 @@ from flashtile.backends.hopper.backward.wide_dkv import from_chunks, in_chunks
 from flashtile.backends.hopper.backward.wide_dq import DqCall, DqTiles, apply_score_mod, load_statistics
 from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.columns import add_products, columns_of, zero_sums
+from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.forward.rows import mask_rows
 from flashtile.backends.hopper.forward.schedule import consume, produce, tile_blocks

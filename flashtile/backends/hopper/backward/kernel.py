@@ -20,7 +20,6 @@ the next step is loaded.
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
@@ -61,7 +60,7 @@ from flashtile.backends.hopper.backward.tiles import (
     store_gradient,
 )
 from flashtile.backends.hopper.channels import make_channel
-from flashtile.backends.hopper.compat import async_add, async_load
+from flashtile.backends.hopper.compat import async_add, async_load, gluon
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.modifiers import bias as bias_tiles
 from flashtile.backends.hopper.work_tiles import slope_of

@@ -12,10 +12,10 @@ The kernels' functions on integers can be called from Python through ``.fn``.
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.common import preprocess
+from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.modifiers.block_lists import listed_rows, visited_block
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, WorkTile, key_range, num_work_tiles
 

@@ -3,10 +3,10 @@ score and mask functions, bias, ALiBi, masks, dropout."""
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.columns import plus_columns
+from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import LOG2_E, WARPGROUP_ROWS
 from flashtile.backends.hopper.inline_asm import to_16_bit, to_fp32
 from flashtile.backends.hopper.modifiers import Modifiers

@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -13,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashtile.backends.hopper.backward.scores import probabilities, row_of, score_gradients
 from flashtile.backends.hopper.columns import product_of_rows
+from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout, left_operand_layout
 from flashtile.backends.hopper.inline_asm import pin_16_bit, to_16_bit
 from flashtile.backends.hopper.modifiers import bias as bias_tiles

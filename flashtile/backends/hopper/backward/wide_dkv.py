@@ -19,7 +19,6 @@ all tiles by TMA.
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
@@ -58,7 +57,7 @@ from flashtile.backends.hopper.backward.tiles import (
 )
 from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.columns import add_products, zero_sums
-from flashtile.backends.hopper.compat import async_load, reinterpret
+from flashtile.backends.hopper.compat import async_load, gluon, reinterpret
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.inline_asm import to_16_bit, to_fp32, wait_for_numbers
 from flashtile.backends.hopper.work_tiles import slope_of

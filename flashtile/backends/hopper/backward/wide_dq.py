@@ -13,7 +13,6 @@ TMA. dQ is scaled, cast and stored once, through the shared memory of q.
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -35,6 +34,7 @@ from flashtile.backends.hopper.columns import (
     product_of_rows,
     zero_sums,
 )
+from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.forward.attend import skip_blocks
 from flashtile.backends.hopper.forward.rows import mask_rows

@@ -3,11 +3,11 @@
 This is needed if the backward kernel writes the gradient, because it skips blocks without visible scores.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED

@@ -3,11 +3,11 @@
 The loops over n_blocks are those of the forward kernel (``hopper.forward.attend``).
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper import work_queue
 from flashtile.backends.hopper.channels import make_ping_pong
+from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import LN_2, LOG2_E, WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.decode.convert import query_operand, scales_of_head
 from flashtile.backends.hopper.decode.rows import mask_rows, own_range, own_rows

@@ -11,9 +11,9 @@ many rows the search takes longer than combining. Here the attention kernel says
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
 from flashtile.backends.hopper.decode.work import behind_partials, load_row
 from flashtile.backends.portable.decode.combine import Parts, combine_rows

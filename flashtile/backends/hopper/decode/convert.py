@@ -11,12 +11,11 @@ are multiplied by the scale of their block and rounded to the dtype of q. P then
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flashtile.backends.hopper.channels import Channel
-from flashtile.backends.hopper.compat import aggregate, partition_barrier, reinterpret
+from flashtile.backends.hopper.compat import aggregate, gluon, partition_barrier, reinterpret
 from flashtile.backends.hopper.decode.gather import is_seen
 from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.inline_asm import to_16_bit

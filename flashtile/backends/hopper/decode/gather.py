@@ -6,11 +6,11 @@ address for each key.
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.portable.decode.cache import in_cache
 
 WARPS = gl.constexpr(2)

@@ -15,14 +15,13 @@ This module has the kernel, its partitions and the loads; ``attend`` has what a 
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashtile.backends.common.jit import gluon_kernel
 from flashtile.backends.hopper import work_queue
 from flashtile.backends.hopper.channels import make_channel, make_ring
-from flashtile.backends.hopper.compat import async_load, partition_barrier
+from flashtile.backends.hopper.compat import async_load, gluon, partition_barrier
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS
 from flashtile.backends.hopper.decode.attend import attend_part
 from flashtile.backends.hopper.decode.combine import PartialRecord, write_partial_record

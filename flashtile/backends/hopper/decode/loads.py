@@ -8,12 +8,11 @@ uninitialised memory of a page is never read.
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashtile.backends.common import launch
-from flashtile.backends.hopper.compat import async_load
+from flashtile.backends.hopper.compat import async_load, gluon
 from flashtile.backends.portable.decode.cache import in_cache
 
 RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)

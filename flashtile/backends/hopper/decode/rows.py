@@ -2,9 +2,9 @@
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS
 from flashtile.backends.hopper.forward.rows import Rows, Tree
 from flashtile.backends.hopper.forward.schedule import OwnBlocks, own_blocks

@@ -2,9 +2,9 @@
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import (
     LN_2,
     LOG2_E,

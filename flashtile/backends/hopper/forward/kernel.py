@@ -20,13 +20,13 @@ The kernel does not serve fp32, nor head sizes that are not multiples of 8, whos
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flashtile.backends.common.jit import gluon_kernel
 from flashtile.backends.hopper import work_queue
 from flashtile.backends.hopper.channels import make_channel, make_channels, make_ping_pong
+from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.forward.attend import attend_tile
 from flashtile.backends.hopper.forward.schedule import ForwardCall, consume, produce, tile_blocks
 from flashtile.backends.hopper.forward.tiles import Output, first_column, load_keys, load_queries

@@ -3,12 +3,11 @@
 The columns of q and k are divided into D_PARTS tiles, those of v into DV_PARTS tiles; both are often 1.
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from flashtile.backends.hopper.columns import column_parts, count_products, product_of_rows
-from flashtile.backends.hopper.compat import reinterpret
+from flashtile.backends.hopper.compat import gluon, reinterpret
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout, left_operand_layout
 from flashtile.backends.hopper.inline_asm import rescale
 

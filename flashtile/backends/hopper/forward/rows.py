@@ -2,9 +2,9 @@
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS
 from flashtile.backends.hopper.modifiers import Modifiers
 from flashtile.backends.hopper.modifiers.block_lists import listed_keys

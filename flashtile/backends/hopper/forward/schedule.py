@@ -6,10 +6,10 @@ The kernels' functions on integers can be called from Python through ``.fn`` (te
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper import work_queue
+from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TAKEN, WorkTile, key_range, num_work_tiles
 

@@ -4,10 +4,10 @@ functions, bias, ALiBi, masks, the online softmax, dropout.
 A probability takes one FMA and one exp2, because softmax_scale and log2(e) form one factor, ``scale_log2``.
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.columns import plus_columns
+from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.inline_asm import to_fp32
 from flashtile.backends.hopper.modifiers import bias
 from flashtile.backends.hopper.modifiers.block_lists import key_block

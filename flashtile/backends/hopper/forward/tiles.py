@@ -2,12 +2,11 @@
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from flashtile.backends.hopper.columns import store_part
-from flashtile.backends.hopper.compat import async_load, async_store
+from flashtile.backends.hopper.compat import async_load, async_store, gluon
 from flashtile.backends.hopper.constants import RAGGED_ROWS, WARPGROUP_ROWS
 from flashtile.backends.hopper.forward.products import output_parts
 

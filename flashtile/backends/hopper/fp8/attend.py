@@ -6,10 +6,10 @@ block ahead.
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import LN_2, WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.forward.attend import SoftmaxState, skip_blocks
 from flashtile.backends.hopper.forward.products import own_queries, qk_block, scale_rows

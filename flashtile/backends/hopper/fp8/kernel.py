@@ -12,14 +12,13 @@ kernel adds:
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from flashtile.backends.common.jit import gluon_kernel
 from flashtile.backends.hopper import work_queue
 from flashtile.backends.hopper.channels import make_channel, make_ping_pong, make_ring
-from flashtile.backends.hopper.compat import async_load
+from flashtile.backends.hopper.compat import async_load, gluon
 from flashtile.backends.hopper.forward.schedule import consume, produce, tile_blocks
 from flashtile.backends.hopper.forward.tiles import Output, load_keys, load_queries
 from flashtile.backends.hopper.fp8.attend import attend_tile

@@ -7,9 +7,9 @@ the row's sum.
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS
 from flashtile.backends.hopper.fp8.softmax import LEAST, log2
 from flashtile.problems import fp8_layout as layout

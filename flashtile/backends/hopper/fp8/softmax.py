@@ -7,9 +7,9 @@ left operand of the next product it holds columns 16 a + 4 t + j, with j < 4. P 
 instead, the keys of V^T are stored in the order in which P's columns then appear (``fp8_layout.key_order``).
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import left_operand_layout
 
 P_LOG2 = gl.constexpr(8.0)

@@ -6,10 +6,9 @@ registers gives one register for each column, with four keys. These are the keys
 so the keys of V^T are in P's order (``fp8_layout.key_order``) without a further step.
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.hopper.compat import reinterpret
+from flashtile.backends.hopper.compat import gluon, reinterpret
 from flashtile.problems import fp8_layout as layout
 
 GROUP = gl.constexpr(layout.KEY_GROUP)

@@ -17,7 +17,6 @@ A *chunk* is a range of WARPS * BLOCK_K columns of K; a slot of the ring holds o
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
@@ -36,7 +35,7 @@ from flashtile.backends.common.linear_epilogue import (
     store_scaled,
     store_sums,
 )
-from flashtile.backends.hopper.compat import partition_barrier
+from flashtile.backends.hopper.compat import gluon, partition_barrier
 
 COPY_BYTES = gl.constexpr(16)
 """Bytes of an asynchronous copy."""

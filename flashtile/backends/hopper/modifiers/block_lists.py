@@ -10,8 +10,9 @@ The kernels' functions on integers can be called from Python through ``.fn``.
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from flashtile.backends.hopper.compat import gluon
 
 SEARCHED = gl.constexpr(128)
 """Entries of a list that are compared at a time."""

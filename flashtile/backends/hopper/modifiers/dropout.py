@@ -7,9 +7,9 @@ transposes them as 8 x 8 matrices of 16-bit halves.
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS
 
 DROP = gl.constexpr(

@@ -6,10 +6,10 @@ Rows of a tile are queries, as in the forward. For the backward, where rows are 
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.columns import column_numbers, row_numbers
+from flashtile.backends.hopper.compat import gluon
 from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES
 
 CapturedTensors = namedtuple(  # type: ignore[misc]

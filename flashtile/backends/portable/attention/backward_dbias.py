@@ -8,9 +8,9 @@ has one fixed order, and neither atomics nor dS in memory are needed.
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.tiles import Matrix, load_tile
 from flashtile.backends.portable.attention.arguments import (

@@ -6,9 +6,9 @@ S^T = K Q^T, P^T = exp(S^T - lse), dV += P^T dO, dP^T = V dO^T, dS^T = P^T * (dP
 There are no atomics: one program sums each gradient, in one order.
 """
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.tiles import Matrix, load_tile, row_of_token
 from flashtile.backends.portable.attention.arguments import AttentionCall, attention_pointers

@@ -5,9 +5,9 @@ S = Q K^T, P = exp(S - lse), dP = dO V^T, dS = P * (dP - delta), dQ += dS K. Rec
 ``backward_dkdv`` takes seven products instead of five, but the gradients need no atomics.
 """
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.tiles import Matrix, load_tile
 from flashtile.backends.portable.attention.arguments import AttentionCall, attention_pointers

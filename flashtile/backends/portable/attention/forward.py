@@ -5,9 +5,9 @@ Unless the mask is general, only blocks at the window's edges or the sequence's 
 accumulator stays unscaled until the end, and only the log-sum-exp is kept for the backward pass.
 """
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.tiles import LN_2, load_tile
 from flashtile.backends.portable.attention.arguments import AttentionCall, attention_pointers

@@ -21,9 +21,9 @@ import linecache
 import weakref
 from typing import Any
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.portable.attention import lowering
 from flashtile.backends.portable.tiles import tanh
 from flashtile.caches import BoundedCache

@@ -4,9 +4,9 @@ A *row* is a query position and a *key* a key position within one sequence; ``of
 aligns them at the bottom right: row ``i`` stands at key ``i + offset``.
 """
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.preprocess import statistics_offset
 from flashtile.backends.common.tiles import row_of_token, sequence
 from flashtile.backends.portable.attention.arguments import AttentionSequence, Block

@@ -4,9 +4,9 @@ A *row* is a query position and a *key* a key position within one sequence; row 
 offset``.
 """
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.tiles import LOG2_E
 from flashtile.backends.portable.attention.arguments import ScoreIndices
 from flashtile.backends.portable.tiles import cap_and_bias, visible

@@ -8,9 +8,9 @@ are adjacent columns if interleaved, else ROTARY_DIM / 2 apart. A program owns R
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.e4m3 import E4M3_MAX, encode_bits
 from flashtile.backends.common.jit import kernel
 from flashtile.backends.portable.decode.results import store_rows

@@ -10,9 +10,9 @@ The cache is dense or in pages (PagedAttention, Kwon et al. 2023, arXiv:2309.061
 over its n_blocks is in :mod:`steps`.
 """
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
 from flashtile.backends.portable.decode.append import append_tokens, load_rotated, start_of_rotation
 from flashtile.backends.portable.decode.arguments import DecodeCall

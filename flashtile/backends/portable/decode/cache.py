@@ -6,9 +6,9 @@ block table are read only for visible keys.
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.tiles import tile_index
 from flashtile.backends.portable.decode.schedule import sequence_of
 

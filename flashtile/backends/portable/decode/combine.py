@@ -7,9 +7,9 @@ It is deterministic: one program sums a row, in the order of the keys. :mod:`sch
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.tiles import LN_2, LOG2_E
 from flashtile.backends.portable.decode.results import (

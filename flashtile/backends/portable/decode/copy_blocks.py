@@ -7,9 +7,9 @@ sequences that share a block diverge. Bytes are copied unchanged.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
 
 

@@ -2,9 +2,9 @@
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.tiles import LN_2, LOG2_E
 
 

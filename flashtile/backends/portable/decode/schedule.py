@@ -24,8 +24,9 @@ serves growing sequences. They are int32 tensors in ``pointers``, None where a c
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
+
+from flashtile.backends.common.deferred import triton
 
 
 class DecodeLengths(NamedTuple):

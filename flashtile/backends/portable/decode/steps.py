@@ -5,9 +5,9 @@
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.e4m3 import decode_bits, split_pairs
 from flashtile.backends.portable.decode.cache import (
     in_cache,

@@ -6,9 +6,9 @@ is rescaled. The sums are checked once, at the end of a work tile. If they are o
 computes the tile again with the online softmax.
 """
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.tiles import LOG2_E
 
 MIN_SUM = tl.constexpr(2.0**-32)

@@ -12,9 +12,9 @@ If v is stored transposed, k's rows are read in v's key order, so that P's colum
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.e4m3 import decode_number, encode_bits
 from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.tiles import LN_2, LOG2_E, sequence

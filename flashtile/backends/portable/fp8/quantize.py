@@ -12,9 +12,9 @@ fused with an addition. So the result equals that of :mod:`flashtile.reference.f
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.e4m3 import E4M3_MAX, encode_bits
 from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.tiles import sequence

@@ -11,9 +11,9 @@ column, or a pair of them (:mod:`flashtile.backends.common.linear_epilogue`).
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.dependent_launch import launch_dependents, prefetch, wait_for_dependencies
 from flashtile.backends.common.e4m3 import decode_number, to_bfloat16
 from flashtile.backends.common.jit import kernel

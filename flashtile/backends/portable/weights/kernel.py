@@ -1,8 +1,8 @@
 """Attention weights: all of them, their sums over rows, or the largest of each row (its *top*)."""
 
-import triton
 import triton.language as tl
 
+from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.tiles import LOG2_E, load_tile, row_of_head
 from flashtile.backends.portable.attention.arguments import AttentionCall, attention_pointers

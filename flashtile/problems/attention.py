@@ -118,6 +118,11 @@ class Problem(Results):
         return next((name for name in NEEDS_GENERAL_MASK if getattr(self, name)), None)
 
     @property
+    def has_natural_scores(self) -> bool:
+        """Whether a bias or a score_mod changes scores, in natural units. They may have any magnitude."""
+        return self.bias or (self.mods is not None and bool(self.mods.score_mod))
+
+    @property
     def out_dtype(self) -> torch.dtype:
         """Dtype of out and of the gradients of q, k and v."""
         return self.lse_dtype if self.partial else self.dtype

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "masks"))
 
 import linear_calls
 from linear_calls import Call
-from listed_calls import LISTED_CALLS, SMALLEST_ON_HOPPER, check_small_scores
+from listed_calls import LISTED_CALLS, SMALL_SCORES, check_gradients_beside_small_scores, check_small_scores
 
 import decode_cases
 import flashtile
@@ -323,9 +323,18 @@ def test_calls_with_functions(name: str) -> None:
         testing.check(*call.inputs("cpu"), backend="hopper", **call.arguments("cpu"))
 
 
-def test_rows_of_small_finite_scores() -> None:
+@pytest.mark.parametrize("small", SMALL_SCORES)
+def test_rows_of_small_finite_scores(small: float) -> None:
+    """The FMA of the softmax does not round the product that the row's maximum is."""
     with interpreted():
-        check_small_scores(*LISTED_CALLS["finite-fill"].inputs("cpu"), "hopper", SMALLEST_ON_HOPPER)
+        check_small_scores(*LISTED_CALLS["finite-fill"].inputs("cpu"), "hopper", small)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["score_mod", "bias"])
+def test_gradients_beside_small_finite_scores(bias: bool) -> None:
+    q, k, v = (tensor.to(torch.bfloat16) for tensor in LISTED_CALLS["finite-fill"].inputs("cpu"))
+    with interpreted():
+        check_gradients_beside_small_scores(q, k, v, "hopper", -1e9, bias)
 
 
 def test_hidden_scores_have_no_gradient() -> None:

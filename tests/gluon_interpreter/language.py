@@ -153,6 +153,11 @@ def absolute(x: Any) -> Value:
     return elementwise(torch.abs, x)
 
 
+def fma(x: Any, y: Any, z: Any) -> Value:
+    """Return x * y + z in float32, rounded once (but for the rare rounding of float64 to a tie)."""
+    return elementwise(lambda x, y, z: (x.double() * y.double() + z.double()).to(x.dtype), x, y, z)
+
+
 def cdiv(a: Any, b: Any) -> Any:
     return (a + b - 1) // b
 
@@ -282,8 +287,9 @@ def wide_product(word: Value, factor: int) -> tuple[Value, Value]:
 
 COMMON = dict(
     abs=absolute, arange=arange, atomic_add=atomic_add, broadcast_to=broadcast_to, cdiv=cdiv, cumsum=cumsum,
-    exp=exp, exp2=exp2, expand_dims=expand_dims, full=full, inline_asm_elementwise=inline_asm_elementwise,
-    join=join, load=load, log=log, log2=log2, max=max_of, maximum=maximum, minimum=minimum,
+    exp=exp, exp2=exp2, expand_dims=expand_dims, fma=fma, full=full,
+    inline_asm_elementwise=inline_asm_elementwise, join=join, load=load, log=log, log2=log2, max=max_of,
+    maximum=maximum, minimum=minimum,
     multiple_of=multiple_of, num_programs=num_programs, permute=permute, pointer_type=core.pointer_type,
     program_id=program_id, range=Range, reshape=reshape, rsqrt=rsqrt, split=split,
     static_range=static_range, store=store, sum=sum_of, to_tensor=to_tensor, where=where, zeros=zeros,

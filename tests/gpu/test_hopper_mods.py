@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "masks"))
 from listed_calls import (
     LISTED_CALLS,
     MANY_TILES,
-    SMALLEST_ON_HOPPER,
+    SMALL_SCORES,
     ListedCall,
+    check_gradients_beside_small_scores,
     check_small_scores,
     full_by_its_lists,
 )
@@ -39,8 +40,20 @@ def test_call(name: str) -> None:
     check(LISTED_CALLS[name])
 
 
-def test_rows_of_small_finite_scores() -> None:
-    check_small_scores(*LISTED_CALLS["finite-fill"].inputs("cuda"), "hopper", SMALLEST_ON_HOPPER)
+@pytest.mark.parametrize("small", SMALL_SCORES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+def test_rows_of_small_finite_scores(backend: str, dtype: torch.dtype, small: float) -> None:
+    q, k, v = (tensor.to(dtype) for tensor in LISTED_CALLS["finite-fill"].inputs("cuda"))
+    check_small_scores(q, k, v, backend, small)
+
+
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+@pytest.mark.parametrize("bias", [False, True], ids=["score_mod", "bias"])
+@pytest.mark.parametrize("small", [-1.1e9, -1e10, -3e11, -1e30])
+def test_gradients_beside_small_finite_scores(small: float, bias: bool, backend: str) -> None:
+    q, k, v = (tensor.to(torch.bfloat16) for tensor in LISTED_CALLS["finite-fill"].inputs("cuda"))
+    check_gradients_beside_small_scores(q, k, v, backend, small, bias)
 
 
 @pytest.mark.parametrize("name", MANY_TILES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,9 +134,8 @@ def _but_one_key(batch, head, q_idx, kv_idx):
     return kv_idx != 5
 
 
-SMALLEST_ON_HOPPER = -1e8
-"""Hopper's kernels multiply scores by log2(e) and subtract the row's maximum in one FMA, but the maximum is a
-rounded product. So a row's largest probability is not 1, but 2 ** x, |x| <= |score| * log2(e) * 2 ** -24."""
+SMALL_SCORES = (-1e7, -1e8, -(2.0**27), -1e9, -1e10, -1e38)
+"""The forward kernels scale rows differently from 2 ** 27 on."""
 
 
 def check_small_scores(q: Tensor, k: Tensor, v: Tensor, backend: str | None, small: float = -1e38) -> None:
@@ -144,8 +144,10 @@ def check_small_scores(q: Tensor, k: Tensor, v: Tensor, backend: str | None, sma
     Gradients are not compared: at this size, lse in float32 does not depend on the number of keys.
     """
 
+    fill = torch.full((q.shape[2],), small, device=q.device)  # compilers know no element of a tensor
+
     def modify(score, batch, head, q_idx, kv_idx):
-        return torch.where(q_idx % 7 != 3, score, small)
+        return torch.where(q_idx % 7 != 3, score, fill[head])
 
     def expected(*tensors: Tensor) -> Tensor:
         out, _ = reference.attention(*tensors)
@@ -159,6 +161,41 @@ def check_small_scores(q: Tensor, k: Tensor, v: Tensor, backend: str | None, sma
     found = testing.compare("out", out, exact, plain)
     assert found.holds, str(found)
     torch.testing.assert_close(lse[..., 3::7], torch.full_like(lse[..., 3::7], small + math.log(k.shape[1])))
+
+
+def check_gradients_beside_small_scores(
+    q: Tensor, k: Tensor, v: Tensor, backend: str, small: float, bias: bool
+) -> None:
+    """Rows whose scores are all ``small`` add nothing to gradients, so no infinite P can spread."""
+
+    def modify(score, batch, head, q_idx, kv_idx):
+        return torch.where(q_idx % 7 != 3, score, small)
+
+    rows = q.shape[1]
+    if bias:
+        columns = (k.shape[1] + 7) // 8 * 8
+        added = q.new_zeros(1, 1, rows, columns)
+        added[:, :, 3::7] = small
+        arguments: dict[str, Any] = {"bias": added[..., : k.shape[1]]}
+    else:
+        arguments = {"score_mod": modify}
+    dout = torch.randn(*q.shape[:-1], v.shape[-1], device=q.device).to(q.dtype)
+    others = dout.clone()
+    others[:, 3::7] = 0
+
+    def gradients(attend: Callable, dout: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        return torch.autograd.grad(attend(*leaves), leaves, dout)
+
+    def plainly(*tensors: Tensor) -> Tensor:
+        return reference.attention(*tensors)[0]
+
+    found = gradients(partial(flashtile.attention, backend=backend, **arguments), dout, q, k, v)
+    exact = gradients(plainly, others.double(), q.double(), k.double(), v.double())
+    plain = gradients(plainly, others, q, k, v)
+    for name, own, of_double, of_torch in zip(("dq", "dk", "dv"), found, exact, plain, strict=True):
+        comparison = testing.compare(name, own, of_double, of_torch)
+        assert comparison.holds, str(comparison)
 
 
 def full_by_its_lists(seqlen_q: int, seqlen_k: int, device: str) -> masks.BlockMask:

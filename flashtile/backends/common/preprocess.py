@@ -32,6 +32,9 @@ ROW_PAD = 128
 PAD = tl.constexpr(ROW_PAD)
 NUM_WARPS = 8
 COUNTERS_AT_ONCE = tl.constexpr(1024)
+LARGE_LSE = tl.constexpr(2.0**24)
+"""From this magnitude on, lse in fp32 may err by 1, and P by a factor of more than 2. The error grows with
+lse, until P is infinite."""
 
 
 class PreprocessPointers(NamedTuple):
@@ -76,6 +79,9 @@ class PreprocessVariant:
     BLOCK_DV: int
     """HEAD_DIM_V padded to a power of two."""
     BLOCK_M: int
+    LIMITS_LSE: bool
+    """Whether P is 0 in rows whose lse is LARGE_LSE or more, positive or negative. Such rows come from a bias
+    or a score_mod."""
     DQ_ACCUM_COLUMNS: int
     """Columns of the accumulator of dQ; 0 if there is none."""
 
@@ -95,8 +101,11 @@ def preprocess_kernel(pointers, lse_factor, lengths, C: tl.constexpr):
     """Compute neg_lse and neg_delta. Grid: (padded blocks of rows * heads * batch,).
 
     Rows past the end, and rows whose lse is -inf, get neg_lse -inf and neg_delta 0. Their probabilities are
-    therefore 0. Each program writes its part of the gradient of the sink, a sum over its rows, to one element
-    of dsink [programs]. Programs of adjacent heads have adjacent numbers.
+    therefore 0. With C.LIMITS_LSE, the same holds for a lse beyond LARGE_LSE. P of such a row could be
+    infinite, and would then make all dK and dV NaN, even if dO of the row is 0.
+
+    Each program writes its part of the gradient of the sink, a sum over its rows, to one element of dsink
+    [programs]. Programs of adjacent heads have adjacent numbers.
 
     ``dq_accum`` is the fp32 accumulator of kernels that add dQ in memory, with C.DQ_ACCUM_COLUMNS columns per
     padded row. This kernel zeroes the accumulator of the first ``dq_accum_heads`` query heads: those of the
@@ -132,6 +141,8 @@ def preprocess_kernel(pointers, lse_factor, lengths, C: tl.constexpr):
     if C.HAS_DLSE:
         neg_delta_rows += tl.load(pointers.dlse + lse_offset + rows, mask=inside, other=0.0)
     lse_rows = tl.load(pointers.lse + lse_offset + rows, mask=inside, other=-float("inf"))
+    if C.LIMITS_LSE:
+        lse_rows = tl.where(tl.abs(lse_rows) >= LARGE_LSE, -float("inf"), lse_rows)
     empty = lse_rows == -float("inf")
     offset = statistics_offset(b, head, start_q, num_heads_q, lengths.padded_rows, C.VARLEN) + row_start
     tl.store(pointers.neg_lse + offset + rows, tl.where(empty, lse_rows, -lse_rows * lse_factor))
@@ -160,6 +171,7 @@ def preprocess_variant(problem: Problem, has_dlse: bool, dq_accum_columns: int) 
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_DV=padded(problem.head_dim_v),
         BLOCK_M=_rows_of(problem),
+        LIMITS_LSE=problem.has_natural_scores,
         DQ_ACCUM_COLUMNS=dq_accum_columns,
     )
 

@@ -7,7 +7,10 @@ aligns them at the bottom right: row ``i`` stands at key ``i + offset``.
 import triton.language as tl
 
 from flashtile.backends.common.deferred import triton
-from flashtile.backends.common.tiles import LOG2_E, Matrix, row_of_head, row_of_token
+from flashtile.backends.common.tiles import LN_2, LOG2_E, Matrix, row_of_head, row_of_token
+
+LARGE = tl.constexpr(2.0**27)
+"""From this magnitude on, scores of fp32 differ by at least 16, or not at all."""
 
 
 @triton.jit
@@ -244,12 +247,50 @@ def softmax_step(scores, row_max, scale_log2, HAS_SCORE_MOD: tl.constexpr, MASKE
 
 
 @triton.jit
-def sink_step(acc, row_max, row_sum, sink):
+def log2_factor(top):
+    """Return the factor of rows whose largest score is ``top``, from natural units to log2 units.
+
+    The compiler makes FMAs of the exponents of P. They do not round the product that is rounded in the row's
+    maximum, so exponents err by up to 2 ** -24 of the maximum. P then leaves the range of 16 bits if all
+    scores of a row are large, for example -1e9. With a power of two, both are exact. In place of log2(e) it
+    is as good for LARGE scores, because P is about 0 wherever a score differs from the maximum. And it is
+    greater, so the converted maxima keep the order of the scores.
+    """
+    return tl.where(tl.abs(top) < LARGE, LOG2_E, 2.0)
+
+
+@triton.jit
+def natural_softmax_step(scores, row_max):
+    """Take a step of the online softmax as :func:`softmax_step` does, for scores in natural units."""
+    top = tl.max(scores, 1)
+    new_max = tl.maximum(row_max, top * log2_factor(top))
+    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+    factor = tl.where(tl.abs(new_max) < 2 * LARGE, LOG2_E, 2.0)
+    p = tl.exp2(scores * factor[:, None] - shift[:, None])
+    return p, new_max, tl.exp2(row_max - shift)
+
+
+@triton.jit
+def to_natural(row_max, NATURAL: tl.constexpr):
+    """Return the maximum of rows in natural units. With NATURAL, :func:`log2_factor` converted the scores."""
+    if NATURAL:
+        return row_max * tl.where(tl.abs(row_max) < 2 * LARGE, LN_2, 0.5)
+    else:
+        return row_max * LN_2
+
+
+@triton.jit
+def sink_step(acc, row_max, row_sum, sink, NATURAL: tl.constexpr = False):
     """Add the attention sink, a score without a value vector, to each row: return (acc, maximum, sum).
 
-    The sink is added last, so that a large sink does not reduce the precision of the probabilities.
+    The sink is added last, so that a large sink does not reduce the precision of the probabilities. With
+    NATURAL, :func:`log2_factor` converted the scores of ``row_max``.
     """
-    new_max = tl.maximum(row_max, sink * LOG2_E)
+    if NATURAL:
+        sink = sink * log2_factor(sink)
+    else:
+        sink = sink * LOG2_E
+    new_max = tl.maximum(row_max, sink)
     shift = tl.where(new_max == -float("inf"), 0.0, new_max)
     alpha = tl.exp2(row_max - shift)
-    return acc * alpha[:, None], new_max, row_sum * alpha + tl.exp2(sink * LOG2_E - shift)
+    return acc * alpha[:, None], new_max, row_sum * alpha + tl.exp2(sink - shift)

@@ -6,7 +6,6 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import (
-    LN_2,
     LOG2_E,
     WARPGROUP_ROWS,
     accumulator_layout,
@@ -36,6 +35,8 @@ from flashtile.backends.hopper.forward.scores import (
     online_softmax,
     quad_sums,
     release_bias,
+    to_log2,
+    to_natural,
     visited,
 )
 from flashtile.backends.hopper.forward.tiles import store_lse, store_tile
@@ -249,7 +250,8 @@ def first_state(C: gl.constexpr, head, pointers):
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     m = gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
     if C.SINK:
-        m = gl.load(pointers.sink + head).to(gl.float32) * LOG2_E
+        sink = gl.load(pointers.sink + head).to(gl.float32)
+        m = sink * to_log2(C, sink, LOG2_E)
     o = zero_output(C, C.BLOCK_DV if C.DV_PARTS == 1 else C.O_WIDE)
     l = quad_sums(gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout))
     if C.SINK:
@@ -296,7 +298,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
 
     o, l, m = state
     sums = gl.convert_layout(gl.sum(l, 1), row_layout)
-    store_lse(C, m * LN_2 + gl.log(sums), work, head, positions, pointers, schedule)
+    store_lse(C, to_natural(C, m) + gl.log(sums), work, head, positions, pointers, schedule)
     if not C.HAS_LEFT:
         o = pv_wait(C, o)
         v.release(i - 1)

@@ -29,7 +29,6 @@ from flashtile.backends.hopper.forward.config import (
 from flashtile.backends.hopper.forward.kernel import forward_kernel
 from flashtile.backends.hopper.forward.launch import (
     bias_view,
-    has_natural_scores,
     launch_registers,
     variant_of,
     views,
@@ -118,7 +117,7 @@ def _case(
     variant = variant_of(problem, config, bias=bias)
     described = bias_view(problem, variant, bias)
     natural, dropped = (
-        "fp32" if given else None for given in (has_natural_scores(problem), variant.HAS_DROPOUT)
+        "fp32" if given else None for given in (problem.has_natural_scores, variant.HAS_DROPOUT)
     )
     structures = {
         "bias_desc": described and described.type_name,

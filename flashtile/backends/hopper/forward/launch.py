@@ -96,7 +96,7 @@ def variant_of(
     queued = has_queue and takes_from_queue(problem, config)
     paired = takes_pairs(problem, config, pack, has_queue)
     flags = modifier_flags(problem, fixed=False)
-    if has_natural_scores(problem):  # the softmax itself scales scores in natural units
+    if problem.has_natural_scores:  # the softmax itself scales scores in natural units
         scaled = False
     if problem.mods is not None:
         size_q, size_kv = problem.mods.block_size or (config.BLOCK_M, config.BLOCK_N)
@@ -149,11 +149,6 @@ def variant_of(
         SEQUENCES_FIRST=is_shared(problem, bias) and not problem.varlen,
         **flags,
     )
-
-
-def has_natural_scores(problem: Problem) -> bool:
-    """Whether the forward has scores in natural units, the units of a bias and of a score_mod."""
-    return problem.bias or (problem.mods is not None and bool(problem.mods.score_mod))
 
 
 def launch_registers(variant: ForwardVariant) -> int:
@@ -220,7 +215,7 @@ def schedule_of(
 def numbers_of(problem: Problem) -> ForwardNumbers:
     """Return the floats of the launch."""
     numbers = score_numbers(problem)
-    if has_natural_scores(problem):
+    if problem.has_natural_scores:
         numbers |= {"scale_log2": LOG2_E, "scale": problem.softcap or problem.softmax_scale}
     if problem.dropout_p:
         numbers["keep_scale"] = 1 / (1 - problem.dropout_p)

@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.columns import plus_columns
 from flashtile.backends.hopper.compat import gluon
+from flashtile.backends.hopper.constants import LN_2
 from flashtile.backends.hopper.inline_asm import to_fp32
 from flashtile.backends.hopper.modifiers import bias
 from flashtile.backends.hopper.modifiers.block_lists import key_block
@@ -18,6 +19,45 @@ from flashtile.backends.hopper.soft_cap import tanh_of
 LAG_LOG2 = gl.constexpr(8.0)
 """Log2 of the largest P with LAZY_RESCALE. P has the same relative error as if it were at most 1, and is far
 from the largest fp16."""
+
+LARGE = gl.constexpr(2.0**27)
+"""From this magnitude on, scores of fp32 differ by at least 16, or not at all."""
+
+
+@gluon.constexpr_function
+def has_natural_scores(C):
+    """Whether :func:`apply_score_mod` returns scores in natural units."""
+    return C.SCORE_MOD is not None or C.HAS_BIAS
+
+
+@gluon.jit
+def to_log2(C: gl.constexpr, top, scale_log2):
+    """Return the factor of rows whose largest score is ``top``, from the softmax's scores to log2 units.
+
+    An FMA computes the exponents of P. It does not round the product that is rounded in the row's maximum, so
+    exponents err by up to 2 ** -24 of the maximum. P then leaves the range of 16 bits if all scores of a row
+    are large, for example -1e9. With a power of two, both are exact. In place of log2(e) it is as good for
+    LARGE scores, because P is about 0 wherever a score differs from the maximum. And it is greater, so the
+    converted maxima keep the order of the scores.
+    """
+    if has_natural_scores(C):
+        scale_log2 = gl.where(gl.abs(top) < LARGE, scale_log2, 2.0)
+    return scale_log2
+
+
+@gluon.jit
+def is_large(m):
+    """Whether the maximum ``m`` comes from a LARGE score, so that :func:`to_log2` was 2."""
+    return gl.abs(m) >= 2 * LARGE
+
+
+@gluon.jit
+def to_natural(C: gl.constexpr, m):
+    """Return the maximum ``m`` of each row in natural units, the inverse of :func:`to_log2`."""
+    if has_natural_scores(C):
+        return m * gl.where(is_large(m), 0.5, LN_2)
+    else:
+        return m * LN_2
 
 
 @gluon.jit
@@ -83,7 +123,7 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
             s = s * numbers.softcap_log2
     elif C.HAS_SCORE_MOD:
         s = s * numbers.scale_log2
-    if C.SCORE_MOD is not None or C.HAS_BIAS:
+    if has_natural_scores(C):
         s = s * numbers.scale
     if C.SCORE_MOD is not None:
         s = modify_scores(C, s, n, rows, s_layout)
@@ -131,7 +171,7 @@ def online_softmax(C: gl.constexpr, s, m, scale_log2):
     """
     top = gl.max(s, 1)
     if not C.HAS_SCORE_MOD:
-        top = top * scale_log2
+        top = top * to_log2(C, top, scale_log2)
     if C.LAZY_RESCALE:
         m_new = gl.where(top > m + LAG_LOG2, top, m)
     else:
@@ -139,6 +179,9 @@ def online_softmax(C: gl.constexpr, s, m, scale_log2):
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # -inf: the row has seen no key so far
     if C.HAS_SCORE_MOD:
         p = gl.exp2(s - shift[:, None])
+    elif has_natural_scores(C):
+        factor = gl.where(is_large(m_new), 2.0, scale_log2)
+        p = gl.exp2(gl.fma(s, factor[:, None], -shift[:, None]))
     else:
         p = gl.exp2(s * scale_log2 - shift[:, None])
     return p, m_new, gl.exp2(m - shift)

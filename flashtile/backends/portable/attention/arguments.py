@@ -56,6 +56,12 @@ class AttentionVariant:
     GUARD_SCORES: bool = False
     """Whether SCORE_MOD may return NaN for hidden scores; GUARD_FACTORS: whether its derivative may."""
     GUARD_FACTORS: bool = False
+
+    @property
+    def has_natural_scores(self) -> bool:
+        """Whether the forward has scores in natural units, the units of a bias and of SCORE_MOD."""
+        return self.HAS_BIAS or self.SCORE_MOD is not None
+
     MASK_BLOCK: int = 0
     """Size of a mask block in rows, or in keys if a program computes results of keys (dk, dv). 0 without a
     block mask."""

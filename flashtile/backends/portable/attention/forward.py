@@ -9,7 +9,7 @@ import triton.language as tl
 
 from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
-from flashtile.backends.common.tiles import LN_2, load_tile
+from flashtile.backends.common.tiles import load_tile
 from flashtile.backends.portable.attention.arguments import AttentionCall, attention_pointers
 from flashtile.backends.portable.attention.program import (
     block_at,
@@ -29,7 +29,14 @@ from flashtile.backends.portable.attention.scores import (
     score_indices,
     visible_scores,
 )
-from flashtile.backends.portable.tiles import result_bases, sink_step, softmax_step, store_tile
+from flashtile.backends.portable.tiles import (
+    natural_softmax_step,
+    result_bases,
+    sink_step,
+    softmax_step,
+    store_tile,
+    to_natural,
+)
 
 ForwardPointers = attention_pointers("ForwardPointers", "q k v out lse", __name__)
 
@@ -45,6 +52,7 @@ def attend_blocks(
     acc, row_max, row_sum = state
     q, k, v = inputs
     PAST_END: tl.constexpr = MASKED and not C.EVEN_N
+    NATURAL: tl.constexpr = C.has_natural_scores
     for n in range(first, last):
         start = walked_block(listed, n, k.length, C.BLOCK_N, C) * C.BLOCK_N
         k_tile = load_tile(k, start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D, PAST_END, C.WIDE)
@@ -54,16 +62,18 @@ def attend_blocks(
             rows = block.start + tl.arange(0, C.BLOCK_M)
             at = score_indices(block, rows, keys, KEYS_FIRST=False)
             if C.HAS_SCORE_MOD:
-                scores, _ = modify_scores(scores, at, block, call, C)
+                scores, _ = modify_scores(scores, at, block, call, C, TO_LOG2=not NATURAL)
             if MASKED:
                 seen = visible_scores(at, call, C)
                 if PAST_END:
                     seen = seen & (keys < k.length)[None, :]
                 scores = tl.where(seen, scores, -float("inf"))
-        MAY_BE_EMPTY: tl.constexpr = MASKED or C.HAS_BIAS or C.SCORE_MOD is not None
-        p, row_max, alpha = softmax_step(
-            scores, row_max, call.numbers.scale_log2, C.HAS_SCORE_MOD, MAY_BE_EMPTY
-        )  # fmt: skip
+        if NATURAL:
+            p, row_max, alpha = natural_softmax_step(scores, row_max)
+        else:
+            p, row_max, alpha = softmax_step(
+                scores, row_max, call.numbers.scale_log2, C.HAS_SCORE_MOD, MASKED
+            )  # fmt: skip
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         if C.HAS_DROPOUT:
@@ -106,12 +116,14 @@ def forward_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
     )
 
     if pointers.sink is not None:
-        acc, row_max, row_sum = sink_step(acc, row_max, row_sum, tl.load(pointers.sink + head).to(tl.float32))
+        sink = tl.load(pointers.sink + head).to(tl.float32)
+        acc, row_max, row_sum = sink_step(acc, row_max, row_sum, sink, C.has_natural_scores)
     empty = row_sum == 0.0
     out_tile = acc / tl.where(empty, 1.0, row_sum)[:, None]
     if C.HAS_DROPOUT:
         out_tile = out_tile * numbers.keep_scale
-    lse_rows = tl.where(empty, -float("inf"), row_max * LN_2 + tl.log(tl.where(empty, 1.0, row_sum)))
+    top = to_natural(row_max, C.has_natural_scores)
+    lse_rows = tl.where(empty, -float("inf"), top + tl.log(tl.where(empty, 1.0, row_sum)))
     out_base, lse_base = result_bases(
         pointers.out, pointers.lse, sequence.b, head, sequence.start_q, lengths.num_heads_q, lengths.seqlen_q,
         lengths.total_q, C.HEAD_DIM_V, C.VARLEN,

@@ -28,10 +28,11 @@ def score_indices(block, rows, keys, KEYS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def modify_scores(scores, at, block, call, C: tl.constexpr, bias=None):
+def modify_scores(scores, at, block, call, C: tl.constexpr, bias=None, TO_LOG2: tl.constexpr = True):
     """Turn raw products into modified scores, and return (scores, derivative).
 
-    The scores are in log2 units. The derivative is d score / d (product * softmax_scale), in natural units.
+    The scores are in log2 units, or without TO_LOG2 in natural units. The derivative is d score / d
+    (product * softmax_scale), in natural units.
     ``at``: the :class:`ScoreIndices` of the tile. ``bias``: the tile of the bias; if None, it is loaded here.
     All kernels of the forward and backward pass modify their scores here and nowhere else.
     """
@@ -49,7 +50,9 @@ def modify_scores(scores, at, block, call, C: tl.constexpr, bias=None):
             scores, at.b, at.head, at.rows, at.keys, pointers.captured
         )  # fmt: skip
         score_grad = score_grad * own_grad
-    return scores * LOG2_E, score_grad
+    if TO_LOG2:
+        scores = scores * LOG2_E
+    return scores, score_grad
 
 
 @triton.jit

@@ -13,7 +13,13 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton
 from flashtile.backends.common.device import Target
 from flashtile.backends.hopper import decode
 from flashtile.backends.hopper.decode.config import choose
-from flashtile.backends.hopper.decode.launch import balanced_programs, is_stream_k
+from flashtile.backends.hopper.decode.launch import (
+    FEW_SPLITS,
+    FEW_SPLITS_TILE,
+    balanced_programs,
+    is_stream_k,
+    recorded_tile,
+)
 from flashtile.problems.decode import FP8, DecodeProblem
 
 PAGED = DecodeProblem(
@@ -81,3 +87,22 @@ def test_few_rows(problem: DecodeProblem, serves: bool) -> None:
     assert (reason is None) == serves
     assert serves or "fit the portable kernel's tile of 16" in str(reason)
     assert decode.reason_against(problem, explicit=True) is None
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("least", [1, 4])
+def test_combining_tiles(width: int, least: int) -> None:
+    """Few parts of a work tile are loaded at a time, and a combining program loads few elements."""
+    for programs in (108, 128, 132, 264):
+        for work_tiles in range(1, programs + 1):
+            for rows in (32, 64, 128):
+                tile = recorded_tile(programs, work_tiles, rows, width, least)
+                parts = -(-programs // work_tiles) + (programs % work_tiles > 0)
+                assert tile.one_by_one == (max(parts, least) <= FEW_SPLITS)
+                assert rows % tile.rows == 0
+                if not tile.one_by_one:
+                    continue
+                assert parts <= tile.splits < 2 * max(parts, least)
+                assert tile.rows * tile.splits * width <= FEW_SPLITS_TILE
+                if least == 1 and programs % work_tiles == 0:  # less than half of what is loaded is left out
+                    assert 2 * parts > tile.splits

@@ -74,6 +74,7 @@ VARIANT = Variant(
     BLOCK_DV=D,
     ROWS=16,
     SPLITS=2,
+    ONE_BY_ONE=False,
     SPLIT=True,
     DIVIDES=False,
 )
@@ -160,10 +161,11 @@ def expected_cover(keys=LENGTHS):
     return covered
 
 
+@pytest.mark.parametrize("one_by_one", [False, True])
 @pytest.mark.parametrize("programs", [7, TILES + 3])
-def test_balanced_programs_and_what_joins_their_parts(programs):
+def test_balanced_programs_and_what_joins_their_parts(programs, one_by_one):
     """With fewer programs than work tiles, and with more."""
-    run_balanced(programs, LENGTHS)
+    run_balanced(programs, LENGTHS, one_by_one)
 
 
 ALIKE = (3900, 3840, 3799, 3500, 3910)
@@ -191,9 +193,9 @@ def test_work_tiles_of_other_lengths_have_equal_shares():
     assert loads.max() - loads.min() <= 1
 
 
-def run_balanced(programs, keys):
+def run_balanced(programs, keys, one_by_one=True):
     """Check what stream-K programs cover, and how it is combined. Returns the program of each n_block."""
-    variant = replace(VARIANT, BY_WORK_TILE=programs > TILES)
+    variant = replace(VARIANT, BY_WORK_TILE=programs > TILES, ONE_BY_ONE=one_by_one)
     places = TILES if variant.BY_WORK_TILE else programs
     slots = 2 * programs
     floats = slots * BLOCK_M * (D + 1)
@@ -270,11 +272,11 @@ def test_the_queue_has_each_split_once_long_sequences_first(num_splits):
         assert tile == -1 or slot in range(first, first + num_splits * M_BLOCKS, M_BLOCKS)
 
 
-@pytest.mark.parametrize("programs", [2, 12, 20])
-def test_the_table_divides_what_is_long(programs):
+@pytest.mark.parametrize(("programs", "one_by_one"), [(2, False), (12, True), (20, False)])
+def test_the_table_divides_what_is_long(programs, one_by_one):
     """31 n_blocks of one m_block beside 6, 3, 1 and 1 of others: enough for two programs as they are, and not
     for twelve or twenty."""
-    variant = replace(VARIANT, DIVIDES=True)
+    variant = replace(VARIANT, DIVIDES=True, ONE_BY_ONE=one_by_one)
     slots = 2 * programs
     partial, table = fill_table(slots, 1, programs, variant)
     parts = {LENGTHS[row[0] // M_BLOCKS]: row[6] >> 16 for row in table[1 : 1 + table[0, 0]].tolist()}

@@ -296,7 +296,7 @@ COMMON = dict(
     zeros_like=zeros_like, float32=core.float32, float16=core.float16,
     bfloat16=core.bfloat16, float8e4nv=core.float8e4nv, int64=core.int64, int32=core.int32, int16=core.int16,
     int8=core.int8, uint8=core.uint8, uint32=core.uint32, int1=core.int1, float64=core.float64,
-    constexpr=same, tensor=None, static_assert=nothing,
+    constexpr=same, debug_barrier=nothing, tensor=None, static_assert=nothing,
 )  # fmt: skip
 CUDA = Names("tl.extra.cuda", gdc_wait=nothing, gdc_launch_dependents=nothing)
 TL = Names("tl", **COMMON, dot=products.dot, trans=transposed, extra=Names("tl.extra", cuda=CUDA))

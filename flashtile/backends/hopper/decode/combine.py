@@ -68,6 +68,7 @@ def combine_recorded_kernel(pointers, lengths, splits, row_blocks, C: tl.constex
     record = behind_partials(pointers.partial, splits, C) + index * RECORD_WIDTH
     count = tl.load(record)
     first_program = tl.load(record + 1)
+    tl.debug_barrier()  # without it, the second load would wait for the first, behind the branch on ``count``
     if C.BY_WORK_TILE:
         # A work tile without rows has no record: its memory is uninitialised, so num_rows comes from lengths.
         b, m = sequence_of(index // lengths.num_heads_kv, lengths, C)

@@ -59,16 +59,20 @@ from flashtile.problems.decode import FP8, CacheTensors, DecodeProblem
 FAR = 2**30
 """A left window that hides no key."""
 COMBINE_TILES = {4: 2048, 8: 8192}
-"""Warps of a combining program -> elements of partial results that it loads at a time. If work tiles have few
-parts, there are many programs. Small programs are then faster, because more of them fit a multiprocessor."""
+"""Warps of a combining program of more than FEW_SPLITS parts -> elements of partial results that it loads at
+a time."""
 COMBINING_PROGRAMS = 4
 """Programs per multiprocessor of the kernel that combines divided work tiles (:func:`divides`)."""
 MANY_PARTS = 16
 """With more parts per work tile, a combining program has 8 warps instead of 4."""
 MIN_SPLITS = 4
-"""Minimum of the parts that a combining program loads at a time, as far as COMBINE_TILES allows."""
-DIVIDED_SPLITS = 8
-"""Parts that a program of this kernel loads at a time."""
+"""Minimum of the parts that a combining program loads at a time, if there are several sequences. The planned
+number is an average over work tiles, so long sequences have more parts."""
+FEW_SPLITS = 8
+"""Up to this many parts per work tile are combined one by one (``combine.sum_few_splits``)."""
+FEW_SPLITS_TILE = 4096
+"""Elements that a combining program of few parts loads at a time. Its 4 warps hold 32 each in a thread. All
+combining programs then run at a time, and each reads 16 KB at once."""
 
 
 def pack_of(problem: DecodeProblem) -> int:
@@ -173,21 +177,39 @@ def recorded_variant(
     programs = balanced_programs(problem, config)
     problem = packed(problem)
     work_tiles = problem.batch * m_blocks_of(problem, config) * problem.num_heads_kv
-    parts = triton.next_power_of_2(triton.cdiv(programs, work_tiles))
-    num_warps = 8 if parts > MANY_PARTS else 4
-    most = COMBINE_TILES[num_warps] // padded(problem.head_dim_v)
-    splits = min(max(MIN_SPLITS, parts), most)
-    rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
-    tile = CombineTile(min(triton.next_power_of_2(rows), most // splits), splits, num_warps)
-    return combine_variant(problem, config, tile, True, variant.BY_WORK_TILE, pdl=True), num_warps
+    rows = triton.next_power_of_2(min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size))
+    least = MIN_SPLITS if problem.batch > 1 else 1
+    tile = recorded_tile(programs, work_tiles, rows, padded(problem.head_dim_v), least)
+    return combine_variant(problem, config, tile, True, variant.BY_WORK_TILE, pdl=True), tile.num_warps
+
+
+def recorded_tile(programs: int, work_tiles: int, rows: int, width: int, least: int) -> CombineTile:
+    """Return the tile of the kernel that combines partial results of ``programs`` stream-K programs.
+
+    ``rows``: rows of a work tile, rounded up to a power of two. ``width``: columns of a row. ``least``:
+    minimum of the parts that a program loads at a time.
+    """
+    parts = triton.cdiv(programs, work_tiles)
+    if programs % work_tiles:  # shares may begin within work tiles, so a work tile may have one part more
+        parts += 1
+    splits = max(triton.next_power_of_2(parts), least)
+    if splits <= FEW_SPLITS:
+        return few_splits_tile(splits, rows, width)
+    num_warps = 8 if splits > MANY_PARTS else 4
+    most = COMBINE_TILES[num_warps] // width
+    splits = min(splits, most)
+    return CombineTile(min(rows, most // splits), splits, num_warps)
+
+
+def few_splits_tile(splits: int, rows: int, width: int) -> CombineTile:
+    """Return the combining tile of ``splits`` parts, at most FEW_SPLITS, and of at most ``rows`` rows."""
+    return CombineTile(min(rows, FEW_SPLITS_TILE // width // splits), splits, 4, one_by_one=True)
 
 
 def divided_variant(problem: DecodeProblem, config: HopperDecodeConfig) -> tuple[CombineVariant, int]:
     """Return (variant, warps) of the kernel that combines divided work tiles (:func:`divides`)."""
-    num_warps = 4
-    rows = COMBINE_TILES[num_warps] // padded(problem.head_dim_v) // DIVIDED_SPLITS
-    tile = CombineTile(rows, DIVIDED_SPLITS, num_warps)
-    return combine_variant(problem, config, tile, False, True, pdl=True), num_warps
+    tile = few_splits_tile(FEW_SPLITS, config.tile.BLOCK_M, padded(problem.head_dim_v))
+    return combine_variant(problem, config, tile, False, True, pdl=True), tile.num_warps
 
 
 def views(

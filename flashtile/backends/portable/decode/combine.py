@@ -48,6 +48,8 @@ class CombineVariant(Layout):
     """Rows of a program."""
     SPLITS: int
     """Splits that a program loads at a time."""
+    ONE_BY_ONE: bool
+    """Whether these splits are loaded as SPLITS tiles of rows, for few splits (:func:`sum_few_splits`)."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,13 @@ class GivenSizes(NamedTuple):
 
 
 @triton.jit
+def slot_of(split, slots):
+    """Return the slot of a split as int64."""
+    slot = slots.start + split * slots.step + tl.where(split == 0, slots.first_extra, 0)
+    return slot.to(tl.int64)
+
+
+@triton.jit
 def sum_splits(out_rows, lse_rows, exists, splits, slots, NATURAL: tl.constexpr, C: tl.constexpr):
     """Sum partial results, and return (acc [ROWS, BLOCK_DV], maximum [ROWS], sum [ROWS]).
 
@@ -150,8 +159,7 @@ def sum_splits(out_rows, lse_rows, exists, splits, slots, NATURAL: tl.constexpr,
     row_sum = tl.zeros([ROWS], tl.float32)
     for first in range(0, splits, C.SPLITS):
         split = first + tl.arange(0, C.SPLITS)
-        slot = slots.start + split * slots.step + tl.where(split == 0, slots.first_extra, 0)
-        slot = slot.to(tl.int64)
+        slot = slot_of(split, slots)
         inside = (split < splits)[:, None] & exists[None, :]  # [SPLITS, ROWS]
         # Both loads are issued together, so that their latencies overlap.
         lse_slots = (slot * slots.lse_stride)[:, None]
@@ -175,6 +183,51 @@ def sum_splits(out_rows, lse_rows, exists, splits, slots, NATURAL: tl.constexpr,
 
 
 @triton.jit
+def sum_few_splits(out_rows, lse_rows, exists, splits, slots, C: tl.constexpr):
+    """Do what :func:`sum_splits` does, with a tile of rows for each of the SPLITS splits.
+
+    A thread holds the same elements of each tile, so threads exchange nothing.
+    """
+    ROWS: tl.constexpr = C.ROWS
+    BLOCK_DV: tl.constexpr = C.BLOCK_DV
+    SPLITS: tl.constexpr = C.SPLITS
+    columns = tl.arange(0, BLOCK_DV)
+    in_row = exists[:, None] & (columns < C.HEAD_DIM_V)[None, :]
+    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    row_max = tl.full([ROWS], -float("inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    for first in range(0, splits, SPLITS):
+        outs = ()
+        for i in tl.static_range(SPLITS):
+            out_slot = slot_of(first + i, slots) * slots.out_stride
+            pointers = out_rows[:, None] + out_slot + columns[None, :]
+            out = tl.load(pointers, mask=in_row & (first + i < splits), other=0.0)
+            outs = outs + (out,)  # type: ignore[assignment]
+        # The compiler moves no load over a barrier. Otherwise it would use the first tiles before it loads
+        # the others, to save registers.
+        tl.debug_barrier()
+        lses = ()
+        new_max = row_max
+        for i in tl.static_range(SPLITS):
+            lse_slot = slot_of(first + i, slots) * slots.lse_stride
+            inside = exists & (first + i < splits)
+            lse = tl.load(lse_rows + lse_slot, mask=inside, other=-float("inf"))
+            lses = lses + (lse,)  # type: ignore[assignment]
+            new_max = tl.maximum(new_max, lse)
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+        alpha = tl.exp2(row_max - shift)
+        acc = acc * alpha[:, None]
+        row_sum = row_sum * alpha
+        for i in tl.static_range(SPLITS):
+            weight = tl.exp2(lses[i] - shift)
+            # A partial result over no keys has an arbitrary output.
+            acc += tl.where((lses[i] == -float("inf"))[:, None], 0.0, outs[i] * weight[:, None])
+            row_sum += weight
+        row_max = new_max
+    return acc, row_max, row_sum
+
+
+@triton.jit
 def combine_rows(parts, first_row, pointers, lengths, splits, C: tl.constexpr):
     """Combine the partial results for ROWS rows of a work tile, and store the combined results.
 
@@ -185,14 +238,15 @@ def combine_rows(parts, first_row, pointers, lengths, splits, C: tl.constexpr):
     row = parts.m * C.BLOCK_M + index
     tokens, heads = heads_of_rows(row, parts.head_kv, lengths, C)
     partial_lse = pointers.partial + splits.slots.to(tl.int64) * splits.partial_rows * C.HEAD_DIM_V
-    acc, row_max, row_sum = sum_splits(
-        pointers.partial + index * C.HEAD_DIM_V, partial_lse + index, exists, parts.count,
-        Slots(
-            parts.start, parts.step, parts.first_extra, splits.partial_rows * C.HEAD_DIM_V,
-            splits.partial_rows,
-        ),
-        False, C,
-    )  # fmt: skip
+    partial_out = pointers.partial + index * C.HEAD_DIM_V
+    partial_lse += index
+    slots = Slots(
+        parts.start, parts.step, parts.first_extra, splits.partial_rows * C.HEAD_DIM_V, splits.partial_rows
+    )
+    if C.ONE_BY_ONE:
+        acc, row_max, row_sum = sum_few_splits(partial_out, partial_lse, exists, parts.count, slots, C)
+    else:
+        acc, row_max, row_sum = sum_splits(partial_out, partial_lse, exists, parts.count, slots, False, C)
     rows = Rows(parts.b, parts.start_q, tokens, heads, exists)
     if C.HAS_PRIOR:
         acc, row_max, row_sum = with_prior(

@@ -295,11 +295,15 @@ def appends(problem: DecodeProblem, config: DecodeConfig, append: AppendProblem)
 
 
 class CombineTile(NamedTuple):
-    """Tile of a combining program: its rows, the splits that it loads at a time, and its warps."""
+    """Tile of a combining program: its rows, the splits that it loads at a time, and its warps.
+
+    ``one_by_one``: whether each of these splits is a tile of its own (``combine.sum_few_splits``).
+    """
 
     rows: int
     splits: int
     num_warps: int
+    one_by_one: bool = False
 
 
 def combine_tile(problem: DecodeProblem, config: DecodeConfig, programs: int | None) -> CombineTile:
@@ -343,6 +347,7 @@ def combine_variant(
         BLOCK_DV=padded(problem.head_dim_v),
         ROWS=tile.rows,
         SPLITS=tile.splits,
+        ONE_BY_ONE=tile.one_by_one,
     )
 
 

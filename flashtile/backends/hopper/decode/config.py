@@ -165,9 +165,10 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     def PREFETCH(self) -> bool:  # noqa: N802 - as in the kernel
         """Whether a program prefetches keys while the kernel before it runs (``prefetch.prefetch_first``).
 
-        The scan of many lengths would take longer than it saves.
+        The scan of many lengths would take longer than it saves. Kernels that copy keys one by one have no
+        registers to spare for it.
         """
-        return self.STREAM_K and self.ONE_SCAN
+        return self.STREAM_K and self.ONE_SCAN and not self.GATHER
 
     @property
     def takes_addresses(self) -> bool:

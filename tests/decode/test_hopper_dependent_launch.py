@@ -39,17 +39,19 @@ PAGE = 64
 
 
 @contextmanager
-def noted_events() -> Iterator[dict[tuple[Any, int], list[Event]]]:
+def noted_events(launched: list[str]) -> Iterator[dict[tuple[str, Any, int], list[Event]]]:
     """Yield the accesses to global memory and the steps of dependent launch of each program, in order.
 
-    An event is (name, arguments).
+    An event is (name, arguments), and a program is (kernel, launch, number).
     """
-    seen: dict[tuple[Any, int], list[Event]] = {}
+    seen: dict[tuple[str, Any, int], list[Event]] = {}
 
     def noting(name: str, function: Any) -> Any:
         def noted(*arguments: Any, **more: Any) -> Any:
             program = current_partition().program
-            seen.setdefault((program.launch, program.index), []).append((name, (arguments, more)))
+            seen.setdefault((launched[-1], program.launch, program.index), []).append(
+                (name, (arguments, more))
+            )
             return function(*arguments, **more)
 
         return noted
@@ -83,26 +85,28 @@ def call_of(name: str, device: str) -> tuple[Any, tuple]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_programs_wait_before_they_access_memory(name: str) -> None:
-    """Then they let the next kernel start. Before, they read only what selects keys to prefetch.
+def test_programs_wait_before_they_use_what_they_read(name: str) -> None:
+    """Before, they read only what selects keys to prefetch. After that, they let the next kernel start.
 
-    The portable combining kernel also reads lengths.
+    Combining kernels let it start at once. The portable one also reads lengths, which are final by then.
     """
-    with interpreted() as interpreter, noted_events() as seen:
+    with interpreted() as interpreter, noted_events(interpreter.launched) as seen:
         launch, arguments = call_of(name, "cpu")
         launch(*arguments)
     assert ("combine_kernel" in interpreter.launched) == (name == "fixed splits")
-    for events in seen.values():
-        names = [name for name, _ in events]
+    for (kernel, *_), events in seen.items():
+        names = [event for event, _ in events]
         assert names.count(WAIT) == names.count(ALLOW) == 1
-        if names[0] == ALLOW:  # the portable combining kernel
-            assert set(names[1 : names.index(WAIT)]) <= {"load"}
-            continue
         wait = names.index(WAIT)
-        assert names[wait + 1] == ALLOW
-        for event, (_, more) in events[:wait]:
-            assert event == PREFETCH or (event == "load" and more["cache_modifier"] == ".cg")
-        assert name in SHARES or wait == 0
+        if kernel == "combine_kernel":
+            assert set(names[:wait]) <= {ALLOW, "load"}
+        elif kernel.startswith("combine"):
+            assert names[:wait] == [ALLOW]
+        else:
+            assert names[wait + 1] == ALLOW
+            for event, (_, more) in events[:wait]:
+                assert event == PREFETCH or (event == "load" and more["cache_modifier"] == ".cg")
+            assert (wait > 0) == (kernel == "attend_kernel" and name in SHARES)
 
 
 def sectors_of_copies(events: list[Event], caches: list[Tensor], count: int) -> set[tuple[int, int]]:
@@ -120,7 +124,7 @@ def sectors_of_copies(events: list[Event], caches: list[Tensor], count: int) -> 
 
 @pytest.mark.parametrize("name", SHARES)
 def test_programs_prefetch_the_keys_that_they_load_first(name: str) -> None:
-    with interpreted(), noted_events() as seen:
+    with interpreted() as interpreter, noted_events(interpreter.launched) as seen:
         launch, arguments = call_of(name, "cpu")
         launch(*arguments)
     caches, config = list(arguments[1:3]), launch._config

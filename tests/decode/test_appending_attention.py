@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import flashtile
 from cases import FP16, FP32
 from decode_cases import DecodeCase, build, case
-from flashtile.backends.portable.decode import append_launch, plan
+from flashtile.backends.portable.decode import append, append_launch, attend, plan
 from flashtile.caches import BoundedCache
 from flashtile.op.operation import CACHE_BYTES
 from flashtile.operators import decode as operators
@@ -69,6 +69,29 @@ def test_the_attention_kernel_appends(given: DecodeCase, request: pytest.Fixture
     if given in SERVED:
         monkeypatch.setattr(append_launch, "append_kernel", None)
     torch.testing.assert_close(step(given, FP16), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_program_loads_everything_before_it_stores_the_new_token(
+    as_on_hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads do not pass stores, so each would wait for those before it."""
+    seen: list[str] = []
+
+    def note(module: Any, name: str) -> None:
+        function = getattr(module, name)
+
+        def noted(*arguments: Any, **more: Any) -> Any:
+            seen.append(name)
+            return function(*arguments, **more)
+
+        monkeypatch.setattr(module, name, noted)
+
+    for module, name in ((attend, "cache_of"), (append, "as_cached"), (append, "store_rows")):
+        note(module, name)
+    step(case("one", new=1, page_size=4, lengths=(30,), heads=(2, 1)), FP16)
+    stored = seen.index("store_rows")
+    assert seen[stored - 3 : stored + 2] == ["cache_of", "as_cached", "as_cached", "store_rows", "store_rows"]
+    assert seen.count("store_rows") == 2
 
 
 def test_float32_is_appended_before(as_on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,8 @@ class HopperDecodeVariant(Layout, ModifierFlags):
 
     TANH_APPROX: ClassVar[bool] = False
     EVEN_N: ClassVar[bool] = False
+    PDL: ClassVar[bool] = True
+    """Programmatic dependent launch (``work.wait_for_predecessor``), which Triton's interpreter lacks."""
 
     PAGE_SIZE: int
     """Keys per page; 0 for a dense cache."""
@@ -139,9 +141,6 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     """Whether a work tile may have several splits; True if STREAM_K or DIVIDES."""
     BY_WORK_TILE: bool
     """Whether stream-K programs write a partial record for each work tile, otherwise one for each program."""
-    PDL: bool
-    """Programmatic dependent launch: programs start while another kernel fills the queue's table, and wait
-    for its end."""
     PACK: int
     """Number of query heads of a key head that share a tile; their rows alternate."""
     KV_GROUP: int
@@ -161,6 +160,20 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     D_PARTS: ClassVar[int] = 1
     DV_PARTS: ClassVar[int] = 1
     K_BY_PARTS: ClassVar[bool] = False
+
+    @property
+    def PREFETCH(self) -> bool:  # noqa: N802 - as in the kernel
+        """Whether a program prefetches keys while the kernel before it runs (``prefetch.prefetch_first``).
+
+        The scan of many lengths would take longer than it saves. Kernels that copy keys one by one have no
+        registers to spare for it.
+        """
+        return self.STREAM_K and self.ONE_SCAN and not self.GATHER
+
+    @property
+    def takes_addresses(self) -> bool:
+        """Whether the kernel takes the addresses of the caches in addition to their descriptors."""
+        return self.GATHER or self.PREFETCH
 
     @property
     def QK_COLUMNS(self) -> int:  # noqa: N802 - as in the kernel

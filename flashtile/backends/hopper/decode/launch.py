@@ -153,7 +153,6 @@ def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) ->
         DIVIDES=divided,
         SPLIT=stream_k or divided or num_splits_of(problem, config)[0] > 1,
         BY_WORK_TILE=work_tiles < balanced_programs(problem, config),
-        PDL=not stream_k,
         PACK=pack,
         KV_GROUP=problem.group_size // pack,
         HEAD_DIM=problem.head_dim,
@@ -257,7 +256,7 @@ class HopperDecodeLaunch(DecodeLaunch):
             None,
             views(problem, variant, q, k_cache, v_cache),
             HopperDecodePointers,
-            launch_pdl=variant.PDL,
+            launch_pdl=True,
             maxnreg=config.registers[-1],
         )
         floats = splits.slots * splits.partial_rows * (problem.head_dim_v + 1)
@@ -266,7 +265,7 @@ class HopperDecodeLaunch(DecodeLaunch):
             if variant.BY_WORK_TILE:
                 records = lengths.m_blocks * problem.num_heads_kv
             self._partials = round_up(floats + records * RECORD_WIDTH.value, 64)
-            return Attend(attend, None, variant.GATHER), self._combine_recorded(
+            return Attend(attend, None, variant.takes_addresses), self._combine_recorded(
                 variant, lengths, splits, records
             )
         rows = 1 + lengths.m_blocks + (splits.slots // problem.num_heads_kv if variant.DIVIDES else 0)
@@ -278,13 +277,14 @@ class HopperDecodeLaunch(DecodeLaunch):
             (variant, TABLE_WIDTH.value, CHUNKS[problem.batch > CHUNKS[0]]),
             None,
             pointers=TablePointers,
+            launch_pdl=True,
         )
         combine = None
         if variant.DIVIDES:
             combine = self._combine_divided(problem, config, lengths, splits)
         elif variant.SPLIT:
             combine = self._combine_splits(problem, config, lengths, splits)
-        return Attend(attend, table, variant.GATHER), combine
+        return Attend(attend, table, variant.takes_addresses), combine
 
     def _shares(
         self,
@@ -381,9 +381,9 @@ class Attend:
     signature of the portable kernel's launch.
     """
 
-    def __init__(self, kernel: CachedLaunch, fill_table: CachedLaunch | None, gathers: bool) -> None:
+    def __init__(self, kernel: CachedLaunch, fill_table: CachedLaunch | None, with_caches: bool) -> None:
         self._kernel = kernel
-        self._gathers = gathers
+        self._with_caches = with_caches
         self._fill_table = fill_table
 
     @property
@@ -400,8 +400,8 @@ class Attend:
                 device, partial, given.cache_seqlens, given.cache_leftpad, given.cu_seqlens_q,
                 given.cu_seqlens_k_new,
             )  # fmt: skip
-        gathered = (k, v) if self._gathers else (None, None)
-        self._kernel(device, q, k, v, out, lse, partial, *tensors, *gathered)
+        caches = (k, v) if self._with_caches else (None, None)
+        self._kernel(device, q, k, v, out, lse, partial, *tensors, *caches)
 
     def stream(self) -> int | None:
         return self._kernel.stream()
@@ -414,5 +414,5 @@ class Attend:
                 partial, given.cache_seqlens, given.cache_leftpad, given.cu_seqlens_q, given.cu_seqlens_k_new,
             )  # fmt: skip
             self._fill_table.by_address(stream, of_table)
-        gathered = (k, v) if self._gathers else (None, None)
-        self._kernel.by_address(stream, (q, k, v, out, lse, partial, *further, *gathered))
+        caches = (k, v) if self._with_caches else (None, None)
+        self._kernel.by_address(stream, (q, k, v, out, lse, partial, *further, *caches))

@@ -67,19 +67,23 @@ def behind_partials(partial, splits, C: tl.constexpr):
 
 
 @triton.jit
-def start_dependents():
-    """Allow the next kernel of the stream to start. It waits for the end of this kernel by itself."""
-    tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def wait_for_table():
-    """Wait for the end of the kernel that fills the work queue's table."""
+def wait_for_predecessor():
+    """Wait for the end of the kernel before this one in the stream."""
     tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def even_start(index, start, pointers, lengths, C: tl.constexpr):
+def start_dependents():
+    """Let the next kernel of the stream start. It waits for the end of this one by itself.
+
+    Before a combining kernel, programs call this after their own wait: the portable one reads lengths as soon
+    as it starts. Kernels that may follow a combining kernel read nothing before they wait, except hints.
+    """
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def even_start(index, start, pointers, lengths, C: tl.constexpr, EARLY: tl.constexpr):
     """Return the :class:`Start` of this program if all work tiles are divided alike, otherwise ``start``.
 
     Equal shares of all n_blocks may begin anywhere in a work tile, because m_blocks and sequences differ a
@@ -92,7 +96,7 @@ def even_start(index, start, pointers, lengths, C: tl.constexpr):
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     heads = lengths.num_heads_kv
-    counts = count_n_blocks(index, pointers, lengths, C)  # of all heads
+    counts = count_n_blocks(index, pointers, lengths, C, EARLY)  # of all heads
     parts = tl.maximum(programs // (lengths.m_blocks * heads), 1)
     each = (tl.max(counts, 0) // heads + parts - 1) // parts
     alike = (parts * lengths.m_blocks * heads == programs) & (each <= start.total / programs + PART_COST)
@@ -111,18 +115,25 @@ def even_start(index, start, pointers, lengths, C: tl.constexpr):
 
 
 @triton.jit
-def balanced_start(index, pointers, lengths, C: tl.constexpr):
-    """Return the :class:`Start` of this program. ``index``: the integers from 0 to SCAN_BLOCK (exclusive)."""
+def balanced_start(index, pointers, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
+    """Return the :class:`Start` of this program. ``index``: the integers from 0 to SCAN_BLOCK (exclusive).
+
+    EARLY, here and in :func:`balanced_tile`: an earlier kernel may still be writing the lengths.
+    """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    total, position, m_block, m_block_start = stream_k_start(index, program, programs, pointers, lengths, C)
+    total, position, m_block, m_block_start = stream_k_start(
+        index, program, programs, pointers, lengths, C, EARLY
+    )
     start = Start(total, position, share_start(program + 1, programs, total), m_block, m_block_start)
     if C.ONE_SCAN:  # otherwise there are more work tiles than programs
-        start = even_start(index, start, pointers, lengths, C)
+        start = even_start(index, start, pointers, lengths, C, EARLY)
     return start
 
 
 @triton.jit
-def balanced_tile(C: tl.constexpr, position, start, m_block, m_block_start, pointers, lengths):
+def balanced_tile(
+    C: tl.constexpr, position, start, m_block, m_block_start, pointers, lengths, EARLY: tl.constexpr = False
+):
     """Find the next work of a stream-K program, which begins at n_block ``position`` of the batch.
 
     Returns (work tile, n_begin, n_end, slot, splits, position, m_block, m_block_start). The program computes
@@ -134,7 +145,9 @@ def balanced_tile(C: tl.constexpr, position, start, m_block, m_block_start, poin
     its program.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    work, nth, m_block_end = work_tile_at(program, position, m_block, m_block_start, pointers, lengths, C)
+    work, nth, m_block_end = work_tile_at(
+        program, position, m_block, m_block_start, pointers, lengths, C, EARLY
+    )
     count = min(work.n_blocks - nth, start.end - position)
     splits = 0
     if nth == 0:
@@ -267,6 +280,7 @@ def table_kernel(
     index of the row that holds the first part of the i-th divided m_block.
     """
     if C.PDL:
+        wait_for_predecessor()
         start_dependents()
     table = behind_partials(pointers.partial, splits, C)
     b = tl.program_id(0)

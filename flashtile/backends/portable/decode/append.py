@@ -228,12 +228,11 @@ def start_of_rotation(b, pointers, C: tl.constexpr):
 
 
 @triton.jit
-def append_tokens(program, pointers, strides, lengths, C: tl.constexpr):
-    """Write ROWS new tokens of one head to the cache. Tokens with an invalid page or offset are dropped."""
-    head, b, tokens, first, exists = tokens_of(
-        program, lengths.num_heads_kv, pointers.cu_seqlens_k_new, lengths.seqlen_new, lengths.total_new,
-        lengths.batch, C.VARLEN, C,
-    )  # fmt: skip
+def append_tokens(head, b, tokens, first, exists, pointers, strides, lengths, C: tl.constexpr):
+    """Write ROWS new tokens of one head to the cache. Tokens with an invalid page or offset are dropped.
+
+    The first five arguments are what :func:`tokens_of` returns.
+    """
     positions = tokens
     if C.HAS_LENGTHS:
         positions += tl.load(pointers.cache_seqlens + b)
@@ -262,13 +261,14 @@ def append_tokens(program, pointers, strides, lengths, C: tl.constexpr):
     k = load_rotated(pointers.k, k_rows, exists, rotary_positions, pointers, lengths.rotary_rows, C)
     k_places = page * strides.k_cache_batch + place * strides.k_cache_token + head64 * strides.k_cache_head
     k = as_cached(k, pointers.k.dtype.element_ty, k_scale, C)
-    store_rows(pointers.k_cache, k_places, written, k, C.HEAD_DIM, C.BLOCK_D)
     columns = tl.arange(0, C.BLOCK_DV)
     v_rows = b64 * strides.v_batch + rows * strides.v_token + head64 * strides.v_head
     inside = exists[:, None] & (columns < C.HEAD_DIM_V)[None, :]
     v = tl.load(pointers.v + v_rows[:, None] + columns[None, :], mask=inside, other=0.0)
     v_places = page * strides.v_cache_batch + place * strides.v_cache_token + head64 * strides.v_cache_head
     v = as_cached(v, pointers.v.dtype.element_ty, v_scale, C)
+    # Stores come last: the compiler moves no load before a store, which might write what the load reads.
+    store_rows(pointers.k_cache, k_places, written, k, C.HEAD_DIM, C.BLOCK_D)
     store_rows(pointers.v_cache, v_places, written, v, C.HEAD_DIM_V, C.BLOCK_DV)
 
 
@@ -305,6 +305,10 @@ def append_kernel(pointers, strides, lengths, C: tl.constexpr):
     """
     program = tl.program_id(0)
     if program < lengths.new_programs:
-        append_tokens(program, pointers, strides, lengths, C)
+        head, b, tokens, first, exists = tokens_of(
+            program, lengths.num_heads_kv, pointers.cu_seqlens_k_new, lengths.seqlen_new, lengths.total_new,
+            lengths.batch, C.VARLEN, C,
+        )  # fmt: skip
+        append_tokens(head, b, tokens, first, exists, pointers, strides, lengths, C)
     elif C.ROTATE_Q:
         rotate_queries(program - lengths.new_programs, pointers, strides, lengths, C)

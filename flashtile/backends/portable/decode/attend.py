@@ -97,8 +97,11 @@ def append_token(b, head_kv, call, C: tl.constexpr):
     reads the token's key and value.
     """
     APPEND: tl.constexpr = C.APPEND
-    program = b.to(tl.int32) * call.lengths.num_heads_kv + head_kv
-    append_tokens(program, call.pointers.new, call.new_strides, call.new_lengths, APPEND)
+    token = tl.arange(0, APPEND.ROWS)
+    first = tl.zeros([], tl.int64)
+    append_tokens(
+        head_kv, b, token, first, token == 0, call.pointers.new, call.new_strides, call.new_lengths, APPEND
+    )
 
 
 @triton.jit
@@ -158,10 +161,11 @@ def attend_work_tile(
     pointers, lengths = call.pointers, call.lengths
     sequence = work.sequence
     index, rows = rows_of(work, lengths, C)
+    cache = cache_of(work, first, call, C)
+    next_cache = cache
+    if C.PREFETCH != 0:
+        next_cache = cache_of(next_work_tile, next_first, call, C)
     q, qv = load_queries(rows, call, C)
-    if C.APPEND is not None:  # noqa: SIM102 - APPEND is a constant, the other condition is not
-        if first + count == work.keys.first // C.BLOCK_N + work.n_blocks:
-            append_token(rows.b, work.head_kv, call, C)
     tree_rows = rows.tokens
     slope = tl.zeros([], tl.float32)
     if C.HAS_ALIBI:
@@ -172,11 +176,10 @@ def attend_work_tile(
         tree_rows = pointers.tree_mask + rows.b * call.outer.tree_stride + rows.tokens * lengths.seqlen_q
     if C.SOFTMAX_MAX != "none":
         shift = load_shift(call.numbers.softmax_max, pointers.softmax_max, rows.heads, rows.exists, C)
-    cache = cache_of(work, first, call, C)
-    next_cache = cache
-    if C.PREFETCH != 0:
-        next_cache = cache_of(next_work_tile, next_first, call, C)
     faults = find_faults(cache, first, first + count, work.keys, C)
+    if C.APPEND is not None:  # noqa: SIM102 - APPEND is a constant, the other condition is not
+        if first + count == work.keys.first // C.BLOCK_N + work.n_blocks:
+            append_token(rows.b, work.head_kv, call, C)
     # The first loads of a work tile are issued together. Without a barrier, the compiler would move each load
     # to its use, and their latencies would add up. The barrier also orders the stores of the new token before
     # the loads of the cache by other threads.

@@ -17,7 +17,7 @@ import torch
 
 from flashtile.checks.arguments import as_int_within, is_choice
 from flashtile.checks.conversions import as_float, as_int, check_flag
-from flashtile.engine.config import ConfigError, ModelConfig, model_folder, read_config, read_json
+from flashtile.engine.config import IN_VLLM, ConfigError, ModelConfig, model_folder, read_config, read_json
 from flashtile.engine.core import Engine, EngineStats, Prompt
 from flashtile.engine.memory import memory_left
 from flashtile.engine.model import Model
@@ -245,7 +245,9 @@ class LLM:
                 computed then.
         """
         if lora_request is not None:
-            raise NotImplementedError(f"lora_request must be None, got {lora_request!r:.60}")
+            raise NotImplementedError(
+                f"lora_request must be None, got {lora_request!r:.60}: LoRA is not supported{IN_VLLM}"
+            )
         if use_tqdm:
             raise NotImplementedError(f"use_tqdm must be False, got {use_tqdm!r:.60}")
         many = _as_prompts(prompts)

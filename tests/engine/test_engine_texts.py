@@ -280,7 +280,7 @@ def test_chat_templates(words, llm):
     for messages, template, message in [
         ([], None, "must not be empty"),
         ([{"content": "x"}], None, "dicts with a role"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], None, "type 'text' only"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], None, "got .'image_url'.; vLLM serves"),
         ([user], "{{ raise_exception('no system') }}", "no system"),
         ([user], "{% for %}", "cannot render these messages"),
         ([user], "{{ ''.__class__.__mro__ }}", "cannot render these messages"),

@@ -170,7 +170,7 @@ def test_logits_with_dynamic_scaling_are_those_of_transformers(tmp_path, name, l
 
 
 def check_logits(tmp_path, name, changes, length):
-    """Compare a changed model of ``max_model_len=length`` with Transformers, over sequences of this length."""
+    """Compare a changed model with ``max_model_len=length`` with Transformers, over so long a sequence."""
     shutil.copytree(folder(name), tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -447,7 +447,7 @@ def _sampling_defaults(source: str | Path, folder: Path) -> dict[str, Any]:
 
 def _check_choices(quantization: Any, load_format: Any, prefix_caching: Any, eager: Any, warmup: Any) -> None:
     if not is_choice(quantization, (None, "fp8")):
-        raise NotImplementedError(f"quantization must be None or 'fp8', got {quantization!r:.60}")
+        raise NotImplementedError(f"quantization must be None or 'fp8', got {quantization!r:.60}{IN_VLLM}")
     if not is_choice(load_format, ("auto", "safetensors", "dummy")):
         raise ValueError(f"load_format must be auto, safetensors or dummy, got {load_format!r:.60}")
     check_flag("enable_prefix_caching", prefix_caching)

@@ -43,7 +43,7 @@ KINDS = {
     "fp8 tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, "_scale"),
     "block": (compressed("block", block_structure=[128, 128]), "_scale"),
     "channel": (compressed("channel"), "_scale"),
-    "tensor": (compressed("tensor"), "_scale"),
+    "tensor": (compressed("tensor") | {"kv_cache_scheme": DYNAMIC | {"dynamic": False}}, "_scale"),
 }  # fmt: skip
 
 
@@ -82,8 +82,10 @@ def folders(name: str, kind: str) -> tuple[Path, Path]:
         if weight.endswith("_proj.weight"):
             low[weight], scale, wide[weight] = rounded(value, kind)
             low[weight + KINDS[kind][1]] = scale
-            if kind == "fp8 tensor":
+            if kind.endswith("tensor"):  # static scales of activations, and of keys and values
                 low[weight.replace("weight", "input_scale")] = torch.ones(1)
+                attention = ".".join(weight.split(".")[:3]) + ".self_attn"
+                low |= {f"{attention}.{one}_scale": torch.ones(1) for one in "kv"}
     save_file(wide, root / "wide" / "model.safetensors")
     save_file(low, root / "e4m3" / "model.safetensors")
     values = json.loads((root / "e4m3" / "config.json").read_text())

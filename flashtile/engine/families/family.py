@@ -1,4 +1,4 @@
-"""What a declaration of a model family consists of."""
+"""The type of a declaration of a model family, and the fields that all families share."""
 
 from __future__ import annotations
 

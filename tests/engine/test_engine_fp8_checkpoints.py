@@ -18,6 +18,7 @@ from flashtile.engine import LLM, ConfigError, SamplingParams
 from flashtile.engine.config import parse_config, read_config
 from flashtile.engine.step_calls import Limits, step_calls
 from flashtile.engine.weights import SCALE, Shard, open_weights, scaled_matrix
+from targets import CUDA
 
 E4M3 = torch.float8_e4m3fn
 BLOCKED = {**SIZES, "hidden_size": 192, "head_dim": 128, "intermediate_size": 256}
@@ -96,7 +97,7 @@ def folders(name: str, kind: str) -> tuple[Path, Path]:
 
 def answers(path: Path, **options: Any) -> tuple[list[list[int]], torch.Tensor]:
     """Greedy tokens, and log-probabilities of all tokens after the longest prompt."""
-    llm = LLM(path, device="cpu", skip_tokenizer_init=True, warmup=False, **options)
+    llm = LLM(path, skip_tokenizer_init=True, warmup=False, **{"device": "cpu", **options})
     outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=5, logprobs=-1))
     entry = outputs[4].outputs[0].logprobs[0]
     scores = torch.tensor([entry[token].logprob for token in range(len(entry))])
@@ -122,6 +123,19 @@ def test_checkpoints_in_e4m3_compute_what_their_dequantised_weights_compute(name
     _, near = answers(low, dtype="bfloat16")
     _, rounded_near = answers(wide, dtype="bfloat16")
     assert (near - scores).norm() <= 2 * (rounded_near - scores).norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="no CUDA device")
+@pytest.mark.parametrize("kind", ["fp8 block", "channel"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_checkpoints_in_e4m3_on_a_gpu(name, kind):
+    """In 16 bits, with the experts' products in one kernel and steps in graphs."""
+    low, wide = folders(name, kind)
+    _, scores = answers(wide)
+    options = {"device": "cuda", "dtype": "bfloat16", "kv_cache_memory_bytes": 2**26}
+    (_, near), (_, rounded_near) = (answers(path, **options) for path in (low, wide))
+    assert 0 < (near - scores).norm() <= 2 * (rounded_near - scores).norm()
 
 
 @pytest.mark.parametrize("kind", ["block", "channel", "tensor"])

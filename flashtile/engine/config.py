@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -241,8 +242,8 @@ def model_folder(model: str | Path) -> Path:
 def read_config(folder: Path) -> ModelConfig:
     """Read the model's config from ``folder``.
 
-    End tokens in generation_config.json, if that file exists, replace those of config.json, as in Hugging
-    Face's generation.
+    The end tokens of config.json and of generation_config.json both end a text. Transformers uses only the
+    latter's, if it has any.
 
     Raises:
         FileNotFoundError: there is no config.json.
@@ -257,9 +258,10 @@ def read_config(folder: Path) -> ModelConfig:
     values = read_json(path)
     generation = folder / "generation_config.json"
     if generation.is_file():
-        ends = read_json(generation).get("eos_token_id")
-        if ends is not None:
-            values = {**values, "eos_token_id": ends}
+        ends = values.get("eos_token_id"), read_json(generation).get("eos_token_id")
+        if ends[1] is not None:
+            lists = (one if isinstance(one, list) else [one] for one in ends if one is not None)
+            values = {**values, "eos_token_id": [*chain(*lists)]}
     return parse_config(values, str(path))
 
 

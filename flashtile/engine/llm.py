@@ -17,7 +17,7 @@ import torch
 
 from flashtile.checks.arguments import as_int_within, is_choice
 from flashtile.checks.conversions import as_float, as_int, check_flag
-from flashtile.engine.config import ConfigError, ModelConfig, model_folder, read_config, read_json
+from flashtile.engine.config import IN_VLLM, ConfigError, ModelConfig, model_folder, read_config, read_json
 from flashtile.engine.core import Engine, EngineStats, Prompt
 from flashtile.engine.memory import memory_left
 from flashtile.engine.model import Model
@@ -245,7 +245,9 @@ class LLM:
                 computed then.
         """
         if lora_request is not None:
-            raise NotImplementedError(f"lora_request must be None, got {lora_request!r:.60}")
+            raise NotImplementedError(
+                f"lora_request must be None, got {lora_request!r:.60}: LoRA is not supported{IN_VLLM}"
+            )
         if use_tqdm:
             raise NotImplementedError(f"use_tqdm must be False, got {use_tqdm!r:.60}")
         many = _as_prompts(prompts)
@@ -445,7 +447,7 @@ def _sampling_defaults(source: str | Path, folder: Path) -> dict[str, Any]:
 
 def _check_choices(quantization: Any, load_format: Any, prefix_caching: Any, eager: Any, warmup: Any) -> None:
     if not is_choice(quantization, (None, "fp8")):
-        raise NotImplementedError(f"quantization must be None or 'fp8', got {quantization!r:.60}")
+        raise NotImplementedError(f"quantization must be None or 'fp8', got {quantization!r:.60}{IN_VLLM}")
     if not is_choice(load_format, ("auto", "safetensors", "dummy")):
         raise ValueError(f"load_format must be auto, safetensors or dummy, got {load_format!r:.60}")
     check_flag("enable_prefix_caching", prefix_caching)

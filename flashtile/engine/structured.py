@@ -115,11 +115,17 @@ class Structures:
 
     def _compile(self, kind: str, text: str, reasoning: str | None) -> Any:
         try:
-            from llguidance import LLMatcher, LLParserLimits
+            from llguidance import LLMatcher, LLParserLimits, grammar_from
         except ModuleNotFoundError:
             raise NotImplementedError(MISSING) from None
-        lark = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0] if kind == "regex" else {}
-        own = text if kind == "json" else json.dumps(lark.get("lark_grammar", text))
+        own = text
+        if kind == "regex":
+            own = json.dumps(json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"])
+        elif kind == "grammar":
+            try:
+                own = json.dumps(grammar_from("gbnf", text))  # Lark's syntax stays as it is
+            except ValueError as error:
+                raise _invalid(kind, text, " ".join(str(error).split())) from None
         grammars = [f'{{"name": "answer", "{"json_schema" if kind == "json" else "lark_grammar"}": {own}}}']
         limits = LLParserLimits(verbose_errors=False)
         try:
@@ -132,8 +138,7 @@ class Structures:
         except BaseException as error:
             raise NotImplementedError(f"structured_outputs failed in llguidance: {error!s:.200}") from None
         if found.is_error():
-            got = f"{text!r:.60}: {error_of(found)}"
-            raise ValueError(f"structured_outputs must have a valid {kind}, got {got}")
+            raise _invalid(kind, text, error_of(found))
         return found
 
     def _before(self, reasoning: str) -> str:
@@ -193,6 +198,10 @@ def late(structure: dict[str, Any], seconds: float | None) -> ValueError:
     """Return the error for a structure that is not compiled within ``seconds``."""
     limit = f"within {seconds} s, after the structures that are compiled before it"
     return ValueError(f"structured_outputs must be compiled {limit}, got {structure!r:.60}")
+
+
+def _invalid(kind: str, text: str, error: str) -> ValueError:
+    return ValueError(f"structured_outputs must have a valid {kind}, got {text!r:.60}: {error:.200}")
 
 
 def error_of(matcher: Any) -> str:

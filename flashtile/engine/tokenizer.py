@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashtile.engine.config import ConfigError, read_json
+from flashtile.engine.config import IN_VLLM, ConfigError, read_json
 
 BYTES = "ByteTokenizer"
 """Value of ``tokenizer_class`` in tokenizer_config.json for tokens that are UTF-8 bytes."""
@@ -336,7 +336,10 @@ def _checked_message(message: Any) -> dict[str, Any]:
     if isinstance(content, list):  # OpenAI's content parts; only text is supported
         parts = [part if isinstance(part, Mapping) else {} for part in content]
         if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in parts):
-            raise ValueError("messages must have parts of type 'text' only in their content")
+            got = [part.get("type") for part in parts]
+            raise ValueError(
+                f"messages must have parts of type 'text' only in their content, got {got!r:.80}{IN_VLLM}"
+            )
         message["content"] = "".join(part["text"] for part in parts)
     elif content is None:
         message["content"] = ""

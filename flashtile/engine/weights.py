@@ -38,8 +38,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROWS = 4096
 """Rows of the head and the embedding that are compared at a time."""
 IGNORED = "rotary_emb.inv_freq"
-INPUT_SCALE = ".input_scale"
-"""End of the names of activations' scales, which are not used, because activations stay in 16 bits here."""
+UNUSED_SCALES = (".input_scale", ".k_scale", ".v_scale")
+"""Ends of the names of scales of activations, keys and values, which are not rounded by them here."""
 SCALE_SUFFIXES = ("_scale_inv", "_scale")
 INDEX = "model.safetensors.index.json"
 
@@ -218,7 +218,7 @@ def open_weights(
         for name in names:
             if name.endswith(IGNORED) or (name == HEAD and config.tie_word_embeddings):
                 continue
-            if config.scales and name.endswith(INPUT_SCALE):
+            if config.scales and name.endswith(UNUSED_SCALES):
                 continue
             matrix = scaled_matrix(name) if config.scales else None
             if matrix in expected:

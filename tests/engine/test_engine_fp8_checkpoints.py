@@ -18,6 +18,7 @@ from flashtile.engine import LLM, ConfigError, SamplingParams
 from flashtile.engine.config import parse_config, read_config
 from flashtile.engine.step_calls import Limits, step_calls
 from flashtile.engine.weights import SCALE, Shard, open_weights, scaled_matrix
+from targets import CUDA
 
 E4M3 = torch.float8_e4m3fn
 BLOCKED = {**SIZES, "hidden_size": 192, "head_dim": 128, "intermediate_size": 256}
@@ -43,7 +44,7 @@ KINDS = {
     "fp8 tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, "_scale"),
     "block": (compressed("block", block_structure=[128, 128]), "_scale"),
     "channel": (compressed("channel"), "_scale"),
-    "tensor": (compressed("tensor"), "_scale"),
+    "tensor": (compressed("tensor") | {"kv_cache_scheme": DYNAMIC | {"dynamic": False}}, "_scale"),
 }  # fmt: skip
 
 
@@ -82,8 +83,10 @@ def folders(name: str, kind: str) -> tuple[Path, Path]:
         if weight.endswith("_proj.weight"):
             low[weight], scale, wide[weight] = rounded(value, kind)
             low[weight + KINDS[kind][1]] = scale
-            if kind == "fp8 tensor":
+            if kind.endswith("tensor"):  # static scales of activations, and of keys and values
                 low[weight.replace("weight", "input_scale")] = torch.ones(1)
+                attention = ".".join(weight.split(".")[:3]) + ".self_attn"
+                low |= {f"{attention}.{one}_scale": torch.ones(1) for one in "kv"}
     save_file(wide, root / "wide" / "model.safetensors")
     save_file(low, root / "e4m3" / "model.safetensors")
     values = json.loads((root / "e4m3" / "config.json").read_text())
@@ -94,7 +97,7 @@ def folders(name: str, kind: str) -> tuple[Path, Path]:
 
 def answers(path: Path, **options: Any) -> tuple[list[list[int]], torch.Tensor]:
     """Greedy tokens, and log-probabilities of all tokens after the longest prompt."""
-    llm = LLM(path, device="cpu", skip_tokenizer_init=True, warmup=False, **options)
+    llm = LLM(path, skip_tokenizer_init=True, warmup=False, **{"device": "cpu", **options})
     outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=5, logprobs=-1))
     entry = outputs[4].outputs[0].logprobs[0]
     scores = torch.tensor([entry[token].logprob for token in range(len(entry))])
@@ -108,6 +111,7 @@ def answers(path: Path, **options: Any) -> tuple[list[list[int]], torch.Tensor]:
         ("phi3", "block"),
         ("phi3", "channel"),
         ("qwen3_moe", "fp8 block"),
+        ("qwen3_moe", "channel"),
     ],
 )
 def test_checkpoints_in_e4m3_compute_what_their_dequantised_weights_compute(name, kind):
@@ -119,6 +123,19 @@ def test_checkpoints_in_e4m3_compute_what_their_dequantised_weights_compute(name
     _, near = answers(low, dtype="bfloat16")
     _, rounded_near = answers(wide, dtype="bfloat16")
     assert (near - scores).norm() <= 2 * (rounded_near - scores).norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="no CUDA device")
+@pytest.mark.parametrize("kind", ["fp8 block", "channel"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_checkpoints_in_e4m3_on_a_gpu(name, kind):
+    """In 16 bits, with the experts' products in one kernel and steps in graphs."""
+    low, wide = folders(name, kind)
+    _, scores = answers(wide)
+    options = {"device": "cuda", "dtype": "bfloat16", "kv_cache_memory_bytes": 2**26}
+    (_, near), (_, rounded_near) = (answers(path, **options) for path in (low, wide))
+    assert 0 < (near - scores).norm() <= 2 * (rounded_near - scores).norm()
 
 
 @pytest.mark.parametrize("kind", ["block", "channel", "tensor"])
@@ -155,6 +172,18 @@ def test_products_with_e4m3_are_compiled_ahead(name, kind):
         if arguments["weight"].dtype == "float8_e4m3fn"
     }
     assert scales == {2 if kind == "block" else 1}
+
+
+@pytest.mark.parametrize("kind", ["fp8 block", "channel"])
+def test_experts_stay_in_e4m3(kind):
+    low, _ = folders("qwen3_moe", kind)
+    options = {"device": "cpu", "skip_tokenizer_init": True, "warmup": False}
+    for dtype, stored in (("bfloat16", E4M3), ("float32", torch.float32)):
+        experts = LLM(low, dtype=dtype, **options).engine.runner.model.layers[0].mlp
+        for matrix, rows in ((experts.gate_up, 256), (experts.down, 192)):
+            assert matrix.weight.dtype == stored
+            assert (matrix.scale is None) == (dtype == "float32")
+            assert matrix.scale is None or matrix.scale.shape[:2] == (3, rows if kind == "channel" else 2)
 
 
 def test_names_of_scales():

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib import import_module
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from engine_models import MODELS, VOCABULARY, folder, greedy, load, prompts, transformers_model
 
-from flashtile.engine import LLM, BeamSearchParams, SamplingParams
+from flashtile.engine import LLM, BeamSearchParams, SamplingParams, families
+from flashtile.engine.families import FAMILIES
 from flashtile.engine.memory import run_one_layer
 from flashtile.engine.model import FEW_ROWS, Matrix, rms_norm
 
@@ -33,6 +36,15 @@ WAYS = {
     },
     "no prefix cache": {"enable_prefix_caching": False, "block_size": 3},
 }  # fmt: skip
+
+
+def test_every_family_is_a_short_file_and_compared_with_transformers():
+    assert {one["model_type"] for one in MODELS.values()} == {*FAMILIES}
+    paths = {path.stem: path for path in Path(families.__file__).parent.glob("*.py")}
+    assert {*paths} == {"__init__", "family", *FAMILIES}
+    for name, family in FAMILIES.items():
+        assert len(paths[name].read_text().splitlines()) <= 120
+        assert import_module(f"flashtile.engine.families.{name}").FAMILY is family
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -156,13 +168,25 @@ def test_logprobs_are_those_of_transformers():
 @pytest.mark.parametrize("length", [20, 40])
 def test_logits_with_longrope_are_those_of_transformers(tmp_path, length):
     """Up to the original length with the short factors, beyond it with the long ones."""
-    shutil.copytree(folder("phi3"), tmp_path / "model")
+    original = {"original_max_position_embeddings": 25}
+    rope = {**json.loads((folder("phi3") / "config.json").read_text())["rope_parameters"], **original}
+    check_logits(tmp_path, "phi3", {**original, "rope_parameters": rope}, length)
+
+
+@pytest.mark.parametrize("length", [20, 60])
+@pytest.mark.parametrize("name", ["llama2", "qwen3"])
+def test_logits_with_dynamic_scaling_are_those_of_transformers(tmp_path, name, length):
+    """Up to the original length without scaling, beyond it with that of the length."""
+    rope = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}
+    check_logits(tmp_path, name, {"max_position_embeddings": 25, "rope_parameters": rope}, length)
+
+
+def check_logits(tmp_path, name, changes, length):
+    """Compare a changed model with ``max_model_len=length`` with Transformers, over so long a sequence."""
+    shutil.copytree(folder(name), tmp_path / "model")
     path = tmp_path / "model" / "config.json"
-    config = json.loads(path.read_text())
-    config["original_max_position_embeddings"] = 25
-    config["rope_parameters"]["original_max_position_embeddings"] = 25
-    path.write_text(json.dumps(config))
-    model = type(transformers_model("phi3")).from_pretrained(tmp_path / "model", attn_implementation="eager")
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    model = type(transformers_model(name)).from_pretrained(tmp_path / "model", attn_implementation="eager")
     prompt = [token % VOCABULARY for token in range(3, 3 + length - 5)]
     llm = LLM(tmp_path / "model", device="cpu", skip_tokenizer_init=True, max_model_len=length)
     (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=0))

@@ -65,6 +65,10 @@ KINDS = [
         {"grammar": 'start: "(" start ")" | /[a-c]{2,4}/'},
         lambda text: re.fullmatch(r"\(*[a-c]{2,4}\)*", text),
     ),
+    (
+        {"grammar": 'root ::= "SELECT " column ("," column)?\ncolumn ::= "col_" [1-3]\n'},
+        lambda text: re.fullmatch(r"SELECT col_[1-3](,col_[1-3])?", text),
+    ),
 ]
 
 
@@ -262,6 +266,9 @@ def test_log_probabilities_are_those_without_the_structure(llm):
         ({"regex": "(["}, "structured_outputs must have a valid regex, got '..': .*unclosed"),
         ({"grammar": "start: nothing"}, "structured_outputs must have a valid grammar, got .*nothing"),
         ({"grammar": "start: " + "(" * 9999}, "structured_outputs must have a valid grammar"),
+        ({"grammar": "nothing"}, "structured_outputs must have a valid grammar, got 'nothing': .*GBNF"),
+        ({"grammar": "root ::= x"}, "structured_outputs must have a valid grammar, got 'root ::= x': .* 'x'"),
+        ({"grammar": "root ::= " + "(" * 9999}, "structured_outputs must have a valid grammar"),
         ({"choice": ["a" * MAX_CHARACTERS, "b"]}, "structured_outputs must have at most 65536 characters"),
     ],
 )

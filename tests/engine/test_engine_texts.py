@@ -280,7 +280,7 @@ def test_chat_templates(words, llm):
     for messages, template, message in [
         ([], None, "must not be empty"),
         ([{"content": "x"}], None, "dicts with a role"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], None, "type 'text' only"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], None, "got .'image_url'.; vLLM serves"),
         ([user], "{{ raise_exception('no system') }}", "no system"),
         ([user], "{% for %}", "cannot render these messages"),
         ([user], "{{ ''.__class__.__mro__ }}", "cannot render these messages"),
@@ -396,18 +396,31 @@ def test_templates_by_name(words, tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("generation", [None, [7]])
-def test_ends_are_the_tokenizers_and_the_models(words, tmp_path, generation):
+@pytest.mark.parametrize(
+    ("own", "generation", "ends"),
+    [
+        (5, {}, {5}), (5, {"eos_token_id": None}, {5}), (5, {"eos_token_id": 7}, {5, 7}),
+        ([5, 6], {"eos_token_id": [7, 5]}, {5, 6, 7}), (None, {"eos_token_id": [7]}, {7}),
+    ],
+)  # fmt: skip
+def test_ends_are_those_of_the_tokenizer_and_of_both_files(words, tmp_path, own, generation, ends):
     """A model that was trained on to chat has the end of a turn in its tokenizer alone."""
     config = json.loads((folder("llama3") / "config.json").read_text())
-    config |= {"eos_token_id": 5, "vocab_size": 600}
+    config |= {"eos_token_id": own, "vocab_size": 600}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     (tmp_path / "tokenizer.json").write_text((words / "tokenizer.json").read_text())
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
     llm = LLM(tmp_path, device="cpu", load_format="dummy")
-    assert llm.engine.eos_token_ids == {2, *(generation or [5])}
+    assert llm.engine.eos_token_ids == {2, *ends}
+
+
+@pytest.mark.parametrize("wrong", ["5", [900], [[5]], {"a": 5}])
+def test_ends_that_are_no_tokens_are_refused(tmp_path, wrong):
+    (tmp_path / "config.json").write_text((folder("llama3") / "config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+    with pytest.raises(ValueError, match="eos_token_id must be a token or a list"):
+        LLM(tmp_path, device="cpu", load_format="dummy", skip_tokenizer_init=True)
 
 
 def test_who_asks_in_between_takes_nobodys_answers(llm):

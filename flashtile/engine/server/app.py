@@ -11,6 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
+from flashtile.engine.config import IN_VLLM
 from flashtile.engine.core import Engine
 from flashtile.engine.server.answers import chat_completions, completions
 from flashtile.engine.server.errors import ApiError, json_response, refused
@@ -31,6 +32,15 @@ POLICY = (
     "connect-src 'self'"
 )
 """Content security policy of the web page: it loads no resources and connects only to this server."""
+
+UNSERVED = {
+    "/v1/audio/transcriptions": "audio", "/v1/audio/translations": "audio", "/classify": "classification",
+    "/v1/embeddings": "embeddings", "/pooling": "embeddings", "/v1/load_lora_adapter": "LoRA",
+    "/v1/unload_lora_adapter": "LoRA", "/rerank": "reranking", "/v1/rerank": "reranking",
+    "/v2/rerank": "reranking", "/v1/responses": "OpenAI's Responses interface", "/score": "scoring",
+    "/v1/score": "scoring",
+}  # fmt: skip
+"""Paths of OpenAI's and vLLM's interfaces that are refused, with the names of what they do."""
 
 ASSETS = files("flashtile.engine.server") / "assets"
 
@@ -58,6 +68,8 @@ def make_app(service: Service, listener: Listener) -> web.Application:
     app.router.add_post("/reset_prefix_cache", partial(_reset_prefix_cache, service))
     get("/v1/models", _models)
     get("/v1/models/{name:.+}", _model)
+    for path, name in UNSERVED.items():
+        app.router.add_post(path, partial(_refuse, name))
     get("/health", _health)
     get("/version", _version)
     get("/load", _load)
@@ -101,6 +113,10 @@ async def _call(service: Service, answer: Call, request: web.Request) -> web.Str
     finally:
         service.in_flight -= 1
         service.body_bytes -= size
+
+
+async def _refuse(name: str, request: web.Request) -> web.StreamResponse:
+    raise ApiError(f"{name} is not supported{IN_VLLM}", status=404, code="unsupported_path")
 
 
 async def _name_ignored(request: web.Request, response: web.StreamResponse) -> None:

@@ -141,8 +141,11 @@ def _read_table(path: Path) -> dict[str, Any]:
         table = json.loads(text)
     except ModuleNotFoundError:
         raise typer.BadParameter(f"{path}: TOML needs Python 3.11; give a file that ends in .json") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise typer.BadParameter(f"{path}: {error}") from None
+    except ValueError as error:
+        kind = "JSON" if path.suffix == ".json" else "TOML, or JSON in a file that ends in .json"
+        raise typer.BadParameter(f"{path} must be {kind}: {error}") from None
     if not isinstance(table, dict):
         raise typer.BadParameter(f"{path} must hold an object, got {type(table).__name__}")
     return table

@@ -56,6 +56,9 @@ def serve(
     ] = "auto",
     dtype: ModelDtype = "auto",
     kv_cache_dtype: CacheDtype = "auto",
+    quantization: Annotated[
+        str | None, typer.Option(help="fp8 rounds the layers' matrices to e4m3 as they are loaded.")
+    ] = None,
     load_format: Annotated[str, typer.Option(help="Weights: auto, safetensors or dummy (random).")] = "auto",
     device: Device = None,
     seed: Annotated[int, typer.Option(help="Seed of calls without one.")] = 0,

@@ -96,7 +96,8 @@ def test_a_file_of_json(tmp_path):
         ('{"port": 1.5}', "--port"),
         ('{"port": true}', "--port"),
         ('{"max-logprobs": -1}', "--max-logprobs must be"),
-        ("{", "serve.json"),
+        ("{", "serve.json must be JSON: "),
+        ('{"quantization": "awq"}', "--quantization must be None or 'fp8', got 'awq'; vLLM serves"),
         ("[]", "must hold an object"),
         (None, "No such file"),
     ],
@@ -110,6 +111,16 @@ def test_a_wrong_file_is_one_line_and_exit_code_2(model, tmp_path, text, said):
     )
     assert result.exit_code == 2, result.output
     assert said in " ".join(result.output.split())
+
+
+@needs_toml
+def test_a_file_of_another_form_is_named(tmp_path):
+    (tmp_path / "serve.yaml").write_text("model: a\nport: 8000\n")
+    result = CliRunner(env={"COLUMNS": "400"}).invoke(
+        application(), ["serve", "--config", str(tmp_path / "serve.yaml")]
+    )
+    assert result.exit_code == 2
+    assert "serve.yaml must be TOML, or JSON in a file that ends in .json: " in result.output
 
 
 def test_replicas_have_no_tls_and_no_origins_of_their_own(model, tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from serving import MAX_MODEL_LEN, MODEL, running, wait_for
 
 from flashtile.engine import LLM, Logprob, SamplingParams
 from flashtile.engine.server.answers import logprobs_body
+from flashtile.engine.server.app import UNSERVED
 from flashtile.engine.server.service import Limits
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -379,6 +380,7 @@ def test_numbers_for_prometheus(server):
             "messages",
             "context_length_exceeded",
         ),
+        ("/v1/embeddings", {"input": "a"}, 404, None, "unsupported_path"),
         ("/nothing", {}, 404, None, None),
         ("/health", {}, 405, None, None),
     ],
@@ -390,6 +392,12 @@ def test_an_error_has_its_status_and_names_the_field(server, path, fields, statu
     assert (body["error"]["param"], body["error"]["code"]) == (param, code)
     if fields.get("stream") is None and status == 400:
         assert server.ask(path, {**fields, "stream": True})[0] == 400  # before the first event
+
+
+def test_what_is_not_served_is_named_with_where_it_is(server):
+    for path, name in UNSERVED.items():
+        message = server.ask(path, {})[1]["error"]["message"]
+        assert message.startswith(f"{name} is not supported; vLLM serves more models, on flashtile's"), path
 
 
 def test_a_body_that_is_not_in_its_encoding(server):

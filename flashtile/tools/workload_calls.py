@@ -1,7 +1,8 @@
-"""The attention calls of training and decoding, recorded on fake tensors, which need no memory."""
+"""The calls of training and serving, recorded on fake tensors, which need no memory."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -11,9 +12,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
+from flashtile.checks.arguments import check_choice
 from flashtile.compilation.calls import Call, calls_of
-from flashtile.engine.config import ModelConfig
+from flashtile.compilation.compiling import Source
+from flashtile.engine.config import ModelConfig, model_folder, parse_config, read_config, read_json
+from flashtile.engine.step_calls import Limits, step_calls
+from flashtile.files import as_path
 from flashtile.op.operation import remembering
+
+PURPOSES = ("training", "serving", "both")
+"""What a model is used for."""
 
 SEQLENS = (128, 512, 1000, 1024, 2048, 4096, 8192, 16384)
 """Lengths of training sequences. Kernels are chosen by ranges of lengths. No tile size divides 1000."""
@@ -32,7 +40,13 @@ PAGE = 16
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of an attention layer: numbers of query and key heads, sizes, dtype, and the left window."""
+    """Heads of an attention layer: their numbers, sizes and dtype, and what every call of the layer has.
+
+    Attributes:
+        window: how many earlier keys a query sees, -1 for all.
+        softcap: soft cap of the scores, 0 for none.
+        has_sink: whether each head has a learned sink.
+    """
 
     num_heads: int
     num_heads_kv: int
@@ -40,6 +54,15 @@ class Heads:
     head_dim_v: int
     dtype: str = "bfloat16"
     window: int = -1
+    softcap: float = 0.0
+    has_sink: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of a causal call."""
+        sink = None
+        if self.has_sink:
+            sink = torch.zeros(self.num_heads, dtype=getattr(torch, self.dtype), requires_grad=True)
+        return {"causal": True, "window_size": (self.window, -1), "softcap": self.softcap, "sink": sink}
 
     def tensors(self, batch: int, seqlen: int) -> tuple[torch.Tensor, ...]:
         """Return q, k and v, which require gradients."""
@@ -70,7 +93,7 @@ def training_calls(layers: Iterable[Heads], features: bool = False) -> list[Call
     """
     with remembering() as remembered, FakeTensorMode():
         for layer in layers:
-            plain: tuple[dict[str, Any], ...] = ({"causal": True, "window_size": (layer.window, -1)}, {})
+            plain: tuple[dict[str, Any], ...] = (layer.arguments(), {})
             for batch, seqlen in product(BATCHES, SEQLENS):
                 for arguments in plain:
                     tensors = layer.tensors(batch, seqlen)
@@ -144,7 +167,39 @@ def decoding_calls(layers: Iterable[Heads]) -> list[Call]:
 
 
 def heads_of(config: ModelConfig) -> list[Heads]:
-    """Return the heads of a model's layers, equal heads and windows once."""
+    """Return the heads of a model's layers, equal layers once."""
     dtype = config.dtype if config.dtype in ("bfloat16", "float16") else "bfloat16"
     sizes = config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim
-    return [Heads(*sizes, dtype, window) for window in dict.fromkeys(config.windows)]
+    every = config.attn_softcap, config.family.sinks
+    return [Heads(*sizes, dtype, window, *every) for window in dict.fromkeys(config.windows)]
+
+
+def read_model(path: str | os.PathLike[str]) -> ModelConfig:
+    """Read the config of a model: a folder, a file such as config.json, or a name in Hugging Face's cache.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+        ValueError: a field of the config is absent, of the wrong type or out of range.
+        NotImplementedError: the model is not supported.
+    """
+    found = as_path(path, "model")
+    if found.is_file():
+        return parse_config(read_json(found), str(found))
+    return read_config(model_folder(found))
+
+
+def model_calls(config: ModelConfig, purpose: str = "both") -> list[Source]:
+    """Return the calls of a model.
+
+    Args:
+        config: the model.
+        purpose: "training": attention in both passes. "serving": all steps of the engine with its default
+            settings. "both".
+    """
+    check_choice("purpose", purpose, PURPOSES)
+    found: list[Source] = []
+    if purpose != "serving":
+        found += training_calls(heads_of(config))
+    if purpose != "training":
+        found += step_calls(config, Limits(config.max_position_embeddings))
+    return found

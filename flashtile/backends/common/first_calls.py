@@ -38,8 +38,8 @@ WORKERS = "FLASHTILE_COMPILE_WORKERS"
 MOST_WORKERS = 4
 """Upper bound of the default of WORKERS (:func:`_default_workers`)."""
 LONGEST_HASHING = 10.0
-"""Seconds that a process waits for the digest of Triton's installation, which the program is computing. This takes
-0.3 s on an idle machine."""
+"""Seconds that a process waits for the digest of Triton's installation, which the program computes in about
+0.4 s of processor time."""
 
 ANNOUNCED_AFTER = 2.0
 """Seconds of compilation after which a line says what is compiled."""

@@ -112,5 +112,5 @@ def _calls(files: list[Path], models: list[Path], purpose: str, presets: list[st
         if name != "serving":
             found += training_calls(DOCUMENTED, features=name == "everything")
         if name != "training":
-            found += decoding_calls(DOCUMENTED)
+            found += decoding_calls(DOCUMENTED, features=name == "everything")
     return list(dict.fromkeys(found))

@@ -81,7 +81,7 @@ _IN_MODULES = {
     "sdpa": "flashtile.integrations.sdpa",
     "tree_attention": "flashtile.api.tree",
     "use_compiled": "flashtile.backends.common.compiled_folder",
-    "warmup": "flashtile.compilation.ahead",
+    "warmup": "flashtile.tools.warmup",
 }
 
 

@@ -11,14 +11,14 @@ DESIGN = Path(__file__).with_name("assets") / "design.css"
 """Colours, type and spacing of every page; see the file."""
 
 
-def as_path(path: Any) -> Path:
-    """Return ``path`` as a Path.
+def as_path(path: Any, name: str = "path") -> Path:
+    """Return ``path`` as a Path. ``name`` is the argument's name in errors.
 
     Raises:
         TypeError: it is neither a str nor an os.PathLike.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path must be a str or an os.PathLike, got {type(path).__name__}")
+        raise TypeError(f"{name} must be a str or an os.PathLike, got {type(path).__name__}")
     return Path(path)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -237,6 +238,18 @@ def forget_version_of_assembler() -> None:
     forget = getattr(getattr(compiler, "get_ptxas_version", None), "cache_clear", None)
     if forget is not None:
         forget()
+
+
+def tell_key(key: Callable[[], str]) -> None:
+    """Give Triton the digest of its installation, which this process then does not compute.
+
+    Args:
+        key: returns the digest. It is called once, when Triton first needs the digest.
+    """
+    from triton.runtime import cache
+
+    if hasattr(cache, "triton_key"):
+        cache.triton_key = functools.cache(key)
 
 
 def load(compiled: Any) -> None:

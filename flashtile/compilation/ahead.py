@@ -1,4 +1,4 @@
-"""Warm-up: compilation in a separate process, which starts worker processes.
+"""Warm-ups: compilation in a separate process, which starts worker processes.
 
 The program that waits for this process may use a GPU, because its Triton driver is not changed. It may be any
 script, because the new processes import only this module. They end when the program ends, even if the program
@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from flashtile.backends.common.device import Target, capability, multiprocessors
-from flashtile.compilation.calls import Call, read_calls
 from flashtile.compilation.compiling import Compiled, Source, compile_calls, launches, representatives
 from flashtile.version import __version__
 
@@ -30,47 +29,9 @@ Sources = Iterable[Source] | Callable[[], Iterable[Source]]
 """Calls, or a picklable function that returns calls. The new process calls the function."""
 
 
-def warmup(
-    calls: str | os.PathLike[str] | Iterable[Call],
-    device: torch.device | str | None = None,
-    workers: int | None = None,
-) -> Compiled:
-    """Compile the kernels of calls for this machine's GPU, in parallel processes, before they are needed.
-
-    The kernels are kept in Triton's cache, where the first call of this or a later process finds them. An
-    empty file in this cache marks them as compiled, so the next warm-up with the same calls returns at once,
-    with 0 kernels.
-
-    Args:
-        calls: file that :func:`record_calls` wrote, or the calls.
-        device: the GPU. Default: torch's current one.
-        workers: number of processes that compile; by default one for each core, at most 16.
-
-    Raises:
-        RuntimeError: the process that compiles failed.
-        ValueError: ``device`` is not an NVIDIA GPU of this machine, or the file does not hold calls.
-
-    Examples:
-        >>> if torch.cuda.is_available():
-        ...     flashtile.warmup("calls.json")
-    """
-    given = read_calls(calls) if isinstance(calls, (str, os.PathLike)) else _checked(calls)
-    found = torch.device(device or "cuda")
-    if found.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
-        raise ValueError(f"device must be an NVIDIA GPU of this machine, got {found}")
-    return compile_in_process(given, target_of(found), workers)
-
-
 def target_of(device: torch.device) -> Target:
     """Return the description of a GPU of this machine."""
     return Target(torch.cuda.get_device_name(device), capability(device), multiprocessors(device))
-
-
-def _checked(calls: Any) -> list[Call]:
-    given = list(calls) if isinstance(calls, Iterable) else [calls]
-    if not all(isinstance(call, Call) for call in given):
-        raise TypeError(f"calls must be a path or recorded calls, got {type(calls).__name__}")
-    return given
 
 
 def compile_in_process(calls: Sources, target: Target, workers: int | None = None) -> Compiled:

@@ -1,7 +1,8 @@
-"""The attention calls of training and decoding, recorded on fake tensors, which need no memory."""
+"""The calls of training and serving, recorded on fake tensors, which need no memory."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -11,9 +12,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
+from flashtile.checks.arguments import check_choice
 from flashtile.compilation.calls import Call, calls_of
-from flashtile.engine.config import ModelConfig
+from flashtile.compilation.compiling import Source
+from flashtile.engine.config import ModelConfig, model_folder, parse_config, read_config, read_json
+from flashtile.engine.step_calls import Limits, step_calls
+from flashtile.files import as_path
 from flashtile.op.operation import remembering
+
+PURPOSES = ("training", "serving", "both")
+"""Purposes for which the kernels of a model are compiled."""
 
 SEQLENS = (128, 512, 1000, 1024, 2048, 4096, 8192, 16384)
 """Lengths of training sequences. Kernels are chosen by ranges of lengths. No tile size divides 1000."""
@@ -24,6 +32,8 @@ FEATURE_SHAPES = (
 """(batch, seqlen) of the calls with other features than causal masks and packed sequences."""
 WINDOWS = (127, 256, 4095)
 """Left windows. Kernels for windows of up to 128 keys differ from those for wider ones; 4095 is Mistral's."""
+DECODING_WINDOWS = (127, 511, 1023, 4095)
+"""Left windows of decoding: the number of splits, and so the kernel that combines them, follows from them."""
 CACHES = ((1, 1024), (8, 1024), (64, 1024), (1, 8192), (8, 8192))
 """(batch, length) of the KV caches of decoding."""
 PAGE = 16
@@ -32,7 +42,13 @@ PAGE = 16
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of an attention layer: numbers of query and key heads, sizes, dtype, and the left window."""
+    """Heads of an attention layer: their numbers, sizes and dtype, and what every call of the layer has.
+
+    Attributes:
+        window: how many earlier keys a query sees, -1 for all.
+        softcap: soft cap of the scores, 0 for none.
+        has_sink: whether each head has a learned sink.
+    """
 
     num_heads: int
     num_heads_kv: int
@@ -40,6 +56,15 @@ class Heads:
     head_dim_v: int
     dtype: str = "bfloat16"
     window: int = -1
+    softcap: float = 0.0
+    has_sink: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of a causal call."""
+        sink = None
+        if self.has_sink:
+            sink = torch.zeros(self.num_heads, dtype=getattr(torch, self.dtype), requires_grad=True)
+        return {"causal": True, "window_size": (self.window, -1), "softcap": self.softcap, "sink": sink}
 
     def tensors(self, batch: int, seqlen: int) -> tuple[torch.Tensor, ...]:
         """Return q, k and v, which require gradients."""
@@ -66,11 +91,12 @@ def training_calls(layers: Iterable[Heads], features: bool = False) -> list[Call
     Args:
         layers: heads of the layers.
         features: whether to add calls with each other feature: dropout, soft caps, ALiBi, windows, chunks,
-            deterministic gradients, sinks, biases, boolean masks, predefined mask functions, block masks.
+            deterministic gradients, sinks, biases, boolean masks, predefined mask functions, block masks,
+            biases by relative position, FP8, attention weights.
     """
     with remembering() as remembered, FakeTensorMode():
         for layer in layers:
-            plain: tuple[dict[str, Any], ...] = ({"causal": True, "window_size": (layer.window, -1)}, {})
+            plain: tuple[dict[str, Any], ...] = (layer.arguments(), {})
             for batch, seqlen in product(BATCHES, SEQLENS):
                 for arguments in plain:
                     tensors = layer.tensors(batch, seqlen)
@@ -80,6 +106,7 @@ def training_calls(layers: Iterable[Heads], features: bool = False) -> list[Call
             for batch, seqlen in FEATURE_SHAPES if features else ():
                 for arguments in _features(layer, batch, seqlen):
                     flashtile.attention(*layer.tensors(batch, seqlen), **arguments).sum().backward()
+                _forward_only(layer, batch, seqlen)
     return calls_of(remembered)
 
 
@@ -115,6 +142,18 @@ def _features(layer: Heads, batch: int, seqlen: int) -> Iterator[dict[str, Any]]
     yield {"mask_mod": flashtile.masks.padding(lengths)}
     yield {"mask_mod": flashtile.masks.prefix_lm(lengths)}
     yield {"block_mask": _block_mask(document & flashtile.masks.causal(), seqlen)}
+    table = torch.zeros(heads, 2 * seqlen - 1)
+    yield {"score_mod": flashtile.masks.relative_position(table), "causal": True}
+
+
+def _forward_only(layer: Heads, batch: int, seqlen: int) -> None:
+    """Call attention in FP8, and attention weights."""
+    q, k, v = (tensor.detach() for tensor in layer.tensors(batch, seqlen))
+    lse = torch.zeros(batch, layer.num_heads, seqlen)
+    for causal in (True, False):
+        flashtile.fp8.attention(q, k, v, causal=causal)
+        for form in ("full", "columns"):
+            flashtile.attention_weights(q, k, lse, form, causal=causal)
 
 
 def _block_mask(mask_mod: flashtile.masks.MaskMod, seqlen: int) -> flashtile.masks.BlockMask:
@@ -124,27 +163,99 @@ def _block_mask(mask_mod: flashtile.masks.MaskMod, seqlen: int) -> flashtile.mas
     return flashtile.masks.BlockMask((seqlen, seqlen), *4 * lists, BLOCK_SIZE=(128, 128), mask_mod=mask_mod)
 
 
-def decoding_calls(layers: Iterable[Heads]) -> list[Call]:
-    """Return the calls that append one token, or a chunk of a prompt, to KV caches and attend to them."""
+def decoding_calls(layers: Iterable[Heads], features: bool = False) -> list[Call]:
+    """Return the calls that append one token, or a chunk of a prompt, to KV caches and attend to them.
+
+    Args:
+        layers: heads of the layers.
+        features: whether to add rotary embedding and copies of pages. For one token, caches in pages and
+            fewer key heads than query heads, also windows, soft caps, sinks and caches in e4m3.
+    """
     with remembering() as remembered, FakeTensorMode():
-        for layer, (batch, length), tokens in product(layers, CACHES, (1, 512)):
-            sizes = (layer.head_dim, layer.head_dim_v)
-            dtype, pages = getattr(torch, layer.dtype), length // PAGE
-            q = torch.empty(batch, tokens, layer.num_heads, layer.head_dim, dtype=dtype)
-            seqlens = torch.zeros(batch, dtype=torch.int32)
-            table = torch.zeros(batch, pages, dtype=torch.int32)
-            for shape, block_table in (((batch, length), None), ((batch * pages, PAGE), table)):
-                heads = layer.num_heads_kv
-                k_cache, v_cache = (torch.empty(*shape, heads, size, dtype=dtype) for size in sizes)
-                k, v = (torch.empty(batch, tokens, heads, size, dtype=dtype) for size in sizes)
-                flashtile.flash_attn_with_kvcache(
-                    q, k_cache, v_cache, k, v, cache_seqlens=seqlens, block_table=block_table, causal=True
-                )
+        for layer, (batch, length) in product(layers, CACHES):
+            for tokens, paged in product((1, 512), (False, True)):
+                _decode(layer, batch, length, tokens, paged)
+                if features:
+                    _decode(layer, batch, length, tokens, paged, **_rotary(layer, length))
+            if features and layer.num_heads_kv < layer.num_heads:
+                _decode(layer, batch, length, 1, True, torch.float8_e4m3fn)
+                _decode(layer, batch, length, 1, True, softcap=30.0)
+                _decode(layer, batch, length, 1, True, sink=torch.zeros(layer.num_heads))
+                for left in DECODING_WINDOWS:
+                    _decode(layer, batch, length, 1, True, window_size=(left, 0))
+            for pairs in (1, 64) if features else ():
+                flashtile.copy_blocks(*_caches(layer, 64, PAGE), torch.zeros(pairs, 2, dtype=torch.int64))
     return calls_of(remembered)
 
 
+def _decode(
+    layer: Heads,
+    batch: int,
+    length: int,
+    tokens: int,
+    paged: bool,
+    cache_dtype: torch.dtype | None = None,
+    **arguments: Any,
+) -> None:
+    """Append tokens to KV caches of a length, in pages or dense, and attend to them."""
+    q, k, v = (tensor.detach() for tensor in layer.tensors(batch, tokens))
+    pages = length // PAGE
+    shape = (batch * pages, PAGE) if paged else (batch, length)
+    k_cache, v_cache = (cache.to(cache_dtype or q.dtype) for cache in _caches(layer, *shape))
+    table = torch.zeros(batch, pages, dtype=torch.int32) if paged else None
+    lengths = torch.zeros(batch, dtype=torch.int32)
+    flashtile.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True, block_table=table, **arguments
+    )
+
+
+def _caches(layer: Heads, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the caches of keys and of values, whose first dimensions are ``shape``."""
+    dtype, heads = getattr(torch, layer.dtype), layer.num_heads_kv
+    keys = torch.empty(*shape, heads, layer.head_dim, dtype=dtype)
+    return keys, torch.empty(*shape, heads, layer.head_dim_v, dtype=dtype)
+
+
+def _rotary(layer: Heads, length: int) -> dict[str, Any]:
+    """Return the arguments of calls with rotary embedding, in Llama's layout."""
+    angles = torch.zeros(length, layer.head_dim // 2, dtype=getattr(torch, layer.dtype))
+    return {"rotary_cos": angles, "rotary_sin": angles, "rotary_interleaved": False}
+
+
 def heads_of(config: ModelConfig) -> list[Heads]:
-    """Return the heads of a model's layers, equal heads and windows once."""
+    """Return the heads of a model's layers, equal layers once."""
     dtype = config.dtype if config.dtype in ("bfloat16", "float16") else "bfloat16"
     sizes = config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim
-    return [Heads(*sizes, dtype, window) for window in dict.fromkeys(config.windows)]
+    every = config.attn_softcap, config.family.sinks
+    return [Heads(*sizes, dtype, window, *every) for window in dict.fromkeys(config.windows)]
+
+
+def read_model(path: str | os.PathLike[str]) -> ModelConfig:
+    """Read the config of a model: a folder, a file such as config.json, or a name in Hugging Face's cache.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+        ValueError: a field of the config is absent, of the wrong type or out of range.
+        NotImplementedError: the model is not supported.
+    """
+    found = as_path(path, "model")
+    if found.is_file():
+        return parse_config(read_json(found), str(found))
+    return read_config(model_folder(found))
+
+
+def model_calls(config: ModelConfig, purpose: str = "both") -> list[Source]:
+    """Return the calls of a model.
+
+    Args:
+        config: the model.
+        purpose: "training": attention in both passes. "serving": all steps of the engine with its default
+            settings. "both".
+    """
+    check_choice("purpose", purpose, PURPOSES)
+    found: list[Source] = []
+    if purpose != "serving":
+        found += training_calls(heads_of(config))
+    if purpose != "training":
+        found += step_calls(config, Limits(config.max_position_embeddings))
+    return found

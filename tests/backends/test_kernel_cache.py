@@ -27,6 +27,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
+from triton.runtime import cache as triton_cache
 from triton.runtime import driver
 
 from flashtile.backends.common import first_calls, jit, kernel_cache
@@ -164,7 +165,21 @@ def test_an_entry_without_its_files(cache, compilations):
     assert len(compilations) == 2
 
 
-@pytest.mark.parametrize("content", ["", "3.0.0-another", "\x00" * 9])
+def test_a_stored_key_is_not_computed_again(cache, compilations, monkeypatch):
+    """Also if kernels are compiled. They have the names that Triton gives them."""
+    if not hasattr(triton_cache, "triton_key"):
+        pytest.skip("this Triton has no such function")
+    load_or_compile()
+    theirs = triton.compile(source(32), target=TARGET, options={})
+    for path in cache.rglob("double.*"):
+        path.unlink()
+    monkeypatch.setattr(triton_cache, "triton_key", pytest.fail)  # as in a new process
+    compilations.clear()
+    assert load_or_compile(block=32).hash == theirs.hash
+    assert len(compilations) == 1
+
+
+@pytest.mark.parametrize("content", ["", "3.0.0-another", "0 3.0.0-another", "\x00" * 9])
 def test_a_wrong_key_is_written_anew(cache, compilations, content):
     load_or_compile()
     (path,) = key_files(cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 
 import flashtile
 from targets import INTERPRETING
@@ -29,9 +31,14 @@ from flashtile.backends.common.compiled_folder import INDEX, VARIABLE, CompiledF
 from flashtile.backends.common.device import Target
 from flashtile.backends.compat import compiling_driver
 from flashtile.compilation import compiling
-from flashtile.compilation.ahead import warmup
-from flashtile.compilation.calls import Call, Signature, read_calls, record_calls
+from flashtile.compilation.calls import Call, Signature, read_calls, record_calls, write_calls
 from flashtile.compilation.compiling import Compiled, Failure, _end, _wanted, compile_calls, launches
+from flashtile.engine.config import parse_config
+from flashtile.tools import warmup as warmups
+from flashtile.tools.commands import compile as command
+from flashtile.tools.commands.compile import _calls as calls_of_command
+from flashtile.tools.warmup import warmup
+from flashtile.tools.workload_calls import model_calls
 
 H200, A100 = Target("H200", (9, 0), 132), Target("A100", (8, 0), 108)
 DEFAULTS = (
@@ -157,11 +164,95 @@ def test_calls_of_another_version_are_failures(tmp_path):
     assert reasons[3] == "forward must have the tensors k, v"
 
 
+GEMMA = {
+    "model_type": "gemma2", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "torch_dtype": "bfloat16", "max_position_embeddings": 1024, "attn_logit_softcapping": 50.0,
+}  # fmt: skip
+
+GPT_OSS = {
+    **GEMMA, "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 128,
+}  # fmt: skip
+
+
 def test_warmup_needs_a_gpu(tmp_path):
     with pytest.raises(ValueError, match="device must be an NVIDIA GPU of this machine, got cpu"):
         warmup([], device="cpu")
     with pytest.raises(TypeError, match="calls must be a path or recorded calls, got int"):
         warmup(7)
+    (tmp_path / "gemma.json").write_text(json.dumps(GEMMA))
+    for given, message in (
+        ({}, "must have either calls or model"),
+        ({"calls": [], "model": tmp_path}, "must have either calls or model"),
+        ({"model": 7}, "model must be a str or an os.PathLike, got int"),
+        ({"model": tmp_path}, "must be a folder with a config.json"),
+        ({"model": tmp_path / "gemma.json", "purpose": "fun"}, "purpose must be one of"),
+        ({"model": tmp_path / "gemma.json", "device": "cpu"}, "device must be an NVIDIA GPU"),
+    ):
+        with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
+            warmup(**given)
+
+
+def test_a_model_is_warmed_up_in_another_process(tmp_path, monkeypatch):
+    """Its calls are found there."""
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(warmups, "target_of", lambda device: H200)
+    monkeypatch.setattr(warmups, "compile_in_process", lambda *given: given)
+    calls, target, workers = warmup(model=tmp_path, purpose="training", workers=3)
+    found = pickle.loads(pickle.dumps(calls))()
+    assert (target, workers) == (H200, 3)
+    assert {call.operation for call in found} == {"forward", "backward"}
+    assert {dict(call.arguments)["softcap"] for call in found} == {0.0, 50.0}
+    assert warmup([APPEND], workers=1) == ([APPEND], H200, 1)
+
+
+def test_layers_train_with_all_that_their_model_has():
+    """Windows, soft caps and sinks."""
+    for config, window, softcap, sinks in ((GEMMA, 4095, 50.0, 0), (GPT_OSS, 127, 0.0, 1)):
+        calls = [dict(call.arguments) for call in model_calls(parse_config(config), "training")]
+        causal = [call for call in calls if call["causal"]]
+        assert {call["window_left"] for call in causal} == {window, -1}
+        assert {call["softcap"] for call in causal} == {softcap}
+        assert {"sink" in call for call in causal} == {bool(sinks)}
+
+
+def test_what_is_compiled_for_a_model(tmp_path):
+    path = tmp_path / "a-model.json"
+    path.write_text(json.dumps(GEMMA))
+    training, serving, both = (
+        {call for call in calls_of_command([], [path], purpose, []) if isinstance(call, Call)}
+        for purpose in ("training", "serving", "both")
+    )
+    assert training
+    assert serving
+    assert training | serving == both
+
+
+@pytest.mark.parametrize(
+    ("given", "archs"),
+    [
+        (None, ["sm_90"]),
+        (["sm_90,sm_80"], ["sm_90", "sm_80"]),
+        (["sm_80", "h200, sm_90a"], ["sm_80", "sm_90"]),
+    ],
+)
+def test_architectures_are_given_in_a_list_or_repeated(tmp_path, monkeypatch, given, archs):
+    found = []
+
+    def compiled(calls, targets, *more):
+        found.extend(target.arch for target in targets)
+        return Compiled(1, ())
+
+    monkeypatch.setattr(command, "compile_calls", compiled)
+    write_calls(tmp_path / "calls.json", [APPEND])
+    command.compile(tmp_path / "kernels", given, [tmp_path / "calls.json"])
+    assert found == archs
+
+
+def test_an_unknown_architecture_is_refused(tmp_path):
+    with pytest.raises(typer.BadParameter, match="must be one of sm_80, sm_86"):
+        command.compile(tmp_path / "kernels", ["sm_90,sm_91"])
 
 
 KEYS = """
@@ -463,17 +554,10 @@ def test_from_a_script_to_a_folder(tmp_path):
 
 def test_calls_of_models_have_kernels():
     from flashtile.compilation.compiling import launches
-    from flashtile.engine.config import parse_config
     from flashtile.engine.step_calls import Limits, step_calls
     from flashtile.tools.workload_calls import DOCUMENTED, heads_of, training_calls
 
-    config = parse_config(
-        {
-            "model_type": "gemma2", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512,
-            "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-            "torch_dtype": "bfloat16", "max_position_embeddings": 1024,
-        }
-    )  # fmt: skip
+    config = parse_config(GEMMA)
     training = training_calls(heads_of(config))
     limits = Limits(1024, max_num_seqs=4, max_num_batched_tokens=64)
     serving = [call for call in step_calls(config, limits) if isinstance(call, Call)]

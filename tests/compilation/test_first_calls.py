@@ -29,7 +29,7 @@ import triton
 from test_compilation import A100, APPEND, H200, compilations  # noqa: F401 - a fixture
 from triton.runtime import cache as triton_cache
 
-from flashtile.backends.common import compile_worker, first_calls, handed_kernels, jit
+from flashtile.backends.common import compile_worker, first_calls, handed_kernels, jit, kernel_cache
 from flashtile.backends.common.cached_launch import recording
 from flashtile.backends.common.device import compiling_for
 from flashtile.backends.common.handed_kernels import KernelLock, opening, pickled, send, start_worker
@@ -311,12 +311,23 @@ def test_a_process_inherits_the_lock_of_its_first_kernel(monkeypatch, cache):
 
 @pytest.mark.parametrize(("longest", "used"), [(60.0, True), (0.0, False)])
 def test_a_process_uses_the_digest_that_its_program_stores(monkeypatch, longest, used):
-    """It waits for it, but not forever."""
-    stored = iter([None, None, "digest"])
-    monkeypatch.setattr("flashtile.backends.common.kernel_cache.stored_key", lambda: next(stored))
+    """It waits for it, but not forever, and only when Triton needs it."""
+    read = [None, None, None, "digest"]
+    monkeypatch.setattr(kernel_cache, "_read_key", lambda key_file: read.pop(0))
     monkeypatch.setattr(triton_cache, "triton_key", lambda: "computed", raising=False)
     compile_worker._use_stored_digest(longest)
+    assert len(read) == 3
     assert triton_cache.triton_key() == ("digest" if used else "computed")
+    assert len(read) == (0 if used else 2)
+
+
+def test_a_stored_digest_is_read_at_once(monkeypatch):
+    """Later, Triton's cache may be another folder."""
+    monkeypatch.setattr(triton_cache, "triton_key", pytest.fail, raising=False)
+    monkeypatch.setattr(kernel_cache, "_read_key", lambda key_file: "digest")
+    compile_worker._use_stored_digest(0.0)
+    monkeypatch.setattr(kernel_cache, "_read_key", pytest.fail)
+    assert triton_cache.triton_key() == "digest"
 
 
 def sources() -> dict:
@@ -388,14 +399,15 @@ print(len(compiled), hashlib.sha256(kernel.asm["cubin"]).hexdigest())
 
 
 @pytest.mark.compile
-def test_processes_at_once_compile_a_kernel_once(cache):
+@pytest.mark.parametrize("count", [4, pytest.param(50, marks=[pytest.mark.exhaustive, pytest.mark.slow])])
+def test_processes_at_once_compile_a_kernel_once(cache, count):
     launch, tensors = launch_of(COPY)
     with compiling_driver(H200.capability), first_calls.only_naming() as named:
         launch.compile_ahead(tensors)
     (source,) = named.values()
     content = pickle.dumps((*opening(), pickled(source)))
     command = [sys.executable, "-c", PROGRAM, str(WORKER)]
-    running = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(4)]
+    running = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(count)]
     for process in running:
         process.stdin.write(content)
         process.stdin.close()
@@ -403,7 +415,7 @@ def test_processes_at_once_compile_a_kernel_once(cache):
     for process in running:
         process.stdout.close()
         assert process.wait() == 0
-    assert sorted(int(compiled) for compiled, _ in found) == [0, 0, 0, 1]
+    assert sorted(int(compiled) for compiled, _ in found) == [0] * (count - 1) + [1]
     assert len({digest for _, digest in found}) == 1
 
 

@@ -165,6 +165,13 @@ def documented_calls(heads: Heads) -> list:
             lengths = torch.zeros(batch, dtype=torch.int32)
             for mask_mod in (masks.document(hidden.int()), masks.padding(lengths), masks.prefix_lm(lengths)):
                 flashtile.attention(q, k, v, mask_mod=mask_mod).sum().backward()
+            table = torch.zeros(heads.num_heads, 2 * seqlen - 1)
+            near = masks.relative_position(table)
+            flashtile.attention(*tensors(), score_mod=near, causal=True).sum().backward()
+            with torch.no_grad():
+                lse = flashtile.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)[1]
+                flashtile.attention_weights(q, k, lse, causal=True)
+                flashtile.fp8.attention(q, k, v, causal=True)
             packed = [tensor.flatten(0, 1) for tensor in tensors()]
             offsets = torch.zeros(batch + 1, dtype=torch.int32)
             flashtile.flash_attn_varlen_func(
@@ -173,12 +180,23 @@ def documented_calls(heads: Heads) -> list:
         for batch in (1, 8):
             sizes = (heads.num_heads_kv, heads.head_dim), (heads.num_heads_kv, heads.head_dim_v)
             caches = (torch.empty(64 * batch, 16, *size, dtype=q.dtype) for size in sizes)
-            new = (torch.empty(batch, 1, *size, dtype=q.dtype) for size in sizes)
+            new = [torch.empty(batch, 1, *size, dtype=q.dtype) for size in sizes]
             table = torch.zeros(batch, 64, dtype=torch.int32)
-            flashtile.flash_attn_with_kvcache(
-                q.detach()[:, :1].expand(batch, -1, -1, -1), *caches, *new, block_table=table,
-                cache_seqlens=torch.zeros(batch, dtype=torch.int32), causal=True,
-            )  # fmt: skip
+            angles = torch.zeros(1024, heads.head_dim // 2, dtype=q.dtype)
+            caches = tuple(caches)
+            rotary = {"rotary_cos": angles, "rotary_sin": angles, "rotary_interleaved": False}
+            given = [(q.dtype, {}), (q.dtype, rotary)]
+            if heads.num_heads_kv < heads.num_heads:
+                sink = torch.zeros(heads.num_heads)
+                given += [(torch.float8_e4m3fn, {}), (q.dtype, {"softcap": 50.0}), (q.dtype, {"sink": sink})]
+                given += [(q.dtype, {"window_size": (left, 0)}) for left in (127, 511, 1023)]
+            for dtype, arguments in given:
+                flashtile.flash_attn_with_kvcache(
+                    q.detach()[:, :1].expand(batch, -1, -1, -1), *(cache.to(dtype) for cache in caches), *new,
+                    block_table=table, cache_seqlens=torch.zeros(batch, dtype=torch.int32), causal=True,
+                    **arguments,
+                )  # fmt: skip
+            flashtile.copy_blocks(*caches, torch.zeros(3, 2, dtype=torch.int64))
     return calls_of(remembered)
 
 
@@ -189,7 +207,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in HEADS if 
 @pytest.mark.parametrize("name", ["128-128-4", *OTHERS])
 def test_documented_calls_need_no_kernel_that_the_preset_lacks(name):
     heads = HEADS[name]
-    listed = [*training_calls([heads], features=True), *decoding_calls([heads])]
+    listed = [*training_calls([heads], features=True), *decoding_calls([heads], features=True)]
     there, used = map(kernels, (listed, documented_calls(heads)))
     assert len(used) > 30
     assert used - there == set()
@@ -201,3 +219,5 @@ def test_presets_have_the_calls_of_their_purpose(monkeypatch):
     assert {call.operation for call in training} == {"forward", "backward"}
     assert {call.operation for call in serving} == {"append_kvcache", "decode"}
     assert training | serving < everything
+    others = {call.operation for call in everything - training - serving}
+    assert others >= {"copy_blocks", "weights", "fp8_attend"}

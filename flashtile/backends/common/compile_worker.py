@@ -87,18 +87,17 @@ def without_torch(paths: list[str], package: str) -> None:
 def _use_stored_digest(longest_hashing: float) -> None:
     """Give Triton the digest of its installation that another process has computed and stored.
 
-    If none is stored yet, wait for it up to ``longest_hashing`` seconds. Triton's function is replaced in
-    this process only.
+    If none is stored when Triton needs it, wait for it, at most ``longest_hashing`` seconds from now on.
     """
     from triton.runtime import cache
 
     from flashtile.backends.common.kernel_cache import stored_key
+    from flashtile.backends.compat import tell_key
 
+    compute: Any = getattr(cache, "triton_key", None)
     end = time.monotonic() + longest_hashing
-    while (key := stored_key()) is None and time.monotonic() < end:
-        time.sleep(0.01)
-    if key is not None and hasattr(cache, "triton_key"):
-        cache.triton_key = lambda: key
+    stored = stored_key()
+    tell_key(lambda: stored or stored_key(end) or compute())
 
 
 def compile_handed(key: str, source: bytes, descriptor: int | None) -> None:

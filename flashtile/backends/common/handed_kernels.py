@@ -19,8 +19,9 @@ from typing import Any
 from triton import knobs
 from triton.runtime.jit import JITCallable
 
-LONGEST_WAIT = 60.0
-"""Seconds after which a process compiles a kernel though another process holds the kernel's lock."""
+LONGEST_WAIT = 300.0
+"""Seconds after which a process compiles a kernel though another process holds the kernel's lock. While 50
+programs start on two cores, one compilation takes more than a minute."""
 
 POLLED_EVERY = 0.005
 """Seconds between two attempts to lock a kernel."""

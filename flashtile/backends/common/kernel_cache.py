@@ -6,6 +6,7 @@ digest before its first launch. But file sizes and modification times suffice to
 as for a .pyc. So ``triton_key`` is stored in the cache under a digest of sizes and times. The name of the
 entry is then built from the stored ``triton_key``, as in Triton. All other cases fall back to Triton: no
 stored key, no entry of this name, an entry that cannot be read, or a Triton that names entries differently.
+Triton is told the stored key before it compiles, so only the first process that compiles computes it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 import triton
 from triton import knobs
 
+from flashtile.backends import compat
 from flashtile.backends.common import compiled_folder
 from flashtile.files import replace_file
 from flashtile.garbage import uncollected
@@ -28,6 +31,8 @@ COMPILER_FOLDERS = ("_C", "backends", "compiler", "language", "runtime")
 """Folders of Triton's installation that hold all files that ``triton_key`` reads."""
 
 COMPILER_FILES = (".py", ".so")
+POLLED_EVERY = 0.01
+"""Seconds between two attempts to read the stored key."""
 _computing = threading.Lock()
 
 
@@ -68,10 +73,28 @@ def load_or_compile_alone(src: Any, target: Any, options: dict | None, **more: A
     return found
 
 
-def stored_key() -> str | None:
-    """Return the ``triton_key`` that a process has stored for this installation of Triton, or None."""
-    file = _key_file()
-    return file.read_text() if file.is_file() else None
+def stored_key(wait_until: float = 0.0) -> str | None:
+    """Return the ``triton_key`` that a process has stored for this installation of Triton, or None.
+
+    ``wait_until``: time of ``time.monotonic`` until which this function waits for a process to store it.
+    """
+    key_file = _key_file()
+    while (key := _read_key(key_file)) is None and time.monotonic() < wait_until:
+        time.sleep(POLLED_EVERY)
+    return key
+
+
+def _read_key(key_file: Path) -> str | None:
+    """Return the stored ``triton_key``, or None if there is none, or if the file is damaged."""
+    try:
+        digest, key = key_file.read_text().split(" ", 1)
+    except (OSError, ValueError):
+        return None
+    return key if digest == _digest(key) else None
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def _key_file() -> Path:
@@ -100,7 +123,9 @@ def _load(src: Any, target: Any, options: dict | None, key_file: Path) -> Any:
         from triton.compiler.compiler import CompiledKernel, make_backend
         from triton.runtime.cache import get_cache_manager
 
-        triton_key = key_file.read_text()
+        triton_key = _read_key(key_file)
+        if triton_key is None:
+            return None
         backend = make_backend(target)
         parsed, variables = _parsed(src, backend, options)
         key = f"{triton_key}-{src.hash()}-{backend.hash()}-{parsed.hash()}-{variables}"
@@ -115,12 +140,12 @@ def _load(src: Any, target: Any, options: dict | None, key_file: Path) -> Any:
 def begin_key() -> None:
     """Begin to compute ``triton_key`` in another thread, if no process has stored it yet."""
     key_file = _key_file()
-    if not key_file.exists():
+    if _read_key(key_file) is None:
         threading.Thread(target=_keep_key, args=(key_file,), daemon=True).start()
 
 
 def _keep_key(key_file: Path) -> None:
-    """Store ``triton_key``, which Triton computes once in a process that compiles.
+    """Tell Triton the stored ``triton_key``. If there is none, Triton computes it, and it is stored.
 
     Several processes may do this at the same time.
     """
@@ -128,10 +153,12 @@ def _keep_key(key_file: Path) -> None:
         from triton.runtime.cache import triton_key
 
         with _computing:  # Triton keeps the key, but two threads would both compute it
+            stored = _read_key(key_file)
+            if stored is not None:
+                compat.tell_key(lambda: stored)
+                return
             key = triton_key()
-        if key_file.exists() and key_file.read_text() == key:
-            return
         key_file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(key_file, key)
+        replace_file(key_file, f"{_digest(key)} {key}")
     except (ImportError, OSError):  # this Triton has no such function, or the cache cannot be written
         return

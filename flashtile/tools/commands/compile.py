@@ -16,7 +16,6 @@ from flashtile.tools.commands.options import bad_models, console, progress_bar
 
 ARCHITECTURES = {"sm_80": "a100", "sm_86": "rtx3090", "sm_89": "l40s", "sm_90": "h200", "sm_100": "b200"}
 """The card for which kernels are compiled if only an architecture is given."""
-PURPOSES = ("training", "serving", "both")
 PRESETS = ("training", "serving", "everything")
 
 
@@ -24,16 +23,21 @@ def compile(
     out: Annotated[Path, typer.Argument(file_okay=False, help="Folder for the kernels.")],
     arch: Annotated[
         list[str] | None,
-        typer.Option(help="Architecture (sm_90) or card (h100), repeatable. Default: sm_90."),
+        typer.Option(
+            help="Architectures (sm_90,sm_80) or cards (h100), by commas or repeated. Default: sm_90."
+        ),
     ] = None,
     calls: Annotated[
         list[Path] | None, typer.Option(help="File of recorded calls, repeatable: see flashtile record.")
     ] = None,
     model: Annotated[
-        list[Path] | None, typer.Option(help="Folder of a Hugging Face model or its config.json, repeatable.")
+        list[Path] | None,
+        typer.Option(
+            help="Folder of a Hugging Face model, its config.json, or its name in the hub cache; repeatable."
+        ),
     ] = None,
     purpose: Annotated[
-        str, typer.Option(help=f"What models are compiled for: {', '.join(PURPOSES)}.")
+        str, typer.Option(help="What models are compiled for: training, serving, both.")
     ] = "both",
     preset: Annotated[
         list[str] | None,
@@ -52,7 +56,8 @@ def compile(
     of flashtile and Triton. Kernels in the folder are never compiled again; others are compiled as usual.
     Exits with 1 if kernels of some calls could not be compiled.
     """
-    targets = [_target(name) for name in arch or ("sm_90",)]
+    names = [name.strip() for given in arch or ("sm_90",) for name in given.split(",")]
+    targets = list(dict.fromkeys(map(_target, names)))
     wanted = _calls(calls or [], model or [], purpose, preset or [])
     if not wanted:
         raise typer.BadParameter("give calls, models or presets: --calls, --model, --preset")
@@ -84,9 +89,14 @@ def _refuse(option: str, value: str, allowed: tuple[str, ...]) -> NoReturn:
 
 def _calls(files: list[Path], models: list[Path], purpose: str, presets: list[str]) -> list[Source]:
     """Return the calls of all files, models and presets; equal calls once."""
-    from flashtile.engine.config import model_folder, read_config
-    from flashtile.engine.step_calls import Limits, step_calls
-    from flashtile.tools.workload_calls import DOCUMENTED, decoding_calls, heads_of, training_calls
+    from flashtile.tools.workload_calls import (
+        DOCUMENTED,
+        PURPOSES,
+        decoding_calls,
+        model_calls,
+        read_model,
+        training_calls,
+    )
 
     if purpose not in PURPOSES:
         _refuse("--purpose", purpose, PURPOSES)
@@ -95,16 +105,12 @@ def _calls(files: list[Path], models: list[Path], purpose: str, presets: list[st
         for path in files:
             found += read_calls(path)
         for path in models:
-            config = read_config(path.parent if path.name == "config.json" else model_folder(path))
-            if purpose != "serving":
-                found += training_calls(heads_of(config))
-            if purpose != "training":
-                found += step_calls(config, Limits(config.max_position_embeddings))
+            found += model_calls(read_model(path), purpose)
     for name in presets:
         if name not in PRESETS:
             _refuse("--preset", name, PRESETS)
         if name != "serving":
             found += training_calls(DOCUMENTED, features=name == "everything")
         if name != "training":
-            found += decoding_calls(DOCUMENTED)
+            found += decoding_calls(DOCUMENTED, features=name == "everything")
     return list(dict.fromkeys(found))

@@ -36,6 +36,7 @@ from flashtile.backends.hopper.backward.rounds import l2_swizzle, last_heads, re
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.config import tile_widths
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.problems.masks import Mods
 from kernels_as_python import functions_of, make_work_tile
 
 KIB = 1024
@@ -437,6 +438,16 @@ def test_resident_heads(seqlen: int, causal: bool, deterministic: bool) -> None:
         assert resident_heads(problem, replace(config, ROW_SPLITS=4), swizzle, 132) == 18
     everywhere = replace(config, ALL_RESIDENT=True)
     assert resident_heads(problem, everywhere, swizzle, 132) == heads
+
+
+@pytest.mark.parametrize("seqlen", [64, 512, 4096, 2**20])
+def test_heads_of_a_block_mask_do_not_wait_for_one_another(seqlen: int) -> None:
+    """Interleaved heads end together, so a head that waited for another one of them might wait for ever."""
+    problem = replace(PROBLEM, batch=8, seqlen_q=seqlen, seqlen_k=seqlen, mods=Mods(block_size=(128, 128)))
+    problem = replace(problem, total_q=8 * seqlen, total_k=8 * seqlen)
+    last = last_heads(problem, 128, 132)
+    assert last <= resident_heads(problem, BackwardConfig(64), 1, 132) <= 8 * problem.num_heads_kv
+    assert last == 8 * problem.num_heads_kv or last * ceil_div(seqlen, 128) >= 8 * 132
 
 
 @pytest.mark.parametrize("block_m", [64, 128])

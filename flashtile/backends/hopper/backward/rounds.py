@@ -41,9 +41,9 @@ SWIZZLE_BYTES = {"even": 20 * 2**20, "uneven": 12 * 2**20}
 two groups at a time. A larger limit is faster if all blocks of keys cost the same. A smaller limit is faster
 under a causal mask, where heads complete later."""
 LISTED_ROUNDS = 8
-"""With a block mask, programs take this many work tiles each of the last, interleaved heads. The host does not
-know the lists. A prompt that all rows see has work tiles several times as long as the mean, and those of all
-heads must start early."""
+"""With a block mask, each program takes about this many work tiles of the last, interleaved heads. The host
+does not read the lists. A prompt that all rows see has work tiles several times as long as the mean, and
+those of all heads must start early."""
 EQUAL = 1.02
 """Times that differ by at most this factor are considered equal."""
 
@@ -323,8 +323,9 @@ def resident_heads(problem: Problem, config: BackwardConfig, swizzle: int, progr
     ``problem`` is from :func:`as_scheduled`. There is room for about twice the heads that programs work on at
     a time, because programs begin the next heads while the sums of the previous ones are converted. When
     deterministic or with a block mask, interleaved heads complete at the same time and need more room. All
-    interleaved heads must fit, since they must not wait for one another. A larger ``dq_accum`` would not stay in the L2 cache. If
-    the last heads would wait for the first ones, there may be room for all (``config.ALL_RESIDENT``).
+    interleaved heads must fit, since they must not wait for one another. A larger ``dq_accum`` would not stay
+    in the L2 cache. If the last heads would wait for the first ones, there may be room for all
+    (``config.ALL_RESIDENT``).
     """
     if config.ALL_RESIDENT:
         return key_heads(problem)

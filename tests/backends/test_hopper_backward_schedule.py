@@ -97,7 +97,7 @@ every_length = pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
 def variant(block_m: int, block_n: int, window: tuple[int, int] = (-1, -1), **more: Any) -> SimpleNamespace:
     left, right = window
     fields = {"VARLEN": False, "SEQUSED": False, "DETERMINISTIC": False, "GROUP": 1, "ROW_SPLITS": 1}
-    fields |= {"COLUMN_SPLITS": 1, "SEQUENCES_FIRST": False} | more
+    fields |= {"COLUMN_SPLITS": 1, "SEQUENCES_FIRST": False, "LISTED": False} | more
     return SimpleNamespace(
         BLOCK_M=block_m, BLOCK_N=block_n, HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, HAS_CUTS=False, **fields
     )
@@ -235,12 +235,13 @@ def test_sequences_may_come_before_heads() -> None:
 @pytest.mark.parametrize(("batch", "heads", "blocks"), [(1, 1, 1), (2, 3, 5), (3, 2, 8)])
 @pytest.mark.parametrize("last", [1, 2, 6])
 @pytest.mark.parametrize("row_splits", [1, 2])
-def test_every_work_tile_under_a_causal_mask(
-    batch: int, heads: int, blocks: int, last: int, row_splits: int
+@pytest.mark.parametrize("listed", [False, True])
+def test_every_work_tile_under_a_causal_mask_or_a_block_mask(
+    batch: int, heads: int, blocks: int, last: int, row_splits: int, listed: bool
 ) -> None:
     """Heads follow one another; of the last, all first blocks come first."""
     last = min(last, batch * heads)
-    C = variant(8, 16, (-1, 0), ROW_SPLITS=row_splits)
+    C = variant(8, 16, (-1, -1 if listed else 0), ROW_SPLITS=row_splits, LISTED=listed)
     all_blocks = batch * heads * blocks
     schedule = make_schedule(blocks, heads, 40, 16 * blocks, right=0, swizzle=last, num_tiles=all_blocks)
     count = count_tiles(C, SimpleNamespace(), schedule)

@@ -11,12 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
 from test_hopper_backward_splits import problem_of
 from test_hopper_rounds import H200, RESULTS
 
+from flashtile import masks
 from flashtile.backends.common.compile_report import every_case
 from flashtile.backends.hopper import work_tiles
 from flashtile.backends.hopper.backward import rounds, schedule
@@ -33,6 +35,7 @@ from flashtile.backends.hopper.backward.rounds import (
 from flashtile.backends.hopper.backward.splits import MAX_BYTES, as_scheduled, rows_of_blocks
 from flashtile.backends.hopper.forward.rounds import ENOUGH_ROUNDS
 from flashtile.problems.attention import Problem
+from flashtile.problems.masks import Mods
 from flashtile.tools.bench.workload import Workload
 from flashtile.tools.bench.workloads import select
 from kernels_as_python import functions_of
@@ -124,6 +127,44 @@ def test_the_estimate_follows_the_schedule_of_the_kernel(seed: int) -> None:
         if launch_of(problem, config).tiles < ENOUGH_ROUNDS * 132:
             found = busiest(launch_of(problem, config))
             assert found == pytest.approx(ends_by_the_kernel(problem, config), rel=1e-9)
+
+
+def ends_with_lists(problem: Problem, config: BackwardConfig, steps: list[int]) -> tuple[float, float]:
+    """Return the times of the busiest and of the average program, if block n of the keys has steps[n] steps.
+
+    Heads take tiles in the order of the kernel.
+    """
+    functions = functions_of(work_tiles, schedule)
+    C, launch = variant_of(problem, config), launch_of(problem, config)
+    numbers = SimpleNamespace(num_tiles=launch.tiles, swizzle=launch.last)
+    ends, busy = [0.0] * launch.heads, [0.0] * launch.programs
+    for tile_index in range(launch.tiles):
+        head, block = functions["head_and_block"](C, tile_index, len(steps), numbers)
+        zeroed = ends[head - launch.resident] if head >= launch.resident else 0.0
+        end = max(busy[0], zeroed) + launch.costs.tile + launch.group * launch.costs.step * steps[block]
+        heapq.heapreplace(busy, end)
+        ends[head] = max(ends[head], end)
+    total = launch.costs.tile * len(steps) + launch.group * launch.costs.step * sum(steps)
+    return max(busy), total * launch.heads / launch.programs
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("prompt", [1024, 4096])
+@pytest.mark.parametrize("heads_kv", [4, 8, 16])
+def test_programs_end_together_although_all_rows_see_a_prompt(
+    head_dim: int, prompt: int, heads_kv: int
+) -> None:
+    answers = (512, 1021, 2048, 641, 1530, 899, 763, 1290)
+    offsets = torch.tensor([0, prompt, *answers]).cumsum(0)
+    total = int(offsets[-1])
+    parent = torch.tensor([-1] + [0] * len(answers))
+    mask = masks.create_tree_mask(offsets, parent, total)
+    problem = problem_of(1, total, (4 * heads_kv, heads_kv), head_dim, **FULL)
+    problem = replace(problem, mods=Mods(block_size=(128, 128)))
+    config = choose(problem)
+    blocks = (mask.q_num_blocks + mask.full_q_num_blocks).flatten()
+    busiest_one, mean = ends_with_lists(problem, config, (blocks * (128 // config.BLOCK_M)).tolist())
+    assert busiest_one < 1.4 * mean
 
 
 def measured() -> list[tuple[Problem, float]]:

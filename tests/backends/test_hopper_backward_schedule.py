@@ -36,6 +36,7 @@ from flashtile.backends.hopper.backward.rounds import l2_swizzle, last_heads, re
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.config import tile_widths
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.problems.masks import Mods
 from kernels_as_python import functions_of, make_work_tile
 
 KIB = 1024
@@ -96,7 +97,7 @@ every_length = pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
 def variant(block_m: int, block_n: int, window: tuple[int, int] = (-1, -1), **more: Any) -> SimpleNamespace:
     left, right = window
     fields = {"VARLEN": False, "SEQUSED": False, "DETERMINISTIC": False, "GROUP": 1, "ROW_SPLITS": 1}
-    fields |= {"COLUMN_SPLITS": 1, "SEQUENCES_FIRST": False} | more
+    fields |= {"COLUMN_SPLITS": 1, "SEQUENCES_FIRST": False, "LISTED": False} | more
     return SimpleNamespace(
         BLOCK_M=block_m, BLOCK_N=block_n, HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, HAS_CUTS=False, **fields
     )
@@ -234,12 +235,13 @@ def test_sequences_may_come_before_heads() -> None:
 @pytest.mark.parametrize(("batch", "heads", "blocks"), [(1, 1, 1), (2, 3, 5), (3, 2, 8)])
 @pytest.mark.parametrize("last", [1, 2, 6])
 @pytest.mark.parametrize("row_splits", [1, 2])
-def test_every_work_tile_under_a_causal_mask(
-    batch: int, heads: int, blocks: int, last: int, row_splits: int
+@pytest.mark.parametrize("listed", [False, True])
+def test_every_work_tile_under_a_causal_mask_or_a_block_mask(
+    batch: int, heads: int, blocks: int, last: int, row_splits: int, listed: bool
 ) -> None:
     """Heads follow one another; of the last, all first blocks come first."""
     last = min(last, batch * heads)
-    C = variant(8, 16, (-1, 0), ROW_SPLITS=row_splits)
+    C = variant(8, 16, (-1, -1 if listed else 0), ROW_SPLITS=row_splits, LISTED=listed)
     all_blocks = batch * heads * blocks
     schedule = make_schedule(blocks, heads, 40, 16 * blocks, right=0, swizzle=last, num_tiles=all_blocks)
     count = count_tiles(C, SimpleNamespace(), schedule)
@@ -437,6 +439,16 @@ def test_resident_heads(seqlen: int, causal: bool, deterministic: bool) -> None:
         assert resident_heads(problem, replace(config, ROW_SPLITS=4), swizzle, 132) == 18
     everywhere = replace(config, ALL_RESIDENT=True)
     assert resident_heads(problem, everywhere, swizzle, 132) == heads
+
+
+@pytest.mark.parametrize("seqlen", [64, 512, 4096, 2**20])
+def test_heads_of_a_block_mask_do_not_wait_for_one_another(seqlen: int) -> None:
+    """Interleaved heads end together, so a head that waited for another one of them might wait for ever."""
+    problem = replace(PROBLEM, batch=8, seqlen_q=seqlen, seqlen_k=seqlen, mods=Mods(block_size=(128, 128)))
+    problem = replace(problem, total_q=8 * seqlen, total_k=8 * seqlen)
+    last = last_heads(problem, 128, 132)
+    assert last <= resident_heads(problem, BackwardConfig(64), 1, 132) <= 8 * problem.num_heads_kv
+    assert last == 8 * problem.num_heads_kv or last * ceil_div(seqlen, 128) >= 8 * 132
 
 
 @pytest.mark.parametrize("block_m", [64, 128])

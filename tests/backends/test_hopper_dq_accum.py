@@ -206,7 +206,7 @@ def run(
     resident = min(resident, total_heads)
     C = SimpleNamespace(
         VARLEN=varlen, SEQUSED=False, DETERMINISTIC=swizzle > 0, GROUP=group, BLOCK_M=block_m,
-        BLOCK_N=BLOCK_N, BLOCK_D=block_d, HAS_LEFT=False, HAS_RIGHT=False, HAS_CUTS=False,
+        BLOCK_N=BLOCK_N, BLOCK_D=block_d, HAS_LEFT=False, HAS_RIGHT=False, HAS_CUTS=False, LISTED=False,
         ROW_SPLITS=row_splits, COLUMN_SPLITS=1, SEQUENCES_FIRST=False,
     )  # fmt: skip
     numbers = BackwardSchedule(

@@ -24,6 +24,7 @@ from flashtile.backends.hopper.backward.splits import (
     as_scheduled,
     average_lengths,
     candidates,
+    has_lists,
     part_bytes,
     rows_of_blocks,
 )
@@ -39,6 +40,10 @@ SWIZZLE_BYTES = {"even": 20 * 2**20, "uneven": 12 * 2**20}
 """Bytes of the L2 cache (50 MB) that the tensors of one group of interleaved heads may take. Programs work on
 two groups at a time. A larger limit is faster if all blocks of keys cost the same. A smaller limit is faster
 under a causal mask, where heads complete later."""
+LISTED_ROUNDS = 8
+"""With a block mask, each program takes about this many work tiles of the last, interleaved heads. The host
+does not read the lists. A prompt that all rows see has work tiles several times as long as the mean, and
+those of all heads must start early."""
 EQUAL = 1.02
 """Times that differ by at most this factor are considered equal."""
 
@@ -179,7 +184,7 @@ def launch_of(problem: Problem, config: BackwardConfig) -> Launch:
     programs = min(multiprocessors(problem.device), len(rows) * heads * config.ROW_SPLITS)
     simple = problem.deterministic or config.wide
     last = 0
-    if not problem.deterministic and is_causal(problem):
+    if not problem.deterministic and (is_causal(problem) or has_lists(problem)):
         last = last_heads(scheduled, config.BLOCK_N, programs, config.ROW_SPLITS)
     resident = heads if simple else resident_heads(scheduled, config, 1, programs)
     return Launch(
@@ -302,12 +307,14 @@ def l2_swizzle(problem: Problem) -> int:
 
 
 def last_heads(problem: Problem, block_n: int, programs: int, row_splits: int = 1) -> int:
-    """Return how many key heads at the end of the queue have interleaved work tiles, under a causal mask.
+    """Return how many key heads at the end of the queue have interleaved work tiles.
 
-    It is the number of heads that the programs work on at a time. ``problem`` is from :func:`as_scheduled`.
+    Under a causal mask, it is the number of heads that the programs work on at a time. With a block mask, it
+    is LISTED_ROUNDS times this number. ``problem`` is from :func:`as_scheduled`.
     """
     tiles = math.ceil(problem.total_k / dense_batch(problem) / block_n) * row_splits
-    return min(math.ceil(programs / max(tiles, 1)), key_heads(problem))
+    rounds = LISTED_ROUNDS if has_lists(problem) else 1
+    return min(math.ceil(rounds * programs / max(tiles, 1)), key_heads(problem))
 
 
 def resident_heads(problem: Problem, config: BackwardConfig, swizzle: int, programs: int) -> int:
@@ -315,14 +322,16 @@ def resident_heads(problem: Problem, config: BackwardConfig, swizzle: int, progr
 
     ``problem`` is from :func:`as_scheduled`. There is room for about twice the heads that programs work on at
     a time, because programs begin the next heads while the sums of the previous ones are converted. When
-    deterministic, interleaved heads complete at the same time and need more room. All interleaved heads must
-    fit, since they must not wait for one another. A larger ``dq_accum`` would not stay in the L2 cache. If
-    the last heads would wait for the first ones, there may be room for all (``config.ALL_RESIDENT``).
+    deterministic or with a block mask, interleaved heads complete at the same time and need more room. All
+    interleaved heads must fit, since they must not wait for one another. A larger ``dq_accum`` would not stay
+    in the L2 cache. If the last heads would wait for the first ones, there may be room for all
+    (``config.ALL_RESIDENT``).
     """
     if config.ALL_RESIDENT:
         return key_heads(problem)
     tiles = math.ceil(problem.total_k / dense_batch(problem) / config.BLOCK_N) * config.ROW_SPLITS
-    heads = math.ceil(2 * programs / max(tiles, 1)) + 1
+    rounds = LISTED_ROUNDS if has_lists(problem) else 2
+    heads = math.ceil(rounds * programs / max(tiles, 1)) + 1
     if problem.deterministic:
         heads = heads + swizzle if has_uneven_blocks(problem) else max(heads, 5 * swizzle // 2)
     return min(heads, key_heads(problem))

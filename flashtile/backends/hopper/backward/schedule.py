@@ -64,7 +64,8 @@ class BackwardSchedule(NamedTuple):
     """Elements from the slopes of one sequence to those of the next; 0 if all sequences share them."""
     swizzle: Any
     """Number of key heads whose work tiles are interleaved. With DETERMINISTIC it divides the number of key
-    heads of the batch. Otherwise only the last heads are interleaved, and only under a causal mask."""
+    heads of the batch. Otherwise only the last heads are interleaved, and only under a causal mask or a block
+    mask."""
     bias_batch: Any = None
     """Number of sequences with a bias of their own; 1 if all sequences share one."""
     bias_heads: Any = None
@@ -120,8 +121,8 @@ def head_and_block(C: gl.constexpr, tile_index, blocks, schedule):
     * With DETERMINISTIC, groups of ``swizzle`` heads are interleaved: consecutive work tiles belong to
       different heads of a group. Neighbouring blocks of one head add to the same rows of dQ in a fixed order.
       If programs started them at the same time, one would have to wait for the other.
-    * Under a causal mask, the last ``swizzle`` heads are interleaved. Otherwise the longest blocks of the
-      last head would start when all other work is done.
+    * Under a causal mask or a block mask, the last ``swizzle`` heads are interleaved. Otherwise the longest
+      blocks of the last head would start when all other work is done.
     """
     tile_index = tile_index // (C.ROW_SPLITS * C.COLUMN_SPLITS)
     head = tile_index // blocks
@@ -130,7 +131,7 @@ def head_and_block(C: gl.constexpr, tile_index, blocks, schedule):
         in_swizzle = tile_index % (blocks * schedule.swizzle)
         head = tile_index // (blocks * schedule.swizzle) * schedule.swizzle + in_swizzle % schedule.swizzle
         block = in_swizzle // schedule.swizzle
-    elif C.HAS_RIGHT and not C.HAS_LEFT:
+    elif C.LISTED or (C.HAS_RIGHT and not C.HAS_LEFT):
         all_blocks = schedule.num_tiles
         if C.VARLEN:
             all_blocks = blocks * schedule.num_heads

@@ -19,6 +19,9 @@ from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 
 ROW_SPLITS = (1, 2, 4, 8, 16)
+SEEN_BY_ALL = 16
+"""The host does not read the lists of a block mask. To choose splits, it assumes that all rows see one of
+SEEN_BY_ALL blocks of keys, such as those of a prompt, and that one of SEEN_BY_ALL rows sees the others."""
 MAX_PARTS = 32
 """Largest number of parts of a gradient, so that their sum stays a short kernel."""
 MAX_BYTES = 128 * 2**20
@@ -48,12 +51,16 @@ def candidates(problem: Problem) -> Iterator[Splits]:
     group = problem.group_size
     heads = [count for count in range(1, group + 1) if group % count == 0]
     windowed = problem.effective_window(problem.seqlen_q, problem.seqlen_k) != (UNLIMITED, UNLIMITED)
-    listed = problem.mods is not None and problem.mods.block_size is not None
-    rows = (1,) if listed or (problem.deterministic and windowed) else ROW_SPLITS
+    rows = (1,) if has_lists(problem) or (problem.deterministic and windowed) else ROW_SPLITS
     for splits in itertools.starmap(Splits, itertools.product(heads, rows)):
         fits = splits.parts <= MAX_PARTS and part_bytes(problem) * splits.parts <= MAX_BYTES
         if splits.parts == 1 or fits:
             yield splits
+
+
+def has_lists(problem: Problem) -> bool:
+    """Whether a block mask lists the rows that see a block of keys."""
+    return problem.mods is not None and problem.mods.block_size is not None
 
 
 def part_bytes(problem: Problem) -> int:
@@ -91,6 +98,11 @@ def rows_of_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[RowBlo
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     has_edges = left != UNLIMITED or right != UNLIMITED
     offset = seqlen_k - seqlen_q
+    if has_lists(problem):
+        steps, blocks = math.ceil(seqlen_q / block_m), math.ceil(seqlen_k / block_n)
+        common, few = math.ceil(blocks / SEEN_BY_ALL), math.ceil(steps / SEEN_BY_ALL)
+        seen = (steps,) * common + (few,) * (blocks - common)
+        return tuple(RowBlocks(0, count, 0, count) for count in seen)
     rows = []
     for first in range(0, seqlen_k, block_n):
         last = min(first + block_n, seqlen_k) - 1

@@ -74,14 +74,14 @@ def noted_events(launched: list[str]) -> Iterator[dict[tuple[str, Any, int], lis
 
 def call_of(name: str, device: str) -> tuple[Any, tuple]:
     """Return (launch, its arguments) of a call."""
-    lengths, tokens, more = CALLS[name]
-    tensors, arguments = paged(lengths, (4, 1), page_size=PAGE, seqlen_q=tokens, device="cpu")
-    q, k, v = (tensor.to(device) for tensor in tensors)
+    lengths, tokens, options = CALLS[name]
+    (q, *caches), arguments = paged(lengths, (4, 1), page_size=PAGE, seqlen_q=tokens, device="cpu")
+    q, *caches = (tensor.to(device) for tensor in (q, *caches))
     given = CacheTensors(**{name: tensor.to(device) for name, tensor in arguments.items()})
-    options = DecodeOptions(backend="hopper", window_right=0, **more)
-    problem = DecodeProblem.from_tensors(q, k, v, given, options)
+    options = DecodeOptions(backend="hopper", window_right=0, **options)
+    problem = DecodeProblem.from_tensors(q, *caches, given, options)
     launch = hopper_decode.prepare_decode(problem, hopper_decode.configure_decode(problem))
-    return launch, (q, k, v, given)
+    return launch, (q, *caches, given)
 
 
 @pytest.mark.parametrize("name", CALLS)

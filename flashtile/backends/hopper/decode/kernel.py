@@ -45,7 +45,6 @@ from flashtile.backends.hopper.decode.work import (
     balanced_tile,
     behind_partials,
     queued_tile,
-    start_dependents,
     wait_for_predecessor,
 )
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
@@ -381,7 +380,6 @@ def attend_kernel(
     if C.PREFETCH:
         prefetch_first(C, call, k_source, v_source)
     wait_for_predecessor()
-    start_dependents()
     start = find_start(C, pointers, lengths)
     dtype: gl.constexpr = gl.float16 if C.E4M3 and not C.KEY_SCALES else q_desc.dtype  # of P
     k_read = make_reader(C, False, k, k_loads.scales, gl.float16)

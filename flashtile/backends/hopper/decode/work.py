@@ -68,17 +68,12 @@ def behind_partials(partial, splits, C: tl.constexpr):
 
 @triton.jit
 def wait_for_predecessor():
-    """Wait for the end of the kernel before this one in the stream."""
-    tl.extra.cuda.gdc_wait()
+    """Wait for the end of the kernel before this one in the stream, then allow the next kernel to start.
 
-
-@triton.jit
-def start_dependents():
-    """Let the next kernel of the stream start. It waits for the end of this one by itself.
-
-    Before a combining kernel, programs call this after their own wait: the portable one reads lengths as soon
-    as it starts. Kernels that may follow a combining kernel read nothing before they wait, except hints.
+    The next kernel waits for the end of this one by itself. If it reads lengths before that, they are final:
+    this kernel was launched early as well, and has waited for whatever wrote them.
     """
+    tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -281,7 +276,6 @@ def table_kernel(
     """
     if C.PDL:
         wait_for_predecessor()
-        start_dependents()
     table = behind_partials(pointers.partial, splits, C)
     b = tl.program_id(0)
     mine = load_sequence(b, True, pointers, lengths, C)

@@ -225,62 +225,6 @@ def test_one_graph_serves_growing_sequences(seqlen_q: int) -> None:
         check((q, k_cache, v_cache), arguments, causal=True)
 
 
-DEPENDENT: dict[str, tuple[list[int], int, dict[str, int]]] = {
-    "shares": ([4096], 8, {}),
-    "shares of chunks": ([4096, 900], 100, {}),
-    "queue": ([900] * 40, 8, {}),
-    "divided queue": ([30000, *[300] * 63], 8, {}),
-    "fixed splits": ([4096, 900], 8, {"num_splits": 3}),
-}
-"""Lengths, tokens, and options of calls whose kernels differ."""
-
-
-@pytest.mark.parametrize("name", DEPENDENT)
-def test_calls_wait_for_what_they_follow(name: str) -> None:
-    """They see all that the kernel before them writes: queries, lengths, block table, keys and values."""
-    keys, seqlen_q, splits = DEPENDENT[name]
-    (q, k_cache, v_cache), arguments = paged(keys, seqlen_q=seqlen_q)
-    lengths, table = arguments["cache_seqlens"], arguments["block_table"]
-    blocks = len(k_cache)
-    backwards = k_cache.flip(0), v_cache.flip(0), torch.where(table < blocks, blocks - 1 - table, table)
-    caches = [(k_cache.clone(), v_cache.clone(), table.clone()), backwards]
-    queries = torch.randn((8, *q.shape), device="cuda", dtype=q.dtype)
-
-    def step(i: int) -> tuple[Tensor, Tensor]:
-        q.copy_(queries[i])
-        for mine, other in zip((k_cache, v_cache, table), caches[i % 2], strict=True):
-            mine.copy_(other)
-        lengths.copy_(longest - 7 * i)
-        return attend((q, k_cache, v_cache), arguments | splits)
-
-    longest = lengths.clone()
-    expected = []
-    for i in range(len(queries)):
-        result = step(i)
-        torch.cuda.synchronize()
-        expected.append(tuple(x.clone() for x in result))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = [step(i) for i in range(len(queries))]
-    for _ in range(20):
-        graph.replay()
-    assert_same_bits([tuple(result) for result in captured], expected)
-
-
-@pytest.mark.parametrize("name", DEPENDENT)
-def test_replays_back_to_back_do_not_overtake_each_other(name: str) -> None:
-    keys, seqlen_q, splits = DEPENDENT[name]
-    calls = [paged([key - 3 * i for key in keys], seqlen_q=seqlen_q, seed=i) for i in range(6)]
-    calls = [(tensors, arguments | splits) for tensors, arguments in calls]
-    expected = [attend(*call) for call in calls]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = [attend(*call) for call in calls]
-    for _ in range(50):
-        graph.replay()
-    assert_same_bits(captured, expected)
-
-
 def test_no_synchronisation_and_the_same_without_lse() -> None:
     for seqlen_q in (8, 300):
         tensors, arguments = paged([300, 40], seqlen_q=seqlen_q)

@@ -165,10 +165,9 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     def PREFETCH(self) -> bool:  # noqa: N802 - as in the kernel
         """Whether a program prefetches keys while the kernel before it runs (``prefetch.prefetch_first``).
 
-        The scan of many lengths would take longer than it saves. Kernels that copy keys one by one have no
-        registers to spare for it.
+        The scan of many lengths would take longer than it saves.
         """
-        return self.STREAM_K and self.ONE_SCAN and not self.GATHER
+        return self.STREAM_K and self.ONE_SCAN
 
     @property
     def takes_addresses(self) -> bool:

@@ -159,13 +159,13 @@ def _case(problem: DecodeProblem, config: HopperDecodeConfig, name: str) -> Comp
     k = torch.empty(*rows, problem.head_dim, dtype=problem.cache_dtype, device="meta")
     v = torch.empty(*rows, problem.head_dim_v, dtype=problem.cache_dtype, device="meta")
     cache = "*fp8e4nv" if variant.E4M3 else "*bf16"
-    addresses = cache if variant.takes_addresses else None
+    gathered = cache if variant.GATHER else None
     scales = "*fp32" if problem.descale != "none" else None
     pointers = types_of(
         HopperDecodePointers,
         None,
-        k_cache=addresses,
-        v_cache=addresses,
+        k_cache=gathered,
+        v_cache=gathered,
         out="*bf16",
         lse="*fp32",
         partial="*fp32",

@@ -162,19 +162,6 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     K_BY_PARTS: ClassVar[bool] = False
 
     @property
-    def PREFETCH(self) -> bool:  # noqa: N802 - as in the kernel
-        """Whether a program prefetches keys while the kernel before it runs (``prefetch.prefetch_first``).
-
-        The scan of many lengths would take longer than it saves.
-        """
-        return self.STREAM_K and self.ONE_SCAN
-
-    @property
-    def takes_addresses(self) -> bool:
-        """Whether the kernel takes the addresses of the caches in addition to their descriptors."""
-        return self.GATHER or self.PREFETCH
-
-    @property
     def QK_COLUMNS(self) -> int:  # noqa: N802 - as in the kernel
         return self.BLOCK_D
 

@@ -38,7 +38,6 @@ from flashtile.backends.hopper.decode.loads import (
     load_n_block,
     load_pages,
 )
-from flashtile.backends.hopper.decode.prefetch import SCAN, prefetch_first
 from flashtile.backends.hopper.decode.work import (
     Start,
     balanced_start,
@@ -73,7 +72,7 @@ class HopperDecodePointers(NamedTuple):
     softmax_max: Any
     qv: Any
     k_cache: Any
-    """None unless C.takes_addresses, like ``v_cache``. TMA loads use descriptors instead."""
+    """None unless GATHER, like ``v_cache``. TMA loads use descriptors instead."""
     v_cache: Any
 
 
@@ -328,7 +327,7 @@ def loader(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, queue, queries,
 def find_start(C: gl.constexpr, pointers, lengths):
     """Return the :class:`Start` of this program; all fields are 0 if not STREAM_K."""
     if C.STREAM_K:
-        index = gl.arange(0, C.SCAN_BLOCK, layout=SCAN)
+        index = gl.arange(0, C.SCAN_BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0]))
         return balanced_start(index, pointers, lengths, C)
     else:
         return Start(0, 0, 0, 0, 0)
@@ -375,12 +374,10 @@ def attend_kernel(
     faults = work_queue.make_work_queue(C.WARPGROUPS)
     queries = QueryLoads(q, faults, q_desc)
     queue = 0 if C.STREAM_K else work_queue.make_work_queue(C.WARPGROUPS + 2 * C.LOADERS - 1)
-    table = behind_partials(pointers.partial, splits, C)
-    call = HopperDecodeCall(pointers, table, lengths, splits, cache, outer)
-    if C.PREFETCH:
-        prefetch_first(C, call, k_source, v_source)
     wait_for_predecessor()
     start = find_start(C, pointers, lengths)
+    table = behind_partials(pointers.partial, splits, C)
+    call = HopperDecodeCall(pointers, table, lengths, splits, cache, outer)
     dtype: gl.constexpr = gl.float16 if C.E4M3 and not C.KEY_SCALES else q_desc.dtype  # of P
     k_read = make_reader(C, False, k, k_loads.scales, gl.float16)
     v_read = make_reader(C, True, v, v_loads.scales, dtype)

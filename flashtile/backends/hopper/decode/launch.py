@@ -265,7 +265,7 @@ class HopperDecodeLaunch(DecodeLaunch):
             if variant.BY_WORK_TILE:
                 records = lengths.m_blocks * problem.num_heads_kv
             self._partials = round_up(floats + records * RECORD_WIDTH.value, 64)
-            return Attend(attend, None, variant.takes_addresses), self._combine_recorded(
+            return Attend(attend, None, variant.GATHER), self._combine_recorded(
                 variant, lengths, splits, records
             )
         rows = 1 + lengths.m_blocks + (splits.slots // problem.num_heads_kv if variant.DIVIDES else 0)
@@ -284,7 +284,7 @@ class HopperDecodeLaunch(DecodeLaunch):
             combine = self._combine_divided(problem, config, lengths, splits)
         elif variant.SPLIT:
             combine = self._combine_splits(problem, config, lengths, splits)
-        return Attend(attend, table, variant.takes_addresses), combine
+        return Attend(attend, table, variant.GATHER), combine
 
     def _shares(
         self,
@@ -381,9 +381,9 @@ class Attend:
     signature of the portable kernel's launch.
     """
 
-    def __init__(self, kernel: CachedLaunch, fill_table: CachedLaunch | None, with_caches: bool) -> None:
+    def __init__(self, kernel: CachedLaunch, fill_table: CachedLaunch | None, gathers: bool) -> None:
         self._kernel = kernel
-        self._with_caches = with_caches
+        self._gathers = gathers
         self._fill_table = fill_table
 
     @property
@@ -400,8 +400,8 @@ class Attend:
                 device, partial, given.cache_seqlens, given.cache_leftpad, given.cu_seqlens_q,
                 given.cu_seqlens_k_new,
             )  # fmt: skip
-        caches = (k, v) if self._with_caches else (None, None)
-        self._kernel(device, q, k, v, out, lse, partial, *tensors, *caches)
+        gathered = (k, v) if self._gathers else (None, None)
+        self._kernel(device, q, k, v, out, lse, partial, *tensors, *gathered)
 
     def stream(self) -> int | None:
         return self._kernel.stream()
@@ -414,5 +414,5 @@ class Attend:
                 partial, given.cache_seqlens, given.cache_leftpad, given.cu_seqlens_q, given.cu_seqlens_k_new,
             )  # fmt: skip
             self._fill_table.by_address(stream, of_table)
-        caches = (k, v) if self._with_caches else (None, None)
-        self._kernel.by_address(stream, (q, k, v, out, lse, partial, *further, *caches))
+        gathered = (k, v) if self._gathers else (None, None)
+        self._kernel.by_address(stream, (q, k, v, out, lse, partial, *further, *gathered))

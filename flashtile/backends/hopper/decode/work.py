@@ -78,7 +78,7 @@ def wait_for_predecessor():
 
 
 @triton.jit
-def even_start(index, start, pointers, lengths, C: tl.constexpr, EARLY: tl.constexpr):
+def even_start(index, start, pointers, lengths, C: tl.constexpr):
     """Return the :class:`Start` of this program if all work tiles are divided alike, otherwise ``start``.
 
     Equal shares of all n_blocks may begin anywhere in a work tile, because m_blocks and sequences differ a
@@ -91,7 +91,7 @@ def even_start(index, start, pointers, lengths, C: tl.constexpr, EARLY: tl.const
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     heads = lengths.num_heads_kv
-    counts = count_n_blocks(index, pointers, lengths, C, EARLY)  # of all heads
+    counts = count_n_blocks(index, pointers, lengths, C)  # of all heads
     parts = tl.maximum(programs // (lengths.m_blocks * heads), 1)
     each = (tl.max(counts, 0) // heads + parts - 1) // parts
     alike = (parts * lengths.m_blocks * heads == programs) & (each <= start.total / programs + PART_COST)
@@ -110,25 +110,18 @@ def even_start(index, start, pointers, lengths, C: tl.constexpr, EARLY: tl.const
 
 
 @triton.jit
-def balanced_start(index, pointers, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
-    """Return the :class:`Start` of this program. ``index``: the integers from 0 to SCAN_BLOCK (exclusive).
-
-    EARLY, here and in :func:`balanced_tile`: an earlier kernel may still be writing the lengths.
-    """
+def balanced_start(index, pointers, lengths, C: tl.constexpr):
+    """Return the :class:`Start` of this program. ``index``: the integers from 0 to SCAN_BLOCK (exclusive)."""
     program, programs = tl.program_id(0), tl.num_programs(0)
-    total, position, m_block, m_block_start = stream_k_start(
-        index, program, programs, pointers, lengths, C, EARLY
-    )
+    total, position, m_block, m_block_start = stream_k_start(index, program, programs, pointers, lengths, C)
     start = Start(total, position, share_start(program + 1, programs, total), m_block, m_block_start)
     if C.ONE_SCAN:  # otherwise there are more work tiles than programs
-        start = even_start(index, start, pointers, lengths, C, EARLY)
+        start = even_start(index, start, pointers, lengths, C)
     return start
 
 
 @triton.jit
-def balanced_tile(
-    C: tl.constexpr, position, start, m_block, m_block_start, pointers, lengths, EARLY: tl.constexpr = False
-):
+def balanced_tile(C: tl.constexpr, position, start, m_block, m_block_start, pointers, lengths):
     """Find the next work of a stream-K program, which begins at n_block ``position`` of the batch.
 
     Returns (work tile, n_begin, n_end, slot, splits, position, m_block, m_block_start). The program computes
@@ -140,9 +133,7 @@ def balanced_tile(
     its program.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    work, nth, m_block_end = work_tile_at(
-        program, position, m_block, m_block_start, pointers, lengths, C, EARLY
-    )
+    work, nth, m_block_end = work_tile_at(program, position, m_block, m_block_start, pointers, lengths, C)
     count = min(work.n_blocks - nth, start.end - position)
     splits = 0
     if nth == 0:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
-from flashtile.backends.hopper.decode.work import behind_partials, load_row, wait_for_predecessor
+from flashtile.backends.hopper.decode.work import behind_partials, load_row
 from flashtile.backends.portable.decode.combine import Parts, combine_rows
 from flashtile.backends.portable.decode.schedule import (
     load_sequence,
@@ -64,7 +64,7 @@ def combine_recorded_kernel(pointers, lengths, splits, row_blocks, C: tl.constex
     first_row = tl.program_id(0) % row_blocks * C.ROWS
     index = tl.program_id(0) // row_blocks
     if C.PDL:
-        wait_for_predecessor()
+        tl.extra.cuda.gdc_wait()
     record = behind_partials(pointers.partial, splits, C) + index * RECORD_WIDTH
     count = tl.load(record)
     first_program = tl.load(record + 1)
@@ -101,7 +101,7 @@ def combine_divided_kernel(pointers, lengths, splits, row_blocks, C: tl.constexp
     num_heads_kv = lengths.num_heads_kv
     table = behind_partials(pointers.partial, splits, C)
     if C.PDL:
-        wait_for_predecessor()
+        tl.extra.cuda.gdc_wait()
     units = tl.load(table + 2) * num_heads_kv * row_blocks
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         first_row = unit % row_blocks * C.ROWS

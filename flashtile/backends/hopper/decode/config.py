@@ -106,8 +106,6 @@ class HopperDecodeVariant(Layout, ModifierFlags):
 
     TANH_APPROX: ClassVar[bool] = False
     EVEN_N: ClassVar[bool] = False
-    PDL: ClassVar[bool] = True
-    """Programmatic dependent launch (``work.wait_for_predecessor``), which Triton's interpreter lacks."""
 
     PAGE_SIZE: int
     """Keys per page; 0 for a dense cache."""
@@ -141,6 +139,9 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     """Whether a work tile may have several splits; True if STREAM_K or DIVIDES."""
     BY_WORK_TILE: bool
     """Whether stream-K programs write a partial record for each work tile, otherwise one for each program."""
+    PDL: bool
+    """Programmatic dependent launch: programs start while another kernel fills the queue's table, and wait
+    for its end."""
     PACK: int
     """Number of query heads of a key head that share a tile; their rows alternate."""
     KV_GROUP: int

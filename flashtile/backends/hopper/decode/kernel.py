@@ -44,7 +44,8 @@ from flashtile.backends.hopper.decode.work import (
     balanced_tile,
     behind_partials,
     queued_tile,
-    wait_for_predecessor,
+    start_dependents,
+    wait_for_table,
 )
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.schedule import sequence_of
@@ -364,6 +365,8 @@ def attend_kernel(
 
     ``lengths`` count each group of PACK query heads as one key/value head.
     """
+    if C.SPLIT:
+        start_dependents()
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS)
     k = make_key_channel(C, k_desc, C.BLOCK_D)
     v = make_key_channel(C, v_desc, C.BLOCK_DV)
@@ -374,13 +377,14 @@ def attend_kernel(
     faults = work_queue.make_work_queue(C.WARPGROUPS)
     queries = QueryLoads(q, faults, q_desc)
     queue = 0 if C.STREAM_K else work_queue.make_work_queue(C.WARPGROUPS + 2 * C.LOADERS - 1)
-    wait_for_predecessor()
     start = find_start(C, pointers, lengths)
     table = behind_partials(pointers.partial, splits, C)
     call = HopperDecodeCall(pointers, table, lengths, splits, cache, outer)
     dtype: gl.constexpr = gl.float16 if C.E4M3 and not C.KEY_SCALES else q_desc.dtype  # of P
     k_read = make_reader(C, False, k, k_loads.scales, gl.float16)
     v_read = make_reader(C, True, v, v_loads.scales, dtype)
+    if C.PDL:
+        wait_for_table()
     if C.WARPGROUPS == 1 and C.LOADERS == 1:
         gl.warp_specialize(
             [

@@ -153,6 +153,7 @@ def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) ->
         DIVIDES=divided,
         SPLIT=stream_k or divided or num_splits_of(problem, config)[0] > 1,
         BY_WORK_TILE=work_tiles < balanced_programs(problem, config),
+        PDL=not stream_k,
         PACK=pack,
         KV_GROUP=problem.group_size // pack,
         HEAD_DIM=problem.head_dim,
@@ -256,7 +257,7 @@ class HopperDecodeLaunch(DecodeLaunch):
             None,
             views(problem, variant, q, k_cache, v_cache),
             HopperDecodePointers,
-            launch_pdl=True,
+            launch_pdl=variant.PDL,
             maxnreg=config.registers[-1],
         )
         floats = splits.slots * splits.partial_rows * (problem.head_dim_v + 1)
@@ -277,7 +278,6 @@ class HopperDecodeLaunch(DecodeLaunch):
             (variant, TABLE_WIDTH.value, CHUNKS[problem.batch > CHUNKS[0]]),
             None,
             pointers=TablePointers,
-            launch_pdl=True,
         )
         combine = None
         if variant.DIVIDES:

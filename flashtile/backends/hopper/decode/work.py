@@ -67,14 +67,15 @@ def behind_partials(partial, splits, C: tl.constexpr):
 
 
 @triton.jit
-def wait_for_predecessor():
-    """Wait for the end of the kernel before this one in the stream, then allow the next kernel to start.
-
-    The next kernel waits for the end of this one by itself. If it reads lengths before that, they are final:
-    this kernel was launched early as well, and has waited for whatever wrote them.
-    """
-    tl.extra.cuda.gdc_wait()
+def start_dependents():
+    """Allow the next kernel of the stream to start. It waits for the end of this kernel by itself."""
     tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_table():
+    """Wait for the end of the kernel that fills the work queue's table."""
+    tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -266,7 +267,7 @@ def table_kernel(
     index of the row that holds the first part of the i-th divided m_block.
     """
     if C.PDL:
-        wait_for_predecessor()
+        start_dependents()
     table = behind_partials(pointers.partial, splits, C)
     b = tl.program_id(0)
     mine = load_sequence(b, True, pointers, lengths, C)

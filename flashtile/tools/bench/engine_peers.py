@@ -67,7 +67,7 @@ class Flashtile(Contender):
 
         self.llm = LLM(
             folder, load_format="auto" if model == SMALL_MODEL else "dummy", skip_tokenizer_init=True,
-            device=device, enable_prefix_caching=False, warmup=False, **self.options,
+            device=device, enable_prefix_caching=False, **{"warmup": False, **self.options},
         )  # fmt: skip
 
     def generate(self, prompts: Prompts, lengths: Sequence[int]) -> list[list[int]]:

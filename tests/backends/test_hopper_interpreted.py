@@ -32,6 +32,7 @@ from flashtile.backends.common import device
 from flashtile.backends.hopper import decode as hopper_decode
 from flashtile.backends.hopper.backward import config as backward_config
 from flashtile.backends.hopper.backward import kernel as backward
+from flashtile.backends.hopper.backward import wide_launch
 from flashtile.backends.hopper.backward.splits import Splits
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.decode import launch as decode_launch
@@ -296,7 +297,10 @@ MODS: dict[str, tuple[Splits, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     ("name", "head_dim"),
-    [("score and block mask", 64), *(pytest.param(name, 128, marks=exhaustive) for name in MODS)],
+    [
+        ("score and block mask", 64),
+        *(pytest.param(name, head_dim, marks=exhaustive) for head_dim in (128, 256) for name in MODS),
+    ],
 )
 def test_functions_of_scores_and_masks(name: str, head_dim: int) -> None:
     """In both passes, where programs share blocks of keys, too."""
@@ -307,7 +311,8 @@ def test_functions_of_scores_and_masks(name: str, head_dim: int) -> None:
         interpreted(0) as interpreter,
     ):
         testing.check(q, k, v, backend="hopper", **given)
-    assert {"forward_kernel", "backward_kernel"} <= set(interpreter.launched)
+    backward = {"backward_kernel"} if head_dim <= 128 else {"dkv_kernel", "dq_kernel"}
+    assert {"forward_kernel", *backward} <= set(interpreter.launched)
 
 
 TELLING_FUNCTIONS = {"document", "compared-log", "negated-distance", "finite-fill", "times", "wide-products"}
@@ -321,6 +326,26 @@ def test_calls_with_functions(name: str) -> None:
     call = LISTED_CALLS[name]
     with interpreted():
         testing.check(*call.inputs("cpu"), backend="hopper", **call.arguments("cpu"))
+
+
+TELLING_WIDE = {("document", 256, 256), ("ragged-in-a-full-block", 192, 128), ("no-keys", 256, 256)}
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "head_dim_v"),
+    [
+        pytest.param(*given, marks=() if given in TELLING_WIDE else exhaustive)
+        for given in (
+            (name, *sizes) for name in LISTED_CALLS for sizes in ((256, 256), (192, 192), (192, 128))
+        )
+    ],
+)
+def test_calls_with_functions_of_wide_heads(name: str, head_dim: int, head_dim_v: int) -> None:
+    """These kernels have deterministic gradients with block masks, too."""
+    call = replace(LISTED_CALLS[name], head_dim=head_dim, head_dim_v=head_dim_v)
+    with interpreted() as interpreter:
+        testing.check(*call.inputs("cpu"), backend="hopper", deterministic=True, **call.arguments("cpu"))
+    assert {"forward_kernel", "dkv_kernel", "dq_kernel"} <= set(interpreter.launched)
 
 
 @pytest.mark.parametrize("small", SMALL_SCORES)
@@ -376,6 +401,14 @@ def test_launches_share_the_counter_of_their_queue() -> None:
             with interpreted(seed):
                 testing.check(q, k, v, backend="hopper", block_mask=BLOCKS, gradients=False)
             assert not counters.any()
+    q, k, v = (testing.random_tensor((1, 300, h, 192), BF16, "cpu", seed=h) for h in (6, 2, 2))
+    with (
+        mock.patch.object(forward_launch, "zeroed_counters", return_value=counters),
+        mock.patch.object(wide_launch, "zeroed_counters", return_value=counters),
+        interpreted(0),
+    ):
+        testing.check(q, k, v, backend="hopper", block_mask=BLOCKS)
+    assert not counters.any()
 
 
 def test_divisions_of_negative_numbers() -> None:

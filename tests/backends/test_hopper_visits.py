@@ -186,10 +186,19 @@ SERVED = {
     "both": with_mods(score_mod=SCORE, mask_mod=CAUSAL, block_size=(128, 256)),
     "causal": with_mods(replace(PLAIN, sink=True, window_right=0), score_mod=SCORE),
     "softcap": with_mods(replace(PLAIN, softcap=2.0, alibi=True), mask_mod=CAUSAL),
+    "wide": with_mods(
+        replace(PLAIN, head_dim=256, head_dim_v=256, deterministic=True),
+        mask_mod=CAUSAL,
+        block_size=(128, 64),
+    ),
 }
 REFUSED = {
     "small": (with_mods(mask_mod=CAUSAL, block_size=(64, 128)), "multiples of 128 queries and 128 keys"),
-    "wide": (with_mods(replace(PLAIN, head_dim=192), mask_mod=CAUSAL), "head sizes up to 128"),
+    "wide": (with_mods(replace(PLAIN, head_dim_v=264), mask_mod=CAUSAL), "head sizes up to 256"),
+    "small-wide": (
+        with_mods(replace(PLAIN, head_dim=192), mask_mod=CAUSAL, block_size=(128, 96)),
+        "multiples of 128 queries and 64 keys",
+    ),
     "slopes": (with_mods(replace(PLAIN, alibi=True), score_mod=SCORE), "alibi_slopes with score_mod"),
     "softcap": (with_mods(replace(PLAIN, softcap=1.0), score_mod=SCORE), "softcap with score_mod"),
     "window": (

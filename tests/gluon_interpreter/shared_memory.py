@@ -246,9 +246,10 @@ class SwizzledParts:
         self._tile, self._sizes = tile, sizes
 
     def index(self, i: Any) -> Tile:
-        rows, columns = self._sizes[-2:]
-        parts = self._tile.shape[-2] // rows
-        across, part = divmod(int(i), parts)
-        slot, column = divmod(across, self._tile.shape[-1] // columns)
-        tile = self._tile.index(slot).slice(part * rows, rows).slice(column * columns, columns, 1)
+        rows, columns = math.prod(self._sizes[1:-1]), self._sizes[-1]
+        slots, *middle, width = self._tile.shape
+        wide = self._tile.reshape([slots, math.prod(middle), width])
+        across, part = divmod(int(i), math.prod(middle) // rows)
+        slot, column = divmod(across, width // columns)
+        tile = wide.index(slot).slice(part * rows, rows).slice(column * columns, columns, 1)
         return tile.reshape(self._sizes[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,15 +30,33 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no GPU of 
 
 
 def check(call: ListedCall) -> None:
-    """The forward in memory full of NaN, which makes gradients deterministic; then both passes without."""
+    """In memory full of NaN, which makes gradients deterministic.
+
+    Only the kernels for head sizes over 128 take block masks then. For others the gradients follow without.
+    """
     arguments = call.arguments("cuda")
-    testing.check(*call.inputs("cuda"), backend="hopper", gradients=False, **arguments)
-    testing.check(*call.inputs("cuda"), backend="hopper", poison=False, **arguments)
+    wide = max(call.head_dim, call.head_dim_v or 0) > 128
+    testing.check(*call.inputs("cuda"), backend="hopper", gradients=wide, **arguments)
+    if not wide:
+        testing.check(*call.inputs("cuda"), backend="hopper", poison=False, **arguments)
 
 
 @pytest.mark.parametrize("name", LISTED_CALLS)
 def test_call(name: str) -> None:
     check(LISTED_CALLS[name])
+
+
+@pytest.mark.parametrize("name", LISTED_CALLS)
+def test_call_of_wide_heads(name: str) -> None:
+    check(replace(LISTED_CALLS[name], head_dim=256))
+
+
+@pytest.mark.parametrize("sizes", [(192, 192), (192, 128), (160, 160), (64, 256), (256, 64)], ids=str)
+@pytest.mark.parametrize(
+    "name", ["document", "no-keys", "ragged-in-a-full-block", "blocks-of-256", "mask-causal", "log-distance"]
+)
+def test_other_wide_heads(name: str, sizes: tuple[int, int]) -> None:
+    check(replace(LISTED_CALLS[name], head_dim=sizes[0], head_dim_v=sizes[1]))
 
 
 @pytest.mark.parametrize("small", SMALL_SCORES)
@@ -61,7 +80,28 @@ def test_many_tiles(name: str) -> None:
     check(MANY_TILES[name])
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [192, 256])
+@pytest.mark.parametrize("name", MANY_TILES)
+def test_many_tiles_of_wide_heads(name: str, head_dim: int) -> None:
+    check(replace(MANY_TILES[name], head_dim=head_dim))
+
+
+def test_gradients_of_wide_heads_are_the_same_in_every_run() -> None:
+    call = replace(MANY_TILES["documents"], head_dim=256)
+    tensors = [tensor.requires_grad_() for tensor in call.inputs("cuda")]
+    arguments = call.arguments("cuda")
+
+    def gradients(deterministic: bool) -> tuple[torch.Tensor, ...]:
+        out = flashtile.attention(*tensors, backend="hopper", deterministic=deterministic, **arguments)
+        return torch.autograd.grad(out.float().square().sum(), tensors)
+
+    first = gradients(True)
+    for deterministic in (True, False):
+        for one, other in zip(first, gradients(deterministic), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_poison_in_empty_blocks_is_not_read(head_dim: int) -> None:
     """A mask that ends before the keys do: nobody touches what is behind it."""
     shape = (2, 1024, 4, head_dim)

@@ -27,18 +27,18 @@ class ListedCall:
     heads_q: int = 2
     heads_kv: int = 1
     head_dim: int = 64
+    head_dim_v: int | None = None
+    """None is head_dim."""
     dtype: torch.dtype = torch.float16
 
     def inputs(self, device: str) -> tuple[Tensor, Tensor, Tensor]:
-        def make(seqlen: int, heads: int, seed: int) -> Tensor:
-            return testing.random_tensor(
-                (self.batch, seqlen, heads, self.head_dim), self.dtype, device, seed=seed
-            )
+        def make(seqlen: int, heads: int, seed: int, columns: int = self.head_dim) -> Tensor:
+            return testing.random_tensor((self.batch, seqlen, heads, columns), self.dtype, device, seed=seed)
 
         return (
             make(self.seqlen_q, self.heads_q, 1),
             make(self.seqlen_k, self.heads_kv, 2),
-            make(self.seqlen_k, self.heads_kv, 3),
+            make(self.seqlen_k, self.heads_kv, 3, self.head_dim_v or self.head_dim),
         )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashtile.backends.common.preprocess import ROW_PAD
-from flashtile.backends.hopper.forward.config import MAX_MODIFIED_COLUMNS, choose
+from flashtile.backends.hopper.backward.config import alternatives
+from flashtile.backends.hopper.forward.config import MAX_COLUMNS_OF_MODIFIERS, choose
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 
@@ -29,8 +30,9 @@ def reason_against_mods(problem: Problem) -> str | None:
     """Return why the kernels do not take a call's score_mod, mask_mod or block mask; None if they do."""
     mods = problem.mods
     assert mods is not None
-    if max(problem.head_dim, problem.head_dim_v) > MAX_MODIFIED_COLUMNS:
-        return f"it takes {mods.given} for head sizes up to {MAX_MODIFIED_COLUMNS}"
+    most = MAX_COLUMNS_OF_MODIFIERS["functions"]
+    if max(problem.head_dim, problem.head_dim_v) > most:
+        return f"it takes {mods.given} for head sizes up to {most}"
     if mods.score_mod and (problem.softcap > 0 or problem.alibi):
         return f"it takes no {'softcap' if problem.softcap > 0 else 'alibi_slopes'} with score_mod"
     if mods.block_size is None:
@@ -49,8 +51,9 @@ def reason_against_mods(problem: Problem) -> str | None:
 
 def reason_against_dropout(problem: Problem) -> str | None:
     """Return why the kernels do not take a call's dropout; None if they do."""
-    if max(problem.head_dim, problem.head_dim_v) > MAX_MODIFIED_COLUMNS:
-        return f"it takes dropout_p for head sizes up to {MAX_MODIFIED_COLUMNS}"
+    most = MAX_COLUMNS_OF_MODIFIERS["dropout"]
+    if max(problem.head_dim, problem.head_dim_v) > most:
+        return f"it takes dropout_p for head sizes up to {most}"
     if problem.dropout_p > MAX_DROPPED:
         return f"it takes dropout_p up to {MAX_DROPPED}"
     if problem.partial:
@@ -62,8 +65,9 @@ def reason_against_dropout(problem: Problem) -> str | None:
 
 def reason_against_bias(problem: Problem) -> str | None:
     """Return why the kernels do not take a call's bias; None if they do."""
-    if max(problem.head_dim, problem.head_dim_v) > MAX_MODIFIED_COLUMNS:
-        return f"it takes a bias for head sizes up to {MAX_MODIFIED_COLUMNS}"
+    most = MAX_COLUMNS_OF_MODIFIERS["bias"]
+    if max(problem.head_dim, problem.head_dim_v) > most:
+        return f"it takes a bias for head sizes up to {most}"
     for name, given in (
         ("alibi_slopes", problem.alibi), ("dropout_p", problem.dropout_p),
         ("float32 results", problem.partial), ("functions of scores and masks", problem.mods is not None),
@@ -84,8 +88,8 @@ def reason_against_mods_backward(problem: Problem) -> str | None:
         return "it computes no gradients of captured tensors"
     if mods.block_size is None:
         return None
-    if problem.deterministic:
-        return "it takes no block_mask when deterministic"
+    if problem.deterministic and not alternatives(problem)[0].wide:
+        return "it takes no block_mask when deterministic, for head sizes up to 128"
     if mods.list_heads > 1 and problem.group_size > 1:
         return "it takes no block_mask that differs between query heads of one key head"
     size_q, _ = mods.block_size

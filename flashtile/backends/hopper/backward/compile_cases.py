@@ -60,12 +60,17 @@ _KNOWN = replace(_FEATURES, varlen=False, seqused_k=False, deterministic=False)
 _TABLE = ((64, 64), (128, 128), (64, 128), (128, 64))
 _WIDE = ((256, 256), (256, 128), (64, 256), (512, 512))
 _MODIFIED_SPILLS: dict[str, dict[int, tuple[int, ...]]] = {
-    "mods": {64: (132, 48, 200, 60, 52, 64), 128: (128, 244, 144, 240, 324, 72)},
+    "mods": {
+        64: (132, 48, 200, 60, 52, 64),
+        128: (128, 244, 144, 240, 324, 72),
+        256: (188, 164, 144, 120, 232, 8),
+    },
     "dropout": {64: (32, 60, 104), 128: (100, 212, 864)},
     "bias": {64: (60, 212, 508), 128: (132, 156, 316)},
 }
+"""At head_dim 256 for the kernel of dQ; that of dK and dV spills nothing."""
 _BIAS_GRADIENT_SPILLS: dict[int, tuple[int, ...]] = {64: (40, 20, 4), 128: (40, 20, 8)}
-_TELLING = {("dropout", "causal", 128)}
+_TELLING = {("dropout", "causal", 128), ("mods", "block mask", 256)}
 """Cases with modifiers that every run of the tests compiles; the other cases differ little from them."""
 _SHARED = Splits(heads=4, rows=2)
 """Eight programs share a block of keys: each has one of four query heads and half of the rows."""
@@ -111,7 +116,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         for name, problem, spill_budget in modified(kind, spills):
             for case in _modified(kind, name, problem):
                 telling = (kind, name, problem.head_dim) in _TELLING
-                yield replace(case, spill_budget=spill_budget, exhaustive=not telling)
+                budget = 0 if case.kernel is dkv_kernel else spill_budget
+                yield replace(case, spill_budget=budget, exhaustive=not telling)
     for name, problem, spill_budget in modified("bias", _BIAS_GRADIENT_SPILLS):
         telling = name == "causal" and problem.head_dim == 64
         yield replace(_bias_gradient(name, problem), spill_budget=spill_budget, exhaustive=not telling)
@@ -135,23 +141,37 @@ def _products(
     config = replace(config or alternatives(problem)[0], HEAD_SPLITS=splits.heads, ROW_SPLITS=splits.rows)
     if not isinstance(config, WideBackwardConfig):
         variant = launch.variant_of(problem, config)
-        views = launch.views(problem, variant, *tensors(problem), resident_heads=3)
-        yield _case(mask, problem, config, backward_kernel, views, variant, _structures(problem, variant))
+        own = launch.views(problem, variant, *tensors(problem), resident_heads=3)
+        yield _case(mask, problem, config, backward_kernel, own, variant, _structures(problem, variant))
         return
+    for kernel, views, variant, structures in _wide(problem, config):
+        if kernel is dkv_kernel or splits.parts == 1:
+            yield _case(mask, problem, config, kernel, views, variant, structures)
+
+
+def _wide(
+    problem: Problem, config: WideBackwardConfig
+) -> Iterator[tuple[Any, Mapping[str, View], Any, Mapping[str, Any]]]:
+    """Yield (kernel, views, variant, types of structures) of both kernels for head sizes over 128."""
     dkv, dq = wide_launch.variants(problem, config)
-    views = wide_launch.views(problem, dkv, *tensors(problem))
-    yield _case(mask, problem, config, dkv_kernel, views, dkv, _wide_structures(dkv, is_dq=False))
-    if splits.parts == 1:
-        views = wide_launch.views(problem, dkv, *tensors(problem), of_dq=True)
-        kernel = wide_launch.dq_kernel_of(dkv)
-        yield _case(mask, problem, config, kernel, views, dq, _wide_structures(dq, is_dq=True))
+    for kernel, variant, is_dq in ((dkv_kernel, dkv, False), (wide_launch.dq_kernel_of(dkv), dq, True)):
+        views = wide_launch.views(problem, dkv, *tensors(problem), of_dq=is_dq)
+        yield kernel, views, variant, _wide_structures(problem, variant, is_dq)
 
 
 def _modified(kind: str, name: str, problem: Problem) -> Iterator[CompileCase]:
-    """Yield the compile case of ``backward_kernel`` with a modifier.
+    """Yield the compile case of ``backward_kernel`` with a modifier, or two for head sizes over 128.
 
     A bias of dense sequences has a second case, in which the kernel writes dS as the bias's gradient.
     """
+    config = alternatives(problem)[0]
+    if isinstance(config, WideBackwardConfig):
+        for kernel, views, variant, structures in _wide(problem, config):
+            sizes = f"head_dim {problem.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N}"
+            what = kernel.fn.__name__.removesuffix("_kernel")
+            named = f"{kind} backward {what} {sizes} {name}"
+            yield attention_case(named, kernel, views, variant, LAUNCH_REGISTERS[2], 0, structures)
+        return
     shared = bias_of(problem)
     biases = [shared]
     if shared is not None and not problem.varlen:
@@ -197,15 +217,18 @@ def _structures(problem: Problem, variant: Any, bias: torch.Tensor | None = None
     }
 
 
-def _wide_structures(variant: Any, is_dq: bool) -> dict[str, Any]:
+def _wide_structures(problem: Problem, variant: Any, is_dq: bool) -> dict[str, Any]:
     """Return the types of the parameters of ``dkv_kernel`` (or ``dq_kernel``, if ``is_dq``) that are
     structures, by name."""
     read = {
-        name: kind for name, kind in modifier_pointers(variant, None).items() if name in DkvPointers._fields
+        name: kind
+        for name, kind in modifier_pointers(variant, problem.mods).items()
+        if name in DkvPointers._fields
     }
     pointers = types_of(DqPointers if is_dq else DkvPointers, "*fp32", counters="*i32", **read)
+    has_queue = is_dq and variant.QUEUED
     return {
-        "pointers": pointers._replace(table="*i32" if variant.VARLEN else None),
+        "pointers": pointers._replace(table="*i32" if variant.VARLEN or has_queue else None),
         "schedule": schedule_types(ForwardSchedule if is_dq else BackwardSchedule, variant),
         "numbers": types_of(BackwardNumbers, "fp32", keep_scale=None, keep=None),
     }

@@ -181,11 +181,11 @@ def alternatives(problem: Problem) -> tuple[BackwardConfig, ...]:
 
     Only plain dense calls have others: their lengths are known, and the costs of their steps were measured.
     """
-    if problem.dropout_p or (problem.mods is not None and problem.mods.score_mod):
-        return (_FEW_ROWS,)
     config = _BACKWARD.get((padded(problem.head_dim), padded(problem.head_dim_v)))
     if config is None:
         return (_wide(problem),)
+    if problem.dropout_p or (problem.mods is not None and problem.mods.score_mod):
+        return (_FEW_ROWS,)
     known = not (problem.varlen or problem.seqused_k or problem.deterministic or modifiers_of(problem))
     return (config, _FEW_ROWS) if known and config.BLOCK_M != _FEW_ROWS.BLOCK_M else (config,)
 

@@ -150,6 +150,24 @@ def mask(C: gl.constexpr, W: gl.constexpr, p, m, work, schedule, s_layout: gl.co
 
 
 @gluon.jit
+def exponentials(C: gl.constexpr, s, neg_lse):
+    """Return P of scores in log2 units and keys as rows, not yet masked."""
+    p = gl.exp2(s + neg_lse)
+    if C.GUARD_SCORES:  # SCORE_MOD may return NaN for rows past the end
+        p = gl.where(neg_lse == float("-inf"), 0.0, p)
+    return p
+
+
+@gluon.jit
+def weights_of(C: gl.constexpr, p, softcap_grad):
+    """Return P times the derivative of the soft-cap or SCORE_MOD, so that dS = weights * (dP - delta)."""
+    weights = p * softcap_grad
+    if C.GUARD_FACTORS:  # the derivative may be infinite or NaN where a score is hidden
+        weights = gl.where(p == 0.0, 0.0, weights)
+    return weights
+
+
+@gluon.jit
 def probabilities(
     C: gl.constexpr, W: gl.constexpr, CUT: gl.constexpr, s, added, m, slot, work, head, shared, scalars
 ):  # fmt: skip
@@ -167,9 +185,7 @@ def probabilities(
         if C.HAS_BIAS:
             s = s + bias_tiles.in_log2(added)
         neg_lse = row_of(shared.neg_lse.index(slot).reshape([C.BLOCK_M]), s_layout)
-        p = gl.exp2(s + neg_lse)
-        if C.GUARD_SCORES:  # SCORE_MOD may return NaN for rows past the end
-            p = gl.where(neg_lse == float("-inf"), 0.0, p)
+        p = exponentials(C, s, neg_lse)
     elif C.HAS_BIAS:
         p = gl.exp2(s * numbers.scale_log2 + bias_tiles.in_log2(added))
     else:
@@ -178,10 +194,7 @@ def probabilities(
         p = bias_tiles.hide_rows(C, p, m, work, s_layout)
     if CUT:
         p = mask(C, W, p, m, work, scalars.schedule, s_layout, modifiers)
-    weights = p * softcap_grad
-    if C.GUARD_FACTORS:  # the derivative may be infinite or NaN where a score is hidden
-        weights = gl.where(p == 0.0, 0.0, weights)
-    return p, weights
+    return p, weights_of(C, p, softcap_grad)
 
 
 @gluon.jit

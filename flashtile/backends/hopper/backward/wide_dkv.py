@@ -42,11 +42,15 @@ from flashtile.backends.hopper.backward.schedule import (
     own_part,
     own_row_blocks,
     padded_row,
+    row_list,
 )
 from flashtile.backends.hopper.backward.scores import (
     apply_score_mod,
+    exponentials,
+    key_modifiers,
     mask,
     row_of,
+    weights_of,
 )
 from flashtile.backends.hopper.backward.tiles import (
     BackwardDescriptors,
@@ -60,13 +64,14 @@ from flashtile.backends.hopper.columns import add_products, zero_sums
 from flashtile.backends.hopper.compat import async_load, gluon, reinterpret
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.inline_asm import to_16_bit, to_fp32, wait_for_numbers
+from flashtile.backends.hopper.modifiers.block_lists import visited_block
 from flashtile.backends.hopper.work_tiles import slope_of
 
 
 class DkvPointers(NamedTuple):
     """Pointers to memory that the kernel accesses without TMA descriptors; None for each that is not used.
 
-    All but the slopes point to int32.
+    The table, ``seqused_k`` and the counter are int32.
     """
 
     table: Any
@@ -75,6 +80,10 @@ class DkvPointers(NamedTuple):
     alibi_slopes: Any
     counters: Any
     """Counter of the work queue: work tiles that programs have taken; 0 at the start."""
+    lists: Any
+    """Lists of a block mask, as in :class:`~flashtile.backends.hopper.backward.schedule.BackwardPointers`."""
+    captured: Any
+    """Tensors that functions of scores and masks read, as there."""
 
 
 class DkvTiles(NamedTuple):
@@ -154,6 +163,28 @@ def load_resident(C: gl.constexpr, t, work, desc, ring):
 
 
 @gluon.jit
+def visited_rows(C: gl.constexpr, tile_index, work, pointers, schedule):
+    """Return (begin, end, full_begin, full_end, listed), the blocks of query rows of a work tile.
+
+    With a block mask they are positions in ``listed``, the work tile's :func:`row_list`. Otherwise they are
+    :func:`own_row_blocks`, and ``listed`` is 0.
+    """
+    begin, end, full_begin, full_end = own_row_blocks(C, tile_index, work, schedule)
+    listed = row_list(C, work, pointers)
+    if C.LISTED:
+        begin, end, full_begin, full_end = 0, listed.count, listed.masked_count, listed.count
+    return begin, end, full_begin, full_end, listed
+
+
+@gluon.jit
+def row_block(C: gl.constexpr, listed, m):
+    """Return the block of query rows at ``m``, a position in ``listed`` if there is a block mask."""
+    if C.LISTED:
+        m, _is_full = visited_block(C, listed, m)
+    return m
+
+
+@gluon.jit
 def producer(C: gl.constexpr, queue, tiles, descs, pointers, schedule):
     """Takes work tiles from the work queue and loads what they need."""
     q, do, k, v, _weights, statistics = tiles
@@ -166,17 +197,18 @@ def producer(C: gl.constexpr, queue, tiles, descs, pointers, schedule):
         work_queue.put(queue, t, tile_index)
         work = find_work_tile(C, tile_index, pointers, schedule)
         own = own_part(C, tile_index)
-        begin, end, _, _ = own_row_blocks(C, tile_index, work, schedule)
+        begin, end, _, _, listed = visited_rows(C, tile_index, work, pointers, schedule)
         if begin < end:
             # The first rows may be loaded before the tiles of keys are free.
-            load_step(C, i, begin, 0, own, work, q_desc, neg_lse_desc, q, statistics.neg_lse, schedule)
+            m = row_block(C, listed, begin)
+            load_step(C, i, m, 0, own, work, q_desc, neg_lse_desc, q, statistics.neg_lse, schedule)
             load_resident(C, t, work, k_desc, k)
-            load_step(C, i, begin, 0, own, work, do_desc, neg_delta_desc, do, statistics.neg_delta, schedule)
+            load_step(C, i, m, 0, own, work, do_desc, neg_delta_desc, do, statistics.neg_delta, schedule)
             load_resident(C, t, work, v_desc, v)
             i += 1
             count = end - begin
             for j in range(1, count * C.GROUP):
-                m, g = begin + j % count, j // count
+                m, g = row_block(C, listed, begin + j % count), j // count
                 load_step(C, i, m, g, own, work, q_desc, neg_lse_desc, q, statistics.neg_lse, schedule)
                 load_step(C, i, m, g, own, work, do_desc, neg_delta_desc, do, statistics.neg_delta, schedule)
                 i += 1
@@ -189,10 +221,10 @@ def producer(C: gl.constexpr, queue, tiles, descs, pointers, schedule):
 
 
 @gluon.jit
-def value_step(C: gl.constexpr, i, m, cut, work, own, slope, dv, tiles, schedule, numbers):
-    """Return dV plus the contribution of the rows of block ``m``.
+def value_step(C: gl.constexpr, i, m, cut, work, own, slope, dv, tiles, schedule, numbers, modifiers):
+    """Return dV plus the contribution of the rows of block ``m``, or of the ``m``-th of a block mask's list.
 
-    P^T, times the soft-cap's derivative, is passed to the other warpgroup.
+    P^T, times the derivative of the soft-cap or SCORE_MOD, is passed to the other warpgroup.
     """
     q, do, k, _v, weights, statistics = tiles
     dtype: gl.constexpr = k.tiles.dtype
@@ -201,14 +233,14 @@ def value_step(C: gl.constexpr, i, m, cut, work, own, slope, dv, tiles, schedule
     s = product_of_tiles(k.tiles, q, i, own, s, C.HEAD_DIM)
     s = warpgroup_mma_wait(0, deps=[s])
     slot = last_write(C, i) % q.STAGES
-    s, softcap_grad = apply_score_mod(C, 0, s, m, work, slope, numbers, s_layout)
-    p = gl.exp2(s + row_of(statistics.neg_lse.index(slot).reshape([C.BLOCK_M]), s_layout))
+    s, softcap_grad = apply_score_mod(C, 0, s, m, work, slope, numbers, s_layout, modifiers)
+    p = exponentials(C, s, row_of(statistics.neg_lse.index(slot).reshape([C.BLOCK_M]), s_layout))
     release_tile(C, q, i)
     if C.MASKED and cut:
-        p = mask(C, 0, p, m, work, schedule, s_layout)
+        p = mask(C, 0, p, m, work, schedule, s_layout, modifiers)
     # dS is the product of these weights and (dP - delta).
     slot = weights.acquire(i)
-    weights.tiles.index(slot).store(in_chunks(to_16_bit(p * softcap_grad, dtype)))
+    weights.tiles.index(slot).store(in_chunks(to_16_bit(weights_of(C, p, softcap_grad), dtype)))
     mbarrier.arrive(weights.full.index(slot), count=1)
     do_tile = tile_of(do.tiles.index(do.wait(last_write(C, i))))
     dv = add_products(dv, to_16_bit(p, dtype), do_tile)
@@ -282,7 +314,7 @@ def value_consumer(C: gl.constexpr, queue, tiles, gradients, pointers, schedule,
     tile_index = work_queue.take(queue, t, 4)
     while tile_index < num_tiles:
         work = find_work_tile(C, tile_index, pointers, schedule)
-        begin, end, full_begin, full_end = own_row_blocks(C, tile_index, work, schedule)
+        begin, end, full_begin, full_end, listed = visited_rows(C, tile_index, work, pointers, schedule)
         own = own_part(C, tile_index)
         tiles.k.wait(t)
         dv = own_sums(C, C.HEAD_DIM_V, C.BLOCK_DV)
@@ -292,7 +324,8 @@ def value_consumer(C: gl.constexpr, queue, tiles, gradients, pointers, schedule,
             g = j // count if C.GROUP > 1 else 0
             slope = slope_of(C, work, work.head * C.GROUP + g, pointers, schedule)
             cut = (m < full_begin) | (m >= full_end)
-            dv = value_step(C, i, m, cut, work, own, slope, dv, tiles, schedule, numbers)
+            modifiers = key_modifiers(C, 0, work, g, 0, listed, pointers, schedule)
+            dv = value_step(C, i, m, cut, work, own, slope, dv, tiles, schedule, numbers, modifiers)
             i += 1
         head = gradient_head(C, tile_index, work)
         store_sums(C, gradients.dv_desc, work, head, own, gradients.dv, dv, 1.0, schedule)
@@ -311,7 +344,7 @@ def key_consumer(C: gl.constexpr, queue, tiles, gradients, pointers, schedule, n
     tile_index = work_queue.take(queue, t, 4)
     while tile_index < num_tiles:
         work = find_work_tile(C, tile_index, pointers, schedule)
-        begin, end, _, _ = own_row_blocks(C, tile_index, work, schedule)
+        begin, end, _, _, _ = visited_rows(C, tile_index, work, pointers, schedule)
         own = own_part(C, tile_index)
         tiles.v.wait(t)
         dk = own_sums(C, C.HEAD_DIM, C.BLOCK_D)

@@ -22,8 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.common.jit import gluon_kernel
+from flashtile.backends.hopper import work_queue
 from flashtile.backends.hopper.backward.schedule import padded_row
-from flashtile.backends.hopper.backward.scores import soft_cap
+from flashtile.backends.hopper.backward.scores import soft_cap, weights_of
 from flashtile.backends.hopper.backward.tiles import Statistics
 from flashtile.backends.hopper.channels import make_channel, make_ping_pong
 from flashtile.backends.hopper.columns import (
@@ -35,13 +36,15 @@ from flashtile.backends.hopper.columns import (
     zero_sums,
 )
 from flashtile.backends.hopper.compat import gluon
-from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout
+from flashtile.backends.hopper.constants import LOG2_E, WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.forward.attend import skip_blocks
-from flashtile.backends.hopper.forward.rows import mask_rows
+from flashtile.backends.hopper.forward.rows import mask_rows, row_modifiers
 from flashtile.backends.hopper.forward.schedule import consume, produce, tile_blocks
-from flashtile.backends.hopper.forward.scores import mask
+from flashtile.backends.hopper.forward.scores import mask, visited
 from flashtile.backends.hopper.forward.tiles import load_keys, load_queries, store_rows
 from flashtile.backends.hopper.inline_asm import to_16_bit
+from flashtile.backends.hopper.modifiers.block_lists import key_block, listed_keys
+from flashtile.backends.hopper.modifiers.functions import load_columns, modify_scores
 from flashtile.backends.hopper.work_tiles import key_range, slope_of
 
 
@@ -53,9 +56,13 @@ class DqPointers(NamedTuple):
     neg_delta: Any
     """-delta of each padded row, fp32."""
     table: Any
-    """The tile table of packed sequences, whose work tiles are blocks of rows; int32."""
+    """The tile table of packed sequences, whose work tiles are blocks of rows, or only its header; int32."""
     seqused_k: Any
     alibi_slopes: Any
+    lists: Any
+    """Lists of a block mask, as in the forward's pointers."""
+    captured: Any
+    """Tensors that functions of scores and masks read, as in the forward's pointers."""
 
 
 class DqTiles(NamedTuple):
@@ -91,11 +98,14 @@ def load_statistics(C: gl.constexpr, work, row, call):
 
 @gluon.jit
 def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr):
-    """Return (scores in log2 units, derivative of the soft-cap).
+    """Return (scores in log2 units, derivative of the soft-cap or SCORE_MOD).
 
     ``s`` has the raw products of the query rows and the keys of block ``n``.
     """
     s, softcap_grad = soft_cap(C, s, numbers)
+    if C.SCORE_MOD is not None:
+        s, softcap_grad = modify_scores(C, s, n, rows, s_layout)
+        s = s * LOG2_E
     if C.ALIBI:
         between = (n * C.BLOCK_N - rows.positions).to(gl.float32)
         s = s - rows.slope * gl.abs(plus_columns(between, C.BLOCK_N, s_layout))
@@ -104,7 +114,7 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
 
 @gluon.jit
 def step(C: gl.constexpr, W: gl.constexpr, i, n, cut, rows, statistics, dq, channels, numbers):
-    """Return dQ plus the contribution of the keys of block ``n``."""
+    """Return dQ plus the contribution of the keys of block ``n``, or of the ``n``-th of a block mask."""
     q, do, k, v = channels
     neg_lse, neg_delta = statistics
     dtype: gl.constexpr = q.tiles.dtype
@@ -116,12 +126,14 @@ def step(C: gl.constexpr, W: gl.constexpr, i, n, cut, rows, statistics, dq, chan
     s = product_of_rows(q_tile, k_tile, zero, C.HEAD_DIM, False)
     v_tile = v.tiles.index(v.wait(i)).reshape([C.BLOCK_N, C.BLOCK_DV])
     dp = product_of_rows(do_tile, v_tile, zero, C.HEAD_DIM_V, False)
+    n, is_full = visited(C, rows, n)
+    columns = load_columns(C, n, rows, C.BLOCK_N)
     s = warpgroup_mma_wait(count_products(C.HEAD_DIM_V), deps=[s])
     s, softcap_grad = apply_score_mod(C, s, n, rows, numbers, s_layout)
     s += neg_lse[:, None]
-    if (C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N) and cut:
-        s = mask(C, s, n, rows, s_layout)
-    p = gl.exp2(s) * softcap_grad
+    if (C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N or C.HAS_CUTS) and cut:
+        s = mask(C, s, n, rows, s_layout, is_full, columns, not C.LISTED)
+    p = weights_of(C, gl.exp2(s), softcap_grad)
     dp = warpgroup_mma_wait(0, deps=[dp])
     v.release(i)
     dq = add_products(dq, to_16_bit(p * (dp + neg_delta[:, None]), dtype), k_tile)
@@ -158,10 +170,19 @@ def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work
     my_begin = begin // C.BLOCK_N if some else n_end
     full_begin = (full_begin + C.BLOCK_N - 1) // C.BLOCK_N
     full_end = full_end // C.BLOCK_N
+    modifiers = row_modifiers(C, work, block, first, 0, call.pointers, schedule)
+    if C.LISTED:  # blocks are numbered by their order in the block mask's list
+        listed = modifiers.blocks
+        n_begin, n_end = 0, listed.count
+        my_begin, my_end = n_begin, n_end
+        full_begin, full_end = 0, n_end - max(listed.masked_count, 1)  # an empty list's block is masked
+    elif C.MASK_MOD is not None:  # any key may be hidden
+        full_end = full_begin
 
     row = first + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout))
     statistics = load_statistics(C, work, row, call)
-    rows = mask_rows(C, work, row, slope_of(C, work, work.head, call.pointers, schedule), schedule)
+    slope = slope_of(C, work, work.head, call.pointers, schedule)
+    rows = mask_rows(C, work, row, slope, schedule, modifiers)
 
     dq = zero_sums(C.HEAD_DIM)
     i = skip_blocks(n_end - my_end, i, k, v, ping_pong, W)
@@ -184,9 +205,9 @@ def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work
 
 
 @gluon.jit
-def consumer(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, call):
+def consumer(C: gl.constexpr, W: gl.constexpr, queue, channels, dq_desc, call):
     """Compute dQ in warpgroup W, for rows 64 W to 64 W + 63 of each block of rows that the program gets."""
-    consume(C, differentiate_tile, 0, (W, channels, dq_desc), call)
+    consume(C, differentiate_tile, queue, (W, channels, dq_desc), call)
 
 
 @gluon.jit
@@ -213,12 +234,18 @@ def load_tile(C: gl.constexpr, channels, descs, work, block, i, j, call):
     """Load all that the consumers need for one block of query rows; returns the new ``i``."""
     q, do, k, v = channels
     n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
+    if C.LISTED:
+        listed = listed_keys(C, 1, work, block, call.pointers.lists)
+        n_begin, n_end = 0, listed.count
     for n in range(n_end - 1, n_begin - 1, -1):
-        load_block(C, work, n, i, k, descs.k)
+        key_number = n
+        if C.LISTED:
+            key_number, _ = key_block(C, listed, n)
+        load_block(C, work, key_number, i, k, descs.k)
         if n == n_end - 1:  # the first keys may be loaded before the tiles of rows are free
             load_part(C, 0, work, block, j, q, descs.q)
             load_part(C, 1, work, block, j, q, descs.q)
-        load_block(C, work, n, i, v, descs.v)
+        load_block(C, work, key_number, i, v, descs.v)
         if n == n_end - 1:
             load_part(C, 0, work, block, j, do, descs.do)
             load_part(C, 1, work, block, j, do, descs.do)
@@ -227,9 +254,9 @@ def load_tile(C: gl.constexpr, channels, descs, work, block, i, j, call):
 
 
 @gluon.jit
-def producer(C: gl.constexpr, channels, descs, call):
+def producer(C: gl.constexpr, queue, channels, descs, call):
     """One warp that loads all tiles for the consumers."""
-    produce(C, load_tile, 0, (channels, descs), call)
+    produce(C, load_tile, queue, (channels, descs), call)
 
 
 @gluon_kernel(do_not_specialize=("pointers", "schedule", "padded_rows"))
@@ -238,7 +265,8 @@ def dq_kernel(
 ):  # fmt: skip
     """Compute dQ.
 
-    Grid: at most one program per multiprocessor; work tiles are assigned in ``serpentine_order``.
+    Grid: at most one program per multiprocessor; work tiles are assigned in ``serpentine_order``, or with a
+    block mask taken from the work queue, whose counter is in ``pointers.table``.
     """
     # The channels of q and dO get two writes for each block of rows: 64 rows for each warpgroup. Write number
     # 2 j + W has warpgroup W's rows of the j-th block that the program computes.
@@ -249,14 +277,15 @@ def dq_kernel(
     # for longer, and one of v.
     V_STAGES: gl.constexpr = 1 if C.BLOCK_D == C.BLOCK_DV else 2
     v = make_channel(v_desc, V_STAGES, 2, 1)
+    queue = work_queue.make_work_queue(2) if C.QUEUED else 0
     channels = DqTiles(q, do, k, v)
     descs = DqTiles(q_desc, do_desc, k_desc, v_desc)
     call = DqCall(padded_rows, pointers, schedule, numbers)
     gl.warp_specialize(
         [
-            (consumer, (C, 0, channels, dq_desc, call)),
-            (consumer, (C, 1, channels, dq_desc, call)),
-            (producer, (C, channels, descs, call)),
+            (consumer, (C, 0, queue, channels, dq_desc, call)),
+            (consumer, (C, 1, queue, channels, dq_desc, call)),
+            (producer, (C, queue, channels, descs, call)),
         ],
         [4, 1],
         [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch
+from flashtile.backends.common.counters import zeroed_counters
 from flashtile.backends.common.launch import contiguous_strides
 from flashtile.backends.common.tma import View, dense_view, ragged_view
 from flashtile.backends.hopper.backward import launch as backward
@@ -29,9 +30,12 @@ from flashtile.backends.hopper.config import LAUNCH_REGISTERS, WARPGROUP_ROWS, p
 from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.forward.config import ForwardVariant
 from flashtile.backends.hopper.launch import num_programs
+from flashtile.backends.hopper.modifiers.launch import FunctionTensors
 from flashtile.backends.hopper.tile_table import TileTable
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E
+from flashtile.problems.masks import MAX_CAPTURED
 
 
 @dataclass(frozen=True)
@@ -65,11 +69,18 @@ class WideKernels(NamedTuple):
     dkv: CachedLaunch
     dq: CachedLaunch
     sum_parts: SumParts | None
+    of_keys: FunctionTensors | None
+    """For ``dkv``: prepares the tensors that score and mask functions read; None without functions."""
+    of_queries: FunctionTensors | None
+    """For ``dq``: prepares the tensors that score and mask functions read; None without functions."""
 
 
 class WideBackwardLaunch:
     """Launch for tensors of one signature:
-    ``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, None)``."""
+    ``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, None)``.
+
+    With score or mask functions, None follows for each of MAX_CAPTURED captured tensors.
+    """
 
     def __init__(self, problem: Problem, config: WideBackwardConfig) -> None:
         self._problem = problem
@@ -87,11 +98,11 @@ class WideBackwardLaunch:
         out: Tensor,
         lse: Tensor,
         extras: OptionalTensors,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+    ) -> tuple[Tensor | None, ...]:
         cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, *_ = extras
         kernels = self._kernels
         if kernels is None:  # assigned only when complete, since other threads may read it
-            kernels = self._kernels = self._prepare(dlse, q, k, v, alibi_slopes)
+            kernels = self._kernels = self._prepare(dlse, q, k, v, extras)
         device = q.device
         # ``_workspace`` must stay alive until all kernels that get addresses of its parts are launched.
         dout, dq, dk, dv, dsink, _workspace, neg_lse, neg_delta, counters, _ = kernels.preprocess(
@@ -105,16 +116,25 @@ class WideBackwardLaunch:
         if kernels.sum_parts is not None:
             written = kernels.sum_parts.allocate(k, v)
         read = seqused_k, alibi_slopes
-        kernels.dkv(device, q, k, v, dout, neg_lse, neg_delta, *written, table_k, *read, counters)
-        kernels.dq(device, q, k, v, dout, dq, neg_lse, neg_delta, table_q, *read)
+        of_keys: Any = None, None
+        of_queries: Any = None, None
+        none: tuple[None, ...] = ()
+        if kernels.of_keys is not None and kernels.of_queries is not None:
+            # The last tensors must stay alive until the kernels that get their addresses are launched.
+            *of_keys, _tensors = kernels.of_keys(extras, lse, kernels.dkv.takes_addresses)
+            *of_queries, _more = kernels.of_queries(extras, lse, kernels.dq.takes_addresses)
+            none = (None,) * MAX_CAPTURED
+            if self._dq.QUEUED:  # the kernel resets the counter (leave_queue)
+                table_q = zeroed_counters(device, TABLE_WIDTH.value)
+        kernels.dkv(device, q, k, v, dout, neg_lse, neg_delta, *written, table_k, *read, counters, *of_keys)
+        kernels.dq(device, q, k, v, dout, dq, neg_lse, neg_delta, table_q, *read, *of_queries)
         if kernels.sum_parts is not None:
             kernels.sum_parts(*written, dk, dv)
-        return dq, dk, dv, dsink, None
+        return dq, dk, dv, dsink, None, *none
 
-    def _prepare(
-        self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None
-    ) -> WideKernels:
+    def _prepare(self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> WideKernels:
         problem, dkv, dq = self._problem, self._dkv, self._dq
+        alibi_slopes = extras.alibi_slopes
         of_dkv, of_dq = (views(problem, dkv, q, k, v, of_dq) for of_dq in (False, True))
         numbers = backward.numbers_of(problem)
         scheduled = as_scheduled(problem, dkv.HEAD_SPLITS)
@@ -151,6 +171,10 @@ class WideBackwardLaunch:
             compute_dkv,
             compute_dq,
             SumParts(problem, self._parts) if self._parts > 1 else None,
+            *(
+                None if problem.mods is None else FunctionTensors(problem.mods, extras, by_keys=by_keys)
+                for by_keys in (True, False)
+            ),
         )
 
 

@@ -40,11 +40,16 @@ from flashtile.problems.common import UNLIMITED
 
 _CAUSAL = replace(PLAIN, window_right=0)
 _MODIFIED_SPILLS: dict[str, dict[int, tuple[int, ...]]] = {
-    "mods": {64: (0, 100, 0, 0, 16, 0), 128: (4, 104, 76, 80, 48, 0)},
+    "mods": {64: (0, 100, 0, 0, 16, 0), 128: (4, 104, 76, 80, 48, 0), 256: (8, 8, 88, 108, 132, 0)},
     "dropout": {64: (0, 0, 44), 128: (0, 72, 132)},
     "bias": {64: (16, 0, 36), 128: (8, 84, 80)},
 }
-_TELLING = {("mods", "block mask", 64), ("dropout", "causal", 128), ("bias", "causal", 64)}
+_TELLING = {
+    ("mods", "block mask", 64),
+    ("mods", "block mask", 256),
+    ("dropout", "causal", 128),
+    ("bias", "causal", 64),
+}
 """Cases with modifiers that every run of the tests compiles; the other cases differ little from them."""
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 """Sequence lengths that together select every entry of the table of configurations."""

@@ -288,13 +288,15 @@ number of sequences choose between them, since the output of a sequence must not
 _SINGLE_SPILLS = {_M128_N128_LAZY_PING_PONG: 68, _D256_N64_O_IN_PARTS: 92}
 """Spill budgets without pairs, where they are larger. Calls in which every block of rows has a multiprocessor
 have always had these kernels."""
-MAX_MODIFIED_COLUMNS = 128
-"""Largest head size for which modifiers may change scores."""
-# Modifiers -> (config for head sizes up to 64, config for larger ones). All have two consumers: a 16-bit tile
-# of a bias then fits in registers, and blocks of block masks consist of tiles of 128 rows. Other combinations
-# of modifiers are refused.
-_MODIFIED: dict[tuple[str, ...], tuple[ForwardConfig, ForwardConfig]] = {
-    ("functions",): (F(2, 128, Q_STAGES=2, QUEUED=True), F(2, 128, QUEUED=True)),
+# Modifiers -> configs for head sizes up to 64, 128 and, with functions, 256. All have two consumers: a 16-bit
+# tile of a bias then fits in registers, and blocks of block masks consist of tiles of 128 rows. Other
+# combinations of modifiers are refused.
+_MODIFIED: dict[tuple[str, ...], tuple[ForwardConfig, ...]] = {
+    ("functions",): (
+        F(2, 128, Q_STAGES=2, QUEUED=True),
+        F(2, 128, QUEUED=True),
+        F(2, 64, O_IN_PARTS=True, LAZY_RESCALE=True, QUEUED=True),
+    ),
     ("dropout",): (
         F(2, 128, Q_STAGES=2, PIN_WAIT=True, QUEUED=True, paired_below=4096),
         F(2, 128, QUEUED=True, paired_below=4096),
@@ -304,6 +306,8 @@ _MODIFIED: dict[tuple[str, ...], tuple[ForwardConfig, ForwardConfig]] = {
         F(2, 128, paired_below=4096, QUEUED=True),
     ),
 }
+MAX_COLUMNS_OF_MODIFIERS = {kind: 64 << (len(configs) - 1) for (kind,), configs in _MODIFIED.items()}
+"""Largest head sizes with each kind of modifier."""
 PARTS_OF = {96: 3, 160: 5, 192: 3, 512: 4}
 """Number of tiles into which columns are divided if their number is not a power of two, or over 256."""
 _FEWER_COLUMNS = (32, 96, 160, 192)
@@ -397,8 +401,8 @@ def of_tables(problem: Problem) -> ForwardConfig:
     """Return the configuration of a problem from the tables above, without regard to its number of tiles."""
     modifiers = modifiers_of(problem)
     if modifiers:
-        small, others = _MODIFIED[modifiers]
-        own = small if max(problem.head_dim, problem.head_dim_v) <= 64 else others
+        widest = max(padded(problem.head_dim), padded(problem.head_dim_v))
+        own = _MODIFIED[modifiers][(64, 128, 256).index(widest)]
         # Under a mask a warpgroup waits more. With LATE_BITS it computes random bits during these waits.
         return replace(own, LATE_BITS=problem.dropout_p > 0 and _is_windowed(problem))
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)

@@ -126,7 +126,7 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
     if has_natural_scores(C):
         s = s * numbers.scale
     if C.SCORE_MOD is not None:
-        s = modify_scores(C, s, n, rows, s_layout)
+        s, _ = modify_scores(C, s, n, rows, s_layout)
     if C.HAS_BIAS:
         s = s + to_fp32(added)
     if C.ALIBI:

@@ -63,15 +63,17 @@ def distances_of(between, N: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def modify_scores(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr):
-    """Apply SCORE_MOD to the scores of key block ``n``. Scores and results are in natural units, not log2."""
+    """Return (SCORE_MOD of the scores of key block ``n``, its derivative).
+
+    Scores and results are in natural units, not log2.
+    """
     own = rows.modifiers.functions
     keys = n * C.BLOCK_N + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))
     queries = rows.positions - own.offset
     distances = distances_of(own.first - n * C.BLOCK_N, s.shape[1], s_layout)
-    s, _ = C.SCORE_MOD(
+    return C.SCORE_MOD(
         s, own.sequence, own.head, queries[:, None], keys[None, :], own.captured, distances
     )  # fmt: skip
-    return s
 
 
 @gluon.jit

@@ -32,6 +32,8 @@ start: analysis* <|channel|> "final" <|message|> @answer
 analysis: <|channel|> "analysis" <|message|> /(?s:.*)/ <|end|> <|start|> "assistant"
 """
 """Grammar of an answer of gpt-oss to a prompt that ends with ``<|start|>assistant``."""
+GBNF_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
+"""The beginning of a rule in llama.cpp's GBNF."""
 STACK_BYTES = 2**29
 """Bytes of the stack of the thread that compiles. The compiler recurses along rules and references, and an
 overflow would end the process. Only the used part of a stack takes memory."""
@@ -115,17 +117,14 @@ class Structures:
 
     def _compile(self, kind: str, text: str, reasoning: str | None) -> Any:
         try:
-            from llguidance import LLMatcher, LLParserLimits, grammar_from
+            from llguidance import LLMatcher, LLParserLimits
         except ModuleNotFoundError:
             raise NotImplementedError(MISSING) from None
         own = text
         if kind == "regex":
             own = json.dumps(json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"])
         elif kind == "grammar":
-            try:
-                own = json.dumps(grammar_from("gbnf", text))  # Lark's syntax stays as it is
-            except ValueError as error:
-                raise _invalid(kind, text, " ".join(str(error).split())) from None
+            own = json.dumps(_in_lark(text))
         grammars = [f'{{"name": "answer", "{"json_schema" if kind == "json" else "lark_grammar"}": {own}}}']
         limits = LLParserLimits(verbose_errors=False)
         try:
@@ -198,6 +197,22 @@ def late(structure: dict[str, Any], seconds: float | None) -> ValueError:
     """Return the error for a structure that is not compiled within ``seconds``."""
     limit = f"within {seconds} s, after the structures that are compiled before it"
     return ValueError(f"structured_outputs must be compiled {limit}, got {structure!r:.60}")
+
+
+def _in_lark(grammar: str) -> str:
+    """Return a grammar in Lark's syntax. A grammar with a rule of GBNF is converted.
+
+    llguidance's own search for Lark's syntax overlooks ``start[capture]:``. It also takes half a minute for
+    60000 empty lines, in which no other thread runs.
+    """
+    if not GBNF_RULE.search(grammar):
+        return grammar
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(grammar)
+    except Exception as error:  # also RecursionError
+        raise _invalid("grammar in GBNF", grammar, " ".join(str(error).split())) from None
 
 
 def _invalid(kind: str, text: str, error: str) -> ValueError:

@@ -153,6 +153,25 @@ def test_a_file_that_changes_after_its_import_is_not_compiled(tmp_path):
     assert [parameter.name for parameter in function.params] == ["x"]
 
 
+def test_a_module_that_is_imported_again_has_its_new_text(tmp_path):
+    assert written(tmp_path, MODULE).halved.params
+    changed = written(tmp_path, MODULE.replace("x / 2", "x / 4  # another line")).halved
+    assert changed.src == "def halved(x):\n    return x / 4  # another line\n"
+
+
+def test_an_interrupted_construction_is_repeated(tmp_path, monkeypatch):
+    function = written(tmp_path, MODULE).halved
+
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(jit, "KernelParam", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            function.params  # noqa: B018
+    assert [parameter.name for parameter in function.params] == ["x"]
+
+
 def test_a_function_that_is_in_no_file_reads_its_source_now():
     """Its text is in ``linecache``, from which any program may remove it."""
     filename, text = "<flashtile halved>", "def halved(x):\n    return x / 2\n"

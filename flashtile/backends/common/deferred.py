@@ -29,6 +29,7 @@ class Deferred:
         self._options: dict[str, Any] | None = options
         self.__name__, self.__qualname__, self.__module__ = fn.__name__, fn.__qualname__, fn.__module__
         self.__doc__, self.__globals__, self.fn = fn.__doc__, fn.__globals__, fn
+        linecache.checkcache(fn.__code__.co_filename)  # a module that is imported again may have changed
         self._lines = linecache.getlines(fn.__code__.co_filename, fn.__globals__)
         self._first = fn.__code__.co_firstlineno - 1
 
@@ -56,7 +57,11 @@ class Deferred:
         if inspect.findsource(self.fn)[0][self._first : self._first + len(lines)] != lines:
             raise RuntimeError(f"{self.fn.__code__.co_filename} has changed since it was imported")
         self._options = None
-        super().__init__(self.fn, **options)  # type: ignore[call-arg]
+        try:
+            super().__init__(self.fn, **options)  # type: ignore[call-arg]
+        except BaseException:  # such as KeyboardInterrupt: the next use of an attribute tries again
+            self._options = options
+            raise
 
     @property
     def params(self) -> list:

@@ -39,8 +39,10 @@ def warmup(
             ``LLM`` with its default settings, which ``LLM`` itself also compiles. "both".
 
     Raises:
-        FileNotFoundError: there is no such model.
+        FileNotFoundError: there is no such file or model.
+        NotImplementedError: the model is not supported.
         RuntimeError: the process that compiles failed.
+        TypeError: ``calls`` is neither a path nor recorded calls, or ``model`` is not a path.
         ValueError: ``device`` is not an NVIDIA GPU of this machine, the file does not hold calls, the model's
             config is wrong, or not exactly one of ``calls`` and ``model`` is given.
 

@@ -75,9 +75,10 @@ def variant_of(
 ) -> ForwardVariant:
     """Return the variant that the forward kernel is compiled for.
 
-    ``has_queue`` is False for other kernels that take this variant but have no work queue: FP8, and dQ for
-    head sizes over 128. For packed sequences these kernels visit blocks of rows in pairs. They pad tiles to
-    64, 128 or 256 columns, and scale modified scores to log2 units before the softmax.
+    ``has_queue`` is False for other kernels that take this variant: FP8, whose launch decides on a work queue
+    itself, and dQ for head sizes over 128, which has one only with a block mask. For packed sequences these
+    kernels visit blocks of rows in pairs. They pad tiles to 64, 128 or 256 columns, and scale modified scores
+    to log2 units.
     """
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)

@@ -56,12 +56,6 @@ class AttentionVariant:
     GUARD_SCORES: bool = False
     """Whether SCORE_MOD may return NaN for hidden scores; GUARD_FACTORS: whether its derivative may."""
     GUARD_FACTORS: bool = False
-
-    @property
-    def has_natural_scores(self) -> bool:
-        """Whether the forward has scores in natural units, the units of a bias and of SCORE_MOD."""
-        return self.HAS_BIAS or self.SCORE_MOD is not None
-
     MASK_BLOCK: int = 0
     """Size of a mask block in rows, or in keys if a program computes results of keys (dk, dv). 0 without a
     block mask."""
@@ -74,6 +68,11 @@ class AttentionVariant:
     TOP: int = 0
     """Number of weights kept per row; BLOCK_TOP is that number padded to a power of two."""
     BLOCK_TOP: int = 0
+
+    @property
+    def has_natural_scores(self) -> bool:
+        """Whether the forward has scores in natural units, the units of a bias and of SCORE_MOD."""
+        return self.HAS_BIAS or self.SCORE_MOD is not None
 
 
 OPTIONAL = (*OptionalTensors._fields, "key_bounds", "captured", "lists")

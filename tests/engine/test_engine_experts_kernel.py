@@ -97,33 +97,6 @@ def test_there_are_no_rows():
     assert grouped_linear(torch.ones(0, 4), torch.ones(3, 5, 4), None, rows, ends, True).shape == (0, 5)
 
 
-@pytest.mark.compile
-@pytest.mark.parametrize("gather", [False, True])
-@pytest.mark.parametrize("scales", [0, 1, 2])
-def test_the_kernels_compile_without_spills(gather, scales):
-    from flashtile.backends.common.compile_report import CompileCase, report, types_of
-    from flashtile.backends.common.device import Target
-    from flashtile.backends.portable.linear.grouped import GroupedPointers, grouped_ahead
-
-    card, shape = Target("card", (9, 0), 132), (8, 512, 512)
-    types = {
-        "rows": "*i64", "ends": "*i32", "w": "*fp8e4nv" if scales else "*bf16",
-        "scales": "*fp32" if scales == 1 else None, "block_scale": "*fp32" if scales == 2 else None,
-    }  # fmt: skip
-    for launch, _ in grouped_ahead(card, torch.bfloat16, shape, True, gather, scales):
-        depth, sizes, *constants = launch._fixed
-        signature = {
-            "pointers": types_of(GroupedPointers, "*bf16", **types),
-            "depth": types_of(type(depth), "i32"), "sizes": types_of(type(sizes), "i32"),
-        }  # fmt: skip
-        named = dict(zip(("C", "E", "GATHER", "EXPERTS"), constants, strict=True))
-        case = CompileCase(
-            "experts", launch.kernel, signature, named,
-            divisible_by_16=frozenset(("depth",)), num_warps=launch.options["num_warps"],
-        )  # fmt: skip
-        assert report(case, "sm_90a").violations == []
-
-
 NAMES = ("mixtral", "qwen3_moe", "gpt_oss")
 
 

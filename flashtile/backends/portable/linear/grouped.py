@@ -19,7 +19,7 @@ from flashtile.backends.common.cached_launch import CachedLaunch, Launched
 from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.device import Target
 from flashtile.backends.common.jit import kernel
-from flashtile.backends.common.linear_epilogue import PLAIN, EpilogueVariant, ProductDepth, scaled
+from flashtile.backends.common.linear_epilogue import PLAIN, EpilogueVariant, ProductDepth
 from flashtile.backends.portable.config import family
 from flashtile.backends.portable.fp8 import is_native
 from flashtile.backends.portable.linear.config import DEFAULTS, MAX_FLAT_ROWS
@@ -61,17 +61,6 @@ class GroupedSizes(NamedTuple):
     """Row stride of block_scale."""
 
 
-@triton.jit
-def of_expert(number, pointers, depth, sizes):
-    """Return the pointers of a product with one expert, whose blocks of scales begin with its first row."""
-    w = pointers.w + number.to(tl.int64) * sizes.N * depth.w_stride
-    scale_rows = tl.cdiv(sizes.N, SCALE_BLOCK)
-    block_scale = pointers.block_scale + number.to(tl.int64) * scale_rows * sizes.scale_stride
-    return GroupedPointers(
-        pointers.x, w, pointers.y, pointers.bias, pointers.scales, block_scale, pointers.rows, pointers.ends
-    )
-
-
 @kernel(do_not_specialize=("sizes",))
 def grouped_kernel(
     pointers, depth, sizes, C: tl.constexpr, E: tl.constexpr, GATHER: tl.constexpr, EXPERTS: tl.constexpr
@@ -105,12 +94,15 @@ def grouped_kernel(
         in_tile = n < sizes.N
         w_row = number * sizes.N + n
         last = tl.cdiv(depth.K, C.BLOCK_K)
-        if C.BLOCK_SCALES:
-            own = of_expert(number, pointers, depth, sizes)
-            sums, _ = multiply_flat(n, in_tile, x_row, 0, last, own, depth, sizes, sizes.rows, C, E)
-        else:
-            sums, _ = multiply_flat(w_row, in_tile, x_row, 0, last, pointers, depth, sizes, sizes.rows, C, E)
-        sums = scaled(sums, w_row[:, None], in_tile[:, None], 1.0, pointers, E)
+        # Blocks of scales begin with an expert's first row, as if all experts had whole blocks of rows.
+        missing = number * (tl.cdiv(sizes.N, SCALE_BLOCK) * SCALE_BLOCK - sizes.N)
+        sums, _ = multiply_flat(
+            w_row, in_tile, x_row, 0, last, pointers, depth, sizes, sizes.rows, C, E, missing
+        )
+        if E.CHANNEL_SCALES:
+            sums *= tl.load(pointers.scales + w_row, mask=in_tile, other=0.0)[:, None]
+        if E.BIAS:
+            sums += tl.load(pointers.bias + w_row, mask=in_tile, other=0.0).to(tl.float32)[:, None]
         y_row = m if GATHER else row
         y = pointers.y + y_row.to(tl.int64)[None, :] * sizes.N + n[:, None]
         tl.store(y, sums.to(y.dtype.element_ty), mask=in_tile[:, None] & inside[None, :])

@@ -92,7 +92,8 @@ def training_calls(layers: Iterable[Heads], features: bool = False) -> list[Call
         layers: heads of the layers.
         features: whether to add calls with each other feature: dropout, soft caps, ALiBi, windows, chunks,
             deterministic gradients, sinks, biases, boolean masks, predefined mask functions, block masks,
-            biases by relative position, FP8, attention weights.
+            FP8, attention weights. ``masks.relative_position`` is left out: its largest distance is compiled
+            into its kernels, so they would serve few tables.
     """
     with remembering() as remembered, FakeTensorMode():
         for layer in layers:
@@ -142,8 +143,6 @@ def _features(layer: Heads, batch: int, seqlen: int) -> Iterator[dict[str, Any]]
     yield {"mask_mod": flashtile.masks.padding(lengths)}
     yield {"mask_mod": flashtile.masks.prefix_lm(lengths)}
     yield {"block_mask": _block_mask(document & flashtile.masks.causal(), seqlen)}
-    table = torch.zeros(heads, 2 * seqlen - 1)
-    yield {"score_mod": flashtile.masks.relative_position(table), "causal": True}
 
 
 def _forward_only(layer: Heads, batch: int, seqlen: int) -> None:

@@ -165,9 +165,6 @@ def documented_calls(heads: Heads) -> list:
             lengths = torch.zeros(batch, dtype=torch.int32)
             for mask_mod in (masks.document(hidden.int()), masks.padding(lengths), masks.prefix_lm(lengths)):
                 flashtile.attention(q, k, v, mask_mod=mask_mod).sum().backward()
-            table = torch.zeros(heads.num_heads, 2 * seqlen - 1)
-            near = masks.relative_position(table)
-            flashtile.attention(*tensors(), score_mod=near, causal=True).sum().backward()
             with torch.no_grad():
                 lse = flashtile.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)[1]
                 flashtile.attention_weights(q, k, lse, causal=True)
@@ -221,3 +218,16 @@ def test_presets_have_the_calls_of_their_purpose(monkeypatch):
     assert training | serving < everything
     others = {call.operation for call in everything - training - serving}
     assert others >= {"copy_blocks", "weights", "fp8_attend"}
+    assert not any(dict(call.arguments).get("score_mod") for call in everything)
+
+
+def test_each_largest_distance_of_relative_position_needs_a_kernel():
+    """Why the presets leave ``relative_position`` out: they cannot know the tables of programs."""
+
+    def needed(most: int) -> set:
+        with remembering() as remembered, FakeTensorMode(), torch.no_grad():
+            near = masks.relative_position(torch.zeros(16, 2 * most + 1))
+            flashtile.attention(*HEADS["128-128-4"].tensors(1, 1024), score_mod=near, causal=True)
+        return kernels(calls_of(remembered))
+
+    assert len(needed(1023) - needed(2047)) == 1

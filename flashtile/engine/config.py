@@ -13,8 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -256,13 +255,15 @@ def read_config(folder: Path) -> ModelConfig:
     if not path.is_file():
         raise FileNotFoundError(f"{folder} must be a folder with a config.json")
     values = read_json(path)
+    config = parse_config(values, str(path))
     generation = folder / "generation_config.json"
-    if generation.is_file():
-        ends = values.get("eos_token_id"), read_json(generation).get("eos_token_id")
-        if ends[1] is not None:
-            lists = (one if isinstance(one, list) else [one] for one in ends if one is not None)
-            values = {**values, "eos_token_id": [*chain(*lists)]}
-    return parse_config(values, str(path))
+    if not generation.is_file():
+        return config
+    further = _Fields(read_json(generation), str(generation)).ids("eos_token_id", config.vocab_size)
+    if not further:
+        return config
+    own = config.eos_token_ids if values.get("eos_token_id") is not None else ()  # not the class's default
+    return replace(config, eos_token_ids=tuple(dict.fromkeys((*own, *further))))
 
 
 def parse_config(values: Mapping[str, Any], source: str = "config.json") -> ModelConfig:

@@ -36,7 +36,8 @@ def warmup(
         workers: number of processes that compile; by default one for each core, at most 16.
         model: folder of a Hugging Face model, its config file, or its name in Hugging Face's cache.
         purpose: what the model is used for. "training": attention in both passes. "serving": the steps of
-            ``LLM`` with its default settings, which ``LLM`` itself also compiles. "both".
+            ``LLM`` with its default settings, which ``LLM`` itself also compiles. "both". Without ``model``
+            it must be "both".
 
     Raises:
         FileNotFoundError: there is no such file or model.
@@ -44,7 +45,7 @@ def warmup(
         RuntimeError: the process that compiles failed.
         TypeError: ``calls`` is neither a path nor recorded calls, or ``model`` is not a path.
         ValueError: ``device`` is not an NVIDIA GPU of this machine, the file does not hold calls, the model's
-            config is wrong, or not exactly one of ``calls`` and ``model`` is given.
+            config is wrong, ``purpose`` is wrong, or not exactly one of ``calls`` and ``model`` is given.
 
     Examples:
         >>> if torch.cuda.is_available():
@@ -53,6 +54,8 @@ def warmup(
     """
     if (calls is None) == (model is None):
         raise ValueError("warmup() must have either calls or model")
+    if purpose != "both" and model is None:
+        raise ValueError(f"purpose must be 'both' without model, got {purpose!r}")
     check_choice("purpose", purpose, PURPOSES)
     given: Sources
     if model is not None:

@@ -184,6 +184,7 @@ def test_warmup_needs_a_gpu(tmp_path):
     for given, message in (
         ({}, "must have either calls or model"),
         ({"calls": [], "model": tmp_path}, "must have either calls or model"),
+        ({"calls": [], "purpose": "serving"}, "purpose must be .both. without model"),
         ({"model": 7}, "model must be a str or an os.PathLike, got int"),
         ({"model": tmp_path}, "must be a folder with a config.json"),
         ({"model": tmp_path / "gemma.json", "purpose": "fun"}, "purpose must be one of"),

@@ -419,7 +419,7 @@ def test_ends_are_those_of_the_tokenizer_and_of_both_files(words, tmp_path, own,
 def test_ends_that_are_no_tokens_are_refused(tmp_path, wrong):
     (tmp_path / "config.json").write_text((folder("llama3") / "config.json").read_text())
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
-    with pytest.raises(ValueError, match="eos_token_id must be a token or a list"):
+    with pytest.raises(ValueError, match=r"/generation_config\.json: eos_token_id must be a token or a list"):
         LLM(tmp_path, device="cpu", load_format="dummy", skip_tokenizer_init=True)
 
 

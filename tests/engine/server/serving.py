@@ -135,6 +135,11 @@ def running(model: Path, limits: Limits | None = None, **options: Any) -> Iterat
         found.stop()
 
 
+def tool_call(name: str, **arguments: Any) -> str:
+    """A call of a tool, as Qwen's models write it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
 @contextlib.contextmanager
 def scripted(model: Path) -> Iterator[Any]:
     """A server with tools. It takes answers from its list ``script``; None is the model's own answer.

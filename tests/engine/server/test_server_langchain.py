@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Literal
 
 import pytest
 from serving import MODEL, scripted
+from serving import tool_call as call
 
 langchain_openai = pytest.importorskip("langchain_openai")
 agents = pytest.importorskip("langchain.agents")
@@ -34,10 +34,6 @@ class Compact(Pick):
     """Written without white space, of which the alphabet's model would write as much as it may."""
 
     model_config = pydantic.ConfigDict(json_schema_extra={"x-guidance": {"whitespace_flexible": False}})
-
-
-def call(name, **arguments):
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 @pytest.fixture(scope="module")

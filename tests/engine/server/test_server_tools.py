@@ -7,6 +7,7 @@ import json
 
 import pytest
 from serving import END, MODEL, scripted
+from serving import tool_call as call
 
 from flashtile.engine.server.formats import AUTO, Formats
 from flashtile.engine.server.run import Server
@@ -27,10 +28,6 @@ ADD = {
     },
 }
 STOP = {"type": "function", "function": {"name": "stop"}}
-
-
-def call(name, **arguments):
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 @pytest.fixture(scope="module")

@@ -92,6 +92,18 @@ class Matrix:
         """Return the weight, times its scales, in ``dtype``."""
         return self.weight if self.scale is None else scaled_weight(self.weight, self.scale, dtype)
 
+    @classmethod
+    def stacked(cls, matrices: list[Matrix]) -> Matrix:
+        """Return matrices of one shape as one, with a new first dimension. It has parts, but no product."""
+        scales = [one.scale for one in matrices if one.scale is not None]
+        if len(scales) == len(matrices):
+            return cls(torch.stack([one.weight for one in matrices]), False, torch.stack(scales))
+        dtype = next(one.weight.dtype for one in matrices if one.scale is None)
+        return cls(torch.stack([one.widened(dtype) for one in matrices]), False)
+
+    def part(self, index: int) -> Matrix:
+        return Matrix(self.weight[index], False, None if self.scale is None else self.scale[index])
+
     def __call__(
         self,
         x: Hidden,
@@ -305,18 +317,15 @@ class Experts:
         self.bias: tuple[Tensor, Tensor] | None = None  # of gate_up and of down
         if names.stacked:
             self.router_bias = weights(f"{block}.{names.router}.bias")
-            self.gate_up, self.down = (
-                weights(f"{block}.experts.{part}").transpose(1, 2).contiguous()
-                for part in ("gate_up_proj", "down_proj")
-            )
+            gate_up, down = (weights(f"{block}.experts.{one}_proj").mT for one in ("gate_up", "down"))
             bias, down_bias = (weights(f"{block}.experts.{one}_proj_bias") for one in ("gate_up", "down"))
-            self.gate_up, bias = (torch.cat([x[:, ::2], x[:, 1::2]], 1) for x in (self.gate_up, bias))
+            gate_up, bias = (torch.cat([x[:, ::2], x[:, 1::2]], 1) for x in (gate_up, bias))
+            self.gate_up, self.down = (Matrix(x.contiguous(), False) for x in (gate_up, down))
             self.bias = bias, torch.zeros_like(down_bias) if ranks.rank else down_bias
         else:
-            dtype = self.router.dtype
             experts = [f"{block}.experts.{expert}" for expert in range(c.num_experts)]
             self.gate_up, self.down = (
-                torch.stack([Matrix.joined(weights, one, part, False).widened(dtype) for one in experts])
+                Matrix.stacked([Matrix.joined(weights, one, part, False) for one in experts])
                 for part in (names.gate_up, (names.down,))
             )
 
@@ -334,13 +343,13 @@ class Experts:
         # On a GPU the host does not wait to learn which experts are chosen. Every expert computes all tokens,
         # and its share is 0 for tokens that did not choose it.
         every_token = torch.arange(len(x), device=x.device)
-        for expert in chosen.unique().tolist() if on_host else range(len(self.down)):
+        for expert in chosen.unique().tolist() if on_host else range(len(self.down.weight)):
             is_chosen = chosen == expert
             token = every_token[is_chosen.any(-1)] if on_host else every_token
             b, c = (None, None) if self.bias is None else (one[expert] for one in self.bias)
-            inner = self._activate(linear(x[token], self.gate_up[expert], b))
+            inner = self._activate(self.gate_up.part(expert)(x[token], b))
             share = (shares * is_chosen).sum(-1, keepdim=True)
-            out.index_add_(0, token, linear(inner, self.down[expert], c) * share[token])
+            out.index_add_(0, token, self.down.part(expert)(inner, c) * share[token])
         return out
 
     def _products(self, x: Tensor, chosen: Tensor) -> Tensor:
@@ -353,8 +362,9 @@ class Experts:
         numbers, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(numbers, self.numbers, right=True, out_int32=True)
         b, c = (None, None) if self.bias is None else self.bias
-        gate_up = grouped_linear(x, self.gate_up, b, order // self.per_token, ends, gather=True)
-        out = grouped_linear(self._activate(gate_up), self.down, c, order, ends, gather=False)
+        gate_up, down, tokens = self.gate_up, self.down, order // self.per_token
+        inner = self._activate(grouped_linear(x, gate_up.weight, b, tokens, ends, True, gate_up.scale))
+        out = grouped_linear(inner, down.weight, c, order, ends, False, down.scale)
         return out.view(len(x), self.per_token, -1)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:

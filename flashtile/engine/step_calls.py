@@ -131,10 +131,15 @@ def _expert_products(model: Model, dtype: torch.dtype) -> list[Source]:
     experts = next((layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)), None)
     if experts is None or dtype == torch.float32:
         return []
-    device, bias = torch.device("meta"), experts.bias is not None
+    ahead = functools.partial(grouped_ahead, torch.device("meta"), dtype, bias=experts.bias is not None)
     return [
-        functools.partial(grouped_ahead, device, dtype, tuple(weight.shape), bias, gather)
-        for weight, gather in ((experts.gate_up, True), (experts.down, False))
+        functools.partial(
+            ahead,
+            tuple(one.weight.shape),
+            gather=gather,
+            scales=0 if one.scale is None else one.scale.dim() - 1,
+        )
+        for one, gather in ((experts.gate_up, True), (experts.down, False))
     ]
 
 

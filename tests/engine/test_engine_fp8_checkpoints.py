@@ -111,6 +111,7 @@ def answers(path: Path, **options: Any) -> tuple[list[list[int]], torch.Tensor]:
         ("phi3", "block"),
         ("phi3", "channel"),
         ("qwen3_moe", "fp8 block"),
+        ("qwen3_moe", "channel"),
     ],
 )
 def test_checkpoints_in_e4m3_compute_what_their_dequantised_weights_compute(name, kind):
@@ -171,6 +172,18 @@ def test_products_with_e4m3_are_compiled_ahead(name, kind):
         if arguments["weight"].dtype == "float8_e4m3fn"
     }
     assert scales == {2 if kind == "block" else 1}
+
+
+@pytest.mark.parametrize("kind", ["fp8 block", "channel"])
+def test_experts_stay_in_e4m3(kind):
+    low, _ = folders("qwen3_moe", kind)
+    options = {"device": "cpu", "skip_tokenizer_init": True, "warmup": False}
+    for dtype, stored in (("bfloat16", E4M3), ("float32", torch.float32)):
+        experts = LLM(low, dtype=dtype, **options).engine.runner.model.layers[0].mlp
+        for matrix, rows in ((experts.gate_up, 256), (experts.down, 192)):
+            assert matrix.weight.dtype == stored
+            assert (matrix.scale is None) == (dtype == "float32")
+            assert matrix.scale is None or matrix.scale.shape[:2] == (3, rows if kind == "channel" else 2)
 
 
 def test_names_of_scales():

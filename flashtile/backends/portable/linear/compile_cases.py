@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from flashtile.backends.common.compile_cases import case_of
 from flashtile.backends.common.compile_report import CompileCase, architecture, types_of
 from flashtile.backends.common.dependent_launch import CAPABILITY
 from flashtile.backends.common.device import Target
@@ -26,6 +27,7 @@ from flashtile.backends.portable.linear.config import (
     candidates,
     default,
 )
+from flashtile.backends.portable.linear.grouped import grouped_ahead
 from flashtile.backends.portable.linear.kernel import Shares, epilogue_kernel, product_kernel
 from flashtile.backends.portable.linear.launch import EPILOGUE_PLACES, EPILOGUE_ROWS, product_variant
 from flashtile.hardware.linear_table import FLAT, GEMV
@@ -90,7 +92,7 @@ ALIGNED = frozenset(("depth", "strides"))
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Yield the product kernel with default tiles and every epilogue, and the epilogue kernel.
+    """Yield the product kernel with default tiles and every epilogue, and kernels of epilogues and experts.
 
     For Hopper and later GPUs, also yield the candidates that ``flashtile profile`` measures.
     """
@@ -128,6 +130,18 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         divisible_by_16=frozenset(("places", "sums_stride", "strides")),
         tensor_cores=False,
     )
+    yield from _experts(capability)
+
+
+def _experts(capability: tuple[int, int]) -> Iterator[CompileCase]:
+    """Yield the products of Qwen3-30B-A3B's experts, by way of storing the weight."""
+    target = Target("card", capability, 132)
+    for scales, stored in enumerate(("bf16", "e4m3", "e4m3 block scales")):
+        for gather, way in ((True, "gather"), (False, "scatter")):
+            shape = (128, 1536, 2048) if gather else (128, 2048, 768)
+            for launched in grouped_ahead(target, torch.bfloat16, shape, not gather, gather, scales):
+                case = case_of(launched, "")
+                yield replace(case, name=f"linear experts {stored} {way} {case.constants['C'].BLOCK_M} rows")
 
 
 def _case(name: str, problem: LinearProblem, config: LinearConfig) -> CompileCase:

@@ -100,10 +100,13 @@ def block_scales(pointers, row, mine, k_start, shares):
 
 
 @triton.jit
-def multiply_flat(row, mine, m, first, last, pointers, depth, shares, M, C: tl.constexpr, E: tl.constexpr):
+def multiply_flat(
+    row, mine, m, first, last, pointers, depth, shares, M, C: tl.constexpr, E: tl.constexpr, missing=0
+):  # fmt: skip
     """Return (sums [BLOCK_N, BLOCK_M], sums of squares of x [BLOCK_M]) over K blocks ``first`` to ``last``.
 
-    ``last`` is exclusive. The squares are 0 unless E.NORM.
+    ``last`` is exclusive. The squares are 0 unless E.NORM. ``missing``: rows that the blocks of
+    scales before ``row`` would have if they were whole, and W does not have.
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
@@ -124,7 +127,7 @@ def multiply_flat(row, mine, m, first, last, pointers, depth, shares, M, C: tl.c
             weight = tl.load(pointers.norm_weight + k, mask=k < depth.K, other=0.0).to(tl.float32)
             x = (wide * weight[:, None]).to(x.dtype)
         if C.BLOCK_SCALES:
-            scale = block_scales(pointers, row, mine, block * BLOCK_K, shares)
+            scale = block_scales(pointers, row + missing, mine, block * BLOCK_K, shares)
             acc += tl.dot(as_numbers(w, x.dtype, C), x) * scale[:, None]
         else:
             acc = tl.dot(as_numbers(w, x.dtype, C), x, acc)

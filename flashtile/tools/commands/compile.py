@@ -110,7 +110,8 @@ def _calls(files: list[Path], models: list[Path], purpose: str, presets: list[st
         if name not in PRESETS:
             _refuse("--preset", name, PRESETS)
         if name != "serving":
-            found += training_calls(DOCUMENTED, features=name == "everything")
+            layers = [layer for layer in DOCUMENTED if layer.num_heads_kv > 2]
+            found += training_calls(layers, features=name == "everything")
         if name != "training":
             found += decoding_calls(DOCUMENTED, features=name == "everything")
     return list(dict.fromkeys(found))

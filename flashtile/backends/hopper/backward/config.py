@@ -118,15 +118,16 @@ class BackwardVariant(ModifierFlags):
     """Scores are more than raw products times a positive scale: with a soft-cap, ALiBi, a bias or SCORE_MOD,
     or with a scale below ``launch.SMALLEST_SCALE``."""
     EVEN_N: bool
-    """All sequences end with a whole block of keys."""
+    """No row sees keys past the end of its sequence: sequences end with a whole block of keys, or the mask is
+    causal."""
     MASKED: bool
     """Some block has a row that does not see all keys of the block."""
     DETERMINISTIC: bool
     """Blocks of keys add to ``dq_accum`` in a fixed order."""
-    GROUP: int
-    """Query heads per key head of the schedule, which counts each key head HEAD_SPLITS times."""
-    HEAD_SPLITS: int
-    ROW_SPLITS: int
+    GROUPED: bool
+    """Several query heads share a key head of the schedule."""
+    SHARED: bool
+    """Several programs share a block of keys, and each writes its part of dK and dV in float32."""
     COLUMN_SPLITS: int
     HEAD_DIM: int
     """Columns of q and k."""

@@ -28,8 +28,8 @@ SHAPES = (
     (3, 1000), (1, 1024), (2, 1024), (2, 1500), (1, 2048), (1, 3000), (1, 4096), (2, 5000), (1, 8192),
     (8, 8192), (1, 12000),
 )  # fmt: skip
-"""(batch, seqlen) of training sequences. Kernels are chosen by ranges of lengths, and by how well the work tiles
-of a call fill the card. Few of these lengths are multiples of tile sizes."""
+"""(batch, seqlen) of training sequences. Kernels are chosen by ranges of lengths, and by how well the work
+tiles of a call fill the card. Few of these lengths are multiples of tile sizes."""
 FEATURE_SHAPES = (
     (1, 100), (1, 1000), (8, 1000), (1, 1024), (8, 1024), (1, 2048), (8, 2048), (1, 4096), (8, 4096),
     (1, 8192),
@@ -87,8 +87,8 @@ DOCUMENTED = tuple(
     for head_dim, head_dim_v in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
     for heads_kv in (16, 4, 2)
 )
-"""Heads for which the presets of ``flashtile compile`` compile kernels. The kernels of training are the same for
-all numbers of query heads per key head but 1."""
+"""Heads for which the presets of ``flashtile compile`` compile kernels. The kernels of training are the same
+for all numbers of query heads per key head but 1."""
 
 
 def training_calls(layers: Iterable[Heads], features: bool = False) -> list[Call]:

@@ -198,7 +198,8 @@ def documented_calls(heads: Heads) -> list:
 
 
 HEADS = {f"{h.head_dim}-{h.head_dim_v}-{h.num_heads_kv}": h for h in DOCUMENTED if h.dtype == "bfloat16"}
-OTHERS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in HEADS if name != "128-128-4"]
+GROUPS = {name: h for name, h in HEADS.items() if h.num_heads_kv in (16, 4)}
+OTHERS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in GROUPS if name != "128-128-4"]
 
 
 @pytest.mark.parametrize("name", ["128-128-4", *OTHERS])
@@ -207,6 +208,24 @@ def test_documented_calls_need_no_kernel_that_the_preset_lacks(name):
     listed = [*training_calls([heads], features=True), *decoding_calls([heads], features=True)]
     there, used = map(kernels, (listed, documented_calls(heads)))
     assert len(used) > 30
+    assert used - there == set()
+
+
+@pytest.mark.parametrize(
+    "head_dim", [128, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (64, 256))]
+)
+def test_kernels_of_training_serve_any_number_of_heads(head_dim):
+    """Also where programs share blocks of keys, and each has a part of the query heads or rows."""
+    sizes = head_dim, head_dim
+    there = kernels(training_calls([Heads(16, 16, *sizes), Heads(16, 4, *sizes)]))
+    with remembering() as remembered, FakeTensorMode():
+        for num_heads, num_heads_kv in ((40, 8), (14, 2), (64, 8), (12, 12), (3, 1)):
+            for batch, seqlen in ((1, 640), (3, 1000), (8, 2048)):
+                tensors = Heads(num_heads, num_heads_kv, *sizes).tensors(batch, seqlen)
+                flashtile.attention(*tensors, causal=True).sum().backward()
+                flashtile.attention(*tensors).sum().backward()
+    used = kernels(calls_of(remembered))
+    assert {name for name, _ in used} >= {"forward_kernel", "sum_parts_kernel"}
     assert used - there == set()
 
 

@@ -202,10 +202,7 @@ class LLM:
             num_host_blocks=int(host_bytes) // block_bytes,
             window_left=window,
         )  # fmt: skip
-        scheduler = Scheduler(
-            manager, max_num_seqs=seqs, max_num_batched_tokens=budget,
-            prefix_caching=enable_prefix_caching, swap=manager.host_pool.num_blocks > 0,
-        )  # fmt: skip
+        scheduler = Scheduler(manager, budget, enable_prefix_caching)
         runner = Runner(
             network, manager, cache_dtype, budget, capture=not enforce_eager, draft=draft, ranks=ranks,
             parents=comb(speculation.num_speculative_tokens, speculation.tree_width) if speculation else (),

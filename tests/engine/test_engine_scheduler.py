@@ -24,10 +24,7 @@ class World:
         manager = BlockManager(
             blocks, block_size, max_sequences=seqs, max_seqlen=64, num_host_blocks=host_blocks
         )
-        self.scheduler = Scheduler(
-            manager, max_num_seqs=seqs, max_num_batched_tokens=budget, swap=host_blocks > 0,
-            prefix_caching=prefix_caching,
-        )  # fmt: skip
+        self.scheduler = Scheduler(manager, budget, prefix_caching)
         self.requests: list[Request] = []
         self.in_flight = []
 

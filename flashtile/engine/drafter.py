@@ -7,6 +7,7 @@ two; each further pass computes one drafted token.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from flashtile.engine.device import MAX_GRAPH_BATCH, Capture, Transfer, graph_batch
 from flashtile.engine.model import Model, StepInput
-from flashtile.engine.sampler import Draws, candidates
+from flashtile.engine.sampler import candidates, read_parameters
 from flashtile.engine.scheduler import Entry
 
 
@@ -43,7 +44,7 @@ class Drafter:
         self.spare_row = rows - 1
         batch = graph_batch(min(rows, MAX_GRAPH_BATCH))
         self._transfer = Transfer(6 * max(batch, rows), device)
-        self._draws = Draws(device)
+        self._draw_of = functools.lru_cache(1)(functools.partial(read_parameters, device))
         self._state = torch.zeros(4, max(batch, rows), dtype=torch.int32, device=device)
         self._logits = model.embedding.new_zeros(max(batch, rows), model.config.vocab_size)
         self.graphs: dict[tuple[int, bool], Callable[[], None]] = {}
@@ -77,7 +78,7 @@ class Drafter:
         state = self._state[:, :padded]
         state.copy_(torch.stack([last, length - 1, rows, wanted]))
         tokens, positions_of_last, _, remaining = state
-        choice = self._draws.of(sequences).choice
+        choice = self._draw_of(tuple(sequences)).choice
         guesses = []
         for place in range(self.depth):
             self._run(padded, place == 0, capture)

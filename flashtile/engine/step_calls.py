@@ -132,16 +132,13 @@ def _expert_products(model: Model, dtype: torch.dtype) -> list[Source]:
     experts = next((layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)), None)
     if experts is None or dtype == torch.float32:
         return []
-    ahead = functools.partial(grouped_ahead, torch.device("meta"), dtype, bias=experts.bias is not None)
     return [
         functools.partial(
-            ahead,
-            tuple(one.weight.shape),
-            gather=gather,
-            scales=0 if one.scale is None else one.scale.dim() - 1,
+            grouped_ahead, torch.device("meta"), dtype, tuple(one.weight.shape), gather=gather,
+            bias=one.bias is not None, scales=0 if one.scale is None else one.scale.dim() - 1,
         )
         for one, gather in ((experts.gate_up, True), (experts.down, False))
-    ]
+    ]  # fmt: skip
 
 
 def _is_chunk(call: Call) -> bool:

@@ -241,7 +241,7 @@ def test_a_residual_of_many_tokens_is_added_in_its_own_memory():
     ):
         residual = torch.randn(rows, 4)
         expected = torch.nn.functional.linear(x[:rows], weight, b) + residual
-        out = Matrix(weight, False)(x[:rows], b, residual=residual)
+        out = Matrix(weight, bias=b)(x[:rows], residual=residual)
         torch.testing.assert_close(out, expected)
         assert (out.data_ptr() == residual.data_ptr()) == in_place
 

@@ -113,14 +113,6 @@ class ModelConfig:
         return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
-    def common_window(self) -> int:
-        """The largest window of the layers, or -1 if a layer has none.
-
-        The KV cache may drop keys that lie before this window.
-        """
-        return max(self.windows) if min(self.windows) >= 0 else -1
-
-    @property
     def longest_sequence(self) -> int:
         """Maximum number of tokens of a sequence that the model supports.
 

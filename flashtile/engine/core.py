@@ -16,7 +16,6 @@ from typing import Any
 
 from flashtile.checks.conversions import as_int
 from flashtile.engine.beam import BeamSearch
-from flashtile.engine.config import ModelConfig
 from flashtile.engine.detokenizer import Detokenizer
 from flashtile.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from flashtile.engine.request import Request, Sequence, State
@@ -60,11 +59,9 @@ class Engine:
     """Queues, computes and aborts requests. Not thread-safe; :class:`flashtile.engine.AsyncLLM` is.
 
     Args:
-        config: the model's config.
         runner: runs steps on the device.
         scheduler: chooses the sequences of each step.
         tokenizer: the model's tokenizer. None: prompts are tokens, and answers have no text.
-        max_model_len: maximum number of tokens of prompt and answer together.
         seed: seed of requests without a seed of their own.
         overlap: launch a step before the results of the previous one are read.
         speculator: guesses the next tokens; None: no speculation. With a speculator, a step's results are
@@ -78,18 +75,17 @@ class Engine:
 
     def __init__(
         self,
-        config: ModelConfig,
         runner: Runner,
         scheduler: Scheduler,
         tokenizer: Tokenizer | None,
         *,
-        max_model_len: int,
         seed: int = 0,
         overlap: bool = True,
         speculator: PromptLookup | DraftModel | None = None,
     ):
-        self.config, self.runner, self.scheduler, self.tokenizer = config, runner, scheduler, tokenizer
-        self.max_model_len, self.seed, self.overlap = max_model_len, seed, overlap
+        self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
+        self.config, self.max_model_len = runner.model.config, scheduler.manager.max_seqlen
+        self.seed, self.overlap = seed, overlap
         self.speculator, self.num_guessed_tokens = speculator, 0
         self.requests: dict[str, Request] = {}
         self.last_schedule = SchedulerOutput()
@@ -101,8 +97,8 @@ class Engine:
         self._sent: dict[Sequence, int] = {}
         self._prompt_tokens = self._generation_tokens = 0
         ends = tokenizer.eos_token_ids if tokenizer else ()
-        self.eos_token_ids = frozenset((*config.eos_token_ids, *ends))
-        self.structures = Structures(tokenizer, config.vocab_size, self.eos_token_ids)
+        self.eos_token_ids = frozenset((*self.config.eos_token_ids, *ends))
+        self.structures = Structures(tokenizer, self.config.vocab_size, self.eos_token_ids)
 
     def add_request(
         self,

@@ -433,7 +433,8 @@ class Model:
         ranks: Ranks = ALONE,
         fp8: bool = False,
     ):
-        self.config, self.kv_heads, self.ranks = config, config.num_kv_heads // ranks.world, ranks
+        self.config, self.ranks, self.fp8 = config, ranks, fp8
+        self.kv_heads = config.num_kv_heads // ranks.world
         self.embedding = weights("model.embed_tokens.weight")
         self.layers = [Layer(config, weights, layer, ranks, fp8) for layer in range(config.num_layers)]
         for layer, following in pairwise(self.layers):

@@ -23,7 +23,6 @@ from flashtile.api.decode import copy_blocks
 from flashtile.engine.device import MAX_GRAPH_BATCH, Capture, Transfer, graph_batch, on_device
 from flashtile.engine.drafter import Drafter
 from flashtile.engine.model import Model, StepInput
-from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.request import Sequence
 from flashtile.engine.sampler import adjust, choose, log_probabilities, needs_adjusting, read_parameters
 from flashtile.engine.scheduler import COPY, SWAP_OUT, Entry, SchedulerOutput
@@ -163,7 +162,6 @@ class Runner:
         parents: parent of each guess in a sequence's largest tree of guesses
             (:mod:`flashtile.engine.speculation`).
         draft: a draft model that makes these guesses.
-        ranks: the processes that compute the model together.
     """
 
     def __init__(
@@ -175,11 +173,9 @@ class Runner:
         capture: bool = True,
         parents: tuple[int, ...] = (),
         draft: Model | None = None,
-        ranks: Ranks = ALONE,
     ):
-        config = model.config
-        self.model, self.manager, self.ranks = model, manager, ranks
-        self.device = model.embedding.device
+        self.model, self.manager, self.ranks = model, manager, model.ranks
+        self.device, self.max_num_batched_tokens = model.embedding.device, max_num_batched_tokens
         self.memory = Memory.of(model, manager, cache_dtype)
         self._memories = [self.memory]
         rows = manager.table.max_sequences
@@ -205,7 +201,7 @@ class Runner:
         self._transfer = Transfer(numbers, self.device)
         batch = graph_batch(min(rows * self.max_verified, MAX_GRAPH_BATCH)) if self.capture is not None else 0
         # All graphs write their logits to the same buffer, because one buffer per graph would take gigabytes.
-        self._logits = model.embedding.new_zeros(batch, config.vocab_size // ranks.world)
+        self._logits = model.embedding.new_zeros(batch, model.config.vocab_size // self.ranks.world)
         # Free the graphs before the process leaves its group: NCCL waits for graphs that contain its kernels.
         weakref.finalize(self, self.graphs.clear)
         self._draw_of = functools.lru_cache(1)(functools.partial(read_parameters, self.device))
@@ -461,7 +457,7 @@ class Runner:
         in_flight.tokens, in_flight.best = _to_host((in_flight.tokens, in_flight.best))
         if in_flight.drafted is not None:
             sequences, guesses = in_flight.drafted
-            in_flight.drafted = sequences, *_to_host((guesses,))
+            in_flight.drafted = sequences, _to_host((guesses,))[0]
         in_flight.scores = {i: _to_host(found) for i, found in in_flight.scores.items()}
         in_flight.prompt_scores = [
             (sequence, first, _to_host(found)) for sequence, first, found in in_flight.prompt_scores

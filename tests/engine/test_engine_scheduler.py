@@ -236,5 +236,6 @@ def test_calls_of_steps_are_found_without_computing_them(drafts, world):
     calls = [call for call in step_calls(config, limits, drafts) if isinstance(call, Call)]
     assert {call.operation for call in calls} >= {"decode", "append_kvcache"}
     weights = [dict(call.arguments)["weight"] for call in calls if call.operation == "linear"]
-    assert all(one.stride == (one.shape[1], 1) for one in weights)  # as those of a checkpoint, also if divided
+    # Those of a checkpoint are contiguous, also if they are divided.
+    assert all(one.stride == (one.shape[1], 1) for one in weights)
     assert min(one.shape[1] for one in weights) == 64 // world

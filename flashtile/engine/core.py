@@ -92,9 +92,8 @@ class Engine:
         self.on_change: Callable[[str, tuple[Any, ...], dict[str, Any]], None] = lambda *change: None
         self._in_flight: InFlight | None = None
         self._num_requests = 0
+        self._touched: dict[Request, None] = {}  # requests with new results, in order
         self._beams: dict[Request, BeamSearch] = {}
-        self._detokenizers: dict[Sequence, Detokenizer] = {}
-        self._sent: dict[Sequence, int] = {}
         self._prompt_tokens = self._generation_tokens = 0
         ends = tokenizer.eos_token_ids if tokenizer else ()
         self.eos_token_ids = frozenset((*self.config.eos_token_ids, *ends))
@@ -226,23 +225,23 @@ class Engine:
             The outputs of all requests with new results, in the form of their ``output_kind``.
         """
         self.on_change("step", (), {})
-        touched: dict[Request, None] = {}
+        self._touched = {}
         waits = not self.overlap or self.speculator is not None
         if waits or any(request.reads_tokens for request in self.requests.values()):
-            self._read(touched)
+            self._read()
         if self.speculator is not None:
             for sequence in self.scheduler.running:
                 sequence.guesses = []
                 sequence.guesses, sequence.parents = self.speculator.guess(sequence)
         schedule = self.scheduler.schedule()
-        if not schedule.entries and self._in_flight is not None:
-            self._read(touched)
-        launched = self._launch(schedule, touched) if schedule.entries or schedule.moves else None
-        self._read(touched)
+        if not schedule.entries:
+            self._read()
+        launched = self._launch(schedule) if schedule.entries or schedule.moves else None
+        self._read()
         self._in_flight = launched
         if not self.overlap:
-            self._read(touched)
-        return [output for request in touched if (output := self._output(request)) is not None]
+            self._read()
+        return [output for request in self._touched if (output := self._output(request)) is not None]
 
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests now and return their outputs so far. Unknown ids are ignored."""
@@ -285,7 +284,7 @@ class Engine:
             if tokens and max(tokens) >= size:
                 raise ValueError(f"{name} must hold tokens below vocab_size={size}, got {max(tokens)}")
 
-    def _launch(self, schedule: SchedulerOutput, touched: dict[Request, None]) -> InFlight | None:
+    def _launch(self, schedule: SchedulerOutput) -> InFlight | None:
         self.last_schedule = schedule
         now = time.monotonic()
         for sequence, start, num_tokens, _, _ in schedule.entries:
@@ -306,12 +305,11 @@ class Engine:
             self.scheduler.manager.reset_prefix_cache()
             taking_part = [*(entry.sequence for entry in schedule.entries), *schedule.swapped]
             for request in {sequence.request for sequence in taking_part}:
-                self._end(request, "error", f"{type(error).__name__}: {error}")
-                touched[request] = None
+                self._fail(request, f"{type(error).__name__}: {error}")
             self.scheduler.manager.reset_prefix_cache()
             return None
 
-    def _read(self, touched: dict[Request, None]) -> None:
+    def _read(self) -> None:
         """Wait for the step in flight, if there is one, and apply its results."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None:
@@ -320,37 +318,30 @@ class Engine:
         for sequence, first, scores in in_flight.scores_of_prompts():
             if any(math.isnan(one.logprob) for one in scores):
                 self._fail(sequence.request, NOT_FINITE)
-                touched[sequence.request] = None
             else:
                 self._take_prompt_scores(sequence, first, scores)
         i = 0
         while i < len(tokens):
             sequence = in_flight.samples[i]
-            guesses = sequence.guesses
-            nodes = [0]
-            if guesses:
-                nodes = accepted_path(guesses, sequence.parents, tokens[i : i + 1 + len(guesses)])
+            end = i + 1 + len(sequence.guesses)
             sequence.pending -= 1
-            self._take_path(sequence, nodes, i, tokens, in_flight, touched)
-            i += 1 + len(guesses)
-            if guesses:
+            self._take_path(sequence, i, tokens[i:end], in_flight)
+            i = end
+            if sequence.guesses:
                 self.scheduler.drop_guesses(sequence)
 
-    def _take_path(
-        self, sequence: Sequence, nodes: list[int], first: int, tokens: list[int], in_flight: InFlight,
-        touched: dict[Request, None],
-    ) -> None:  # fmt: skip
+    def _take_path(self, sequence: Sequence, first: int, tokens: list[int], in_flight: InFlight) -> None:
         """Append the tokens that were drawn along the accepted path of a sequence's guesses (drafted tokens).
 
         Args:
             sequence: the sequence that the step computed.
-            nodes: the accepted path through the tree of guesses. Node 0 is the last token before the guesses.
-            first: index of the sequence's first token in ``tokens``.
-            tokens: all tokens of the step.
+            first: index of the sequence's first sample in ``in_flight``.
+            tokens: the tokens drawn after its last token and after each guess.
             in_flight: the step, for its log-probabilities and errors.
-            touched: collects requests with new results.
         """
-        request, begin, computed = sequence.request, len(sequence.tokens), 0
+        request, begin, computed, nodes = sequence.request, len(sequence.tokens), 0, [0]
+        if sequence.guesses:
+            nodes = accepted_path(sequence.guesses, sequence.parents, tokens)
         for place, node in enumerate(nodes):
             if sequence.state is State.FINISHED:
                 return  # the sequence ended at an earlier token of this path, or while this step ran
@@ -360,7 +351,7 @@ class Engine:
                 computed += node == place == computed + 1
                 sequence.num_computed = begin + computed
                 self.num_guessed_tokens += place > 0
-            touched[request] = None
+            self._touched[request] = None
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = time.monotonic()
             i = first + node
@@ -372,7 +363,7 @@ class Engine:
             elif request.beam is not None:
                 self._take_beam(sequence, scores)
             else:
-                self._take_token(sequence, tokens[i], scores)
+                self._take_token(sequence, tokens[node], scores)
 
     def _take_beam(self, sequence: Sequence, scores: TokenScores | None) -> None:
         assert scores is not None
@@ -423,6 +414,7 @@ class Engine:
 
     def _fail(self, request: Request, error: str) -> None:
         """End a request with an error. After NaN or infinite logits, also empty the prefix cache."""
+        self._touched[request] = None
         self._end(request, "error", error)
         if error == NOT_FINITE:
             self.scheduler.manager.reset_prefix_cache()
@@ -432,14 +424,12 @@ class Engine:
             self.scheduler.finish(sequence, reason, stop_reason)
 
     def _detokenizer(self, sequence: Sequence) -> Detokenizer:
-        found = self._detokenizers.get(sequence)
-        if found is None:
+        if sequence.detokenizer is None:
             assert self.tokenizer is not None
             request, params = sequence.request, sequence.request.params
             settings = params.skip_special_tokens, tuple(params.stops), params.include_stop_str_in_output
-            found = Detokenizer(self.tokenizer, request.prompt_token_ids, *settings)
-            self._detokenizers[sequence] = found
-        return found
+            sequence.detokenizer = Detokenizer(self.tokenizer, request.prompt_token_ids, *settings)
+        return sequence.detokenizer
 
     def _read_text(self, sequence: Sequence, end: int | None = None, search: bool = False) -> str | None:
         """Append the text of new tokens, up to ``tokens[:end]``, to an answer's text.
@@ -467,9 +457,7 @@ class Engine:
             self.requests.pop(request.request_id, None)
             self._beams.pop(request, None)
             for sequence in request.sequences:
-                self._detokenizers.pop(sequence, None)
-                self._sent.pop(sequence, None)
-                sequence.matcher, sequence.ngrams = None, {}
+                sequence.matcher, sequence.ngrams, sequence.detokenizer = None, {}, None
         return RequestOutput(
             request.request_id, request.prompt, request.prompt_token_ids, request.prompt_logprobs, outputs,
             finished, request.metrics, request.num_cached_tokens,
@@ -492,8 +480,7 @@ class Engine:
             text = detokenizer.take() if delta else detokenizer.certain
         logprobs = sequence.logprobs if params.logprobs is not None else None
         if delta:
-            sent = self._sent.get(sequence, 0)
-            self._sent[sequence] = len(sequence.tokens) - first
+            sent, sequence.num_sent = sequence.num_sent, len(sequence.tokens) - first
             first += sent
             logprobs = None if logprobs is None else logprobs[sent:]
         return CompletionOutput(

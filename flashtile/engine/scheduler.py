@@ -306,7 +306,8 @@ class Scheduler:
         stuck, available = self._stuck
         if stuck is sequence and self.running and manager.pool.available <= available:
             return 0
-        reads = self.prefix_caching and (request.reads_prompt_cache or sequence.forked)
+        # Cached tokens yield no logits, so a request for log-probabilities of the prompt computes all of it.
+        reads = self.prefix_caching and (request.params.prompt_logprobs is None or sequence.forked)
         number = manager.create(sequence.tokens if reads else (), request.salt)
         found, size = manager.length(number), manager.block_size
         needed = -(-len(sequence.tokens) // size) - found // size

@@ -59,8 +59,7 @@ class Engine:
     """Queues, computes and aborts requests. Not thread-safe; :class:`flashtile.engine.AsyncLLM` is.
 
     Args:
-        runner: runs steps on the device.
-        scheduler: chooses the sequences of each step.
+        runner, scheduler: compute the steps, and choose their sequences.
         tokenizer: the model's tokenizer. None: prompts are tokens, and answers have no text.
         seed: seed of requests without a seed of their own.
         overlap: launch a step before the results of the previous one are read.
@@ -112,8 +111,7 @@ class Engine:
 
         Args:
             request_id: unique among unfinished requests.
-            prompt: a text, its tokens, or a dict with ``prompt`` or ``prompt_token_ids``.
-            params: sampling or beam search parameters.
+            prompt, params: what to answer, and how.
             priority: lower values are scheduled first.
             cache_salt: only requests with the same salt share blocks through the prefix cache.
 
@@ -171,11 +169,7 @@ class Engine:
         return request
 
     def compile_structure(self, structure: dict[str, Any]) -> None:
-        """Start to compile ``structured_outputs`` of later requests, in all processes of the engine.
-
-        Raises:
-            ValueError: the structure is too large, or there is no tokenizer.
-        """
+        """Start to compile ``structured_outputs`` of later requests, in all processes of the engine."""
         self.structures.compile(structure)
         self.on_change("compile_structure", (structure,), {})
 
@@ -503,10 +497,8 @@ class Engine:
             tokens = beam.tokens if params.include_stop_str_in_output or not beam.ended else beam.tokens[:-1]
             text = ""
             if self.tokenizer is not None:
-                reader = Detokenizer(self.tokenizer, request.prompt_token_ids)
-                reader.read(tokens)
-                reader.finish()
-                text = reader.text
+                stream = self.tokenizer.stream(request.prompt_token_ids)
+                text = "".join(map(stream.step, tokens)) + stream.flush()
             reason = "stop" if beam.ended else "length"
             outputs.append(CompletionOutput(i, text, tokens, beam.cumulative_logprob, None, reason))
         return outputs

@@ -198,16 +198,14 @@ class Attention:
 
         If ``following``, the next norm, is given, the result is prepared for it (see ``Hidden``).
         """
-        out = self._attend_to_few(x, norm, step, cache)
-        if out is None:
-            out = self._attend(x, norm, step, cache)
-        out = out.reshape(len(step.tokens), -1)
+        out = self._attend(x, norm, step, cache).reshape(len(step.tokens), -1)
         return self.o(out, residual=residual, following=following)
 
-    def _attend_to_few(self, x: Hidden, norm: Norm | None, step: StepInput, cache: Cache) -> Tensor | None:
-        """Attend after a fused QKV product, which also applies rotary embedding and appends keys and values.
+    def _append_few(self, x: Hidden, norm: Norm | None, step: StepInput, cache: Cache) -> Tensor | None:
+        """Return the queries (total_new, heads, head_dim) of a product that also appends keys and values.
 
-        Returns None for chunks of prompts and for models that the kernel does not serve.
+        It also applies rotary embedding. Returns None for chunks of prompts and for models that the kernel
+        does not serve.
         """
         if step.seqused_k is None or self.q_norm is not None or norm is None or not norm.fused:
             return None
@@ -215,15 +213,12 @@ class Attention:
         if cache.k.dtype != x.dtype:
             return None
         has_slots = step.slots is not None
-        q = linear_qkv(
+        return linear_qkv(
             x, self.qkv.weight, cache.k, cache.v, self.qkv.bias,
             positions=step.positions if has_slots else step.cache_seqlens,
             block_table=None if has_slots else step.block_table, slot_mapping=step.slots,
             rotary_cos=cache.cos, rotary_sin=cache.sin, weight_scale=self.qkv.scale, prefetch=True, **normed,
         )  # fmt: skip
-        q = q.unsqueeze(1) if step.cu_seqlens_q is None else q
-        options = self._options(step)
-        return flash_attn_with_kvcache(q, cache.k, cache.v, cache_seqlens=step.seqused_k, **options)
 
     def _options(self, step: StepInput) -> dict[str, Any]:
         """Return the options that every attention of a step has."""
@@ -237,29 +232,30 @@ class Attention:
         return {"causal": True, "window_size": (self.window, -1), **options}
 
     def _attend(self, x: Hidden, norm: Norm | None, step: StepInput, cache: Cache) -> Tensor:
-        heads = (self.heads, self.kv_heads, self.kv_heads)
-        qkv = self.qkv(x, norm=norm).unflatten(-1, (-1, self.head_dim))
-        q, k, v = qkv.split(heads, dim=1)
-        if self.norm_all:
-            q, k = self._norm_all_heads(q, k)
-        elif self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
         ragged, options = step.cu_seqlens_q is not None, self._options(step)
-        # Tokens of a tree are not at successive positions, and padding tokens must not be written.
-        if step.slots is not None:
+        q = self._append_few(x, norm, step, cache)
+        if q is None:
+            qkv = self.qkv(x, norm=norm).unflatten(-1, (-1, self.head_dim))
+            q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+            if self.norm_all:
+                q, k = self._norm_all_heads(q, k)
+            elif self.q_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            if step.slots is None:
+                if ragged:
+                    options |= {"cu_seqlens_k_new": step.cu_seqlens_q, "max_seqlen_k_new": step.max_seqlen_q}
+                else:
+                    q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
+                return flash_attn_with_kvcache(
+                    q, cache.k, cache.v, k, v, cache.cos, cache.sin, cache_seqlens=step.cache_seqlens,
+                    rotary_interleaved=False, **options,
+                )  # fmt: skip
+            # Tokens of a tree are not at successive positions, and padding tokens must not be written.
             assert step.positions is not None
             q, k = (rotate(t, cache.cos, cache.sin, step.positions.long(), False) for t in (q, k))
             append_kvcache(cache.k, cache.v, k, v, slot_mapping=step.slots)
-            q = q if ragged else q.unsqueeze(1)
-            return flash_attn_with_kvcache(q, cache.k, cache.v, cache_seqlens=step.seqused_k, **options)
-        if ragged:
-            options |= {"cu_seqlens_k_new": step.cu_seqlens_q, "max_seqlen_k_new": step.max_seqlen_q}
-        else:
-            q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
-        return flash_attn_with_kvcache(
-            q, cache.k, cache.v, k, v, cache.cos, cache.sin, cache_seqlens=step.cache_seqlens,
-            rotary_interleaved=False, **options,
-        )  # fmt: skip
+        q = q if ragged else q.unsqueeze(1)
+        return flash_attn_with_kvcache(q, cache.k, cache.v, cache_seqlens=step.seqused_k, **options)
 
     def _norm_all_heads(self, q: Tensor, k: Tensor) -> list[Tensor]:
         """Apply RMSNorm over all heads of all ranks to q and to k, each (total_new, heads, head_dim)."""
@@ -418,8 +414,7 @@ class Model:
     """A decoder-only model with the weights of all layers on one device.
 
     Args:
-        config: sizes and switches.
-        weights: function from a weight's name to its tensor.
+        config, weights: sizes and switches, and a function from a weight's name to its tensor.
         max_positions: positions of the rotary tables; :meth:`set_positions` changes them.
         ranks: the processes that compute the model together. ``weights`` returns this process's shard.
         fp8: round the layers' matrices to e4m3, except for those of experts.

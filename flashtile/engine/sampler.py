@@ -81,16 +81,10 @@ def read_parameters(device: torch.device, samples: tuple[Sequence, ...]) -> Draw
 
 
 def choose(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
-    """Choose a token for each row of logits (rows, vocab_size).
+    """Choose a token for each row of logits (rows, vocab_size). Return the tokens (rows,) int64.
 
-    Args:
-        logits: (rows, vocab_size).
-        choice: sampling parameters of the rows.
-        positions: (rows,) integers, the position of each new token in its sequence.
-
-    Returns:
-        (rows,) int64. In a row with NaN or infinity, such an element is chosen, so the chosen token's logit
-        tells whether the draw is valid.
+    ``positions`` (rows,) are the positions of the new tokens in their sequences. In a row with NaN or
+    infinity, such an element is chosen, so the chosen token's logit tells whether the draw is valid.
     """
     if choice.greedy:
         return logits.argmax(-1)
@@ -127,11 +121,7 @@ def noisy_scores(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
 
 
 def keep(scores: Tensor, choice: Choice) -> Tensor:
-    """Apply min-p, top-k and top-p in this order.
-
-    Returns:
-        Scores (rows, vocab_size), -inf for tokens that are filtered out.
-    """
+    """Apply min-p, top-k and top-p in this order. Scores of tokens that are filtered out become -inf."""
     if choice.any_min_p:
         least = scores.amax(-1, keepdim=True) + choice.min_p.log().unsqueeze(1)
         scores = scores.masked_fill(scores < least, -torch.inf)

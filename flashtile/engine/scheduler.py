@@ -28,9 +28,7 @@ class Entry(NamedTuple):
     """New tokens of a sequence in a step.
 
     Attributes:
-        sequence: the sequence.
-        start: position of the first new token.
-        num_tokens: number of new tokens.
+        start, num_tokens: position of the first new token, and number of new tokens.
         row: the sequence's row of the block table.
         samples: the sequences that get a token from the logits of the last new token: none while the prompt
             is incomplete, otherwise the sequence and its forks of this step. A sequence with guesses (draft
@@ -332,11 +330,7 @@ class Scheduler:
         return count
 
     def _swap(self, sequence: Sequence, group: list[Sequence], what: str, step: SchedulerOutput) -> bool:
-        """Swap a sequence together with its group, or the sequence alone if there is no room for the group.
-
-        Returns:
-            Whether anything was swapped.
-        """
+        """Swap a sequence with its group, or alone if the group has no room. Return False if neither fits."""
         out = what == SWAP_OUT
         move = self.manager.swap_out if out else self.manager.swap_in
         for together in (group, [sequence]) if len(group) > 1 else ([sequence],):

@@ -55,10 +55,7 @@ def comb(depth: int, width: int) -> tuple[int, ...]:
 
 
 def depths(parents: tuple[int, ...]) -> list[int]:
-    """Return the depth of each node of a tree of guesses.
-
-    Node 0, the sequence's last token, has depth 0.
-    """
+    """Return the depth of each node of a tree of guesses. Node 0, the last token, has depth 0."""
     found = [0]
     for parent in parents:
         found.append(found[parent] + 1)
@@ -137,8 +134,6 @@ class PromptLookup:
 @dataclass(frozen=True)
 class DraftModel:
     """Guesses that a draft model makes on the device, in the step that verifies them.
-
-    ``num_speculative_tokens`` and ``model`` are vLLM's names.
 
     Args:
         model: folder of the draft model, which must have the target model's vocabulary.

@@ -208,9 +208,9 @@ class FastTokenizer(Tokenizer):
         self.loaded.no_padding()
         self.vocab_size = self.loaded.get_vocab_size(with_added_tokens=True)
         config = _tokenizer_config(folder)
-        names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        texts = {name: _token_text(config.get(name)) for name in names}
-        self.special_tokens = {name: text for name, text in texts.items() if text is not None}
+        found = {name: config.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        texts = {name: one.get("content") if isinstance(one, Mapping) else one for name, one in found.items()}
+        self.special_tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
         eos = self.loaded.token_to_id(self.special_tokens.get("eos_token", ""))
         self.eos_token_ids = () if eos is None else (eos,)
         self.chat_templates = _chat_templates(folder, config)
@@ -321,11 +321,6 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     listed = template if isinstance(template, list) else [{"name": "default", "template": template}]
     found = {one.get("name"): one.get("template") for one in listed if isinstance(one, Mapping)}
     return {name: text for name, text in found.items() if isinstance(name, str) and isinstance(text, str)}
-
-
-def _token_text(token: Any) -> str | None:
-    text = token.get("content") if isinstance(token, Mapping) else token
-    return text if isinstance(text, str) else None
 
 
 def _checked_message(message: Any) -> dict[str, Any]:

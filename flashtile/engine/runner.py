@@ -52,7 +52,6 @@ class InFlight:
     """A launched step whose results are on their way to the host.
 
     Attributes:
-        schedule: the launched schedule.
         samples: the sequences that get a token, in the order of ``tokens``.
         tokens: the chosen tokens.
         best: the logits of the chosen tokens. NaN or plus infinity in a row of logits is always chosen, and
@@ -66,7 +65,6 @@ class InFlight:
         event: a CUDA event recorded after the copies to the host; None on a CPU.
     """
 
-    schedule: SchedulerOutput
     samples: list[Sequence]
     tokens: Tensor
     best: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -154,8 +152,7 @@ class Runner:
     """Runs steps on the device: computes the model with its KV cache and CUDA graphs, and chooses tokens.
 
     Args:
-        model: the model, on its device.
-        manager: the block manager, which gives the number of blocks of the KV cache.
+        model, manager: the model on its device, and the blocks of the KV cache.
         cache_dtype: dtype of keys and values.
         max_num_batched_tokens: largest number of tokens of a step.
         capture: use CUDA graphs on a GPU.
@@ -222,7 +219,7 @@ class Runner:
     def _launch(self, schedule: SchedulerOutput) -> InFlight:
         for what, pairs in schedule.moves:
             self._move(what, pairs)
-        in_flight = InFlight(schedule, [], torch.empty(0, dtype=torch.int64))
+        in_flight = InFlight([], torch.empty(0, dtype=torch.int64))
         if not schedule.entries:
             return in_flight
         samples = [sample for entry in schedule.entries for sample in entry.samples]

@@ -39,16 +39,43 @@ def _characters_of_bytes() -> dict[str, int]:
 BYTE_OF = _characters_of_bytes()
 
 
-class TextStream(ABC):
-    """Incremental decoding of tokens."""
+class TextStream:
+    """Incremental decoding: a window of the last tokens is decoded with and without the newest.
 
-    @abstractmethod
+    The difference is the new text. A decoder may treat the first token of a text specially, so the window
+    begins some tokens earlier. It moves forward whenever there is new text.
+    """
+
+    CONTEXT = 5
+    UNFINISHED = "\ufffd"
+    MAX_WAITING = 16  # limit of tokens that wait for text, since each step decodes all of them
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int], skip_special_tokens: bool):
+        self.tokenizer, self.skip = tokenizer, skip_special_tokens
+        self.window = list(before[-self.CONTEXT :])
+        self.shown = self._text()
+        self.read = len(self.window)
+
+    def _text(self) -> str:
+        return self.tokenizer.decode(self.window, self.skip)
+
     def step(self, token: int) -> str:
         """Append a token and return the new text. Bytes of an incomplete character are held back."""
+        self.window.append(token)
+        text, waiting = self._text(), len(self.window) - self.read
+        new = text[len(self.shown) :]
+        if (not new or text.endswith(self.UNFINISHED)) and waiting < self.MAX_WAITING:
+            return ""
+        if text == self.shown:  # MAX_WAITING tokens without text, such as special tokens
+            del self.window[self.read :]
+            return ""
+        del self.window[: self.read]
+        self.read, self.shown = len(self.window), self._text()
+        return new
 
-    @abstractmethod
     def flush(self) -> str:
         """Return the text that was held back, with replacement characters where bytes are missing."""
+        return self._text()[len(self.shown) :]
 
 
 class Tokenizer(ABC):
@@ -99,9 +126,9 @@ class Tokenizer(ABC):
     def _spelt(self) -> dict[int, str]:
         return {}
 
-    @abstractmethod
     def stream(self, before: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
         """Return a stream that decodes the tokens after ``before``, without the text of ``before`` itself."""
+        return TextStream(self, before, skip_special_tokens)
 
     def apply_chat_template(
         self,
@@ -243,46 +270,6 @@ class FastTokenizer(Tokenizer):
         for one in found:
             found += one.get("decoders", ())
         return {one["type"] for one in found}
-
-    def stream(self, before: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
-        return _FastStream(self, before, skip_special_tokens)
-
-
-class _FastStream(TextStream):
-    """Decodes a window of the last tokens with and without the newest; the difference is the new text.
-
-    A decoder may treat the first token of a text specially, so the window begins some tokens earlier. The
-    window moves forward whenever there is new text.
-    """
-
-    CONTEXT = 5
-    UNFINISHED = "\ufffd"
-    MAX_WAITING = 16  # limit of tokens that wait for text, since each step decodes all of them
-
-    def __init__(self, tokenizer: FastTokenizer, before: Sequence[int], skip_special_tokens: bool):
-        self.tokenizer, self.skip = tokenizer, skip_special_tokens
-        self.window = list(before[-self.CONTEXT :])
-        self.shown = self._text()
-        self.read = len(self.window)
-
-    def _text(self) -> str:
-        return self.tokenizer.decode(self.window, self.skip)
-
-    def step(self, token: int) -> str:
-        self.window.append(token)
-        text, waiting = self._text(), len(self.window) - self.read
-        new = text[len(self.shown) :]
-        if (not new or text.endswith(self.UNFINISHED)) and waiting < self.MAX_WAITING:
-            return ""
-        if text == self.shown:  # MAX_WAITING tokens without text, such as special tokens
-            del self.window[self.read :]
-            return ""
-        del self.window[: self.read]
-        self.read, self.shown = len(self.window), self._text()
-        return new
-
-    def flush(self) -> str:
-        return self._text()[len(self.shown) :]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -214,30 +214,25 @@ def open_weights(
     files, expected, paths = {}, parameters(config), {}
     scales: dict[str, tuple[Any, Parameter]] = {}
     in_e4m3 = set()
+    ignored = (IGNORED, *UNUSED_SCALES) if config.scales else IGNORED
     for path, file, names in _opened(folder):
         for name in names:
-            if name.endswith(IGNORED) or (name == HEAD and config.tie_word_embeddings):
+            if name.endswith(ignored) or (name == HEAD and config.tie_word_embeddings):
                 continue
-            if config.scales and name.endswith(UNUSED_SCALES):
-                continue
+            part = file.get_slice(name)
+            shape, kind = tuple(part.get_shape()), part.get_dtype()
             matrix = scaled_matrix(name) if config.scales else None
             if matrix in expected:
-                part = file.get_slice(name)
-                divided = expected[matrix].of_scales(tuple(part.get_shape()), config.scales, shard.world)
+                divided = expected[matrix].of_scales(shape, config.scales, shard.world)
                 if divided is None or matrix in scales:
-                    raise ConfigError(
-                        f"{path}: {name} must be the scales of {matrix}, got {part.get_shape()}"
-                    )
+                    raise ConfigError(f"{path}: {name} must be the scales of {matrix}, got {[*shape]}")
                 scales[matrix] = part, divided
                 continue
             if name not in expected:
-                raise ConfigError(
-                    f"{path} has a weight that {config.model_type} does not have: {name!r:.120}"
-                )
+                family = config.model_type
+                raise ConfigError(f"{path} has a weight that {family} does not have: {name!r:.120}")
             if name in files:
                 raise ConfigError(f"{path}: expected each weight in one file, got {name!r} in a second one")
-            part = file.get_slice(name)
-            shape, kind = tuple(part.get_shape()), part.get_dtype()
             if shape != expected[name].shape:
                 wanted = expected[name].shape
                 raise ConfigError(f"{path}: {name} must have shape {wanted} by config.json, got {shape}")
@@ -245,16 +240,15 @@ def open_weights(
                 in_e4m3.add(name)
             elif kind not in FLOATS:
                 raise ConfigError(f"{path}: {name} must be one of {', '.join(FLOATS)}, got {kind}")
-            files[name], paths[name] = file, path
+            files[name], paths[name] = part, path
     missing = [name for name in expected if name not in files]
     if missing:
         raise ConfigError(
             f"{folder} has no weight {missing[0]!r} ({len(missing)} of {len(expected)} are missing)"
         )
 
-    without = [name for name in in_e4m3 if name not in scales]
-    if without:
-        raise ConfigError(f"{folder} has no scales of {without[0]!r}, which is in {E4M3}")
+    for name in in_e4m3 - scales.keys():
+        raise ConfigError(f"{folder} has no scales of {name!r}, which is in {E4M3}")
 
     def scale(name: str) -> Tensor:
         part, divided = scales[name]
@@ -267,7 +261,7 @@ def open_weights(
             return scale(name.removesuffix(SCALE))
         parameter = expected[name]
         if upload is None:
-            tensor = parameter.own(files[name].get_slice(name), shard)
+            tensor = parameter.own(files[name], shard)
         elif _is_row_range(parameter):
             tensor = upload(name)
         else:

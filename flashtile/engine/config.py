@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flashtile.engine.families import FAMILIES, Family
+from flashtile.problems.linear import SCALE_BLOCK
 
 MAX_CONFIG_BYTES = 2**24
 MAX_SIZE = 2**24
@@ -25,8 +26,6 @@ MAX_SIZE = 2**24
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 IN_VLLM = "; vLLM serves more models, on flashtile's attention: see docs/guides/vllm.md"
-BLOCK = 128
-"""Rows and columns of a block of a matrix in e4m3 that has a scale for each block."""
 NO_ROPE = {"rope_type": "none"}
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
@@ -371,10 +370,10 @@ def _read_scales(values: Mapping[str, Any], source: str) -> str:
             e4m3 = (weights.get("type"), weights.get("num_bits")) == ("float", 8)
             block = weights.get("block_structure") if weights.get("strategy") == "block" else None
             found.append(block if e4m3 else "other")
-    if len({*map(str, found)}) != 1 or found[0] not in (None, [BLOCK, BLOCK]):
+    if len({*map(str, found)}) != 1 or found[0] not in (None, [SCALE_BLOCK, SCALE_BLOCK]):
         raise NotImplementedError(
             f"{source}: quantization_config must be fp8 or compressed-tensors in e4m3 with a scale for each "
-            f"tensor, channel or block of {[BLOCK, BLOCK]}, got {method!r:.80}{IN_VLLM}"
+            f"tensor, channel or block of {[SCALE_BLOCK, SCALE_BLOCK]}, got {method!r:.80}{IN_VLLM}"
         )
     return "block" if found[0] else "channel"
 
@@ -422,10 +421,7 @@ def _read_rope(
     rotated = either.number("partial_rotary_factor", 1)
     if rotated != 1 and "partial_rotary_factor" not in family.fields:
         raise NotImplementedError(f"{source}: partial_rotary_factor must be 1, got {rotated!r:.80}")
-    found: dict[str, Any] = {
-        "rope_type": kind,
-        "rope_theta": rope.number("rope_theta", family.fields[base]),
-    }
+    found: dict[str, Any] = {"rope_type": kind, "rope_theta": rope.number("rope_theta", family.fields[base])}
     if rotated != 1:
         found["rotary_dim"] = int(head_dim * rotated)
         if not 2 <= found["rotary_dim"] <= head_dim or found["rotary_dim"] % 2:

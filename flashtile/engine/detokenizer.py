@@ -11,7 +11,6 @@ class Detokenizer:
     """The growing text of one answer.
 
     Args:
-        tokenizer: the model's tokenizer.
         prompt: the tokens before the answer.
         skip_special_tokens: leave special tokens out of the text.
         stops: texts that end the answer.

@@ -19,11 +19,8 @@ MAX_GRAPH_BATCH = 512
 class Transfer:
     """A device buffer for the int32 inputs of a step. Every step overwrites it from its start.
 
-    The inputs are copied from pinned memory, so the host does not wait for the copy.
-
-    Args:
-        count: maximum number of int32 numbers of a step.
-        device: device of the buffer.
+    The inputs are copied from pinned memory, so the host does not wait for the copy. A step has at most
+    ``count`` numbers.
     """
 
     def __init__(self, count: int, device: torch.device):

@@ -23,8 +23,8 @@ class Drafter:
     """Drafts tokens for sequences.
 
     Args:
-        model: the draft model.
-        k_cache, v_cache: the draft model's KV cache. Padding sequences of a batch write to the last block.
+        model, k_cache, v_cache: the draft model, and its KV cache. Padding sequences of a batch write to the
+            last block.
         block_table: (max_sequences + 1, max_blocks) of all sequences. The last row is for padding sequences,
             and its entries are the number of the last block.
         known: (max_sequences + 1, 1 + drafts) int32. Column 0 holds each sequence's last token; :meth:`draft`
@@ -81,7 +81,13 @@ class Drafter:
         choice = self._draw_of(tuple(sequences)).choice
         guesses = []
         for place in range(self.depth):
-            self._run(padded, place == 0, capture)
+            key = padded, place == 0
+            if capture is None:
+                self._pass(*key)
+            else:
+                if key not in self.graphs:
+                    self.graphs[key] = capture(functools.partial(self._pass, *key))
+                self.graphs[key]()
             found = candidates(self._logits[:batch], choice, positions_of_last[:batch] + 1, self.width)
             guesses.append(found)
             tokens[:batch] = found[:, 0]
@@ -90,15 +96,6 @@ class Drafter:
         trunk = torch.stack([found[:, 0] for found in guesses], 1)
         siblings = torch.cat([found[:, 1:] for found in guesses], 1)
         self.known[:, 1:].index_copy_(0, rows[:batch].long(), torch.cat([trunk, siblings], 1).int())
-
-    def _run(self, batch: int, first: bool, capture: Capture | None) -> None:
-        if capture is None:
-            self._pass(batch, first)
-            return
-        key = batch, first
-        if key not in self.graphs:
-            self.graphs[key] = capture(lambda: self._pass(batch, first))
-        self.graphs[key]()
 
     def _pass(self, batch: int, first: bool) -> None:
         """Compute the logits after each sequence's last token.

@@ -29,19 +29,13 @@ from flashtile.engine.scheduler import Scheduler
 from flashtile.engine.speculation import DraftModel, comb, read_speculative_config
 from flashtile.engine.step_calls import Limits, warm_up
 from flashtile.engine.tokenizer import Tokenizer, load_tokenizer
-from flashtile.engine.weights import Shard, open_weights, random_weights, with_checkpoint_head
+from flashtile.engine.weights import open_weights, random_weights, with_checkpoint_head
 from flashtile.hardware import machine
 from flashtile.kv_cache import BlockManager, PagedKVCache
 
 logger = logging.getLogger("flashtile.engine")
 
-DTYPES = {
-    "float16": torch.float16,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float": torch.float32,
-}
+DTYPES = {name: getattr(torch, name) for name in ("float16", "half", "bfloat16", "float32", "float")}
 MAX_DEFAULT_LENGTH = 2**20
 """Upper limit of the default ``max_model_len``, because longer rotary and block tables waste memory."""
 CACHE_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
@@ -383,12 +377,11 @@ class LLM:
         self, folder: Path, config: ModelConfig, ranks: Ranks, *, seed: int | None, positions: int, fp8: bool
     ) -> Model:
         """Load the model from its folder, or with random weights if ``seed`` is given."""
-        shard = Shard(ranks.rank, ranks.world)
         if seed is not None:
-            weights = random_weights(config, self.device, self.dtype, seed, shard)
+            weights = random_weights(config, self.device, self.dtype, seed, ranks)
         else:
             config = with_checkpoint_head(folder, config, self.dtype)
-            weights = open_weights(folder, config, self.device, self.dtype, shard)
+            weights = open_weights(folder, config, self.device, self.dtype, ranks)
         return Model(config, weights, positions, ranks, fp8)
 
 

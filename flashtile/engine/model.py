@@ -18,12 +18,12 @@ from flashtile.api.decode import append_kvcache, flash_attn_with_kvcache
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.rotary import rotary_tables
-from flashtile.engine.weights import SCALE, Shard, Weights, quantized
+from flashtile.engine.weights import SCALE, Weights, quantized
 from flashtile.linear import BeforeNorm, linear, linear_before_norm, linear_qkv
+from flashtile.problems.linear import SWIGLU
 from flashtile.reference.decode import rotate
 from flashtile.reference.linear import scaled_weight
 
-SWIGLU = "silu_and_mul"
 FEW_ROWS = 64
 """Up to this number of tokens, products also add the residual and prepare the result for the next norm."""
 Hidden = Tensor | BeforeNorm
@@ -96,10 +96,6 @@ class Matrix:
         scale = join(f"weight{SCALE}") if weight.dtype == torch.float8_e4m3fn else None
         return cls(weight, fp8, scale, join("bias") if bias else None)
 
-    def widened(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight, times its scales, in ``dtype``."""
-        return self.weight if self.scale is None else scaled_weight(self.weight, self.scale, dtype)
-
     @classmethod
     def stacked(cls, matrices: list[Matrix]) -> Matrix:
         """Return matrices of one shape as one, with a new first dimension. It has parts, but no product."""
@@ -107,7 +103,7 @@ class Matrix:
         if len(scales) == len(matrices):
             return cls(torch.stack([one.weight for one in matrices]), scale=torch.stack(scales))
         dtype = next(one.weight.dtype for one in matrices if one.scale is None)
-        return cls(torch.stack([one.widened(dtype) for one in matrices]))
+        return cls(torch.stack([scaled_weight(one.weight, one.scale, dtype) for one in matrices]))
 
     def part(self, index: int) -> Matrix:
         scale, bias = (None if one is None else one[index] for one in (self.scale, self.bias))
@@ -153,7 +149,10 @@ class Norm:
         self.fused = self.weight.dtype == weight.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        """Compute RMSNorm in float32 and round the result once."""
+        if x.dtype == self.weight.dtype:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
 def operand(x: Hidden, norm: Norm) -> tuple[Tensor, dict[str, Any]]:
@@ -164,13 +163,6 @@ def operand(x: Hidden, norm: Norm) -> tuple[Tensor, dict[str, Any]]:
     if isinstance(x, BeforeNorm):
         return x.scaled, {"x_scale": x.factor}
     return (x, {"norm_weight": norm.weight, "norm_eps": norm.eps}) if norm.fused else (norm(x), {})
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute RMSNorm in float32 and round the result once."""
-    if x.dtype == weight.dtype:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
 class Attention:
@@ -437,7 +429,7 @@ class Model:
                 layer.following = following.before_attention
         self.norm = Norm(config, weights("model.norm.weight"))
         if config.tie_word_embeddings:
-            head = self.embedding[Shard(ranks.rank, ranks.world).slice(config.vocab_size)]
+            head = self.embedding[ranks.slice(config.vocab_size)]
         else:
             head = weights("lm_head.weight")
         self.head = Matrix(head)

@@ -38,13 +38,18 @@ logger = logging.getLogger("flashtile.engine")
 
 
 class Ranks:
-    """The processes that compute one model together. This base class is a single process.
+    """The processes that compute one model together. This base class exchanges nothing, as a single process.
 
-    Attributes:
+    Args:
         rank, world: this process's number, and the number of processes.
     """
 
-    rank, world = 0, 1
+    def __init__(self, rank: int = 0, world: int = 1):
+        self.rank, self.world = rank, world
+
+    def slice(self, size: int) -> slice:
+        """Return this process's part of a dimension that tensor parallelism divides."""
+        return slice(self.rank * size // self.world, (self.rank + 1) * size // self.world)
 
     def split_residual(self, residual: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Split the residual so that all processes together add it exactly once.
@@ -87,12 +92,8 @@ ALONE = Ranks()
 class ProcessRanks(Ranks):
     """The processes started by ``torchrun`` or :func:`start_others`. Each makes its own instance.
 
-    Args:
-        world: the expected number of processes.
-        device: this process's device.
-
     Raises:
-        ValueError: ``world`` differs from the number of started processes.
+        ValueError: ``world``, the expected number of processes, differs from the number of started ones.
     """
 
     def __init__(self, world: int, device: torch.device):
@@ -104,7 +105,7 @@ class ProcessRanks(Ranks):
             )
         _forbid_multicast()
         self._leaving = None if dist.is_initialized() else _join_group(device)
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        super().__init__(dist.get_rank(), dist.get_world_size())
         self._host = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
         self._direct = DirectCollectives.between(self, device)
 
@@ -173,7 +174,6 @@ class DirectCollectives:
     (:mod:`flashtile.backends.portable.all_reduce`).
 
     Args:
-        rank: this process's number.
         capacity: maximum size of a tensor, in 32-bit words.
         memories, kept: the results of :func:`flashtile.parallel.symmetric.mapped_memory`.
     """
@@ -306,8 +306,7 @@ def local_device() -> str | None:
 
 def check_divides(config: Any, world: int) -> None:
     """Raise NotImplementedError if a size of the model is not divisible by the number of processes."""
-    sizes = ("num_heads", "num_kv_heads", "intermediate_size", "expert_size", "vocab_size")
-    for name in sizes:
+    for name in ("num_heads", "num_kv_heads", "intermediate_size", "expert_size", "vocab_size"):
         if getattr(config, name) % world:
             raise NotImplementedError(
                 f"tensor_parallel_size must divide the model's {name}={getattr(config, name)}, got {world}"

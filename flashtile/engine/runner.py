@@ -247,14 +247,10 @@ class Runner:
         self._send_back(in_flight)
         return in_flight
 
-    def synchronize(self) -> None:
-        """Wait until the device has finished all launched work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def close(self) -> None:
         """Wait for the device and free the CUDA graphs."""
-        self.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self.graphs.clear()
 
     def _form(self, entries: Listing[Entry]) -> tuple[Form, bool]:

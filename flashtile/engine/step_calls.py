@@ -24,7 +24,7 @@ from flashtile.engine.config import ModelConfig
 from flashtile.engine.device import MAX_GRAPH_BATCH, graph_batch
 from flashtile.engine.model import FEW_ROWS, Experts, Model, StepInput
 from flashtile.engine.parallel import Ranks
-from flashtile.engine.weights import Shard, random_weights
+from flashtile.engine.weights import random_weights
 from flashtile.op.operation import remembering
 
 if TYPE_CHECKING:  # an engine that compiles nothing, as on a CPU, starts without the modules that compile
@@ -41,9 +41,7 @@ class Limits:
     """The settings of an engine that decide which kernels its steps need.
 
     Attributes:
-        max_model_len: maximum number of tokens of a sequence.
-        max_num_seqs, max_num_batched_tokens: maximum numbers of sequences and of tokens of a step.
-        block_size: number of tokens in a block of the KV cache.
+        max_model_len, max_num_seqs, max_num_batched_tokens, block_size: as in :class:`flashtile.engine.LLM`.
         num_blocks: number of blocks in the KV cache.
         cache_dtype: dtype of keys and values. None: the dtype of the weights.
         fp8: whether the layers' matrices are rounded to e4m3.
@@ -102,10 +100,9 @@ def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> lis
     dense = frozenset(i for i, (_, has_experts) in enumerate(kinds) if not has_experts)
     windows = tuple(window for window, _ in kinds)
     shorter = replace(config, num_layers=len(kinds), windows=windows, dense_layers=dense)
-    dtype, ranks = getattr(torch, config.dtype), Ranks()
-    ranks.world = limits.world
+    dtype, ranks = getattr(torch, config.dtype), Ranks(0, limits.world)
     with remembering() as remembered, FakeTensorMode(), torch.no_grad():
-        weights = random_weights(shorter, torch.device("cpu"), dtype, shard=Shard(0, limits.world))
+        weights = random_weights(shorter, torch.device("cpu"), dtype, ranks=ranks)
         model = Model(shorter, weights, 2048, ranks, limits.fp8)
         layers = len(model.layers)
         shape = layers, limits.num_blocks, limits.block_size, model.kv_heads, config.head_dim

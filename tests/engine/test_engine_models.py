@@ -6,6 +6,7 @@ import json
 import shutil
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ from engine_models import MODELS, VOCABULARY, folder, greedy, load, prompts, tra
 from flashtile.engine import LLM, BeamSearchParams, SamplingParams, families
 from flashtile.engine.families import FAMILIES
 from flashtile.engine.memory import run_one_layer
-from flashtile.engine.model import FEW_ROWS, Matrix, rms_norm
+from flashtile.engine.model import FEW_ROWS, Matrix, Norm
 
 LENGTH = 14
 WAYS = {
@@ -292,6 +293,6 @@ def test_a_norm_whose_weight_has_another_dtype_is_computed_in_float32():
     x, weight = torch.randn(3, 8, generator=generator).bfloat16(), torch.randn(8, generator=generator)
     wide = x.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 0.5).sqrt() * weight.double()
-    found = rms_norm(x, weight, 0.5)
+    found = Norm(SimpleNamespace(norm_eps=0.5, family=SimpleNamespace(unit_norm=False)), weight)(x)
     assert found.dtype == x.dtype
     torch.testing.assert_close(found, expected.bfloat16(), atol=0, rtol=2**-7)

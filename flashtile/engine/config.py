@@ -277,6 +277,8 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
     gemma = "hidden_activation" in family.fields
     bias = fields.flag("attention_bias")
     experts = fields.size("num_local_experts", most=2**12) if family.experts else 0
+    sparse_step = fields.size("decoder_sparse_step", 1)
+    dense = {i for i in range(layers) if (i + 1) % sparse_step}
     unrotated = _read_no_rope_layers(fields, layers)
     rope, local_rope = _read_ropes(values, fields, family, head_dim)
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
@@ -309,7 +311,7 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
         experts_per_token=fields.size("num_experts_per_tok", most=experts) if experts else 0,
         expert_size=fields.size(family.experts.inner) if family.experts else 0,
         normalized=fields.flag("norm_topk_prob", True),
-        dense_layers=_read_dense_layers(fields, layers),
+        dense_layers=frozenset(dense.union(fields.integers("mlp_only_layers"))),
         swiglu_alpha=fields.number("swiglu_alpha", 0.0, positive="swiglu_alpha" in family.fields),
         swiglu_limit=fields.number("swiglu_limit", 0.0, positive="swiglu_limit" in family.fields),
         eos_token_ids=fields.ids("eos_token_id", vocab_size),
@@ -481,12 +483,6 @@ def _read_no_rope_layers(fields: _Fields, layers: int) -> frozenset[int]:
     if len(has_rope) < layers:
         raise fields.refuse("no_rope_layers", f"a list of at least {layers} integers")
     return frozenset(i for i in range(layers) if not has_rope[i])
-
-
-def _read_dense_layers(fields: _Fields, layers: int) -> frozenset[int]:
-    """Return the layers that have an MLP although other layers have experts, as in Qwen 3."""
-    every = fields.size("decoder_sparse_step", 1)
-    return frozenset({*fields.integers("mlp_only_layers")} | {i for i in range(layers) if (i + 1) % every})
 
 
 def _read_windows(fields: _Fields, layers: int, family: Family, unrotated: frozenset[int]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from flashtile.engine.beam import BeamSearch
 from flashtile.engine.detokenizer import Detokenizer
 from flashtile.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from flashtile.engine.request import Request, Sequence, State
-from flashtile.engine.runner import NOT_FINITE, InFlight, Runner, TokenScores
+from flashtile.engine.runner import NOT_FINITE, InFlight, Runner, TokenScores, token_scores
 from flashtile.engine.sampler import stream_seed
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler, SchedulerOutput
@@ -215,8 +215,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Launch the next step, if anything is scheduled, and read the results of the previous one.
 
-        Returns:
-            The outputs of all requests with new results, in the form of their ``output_kind``.
+        Return the outputs of all requests with new results, in the form of their ``output_kind``.
         """
         self.on_change("step", (), {})
         self._touched = {}
@@ -309,11 +308,13 @@ class Engine:
         if in_flight is None:
             return
         tokens = in_flight.wait()
-        for sequence, first, scores in in_flight.scores_of_prompts():
+        for sequence, first, found in in_flight.prompt_scores:
+            request, scores = sequence.request, token_scores(found)
             if any(math.isnan(one.logprob) for one in scores):
-                self._fail(sequence.request, NOT_FINITE)
-            else:
-                self._take_prompt_scores(sequence, first, scores)
+                self._fail(request, NOT_FINITE)
+            elif request.prompt_logprobs is not None and len(request.prompt_logprobs) == first:
+                pairs = zip(sequence.tokens[first : first + len(scores)], scores, strict=True)
+                request.prompt_logprobs += [self._logprobs_of(*pair) for pair in pairs]
         i = 0
         while i < len(tokens):
             sequence = in_flight.samples[i]
@@ -349,22 +350,21 @@ class Engine:
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = time.monotonic()
             i = first + node
-            error, scores = in_flight.failed.get(i), in_flight.scores_of(i)
+            error, scores = in_flight.failed.get(i), None
+            if i in in_flight.scores:
+                (scores,) = token_scores(in_flight.scores[i])
             if error is None and scores is not None and math.isnan(scores.logprob):
                 error = NOT_FINITE  # allowed_token_ids, for example, can hide NaN logits from the draw
             if error is not None:
                 self._fail(request, error)
             elif request.beam is not None:
-                self._take_beam(sequence, scores)
+                assert scores is not None
+                beams = self._beams[request]
+                if beams.receive(sequence, scores.best):
+                    self._generation_tokens += len(beams.live)
+                    beams.advance(self.scheduler)
             else:
                 self._take_token(sequence, tokens[node], scores)
-
-    def _take_beam(self, sequence: Sequence, scores: TokenScores | None) -> None:
-        assert scores is not None
-        beams = self._beams[sequence.request]
-        if beams.receive(sequence, scores.best):
-            self._generation_tokens += len(beams.live)
-            beams.advance(self.scheduler)
 
     def _take_token(self, sequence: Sequence, token: int, scores: TokenScores | None) -> None:
         request, params = sequence.request, sequence.request.params
@@ -388,13 +388,6 @@ class Engine:
             self.scheduler.finish(sequence, "stop")
         if sequence.state is not State.FINISHED and len(sequence.tokens) >= sequence.max_tokens:
             self.scheduler.finish(sequence, "length")
-
-    def _take_prompt_scores(self, sequence: Sequence, first: int, scores: list[TokenScores]) -> None:
-        request = sequence.request
-        assert request.prompt_logprobs is not None
-        if len(request.prompt_logprobs) == first:
-            tokens = sequence.tokens[first : first + len(scores)]
-            request.prompt_logprobs += [self._logprobs_of(t, s) for t, s in zip(tokens, scores, strict=True)]
 
     def _logprobs_of(self, token: int, scores: TokenScores) -> TokenLogprobs:
         """Return log-probabilities keyed by token, the chosen token first."""

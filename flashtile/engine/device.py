@@ -30,11 +30,7 @@ class Transfer:
         self._turn = 0
 
     def __call__(self, parts: Sequence[Sequence[int]], tensors: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Copy lists of integers and int32 tensors to the device.
-
-        Returns:
-            The device tensor of each list, then that of each tensor. They are views of the buffer.
-        """
+        """Copy lists of integers and int32 tensors to the device. Return views of the buffer for each."""
         self._turn = (self._turn + 1) % RING
         flat = array("i", [number for part in parts for number in part])
         written: list[Tensor] = [torch.frombuffer(flat, dtype=torch.int32)] if flat else []

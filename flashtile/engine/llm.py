@@ -189,9 +189,13 @@ class LLM:
             )
         # The KV caches may drop keys that lie before the largest window, if all layers have one.
         window = max(windows) if min(windows) >= 0 else -1
-        if max_model_len is None and num_gpu_blocks_override is None and window < 0:
-            length = _limited_to_cache(length, blocks * size)
-        _check_block_table(seqs, length, size)
+        is_free = max_model_len is None and num_gpu_blocks_override is None and window < 0
+        if is_free and blocks * size < length:
+            length = blocks * size
+            logger.warning("max_model_len is reduced to %d tokens, which fill the KV cache", length)
+        if (seqs + 1) * -(-length // size) >= 2**31:
+            got = f"{seqs} * {length} / {size}"
+            raise ValueError(f"max_num_seqs * max_model_len / block_size must be below 2^31, got {got}")
         for one in filter(None, (network, draft)):
             one.set_positions(length)
         manager = BlockManager(
@@ -463,19 +467,6 @@ def _fitting_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
             f"got {tokenizer.vocab_size}"
         )
     return tokenizer
-
-
-def _limited_to_cache(length: int, tokens: int) -> int:
-    """Limit ``length`` to the tokens that fit into the KV cache."""
-    if tokens < length:
-        logger.warning("max_model_len is reduced to %d tokens, which fill the KV cache", tokens)
-    return min(tokens, length)
-
-
-def _check_block_table(seqs: int, length: int, size: int) -> None:
-    if (seqs + 1) * -(-length // size) >= 2**31:
-        got = f"{seqs} * {length} / {size}"
-        raise ValueError(f"max_num_seqs * max_model_len / block_size must be below 2^31, got {got}")
 
 
 def _block_bytes(model: Model, size: int, dtype: torch.dtype) -> int:

@@ -54,8 +54,7 @@ class Ranks:
     def split_residual(self, residual: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Split the residual so that all processes together add it exactly once.
 
-        Returns:
-            (tensor to add to this process's product, tensor to pass to :meth:`sum`). Each may be None.
+        Return (tensor to add to this process's product, tensor to pass to :meth:`sum`). Each may be None.
         """
         return residual, None
 
@@ -223,10 +222,8 @@ def start_others(
     """Form a group of ``world`` processes on this host.
 
     This process is the first of the group, and ``command`` starts each of the others. If another process
-    fails, this process ends with exit code 1 instead of waiting for it.
-
-    Returns:
-        The other processes, and the store of the process group. Keep the store while these processes run.
+    fails, this process ends with exit code 1 instead of waiting for it. Return the other processes, and the
+    store of the process group. Keep the store while these processes run.
     """
     store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
     place = {
@@ -262,8 +259,7 @@ def broadcast_changes(engine: Any) -> None:
 def repeat_changes(engine: Any) -> None:
     """Repeat the changes of the first process's engine until that process calls :func:`end_repeating`.
 
-    Raises:
-        EOFError: the first process ended without calling :func:`end_repeating`.
+    Raise EOFError if that process ends without calling it.
     """
     while (change := engine.runner.ranks.receive()) is not None:
         name, arguments, options = change

@@ -86,16 +86,9 @@ class InFlight:
                 sequence.guesses = found[: len(sequence.guesses)]
         return self.tokens.tolist()
 
-    def scores_of(self, i: int) -> TokenScores | None:
-        """Return the log-probabilities of sample i, or None if none were requested."""
-        return _token_scores(self.scores[i])[0] if i in self.scores else None
 
-    def scores_of_prompts(self) -> list[tuple[Sequence, int, list[TokenScores]]]:
-        """Return (sequence, position of the first token, scores) for each scored chunk of a prompt."""
-        return [(sequence, first, _token_scores(found)) for sequence, first, found in self.prompt_scores]
-
-
-def _token_scores(found: tuple[Tensor, ...]) -> list[TokenScores]:
+def token_scores(found: tuple[Tensor, ...]) -> list[TokenScores]:
+    """Return the rows of a result of :func:`flashtile.engine.sampler.log_probabilities`."""
     chosen, ranks, values, tokens = (tensor.tolist() for tensor in found)
     return [
         TokenScores(logprob, rank, list(zip(row_tokens, row_values, strict=True)))

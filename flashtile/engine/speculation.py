@@ -77,17 +77,10 @@ def accepted_path(guesses: list[int], parents: tuple[int, ...], draws: list[int]
     token drawn after that parent equals the guess.
     """
     found = [0]
-    while True:
-        last = found[-1]
-        following = (
-            node
-            for node, (token, parent) in enumerate(zip(guesses, parents, strict=False), 1)
-            if parent == last and token == draws[last]
-        )
-        node = next(following, None)
-        if node is None:
-            return found
-        found.append(node)
+    for node, (token, parent) in enumerate(zip(guesses, parents, strict=False), 1):
+        if parent == found[-1] and token == draws[parent]:
+            found.append(node)
+    return found
 
 
 @dataclass(frozen=True)

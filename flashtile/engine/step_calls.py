@@ -67,11 +67,8 @@ class Limits:
 def warm_up(device: torch.device, models: Sequence[tuple[ModelConfig, Limits, bool]]) -> None:
     """Compile the kernels of an engine's steps in parallel processes, and log the number of kernels.
 
-    If that fails, a warning is logged, and kernels are compiled when they are needed.
-
-    Args:
-        device: the engine's device. If it is no NVIDIA GPU, nothing is compiled.
-        models: arguments of :func:`step_calls` for each model of the engine.
+    ``models`` are the arguments of :func:`step_calls` for each model of the engine. If the compilation fails,
+    a warning is logged, and kernels are compiled when they are needed. On other devices none are.
     """
     if is_nvidia(device):
         from flashtile.compilation.ahead import compile_for_engine

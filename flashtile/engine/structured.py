@@ -76,8 +76,7 @@ class Structures:
     def compile(self, structure: dict[str, Any]) -> Future[Any]:
         """Start to compile a structure, unless it is compiled. The result is the matcher or an error.
 
-        Raises:
-            ValueError: the structure is too large, or there is no tokenizer.
+        Raise ValueError at once if the structure is too large, or if there is no tokenizer.
         """
         if self._tokenizer is None:
             raise ValueError("structured_outputs must be None without a tokenizer")

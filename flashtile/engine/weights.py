@@ -327,11 +327,10 @@ def random_weights(
     def weights(name: str) -> Tensor:
         matrix = name.removesuffix(SCALE)
         parameter = parameters_of[matrix]
-        split = parameter.split
         shape = parameter.own(torch.empty(parameter.shape, device="meta"), ranks).shape
         if name.endswith("norm.weight"):
             return torch.full(shape, 0.0 if config.family.unit_norm else 1.0, device=device, dtype=dtype)
-        part = 0 if split is None else ranks.rank  # undivided weights must be equal in all processes
+        part = 0 if parameter.split is None else ranks.rank  # undivided weights must be equal on all ranks
         number = zlib.crc32(f"{seed} {part} {name}".encode())  # a CPU generator uses 32 bits of a seed
         generator = torch.Generator(device).manual_seed(number)
         fan_in = shape[-2] if ".experts." in name and len(shape) == 3 else shape[-1]
@@ -350,8 +349,7 @@ def random_weights(
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round a weight (N, K) to e4m3. Each row is scaled so that its largest element becomes e4m3's largest.
 
-    Returns:
-        (weight (N, K) in e4m3, scales (N,) float32 to multiply its rows by).
+    Return the rounded weight, and the scales (N,) float32 to multiply its rows by.
     """
     scale = weight.abs().amax(-1).float().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
     return (weight.float() / scale.unsqueeze(1)).to(torch.float8_e4m3fn), scale

@@ -111,7 +111,8 @@ class Engine:
 
         Args:
             request_id: unique among unfinished requests.
-            prompt, params: what to answer, and how.
+            prompt: a text, its tokens, or a dict with ``prompt`` or ``prompt_token_ids``.
+            params: sampling or beam search parameters.
             priority: lower values are scheduled first.
             cache_salt: only requests with the same salt share blocks through the prefix cache.
 

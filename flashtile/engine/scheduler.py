@@ -83,8 +83,8 @@ class Scheduler:
     """Plans steps for the unfinished requests, and assigns blocks to their sequences.
 
     Args:
-        manager: the block manager. At most ``max_sequences`` of it have memory on the device or, swapped out,
-            on the host. Sequences are preempted by swapping if the host has room, else by recomputation.
+        manager: the block manager. Its ``max_sequences`` bounds the sequences with memory on the device or,
+            swapped out, on the host. Preempted sequences are swapped if the host has room, else recomputed.
         max_num_batched_tokens: maximum number of tokens of a step.
         prefix_caching: reuse blocks of earlier prompts and answers.
     """

@@ -68,7 +68,7 @@ def warm_up(device: torch.device, models: Sequence[tuple[ModelConfig, Limits, bo
     """Compile the kernels of an engine's steps in parallel processes, and log the number of kernels.
 
     ``models`` are the arguments of :func:`step_calls` for each model of the engine. If the compilation fails,
-    a warning is logged, and kernels are compiled when they are needed. On other devices none are.
+    a warning is logged, and kernels are compiled when they are needed. Only NVIDIA GPUs have a warm-up.
     """
     if is_nvidia(device):
         from flashtile.compilation.ahead import compile_for_engine

@@ -43,9 +43,8 @@ class Drafter:
         device, rows = block_table.device, len(block_table)
         self.spare_row = rows - 1
         batch = graph_batch(min(rows, MAX_GRAPH_BATCH))
-        self._transfer = Transfer(6 * max(batch, rows), device)
+        self._transfer = Transfer(5 * max(batch, rows), device)
         self._draw_of = functools.lru_cache(1)(functools.partial(read_parameters, device))
-        self._state = torch.zeros(4, max(batch, rows), dtype=torch.int32, device=device)
         self._logits = model.embedding.new_zeros(max(batch, rows), model.config.vocab_size)
         self.graphs: dict[tuple[int, bool], Callable[[], None]] = {}
 
@@ -67,17 +66,13 @@ class Drafter:
         if capture is not None:
             padded = graph_batch(batch)
         numbers = [
-            (one.tokens[-2], one.tokens[-1], len(one.tokens), entry.row, max(one.parents) + 1)
+            (one.tokens[-2], one.tokens[-1], len(one.tokens) - 1, entry.row, max(one.parents) + 1)
             for entry, one in zip(entries, sequences, strict=True)
         ]
-        numbers += [(0, 0, 0, self.spare_row, 0)] * (padded - batch)
-        views = self._transfer(list(zip(*numbers, strict=True)))
-        # State that each pass updates: the last token, the number of tokens before it, the row of the block
-        # table, and the number of drafts that are still to be made.
-        _, last, length, rows, wanted = views
-        state = self._state[:, :padded]
-        state.copy_(torch.stack([last, length - 1, rows, wanted]))
-        tokens, positions_of_last, _, remaining = state
+        numbers += [(0, 0, -1, self.spare_row, 0)] * (padded - batch)
+        # After each pass, the last token, its position, and the number of drafts that are still to be made
+        # are updated in the buffer.
+        _, tokens, positions_of_last, rows, remaining = self._transfer(list(zip(*numbers, strict=True)))
         choice = self._draw_of(tuple(sequences)).choice
         guesses = []
         for place in range(self.depth):
@@ -103,7 +98,8 @@ class Drafter:
         The first pass computes the last two tokens of each sequence, because the cache of the draft model may
         lack both. A later pass computes only the last token.
         """
-        tokens, positions_of_last, rows, remaining = (state[:batch] for state in self._state)
+        state = self._transfer.numbers[: 5 * batch].view(5, batch)
+        before, tokens, positions_of_last, rows, remaining = state
         # A sequence that has all its drafts may have no block for further tokens. Do not write keys and
         # values for it.
         continues, offsets = remaining > 0, None
@@ -111,7 +107,7 @@ class Drafter:
         lengths = torch.where(continues, positions_of_last, 1) - int(first)
         owners, positions = torch.arange(batch, device=tokens.device), lengths
         if first:
-            tokens = torch.stack([self._transfer.numbers[:batch], tokens], 1).view(-1)
+            tokens = torch.stack([before, tokens], 1).view(-1)
             offsets = torch.arange(0, 2 * batch + 1, 2, dtype=torch.int32, device=tokens.device)
             owners, positions = owners.repeat_interleave(2), torch.stack([lengths, lengths + 1], 1).view(-1)
         size = self.k_cache.shape[2]

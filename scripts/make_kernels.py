@@ -2,7 +2,7 @@
 
 The wheel is named after the architecture, such as flashtile-kernels-sm90, and made for the installed Triton.
 It has no code. Where it is installed, flashtile finds the kernels before it compiles. OPTIONS go to
-``flashtile compile``. If they name no calls, models or presets, kernels are compiled for ``--preset everything``.
+``flashtile compile``; unless they name calls, models or presets, ``--preset everything`` is added.
 The kernels stay in FOLDER/.kernels_sm90, so an interrupted call is continued by the next.
 """
 

@@ -6,12 +6,13 @@ import json
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.server.errors import ApiError, refused
 
 Params = SamplingParams | BeamSearchParams
+T = TypeVar("T")
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (), "bad_words": ([],), "chat_template": (), "documents": ([],), "function_call": ("none",),
@@ -30,7 +31,7 @@ IGNORED: dict[str, type] = {
 }  # fmt: skip
 """Fields that never change an answer, with the types of their values. They are accepted without effect."""
 
-JSON_NAMES = {dict: "an object", bool: "true or false", str: "a string"}
+JSON_NAMES = {dict: "an object", list: "a list", bool: "true or false", str: "a string"}
 
 SAMPLING = (
     "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k",
@@ -79,10 +80,10 @@ class Body:
         return self.fields.get(name, default)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        value = self.take(name, default)
-        if type(value) is not bool:
-            raise wrong(name, "true or false", value)
-        return value
+        return check_type(name, self.take(name, default), bool)
+
+    def object(self, name: str) -> dict[str, Any]:
+        return check_type(name, self.take(name, {}), dict)
 
     def integer(self, name: str, default: int | None, least: int, most: int) -> int | None:
         value = self.take(name, default)
@@ -90,31 +91,24 @@ class Body:
             raise wrong(name, f"an integer from {least} to {most}", value)
         return value
 
-    def text(self, name: str, most: int) -> str | None:
+    def text(self, name: str) -> str | None:
         value = self.take(name)
-        if value is not None and (not isinstance(value, str) or not 0 < len(value) <= most):
-            raise wrong(name, f"a string of 1 to {most} characters", value)
-        return value
-
-    def object(self, name: str) -> dict[str, Any]:
-        value = self.take(name, {})
-        if not isinstance(value, dict):
-            raise wrong(name, "an object", value)
+        if value is not None and (not isinstance(value, str) or not 0 < len(value) <= LONGEST_NAME):
+            raise wrong(name, f"a string of 1 to {LONGEST_NAME} characters", value)
         return value
 
     def finish(self) -> None:
         """Refuse the fields that were not taken."""
         for name in sorted(self._left):
             value = self.fields[name]
-            if name in IGNORED and type(value) is not IGNORED[name]:
-                raise wrong(name, JSON_NAMES[IGNORED[name]], value)
             if name in IGNORED:
+                check_type(name, value, IGNORED[name])
                 self.ignored.append(name)
                 continue
             if name not in UNSUPPORTED:
                 raise ApiError(f"{name:.60} is not a field of this call", name[:60], code="unknown_field")
             if not any(type(value) is type(neutral) and value == neutral for neutral in UNSUPPORTED[name]):
-                raise ApiError(f"{name} is not supported, got {shown(value)}", name, code="unsupported_field")
+                raise unsupported(name, f", got {shown(value)}")
 
 
 def shown(value: Any) -> str:
@@ -124,6 +118,17 @@ def shown(value: Any) -> str:
 
 def wrong(name: str, allowed: str, value: Any, code: str = "invalid_value") -> ApiError:
     return ApiError(f"{name} must be {allowed}, got {shown(value)}", name, code=code)
+
+
+def unsupported(name: str, when: str = " with use_beam_search") -> ApiError:
+    return ApiError(f"{name} is not supported{when}", name, code="unsupported_field")
+
+
+def check_type(name: str, value: Any, kind: type[T]) -> T:
+    """Return a value. Raise ApiError if it has another type."""
+    if type(value) is not kind:
+        raise wrong(name, JSON_NAMES[kind], value)
+    return value
 
 
 def parse(raw: bytes, defaults: Mapping[str, Any] | None = None) -> Body:
@@ -224,7 +229,7 @@ def read_completion(body: Body, max_logprobs: int) -> CompletionCall:
         raise wrong("max_tokens", "at least 1 without echo", max_tokens)
     prompts, best_of = read_prompts(body), body.integer("best_of", None, 1, MAX_TOKENS)
     if best_of is not None and best_of != body.take("n", 1):
-        raise ApiError("best_of is not supported unless it equals n", "best_of", code="unsupported_field")
+        raise unsupported("best_of", " unless it equals n")
     own = {"max_tokens": max_tokens or 1, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
     return CompletionCall(prompts=prompts, echo=echo, echo_only=echo_only, **_read_shared(body, own))
 
@@ -246,24 +251,22 @@ def read_chat(body: Body, max_logprobs: int) -> ChatCall:
         body.defaults["structured_outputs"] = {"json": schema}
     call = ChatCall(conversation=conversation, **_read_shared(body, own))
     if conversation.calls and isinstance(call.params, BeamSearchParams):
-        raise _unsupported_with_beams("tools")
+        raise unsupported("tools")
     return call
 
 
 def read_prompts(body: Body) -> list[str | list[int]]:
     """Read ``prompt``, which is one prompt or a list of prompts. A prompt is a text or a list of tokens."""
     prompt = body.take("prompt")
-    if isinstance(prompt, str):
-        return [prompt]
-    allowed = "a string, a list of tokens, or a list of strings and lists of tokens, none of them empty"
-    if not isinstance(prompt, list) or not prompt:
+    prompts = [prompt] if isinstance(prompt, str) or _are_tokens(prompt) else prompt
+    if (
+        not isinstance(prompts, list)
+        or not prompts
+        or not all(isinstance(one, str) or _are_tokens(one) for one in prompts)
+    ):
+        allowed = "a string, a list of tokens, or a list of strings and lists of tokens, none of them empty"
         raise wrong("prompt", allowed, prompt)
-    if _are_tokens(prompt):
-        return [prompt]
-    for one in prompt:
-        if not isinstance(one, str) and not (isinstance(one, list) and one and _are_tokens(one)):
-            raise wrong("prompt", allowed, prompt)
-    return prompt
+    return prompts
 
 
 def read_conversation(body: Body) -> Conversation:
@@ -298,9 +301,7 @@ def _read_message(name: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise wrong(name, "an object with a role and a content", message)
     message = {key: value for key, value in message.items() if value is not None}
-    calls = message.get("tool_calls", [])
-    if not isinstance(calls, list):
-        raise wrong(f"{name}.tool_calls", "a list", calls)
+    calls = check_type(f"{name}.tool_calls", message.get("tool_calls", []), list)
     for i, call in enumerate(calls):
         _function_of(f"{name}.tool_calls[{i}]", call)
     if not calls:
@@ -327,13 +328,11 @@ def _function_of(name: str, value: Any) -> dict[str, Any]:
 
 
 def _read_tools(body: Body) -> list[dict[str, Any]]:
-    tools = body.take("tools", [])
-    if not isinstance(tools, list):
-        raise wrong("tools", "a list", tools)
+    tools = check_type("tools", body.take("tools", []), list)
     for i, tool in enumerate(tools):
-        parameters = _function_of(f"tools[{i}]", tool).get("parameters", {})
-        if not isinstance(parameters, dict) and parameters is not None:
-            raise wrong(f"tools[{i}].function.parameters", "an object", parameters)
+        parameters = _function_of(f"tools[{i}]", tool).get("parameters")
+        if parameters is not None:
+            check_type(f"tools[{i}].function.parameters", parameters, dict)
     return tools
 
 
@@ -397,15 +396,16 @@ def read_tokenize(body: Body) -> tuple[str | Conversation, bool, bool]:
 
 
 def read_detokenize(body: Body) -> list[int]:
-    tokens = body.take("tokens")
-    if not isinstance(tokens, list) or not _are_tokens(tokens):
+    tokens: Any = body.take("tokens")
+    if tokens != [] and not _are_tokens(tokens):
         raise wrong("tokens", "a list of tokens", tokens)
     body.finish()
     return tokens
 
 
-def _are_tokens(values: list[Any]) -> bool:
-    return set(map(type, values)) <= {int} and min(values, default=0) >= 0  # fast for millions of tokens
+def _are_tokens(values: Any) -> bool:
+    """Whether a value is a list of tokens that is not empty. Fast for millions of tokens."""
+    return isinstance(values, list) and set(map(type, values)) == {int} and min(values) >= 0
 
 
 def _read_shared(body: Body, own: dict[str, int | None]) -> dict[str, Any]:
@@ -435,8 +435,8 @@ def _read_shared(body: Body, own: dict[str, int | None]) -> dict[str, Any]:
         "return_token_ids": body.flag("return_token_ids"),
         "add_special_tokens": body.flag("add_special_tokens", "messages" not in body),
         "truncate_prompt_tokens": body.integer("truncate_prompt_tokens", None, 1, MAX_TOKENS),
-        "request_id": body.text("request_id", LONGEST_NAME),
-        "cache_salt": body.text("cache_salt", LONGEST_NAME),
+        "request_id": body.text("request_id"),
+        "cache_salt": body.text("cache_salt"),
         "fields": frozenset(body.fields),
     }
     body.finish()
@@ -481,24 +481,15 @@ def _read_structure(body: Body) -> dict[str, Any] | None:
 def _read_beams(body: Body, stream: bool, own: dict[str, int | None]) -> Params:
     """Read the parameters of a beam search with ``n`` beams. Refuse fields that beam search does not use."""
     neutral = SamplingParams()
-    for name in SAMPLING:
-        if name in BEAMS or name == "n" or name not in body:
-            continue
-        value = body.take(name)
+    others = {name: body.take(name) for name in SAMPLING if name in body and name not in (*BEAMS, "n")}
+    others |= {name: own[name] for name in ("logprobs", "prompt_logprobs")}
+    for name, value in others.items():
         if value != getattr(neutral, name) and value not in ([], {}):
-            raise _unsupported_with_beams(name)
-    for name in ("logprobs", "prompt_logprobs"):
-        if own[name] is not None:
-            raise _unsupported_with_beams(name)
+            raise unsupported(name)
     if _read_structure(body) is not None:
-        given_as = "structured_outputs" if "structured_outputs" in body else "response_format"
-        raise _unsupported_with_beams(given_as)
+        raise unsupported("structured_outputs" if "structured_outputs" in body else "response_format")
     if stream:
         raise ApiError("stream must be false with use_beam_search", "stream", code="unsupported_field")
     given = {name: body.take(name) for name in (*BEAMS, "length_penalty") if name in body}
     # Service.set_max_tokens lowers this default to the number of tokens for which the model has room.
     return BeamSearchParams(beam_width=body.take("n", 1), max_tokens=own["max_tokens"] or MAX_TOKENS, **given)
-
-
-def _unsupported_with_beams(name: str) -> ApiError:
-    return ApiError(f"{name} is not supported with use_beam_search", name, code="unsupported_field")

@@ -30,13 +30,11 @@ logger = logging.getLogger("flashtile.server")
 
 
 async def completions(request: web.Request, service: Service, body: Body) -> web.StreamResponse:
-    """Answer a call of /v1/completions."""
     call = read_completion(body, service.limits.max_logprobs)
     return await _answer(request, service, call, _Completions(service, call))
 
 
 async def chat_completions(request: web.Request, service: Service, body: Body) -> web.StreamResponse:
-    """Answer a call of /v1/chat/completions."""
     call = read_chat(body, service.limits.max_logprobs)
     return await _answer(request, service, call, _ChatCompletions(service, call))
 
@@ -53,12 +51,11 @@ class _Writer:
 
     kind = "text_completion"
     prefix = "cmpl"
+    first: Sequence[dict[str, Any]] = ()
 
     def __init__(self, service: Service, call: CompletionCall | ChatCall):
-        self.service = service
-        params = call.params
+        self.service, params = service, call.params
         self.params = params.sampling() if isinstance(params, BeamSearchParams) else params
-        self.first: list[dict[str, Any]] = []
 
     def choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any] | None:
         """Return the JSON of a choice, or None if there is nothing to tell the client.

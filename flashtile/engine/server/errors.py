@@ -53,6 +53,10 @@ def shutting_down() -> ApiError:
     return ApiError("the server is being shut down", status=503, code="shutting_down")
 
 
+def busy(limit: str) -> ApiError:
+    return ApiError(f"{limit}: try again later", status=429, code="rate_limit_exceeded")
+
+
 def to_json(value: Any) -> str:
     """Convert to strict JSON. Raise ValueError for NaN and infinities."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)

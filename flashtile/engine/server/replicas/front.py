@@ -12,6 +12,7 @@ import logging
 import re
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -19,10 +20,10 @@ from aiohttp import web
 from yarl import URL
 
 from flashtile.engine.server.answers import SLOW_READER
-from flashtile.engine.server.errors import ApiError, error_event, json_response, shutting_down
+from flashtile.engine.server.errors import ApiError, busy, error_event, json_response, shutting_down
 from flashtile.engine.server.listener import CLOSING_SECONDS, Listener
 from flashtile.engine.server.metrics import CONTENT_TYPE
-from flashtile.engine.server.middlewares import add_middlewares, check_content_type, hang_up_after
+from flashtile.engine.server.middlewares import add_middlewares, check_content_type, hang_up_after, read_body
 from flashtile.engine.server.replicas.process import BAD_ARGUMENTS, Replica
 from flashtile.engine.server.replicas.routing import Routing, busiest, prompt_of
 from flashtile.engine.server.service import Limits
@@ -62,12 +63,12 @@ class RequestBody:
 
     def __init__(self, request: web.Request, limits: Limits):
         self.request, self.limits = request, limits
-        self.error: ApiError | None = None
+        self.error: Exception | None = None
         self.can_be_sent = True
         self._kept: list[bytes] = []
         self._size = 0
         self._ended = False
-        self._deadline = asyncio.get_running_loop().time() + limits.body_timeout
+        self._begun = asyncio.get_running_loop().time()
         length = request.content_length
         if length is not None and length > limits.max_body_bytes:
             raise self._too_large()
@@ -100,19 +101,12 @@ class RequestBody:
                 self.can_be_sent, self._kept, sent = False, [], 0
             try:
                 await self._read()
-            except ApiError as error:
+            except (ApiError, web.RequestPayloadError) as error:
                 self.error = error
                 raise
 
     async def _read(self) -> None:
-        left = self._deadline - asyncio.get_running_loop().time()
-        try:
-            chunk = await asyncio.wait_for(self.request.content.readany(), left)
-        except asyncio.TimeoutError:
-            text = f"the body took longer than {self.limits.body_timeout:g} s"
-            raise ApiError(text, status=408, code="timeout") from None
-        except web.RequestPayloadError as error:
-            raise ApiError(f"the body cannot be read: {error}", code="invalid_json") from None
+        chunk = await read_body(self.request.content.readany(), self.limits, self._begun)
         self._ended = not chunk
         self._size += len(chunk)
         if self._size > self.limits.max_body_bytes:
@@ -150,7 +144,8 @@ class Front:
         add("GET", "/health", self._health)
         add("GET", "/metrics", self._metrics)
         add("GET", "/load", self._load)
-        add("GET", "/live", self._live)
+        # The busiest replica answers, so that the server's web page shows an engine at work.
+        add("GET", "/live", partial(self._forward, choose=busiest))
         add("POST", "/reset_prefix_cache", self._reset)
         add("*", "/{path:.*}", self._forward)
         app.cleanup_ctx.append(self._connected)
@@ -203,15 +198,10 @@ class Front:
         if self.draining:
             raise shutting_down()
 
-    async def _live(self, request: web.Request) -> web.StreamResponse:
-        """Forward the call to the busiest replica, so that the server's web page shows an engine at work."""
-        return await self._forward(request, busiest)
-
     async def _forward(self, request: web.Request, choose: Choose | None = None) -> web.StreamResponse:
         self._check_open()
         if self._in_flight >= self.listener.max_calls:
-            text = f"the server answers at most {self.listener.max_calls} calls at a time: try again later"
-            raise ApiError(text, status=429, code="rate_limit_exceeded")
+            raise busy(f"the server answers at most {self.listener.max_calls} calls at a time")
         patience = self.limits.body_timeout + self.limits.request_timeout + 2 * SLOW_READER
         self._in_flight += 1
         try:

@@ -180,17 +180,15 @@ class Listener:
             if self._tls is None:
                 await self._connect(server, sock)
             else:  # a client may take its time for the handshake, which delays no other client
-                task = loop.create_task(self._connect(server, sock, self._tls))
+                task = loop.create_task(self._connect(server, sock))
                 self._handshakes[task] = None
                 task.add_done_callback(lambda task: self._handshakes.pop(task, None))
 
-    async def _connect(
-        self, server: web.Server, sock: socket.socket, tls: ssl.SSLContext | None = None
-    ) -> None:
-        loop, patience = asyncio.get_running_loop(), None if tls is None else self.idle_timeout
+    async def _connect(self, server: web.Server, sock: socket.socket) -> None:
+        loop, patience = asyncio.get_running_loop(), None if self._tls is None else self.idle_timeout
         try:
             transport, _ = await loop.connect_accepted_socket(
-                server, sock, ssl=tls, ssl_handshake_timeout=patience
+                server, sock, ssl=self._tls, ssl_handshake_timeout=patience
             )
         except BaseException as error:
             sock.close()

@@ -54,7 +54,7 @@ logger = logging.getLogger("flashtile.server")
 
 
 class RequestBody:
-    """The body of a call, streamed to a replica with at most about ``MAX_KEPT_BYTES`` bytes in memory.
+    """The body of a call. Its beginning is kept, and the rest of a long body is only passed through.
 
     Attributes:
         error: why the body could not be read to its end, or None.
@@ -65,54 +65,49 @@ class RequestBody:
         self.request, self.limits = request, limits
         self.error: Exception | None = None
         self.can_be_sent = True
-        self._kept: list[bytes] = []
+        self._kept = b""
         self._size = 0
         self._ended = False
         self._begun = asyncio.get_running_loop().time()
-        length = request.content_length
-        if length is not None and length > limits.max_body_bytes:
+        if (request.content_length or 0) > limits.max_body_bytes:
             raise self._too_large()
+
+    async def read_beginning(self) -> bytes:
+        """Read at least ``MAX_KEPT_BYTES`` bytes, or else the whole body, and return what was read."""
+        pieces = []
+        while self._size < MAX_KEPT_BYTES and not self._ended:
+            pieces.append(await self._read())
+        self._kept = b"".join(pieces)
+        return self._kept
 
     def to_send(self) -> tuple[bytes | AsyncIterator[bytes] | None, dict[str, str]]:
         """Return (data for an HTTP client to send, headers that describe the data)."""
         if self._ended:
-            return b"".join(self._kept) or None, {}
+            return self._kept or None, {}
         length = self.request.headers.get("Content-Length")
         # aiohttp decodes a body with Content-Encoding, which changes the body's length.
         is_coded = "Content-Encoding" in self.request.headers
-        return self._chunks(), {} if length is None or is_coded else {"Content-Length": length}
+        return self._pieces(), {} if length is None or is_coded else {"Content-Length": length}
 
-    async def head(self) -> bytes:
-        """Return the first bytes of the body, at most ``HEAD_BYTES``."""
-        while self._size < HEAD_BYTES and not self._ended:
-            await self._read()
-        return b"".join(self._kept)[:HEAD_BYTES]
-
-    async def _chunks(self) -> AsyncIterator[bytes]:
+    async def _pieces(self) -> AsyncIterator[bytes]:
         """Yield the whole body. A failure to read it is stored in ``error`` and raised."""
-        sent = 0
-        while True:
-            while sent < len(self._kept):
-                sent += 1
-                yield self._kept[sent - 1]
-            if self._ended:
-                return
-            if self._size > MAX_KEPT_BYTES:
-                self.can_be_sent, self._kept, sent = False, [], 0
-            try:
-                await self._read()
-            except (ApiError, web.RequestPayloadError) as error:
-                self.error = error
-                raise
+        yield self._kept
+        try:
+            while piece := await self._read():
+                self.can_be_sent, self._kept = False, b""
+                yield piece
+        except (ApiError, web.RequestPayloadError) as error:
+            self.error = error
+            raise
 
-    async def _read(self) -> None:
-        chunk = await read_body(self.request.content.readany(), self.limits, self._begun)
-        self._ended = not chunk
-        self._size += len(chunk)
+    async def _read(self) -> bytes:
+        """Return the next piece of the body, or b"" at its end."""
+        piece = await read_body(self.request.content.readany(), self.limits, self._begun)
+        self._ended = not piece
+        self._size += len(piece)
         if self._size > self.limits.max_body_bytes:
             raise self._too_large()
-        if chunk:
-            self._kept.append(chunk)
+        return piece
 
     def _too_large(self) -> ApiError:
         text = f"the body is too large: expected at most {self.limits.max_body_bytes} bytes"
@@ -212,7 +207,7 @@ class Front:
 
     async def _forward_to_one(self, request: web.Request, choose: Choose) -> web.StreamResponse:
         body = RequestBody(request, self.limits)
-        prompt = prompt_of(await body.head())
+        prompt = prompt_of((await body.read_beginning())[:HEAD_BYTES])
         tried: list[Replica] = []
         while True:
             untried = [one for one in self.replicas if one not in tried]
@@ -240,26 +235,22 @@ class Front:
         # The request target may be a full URL; only its path and query are passed on.
         url = URL(replica.url + request.rel_url.raw_path_qs, encoded=True)
         data, headers = body.to_send()
-        with replica.while_it_answers():
-            found = await self._session.request(
-                request.method, url, data=data, headers={**_end_to_end(request.headers), **headers},
-                allow_redirects=False,
-            )  # fmt: skip
-        async with found:
+        asked = self._session.request(
+            request.method, url, data=data, headers={**_end_to_end(request.headers), **headers},
+            allow_redirects=False,
+        )  # fmt: skip
+        async with await replica.ask(asked) as found:
             kept = _end_to_end(found.headers)
             if found.content_type != "text/event-stream":
-                with replica.while_it_answers():
-                    return web.Response(body=await found.read(), status=found.status, headers=kept)
+                body_of_answer = await replica.ask(found.read())
+                return web.Response(body=body_of_answer, status=found.status, headers=kept)
             response = web.StreamResponse(status=found.status, headers=kept)
             # Wait for the first byte, because until then another replica can still answer.
-            with replica.while_it_answers():
-                chunk = await found.content.readany()
+            first = await replica.ask(found.content.readany())
             await response.prepare(request)
             try:
-                while chunk:
-                    await response.write(chunk)
-                    with replica.while_it_answers():
-                        chunk = await found.content.readany()
+                await response.write(first)
+                await replica.ask(_copy(found.content, response))
             except CONNECTION_ERRORS:
                 await response.write(error_event(_replica_ended()) + b"data: [DONE]\n\n")
             await response.write_eof()
@@ -315,6 +306,11 @@ def _no_replica() -> ApiError:
 
 def _replica_ended() -> ApiError:
     return ApiError("the replica ended before its answer was complete", status=503, code="engine_dead")
+
+
+async def _copy(stream: aiohttp.StreamReader, response: web.StreamResponse) -> None:
+    while chunk := await stream.readany():
+        await response.write(chunk)
 
 
 def _end_to_end(headers: Any) -> dict[str, str]:

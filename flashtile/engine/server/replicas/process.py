@@ -11,7 +11,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 READY = re.compile(r"serving .* at (http://\S+)")
 FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
@@ -73,7 +76,7 @@ class Replica:
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self.printed: dict[str, int] = {}
-        self._interrupts: set[Callable[[], None]] = set()
+        self._asked: set[asyncio.Task[Any]] = set()
 
     @property
     def is_up(self) -> bool:
@@ -98,33 +101,23 @@ class Replica:
             _send(self._process, signal.SIGCONT)  # a stopped process would not handle the signal
 
     def set_hanging(self, hangs: bool) -> None:
-        """Set whether the replica hangs. If it does, every :meth:`while_it_answers` is interrupted."""
+        """Set whether the replica hangs. If it does, every :meth:`ask` ends."""
         self.hangs = hangs
-        for interrupt in list(self._interrupts) if hangs else ():
-            interrupt()
-
-    @contextlib.contextmanager
-    def while_it_answers(self) -> Iterator[None]:
-        """Context for awaiting the replica's answer. Raises asyncio.TimeoutError if the replica hangs."""
-        task, interrupted = asyncio.current_task(), False
-        assert task is not None
-
-        def interrupt() -> None:
-            nonlocal interrupted
-            interrupted = True
+        for task in self._asked if hangs else ():
             task.cancel()
 
-        self._interrupts.add(interrupt)
+    async def ask(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await work that needs the replica. Raise asyncio.TimeoutError if the replica hangs meanwhile."""
+        task = asyncio.create_task(work)
+        self._asked.add(task)
         try:
-            yield
-        except asyncio.CancelledError:
-            if not interrupted:
-                raise
-            if sys.version_info >= (3, 11):
-                task.uncancel()
-            raise asyncio.TimeoutError("the replica has stopped answering") from None
+            await asyncio.wait([task])
         finally:
-            self._interrupts.discard(interrupt)
+            self._asked.discard(task)
+            task.cancel()  # if this task was cancelled
+        if task.cancelled():
+            raise asyncio.TimeoutError("the replica has stopped answering")
+        return task.result()
 
     async def wait(self) -> None:
         """Wait until the process has ended and will not be restarted."""
@@ -164,7 +157,7 @@ class Replica:
         assert process.stderr is not None
         self._failures += 1
         try:
-            async for line in _lines(process.stderr):
+            while line := await _read_line(process.stderr):
                 text = line.decode(errors="replace")
                 found = READY.search(text) if self.url is None else None
                 if found is None:
@@ -181,16 +174,11 @@ class Replica:
                 await process.wait()
 
 
-async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the lines of a stream. Of a line longer than the stream's limit, only the end may be yielded."""
+async def _read_line(stream: asyncio.StreamReader) -> bytes:
+    """Return the next line, or b"" at the end. Of a line longer than the stream's limit, only the end."""
     while True:
-        try:
-            line = await stream.readline()
-        except ValueError:  # the line is too long; what was read of it is dropped
-            continue
-        if not line:
-            return
-        yield line
+        with contextlib.suppress(ValueError):  # the line is too long; what was read of it is dropped
+            return await stream.readline()
 
 
 def _send(process: asyncio.subprocess.Process, number: int) -> None:

@@ -16,7 +16,7 @@ from flashtile.engine.server.errors import ApiError, error_event, internal_error
 from flashtile.engine.server.formats import LAST_TOKENS, AnswerParser
 from flashtile.engine.server.job import Job
 from flashtile.engine.server.middlewares import TOKENS, hang_up_after
-from flashtile.engine.server.protocol import Body, ChatCall, CompletionCall, read_chat, read_completion
+from flashtile.engine.server.protocol import Body, ChatCall, CompletionCall
 from flashtile.engine.server.service import Service
 from flashtile.engine.tokenizer import Tokenizer
 
@@ -29,18 +29,8 @@ MIN_LOGPROB = -9999.0
 logger = logging.getLogger("flashtile.server")
 
 
-async def completions(request: web.Request, service: Service, body: Body) -> web.StreamResponse:
-    call = read_completion(body, service.limits.max_logprobs)
-    return await _answer(request, service, call, _Completions(service, call))
-
-
-async def chat_completions(request: web.Request, service: Service, body: Body) -> web.StreamResponse:
-    call = read_chat(body, service.limits.max_logprobs)
-    return await _answer(request, service, call, _ChatCompletions(service, call))
-
-
-class _Writer:
-    """Describes a call's answers in JSON.
+class Writer:
+    """Reads a call and describes its answers in JSON.
 
     Attributes:
         kind: value of the field ``object``.
@@ -72,9 +62,12 @@ class _Writer:
         return {}
 
 
-async def _answer(
-    request: web.Request, service: Service, call: CompletionCall | ChatCall, writer: _Writer
+async def complete(
+    writers: type[Completions] | type[ChatCompletions], request: web.Request, service: Service, body: Body
 ) -> web.StreamResponse:
+    """Answer a call of /v1/completions or /v1/chat/completions."""
+    writer = writers(service, body)
+    call = writer.call
     prompts = await service.prepare(call)
     service.set_max_tokens(call, prompts)
     name = f"{writer.prefix}-{call.request_id or uuid.uuid4().hex}"
@@ -88,17 +81,15 @@ async def _answer(
         async for prompt, output in job:
             outputs[prompt] = output
     choices = [
-        writer.choice(prompt, output, answer)
+        writer.choice(prompt, output, one)
         for prompt, output in sorted(outputs.items())
-        for answer in output.outputs
+        for one in output.outputs
     ]
     about = writer.about_prompt(outputs[0])
     return json_response({**head, "choices": choices, "usage": job.usage(), **about})
 
 
-async def _stream(
-    request: web.Request, job: Job, head: dict[str, Any], writer: _Writer
-) -> web.StreamResponse:
+async def _stream(request: web.Request, job: Job, head: dict[str, Any], writer: Writer) -> web.StreamResponse:
     """Stream a call's outputs as server-sent events: the writer's choices, usage, and ``[DONE]``.
 
     ``writer.first`` is not sent before the first output, because clients measure the time to the first token
@@ -145,12 +136,12 @@ async def _stream(
     return response
 
 
-class _Completions(_Writer):
+class Completions(Writer):
     """Writer of /v1/completions."""
 
-    def __init__(self, service: Service, call: CompletionCall):
-        super().__init__(service, call)
-        self.call = call
+    def __init__(self, service: Service, body: Body):
+        self.call = CompletionCall(body, service.limits.max_logprobs)
+        super().__init__(service, self.call)
         self._offsets: dict[int, _TextOffset] = {}
 
     def choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
@@ -162,7 +153,11 @@ class _Completions(_Writer):
         if call.echo_only:  # the engine always makes one token; the client wants none
             text, tokens, entries = "", [], []
             reason, stop = ("length", None) if reason is not None else (None, None)
-        echoed = self._prompt_text(output) if call.echo and is_first else ""
+        echoed = ""
+        if call.echo and is_first:
+            echoed = output.prompt or ""
+            if output.prompt is None and tokenizer is not None:
+                echoed = tokenizer.decode(output.prompt_token_ids, False)
         if is_first:
             self._offsets[index] = _TextOffset(
                 tokenizer, len(echoed), output.prompt_token_ids, params.skip_special_tokens
@@ -188,12 +183,6 @@ class _Completions(_Writer):
             choice["prompt_token_ids"] = output.prompt_token_ids if is_first else None
         return choice
 
-    def _prompt_text(self, output: RequestOutput) -> str:
-        if output.prompt is not None:
-            return output.prompt
-        tokenizer = self.service.engine.tokenizer
-        return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids, False)
-
 
 class _TextOffset:
     """Tracks the text offset of each token. Several tokens may form one character, and some have no text.
@@ -218,14 +207,14 @@ class _TextOffset:
         return found
 
 
-class _ChatCompletions(_Writer):
+class ChatCompletions(Writer):
     """Writer of /v1/chat/completions."""
 
     prefix = "chatcmpl"
 
-    def __init__(self, service: Service, call: ChatCall):
+    def __init__(self, service: Service, body: Body):
+        self.call = call = ChatCall(body, service.limits.max_logprobs)
         super().__init__(service, call)
-        self.call = call
         self.kind = "chat.completion.chunk" if call.stream else "chat.completion"
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         self.first = [{"index": i, **role} for i in range(self.params.n)]

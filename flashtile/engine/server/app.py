@@ -13,7 +13,7 @@ from aiohttp import web
 
 from flashtile.engine.config import IN_VLLM
 from flashtile.engine.core import Engine
-from flashtile.engine.server.answers import chat_completions, completions
+from flashtile.engine.server.answers import ChatCompletions, Completions, complete
 from flashtile.engine.server.errors import ApiError, busy, json_response, refused
 from flashtile.engine.server.listener import Listener
 from flashtile.engine.server.metrics import CONTENT_TYPE
@@ -55,8 +55,9 @@ def make_app(service: Service, listener: Listener) -> web.Application:
     add_middlewares(app, listener, service.limits)
     app.on_response_prepare.append(_name_ignored)
 
-    calls = {
-        "/v1/completions": completions, "/v1/chat/completions": chat_completions,
+    calls: dict[str, Call] = {
+        "/v1/completions": partial(complete, Completions),
+        "/v1/chat/completions": partial(complete, ChatCompletions),
         "/tokenize": _tokenize, "/detokenize": _detokenize,
     }  # fmt: skip
     gets = {
@@ -65,17 +66,17 @@ def make_app(service: Service, listener: Listener) -> web.Application:
     }  # fmt: skip
     app.add_routes(
         [
-            *(web.post(path, partial(_call, service, answer)) for path, answer in calls.items()),
+            *(web.post(path, partial(_call, service, call)) for path, call in calls.items()),
             web.post("/reset_prefix_cache", partial(_reset_prefix_cache, service)),
             *(web.post(path, partial(_refuse, name)) for path, name in UNSERVED.items()),
-            *(web.get(path, partial(answer, service)) for path, answer in gets.items()),
+            *(web.get(path, partial(get, service)) for path, get in gets.items()),
             web.get("/", partial(_page, _html())),
         ]
     )
     return app
 
 
-async def _call(service: Service, answer: Call, request: web.Request) -> web.StreamResponse:
+async def _call(service: Service, call: Call, request: web.Request) -> web.StreamResponse:
     """Answer a POST: count the call, read its body within a time limit and check its model."""
     limits = service.limits
     service.check_open()
@@ -94,7 +95,7 @@ async def _call(service: Service, answer: Call, request: web.Request) -> web.Str
         size = len(raw)
         body = request[BODY] = parse(raw, service.sampling_defaults)
         service.check_model(body.take("model"))
-        return await answer(request, service, body)
+        return await call(request, service, body)
     finally:
         service.in_flight -= 1
         service.body_bytes -= size

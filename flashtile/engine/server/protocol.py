@@ -149,44 +149,6 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-@dataclass(kw_only=True)
-class ApiCall:
-    """Fields that completions and chat completions share.
-
-    Attributes:
-        params: sampling or beam search parameters.
-        stream: answer with server-sent events.
-        include_usage: send token counts in a last event.
-        continuous_usage: also send token counts in every event.
-        return_token_ids: return tokens in addition to texts.
-        add_special_tokens: add the tokenizer's special tokens to prompts.
-        truncate_prompt_tokens: how many of a prompt's last tokens to keep; None: all.
-        request_id, priority, cache_salt: as for :meth:`flashtile.engine.Engine.add_request`.
-        fields: names of the fields that the client gave.
-    """
-
-    params: Params
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    return_token_ids: bool
-    add_special_tokens: bool
-    truncate_prompt_tokens: int | None
-    request_id: str | None
-    priority: int
-    cache_salt: str | None
-    fields: frozenset[str]
-
-
-@dataclass(kw_only=True)
-class CompletionCall(ApiCall):
-    """A call of /v1/completions. ``echo``: return the prompt before the answer; ``echo_only``: only it."""
-
-    prompts: list[str | list[int]]
-    echo: bool
-    echo_only: bool
-
-
 @dataclass
 class Conversation:
     """Messages, and the arguments of the chat template that renders them.
@@ -209,50 +171,85 @@ class Conversation:
     chat_template_kwargs: dict[str, Any]
 
 
-@dataclass(kw_only=True)
+class ApiCall:
+    """Fields that completions and chat completions share.
+
+    Attributes:
+        params: sampling or beam search parameters.
+        stream: answer with server-sent events.
+        include_usage: send token counts in a last event.
+        continuous_usage: also send token counts in every event.
+        return_token_ids: return tokens in addition to texts.
+        add_special_tokens: add the tokenizer's special tokens to prompts.
+        truncate_prompt_tokens: how many of a prompt's last tokens to keep; None: all.
+        request_id, priority, cache_salt: as for :meth:`flashtile.engine.Engine.add_request`.
+        echo: return the prompt before the answer.
+        echo_only: return the prompt without an answer.
+        fields: names of the fields that the client gave.
+    """
+
+    echo = echo_only = False
+
+    def __init__(self, body: Body, max_logprobs: int, max_tokens: int | None, logprobs: int | None):
+        """Read the fields, after all others. Refuse unknown or unsupported fields."""
+        prompt_logprobs = body.integer("prompt_logprobs", None, 0, max_logprobs)
+        if self.echo and logprobs is not None:
+            prompt_logprobs = max(logprobs, prompt_logprobs or 0)
+        own = {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+        self.stream = body.flag("stream")
+        options = Body(body.object("stream_options"))
+        if options.fields and not self.stream:
+            raise wrong("stream_options", "absent unless stream is true", options.fields)
+        self.include_usage = options.flag("include_usage")
+        self.continuous_usage = options.flag("continuous_usage_stats")
+        options.finish()
+        read = _read_beams if body.flag("use_beam_search") else _read_sampling
+        try:
+            self.params: Params = read(body, self.stream, own)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise refused(error, body.fields) from None
+        self.priority = body.integer("priority", 0, -(2**31), 2**31 - 1) or 0
+        self.return_token_ids = body.flag("return_token_ids")
+        self.add_special_tokens = body.flag("add_special_tokens", "messages" not in body)
+        self.truncate_prompt_tokens = body.integer("truncate_prompt_tokens", None, 1, MAX_TOKENS)
+        self.request_id, self.cache_salt = body.text("request_id"), body.text("cache_salt")
+        self.fields = frozenset(body.fields)
+        body.finish()
+
+
+class CompletionCall(ApiCall):
+    """A call of /v1/completions. Raises ApiError if a field is invalid."""
+
+    def __init__(self, body: Body, max_logprobs: int):
+        self.echo = body.flag("echo")
+        max_tokens = body.integer("max_tokens", min(16, body.defaults.get("max_tokens", 16)), 0, MAX_TOKENS)
+        self.echo_only = max_tokens == 0
+        if self.echo_only and not self.echo:
+            raise wrong("max_tokens", "at least 1 without echo", max_tokens)
+        self.prompts, best_of = read_prompts(body), body.integer("best_of", None, 1, MAX_TOKENS)
+        if best_of is not None and best_of != body.take("n", 1):
+            raise unsupported("best_of", " unless it equals n")
+        logprobs = body.integer("logprobs", None, 0, max_logprobs)
+        super().__init__(body, max_logprobs, max_tokens or 1, logprobs)
+
+
 class ChatCall(ApiCall):
-    """A call of /v1/chat/completions."""
+    """A call of /v1/chat/completions. Raises ApiError if a field is invalid."""
 
-    conversation: Conversation
-
-
-def read_completion(body: Body, max_logprobs: int) -> CompletionCall:
-    """Read a call of /v1/completions. Raise ApiError if a field is invalid."""
-    echo = body.flag("echo")
-    logprobs = body.integer("logprobs", None, 0, max_logprobs)
-    prompt_logprobs = body.integer("prompt_logprobs", None, 0, max_logprobs)
-    if echo and logprobs is not None:
-        prompt_logprobs = max(logprobs, prompt_logprobs or 0)
-    max_tokens = body.integer("max_tokens", min(16, body.defaults.get("max_tokens", 16)), 0, MAX_TOKENS)
-    echo_only = max_tokens == 0
-    if echo_only and not echo:
-        raise wrong("max_tokens", "at least 1 without echo", max_tokens)
-    prompts, best_of = read_prompts(body), body.integer("best_of", None, 1, MAX_TOKENS)
-    if best_of is not None and best_of != body.take("n", 1):
-        raise unsupported("best_of", " unless it equals n")
-    own = {"max_tokens": max_tokens or 1, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
-    return CompletionCall(prompts=prompts, echo=echo, echo_only=echo_only, **_read_shared(body, own))
-
-
-def read_chat(body: Body, max_logprobs: int) -> ChatCall:
-    """Read a call of /v1/chat/completions. Raise ApiError if a field is invalid."""
-    wanted, top = body.flag("logprobs"), body.integer("top_logprobs", None, 0, max_logprobs)
-    if top is not None and not wanted:
-        raise wrong("top_logprobs", "absent unless logprobs is true", top)
-    prompt_logprobs = body.integer("prompt_logprobs", None, 0, max_logprobs)
-    name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-    max_tokens = body.integer(name, body.defaults.get("max_tokens"), 1, MAX_TOKENS)
-    body.take("max_tokens")
-    logprobs = (top or 0) if wanted else None
-    own = {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
-    conversation = read_conversation(body)
-    if conversation.forced:
-        schema = _schema_of_calls(conversation.forced, conversation.max_calls)
-        body.defaults["structured_outputs"] = {"json": schema}
-    call = ChatCall(conversation=conversation, **_read_shared(body, own))
-    if conversation.calls and isinstance(call.params, BeamSearchParams):
-        raise unsupported("tools")
-    return call
+    def __init__(self, body: Body, max_logprobs: int):
+        wanted, top = body.flag("logprobs"), body.integer("top_logprobs", None, 0, max_logprobs)
+        if top is not None and not wanted:
+            raise wrong("top_logprobs", "absent unless logprobs is true", top)
+        name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+        max_tokens = body.integer(name, body.defaults.get("max_tokens"), 1, MAX_TOKENS)
+        body.take("max_tokens")
+        self.conversation = read_conversation(body)
+        if self.conversation.forced:
+            schema = _schema_of_calls(self.conversation.forced, self.conversation.max_calls)
+            body.defaults["structured_outputs"] = {"json": schema}
+        super().__init__(body, max_logprobs, max_tokens, (top or 0) if wanted else None)
+        if self.conversation.calls and isinstance(self.params, BeamSearchParams):
+            raise unsupported("tools")
 
 
 def read_prompts(body: Body) -> list[str | list[int]]:
@@ -406,41 +403,6 @@ def read_detokenize(body: Body) -> list[int]:
 def _are_tokens(values: Any) -> bool:
     """Whether a value is a list of tokens that is not empty. Fast for millions of tokens."""
     return isinstance(values, list) and set(map(type, values)) == {int} and min(values) >= 0
-
-
-def _read_shared(body: Body, own: dict[str, int | None]) -> dict[str, Any]:
-    """Read the fields of :class:`ApiCall`, after all others. Refuse unknown or unsupported fields.
-
-    Args:
-        own: ``max_tokens``, ``logprobs`` and ``prompt_logprobs`` of the result's ``params``.
-    """
-    stream = body.flag("stream")
-    options = Body(body.object("stream_options"))
-    if options.fields and not stream:
-        raise wrong("stream_options", "absent unless stream is true", options.fields)
-    include_usage = options.flag("include_usage")
-    continuous_usage = options.flag("continuous_usage_stats")
-    options.finish()
-    read = _read_beams if body.flag("use_beam_search") else _read_sampling
-    try:
-        params = read(body, stream, own)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise refused(error, body.fields) from None
-    shared = {
-        "params": params,
-        "stream": stream,
-        "include_usage": include_usage,
-        "continuous_usage": continuous_usage,
-        "priority": body.integer("priority", 0, -(2**31), 2**31 - 1),
-        "return_token_ids": body.flag("return_token_ids"),
-        "add_special_tokens": body.flag("add_special_tokens", "messages" not in body),
-        "truncate_prompt_tokens": body.integer("truncate_prompt_tokens", None, 1, MAX_TOKENS),
-        "request_id": body.text("request_id"),
-        "cache_salt": body.text("cache_salt"),
-        "fields": frozenset(body.fields),
-    }
-    body.finish()
-    return shared
 
 
 def _read_sampling(body: Body, stream: bool, own: dict[str, int | None]) -> Params:

@@ -258,10 +258,10 @@ class ChatCompletions(Writer):
             self._parsers[answer.index] = parser
         fields = parser.feed(answer.text, answer.finished)
         if not self.call.stream:
-            fields.setdefault("content", None if parser.calls else "")
+            fields.setdefault("content", None if parser.found else "")
             for call in fields.get("tool_calls", ()):
                 del call["index"]
-        return fields, parser.calls > 0
+        return fields, parser.found > 0
 
     def about_prompt(self, output: RequestOutput) -> dict[str, Any]:
         about: dict[str, Any] = {}

@@ -44,14 +44,14 @@ class Reader:
         at: position in ``text`` of the next character to read.
         ended: whether no more text follows.
         fields: what was reported and not sent to the client yet, in the form of a stream's delta.
-        found, calls: number of calls found, and of calls reported.
+        found: number of calls found.
         max_calls: maximum number of calls that are reported. None: no limit.
     """
 
     def __init__(self, max_calls: int | None = None):
         self.text, self.at, self.ended = "", 0, False
         self.fields: dict[str, Any] = {}
-        self.found, self.calls, self.max_calls = 0, 0, max_calls
+        self.found, self.max_calls = 0, max_calls
 
     def report(self, kind: str, text: str) -> None:
         """Report a piece of text: "reasoning", "content", "name" (a new call) or "arguments" (of the last).
@@ -65,14 +65,13 @@ class Reader:
             for name in ("content",) if kind == "content" else ("reasoning", "reasoning_content"):
                 self.fields[name] = self.fields.get(name, "") + text
         elif self.max_calls is None or self.found <= self.max_calls:
-            calls = self.fields.setdefault("tool_calls", [])
+            calls, index = self.fields.setdefault("tool_calls", []), self.found - 1
             if kind == "name":
-                new = {"index": self.calls, "id": uuid.uuid4().hex[:9], "type": "function"}
+                new = {"index": index, "id": uuid.uuid4().hex[:9], "type": "function"}
                 calls.append({**new, "function": {"name": text, "arguments": ""}})
-                self.calls += 1
                 return
             if not calls:
-                calls.append({"index": self.calls - 1, "function": {"arguments": ""}})
+                calls.append({"index": index, "function": {"arguments": ""}})
             calls[-1]["function"]["arguments"] += text
 
     def emit(self, kind: str, end: int) -> None:
@@ -431,16 +430,17 @@ class AnswerParser(Reader):
 
     def __init__(self, formats: Formats, conversation: Conversation, prompt: str, structured: bool = False):
         super().__init__(conversation.max_calls)
-        calls = conversation.calls and not structured
-        self._steps = self._parse(formats, conversation, calls, formats.reasoning_form(prompt) == "begun")
+        self._steps = self._parse(formats, conversation, prompt, structured)
 
-    def _parse(self, formats: Formats, conversation: Conversation, calls: bool, begun: bool) -> Steps[None]:
-        is_forced = bool(conversation.forced)
+    def _parse(
+        self, formats: Formats, conversation: Conversation, prompt: str, structured: bool
+    ) -> Steps[None]:
+        calls, is_forced = conversation.calls and not structured, bool(conversation.forced)
         if formats.are_harmony:
             yield from harmony(self, calls, conversation.separate_reasoning, is_forced)
             return
         if conversation.separate_reasoning and formats.reasoning:
-            yield from think(self, begun)
+            yield from think(self, formats.reasoning_form(prompt) == "begun")
         if is_forced:
             yield from forced(self)
         elif calls and formats.tools:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -149,9 +148,8 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-@dataclass
 class Conversation:
-    """Messages, and the arguments of the chat template that renders them.
+    """Messages, and the arguments of the chat template that renders them. Raises ApiError if one is invalid.
 
     Attributes:
         calls: whether the answer may call tools.
@@ -160,15 +158,29 @@ class Conversation:
         separate_reasoning: return reasoning in fields of its own.
     """
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
-    calls: bool
-    forced: list[dict[str, Any]]
-    max_calls: int | None
-    separate_reasoning: bool
-    add_generation_prompt: bool
-    continue_final_message: bool
-    chat_template_kwargs: dict[str, Any]
+    def __init__(self, body: Body):
+        messages = body.take("messages")
+        if not isinstance(messages, list) or not messages:
+            raise wrong("messages", "a list of messages, not empty", messages)
+        self.messages = [_read_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+        self.tools = _read_tools(body)
+        self.forced, self.max_calls = _read_tool_choice(body, self.tools)
+        self.calls = bool(self.tools) and body.take("tool_choice") != "none"
+        variables = body.object("chat_template_kwargs")
+        clash = next((name for name in variables if name in TEMPLATE_ARGUMENTS), None)
+        if clash is not None:
+            raise wrong("chat_template_kwargs", f"without {', '.join(TEMPLATE_ARGUMENTS)}", clash)
+        effort = body.take("reasoning_effort")
+        if effort is not None:
+            if effort not in REASONING_EFFORTS:
+                raise wrong("reasoning_effort", f"one of {', '.join(REASONING_EFFORTS)}", effort)
+            variables = {"reasoning_effort": effort} | variables
+        self.chat_template_kwargs = variables
+        self.continue_final_message = body.flag("continue_final_message")
+        self.add_generation_prompt = body.flag("add_generation_prompt", not self.continue_final_message)
+        if self.add_generation_prompt and self.continue_final_message:
+            raise wrong("add_generation_prompt", "false with continue_final_message", True)
+        self.separate_reasoning = body.flag("separate_reasoning", True)
 
 
 class ApiCall:
@@ -243,7 +255,7 @@ class ChatCall(ApiCall):
         name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
         max_tokens = body.integer(name, body.defaults.get("max_tokens"), 1, MAX_TOKENS)
         body.take("max_tokens")
-        self.conversation = read_conversation(body)
+        self.conversation = Conversation(body)
         if self.conversation.forced:
             schema = _schema_of_calls(self.conversation.forced, self.conversation.max_calls)
             body.defaults["structured_outputs"] = {"json": schema}
@@ -264,33 +276,6 @@ def read_prompts(body: Body) -> list[str | list[int]]:
         allowed = "a string, a list of tokens, or a list of strings and lists of tokens, none of them empty"
         raise wrong("prompt", allowed, prompt)
     return prompts
-
-
-def read_conversation(body: Body) -> Conversation:
-    messages = body.take("messages")
-    if not isinstance(messages, list) or not messages:
-        raise wrong("messages", "a list of messages, not empty", messages)
-    messages = [_read_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
-    tools = _read_tools(body)
-    forced, max_calls = _read_tool_choice(body, tools)
-    calls = bool(tools) and body.take("tool_choice") != "none"
-    variables = body.object("chat_template_kwargs")
-    clash = next((name for name in variables if name in TEMPLATE_ARGUMENTS), None)
-    if clash is not None:
-        raise wrong("chat_template_kwargs", f"without {', '.join(TEMPLATE_ARGUMENTS)}", clash)
-    effort = body.take("reasoning_effort")
-    if effort is not None:
-        if effort not in REASONING_EFFORTS:
-            raise wrong("reasoning_effort", f"one of {', '.join(REASONING_EFFORTS)}", effort)
-        variables = {"reasoning_effort": effort} | variables
-    continued = body.flag("continue_final_message")
-    generate = body.flag("add_generation_prompt", not continued)
-    if generate and continued:
-        raise wrong("add_generation_prompt", "false with continue_final_message", generate)
-    separate = body.flag("separate_reasoning", True)
-    return Conversation(
-        messages, tools or None, calls, forced, max_calls, separate, generate, continued, variables
-    )
 
 
 def _read_message(name: str, message: Any) -> dict[str, Any]:
@@ -381,7 +366,7 @@ def _schema_of_calls(functions: list[dict[str, Any]], max_calls: int | None) -> 
 
 def read_tokenize(body: Body) -> tuple[str | Conversation, bool, bool]:
     """Read a call of /tokenize. Return (text or conversation, add_special_tokens, return_token_strs)."""
-    conversation = read_conversation(body) if "messages" in body else None
+    conversation = Conversation(body) if "messages" in body else None
     prompt = body.take("prompt")
     if conversation is None and not isinstance(prompt, str):
         raise wrong("prompt", "a string if messages is absent", prompt)

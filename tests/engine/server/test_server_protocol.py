@@ -14,8 +14,8 @@ from flashtile.engine.server.protocol import (
     Body,
     ChatCall,
     CompletionCall,
+    Conversation,
     parse,
-    read_conversation,
     read_detokenize,
     read_tokenize,
 )
@@ -239,8 +239,8 @@ def test_a_completion_takes_everything_that_is_documented():
     ],
 )
 def test_tools(fields, calls, forced, most):
-    found = read_conversation(Body({**HELLO, **fields}))
-    assert found.tools == (fields.get("tools") or None)
+    found = Conversation(Body({**HELLO, **fields}))
+    assert found.tools == fields.get("tools", [])
     assert (found.calls, [one["name"] for one in found.forced], found.max_calls) == (calls, forced, most)
 
 

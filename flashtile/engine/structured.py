@@ -94,26 +94,27 @@ class Structures:
             )
         return self._compiled(kind, text, structure.get("reasoning"))
 
-    def _submit(self, kind: str, text: str, reasoning: str | None) -> Future[Any]:
+    def _submit(self, *structure: Any) -> Future[Any]:
         call: Future[Any] = Future()
         call.set_running_or_notify_cancel()  # other requests may wait for it, so it cannot be cancelled
+
+        def work() -> None:
+            try:
+                with self._lock:
+                    call.set_result(self._compile(*structure))
+            except (ValueError, NotImplementedError) as error:
+                call.set_result(error.with_traceback(None))
+            except BaseException as error:
+                call.set_exception(error)
+
         # A daemon, because the process must be able to end while a structure is compiled.
-        thread = threading.Thread(target=self._work, args=(call, kind, text, reasoning), daemon=True)
+        thread = threading.Thread(target=work, daemon=True)
         usual = threading.stack_size(STACK_BYTES)
         try:
             thread.start()
         finally:
             threading.stack_size(usual)
         return call
-
-    def _work(self, call: Future[Any], *structure: Any) -> None:
-        try:
-            with self._lock:
-                call.set_result(self._compile(*structure))
-        except (ValueError, NotImplementedError) as error:
-            call.set_result(error.with_traceback(None))
-        except BaseException as error:
-            call.set_exception(error)
 
     def _compile(self, kind: str, text: str, reasoning: str | None) -> Any:
         try:

@@ -6,6 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from aiohttp import web
@@ -18,7 +19,7 @@ from flashtile.engine.server.job import Job
 from flashtile.engine.server.middlewares import TOKENS, hang_up_after
 from flashtile.engine.server.protocol import Body, ChatCall, CompletionCall
 from flashtile.engine.server.service import Service
-from flashtile.engine.tokenizer import Tokenizer
+from flashtile.engine.tokenizer import TextStream
 
 SLOW_READER = 5.0
 """Seconds beyond ``request_timeout`` for which a client may still read an answer."""
@@ -48,13 +49,7 @@ class Writer:
         self.params = params.sampling() if isinstance(params, BeamSearchParams) else params
 
     def choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any] | None:
-        """Return the JSON of a choice, or None if there is nothing to tell the client.
-
-        Args:
-            prompt: index of the prompt in the call.
-            output: the output of the request for this prompt.
-            answer: the element of ``output.outputs`` that the choice describes.
-        """
+        """Return the JSON of an answer to a prompt, or None if there is nothing to tell the client."""
         raise NotImplementedError
 
     def about_prompt(self, output: RequestOutput) -> dict[str, Any]:
@@ -142,35 +137,35 @@ class Completions(Writer):
     def __init__(self, service: Service, body: Body):
         self.call = CompletionCall(body, service.limits.max_logprobs)
         super().__init__(service, self.call)
-        self._offsets: dict[int, _TextOffset] = {}
+        self._streams: dict[int, TextStream | None] = {}
+        self._ends: dict[int, int] = {}  # of the choices' texts that were sent
 
     def choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
-        call, params = self.call, self.params
-        index = prompt * params.n + answer.index
-        is_first, tokenizer = index not in self._offsets, self.service.engine.tokenizer
+        call, params, tokenizer = self.call, self.params, self.service.engine.tokenizer
+        index, prompt_tokens = prompt * params.n + answer.index, output.prompt_token_ids
+        is_first, echoed = index not in self._streams, ""
         text, tokens, reason, stop = answer.text, answer.token_ids, answer.finish_reason, answer.stop_reason
         entries: list[TokenLogprobs | None] = list(answer.logprobs or [])
         if call.echo_only:  # the engine always makes one token; the client wants none
             text, tokens, entries = "", [], []
             reason, stop = ("length", None) if reason is not None else (None, None)
-        echoed = ""
         if call.echo and is_first:
             echoed = output.prompt or ""
             if output.prompt is None and tokenizer is not None:
-                echoed = tokenizer.decode(output.prompt_token_ids, False)
+                echoed = tokenizer.decode(prompt_tokens, False)
         if is_first:
-            self._offsets[index] = _TextOffset(
-                tokenizer, len(echoed), output.prompt_token_ids, params.skip_special_tokens
-            )
-        offsets = self._offsets[index].read(tokens) if params.logprobs is not None else []
+            skip = params.skip_special_tokens
+            self._streams[index] = None if tokenizer is None else tokenizer.stream(prompt_tokens, skip)
+            self._ends[index] = len(echoed)
+        logprobs, offsets = None, []
+        if params.logprobs is not None:
+            *offsets, self._ends[index] = _offsets(self._ends[index], self._streams[index], tokens)
         if call.echo and is_first:
-            text = echoed + text
-            tokens = output.prompt_token_ids + tokens
+            text, tokens = echoed + text, prompt_tokens + tokens
             entries = (output.prompt_logprobs or [None]) + entries
             if params.logprobs is not None:
-                of_prompt = _TextOffset(tokenizer, 0, [], output.prompt is not None)
-                offsets = of_prompt.read(output.prompt_token_ids) + offsets
-        logprobs = None
+                of_prompt = None if tokenizer is None else tokenizer.stream([], output.prompt is not None)
+                offsets = _offsets(0, of_prompt, prompt_tokens)[:-1] + offsets
         if params.logprobs is not None:
             logprobs = logprobs_body(tokens, entries, params.logprobs, offsets, self.service)
         choice: dict[str, Any] = {
@@ -180,31 +175,17 @@ class Completions(Writer):
             choice["prompt_logprobs"] = _prompt_logprobs(output)
         if call.return_token_ids:
             choice["token_ids"] = [] if call.echo_only else answer.token_ids
-            choice["prompt_token_ids"] = output.prompt_token_ids if is_first else None
+            choice["prompt_token_ids"] = prompt_tokens if is_first else None
         return choice
 
 
-class _TextOffset:
-    """Tracks the text offset of each token. Several tokens may form one character, and some have no text.
+def _offsets(at: int, stream: TextStream | None, tokens: Sequence[int]) -> list[int]:
+    """Return the offsets at which the tokens' texts begin, and at last the one where their text ends.
 
-    Args:
-        at: offset of the next token's text.
-        before: the tokens before the next one.
+    Several tokens may form one character, and some have no text.
     """
-
-    def __init__(
-        self, tokenizer: Tokenizer | None, at: int, before: Sequence[int], skip_special_tokens: bool
-    ):
-        self.at = at
-        self._stream = None if tokenizer is None else tokenizer.stream(before, skip_special_tokens)
-
-    def read(self, tokens: Sequence[int]) -> list[int]:
-        """Return the offset at which each token's text begins."""
-        found = []
-        for token in tokens:
-            found.append(self.at)
-            self.at += 0 if self._stream is None else len(self._stream.step(token))
-        return found
+    lengths = (0 if stream is None else len(stream.step(token)) for token in tokens)
+    return list(accumulate(lengths, initial=at))
 
 
 class ChatCompletions(Writer):

@@ -11,12 +11,7 @@ from aiohttp import web
 
 
 class ApiError(Exception):
-    """An error that a client gets instead of an answer.
-
-    Args:
-        param: the invalid field, if the error is about one.
-        code: identifier of the error for programs.
-    """
+    """An error that a client gets instead of an answer. ``param``: the invalid field, if it is about one."""
 
     def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None):
         super().__init__(message)

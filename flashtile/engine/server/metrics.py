@@ -57,12 +57,7 @@ class Histogram:
 
 
 class Metrics:
-    """Counters and histograms of a server.
-
-    Attributes:
-        histograms: by name without the prefix ``vllm:``.
-        finished: number of requests by finish reason.
-    """
+    """Counters and histograms of a server, named without the prefix ``vllm:``."""
 
     def __init__(self, model_name: str):
         escaped = model_name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

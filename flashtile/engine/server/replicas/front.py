@@ -130,7 +130,7 @@ class Front:
         self.listener = Listener(limits, files_each=2)
         self.draining = False
         self._in_flight = 0
-        self._session: aiohttp.ClientSession | None = None
+        self._session: aiohttp.ClientSession
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -181,7 +181,6 @@ class Front:
         self, url: str, path: str, method: str = "GET", headers: dict[str, str] | None = None
     ) -> tuple[int, bytes]:
         """Make a quick call and return (status, body). Without an answer in time, the status is 0."""
-        assert self._session is not None
         timeout = aiohttp.ClientTimeout(QUICK_CALL_SECONDS)
         try:
             async with self._session.request(method, url + path, headers=headers, timeout=timeout) as found:
@@ -230,7 +229,6 @@ class Front:
 
     async def _relay(self, request: web.Request, body: RequestBody, replica: Replica) -> web.StreamResponse:
         """Pass on a replica's answer. Raise one of ``CONNECTION_ERRORS`` if it does not begin."""
-        assert self._session is not None
         assert replica.url is not None
         # The request target may be a full URL; only its path and query are passed on.
         url = URL(replica.url + request.rel_url.raw_path_qs, encoded=True)

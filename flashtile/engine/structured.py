@@ -226,12 +226,7 @@ def error_of(matcher: Any) -> str:
 
 
 def mask(logits: Tensor, matchers: Sequence[tuple[Any, int]]) -> Tensor:
-    """Return logits (rows, vocab_size) with -inf for the tokens that structures forbid.
-
-    Args:
-        logits: (rows, vocab_size).
-        matchers: (matcher, row) of each row with a structure.
-    """
+    """Return logits (rows, vocab_size) with -inf for the tokens that the matchers of some rows forbid."""
     rows, columns = logits.shape
     words = columns // 32 + 1  # the matchers have one token more than the logits
     bits = torch.full((rows, words), -1, dtype=torch.int32, pin_memory=logits.is_cuda)

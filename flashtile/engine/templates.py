@@ -81,12 +81,7 @@ class Account:
                 self.pay_for_numbers(value.values())
 
     def pay_for_text(self, text: str, name: str, given: tuple[Any, ...]) -> None:
-        """Pay for the longest text that a method or filter can return.
-
-        Args:
-            text: the text to which the method or filter ``name`` is applied.
-            given: its other arguments.
-        """
+        """Pay for the longest text that the method or filter ``name`` of a text can return."""
         self.pay_for_numbers(given)
         if name in ("replace", "translate", "join", "format", "format_map"):
             self.pay_for(given)

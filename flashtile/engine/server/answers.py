@@ -45,7 +45,7 @@ class Writer:
     first: Sequence[dict[str, Any]] = ()
 
     def __init__(self, service: Service, call: CompletionCall | ChatCall):
-        self.service, params = service, call.params
+        self.service, self.call, params = service, call, call.params
         self.params = params.sampling() if isinstance(params, BeamSearchParams) else params
 
     def choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any] | None:
@@ -53,8 +53,12 @@ class Writer:
         raise NotImplementedError
 
     def about_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the fields of the response's body that describe the prompt."""
-        return {}
+        about: dict[str, Any] = {}
+        if self.params.prompt_logprobs is not None:
+            about["prompt_logprobs"] = _prompt_logprobs(output)
+        if self.call.return_token_ids:
+            about["prompt_token_ids"] = output.prompt_token_ids
+        return about
 
 
 async def complete(
@@ -80,7 +84,7 @@ async def complete(
         for prompt, output in sorted(outputs.items())
         for one in output.outputs
     ]
-    about = writer.about_prompt(outputs[0])
+    about = writer.about_prompt(outputs[0]) if isinstance(writer, ChatCompletions) else {}
     return json_response({**head, "choices": choices, "usage": job.usage(), **about})
 
 
@@ -134,9 +138,10 @@ async def _stream(request: web.Request, job: Job, head: dict[str, Any], writer: 
 class Completions(Writer):
     """Writer of /v1/completions."""
 
+    call: CompletionCall
+
     def __init__(self, service: Service, body: Body):
-        self.call = CompletionCall(body, service.limits.max_logprobs)
-        super().__init__(service, self.call)
+        super().__init__(service, CompletionCall(body, service.limits.max_logprobs))
         self._streams: dict[int, TextStream | None] = {}
         self._ends: dict[int, int] = {}  # of the choices' texts that were sent
 
@@ -157,7 +162,7 @@ class Completions(Writer):
             skip = params.skip_special_tokens
             self._streams[index] = None if tokenizer is None else tokenizer.stream(prompt_tokens, skip)
             self._ends[index] = len(echoed)
-        logprobs, offsets = None, []
+        offsets: list[int] = []
         if params.logprobs is not None:
             *offsets, self._ends[index] = _offsets(self._ends[index], self._streams[index], tokens)
         if call.echo and is_first:
@@ -166,17 +171,38 @@ class Completions(Writer):
             if params.logprobs is not None:
                 of_prompt = None if tokenizer is None else tokenizer.stream([], output.prompt is not None)
                 offsets = _offsets(0, of_prompt, prompt_tokens)[:-1] + offsets
-        if params.logprobs is not None:
-            logprobs = logprobs_body(tokens, entries, params.logprobs, offsets, self.service)
+        logprobs = None if params.logprobs is None else self.logprobs(tokens, entries, offsets)
         choice: dict[str, Any] = {
             "index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, "stop_reason": stop
         }  # fmt: skip
-        if is_first and params.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = _prompt_logprobs(output)
         if call.return_token_ids:
             choice["token_ids"] = [] if call.echo_only else answer.token_ids
-            choice["prompt_token_ids"] = prompt_tokens if is_first else None
-        return choice
+            choice["prompt_token_ids"] = None
+        return choice | (self.about_prompt(output) if is_first else {})
+
+    def logprobs(
+        self, tokens: Sequence[int], entries: Sequence[TokenLogprobs | None], offsets: list[int]
+    ) -> dict[str, list[Any]]:
+        """Return log-probabilities in OpenAI's form: lists with one element for each token.
+
+        The entry of a prompt's first token is None.
+        """
+        body: dict[str, list[Any]] = {"token_logprobs": [], "tokens": [], "top_logprobs": []}
+        for token, entry in zip(tokens, entries, strict=True):
+            top: dict[str, float] | None = None
+            if entry is None:
+                tokenizer = self.service.engine.tokenizer
+                text = f"token_id:{token}" if tokenizer is None else tokenizer.spell(token)
+                probability = None
+            else:
+                text, probability, top = _spelt(token, entry[token]), _clamped(entry[token]), {}
+                for other, one in sorted(entry.items(), key=lambda item: -item[1].logprob):
+                    if other == token or one.rank <= (self.params.logprobs or 0):
+                        top.setdefault(_spelt(other, one), _clamped(one))
+            body["token_logprobs"].append(probability)
+            body["tokens"].append(text)
+            body["top_logprobs"].append(top)
+        return {"text_offset": offsets, **body}
 
 
 def _offsets(at: int, stream: TextStream | None, tokens: Sequence[int]) -> list[int]:
@@ -191,16 +217,16 @@ def _offsets(at: int, stream: TextStream | None, tokens: Sequence[int]) -> list[
 class ChatCompletions(Writer):
     """Writer of /v1/chat/completions."""
 
+    call: ChatCall
     prefix = "chatcmpl"
 
     def __init__(self, service: Service, body: Body):
-        self.call = call = ChatCall(body, service.limits.max_logprobs)
-        super().__init__(service, call)
-        self.kind = "chat.completion.chunk" if call.stream else "chat.completion"
+        super().__init__(service, ChatCall(body, service.limits.max_logprobs))
+        self.kind = "chat.completion.chunk" if self.call.stream else "chat.completion"
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         self.first = [{"index": i, **role} for i in range(self.params.n)]
         self._parsers: dict[int, AnswerParser] = {}
-        conversation = call.conversation
+        conversation = self.call.conversation
         apart = conversation.separate_reasoning and service.formats.reasoning is not None
         self._structured = self.params.structured_outputs is not None
         self._parses = bool(conversation.forced) or apart or (conversation.calls and not self._structured)
@@ -244,14 +270,6 @@ class ChatCompletions(Writer):
                 del call["index"]
         return fields, parser.found > 0
 
-    def about_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        about: dict[str, Any] = {}
-        if self.params.prompt_logprobs is not None:
-            about["prompt_logprobs"] = _prompt_logprobs(output)
-        if self.call.return_token_ids:
-            about["prompt_token_ids"] = output.prompt_token_ids
-        return about
-
     def _position(self, token: int, entry: TokenLogprobs) -> dict[str, Any]:
         """Describe the token at a position, and the likeliest tokens at this position."""
         likeliest = sorted(entry.items(), key=lambda item: item[1].rank)
@@ -263,38 +281,6 @@ class ChatCompletions(Writer):
         """Describe a token. Its ``bytes`` may be only part of a character."""
         data = list(self.service.tokenizer.token_bytes(token))
         return {"token": _spelt(token, one), "logprob": _clamped(one), "bytes": data}
-
-
-def logprobs_body(
-    tokens: Sequence[int],
-    entries: Sequence[TokenLogprobs | None],
-    count: int,
-    offsets: list[int],
-    service: Service,
-) -> dict[str, list[Any]]:
-    """Return log-probabilities in OpenAI's form: lists with one element for each token.
-
-    Args:
-        entries: log-probabilities of each token; None for the first token of a prompt.
-        count: number of likeliest tokens to list in addition to the chosen one.
-        offsets: text offset at which each token begins.
-    """
-    body: dict[str, list[Any]] = {"token_logprobs": [], "tokens": [], "top_logprobs": []}
-    for token, entry in zip(tokens, entries, strict=True):
-        top: dict[str, float] | None = None
-        if entry is None:
-            tokenizer = service.engine.tokenizer
-            text = f"token_id:{token}" if tokenizer is None else tokenizer.spell(token)
-            probability = None
-        else:
-            text, probability, top = _spelt(token, entry[token]), _clamped(entry[token]), {}
-            for other, one in sorted(entry.items(), key=lambda item: -item[1].logprob):
-                if other == token or one.rank <= count:
-                    top.setdefault(_spelt(other, one), _clamped(one))
-        body["token_logprobs"].append(probability)
-        body["tokens"].append(text)
-        body["top_logprobs"].append(top)
-    return {"text_offset": offsets, **body}
 
 
 def _spelt(token: int, entry: Logprob) -> str:

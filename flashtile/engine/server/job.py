@@ -130,11 +130,7 @@ class Job:
         self._abort(forget=False)
 
     def _abort(self, forget: bool = True) -> None:
-        """Abort the unfinished requests.
-
-        Args:
-            forget: drop the last outputs of these requests, because nothing will read them.
-        """
+        """Abort the unfinished requests. ``forget``: nothing will read their last outputs."""
         left = list(self._stream.unfinished)
         if forget:
             self._stream.unfinished.clear()

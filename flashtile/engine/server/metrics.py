@@ -71,11 +71,9 @@ class Metrics:
         self.histograms[name].observe(value, times)
 
     def request_finished(self, output: RequestOutput, generated: int, streamed: bool) -> None:
-        """Count a finished request.
+        """Count a finished request whose answers have ``generated`` tokens.
 
-        Args:
-            generated: number of tokens of all answers of the request.
-            streamed: whether the times between the request's tokens were already observed.
+        If it was streamed, the times between its tokens were already observed.
         """
         reasons = {one.finish_reason for one in output.outputs}
         self.finished[next((reason for reason in reversed(REASONS) if reason in reasons), "stop")] += 1

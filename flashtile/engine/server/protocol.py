@@ -187,7 +187,6 @@ class ApiCall:
     """Fields that completions and chat completions share.
 
     Attributes:
-        params: sampling or beam search parameters.
         stream: answer with server-sent events.
         include_usage: send token counts in a last event.
         continuous_usage: also send token counts in every event.

@@ -32,11 +32,9 @@ class Limits:
         api_keys: valid keys. A client must send one of them as ``Authorization: Bearer KEY``. Empty: no key
             is needed.
         max_concurrent_requests: maximum number of calls answered at a time. Further calls get status 429.
-        max_prompts: maximum number of prompts of a call.
-        max_prompt_tokens: maximum number of tokens of a prompt. None: one less than the engine's
-            ``max_model_len``.
+        max_prompts, max_body_bytes: of one call.
+        max_prompt_tokens: None: one less than the engine's ``max_model_len``.
         max_logprobs: maximum number of log-probabilities at each position.
-        max_body_bytes: maximum number of bytes of a call's body.
         max_total_body_bytes: maximum number of bytes of the bodies of all calls that are being answered.
             Further calls get status 429, but one call at a time may have a body of any allowed size.
         body_timeout, request_timeout: maximum seconds to receive a body, and to finish an answer.
@@ -44,7 +42,6 @@ class Limits:
         max_connections: maximum number of connections at a time. To accept another connection, the server
             closes the one that has been idle longest.
         max_priority: ``priority`` of a call may be from ``-max_priority`` to ``max_priority``.
-        access_log: whether each call is logged.
         cors_origins: origins, such as "https://example.org", whose web pages may call the server. "*": all.
         tls: certificates and key for TLS. None: connections are not encrypted.
 
@@ -101,7 +98,6 @@ class Service:
     Args:
         llm: the model. Nothing else may use it afterwards.
         model_name: the name that clients use for the model.
-        limits: limits of calls.
         formats: formats of reasoning and tool calls, or "auto" for those that the chat template shows.
 
     Attributes:

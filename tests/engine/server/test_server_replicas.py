@@ -518,7 +518,10 @@ def test_a_client_that_is_gone_gets_no_second_answer(monkeypatch):
     async def read():
         return b""
 
-    front = Front([SimpleNamespace(in_flight=0, is_up=True, number=i) for i in range(2)], Limits())
+    replicas = [Replica(i, [], {}) for i in range(2)]
+    for replica in replicas:
+        replica.url = "http://127.0.0.1"
+    front = Front(replicas, Limits())
     monkeypatch.setattr(front, "_relay", ask)
     transport = SimpleNamespace(is_closing=lambda: True, abort=None)
     content = SimpleNamespace(readany=read)

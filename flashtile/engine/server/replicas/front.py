@@ -117,12 +117,7 @@ class RequestBody:
 class Front:
     """A proxy in front of the replicas.
 
-    Args:
-        limits: limits of clients. The front enforces those of connections, bodies, keys and times, and each
-            replica enforces the others.
-
-    Attributes:
-        draining: whether the replicas are being shut down.
+    It enforces the limits of connections, bodies, keys and times, and each replica enforces the others.
     """
 
     def __init__(self, replicas: Sequence[Replica], limits: Limits):
@@ -217,7 +212,7 @@ class Front:
             tried.append(replica)
             replica.in_flight += 1
             try:
-                return await self._relay(request, body, replica)
+                return await replica.ask(self._relay(request, body, replica))
             except CONNECTION_ERRORS as error:
                 if body.error is not None:
                     raise body.error from None
@@ -233,23 +228,24 @@ class Front:
         # The request target may be a full URL; only its path and query are passed on.
         url = URL(replica.url + request.rel_url.raw_path_qs, encoded=True)
         data, headers = body.to_send()
-        asked = self._session.request(
+        async with self._session.request(
             request.method, url, data=data, headers={**_end_to_end(request.headers), **headers},
             allow_redirects=False,
-        )  # fmt: skip
-        async with await replica.ask(asked) as found:
+        ) as found:  # fmt: skip
             kept = _end_to_end(found.headers)
             if found.content_type != "text/event-stream":
-                body_of_answer = await replica.ask(found.read())
-                return web.Response(body=body_of_answer, status=found.status, headers=kept)
+                return web.Response(body=await found.read(), status=found.status, headers=kept)
             response = web.StreamResponse(status=found.status, headers=kept)
             # Wait for the first byte, because until then another replica can still answer.
-            first = await replica.ask(found.content.readany())
+            chunk = await found.content.readany()
             await response.prepare(request)
             try:
-                await response.write(first)
-                await replica.ask(_copy(found.content, response))
-            except CONNECTION_ERRORS:
+                while chunk:
+                    await response.write(chunk)
+                    chunk = await found.content.readany()
+            except (*CONNECTION_ERRORS, asyncio.CancelledError) as error:
+                if isinstance(error, asyncio.CancelledError) and not replica.hangs:
+                    raise
                 await response.write(error_event(_replica_ended()) + b"data: [DONE]\n\n")
             await response.write_eof()
             return response
@@ -304,11 +300,6 @@ def _no_replica() -> ApiError:
 
 def _replica_ended() -> ApiError:
     return ApiError("the replica ended before its answer was complete", status=503, code="engine_dead")
-
-
-async def _copy(stream: aiohttp.StreamReader, response: web.StreamResponse) -> None:
-    while chunk := await stream.readany():
-        await response.write(chunk)
 
 
 def _end_to_end(headers: Any) -> dict[str, str]:

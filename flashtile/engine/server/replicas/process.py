@@ -50,7 +50,6 @@ class Replica:
     """A server process, restarted when it ends unexpectedly.
 
     Args:
-        number: number of the replica in messages.
         command, environment: command line and environment of the process. Its stderr is copied to this
             process's stderr.
 
@@ -58,7 +57,6 @@ class Replica:
         url: address of the server; None while it does not serve.
         hangs: whether its process runs but does not answer.
         in_flight: number of calls that it is answering.
-        restarts: how often it was restarted.
         given_up: whether it failed to start so often that it is not restarted any more.
         exit_code: exit code of its last process.
         printed: for each line that a replica wrote before it began to serve, the first replica that wrote it.
@@ -73,7 +71,7 @@ class Replica:
         self.exit_code = 0
         self._stopping = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None]
         self._changed = asyncio.Event()
         self.printed: dict[str, int] = {}
         self._asked: set[asyncio.Task[Any]] = set()
@@ -101,28 +99,27 @@ class Replica:
             _send(self._process, signal.SIGCONT)  # a stopped process would not handle the signal
 
     def set_hanging(self, hangs: bool) -> None:
-        """Set whether the replica hangs. If it does, every :meth:`ask` ends."""
+        """Set whether the replica hangs. If it does, the work of every :meth:`ask` is cancelled."""
         self.hangs = hangs
         for task in self._asked if hangs else ():
             task.cancel()
 
     async def ask(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await work that needs the replica. Raise asyncio.TimeoutError if the replica hangs meanwhile."""
+        """Await work that needs the replica. Raise asyncio.TimeoutError if it is cancelled by a hang."""
         task = asyncio.create_task(work)
         self._asked.add(task)
         try:
             await asyncio.wait([task])
         finally:
             self._asked.discard(task)
-            task.cancel()  # if this task was cancelled
+            task.cancel()  # without effect unless the caller was cancelled
         if task.cancelled():
             raise asyncio.TimeoutError("the replica has stopped answering")
         return task.result()
 
     async def wait(self) -> None:
         """Wait until the process has ended and will not be restarted."""
-        if self._task is not None:
-            await self._task
+        await self._task
 
     async def _run(self) -> None:
         pause = FIRST_PAUSE

@@ -216,12 +216,10 @@ class FastTokenizer(Tokenizer):
         self.chat_templates = _chat_templates(folder, config)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        found: list[int] = self.loaded.encode(text, add_special_tokens=add_special_tokens).ids
-        return found
+        return self.loaded.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        text: str = self.loaded.decode(list(tokens), skip_special_tokens=skip_special_tokens)
-        return text
+        return self.loaded.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token: int) -> bytes:
         text = self.loaded.id_to_token(token)

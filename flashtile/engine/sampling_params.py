@@ -196,13 +196,11 @@ class BeamSearchParams:
 
     Args:
         beam_width: number of beams kept at every step, and of answers returned.
-        max_tokens: maximum number of tokens of an answer.
-        ignore_eos: continue after the model's end token.
+        max_tokens, ignore_eos, stop_token_ids: as for :class:`SamplingParams`.
         temperature: divisor of the logits before log-probabilities are summed; 0 means 1.
         length_penalty: answers are ranked by log-probability / length ** length_penalty, where length is the
             number of their tokens.
         include_stop_str_in_output: keep the end token in ``token_ids`` and ``text``.
-        stop_token_ids: tokens that end an answer, in addition to the model's own.
 
     Raises:
         TypeError, ValueError: an argument is invalid.

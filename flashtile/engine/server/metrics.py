@@ -47,13 +47,7 @@ class Histogram:
     """Counts of values by upper bound. One thread may observe while others read."""
 
     def __init__(self, bounds: tuple[float, ...]):
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
+        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
 
 
 class Metrics:
@@ -68,7 +62,9 @@ class Metrics:
         self.finished = dict.fromkeys(REASONS, 0)
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
-        self.histograms[name].observe(value, times)
+        histogram = self.histograms[name]
+        histogram.counts[bisect_left(histogram.bounds, value)] += times
+        histogram.sum += value * times
 
     def request_finished(self, output: RequestOutput, generated: int, streamed: bool) -> None:
         """Count a finished request whose answers have ``generated`` tokens.

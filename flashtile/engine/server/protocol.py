@@ -163,7 +163,11 @@ class Conversation:
         if not isinstance(messages, list) or not messages:
             raise wrong("messages", "a list of messages, not empty", messages)
         self.messages = [_read_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
-        self.tools = _read_tools(body)
+        self.tools = check_type("tools", body.take("tools", []), list)
+        for i, tool in enumerate(self.tools):
+            parameters = _function_of(f"tools[{i}]", tool).get("parameters")
+            if parameters is not None:
+                check_type(f"tools[{i}].function.parameters", parameters, dict)
         self.forced, self.max_calls = _read_tool_choice(body, self.tools)
         self.calls = bool(self.tools) and body.take("tool_choice") != "none"
         variables = body.object("chat_template_kwargs")
@@ -237,7 +241,12 @@ class CompletionCall(ApiCall):
         self.echo_only = max_tokens == 0
         if self.echo_only and not self.echo:
             raise wrong("max_tokens", "at least 1 without echo", max_tokens)
-        self.prompts, best_of = read_prompts(body), body.integer("best_of", None, 1, MAX_TOKENS)
+        prompt = body.take("prompt")
+        self.prompts = [prompt] if _is_prompt(prompt) else prompt
+        if not isinstance(self.prompts, list) or not self.prompts or not all(map(_is_prompt, self.prompts)):
+            lists = "a list of tokens, or a list of strings and lists of tokens"
+            raise wrong("prompt", f"a string, {lists}, none of them empty", prompt)
+        best_of = body.integer("best_of", None, 1, MAX_TOKENS)
         if best_of is not None and best_of != body.take("n", 1):
             raise unsupported("best_of", " unless it equals n")
         logprobs = body.integer("logprobs", None, 0, max_logprobs)
@@ -261,20 +270,6 @@ class ChatCall(ApiCall):
         super().__init__(body, max_logprobs, max_tokens, (top or 0) if wanted else None)
         if self.conversation.calls and isinstance(self.params, BeamSearchParams):
             raise unsupported("tools")
-
-
-def read_prompts(body: Body) -> list[str | list[int]]:
-    """Read ``prompt``, which is one prompt or a list of prompts. A prompt is a text or a list of tokens."""
-    prompt = body.take("prompt")
-    prompts = [prompt] if isinstance(prompt, str) or _are_tokens(prompt) else prompt
-    if (
-        not isinstance(prompts, list)
-        or not prompts
-        or not all(isinstance(one, str) or _are_tokens(one) for one in prompts)
-    ):
-        allowed = "a string, a list of tokens, or a list of strings and lists of tokens, none of them empty"
-        raise wrong("prompt", allowed, prompt)
-    return prompts
 
 
 def _read_message(name: str, message: Any) -> dict[str, Any]:
@@ -306,15 +301,6 @@ def _function_of(name: str, value: Any) -> dict[str, Any]:
     if value.get("type") not in (None, "function"):
         raise wrong(f"{name}.type", "'function'", value["type"])
     return function
-
-
-def _read_tools(body: Body) -> list[dict[str, Any]]:
-    tools = check_type("tools", body.take("tools", []), list)
-    for i, tool in enumerate(tools):
-        parameters = _function_of(f"tools[{i}]", tool).get("parameters")
-        if parameters is not None:
-            check_type(f"tools[{i}].function.parameters", parameters, dict)
-    return tools
 
 
 def _read_tool_choice(body: Body, tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int | None]:
@@ -382,6 +368,10 @@ def read_detokenize(body: Body) -> list[int]:
         raise wrong("tokens", "a list of tokens", tokens)
     body.finish()
     return tokens
+
+
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, str) or _are_tokens(value)
 
 
 def _are_tokens(values: Any) -> bool:

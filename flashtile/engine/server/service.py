@@ -162,8 +162,14 @@ class Service:
         count, most = len(conversation.messages), self.engine.max_model_len
         if count > most:  # each message takes at least a token
             raise wrong("messages", f"at most {most} messages", count, code="context_length_exceeded")
-        if conversation.calls:
-            self._check_tools()
+        templates, text = self.tokenizer.chat_templates, None
+        template = templates.get("tool_use", templates.get("default", ""))
+        if conversation.calls and not re.search(r"\btools\b", template):
+            text = "tools must be absent: the model's chat template does not show tools to the model"
+        elif conversation.calls and self.formats.tools is None:
+            text = "tools need the format of the model's calls: start the server with --tool-call-parser"
+        if text is not None:
+            raise ApiError(text, "tools", code="unsupported_field")
         try:
             return self.tokenizer.apply_chat_template(
                 conversation.messages, None, conversation.add_generation_prompt,
@@ -171,16 +177,6 @@ class Service:
             )  # fmt: skip
         except ValueError as error:
             raise refused(error, ("messages",), "messages") from None
-
-    def _check_tools(self) -> None:
-        """Raise ApiError if the model's answers cannot call tools."""
-        templates, text = self.tokenizer.chat_templates, None
-        if not re.search(r"\btools\b", templates.get("tool_use", templates.get("default", ""))):
-            text = "tools must be absent: the model's chat template does not show tools to the model"
-        elif self.formats.tools is None:
-            text = "tools need the format of the model's calls: start the server with --tool-call-parser"
-        if text is not None:
-            raise ApiError(text, "tools", code="unsupported_field")
 
     def set_max_tokens(self, call: ApiCall, prompts: list[TokenizedPrompt]) -> None:
         """Check ``max_tokens`` of a call, or set it for a chat call that does not give it.

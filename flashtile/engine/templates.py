@@ -117,7 +117,7 @@ def _meter(tree: nodes.Template) -> None:
         if isinstance(node, nodes.For) and node.test is not None:
             node.test = _filter(node.test, "charged", nodes.Const(0))
     for concat in list(tree.find_all(nodes.Concat)):
-        concat.nodes = [_filter(nodes.List(concat.nodes), "joined")]
+        concat.nodes = [_filter(node, "paid") for node in concat.nodes]
 
 
 def _filter(value: Any, name: str, *arguments: nodes.Expr) -> nodes.Filter:
@@ -131,7 +131,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, finalize=_write,
+            trim_blocks=True, lstrip_blocks=True, finalize=_paid,
             extensions=["jinja2.ext.loopcontrols", GenerationTag],
         )  # fmt: skip
         del self.globals["lipsum"]
@@ -139,7 +139,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self.filters["tojson"] = _to_json
         self.filters = {name: _metered(name, function) for name, function in self.filters.items()}
-        self.filters |= {"charged": _charged, "joined": _joined}
+        self.filters |= {"charged": _charged, "paid": _paid}
 
     def call(__self, __context: Context, __obj: Any, *arguments: Any, **options: Any) -> Any:  # noqa: N805
         account: Account = __context[ACCOUNT]
@@ -231,14 +231,7 @@ def _charged(context: Context, value: Any, characters: int) -> Any:
 
 
 @pass_context
-def _joined(context: Context, values: list[Any]) -> str:
-    """Concatenate values as the operator ``a ~ b`` does, and pay for their length."""
-    context[ACCOUNT].pay_for(values)
-    return "".join(map(str, values))
-
-
-@pass_context
-def _write(context: Context, value: Any) -> Any:
+def _paid(context: Context, value: Any) -> Any:
     context[ACCOUNT].pay_for(value)
     return value
 

@@ -14,7 +14,7 @@ from aiohttp import web
 from flashtile.engine.config import IN_VLLM
 from flashtile.engine.core import Engine
 from flashtile.engine.server.answers import ChatCompletions, Completions, complete
-from flashtile.engine.server.errors import ApiError, busy, json_response, refused
+from flashtile.engine.server.errors import ApiError, busy, json_response
 from flashtile.engine.server.listener import Listener
 from flashtile.engine.server.metrics import CONTENT_TYPE
 from flashtile.engine.server.middlewares import add_middlewares, check_content_type, read_body, request_key
@@ -134,11 +134,7 @@ async def _detokenize(request: web.Request, service: Service, body: Body) -> web
         raise wrong("tokens", f"at most {longest} tokens", len(tokens), code="context_length_exceeded")
     if tokens and max(tokens) >= service.tokenizer.vocab_size:
         raise wrong("tokens", f"below {service.tokenizer.vocab_size}", max(tokens))
-    try:
-        text = await asyncio.to_thread(service.tokenizer.decode, tokens, False)
-        return json_response({"prompt": text})
-    except ValueError as error:
-        raise refused(error, (), "tokens") from None
+    return json_response({"prompt": await asyncio.to_thread(service.tokenizer.decode, tokens, False)})
 
 
 async def _reset_prefix_cache(service: Service, request: web.Request) -> web.Response:

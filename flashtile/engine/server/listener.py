@@ -97,7 +97,7 @@ class Listener:
         self.max_connections = allowed_connections(limits.max_connections, files_each)
         self.max_calls = min(limits.max_concurrent_requests, max(1, self.max_connections - SPARE_CONNECTIONS))
         self.port: int
-        self._runner: web.AppRunner | None = None
+        self._runner: web.AppRunner
         self._idle: dict[asyncio.BaseTransport, Connection] = {}  # ordered, the longest idle one first
         self._answering: dict[asyncio.BaseTransport, Connection] = {}
         self._handshakes: dict[asyncio.Task[None], None] = {}  # of TLS, ordered, the oldest one first
@@ -135,8 +135,7 @@ class Listener:
 
     async def end(self) -> None:
         """End every connection. Call :meth:`close` first."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._runner.cleanup()
 
     @contextlib.contextmanager
     def answering(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:

@@ -69,8 +69,7 @@ class RequestBody:
         self._size = 0
         self._ended = False
         self._begun = asyncio.get_running_loop().time()
-        if (request.content_length or 0) > limits.max_body_bytes:
-            raise self._too_large()
+        self._check_size(request.content_length or 0)
 
     async def read_beginning(self) -> bytes:
         """Read at least ``MAX_KEPT_BYTES`` bytes, or else the whole body, and return what was read."""
@@ -105,13 +104,13 @@ class RequestBody:
         piece = await read_body(self.request.content.readany(), self.limits, self._begun)
         self._ended = not piece
         self._size += len(piece)
-        if self._size > self.limits.max_body_bytes:
-            raise self._too_large()
+        self._check_size(self._size)
         return piece
 
-    def _too_large(self) -> ApiError:
-        text = f"the body is too large: expected at most {self.limits.max_body_bytes} bytes"
-        return ApiError(text, status=413, code="body_too_large")
+    def _check_size(self, size: int) -> None:
+        if size > self.limits.max_body_bytes:
+            text = f"the body is too large: expected at most {self.limits.max_body_bytes} bytes"
+            raise ApiError(text, status=413, code="body_too_large")
 
 
 class Front:

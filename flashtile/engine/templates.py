@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -53,44 +53,33 @@ class Account:
         if self.characters < 0 or self.steps < 0:
             raise TemplateError("the template computes more than a chat template may")
 
-    def pay_for(self, value: Any) -> None:
-        """Pay for a value: its length as text in characters, and one step for each element of a container."""
+    def pay_for(self, value: Any, counts: bool = False) -> None:
+        """Pay for a value: its length as text in characters, and one step for each element of a container.
+
+        With ``counts``, pay n characters for an integer n. It may be a width or a number of repetitions, so
+        the result may have n characters.
+        """
         if isinstance(value, str):
             self.pay(len(value))
         elif isinstance(value, int):
-            self.pay(value.bit_length() // 3)
+            self.pay(abs(value) if counts else value.bit_length() // 3)
         elif isinstance(value, Mapping):
-            for pair in value.items():
-                self.pay_for(pair)
+            self.pay_for(list(value))
+            self.pay_for(list(value.values()), counts)
         elif isinstance(value, (list, tuple, set, frozenset)):
             self.pay(2 * len(value), len(value))
             for one in value:
-                self.pay_for(one)
-
-    def pay_for_numbers(self, values: Iterable[Any]) -> None:
-        """Pay n characters for each integer n among the arguments ``values`` of a method or filter.
-
-        The integer may be a width or a number of repetitions, so the result may have n characters.
-        """
-        for value in values:
-            if isinstance(value, int):
-                self.pay(abs(value))
-            elif isinstance(value, (list, tuple)):
-                self.pay_for_numbers(value)
-            elif isinstance(value, Mapping):
-                self.pay_for_numbers(value.values())
+                self.pay_for(one, counts)
 
     def pay_for_text(self, text: str, name: str, given: tuple[Any, ...]) -> None:
         """Pay for the longest text that the method or filter ``name`` of a text can return."""
-        self.pay_for_numbers(given)
-        if name in ("replace", "translate", "join", "format", "format_map"):
-            self.pay_for(given)
+        self.pay_for(given, counts=True)
         if name == "replace" and len(given) > 1 and all(isinstance(one, str) for one in given[:2]):
             self.pay((len(text) // max(1, len(given[0])) + 1) * len(given[1]))
         elif name == "join" and given and isinstance(given[0], (list, tuple)):
             self.pay(len(text) * len(given[0]))
         elif name == "format":
-            self.pay_for_numbers(map(int, re.findall(r"\d+", text)))
+            self.pay_for([int(digits) for digits in re.findall(r"\d+", text)], counts=True)
 
 
 class GenerationTag(Extension):

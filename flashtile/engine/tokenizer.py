@@ -149,13 +149,13 @@ class Tokenizer(ABC):
         }
         text = render(template, {**self.special_tokens, "documents": None, **variables, **shown})
         if continue_final_message:
-            last = messages[-1]["content"]
-            if not isinstance(last, str) or last.strip() not in text:
+            last = messages[-1]["content"].strip()
+            if last not in text:
                 raise ValueError(
                     "continue_final_message must be False if the template does not render the last message "
                     "as given, got True"
                 )
-            text = text[: text.rindex(last.strip()) + len(last.strip())]
+            text = text[: text.rindex(last) + len(last)]
         return text
 
 

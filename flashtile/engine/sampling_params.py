@@ -258,7 +258,7 @@ def _strings(name: str, value: Any) -> list[str]:
 
 def _tokens(name: str, value: Any) -> list[int]:
     found = [] if value is None else value
-    if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, (list, tuple, set)):
+    if not isinstance(found, (list, tuple, set)):
         raise TypeError(f"{name} must be a list of tokens, got {value!r:.60}")
     if len(found) > MAX_LISTED:
         raise ValueError(f"{name} must be at most {MAX_LISTED} tokens, got {len(found)}")

@@ -365,12 +365,6 @@ REASONING_MARKERS = {"<|channel|>": "openai_gptoss", "<think>": "qwen3", "</thin
 """Parsers by texts in chat templates. The first text that a template contains decides."""
 
 
-def _resolved(name: str | None, template: str, markers: Mapping[str, str | None]) -> str | None:
-    if name == "auto":
-        return next((parser for marker, parser in markers.items() if marker in template), None)
-    return None if name == "none" else name
-
-
 @dataclass(frozen=True)
 class Formats:
     """Formats of a model's answers.
@@ -385,10 +379,12 @@ class Formats:
 
     def of_model(self, templates: Mapping[str, str]) -> Formats:
         """Replace "auto" by the formats that the model's chat templates show, and "none" by None."""
-        text = "".join(templates.values())
-        return Formats(
-            _resolved(self.tools, text, TOOL_MARKERS), _resolved(self.reasoning, text, REASONING_MARKERS)
-        )
+        text, found = "".join(templates.values()), []
+        for name, markers in ((self.tools, TOOL_MARKERS), (self.reasoning, REASONING_MARKERS)):
+            if name == "auto":
+                name = next((parser for marker, parser in markers.items() if marker in text), None)
+            found.append(None if name == "none" else name)
+        return Formats(*found)
 
     @property
     def are_harmony(self) -> bool:

@@ -141,43 +141,32 @@ class Reader:
             yield
 
     def string(self) -> Steps[str]:
-        """Read a JSON string."""
-        yield from self.expect('"')
-        begin = self.at - 1
-        yield from self._close(quoted=True, live=False)
+        """Read white space and a JSON string."""
+        yield from self.skip_space()
         try:
-            text: str = json.loads(self.text[begin : self.at], strict=False)
+            text: str = json.loads((yield from self.value('"')), strict=False)
         except ValueError:
             raise NotACallError from None
         return text
 
-    def object(self) -> Steps[str]:
-        """Read a JSON object and return its text. Its brackets are counted, but it is not validated."""
-        begin = self.at
-        yield from self._close(quoted=False, live=False)
-        return self.text[begin : self.at]
-
     def call_with_object(self, name: str) -> Steps[None]:
-        """Report a call, and report the text of its arguments as it arrives: one JSON object.
-
-        The object is not validated. The text may end within it.
-        """
+        """Report a call, and report the text of its arguments as it arrives: one JSON object."""
         yield from self.skip_space()
         if (yield from self.peek()) != "{":
             raise NotACallError
         self.report("name", name)
         self.drop(self.at)
-        yield from self._close(quoted=False, live=True)
+        yield from self.value("{", live=True)
 
-    def _close(self, quoted: bool, live: bool) -> Steps[None]:
-        """Read to the end of a string whose first quote has been read, or of an object that comes next.
+    def value(self, first: str, live: bool = False) -> Steps[str]:
+        """Read a JSON string or object, which begins with ``first``, and return its text.
 
-        Args:
-            quoted: True for a string, False for an object.
-            live: report the text as arguments while it arrives, even if it ends too early. False: report
-                nothing, and raise NotACallError if the text ends too early.
+        Quotes and brackets are counted, but the text is not validated. With ``live``, it is reported as
+        arguments while it arrives, and may end too early.
         """
-        depth = 0
+        begin, depth, quoted = self.at, 0, False
+        if (yield from self.peek()) != first:
+            raise NotACallError
         while True:
             found = (INSIDE_STRING if quoted else OUTSIDE_STRING).search(self.text, self.at)
             if found is None:
@@ -191,7 +180,7 @@ class Reader:
             if live:
                 self.emit("arguments", self.at)
             if found is not None or (self.ended and live):
-                return
+                return self.text[begin : self.at]
             if self.ended:
                 raise NotACallError
             yield
@@ -242,7 +231,7 @@ def json_call(reader: Reader) -> Steps[None]:
             yield from reader.call_with_object(name)
             reported = True
         else:
-            arguments = yield from reader.object()
+            arguments = yield from reader.value("{")
         if not (yield from reader.follows(",")):
             break
     yield from reader.expect("}")

@@ -75,11 +75,7 @@ class Structures:
         return found
 
     def compile(self, structure: dict[str, Any]) -> Future[Any]:
-        """Start to compile a structure, unless it is compiled. The result is the matcher or an error.
-
-        Raises:
-            ValueError: the structure is too large, or there is no tokenizer.
-        """
+        """Start to compile a structure, unless it is compiled. The result is the matcher or an error."""
         if self._tokenizer is None:
             raise ValueError("structured_outputs must be None without a tokenizer")
         ((kind, value),) = ((kind, one) for kind, one in structure.items() if kind != "reasoning")

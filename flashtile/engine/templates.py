@@ -182,8 +182,7 @@ def _compiled(template: str) -> Template:
     tree = environment.parse(template)
     _meter(tree)
     tree.set_environment(environment).set_lineno(1)
-    code, names = environment.compile(tree), environment.make_globals(None)
-    return environment.template_class.from_code(environment, code, names)
+    return environment.from_string(tree)
 
 
 def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

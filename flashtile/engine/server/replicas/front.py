@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
@@ -244,7 +243,7 @@ class Front:
                     chunk = await found.content.readany()
             except (*CONNECTION_ERRORS, asyncio.CancelledError) as error:
                 if isinstance(error, asyncio.CancelledError) and not replica.hangs:
-                    raise
+                    raise  # the client is gone
                 await response.write(error_event(_replica_ended()) + b"data: [DONE]\n\n")
             await response.write_eof()
             return response
@@ -324,7 +323,7 @@ def joined(texts: Sequence[tuple[int, str]]) -> str:
                 if number == texts[0][0]:
                     comments.append(line)
                 continue
-            families[name].append(re.sub(r"\{", f'{{replica="{number}",', line, count=1))
+            families[name].append(line.replace("{", f'{{replica="{number}",', 1))
     return "\n".join(line for lines in families.values() for line in lines)
 
 

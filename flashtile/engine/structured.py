@@ -92,14 +92,14 @@ class Structures:
             )
         return self._compiled(kind, text, structure.get("reasoning"))
 
-    def _submit(self, kind: str, text: str, reasoning: str | None) -> Future[Any]:
+    def _submit(self, *structure: Any) -> Future[Any]:
         call: Future[Any] = Future()
         call.set_running_or_notify_cancel()  # other requests may wait for it, so it cannot be cancelled
 
         def work() -> None:
             try:
                 with self._lock:
-                    call.set_result(self._compile(kind, text, reasoning))
+                    call.set_result(self._compile(*structure))
             except (ValueError, NotImplementedError) as error:
                 call.set_result(error.with_traceback(None))
             except BaseException as error:

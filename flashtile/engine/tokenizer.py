@@ -176,13 +176,13 @@ class Tokenizer(ABC):
         }
         text = render(template, {**self.special_tokens, "documents": None, **variables, **shown})
         if continue_final_message:
-            last = messages[-1]["content"]
-            if not isinstance(last, str) or last.strip() not in text:
+            last = messages[-1]["content"].strip()
+            if last not in text:
                 raise ValueError(
                     "continue_final_message must be False if the template does not render the last message "
                     "as given, got True"
                 )
-            text = text[: text.rindex(last.strip()) + len(last.strip())]
+            text = text[: text.rindex(last) + len(last)]
         return text
 
 
@@ -243,12 +243,10 @@ class FastTokenizer(Tokenizer):
         self.chat_templates = _chat_templates(folder, config)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        found: list[int] = self.loaded.encode(text, add_special_tokens=add_special_tokens).ids
-        return found
+        return self.loaded.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        text: str = self.loaded.decode(list(tokens), skip_special_tokens=skip_special_tokens)
-        return text
+        return self.loaded.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token: int) -> bytes:
         text = self.loaded.id_to_token(token)

@@ -145,10 +145,10 @@ class BackwardVariant(ModifierFlags):
 
 
 _BACKWARD: dict[tuple[int, int], BackwardConfig] = {
-    (64, 64): BackwardConfig(128, spill_budget=32, causal_spill_budget=44, features_spill_budget=560),
-    (128, 128): BackwardConfig(64, spill_budget=40, causal_spill_budget=60, features_spill_budget=260),
+    (64, 64): BackwardConfig(128, spill_budget=32, causal_spill_budget=48, features_spill_budget=624),
+    (128, 128): BackwardConfig(64, spill_budget=40, causal_spill_budget=64, features_spill_budget=396),
     (64, 128): BackwardConfig(64, features_spill_budget=72),
-    (128, 64): BackwardConfig(64, features_spill_budget=88),
+    (128, 64): BackwardConfig(64, features_spill_budget=92),
 }
 
 
@@ -157,10 +157,10 @@ _HALVES = WideBackwardConfig(
     STAGES=1,
     COLUMN_SPLITS=2,
     causal_spill_budget=20,
-    features_spill_budget=60,
+    features_spill_budget=64,
 )
 """Configuration for head sizes over 256: a step has 32 query rows, or 32 keys in the kernel of dQ."""
-_FEW_ROWS = BackwardConfig(64, spill_budget=32, causal_spill_budget=36, features_spill_budget=40)
+_FEW_ROWS = BackwardConfig(64, spill_budget=32, causal_spill_budget=48, features_spill_budget=188)
 """Configuration for calls with a score_mod or dropout, since tiles of 64 rows leave registers for them. At
 head_dim 64 it is also an alternative for short sequences and windows, which have fewer hidden scores in such
 tiles."""

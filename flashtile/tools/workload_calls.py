@@ -81,14 +81,24 @@ class Heads:
         return tuple(torch.empty(batch, seqlen, *size, dtype=dtype, requires_grad=True) for size in sizes)
 
 
-DOCUMENTED = tuple(
-    Heads(16, heads_kv, head_dim, head_dim_v, dtype)
-    for dtype in ("bfloat16", "float16")
-    for head_dim, head_dim_v in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
-    for heads_kv in (16, 4, 2)
-)
-"""Heads for which the presets of ``flashtile compile`` compile kernels. The kernels of training are the same
-for all numbers of query heads per key head but 1."""
+TRAINING_HEADS = ((16, 16), (16, 4))
+"""(query heads, key heads). Kernels of training only differ between one query head per key head and several."""
+CACHE_HEADS = (*TRAINING_HEADS, (16, 2), (32, 8))
+"""(query heads, key heads). Kernels of decoding depend on the key heads and on the query heads of each."""
+
+
+def documented(heads: Iterable[tuple[int, int]]) -> list[Heads]:
+    """Return the heads for which the presets of ``flashtile compile`` compile kernels.
+
+    Args:
+        heads: (query heads, key heads) of layers.
+    """
+    return [
+        Heads(num_heads, num_heads_kv, head_dim, head_dim_v, dtype)
+        for dtype in ("bfloat16", "float16")
+        for head_dim, head_dim_v in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+        for num_heads, num_heads_kv in heads
+    ]
 
 
 def training_calls(layers: Iterable[Heads], features: bool = False) -> list[Call]:

@@ -30,7 +30,7 @@ from flashtile.compilation.calls import calls_of, write_calls
 from flashtile.op.operation import remembering
 from flashtile.tools.commands.compile import PRESETS
 from flashtile.tools.commands.compile import _calls as calls_of_command
-from flashtile.tools.workload_calls import DOCUMENTED, Heads, decoding_calls, training_calls
+from flashtile.tools.workload_calls import TRAINING_HEADS, Heads, decoding_calls, documented, training_calls
 from needed_kernels import kernels
 
 ROOT = Path(__file__).parents[2]
@@ -197,9 +197,12 @@ def documented_calls(heads: Heads) -> list:
     return calls_of(remembered)
 
 
-HEADS = {f"{h.head_dim}-{h.head_dim_v}-{h.num_heads_kv}": h for h in DOCUMENTED if h.dtype == "bfloat16"}
-GROUPS = {name: h for name, h in HEADS.items() if h.num_heads_kv in (16, 4)}
-OTHERS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in GROUPS if name != "128-128-4"]
+HEADS = {
+    f"{heads.head_dim}-{heads.head_dim_v}-{heads.num_heads_kv}": heads
+    for heads in documented(TRAINING_HEADS)
+    if heads.dtype == "bfloat16"
+}
+OTHERS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in HEADS if name != "128-128-4"]
 
 
 @pytest.mark.parametrize("name", ["128-128-4", *OTHERS])
@@ -230,7 +233,7 @@ def test_kernels_of_training_serve_any_number_of_heads(head_dim):
 
 
 def test_presets_have_the_calls_of_their_purpose(monkeypatch):
-    monkeypatch.setattr("flashtile.tools.workload_calls.DOCUMENTED", [HEADS["128-128-4"]])
+    monkeypatch.setattr("flashtile.tools.workload_calls.documented", lambda heads: [HEADS["128-128-4"]])
     training, serving, everything = (set(calls_of_command([], [], "both", [name])) for name in PRESETS)
     assert {call.operation for call in training} == {"forward", "backward"}
     assert {call.operation for call in serving} == {"append_kvcache", "decode"}

@@ -82,7 +82,8 @@ class Heads:
 
 
 TRAINING_HEADS = ((16, 16), (16, 4))
-"""(query heads, key heads). Kernels of training only differ between one query head per key head and several."""
+"""(query heads, key heads). Kernels of training do not depend on the number of query heads per key head if it
+exceeds 1."""
 CACHE_HEADS = (*TRAINING_HEADS, (16, 2), (32, 8))
 """(query heads, key heads). Kernels of decoding depend on the key heads and on the query heads of each."""
 

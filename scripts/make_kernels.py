@@ -2,7 +2,7 @@
 
 The wheel is named after the architecture, such as flashtile-kernels-sm90, and made for the installed Triton.
 It has no code. Where it is installed, flashtile finds the kernels before it compiles. OPTIONS go to
-``flashtile compile`` and say for which calls kernels are compiled; by default ``--preset everything``.
+``flashtile compile``; unless they name calls, models or presets, ``--preset everything`` is added.
 The kernels stay in FOLDER/.kernels_sm90, so an interrupted call is continued by the next.
 """
 
@@ -81,4 +81,6 @@ if __name__ == "__main__":
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "dist")
     parser.add_argument("--arch", default="sm_90")
     given, options = parser.parse_known_args()
-    print(make(given.folder.resolve(), given.arch, options or ["--preset", "everything"]))
+    if not any(option.startswith(("--calls", "--model", "--preset")) for option in options):
+        options += ["--preset", "everything"]
+    print(make(given.folder.resolve(), given.arch, options))

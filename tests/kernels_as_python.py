@@ -24,7 +24,8 @@ def functions_of(*modules: ModuleType, **instead: Any) -> dict[str, Any]:
 
 
 def make_work_tile(
-    sequence: int, head: int, tile_in_head: int, start_q: int, start_k: int, seqlen_q: int, seqlen_k: int
-) -> SimpleNamespace:
+    sequence: int, head: int, head_kv: int, tile_in_head: int, start_q: int, start_k: int, seqlen_q: int,
+    seqlen_k: int,
+) -> SimpleNamespace:  # fmt: skip
     """Return a plain object with the fields of the Hopper kernels' ``WorkTile``."""
     return SimpleNamespace(**locals())

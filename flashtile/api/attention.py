@@ -202,8 +202,16 @@ def attention(
     )  # fmt: skip
     extras = NO_EXTRAS
     if not (
-        cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is mask is key_padding_mask is bias
-        is seqused_q is None
+        cu_seqlens_q
+        is cu_seqlens_k
+        is seqused_k
+        is alibi_slopes
+        is sink
+        is mask
+        is key_padding_mask
+        is bias
+        is seqused_q
+        is None
     ):
         cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
         if mask is not None or bias is not None:

@@ -90,16 +90,10 @@ class AsyncLLM:
         cache_salt: str | None = None,
         stream: Stream | None = None,
     ) -> Stream:
-        """Queue a request and return the stream of its outputs.
+        """Queue a request as ``Engine.add_request`` does, and return the stream of its outputs.
 
-        Args:
-            request_id, prompt, params, priority, cache_salt: as for
-                :meth:`flashtile.engine.Engine.add_request`.
-            stream: an existing stream to put this request's outputs into. None: a new stream.
-
-        Raises:
-            TypeError, ValueError, NotImplementedError: as in :meth:`flashtile.engine.Engine.add_request`.
-            EngineDeadError: the engine has ended or is being shut down.
+        ``stream`` is an existing stream to put them into. An :class:`EngineDeadError` is raised if the engine
+        has ended or is being shut down.
         """
         if self._draining:
             raise EngineDeadError("the engine takes no more requests: it is being shut down")

@@ -30,15 +30,11 @@ class Beam:
 
 
 class BeamSearch:
-    """The beams of one request.
-
-    Attributes:
-        complete: at most ``beam_width`` complete texts, the best first.
-    """
+    """The beams of one request."""
 
     def __init__(self, request: Request, params: BeamSearchParams):
         self.request, self.params = request, params
-        self.complete: list[Beam] = []
+        self.complete: list[Beam] = []  # at most ``beam_width`` complete texts, the best first
         self._found: dict[Sequence, list[tuple[int, float]]] = {}
 
     @property

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flashtile.engine.families import FAMILIES, Family
+from flashtile.problems.linear import SCALE_BLOCK
 
 MAX_CONFIG_BYTES = 2**24
 MAX_SIZE = 2**24
@@ -25,8 +26,6 @@ MAX_SIZE = 2**24
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 IN_VLLM = "; vLLM serves more models, on flashtile's attention: see docs/guides/vllm.md"
-BLOCK = 128
-"""Rows and columns of a block of a matrix in e4m3 that has a scale for each block."""
 NO_ROPE = {"rope_type": "none"}
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
@@ -111,14 +110,6 @@ class ModelConfig:
 
     def has_experts(self, layer: int) -> bool:
         return self.num_experts > 0 and layer not in self.dense_layers
-
-    @property
-    def common_window(self) -> int:
-        """The largest window of the layers, or -1 if a layer has none.
-
-        The KV cache may drop keys that lie before this window.
-        """
-        return max(self.windows) if min(self.windows) >= 0 else -1
 
     @property
     def longest_sequence(self) -> int:
@@ -286,6 +277,8 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
     gemma = "hidden_activation" in family.fields
     bias = fields.flag("attention_bias")
     experts = fields.size("num_local_experts", most=2**12) if family.experts else 0
+    sparse_step = fields.size("decoder_sparse_step", 1)
+    dense = {i for i in range(layers) if (i + 1) % sparse_step}
     unrotated = _read_no_rope_layers(fields, layers)
     rope, local_rope = _read_ropes(values, fields, family, head_dim)
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
@@ -318,7 +311,7 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
         experts_per_token=fields.size("num_experts_per_tok", most=experts) if experts else 0,
         expert_size=fields.size(family.experts.inner) if family.experts else 0,
         normalized=fields.flag("norm_topk_prob", True),
-        dense_layers=_read_dense_layers(fields, layers),
+        dense_layers=frozenset(dense.union(fields.integers("mlp_only_layers"))),
         swiglu_alpha=fields.number("swiglu_alpha", 0.0, positive="swiglu_alpha" in family.fields),
         swiglu_limit=fields.number("swiglu_limit", 0.0, positive="swiglu_limit" in family.fields),
         eos_token_ids=fields.ids("eos_token_id", vocab_size),
@@ -379,10 +372,10 @@ def _read_scales(values: Mapping[str, Any], source: str) -> str:
             e4m3 = (weights.get("type"), weights.get("num_bits")) == ("float", 8)
             block = weights.get("block_structure") if weights.get("strategy") == "block" else None
             found.append(block if e4m3 else "other")
-    if len({*map(str, found)}) != 1 or found[0] not in (None, [BLOCK, BLOCK]):
+    if len({*map(str, found)}) != 1 or found[0] not in (None, [SCALE_BLOCK, SCALE_BLOCK]):
         raise NotImplementedError(
             f"{source}: quantization_config must be fp8 or compressed-tensors in e4m3 with a scale for each "
-            f"tensor, channel or block of {[BLOCK, BLOCK]}, got {method!r:.80}{IN_VLLM}"
+            f"tensor, channel or block of {[SCALE_BLOCK, SCALE_BLOCK]}, got {method!r:.80}{IN_VLLM}"
         )
     return "block" if found[0] else "channel"
 
@@ -430,10 +423,7 @@ def _read_rope(
     rotated = either.number("partial_rotary_factor", 1)
     if rotated != 1 and "partial_rotary_factor" not in family.fields:
         raise NotImplementedError(f"{source}: partial_rotary_factor must be 1, got {rotated!r:.80}")
-    found: dict[str, Any] = {
-        "rope_type": kind,
-        "rope_theta": rope.number("rope_theta", family.fields[base]),
-    }
+    found: dict[str, Any] = {"rope_type": kind, "rope_theta": rope.number("rope_theta", family.fields[base])}
     if rotated != 1:
         found["rotary_dim"] = int(head_dim * rotated)
         if not 2 <= found["rotary_dim"] <= head_dim or found["rotary_dim"] % 2:
@@ -493,12 +483,6 @@ def _read_no_rope_layers(fields: _Fields, layers: int) -> frozenset[int]:
     if len(has_rope) < layers:
         raise fields.refuse("no_rope_layers", f"a list of at least {layers} integers")
     return frozenset(i for i in range(layers) if not has_rope[i])
-
-
-def _read_dense_layers(fields: _Fields, layers: int) -> frozenset[int]:
-    """Return the layers that have an MLP although other layers have experts, as in Qwen 3."""
-    every = fields.size("decoder_sparse_step", 1)
-    return frozenset({*fields.integers("mlp_only_layers")} | {i for i in range(layers) if (i + 1) % every})
 
 
 def _read_windows(fields: _Fields, layers: int, family: Family, unrotated: frozenset[int]) -> tuple[int, ...]:

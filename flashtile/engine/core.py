@@ -16,11 +16,10 @@ from typing import Any
 
 from flashtile.checks.conversions import as_int
 from flashtile.engine.beam import BeamSearch
-from flashtile.engine.config import ModelConfig
 from flashtile.engine.detokenizer import Detokenizer
 from flashtile.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from flashtile.engine.request import Request, Sequence, State
-from flashtile.engine.runner import NOT_FINITE, InFlight, Runner, TokenScores
+from flashtile.engine.runner import NOT_FINITE, InFlight, Runner, TokenScores, token_scores
 from flashtile.engine.sampler import stream_seed
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler, SchedulerOutput
@@ -60,11 +59,8 @@ class Engine:
     """Queues, computes and aborts requests. Not thread-safe; :class:`flashtile.engine.AsyncLLM` is.
 
     Args:
-        config: the model's config.
-        runner: runs steps on the device.
-        scheduler: chooses the sequences of each step.
+        runner, scheduler: compute the steps, and choose their sequences.
         tokenizer: the model's tokenizer. None: prompts are tokens, and answers have no text.
-        max_model_len: maximum number of tokens of prompt and answer together.
         seed: seed of requests without a seed of their own.
         overlap: launch a step before the results of the previous one are read.
         speculator: guesses the next tokens; None: no speculation. With a speculator, a step's results are
@@ -78,31 +74,29 @@ class Engine:
 
     def __init__(
         self,
-        config: ModelConfig,
         runner: Runner,
         scheduler: Scheduler,
         tokenizer: Tokenizer | None,
         *,
-        max_model_len: int,
         seed: int = 0,
         overlap: bool = True,
         speculator: PromptLookup | DraftModel | None = None,
     ):
-        self.config, self.runner, self.scheduler, self.tokenizer = config, runner, scheduler, tokenizer
-        self.max_model_len, self.seed, self.overlap = max_model_len, seed, overlap
+        self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
+        self.config, self.max_model_len = runner.model.config, scheduler.manager.max_seqlen
+        self.seed, self.overlap = seed, overlap
         self.speculator, self.num_guessed_tokens = speculator, 0
         self.requests: dict[str, Request] = {}
         self.last_schedule = SchedulerOutput()
         self.on_change: Callable[[str, tuple[Any, ...], dict[str, Any]], None] = lambda *change: None
         self._in_flight: InFlight | None = None
         self._num_requests = 0
+        self._touched: dict[Request, None] = {}  # requests with new results, in order
         self._beams: dict[Request, BeamSearch] = {}
-        self._detokenizers: dict[Sequence, Detokenizer] = {}
-        self._sent: dict[Sequence, int] = {}
         self._prompt_tokens = self._generation_tokens = 0
         ends = tokenizer.eos_token_ids if tokenizer else ()
-        self.eos_token_ids = frozenset((*config.eos_token_ids, *ends))
-        self.structures = Structures(tokenizer, config.vocab_size, self.eos_token_ids)
+        self.eos_token_ids = frozenset((*self.config.eos_token_ids, *ends))
+        self.structures = Structures(tokenizer, self.config.vocab_size, self.eos_token_ids)
 
     def add_request(
         self,
@@ -176,11 +170,7 @@ class Engine:
         return request
 
     def compile_structure(self, structure: dict[str, Any]) -> None:
-        """Start to compile ``structured_outputs`` of later requests, in all processes of the engine.
-
-        Raises:
-            ValueError: the structure is too large, or there is no tokenizer.
-        """
+        """Start to compile ``structured_outputs`` of later requests, in all processes of the engine."""
         self.structures.compile(structure)
         self.on_change("compile_structure", (structure,), {})
 
@@ -226,27 +216,26 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Launch the next step, if anything is scheduled, and read the results of the previous one.
 
-        Returns:
-            The outputs of all requests with new results, in the form of their ``output_kind``.
+        Return the outputs of all requests with new results, in the form of their ``output_kind``.
         """
         self.on_change("step", (), {})
-        touched: dict[Request, None] = {}
+        self._touched = {}
         waits = not self.overlap or self.speculator is not None
         if waits or any(request.reads_tokens for request in self.requests.values()):
-            self._read(touched)
+            self._read()
         if self.speculator is not None:
             for sequence in self.scheduler.running:
                 sequence.guesses = []
                 sequence.guesses, sequence.parents = self.speculator.guess(sequence)
         schedule = self.scheduler.schedule()
-        if not schedule.entries and self._in_flight is not None:
-            self._read(touched)
-        launched = self._launch(schedule, touched) if schedule.entries or schedule.moves else None
-        self._read(touched)
+        if not schedule.entries:
+            self._read()
+        launched = self._launch(schedule) if schedule.entries or schedule.moves else None
+        self._read()
         self._in_flight = launched
         if not self.overlap:
-            self._read(touched)
-        return [output for request in touched if (output := self._output(request)) is not None]
+            self._read()
+        return [output for request in self._touched if (output := self._output(request)) is not None]
 
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests now and return their outputs so far. Unknown ids are ignored."""
@@ -289,7 +278,7 @@ class Engine:
             if tokens and max(tokens) >= size:
                 raise ValueError(f"{name} must hold tokens below vocab_size={size}, got {max(tokens)}")
 
-    def _launch(self, schedule: SchedulerOutput, touched: dict[Request, None]) -> InFlight | None:
+    def _launch(self, schedule: SchedulerOutput) -> InFlight | None:
         self.last_schedule = schedule
         now = time.monotonic()
         for sequence, start, num_tokens, _, _ in schedule.entries:
@@ -310,51 +299,45 @@ class Engine:
             self.scheduler.manager.reset_prefix_cache()
             taking_part = [*(entry.sequence for entry in schedule.entries), *schedule.swapped]
             for request in {sequence.request for sequence in taking_part}:
-                self._end(request, "error", f"{type(error).__name__}: {error}")
-                touched[request] = None
+                self._fail(request, f"{type(error).__name__}: {error}")
             self.scheduler.manager.reset_prefix_cache()
             return None
 
-    def _read(self, touched: dict[Request, None]) -> None:
+    def _read(self) -> None:
         """Wait for the step in flight, if there is one, and apply its results."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None:
             return
         tokens = in_flight.wait()
-        for sequence, first, scores in in_flight.scores_of_prompts():
+        for sequence, first, found in in_flight.prompt_scores:
+            request, scores = sequence.request, token_scores(found)
             if any(math.isnan(one.logprob) for one in scores):
-                self._fail(sequence.request, NOT_FINITE)
-                touched[sequence.request] = None
-            else:
-                self._take_prompt_scores(sequence, first, scores)
+                self._fail(request, NOT_FINITE)
+            elif request.prompt_logprobs is not None and len(request.prompt_logprobs) == first:
+                pairs = zip(sequence.tokens[first : first + len(scores)], scores, strict=True)
+                request.prompt_logprobs += [self._logprobs_of(*pair) for pair in pairs]
         i = 0
         while i < len(tokens):
             sequence = in_flight.samples[i]
-            guesses = sequence.guesses
-            nodes = [0]
-            if guesses:
-                nodes = accepted_path(guesses, sequence.parents, tokens[i : i + 1 + len(guesses)])
+            end = i + 1 + len(sequence.guesses)
             sequence.pending -= 1
-            self._take_path(sequence, nodes, i, tokens, in_flight, touched)
-            i += 1 + len(guesses)
-            if guesses:
+            self._take_path(sequence, i, tokens[i:end], in_flight)
+            i = end
+            if sequence.guesses:
                 self.scheduler.drop_guesses(sequence)
 
-    def _take_path(
-        self, sequence: Sequence, nodes: list[int], first: int, tokens: list[int], in_flight: InFlight,
-        touched: dict[Request, None],
-    ) -> None:  # fmt: skip
+    def _take_path(self, sequence: Sequence, first: int, tokens: list[int], in_flight: InFlight) -> None:
         """Append the tokens that were drawn along the accepted path of a sequence's guesses (drafted tokens).
 
         Args:
             sequence: the sequence that the step computed.
-            nodes: the accepted path through the tree of guesses. Node 0 is the last token before the guesses.
-            first: index of the sequence's first token in ``tokens``.
-            tokens: all tokens of the step.
+            first: index of the sequence's first sample in ``in_flight``.
+            tokens: the tokens drawn after its last token and after each guess.
             in_flight: the step, for its log-probabilities and errors.
-            touched: collects requests with new results.
         """
-        request, begin, computed = sequence.request, len(sequence.tokens), 0
+        request, begin, computed, nodes = sequence.request, len(sequence.tokens), 0, [0]
+        if sequence.guesses:
+            nodes = accepted_path(sequence.guesses, sequence.parents, tokens)
         for place, node in enumerate(nodes):
             if sequence.state is State.FINISHED:
                 return  # the sequence ended at an earlier token of this path, or while this step ran
@@ -364,26 +347,25 @@ class Engine:
                 computed += node == place == computed + 1
                 sequence.num_computed = begin + computed
                 self.num_guessed_tokens += place > 0
-            touched[request] = None
+            self._touched[request] = None
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = time.monotonic()
             i = first + node
-            error, scores = in_flight.failed.get(i), in_flight.scores_of(i)
+            error, scores = in_flight.failed.get(i), None
+            if i in in_flight.scores:
+                (scores,) = token_scores(in_flight.scores[i])
             if error is None and scores is not None and math.isnan(scores.logprob):
                 error = NOT_FINITE  # allowed_token_ids, for example, can hide NaN logits from the draw
             if error is not None:
                 self._fail(request, error)
             elif request.beam is not None:
-                self._take_beam(sequence, scores)
+                assert scores is not None
+                beams = self._beams[request]
+                if beams.receive(sequence, scores.best):
+                    self._generation_tokens += len(beams.live)
+                    beams.advance(self.scheduler)
             else:
-                self._take_token(sequence, tokens[i], scores)
-
-    def _take_beam(self, sequence: Sequence, scores: TokenScores | None) -> None:
-        assert scores is not None
-        beams = self._beams[sequence.request]
-        if beams.receive(sequence, scores.best):
-            self._generation_tokens += len(beams.live)
-            beams.advance(self.scheduler)
+                self._take_token(sequence, tokens[node], scores)
 
     def _take_token(self, sequence: Sequence, token: int, scores: TokenScores | None) -> None:
         request, params = sequence.request, sequence.request.params
@@ -408,13 +390,6 @@ class Engine:
         if sequence.state is not State.FINISHED and len(sequence.tokens) >= sequence.max_tokens:
             self.scheduler.finish(sequence, "length")
 
-    def _take_prompt_scores(self, sequence: Sequence, first: int, scores: list[TokenScores]) -> None:
-        request = sequence.request
-        assert request.prompt_logprobs is not None
-        if len(request.prompt_logprobs) == first:
-            tokens = sequence.tokens[first : first + len(scores)]
-            request.prompt_logprobs += [self._logprobs_of(t, s) for t, s in zip(tokens, scores, strict=True)]
-
     def _logprobs_of(self, token: int, scores: TokenScores) -> TokenLogprobs:
         """Return log-probabilities keyed by token, the chosen token first."""
         found = {token: Logprob(scores.logprob, scores.rank, self._spell(token))}
@@ -427,6 +402,7 @@ class Engine:
 
     def _fail(self, request: Request, error: str) -> None:
         """End a request with an error. After NaN or infinite logits, also empty the prefix cache."""
+        self._touched[request] = None
         self._end(request, "error", error)
         if error == NOT_FINITE:
             self.scheduler.manager.reset_prefix_cache()
@@ -436,14 +412,12 @@ class Engine:
             self.scheduler.finish(sequence, reason, stop_reason)
 
     def _detokenizer(self, sequence: Sequence) -> Detokenizer:
-        found = self._detokenizers.get(sequence)
-        if found is None:
+        if sequence.detokenizer is None:
             assert self.tokenizer is not None
             request, params = sequence.request, sequence.request.params
             settings = params.skip_special_tokens, tuple(params.stops), params.include_stop_str_in_output
-            found = Detokenizer(self.tokenizer, request.prompt_token_ids, *settings)
-            self._detokenizers[sequence] = found
-        return found
+            sequence.detokenizer = Detokenizer(self.tokenizer, request.prompt_token_ids, *settings)
+        return sequence.detokenizer
 
     def _read_text(self, sequence: Sequence, end: int | None = None, search: bool = False) -> str | None:
         """Append the text of new tokens, up to ``tokens[:end]``, to an answer's text.
@@ -471,9 +445,7 @@ class Engine:
             self.requests.pop(request.request_id, None)
             self._beams.pop(request, None)
             for sequence in request.sequences:
-                self._detokenizers.pop(sequence, None)
-                self._sent.pop(sequence, None)
-                sequence.matcher, sequence.ngrams = None, {}
+                sequence.matcher, sequence.ngrams, sequence.detokenizer = None, {}, None
         return RequestOutput(
             request.request_id, request.prompt, request.prompt_token_ids, request.prompt_logprobs, outputs,
             finished, request.metrics, request.num_cached_tokens,
@@ -496,8 +468,7 @@ class Engine:
             text = detokenizer.take() if delta else detokenizer.certain
         logprobs = sequence.logprobs if params.logprobs is not None else None
         if delta:
-            sent = self._sent.get(sequence, 0)
-            self._sent[sequence] = len(sequence.tokens) - first
+            sent, sequence.num_sent = sequence.num_sent, len(sequence.tokens) - first
             first += sent
             logprobs = None if logprobs is None else logprobs[sent:]
         return CompletionOutput(
@@ -520,10 +491,8 @@ class Engine:
             tokens = beam.tokens if params.include_stop_str_in_output or not beam.ended else beam.tokens[:-1]
             text = ""
             if self.tokenizer is not None:
-                reader = Detokenizer(self.tokenizer, request.prompt_token_ids)
-                reader.read(tokens)
-                reader.finish()
-                text = reader.text
+                stream = self.tokenizer.stream(request.prompt_token_ids)
+                text = "".join(map(stream.step, tokens)) + stream.flush()
             reason = "stop" if beam.ended else "length"
             outputs.append(CompletionOutput(i, text, tokens, beam.cumulative_logprob, None, reason))
         return outputs

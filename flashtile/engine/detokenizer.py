@@ -11,7 +11,6 @@ class Detokenizer:
     """The growing text of one answer.
 
     Args:
-        tokenizer: the model's tokenizer.
         prompt: the tokens before the answer.
         skip_special_tokens: leave special tokens out of the text.
         stops: texts that end the answer.
@@ -41,8 +40,7 @@ class Detokenizer:
     def read(self, tokens: Sequence[int], search: bool = True) -> str | None:
         """Append the text of the answer's next tokens. If ``search``, look for stop texts.
 
-        Returns:
-            None, or the stop text that was found. In this case ``text`` is cut at the stop text.
+        Return None, or the stop text that was found. In this case ``text`` is cut at the stop text.
         """
         for token in tokens:
             self.tokens_read += 1

@@ -19,11 +19,8 @@ MAX_GRAPH_BATCH = 512
 class Transfer:
     """A device buffer for the int32 inputs of a step. Every step overwrites it from its start.
 
-    The inputs are copied from pinned memory, so the host does not wait for the copy.
-
-    Args:
-        count: maximum number of int32 numbers of a step.
-        device: device of the buffer.
+    The inputs are copied from pinned memory, so the host does not wait for the copy. A step has at most
+    ``count`` numbers.
     """
 
     def __init__(self, count: int, device: torch.device):
@@ -33,11 +30,7 @@ class Transfer:
         self._turn = 0
 
     def __call__(self, parts: Sequence[Sequence[int]], tensors: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Copy lists of integers and int32 tensors to the device.
-
-        Returns:
-            The device tensor of each list, then that of each tensor. They are views of the buffer.
-        """
+        """Copy lists of integers and int32 tensors to the device. Return views of the buffer for each."""
         self._turn = (self._turn + 1) % RING
         flat = array("i", [number for part in parts for number in part])
         written: list[Tensor] = [torch.frombuffer(flat, dtype=torch.int32)] if flat else []

@@ -7,6 +7,7 @@ two; each further pass computes one drafted token.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from flashtile.engine.device import MAX_GRAPH_BATCH, Capture, Transfer, graph_batch
 from flashtile.engine.model import Model, StepInput
-from flashtile.engine.sampler import Draws, candidates
+from flashtile.engine.sampler import candidates, read_parameters
 from flashtile.engine.scheduler import Entry
 
 
@@ -22,8 +23,8 @@ class Drafter:
     """Drafts tokens for sequences.
 
     Args:
-        model: the draft model.
-        k_cache, v_cache: the draft model's KV cache. Padding sequences of a batch write to the last block.
+        model, k_cache, v_cache: the draft model, and its KV cache. Padding sequences of a batch write to the
+            last block.
         block_table: (max_sequences + 1, max_blocks) of all sequences. The last row is for padding sequences,
             and its entries are the number of the last block.
         known: (max_sequences + 1, 1 + drafts) int32. Column 0 holds each sequence's last token; :meth:`draft`
@@ -42,9 +43,8 @@ class Drafter:
         device, rows = block_table.device, len(block_table)
         self.spare_row = rows - 1
         batch = graph_batch(min(rows, MAX_GRAPH_BATCH))
-        self._transfer = Transfer(6 * max(batch, rows), device)
-        self._draws = Draws(device)
-        self._state = torch.zeros(4, max(batch, rows), dtype=torch.int32, device=device)
+        self._transfer = Transfer(5 * max(batch, rows), device)
+        self._draw_of = functools.lru_cache(1)(functools.partial(read_parameters, device))
         self._logits = model.embedding.new_zeros(max(batch, rows), model.config.vocab_size)
         self.graphs: dict[tuple[int, bool], Callable[[], None]] = {}
 
@@ -66,21 +66,23 @@ class Drafter:
         if capture is not None:
             padded = graph_batch(batch)
         numbers = [
-            (one.tokens[-2], one.tokens[-1], len(one.tokens), entry.row, max(one.parents) + 1)
+            (one.tokens[-2], one.tokens[-1], len(one.tokens) - 1, entry.row, max(one.parents) + 1)
             for entry, one in zip(entries, sequences, strict=True)
         ]
-        numbers += [(0, 0, 0, self.spare_row, 0)] * (padded - batch)
-        views = self._transfer(list(zip(*numbers, strict=True)))
-        # State that each pass updates: the last token, the number of tokens before it, the row of the block
-        # table, and the number of drafts that are still to be made.
-        _, last, length, rows, wanted = views
-        state = self._state[:, :padded]
-        state.copy_(torch.stack([last, length - 1, rows, wanted]))
-        tokens, positions_of_last, _, remaining = state
-        choice = self._draws.of(sequences).choice
+        numbers += [(0, 0, -1, self.spare_row, 0)] * (padded - batch)
+        # After each pass, the last token, its position, and the number of drafts that are still to be made
+        # are updated in the buffer.
+        _, tokens, positions_of_last, rows, remaining = self._transfer(list(zip(*numbers, strict=True)))
+        choice = self._draw_of(tuple(sequences)).choice
         guesses = []
         for place in range(self.depth):
-            self._run(padded, place == 0, capture)
+            key = padded, place == 0
+            if capture is None:
+                self._pass(*key)
+            else:
+                if key not in self.graphs:
+                    self.graphs[key] = capture(functools.partial(self._pass, *key))
+                self.graphs[key]()
             found = candidates(self._logits[:batch], choice, positions_of_last[:batch] + 1, self.width)
             guesses.append(found)
             tokens[:batch] = found[:, 0]
@@ -90,22 +92,14 @@ class Drafter:
         siblings = torch.cat([found[:, 1:] for found in guesses], 1)
         self.known[:, 1:].index_copy_(0, rows[:batch].long(), torch.cat([trunk, siblings], 1).int())
 
-    def _run(self, batch: int, first: bool, capture: Capture | None) -> None:
-        if capture is None:
-            self._pass(batch, first)
-            return
-        key = batch, first
-        if key not in self.graphs:
-            self.graphs[key] = capture(lambda: self._pass(batch, first))
-        self.graphs[key]()
-
     def _pass(self, batch: int, first: bool) -> None:
         """Compute the logits after each sequence's last token.
 
         The first pass computes the last two tokens of each sequence, because the cache of the draft model may
         lack both. A later pass computes only the last token.
         """
-        tokens, positions_of_last, rows, remaining = (state[:batch] for state in self._state)
+        state = self._transfer.numbers[: 5 * batch].view(5, batch)
+        before, tokens, positions_of_last, rows, remaining = state
         # A sequence that has all its drafts may have no block for further tokens. Do not write keys and
         # values for it.
         continues, offsets = remaining > 0, None
@@ -113,7 +107,7 @@ class Drafter:
         lengths = torch.where(continues, positions_of_last, 1) - int(first)
         owners, positions = torch.arange(batch, device=tokens.device), lengths
         if first:
-            tokens = torch.stack([self._transfer.numbers[:batch], tokens], 1).view(-1)
+            tokens = torch.stack([before, tokens], 1).view(-1)
             offsets = torch.arange(0, 2 * batch + 1, 2, dtype=torch.int32, device=tokens.device)
             owners, positions = owners.repeat_interleave(2), torch.stack([lengths, lengths + 1], 1).view(-1)
         size = self.k_cache.shape[2]

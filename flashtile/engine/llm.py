@@ -29,19 +29,13 @@ from flashtile.engine.scheduler import Scheduler
 from flashtile.engine.speculation import DraftModel, comb, read_speculative_config
 from flashtile.engine.step_calls import Limits, warm_up
 from flashtile.engine.tokenizer import Tokenizer, load_tokenizer
-from flashtile.engine.weights import Shard, open_weights, random_weights, with_checkpoint_head
+from flashtile.engine.weights import open_weights, random_weights, with_checkpoint_head
 from flashtile.hardware import machine
 from flashtile.kv_cache import BlockManager, PagedKVCache
 
 logger = logging.getLogger("flashtile.engine")
 
-DTYPES = {
-    "float16": torch.float16,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float": torch.float32,
-}
+DTYPES = {name: getattr(torch, name) for name in ("float16", "half", "bfloat16", "float32", "float")}
 MAX_DEFAULT_LENGTH = 2**20
 """Upper limit of the default ``max_model_len``, because longer rotary and block tables waste memory."""
 CACHE_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
@@ -166,13 +160,15 @@ class LLM:
         if self.device.type == "cuda":
             threading.Thread(target=_import_kernels, args=(self.device,), daemon=True).start()
         load = functools.partial(
-            _load, seed=seed if load_format == "dummy" else None, device=self.device, dtype=self.dtype,
+            self._load, seed=seed if load_format == "dummy" else None,
             positions=min(length, budget), fp8=quantization == "fp8",
         )  # fmt: skip
         network, draft = load(folder, config, ranks), None
         self.model_config = network.config
+        windows = config.windows
         if isinstance(speculation, DraftModel) and draft_config is not None:
             draft = load(speculation.model, draft_config, ALONE)
+            windows += draft_config.windows
         size = as_int_within("block_size", block_size, 1, 1024)
         block_bytes = _block_bytes(network, size, cache_dtype)
         if draft is not None:
@@ -191,32 +187,30 @@ class LLM:
             raise ValueError(
                 f"kv_cache_memory_bytes must hold two blocks of {block_bytes} bytes, got room for {blocks}"
             )
-        window = _common_window(config, draft_config)
-        if max_model_len is None and num_gpu_blocks_override is None and window < 0:
-            length = _limited_to_cache(length, blocks * size)
-        _check_block_table(seqs, length, size)
+        # The KV caches may drop keys that lie before the largest window, if all layers have one.
+        window = max(windows) if min(windows) >= 0 else -1
+        is_free = max_model_len is None and num_gpu_blocks_override is None and window < 0
+        if is_free and blocks * size < length:
+            length = blocks * size
+            logger.warning("max_model_len is reduced to %d tokens, which fill the KV cache", length)
+        if (seqs + 1) * -(-length // size) >= 2**31:
+            got = f"{seqs} * {length} / {size}"
+            raise ValueError(f"max_num_seqs * max_model_len / block_size must be below 2^31, got {got}")
         for one in filter(None, (network, draft)):
             one.set_positions(length)
         manager = BlockManager(
             blocks, size, max_sequences=seqs, max_seqlen=length,
-            num_host_blocks=int(host_bytes) // block_bytes,
-            window_left=window,
+            num_host_blocks=int(host_bytes) // block_bytes, window_left=window,
         )  # fmt: skip
-        scheduler = Scheduler(
-            manager, max_num_seqs=seqs, max_num_batched_tokens=budget,
-            prefix_caching=enable_prefix_caching, swap=manager.host_pool.num_blocks > 0,
-        )  # fmt: skip
+        scheduler = Scheduler(manager, budget, enable_prefix_caching)
         runner = Runner(
-            network, manager, cache_dtype, budget, capture=not enforce_eager, draft=draft, ranks=ranks,
+            network, manager, cache_dtype, budget, capture=not enforce_eager, draft=draft,
             parents=comb(speculation.num_speculative_tokens, speculation.tree_width) if speculation else (),
         )  # fmt: skip
         overlap = self.device.type == "cuda" if async_scheduling is None else bool(async_scheduling)
-        self.engine = Engine(
-            config, runner, scheduler, text, max_model_len=length, seed=seed, overlap=overlap,
-            speculator=speculation,
-        )  # fmt: skip
+        self.engine = Engine(runner, scheduler, text, seed=seed, overlap=overlap, speculator=speculation)
         if warmup:
-            warm_up(self.device, _steps_of(runner, draft, budget, quantization == "fp8"))
+            warm_up(self.device, _steps_of(runner))
         self._ids = itertools.count()
         self._finished: dict[str, RequestOutput] = {}  # not returned to the caller yet
 
@@ -250,13 +244,9 @@ class LLM:
             )
         if use_tqdm:
             raise NotImplementedError(f"use_tqdm must be False, got {use_tqdm!r:.60}")
-        many = _as_prompts(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        params = (
-            list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(many)
-        )
-        return self._run(many, params, priority)
+        return self._run(prompts, sampling_params, priority)
 
     def chat(
         self,
@@ -295,17 +285,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return the likeliest continuations of each prompt, the best first in ``outputs``.
 
-        Args:
-            prompts: as in :meth:`generate`.
-            params: parameters of the search.
-
-        Raises:
-            TypeError, ValueError, NotImplementedError: an argument is invalid or not supported.
+        Prompts and errors are as in :meth:`generate`.
         """
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
-        many = _as_prompts(prompts)
-        return self._run(many, [params] * len(many), None)
+        return self._run(prompts, params, None)
 
     def enqueue(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams, priority: int = 0
@@ -350,18 +334,15 @@ class LLM:
         """
         self.engine.runner.close()
 
-    def _run(
-        self,
-        prompts: list[Prompt],
-        params: Sequence[SamplingParams | BeamSearchParams],
-        priority: Sequence[int] | None,
-    ) -> list[RequestOutput]:
-        if len(params) != len(prompts):
-            raise ValueError(f"expected {len(prompts)} sampling_params (one per prompt), got {len(params)}")
-        priorities = [0] * len(prompts) if priority is None else list(priority)
-        if len(priorities) != len(prompts):
-            raise ValueError(f"expected {len(prompts)} priorities (one per prompt), got {len(priorities)}")
-        ids = self._add(prompts, params, priorities)
+    def _run(self, prompts: Any, params: Any, priority: Sequence[int] | None) -> list[RequestOutput]:
+        many = _as_prompts(prompts)
+        params = list(params) if isinstance(params, Sequence) else [params] * len(many)
+        if len(params) != len(many):
+            raise ValueError(f"expected {len(many)} sampling_params (one per prompt), got {len(params)}")
+        priorities = [0] * len(many) if priority is None else list(priority)
+        if len(priorities) != len(many):
+            raise ValueError(f"expected {len(many)} priorities (one per prompt), got {len(priorities)}")
+        ids = self._add(many, params, priorities)
         left = set(ids)
         try:
             while left:
@@ -379,35 +360,33 @@ class LLM:
         self._finished |= finished
         return finished
 
-    def _add(
-        self,
-        prompts: list[Prompt],
-        params: Sequence[SamplingParams | BeamSearchParams],
-        priorities: Sequence[int],
-    ) -> list[str]:
+    def _add(self, prompts: list[Prompt], params: list[Any], priorities: list[int]) -> list[str]:
         """Queue all prompts and return their request ids. If a prompt is refused, no prompt stays queued."""
         ids: list[str] = []
         try:
             for prompt, one, priority in zip(prompts, params, priorities, strict=True):
+                if isinstance(one, SamplingParams):  # this class returns no other output
+                    one = copy.copy(one)
+                    one.output_kind = RequestOutputKind.FINAL_ONLY
                 request_id = str(next(self._ids))
-                self.engine.add_request(request_id, prompt, _final_only(one), priority=priority)
+                self.engine.add_request(request_id, prompt, one, priority=priority)
                 ids.append(request_id)
         except BaseException:
             self.engine.abort(ids)
             raise
         return ids
 
-
-def _final_only(params: Any) -> Any:
-    """Return a copy of sampling parameters with ``FINAL_ONLY``, because :class:`LLM` returns no other output.
-
-    Other objects are returned unchanged.
-    """
-    if not isinstance(params, SamplingParams):
-        return params
-    params = copy.copy(params)
-    params.output_kind = RequestOutputKind.FINAL_ONLY
-    return params
+    @torch.inference_mode()
+    def _load(
+        self, folder: Path, config: ModelConfig, ranks: Ranks, *, seed: int | None, positions: int, fp8: bool
+    ) -> Model:
+        """Load the model from its folder, or with random weights if ``seed`` is given."""
+        if seed is not None:
+            weights = random_weights(config, self.device, self.dtype, seed, ranks)
+        else:
+            config = with_checkpoint_head(folder, config, self.dtype)
+            weights = open_weights(folder, config, self.device, self.dtype, ranks)
+        return Model(config, weights, positions, ranks, fp8)
 
 
 def _as_prompts(prompts: Any) -> list[Prompt]:
@@ -490,41 +469,6 @@ def _fitting_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
     return tokenizer
 
 
-@torch.inference_mode()
-def _load(
-    folder: Path,
-    config: ModelConfig,
-    ranks: Ranks,
-    *,
-    seed: int | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    positions: int,
-    fp8: bool,
-) -> Model:
-    """Load the model from its folder, or with random weights if ``seed`` is given."""
-    shard = Shard(ranks.rank, ranks.world)
-    if seed is not None:
-        weights = random_weights(config, device, dtype, seed, shard)
-    else:
-        config = with_checkpoint_head(folder, config, dtype)
-        weights = open_weights(folder, config, device, dtype, shard)
-    return Model(config, weights, positions, ranks, fp8)
-
-
-def _limited_to_cache(length: int, tokens: int) -> int:
-    """Limit ``length`` to the tokens that fit into the KV cache."""
-    if tokens < length:
-        logger.warning("max_model_len is reduced to %d tokens, which fill the KV cache", tokens)
-    return min(tokens, length)
-
-
-def _check_block_table(seqs: int, length: int, size: int) -> None:
-    if (seqs + 1) * -(-length // size) >= 2**31:
-        got = f"{seqs} * {length} / {size}"
-        raise ValueError(f"max_num_seqs * max_model_len / block_size must be below 2^31, got {got}")
-
-
 def _block_bytes(model: Model, size: int, dtype: torch.dtype) -> int:
     config = model.config
     return PagedKVCache.block_bytes(config.num_layers, size, model.kv_heads, config.head_dim, dtype=dtype)
@@ -564,35 +508,27 @@ def _draft_config(settings: DraftModel, config: ModelConfig) -> ModelConfig:
     return draft
 
 
-def _common_window(config: ModelConfig, draft: ModelConfig | None) -> int:
-    """Return the largest window of all layers of both models, or -1 if a layer has no window."""
-    windows = [one.common_window for one in (config, draft) if one is not None]
-    return max(windows) if min(windows) >= 0 else -1
-
-
-def _steps_of(
-    runner: Runner, draft: Model | None, budget: int, fp8: bool
-) -> list[tuple[ModelConfig, Limits, bool]]:
+def _steps_of(runner: Runner) -> list[tuple[ModelConfig, Limits, bool]]:
     """Return the arguments of :func:`flashtile.engine.step_calls.step_calls` for the models of a runner."""
     manager, model = runner.manager, runner.model
     limits = Limits(
         max_model_len=manager.table.max_blocks * manager.block_size,
         max_num_seqs=manager.table.max_sequences,
-        max_num_batched_tokens=budget,
+        max_num_batched_tokens=runner.max_num_batched_tokens,
         block_size=manager.block_size,
         num_blocks=runner.memory.k.shape[1],
         cache_dtype=runner.memory.k.dtype,
-        fp8=fp8,
+        fp8=model.fp8,
         captured=runner.capture is not None,
         verified=runner.max_verified,
         siblings=runner.has_siblings,
-        world=runner.ranks.world,
+        world=model.ranks.world,
     )
     name = str(model.embedding.dtype).removeprefix("torch.")
     found = [(replace(model.config, dtype=name), limits, False)]
-    if draft is not None:
+    if runner.drafter is not None:
         own = replace(limits, cache_dtype=None, world=1)
-        found.append((replace(draft.config, dtype=name), own, True))
+        found.append((replace(runner.drafter.model.config, dtype=name), own, True))
     return found
 
 

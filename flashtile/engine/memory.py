@@ -39,10 +39,7 @@ def run_one_layer(model: Model, tokens: int, block_size: int) -> int:
     """Run a step of one prompt of ``tokens`` tokens through one layer, so that memory can be measured.
 
     One layer suffices, because layers run one after another and need the same temporary memory. The
-    prompt is limited to the positions of the rotary tables.
-
-    Returns:
-        Bytes of the keys and values allocated for the step.
+    prompt is limited to the positions of the rotary tables. Return the bytes of its keys and values.
     """
     config, device = model.config, model.embedding.device
     one = copy.copy(model)

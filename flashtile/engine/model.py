@@ -18,12 +18,12 @@ from flashtile.api.decode import append_kvcache, flash_attn_with_kvcache
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.rotary import rotary_tables
-from flashtile.engine.weights import SCALE, Shard, Weights, quantized
+from flashtile.engine.weights import SCALE, Weights, quantized
 from flashtile.linear import BeforeNorm, linear, linear_before_norm, linear_qkv
+from flashtile.problems.linear import SWIGLU
 from flashtile.reference.decode import rotate
 from flashtile.reference.linear import scaled_weight
 
-SWIGLU = "silu_and_mul"
 FEW_ROWS = 64
 """Up to this number of tokens, products also add the residual and prepare the result for the next norm."""
 Hidden = Tensor | BeforeNorm
@@ -70,44 +70,48 @@ class Cache(NamedTuple):
 
 
 class Matrix:
-    """A weight (N, K), stored as given, or in e4m3 with a scale for each row or block.
+    """A weight (N, K), stored as given, or in e4m3 with a scale for each row or block, and maybe a bias (N,).
 
-    ``matrix(x)`` computes ``x @ weight.T``, with the options of :meth:`__call__`.
+    ``matrix(x)`` computes ``x @ weight.T + bias``, with the options of :meth:`__call__`.
     """
 
-    def __init__(self, weight: Tensor, fp8: bool, scale: Tensor | None = None):
-        self.weight, self.scale = weight, scale
+    def __init__(
+        self, weight: Tensor, fp8: bool = False, scale: Tensor | None = None, bias: Tensor | None = None
+    ):
+        self.weight, self.scale, self.bias = weight, scale, bias
         if fp8 and scale is None:
             self.weight, self.scale = quantized(weight)
 
     @classmethod
-    def joined(cls, weights: Weights, block: str, names: tuple[str, ...], fp8: bool) -> Matrix:
+    def joined(
+        cls, weights: Weights, block: str, names: tuple[str, ...], fp8: bool = False, bias: bool = False
+    ) -> Matrix:
         """Return the projections ``names`` of a block as one matrix."""
-        weight, scale = _joined(weights, block, names, "weight"), None
-        if weight.dtype == torch.float8_e4m3fn:
-            scale = _joined(weights, block, names, f"weight{SCALE}")
-        return cls(weight, fp8, scale)
 
-    def widened(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight, times its scales, in ``dtype``."""
-        return self.weight if self.scale is None else scaled_weight(self.weight, self.scale, dtype)
+        def join(kind: str) -> Tensor:
+            found = [weights(f"{block}.{name}.{kind}") for name in names]
+            return found[0] if len(found) == 1 else torch.cat(found)
+
+        weight = join("weight")
+        scale = join(f"weight{SCALE}") if weight.dtype == torch.float8_e4m3fn else None
+        return cls(weight, fp8, scale, join("bias") if bias else None)
 
     @classmethod
     def stacked(cls, matrices: list[Matrix]) -> Matrix:
         """Return matrices of one shape as one, with a new first dimension. It has parts, but no product."""
         scales = [one.scale for one in matrices if one.scale is not None]
         if len(scales) == len(matrices):
-            return cls(torch.stack([one.weight for one in matrices]), False, torch.stack(scales))
+            return cls(torch.stack([one.weight for one in matrices]), scale=torch.stack(scales))
         dtype = next(one.weight.dtype for one in matrices if one.scale is None)
-        return cls(torch.stack([one.widened(dtype) for one in matrices]), False)
+        return cls(torch.stack([scaled_weight(one.weight, one.scale, dtype) for one in matrices]))
 
     def part(self, index: int) -> Matrix:
-        return Matrix(self.weight[index], False, None if self.scale is None else self.scale[index])
+        scale, bias = (None if one is None else one[index] for one in (self.scale, self.bias))
+        return Matrix(self.weight[index], scale=scale, bias=bias)
 
     def __call__(
         self,
         x: Hidden,
-        bias: Tensor | None = None,
         *,
         norm: Norm | None = None,
         activation: str | None = None,
@@ -128,10 +132,10 @@ class Matrix:
         given: dict[str, Any] = {"weight_scale": self.scale, "residual": added, "prefetch": True, **normed}
         if following is not None:
             weight, eps = following.weight, following.eps
-            return linear_before_norm(x, self.weight, weight, bias, next_norm_eps=eps, **given)
-        if added is not None and len(x) > FEW_ROWS and not normed and bias is self.scale is None:
+            return linear_before_norm(x, self.weight, weight, self.bias, next_norm_eps=eps, **given)
+        if added is not None and len(x) > FEW_ROWS and not normed and self.bias is self.scale is None:
             return added.addmm_(x, self.weight.t())
-        return linear(x, self.weight, bias, activation=activation, **given)
+        return linear(x, self.weight, self.bias, activation=activation, **given)
 
 
 class Norm:
@@ -145,7 +149,10 @@ class Norm:
         self.fused = self.weight.dtype == weight.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        """Compute RMSNorm in float32 and round the result once."""
+        if x.dtype == self.weight.dtype:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
 def operand(x: Hidden, norm: Norm) -> tuple[Tensor, dict[str, Any]]:
@@ -158,13 +165,6 @@ def operand(x: Hidden, norm: Norm) -> tuple[Tensor, dict[str, Any]]:
     return (x, {"norm_weight": norm.weight, "norm_eps": norm.eps}) if norm.fused else (norm(x), {})
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute RMSNorm in float32 and round the result once."""
-    if x.dtype == weight.dtype:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
-
-
 class Attention:
     """The projections and the attention of one layer."""
 
@@ -174,18 +174,13 @@ class Attention:
         self.heads, self.kv_heads = c.num_heads // ranks.world, c.num_kv_heads // ranks.world
         self.window, self.scale, self.softcap = c.windows[layer], c.softmax_scale, c.attn_softcap
         self.ranks, self.norm_all = ranks, c.family.qk_norm == "all"
-        self.qkv = Matrix.joined(weights, name, c.family.qkv, fp8)
-        self.qkv_bias = self.o_bias = self.sink = None
+        self.qkv = Matrix.joined(weights, name, c.family.qkv, fp8, c.qkv_bias)
+        # The ranks' results are summed, so only rank 0 adds the bias.
+        self.o = Matrix.joined(weights, name, ("o_proj",), fp8, c.o_bias and ranks.rank == 0)
         self.q_norm: Norm | None = None
-        if c.qkv_bias:
-            self.qkv_bias = _joined(weights, name, c.family.qkv, "bias")
-        self.o = Matrix.joined(weights, name, ("o_proj",), fp8)
-        if c.o_bias and ranks.rank == 0:  # the ranks' results are summed, so only rank 0 adds the bias
-            self.o_bias = weights(f"{name}.o_proj.bias")
         if c.family.qk_norm:
             self.q_norm, self.k_norm = (Norm(c, weights(f"{name}.{part}_norm.weight")) for part in "qk")
-        if c.family.sinks:
-            self.sink = weights(f"{name}.sinks").float()
+        self.sink = weights(f"{name}.sinks").float() if c.family.sinks else None
 
     def __call__(
         self, x: Hidden, norm: Norm | None, step: StepInput, cache: Cache, residual: Hidden | None,
@@ -195,16 +190,14 @@ class Attention:
 
         If ``following``, the next norm, is given, the result is prepared for it (see ``Hidden``).
         """
-        out = self._attend_to_few(x, norm, step, cache)
-        if out is None:
-            out = self._attend(x, norm, step, cache)
-        out = out.reshape(len(step.tokens), -1)
-        return self.o(out, self.o_bias, residual=residual, following=following)
+        out = self._attend(x, norm, step, cache).reshape(len(step.tokens), -1)
+        return self.o(out, residual=residual, following=following)
 
-    def _attend_to_few(self, x: Hidden, norm: Norm | None, step: StepInput, cache: Cache) -> Tensor | None:
-        """Attend after a fused QKV product, which also applies rotary embedding and appends keys and values.
+    def _append_few(self, x: Hidden, norm: Norm | None, step: StepInput, cache: Cache) -> Tensor | None:
+        """Return the queries (total_new, heads, head_dim) of a product that also appends keys and values.
 
-        Returns None for chunks of prompts and for models that the kernel does not serve.
+        It also applies rotary embedding. Returns None for chunks of prompts and for models that the kernel
+        does not serve.
         """
         if step.seqused_k is None or self.q_norm is not None or norm is None or not norm.fused:
             return None
@@ -212,15 +205,12 @@ class Attention:
         if cache.k.dtype != x.dtype:
             return None
         has_slots = step.slots is not None
-        q = linear_qkv(
-            x, self.qkv.weight, cache.k, cache.v, self.qkv_bias,
+        return linear_qkv(
+            x, self.qkv.weight, cache.k, cache.v, self.qkv.bias,
             positions=step.positions if has_slots else step.cache_seqlens,
             block_table=None if has_slots else step.block_table, slot_mapping=step.slots,
             rotary_cos=cache.cos, rotary_sin=cache.sin, weight_scale=self.qkv.scale, prefetch=True, **normed,
         )  # fmt: skip
-        q = q.unsqueeze(1) if step.cu_seqlens_q is None else q
-        options = self._options(step)
-        return flash_attn_with_kvcache(q, cache.k, cache.v, cache_seqlens=step.seqused_k, **options)
 
     def _options(self, step: StepInput) -> dict[str, Any]:
         """Return the options that every attention of a step has."""
@@ -234,29 +224,30 @@ class Attention:
         return {"causal": True, "window_size": (self.window, -1), **options}
 
     def _attend(self, x: Hidden, norm: Norm | None, step: StepInput, cache: Cache) -> Tensor:
-        heads = (self.heads, self.kv_heads, self.kv_heads)
-        qkv = self.qkv(x, self.qkv_bias, norm=norm).unflatten(-1, (-1, self.head_dim))
-        q, k, v = qkv.split(heads, dim=1)
-        if self.norm_all:
-            q, k = self._norm_all_heads(q, k)
-        elif self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
         ragged, options = step.cu_seqlens_q is not None, self._options(step)
-        # Tokens of a tree are not at successive positions, and padding tokens must not be written.
-        if step.slots is not None:
+        q = self._append_few(x, norm, step, cache)
+        if q is None:
+            qkv = self.qkv(x, norm=norm).unflatten(-1, (-1, self.head_dim))
+            q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+            if self.norm_all:
+                q, k = self._norm_all_heads(q, k)
+            elif self.q_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            if step.slots is None:
+                if ragged:
+                    options |= {"cu_seqlens_k_new": step.cu_seqlens_q, "max_seqlen_k_new": step.max_seqlen_q}
+                else:
+                    q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
+                return flash_attn_with_kvcache(
+                    q, cache.k, cache.v, k, v, cache.cos, cache.sin, cache_seqlens=step.cache_seqlens,
+                    rotary_interleaved=False, **options,
+                )  # fmt: skip
+            # Tokens of a tree are not at successive positions, and padding tokens must not be written.
             assert step.positions is not None
             q, k = (rotate(t, cache.cos, cache.sin, step.positions.long(), False) for t in (q, k))
             append_kvcache(cache.k, cache.v, k, v, slot_mapping=step.slots)
-            q = q if ragged else q.unsqueeze(1)
-            return flash_attn_with_kvcache(q, cache.k, cache.v, cache_seqlens=step.seqused_k, **options)
-        if ragged:
-            options |= {"cu_seqlens_k_new": step.cu_seqlens_q, "max_seqlen_k_new": step.max_seqlen_q}
-        else:
-            q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
-        return flash_attn_with_kvcache(
-            q, cache.k, cache.v, k, v, cache.cos, cache.sin, cache_seqlens=step.cache_seqlens,
-            rotary_interleaved=False, **options,
-        )  # fmt: skip
+        q = q if ragged else q.unsqueeze(1)
+        return flash_attn_with_kvcache(q, cache.k, cache.v, cache_seqlens=step.seqused_k, **options)
 
     def _norm_all_heads(self, q: Tensor, k: Tensor) -> list[Tensor]:
         """Apply RMSNorm over all heads of all ranks to q and to k, each (total_new, heads, head_dim)."""
@@ -269,23 +260,13 @@ class Attention:
         ]
 
 
-def _joined(weights: Weights, block: str, names: tuple[str, ...], kind: str) -> Tensor:
-    """Return weights or biases of projections, one after another."""
-    found = [weights(f"{block}.{name}.{kind}") for name in names]
-    return found[0] if len(found) == 1 else torch.cat(found)
-
-
 class MLP:
     """Gated MLP, which computes down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, ranks: Ranks, fp8: bool):
         name, self.silu = f"model.layers.{layer}.mlp", config.activation == "silu"
-        self.gate_up = Matrix.joined(weights, name, config.family.gate_up, fp8)
-        self.down = Matrix.joined(weights, name, ("down_proj",), fp8)
-        self.gate_up_bias = self.down_bias = None
-        if config.mlp_bias:
-            self.gate_up_bias = _joined(weights, name, config.family.gate_up, "bias")
-            self.down_bias = weights(f"{name}.down_proj.bias") if ranks.rank == 0 else None
+        self.gate_up = Matrix.joined(weights, name, config.family.gate_up, fp8, config.mlp_bias)
+        self.down = Matrix.joined(weights, name, ("down_proj",), fp8, config.mlp_bias and ranks.rank == 0)
 
     def __call__(
         self, x: Hidden, norm: Norm | None, residual: Hidden | None, following: Norm | None = None
@@ -295,11 +276,11 @@ class MLP:
         If ``following``, the next norm, is given, the result is prepared for it (see ``Hidden``).
         """
         if self.silu:
-            inner = self.gate_up(x, self.gate_up_bias, norm=norm, activation=SWIGLU)
+            inner = self.gate_up(x, norm=norm, activation=SWIGLU)
         else:
-            gate, up = self.gate_up(x, self.gate_up_bias, norm=norm).chunk(2, dim=-1)
+            gate, up = self.gate_up(x, norm=norm).chunk(2, dim=-1)
             inner = F.gelu(gate, approximate="tanh") * up
-        return self.down(inner, self.down_bias, residual=residual, following=following)
+        return self.down(inner, residual=residual, following=following)
 
 
 class Experts:
@@ -311,21 +292,20 @@ class Experts:
         block = f"model.layers.{layer}.{names.block}"
         self.per_token, self.normalized, self.silu = c.experts_per_token, c.normalized, c.activation == "silu"
         self.alpha, self.limit = c.swiglu_alpha, c.swiglu_limit
-        self.router = weights(f"{block}.{names.router}.weight")
-        self.numbers = torch.arange(c.num_experts, device=self.router.device)
-        self.router_bias = None
-        self.bias: tuple[Tensor, Tensor] | None = None  # of gate_up and of down
+        self.router = Matrix.joined(weights, block, (names.router,), bias=names.stacked)
+        self.numbers = torch.arange(c.num_experts, device=self.router.weight.device)
         if names.stacked:
-            self.router_bias = weights(f"{block}.{names.router}.bias")
             gate_up, down = (weights(f"{block}.experts.{one}_proj").mT for one in ("gate_up", "down"))
             bias, down_bias = (weights(f"{block}.experts.{one}_proj_bias") for one in ("gate_up", "down"))
             gate_up, bias = (torch.cat([x[:, ::2], x[:, 1::2]], 1) for x in (gate_up, bias))
-            self.gate_up, self.down = (Matrix(x.contiguous(), False) for x in (gate_up, down))
-            self.bias = bias, torch.zeros_like(down_bias) if ranks.rank else down_bias
+            self.gate_up = Matrix(gate_up.contiguous(), bias=bias)
+            self.down = Matrix(
+                down.contiguous(), bias=torch.zeros_like(down_bias) if ranks.rank else down_bias
+            )
         else:
             experts = [f"{block}.experts.{expert}" for expert in range(c.num_experts)]
             self.gate_up, self.down = (
-                Matrix.stacked([Matrix.joined(weights, one, part, False) for one in experts])
+                Matrix.stacked([Matrix.joined(weights, one, part) for one in experts])
                 for part in (names.gate_up, (names.down,))
             )
 
@@ -346,10 +326,9 @@ class Experts:
         for expert in chosen.unique().tolist() if on_host else range(len(self.down.weight)):
             is_chosen = chosen == expert
             token = every_token[is_chosen.any(-1)] if on_host else every_token
-            b, c = (None, None) if self.bias is None else (one[expert] for one in self.bias)
-            inner = self._activate(self.gate_up.part(expert)(x[token], b))
+            inner = self._activate(self.gate_up.part(expert)(x[token]))
             share = (shares * is_chosen).sum(-1, keepdim=True)
-            out.index_add_(0, token, self.down.part(expert)(inner, c) * share[token])
+            out.index_add_(0, token, self.down.part(expert)(inner) * share[token])
         return out
 
     def _products(self, x: Tensor, chosen: Tensor) -> Tensor:
@@ -361,15 +340,15 @@ class Experts:
 
         numbers, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(numbers, self.numbers, right=True, out_int32=True)
-        b, c = (None, None) if self.bias is None else self.bias
         gate_up, down, tokens = self.gate_up, self.down, order // self.per_token
-        inner = self._activate(grouped_linear(x, gate_up.weight, b, tokens, ends, True, gate_up.scale))
-        out = grouped_linear(inner, down.weight, c, order, ends, False, down.scale)
+        inner = grouped_linear(x, gate_up.weight, gate_up.bias, tokens, ends, True, gate_up.scale)
+        inner = self._activate(inner)
+        out = grouped_linear(inner, down.weight, down.bias, order, ends, False, down.scale)
         return out.view(len(x), self.per_token, -1)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return (shares in the dtype of x, numbers) of each token's experts, both (total_new, per_token)."""
-        scores = linear(x, self.router, self.router_bias).float()
+        scores = linear(x, self.router.weight, self.router.bias).float()
         best, chosen = scores.topk(self.per_token)
         total = (best if self.normalized else scores).logsumexp(-1, keepdim=True)
         return (best - total).exp().to(x.dtype), chosen
@@ -427,8 +406,7 @@ class Model:
     """A decoder-only model with the weights of all layers on one device.
 
     Args:
-        config: sizes and switches.
-        weights: function from a weight's name to its tensor.
+        config, weights: sizes and switches, and a function from a weight's name to its tensor.
         max_positions: positions of the rotary tables; :meth:`set_positions` changes them.
         ranks: the processes that compute the model together. ``weights`` returns this process's shard.
         fp8: round the layers' matrices to e4m3, except for those of experts.
@@ -442,7 +420,8 @@ class Model:
         ranks: Ranks = ALONE,
         fp8: bool = False,
     ):
-        self.config, self.kv_heads, self.ranks = config, config.num_kv_heads // ranks.world, ranks
+        self.config, self.ranks, self.fp8 = config, ranks, fp8
+        self.kv_heads = config.num_kv_heads // ranks.world
         self.embedding = weights("model.embed_tokens.weight")
         self.layers = [Layer(config, weights, layer, ranks, fp8) for layer in range(config.num_layers)]
         for layer, following in pairwise(self.layers):
@@ -450,10 +429,10 @@ class Model:
                 layer.following = following.before_attention
         self.norm = Norm(config, weights("model.norm.weight"))
         if config.tie_word_embeddings:
-            head = self.embedding[Shard(ranks.rank, ranks.world).slice(config.vocab_size)]
+            head = self.embedding[ranks.slice(config.vocab_size)]
         else:
             head = weights("lm_head.weight")
-        self.head = Matrix(head, False)
+        self.head = Matrix(head)
         self.set_positions(max_positions)
 
     def set_positions(self, count: int) -> None:

@@ -38,19 +38,23 @@ logger = logging.getLogger("flashtile.engine")
 
 
 class Ranks:
-    """The processes that compute one model together. This base class is a single process.
+    """The processes that compute one model together. This base class exchanges nothing, as a single process.
 
-    Attributes:
+    Args:
         rank, world: this process's number, and the number of processes.
     """
 
-    rank, world = 0, 1
+    def __init__(self, rank: int = 0, world: int = 1):
+        self.rank, self.world = rank, world
+
+    def slice(self, size: int) -> slice:
+        """Return this process's part of a dimension that tensor parallelism divides."""
+        return slice(self.rank * size // self.world, (self.rank + 1) * size // self.world)
 
     def split_residual(self, residual: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Split the residual so that all processes together add it exactly once.
 
-        Returns:
-            (tensor to add to this process's product, tensor to pass to :meth:`sum`). Each may be None.
+        Return (tensor to add to this process's product, tensor to pass to :meth:`sum`). Each may be None.
         """
         return residual, None
 
@@ -87,12 +91,8 @@ ALONE = Ranks()
 class ProcessRanks(Ranks):
     """The processes started by ``torchrun`` or :func:`start_others`. Each makes its own instance.
 
-    Args:
-        world: the expected number of processes.
-        device: this process's device.
-
     Raises:
-        ValueError: ``world`` differs from the number of started processes.
+        ValueError: ``world``, the expected number of processes, differs from the number of started ones.
     """
 
     def __init__(self, world: int, device: torch.device):
@@ -104,7 +104,7 @@ class ProcessRanks(Ranks):
             )
         _forbid_multicast()
         self._leaving = None if dist.is_initialized() else _join_group(device)
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        super().__init__(dist.get_rank(), dist.get_world_size())
         self._host = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
         self._direct = DirectCollectives.between(self, device)
 
@@ -173,7 +173,6 @@ class DirectCollectives:
     (:mod:`flashtile.backends.portable.all_reduce`).
 
     Args:
-        rank: this process's number.
         capacity: maximum size of a tensor, in 32-bit words.
         memories, kept: the results of :func:`flashtile.parallel.symmetric.mapped_memory`.
     """
@@ -223,10 +222,8 @@ def start_others(
     """Form a group of ``world`` processes on this host.
 
     This process is the first of the group, and ``command`` starts each of the others. If another process
-    fails, this process ends with exit code 1 instead of waiting for it.
-
-    Returns:
-        The other processes, and the store of the process group. Keep the store while these processes run.
+    fails, this process ends with exit code 1 instead of waiting for it. Return the other processes, and the
+    store of the process group. Keep the store while these processes run.
     """
     store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
     place = {
@@ -262,8 +259,7 @@ def broadcast_changes(engine: Any) -> None:
 def repeat_changes(engine: Any) -> None:
     """Repeat the changes of the first process's engine until that process calls :func:`end_repeating`.
 
-    Raises:
-        EOFError: the first process ended without calling :func:`end_repeating`.
+    Raise EOFError if that process ends without calling it.
     """
     while (change := engine.runner.ranks.receive()) is not None:
         name, arguments, options = change
@@ -306,8 +302,7 @@ def local_device() -> str | None:
 
 def check_divides(config: Any, world: int) -> None:
     """Raise NotImplementedError if a size of the model is not divisible by the number of processes."""
-    sizes = ("num_heads", "num_kv_heads", "intermediate_size", "expert_size", "vocab_size")
-    for name in sizes:
+    for name in ("num_heads", "num_kv_heads", "intermediate_size", "expert_size", "vocab_size"):
         if getattr(config, name) % world:
             raise NotImplementedError(
                 f"tensor_parallel_size must divide the model's {name}={getattr(config, name)}, got {world}"

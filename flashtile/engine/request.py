@@ -6,6 +6,7 @@ import time
 from enum import Enum
 from typing import Any
 
+from flashtile.engine.detokenizer import Detokenizer
 from flashtile.engine.outputs import RequestMetrics, TokenLogprobs
 from flashtile.engine.sampling_params import BeamSearchParams, SamplingParams
 
@@ -42,13 +43,9 @@ class Sequence:
         held: excluded from steps, because it is a beam and the tokens of the other beams are not known yet.
         logprobs, cumulative_logprob: log-probabilities of the answer's tokens, if they were requested.
         matcher: knows the tokens that may follow ``tokens`` (:mod:`flashtile.engine.structured`). None: all.
+        detokenizer: writes the answer's text, from the first need for it until the request ends.
+        num_sent: number of the answer's tokens in earlier outputs, if outputs have only the new part.
     """
-
-    __slots__ = (
-        "block_sequence", "cumulative_logprob", "finish_reason", "forked", "guesses", "held", "index",
-        "logprobs", "matcher", "max_tokens", "ngrams", "num_cached", "num_computed", "num_indexed", "order",
-        "parents", "pending", "request", "state", "stop_reason", "tokens",
-    )  # fmt: skip
 
     def __init__(self, request: Request, index: int, tokens: list[int]):
         self.request, self.index, self.tokens = request, index, tokens
@@ -66,6 +63,8 @@ class Sequence:
         self.logprobs: list[TokenLogprobs] = []
         self.cumulative_logprob = 0.0
         self.matcher: Any = None if request.matcher is None else request.matcher.deep_copy()
+        self.detokenizer: Detokenizer | None = None
+        self.num_sent = 0
 
     @property
     def num_tokens(self) -> int:
@@ -75,12 +74,12 @@ class Sequence:
     @property
     def num_outputs(self) -> int:
         """Number of tokens of the answer, including pending tokens."""
-        return len(self.tokens) + self.pending - self.request.num_prompt
+        return self.num_tokens - self.request.num_prompt
 
     @property
     def wanted(self) -> int:
         """Number of tokens to compute before the next token can be chosen, or 0 if none will be chosen."""
-        tokens = len(self.tokens) + self.pending
+        tokens = self.num_tokens
         if self.held or tokens >= self.max_tokens:
             return 0
         return tokens + len(self.guesses) - self.num_computed
@@ -104,8 +103,6 @@ class Request:
         salt: only requests with the same salt share blocks through the prefix cache.
         matcher: matcher of ``structured_outputs`` at the start of an answer, or None.
         width: largest number of sequences that the request has at the same time.
-        reads_prompt_cache: whether the prompt's blocks may come from the prefix cache. False if
-            log-probabilities of the prompt are requested, because cached tokens yield no logits.
         reads_tokens: whether the host must know the last token before the next token can be chosen.
     """
 
@@ -133,7 +130,6 @@ class Request:
         self.metrics = RequestMetrics(time.monotonic())
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.matcher, self.width, self.reads_tokens = matcher, params.n, params.reads_tokens
-        self.reads_prompt_cache = params.prompt_logprobs is None
         if beam is not None:
             # Beams need ``beam_width`` tokens that continue them, even if all end tokens are likelier.
             self.reads_tokens, params.logprobs = True, (len(ends) + 1) * beam.beam_width

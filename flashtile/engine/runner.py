@@ -8,7 +8,9 @@ graphs. There is one graph for each padded batch size, captured at its first use
 
 from __future__ import annotations
 
+import functools
 import weakref
+from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
@@ -18,12 +20,11 @@ import torch
 from torch import Tensor
 
 from flashtile.api.decode import copy_blocks
-from flashtile.engine.device import MAX_GRAPH_BATCH, RING, Capture, Transfer, graph_batch, on_device
+from flashtile.engine.device import MAX_GRAPH_BATCH, Capture, Transfer, graph_batch, on_device
 from flashtile.engine.drafter import Drafter
 from flashtile.engine.model import Model, StepInput
-from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.request import Sequence
-from flashtile.engine.sampler import Draws, adjust, choose, log_probabilities, needs_adjusting
+from flashtile.engine.sampler import adjust, choose, log_probabilities, needs_adjusting, read_parameters
 from flashtile.engine.scheduler import COPY, SWAP_OUT, Entry, SchedulerOutput
 from flashtile.engine.speculation import UNKNOWN, depths, visible
 from flashtile.engine.step_calls import LOGITS_ROWS
@@ -51,7 +52,6 @@ class InFlight:
     """A launched step whose results are on their way to the host.
 
     Attributes:
-        schedule: the launched schedule.
         samples: the sequences that get a token, in the order of ``tokens``.
         tokens: the chosen tokens.
         best: the logits of the chosen tokens. NaN or plus infinity in a row of logits is always chosen, and
@@ -65,7 +65,6 @@ class InFlight:
         event: a CUDA event recorded after the copies to the host; None on a CPU.
     """
 
-    schedule: SchedulerOutput
     samples: list[Sequence]
     tokens: Tensor
     best: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -87,16 +86,9 @@ class InFlight:
                 sequence.guesses = found[: len(sequence.guesses)]
         return self.tokens.tolist()
 
-    def scores_of(self, i: int) -> TokenScores | None:
-        """Return the log-probabilities of sample i, or None if none were requested."""
-        return _token_scores(self.scores[i])[0] if i in self.scores else None
 
-    def scores_of_prompts(self) -> list[tuple[Sequence, int, list[TokenScores]]]:
-        """Return (sequence, position of the first token, scores) for each scored chunk of a prompt."""
-        return [(sequence, first, _token_scores(found)) for sequence, first, found in self.prompt_scores]
-
-
-def _token_scores(found: tuple[Tensor, ...]) -> list[TokenScores]:
+def token_scores(found: tuple[Tensor, ...]) -> list[TokenScores]:
+    """Return the rows of a result of :func:`flashtile.engine.sampler.log_probabilities`."""
     chosen, ranks, values, tokens = (tensor.tolist() for tensor in found)
     return [
         TokenScores(logprob, rank, list(zip(row_tokens, row_values, strict=True)))
@@ -153,15 +145,13 @@ class Runner:
     """Runs steps on the device: computes the model with its KV cache and CUDA graphs, and chooses tokens.
 
     Args:
-        model: the model, on its device.
-        manager: the block manager, which gives the number of blocks of the KV cache.
+        model, manager: the model on its device, and the blocks of the KV cache.
         cache_dtype: dtype of keys and values.
         max_num_batched_tokens: largest number of tokens of a step.
         capture: use CUDA graphs on a GPU.
         parents: parent of each guess in a sequence's largest tree of guesses
             (:mod:`flashtile.engine.speculation`).
         draft: a draft model that makes these guesses.
-        ranks: the processes that compute the model together.
     """
 
     def __init__(
@@ -173,15 +163,12 @@ class Runner:
         capture: bool = True,
         parents: tuple[int, ...] = (),
         draft: Model | None = None,
-        ranks: Ranks = ALONE,
     ):
-        config = model.config
-        self.model, self.manager, self.ranks = model, manager, ranks
-        self.device = model.embedding.device
+        self.model, self.manager, self.ranks = model, manager, model.ranks
+        self.device, self.max_num_batched_tokens = model.embedding.device, max_num_batched_tokens
         self.memory = Memory.of(model, manager, cache_dtype)
         self._memories = [self.memory]
         rows = manager.table.max_sequences
-        on_gpu = self.device.type == "cuda"
         self.spare_row = rows
         self.block_table = torch.zeros(
             rows + 1, manager.table.max_blocks, dtype=torch.int32, device=self.device
@@ -193,7 +180,7 @@ class Runner:
         # step computes this token again.
         self.max_verified = len(parents) + 1 + self.has_siblings if parents else 1
         self.known = torch.zeros(rows + 1, 1 + len(parents), dtype=torch.int32, device=self.device)
-        self.capture = Capture(self.device) if capture and on_gpu else None
+        self.capture = Capture(self.device) if capture and self.device.type == "cuda" else None
         self.graphs: dict[Form, Callable[[], None]] = {}
         # The buffer of inputs has room for the largest step. A step's inputs include the changed entries of
         # the block table, at most MAX_CHANGES of them. CUDA graphs read their inputs from this buffer.
@@ -202,15 +189,12 @@ class Runner:
         changes = min(self.block_table.numel(), MAX_CHANGES)
         numbers = 5 * padded + 3 * samples + 3 * (rows + MAX_GRAPH_BATCH) + 2 * changes
         self._transfer = Transfer(numbers, self.device)
-        results = samples + rows * len(parents)
-        self._result = [torch.empty(results, dtype=torch.int64, pin_memory=on_gpu) for _ in range(RING)]
         batch = graph_batch(min(rows * self.max_verified, MAX_GRAPH_BATCH)) if self.capture is not None else 0
         # All graphs write their logits to the same buffer, because one buffer per graph would take gigabytes.
-        self._logits = model.embedding.new_zeros(batch, config.vocab_size // ranks.world)
+        self._logits = model.embedding.new_zeros(batch, model.config.vocab_size // self.ranks.world)
         # Free the graphs before the process leaves its group: NCCL waits for graphs that contain its kernels.
         weakref.finalize(self, self.graphs.clear)
-        self._turn = 0
-        self._draws = Draws(self.device)
+        self._draw_of = functools.lru_cache(1)(functools.partial(read_parameters, self.device))
         self.drafter: Drafter | None = None
         if draft is not None:
             memory = Memory.of(draft, manager, draft.embedding.dtype)
@@ -226,10 +210,9 @@ class Runner:
         return self._launch(schedule)
 
     def _launch(self, schedule: SchedulerOutput) -> InFlight:
-        self._turn = (self._turn + 1) % RING
         for what, pairs in schedule.moves:
             self._move(what, pairs)
-        in_flight = InFlight(schedule, [], torch.empty(0, dtype=torch.int64))
+        in_flight = InFlight([], torch.empty(0, dtype=torch.int64))
         if not schedule.entries:
             return in_flight
         samples = [sample for entry in schedule.entries for sample in entry.samples]
@@ -257,14 +240,10 @@ class Runner:
         self._send_back(in_flight)
         return in_flight
 
-    def synchronize(self) -> None:
-        """Wait until the device has finished all launched work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def close(self) -> None:
         """Wait for the device and free the CUDA graphs."""
-        self.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self.graphs.clear()
 
     def _form(self, entries: Listing[Entry]) -> tuple[Form, bool]:
@@ -361,9 +340,9 @@ class Runner:
         if len(changed) > MAX_CHANGES:  # for example when many sequences share a long prefix
             self._update_table(changed.to(self.device), values.to(self.device))
             changed, values = changed[:0], values[:0]
-        parts: list[list[int]] = [starts, rows, tokens]
+        parts: list[Listing[int]] = [starts, rows, tokens]
         if form.width > 1:
-            parts += [offsets, positions, slots, *_split_words(masks)]
+            parts += [offsets, positions, slots, array("i", array("Q", masks).tobytes())]
         views = self._transfer([*parts, logits_rows, sample_rows, sample_positions], (changed, values))
         if len(changed):
             self._update_table(views[-2].long(), views[-1])
@@ -388,9 +367,8 @@ class Runner:
         if form.has_slots:
             step = step._replace(positions=views[4].clone(), slots=views[5].long())
         if form.tree:
-            bits = torch.arange(form.width, device=self.device)
-            words = torch.where(bits < 32, views[6].unsqueeze(1), views[7].unsqueeze(1))
-            seen = (words >> bits % 32) & 1
+            rows_of_masks = views[6].clone().view(torch.int64).unsqueeze(1)
+            seen = rows_of_masks >> torch.arange(form.width, device=self.device) & 1
             step = step._replace(tree_mask=(seen != 0).view(form.batch, form.width, form.width))
         return step
 
@@ -422,8 +400,8 @@ class Runner:
         """Return a function that runs a step on the buffer that :meth:`_send` fills."""
         sizes = [form.batch, form.batch, form.tokens]
         if form.width > 1:
-            masks = form.batch * form.width * form.tree
-            sizes += [form.batch + 1, form.tokens, form.tokens, masks, masks]
+            words = 2 * form.batch * form.width * form.tree  # a row of a tree mask has 64 bits
+            sizes += [form.batch + 1, form.tokens, form.tokens, words]
         views = list(self._transfer.numbers[: sum(sizes)].split(sizes))
 
         def run() -> None:
@@ -436,7 +414,7 @@ class Runner:
         self, in_flight: InFlight, samples: list[Sequence], logits: Tensor, rows: Tensor, positions: Tensor
     ) -> None:
         """Choose a token for each sample, and store it in ``known`` for the next step."""
-        raw, draw = logits, self._draws.of(samples)
+        raw, draw = logits, self._draw_of(tuple(samples))
         adjusted = [i for i in draw.adjusted if needs_adjusting(samples[i])]
         if adjusted:
             logits = logits.float().clone()
@@ -462,13 +440,10 @@ class Runner:
     def _send_back(self, in_flight: InFlight) -> None:
         if self.device.type == "cpu":
             return
-        tokens, place = in_flight.tokens, self._result[self._turn]
-        in_flight.tokens = place[: len(tokens)].copy_(tokens, non_blocking=True)
+        in_flight.tokens, in_flight.best = _to_host((in_flight.tokens, in_flight.best))
         if in_flight.drafted is not None:
             sequences, guesses = in_flight.drafted
-            place = place[len(tokens) :][: guesses.numel()].view(guesses.shape)
-            in_flight.drafted = sequences, place.copy_(guesses, non_blocking=True)
-        (in_flight.best,) = _to_host((in_flight.best,))
+            in_flight.drafted = sequences, _to_host((guesses,))[0]
         in_flight.scores = {i: _to_host(found) for i, found in in_flight.scores.items()}
         in_flight.prompt_scores = [
             (sequence, first, _to_host(found)) for sequence, first, found in in_flight.prompt_scores
@@ -514,10 +489,5 @@ class Runner:
 
 
 def _to_host(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Start copies to the host, for which torch allocates pinned memory."""
     return tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)
-
-
-def _split_words(masks: list[int]) -> tuple[list[int], list[int]]:
-    """Return the low and the high 32-bit words of 64-bit masks, as signed integers."""
-    low, high = ([bits >> shift & 0xFFFFFFFF for bits in masks] for shift in (0, 32))
-    return tuple([word - (word >> 31 << 32) for word in words] for words in (low, high))  # type: ignore[return-value]

@@ -4,14 +4,11 @@ Every draw is an argmax: of the logits at temperature 0, otherwise of logits plu
 from their softmax (Maddison et al. 2014, arXiv:1411.0030, section 2). The noise of a token is a hash of the
 request's seed, the position and the token, so it does not depend on the batch.
 
-Top-k and top-p need no sort. Each keeps the logits above some threshold, and the threshold is found bit by
-bit in 33 passes. Tokens that tie with the last one kept are also kept.
+Top-k and top-p keep the logits above some threshold. Tokens that tie with the last one kept are also kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Listing
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -47,68 +44,47 @@ class Choice(NamedTuple):
     any_min_p: bool
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """How the tokens of one batch are chosen.
 
     Attributes:
-        samples: one sequence for each row of the logits.
-        choice: their sampling parameters on the device.
+        choice: sampling parameters of the rows on the device.
         adjusted: rows whose logits may have to be changed before the draw.
         scored: (row, number of log-probabilities) of the rows for which they were requested.
         structured: rows whose tokens a structure restricts.
     """
 
-    samples: tuple[Sequence, ...]
     choice: Choice
     adjusted: list[int]
     scored: list[tuple[int, int]]
     structured: list[int]
 
 
-class Draws:
-    """Caches the parameters of a draw while the batch stays the same."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self._last: Draw | None = None
-
-    def of(self, samples: Listing[Sequence]) -> Draw:
-        """Return the parameters of a draw. ``samples`` has one sequence for each row of the logits."""
-        key = tuple(samples)
-        if self._last is not None and self._last.samples == key:
-            return self._last
-        rows = [_parameters(sample) for sample in samples]
-        temperature, top_k, top_p, min_p, seed = (list(column) for column in zip(*rows, strict=True))
-        floats = on_device([temperature, top_p, min_p], torch.float32, self.device)
-        integers = on_device([top_k, seed], torch.int64, self.device)
-        choice = Choice(
-            floats[0], integers[0], floats[1], floats[2], integers[1],
-            greedy=not any(temperature), any_top_k=any(top_k), any_top_p=any(p < 1 for p in top_p),
-            any_min_p=any(min_p),
-        )  # fmt: skip
-        counts = [(i, sample.request.params.logprobs) for i, sample in enumerate(samples)]
-        self._last = Draw(
-            key,
-            choice,
-            [i for i, sample in enumerate(samples) if needs_adjusting(sample)],
-            [(i, count) for i, count in counts if count is not None],
-            [i for i, sample in enumerate(samples) if sample.matcher is not None],
-        )
-        return self._last
+def read_parameters(device: torch.device, samples: tuple[Sequence, ...]) -> Draw:
+    """Return the parameters of a draw. ``samples`` has one sequence for each row of the logits."""
+    rows = [_parameters(sample) for sample in samples]
+    temperature, top_k, top_p, min_p, seed = (list(column) for column in zip(*rows, strict=True))
+    floats = on_device([temperature, top_p, min_p], torch.float32, device)
+    integers = on_device([top_k, seed], torch.int64, device)
+    choice = Choice(
+        floats[0], integers[0], floats[1], floats[2], integers[1],
+        greedy=not any(temperature), any_top_k=any(top_k), any_top_p=any(p < 1 for p in top_p),
+        any_min_p=any(min_p),
+    )  # fmt: skip
+    counts = [(i, sample.request.params.logprobs) for i, sample in enumerate(samples)]
+    return Draw(
+        choice,
+        [i for i, sample in enumerate(samples) if needs_adjusting(sample)],
+        [(i, count) for i, count in counts if count is not None],
+        [i for i, sample in enumerate(samples) if sample.matcher is not None],
+    )
 
 
 def choose(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
-    """Choose a token for each row of logits (rows, vocab_size).
+    """Choose a token for each row of logits (rows, vocab_size). Return the tokens (rows,) int64.
 
-    Args:
-        logits: (rows, vocab_size).
-        choice: sampling parameters of the rows.
-        positions: (rows,) integers, the position of each new token in its sequence.
-
-    Returns:
-        (rows,) int64. In a row with NaN or infinity, such an element is chosen, so the chosen token's logit
-        tells whether the draw is valid.
+    ``positions`` (rows,) are the positions of the new tokens in their sequences. In a row with NaN or
+    infinity, such an element is chosen, so the chosen token's logit tells whether the draw is valid.
     """
     if choice.greedy:
         return logits.argmax(-1)
@@ -145,57 +121,22 @@ def noisy_scores(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
 
 
 def keep(scores: Tensor, choice: Choice) -> Tensor:
-    """Apply min-p, top-k and top-p in this order.
-
-    Returns:
-        Scores (rows, vocab_size), -inf for tokens that are filtered out.
-    """
+    """Apply min-p, top-k and top-p in this order. Scores of tokens that are filtered out become -inf."""
     if choice.any_min_p:
         least = scores.amax(-1, keepdim=True) + choice.min_p.log().unsqueeze(1)
         scores = scores.masked_fill(scores < least, -torch.inf)
     if not (choice.any_top_k or choice.any_top_p):
         return scores
-    keys = ordered(scores)
-    if choice.any_top_k:
-        wanted = choice.top_k.unsqueeze(1).to(torch.float32)
-        threshold = largest_threshold(keys, torch.ones_like(scores), wanted)
-        keys = torch.where((keys >= threshold) | (wanted == 0), keys, 0)
+    best = scores.sort(-1, descending=True).values  # NaN comes first, and no threshold drops it
+    count = scores.shape[1]
+    top_k, top_p = choice.top_k.unsqueeze(1), choice.top_p.unsqueeze(1)
+    threshold = best.gather(1, torch.where(top_k == 0, count, top_k.clamp(max=count)) - 1)
     if choice.any_top_p:
-        weights = torch.exp(scores - scores.amax(-1, keepdim=True)).masked_fill_(keys == 0, 0.0)
-        top_p = choice.top_p.unsqueeze(1)
-        threshold = largest_threshold(keys, weights, weights.sum(-1, keepdim=True) * top_p)
-        keys = torch.where((keys >= threshold) | (top_p >= 1), keys, 0)
-    return scores.masked_fill(keys == 0, -torch.inf)
-
-
-def ordered(scores: Tensor) -> Tensor:
-    """Map float32 scores to int64 keys from 0 to 2^32 in the same order.
-
-    The key of -inf is 0, and the key of NaN is the largest.
-    """
-    bits = scores.contiguous().view(torch.int32).to(torch.int64) & LOW
-    keys = torch.where(bits >= 2**31, LOW - bits, bits + 2**31)
-    keys = torch.where(scores == -torch.inf, 0, keys + 1)
-    return torch.where(scores.isnan(), LOW + 1, keys)  # the largest key, so that no filter drops a NaN
-
-
-def largest_threshold(keys: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
-    """Return the largest threshold at which the weights of keys >= threshold sum to at least ``wanted``.
-
-    Args:
-        keys: (rows, columns) int64 below 2^33.
-        weights: (rows, columns), at least 0.
-        wanted: (rows, 1).
-
-    Returns:
-        (rows, 1) int64.
-    """
-    threshold = torch.zeros_like(wanted, dtype=torch.int64)
-    for bit in range(32, -1, -1):
-        higher = threshold + (1 << bit)
-        reached = weights.masked_fill(keys < higher, 0.0).sum(-1, keepdim=True) >= wanted
-        threshold = torch.where(reached, higher, threshold)
-    return threshold
+        weights = torch.exp(best - best[:, :1]).masked_fill_(best < threshold, 0.0)
+        unreached = weights.cumsum(-1) < weights.sum(-1, keepdim=True) * top_p
+        last = unreached.sum(-1, keepdim=True).clamp_(max=count - 1)
+        threshold = torch.where(top_p >= 1, threshold, best.gather(1, last))
+    return scores.masked_fill(scores < threshold, -torch.inf)
 
 
 def gumbel(seed: Tensor, positions: Tensor, vocab_size: int) -> Tensor:

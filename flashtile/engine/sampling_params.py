@@ -135,18 +135,16 @@ class SamplingParams:
             raise ValueError("top_p must be above 0 and at most 1, got 0")
         self.top_k = max(0, as_int_within("top_k", self.top_k, -1, 2**31 - 1))
         self.min_p = _float("min_p", self.min_p, 0, 1)
-        if self.seed is not None:
-            self.seed = as_int_within("seed", self.seed, -(2**63), 2**63 - 1)
-            if self.seed == -1:
-                self.seed = None
         self.stop = _strings("stop", self.stop)
         self.stop_token_ids = _tokens("stop_token_ids", self.stop_token_ids)
-        if self.max_tokens is not None:
-            self.max_tokens = as_int_within("max_tokens", self.max_tokens, 1, 2**30)
-        self.min_tokens = as_int_within("min_tokens", self.min_tokens, 0, self.max_tokens or 2**30)
-        for name in ("logprobs", "prompt_logprobs"):
+        for name, least, most in (
+            ("seed", -(2**63), 2**63 - 1), ("max_tokens", 1, 2**30),
+            ("logprobs", -1, 2**20), ("prompt_logprobs", -1, 2**20),
+        ):  # fmt: skip
             if getattr(self, name) is not None:
-                setattr(self, name, as_int_within(name, getattr(self, name), -1, 2**20))
+                setattr(self, name, as_int_within(name, getattr(self, name), least, most))
+        self.seed = None if self.seed == -1 else self.seed
+        self.min_tokens = as_int_within("min_tokens", self.min_tokens, 0, self.max_tokens or 2**30)
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _tokens("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
@@ -154,7 +152,12 @@ class SamplingParams:
         self.logit_bias = _bias(self.logit_bias)
         if self.structured_outputs is not None:
             self.structured_outputs = _structure(self.structured_outputs)
-        self._refuse_unsupported()
+        for name in ("bad_words", "extra_args", "logprob_token_ids"):
+            if getattr(self, name):
+                raise NotImplementedError(f"{name} is not supported, got {getattr(self, name)!r:.60}")
+        if self.spaces_between_special_tokens is not True:
+            got = f"{self.spaces_between_special_tokens!r:.60}"
+            raise NotImplementedError(f"spaces_between_special_tokens must be True, got {got}")
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             check_flag(name, getattr(self, name))
         if not isinstance(self.output_kind, RequestOutputKind):
@@ -165,14 +168,6 @@ class SamplingParams:
         if not isinstance(processors, Sequence) or not all(callable(one) for one in processors):
             raise TypeError(f"logits_processors must be a list of functions, got {processors!r:.60}")
         self.logits_processors = list(processors)
-
-    def _refuse_unsupported(self) -> None:
-        for name in ("bad_words", "extra_args", "logprob_token_ids"):
-            if getattr(self, name):
-                raise NotImplementedError(f"{name} is not supported, got {getattr(self, name)!r:.60}")
-        if self.spaces_between_special_tokens is not True:
-            got = f"{self.spaces_between_special_tokens!r:.60}"
-            raise NotImplementedError(f"spaces_between_special_tokens must be True, got {got}")
 
     @property
     def greedy(self) -> bool:
@@ -201,13 +196,11 @@ class BeamSearchParams:
 
     Args:
         beam_width: number of beams kept at every step, and of answers returned.
-        max_tokens: maximum number of tokens of an answer.
-        ignore_eos: continue after the model's end token.
+        max_tokens, ignore_eos, stop_token_ids: as for :class:`SamplingParams`.
         temperature: divisor of the logits before log-probabilities are summed; 0 means 1.
         length_penalty: answers are ranked by log-probability / length ** length_penalty, where length is the
             number of their tokens.
         include_stop_str_in_output: keep the end token in ``token_ids`` and ``text``.
-        stop_token_ids: tokens that end an answer, in addition to the model's own.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
@@ -265,7 +258,7 @@ def _strings(name: str, value: Any) -> list[str]:
 
 def _tokens(name: str, value: Any) -> list[int]:
     found = [] if value is None else value
-    if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, (list, tuple, set)):
+    if not isinstance(found, (list, tuple, set)):
         raise TypeError(f"{name} must be a list of tokens, got {value!r:.60}")
     if len(found) > MAX_LISTED:
         raise ValueError(f"{name} must be at most {MAX_LISTED} tokens, got {len(found)}")

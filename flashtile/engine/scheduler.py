@@ -28,9 +28,7 @@ class Entry(NamedTuple):
     """New tokens of a sequence in a step.
 
     Attributes:
-        sequence: the sequence.
-        start: position of the first new token.
-        num_tokens: number of new tokens.
+        start, num_tokens: position of the first new token, and number of new tokens.
         row: the sequence's row of the block table.
         samples: the sequences that get a token from the logits of the last new token: none while the prompt
             is incomplete, otherwise the sequence and its forks of this step. A sequence with guesses (draft
@@ -85,25 +83,16 @@ class Scheduler:
     """Plans steps for the unfinished requests, and assigns blocks to their sequences.
 
     Args:
-        manager: the block manager.
-        max_num_seqs: maximum number of sequences with memory on the device or, swapped out, on the host; at
-            most the manager's ``max_sequences``.
+        manager: the block manager. Its ``max_sequences`` bounds the sequences with memory on the device or,
+            swapped out, on the host. Preempted sequences are swapped if the host has room, else recomputed.
         max_num_batched_tokens: maximum number of tokens of a step.
         prefix_caching: reuse blocks of earlier prompts and answers.
-        swap: preempt by swapping to the host if it has room, otherwise by recomputation.
     """
 
-    def __init__(
-        self,
-        manager: BlockManager,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        prefix_caching: bool = True,
-        swap: bool = False,
-    ):
-        self.manager, self.prefix_caching, self.swap = manager, prefix_caching, swap
-        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+    def __init__(self, manager: BlockManager, max_num_batched_tokens: int, prefix_caching: bool = True):
+        self.manager, self.prefix_caching = manager, prefix_caching
+        self.max_num_seqs = manager.table.max_sequences
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
@@ -175,7 +164,10 @@ class Scheduler:
         """End a sequence and release its memory. Its full blocks stay in the prefix cache."""
         if sequence.state is State.FINISHED:
             return
-        self._leave(sequence)
+        if sequence.state is State.RUNNING:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
         self._release(sequence)
         sequence.state, sequence.finish_reason, sequence.stop_reason = State.FINISHED, reason, stop_reason
 
@@ -231,7 +223,7 @@ class Scheduler:
         self.num_preemptions += 1
         step.preempted.append(victim)
         victim.guesses = []
-        if self.swap and not victim.held and victim.block_sequence is not None:
+        if self.manager.host_pool.num_blocks and not victim.held and victim.block_sequence is not None:
             # Answers of a request are swapped together, so that their shared blocks stay shared.
             entered = {one for entry in step.entries for one in (entry.sequence, *entry.samples)}
             group = [
@@ -265,7 +257,9 @@ class Scheduler:
             if sequence.pending or sequence.held or sequence.state not in (State.WAITING, State.SWAPPED):
                 continue  # not ready, or already swapped in together with another sequence
             if sequence.state is State.SWAPPED:
-                if not self._swap_in(sequence, step):
+                swapped = [one for one in sequence.request.sequences if one.state is State.SWAPPED]
+                group = [one for one in swapped if not one.pending]
+                if not self._swap(sequence, group, SWAP_IN, step):
                     return
                 count = min(sequence.wanted, budget)
                 if not count or not self._make_room(sequence, count, step, preempt=False):
@@ -310,7 +304,8 @@ class Scheduler:
         stuck, available = self._stuck
         if stuck is sequence and self.running and manager.pool.available <= available:
             return 0
-        reads = self.prefix_caching and (request.reads_prompt_cache or sequence.forked)
+        # Cached tokens yield no logits, so a request for log-probabilities of the prompt computes all of it.
+        reads = self.prefix_caching and (request.params.prompt_logprobs is None or sequence.forked)
         number = manager.create(sequence.tokens if reads else (), request.salt)
         found, size = manager.length(number), manager.block_size
         needed = -(-len(sequence.tokens) // size) - found // size
@@ -334,16 +329,8 @@ class Scheduler:
             self.prefix_hits += found
         return count
 
-    def _swap_in(self, sequence: Sequence, step: SchedulerOutput) -> bool:
-        group = [one for one in sequence.request.sequences if one.state is State.SWAPPED and not one.pending]
-        return self._swap(sequence, group, SWAP_IN, step)
-
     def _swap(self, sequence: Sequence, group: list[Sequence], what: str, step: SchedulerOutput) -> bool:
-        """Swap a sequence together with its group, or the sequence alone if there is no room for the group.
-
-        Returns:
-            Whether anything was swapped.
-        """
+        """Swap a sequence with its group, or alone if the group has no room. Return False if neither fits."""
         out = what == SWAP_OUT
         move = self.manager.swap_out if out else self.manager.swap_in
         for together in (group, [sequence]) if len(group) > 1 else ([sequence],):
@@ -422,9 +409,3 @@ class Scheduler:
         sequence.block_sequence, sequence.num_cached = None, 0
         if not sequence.forked and sequence.request.beam is None:
             self._reserved_seats -= sequence.request.width - 1
-
-    def _leave(self, sequence: Sequence) -> None:
-        if sequence.state is State.RUNNING:
-            self.running.remove(sequence)
-        elif sequence.state in (State.WAITING, State.SWAPPED) and sequence in self.waiting:
-            self.waiting.remove(sequence)

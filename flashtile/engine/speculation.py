@@ -55,10 +55,7 @@ def comb(depth: int, width: int) -> tuple[int, ...]:
 
 
 def depths(parents: tuple[int, ...]) -> list[int]:
-    """Return the depth of each node of a tree of guesses.
-
-    Node 0, the sequence's last token, has depth 0.
-    """
+    """Return the depth of each node of a tree of guesses. Node 0, the last token, has depth 0."""
     found = [0]
     for parent in parents:
         found.append(found[parent] + 1)
@@ -80,17 +77,10 @@ def accepted_path(guesses: list[int], parents: tuple[int, ...], draws: list[int]
     token drawn after that parent equals the guess.
     """
     found = [0]
-    while True:
-        last = found[-1]
-        following = (
-            node
-            for node, (token, parent) in enumerate(zip(guesses, parents, strict=False), 1)
-            if parent == last and token == draws[last]
-        )
-        node = next(following, None)
-        if node is None:
-            return found
-        found.append(node)
+    for node, (token, parent) in enumerate(zip(guesses, parents, strict=False), 1):
+        if parent == found[-1] and token == draws[parent]:
+            found.append(node)
+    return found
 
 
 @dataclass(frozen=True)
@@ -137,8 +127,6 @@ class PromptLookup:
 @dataclass(frozen=True)
 class DraftModel:
     """Guesses that a draft model makes on the device, in the step that verifies them.
-
-    ``num_speculative_tokens`` and ``model`` are vLLM's names.
 
     Args:
         model: folder of the draft model, which must have the target model's vocabulary.

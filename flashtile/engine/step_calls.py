@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from flashtile.engine.config import ModelConfig
 from flashtile.engine.device import MAX_GRAPH_BATCH, graph_batch
 from flashtile.engine.model import FEW_ROWS, Experts, Model, StepInput
 from flashtile.engine.parallel import Ranks
-from flashtile.engine.weights import SCALE, Shard, may_have_scales, parameters, shape_of_scales
+from flashtile.engine.weights import random_weights
 from flashtile.op.operation import remembering
 
 if TYPE_CHECKING:  # an engine that compiles nothing, as on a CPU, starts without the modules that compile
@@ -41,9 +41,7 @@ class Limits:
     """The settings of an engine that decide which kernels its steps need.
 
     Attributes:
-        max_model_len: maximum number of tokens of a sequence.
-        max_num_seqs, max_num_batched_tokens: maximum numbers of sequences and of tokens of a step.
-        block_size: number of tokens in a block of the KV cache.
+        max_model_len, max_num_seqs, max_num_batched_tokens, block_size: as in :class:`flashtile.engine.LLM`.
         num_blocks: number of blocks in the KV cache.
         cache_dtype: dtype of keys and values. None: the dtype of the weights.
         fp8: whether the layers' matrices are rounded to e4m3.
@@ -69,11 +67,8 @@ class Limits:
 def warm_up(device: torch.device, models: Sequence[tuple[ModelConfig, Limits, bool]]) -> None:
     """Compile the kernels of an engine's steps in parallel processes, and log the number of kernels.
 
-    If that fails, a warning is logged, and kernels are compiled when they are needed.
-
-    Args:
-        device: the engine's device. If it is no NVIDIA GPU, nothing is compiled.
-        models: arguments of :func:`step_calls` for each model of the engine.
+    ``models`` are the arguments of :func:`step_calls` for each model of the engine. If the compilation fails,
+    a warning is logged, and kernels are compiled when they are needed. Only NVIDIA GPUs have a warm-up.
     """
     if is_nvidia(device):
         from flashtile.compilation.ahead import compile_for_engine
@@ -102,10 +97,10 @@ def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> lis
     dense = frozenset(i for i, (_, has_experts) in enumerate(kinds) if not has_experts)
     windows = tuple(window for window, _ in kinds)
     shorter = replace(config, num_layers=len(kinds), windows=windows, dense_layers=dense)
-    dtype, ranks = getattr(torch, config.dtype), Ranks()
-    ranks.world = limits.world
+    dtype, ranks = getattr(torch, config.dtype), Ranks(0, limits.world)
     with remembering() as remembered, FakeTensorMode(), torch.no_grad():
-        model = Model(shorter, _weights(shorter, dtype, limits.world), 2048, ranks, limits.fp8)
+        weights = random_weights(shorter, torch.device("cpu"), dtype, ranks=ranks)
+        model = Model(shorter, weights, 2048, ranks, limits.fp8)
         layers = len(model.layers)
         shape = layers, limits.num_blocks, limits.block_size, model.kv_heads, config.head_dim
         k_cache, v_cache = (torch.empty(shape, dtype=limits.cache_dtype or dtype) for _ in range(2))
@@ -131,36 +126,18 @@ def _expert_products(model: Model, dtype: torch.dtype) -> list[Source]:
     experts = next((layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)), None)
     if experts is None or dtype == torch.float32:
         return []
-    ahead = functools.partial(grouped_ahead, torch.device("meta"), dtype, bias=experts.bias is not None)
     return [
         functools.partial(
-            ahead,
-            tuple(one.weight.shape),
-            gather=gather,
-            scales=0 if one.scale is None else one.scale.dim() - 1,
+            grouped_ahead, torch.device("meta"), dtype, tuple(one.weight.shape), gather=gather,
+            bias=one.bias is not None, scales=0 if one.scale is None else one.scale.dim() - 1,
         )
         for one, gather in ((experts.gate_up, True), (experts.down, False))
-    ]
+    ]  # fmt: skip
 
 
 def _is_chunk(call: Call) -> bool:
     names = {name for name, _ in call.arguments}
     return "cu_seqlens_q" in names and "tree_mask" not in names
-
-
-def _weights(config: ModelConfig, dtype: torch.dtype, world: int) -> Callable[[str], torch.Tensor]:
-    """Return a function that maps a weight's name to an empty tensor with the shape of one rank's shard."""
-    whole = parameters(config)
-
-    def weight(name: str) -> torch.Tensor:
-        matrix = name.removesuffix(SCALE)
-        parameter = whole[matrix]
-        own = parameter.own(torch.empty(parameter.shape, dtype=dtype), Shard(0, world))
-        if name != matrix:
-            return torch.empty(shape_of_scales(config, own.shape), dtype=torch.float32)
-        return own.to(torch.float8_e4m3fn) if may_have_scales(config, name, parameter) else own
-
-    return weight
 
 
 def _chunks(limits: Limits) -> Iterator[tuple[int, int, int]]:
@@ -179,11 +156,11 @@ def _chunks(limits: Limits) -> Iterator[tuple[int, int, int]]:
 def _steps(limits: Limits, drafts: bool) -> Iterator[StepInput]:
     """Yield steps of every kind: one token per sequence, guesses (draft tokens), and chunks of prompts."""
     step = functools.partial(_step, limits)
-    batches = _batches(limits)
+    batches = _sizes(limits, 1)
     for batch in batches:
         yield step(batch, batch, 1)
     guesses = functools.partial(step, width=limits.verified, slots=True, tree=limits.siblings)
-    for tokens in _verified_tokens(limits, batches):
+    for tokens in _sizes(limits, limits.verified) if limits.verified > 1 else ():
         yield guesses(-(-tokens // limits.verified), tokens)
     for batch, width in product(batches if drafts else (), (1, 2)):
         yield step(batch, batch * width, width, slots=True)
@@ -195,32 +172,20 @@ def _steps(limits: Limits, drafts: bool) -> Iterator[StepInput]:
             yield step(2, tokens, tokens - 1)
 
 
-def _verified_tokens(limits: Limits, batches: list[int]) -> list[int]:
-    """Return the sizes, in tokens, of the steps with guesses (draft tokens) whose kernels are compiled.
+def _sizes(limits: Limits, width: int) -> list[int]:
+    """Return the sizes, in tokens, of the steps with at most ``width`` tokens per sequence to compile for.
 
-    Other steps with guesses are expected to need no other kernels.
+    Other such steps are expected to need no other kernels. With CUDA graphs, the sizes are those of the
+    padded batches of the graphs, and larger sizes, which run without a graph.
     """
-    if limits.verified == 1:
-        return []
-    most = limits.max_num_seqs * limits.verified
-    padded = {batch * limits.verified for batch in batches} if limits.captured else set()
-    free = {*range(2, min(FEW_ROWS, most) + 1), *sizes_between(2, most)}
-    beyond = {tokens for tokens in free if not limits.captured or tokens > MAX_GRAPH_BATCH}
-    return sorted({*padded, *beyond})
-
-
-def _batches(limits: Limits) -> list[int]:
-    """Return the sizes, in sequences, of the steps with one token per sequence whose kernels are compiled.
-
-    Other steps with one token per sequence are expected to need no other kernels. With CUDA graphs, the sizes
-    are the padded batch sizes of the graphs, and larger sizes, which run without a graph.
-    """
-    most = limits.max_num_seqs
-    padded = {graph_batch(batch) for batch in range(1, min(most, MAX_GRAPH_BATCH) + 1)}
-    if limits.captured:
-        beyond = [batch for batch in sizes_between(1, most) if batch > MAX_GRAPH_BATCH]
-        return sorted({*padded, *beyond})
-    return sorted({*range(1, min(FEW_ROWS, most) + 1), *sizes_between(1, most)})
+    most = limits.max_num_seqs * width
+    least = min(width, 2)  # steps with guesses (draft tokens) have at least 2 tokens
+    free = {*range(least, min(FEW_ROWS, most) + 1), *sizes_between(least, most)}
+    if not limits.captured:
+        return sorted(free)
+    largest = min(limits.max_num_seqs, MAX_GRAPH_BATCH)
+    padded = {width * graph_batch(batch) for batch in range(1, largest + 1)}
+    return sorted({*padded, *(tokens for tokens in free if tokens > MAX_GRAPH_BATCH)})
 
 
 def _step(

@@ -37,7 +37,6 @@ GBNF_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
 STACK_BYTES = 2**29
 """Bytes of the stack of the thread that compiles. The compiler recurses along rules and references, and an
 overflow would end the process. Only the used part of a stack takes memory."""
-MISSING = "structured_outputs need the package llguidance: pip install 'flashtile[engine]'"
 
 
 class Structures:
@@ -77,8 +76,7 @@ class Structures:
     def compile(self, structure: dict[str, Any]) -> Future[Any]:
         """Start to compile a structure, unless it is compiled. The result is the matcher or an error.
 
-        Raises:
-            ValueError: the structure is too large, or there is no tokenizer.
+        Raise ValueError at once if the structure is too large, or if there is no tokenizer.
         """
         if self._tokenizer is None:
             raise ValueError("structured_outputs must be None without a tokenizer")
@@ -94,32 +92,33 @@ class Structures:
             )
         return self._compiled(kind, text, structure.get("reasoning"))
 
-    def _submit(self, kind: str, text: str, reasoning: str | None) -> Future[Any]:
+    def _submit(self, *structure: Any) -> Future[Any]:
         call: Future[Any] = Future()
         call.set_running_or_notify_cancel()  # other requests may wait for it, so it cannot be cancelled
-        # A daemon, because the process must be able to end while a structure is compiled.
-        thread = threading.Thread(target=self._work, args=(call, kind, text, reasoning), daemon=True)
+
+        def work() -> None:
+            try:
+                with self._lock:
+                    call.set_result(self._compile(*structure))
+            except (ValueError, NotImplementedError) as error:
+                call.set_result(error.with_traceback(None))
+            except BaseException as error:
+                call.set_exception(error)
+
         usual = threading.stack_size(STACK_BYTES)
         try:
-            thread.start()
+            # A daemon, because the process must be able to end while a structure is compiled.
+            threading.Thread(target=work, daemon=True).start()
         finally:
             threading.stack_size(usual)
         return call
-
-    def _work(self, call: Future[Any], *structure: Any) -> None:
-        try:
-            with self._lock:
-                call.set_result(self._compile(*structure))
-        except (ValueError, NotImplementedError) as error:
-            call.set_result(error.with_traceback(None))
-        except BaseException as error:
-            call.set_exception(error)
 
     def _compile(self, kind: str, text: str, reasoning: str | None) -> Any:
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ModuleNotFoundError:
-            raise NotImplementedError(MISSING) from None
+            text = "structured_outputs need the package llguidance: pip install 'flashtile[engine]'"
+            raise NotImplementedError(text) from None
         own = text
         if kind == "regex":
             own = json.dumps(json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"])
@@ -227,9 +226,7 @@ def error_of(matcher: Any) -> str:
 def mask(logits: Tensor, matchers: Sequence[tuple[Any, int]]) -> Tensor:
     """Return logits (rows, vocab_size) with -inf for the tokens that structures forbid.
 
-    Args:
-        logits: (rows, vocab_size).
-        matchers: (matcher, row) of each row with a structure.
+    ``matchers`` has (matcher, row) of each row with a structure.
     """
     rows, columns = logits.shape
     words = columns // 32 + 1  # the matchers have one token more than the logits

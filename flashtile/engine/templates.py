@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -53,49 +53,33 @@ class Account:
         if self.characters < 0 or self.steps < 0:
             raise TemplateError("the template computes more than a chat template may")
 
-    def pay_for(self, value: Any) -> None:
-        """Pay for a value: its length as text in characters, and one step for each element of a container."""
+    def pay_for(self, value: Any, counts: bool = False) -> None:
+        """Pay for a value: its length as text in characters, and one step for each element of a container.
+
+        With ``counts``, pay n characters for an integer n. It may be a width or a number of repetitions, so
+        the result may have n characters.
+        """
         if isinstance(value, str):
             self.pay(len(value))
         elif isinstance(value, int):
-            self.pay(value.bit_length() // 3)
+            self.pay(abs(value) if counts else value.bit_length() // 3)
         elif isinstance(value, Mapping):
-            for pair in value.items():
-                self.pay_for(pair)
+            self.pay_for(list(value))
+            self.pay_for(list(value.values()), counts)
         elif isinstance(value, (list, tuple, set, frozenset)):
             self.pay(2 * len(value), len(value))
             for one in value:
-                self.pay_for(one)
-
-    def pay_for_numbers(self, values: Iterable[Any]) -> None:
-        """Pay n characters for each integer n among the arguments ``values`` of a method or filter.
-
-        The integer may be a width or a number of repetitions, so the result may have n characters.
-        """
-        for value in values:
-            if isinstance(value, int):
-                self.pay(abs(value))
-            elif isinstance(value, (list, tuple)):
-                self.pay_for_numbers(value)
-            elif isinstance(value, Mapping):
-                self.pay_for_numbers(value.values())
+                self.pay_for(one, counts)
 
     def pay_for_text(self, text: str, name: str, given: tuple[Any, ...]) -> None:
-        """Pay for the longest text that a method or filter can return.
-
-        Args:
-            text: the text to which the method or filter ``name`` is applied.
-            given: its other arguments.
-        """
-        self.pay_for_numbers(given)
-        if name in ("replace", "translate", "join", "format", "format_map"):
-            self.pay_for(given)
+        """Pay for the longest text that the method or filter ``name`` of a text can return."""
+        self.pay_for(given, counts=True)
         if name == "replace" and len(given) > 1 and all(isinstance(one, str) for one in given[:2]):
             self.pay((len(text) // max(1, len(given[0])) + 1) * len(given[1]))
         elif name == "join" and given and isinstance(given[0], (list, tuple)):
             self.pay(len(text) * len(given[0]))
         elif name == "format":
-            self.pay_for_numbers(map(int, re.findall(r"\d+", text)))
+            self.pay_for([int(digits) for digits in re.findall(r"\d+", text)], counts=True)
 
 
 class GenerationTag(Extension):
@@ -122,7 +106,7 @@ def _meter(tree: nodes.Template) -> None:
         if isinstance(node, nodes.For) and node.test is not None:
             node.test = _filter(node.test, "charged", nodes.Const(0))
     for concat in list(tree.find_all(nodes.Concat)):
-        concat.nodes = [_filter(nodes.List(concat.nodes), "joined")]
+        concat.nodes = [_filter(node, "paid") for node in concat.nodes]
 
 
 def _filter(value: Any, name: str, *arguments: nodes.Expr) -> nodes.Filter:
@@ -136,7 +120,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, finalize=_write,
+            trim_blocks=True, lstrip_blocks=True, finalize=_paid,
             extensions=["jinja2.ext.loopcontrols", GenerationTag],
         )  # fmt: skip
         del self.globals["lipsum"]
@@ -144,7 +128,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self.filters["tojson"] = _to_json
         self.filters = {name: _metered(name, function) for name, function in self.filters.items()}
-        self.filters |= {"charged": _charged, "joined": _joined}
+        self.filters |= {"charged": _charged, "paid": _paid}
 
     def call(__self, __context: Context, __obj: Any, *arguments: Any, **options: Any) -> Any:  # noqa: N805
         account: Account = __context[ACCOUNT]
@@ -198,8 +182,7 @@ def _compiled(template: str) -> Template:
     tree = environment.parse(template)
     _meter(tree)
     tree.set_environment(environment).set_lineno(1)
-    code, names = environment.compile(tree), environment.make_globals(None)
-    return environment.template_class.from_code(environment, code, names)
+    return environment.from_string(tree)
 
 
 def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,14 +219,7 @@ def _charged(context: Context, value: Any, characters: int) -> Any:
 
 
 @pass_context
-def _joined(context: Context, values: list[Any]) -> str:
-    """Concatenate values as the operator ``a ~ b`` does, and pay for their length."""
-    context[ACCOUNT].pay_for(values)
-    return "".join(map(str, values))
-
-
-@pass_context
-def _write(context: Context, value: Any) -> Any:
+def _paid(context: Context, value: Any) -> Any:
     context[ACCOUNT].pay_for(value)
     return value
 

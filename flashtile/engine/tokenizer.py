@@ -39,16 +39,43 @@ def _characters_of_bytes() -> dict[str, int]:
 BYTE_OF = _characters_of_bytes()
 
 
-class TextStream(ABC):
-    """Incremental decoding of tokens."""
+class TextStream:
+    """Incremental decoding: a window of the last tokens is decoded with and without the newest.
 
-    @abstractmethod
+    The difference is the new text. A decoder may treat the first token of a text specially, so the window
+    begins some tokens earlier. It moves forward whenever there is new text.
+    """
+
+    CONTEXT = 5
+    UNFINISHED = "\ufffd"
+    MAX_WAITING = 16  # limit of tokens that wait for text, since each step decodes all of them
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int], skip_special_tokens: bool):
+        self.tokenizer, self.skip = tokenizer, skip_special_tokens
+        self.window = list(before[-self.CONTEXT :])
+        self.shown = self._text()
+        self.read = len(self.window)
+
+    def _text(self) -> str:
+        return self.tokenizer.decode(self.window, self.skip)
+
     def step(self, token: int) -> str:
         """Append a token and return the new text. Bytes of an incomplete character are held back."""
+        self.window.append(token)
+        text, waiting = self._text(), len(self.window) - self.read
+        new = text[len(self.shown) :]
+        if (not new or text.endswith(self.UNFINISHED)) and waiting < self.MAX_WAITING:
+            return ""
+        if text == self.shown:  # MAX_WAITING tokens without text, such as special tokens
+            del self.window[self.read :]
+            return ""
+        del self.window[: self.read]
+        self.read, self.shown = len(self.window), self._text()
+        return new
 
-    @abstractmethod
     def flush(self) -> str:
         """Return the text that was held back, with replacement characters where bytes are missing."""
+        return self._text()[len(self.shown) :]
 
 
 class Tokenizer(ABC):
@@ -99,9 +126,9 @@ class Tokenizer(ABC):
     def _spelt(self) -> dict[int, str]:
         return {}
 
-    @abstractmethod
     def stream(self, before: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
         """Return a stream that decodes the tokens after ``before``, without the text of ``before`` itself."""
+        return TextStream(self, before, skip_special_tokens)
 
     def apply_chat_template(
         self,
@@ -149,13 +176,13 @@ class Tokenizer(ABC):
         }
         text = render(template, {**self.special_tokens, "documents": None, **variables, **shown})
         if continue_final_message:
-            last = messages[-1]["content"]
-            if not isinstance(last, str) or last.strip() not in text:
+            last = messages[-1]["content"].strip()
+            if last not in text:
                 raise ValueError(
                     "continue_final_message must be False if the template does not render the last message "
                     "as given, got True"
                 )
-            text = text[: text.rindex(last.strip()) + len(last.strip())]
+            text = text[: text.rindex(last) + len(last)]
         return text
 
 
@@ -208,20 +235,18 @@ class FastTokenizer(Tokenizer):
         self.loaded.no_padding()
         self.vocab_size = self.loaded.get_vocab_size(with_added_tokens=True)
         config = _tokenizer_config(folder)
-        names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        texts = {name: _token_text(config.get(name)) for name in names}
-        self.special_tokens = {name: text for name, text in texts.items() if text is not None}
+        found = {name: config.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        texts = {name: one.get("content") if isinstance(one, Mapping) else one for name, one in found.items()}
+        self.special_tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
         eos = self.loaded.token_to_id(self.special_tokens.get("eos_token", ""))
         self.eos_token_ids = () if eos is None else (eos,)
         self.chat_templates = _chat_templates(folder, config)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        found: list[int] = self.loaded.encode(text, add_special_tokens=add_special_tokens).ids
-        return found
+        return self.loaded.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        text: str = self.loaded.decode(list(tokens), skip_special_tokens=skip_special_tokens)
-        return text
+        return self.loaded.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token: int) -> bytes:
         text = self.loaded.id_to_token(token)
@@ -243,46 +268,6 @@ class FastTokenizer(Tokenizer):
         for one in found:
             found += one.get("decoders", ())
         return {one["type"] for one in found}
-
-    def stream(self, before: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
-        return _FastStream(self, before, skip_special_tokens)
-
-
-class _FastStream(TextStream):
-    """Decodes a window of the last tokens with and without the newest; the difference is the new text.
-
-    A decoder may treat the first token of a text specially, so the window begins some tokens earlier. The
-    window moves forward whenever there is new text.
-    """
-
-    CONTEXT = 5
-    UNFINISHED = "\ufffd"
-    MAX_WAITING = 16  # limit of tokens that wait for text, since each step decodes all of them
-
-    def __init__(self, tokenizer: FastTokenizer, before: Sequence[int], skip_special_tokens: bool):
-        self.tokenizer, self.skip = tokenizer, skip_special_tokens
-        self.window = list(before[-self.CONTEXT :])
-        self.shown = self._text()
-        self.read = len(self.window)
-
-    def _text(self) -> str:
-        return self.tokenizer.decode(self.window, self.skip)
-
-    def step(self, token: int) -> str:
-        self.window.append(token)
-        text, waiting = self._text(), len(self.window) - self.read
-        new = text[len(self.shown) :]
-        if (not new or text.endswith(self.UNFINISHED)) and waiting < self.MAX_WAITING:
-            return ""
-        if text == self.shown:  # MAX_WAITING tokens without text, such as special tokens
-            del self.window[self.read :]
-            return ""
-        del self.window[: self.read]
-        self.read, self.shown = len(self.window), self._text()
-        return new
-
-    def flush(self) -> str:
-        return self._text()[len(self.shown) :]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -321,11 +306,6 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     listed = template if isinstance(template, list) else [{"name": "default", "template": template}]
     found = {one.get("name"): one.get("template") for one in listed if isinstance(one, Mapping)}
     return {name: text for name, text in found.items() if isinstance(name, str) and isinstance(text, str)}
-
-
-def _token_text(token: Any) -> str | None:
-    text = token.get("content") if isinstance(token, Mapping) else token
-    return text if isinstance(text, str) else None
 
 
 def _checked_message(message: Any) -> dict[str, Any]:

@@ -55,7 +55,8 @@ class Upload:
         for buffer in torch.empty(2 * threads, PART_BYTES, dtype=torch.uint8, pin_memory=on_gpu):
             self._buffers.put((buffer, torch.cuda.Event() if on_gpu else None))
         self._files = {path: os.open(path, os.O_RDONLY) for path in {one.path for one in ranges.values()}}
-        weakref.finalize(self, _close, list(self._files.values()))
+        for file in self._files.values():
+            weakref.finalize(self, os.close, file)
         self._unsent = list(reversed(ranges))  # names of tensors to send; the last name is sent next
         self._sent: dict[str, tuple[Tensor, Sequence[Future[None]]]] = {}
         self._send_ahead()
@@ -97,11 +98,6 @@ class Upload:
                     event.record(self._stream)
         finally:
             self._buffers.put((buffer, event))
-
-
-def _close(files: Sequence[int]) -> None:
-    for file in files:
-        os.close(file)
 
 
 def _read(file: int, offset: int, buffer: Tensor) -> None:

@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.engine.config import BLOCK, ConfigError, ModelConfig, read_json
+from flashtile.engine.config import ConfigError, ModelConfig, read_json
+from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.upload import ByteRange, Upload
+from flashtile.problems.linear import SCALE_BLOCK
 from flashtile.reference.linear import scaled_weight
 
 Weights = Callable[[str], Tensor]
@@ -72,39 +74,26 @@ class Parameter(NamedTuple):
             divided = self.split == 0 and shape in ((rows,), (rows, 1))
             known = shape in ((), (1,), (rows,), (rows, 1))
             return Parameter(shape, 0, self.parts) if divided else Parameter(shape) if known else None
-        if shape != (-(-rows // BLOCK), -(-columns // BLOCK)):
+        if shape != (-(-rows // SCALE_BLOCK), -(-columns // SCALE_BLOCK)):
             return None
         sizes = self.parts or (self.shape[self.split or 0],)
-        if any(size % (BLOCK * world) for size in sizes if world > 1 or self.split == 0):
+        if any(size % (SCALE_BLOCK * world) for size in sizes if world > 1 or self.split == 0):
             raise NotImplementedError(
-                f"a matrix {self.shape} in e4m3 must be divided into whole blocks of {BLOCK} in dimension "
-                f"{self.split}, got {world} processes"
+                f"a matrix {self.shape} in e4m3 must be divided into whole blocks of {SCALE_BLOCK} in "
+                f"dimension {self.split}, got {world} processes"
             )
-        return Parameter(shape, self.split, tuple(size // BLOCK for size in self.parts))
+        return Parameter(shape, self.split, tuple(size // SCALE_BLOCK for size in self.parts))
 
-    def own(self, tensor: Tensor, shard: Shard) -> Tensor:
+    def own(self, tensor: Tensor, ranks: Ranks) -> Tensor:
         """Return a rank's part of the whole weight, which may be a slice of a safetensors file."""
         if self.split is None:
             return tensor[:]
         found, start, before = [], 0, [slice(None)] * self.split
         for size in self.parts or (self.shape[self.split],):
-            part = shard.slice(size)
+            part = ranks.slice(size)
             found.append(tensor[tuple([*before, slice(start + part.start, start + part.stop)])])
             start += size
         return found[0] if len(found) == 1 else torch.cat(found, self.split)
-
-
-class Shard(NamedTuple):
-    """This process's part of the dimensions that tensor parallelism divides."""
-
-    rank: int = 0
-    world: int = 1
-
-    def slice(self, size: int) -> slice:
-        return slice(self.rank * size // self.world, (self.rank + 1) * size // self.world)
-
-
-WHOLE = Shard()
 
 
 def parameters(config: ModelConfig) -> dict[str, Parameter]:
@@ -201,7 +190,7 @@ def with_checkpoint_head(folder: Path, config: ModelConfig, dtype: torch.dtype) 
 
 
 def open_weights(
-    folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, shard: Shard = WHOLE
+    folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, ranks: Ranks = ALONE
 ) -> Weights:
     """Open the safetensors of a folder, and check their headers against ``config``.
 
@@ -214,30 +203,25 @@ def open_weights(
     files, expected, paths = {}, parameters(config), {}
     scales: dict[str, tuple[Any, Parameter]] = {}
     in_e4m3 = set()
+    ignored = (IGNORED, *UNUSED_SCALES) if config.scales else IGNORED
     for path, file, names in _opened(folder):
         for name in names:
-            if name.endswith(IGNORED) or (name == HEAD and config.tie_word_embeddings):
+            if name.endswith(ignored) or (name == HEAD and config.tie_word_embeddings):
                 continue
-            if config.scales and name.endswith(UNUSED_SCALES):
-                continue
+            part = file.get_slice(name)
+            shape, kind = tuple(part.get_shape()), part.get_dtype()
             matrix = scaled_matrix(name) if config.scales else None
             if matrix in expected:
-                part = file.get_slice(name)
-                divided = expected[matrix].of_scales(tuple(part.get_shape()), config.scales, shard.world)
+                divided = expected[matrix].of_scales(shape, config.scales, ranks.world)
                 if divided is None or matrix in scales:
-                    raise ConfigError(
-                        f"{path}: {name} must be the scales of {matrix}, got {part.get_shape()}"
-                    )
+                    raise ConfigError(f"{path}: {name} must be the scales of {matrix}, got {[*shape]}")
                 scales[matrix] = part, divided
                 continue
             if name not in expected:
-                raise ConfigError(
-                    f"{path} has a weight that {config.model_type} does not have: {name!r:.120}"
-                )
+                family = config.model_type
+                raise ConfigError(f"{path} has a weight that {family} does not have: {name!r:.120}")
             if name in files:
                 raise ConfigError(f"{path}: expected each weight in one file, got {name!r} in a second one")
-            part = file.get_slice(name)
-            shape, kind = tuple(part.get_shape()), part.get_dtype()
             if shape != expected[name].shape:
                 wanted = expected[name].shape
                 raise ConfigError(f"{path}: {name} must have shape {wanted} by config.json, got {shape}")
@@ -245,21 +229,20 @@ def open_weights(
                 in_e4m3.add(name)
             elif kind not in FLOATS:
                 raise ConfigError(f"{path}: {name} must be one of {', '.join(FLOATS)}, got {kind}")
-            files[name], paths[name] = file, path
+            files[name], paths[name] = part, path
     missing = [name for name in expected if name not in files]
     if missing:
         raise ConfigError(
             f"{folder} has no weight {missing[0]!r} ({len(missing)} of {len(expected)} are missing)"
         )
 
-    without = [name for name in in_e4m3 if name not in scales]
-    if without:
-        raise ConfigError(f"{folder} has no scales of {without[0]!r}, which is in {E4M3}")
+    for name in in_e4m3 - scales.keys():
+        raise ConfigError(f"{folder} has no scales of {name!r}, which is in {E4M3}")
 
     def scale(name: str) -> Tensor:
         part, divided = scales[name]
-        found = divided.own(part, shard).to(device, torch.float32)
-        rows = expected[name].own(torch.empty(expected[name].shape, device="meta"), shard).shape[0]
+        found = divided.own(part, ranks).to(device, torch.float32)
+        rows = expected[name].own(torch.empty(expected[name].shape, device="meta"), ranks).shape[0]
         return found.contiguous() if config.scales == "block" else found.reshape(-1).expand(rows).contiguous()
 
     def weights(name: str) -> Tensor:
@@ -267,11 +250,11 @@ def open_weights(
             return scale(name.removesuffix(SCALE))
         parameter = expected[name]
         if upload is None:
-            tensor = parameter.own(files[name].get_slice(name), shard)
+            tensor = parameter.own(files[name], ranks)
         elif _is_row_range(parameter):
             tensor = upload(name)
         else:
-            tensor = parameter.own(upload(name), shard)
+            tensor = parameter.own(upload(name), ranks)
         tensor = tensor.to(device=device).contiguous()
         if name not in in_e4m3:
             return tensor.to(dtype)
@@ -280,7 +263,7 @@ def open_weights(
 
     upload = None
     if device.type == "cuda" and hasattr(os, "preadv"):
-        upload = Upload(byte_ranges({name: paths[name] for name in expected}, expected, shard), device)
+        upload = Upload(byte_ranges({name: paths[name] for name in expected}, expected, ranks), device)
     return weights
 
 
@@ -292,7 +275,7 @@ def may_have_scales(config: ModelConfig, name: str, parameter: Parameter) -> boo
 
 def shape_of_scales(config: ModelConfig, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of the scales of a matrix in e4m3: one for each row, or for each block."""
-    return tuple(-(-size // BLOCK) for size in shape) if config.scales == "block" else shape[:1]
+    return tuple(-(-size // SCALE_BLOCK) for size in shape) if config.scales == "block" else shape[:1]
 
 
 def scaled_matrix(name: str) -> str | None:
@@ -300,7 +283,7 @@ def scaled_matrix(name: str) -> str | None:
     return next((name.removesuffix(end) for end in SCALE_SUFFIXES if name.endswith(f"weight{end}")), None)
 
 
-def byte_ranges(paths: dict[str, Path], expected: dict[str, Parameter], shard: Shard) -> dict[str, ByteRange]:
+def byte_ranges(paths: dict[str, Path], expected: dict[str, Parameter], ranks: Ranks) -> dict[str, ByteRange]:
     """Return the byte range to read for each weight, in safetensors files whose headers have been checked.
 
     For a weight that is divided among ranks by rows, the range covers only this rank's rows. For any other
@@ -312,7 +295,7 @@ def byte_ranges(paths: dict[str, Path], expected: dict[str, Parameter], shard: S
         entry, shape = entries[name], expected[name].shape
         first, last = entry["data_offsets"]
         if _is_row_range(expected[name]):
-            rows, size = shard.slice(shape[0]), (last - first) // shape[0]
+            rows, size = ranks.slice(shape[0]), (last - first) // shape[0]
             first, last = first + rows.start * size, first + rows.stop * size
             shape = (rows.stop - rows.start, *shape[1:])
         found[name] = ByteRange(path, begin + first, last - first, DTYPES[entry["dtype"]], shape)
@@ -332,7 +315,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def random_weights(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0, shard: Shard = WHOLE
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0, ranks: Ranks = ALONE
 ) -> Weights:
     """Return random weights of the model's shapes, made on the device.
 
@@ -344,11 +327,10 @@ def random_weights(
     def weights(name: str) -> Tensor:
         matrix = name.removesuffix(SCALE)
         parameter = parameters_of[matrix]
-        split = parameter.split
-        shape = parameter.own(torch.empty(parameter.shape, device="meta"), shard).shape
+        shape = parameter.own(torch.empty(parameter.shape, device="meta"), ranks).shape
         if name.endswith("norm.weight"):
             return torch.full(shape, 0.0 if config.family.unit_norm else 1.0, device=device, dtype=dtype)
-        part = 0 if split is None else shard.rank  # undivided weights must be equal in all processes
+        part = 0 if parameter.split is None else ranks.rank  # undivided weights must be equal on all ranks
         number = zlib.crc32(f"{seed} {part} {name}".encode())  # a CPU generator uses 32 bits of a seed
         generator = torch.Generator(device).manual_seed(number)
         fan_in = shape[-2] if ".experts." in name and len(shape) == 3 else shape[-1]
@@ -367,8 +349,7 @@ def random_weights(
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round a weight (N, K) to e4m3. Each row is scaled so that its largest element becomes e4m3's largest.
 
-    Returns:
-        (weight (N, K) in e4m3, scales (N,) float32 to multiply its rows by).
+    Return the rounded weight, and the scales (N,) float32 to multiply its rows by.
     """
     scale = weight.abs().amax(-1).float().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
     return (weight.float() / scale.unsqueeze(1)).to(torch.float8_e4m3fn), scale

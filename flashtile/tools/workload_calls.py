@@ -23,21 +23,26 @@ from flashtile.op.operation import remembering
 PURPOSES = ("training", "serving", "both")
 """Purposes for which the kernels of a model are compiled."""
 
-SEQLENS = (128, 512, 1000, 1024, 2048, 4096, 8192, 16384)
-"""Lengths of training sequences. Kernels are chosen by ranges of lengths. No tile size divides 1000."""
-BATCHES = (1, 8)
+SHAPES = (
+    (1, 16), (16, 16), (64, 32), (1, 64), (64, 64), (16, 128), (3, 197), (1, 333), (1, 512), (1, 640),
+    (3, 1000), (1, 1024), (2, 1024), (2, 1500), (1, 2048), (1, 3000), (1, 4096), (2, 5000), (1, 8192),
+    (8, 8192), (1, 12000),
+)  # fmt: skip
+"""(batch, seqlen) of training sequences. Kernels are chosen by ranges of lengths, and by how well the work
+tiles of a call fill the card. Few of these lengths are multiples of tile sizes."""
 FEATURE_SHAPES = (
-    (1, 1000), (1, 1024), (8, 1024), (1, 2048), (8, 2048), (1, 4096), (8, 4096), (1, 8192),
+    (1, 100), (1, 1000), (8, 1000), (1, 1024), (8, 1024), (1, 2048), (8, 2048), (1, 4096), (8, 4096),
+    (1, 8192),
 )  # fmt: skip
 """(batch, seqlen) of the calls with other features than causal masks and packed sequences."""
-WINDOWS = (127, 256, 4095)
+WINDOWS = (127, 256, 1023, 4095)
 """Left windows. Kernels for windows of up to 128 keys differ from those for wider ones; 4095 is Mistral's."""
 DECODING_WINDOWS = (127, 511, 1023, 4095)
 """Left windows of decoding: the number of splits, and so the kernel that combines them, follows from them."""
 CACHES = ((1, 1024), (8, 1024), (64, 1024), (1, 8192), (8, 8192))
 """(batch, length) of the KV caches of decoding."""
-PAGE = 16
-"""Number of tokens of a page of a paged cache."""
+PAGE_SIZES = (16, 256)
+"""Tokens of a page: vLLM's default, for all features, and the fewest that FlashAttention takes."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +81,25 @@ class Heads:
         return tuple(torch.empty(batch, seqlen, *size, dtype=dtype, requires_grad=True) for size in sizes)
 
 
-DOCUMENTED = tuple(
-    Heads(16, heads_kv, head_dim, head_dim_v, dtype)
-    for dtype in ("bfloat16", "float16")
-    for head_dim, head_dim_v in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
-    for heads_kv in (16, 4)
-)
-"""Heads for which the presets of ``flashtile compile`` compile kernels."""
+TRAINING_HEADS = ((16, 16), (16, 4))
+"""(query heads, key heads). Kernels of training do not depend on the number of query heads per key head if it
+exceeds 1."""
+CACHE_HEADS = (*TRAINING_HEADS, (16, 2), (32, 8))
+"""(query heads, key heads). Kernels of decoding depend on the key heads and on the query heads of each."""
+
+
+def documented(heads: Iterable[tuple[int, int]]) -> list[Heads]:
+    """Return the heads for which the presets of ``flashtile compile`` compile kernels.
+
+    Args:
+        heads: (query heads, key heads) of layers.
+    """
+    return [
+        Heads(num_heads, num_heads_kv, head_dim, head_dim_v, dtype)
+        for dtype in ("bfloat16", "float16")
+        for head_dim, head_dim_v in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+        for num_heads, num_heads_kv in heads
+    ]
 
 
 def training_calls(layers: Iterable[Heads], features: bool = False) -> list[Call]:
@@ -98,7 +115,7 @@ def training_calls(layers: Iterable[Heads], features: bool = False) -> list[Call
     with remembering() as remembered, FakeTensorMode():
         for layer in layers:
             plain: tuple[dict[str, Any], ...] = (layer.arguments(), {})
-            for batch, seqlen in product(BATCHES, SEQLENS):
+            for batch, seqlen in SHAPES:
                 for arguments in plain:
                     tensors = layer.tensors(batch, seqlen)
                     flashtile.attention(*tensors, **arguments).sum().backward()
@@ -125,24 +142,26 @@ def _features(layer: Heads, batch: int, seqlen: int) -> Iterator[dict[str, Any]]
     rng_state = torch.zeros(2, dtype=torch.int64)
     lengths, ids = torch.zeros(batch, dtype=torch.int32), torch.zeros(batch, seqlen, dtype=torch.int32)
     document = flashtile.masks.document(ids)
-    yield {"dropout_p": 0.1, "causal": True, "rng_state": rng_state}
-    yield {"dropout_p": 0.1, "rng_state": rng_state}
+    for causal in (True, False):
+        yield {"dropout_p": 0.1, "causal": causal, "rng_state": rng_state}
+        yield {"deterministic": True, "causal": causal}
+        yield {"sink": torch.zeros(heads, dtype=dtype, requires_grad=True), "causal": causal}
+        for learned in (False, True):
+            bias = torch.zeros(1, heads, seqlen, seqlen, dtype=dtype, requires_grad=learned)
+            yield {"bias": bias, "causal": causal}
+        yield {"key_padding_mask": torch.ones(batch, seqlen, dtype=torch.bool), "causal": causal}
+        yield {"mask_mod": document, "causal": causal}
     yield {"softcap": 30.0, "causal": True}
     yield {"alibi_slopes": torch.zeros(heads), "causal": True}
     for left in WINDOWS:
         yield {"window_size": (left, 0)}
     yield {"attention_chunk": 512, "causal": True}
-    yield {"deterministic": True, "causal": True}
-    yield {"sink": torch.zeros(heads, dtype=dtype, requires_grad=True), "causal": True}
-    for learned in (False, True):
-        yield {"bias": torch.zeros(1, heads, seqlen, seqlen, dtype=dtype, requires_grad=learned)}
     yield {"mask": torch.ones(batch, 1, seqlen, seqlen, dtype=torch.bool)}
-    yield {"key_padding_mask": torch.ones(batch, seqlen, dtype=torch.bool)}
-    yield {"mask_mod": document, "causal": True}
-    yield {"mask_mod": document}
     yield {"mask_mod": flashtile.masks.padding(lengths)}
     yield {"mask_mod": flashtile.masks.prefix_lm(lengths)}
     yield {"block_mask": _block_mask(document & flashtile.masks.causal(), seqlen)}
+    if batch == 1:
+        yield {"block_mask": flashtile.masks.create_tree_mask(ids[0, :3], ids[0, :2], seqlen)}
 
 
 def _forward_only(layer: Heads, batch: int, seqlen: int) -> None:
@@ -170,20 +189,21 @@ def decoding_calls(layers: Iterable[Heads], features: bool = False) -> list[Call
         features: whether to add rotary embedding and copies of pages. For one token, caches in pages and
             fewer key heads than query heads, also windows, soft caps, sinks and caches in e4m3.
     """
+    page = PAGE_SIZES[0]
     with remembering() as remembered, FakeTensorMode():
         for layer, (batch, length) in product(layers, CACHES):
-            for tokens, paged in product((1, 512), (False, True)):
-                _decode(layer, batch, length, tokens, paged)
-                if features:
-                    _decode(layer, batch, length, tokens, paged, **_rotary(layer, length))
+            for tokens, page_size in product((1, 512), (0, *PAGE_SIZES)):
+                _decode(layer, batch, length, tokens, page_size)
+                if features and page_size in (0, page):
+                    _decode(layer, batch, length, tokens, page_size, **_rotary(layer, length))
             if features and layer.num_heads_kv < layer.num_heads:
-                _decode(layer, batch, length, 1, True, torch.float8_e4m3fn)
-                _decode(layer, batch, length, 1, True, softcap=30.0)
-                _decode(layer, batch, length, 1, True, sink=torch.zeros(layer.num_heads))
+                _decode(layer, batch, length, 1, page, torch.float8_e4m3fn)
+                _decode(layer, batch, length, 1, page, softcap=30.0)
+                _decode(layer, batch, length, 1, page, sink=torch.zeros(layer.num_heads))
                 for left in DECODING_WINDOWS:
-                    _decode(layer, batch, length, 1, True, window_size=(left, 0))
+                    _decode(layer, batch, length, 1, page, window_size=(left, 0))
             for pairs in (1, 64) if features else ():
-                flashtile.copy_blocks(*_caches(layer, 64, PAGE), torch.zeros(pairs, 2, dtype=torch.int64))
+                flashtile.copy_blocks(*_caches(layer, 64, page), torch.zeros(pairs, 2, dtype=torch.int64))
     return calls_of(remembered)
 
 
@@ -192,16 +212,16 @@ def _decode(
     batch: int,
     length: int,
     tokens: int,
-    paged: bool,
+    page_size: int,
     cache_dtype: torch.dtype | None = None,
     **arguments: Any,
 ) -> None:
-    """Append tokens to KV caches of a length, in pages or dense, and attend to them."""
+    """Append tokens to KV caches of a length and attend to them. With ``page_size`` 0, caches are dense."""
     q, k, v = (tensor.detach() for tensor in layer.tensors(batch, tokens))
-    pages = length // PAGE
-    shape = (batch * pages, PAGE) if paged else (batch, length)
+    pages = length // max(page_size, 1)
+    shape = (batch * pages, page_size) if page_size else (batch, length)
     k_cache, v_cache = (cache.to(cache_dtype or q.dtype) for cache in _caches(layer, *shape))
-    table = torch.zeros(batch, pages, dtype=torch.int32) if paged else None
+    table = torch.zeros(batch, pages, dtype=torch.int32) if page_size else None
     lengths = torch.zeros(batch, dtype=torch.int32)
     flashtile.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True, block_table=table, **arguments

@@ -82,7 +82,7 @@ WAIT_FOR_DS = "mbarrier.wait(shared.ds_full.index(before & 1), (before >> 1) & 1
 WAIT_FOR_DELTA = "neg_delta = wait_for_numbers(neg_delta, C.BLOCK_M // 4)"
 WAIT_FOR_ADDED = "wait_for(accum.added_blocks + head, parts)"
 ADDED = "signal(accum.added_blocks + key_head, "
-CONVERTED = "wait_until_zeroed(key_head, blocks * C.ROW_SPLITS, accum)"
+CONVERTED = "wait_until_zeroed(key_head, blocks << row_shift(C, schedule), accum)"
 OWN_TILE = "o_tile = output.tiles.index(W)\n            "
 SOME_END = "global memory at .* by a (TMA store|load).* knows of no end"
 MANY_HEADS_RUN = "backward, many heads"

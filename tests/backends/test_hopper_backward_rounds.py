@@ -94,20 +94,23 @@ def ends_by_the_kernel(problem: Problem, config: BackwardConfig) -> float:
         num_tiles=problem.batch * scheduled.num_heads_kv * len(launch.rows), num_blocks=len(launch.rows),
         num_heads=scheduled.num_heads_kv, seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k,
         batch_rows_k=problem.seqlen_k, window_left=problem.window_left, window_right=problem.window_right,
-        alibi_stride=0, swizzle=launch.last,
+        alibi_stride=0, swizzle=launch.last, group=scheduled.group_size, head_splits=config.HEAD_SPLITS,
+        row_shift=config.ROW_SPLITS.bit_length() - 1,
     )  # fmt: skip
     costs, convert = launch.costs, rounds.SIGNAL + rounds.CHUNK * launch.chunks
     busy, ends = [0.0] * launch.programs, [0.0] * launch.heads
     for tile_index in range(functions["count_tiles"](C, None, numbers)):
         head, _ = functions["head_and_block"](
-            C, tile_index, launch.tiles // launch.heads // C.ROW_SPLITS, numbers
+            C, tile_index, launch.tiles // launch.heads // config.ROW_SPLITS, numbers
         )
         work = functions["find_work_tile"](C, tile_index, SimpleNamespace(), numbers)
         cut, steps, *_ = functions["step_order"](*functions["own_row_blocks"](C, tile_index, work, numbers))
         before = head - launch.resident
         zeroed = ends[before] + convert if before >= 0 else 0.0
         end = max(busy[0], zeroed - costs.step) + costs.tile
-        end += C.GROUP * (costs.step * steps + (costs.cut * cut if C.HAS_LEFT or C.HAS_RIGHT else 0.0))
+        end += scheduled.group_size * (
+            costs.step * steps + (costs.cut * cut if C.HAS_LEFT or C.HAS_RIGHT else 0.0)
+        )
         heapq.heapreplace(busy, end)
         ends[head] = max(ends[head], end)
     return max(busy) + convert
@@ -136,7 +139,9 @@ def ends_with_lists(problem: Problem, config: BackwardConfig, steps: list[int]) 
     """
     functions = functions_of(work_tiles, schedule)
     C, launch = variant_of(problem, config), launch_of(problem, config)
-    numbers = SimpleNamespace(num_tiles=launch.tiles, swizzle=launch.last)
+    numbers = SimpleNamespace(
+        num_tiles=launch.tiles, swizzle=launch.last, row_shift=config.ROW_SPLITS.bit_length() - 1
+    )
     ends, busy = [0.0] * launch.heads, [0.0] * launch.programs
     for tile_index in range(launch.tiles):
         head, block = functions["head_and_block"](C, tile_index, len(steps), numbers)

@@ -96,7 +96,7 @@ every_length = pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
 
 def variant(block_m: int, block_n: int, window: tuple[int, int] = (-1, -1), **more: Any) -> SimpleNamespace:
     left, right = window
-    fields = {"VARLEN": False, "SEQUSED": False, "DETERMINISTIC": False, "GROUP": 1, "ROW_SPLITS": 1}
+    fields = {"VARLEN": False, "SEQUSED": False, "DETERMINISTIC": False, "GROUPED": False, "SHARED": False}
     fields |= {"COLUMN_SPLITS": 1, "SEQUENCES_FIRST": False, "LISTED": False} | more
     return SimpleNamespace(
         BLOCK_M=block_m, BLOCK_N=block_n, HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, HAS_CUTS=False, **fields
@@ -111,7 +111,7 @@ def sees(row: int, key: int, seqlen_q: int, seqlen_k: int, window: tuple[int, in
 
 
 def work_of(place: int, seqlen_q: int, seqlen_k: int) -> SimpleNamespace:
-    return make_work_tile(0, 0, place, 0, 0, seqlen_q, seqlen_k)
+    return make_work_tile(0, 0, 0, place, 0, 0, seqlen_q, seqlen_k)
 
 
 def steps_of(C: SimpleNamespace, work: SimpleNamespace, window: tuple[int, int]) -> tuple[list[int], int]:
@@ -199,6 +199,7 @@ def make_schedule(
     blocks: int, heads: int, seqlen_q: int, seqlen_k: int, left: int = -1, right: int = -1, **more: int
 ) -> backward_schedule.BackwardSchedule:
     fields = {"num_tiles": 0, "batch_rows_k": seqlen_k, "alibi_stride": 0, "swizzle": 1} | more
+    fields["row_shift"] = fields.pop("row_splits", 1).bit_length() - 1
     return backward_schedule.BackwardSchedule(
         num_blocks=blocks,
         num_heads=heads,
@@ -241,9 +242,11 @@ def test_every_work_tile_under_a_causal_mask_or_a_block_mask(
 ) -> None:
     """Heads follow one another; of the last, all first blocks come first."""
     last = min(last, batch * heads)
-    C = variant(8, 16, (-1, -1 if listed else 0), ROW_SPLITS=row_splits, LISTED=listed)
+    C = variant(8, 16, (-1, -1 if listed else 0), SHARED=row_splits > 1, LISTED=listed)
     all_blocks = batch * heads * blocks
-    schedule = make_schedule(blocks, heads, 40, 16 * blocks, right=0, swizzle=last, num_tiles=all_blocks)
+    schedule = make_schedule(
+        blocks, heads, 40, 16 * blocks, right=0, swizzle=last, num_tiles=all_blocks, row_splits=row_splits
+    )
     count = count_tiles(C, SimpleNamespace(), schedule)
     found = [find_work_tile(C, tile_index, SimpleNamespace(), schedule) for tile_index in range(count)]
     first = batch * heads - last
@@ -307,16 +310,19 @@ def test_every_work_tile_of_variable_lengths(deterministic: bool, swizzle: int, 
 
 @every_mask
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
-@pytest.mark.parametrize(("row_splits", "column_splits"), [(2, 1), (3, 2), (8, 1)])
+@pytest.mark.parametrize(("row_splits", "column_splits"), [(2, 1), (4, 2), (8, 1)])
 def test_shares_of_rows_are_whole(
     window: tuple[int, int], seqlen_q: int, seqlen_k: int, row_splits: int, column_splits: int
 ) -> None:
     """Programs that share a block of keys meet each of its row blocks once, masked as if they were one. They
     write parts of their own, each half of the columns like the other."""
     blocks, heads, batch = ceil_div(seqlen_k, 16), 2, 2
-    C = variant(8, 16, window, ROW_SPLITS=row_splits, COLUMN_SPLITS=column_splits)
+    C = variant(8, 16, window, SHARED=True, COLUMN_SPLITS=column_splits)
     alone = variant(8, 16, window)
-    schedule = make_schedule(blocks, heads, seqlen_q, seqlen_k, *window, num_tiles=batch * heads * blocks)
+    tiles = batch * heads * blocks
+    schedule = make_schedule(
+        blocks, heads, seqlen_q, seqlen_k, *window, num_tiles=tiles, row_splits=row_splits
+    )
     found: dict[tuple[int, int, int, int], list] = {}
     written: Counter[tuple[int, int, int, int]] = Counter()
     for tile_index in range(count_tiles(C, SimpleNamespace(), schedule)):
@@ -327,7 +333,7 @@ def test_shares_of_rows_are_whole(
         steps = [(block_of_step(j, begin, end, cut, before, full), j < cut) for j in range(count)]
         columns = own_part(C, tile_index)
         found.setdefault((work.sequence, work.head, work.tile_in_head, columns), []).append(steps)
-        written[work.sequence, gradient_head(C, tile_index, work), work.tile_in_head, columns] += 1
+        written[work.sequence, gradient_head(C, tile_index, work, schedule), work.tile_in_head, columns] += 1
     assert len(found) == batch * heads * blocks * column_splits
     for (_, _, place, _), shares in found.items():
         steps, cut = steps_of(alone, work_of(place, seqlen_q, seqlen_k), window)
@@ -348,23 +354,24 @@ def test_shares_of_heads_have_the_keys_of_their_group() -> None:
         async_load=lambda desc, at, barrier, tile: loaded.append(at),
     )["load_keys"]
     splits, heads_q, heads_kv = 3, 12, 2
-    C = variant(8, 16, GROUP=heads_q // heads_kv // splits, HEAD_SPLITS=splits)
-    schedule = make_schedule(1, heads_kv * splits, 40, 16)
+    C = variant(8, 16, GROUPED=True, SHARED=True)
+    group = heads_q // heads_kv // splits
+    schedule = make_schedule(1, heads_kv * splits, 40, 16, group=group, head_splits=splits)
     head_of_batch = as_python(backward_schedule, "head_of_batch")
     for tile_index in range(2 * heads_kv * splits):
         work = find_work_tile(C, tile_index, SimpleNamespace(), schedule)
         load_keys(C, None, work, None, None)
         sequence, row, head, _ = loaded[-1]
         assert (sequence, row) == (work.sequence, 0)
-        assert head == gradient_head(C, tile_index, work) // splits
-        for g in range(C.GROUP):
-            head_q = head_of_batch(C, work, g, schedule.num_heads) - sequence * heads_q
+        assert head == gradient_head(C, tile_index, work, schedule) // splits
+        for g in range(group):
+            head_q = head_of_batch(C, work, g, schedule) - sequence * heads_q
             assert head_q // (heads_q // heads_kv) == head
     assert len(loaded) == 12
 
 
 @pytest.mark.parametrize("programs", [1, 3, 7, 40])
-@pytest.mark.parametrize(("swizzle", "row_splits"), [(1, 1), (2, 1), (6, 1), (1, 2), (3, 3)])
+@pytest.mark.parametrize(("swizzle", "row_splits"), [(1, 1), (2, 1), (6, 1), (1, 2), (3, 4)])
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (20, -1), (12, 5)])
 def test_nobody_waits_forever_for_the_order_of_additions(
     programs: int, swizzle: int, row_splits: int, window: tuple[int, int]
@@ -372,8 +379,10 @@ def test_nobody_waits_forever_for_the_order_of_additions(
     """Programs as the kernel's: each takes the next work tile, and adds to a row block in order."""
     batch, heads, blocks, block_m, block_n = 2, 3, 4, 8, 16
     left, right = window
-    C = variant(block_m, block_n, window, DETERMINISTIC=True, ROW_SPLITS=row_splits)
-    schedule = make_schedule(blocks, heads, 50, block_n * blocks - 3, left, right, swizzle=swizzle)
+    C = variant(block_m, block_n, window, DETERMINISTIC=True, SHARED=row_splits > 1)
+    schedule = make_schedule(
+        blocks, heads, 50, block_n * blocks - 3, left, right, swizzle=swizzle, row_splits=row_splits
+    )
     queue = iter(range(batch * heads * blocks * row_splits))
     semaphores: Counter[tuple[int, int, int]] = Counter()
     finished: list[int] = []
@@ -460,7 +469,7 @@ def test_padded_rows_of_sequences_never_meet(block_m: int) -> None:
     start = 0
     blocks: list[int] = []
     for sequence, length in enumerate(lengths):
-        work = make_work_tile(sequence, 0, 0, start, 0, length, 1)
+        work = make_work_tile(sequence, 0, 0, 0, start, 0, length, 1)
         for m in range(ceil_div(length, block_m)):
             row = padded_row(C, work, m * block_m)
             assert row % block_m == 0

@@ -205,14 +205,14 @@ def run(
     total_heads = heads if varlen else heads * batch
     resident = min(resident, total_heads)
     C = SimpleNamespace(
-        VARLEN=varlen, SEQUSED=False, DETERMINISTIC=swizzle > 0, GROUP=group, BLOCK_M=block_m,
+        VARLEN=varlen, SEQUSED=False, DETERMINISTIC=swizzle > 0, GROUPED=group > 1, BLOCK_M=block_m,
         BLOCK_N=BLOCK_N, BLOCK_D=block_d, HAS_LEFT=False, HAS_RIGHT=False, HAS_CUTS=False, LISTED=False,
-        ROW_SPLITS=row_splits, COLUMN_SPLITS=1, SEQUENCES_FIRST=False,
+        SHARED=row_splits > 1, COLUMN_SPLITS=1, SEQUENCES_FIRST=False,
     )  # fmt: skip
     numbers = BackwardSchedule(
         num_tiles=heads * batch * blocks, num_blocks=blocks, num_heads=heads, seqlen_q=longest_q,
         seqlen_k=longest_k, batch_rows_k=longest_k, window_left=-1, window_right=-1, alibi_stride=0,
-        swizzle=max(swizzle, 1),
+        swizzle=max(swizzle, 1), group=group, row_shift=row_splits.bit_length() - 1,
     )  # fmt: skip
     memory = torch.zeros(resident * group, rows, block_d)  # by the preprocess kernel
     # Tokens of sequences without keys are nobody's: their gradients are zeroed when they are allocated.
@@ -248,7 +248,7 @@ def run(
             FUNCTIONS["wait_until_zeroed"](key_head, blocks_of_head * row_splits, accum)
             begin, end, _, _ = FUNCTIONS["own_row_blocks"](C, tile_index, work, numbers)
             for g in range(group):
-                first = FUNCTIONS["accum_row"](C, work, key_head, g, begin * block_m, accum)
+                first = FUNCTIONS["accum_row"](C, work, key_head, g, begin * block_m, numbers, accum)
                 with LOCK:
                     added = memory.view(-1, block_d)[first : first + (end - begin) * block_m]
                     added += (key_head * group + g + 1) * 2.0**-10
@@ -337,8 +337,8 @@ def test_the_order_of_what_is_converted_is_that_of_what_was_stored() -> None:
         memory = torch.cat([store(part).flatten() for part in tile.split(columns, 1)])
         dq = torch.empty(ROWS * head_dim)
         C = SimpleNamespace(
-            VARLEN=False, SEQUSED=False, GROUP=1, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=head_dim,
-            ROW_SPLITS=1, COLUMN_SPLITS=1, SEQUENCES_FIRST=False,
+            VARLEN=False, SEQUSED=False, GROUPED=False, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=head_dim,
+            SHARED=False, COLUMN_SPLITS=1, SEQUENCES_FIRST=False,
         )  # fmt: skip
         numbers = BackwardSchedule(1, 1, 1, ROWS, BLOCK_N, BLOCK_N, -1, -1, 0, 1)
         accum = DqAccum(AccumSizes(128 // block_m, 1, 1, head_dim // 8), None, Pointer(dq), None, None, None)

@@ -131,7 +131,6 @@ def test_every_listed_block_is_visited_once(seed: int) -> None:
         BLOCK_N=16,
         MASK_BLOCK=size_kv,
         TILES_PER_MASK_BLOCK=parts_q,
-        GROUP=1,
         EVEN_N=seqlen_k % 16 == 0,
     )
     for h in range(HEADS):
@@ -143,7 +142,7 @@ def test_every_listed_block_is_visited_once(seed: int) -> None:
                 seqlen_q=seqlen_q,
                 seqlen_k=seqlen_k,
             )
-            plan = AS_PYTHON["listed_rows"](backward, work, row_lists)
+            plan = AS_PYTHON["listed_rows"](backward, work, work.head, row_lists)
             found = visited(plan, backward)
             wanted = {m: kind for (head, m, key), kind in kinds.items() if (head, key) == (h, n) and kind}
             ends = (n + 1) * 16 > seqlen_k

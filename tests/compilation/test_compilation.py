@@ -556,13 +556,13 @@ def test_from_a_script_to_a_folder(tmp_path):
 def test_calls_of_models_have_kernels():
     from flashtile.compilation.compiling import launches
     from flashtile.engine.step_calls import Limits, step_calls
-    from flashtile.tools.workload_calls import DOCUMENTED, heads_of, training_calls
+    from flashtile.tools.workload_calls import TRAINING_HEADS, documented, heads_of, training_calls
 
     config = parse_config(GEMMA)
     training = training_calls(heads_of(config))
     limits = Limits(1024, max_num_seqs=4, max_num_batched_tokens=64)
     serving = [call for call in step_calls(config, limits) if isinstance(call, Call)]
-    features = training_calls(DOCUMENTED[:1], features=True)
+    features = training_calls(documented(TRAINING_HEADS)[:1], features=True)
     kinds = {call.operation for call in serving}
     assert {"decode", "append_kvcache", "linear"} <= kinds
     assert {dict(call.arguments)["window_left"] for call in training} >= {-1, 4095}

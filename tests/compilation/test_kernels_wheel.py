@@ -30,7 +30,7 @@ from flashtile.compilation.calls import calls_of, write_calls
 from flashtile.op.operation import remembering
 from flashtile.tools.commands.compile import PRESETS
 from flashtile.tools.commands.compile import _calls as calls_of_command
-from flashtile.tools.workload_calls import DOCUMENTED, Heads, decoding_calls, training_calls
+from flashtile.tools.workload_calls import TRAINING_HEADS, Heads, decoding_calls, documented, training_calls
 from needed_kernels import kernels
 
 ROOT = Path(__file__).parents[2]
@@ -197,7 +197,11 @@ def documented_calls(heads: Heads) -> list:
     return calls_of(remembered)
 
 
-HEADS = {f"{h.head_dim}-{h.head_dim_v}-{h.num_heads_kv}": h for h in DOCUMENTED if h.dtype == "bfloat16"}
+HEADS = {
+    f"{heads.head_dim}-{heads.head_dim_v}-{heads.num_heads_kv}": heads
+    for heads in documented(TRAINING_HEADS)
+    if heads.dtype == "bfloat16"
+}
 OTHERS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in HEADS if name != "128-128-4"]
 
 
@@ -210,8 +214,26 @@ def test_documented_calls_need_no_kernel_that_the_preset_lacks(name):
     assert used - there == set()
 
 
+@pytest.mark.parametrize(
+    "head_dim", [128, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (64, 256))]
+)
+def test_kernels_of_training_serve_any_number_of_heads(head_dim):
+    """Also where programs share blocks of keys, and each has a part of the query heads or rows."""
+    sizes = head_dim, head_dim
+    there = kernels(training_calls([Heads(16, 16, *sizes), Heads(16, 4, *sizes)]))
+    with remembering() as remembered, FakeTensorMode():
+        for num_heads, num_heads_kv in ((40, 8), (14, 2), (64, 8), (12, 12), (3, 1)):
+            for batch, seqlen in ((1, 640), (3, 1000), (8, 2048)):
+                tensors = Heads(num_heads, num_heads_kv, *sizes).tensors(batch, seqlen)
+                flashtile.attention(*tensors, causal=True).sum().backward()
+                flashtile.attention(*tensors).sum().backward()
+    used = kernels(calls_of(remembered))
+    assert {name for name, _ in used} >= {"forward_kernel", "sum_parts_kernel"}
+    assert used - there == set()
+
+
 def test_presets_have_the_calls_of_their_purpose(monkeypatch):
-    monkeypatch.setattr("flashtile.tools.workload_calls.DOCUMENTED", [HEADS["128-128-4"]])
+    monkeypatch.setattr("flashtile.tools.workload_calls.documented", lambda heads: [HEADS["128-128-4"]])
     training, serving, everything = (set(calls_of_command([], [], "both", [name])) for name in PRESETS)
     assert {call.operation for call in training} == {"forward", "backward"}
     assert {call.operation for call in serving} == {"append_kvcache", "decode"}

@@ -59,7 +59,7 @@ def test_no_step_needs_a_kernel_that_the_warm_up_lacks(tmp_path, name):
         traffic(llm, 40)
     needed = calls_of(remembered)
     assert {"decode", "copy_blocks"} <= {call.operation for call in needed}
-    listed = calls_of_all(_steps_of(llm.engine.runner, None, options["max_num_batched_tokens"], False))
+    listed = calls_of_all(_steps_of(llm.engine.runner))
     there, used = map(kernels, (listed, needed))
     assert len(used) > 5
     assert used - there == set()

@@ -35,7 +35,8 @@ CHANGED_IN: dict[str, dict[str, Any]] = {
     "olmo2": {"vocab_size": 60000},
     "smollm3": {"vocab_size": 200000},
     "phi3": {
-        "vocab_size": 40000, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        "vocab_size": 40000,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     },
 }
 UNREAD_FIELDS = {"gemma3_text": {"attn_logit_softcapping"}}

@@ -58,14 +58,14 @@ def test_random_requests_all_end(seed, options):
     draw = random.Random(seed)
     llm = load("llama3", **SMALL, **options)
     engine, manager = llm.engine, llm.engine.scheduler.manager
-    taken, finished, refused = set(), Counter(), 0
+    taken, finished, refused = {}, Counter(), 0
     for number in range(60):
         prompt, request_id = random_prompt(draw), f"r{number}"
         if draw.random() < 0.1:
             prompt = draw.choice([[], [VOCABULARY], "text", [1] * 200, None])
         try:
-            engine.add_request(request_id, prompt, random_params(draw), priority=draw.randrange(3))
-            taken.add(request_id)
+            priority = draw.randrange(3)
+            taken[request_id] = engine.add_request(request_id, prompt, random_params(draw), priority=priority)
         except (TypeError, ValueError):
             refused += 1
         outputs = []
@@ -77,11 +77,13 @@ def test_random_requests_all_end(seed, options):
         manager.check_integrity()
     while engine.has_unfinished:
         finished.update(output.request_id for output in engine.step() if output.finished)
-    assert set(finished) == taken
+    assert set(finished) == set(taken)
     assert set(finished.values()) == {1}
     assert refused > 1
     assert manager.sequences == ()
-    assert [engine.requests, engine._detokenizers, engine._sent, engine._beams] == [{}] * 4
+    assert [engine.requests, engine._beams] == [{}] * 2
+    sequences = [sequence for request in taken.values() for sequence in request.sequences]
+    assert {(one.matcher, len(one.ngrams), one.detokenizer) for one in sequences} == {(None, 0, None)}
     assert llm.get_metrics().num_preemptions > 0
     (output,) = llm.generate(prompts()[0], SamplingParams(temperature=0, max_tokens=9))
     assert output.outputs[0].token_ids == greedy("llama3", 14)[0][:9]

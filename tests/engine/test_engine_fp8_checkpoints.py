@@ -16,8 +16,9 @@ from engine_models import SIZES, new_folder, prompts
 from flashtile.compilation.calls import Call
 from flashtile.engine import LLM, ConfigError, SamplingParams
 from flashtile.engine.config import parse_config, read_config
+from flashtile.engine.parallel import Ranks
 from flashtile.engine.step_calls import Limits, step_calls
-from flashtile.engine.weights import SCALE, Shard, open_weights, scaled_matrix
+from flashtile.engine.weights import SCALE, open_weights, scaled_matrix
 from targets import CUDA
 
 E4M3 = torch.float8_e4m3fn
@@ -143,7 +144,7 @@ def test_matrices_stay_in_e4m3_and_are_divided_with_their_scales(kind):
     low, _ = folders("qwen3", kind)
     config = read_config(low)
     open_part = functools.partial(open_weights, low, config, torch.device("cpu"), torch.bfloat16)
-    whole, parts = open_part(), [open_part(Shard(rank, 2)) for rank in range(2)]
+    whole, parts = open_part(), [open_part(Ranks(rank, 2)) for rank in range(2)]
     for name, dim in (("self_attn.o_proj", 1), ("mlp.down_proj", 1), ("mlp.gate_proj", 0)):
         matrix = f"model.layers.1.{name}.weight"
         assert whole(matrix).dtype == E4M3
@@ -156,7 +157,7 @@ def test_matrices_stay_in_e4m3_and_are_divided_with_their_scales(kind):
             assert torch.equal(scales[0], whole(matrix + SCALE))
     if kind == "block":
         with pytest.raises(NotImplementedError, match=r"into whole blocks of 128 in .*, got 4 processes"):
-            open_part(Shard(0, 4))
+            open_part(Ranks(0, 4))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])

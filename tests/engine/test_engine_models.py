@@ -6,6 +6,7 @@ import json
 import shutil
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ from engine_models import MODELS, VOCABULARY, folder, greedy, load, prompts, tra
 from flashtile.engine import LLM, BeamSearchParams, SamplingParams, families
 from flashtile.engine.families import FAMILIES
 from flashtile.engine.memory import run_one_layer
-from flashtile.engine.model import FEW_ROWS, Matrix, rms_norm
+from flashtile.engine.model import FEW_ROWS, Matrix, Norm
 
 LENGTH = 14
 WAYS = {
@@ -54,7 +55,7 @@ def test_greedy_tokens_are_those_of_transformers(name, way):
     outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=LENGTH))
     assert [output.outputs[0].token_ids for output in outputs] == greedy(name, LENGTH)
     assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
-    if way in ("recomputed", "swapped") and llm.model_config.common_window < 0:
+    if way in ("recomputed", "swapped") and min(llm.model_config.windows) < 0:
         assert llm.get_metrics().num_preemptions > 0
     manager = llm.engine.scheduler.manager
     manager.check_integrity()
@@ -241,7 +242,7 @@ def test_a_residual_of_many_tokens_is_added_in_its_own_memory():
     ):
         residual = torch.randn(rows, 4)
         expected = torch.nn.functional.linear(x[:rows], weight, b) + residual
-        out = Matrix(weight, False)(x[:rows], b, residual=residual)
+        out = Matrix(weight, bias=b)(x[:rows], residual=residual)
         torch.testing.assert_close(out, expected)
         assert (out.data_ptr() == residual.data_ptr()) == in_place
 
@@ -292,6 +293,6 @@ def test_a_norm_whose_weight_has_another_dtype_is_computed_in_float32():
     x, weight = torch.randn(3, 8, generator=generator).bfloat16(), torch.randn(8, generator=generator)
     wide = x.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 0.5).sqrt() * weight.double()
-    found = rms_norm(x, weight, 0.5)
+    found = Norm(SimpleNamespace(norm_eps=0.5, family=SimpleNamespace(unit_norm=False)), weight)(x)
     assert found.dtype == x.dtype
     torch.testing.assert_close(found, expected.bfloat16(), atol=0, rtol=2**-7)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from engine_models import VOCABULARY, folder, folder_with_pairs, greedy, prompts
 
 from flashtile.engine import LLM, SamplingParams, parallel
-from flashtile.engine.parallel import ProcessRanks, broadcast_changes, end_repeating, repeat_changes
+from flashtile.engine.parallel import ProcessRanks, Ranks, broadcast_changes, end_repeating, repeat_changes
 
 LENGTH = 10
 FAMILIES = ("llama2", "llama3", "gemma2", "olmo2", "phi3", "mixtral", "gpt_oss")
@@ -83,11 +83,11 @@ def test_two_processes_answer_as_one_does(tmp_path):
 def test_random_weights_are_parts_of_the_same_model():
     """What all processes have is the same in all of them; what is divided differs."""
     from flashtile.engine.config import read_config
-    from flashtile.engine.weights import Shard, random_weights
+    from flashtile.engine.weights import random_weights
 
     config = read_config(folder("llama3"))
     one, two = (
-        random_weights(config, torch.device("cpu"), torch.float32, shard=Shard(rank, 2)) for rank in (0, 1)
+        random_weights(config, torch.device("cpu"), torch.float32, ranks=Ranks(rank, 2)) for rank in (0, 1)
     )
     assert torch.equal(one("model.embed_tokens.weight"), two("model.embed_tokens.weight"))
     assert one("lm_head.weight").shape == (VOCABULARY // 2, 64)

@@ -13,7 +13,7 @@ from flashtile.engine.config import parse_config
 from flashtile.engine.request import Request, State
 from flashtile.engine.sampling_params import SamplingParams
 from flashtile.engine.scheduler import COPY, SWAP_IN, SWAP_OUT, Scheduler
-from flashtile.engine.step_calls import Limits, _chunks, _verified_tokens, step_calls
+from flashtile.engine.step_calls import Limits, _chunks, _sizes, step_calls
 from flashtile.kv_cache import BlockManager
 
 
@@ -24,10 +24,7 @@ class World:
         manager = BlockManager(
             blocks, block_size, max_sequences=seqs, max_seqlen=64, num_host_blocks=host_blocks
         )
-        self.scheduler = Scheduler(
-            manager, max_num_seqs=seqs, max_num_batched_tokens=budget, swap=host_blocks > 0,
-            prefix_caching=prefix_caching,
-        )  # fmt: skip
+        self.scheduler = Scheduler(manager, budget, prefix_caching)
         self.requests: list[Request] = []
         self.in_flight = []
 
@@ -218,21 +215,27 @@ def test_sizes_of_steps_that_are_compiled_ahead():
         (2, 3, 2), (2, 4, 2), (2, 4, 3), (2, 6, 3), (2, 5, 4), (2, 6, 4), (2, 8, 4), (2, 7, 6), (2, 8, 6),
         (2, 8, 7),
     ]  # fmt: skip
-    assert _verified_tokens(limits, [1, 2]) == []
-    guessing = replace(limits, max_num_seqs=40, verified=4)
-    assert _verified_tokens(guessing, [1, 2]) == [*range(2, 65), 96, 128, 160]
-    assert _verified_tokens(replace(guessing, captured=True), [1, 2, 40]) == [4, 8, 160]
+    assert _sizes(limits, 1) == [1, 2]
+    guessing = replace(limits, max_num_seqs=40)
+    assert _sizes(guessing, 4) == [*range(2, 65), 96, 128, 160]
+    captured = replace(guessing, captured=True)
+    assert _sizes(captured, 4) == [4, 8, 16, 32, 64, 96, 128, 160]
+    assert _sizes(replace(captured, max_num_seqs=800), 1)[-4:] == [480, 512, 768, 800]
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-def test_calls_of_steps_are_found_without_computing_them(drafts):
+@pytest.mark.parametrize(("drafts", "world"), [(False, 1), (True, 1), (False, 2)])
+def test_calls_of_steps_are_found_without_computing_them(drafts, world):
     pytest.importorskip("triton")
     config = parse_config(
         {
-            "model_type": "llama", "vocab_size": 99, "hidden_size": 64, "intermediate_size": 96,
+            "model_type": "llama", "vocab_size": 98, "hidden_size": 64, "intermediate_size": 96,
             "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         }
     )  # fmt: skip
-    limits = Limits(64, max_num_seqs=2, max_num_batched_tokens=8, block_size=4, num_blocks=16)
+    limits = Limits(64, max_num_seqs=2, max_num_batched_tokens=8, block_size=4, num_blocks=16, world=world)
     calls = [call for call in step_calls(config, limits, drafts) if isinstance(call, Call)]
     assert {call.operation for call in calls} >= {"decode", "append_kvcache"}
+    weights = [dict(call.arguments)["weight"] for call in calls if call.operation == "linear"]
+    # Those of a checkpoint are contiguous, also if they are divided.
+    assert all(one.stride == (one.shape[1], 1) for one in weights)
+    assert min(one.shape[1] for one in weights) == 64 // world

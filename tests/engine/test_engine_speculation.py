@@ -23,21 +23,16 @@ def drafted(by: str = "llama2", tokens: int = 3, width: int = 1) -> dict:
     return {"speculative_config": {**config, "tree_width": width}, "block_size": 4}
 
 
-def test_tokens_and_guesses_come_back_through_the_same_memory(monkeypatch):
+def test_tokens_and_guesses_come_back(monkeypatch):
     """From a card; events and copies are those of the CPU here."""
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
-    memory = [torch.zeros(7, dtype=torch.int64) for _ in range(2)]
-    runner = SimpleNamespace(device=torch.device("cuda"), _result=memory, _turn=1)
+    runner = SimpleNamespace(device=torch.device("cuda"))
     tokens, guesses = torch.tensor([5, 6, 7]), torch.tensor([[1, 2], [3, 4]])
     result = SimpleNamespace(tokens=tokens, drafted=("ab", guesses), best=tokens, scores={}, prompt_scores=[])
     Runner._send_back(runner, result)
-    assert memory[1].tolist() == [5, 6, 7, 1, 2, 3, 4]
     assert torch.equal(result.tokens, tokens)
     assert result.drafted[0] == "ab"
     assert torch.equal(result.drafted[1], guesses)
-    assert {t.untyped_storage().data_ptr() for t in (result.tokens, result.drafted[1])} == {
-        memory[1].data_ptr()
-    }
 
 
 def test_a_tree_of_guesses():

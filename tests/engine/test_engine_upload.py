@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 from flashtile.engine import upload
+from flashtile.engine.parallel import Ranks
 from flashtile.engine.upload import ByteRange, Upload
-from flashtile.engine.weights import Parameter, Shard, byte_ranges
+from flashtile.engine.weights import Parameter, byte_ranges
 
 CPU = torch.device("cpu")
 EXPECTED = {
@@ -34,12 +35,12 @@ def checkpoint(tmp_path, monkeypatch):
 def test_they_arrive_in_any_order(checkpoint, monkeypatch, rank, ahead):
     monkeypatch.setattr(upload, "AHEAD_BYTES", ahead)
     path, tensors = checkpoint
-    shard = Shard(rank, 2)
-    sent = Upload(byte_ranges(dict.fromkeys(EXPECTED, path), EXPECTED, shard), CPU)
+    ranks = Ranks(rank, 2)
+    sent = Upload(byte_ranges(dict.fromkeys(EXPECTED, path), EXPECTED, ranks), CPU)
     for name in ("bias", "embedding", "columns", "rows"):
         right = tensors[name]
         if EXPECTED[name].split == 0:  # columns are taken on the device
-            right = right[shard.slice(len(right))]
+            right = right[ranks.slice(len(right))]
         found = sent(name)
         assert found.dtype == right.dtype
         assert torch.equal(found, right)

@@ -106,5 +106,5 @@ def test_no_captured_step_needs_a_kernel_that_the_warm_up_lacks(tmp_path, name):
     names = {"sample_kernel", "grouped_kernel"} if name in ("mixtral", "gpt_oss") else {"sample_kernel"}
     assert {key[0] for key in used} == names
     used |= kernels(calls_of(remembered))
-    listed = calls_of_all(_steps_of(llm.engine.runner, None, 24, False))
+    listed = calls_of_all(_steps_of(llm.engine.runner))
     assert used - kernels(listed) == set()

@@ -25,6 +25,9 @@ class WorkTile(NamedTuple):
 
     sequence: Any
     head: Any
+    """A head of the schedule: in the forward a query head, in the backward a key head, or a part of one."""
+    head_kv: Any
+    """The head's key head in k and v."""
     tile_in_head: Any
     """Number of the work tile in its sequence and head. In the forward it counts from the longest to the
     shortest; in the backward it is the block of keys."""

@@ -6,28 +6,15 @@ weights, and switches. :mod:`flashtile.engine.config` reads ``config.json`` by i
 computes the layers. To add a family, write its module and list it here.
 """
 
-from flashtile.engine.families import (
-    gemma2,
-    gemma3_text,
-    gpt_oss,
-    llama,
-    mistral,
-    mixtral,
-    olmo2,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-    smollm3,
-)
+from importlib import import_module
+
 from flashtile.engine.families.family import Experts, Family
 
 __all__ = ["FAMILIES", "Experts", "Family"]
 
-FAMILIES: dict[str, Family] = {
-    module.__name__.rpartition(".")[2]: module.FAMILY
-    for module in (
-        llama, mistral, qwen2, qwen3, gemma2, gemma3_text, olmo2, smollm3, phi3, mixtral, qwen3_moe, gpt_oss
-    )
-}  # fmt: skip
+NAMES = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "smollm3", "phi3", "mixtral",
+    "qwen3_moe", "gpt_oss",
+)  # fmt: skip
+FAMILIES: dict[str, Family] = {name: import_module(f"{__name__}.{name}").FAMILY for name in NAMES}
 """The families, keyed by ``model_type``."""

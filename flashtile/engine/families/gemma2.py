@@ -1,7 +1,5 @@
 """Gemma 2: soft caps, norms after attention and MLP, and a window in every other layer."""
 
-from __future__ import annotations
-
 from flashtile.engine.families.family import COMMON, Family
 
 FIELDS = {

@@ -1,7 +1,5 @@
 """Gemma 3 of text: layers with a window have their own rotary base; queries and keys are normalised."""
 
-from __future__ import annotations
-
 from flashtile.engine.families.family import Family
 from flashtile.engine.families.gemma2 import FIELDS, NORMS
 

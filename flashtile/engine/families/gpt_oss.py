@@ -1,7 +1,5 @@
 """gpt-oss: attention sinks, a window in every other layer, YaRN, and experts."""
 
-from __future__ import annotations
-
 from flashtile.engine.families.family import COMMON, Experts, Family
 
 ROPE = {

@@ -1,7 +1,5 @@
 """Mistral: a sliding window in every layer."""
 
-from __future__ import annotations
-
 from flashtile.engine.families.family import COMMON, Family
 
 FIELDS = {

@@ -1,7 +1,5 @@
 """Mixtral: Mistral with experts in every layer."""
 
-from __future__ import annotations
-
 from flashtile.engine.families.family import Experts, Family
 from flashtile.engine.families.mistral import FIELDS
 

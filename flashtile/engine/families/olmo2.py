@@ -1,7 +1,5 @@
 """OLMo 2: norms only after attention and MLP; queries and keys are normalised over all heads."""
 
-from __future__ import annotations
-
 from flashtile.engine.families.family import COMMON, Family
 
 FAMILY = Family(

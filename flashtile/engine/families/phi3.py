@@ -1,7 +1,5 @@
 """Phi-3 and Phi-4-mini: joined projections and LongRoPE, which may rotate a part of each head."""
 
-from __future__ import annotations
-
 from flashtile.engine.families.family import COMMON, Family
 
 FAMILY = Family(

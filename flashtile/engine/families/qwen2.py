@@ -1,7 +1,5 @@
 """Qwen 2 and 2.5: biases of queries, keys and values, and a window in later layers."""
 
-from __future__ import annotations
-
 from flashtile.engine.families.family import COMMON, Family
 
 FIELDS = {

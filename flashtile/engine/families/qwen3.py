@@ -1,7 +1,5 @@
 """Qwen 3: queries and keys are normalised per head."""
 
-from __future__ import annotations
-
 from flashtile.engine.families.family import Family
 from flashtile.engine.families.qwen2 import FIELDS
 

@@ -1,7 +1,5 @@
 """Qwen3-MoE: Qwen 3 with experts, at least in some layers."""
 
-from __future__ import annotations
-
 from flashtile.engine.families.family import COMMON, Experts, Family
 
 FAMILY = Family(

@@ -1,7 +1,5 @@
 """SmolLM 3: every fourth layer has no rotary embedding."""
 
-from __future__ import annotations
-
 from flashtile.engine.families.family import COMMON, Family
 
 FAMILY = Family(

@@ -6,6 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from aiohttp import web
@@ -16,9 +17,9 @@ from flashtile.engine.server.errors import ApiError, error_event, internal_error
 from flashtile.engine.server.formats import LAST_TOKENS, AnswerParser
 from flashtile.engine.server.job import Job
 from flashtile.engine.server.middlewares import TOKENS, hang_up_after
-from flashtile.engine.server.protocol import Body, ChatCall, CompletionCall, read_chat, read_completion
+from flashtile.engine.server.protocol import Body, ChatCall, CompletionCall
 from flashtile.engine.server.service import Service
-from flashtile.engine.tokenizer import Tokenizer
+from flashtile.engine.tokenizer import TextStream
 
 SLOW_READER = 5.0
 """Seconds beyond ``request_timeout`` for which a client may still read an answer."""
@@ -29,20 +30,8 @@ MIN_LOGPROB = -9999.0
 logger = logging.getLogger("flashtile.server")
 
 
-async def completions(request: web.Request, service: Service, body: Body) -> web.StreamResponse:
-    """Answer a call of /v1/completions."""
-    call = read_completion(body, service.limits.max_logprobs)
-    return await _answer(request, service, call, _Completions(service, call))
-
-
-async def chat_completions(request: web.Request, service: Service, body: Body) -> web.StreamResponse:
-    """Answer a call of /v1/chat/completions."""
-    call = read_chat(body, service.limits.max_logprobs)
-    return await _answer(request, service, call, _ChatCompletions(service, call))
-
-
-class _Writer:
-    """Describes a call's answers in JSON.
+class Writer:
+    """Reads a call and describes its answers in JSON.
 
     Attributes:
         kind: value of the field ``object``.
@@ -53,31 +42,31 @@ class _Writer:
 
     kind = "text_completion"
     prefix = "cmpl"
+    first: Sequence[dict[str, Any]] = ()
 
     def __init__(self, service: Service, call: CompletionCall | ChatCall):
-        self.service = service
-        params = call.params
+        self.service, self.call, params = service, call, call.params
         self.params = params.sampling() if isinstance(params, BeamSearchParams) else params
-        self.first: list[dict[str, Any]] = []
 
     def choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any] | None:
-        """Return the JSON of a choice, or None if there is nothing to tell the client.
-
-        Args:
-            prompt: index of the prompt in the call.
-            output: the output of the request for this prompt.
-            answer: the element of ``output.outputs`` that the choice describes.
-        """
+        """Return the JSON of an answer to a prompt, or None if there is nothing to tell the client."""
         raise NotImplementedError
 
     def about_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the fields of the response's body that describe the prompt."""
-        return {}
+        about: dict[str, Any] = {}
+        if self.params.prompt_logprobs is not None:
+            about["prompt_logprobs"] = _prompt_logprobs(output)
+        if self.call.return_token_ids:
+            about["prompt_token_ids"] = output.prompt_token_ids
+        return about
 
 
-async def _answer(
-    request: web.Request, service: Service, call: CompletionCall | ChatCall, writer: _Writer
+async def complete(
+    writers: type[Completions] | type[ChatCompletions], request: web.Request, service: Service, body: Body
 ) -> web.StreamResponse:
+    """Answer a call of /v1/completions or /v1/chat/completions."""
+    writer = writers(service, body)
+    call = writer.call
     prompts = await service.prepare(call)
     service.set_max_tokens(call, prompts)
     name = f"{writer.prefix}-{call.request_id or uuid.uuid4().hex}"
@@ -91,17 +80,15 @@ async def _answer(
         async for prompt, output in job:
             outputs[prompt] = output
     choices = [
-        writer.choice(prompt, output, answer)
+        writer.choice(prompt, output, one)
         for prompt, output in sorted(outputs.items())
-        for answer in output.outputs
+        for one in output.outputs
     ]
-    about = writer.about_prompt(outputs[0])
+    about = writer.about_prompt(outputs[0]) if isinstance(writer, ChatCompletions) else {}
     return json_response({**head, "choices": choices, "usage": job.usage(), **about})
 
 
-async def _stream(
-    request: web.Request, job: Job, head: dict[str, Any], writer: _Writer
-) -> web.StreamResponse:
+async def _stream(request: web.Request, job: Job, head: dict[str, Any], writer: Writer) -> web.StreamResponse:
     """Stream a call's outputs as server-sent events: the writer's choices, usage, and ``[DONE]``.
 
     ``writer.first`` is not sent before the first output, because clients measure the time to the first token
@@ -148,92 +135,98 @@ async def _stream(
     return response
 
 
-class _Completions(_Writer):
+class Completions(Writer):
     """Writer of /v1/completions."""
 
-    def __init__(self, service: Service, call: CompletionCall):
-        super().__init__(service, call)
-        self.call = call
-        self._offsets: dict[int, _TextOffset] = {}
+    call: CompletionCall
+
+    def __init__(self, service: Service, body: Body):
+        super().__init__(service, CompletionCall(body, service.limits.max_logprobs))
+        self._streams: dict[int, TextStream | None] = {}
+        self._ends: dict[int, int] = {}  # of the choices' texts that were sent
 
     def choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
-        call, params = self.call, self.params
-        index = prompt * params.n + answer.index
-        is_first, tokenizer = index not in self._offsets, self.service.engine.tokenizer
+        call, params, tokenizer = self.call, self.params, self.service.engine.tokenizer
+        index, prompt_tokens = prompt * params.n + answer.index, output.prompt_token_ids
+        is_first, echoed = index not in self._streams, ""
         text, tokens, reason, stop = answer.text, answer.token_ids, answer.finish_reason, answer.stop_reason
         entries: list[TokenLogprobs | None] = list(answer.logprobs or [])
         if call.echo_only:  # the engine always makes one token; the client wants none
             text, tokens, entries = "", [], []
             reason, stop = ("length", None) if reason is not None else (None, None)
-        echoed = self._prompt_text(output) if call.echo and is_first else ""
-        if is_first:
-            self._offsets[index] = _TextOffset(
-                tokenizer, len(echoed), output.prompt_token_ids, params.skip_special_tokens
-            )
-        offsets = self._offsets[index].read(tokens) if params.logprobs is not None else []
         if call.echo and is_first:
-            text = echoed + text
-            tokens = output.prompt_token_ids + tokens
+            echoed = output.prompt or ""
+            if output.prompt is None and tokenizer is not None:
+                echoed = tokenizer.decode(prompt_tokens, False)
+        if is_first:
+            skip = params.skip_special_tokens
+            self._streams[index] = None if tokenizer is None else tokenizer.stream(prompt_tokens, skip)
+            self._ends[index] = len(echoed)
+        offsets: list[int] = []
+        if params.logprobs is not None:
+            *offsets, self._ends[index] = _offsets(self._ends[index], self._streams[index], tokens)
+        if call.echo and is_first:
+            text, tokens = echoed + text, prompt_tokens + tokens
             entries = (output.prompt_logprobs or [None]) + entries
             if params.logprobs is not None:
-                of_prompt = _TextOffset(tokenizer, 0, [], output.prompt is not None)
-                offsets = of_prompt.read(output.prompt_token_ids) + offsets
-        logprobs = None
-        if params.logprobs is not None:
-            logprobs = logprobs_body(tokens, entries, params.logprobs, offsets, self.service)
+                of_prompt = None if tokenizer is None else tokenizer.stream([], output.prompt is not None)
+                offsets = _offsets(0, of_prompt, prompt_tokens)[:-1] + offsets
+        logprobs = None if params.logprobs is None else self.logprobs(tokens, entries, offsets)
         choice: dict[str, Any] = {
             "index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, "stop_reason": stop
         }  # fmt: skip
-        if is_first and params.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = _prompt_logprobs(output)
         if call.return_token_ids:
             choice["token_ids"] = [] if call.echo_only else answer.token_ids
-            choice["prompt_token_ids"] = output.prompt_token_ids if is_first else None
-        return choice
+            choice["prompt_token_ids"] = None
+        return choice | (self.about_prompt(output) if is_first else {})
 
-    def _prompt_text(self, output: RequestOutput) -> str:
-        if output.prompt is not None:
-            return output.prompt
-        tokenizer = self.service.engine.tokenizer
-        return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids, False)
+    def logprobs(
+        self, tokens: Sequence[int], entries: Sequence[TokenLogprobs | None], offsets: list[int]
+    ) -> dict[str, list[Any]]:
+        """Return log-probabilities in OpenAI's form: lists with one element for each token.
+
+        The entry of a prompt's first token is None.
+        """
+        body: dict[str, list[Any]] = {"token_logprobs": [], "tokens": [], "top_logprobs": []}
+        for token, entry in zip(tokens, entries, strict=True):
+            top: dict[str, float] | None = None
+            if entry is None:
+                tokenizer = self.service.engine.tokenizer
+                text = f"token_id:{token}" if tokenizer is None else tokenizer.spell(token)
+                probability = None
+            else:
+                text, probability, top = _spelt(token, entry[token]), _clamped(entry[token]), {}
+                for other, one in sorted(entry.items(), key=lambda item: -item[1].logprob):
+                    if other == token or one.rank <= (self.params.logprobs or 0):
+                        top.setdefault(_spelt(other, one), _clamped(one))
+            body["token_logprobs"].append(probability)
+            body["tokens"].append(text)
+            body["top_logprobs"].append(top)
+        return {"text_offset": offsets, **body}
 
 
-class _TextOffset:
-    """Tracks the text offset of each token. Several tokens may form one character, and some have no text.
+def _offsets(at: int, stream: TextStream | None, tokens: Sequence[int]) -> list[int]:
+    """Return the offsets at which the tokens' texts begin, and at last the one where their text ends.
 
-    Args:
-        at: offset of the next token's text.
-        before: the tokens before the next one.
+    Several tokens may form one character, and some have no text.
     """
-
-    def __init__(
-        self, tokenizer: Tokenizer | None, at: int, before: Sequence[int], skip_special_tokens: bool
-    ):
-        self.at = at
-        self._stream = None if tokenizer is None else tokenizer.stream(before, skip_special_tokens)
-
-    def read(self, tokens: Sequence[int]) -> list[int]:
-        """Return the offset at which each token's text begins."""
-        found = []
-        for token in tokens:
-            found.append(self.at)
-            self.at += 0 if self._stream is None else len(self._stream.step(token))
-        return found
+    lengths = (0 if stream is None else len(stream.step(token)) for token in tokens)
+    return list(accumulate(lengths, initial=at))
 
 
-class _ChatCompletions(_Writer):
+class ChatCompletions(Writer):
     """Writer of /v1/chat/completions."""
 
+    call: ChatCall
     prefix = "chatcmpl"
 
-    def __init__(self, service: Service, call: ChatCall):
-        super().__init__(service, call)
-        self.call = call
-        self.kind = "chat.completion.chunk" if call.stream else "chat.completion"
+    def __init__(self, service: Service, body: Body):
+        super().__init__(service, ChatCall(body, service.limits.max_logprobs))
+        self.kind = "chat.completion.chunk" if self.call.stream else "chat.completion"
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         self.first = [{"index": i, **role} for i in range(self.params.n)]
         self._parsers: dict[int, AnswerParser] = {}
-        conversation = call.conversation
+        conversation = self.call.conversation
         apart = conversation.separate_reasoning and service.formats.reasoning is not None
         self._structured = self.params.structured_outputs is not None
         self._parses = bool(conversation.forced) or apart or (conversation.calls and not self._structured)
@@ -272,18 +265,10 @@ class _ChatCompletions(_Writer):
             self._parsers[answer.index] = parser
         fields = parser.feed(answer.text, answer.finished)
         if not self.call.stream:
-            fields.setdefault("content", None if parser.calls else "")
+            fields.setdefault("content", None if parser.found else "")
             for call in fields.get("tool_calls", ()):
                 del call["index"]
-        return fields, parser.calls > 0
-
-    def about_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        about: dict[str, Any] = {}
-        if self.params.prompt_logprobs is not None:
-            about["prompt_logprobs"] = _prompt_logprobs(output)
-        if self.call.return_token_ids:
-            about["prompt_token_ids"] = output.prompt_token_ids
-        return about
+        return fields, parser.found > 0
 
     def _position(self, token: int, entry: TokenLogprobs) -> dict[str, Any]:
         """Describe the token at a position, and the likeliest tokens at this position."""
@@ -296,38 +281,6 @@ class _ChatCompletions(_Writer):
         """Describe a token. Its ``bytes`` may be only part of a character."""
         data = list(self.service.tokenizer.token_bytes(token))
         return {"token": _spelt(token, one), "logprob": _clamped(one), "bytes": data}
-
-
-def logprobs_body(
-    tokens: Sequence[int],
-    entries: Sequence[TokenLogprobs | None],
-    count: int,
-    offsets: list[int],
-    service: Service,
-) -> dict[str, list[Any]]:
-    """Return log-probabilities in OpenAI's form: lists with one element for each token.
-
-    Args:
-        entries: log-probabilities of each token; None for the first token of a prompt.
-        count: number of likeliest tokens to list in addition to the chosen one.
-        offsets: text offset at which each token begins.
-    """
-    body: dict[str, list[Any]] = {"token_logprobs": [], "tokens": [], "top_logprobs": []}
-    for token, entry in zip(tokens, entries, strict=True):
-        top: dict[str, float] | None = None
-        if entry is None:
-            tokenizer = service.engine.tokenizer
-            text = f"token_id:{token}" if tokenizer is None else tokenizer.spell(token)
-            probability = None
-        else:
-            text, probability, top = _spelt(token, entry[token]), _clamped(entry[token]), {}
-            for other, one in sorted(entry.items(), key=lambda item: -item[1].logprob):
-                if other == token or one.rank <= count:
-                    top.setdefault(_spelt(other, one), _clamped(one))
-        body["token_logprobs"].append(probability)
-        body["tokens"].append(text)
-        body["top_logprobs"].append(top)
-    return {"text_offset": offsets, **body}
 
 
 def _spelt(token: int, entry: Logprob) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import cache, partial
+from functools import partial
 from importlib import metadata
 from importlib.resources import files
 from typing import Any
@@ -13,11 +13,11 @@ from aiohttp import web
 
 from flashtile.engine.config import IN_VLLM
 from flashtile.engine.core import Engine
-from flashtile.engine.server.answers import chat_completions, completions
-from flashtile.engine.server.errors import ApiError, json_response, refused
+from flashtile.engine.server.answers import ChatCompletions, Completions, complete
+from flashtile.engine.server.errors import ApiError, busy, json_response
 from flashtile.engine.server.listener import Listener
 from flashtile.engine.server.metrics import CONTENT_TYPE
-from flashtile.engine.server.middlewares import add_middlewares, check_content_type, request_key
+from flashtile.engine.server.middlewares import add_middlewares, check_content_type, read_body, request_key
 from flashtile.engine.server.protocol import Body, parse, read_detokenize, read_tokenize, wrong
 from flashtile.engine.server.service import Service
 from flashtile.files import DESIGN
@@ -55,61 +55,47 @@ def make_app(service: Service, listener: Listener) -> web.Application:
     add_middlewares(app, listener, service.limits)
     app.on_response_prepare.append(_name_ignored)
 
-    def get(path: str, answer: Callable[[Service, web.Request], Awaitable[web.StreamResponse]]) -> None:
-        app.router.add_get(path, partial(answer, service))
-
-    def post(path: str, answer: Call) -> None:
-        app.router.add_post(path, partial(_call, service, answer))
-
-    post("/v1/completions", completions)
-    post("/v1/chat/completions", chat_completions)
-    post("/tokenize", _tokenize)
-    post("/detokenize", _detokenize)
-    app.router.add_post("/reset_prefix_cache", partial(_reset_prefix_cache, service))
-    get("/v1/models", _models)
-    get("/v1/models/{name:.+}", _model)
-    for path, name in UNSERVED.items():
-        app.router.add_post(path, partial(_refuse, name))
-    get("/health", _health)
-    get("/version", _version)
-    get("/load", _load)
-    get("/metrics", _metrics)
-    get("/live", _live)
-    get("/", _page)
-    _html()  # a file that is missing is an error of the start, not of a request
+    calls: dict[str, Call] = {
+        "/v1/completions": partial(complete, Completions),
+        "/v1/chat/completions": partial(complete, ChatCompletions),
+        "/tokenize": _tokenize, "/detokenize": _detokenize,
+    }  # fmt: skip
+    gets = {
+        "/v1/models": _models, "/v1/models/{name:.+}": _model, "/health": _health, "/version": _version,
+        "/load": _load, "/metrics": _metrics, "/live": _live,
+    }  # fmt: skip
+    app.add_routes(
+        [
+            *(web.post(path, partial(_call, service, call)) for path, call in calls.items()),
+            web.post("/reset_prefix_cache", partial(_reset_prefix_cache, service)),
+            *(web.post(path, partial(_refuse, name)) for path, name in UNSERVED.items()),
+            *(web.get(path, partial(get, service)) for path, get in gets.items()),
+            web.get("/", partial(_page, _html())),
+        ]
+    )
     return app
 
 
-async def _call(service: Service, answer: Call, request: web.Request) -> web.StreamResponse:
+async def _call(service: Service, call: Call, request: web.Request) -> web.StreamResponse:
     """Answer a POST: count the call, read its body within a time limit and check its model."""
     limits = service.limits
     service.check_open()
     if service.in_flight >= service.max_calls:
-        raise ApiError(
-            f"the server answers at most {service.max_calls} calls at a time: try again later",
-            status=429, code="rate_limit_exceeded",
-        )  # fmt: skip
+        raise busy(f"the server answers at most {service.max_calls} calls at a time")
     coded = "Content-Encoding" in request.headers or request.content_length is None
     size = limits.max_body_bytes if coded else min(request.content_length or 0, limits.max_body_bytes)
     if service.body_bytes and service.body_bytes + size > limits.max_total_body_bytes:
-        raise ApiError(
-            f"all bodies together have at most {limits.max_total_body_bytes} bytes: try again later",
-            status=429, code="rate_limit_exceeded",
-        )  # fmt: skip
+        raise busy(f"all bodies together have at most {limits.max_total_body_bytes} bytes")
     service.in_flight += 1
     service.body_bytes += size
     try:
         check_content_type(request)
-        try:
-            raw = await asyncio.wait_for(request.read(), limits.body_timeout)
-        except asyncio.TimeoutError:
-            text = f"the body took longer than {limits.body_timeout:g} s"
-            raise ApiError(text, status=408, code="timeout") from None
+        raw = await read_body(request.read(), limits, asyncio.get_running_loop().time())
         service.body_bytes += len(raw) - size
         size = len(raw)
         body = request[BODY] = parse(raw, service.sampling_defaults)
         service.check_model(body.take("model"))
-        return await answer(request, service, body)
+        return await call(request, service, body)
     finally:
         service.in_flight -= 1
         service.body_bytes -= size
@@ -148,11 +134,7 @@ async def _detokenize(request: web.Request, service: Service, body: Body) -> web
         raise wrong("tokens", f"at most {longest} tokens", len(tokens), code="context_length_exceeded")
     if tokens and max(tokens) >= service.tokenizer.vocab_size:
         raise wrong("tokens", f"below {service.tokenizer.vocab_size}", max(tokens))
-    try:
-        text = await asyncio.to_thread(service.tokenizer.decode, tokens, False)
-        return json_response({"prompt": text})
-    except ValueError as error:
-        raise refused(error, (), "tokens") from None
+    return json_response({"prompt": await asyncio.to_thread(service.tokenizer.decode, tokens, False)})
 
 
 async def _reset_prefix_cache(service: Service, request: web.Request) -> web.Response:
@@ -246,11 +228,10 @@ def _snapshot(engine: Engine) -> dict[str, Any]:
     }
 
 
-async def _page(service: Service, request: web.Request) -> web.Response:
-    return web.Response(text=_html(), content_type="text/html", headers={"Content-Security-Policy": POLICY})
+async def _page(html: str, request: web.Request) -> web.Response:
+    return web.Response(text=html, content_type="text/html", headers={"Content-Security-Policy": POLICY})
 
 
-@cache
 def _html() -> str:
     """Return the server's web page (route ``/``) with its styles and its script, as one HTML file."""
     page = (ASSETS / "page.html").read_text("utf-8")

@@ -11,12 +11,7 @@ from aiohttp import web
 
 
 class ApiError(Exception):
-    """An error that a client gets instead of an answer.
-
-    Args:
-        param: the invalid field, if the error is about one.
-        code: identifier of the error for programs.
-    """
+    """An error that a client gets instead of an answer. ``param``: the invalid field, if it is about one."""
 
     def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None):
         super().__init__(message)
@@ -51,6 +46,10 @@ def internal_error() -> ApiError:
 
 def shutting_down() -> ApiError:
     return ApiError("the server is being shut down", status=503, code="shutting_down")
+
+
+def busy(limit: str) -> ApiError:
+    return ApiError(f"{limit}: try again later", status=429, code="rate_limit_exceeded")
 
 
 def to_json(value: Any) -> str:

@@ -44,14 +44,14 @@ class Reader:
         at: position in ``text`` of the next character to read.
         ended: whether no more text follows.
         fields: what was reported and not sent to the client yet, in the form of a stream's delta.
-        found, calls: number of calls found, and of calls reported.
+        found: number of calls found.
         max_calls: maximum number of calls that are reported. None: no limit.
     """
 
     def __init__(self, max_calls: int | None = None):
         self.text, self.at, self.ended = "", 0, False
         self.fields: dict[str, Any] = {}
-        self.found, self.calls, self.max_calls = 0, 0, max_calls
+        self.found, self.max_calls = 0, max_calls
 
     def report(self, kind: str, text: str) -> None:
         """Report a piece of text: "reasoning", "content", "name" (a new call) or "arguments" (of the last).
@@ -65,14 +65,13 @@ class Reader:
             for name in ("content",) if kind == "content" else ("reasoning", "reasoning_content"):
                 self.fields[name] = self.fields.get(name, "") + text
         elif self.max_calls is None or self.found <= self.max_calls:
-            calls = self.fields.setdefault("tool_calls", [])
+            calls, index = self.fields.setdefault("tool_calls", []), self.found - 1
             if kind == "name":
-                new = {"index": self.calls, "id": uuid.uuid4().hex[:9], "type": "function"}
+                new = {"index": index, "id": uuid.uuid4().hex[:9], "type": "function"}
                 calls.append({**new, "function": {"name": text, "arguments": ""}})
-                self.calls += 1
                 return
             if not calls:
-                calls.append({"index": self.calls - 1, "function": {"arguments": ""}})
+                calls.append({"index": index, "function": {"arguments": ""}})
             calls[-1]["function"]["arguments"] += text
 
     def emit(self, kind: str, end: int) -> None:
@@ -142,43 +141,32 @@ class Reader:
             yield
 
     def string(self) -> Steps[str]:
-        """Read a JSON string."""
-        yield from self.expect('"')
-        begin = self.at - 1
-        yield from self._close(quoted=True, live=False)
+        """Read white space and a JSON string."""
+        yield from self.skip_space()
         try:
-            text: str = json.loads(self.text[begin : self.at], strict=False)
+            text: str = json.loads((yield from self.value('"')), strict=False)
         except ValueError:
             raise NotACallError from None
         return text
 
-    def object(self) -> Steps[str]:
-        """Read a JSON object and return its text. Its brackets are counted, but it is not validated."""
-        begin = self.at
-        yield from self._close(quoted=False, live=False)
-        return self.text[begin : self.at]
-
     def call_with_object(self, name: str) -> Steps[None]:
-        """Report a call, and report the text of its arguments as it arrives: one JSON object.
-
-        The object is not validated. The text may end within it.
-        """
+        """Report a call, and report the text of its arguments as it arrives: one JSON object."""
         yield from self.skip_space()
         if (yield from self.peek()) != "{":
             raise NotACallError
         self.report("name", name)
         self.drop(self.at)
-        yield from self._close(quoted=False, live=True)
+        yield from self.value("{", live=True)
 
-    def _close(self, quoted: bool, live: bool) -> Steps[None]:
-        """Read to the end of a string whose first quote has been read, or of an object that comes next.
+    def value(self, first: str, live: bool = False) -> Steps[str]:
+        """Read a JSON string or object, which begins with ``first``, and return its text.
 
-        Args:
-            quoted: True for a string, False for an object.
-            live: report the text as arguments while it arrives, even if it ends too early. False: report
-                nothing, and raise NotACallError if the text ends too early.
+        Quotes and brackets are counted, but the text is not validated. With ``live``, it is reported as
+        arguments while it arrives, and may end too early.
         """
-        depth = 0
+        begin, depth, quoted = self.at, 0, False
+        if (yield from self.peek()) != first:
+            raise NotACallError
         while True:
             found = (INSIDE_STRING if quoted else OUTSIDE_STRING).search(self.text, self.at)
             if found is None:
@@ -192,7 +180,7 @@ class Reader:
             if live:
                 self.emit("arguments", self.at)
             if found is not None or (self.ended and live):
-                return
+                return self.text[begin : self.at]
             if self.ended:
                 raise NotACallError
             yield
@@ -243,7 +231,7 @@ def json_call(reader: Reader) -> Steps[None]:
             yield from reader.call_with_object(name)
             reported = True
         else:
-            arguments = yield from reader.object()
+            arguments = yield from reader.value("{")
         if not (yield from reader.follows(",")):
             break
     yield from reader.expect("}")
@@ -366,12 +354,6 @@ REASONING_MARKERS = {"<|channel|>": "openai_gptoss", "<think>": "qwen3", "</thin
 """Parsers by texts in chat templates. The first text that a template contains decides."""
 
 
-def _resolved(name: str | None, template: str, markers: Mapping[str, str | None]) -> str | None:
-    if name == "auto":
-        return next((parser for marker, parser in markers.items() if marker in template), None)
-    return None if name == "none" else name
-
-
 @dataclass(frozen=True)
 class Formats:
     """Formats of a model's answers.
@@ -386,10 +368,12 @@ class Formats:
 
     def of_model(self, templates: Mapping[str, str]) -> Formats:
         """Replace "auto" by the formats that the model's chat templates show, and "none" by None."""
-        text = "".join(templates.values())
-        return Formats(
-            _resolved(self.tools, text, TOOL_MARKERS), _resolved(self.reasoning, text, REASONING_MARKERS)
-        )
+        text, found = "".join(templates.values()), []
+        for name, markers in ((self.tools, TOOL_MARKERS), (self.reasoning, REASONING_MARKERS)):
+            if name == "auto":
+                name = next((parser for marker, parser in markers.items() if marker in text), None)
+            found.append(None if name == "none" else name)
+        return Formats(*found)
 
     @property
     def are_harmony(self) -> bool:
@@ -431,16 +415,17 @@ class AnswerParser(Reader):
 
     def __init__(self, formats: Formats, conversation: Conversation, prompt: str, structured: bool = False):
         super().__init__(conversation.max_calls)
-        calls = conversation.calls and not structured
-        self._steps = self._parse(formats, conversation, calls, formats.reasoning_form(prompt) == "begun")
+        self._steps = self._parse(formats, conversation, prompt, structured)
 
-    def _parse(self, formats: Formats, conversation: Conversation, calls: bool, begun: bool) -> Steps[None]:
-        is_forced = bool(conversation.forced)
+    def _parse(
+        self, formats: Formats, conversation: Conversation, prompt: str, structured: bool
+    ) -> Steps[None]:
+        calls, is_forced = conversation.calls and not structured, bool(conversation.forced)
         if formats.are_harmony:
             yield from harmony(self, calls, conversation.separate_reasoning, is_forced)
             return
         if conversation.separate_reasoning and formats.reasoning:
-            yield from think(self, begun)
+            yield from think(self, formats.reasoning_form(prompt) == "begun")
         if is_forced:
             yield from forced(self)
         elif calls and formats.tools:

@@ -11,7 +11,7 @@ from flashtile.engine.async_llm import EngineDeadError, Stream
 from flashtile.engine.outputs import RequestOutput
 from flashtile.engine.runner import NO_TOKEN
 from flashtile.engine.server.errors import ApiError, refused
-from flashtile.engine.server.protocol import ApiCall, CompletionCall
+from flashtile.engine.server.protocol import ApiCall
 from flashtile.engine.server.service import Service, TokenizedPrompt
 
 
@@ -68,9 +68,8 @@ class Job:
 
     def counts(self) -> tuple[int, int]:
         """Return the numbers of the prompts' tokens and of the generated tokens that the client gets."""
-        echo_only = isinstance(self.call, CompletionCall) and self.call.echo_only
         prompt = sum(len(prompt.tokens) for prompt in self.prompts)
-        return prompt, 0 if echo_only else self._received
+        return prompt, 0 if self.call.echo_only else self._received
 
     def usage(self) -> dict[str, Any]:
         """Return token counts in OpenAI's form."""
@@ -131,11 +130,7 @@ class Job:
         self._abort(forget=False)
 
     def _abort(self, forget: bool = True) -> None:
-        """Abort the unfinished requests.
-
-        Args:
-            forget: drop the last outputs of these requests, because nothing will read them.
-        """
+        """Abort the unfinished requests. ``forget``: nothing will read their last outputs."""
         left = list(self._stream.unfinished)
         if forget:
             self._stream.unfinished.clear()

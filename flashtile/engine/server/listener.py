@@ -97,7 +97,7 @@ class Listener:
         self.max_connections = allowed_connections(limits.max_connections, files_each)
         self.max_calls = min(limits.max_concurrent_requests, max(1, self.max_connections - SPARE_CONNECTIONS))
         self.port: int
-        self._runner: web.AppRunner | None = None
+        self._runner: web.AppRunner
         self._idle: dict[asyncio.BaseTransport, Connection] = {}  # ordered, the longest idle one first
         self._answering: dict[asyncio.BaseTransport, Connection] = {}
         self._handshakes: dict[asyncio.Task[None], None] = {}  # of TLS, ordered, the oldest one first
@@ -135,8 +135,7 @@ class Listener:
 
     async def end(self) -> None:
         """End every connection. Call :meth:`close` first."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._runner.cleanup()
 
     @contextlib.contextmanager
     def answering(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
@@ -180,17 +179,15 @@ class Listener:
             if self._tls is None:
                 await self._connect(server, sock)
             else:  # a client may take its time for the handshake, which delays no other client
-                task = loop.create_task(self._connect(server, sock, self._tls))
+                task = loop.create_task(self._connect(server, sock))
                 self._handshakes[task] = None
                 task.add_done_callback(lambda task: self._handshakes.pop(task, None))
 
-    async def _connect(
-        self, server: web.Server, sock: socket.socket, tls: ssl.SSLContext | None = None
-    ) -> None:
-        loop, patience = asyncio.get_running_loop(), None if tls is None else self.idle_timeout
+    async def _connect(self, server: web.Server, sock: socket.socket) -> None:
+        loop, patience = asyncio.get_running_loop(), None if self._tls is None else self.idle_timeout
         try:
             transport, _ = await loop.connect_accepted_socket(
-                server, sock, ssl=tls, ssl_handshake_timeout=patience
+                server, sock, ssl=self._tls, ssl_handshake_timeout=patience
             )
         except BaseException as error:
             sock.close()

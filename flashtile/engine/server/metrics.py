@@ -47,22 +47,11 @@ class Histogram:
     """Counts of values by upper bound. One thread may observe while others read."""
 
     def __init__(self, bounds: tuple[float, ...]):
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
+        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
 
 
 class Metrics:
-    """Counters and histograms of a server.
-
-    Attributes:
-        histograms: by name without the prefix ``vllm:``.
-        finished: number of requests by finish reason.
-    """
+    """Counters and histograms of a server, named without the prefix ``vllm:``."""
 
     def __init__(self, model_name: str):
         escaped = model_name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
@@ -73,14 +62,14 @@ class Metrics:
         self.finished = dict.fromkeys(REASONS, 0)
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
-        self.histograms[name].observe(value, times)
+        histogram = self.histograms[name]
+        histogram.counts[bisect_left(histogram.bounds, value)] += times
+        histogram.sum += value * times
 
     def request_finished(self, output: RequestOutput, generated: int, streamed: bool) -> None:
-        """Count a finished request.
+        """Count a finished request whose answers have ``generated`` tokens.
 
-        Args:
-            generated: number of tokens of all answers of the request.
-            streamed: whether the times between the request's tokens were already observed.
+        If it was streamed, the times between its tokens were already observed.
         """
         reasons = {one.finish_reason for one in output.outputs}
         self.finished[next((reason for reason in reversed(REASONS) if reason in reasons), "stop")] += 1

@@ -7,7 +7,7 @@ import contextlib
 import hmac
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -141,6 +141,15 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     if found.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     return response
+
+
+async def read_body(part: Awaitable[bytes], limits: Limits, begun: float) -> bytes:
+    """Read a part of a call's body, whose reading began at a time of the event loop."""
+    try:
+        return await asyncio.wait_for(part, begun + limits.body_timeout - asyncio.get_running_loop().time())
+    except asyncio.TimeoutError:
+        text = f"the body took longer than {limits.body_timeout:g} s"
+        raise ApiError(text, status=408, code="timeout") from None
 
 
 def check_content_type(request: web.Request) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.server.errors import ApiError, refused
 
 Params = SamplingParams | BeamSearchParams
+T = TypeVar("T")
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (), "bad_words": ([],), "chat_template": (), "documents": ([],), "function_call": ("none",),
@@ -30,7 +30,7 @@ IGNORED: dict[str, type] = {
 }  # fmt: skip
 """Fields that never change an answer, with the types of their values. They are accepted without effect."""
 
-JSON_NAMES = {dict: "an object", bool: "true or false", str: "a string"}
+JSON_NAMES = {dict: "an object", list: "a list", bool: "true or false", str: "a string"}
 
 SAMPLING = (
     "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k",
@@ -79,10 +79,10 @@ class Body:
         return self.fields.get(name, default)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        value = self.take(name, default)
-        if type(value) is not bool:
-            raise wrong(name, "true or false", value)
-        return value
+        return check_type(name, self.take(name, default), bool)
+
+    def object(self, name: str) -> dict[str, Any]:
+        return check_type(name, self.take(name, {}), dict)
 
     def integer(self, name: str, default: int | None, least: int, most: int) -> int | None:
         value = self.take(name, default)
@@ -90,31 +90,24 @@ class Body:
             raise wrong(name, f"an integer from {least} to {most}", value)
         return value
 
-    def text(self, name: str, most: int) -> str | None:
+    def text(self, name: str) -> str | None:
         value = self.take(name)
-        if value is not None and (not isinstance(value, str) or not 0 < len(value) <= most):
-            raise wrong(name, f"a string of 1 to {most} characters", value)
-        return value
-
-    def object(self, name: str) -> dict[str, Any]:
-        value = self.take(name, {})
-        if not isinstance(value, dict):
-            raise wrong(name, "an object", value)
+        if value is not None and (not isinstance(value, str) or not 0 < len(value) <= LONGEST_NAME):
+            raise wrong(name, f"a string of 1 to {LONGEST_NAME} characters", value)
         return value
 
     def finish(self) -> None:
         """Refuse the fields that were not taken."""
         for name in sorted(self._left):
             value = self.fields[name]
-            if name in IGNORED and type(value) is not IGNORED[name]:
-                raise wrong(name, JSON_NAMES[IGNORED[name]], value)
             if name in IGNORED:
+                check_type(name, value, IGNORED[name])
                 self.ignored.append(name)
                 continue
             if name not in UNSUPPORTED:
                 raise ApiError(f"{name:.60} is not a field of this call", name[:60], code="unknown_field")
             if not any(type(value) is type(neutral) and value == neutral for neutral in UNSUPPORTED[name]):
-                raise ApiError(f"{name} is not supported, got {shown(value)}", name, code="unsupported_field")
+                raise unsupported(name, f", got {shown(value)}")
 
 
 def shown(value: Any) -> str:
@@ -124,6 +117,17 @@ def shown(value: Any) -> str:
 
 def wrong(name: str, allowed: str, value: Any, code: str = "invalid_value") -> ApiError:
     return ApiError(f"{name} must be {allowed}, got {shown(value)}", name, code=code)
+
+
+def unsupported(name: str, when: str = " with use_beam_search") -> ApiError:
+    return ApiError(f"{name} is not supported{when}", name, code="unsupported_field")
+
+
+def check_type(name: str, value: Any, kind: type[T]) -> T:
+    """Return a value. Raise ApiError if it has another type."""
+    if type(value) is not kind:
+        raise wrong(name, JSON_NAMES[kind], value)
+    return value
 
 
 def parse(raw: bytes, defaults: Mapping[str, Any] | None = None) -> Body:
@@ -144,47 +148,8 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-@dataclass(kw_only=True)
-class ApiCall:
-    """Fields that completions and chat completions share.
-
-    Attributes:
-        params: sampling or beam search parameters.
-        stream: answer with server-sent events.
-        include_usage: send token counts in a last event.
-        continuous_usage: also send token counts in every event.
-        return_token_ids: return tokens in addition to texts.
-        add_special_tokens: add the tokenizer's special tokens to prompts.
-        truncate_prompt_tokens: how many of a prompt's last tokens to keep; None: all.
-        request_id, priority, cache_salt: as for :meth:`flashtile.engine.Engine.add_request`.
-        fields: names of the fields that the client gave.
-    """
-
-    params: Params
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    return_token_ids: bool
-    add_special_tokens: bool
-    truncate_prompt_tokens: int | None
-    request_id: str | None
-    priority: int
-    cache_salt: str | None
-    fields: frozenset[str]
-
-
-@dataclass(kw_only=True)
-class CompletionCall(ApiCall):
-    """A call of /v1/completions. ``echo``: return the prompt before the answer; ``echo_only``: only it."""
-
-    prompts: list[str | list[int]]
-    echo: bool
-    echo_only: bool
-
-
-@dataclass
 class Conversation:
-    """Messages, and the arguments of the chat template that renders them.
+    """Messages, and the arguments of the chat template that renders them. Raises ApiError if one is invalid.
 
     Attributes:
         calls: whether the answer may call tools.
@@ -193,104 +158,118 @@ class Conversation:
         separate_reasoning: return reasoning in fields of its own.
     """
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
-    calls: bool
-    forced: list[dict[str, Any]]
-    max_calls: int | None
-    separate_reasoning: bool
-    add_generation_prompt: bool
-    continue_final_message: bool
-    chat_template_kwargs: dict[str, Any]
+    def __init__(self, body: Body):
+        messages = body.take("messages")
+        if not isinstance(messages, list) or not messages:
+            raise wrong("messages", "a list of messages, not empty", messages)
+        self.messages = [_read_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+        self.tools = check_type("tools", body.take("tools", []), list)
+        for i, tool in enumerate(self.tools):
+            parameters = _function_of(f"tools[{i}]", tool).get("parameters")
+            if parameters is not None:
+                check_type(f"tools[{i}].function.parameters", parameters, dict)
+        self.forced, self.max_calls = _read_tool_choice(body, self.tools)
+        self.calls = bool(self.tools) and body.take("tool_choice") != "none"
+        variables = body.object("chat_template_kwargs")
+        clash = next((name for name in variables if name in TEMPLATE_ARGUMENTS), None)
+        if clash is not None:
+            raise wrong("chat_template_kwargs", f"without {', '.join(TEMPLATE_ARGUMENTS)}", clash)
+        effort = body.take("reasoning_effort")
+        if effort is not None:
+            if effort not in REASONING_EFFORTS:
+                raise wrong("reasoning_effort", f"one of {', '.join(REASONING_EFFORTS)}", effort)
+            variables = {"reasoning_effort": effort} | variables
+        self.chat_template_kwargs = variables
+        self.continue_final_message = body.flag("continue_final_message")
+        self.add_generation_prompt = body.flag("add_generation_prompt", not self.continue_final_message)
+        if self.add_generation_prompt and self.continue_final_message:
+            raise wrong("add_generation_prompt", "false with continue_final_message", True)
+        self.separate_reasoning = body.flag("separate_reasoning", True)
 
 
-@dataclass(kw_only=True)
+class ApiCall:
+    """Fields that completions and chat completions share.
+
+    Attributes:
+        stream: answer with server-sent events.
+        include_usage: send token counts in a last event.
+        continuous_usage: also send token counts in every event.
+        return_token_ids: return tokens in addition to texts.
+        add_special_tokens: add the tokenizer's special tokens to prompts.
+        truncate_prompt_tokens: how many of a prompt's last tokens to keep; None: all.
+        request_id, priority, cache_salt: as for :meth:`flashtile.engine.Engine.add_request`.
+        echo: return the prompt before the answer.
+        echo_only: return the prompt without an answer.
+        fields: names of the fields that the client gave.
+    """
+
+    echo = echo_only = False
+
+    def __init__(self, body: Body, max_logprobs: int, max_tokens: int | None, logprobs: int | None):
+        """Read the fields, after all others. Refuse unknown or unsupported fields."""
+        prompt_logprobs = body.integer("prompt_logprobs", None, 0, max_logprobs)
+        if self.echo and logprobs is not None:
+            prompt_logprobs = max(logprobs, prompt_logprobs or 0)
+        own = {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+        self.stream = body.flag("stream")
+        options = Body(body.object("stream_options"))
+        if options.fields and not self.stream:
+            raise wrong("stream_options", "absent unless stream is true", options.fields)
+        self.include_usage = options.flag("include_usage")
+        self.continuous_usage = options.flag("continuous_usage_stats")
+        options.finish()
+        read = _read_beams if body.flag("use_beam_search") else _read_sampling
+        try:
+            self.params: Params = read(body, self.stream, own)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise refused(error, body.fields) from None
+        self.priority = body.integer("priority", 0, -(2**31), 2**31 - 1) or 0
+        self.return_token_ids = body.flag("return_token_ids")
+        self.add_special_tokens = body.flag("add_special_tokens", "messages" not in body)
+        self.truncate_prompt_tokens = body.integer("truncate_prompt_tokens", None, 1, MAX_TOKENS)
+        self.request_id, self.cache_salt = body.text("request_id"), body.text("cache_salt")
+        self.fields = frozenset(body.fields)
+        body.finish()
+
+
+class CompletionCall(ApiCall):
+    """A call of /v1/completions. Raises ApiError if a field is invalid."""
+
+    def __init__(self, body: Body, max_logprobs: int):
+        self.echo = body.flag("echo")
+        max_tokens = body.integer("max_tokens", min(16, body.defaults.get("max_tokens", 16)), 0, MAX_TOKENS)
+        self.echo_only = max_tokens == 0
+        if self.echo_only and not self.echo:
+            raise wrong("max_tokens", "at least 1 without echo", max_tokens)
+        prompt = body.take("prompt")
+        self.prompts = [prompt] if _is_prompt(prompt) else prompt
+        if not isinstance(self.prompts, list) or not self.prompts or not all(map(_is_prompt, self.prompts)):
+            lists = "a list of tokens, or a list of strings and lists of tokens"
+            raise wrong("prompt", f"a string, {lists}, none of them empty", prompt)
+        best_of = body.integer("best_of", None, 1, MAX_TOKENS)
+        if best_of is not None and best_of != body.take("n", 1):
+            raise unsupported("best_of", " unless it equals n")
+        logprobs = body.integer("logprobs", None, 0, max_logprobs)
+        super().__init__(body, max_logprobs, max_tokens or 1, logprobs)
+
+
 class ChatCall(ApiCall):
-    """A call of /v1/chat/completions."""
+    """A call of /v1/chat/completions. Raises ApiError if a field is invalid."""
 
-    conversation: Conversation
-
-
-def read_completion(body: Body, max_logprobs: int) -> CompletionCall:
-    """Read a call of /v1/completions. Raise ApiError if a field is invalid."""
-    echo = body.flag("echo")
-    logprobs = body.integer("logprobs", None, 0, max_logprobs)
-    prompt_logprobs = body.integer("prompt_logprobs", None, 0, max_logprobs)
-    if echo and logprobs is not None:
-        prompt_logprobs = max(logprobs, prompt_logprobs or 0)
-    max_tokens = body.integer("max_tokens", min(16, body.defaults.get("max_tokens", 16)), 0, MAX_TOKENS)
-    echo_only = max_tokens == 0
-    if echo_only and not echo:
-        raise wrong("max_tokens", "at least 1 without echo", max_tokens)
-    prompts, best_of = read_prompts(body), body.integer("best_of", None, 1, MAX_TOKENS)
-    if best_of is not None and best_of != body.take("n", 1):
-        raise ApiError("best_of is not supported unless it equals n", "best_of", code="unsupported_field")
-    own = {"max_tokens": max_tokens or 1, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
-    return CompletionCall(prompts=prompts, echo=echo, echo_only=echo_only, **_read_shared(body, own))
-
-
-def read_chat(body: Body, max_logprobs: int) -> ChatCall:
-    """Read a call of /v1/chat/completions. Raise ApiError if a field is invalid."""
-    wanted, top = body.flag("logprobs"), body.integer("top_logprobs", None, 0, max_logprobs)
-    if top is not None and not wanted:
-        raise wrong("top_logprobs", "absent unless logprobs is true", top)
-    prompt_logprobs = body.integer("prompt_logprobs", None, 0, max_logprobs)
-    name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-    max_tokens = body.integer(name, body.defaults.get("max_tokens"), 1, MAX_TOKENS)
-    body.take("max_tokens")
-    logprobs = (top or 0) if wanted else None
-    own = {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
-    conversation = read_conversation(body)
-    if conversation.forced:
-        schema = _schema_of_calls(conversation.forced, conversation.max_calls)
-        body.defaults["structured_outputs"] = {"json": schema}
-    call = ChatCall(conversation=conversation, **_read_shared(body, own))
-    if conversation.calls and isinstance(call.params, BeamSearchParams):
-        raise _unsupported_with_beams("tools")
-    return call
-
-
-def read_prompts(body: Body) -> list[str | list[int]]:
-    """Read ``prompt``, which is one prompt or a list of prompts. A prompt is a text or a list of tokens."""
-    prompt = body.take("prompt")
-    if isinstance(prompt, str):
-        return [prompt]
-    allowed = "a string, a list of tokens, or a list of strings and lists of tokens, none of them empty"
-    if not isinstance(prompt, list) or not prompt:
-        raise wrong("prompt", allowed, prompt)
-    if _are_tokens(prompt):
-        return [prompt]
-    for one in prompt:
-        if not isinstance(one, str) and not (isinstance(one, list) and one and _are_tokens(one)):
-            raise wrong("prompt", allowed, prompt)
-    return prompt
-
-
-def read_conversation(body: Body) -> Conversation:
-    messages = body.take("messages")
-    if not isinstance(messages, list) or not messages:
-        raise wrong("messages", "a list of messages, not empty", messages)
-    messages = [_read_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
-    tools = _read_tools(body)
-    forced, max_calls = _read_tool_choice(body, tools)
-    calls = bool(tools) and body.take("tool_choice") != "none"
-    variables = body.object("chat_template_kwargs")
-    clash = next((name for name in variables if name in TEMPLATE_ARGUMENTS), None)
-    if clash is not None:
-        raise wrong("chat_template_kwargs", f"without {', '.join(TEMPLATE_ARGUMENTS)}", clash)
-    effort = body.take("reasoning_effort")
-    if effort is not None:
-        if effort not in REASONING_EFFORTS:
-            raise wrong("reasoning_effort", f"one of {', '.join(REASONING_EFFORTS)}", effort)
-        variables = {"reasoning_effort": effort} | variables
-    continued = body.flag("continue_final_message")
-    generate = body.flag("add_generation_prompt", not continued)
-    if generate and continued:
-        raise wrong("add_generation_prompt", "false with continue_final_message", generate)
-    separate = body.flag("separate_reasoning", True)
-    return Conversation(
-        messages, tools or None, calls, forced, max_calls, separate, generate, continued, variables
-    )
+    def __init__(self, body: Body, max_logprobs: int):
+        wanted, top = body.flag("logprobs"), body.integer("top_logprobs", None, 0, max_logprobs)
+        if top is not None and not wanted:
+            raise wrong("top_logprobs", "absent unless logprobs is true", top)
+        name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+        max_tokens = body.integer(name, body.defaults.get("max_tokens"), 1, MAX_TOKENS)
+        body.take("max_tokens")
+        self.conversation = Conversation(body)
+        if self.conversation.forced:
+            schema = _schema_of_calls(self.conversation.forced, self.conversation.max_calls)
+            body.defaults["structured_outputs"] = {"json": schema}
+        super().__init__(body, max_logprobs, max_tokens, (top or 0) if wanted else None)
+        if self.conversation.calls and isinstance(self.params, BeamSearchParams):
+            raise unsupported("tools")
 
 
 def _read_message(name: str, message: Any) -> dict[str, Any]:
@@ -298,9 +277,7 @@ def _read_message(name: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise wrong(name, "an object with a role and a content", message)
     message = {key: value for key, value in message.items() if value is not None}
-    calls = message.get("tool_calls", [])
-    if not isinstance(calls, list):
-        raise wrong(f"{name}.tool_calls", "a list", calls)
+    calls = check_type(f"{name}.tool_calls", message.get("tool_calls", []), list)
     for i, call in enumerate(calls):
         _function_of(f"{name}.tool_calls[{i}]", call)
     if not calls:
@@ -324,17 +301,6 @@ def _function_of(name: str, value: Any) -> dict[str, Any]:
     if value.get("type") not in (None, "function"):
         raise wrong(f"{name}.type", "'function'", value["type"])
     return function
-
-
-def _read_tools(body: Body) -> list[dict[str, Any]]:
-    tools = body.take("tools", [])
-    if not isinstance(tools, list):
-        raise wrong("tools", "a list", tools)
-    for i, tool in enumerate(tools):
-        parameters = _function_of(f"tools[{i}]", tool).get("parameters", {})
-        if not isinstance(parameters, dict) and parameters is not None:
-            raise wrong(f"tools[{i}].function.parameters", "an object", parameters)
-    return tools
 
 
 def _read_tool_choice(body: Body, tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int | None]:
@@ -385,7 +351,7 @@ def _schema_of_calls(functions: list[dict[str, Any]], max_calls: int | None) -> 
 
 def read_tokenize(body: Body) -> tuple[str | Conversation, bool, bool]:
     """Read a call of /tokenize. Return (text or conversation, add_special_tokens, return_token_strs)."""
-    conversation = read_conversation(body) if "messages" in body else None
+    conversation = Conversation(body) if "messages" in body else None
     prompt = body.take("prompt")
     if conversation is None and not isinstance(prompt, str):
         raise wrong("prompt", "a string if messages is absent", prompt)
@@ -397,50 +363,20 @@ def read_tokenize(body: Body) -> tuple[str | Conversation, bool, bool]:
 
 
 def read_detokenize(body: Body) -> list[int]:
-    tokens = body.take("tokens")
-    if not isinstance(tokens, list) or not _are_tokens(tokens):
+    tokens: Any = body.take("tokens")
+    if tokens != [] and not _are_tokens(tokens):
         raise wrong("tokens", "a list of tokens", tokens)
     body.finish()
     return tokens
 
 
-def _are_tokens(values: list[Any]) -> bool:
-    return set(map(type, values)) <= {int} and min(values, default=0) >= 0  # fast for millions of tokens
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, str) or _are_tokens(value)
 
 
-def _read_shared(body: Body, own: dict[str, int | None]) -> dict[str, Any]:
-    """Read the fields of :class:`ApiCall`, after all others. Refuse unknown or unsupported fields.
-
-    Args:
-        own: ``max_tokens``, ``logprobs`` and ``prompt_logprobs`` of the result's ``params``.
-    """
-    stream = body.flag("stream")
-    options = Body(body.object("stream_options"))
-    if options.fields and not stream:
-        raise wrong("stream_options", "absent unless stream is true", options.fields)
-    include_usage = options.flag("include_usage")
-    continuous_usage = options.flag("continuous_usage_stats")
-    options.finish()
-    read = _read_beams if body.flag("use_beam_search") else _read_sampling
-    try:
-        params = read(body, stream, own)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise refused(error, body.fields) from None
-    shared = {
-        "params": params,
-        "stream": stream,
-        "include_usage": include_usage,
-        "continuous_usage": continuous_usage,
-        "priority": body.integer("priority", 0, -(2**31), 2**31 - 1),
-        "return_token_ids": body.flag("return_token_ids"),
-        "add_special_tokens": body.flag("add_special_tokens", "messages" not in body),
-        "truncate_prompt_tokens": body.integer("truncate_prompt_tokens", None, 1, MAX_TOKENS),
-        "request_id": body.text("request_id", LONGEST_NAME),
-        "cache_salt": body.text("cache_salt", LONGEST_NAME),
-        "fields": frozenset(body.fields),
-    }
-    body.finish()
-    return shared
+def _are_tokens(values: Any) -> bool:
+    """Whether a value is a list of tokens that is not empty. Fast for millions of tokens."""
+    return isinstance(values, list) and set(map(type, values)) == {int} and min(values) >= 0
 
 
 def _read_sampling(body: Body, stream: bool, own: dict[str, int | None]) -> Params:
@@ -481,24 +417,15 @@ def _read_structure(body: Body) -> dict[str, Any] | None:
 def _read_beams(body: Body, stream: bool, own: dict[str, int | None]) -> Params:
     """Read the parameters of a beam search with ``n`` beams. Refuse fields that beam search does not use."""
     neutral = SamplingParams()
-    for name in SAMPLING:
-        if name in BEAMS or name == "n" or name not in body:
-            continue
-        value = body.take(name)
+    others = {name: body.take(name) for name in SAMPLING if name in body and name not in (*BEAMS, "n")}
+    others |= {name: own[name] for name in ("logprobs", "prompt_logprobs")}
+    for name, value in others.items():
         if value != getattr(neutral, name) and value not in ([], {}):
-            raise _unsupported_with_beams(name)
-    for name in ("logprobs", "prompt_logprobs"):
-        if own[name] is not None:
-            raise _unsupported_with_beams(name)
+            raise unsupported(name)
     if _read_structure(body) is not None:
-        given_as = "structured_outputs" if "structured_outputs" in body else "response_format"
-        raise _unsupported_with_beams(given_as)
+        raise unsupported("structured_outputs" if "structured_outputs" in body else "response_format")
     if stream:
         raise ApiError("stream must be false with use_beam_search", "stream", code="unsupported_field")
     given = {name: body.take(name) for name in (*BEAMS, "length_penalty") if name in body}
     # Service.set_max_tokens lowers this default to the number of tokens for which the model has room.
     return BeamSearchParams(beam_width=body.take("n", 1), max_tokens=own["max_tokens"] or MAX_TOKENS, **given)
-
-
-def _unsupported_with_beams(name: str) -> ApiError:
-    return ApiError(f"{name} is not supported with use_beam_search", name, code="unsupported_field")

@@ -32,11 +32,9 @@ class Limits:
         api_keys: valid keys. A client must send one of them as ``Authorization: Bearer KEY``. Empty: no key
             is needed.
         max_concurrent_requests: maximum number of calls answered at a time. Further calls get status 429.
-        max_prompts: maximum number of prompts of a call.
-        max_prompt_tokens: maximum number of tokens of a prompt. None: one less than the engine's
-            ``max_model_len``.
+        max_prompts, max_body_bytes: of one call.
+        max_prompt_tokens: None: one less than the engine's ``max_model_len``.
         max_logprobs: maximum number of log-probabilities at each position.
-        max_body_bytes: maximum number of bytes of a call's body.
         max_total_body_bytes: maximum number of bytes of the bodies of all calls that are being answered.
             Further calls get status 429, but one call at a time may have a body of any allowed size.
         body_timeout, request_timeout: maximum seconds to receive a body, and to finish an answer.
@@ -44,7 +42,6 @@ class Limits:
         max_connections: maximum number of connections at a time. To accept another connection, the server
             closes the one that has been idle longest.
         max_priority: ``priority`` of a call may be from ``-max_priority`` to ``max_priority``.
-        access_log: whether each call is logged.
         cors_origins: origins, such as "https://example.org", whose web pages may call the server. "*": all.
         tls: certificates and key for TLS. None: connections are not encrypted.
 
@@ -101,7 +98,6 @@ class Service:
     Args:
         llm: the model. Nothing else may use it afterwards.
         model_name: the name that clients use for the model.
-        limits: limits of calls.
         formats: formats of reasoning and tool calls, or "auto" for those that the chat template shows.
 
     Attributes:
@@ -166,8 +162,14 @@ class Service:
         count, most = len(conversation.messages), self.engine.max_model_len
         if count > most:  # each message takes at least a token
             raise wrong("messages", f"at most {most} messages", count, code="context_length_exceeded")
-        if conversation.calls:
-            self._check_tools()
+        templates, text = self.tokenizer.chat_templates, None
+        template = templates.get("tool_use", templates.get("default", ""))
+        if conversation.calls and not re.search(r"\btools\b", template):
+            text = "tools must be absent: the model's chat template does not show tools to the model"
+        elif conversation.calls and self.formats.tools is None:
+            text = "tools need the format of the model's calls: start the server with --tool-call-parser"
+        if text is not None:
+            raise ApiError(text, "tools", code="unsupported_field")
         try:
             return self.tokenizer.apply_chat_template(
                 conversation.messages, None, conversation.add_generation_prompt,
@@ -175,16 +177,6 @@ class Service:
             )  # fmt: skip
         except ValueError as error:
             raise refused(error, ("messages",), "messages") from None
-
-    def _check_tools(self) -> None:
-        """Raise ApiError if the model's answers cannot call tools."""
-        templates, text = self.tokenizer.chat_templates, None
-        if not re.search(r"\btools\b", templates.get("tool_use", templates.get("default", ""))):
-            text = "tools must be absent: the model's chat template does not show tools to the model"
-        elif self.formats.tools is None:
-            text = "tools need the format of the model's calls: start the server with --tool-call-parser"
-        if text is not None:
-            raise ApiError(text, "tools", code="unsupported_field")
 
     def set_max_tokens(self, call: ApiCall, prompts: list[TokenizedPrompt]) -> None:
         """Check ``max_tokens`` of a call, or set it for a chat call that does not give it.

@@ -123,11 +123,11 @@ def paths_of(
         unit: key blocks per piece.
     """
     pieces = [-(-blocks // unit) for blocks in key_blocks]
-    heads_kv = work.heads // work.variant.KV_GROUP
-    first = list(accumulate((count * heads_kv for count in pieces), initial=0))
+    group = work.heads // work.heads_kv
+    first = list(accumulate((count * work.heads_kv for count in pieces), initial=0))
     for index in indices:
         sequence, head, walks = work.tile(index)
-        base = first[sequence] + head // work.variant.KV_GROUP * pieces[sequence]
+        base = first[sequence] + head // group * pieces[sequence]
         yield base, path_of((walk[::-1] for walk in walks), unit)
 
 
@@ -138,6 +138,7 @@ class WorkTiles:
     Args:
         variant: compile-time options of the kernel.
         heads: number of query heads divided by the number of query heads that share a tile.
+        heads_kv: number of key heads.
         swizzle: number of heads whose work tiles are interleaved.
         walks: for each sequence, the key blocks that each of its query blocks attends to.
         rows: (sequence, index of the tile in the sequence) of all work tiles of one head, in the order of the
@@ -147,6 +148,7 @@ class WorkTiles:
 
     variant: ForwardVariant
     heads: int
+    heads_kv: int
     swizzle: int
     walks: list[list[range]]
     rows: list[tuple[int, int]]
@@ -170,7 +172,8 @@ class WorkTiles:
             for sequence in order
             for place in range(tiles_of_head.fn(len(seen[sequence]), variant.PAIRED))
         ]
-        return cls(variant, heads, l2_swizzle(problem, variant), seen, table, len(table) * heads)
+        swizzle = l2_swizzle(problem, variant)
+        return cls(variant, heads, call.num_heads_kv, swizzle, seen, table, len(table) * heads)
 
     def by_program(self, programs: int) -> Iterator[Iterable[int]]:
         """Yield the indices of each program's work tiles, as the function :func:`by_program` does."""

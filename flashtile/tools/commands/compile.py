@@ -90,9 +90,11 @@ def _refuse(option: str, value: str, allowed: tuple[str, ...]) -> NoReturn:
 def _calls(files: list[Path], models: list[Path], purpose: str, presets: list[str]) -> list[Source]:
     """Return the calls of all files, models and presets; equal calls once."""
     from flashtile.tools.workload_calls import (
-        DOCUMENTED,
+        CACHE_HEADS,
         PURPOSES,
+        TRAINING_HEADS,
         decoding_calls,
+        documented,
         model_calls,
         read_model,
         training_calls,
@@ -110,7 +112,7 @@ def _calls(files: list[Path], models: list[Path], purpose: str, presets: list[st
         if name not in PRESETS:
             _refuse("--preset", name, PRESETS)
         if name != "serving":
-            found += training_calls(DOCUMENTED, features=name == "everything")
+            found += training_calls(documented(TRAINING_HEADS), features=name == "everything")
         if name != "training":
-            found += decoding_calls(DOCUMENTED, features=name == "everything")
+            found += decoding_calls(documented(CACHE_HEADS), features=name == "everything")
     return list(dict.fromkeys(found))

@@ -11,8 +11,9 @@ import pytest
 from serving import MAX_MODEL_LEN, MODEL, running, wait_for
 
 from flashtile.engine import LLM, Logprob, SamplingParams
-from flashtile.engine.server.answers import logprobs_body
+from flashtile.engine.server.answers import Completions
 from flashtile.engine.server.app import UNSERVED
+from flashtile.engine.server.protocol import Body
 from flashtile.engine.server.service import Limits
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -145,7 +146,8 @@ def test_the_form_of_lm_eval(server):
 def test_of_two_tokens_with_one_text_the_likelier_is_shown(server):
     """Or lm-eval would take the answer for the greedy one."""
     entry = {5: Logprob(-3.0, 3, "x"), 6: Logprob(-2.0, 2, "x"), 7: Logprob(-1.0, 1, "x")}
-    body = logprobs_body([5], [entry], 2, [0], server.service)
+    writer = Completions(server.service, Body({"prompt": "a", "logprobs": 2}))
+    body = writer.logprobs([5], [entry], [0])
     assert (body["token_logprobs"], body["top_logprobs"]) == ([-3.0], [{"x": -1.0}])
 
 

@@ -9,7 +9,7 @@ import pytest
 from serving import running
 
 from flashtile.engine import LLM, SamplingParams
-from flashtile.engine.server.protocol import IGNORED, Body, read_chat, read_completion
+from flashtile.engine.server.protocol import IGNORED, Body, ChatCall, CompletionCall
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 GENERATION = {
@@ -60,7 +60,7 @@ def test_a_wrong_default_is_named_with_its_file(generating, tmp_path, written, n
         load(generating, generation_config=tmp_path)
 
 
-@pytest.mark.parametrize(("read", "fields"), [(read_completion, {"prompt": "a"}), (read_chat, HELLO)])
+@pytest.mark.parametrize(("read", "fields"), [(CompletionCall, {"prompt": "a"}), (ChatCall, HELLO)])
 def test_what_a_call_says_comes_before_the_defaults(read, fields):
     params = read(Body(fields, DEFAULTS), 20).params
     assert {name: getattr(params, name) for name in DEFAULTS} == DEFAULTS
@@ -68,7 +68,7 @@ def test_what_a_call_says_comes_before_the_defaults(read, fields):
     params = read(Body({**fields, **said}, DEFAULTS), 20).params
     assert {name: getattr(params, name) for name in said} == said
     params = read(Body({**fields, "max_tokens": None}, {"max_tokens": 40}), 20).params
-    assert params.max_tokens == (16 if read is read_completion else 40)
+    assert params.max_tokens == (16 if read is CompletionCall else 40)
 
 
 def test_a_server_answers_with_the_defaults(generating):

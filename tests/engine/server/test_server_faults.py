@@ -23,7 +23,7 @@ from flashtile.engine.server import answers
 from flashtile.engine.server.errors import ApiError, shutting_down
 from flashtile.engine.server.job import Job
 from flashtile.engine.server.middlewares import answer_errors
-from flashtile.engine.server.protocol import Body, read_completion
+from flashtile.engine.server.protocol import Body, CompletionCall
 from flashtile.engine.server.run import Server, serve
 from flashtile.engine.server.service import Limits
 
@@ -94,7 +94,7 @@ def test_tokens_of_an_output_that_ends_in_an_error_are_not_counted(server):
         yield output(4, reason="error")
 
     async def counts():
-        call = read_completion(Body({"prompt": "abc"}), 0)
+        call = CompletionCall(Body({"prompt": "abc"}), 0)
         job = Job(server.service, call, "failed", await server.service.prepare(call))
         job._stream = outputs()
         with pytest.raises(ApiError, match="the engine failed"):
@@ -111,7 +111,7 @@ def test_a_handler_cancelled_twice_aborts_its_requests(server):
 
     async def cancelled_twice():
         fields = {name: value for name, value in LONG.items() if name != "model"}
-        call = read_completion(Body({**fields, "prompt": ["abc", "xyz"]}), 0)
+        call = CompletionCall(Body({**fields, "prompt": ["abc", "xyz"]}), 0)
         prompts = await service.prepare(call)
 
         async def answer():

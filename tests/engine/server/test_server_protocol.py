@@ -12,10 +12,10 @@ from flashtile.engine.server.errors import ApiError
 from flashtile.engine.server.protocol import (
     UNSUPPORTED,
     Body,
+    ChatCall,
+    CompletionCall,
+    Conversation,
     parse,
-    read_chat,
-    read_completion,
-    read_conversation,
     read_detokenize,
     read_tokenize,
 )
@@ -64,7 +64,7 @@ def refusal(read, *arguments):
 def test_a_wrong_field_is_named(field, values):
     for value in values:
         body = parse(json.dumps({"prompt": "a", field: value}).replace("Infinity", "1e999").encode())
-        error = refusal(read_completion, body, 20)
+        error = refusal(CompletionCall, body, 20)
         assert error["param"] == field, (value, error)
         assert field in error["message"]
         assert (error["code"] == "unknown_field") == (field == "no_such_field")
@@ -72,7 +72,7 @@ def test_a_wrong_field_is_named(field, values):
 
 @pytest.mark.parametrize("field", UNSUPPORTED)
 def test_what_is_not_served_is_refused_by_name_unless_it_asks_for_nothing(field):
-    for read, body in ((read_completion, {"prompt": "a"}), (read_chat, HELLO)):
+    for read, body in ((CompletionCall, {"prompt": "a"}), (ChatCall, HELLO)):
         error = refusal(read, Body({**body, field: {"an": "object"}}), 20)
         assert (error["param"], error["code"]) == (field, "unsupported_field")
         for neutral in (None, *UNSUPPORTED[field]):
@@ -81,12 +81,12 @@ def test_what_is_not_served_is_refused_by_name_unless_it_asks_for_nothing(field)
 
 def test_the_reasoning_effort_is_a_variable_of_the_template():
     def variables(**fields):
-        return read_chat(Body({**HELLO, **fields}), 20).conversation.chat_template_kwargs
+        return ChatCall(Body({**HELLO, **fields}), 20).conversation.chat_template_kwargs
 
     assert variables(reasoning_effort="high") == {"reasoning_effort": "high"}
     given = {"reasoning_effort": "low", "enable_thinking": True}
     assert variables(reasoning_effort="high", chat_template_kwargs=given) == given
-    error = refusal(read_completion, Body({"prompt": "a", "reasoning_effort": "high"}), 20)
+    error = refusal(CompletionCall, Body({"prompt": "a", "reasoning_effort": "high"}), 20)
     assert (error["param"], error["code"]) == ("reasoning_effort", "unknown_field")
 
 
@@ -96,8 +96,8 @@ def test_the_reasoning_effort_is_a_variable_of_the_template():
 )
 def test_a_switch_that_is_not_served_may_stay_as_it_is_by_default(field, default):
     """By vLLM's and OpenAI's defaults."""
-    read_completion(Body({"prompt": "a", field: default}), 20)
-    assert refusal(read_completion, Body({"prompt": "a", field: not default}), 20)["param"] == field
+    CompletionCall(Body({"prompt": "a", field: default}), 20)
+    assert refusal(CompletionCall, Body({"prompt": "a", field: not default}), 20)["param"] == field
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_switch_that_is_not_served_may_stay_as_it_is_by_default(field, default
     ],
 )
 def test_a_wrong_field_of_a_conversation_is_named(param, body):
-    assert refusal(read_chat, Body(body), 20)["param"] == param
+    assert refusal(ChatCall, Body(body), 20)["param"] == param
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_wrong_field_of_a_conversation_is_named(param, body):
 )  # fmt: skip
 def test_a_beam_search_refuses_what_it_cannot_do(field, value):
     body = {"prompt": "a", "use_beam_search": True, "n": 3, field: value}
-    error = refusal(read_completion, Body(body), 20)
+    error = refusal(CompletionCall, Body(body), 20)
     assert error["param"] == field
 
 
@@ -194,13 +194,13 @@ def test_a_beam_search_refuses_what_it_cannot_do(field, value):
     ],
 )
 def test_what_an_answer_must_match(fields, structure):
-    for read, body in ((read_completion, {"prompt": "a"}), (read_chat, HELLO)):
+    for read, body in ((CompletionCall, {"prompt": "a"}), (ChatCall, HELLO)):
         assert read(Body({**body, **fields}), 20).params.structured_outputs == structure
 
 
 def test_a_beam_search():
     fields = {"prompt": "a", "use_beam_search": True, "n": 3, "temperature": 0, "top_p": 1.0, "stop": []}
-    call = read_completion(Body(fields), 20)
+    call = CompletionCall(Body(fields), 20)
     assert call.params == BeamSearchParams(3, 16)
 
 
@@ -216,7 +216,7 @@ def test_a_completion_takes_everything_that_is_documented():
         "truncate_prompt_tokens": 9, "priority": 2, "request_id": "mine", "cache_salt": "s",
         "return_token_ids": True, "response_format": {"type": "text"}, "suffix": None,
     }  # fmt: skip
-    call = read_completion(Body(fields), 20)
+    call = CompletionCall(Body(fields), 20)
     params = call.params
     assert call.prompts == [[1, 2], "a"]
     assert (params.n, params.stop, params.logit_bias) == (2, ["x"], {5: 1.5})
@@ -239,8 +239,8 @@ def test_a_completion_takes_everything_that_is_documented():
     ],
 )
 def test_tools(fields, calls, forced, most):
-    found = read_conversation(Body({**HELLO, **fields}))
-    assert found.tools == (fields.get("tools") or None)
+    found = Conversation(Body({**HELLO, **fields}))
+    assert found.tools == fields.get("tools", [])
     assert (found.calls, [one["name"] for one in found.forced], found.max_calls) == (calls, forced, most)
 
 
@@ -249,18 +249,18 @@ def test_the_schema_of_forced_calls():
     item = {"type": "array", "items": {"$ref": "#/$defs/X"}, "$defs": {"X": {"const": 1}}}
     tools = [{"function": {"name": "f", "parameters": item}}, {"function": {"name": "g"}}]
     fields = {**HELLO, "tools": tools, "tool_choice": "required"}
-    schema = read_chat(Body(fields), 20).params.structured_outputs["json"]
+    schema = ChatCall(Body(fields), 20).params.structured_outputs["json"]
     assert schema["$defs"] == item["$defs"]
     first, second = (one["properties"] for one in schema["items"]["anyOf"])
     assert first["parameters"] == {"type": "array", "items": {"$ref": "#/$defs/X"}}
     assert second["parameters"] == {"type": "object", "properties": {}, "additionalProperties": False}
     assert (first["name"], schema["minItems"], "maxItems" in schema) == ({"const": "f"}, 1, False)
     named = {"tool_choice": {"type": "function", "function": {"name": "g"}}}
-    schema = read_chat(Body({**fields, **named}), 20).params.structured_outputs["json"]
+    schema = ChatCall(Body({**fields, **named}), 20).params.structured_outputs["json"]
     assert (len(schema["items"]["anyOf"]), schema["maxItems"]) == (1, 1)
     for other in ({"X": {"const": 2}}, [1]):
         tools[1]["function"]["parameters"] = {"$defs": other}
-        assert refusal(read_chat, Body(fields), 20)["param"] == "tools"
+        assert refusal(ChatCall, Body(fields), 20)["param"] == "tools"
 
 
 def test_messages_of_tools_and_reasoning():
@@ -271,7 +271,7 @@ def test_messages_of_tools_and_reasoning():
         {"role": "assistant", "content": "so", "reasoning_content": "why", "tool_calls": []},
     ]
     thought = {"reasoning": "why", "reasoning_content": "why"}
-    assert read_chat(Body({"messages": messages}), 20).conversation.messages == [
+    assert ChatCall(Body({"messages": messages}), 20).conversation.messages == [
         {"role": "assistant", "tool_calls": [call], **thought, "thinking": "why"},
         messages[1],
         {"role": "assistant", "content": "so", **thought},
@@ -280,10 +280,10 @@ def test_messages_of_tools_and_reasoning():
 
 def test_best_of_is_the_number_of_answers():
     for fields in ({"best_of": 1}, {"best_of": 1, "n": 1}, {"best_of": None}, {"best_of": 3, "n": 3}):
-        assert read_completion(Body({"prompt": "a", **fields}), 20).params.n == fields.get("n", 1)
-    error = refusal(read_completion, Body({"prompt": "a", "best_of": 2}), 20)
+        assert CompletionCall(Body({"prompt": "a", **fields}), 20).params.n == fields.get("n", 1)
+    error = refusal(CompletionCall, Body({"prompt": "a", "best_of": 2}), 20)
     assert (error["param"], error["code"]) == ("best_of", "unsupported_field")
-    assert refusal(read_completion, Body({"prompt": "a", "best_of": 0}), 20)["code"] != "unsupported_field"
+    assert refusal(CompletionCall, Body({"prompt": "a", "best_of": 0}), 20)["code"] != "unsupported_field"
 
 
 @pytest.mark.parametrize(("blocks", "window", "room"), [(11, -1, 35), (101, -1, 95), (11, 8, 95), (2, -1, 1)])
@@ -292,7 +292,7 @@ def test_an_answer_may_fill_what_the_model_and_the_memory_hold(blocks, window, r
     pool = SimpleNamespace(num_blocks=blocks, null_blocks=1)
     manager = SimpleNamespace(window_left=window, block_size=4, pool=pool)
     engine = SimpleNamespace(max_model_len=100, scheduler=SimpleNamespace(manager=manager))
-    call = read_chat(Body(HELLO), 20)
+    call = ChatCall(Body(HELLO), 20)
     Service.set_max_tokens(
         SimpleNamespace(engine=engine), call, [TokenizedPrompt(None, [0] * n) for n in (5, 2)]
     )
@@ -300,7 +300,7 @@ def test_an_answer_may_fill_what_the_model_and_the_memory_hold(blocks, window, r
 
 
 def test_only_an_echo_may_ask_for_no_token():
-    call = read_completion(Body({"prompt": "a", "echo": True, "max_tokens": 0}), 20)
+    call = CompletionCall(Body({"prompt": "a", "echo": True, "max_tokens": 0}), 20)
     assert call.echo_only
     assert call.params.max_tokens == 1
 

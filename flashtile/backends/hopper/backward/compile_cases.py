@@ -61,9 +61,9 @@ _TABLE = ((64, 64), (128, 128), (64, 128), (128, 64))
 _WIDE = ((256, 256), (256, 128), (64, 256), (512, 512))
 _MODIFIED_SPILLS: dict[str, dict[int, tuple[int, ...]]] = {
     "mods": {
-        64: (132, 48, 200, 60, 52, 64),
-        128: (128, 244, 144, 240, 324, 72),
-        256: (188, 164, 144, 120, 232, 8),
+        64: (132, 84, 200, 60, 84, 76),
+        128: (128, 296, 144, 240, 324, 72),
+        256: (188, 164, 144, 120, 236, 8),
     },
     "dropout": {64: (32, 60, 104), 128: (100, 212, 864)},
     "bias": {64: (60, 212, 508), 128: (132, 156, 316)},
@@ -111,7 +111,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     # With unequal head sizes, dK and dV have shared memory of their own.
     for case in _products("features", replace(_FEATURES, head_dim=256, head_dim_v=128), _SHARED):
         yield replace(case, exhaustive=True)
-    yield _sum_case(replace(PLAIN, head_dim=72, head_dim_v=128), _SHARED.parts)
+    yield _sum_case(replace(PLAIN, head_dim=72, head_dim_v=128))
     for kind, spills in _MODIFIED_SPILLS.items():
         for name, problem, spill_budget in modified(kind, spills):
             for case in _modified(kind, name, problem):
@@ -141,7 +141,7 @@ def _products(
     config = replace(config or alternatives(problem)[0], HEAD_SPLITS=splits.heads, ROW_SPLITS=splits.rows)
     if not isinstance(config, WideBackwardConfig):
         variant = launch.variant_of(problem, config)
-        own = launch.views(problem, variant, *tensors(problem), resident_heads=3)
+        own = launch.views(problem, variant, *tensors(problem), 3 * problem.group_size, config.parts)
         yield _case(mask, problem, config, backward_kernel, own, variant, _structures(problem, variant))
         return
     for kernel, views, variant, structures in _wide(problem, config):
@@ -155,7 +155,7 @@ def _wide(
     """Yield (kernel, views, variant, types of structures) of both kernels for head sizes over 128."""
     dkv, dq = wide_launch.variants(problem, config)
     for kernel, variant, is_dq in ((dkv_kernel, dkv, False), (wide_launch.dq_kernel_of(dkv), dq, True)):
-        views = wide_launch.views(problem, dkv, *tensors(problem), of_dq=is_dq)
+        views = wide_launch.views(problem, dkv, config.parts, *tensors(problem), of_dq=is_dq)
         yield kernel, views, variant, _wide_structures(problem, variant, is_dq)
 
 
@@ -179,7 +179,7 @@ def _modified(kind: str, name: str, problem: Problem) -> Iterator[CompileCase]:
     for bias in biases:
         own = replace(problem, bias_grad=bias is not shared)
         variant = launch.variant_of(own, alternatives(own)[0], bias)
-        views = launch.views(own, variant, *tensors(own), resident_heads=3)
+        views = launch.views(own, variant, *tensors(own), 3 * own.group_size, parts=1)
         sizes = f"head_dim {own.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N}"
         yield attention_case(
             f"{kind} backward {sizes} {name}{' dS' * variant.STORES_DS}",
@@ -254,13 +254,13 @@ def _bias_gradient(name: str, problem: Problem) -> CompileCase:
     )
 
 
-def _sum_case(problem: Problem, parts: int) -> CompileCase:
+def _sum_case(problem: Problem) -> CompileCase:
     types = {"dk_parts": "*fp32", "dv_parts": "*fp32", "dk": "*bf16", "dv": "*bf16"}
     return CompileCase(
-        name=f"hopper backward sum of {parts} parts head_dim {problem.head_dim}/{problem.head_dim_v}",
+        name=f"hopper backward sum of parts head_dim {problem.head_dim}/{problem.head_dim_v}",
         kernel=sum_parts_kernel,
-        signature=types | {"rows": "i32", "blocks_k": "i32"},
-        constants={"C": sum_variant(problem, parts)},
+        signature=types | {"rows": "i32", "num_parts": "i32", "blocks_k": "i32"},
+        constants={"C": sum_variant(problem)},
         tensor_cores=False,
     )
 

@@ -118,15 +118,16 @@ class BackwardVariant(ModifierFlags):
     """Scores are more than raw products times a positive scale: with a soft-cap, ALiBi, a bias or SCORE_MOD,
     or with a scale below ``launch.SMALLEST_SCALE``."""
     EVEN_N: bool
-    """All sequences end with a whole block of keys."""
+    """No row sees keys past the end of its sequence: sequences end with a whole block of keys, or the mask is
+    causal."""
     MASKED: bool
     """Some block has a row that does not see all keys of the block."""
     DETERMINISTIC: bool
     """Blocks of keys add to ``dq_accum`` in a fixed order."""
-    GROUP: int
-    """Query heads per key head of the schedule, which counts each key head HEAD_SPLITS times."""
-    HEAD_SPLITS: int
-    ROW_SPLITS: int
+    GROUPED: bool
+    """Several query heads share a key head of the schedule."""
+    SHARED: bool
+    """Several programs share a block of keys, and each writes its part of dK and dV in float32."""
     COLUMN_SPLITS: int
     HEAD_DIM: int
     """Columns of q and k."""
@@ -144,10 +145,10 @@ class BackwardVariant(ModifierFlags):
 
 
 _BACKWARD: dict[tuple[int, int], BackwardConfig] = {
-    (64, 64): BackwardConfig(128, spill_budget=32, causal_spill_budget=44, features_spill_budget=560),
-    (128, 128): BackwardConfig(64, spill_budget=40, causal_spill_budget=60, features_spill_budget=260),
+    (64, 64): BackwardConfig(128, spill_budget=32, causal_spill_budget=48, features_spill_budget=624),
+    (128, 128): BackwardConfig(64, spill_budget=40, causal_spill_budget=64, features_spill_budget=396),
     (64, 128): BackwardConfig(64, features_spill_budget=72),
-    (128, 64): BackwardConfig(64, features_spill_budget=88),
+    (128, 64): BackwardConfig(64, features_spill_budget=92),
 }
 
 
@@ -156,10 +157,10 @@ _HALVES = WideBackwardConfig(
     STAGES=1,
     COLUMN_SPLITS=2,
     causal_spill_budget=20,
-    features_spill_budget=60,
+    features_spill_budget=64,
 )
 """Configuration for head sizes over 256: a step has 32 query rows, or 32 keys in the kernel of dQ."""
-_FEW_ROWS = BackwardConfig(64, spill_budget=32, causal_spill_budget=36, features_spill_budget=40)
+_FEW_ROWS = BackwardConfig(64, spill_budget=32, causal_spill_budget=48, features_spill_budget=188)
 """Configuration for calls with a score_mod or dropout, since tiles of 64 rows leave registers for them. At
 head_dim 64 it is also an alternative for short sequences and windows, which have fewer hidden scores in such
 tiles."""

@@ -17,7 +17,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from flashtile.backends.hopper.backward import config
-from flashtile.backends.hopper.backward.schedule import blocks_of_head, padded_row, sequence_of
+from flashtile.backends.hopper.backward.schedule import (
+    blocks_of_head,
+    group_size,
+    padded_row,
+    query_head,
+    row_shift,
+    sequence_of,
+)
 from flashtile.backends.hopper.channels import make_channel
 from flashtile.backends.hopper.compat import async_load, async_store, gluon, partition_barrier
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS
@@ -151,9 +158,9 @@ def to_int64(number):
 
 
 @gluon.jit
-def accum_row(C: gl.constexpr, work, key_head, g, row, accum):
+def accum_row(C: gl.constexpr, work, key_head, g, row, schedule, accum):
     """Return the row of ``dq_accum`` for row ``row`` of a sequence and query head ``g`` of the key head."""
-    head = key_head % accum.sizes.resident_heads * C.GROUP + g
+    head = key_head % accum.sizes.resident_heads * group_size(C, schedule) + g
     return head * (accum.sizes.row_blocks * C.BLOCK_M) + padded_row(C, work, row)
 
 
@@ -188,20 +195,20 @@ def tile_of_part(t, work, part, parts):
 
 
 @gluon.jit
-def tiles_of_part(C: gl.constexpr, work, part, parts):
+def tiles_of_part(C: gl.constexpr, work, part, parts, schedule):
     """Return the number of 64-row tiles of dQ in a part (:func:`tile_of_part`)."""
-    tiles = (work.seqlen_q + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS * C.GROUP
+    tiles = (work.seqlen_q + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS * group_size(C, schedule)
     return (tiles - part + parts - 1) // parts
 
 
 @gluon.jit
-def accum_of_tile(C: gl.constexpr, t, work, part, parts, key_head, accum):
+def accum_of_tile(C: gl.constexpr, t, work, part, parts, key_head, schedule, accum):
     """Return where the ``t``-th tile of a part (:func:`tile_of_part`) begins in ``dq_accum``.
 
     The result is in units of 64 x 8 elements.
     """
     g, row = tile_of_part(t, work, part, parts)
-    return accum_row(C, work, key_head, g, row, accum) // WARPGROUP_ROWS * (C.BLOCK_D // VECTOR)
+    return accum_row(C, work, key_head, g, row, schedule, accum) // WARPGROUP_ROWS * (C.BLOCK_D // VECTOR)
 
 
 @gluon.jit
@@ -212,8 +219,8 @@ def dq_of_tile(C: gl.constexpr, t, work, part, parts, schedule, accum):
     token = to_int64(work.start_q + row)
     if not C.VARLEN:
         token += to_int64(work.sequence) * work.seqlen_q
-    heads = schedule.num_heads * C.GROUP
-    vector = (token * heads + work.head * C.GROUP + g) * accum.sizes.row_vectors
+    heads = schedule.num_heads * group_size(C, schedule)
+    vector = (token * heads + query_head(C, work, g, schedule)) * accum.sizes.row_vectors
     return accum.dq + vector * VECTOR, work.seqlen_q - row
 
 
@@ -243,22 +250,24 @@ def convert_part(C: gl.constexpr, chunks, accum_desc, i, key_head, part, pointer
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     element = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     row = group * 16 + element // VECTOR
-    row_vectors = schedule.num_heads * C.GROUP * accum.sizes.row_vectors
+    row_vectors = schedule.num_heads * group_size(C, schedule) * accum.sizes.row_vectors
     elements = (row * row_vectors + column) * VECTOR + element % VECTOR
-    work, blocks = sequence_of(C, key_head, part // C.ROW_SPLITS, pointers, schedule)
-    parts = blocks * C.ROW_SPLITS
-    own = work.tile_in_head * C.ROW_SPLITS + part % C.ROW_SPLITS  # among those of the work tile's sequence
-    count = tiles_of_part(C, work, own, parts) * CHUNKS
+    shift = row_shift(C, schedule)
+    work, blocks = sequence_of(C, key_head, part >> shift, pointers, schedule)
+    parts = blocks << shift
+    share = part & ((1 << shift) - 1)
+    own = (work.tile_in_head << shift) + share  # among those of the work tile's sequence
+    count = tiles_of_part(C, work, own, parts, schedule) * CHUNKS
     reused = key_head + accum.sizes.resident_heads < accum.sizes.total_heads
-    tile = accum_of_tile(C, 0, work, own, parts, key_head, accum)
+    tile = accum_of_tile(C, 0, work, own, parts, key_head, schedule, accum)
     following, dq, rows = tile * 0, accum.dq, work.seqlen_q  # placeholders: the first chunk sets them
     for n in range(min(count, POSTPROCESS_STAGES)):
         load_chunk(chunks, accum_desc, i + n, tile, n)
     for n in range(count):
         c = n % CHUNKS
         if c == 0:
-            tile = accum_of_tile(C, n // CHUNKS, work, own, parts, key_head, accum)
-            following = accum_of_tile(C, n // CHUNKS + 1, work, own, parts, key_head, accum)
+            tile = accum_of_tile(C, n // CHUNKS, work, own, parts, key_head, schedule, accum)
+            following = accum_of_tile(C, n // CHUNKS + 1, work, own, parts, key_head, schedule, accum)
             dq, rows = dq_of_tile(C, n // CHUNKS, work, own, parts, schedule, accum)
         slot = i % POSTPROCESS_STAGES
         mbarrier.wait(chunks.full.index(slot), (i // POSTPROCESS_STAGES) & 1)
@@ -290,7 +299,7 @@ def postprocess(C: gl.constexpr, chunks, accum_desc, pointers, schedule, accum, 
     chunks.zeros.store(gl.full(accum_desc.block_type.shape, 0.0, gl.float32, layout))
     fence_async_shared()
     partition_barrier()
-    parts = blocks_of_head(C, pointers, schedule) * C.ROW_SPLITS
+    parts = blocks_of_head(C, pointers, schedule) << row_shift(C, schedule)
     i = 0
     part = gl.atomic_add(accum.next_part, 1)
     while part < parts * accum.sizes.total_heads:

@@ -41,6 +41,7 @@ from flashtile.backends.hopper.backward.schedule import (
     dq_order,
     find_work_tile,
     gradient_head,
+    group_size,
     has_rows,
     head_and_block,
     head_of_batch,
@@ -48,8 +49,10 @@ from flashtile.backends.hopper.backward.schedule import (
     own_row_blocks,
     own_rows,
     padded_row,
+    query_head,
     row_block,
     row_list,
+    row_shift,
 )
 from flashtile.backends.hopper.backward.scores import QueryHead, key_modifiers, row_of
 from flashtile.backends.hopper.backward.step import StepState, dq_product, pass_dq, step
@@ -110,12 +113,13 @@ def producer(C: gl.constexpr, queue, shared, descs, pointers):
             load_keys(C, v_desc, work, shared.kv_full, shared.v.index(0))
         else:
             mbarrier.arrive(shared.kv_full, count=1)
-        for g in range(C.GROUP):
-            head = work.head * C.GROUP + g
-            statistics = head_of_batch(C, work, g, schedule.num_heads)
+        group = group_size(C, schedule)
+        for g in range(group):
+            head = query_head(C, work, g, schedule)
+            statistics = head_of_batch(C, work, g, schedule)
             for j in range(rows.count):
                 # The atomic is issued before the last loads of a work tile, which hide its latency.
-                if (g == C.GROUP - 1) & (j == rows.count - 1):
+                if (g == group - 1) & (j == rows.count - 1):
                     following = gl.atomic_add(pointers.counters, 1)
                     work_queue.put(queue, t + 1, following)
                 m = row_block(C, rows, j)
@@ -161,14 +165,15 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, point
         work = find_work_tile(C, tile_index, pointers, schedule)
         rows = own_rows(C, tile_index, work, pointers, schedule)
         key_head, _ = head_and_block(C, tile_index, blocks, schedule)
-        wait_until_zeroed(key_head, blocks * C.ROW_SPLITS, accum)
-        for g in range(C.GROUP):
-            head = head_of_batch(C, work, g, schedule.num_heads)
+        wait_until_zeroed(key_head, blocks << row_shift(C, schedule), accum)
+        for g in range(group_size(C, schedule)):
+            head = head_of_batch(C, work, g, schedule)
             for j in range(rows.count):
                 m = row_block(C, rows, j)
-                accum_block = accum_row(C, work, key_head, g, m * C.BLOCK_M, accum) // C.BLOCK_M
+                row = accum_row(C, work, key_head, g, m * C.BLOCK_M, schedule, accum)
+                accum_block = row // C.BLOCK_M
                 if C.STORES_DS:
-                    of_bias = work.head * C.GROUP + g
+                    of_bias = query_head(C, work, g, schedule)
                     row = m * C.BLOCK_M
                     bias_tiles.store_ds(C, shared.bias, dbias_desc, shared.ds_full, work, of_bias, row, i)
                 if C.DETERMINISTIC:
@@ -216,15 +221,15 @@ def sum_gradients(
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_M)
     rows = in_order(C, ranges, modifiers.blocks)
     start = row_of(shared.neg_lse.index(shared.q.wait(i)).reshape([C.BLOCK_M]), s_layout) + zeros[:, None]
-    last = i + rows.count * C.GROUP - 1
+    last = i + rows.count * group_size(C, schedule) - 1
     m = block_of_step(0, rows.begin, rows.end, rows.masked, rows.before, rows.full)
-    head = QueryHead(slope_of(C, work, work.head * C.GROUP, pointers, schedule), modifiers)
+    head = QueryHead(slope_of(C, work, query_head(C, work, 0, schedule), pointers, schedule), modifiers)
     state = step(
         C, W, True, C.MASKED, i, m, min(last - i, 1), work, head, StepState(dk, dv, start), shared, scalars
     )
     i += 1
-    for g in range(C.GROUP):
-        slope = slope_of(C, work, work.head * C.GROUP + g, pointers, schedule)
+    for g in range(group_size(C, schedule)):
+        slope = slope_of(C, work, query_head(C, work, g, schedule), pointers, schedule)
         own = key_modifiers(C, W, work, g, modifiers.bias, modifiers.blocks, pointers, schedule)
         head = QueryHead(slope, own)
         done = max(1 - g, 0)  # the first step of the first head is done above
@@ -269,7 +274,7 @@ def consumer(C: gl.constexpr, W: gl.constexpr, queue, shared, dk_desc, dv_desc, 
         mbarrier.wait(shared.kv_full, t & 1)
         dk = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, dk_layout)
         dv = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, dv_layout)
-        listed = row_list(C, work, pointers)
+        listed = row_list(C, work, pointers, schedule)
         modifiers = key_modifiers(C, W, work, 0, shared.bias, listed, pointers, schedule)
         if has_rows(C, ranges, listed):
             dk, dv, i = sum_gradients(C, W, i, work, ranges, modifiers, zeros, dk, dv, shared, pointers)
@@ -277,7 +282,7 @@ def consumer(C: gl.constexpr, W: gl.constexpr, queue, shared, dk_desc, dv_desc, 
             mbarrier.arrive(shared.kv_empty, count=1)
         tile_index = work_queue.read(queue, t, 4)
         work = find_work_tile(C, tile_index, pointers, schedule)
-        head = gradient_head(C, tile_index, work)
+        head = gradient_head(C, tile_index, work, schedule)
         if C.HAS_DROPOUT:
             dv = dv * numbers.keep_scale
         store_gradient(C, W, dv_desc, work, head, shared.gradient.index(W), dv, schedule)

@@ -28,7 +28,7 @@ from flashtile.backends.hopper.backward.preprocess import Preprocess, statistics
 from flashtile.backends.hopper.backward.rounds import key_heads, l2_swizzle, last_heads, resident_heads
 from flashtile.backends.hopper.backward.schedule import BackwardPointers, BackwardSchedule
 from flashtile.backends.hopper.backward.scores import BackwardNumbers
-from flashtile.backends.hopper.backward.splits import as_scheduled
+from flashtile.backends.hopper.backward.splits import as_scheduled, has_lists
 from flashtile.backends.hopper.backward.sum_parts import SumParts, shape_of_parts
 from flashtile.backends.hopper.config import (
     CONSUMER_REGISTERS,
@@ -59,6 +59,8 @@ def variant_of(problem: Problem, config: BackwardConfig, bias: Tensor | None = N
     """Return the variant that the kernels are compiled for."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     even = not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0
+    # A causal mask hides the keys past the end from all rows. The steps of a block mask's list apply no mask.
+    even |= right == 0 and not has_lists(problem)
     block_d, block_dv = tile_widths(problem)
     flags = modifier_flags(problem, fixed=True)
     masked = left != UNLIMITED or right != UNLIMITED or not even
@@ -79,9 +81,8 @@ def variant_of(problem: Problem, config: BackwardConfig, bias: Tensor | None = N
         EVEN_N=even,
         MASKED=masked,
         DETERMINISTIC=problem.deterministic,
-        GROUP=problem.group_size // config.HEAD_SPLITS,
-        HEAD_SPLITS=config.HEAD_SPLITS,
-        ROW_SPLITS=config.ROW_SPLITS,
+        GROUPED=problem.group_size > config.HEAD_SPLITS,
+        SHARED=config.parts > 1,
         COLUMN_SPLITS=config.COLUMN_SPLITS,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
@@ -107,24 +108,24 @@ def key_tile_table(problem: Problem, block_n: int) -> TileTable | None:
 
 def schedule_of(
     problem: Problem,
-    block_n: int,
+    config: BackwardConfig,
     k: Tensor,
     alibi_slopes: Tensor | None,
     swizzle: int = 1,
     bias: Tensor | None = None,
 ) -> BackwardSchedule:
-    """Return the :class:`BackwardSchedule` of a launch whose work tiles have ``block_n`` keys.
-
-    ``problem`` is from :func:`as_scheduled`.
-    """
-    num_blocks = math.ceil(problem.seqlen_k / block_n)
-    table = key_tile_table(problem, block_n)
+    """Return the :class:`BackwardSchedule` of a launch. ``problem`` is from :func:`as_scheduled`."""
+    num_blocks = math.ceil(problem.seqlen_k / config.BLOCK_N)
+    table = key_tile_table(problem, config.BLOCK_N)
     tiles = problem.batch * num_blocks if table is None else table.capacity
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     return BackwardSchedule(
         num_tiles=tiles * problem.num_heads_kv,
         num_blocks=num_blocks,
         num_heads=problem.num_heads_kv,
+        group=problem.group_size,
+        head_splits=config.HEAD_SPLITS,
+        row_shift=config.ROW_SPLITS.bit_length() - 1,
         seqlen_q=problem.seqlen_q,
         seqlen_k=problem.seqlen_k,
         batch_rows_k=rows_between_sequences(k),
@@ -250,16 +251,16 @@ class HopperBackwardLaunch:
         return dq, dk, dv, dsink, dbias
 
     def _prepare(self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> BackwardKernels:
-        problem, parts = self._problem, self._config.parts
-        variant = variant_of(problem, self._config, extras.bias)
-        scheduled = as_scheduled(problem, variant.HEAD_SPLITS)
+        problem, config = self._problem, self._config
+        variant = variant_of(problem, config, extras.bias)
+        scheduled = as_scheduled(problem, config.HEAD_SPLITS)
         swizzle = l2_swizzle(scheduled)
-        schedule = schedule_of(scheduled, variant.BLOCK_N, k, extras.alibi_slopes, swizzle, extras.bias)
-        programs = num_programs(schedule.num_tiles * variant.ROW_SPLITS, q.device)
+        schedule = schedule_of(scheduled, config, k, extras.alibi_slopes, swizzle, extras.bias)
+        programs = num_programs(schedule.num_tiles * config.ROW_SPLITS, q.device)
         if not variant.DETERMINISTIC:
-            last = last_heads(scheduled, variant.BLOCK_N, programs, variant.ROW_SPLITS)
+            last = last_heads(scheduled, variant.BLOCK_N, programs, config.ROW_SPLITS)
             schedule = schedule._replace(swizzle=last)
-        resident = resident_heads(scheduled, self._config, swizzle, programs)
+        resident = resident_heads(scheduled, config, swizzle, programs)
         heads, rows = statistics_shape(problem)
         sizes = AccumSizes(
             row_blocks=rows // variant.BLOCK_M,
@@ -274,7 +275,7 @@ class HopperBackwardLaunch:
             (variant,),
             None,
             (
-                *views(problem, variant, q, k, v, resident).values(),
+                *views(problem, variant, q, k, v, resident * scheduled.group_size, config.parts).values(),
                 *bias_views(problem, variant, extras.bias),
             ),
             BackwardPointers,
@@ -293,7 +294,7 @@ class HopperBackwardLaunch:
             preprocess,
             key_tile_table(problem, variant.BLOCK_N),
             products,
-            SumParts(problem, parts) if parts > 1 else None,
+            SumParts(problem, config.parts) if config.parts > 1 else None,
             heads * sizes.row_blocks,
             None if problem.mods is None else FunctionTensors(problem.mods, extras, by_keys=True),
             BiasGradient(problem, variant) if problem.bias and problem.bias_grad else None,
@@ -316,9 +317,14 @@ def bias_views(
 
 
 def views(
-    problem: Problem, variant: BackwardVariant, q: Tensor, k: Tensor, v: Tensor, resident_heads: int
+    problem: Problem, variant: BackwardVariant, q: Tensor, k: Tensor, v: Tensor, resident: int, parts: int
 ) -> dict[str, View]:
-    """Return the TMA view of each tensor, by the name of the kernel's parameter."""
+    """Return the TMA view of each tensor, by the name of the kernel's parameter.
+
+    Args:
+        resident: number of query heads for which ``dq_accum`` has room.
+        parts: number of partial sums of dK and dV.
+    """
     dtype = problem.dtype
     d, dv = variant.BLOCK_D, variant.BLOCK_DV
     block_m, block_n = variant.BLOCK_M, variant.BLOCK_N
@@ -326,7 +332,7 @@ def views(
     view_k = ragged_view if problem.varlen or problem.seqused_k else dense_view
     heads, rows = statistics_shape(problem)
     statistics = View([heads, rows], [rows, 1], [1, block_m], torch.float32, swizzled=False)
-    tiles = resident_heads * variant.GROUP * rows // WARPGROUP_ROWS
+    tiles = resident * rows // WARPGROUP_ROWS
     # Each warpgroup adds one half of a block to dQ: half of the columns if the block has 64 rows, 64 of the
     # rows if it has 128.
     columns = d // (2 * WARPGROUP_ROWS // block_m)
@@ -340,19 +346,18 @@ def views(
         "neg_delta_desc": statistics,
         "dq_add_desc": View([tiles * d // 4, 256], [256, 1], part, torch.float32, swizzled=False),
         "dq_accum_desc": View([tiles * d // 8, 8, 64], [512, 64, 1], chunk, torch.float32, swizzled=False),
-        "dk_desc": gradient_view(problem, variant, k.shape, GRADIENT_PART),
-        "dv_desc": gradient_view(problem, variant, v.shape, GRADIENT_PART),
+        "dk_desc": gradient_view(problem, parts, k.shape, GRADIENT_PART),
+        "dv_desc": gradient_view(problem, parts, v.shape, GRADIENT_PART),
     }
 
 
-def gradient_view(problem: Problem, variant: BackwardVariant, shape: tuple[int, ...], columns: int) -> View:
+def gradient_view(problem: Problem, parts: int, shape: tuple[int, ...], columns: int) -> View:
     """Return the view through which the kernel writes the gradient of keys or values of ``shape``.
 
     Each TMA store writes 64 rows. It writes ``columns`` columns of a 16-bit gradient, and half as many of a
     float32 gradient. Programs that share a block of keys write their partial sums in float32.
     """
     view = ragged_view if problem.varlen or problem.seqused_k else dense_view
-    parts = variant.HEAD_SPLITS * variant.ROW_SPLITS
     dtype = problem.out_dtype if parts == 1 else torch.float32
     shape = shape_of_parts(shape, parts)
     return view(shape, contiguous_strides(shape), WARPGROUP_ROWS, 2 * columns // dtype.itemsize, dtype)

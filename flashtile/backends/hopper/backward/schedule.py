@@ -1,10 +1,11 @@
 """The tile scheduler of the Hopper backward: which blocks of keys a program takes, and which blocks of query
 rows it visits for each block of keys.
 
-If there are too few work tiles, several programs share a block of keys (``splits``). HEAD_SPLITS divides the
-query heads of a group: the schedule counts each key head HEAD_SPLITS times, each time with another part of
-its query heads. Only the loads of K and V use the actual key head. ROW_SPLITS divides the query rows that see
-the block: ROW_SPLITS consecutive work tiles have the same keys, each with another part of the rows.
+If there are too few work tiles, several programs share a block of keys (``splits``). ``head_splits`` divides
+the query heads of a group: the schedule counts each key head ``head_splits`` times, each time with another
+part of its query heads. Only the loads of K and V use the actual key head. ``row_shift`` divides the query
+rows that see the block: ``2 ** row_shift`` consecutive work tiles have the same keys, each with another part
+of the rows.
 COLUMN_SPLITS (``wide_dkv``) divides the columns of dK and dV in the same way.
 
 The kernels' functions on integers can be called from Python through ``.fn``.
@@ -53,7 +54,7 @@ class BackwardSchedule(NamedTuple):
     num_blocks: Any
     """Blocks of keys of the longest sequence."""
     num_heads: Any
-    """Key heads, each counted HEAD_SPLITS times."""
+    """Key heads, each counted ``head_splits`` times."""
     seqlen_q: Any
     seqlen_k: Any
     batch_rows_k: Any
@@ -66,6 +67,12 @@ class BackwardSchedule(NamedTuple):
     """Number of key heads whose work tiles are interleaved. With DETERMINISTIC it divides the number of key
     heads of the batch. Otherwise only the last heads are interleaved, and only under a causal mask or a block
     mask."""
+    group: Any = 1
+    """Query heads per key head of the schedule; 1 unless GROUPED."""
+    head_splits: Any = 1
+    """Parts into which the query heads of a key head are divided; 1 unless SHARED."""
+    row_shift: Any = 0
+    """Log2 of the number of parts into which the rows of a block of keys are divided; 0 unless SHARED."""
     bias_batch: Any = None
     """Number of sequences with a bias of their own; 1 if all sequences share one."""
     bias_heads: Any = None
@@ -92,9 +99,21 @@ class RowBlocks(NamedTuple):
 
 
 @gluon.jit
+def group_size(C: gl.constexpr, schedule):
+    """Return the number of query heads per key head of the schedule. If it is 1, loops over it disappear."""
+    return schedule.group if C.GROUPED else 1
+
+
+@gluon.jit
+def row_shift(C: gl.constexpr, schedule):
+    """Return log2 of the number of parts into which the query rows of a block of keys are divided."""
+    return schedule.row_shift if C.SHARED else 0
+
+
+@gluon.jit
 def count_tiles(C: gl.constexpr, pointers, schedule):
-    """Return the number of work tiles of the launch: ROW_SPLITS * COLUMN_SPLITS for each block of keys."""
-    return num_work_tiles(C, pointers, schedule) * (C.ROW_SPLITS * C.COLUMN_SPLITS)
+    """Return the number of work tiles of the launch: COLUMN_SPLITS for each part of a block's query rows."""
+    return (num_work_tiles(C, pointers, schedule) << row_shift(C, schedule)) * C.COLUMN_SPLITS
 
 
 @gluon.jit
@@ -104,9 +123,9 @@ def own_part(C: gl.constexpr, tile_index):
 
 
 @gluon.jit
-def own_share(C: gl.constexpr, tile_index):
-    """Return which of ROW_SPLITS shares of the query rows a work tile visits."""
-    return tile_index // C.COLUMN_SPLITS % C.ROW_SPLITS
+def own_share(C: gl.constexpr, tile_index, schedule):
+    """Return which share of the query rows a work tile visits."""
+    return tile_index // C.COLUMN_SPLITS & ((1 << row_shift(C, schedule)) - 1)
 
 
 @gluon.jit
@@ -124,7 +143,7 @@ def head_and_block(C: gl.constexpr, tile_index, blocks, schedule):
     * Under a causal mask or a block mask, the last ``swizzle`` heads are interleaved. Otherwise the longest
       blocks of the last head would start when all other work is done.
     """
-    tile_index = tile_index // (C.ROW_SPLITS * C.COLUMN_SPLITS)
+    tile_index = tile_index // C.COLUMN_SPLITS >> row_shift(C, schedule)
     head = tile_index // blocks
     block = tile_index % blocks
     if C.DETERMINISTIC:
@@ -160,8 +179,9 @@ def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
     if C.SEQUSED:
         seqlen_k = gl.minimum(gl.maximum(gl.load(pointers.seqused_k + work.sequence), 0), seqlen_k)
     return WorkTile(
-        work.sequence, work.head, tile_in_head, work.start_q, work.start_k, work.seqlen_q, seqlen_k
-    )
+        work.sequence, work.head, work.head_kv, tile_in_head, work.start_q, work.start_k, work.seqlen_q,
+        seqlen_k,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -204,7 +224,8 @@ def sequence_of(C: gl.constexpr, head, block, pointers, schedule):
         seqlen_q = schedule.seqlen_q + start_q
         seqlen_k = schedule.seqlen_k + start_q
         blocks = schedule.num_blocks + start_q
-    return WorkTile(sequence, head, tile_in_head, start_q, start_k, seqlen_q, seqlen_k), blocks
+    head_kv = head // schedule.head_splits if C.SHARED else head
+    return WorkTile(sequence, head, head_kv, tile_in_head, start_q, start_k, seqlen_q, seqlen_k), blocks
 
 
 @gluon.jit
@@ -235,24 +256,24 @@ def row_blocks(C: gl.constexpr, work, left, right):
 def own_row_blocks(C: gl.constexpr, tile_index, work, schedule):
     """Return :func:`row_blocks` of a work tile.
 
-    With ROW_SPLITS, several work tiles divide the blocks of rows, and [begin, end) is the share of this one.
+    If several work tiles divide the blocks of rows, [begin, end) is the share of this one.
     """
     begin, end, full_begin, full_end = row_blocks(C, work, schedule.window_left, schedule.window_right)
-    if C.ROW_SPLITS > 1:
-        share = own_share(C, tile_index)
+    if C.SHARED:
+        share = own_share(C, tile_index, schedule)
         count = end - begin
-        end = begin + count * (share + 1) // C.ROW_SPLITS
-        begin += count * share // C.ROW_SPLITS
+        end = begin + (count * (share + 1) >> schedule.row_shift)
+        begin += count * share >> schedule.row_shift
     return begin, end, full_begin, full_end
 
 
 @gluon.jit
-def gradient_head(C: gl.constexpr, tile_index, work):
+def gradient_head(C: gl.constexpr, tile_index, work, schedule):
     """Return the head of dK and dV that a work tile writes.
 
     Work tiles that share keys write their partial sums as different heads, which ``sum_parts`` adds up.
     """
-    return work.head * C.ROW_SPLITS + own_share(C, tile_index)
+    return (work.head << row_shift(C, schedule)) + own_share(C, tile_index, schedule)
 
 
 @gluon.jit
@@ -278,10 +299,10 @@ def block_of_step(j, begin, end, cut, before, full):
 
 
 @gluon.jit
-def row_list(C: gl.constexpr, work, pointers):
+def row_list(C: gl.constexpr, work, pointers, schedule):
     """Return the ``BlockList`` of query rows that a block mask shows to a work tile; 0 without one."""
     if C.LISTED:
-        return listed_rows(C, work, pointers.lists)
+        return listed_rows(C, work, query_head(C, work, 0, schedule), pointers.lists)
     else:
         return 0
 
@@ -315,7 +336,7 @@ def has_rows(C: gl.constexpr, ranges, listed):
 def own_rows(C: gl.constexpr, tile_index, work, pointers, schedule):
     """Return the :class:`RowBlocks` of a work tile."""
     ranges = own_row_blocks(C, tile_index, work, schedule)
-    return in_order(C, ranges, row_list(C, work, pointers))
+    return in_order(C, ranges, row_list(C, work, pointers, schedule))
 
 
 @gluon.jit
@@ -343,11 +364,17 @@ def dq_order(C: gl.constexpr, work, m, schedule):
 
 
 @gluon.jit
-def head_of_batch(C: gl.constexpr, work, g, num_heads):
+def query_head(C: gl.constexpr, work, g, schedule):
+    """Return query head ``g`` of the work tile's key head, counted over those of a sequence."""
+    return work.head * group_size(C, schedule) + g
+
+
+@gluon.jit
+def head_of_batch(C: gl.constexpr, work, g, schedule):
     """Return query head ``g`` of the work tile's key head, counted over all sequences of a dense batch."""
-    head = work.head * C.GROUP + g
+    head = query_head(C, work, g, schedule)
     if not C.VARLEN:
-        head += work.sequence * (num_heads * C.GROUP)
+        head += work.sequence * (schedule.num_heads * group_size(C, schedule))
     return head
 
 

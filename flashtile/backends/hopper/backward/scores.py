@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental.gluon import language as gl
 
+from flashtile.backends.hopper.backward.schedule import group_size, query_head
 from flashtile.backends.hopper.columns import plus_columns
 from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import LOG2_E, WARPGROUP_ROWS
@@ -54,7 +55,7 @@ def row_of(vector, layout: gl.constexpr):
 @gluon.jit
 def key_generator(C: gl.constexpr, W: gl.constexpr, work, g, pointers, schedule):
     """Return dropout's ``Generator`` for warpgroup W's keys and query head ``g`` of the key head."""
-    head_of_batch = (work.sequence * schedule.num_heads + work.head) * C.GROUP + g
+    head_of_batch = (work.sequence * schedule.num_heads + work.head) * group_size(C, schedule) + g
     return generator_of(head_of_batch, work.tile_in_head * C.BLOCK_N + W * WARPGROUP_ROWS, pointers, schedule)
 
 
@@ -68,7 +69,7 @@ def key_modifiers(C: gl.constexpr, W: gl.constexpr, work, g, bias, blocks, point
     generator = 0
     arguments = 0
     if C.HAS_MODS:
-        arguments = function_arguments(work, work.head * C.GROUP + g, pointers.captured)
+        arguments = function_arguments(work, query_head(C, work, g, schedule), pointers.captured)
     if C.HAS_DROPOUT:
         generator = key_generator(C, W, work, g, pointers, schedule)
     return Modifiers(bias, generator, arguments, blocks)

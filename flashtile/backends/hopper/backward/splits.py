@@ -19,6 +19,7 @@ from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 
 ROW_SPLITS = (1, 2, 4, 8, 16)
+"""Numbers of parts of the query rows: powers of two, because the kernels divide by shifting."""
 SEEN_BY_ALL = 16
 """The host does not read the lists of a block mask. To choose splits, it assumes that all rows see one of
 SEEN_BY_ALL blocks of keys, such as those of a prompt, and that one of SEEN_BY_ALL rows sees the others."""

@@ -19,14 +19,16 @@ from flashtile.backends.common.launch import padded
 from flashtile.problems.attention import Problem
 
 BLOCK = 1024
-"""Elements of a gradient that a program computes: few, because each takes PARTS loads."""
+"""Elements of a gradient that a program computes: few, because each is loaded from every part."""
+
+AT_A_TIME = tl.constexpr(4)
+"""Number of parts that a program loads at a time."""
 
 
 @dataclass(frozen=True)
 class SumVariant:
     """Constants that the kernel is compiled for."""
 
-    PARTS: int
     HEAD_DIM: int
     HEAD_DIM_V: int
     BLOCK_D: int
@@ -37,37 +39,40 @@ class SumVariant:
 
 
 @triton.jit
-def sum_rows(parts, gradient, block, rows, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr):
-    """Write one block of rows of ``gradient`` [rows, WIDTH], the sum of ``parts`` [rows, PARTS, WIDTH] over
-    PARTS."""
+def sum_rows(
+    parts, gradient, block, rows, num_parts, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr
+):
+    """Write one block of rows of ``gradient`` [rows, WIDTH], the sum of ``parts`` [rows, num_parts, WIDTH]
+    over the parts."""
     ROWS: tl.constexpr = C.BLOCK // BLOCK_D
-    PARTS: tl.constexpr = C.PARTS
     row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK_D)[None, :]
     inside = (row < rows) & (column < WIDTH)
-    elements = parts + row * (PARTS * WIDTH) + column
+    elements = parts + row * (num_parts * WIDTH) + column
     total = tl.load(elements, mask=inside, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(elements + part * WIDTH, mask=inside, other=0.0)
+    for first in range(1, num_parts, AT_A_TIME):
+        for part in tl.static_range(AT_A_TIME):  # their loads overlap
+            there = inside & (first + part < num_parts)
+            total += tl.load(elements + (first + part) * WIDTH, mask=there, other=0.0)
     tl.store(gradient + row * WIDTH + column, total.to(gradient.dtype.element_ty), mask=inside)
 
 
-@kernel(do_not_specialize=("rows", "blocks_k"))
-def sum_parts_kernel(dk_parts, dv_parts, dk, dv, rows, blocks_k, C: tl.constexpr):
-    """Write dK and dV, the sums of their parts. A row is one key head of one token.
+@kernel(do_not_specialize=("rows", "num_parts", "blocks_k"))
+def sum_parts_kernel(dk_parts, dv_parts, dk, dv, rows, num_parts, blocks_k, C: tl.constexpr):
+    """Write dK and dV, the sums of their ``num_parts`` parts. A row is one key head of one token.
 
     Grid: one program for each block of rows. The first ``blocks_k`` programs write dK, the others dV.
     """
     block = tl.program_id(0)
     if block < blocks_k:
-        sum_rows(dk_parts, dk, block, rows, C.HEAD_DIM, C.BLOCK_D, C)
+        sum_rows(dk_parts, dk, block, rows, num_parts, C.HEAD_DIM, C.BLOCK_D, C)
     else:
-        sum_rows(dv_parts, dv, block - blocks_k, rows, C.HEAD_DIM_V, C.BLOCK_DV, C)
+        sum_rows(dv_parts, dv, block - blocks_k, rows, num_parts, C.HEAD_DIM_V, C.BLOCK_DV, C)
 
 
-def variant_of(problem: Problem, parts: int) -> SumVariant:
+def variant_of(problem: Problem) -> SumVariant:
     d, dv = problem.head_dim, problem.head_dim_v
-    return SumVariant(parts, d, dv, padded(d), padded(dv), BLOCK)
+    return SumVariant(d, dv, padded(d), padded(dv), BLOCK)
 
 
 class SumParts:
@@ -77,12 +82,12 @@ class SumParts:
         self._parts = parts
         self._some_unwritten = problem.varlen or problem.seqused_k
         rows = problem.total_k * problem.num_heads_kv
-        variant = variant_of(problem, parts)
+        variant = variant_of(problem)
         blocks_k, blocks_v = (triton.cdiv(rows, BLOCK // d) for d in (variant.BLOCK_D, variant.BLOCK_DV))
         self._kernel = CachedLaunch(
             sum_parts_kernel,
             blocks_k + blocks_v,
-            (rows, blocks_k),
+            (rows, parts, blocks_k),
             (variant,),
             None,
         )

@@ -45,7 +45,7 @@ def load_keys(C: gl.constexpr, desc, work, barrier, tile, column=0):
     """Load the work tile's block of keys or values by TMA, from ``column`` on; rows past the last key arrive
     as zeros."""
     row = work.tile_in_head * C.BLOCK_N
-    head = work.head // C.HEAD_SPLITS
+    head = work.head_kv
     if C.VARLEN or C.SEQUSED:
         end = work.start_k + work.seqlen_k
         async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_k + row, head, column], barrier, tile)

@@ -38,10 +38,12 @@ from flashtile.backends.hopper.backward.schedule import (
     count_tiles,
     find_work_tile,
     gradient_head,
+    group_size,
     head_of_batch,
     own_part,
     own_row_blocks,
     padded_row,
+    query_head,
     row_list,
 )
 from flashtile.backends.hopper.backward.scores import (
@@ -137,7 +139,7 @@ def load_step(C: gl.constexpr, i, m, g, own, work, desc, statistics_desc, ring, 
     ``own`` ones come first.
     """
     COLUMNS: gl.constexpr = desc.block_type.shape[-1]
-    row, head = m * C.BLOCK_M, work.head * C.GROUP + g
+    row, head = m * C.BLOCK_M, query_head(C, work, g, schedule)
     if C.COLUMN_SPLITS > 1:
         slot = ring.acquire(2 * i)
         full = ring.full.index(slot)
@@ -147,7 +149,7 @@ def load_step(C: gl.constexpr, i, m, g, own, work, desc, statistics_desc, ring, 
     full = ring.full.index(slot)
     mbarrier.expect(full, desc.block_type.nbytes + statistics_desc.block_type.nbytes)
     load_rows(C, desc, work, row, head, full, ring.tiles.index(slot), own * COLUMNS)
-    where = [head_of_batch(C, work, g, schedule.num_heads), padded_row(C, work, row)]
+    where = [head_of_batch(C, work, g, schedule), padded_row(C, work, row)]
     async_load(statistics_desc, where, full, statistics.index(slot))
 
 
@@ -170,7 +172,7 @@ def visited_rows(C: gl.constexpr, tile_index, work, pointers, schedule):
     :func:`own_row_blocks`, and ``listed`` is 0.
     """
     begin, end, full_begin, full_end = own_row_blocks(C, tile_index, work, schedule)
-    listed = row_list(C, work, pointers)
+    listed = row_list(C, work, pointers, schedule)
     if C.LISTED:
         begin, end, full_begin, full_end = 0, listed.count, listed.masked_count, listed.count
     return begin, end, full_begin, full_end, listed
@@ -207,7 +209,7 @@ def producer(C: gl.constexpr, queue, tiles, descs, pointers, schedule):
             load_resident(C, t, work, v_desc, v)
             i += 1
             count = end - begin
-            for j in range(1, count * C.GROUP):
+            for j in range(1, count * group_size(C, schedule)):
                 m, g = row_block(C, listed, begin + j % count), j // count
                 load_step(C, i, m, g, own, work, q_desc, neg_lse_desc, q, statistics.neg_lse, schedule)
                 load_step(C, i, m, g, own, work, do_desc, neg_delta_desc, do, statistics.neg_delta, schedule)
@@ -319,15 +321,15 @@ def value_consumer(C: gl.constexpr, queue, tiles, gradients, pointers, schedule,
         tiles.k.wait(t)
         dv = own_sums(C, C.HEAD_DIM_V, C.BLOCK_DV)
         count = end - begin
-        for j in range(count * C.GROUP):
-            m = begin + (j % count if C.GROUP > 1 else j)
-            g = j // count if C.GROUP > 1 else 0
-            slope = slope_of(C, work, work.head * C.GROUP + g, pointers, schedule)
+        for j in range(count * group_size(C, schedule)):
+            m = begin + (j % count if C.GROUPED else j)
+            g = j // count if C.GROUPED else 0
+            slope = slope_of(C, work, query_head(C, work, g, schedule), pointers, schedule)
             cut = (m < full_begin) | (m >= full_end)
             modifiers = key_modifiers(C, 0, work, g, 0, listed, pointers, schedule)
             dv = value_step(C, i, m, cut, work, own, slope, dv, tiles, schedule, numbers, modifiers)
             i += 1
-        head = gradient_head(C, tile_index, work)
+        head = gradient_head(C, tile_index, work, schedule)
         store_sums(C, gradients.dv_desc, work, head, own, gradients.dv, dv, 1.0, schedule)
         tma.store_wait(0)
         tiles.k.release(t)
@@ -348,10 +350,10 @@ def key_consumer(C: gl.constexpr, queue, tiles, gradients, pointers, schedule, n
         own = own_part(C, tile_index)
         tiles.v.wait(t)
         dk = own_sums(C, C.HEAD_DIM, C.BLOCK_D)
-        for _ in range((end - begin) * C.GROUP):
+        for _ in range((end - begin) * group_size(C, schedule)):
             dk = key_step(C, i, own, dk, tiles)
             i += 1
-        head = gradient_head(C, tile_index, work)
+        head = gradient_head(C, tile_index, work, schedule)
         store_sums(C, gradients.dk_desc, work, head, own, gradients.dk, dk, numbers.scale, schedule)
         tma.store_wait(0)
         tiles.v.release(t)

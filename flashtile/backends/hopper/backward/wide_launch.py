@@ -55,7 +55,6 @@ def variants(problem: Problem, config: WideBackwardConfig) -> tuple[BackwardVari
         SINK=False,
         PACK=1,
         COLUMN_SPLITS=1,
-        KV_GROUP=problem.group_size,
     )
     return dkv, DqVariant(**vars(dq), HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v)
 
@@ -84,7 +83,7 @@ class WideBackwardLaunch:
 
     def __init__(self, problem: Problem, config: WideBackwardConfig) -> None:
         self._problem = problem
-        self._parts = config.parts
+        self._config = config
         self._dkv, self._dq = variants(problem, config)
         self._kernels: WideKernels | None = None
 
@@ -133,14 +132,14 @@ class WideBackwardLaunch:
         return dq, dk, dv, dsink, None, *none
 
     def _prepare(self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> WideKernels:
-        problem, dkv, dq = self._problem, self._dkv, self._dq
+        problem, config, dkv, dq = self._problem, self._config, self._dkv, self._dq
         alibi_slopes = extras.alibi_slopes
-        of_dkv, of_dq = (views(problem, dkv, q, k, v, of_dq) for of_dq in (False, True))
+        of_dkv, of_dq = (views(problem, dkv, config.parts, q, k, v, of_dq) for of_dq in (False, True))
         numbers = backward.numbers_of(problem)
-        scheduled = as_scheduled(problem, dkv.HEAD_SPLITS)
-        blocks_k = backward.schedule_of(scheduled, dkv.BLOCK_N, k, alibi_slopes)
+        scheduled = as_scheduled(problem, config.HEAD_SPLITS)
+        blocks_k = backward.schedule_of(scheduled, config, k, alibi_slopes)
         blocks_q = forward.schedule_of(problem, dq, k, alibi_slopes)
-        per_block = dkv.ROW_SPLITS * dkv.COLUMN_SPLITS
+        per_block = config.ROW_SPLITS * dkv.COLUMN_SPLITS
         programs = num_programs(blocks_k.num_tiles * per_block, q.device)
         last = last_heads(scheduled, dkv.BLOCK_N, programs, per_block)
         blocks_k = blocks_k._replace(swizzle=last)
@@ -170,7 +169,7 @@ class WideBackwardLaunch:
             forward.tile_table(problem, dq),
             compute_dkv,
             compute_dq,
-            SumParts(problem, self._parts) if self._parts > 1 else None,
+            SumParts(problem, config.parts) if config.parts > 1 else None,
             *(
                 None if problem.mods is None else FunctionTensors(problem.mods, extras, by_keys=by_keys)
                 for by_keys in (True, False)
@@ -192,7 +191,7 @@ def gradient_columns(head_dim: int) -> int:
 
 
 def views(
-    problem: Problem, dkv: BackwardVariant, q: Tensor, k: Tensor, v: Tensor, of_dq: bool = False
+    problem: Problem, dkv: BackwardVariant, parts: int, q: Tensor, k: Tensor, v: Tensor, of_dq: bool = False
 ) -> dict[str, View]:
     """Return the TMA view of each tensor, by the name of the kernels' parameter.
 
@@ -217,6 +216,6 @@ def views(
         "neg_lse_desc": statistics,
         "neg_delta_desc": statistics,
         "dq_desc": view_q(q.shape, contiguous_strides(q.shape), resident, block_d, dtype),
-        "dk_desc": backward.gradient_view(problem, dkv, k.shape, dk_columns),
-        "dv_desc": backward.gradient_view(problem, dkv, v.shape, dv_columns),
+        "dk_desc": backward.gradient_view(problem, parts, k.shape, dk_columns),
+        "dv_desc": backward.gradient_view(problem, parts, v.shape, dv_columns),
     }

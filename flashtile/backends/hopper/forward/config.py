@@ -104,8 +104,6 @@ class ForwardVariant(ModifierFlags):
     """A work tile is a pair of blocks of query rows; all pairs cost the same (``schedule.num_parts``)."""
     PACK: int
     """Number of query heads of a key head that share a tile, row by row (FlashAttention-3's PackGQA)."""
-    KV_GROUP: int
-    """Heads of the schedule per key head: query heads per key head, divided by PACK, times COLUMN_SPLITS."""
     HAS_SCORE_MOD: bool
     """Scores are scaled to log2 units before the softmax, for ALiBi or a scale that is not positive.
     Otherwise the softmax scales its input: raw products, the tanh of a soft-cap, or scores in natural
@@ -152,7 +150,7 @@ F = ForwardConfig
 _M128_N128 = F(2, 128, paired_below=4096, QUEUED=True, features_spill_budget=108)
 _M128_N64 = F(2, 64, spill_budget=28, features_spill_budget=96)
 _M128_N128_TWO_Q = F(2, 128, Q_STAGES=2, features_spill_budget=8)
-_M192_N128 = F(3, 128, Q_STAGES=2, PING_PONG=True, spill_budget=268, features_spill_budget=812)
+_M192_N128 = F(3, 128, Q_STAGES=2, PING_PONG=True, spill_budget=268, features_spill_budget=816)
 _M128_N128_Q128 = F(2, 128, Q_IN_REGISTERS=128, QUEUED=True, spill_budget=64, features_spill_budget=468)
 _M128_N128_LAZY = F(2, 128, Q_STAGES=2, LAZY_RESCALE=True)
 _M128_N128_LAZY_PING_PONG = replace(
@@ -162,7 +160,7 @@ _M128_N64_LAZY = F(2, 64, STAGES=4, Q_STAGES=2, LAZY_RESCALE=True, spill_budget=
 _D256_N64_O_IN_PARTS = F(
     2, 64, O_IN_PARTS=True, LAZY_RESCALE=True, paired_below=4096, spill_budget=44, features_spill_budget=84
 )
-_D256_N64_PINNED = F(2, 64, Q_HOLDS_O=True, LAZY_RESCALE=True, PIN_WAIT=True)
+_D256_N64_PINNED = F(2, 64, Q_HOLDS_O=True, LAZY_RESCALE=True, PIN_WAIT=True, spill_budget=8)
 _D256_N64_Q128_PINNED = replace(_D256_N64_PINNED, Q_IN_REGISTERS=128, PING_PONG=True, spill_budget=24)
 _D256_N64_Q128 = F(
     2,
@@ -172,7 +170,7 @@ _D256_N64_Q128 = F(
     LAZY_RESCALE=True,
     paired_below=4096,
     spill_budget=116,
-    features_spill_budget=328,
+    features_spill_budget=336,
 )
 _M128_N64_SHARED = F(2, 64, STAGES=3, Q_STAGES=2, PROGRAMS=2, spill_budget=124, features_spill_budget=128)
 _M128_N64_SHARED_LAZY = replace(_M128_N64_SHARED, LAZY_RESCALE=True, spill_budget=176)
@@ -195,7 +193,7 @@ _D160_N128 = F(
     2, 128, Q_HOLDS_O=True, paired_below=1024, QUEUED=True, spill_budget=144, features_spill_budget=340
 )
 _D96_N128 = F(
-    2, 128, Q_STAGES=2, O_IN_PARTS=True, LAZY_RESCALE=True, spill_budget=32, features_spill_budget=40
+    2, 128, Q_STAGES=2, O_IN_PARTS=True, LAZY_RESCALE=True, spill_budget=32, features_spill_budget=92
 )
 _D192_N128 = F(
     2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True, spill_budget=48, features_spill_budget=184

@@ -53,6 +53,8 @@ class ForwardSchedule(NamedTuple):
     window_right: Any
     alibi_stride: Any
     """Elements from the slopes of one sequence to those of the next; 0 if all sequences share them."""
+    kv_group: Any = 1
+    """Heads of the schedule per key head: query heads per key head, divided by PACK, times COLUMN_SPLITS."""
     bias_batch: Any = None
     """Number of sequences with a bias of their own; 1 if all sequences share one."""
     bias_heads: Any = None
@@ -199,9 +201,11 @@ def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
     """Return the :class:`WorkTile` of an index. For packed sequences it is read from the tile table."""
     if C.VARLEN:
         row = pointers.table + (1 + tile_index // schedule.num_heads) * TABLE_WIDTH
+        head = tile_index % schedule.num_heads
         return WorkTile(
             gl.load(row),
-            tile_index % schedule.num_heads,
+            head,
+            head // schedule.kv_group,
             gl.load(row + 1),
             gl.load(row + 2),
             gl.load(row + 3),
@@ -221,7 +225,8 @@ def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
     seqlen_k = schedule.seqlen_k + zero
     if C.SEQUSED:
         seqlen_k = gl.minimum(gl.maximum(gl.load(pointers.seqused_k + sequence), 0), seqlen_k)
-    return WorkTile(sequence, head, tile_in_head, zero, start_k, schedule.seqlen_q + zero, seqlen_k)
+    head_kv = head // schedule.kv_group
+    return WorkTile(sequence, head, head_kv, tile_in_head, zero, start_k, schedule.seqlen_q + zero, seqlen_k)
 
 
 @gluon.jit

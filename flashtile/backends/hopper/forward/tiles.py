@@ -28,7 +28,7 @@ def first_column(C: gl.constexpr, work):
 @gluon.jit
 def load_keys(C: gl.constexpr, desc, work, n, barrier, slot, column=0):
     """Load block ``n`` of k or v by TMA, from ``column`` on; rows past the last key arrive as zeros."""
-    row, head = n * C.BLOCK_N, work.head // C.KV_GROUP
+    row, head = n * C.BLOCK_N, work.head_kv
     if C.VARLEN or C.SEQUSED:
         end = work.start_k + work.seqlen_k
         async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_k + row, head, column], barrier, slot)

@@ -83,7 +83,7 @@ def consumer(C: gl.constexpr, W: gl.constexpr, queue, channels, ping_pong, outpu
 @gluon.jit
 def load_transposed(C: gl.constexpr, desc, work, n, barrier, slot):
     """Issue the TMA load of block ``n`` of V^T into ``slot``."""
-    head, column = work.head // C.KV_GROUP, n * C.BLOCK_N
+    head, column = work.head_kv, n * C.BLOCK_N
     if C.VARLEN:
         first = work.start_k // KEY_BLOCK + work.sequence
         async_load(desc, [head, 0, first * KEY_BLOCK + column], barrier, slot)

@@ -73,9 +73,8 @@ def tile_scales(C: gl.constexpr, work, positions, head, call):
         q_scale = q_scale * numbers.softcap_rate
     else:
         q_scale = q_scale * numbers.scale_log2
-    head_kv = work.head // C.KV_GROUP
-    k_index = work.sequence * strides.k_scale_batch + head_kv * strides.k_scale_head
-    v_index = work.sequence * strides.v_scale_batch + head_kv * strides.v_scale_head
+    k_index = work.sequence * strides.k_scale_batch + work.head_kv * strides.k_scale_head
+    v_index = work.sequence * strides.v_scale_batch + work.head_kv * strides.v_scale_head
     return TileScales(
         q_scale,
         arrays.k_scale + (k_index + first_k * strides.k_scale_block),

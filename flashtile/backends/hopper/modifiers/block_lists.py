@@ -96,16 +96,16 @@ def listed_keys(C: gl.constexpr, WARPS: gl.constexpr, work, block, lists):
 
 
 @gluon.jit
-def listed_rows(C: gl.constexpr, work, lists):
+def listed_rows(C: gl.constexpr, work, head, lists):
     """Return the :class:`BlockList` of query rows for a block of keys; it may be empty.
 
-    All query heads of the key head have the same list.
+    ``head`` is a query head of the key head. They all have the same list.
     """
     ENTRY: gl.constexpr = C.BLOCK_M * C.TILES_PER_MASK_BLOCK
     num_others = (work.seqlen_q + ENTRY - 1) // ENTRY
     num_own = (work.seqlen_k + C.MASK_BLOCK - 1) // C.MASK_BLOCK
     own = work.tile_in_head * C.BLOCK_N // C.MASK_BLOCK
-    index = list_index(lists, work.sequence, work.head * C.GROUP, own, num_own)
+    index = list_index(lists, work.sequence, head, own, num_own)
     partial, num_partial, full, num_full = read_lists(lists, index, num_others)
     count = (num_partial + num_full) * C.TILES_PER_MASK_BLOCK
     masked = num_partial * C.TILES_PER_MASK_BLOCK

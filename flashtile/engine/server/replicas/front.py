@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -19,10 +19,10 @@ from aiohttp import web
 from yarl import URL
 
 from flashtile.engine.server.answers import SLOW_READER
-from flashtile.engine.server.errors import ApiError, error_event, json_response, shutting_down
+from flashtile.engine.server.errors import ApiError, busy, error_event, json_response, shutting_down
 from flashtile.engine.server.listener import CLOSING_SECONDS, Listener
 from flashtile.engine.server.metrics import CONTENT_TYPE
-from flashtile.engine.server.middlewares import add_middlewares, check_content_type, hang_up_after
+from flashtile.engine.server.middlewares import add_middlewares, check_content_type, hang_up_after, read_body
 from flashtile.engine.server.replicas.process import BAD_ARGUMENTS, Replica
 from flashtile.engine.server.replicas.routing import Routing, busiest, prompt_of
 from flashtile.engine.server.service import Limits
@@ -53,7 +53,7 @@ logger = logging.getLogger("flashtile.server")
 
 
 class RequestBody:
-    """The body of a call, streamed to a replica with at most about ``MAX_KEPT_BYTES`` bytes in memory.
+    """The body of a call. Its beginning is kept, and the rest of a long body is only passed through.
 
     Attributes:
         error: why the body could not be read to its end, or None.
@@ -62,78 +62,60 @@ class RequestBody:
 
     def __init__(self, request: web.Request, limits: Limits):
         self.request, self.limits = request, limits
-        self.error: ApiError | None = None
+        self.error: Exception | None = None
         self.can_be_sent = True
-        self._kept: list[bytes] = []
+        self._kept = b""
         self._size = 0
         self._ended = False
-        self._deadline = asyncio.get_running_loop().time() + limits.body_timeout
-        length = request.content_length
-        if length is not None and length > limits.max_body_bytes:
-            raise self._too_large()
+        self._begun = asyncio.get_running_loop().time()
+        self._check_size(request.content_length or 0)
+
+    async def read_beginning(self) -> bytes:
+        """Read at least ``MAX_KEPT_BYTES`` bytes, or else the whole body, and return what was read."""
+        pieces = []
+        while self._size < MAX_KEPT_BYTES and not self._ended:
+            pieces.append(await self._read())
+        self._kept = b"".join(pieces)
+        return self._kept
 
     def to_send(self) -> tuple[bytes | AsyncIterator[bytes] | None, dict[str, str]]:
         """Return (data for an HTTP client to send, headers that describe the data)."""
         if self._ended:
-            return b"".join(self._kept) or None, {}
+            return self._kept or None, {}
         length = self.request.headers.get("Content-Length")
         # aiohttp decodes a body with Content-Encoding, which changes the body's length.
         is_coded = "Content-Encoding" in self.request.headers
-        return self._chunks(), {} if length is None or is_coded else {"Content-Length": length}
+        return self._pieces(), {} if length is None or is_coded else {"Content-Length": length}
 
-    async def head(self) -> bytes:
-        """Return the first bytes of the body, at most ``HEAD_BYTES``."""
-        while self._size < HEAD_BYTES and not self._ended:
-            await self._read()
-        return b"".join(self._kept)[:HEAD_BYTES]
-
-    async def _chunks(self) -> AsyncIterator[bytes]:
+    async def _pieces(self) -> AsyncIterator[bytes]:
         """Yield the whole body. A failure to read it is stored in ``error`` and raised."""
-        sent = 0
-        while True:
-            while sent < len(self._kept):
-                sent += 1
-                yield self._kept[sent - 1]
-            if self._ended:
-                return
-            if self._size > MAX_KEPT_BYTES:
-                self.can_be_sent, self._kept, sent = False, [], 0
-            try:
-                await self._read()
-            except ApiError as error:
-                self.error = error
-                raise
-
-    async def _read(self) -> None:
-        left = self._deadline - asyncio.get_running_loop().time()
+        yield self._kept
         try:
-            chunk = await asyncio.wait_for(self.request.content.readany(), left)
-        except asyncio.TimeoutError:
-            text = f"the body took longer than {self.limits.body_timeout:g} s"
-            raise ApiError(text, status=408, code="timeout") from None
-        except web.RequestPayloadError as error:
-            raise ApiError(f"the body cannot be read: {error}", code="invalid_json") from None
-        self._ended = not chunk
-        self._size += len(chunk)
-        if self._size > self.limits.max_body_bytes:
-            raise self._too_large()
-        if chunk:
-            self._kept.append(chunk)
+            while piece := await self._read():
+                self.can_be_sent, self._kept = False, b""
+                yield piece
+        except (ApiError, web.RequestPayloadError) as error:
+            self.error = error
+            raise
 
-    def _too_large(self) -> ApiError:
-        text = f"the body is too large: expected at most {self.limits.max_body_bytes} bytes"
-        return ApiError(text, status=413, code="body_too_large")
+    async def _read(self) -> bytes:
+        """Return the next piece of the body, or b"" at its end."""
+        piece = await read_body(self.request.content.readany(), self.limits, self._begun)
+        self._ended = not piece
+        self._size += len(piece)
+        self._check_size(self._size)
+        return piece
+
+    def _check_size(self, size: int) -> None:
+        if size > self.limits.max_body_bytes:
+            text = f"the body is too large: expected at most {self.limits.max_body_bytes} bytes"
+            raise ApiError(text, status=413, code="body_too_large")
 
 
 class Front:
     """A proxy in front of the replicas.
 
-    Args:
-        limits: limits of clients. The front enforces those of connections, bodies, keys and times, and each
-            replica enforces the others.
-
-    Attributes:
-        draining: whether the replicas are being shut down.
+    It enforces the limits of connections, bodies, keys and times, and each replica enforces the others.
     """
 
     def __init__(self, replicas: Sequence[Replica], limits: Limits):
@@ -141,7 +123,7 @@ class Front:
         self.listener = Listener(limits, files_each=2)
         self.draining = False
         self._in_flight = 0
-        self._session: aiohttp.ClientSession | None = None
+        self._session: aiohttp.ClientSession
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -150,7 +132,8 @@ class Front:
         add("GET", "/health", self._health)
         add("GET", "/metrics", self._metrics)
         add("GET", "/load", self._load)
-        add("GET", "/live", self._live)
+        # The busiest replica answers, so that the server's web page shows an engine at work.
+        add("GET", "/live", partial(self._forward, choose=busiest))
         add("POST", "/reset_prefix_cache", self._reset)
         add("*", "/{path:.*}", self._forward)
         app.cleanup_ctx.append(self._connected)
@@ -191,7 +174,6 @@ class Front:
         self, url: str, path: str, method: str = "GET", headers: dict[str, str] | None = None
     ) -> tuple[int, bytes]:
         """Make a quick call and return (status, body). Without an answer in time, the status is 0."""
-        assert self._session is not None
         timeout = aiohttp.ClientTimeout(QUICK_CALL_SECONDS)
         try:
             async with self._session.request(method, url + path, headers=headers, timeout=timeout) as found:
@@ -203,15 +185,10 @@ class Front:
         if self.draining:
             raise shutting_down()
 
-    async def _live(self, request: web.Request) -> web.StreamResponse:
-        """Forward the call to the busiest replica, so that the server's web page shows an engine at work."""
-        return await self._forward(request, busiest)
-
     async def _forward(self, request: web.Request, choose: Choose | None = None) -> web.StreamResponse:
         self._check_open()
         if self._in_flight >= self.listener.max_calls:
-            text = f"the server answers at most {self.listener.max_calls} calls at a time: try again later"
-            raise ApiError(text, status=429, code="rate_limit_exceeded")
+            raise busy(f"the server answers at most {self.listener.max_calls} calls at a time")
         patience = self.limits.body_timeout + self.limits.request_timeout + 2 * SLOW_READER
         self._in_flight += 1
         try:
@@ -222,7 +199,7 @@ class Front:
 
     async def _forward_to_one(self, request: web.Request, choose: Choose) -> web.StreamResponse:
         body = RequestBody(request, self.limits)
-        prompt = prompt_of(await body.head())
+        prompt = prompt_of((await body.read_beginning())[:HEAD_BYTES])
         tried: list[Replica] = []
         while True:
             untried = [one for one in self.replicas if one not in tried]
@@ -233,7 +210,7 @@ class Front:
             tried.append(replica)
             replica.in_flight += 1
             try:
-                return await self._relay(request, body, replica)
+                return await replica.ask(self._relay(request, body, replica))
             except CONNECTION_ERRORS as error:
                 if body.error is not None:
                     raise body.error from None
@@ -245,32 +222,28 @@ class Front:
 
     async def _relay(self, request: web.Request, body: RequestBody, replica: Replica) -> web.StreamResponse:
         """Pass on a replica's answer. Raise one of ``CONNECTION_ERRORS`` if it does not begin."""
-        assert self._session is not None
         assert replica.url is not None
         # The request target may be a full URL; only its path and query are passed on.
         url = URL(replica.url + request.rel_url.raw_path_qs, encoded=True)
         data, headers = body.to_send()
-        with replica.while_it_answers():
-            found = await self._session.request(
-                request.method, url, data=data, headers={**_end_to_end(request.headers), **headers},
-                allow_redirects=False,
-            )  # fmt: skip
-        async with found:
+        async with self._session.request(
+            request.method, url, data=data, headers={**_end_to_end(request.headers), **headers},
+            allow_redirects=False,
+        ) as found:  # fmt: skip
             kept = _end_to_end(found.headers)
             if found.content_type != "text/event-stream":
-                with replica.while_it_answers():
-                    return web.Response(body=await found.read(), status=found.status, headers=kept)
+                return web.Response(body=await found.read(), status=found.status, headers=kept)
             response = web.StreamResponse(status=found.status, headers=kept)
             # Wait for the first byte, because until then another replica can still answer.
-            with replica.while_it_answers():
-                chunk = await found.content.readany()
+            chunk = await found.content.readany()
             await response.prepare(request)
             try:
                 while chunk:
                     await response.write(chunk)
-                    with replica.while_it_answers():
-                        chunk = await found.content.readany()
-            except CONNECTION_ERRORS:
+                    chunk = await found.content.readany()
+            except (*CONNECTION_ERRORS, asyncio.CancelledError) as error:
+                if isinstance(error, asyncio.CancelledError) and not replica.hangs:
+                    raise  # the client is gone
                 await response.write(error_event(_replica_ended()) + b"data: [DONE]\n\n")
             await response.write_eof()
             return response
@@ -350,7 +323,7 @@ def joined(texts: Sequence[tuple[int, str]]) -> str:
                 if number == texts[0][0]:
                     comments.append(line)
                 continue
-            families[name].append(re.sub(r"\{", f'{{replica="{number}",', line, count=1))
+            families[name].append(line.replace("{", f'{{replica="{number}",', 1))
     return "\n".join(line for lines in families.values() for line in lines)
 
 

@@ -11,7 +11,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 READY = re.compile(r"serving .* at (http://\S+)")
 FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
@@ -47,7 +50,6 @@ class Replica:
     """A server process, restarted when it ends unexpectedly.
 
     Args:
-        number: number of the replica in messages.
         command, environment: command line and environment of the process. Its stderr is copied to this
             process's stderr.
 
@@ -55,7 +57,6 @@ class Replica:
         url: address of the server; None while it does not serve.
         hangs: whether its process runs but does not answer.
         in_flight: number of calls that it is answering.
-        restarts: how often it was restarted.
         given_up: whether it failed to start so often that it is not restarted any more.
         exit_code: exit code of its last process.
         printed: for each line that a replica wrote before it began to serve, the first replica that wrote it.
@@ -70,10 +71,10 @@ class Replica:
         self.exit_code = 0
         self._stopping = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None]
         self._changed = asyncio.Event()
         self.printed: dict[str, int] = {}
-        self._interrupts: set[Callable[[], None]] = set()
+        self._asked: set[asyncio.Task[Any]] = set()
 
     @property
     def is_up(self) -> bool:
@@ -98,38 +99,27 @@ class Replica:
             _send(self._process, signal.SIGCONT)  # a stopped process would not handle the signal
 
     def set_hanging(self, hangs: bool) -> None:
-        """Set whether the replica hangs. If it does, every :meth:`while_it_answers` is interrupted."""
+        """Set whether the replica hangs. If it does, the work of every :meth:`ask` is cancelled."""
         self.hangs = hangs
-        for interrupt in list(self._interrupts) if hangs else ():
-            interrupt()
-
-    @contextlib.contextmanager
-    def while_it_answers(self) -> Iterator[None]:
-        """Context for awaiting the replica's answer. Raises asyncio.TimeoutError if the replica hangs."""
-        task, interrupted = asyncio.current_task(), False
-        assert task is not None
-
-        def interrupt() -> None:
-            nonlocal interrupted
-            interrupted = True
+        for task in self._asked if hangs else ():
             task.cancel()
 
-        self._interrupts.add(interrupt)
+    async def ask(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await work that needs the replica. Raise asyncio.TimeoutError if it is cancelled by a hang."""
+        task = asyncio.create_task(work)
+        self._asked.add(task)
         try:
-            yield
-        except asyncio.CancelledError:
-            if not interrupted:
-                raise
-            if sys.version_info >= (3, 11):
-                task.uncancel()
-            raise asyncio.TimeoutError("the replica has stopped answering") from None
+            await asyncio.wait([task])
         finally:
-            self._interrupts.discard(interrupt)
+            self._asked.discard(task)
+            task.cancel()  # without effect unless the caller was cancelled
+        if task.cancelled():
+            raise asyncio.TimeoutError("the replica has stopped answering")
+        return task.result()
 
     async def wait(self) -> None:
         """Wait until the process has ended and will not be restarted."""
-        if self._task is not None:
-            await self._task
+        await self._task
 
     async def _run(self) -> None:
         pause = FIRST_PAUSE
@@ -164,7 +154,7 @@ class Replica:
         assert process.stderr is not None
         self._failures += 1
         try:
-            async for line in _lines(process.stderr):
+            while line := await _read_line(process.stderr):
                 text = line.decode(errors="replace")
                 found = READY.search(text) if self.url is None else None
                 if found is None:
@@ -181,16 +171,11 @@ class Replica:
                 await process.wait()
 
 
-async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the lines of a stream. Of a line longer than the stream's limit, only the end may be yielded."""
+async def _read_line(stream: asyncio.StreamReader) -> bytes:
+    """Return the next line, or b"" at the end. Of a line longer than the stream's limit, only the end."""
     while True:
-        try:
-            line = await stream.readline()
-        except ValueError:  # the line is too long; what was read of it is dropped
-            continue
-        if not line:
-            return
-        yield line
+        with contextlib.suppress(ValueError):  # the line is too long; what was read of it is dropped
+            return await stream.readline()
 
 
 def _send(process: asyncio.subprocess.Process, number: int) -> None:

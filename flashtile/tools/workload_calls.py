@@ -159,7 +159,8 @@ def _features(layer: Heads, batch: int, seqlen: int) -> Iterator[dict[str, Any]]
     yield {"mask": torch.ones(batch, 1, seqlen, seqlen, dtype=torch.bool)}
     yield {"mask_mod": flashtile.masks.padding(lengths)}
     yield {"mask_mod": flashtile.masks.prefix_lm(lengths)}
-    yield {"block_mask": _block_mask(document & flashtile.masks.causal(), seqlen)}
+    own = flashtile.masks.document(ids[0]) & flashtile.masks.causal()
+    yield {"block_mask": _block_mask(own, seqlen)}
     if batch == 1:
         yield {"block_mask": flashtile.masks.create_tree_mask(ids[0, :3], ids[0, :2], seqlen)}
 

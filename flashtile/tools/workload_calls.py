@@ -31,8 +31,8 @@ SHAPES = (
 """(batch, seqlen) of training sequences. Kernels are chosen by ranges of lengths, and by how well the work
 tiles of a call fill the card. Few of these lengths are multiples of tile sizes."""
 FEATURE_SHAPES = (
-    (1, 100), (1, 1000), (8, 1000), (1, 1024), (8, 1024), (1, 2048), (8, 2048), (1, 4096), (8, 4096),
-    (1, 8192),
+    (1, 100), (16, 128), (3, 197), (1, 512), (1, 1000), (8, 1000), (1, 1024), (8, 1024), (1, 2048), (8, 2048),
+    (1, 3000), (1, 4096), (8, 4096), (1, 8192),
 )  # fmt: skip
 """(batch, seqlen) of the calls with other features than causal masks and packed sequences."""
 WINDOWS = (127, 256, 1023, 4095)

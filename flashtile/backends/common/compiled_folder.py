@@ -150,7 +150,9 @@ def write_kernel(folder: Path, key: str, compiled: Any) -> dict[str, str]:
 
     metadata = compiled.metadata._asdict()
     metadata["target"] = vars(metadata["target"])
-    binary = lzma.compress(compiled.asm["cubin"])
+    # Instructions have 16 bytes: their positions modulo 16 save 2 % of a folder.
+    aligned = {"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 1, "lp": 2, "pb": 4}
+    binary = lzma.compress(compiled.asm["cubin"], filters=[aligned])
     digests = {}
     for suffix, content in zip(_SUFFIXES, (json.dumps(metadata, default=vars).encode(), binary), strict=True):
         replace_file(folder / f"{key}{suffix}", content)

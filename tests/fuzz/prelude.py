@@ -111,8 +111,9 @@ def surrounded(call, how: str, seed: int = 0):
         def fake(x):
             return mode.from_tensor(x.detach()) if isinstance(x, Tensor) else x
 
+        of_tensors, of_options = [*map(fake, tensors)], {name: fake(x) for name, x in options.items()}
         with mode:
-            call(*map(fake, tensors), **{name: fake(x) for name, x in options.items()})
+            call(*of_tensors, **of_options)
         return call(*tensors, **options)
 
     def mapped(*tensors, **options):

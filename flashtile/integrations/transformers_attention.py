@@ -310,7 +310,7 @@ def _sequences(
     of_q, of_k = others.get("cu_seq_lens_q"), others.get("cu_seq_lens_k")
     most_q, most_k = others.get("max_length_q"), others.get("max_length_k")
     if of_q is None or of_k is None or most_q is None or most_k is None:
-        numbers = _numbers(q, k, mask, options, others)
+        numbers = _numbers(q, k, mask, others)
         if numbers is None:
             return None
         if torch.compiler.is_compiling():  # compiled code cannot read the numbers on the host
@@ -328,25 +328,22 @@ def _sequences(
     return _packed(q, k, v, options | offsets)
 
 
-def _numbers(
-    q: Tensor, k: Tensor, mask: Tensor | None, options: Options, others: dict[str, Any]
-) -> Tensor | None:
+def _numbers(q: Tensor, k: Tensor, mask: Tensor | None, others: dict[str, Any]) -> Tensor | None:
     """Return the numbers that tell packed sequences apart (``documents_of``), or None if there are none.
 
     They are in the mask, if Transformers found packed sequences itself. It does not look for them in calls
-    with a cache, and in some models. Then they are the positions of a decoder, or of a batch of one.
+    with a cache, and in some models. In a batch of one, the positions then tell, as in Transformers' own code
+    for flash implementations.
 
-    Models that get no positions number the tokens of all rows by one row, which is not read.
+    Models that get no positions number the tokens of all rows by a single row. Compiled code cannot read it,
+    but in a batch of several it means that nothing is packed.
     """
     positions = others.get("position_ids")
-    of_tokens = positions is not None and positions.dim() == 2 and positions.shape[1] == q.shape[1]
-    if of_tokens and len(positions) < len(q) and torch.compiler.is_compiling():
-        return None
     if mask is not None:
-        return mask if mask.dim() == 3 else None
-    if not of_tokens or q.shape[1] == 1 or q.shape[1] != k.shape[1] or len(positions) != len(q):
-        return None
-    return positions if len(q) == 1 or options["causal"] else None
+        numbered = positions is not None and positions.dim() == 2 and len(positions) == 1 < len(q)
+        return mask if mask.dim() == 3 and not (numbered and torch.compiler.is_compiling()) else None
+    packed = len(q) == 1 < q.shape[1] == k.shape[1]
+    return positions if packed and positions is not None and positions.shape == q.shape[:2] else None
 
 
 def _same_document(documents: Tensor) -> Callable[..., Any]:
@@ -371,7 +368,8 @@ def _under_blocks(
     numbers of documents).
     """
     for name, given in (
-        ("attention_mask", mask is not None and mask.dim() != 3), ("sliding_window", options["window_size"][0] >= 0),
+        ("attention_mask", mask is not None and mask.dim() != 3),
+        ("sliding_window", options["window_size"][0] >= 0),
         ("position_bias", others.get("position_bias") is not None),
     ):  # fmt: skip
         if given:
@@ -396,7 +394,7 @@ def _with_scores(
     _refuse_offsets(others)
     wanted, bias = bool(others.get("output_attentions")), others.get("position_bias")
     options = options | {"return_attn_weights": wanted}
-    numbers = _numbers(q, k, mask, options, others)
+    numbers = _numbers(q, k, mask, others)
     if numbers is not None:
         documents = documents_of(numbers)[:, None]
         options["mask"] = documents[..., None] == documents[:, :, None]

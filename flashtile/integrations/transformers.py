@@ -20,7 +20,7 @@ from flashtile.api.decode import flash_attn_with_kvcache
 from flashtile.checks.arguments import renamed
 from flashtile.checks.conversions import check_flag
 from flashtile.integrations import transformers_private as private
-from flashtile.integrations.transformers_attention import IN_CONFIG, serving
+from flashtile.integrations.transformers_attention import IN_CONFIG, serving, serving_by_name
 from flashtile.integrations.transformers_masks import WITHOUT_WINDOWS, mask_of_keys
 
 NAMES = ("flashtile", "flashtile_2")
@@ -196,7 +196,7 @@ def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[
             if not private.passes_window(model):
                 WITHOUT_WINDOWS.add(kind)
             private.list_as_compatible(model, NAMES)
-            private.lend_attention(sys.modules[model.__module__])
+            private.lend_attention(sys.modules[model.__module__], serving_by_name)
         chosen = check(self, attn_implementation, *arguments, **named)
         return requested if requested in literal else chosen
 

@@ -26,7 +26,13 @@ from flashtile.api.decode import flash_attn_with_kvcache
 from flashtile.api.padding import as_mask_or_bias
 from flashtile.checks.arguments import renamed
 from flashtile.checks.conversions import make_options
-from flashtile.integrations.transformers_masks import Padding, documents_of, packing_of, padding_of
+from flashtile.integrations.transformers_masks import (
+    Padding,
+    documents_of,
+    packing_of,
+    padding_of,
+    read_packing,
+)
 from flashtile.integrations.transformers_private import collects_weights, is_quantized
 from flashtile.op.operation import SIGNATURE_BYTES, is_plain, launch_cache, signatures
 from flashtile.operators.decode import DECODE
@@ -134,6 +140,27 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
             return out, None
         except NotImplementedError as error:
             raise renamed(error, IN_CONFIG) from None
+
+    return serve
+
+
+def serving_by_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that some models call in place of Transformers' ``_flash_attention_forward``.
+
+    ``original`` knows packed sequences in a batch only by their offsets.
+    """
+
+    @functools.wraps(original)
+    def serve(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *arguments: Any, **named: Any
+    ) -> Any:
+        if mask is not None and mask.dim() == 3:
+            packing, mask = read_packing(mask), None
+            if packing is not None:
+                offsets, longest = packing
+                named |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+                named |= {"max_length_q": longest, "max_length_k": longest}
+        return original(query, key, value, mask, *arguments, **named)
 
     return serve
 

@@ -159,7 +159,7 @@ def packing_of(numbers: Tensor, module: Any) -> Packing | None:
         numbers: as in :func:`documents_of`.
         module: the layer's attention module.
     """
-    packing: Packing | None = _once(numbers, module, _read_numbers)
+    packing: Packing | None = _once(numbers, module, read_packing)
     return packing
 
 
@@ -175,7 +175,8 @@ def documents_of(numbers: Tensor) -> Tensor:
     return F.pad(numbers[:, 1:] <= numbers[:, :-1], (1, 0)).cumsum(1)
 
 
-def _read_numbers(numbers: Tensor) -> Packing | None:
+def read_packing(numbers: Tensor) -> Packing | None:
+    """Do the same as :func:`packing_of`, but read the numbers in each call."""
     begins = F.pad(documents_of(numbers).diff(dim=1) != 0, (1, 0)).cpu()
     if not begins.any():
         return None

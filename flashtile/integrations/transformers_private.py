@@ -34,14 +34,14 @@ def padding_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return _flash()._pad_input, _flash()._unpad_input
 
 
-def lend_attention(module: Any) -> None:
+def lend_attention(module: Any, serving: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Define ``_flash_attention_forward`` in the module of a model, if the module needs this function.
 
     Modules that define one attention class per implementation call the function, but import it only if
     FlashAttention's package is installed.
     """
     if any(name.endswith("_ATTENTION_CLASSES") for name in vars(module)):
-        vars(module).setdefault("_flash_attention_forward", _flash()._flash_attention_forward)
+        vars(module)["_flash_attention_forward"] = serving(_flash()._flash_attention_forward)
 
 
 def forget(interface: Any, name: str) -> None:

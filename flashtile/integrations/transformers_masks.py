@@ -257,7 +257,8 @@ def _rules(
     if allow_is_causal_skip or "allow_is_bidirectional_skip" in others:
         return None
     first = torch.zeros(1, dtype=torch.long, device=device)
-    with Listener() as heard:
+    heard = Listener()
+    with heard:  # Dynamo does not know the value of "as"
         mask_function(first, first, first, first)
     return heard
 

@@ -145,7 +145,7 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def serving_by_name(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that some models call in place of Transformers' ``_flash_attention_forward``.
+    """Return the function that some models call by its name, in place of Transformers' own.
 
     ``original`` knows packed sequences in a batch only by their offsets.
     """

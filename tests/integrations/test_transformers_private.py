@@ -20,7 +20,7 @@ BREAKS = {
     f"{LOADING}._pad_input": "padding in models that call the flash function by name",
     f"{LOADING}._unpad_input": "padding in models that call the flash function by name",
     f"{LOADING}._flash_attention_forward": "Falcon, GPT-J and Bark",
-    f"{MODEL}._check_and_adjust_attn_implementation": "refusals, biased models, and register(as_flash_attention=True)",
+    f"{MODEL}._check_and_adjust_attn_implementation": "refusals, T5, and as_flash_attention",
     f"{MODEL}._supports_flash_attn": "refusals of models that would lose terms of their scores",
     f"{MODEL}._compatible_flash_implementations": "models with sinks, such as GPT-OSS",
     "modeling_utils.AttentionInterface._global_mapping": "unregister()",

@@ -28,6 +28,7 @@ CALLS = {
     "fp8": 4,
     "linear": 8,
     "doors": 6,
+    "hugging_face": 4,
     "manager": 2,
     "closures": 3,
 }

@@ -124,7 +124,7 @@ test-gpu: $(READY) ## what needs a GPU, memcheck where compute-sanitizer is inst
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(RUN) -m fuzz --device cuda --seconds 600 --jobs $$(nproc)
 
 bench: $(READY) ## time attention against its peers; ARGS="--help" for the options
-	$(RUN) -m flashtile bench $(ARGS)
+	$(RUN) -m benchmarks $(ARGS)
 
 docs: $(READY) ## the documentation as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

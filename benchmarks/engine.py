@@ -1,11 +1,12 @@
 """Measures the engine on a GPU, part by part; the results of all parts are printed at the end.
 
-    python benchmarks/engine.py                               # all parts of one model on one GPU
-    python benchmarks/engine.py --parts kernels,waits         # some parts
-    python benchmarks/engine.py --model llama-2-7b --parts decode --batches 1,32
-    torchrun --nproc-per-node 2 benchmarks/engine.py --parts decode,requests   # tensor parallel on two GPUs
+    python -m benchmarks.engine                               # all parts of one model on one GPU
+    python -m benchmarks.engine --parts kernels,waits         # some parts
+    python -m benchmarks.engine --model llama-2-7b --parts decode --batches 1,32
+    torchrun --nproc-per-node 2 -m benchmarks.engine --parts decode,requests   # tensor parallel on two GPUs
 
-Weights are random, with the shapes of real models. `flashtile bench -w engine` compares with Transformers.
+Weights are random, with the shapes of real models. `python -m benchmarks -w engine` compares with
+Transformers.
 The parts:
 
     decode    ms per step by batch size, the time to read weights and cache, the share of host waits
@@ -40,9 +41,7 @@ from typing import Any
 
 import torch
 
-from flashtile import SamplingParams
-from flashtile.hardware import machine
-from flashtile.tools.bench.engine_bench import (
+from benchmarks.suite.engine_bench import (
     SERVED,
     EngineWorkload,
     floor_bytes,
@@ -50,8 +49,10 @@ from flashtile.tools.bench.engine_bench import (
     tokens,
     write_model,
 )
-from flashtile.tools.bench.engine_peers import Flashtile
-from flashtile.tools.bench.model_bench import SMALL_MODEL
+from benchmarks.suite.engine_peers import Flashtile
+from benchmarks.suite.model_bench import SMALL_MODEL
+from flashtile import SamplingParams
+from flashtile.hardware import machine
 
 READ = 4.47e12
 """Read bandwidth of one H200 in bytes per second."""
@@ -157,11 +158,13 @@ def kernels(bench: Bench) -> Rows:
         bench.synchronize()
         seconds = time.perf_counter() - begun
     graph = next((run for form, run in engine.runner.graphs.items() if form.tokens == batch), None)
-    begun = time.perf_counter()
-    for _ in range(50 if graph is not None else 0):
-        graph()
-    bench.synchronize()
-    graph_ms = None if graph is None else (time.perf_counter() - begun) / 50 * 1e3
+    graph_ms = None
+    if graph is not None:
+        begun = time.perf_counter()
+        for _ in range(50):
+            graph()
+        bench.synchronize()
+        graph_ms = (time.perf_counter() - begun) / 50 * 1e3
     engine.abort(list(engine.requests))
     events = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     names: Counter[str] = Counter()

@@ -1,6 +1,6 @@
 """Measure gradients of FP8 attention against those of bf16, and train a small GPT with both.
 
-    python benchmarks/fp8_gradients.py --out benchmarks/results/DATE-fp8-gradients.json
+    python -m benchmarks.fp8_gradients --out benchmarks/results/DATE-fp8-gradients.json
 
 The gradients are of normal numbers, of FlashAttention-3's outliers (Shah et al. 2024, arXiv:2407.08608,
 section 4.3), and of q, k and v of the trained model, with normal numbers as the gradient of out. The model is

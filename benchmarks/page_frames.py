@@ -1,6 +1,6 @@
 """Measure how smoothly the interactive page plays in a browser of this machine.
 
-    python benchmarks/page_frames.py --out benchmarks/results/DATE-page-frames.json
+    python -m benchmarks.page_frames --out benchmarks/results/DATE-page-frames.json
 
 Each scene plays for some seconds. Recorded are the times between two frames and the time of the page's own
 script in a frame, in milliseconds. A browser without a GPU draws on the CPU, so its frames are the slowest.

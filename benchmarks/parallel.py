@@ -1,7 +1,7 @@
 """Measures context parallelism, compared with one GPU and torch's context_parallel.
 
-    torchrun --nproc-per-node 2 benchmarks/parallel.py --json parallel.json
-    torchrun --nproc-per-node 2 benchmarks/parallel.py --device cpu --seqlens 256 --steps 1   # without peers
+    torchrun --nproc-per-node 2 -m benchmarks.parallel --json parallel.json
+    torchrun --nproc-per-node 2 -m benchmarks.parallel --device cpu --seqlens 256 --steps 1   # without peers
 
 The calls are causal attention and attention with a window, both forward and backward, and decoding.
 ``of_linear`` is the speed-up over one GPU, divided by the number of GPUs. ``extra_bytes`` is the peak memory
@@ -223,7 +223,7 @@ def decoding(length: int, steps: int, where: torch.device) -> Iterator[dict[str,
     own = cache[:, :, dist.get_rank() :: size].contiguous()
     lengths = torch.tensor([length], dtype=torch.int32, device=where)
     calls: dict[str, Callable[[], Any]] = {
-        "one GPU": lambda: flashtile.flash_attn_with_kvcache(q, *cache, cache_seqlens=lengths),
+        "one GPU": lambda: flashtile.flash_attn_with_kvcache(q, cache[0], cache[1], cache_seqlens=lengths),
     }
     for merge in ("allgather", "reduce_scatter", "symmetric"):
         calls[merge] = partial(context_parallel_decode, q, *own, cache_seqlens=lengths, merge=merge)

@@ -1,4 +1,4 @@
-"""Offline search for the portable kernels' tiles: ``python benchmarks/tune.py -w paper -w decode-grid``.
+"""Offline search for the portable kernels' tiles: ``python -m benchmarks.tune -w paper -w decode-grid``.
 
 Parallel processes first compile the candidates into Triton's disk cache. Each kernel is then timed alone with
 a cold L2 cache. Decoding kernels are also timed in a CUDA graph that rotates over several KV caches. A
@@ -25,16 +25,16 @@ import torch
 import typer
 from torch import Tensor
 
+from benchmarks.suite.gate import Oracle
+from benchmarks.suite.inputs import Inputs, make_inputs
+from benchmarks.suite.workload import Workload
+from benchmarks.suite.workloads import select
 from flashtile.backends.common.launch import KernelConfig, padded
 from flashtile.backends.portable import config as attention_config
 from flashtile.backends.portable.decode import config as decode_config
 from flashtile.hardware import timing
 from flashtile.problems.attention import NO_EXTRAS, Options, Problem
 from flashtile.problems.decode import CacheTensors, DecodeOptions, DecodeProblem
-from flashtile.tools.bench.gate import Oracle
-from flashtile.tools.bench.inputs import Inputs, make_inputs
-from flashtile.tools.bench.workload import Workload
-from flashtile.tools.bench.workloads import select
 
 PRODUCTS = {"forward": 2, "dkdv": 4, "dq": 3}
 """Number of matrix products of each attention kernel."""

@@ -1,7 +1,7 @@
 """Time two checkouts of flashtile against each other on one GPU, cell by cell, in turns.
 
-    python benchmarks/two_trees.py OLD NEW --out ratios.json
-    python benchmarks/two_trees.py OLD NEW --only host,grid --seconds 300
+    python -m benchmarks.two_trees OLD NEW --out ratios.json
+    python -m benchmarks.two_trees OLD NEW --only host,grid --seconds 300
 
 OLD and NEW are folders that contain ``flashtile/``. Each runs in its own process, and only one is timed at a
 time. The cells are the host time to issue small calls, and both passes of the FlashAttention papers' grid and
@@ -43,7 +43,7 @@ def grid_cells() -> list[dict[str, Any]]:
 
 
 def shape_cells() -> list[dict[str, Any]]:
-    from flashtile.tools.bench.shapes import SHAPES
+    from benchmarks.suite.shapes import SHAPES
 
     return [
         {"set": "shapes", "name": w.name, "which": which, "batch": w.batch, "seqlen_q": w.seqlen_q,

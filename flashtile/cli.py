@@ -6,14 +6,13 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 
 def application() -> Any:
     """Return all commands as a ``typer.Typer``. Raise ModuleNotFoundError if their extras are missing."""
     import typer
 
-    from flashtile.tools.commands.bench import bench
     from flashtile.tools.commands.compile import compile
     from flashtile.tools.commands.demo import demo
     from flashtile.tools.commands.explain import explain
@@ -41,7 +40,7 @@ def application() -> Any:
         pass
 
     for command in (
-        info, demo, generate, serve, bench, profile, inspect, explain, compile, record, visualize,
+        info, demo, generate, serve, profile, inspect, explain, compile, record, visualize,
     ):  # fmt: skip
         app.command(short_help=_first_sentence(command))(command)
     return app
@@ -79,12 +78,23 @@ def main() -> None:
     how to install them.
     """
     _print_version(sys.argv[1:] == ["--version"])  # needs no extras
+    if sys.argv[1:2] == ["bench"]:
+        print(
+            "flashtile: benchmarks are no part of the package: run `python -m benchmarks` in its repository",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     try:
         app = application()
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] in ("flashtile", "torch", "triton"):
             raise
         sys.exit(f"flashtile: the command line needs {error.name}: pip install '.[cli]' in its checkout")
+    run(app)
+
+
+def run(app: Any, name: str = "flashtile") -> NoReturn:
+    """Run an application of typer with the process's arguments. Messages begin with ``name``."""
     if not sys.argv[1:]:
         app()
     try:
@@ -95,7 +105,7 @@ def main() -> None:
     except Exception as error:
         # Typer's exceptions come from Click, or since 0.25 from a copy of Click without a public name.
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
-            print(f"flashtile: {' '.join(error.format_message().split())}", file=sys.stderr)
+            print(f"{name}: {' '.join(error.format_message().split())}", file=sys.stderr)
             sys.exit(error.exit_code)
         raise
     sys.exit(code)

@@ -140,6 +140,20 @@ def test_operations_reach_backends_by_name_only():
             assert named == [], module
 
 
+def test_the_package_imports_nothing_of_its_checkout():
+    """Benchmarks, tests, scripts and examples are in no wheel."""
+    outside = {"benchmarks", "examples", "scripts", "tests"}
+    wrong = []
+    for module in FILES:
+        for node in ast.walk(tree(module)):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            wrong += [f"{module} -> {name}" for name in names if name.split(".")[0] in outside]
+    assert wrong == []
+
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -1,1 +1,1 @@
-"""Commands and what they run: the benchmark, the demonstration, and every `flashtile` command."""
+"""Every `flashtile` command and what it runs, such as the demonstration."""

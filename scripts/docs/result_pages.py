@@ -15,9 +15,9 @@ import markdown_tables
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from benchmarks.suite import engine_bench, linear_bench, report
+from benchmarks.suite.report_charts import charts
 from flashtile.io_model import card_of_device
-from flashtile.tools.bench import engine_bench, linear_bench, report
-from flashtile.tools.bench.report_charts import charts
 
 SECTION = "Measurements"
 """The part of the navigation that the pages join."""
@@ -60,7 +60,7 @@ def machine(document: dict[str, Any]) -> str:
 
 
 def bench_parts(document: dict[str, Any], most_charts: int) -> list[str]:
-    """Return a document of ``flashtile bench`` as Markdown: tables, charts and notes."""
+    """Return a document of ``python -m benchmarks`` as Markdown: tables, charts and notes."""
     parts = report.head_lines(document)
     if document["summary"]:
         parts += ["## Speed over each peer", markdown_tables.of_table(report.summary_table(document))]

@@ -18,6 +18,8 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton
 from test_hopper_backward_splits import problem_of
 from test_hopper_rounds import H200, RESULTS
 
+from benchmarks.suite.workload import Workload
+from benchmarks.suite.workloads import select
 from flashtile import masks
 from flashtile.backends.common.compile_report import every_case
 from flashtile.backends.hopper import work_tiles
@@ -36,8 +38,6 @@ from flashtile.backends.hopper.backward.splits import MAX_BYTES, as_scheduled, r
 from flashtile.backends.hopper.forward.rounds import ENOUGH_ROUNDS
 from flashtile.problems.attention import Problem
 from flashtile.problems.masks import Mods
-from flashtile.tools.bench.workload import Workload
-from flashtile.tools.bench.workloads import select
 from kernels_as_python import functions_of
 
 FULL = {"window_right": -1}

@@ -15,6 +15,8 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
+from benchmarks.suite.workload import Workload
+from benchmarks.suite.workloads import select
 from flashtile.backends.common.device import Target
 from flashtile.backends.hopper import work_tiles
 from flashtile.backends.hopper.backward.config import choose as choose_backward
@@ -39,8 +41,6 @@ from flashtile.backends.hopper.forward.rounds import (
     tile_heads,
 )
 from flashtile.problems.attention import Problem
-from flashtile.tools.bench.workload import Workload
-from flashtile.tools.bench.workloads import select
 from kernels_as_python import functions_of
 
 H200 = Target("H200", (9, 0), 132)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -14,11 +11,9 @@ import pytest
 import torch
 
 from flashtile import cli
-from flashtile.tools.bench import runner
 from flashtile.tools.commands import demo, inspect, options, visualize
 
 ROOT = Path(__file__).parents[2]
-BENCH = ("bench", "--device", "cpu", "-w", "ci-full-s96")
 EXPLAIN = ("explain", "--device", "cpu")
 
 BAD = [
@@ -34,40 +29,7 @@ BAD = [
     (("compile", "{tmp}/file", "--preset", "training"), "is a file"),
     (("record", "{tmp}/x.txt", "{tmp}/file"), "must end in .json"),
     (("record", "{tmp}/x.json", "{tmp}/missing.py"), "missing.py"),
-    # bench
-    ((*BENCH, "--plot", "{tmp}/x.foo"), "must end in .png, .svg, .pdf, got"),
-    ((*BENCH, "--plot", "{tmp}/missing/x.png"), "there is no folder"),
-    ((*BENCH, "--json", "{tmp}"), "is a folder"),
-    ((*BENCH, "--json", "{tmp}/file/x.json"), "there is no folder"),
-    ((*BENCH, "--report", "{tmp}/missing/x.html"), "there is no folder"),
-    ((*BENCH, "--json", "{tmp}/x.png", "--plot", "{tmp}/x.png"), "must be different files"),
-    ((*BENCH, "--rounds", "0"), "--rounds"),
-    ((*BENCH, "--rep", "0"), "--rep"),
-    ((*BENCH, "--rep", "inf"), "must be finite"),
-    ((*BENCH, "--rep", "nan"), "--rep"),
-    ((*BENCH, "--head-dim", "0"), "head-dim must be one of 32"),
-    ((*BENCH, "--head-dim", "big"), "head-dim must be numbers"),
-    ((*BENCH, "--dtype", "int8"), "got 'int8'"),
-    ((*BENCH, "--unit", "miles"), "got 'miles'"),
-    ((*BENCH, "--peers", "fa9"), "got 'fa9'"),
-    ((*BENCH, "--peers", "flex"), "cannot run here"),
-    ((*BENCH, "--backend", "tpu"), "got 'tpu'"),
-    ((*BENCH, "--pass", "sideways"), "got 'sideways'"),
-    ((*BENCH, "--pass", "backward", "--operations"), "--operations takes attention workloads"),
-    ((*BENCH, "--pass", "graph"), "needs a CUDA device"),
-    ((*BENCH, "-w", "papre"), "got 'papre'"),
-    ((*BENCH, "-w", "ci-decode"), "one kind"),
-    (("bench", "--device", "cpu", "-w", "ci-decode", "-p", "backward"), "forward or graph"),
-    (("bench", "--device", "cpu", "-w", "ci-decode", "--dtype", "float8_e4m3fn"), "dtype"),
-    (("bench", "--device", "tpu:0"), "got 'tpu:0'"),
-    (("bench", "--device", "cuda:99"), "CUDA devices"),
-    (("bench", "--show", "{tmp}/missing.json"), "missing.json"),
-    (("bench", "--show", "{tmp}"), "directory"),
-    (("bench", "--show", "{tmp}/file"), "cannot be read as JSON"),
-    (("bench", "--show", "{tmp}/binary"), "cannot be read as JSON"),
-    (("bench", "--show", "{tmp}/list.json"), "no document of flashtile bench"),
-    (("bench", "--show", "{tmp}/other.json"), "no document of flashtile bench"),
-    (("bench", "--show", "{tmp}/cells.json"), "no document of flashtile bench"),
+    (("bench",), "python -m benchmarks"),
     # explain
     ((*EXPLAIN, "--batch", "-1"), "--batch"),
     ((*EXPLAIN, "--heads", "0"), "--heads"),
@@ -131,7 +93,7 @@ def run(monkeypatch, capsys, tmp_path):
         pytest.fail("the command began its work")
 
     for module, name in (
-        (runner, "run"), (demo, "inspect_setting"), (inspect, "reports"), (visualize, "write_page"),
+        (demo, "inspect_setting"), (inspect, "reports"), (visualize, "write_page"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, works)
 
@@ -162,7 +124,7 @@ def test_one_line_and_exit_code_2(run, arguments, said):
 
 @pytest.mark.parametrize(
     "arguments",
-    [(*BENCH, "--json", "{tmp}/x.json"), ("demo", "--out", "{tmp}/out"), ("visualize", "-o", "{tmp}/x.html")],
+    [("demo", "--out", "{tmp}/out"), ("visualize", "-o", "{tmp}/x.html")],
     ids=lambda arguments: arguments[0],
 )
 def test_folders_that_cannot_be_written_to(run, monkeypatch, arguments):
@@ -170,52 +132,6 @@ def test_folders_that_cannot_be_written_to(run, monkeypatch, arguments):
     code, error = run(*arguments)
     assert code == 2
     assert "permission denied" in error
-
-
-@pytest.mark.thorough
-def test_a_reader_that_stops_reading_is_no_error():
-    """As ``flashtile bench --list | head -1``."""
-    command = [sys.executable, "-m", "flashtile", "bench", "--list", "--device", "cpu"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.close()
-        assert process.stderr.read() == ""
-    assert process.returncode == 1
-
-
-def test_a_benchmark_that_is_stopped_keeps_what_it_measured(monkeypatch, capsys):
-    """In a pipe each cell is a line as soon as it is measured; SIGTERM ends the run, not the report."""
-    results = {"flashtile": {"status": "ok", "ms": 2.0, "tflops": 2.0, "gbps": 1.0, "spread": 0.0}}
-    cell = {
-        "workload": "ci-full-s96", "pass": "forward", "seqlen_q": 96, "seqlen_k": 96, "dtype": "float32",
-        "flops": 4e9, "bytes": 1e3, "resident_bytes": 1, "results": results,
-    }  # fmt: skip
-    document = {
-        "versions": {"torch": "2", "triton": None, "cuda": None}, "date": "2026-01-01", "cells": [],
-        "device": {"device": "cpu", "name": "a CPU"}, "settings": {"threads": 1, "rounds": 1, "rep_ms": 1.0},
-        "ceilings": {"matmul_tflops": {"float32": 1.0}, "copy_gbps": 100.0},
-        "contestants": [{"name": "flashtile", "ours": True}],
-    }  # fmt: skip
-
-    def measure(*_, after_cell, **__):
-        document["cells"].append(cell)
-        after_cell(document)
-        assert "1/1 ci-full-s96 forward: flashtile 2 ms" in capsys.readouterr().err
-        os.kill(os.getpid(), signal.SIGTERM)
-        pytest.fail("the signal did not end the run")
-
-    monkeypatch.setattr(runner, "run", measure)
-    monkeypatch.setattr(sys, "argv", ["flashtile", *BENCH])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert stopped.value.code == options.STOPPED
-    written = capsys.readouterr().out
-    assert "ci-full-s96" in written
-    assert "faster than the measured ceilings: ci-full-s96" in written  # 4 GFLOP in 2 ms at 1 TFLOP/s
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])

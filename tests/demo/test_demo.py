@@ -371,8 +371,31 @@ def test_both_sides_of_the_picture_do_the_same_work(results, tmp_path):
 def test_operations_are_of_gpt2():
     on_cpu = operations.workload_for(CPU, torch.float32, quick=True)
     on_gpu = operations.workload_for(torch.device("cuda"), torch.bfloat16, quick=False)
-    assert [w.num_heads_q * w.head_dim for w in (on_cpu, on_gpu)] == [768, 768]
-    assert (on_cpu.seqlen_q, on_gpu.seqlen_k, on_gpu.dtype) == (256, 1024, "bfloat16")
+    assert [w.heads * w.head_dim for w in (on_cpu, on_gpu)] == [768, 768]
+    assert (on_cpu.seqlens, on_gpu.seqlens, on_gpu.dtype) == ((256,), (1024,), "bfloat16")
+
+
+SMALL_LAYER = scaling.ScalingWorkload("cpu", "float32", 2, 2, 32, (48,), 0.001)
+
+
+def test_operations_are_measured_with_their_sum():
+    cell = operations.measure(SMALL_LAYER)
+    found = cell["operations"]
+    assert [side["status"] for side in (found, cell["results"]["flashtile"])] == ["ok", "ok"]
+    assert tuple(found["ms"]) == operations.NAMES
+    assert found["together_ms"] == pytest.approx(sum(found["ms"].values()))
+    assert found["fused_dropout_ms"] > 0
+    assert all(check.holds for check in operations.checks(cell))
+
+
+def test_wrong_operations_are_not_timed(monkeypatch):
+    right = operations.steps
+    monkeypatch.setattr(
+        operations, "steps", lambda *arguments: {**right(*arguments), operations.SOFTMAX: torch.sigmoid}
+    )
+    cell = operations.measure(SMALL_LAYER)
+    assert cell["operations"]["status"] == "wrong"
+    assert not operations.checks(cell)[0].holds
 
 
 @pytest.fixture(scope="module")

@@ -147,6 +147,7 @@ def test_python_blocks_run_on_a_gpu(document, tmp_path, monkeypatch):
 def test_shell_commands_exist(document):
     """Programs, make targets, scripts, extras and the options of ``flashtile``."""
     typer_main = pytest.importorskip("typer.main")
+    from benchmarks.suite.command import application as benchmarks_application
     from flashtile.cli import application
 
     group = typer_main.get_command(application())
@@ -168,6 +169,13 @@ def test_shell_commands_exist(document):
         elif program in ("python", ".venv/bin/python", "torchrun"):
             scripts = [word for word in arguments if word.endswith(".py") or word.startswith("tests")]
             assert all((ROOT / script).exists() for script in scripts), words
+            if "-m" in arguments:
+                module, *options = arguments[arguments.index("-m") + 1 :]
+                assert find_spec(module) is not None, words
+                if module == "benchmarks":
+                    command = typer_main.get_command(benchmarks_application())
+                    blank = command.make_context(module, [], resilient_parsing=True)
+                    command.make_parser(blank).parse_args(options)
         else:
             assert program in {"cd", "curl", "pre-commit", "pytest"}, words
 

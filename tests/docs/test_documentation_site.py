@@ -52,7 +52,7 @@ class Elements(HTMLParser):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built strictly, the first warning is an error; once for all workers of pytest-xdist.
 
-    Of each measurement one chart is drawn: tests/bench draws each kind.
+    Of each measurement one chart is drawn: tests/benchmarks draws each kind.
     """
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:

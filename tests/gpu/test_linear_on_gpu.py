@@ -36,7 +36,7 @@ def profiled(x, weight, given):
     """(configuration, result) of every tile that fits the card."""
     from triton.runtime.errors import OutOfResources
 
-    from flashtile.tools.bench.linear_profile import candidates, problem_of
+    from flashtile.tools.linear_profile import candidates, problem_of
 
     for _, _, config, launch in candidates(
         problem_of(x.shape[0], *weight.shape, x.dtype, weight.dtype, x.device)
@@ -62,7 +62,7 @@ def test_the_ring_is_within_the_error_rule(call):
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, E4M3], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize("rows", [1, 3, 16, 40])
 def test_every_profiled_tile_is_right(rows, weight_dtype, K):
-    from flashtile.tools.bench.linear_profile import ProfiledOperands
+    from flashtile.tools.linear_profile import ProfiledOperands
 
     operands = ProfiledOperands(1016, K, torch.bfloat16, weight_dtype, torch.device("cuda"), once=True)
     x, weight = operands.x[:rows], operands.weights[0]

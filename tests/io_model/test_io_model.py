@@ -13,6 +13,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from benchmarks.suite import workloads
 from flashtile.algorithms import flash1
 from flashtile.hardware.calls import visible_pairs
 from flashtile.hardware.linear_table import rows as measured_products
@@ -38,7 +39,6 @@ from flashtile.learn.io_model.memory import at_length, longest_prompt
 from flashtile.learn.io_model.tables import about_copied_totals, why_flash1_is_slower
 from flashtile.problems.attention import Problem
 from flashtile.reference import attention as reference
-from flashtile.tools.bench import workloads
 from flashtile.tools.commands.explain import explain
 
 H100 = find_card("h100")

@@ -1,7 +1,7 @@
 """What a repeated call costs the host, counted: calls of functions, Python's and C's.
 
-``flashtile bench`` measures the time. Checking arguments, describing the problem or asking backends again
-takes hundreds of calls.
+``python -m benchmarks`` measures the time. Checking arguments, describing the problem or asking backends
+again takes hundreds of calls.
 """
 
 from __future__ import annotations

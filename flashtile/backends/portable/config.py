@@ -1,6 +1,6 @@
 """Configurations of the portable attention kernels, by architecture, element size and head size.
 
-Timed configurations were found offline with ``python benchmarks/tune.py``. Nothing is tuned at run time.
+Timed configurations were found offline with ``python -m benchmarks.tune``. Nothing is tuned at run time.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ def model_table(model: Model, lengths: Sequence[int], batch: int, dtype: str, ca
     notes = [
         f"{card.name} takes prompts of {longest[0]:,} tokens with standard attention, of {longest[1]:,} with "
         "flash. Attention is that of one layer, because layers run one after the other.",
-        "Floors are estimates without L2 for both algorithms, not measurements (see `flashtile bench`).",
+        "Floors are estimates without L2 for both algorithms, not measurements.",
     ]
     if reasons[0] is not None:
         notes.append(reasons[0])

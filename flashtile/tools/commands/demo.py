@@ -16,8 +16,6 @@ from rich.markup import escape
 from flashtile.learn.io_model.tables import format_bytes
 from flashtile.learn.visualizer.page import write_page
 from flashtile.learn.visualizer.settings import grid
-from flashtile.tools.bench.report import operations_table
-from flashtile.tools.bench.workload import Workload
 from flashtile.tools.commands.options import Device, finite, output_folder, parse_device, progress_bar
 from flashtile.tools.demo import exactness, operations, scaling
 from flashtile.tools.demo.corpus import Corpus, python_library
@@ -85,7 +83,7 @@ def demo(
     errors = measure_exactness(console, chosen, quick)
     workload = scaling.workload_for(chosen, dtype, quick)
     rows = measure_scaling(console, workload)
-    apart = measure_operations(console, operations.workload_for(chosen, dtype, quick), chosen)
+    apart = measure_operations(console, operations.workload_for(chosen, dtype, quick))
     config = replace(QUICK, device=str(chosen)) if quick else default_config(chosen)
     training = run_training(console, config, corpus, seconds, out)
 
@@ -141,11 +139,11 @@ def measure_scaling(console: Console, workload: scaling.ScalingWorkload) -> list
     return rows
 
 
-def measure_operations(console: Console, workload: Workload, device: torch.device) -> dict[str, Any]:
+def measure_operations(console: Console, workload: scaling.ScalingWorkload) -> dict[str, Any]:
     console.rule("where the time of GPT-2's attention goes: standard attention by operation", align="left")
-    cell = operations.measure(workload, device)
+    cell = operations.measure(workload)
     if cell["operations"]["status"] == "ok":
-        console.print(operations_table([cell], "flashtile"))
+        console.print(operations.table([cell], "flashtile"))
     else:
         console.print(f"left out: {cell['operations']['reason']}", markup=False)
     return cell

@@ -34,11 +34,12 @@ from flashtile.learn.io_model.tables import (
     memory_table,
     model_table,
 )
+from flashtile.problems import common
 from flashtile.problems.common import UNLIMITED
-from flashtile.tools.bench.workloads import DTYPES
 from flashtile.tools.commands.options import Device, bad_parameters, console, parse_device
 
 HERE = "here"
+DTYPES = (*(str(dtype).removeprefix("torch.") for dtype in common.DTYPES), FP8)
 MOST, MAX_TOKENS, MAX_COSTED_TOKENS = 2**16, 2**31 - 1, 2**22
 """Upper bounds of options.
 

@@ -6,10 +6,8 @@ import json
 import math
 import os
 import re
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,8 +23,6 @@ WIDTH = 160
 OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator")
 """Parts of torch's out-of-memory messages, which distinguish them from other RuntimeErrors."""
 
-STOPPED = 128 + signal.SIGINT
-"""Exit code of a command that a signal ended early."""
 
 Device = Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu. Default: cuda if present.")]
 ModelDtype = Annotated[str, typer.Option(help="Dtype of the model: auto, bfloat16, float16 or float32.")]
@@ -206,32 +202,6 @@ def progress_bar(to: Console) -> Progress:
     """Return a progress bar. It is shown only on a terminal and disappears when it is full."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     return Progress(*columns, console=to, transient=True, disable=not to.is_terminal)
-
-
-def say(progress: Progress, line: str) -> None:
-    """Print a line of progress unless there is a progress bar. There is none if the output is no terminal."""
-    if progress.disable:
-        progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-@dataclass
-class Stop:
-    """Result of :func:`stops_early`. ``early`` becomes True if a signal ended the ``with`` block."""
-
-    early: bool = False
-
-
-@contextmanager
-def stops_early() -> Iterator[Stop]:
-    """End the ``with`` block at an interrupt (Ctrl-C) or SIGTERM; the program then continues after it."""
-    stop = Stop()
-    former = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield stop
-    except KeyboardInterrupt:
-        stop.early = True
-    finally:
-        signal.signal(signal.SIGTERM, former)
 
 
 def _check_writable(path: Path, there: Path) -> None:

@@ -67,7 +67,7 @@ def profile(
     if not torch.cuda.is_available():
         raise typer.BadParameter("profile measures a GPU, and torch finds none")
 
-    from flashtile.tools.bench import linear_profile
+    from flashtile.tools import linear_profile
 
     for one in models:
         shapes += one.products
@@ -87,13 +87,11 @@ def profile(
     write_table(path, merged(old, tuple(found)))
     typer.echo(f"{len(found)} rows written to {path}")
     if plot is not None:
-        from flashtile.tools.bench.linear_bench import draw_chart
-
-        draw_chart(found[0], plot)
+        linear_profile.draw_chart(found[0], plot)
 
 
 def _compile(shapes: list, x_dtype: torch.dtype, w_dtype: torch.dtype, rows: tuple, jobs: int) -> None:
-    from flashtile.tools.bench.linear_profile import compile_share
+    from flashtile.tools.linear_profile import compile_share
 
     context = multiprocessing.get_context("spawn")
     shares = [

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich.table import Column, Table
+from torch import Tensor
 
 from flashtile import testing
-from flashtile.tools.bench.inputs import make_inputs
-from flashtile.tools.bench.peers import options
-from flashtile.tools.bench.workload import Workload
+from flashtile.problems.common import UNLIMITED
 
 
 @dataclass(frozen=True)
@@ -29,28 +28,63 @@ RESULTS = ("out", "lse", "dq", "dk", "dv")
 GRADIENTS = ("dq", "dk", "dv")
 
 
-def case(
-    name: str, seqlen_q: int = 200, seqlen_k: int = 200, heads: int = 4, heads_kv: int = 4,
-    head_dim: int = 64, batch: int = 2, lengths: tuple[tuple[int, int], ...] | None = None, **more: Any,
-) -> Workload:  # fmt: skip
-    """Return the workload of one case. ``lengths`` has (seqlen_q, seqlen_k) of each packed sequence."""
-    if lengths is not None:
-        batch, seqlen_q, seqlen_k = len(lengths), *map(max, zip(*lengths, strict=True))
-    sizes = (batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim)
-    return Workload(name, "exactness", *sizes, lengths=lengths, **more)
+@dataclass(frozen=True)
+class Case:
+    """One attention call without its data. ``lengths`` has (seqlen_q, seqlen_k) of each packed sequence."""
+
+    name: str
+    seqlen_q: int = 200
+    seqlen_k: int = 200
+    heads: int = 4
+    heads_kv: int = 4
+    head_dim: int = 64
+    lengths: tuple[tuple[int, int], ...] = ()
+    causal: bool = False
+    window_left: int = UNLIMITED
+    softcap: float = 0.0
+    alibi: bool = False
+
+    def tensors(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return random q, k and v: a batch of two, or packed sequences."""
+        rows_q: tuple[int, ...] = (2, self.seqlen_q)
+        rows_k: tuple[int, ...] = (2, self.seqlen_k)
+        if self.lengths:
+            rows_q, rows_k = ((sum(lengths),) for lengths in zip(*self.lengths, strict=True))
+        shapes = ((*rows_q, self.heads), (*rows_k, self.heads_kv), (*rows_k, self.heads_kv))
+        q, k, v = (
+            testing.random_tensor((*shape, self.head_dim), dtype, device, seed=seed)
+            for seed, shape in enumerate(shapes)
+        )
+        return q, k, v
+
+    def options(self, device: torch.device) -> dict[str, Any]:
+        """Return the other arguments of :func:`flashtile.attention`."""
+        found: dict[str, Any] = {
+            "causal": self.causal, "window_size": (self.window_left, UNLIMITED), "softcap": self.softcap
+        }  # fmt: skip
+        if self.alibi:
+            numbers = torch.arange(1, self.heads + 1, device=device)
+            found["alibi_slopes"] = torch.exp2(-8 * numbers / self.heads)
+        if self.lengths:
+            for side, lengths in zip("qk", zip(*self.lengths, strict=True), strict=True):
+                found |= {
+                    f"cu_seqlens_{side}": testing.cu_seqlens(lengths, device),
+                    f"max_seqlen_{side}": max(lengths),
+                }
+        return found
 
 
 CASES = (
-    case("full"),
-    case("causal", causal=True),
-    case("causal, 64 keys", causal=True, window_left=63),
-    case("grouped (8 heads on 2)", heads=8, heads_kv=2, causal=True),
-    case("soft-cap 5", softcap=5.0),
-    case("ALiBi", causal=True, alibi=True),
-    case("113 queries, 257 keys", seqlen_q=113, seqlen_k=257, causal=True),
-    case("head_dim 80", head_dim=80),
-    case("variable lengths", causal=True, lengths=((1, 65), (130, 130), (0, 7), (69, 200))),
-    case(
+    Case("full"),
+    Case("causal", causal=True),
+    Case("causal, 64 keys", causal=True, window_left=63),
+    Case("grouped (8 heads on 2)", heads=8, heads_kv=2, causal=True),
+    Case("soft-cap 5", softcap=5.0),
+    Case("ALiBi", causal=True, alibi=True),
+    Case("113 queries, 257 keys", seqlen_q=113, seqlen_k=257, causal=True),
+    Case("head_dim 80", head_dim=80),
+    Case("variable lengths", causal=True, lengths=((1, 65), (130, 130), (0, 7), (69, 200))),
+    Case(
         "all of these at once", heads=6, heads_kv=2, head_dim=72, causal=True, window_left=90, softcap=10.0,
         alibi=True, lengths=((100, 100), (33, 160)),
     ),
@@ -77,12 +111,12 @@ class Exactness:
         return max((self.errors[r] for r in results), key=lambda bound: bound.error / bound.allowed)
 
 
-def measure(device: torch.device, cases: Sequence[Workload] = CASES) -> Iterator[Exactness]:
+def measure(device: torch.device, cases: Sequence[Case] = CASES) -> Iterator[Exactness]:
     """Yield the errors of both passes of each case, in each dtype, for random dout and dlse."""
     for one in cases:
         for dtype in DTYPES:
-            inputs = make_inputs(replace(one, dtype=dtype), device)
-            report = testing.measure(inputs.q, inputs.k, inputs.v, **options(one, inputs))
+            tensors = one.tensors(getattr(torch, dtype), device)
+            report = testing.measure(*tensors, **one.options(device))
             errors = {
                 comparison.name: bound
                 for comparison in report.comparisons

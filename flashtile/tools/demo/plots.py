@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from flashtile.learn.io_model.tables import format_bytes, format_seconds
-from flashtile.tools.bench.report_charts import INK, as_svg, figure_of, length_axis, operation_bars
+from flashtile.tools.charts import INK, as_svg, figure_of, length_axis, operation_bars
 from flashtile.tools.demo.scaling import Cost, ScalingRow
 
 OURS, THEIRS = "#0072b2", "#b34700"

@@ -15,11 +15,11 @@ import torch
 from flashtile import explain
 from flashtile.hardware import machine
 from flashtile.learn.io_model.tables import format_bytes, format_seconds
-from flashtile.tools.bench.operations import DROP, DROPOUT
-from flashtile.tools.bench.report_page import render
 from flashtile.tools.demo import exactness, operations, plots, scaling
 from flashtile.tools.demo.exactness import Check
+from flashtile.tools.demo.operations import DROP, DROPOUT
 from flashtile.tools.demo.training import Agreement, TrainingConfig, TrainingResult, bits_per_byte
+from flashtile.tools.page import render
 
 LEARNED_BITS = 6.0
 """Maximum bits per byte of the trained model.

@@ -180,10 +180,14 @@ def test_shell_commands_exist(document):
             assert program in {"cd", "curl", "pre-commit", "pytest"}, words
 
 
+FILE = r"(?<![\w/.-])(?:benchmarks|docs/scripts|examples|scripts|tests)/[\w/]+\.py\b"
+"""A program or test of the repository, named by its path from the root."""
+
+
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.name != "CHANGELOG.md"], ids=NAMES.get)
 def test_scripts_in_the_text_exist(document):
     """Except for the changes, which name what there was."""
-    scripts = set(re.findall(r"\b(?:benchmarks|examples|scripts)/[\w/]+\.py\b", document.read_text()))
+    scripts = set(re.findall(FILE, document.read_text()))
     assert [script for script in scripts if not (ROOT / script).exists()] == []
 
 
@@ -231,7 +235,7 @@ def test_measured_speeds_are_those_of_the_linked_run(name):
 
 
 def test_fp8_errors_are_those_of_the_linked_run(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "docs"))
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
     import fp8_tables
 
     text = fp8_tables.PAGE.read_text()
@@ -239,7 +243,7 @@ def test_fp8_errors_are_those_of_the_linked_run(monkeypatch):
 
 
 def test_pictures_of_masks_are_those_of_the_functions(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "docs"))
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
     import mask_pictures
 
     drawn = mask_pictures.pictures()
@@ -249,7 +253,7 @@ def test_pictures_of_masks_are_those_of_the_functions(monkeypatch):
 
 
 def test_the_readme_s_picture_shows_the_measurements(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "docs"))
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
     import speed_picture
 
     assert speed_picture.PICTURE.read_text() == speed_picture.picture()
@@ -278,7 +282,7 @@ def test_every_experiment_says_what_was_decided(path):
 
 def test_rows_of_experiments_have_a_case_each(monkeypatch):
     pytest.importorskip("mkdocs")
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "docs"))
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
     import measured_pages
 
     def cases(*texts: str) -> list[list[str]]:

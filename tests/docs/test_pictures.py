@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "scripts" / "docs"
+SCRIPTS = ROOT / "docs" / "scripts"
 NAMES = sorted({path.stem for path in (SCRIPTS / "pictures").glob("*.py")} - {"__init__", "canvas"})
 
 
@@ -24,7 +24,7 @@ def pictures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_picture_is_what_the_code_draws(pictures, name):
-    """If what it shows has changed: python scripts/docs/draw_pictures.py"""
+    """If what it shows has changed: python docs/scripts/draw_pictures.py"""
     drawn = pictures.files(name)
     assert {file: (pictures.FOLDER / file).read_text() for file in drawn} == drawn
     english, chinese = (ElementTree.fromstring(content) for content in drawn.values())

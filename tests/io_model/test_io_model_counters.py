@@ -10,7 +10,7 @@ import pytest
 import script_runner
 from flashtile.io_model import find_card, kernels
 
-counters = script_runner.load("scripts/docs/counters.py")
+counters = script_runner.load("docs/scripts/counters.py")
 ROOT = Path(__file__).parents[2]
 DOCUMENT = json.loads((ROOT / "benchmarks" / "results" / "2026-11-21-h100-ncu-bytes.json").read_text())
 

@@ -10,14 +10,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import flash_attention_tests
+import original_tests
 import pytest
-
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "scripts"))
-
-import flash_attention_tests  # noqa: E402
-import original_tests  # noqa: E402
-import pytorch_tests  # noqa: E402
+import pytorch_tests
 
 PLAIN = """
 import os, pytest
@@ -367,7 +363,7 @@ def test_a_stopped_run_prints_its_table(tmp_path):
     record = tmp_path / "record.jsonl"
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(record), str(tmp_path)],
-        cwd=ROOT / "scripts",
+        cwd=Path(__file__).parent,
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -1,6 +1,6 @@
 """Draws docs/assets/hopper-schedule.svg: which blocks some programs of the Hopper forward compute, and when.
 
-    python -m scripts.docs.hopper_timeline
+    python docs/scripts/hopper_timeline.py
 
 The order is the kernel's own (``backends/hopper/forward/schedule.py``); time is counted in blocks of keys, as
 ``flashtile.learn.io_model.hopper`` does.

@@ -1,6 +1,6 @@
 """Draws docs/assets/masks/*.svg: the ready masks and modifications of scores, by the functions that run.
 
-    python scripts/docs/mask_pictures.py
+    python docs/scripts/mask_pictures.py
 
 Each picture is 64 queries by 64 keys, with the blocks of 16 by 16 that a block mask makes of
 them: empty ones are not computed, full ones take no mask. A test holds the files to the functions.

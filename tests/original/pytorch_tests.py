@@ -1,9 +1,10 @@
 """Run PyTorch's own test files on flashtile, unmodified.
 
     git clone https://github.com/pytorch/pytorch
-    python scripts/pytorch_tests.py --checkout pytorch --suite sdpa --sample 400 --limit 120
-    python scripts/pytorch_tests.py --checkout pytorch --suite flex --shard 1/4 --seconds 540 --out 1.jsonl
-    python scripts/pytorch_tests.py --add 1.jsonl 2.jsonl 3.jsonl 4.jsonl
+    python tests/original/pytorch_tests.py --checkout pytorch --suite sdpa --sample 400 --limit 120
+    python tests/original/pytorch_tests.py --checkout pytorch --suite flex --shard 1/4 \
+        --seconds 540 --out 1.jsonl
+    python tests/original/pytorch_tests.py --add 1.jsonl 2.jsonl 3.jsonl 4.jsonl
 
 | suite | file in test/ | computed by flashtile |
 |---|---|---|

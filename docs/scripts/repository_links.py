@@ -16,6 +16,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
+IN_SITE, NOT_IN_SITE = "docs/", "docs/scripts/"
+"""Folder of the pages, and the folder in it that the site excludes. Its files are shown as those outside."""
+
 LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)\s]*)?\))")
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".sh": "bash", ".jinja": "jinja"}
 
@@ -27,8 +30,8 @@ def site_path(path: str) -> str | None:
     """Where a file of the repository (by its path from the root) lies in the site; None if nowhere."""
     if path == "README.md":
         return "index.md"
-    if path.startswith("docs/"):
-        return path.removeprefix("docs/")
+    if _is_page_or_asset(path):
+        return path.removeprefix(IN_SITE)
     if path.endswith(".md"):
         return TRANSLATIONS.get(path, path.lower())
     if path.startswith("benchmarks/results/experiments/"):
@@ -36,6 +39,10 @@ def site_path(path: str) -> str | None:
     if path.endswith(".json"):
         return path
     return f"source/{path}.md" if Path(path).suffix in (*LANGUAGES, "") else None
+
+
+def _is_page_or_asset(path: str) -> bool:
+    return path.startswith(IN_SITE) and not path.startswith(NOT_IN_SITE)
 
 
 def rewrite(markdown: str, path: str) -> str:
@@ -60,7 +67,8 @@ def linked_files(root: Path, pages: list[str]) -> set[str]:
         page = pages.pop()
         for _, link, _ in LINK.findall((root / page).read_text()):
             target = os.path.normpath(os.path.join(os.path.dirname(page), link))
-            if target.startswith(("docs/", "..")) or target in found or not (root / target).is_file():
+            inside = _is_page_or_asset(target) or target.startswith("..")
+            if inside or target in found or not (root / target).is_file():
                 continue
             found.add(target)
             if target.endswith(".md"):

@@ -1,6 +1,6 @@
 """Write the tables of docs/guides/fp8.md from the measurements of errors and gradients that it links to.
 
-    python scripts/docs/fp8_tables.py
+    python docs/scripts/fp8_tables.py
 
 A table stands between ``<!-- NAME -->`` and ``<!-- /NAME -->``; a test holds the page to this.
 """

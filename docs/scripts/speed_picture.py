@@ -1,6 +1,6 @@
 """Draws docs/assets/speed.svg for the README: TFLOP/s of flashtile and its peers, from committed JSON.
 
-    python scripts/docs/speed_picture.py
+    python docs/scripts/speed_picture.py
 
 The SVG is written out directly, so that the same JSON gives the same bytes with any release of any plotting
 library; a test holds the file to this. Its greys can be read on light and on dark pages.

@@ -1,10 +1,10 @@
 """Run FlashAttention's own test files on flashtile, unmodified.
 
     git clone https://github.com/Dao-AILab/flash-attention
-    python scripts/flash_attention_tests.py --checkout flash-attention --suite 2 --sample 300
-    python scripts/flash_attention_tests.py --checkout flash-attention --suite 3 --sample 3000 --group 8 \
-        --jobs 8 --seconds 540 --out 1.jsonl    # the same command goes on
-    python scripts/flash_attention_tests.py --add 1.jsonl 2.jsonl
+    python tests/original/flash_attention_tests.py --checkout flash-attention --suite 2 --sample 300
+    python tests/original/flash_attention_tests.py --checkout flash-attention --suite 3 --sample 3000 \
+        --group 8 --jobs 8 --seconds 540 --out 1.jsonl    # the same command goes on
+    python tests/original/flash_attention_tests.py --add 1.jsonl 2.jsonl
 
 The files import flashtile under FlashAttention's names (``flashtile.compat.install_as_flash_attn``). They
 need einops. All their tensors are on the device "cuda". Without a GPU this script creates them on the CPU

@@ -32,7 +32,8 @@ from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 WITHOUT = "fails without flashtile"
 OUTCOMES = ("passed", "failed", "refused", WITHOUT, "skipped", "not run")
 """Outcomes of a case.
@@ -60,7 +61,7 @@ class Suite:
     Args:
         folder: the folder in which pytest runs, for example the checkout.
         files: arguments of pytest that name the files, relative to ``folder``.
-        plugin: module in ``scripts`` that is a pytest plugin and prepares each process, or "" for none.
+        plugin: module next to this one that is a pytest plugin and prepares each process, or "" for none.
         arguments: further arguments of pytest, for example ``-k EXPRESSION``.
         environment: further environment variables of each process.
         other_subjects: test functions that cannot say anything about flashtile, with reasons. A key is a
@@ -92,7 +93,7 @@ class Suite:
         command += [*self.arguments, *arguments, *self.files]
         # Pytest does not put the folder of a file in a package on the path, but its helpers may be there.
         helpers = sorted({str((self.folder / file).parent) for file in self.files})
-        paths = [str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", ""), *helpers]
+        paths = [str(HERE), str(ROOT), os.environ.get("PYTHONPATH", ""), *helpers]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | self.environment
         with output.open("wb") as file:
@@ -265,7 +266,7 @@ def _judged(failure: pytest.ExceptionInfo[BaseException], report: Any) -> tuple[
 
 
 def _is_ours(path: Path) -> bool:
-    return (SCRIPTS.parent / "flashtile") in path.parents
+    return (ROOT / "flashtile") in path.parents
 
 
 # The process that chooses cases and counts their results

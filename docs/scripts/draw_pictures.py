@@ -1,6 +1,6 @@
 """Draws docs/assets/pictures/ from the library's own schedules, traces and tables, in English and in Chinese.
 
-    python scripts/docs/draw_pictures.py
+    python docs/scripts/draw_pictures.py
 
 Each picture is a module of ``pictures``. A test holds the files to what is drawn.
 """

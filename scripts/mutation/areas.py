@@ -130,7 +130,6 @@ TESTS = (
     *(f"tests/{folder}/*" for folder in ("attn", "compilation", "decode", "engine", "fp8", "integrations")),
     *(f"tests/{folder}/*" for folder in ("kv_cache", "linear", "masks", "op", "parallel")),
     *(f"tests/backends/test_{name}*" for name in ("[!c]", "compare", "cpu", "compile_")),
-    "tests/benchmarks/test_flash1_loops.py",
     "tests/docs/test_examples.py",
     "tests/test_[!m]*.py",
 )

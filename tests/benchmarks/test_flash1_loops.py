@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,11 +12,13 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.suite import contestants, runner, workloads
+from benchmarks.suite.flash1 import Flash1Launch
 from benchmarks.suite.gate import Oracle
 from benchmarks.suite.inputs import make_inputs
 from benchmarks.suite.peers import LoopsOfFlash1
 from flashtile import testing
-from flashtile.backends.portable.flash1 import Flash1Launch
+from flashtile.backends.common.compile_cases import case_of, launches_of
+from flashtile.backends.common.compile_report import report
 from flashtile.reference import attention as reference
 
 CALLS = {
@@ -53,6 +57,17 @@ def test_it_is_exact(call):
         assert out.shape == exact.shape
         comparison = testing.compare("out", out, exact, plain, factor=testing.FACTORS["out"])
         assert comparison.holds, str(comparison)
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_it_compiles_without_spills(head_dim):
+    q = torch.empty(2, 4096, 8, head_dim, dtype=torch.bfloat16, device="meta")
+    (launched,) = launches_of((9, 0), partial(Flash1Launch(True, 1.0), q, q, q))
+    found = report(case_of(launched, f"flash1 head_dim {head_dim}"), "sm_90a")
+    assert found.violations == []
+    assert "wgmma" in found.tensor_core
 
 
 def test_it_refuses_what_it_would_compute_wrongly():

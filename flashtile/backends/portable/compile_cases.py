@@ -29,7 +29,6 @@ from flashtile.backends.portable.config import (
     row_for,
     row_with_functions,
 )
-from flashtile.backends.portable.flash1 import Flash1Launch, config_of
 from flashtile.backends.portable.weights.launch import WeightsLaunch, of_forward
 from flashtile.problems.attention import OptionalTensors, Problem, WeightsProblem
 from flashtile.problems.masks import LISTS, Mods
@@ -125,16 +124,10 @@ _Extras: Any = namedtuple("_Extras", (*OptionalTensors._fields, *CAPTURED, *LIST
 def compile_cases(arch: str) -> Iterator[CompileCase]:
     """Yield the compile cases of the portable attention kernels, with the tile sizes for ``arch``.
 
-    The cases include attention weights, FlashAttention-1, the all-reduce, and score and mask functions.
+    The cases include attention weights, the all-reduce, and score and mask functions.
     """
     capability = divmod(architecture(arch).capability, 10)
     yield from _plain_cases(capability)
-    for head_dim in (64, 128):
-        for name, causal in (("full", False), ("causal", True)):
-            q = meta(2, 4096, 8, head_dim, dtype=torch.bfloat16)
-            (launched,) = launches_of(capability, partial(Flash1Launch(causal, 1.0), q, q, q))
-            budget = config_of(2, head_dim).spill_budget
-            yield case_of(launched, f"flash1 bf16 head_dim {head_dim} {name}", spill_budget=budget)
     if capability >= dependent_launch.CAPABILITY:
         for name, words, ending in (("1 row", 2048, all_reduce.SUM), ("join", 2**17, all_reduce.JOIN)):
             yield _all_reduce_case(f"all-reduce bf16 {name}", words, ending.value)

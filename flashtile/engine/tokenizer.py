@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import functools
+import itertools
 import json
 import re
 from abc import ABC, abstractmethod
@@ -40,42 +41,39 @@ BYTE_OF = _characters_of_bytes()
 
 
 class TextStream:
-    """Incremental decoding: a window of the last tokens is decoded with and without the newest.
+    """Incremental decoding of the tokens after ``before``.
 
-    The difference is the new text. A decoder may treat the first token of a text specially, so the window
-    begins some tokens earlier. It moves forward whenever there is new text.
+    Tokens that stand for bytes pass through one UTF-8 decoder, which holds back the bytes of an incomplete
+    character. The text of other tokens may depend on the tokens before them; a text's first token, for
+    example, may lose its space. So a window of the last tokens is decoded with and without the new token.
     """
 
-    CONTEXT = 5
-    UNFINISHED = "\ufffd"
-    MAX_WAITING = 16  # limit of tokens that wait for text, since each step decodes all of them
+    CONTEXT = 5  # more than the bytes of a character, so that one that ``before`` begins is completed
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int], skip_special_tokens: bool):
         self.tokenizer, self.skip = tokenizer, skip_special_tokens
-        self.window = list(before[-self.CONTEXT :])
-        self.shown = self._text()
-        self.read = len(self.window)
-
-    def _text(self) -> str:
-        return self.tokenizer.decode(self.window, self.skip)
+        self.window: list[int] = []
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        shown = (token for token in reversed(before) if tokenizer.fixed_bytes(token, self.skip) != b"")
+        for token in reversed(list(itertools.islice(shown, self.CONTEXT))):
+            self.step(token)
 
     def step(self, token: int) -> str:
         """Append a token and return the new text. Bytes of an incomplete character are held back."""
-        self.window.append(token)
-        text, waiting = self._text(), len(self.window) - self.read
-        new = text[len(self.shown) :]
-        if (not new or text.endswith(self.UNFINISHED)) and waiting < self.MAX_WAITING:
+        data = self.tokenizer.fixed_bytes(token, self.skip)
+        if data == b"":
             return ""
-        if text == self.shown:  # MAX_WAITING tokens without text, such as special tokens
-            del self.window[self.read :]
-            return ""
-        del self.window[: self.read]
-        self.read, self.shown = len(self.window), self._text()
+        if data is not None:
+            new = self.decoder.decode(data)
+        else:
+            before = self.tokenizer.decode(self.window, self.skip)
+            new = self.flush() + self.tokenizer.decode([*self.window, token], self.skip)[len(before) :]
+        self.window = [*self.window[1 - self.CONTEXT :], token]
         return new
 
     def flush(self) -> str:
-        """Return the text that was held back, with replacement characters where bytes are missing."""
-        return self._text()[len(self.shown) :]
+        """Return a replacement character if bytes of an incomplete character were held back."""
+        return self.decoder.decode(b"", final=True)
 
 
 class Tokenizer(ABC):
@@ -109,8 +107,17 @@ class Tokenizer(ABC):
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
     @abstractmethod
+    def fixed_bytes(self, token: int, skip_special_tokens: bool = False) -> bytes | None:
+        """Return the bytes that a token adds to every text. None: they depend on the tokens before it."""
+
     def token_bytes(self, token: int) -> bytes:
         """Return the UTF-8 bytes that a token adds to a text, maybe part of a character; b"" if unknown."""
+        data = self.fixed_bytes(token)
+        if data is None:
+            # A decoder may treat the first token of a text specially. Use the text that a second copy adds.
+            once, twice = (self.decode([token] * count, False) for count in (1, 2))
+            data = twice[len(once) :].encode()
+        return data
 
     def spell(self, token: int) -> str:
         """Return a token as text, or in OpenAI's form ``bytes:\\xe2\\x98`` if it is part of a character."""
@@ -198,22 +205,8 @@ class ByteTokenizer(Tokenizer):
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
-    def token_bytes(self, token: int) -> bytes:
+    def fixed_bytes(self, token: int, skip_special_tokens: bool = False) -> bytes | None:
         return bytes([token]) if token < 256 else b""
-
-    def stream(self, before: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
-        return _ByteStream()
-
-
-class _ByteStream(TextStream):
-    def __init__(self) -> None:
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def step(self, token: int) -> str:
-        return self.decoder.decode(bytes([token])) if token < 256 else ""
-
-    def flush(self) -> str:
-        return self.decoder.decode(b"", final=True)
 
 
 class FastTokenizer(Tokenizer):
@@ -248,7 +241,12 @@ class FastTokenizer(Tokenizer):
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.loaded.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
-    def token_bytes(self, token: int) -> bytes:
+    def fixed_bytes(self, token: int, skip_special_tokens: bool = False) -> bytes | None:
+        if token not in self._fixed:
+            self._fixed[token] = self._bytes_of(token)
+        return b"" if skip_special_tokens and token in self._special else self._fixed[token]
+
+    def _bytes_of(self, token: int) -> bytes | None:
         text = self.loaded.id_to_token(token)
         if text is None:
             return b""
@@ -256,9 +254,16 @@ class FastTokenizer(Tokenizer):
             return bytes(BYTE_OF[character] for character in text)
         if "ByteFallback" in self.decoders and re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
             return bytes.fromhex(text[3:5])
-        # A decoder may treat the first token of a text specially. Use the text that a second copy adds.
-        once, twice = (self.decode([token] * count, False) for count in (1, 2))
-        return twice[len(once) :].encode()
+        return None
+
+    @functools.cached_property
+    def _fixed(self) -> dict[int, bytes | None]:
+        return {}
+
+    @functools.cached_property
+    def _special(self) -> set[int]:
+        added = self.loaded.get_added_tokens_decoder()
+        return {token for token, one in added.items() if one.special}
 
     @functools.cached_property
     def decoders(self) -> set[str]:

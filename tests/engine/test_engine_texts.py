@@ -157,12 +157,35 @@ def test_streams_of_tokenizers_say_what_decoding_says(words):
     reader = Detokenizer(tokenizer, before)
     reader.read(snowman[:2])
     assert reader.text == ""
-    reader.finish()
-    assert reader.text == tokenizer.decode(before + snowman[:2])[len(tokenizer.decode(before)) :]
-    assert "\ufffd" in reader.text
-    reader = Detokenizer(ByteTokenizer(), [])
-    reader.read([0xE2, 0x98])
-    assert reader.text == ""
+    for _ in range(2):  # an answer is finished with each later output of its request
+        reader.finish()
+        assert reader.text == "\ufffd"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+@pytest.mark.parametrize(
+    ("before", "answer", "cut", "text"),
+    [
+        ("😀😀", "😀ok", 0, "😀ok"),
+        ("你好，世", "界和平", 0, "界和平"),
+        ("Hi🌶", " x", 3, "🌶 x"),  # the answer begins within the character
+        ("Hi🌶", "", 1, "\ufffd"),
+        ("Hi🌶", "🌶", 4, "🌶🌶"),
+    ],
+)
+def test_a_prompt_may_end_with_bytes_or_within_a_character(words, kind, before, answer, cut, text):
+    """``cut`` is the number of bytes of the prompt's last character that belong to the answer."""
+    tokenizer = load_tokenizer(words) if kind == "words" else ByteTokenizer()
+    tokens = tokenizer.encode(before + answer)
+    begin = len(tokenizer.encode(before)) - cut
+    prompt, tokens = tokens[:begin], tokens[begin:]
+    if text == "\ufffd":
+        prompt, tokens = prompt[:-2], prompt[-2:]
+    stream = tokenizer.stream(prompt)
+    assert "".join(map(stream.step, tokens)) + stream.flush() == text
+    if "\ufffd" not in text:
+        reader = Detokenizer(tokenizer, prompt, stops=[text[0]])
+        assert (reader.read(tokens), reader.text) == (text[0], "")
 
 
 class Pieces:
@@ -222,12 +245,9 @@ def test_tokens_that_never_become_text_are_not_decoded_again_and_again(words, to
     tokenizer = load_tokenizer(words)
     stream = tokenizer.stream(tokenizer.encode("the quick"))
     token = tokenizer.loaded.token_to_id(token)
-    pieces = [stream.step(token) for _ in range(200)]
-    assert pieces[: stream.MAX_WAITING] == [""] * (stream.MAX_WAITING - 1) + [stream.MAX_WAITING * text]
-    shown = "".join(pieces)
-    assert len(stream.window) < 40
-    fox = tokenizer.encode("fox")
-    assert shown + "".join(map(stream.step, fox)) + stream.flush() == 200 * text + " fox"
+    assert [stream.step(token) for _ in range(200)] == [text] * 200
+    assert len(stream.window) <= stream.CONTEXT
+    assert "".join(map(stream.step, tokenizer.encode("fox"))) + stream.flush() == " fox"
 
 
 def test_tokens_beyond_the_bytes_have_no_text():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import functools
 import itertools
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -210,20 +211,25 @@ class ByteTokenizer(Tokenizer):
 
 
 class FastTokenizer(Tokenizer):
-    """The tokenizer in tokenizer.json, run by the ``tokenizers`` package."""
+    """The tokenizer in tokenizer.json, run by the ``tokenizers`` package.
 
-    def __init__(self, folder: Path):
+    Args:
+        max_tokens: number of tokens that the model has embeddings for. Added tokens beyond it are left out, so
+            a prompt that contains one has its letters. Gemma 3's tokenizer has one for images, for example.
+    """
+
+    def __init__(self, folder: Path, max_tokens: int | None = None):
         from tokenizers import Tokenizer as Loaded
 
         path = folder / "tokenizer.json"
-        try:
+        with _rust_errors(ConfigError, f"{path} is not a tokenizer"):
             self.loaded = Loaded.from_file(str(path))
+            added = self.loaded.get_added_tokens_decoder()
+            if max_tokens is not None and max(added, default=0) >= max_tokens:
+                content = json.loads(self.loaded.to_str())
+                content["added_tokens"] = [one for one in content["added_tokens"] if one["id"] < max_tokens]
+                self.loaded = Loaded.from_str(json.dumps(content))
             self.loaded.encode("")  # fails if special tokens are missing from the vocabulary
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        # The package raises bare Exceptions. Its Rust code panics with a BaseException that is no Exception.
-        except BaseException as error:
-            raise ConfigError(f"{path} is not a tokenizer: {error}") from None
         self.loaded.no_truncation()  # training may have left truncation and padding in the file
         self.loaded.no_padding()
         self.vocab_size = self.loaded.get_vocab_size(with_added_tokens=True)
@@ -236,10 +242,12 @@ class FastTokenizer(Tokenizer):
         self.chat_templates = _chat_templates(folder, config)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self.loaded.encode(text, add_special_tokens=add_special_tokens).ids
+        with _rust_errors(ValueError, "prompt must be a text that the tokenizer can encode"):
+            return self.loaded.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self.loaded.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        with _rust_errors(ValueError, "tokens must be decodable"):
+            return self.loaded.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def fixed_bytes(self, token: int, skip_special_tokens: bool = False) -> bytes | None:
         if token not in self._fixed:
@@ -275,8 +283,22 @@ class FastTokenizer(Tokenizer):
         return {one["type"] for one in found}
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer of a model's folder.
+@contextlib.contextmanager
+def _rust_errors(kind: type[Exception], message: str) -> Iterator[None]:
+    """Turn errors of the ``tokenizers`` package into errors of a kind.
+
+    The package raises bare Exceptions. Its Rust code panics with a BaseException that is no Exception.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise kind(f"{message}: {error!s:.200}") from None
+
+
+def load_tokenizer(folder: Path, max_tokens: int | None = None) -> Tokenizer:
+    """Load the tokenizer of a model's folder. ``max_tokens``: see :class:`FastTokenizer`.
 
     Raises:
         FileNotFoundError: there is no tokenizer.json.
@@ -289,7 +311,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise FileNotFoundError(
             f"{folder} has no tokenizer.json (give tokenizer=, or skip_tokenizer_init=True)"
         )
-    return FastTokenizer(folder)
+    return FastTokenizer(folder, max_tokens)
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:

@@ -115,8 +115,8 @@ def shown(value: Any) -> str:
     return f"{_short.repr(value):.60}"
 
 
-def wrong(name: str, allowed: str, value: Any, code: str = "invalid_value") -> ApiError:
-    return ApiError(f"{name} must be {allowed}, got {shown(value)}", name, code=code)
+def wrong(name: str, allowed: str, value: Any) -> ApiError:
+    return ApiError(f"{name} must be {allowed}, got {shown(value)}", name, code="invalid_value")
 
 
 def unsupported(name: str, when: str = " with use_beam_search") -> ApiError:

@@ -33,7 +33,7 @@ analysis: <|channel|> "analysis" <|message|> /(?s:.*)/ <|end|> <|start|> "assist
 """
 """Grammar of an answer of gpt-oss to a prompt that ends with ``<|start|>assistant``."""
 NOT_CONTINUED = "structured_outputs could not be continued"
-"""Beginning of the error of an answer whose matcher reached a limit, as that of a grammar without an end does."""
+"""Beginning of the error of an answer whose matcher reached a limit, as in a grammar that cannot end."""
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
 """The beginning of a rule in llama.cpp's GBNF."""
 STACK_BYTES = 2**29

@@ -24,6 +24,10 @@ PLAIN_CHAT = (
 )
 """Chat template of byte-level models, which have none of their own."""
 
+END_MARK = "END_OF_FINAL_MESSAGE "
+"""Text that is appended to the last message with ``continue_final_message``, to find the message's end in the
+prompt. A template that strips messages removes its space."""
+
 SHORT = 8
 """A text of at most this many characters per allowed token is encoded without a check of its length."""
 PIECE, MARGIN = 2**14, 64
@@ -177,6 +181,8 @@ class Tokenizer(ABC):
         messages = [_checked_message(message) for message in messages]
         if not messages:
             raise ValueError("messages must not be empty, got []")
+        if continue_final_message:
+            messages[-1]["content"] += END_MARK
         shown = {
             "messages": messages,
             "tools": list(tools) if tools else None,
@@ -184,13 +190,16 @@ class Tokenizer(ABC):
         }
         text = render(template, {**self.special_tokens, "documents": None, **variables, **shown})
         if continue_final_message:
-            last = messages[-1]["content"].strip()
-            if last not in text:
+            mark = END_MARK.rstrip()
+            text, found, after = text.rpartition(mark)
+            if not found:
                 raise ValueError(
                     "continue_final_message must be False if the template does not render the last message "
                     "as given, got True"
                 )
-            text = text[: text.rindex(last) + len(last)]
+            if not after.startswith(END_MARK[len(mark) :]):  # the template strips messages
+                content = messages[-1]["content"].removesuffix(END_MARK)
+                text = text.removesuffix(content[len(content.rstrip()) :])
         return text
 
 
@@ -214,8 +223,8 @@ class FastTokenizer(Tokenizer):
     """The tokenizer in tokenizer.json, run by the ``tokenizers`` package.
 
     Args:
-        max_tokens: number of tokens that the model has embeddings for. Added tokens beyond it are left out, so
-            a prompt that contains one has its letters. Gemma 3's tokenizer has one for images, for example.
+        max_tokens: number of tokens that the model has embeddings for. Added tokens beyond it are left out,
+            for example the one for images in Gemma 3's tokenizer. Their texts are read as any other text.
     """
 
     def __init__(self, folder: Path, max_tokens: int | None = None):
@@ -359,17 +368,18 @@ def _checked_message(message: Any) -> dict[str, Any]:
 
 
 def _with_object_arguments(call: Any) -> Any:
-    """Return a tool call whose arguments are an object, from OpenAI's form, in which they are a JSON text."""
+    """Return a tool call whose arguments are an object, from OpenAI's form, in which they are a JSON text.
+
+    Arguments that are no object become an empty one. Models write such calls, and clients send them back.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
+            arguments = json.loads(arguments, strict=False)  # models write line breaks within strings
         except (ValueError, RecursionError):
             arguments = None
-        if not isinstance(arguments, dict):
-            got = f"got {function['arguments']!r:.60}"
-            raise ValueError(f"messages must have a JSON object as arguments of tool_calls, {got}")
-    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+    arguments = arguments if isinstance(arguments, Mapping) else {}
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -294,9 +294,6 @@ def test_chat_templates(words, llm):
     user = {"role": "user", "content": "hi"}
     parts = {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}
     assert tokenizer.apply_chat_template([user]) == tokenizer.apply_chat_template([parts]) == "<s>[user]hi[a]"
-    half = [user, {"role": "a", "content": "so far "}]
-    text = tokenizer.apply_chat_template(half, add_generation_prompt=False, continue_final_message=True)
-    assert text == "<s>[user]hi[a]so far"
     for messages, template, message in [
         ([], None, "must not be empty"),
         ([{"content": "x"}], None, "dicts with a role"),
@@ -375,6 +372,23 @@ def test_templates_that_mark_what_is_trained_on():
     assert ByteTokenizer().apply_chat_template([{"role": "user", "content": "hi"}], template) == "hi"
 
 
+@pytest.mark.parametrize("content", ["so far ", "```python\n", "", "<", "end", "|", None, "<|im_end|>\n"])
+@pytest.mark.parametrize("strips", [False, True])
+def test_a_prompt_ends_within_the_last_message_to_continue_it(content, strips):
+    """Also if the message is part of the template's own text, or ends with white space that it keeps."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content "
+        + "| trim " * strips
+        + "}}<|im_end|>\n{% endfor %}"
+    )
+    chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+    text = ByteTokenizer().apply_chat_template(chat, template, False, continue_final_message=True)
+    shown = (content or "").strip() if strips else content or ""
+    assert text == f"<|im_start|>user\n{shown}<|im_end|>\n<|im_start|>assistant\n{shown}"
+    with pytest.raises(ValueError, match="continue_final_message must be False if the template does not"):
+        ByteTokenizer().apply_chat_template(chat, "{{ messages[0].content }}", False, True)
+
+
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": "\u00e9", "b": [1]}'}}
 
 
@@ -385,13 +399,12 @@ def test_tool_calls_have_objects_as_arguments():
     tokenizer = ByteTokenizer()
     assert tokenizer.apply_chat_template([message], template) == '{"a": "é", "b": [1]}'
     assert isinstance(CALL["function"]["arguments"], str)  # the caller's is left as it is
-    for given, shown in [("", "{}"), (None, "{}"), ({"x": 1}, '{"x": 1}'), ("[1]", None), ("{", None)]:
+    malformed = ('{"a": "b', '{"a": "he said "b""}', "[1]", "none", "", "null", "[" * 10**5, None, 3, [1])
+    for given, shown in [({"x": 1}, '{"x": 1}'), ('{"x": "a\nb"}', '{"x": "a\\nb"}')] + [
+        (one, "{}") for one in malformed
+    ]:
         message["tool_calls"] = [{**CALL, "function": {"name": "f", "arguments": given}}]
-        if shown is None:
-            with pytest.raises(ValueError, match="a JSON object as arguments of tool_calls, got"):
-                tokenizer.apply_chat_template([message], template)
-        else:
-            assert tokenizer.apply_chat_template([message], template) == shown
+        assert tokenizer.apply_chat_template([message], template) == shown
 
 
 def test_templates_by_name(words, tmp_path):

@@ -121,7 +121,7 @@ def test_a_panic_of_the_tokenizer_is_an_error(tmp_path: Path) -> None:
     loaded.pre_tokenizer = tokenizers.pre_tokenizers.Split(expression, "isolated")
     loaded.normalizer = tokenizers.normalizers.Replace(expression, "b")
     loaded.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match="prompt must be a text that the tokenizer can encode: .*Regex"):
+    with pytest.raises(ValueError, match="prompt must be a text that the tokenizer can encode: "):
         load_tokenizer(tmp_path).encode("a" * 40 + "b")
 
 

@@ -220,7 +220,7 @@ class Service:
             raise refused(error, (param,), param) from None
 
     def too_long(self, param: str, allowed: str, got: object) -> ApiError:
-        """Return the error for more tokens than the model takes, in words by which OpenAI's clients know it."""
+        """Return the error for too many tokens, in the words that OpenAI's clients look for."""
         longest = f"This model's maximum context length is {self.engine.max_model_len} tokens"
         message = f"{longest}: {param} must be {allowed}, got {got}"
         return ApiError(message, param, code="context_length_exceeded")

@@ -415,8 +415,10 @@ class Engine:
         if sequence.detokenizer is None:
             assert self.tokenizer is not None
             request, params = sequence.request, sequence.request.params
-            settings = params.skip_special_tokens, tuple(params.stops), params.include_stop_str_in_output
-            sequence.detokenizer = Detokenizer(self.tokenizer, request.prompt_token_ids, *settings)
+            sequence.detokenizer = Detokenizer(
+                self.tokenizer, request.prompt_token_ids, params.skip_special_tokens, tuple(params.stops),
+                params.include_stop_str_in_output, params.reasoning,
+            )  # fmt: skip
         return sequence.detokenizer
 
     def _read_text(self, sequence: Sequence, end: int | None = None, search: bool = False) -> str | None:

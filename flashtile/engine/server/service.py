@@ -203,10 +203,11 @@ class Service:
     def _prepare(self, call: CompletionCall | ChatCall) -> list[TokenizedPrompt]:
         if isinstance(call, ChatCall):
             text, params = self.render(call.conversation), call.params
-            if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-                separate = call.conversation.separate_reasoning
-                form = self.formats.reasoning_form(text) if separate else None
-                params.structured_outputs = {**params.structured_outputs, "reasoning": form}
+            if isinstance(params, SamplingParams) and call.conversation.separate_reasoning:
+                params.reasoning = self.formats.reasoning_form(text)
+                if params.structured_outputs is not None:
+                    structure = {**params.structured_outputs, "reasoning": params.reasoning}
+                    params.structured_outputs = structure
             return [self._tokenized(call, "messages", text)]
         return [self._tokenized(call, "prompt", prompt) for prompt in call.prompts]
 

@@ -87,7 +87,8 @@ class SamplingParams:
             request at a time, so they slow the engine down.
         extra_args: not supported.
         reasoning: form of reasoning before the content, as in ``structured_outputs``. ``stop`` is looked for
-            in the content only. If the form's markers are special tokens, ``skip_special_tokens`` must be False.
+            in the content only. Its markers must be in the text, so ``skip_special_tokens`` may have to be
+            False.
 
     Raises:
         TypeError, ValueError, NotImplementedError: an argument is invalid or not supported.

@@ -240,6 +240,40 @@ def test_stop_texts_that_ended_before_the_search_are_not_found():
     assert (reader.read(["a", "b"]), reader.text) == ("ab", "xabc")
 
 
+HEADER = "<|channel|>{}<|message|>"
+ANALYSIS, FINAL = HEADER.format("analysis"), HEADER.format("final")
+
+
+@pytest.mark.parametrize(
+    ("form", "stop", "before", "after"),
+    [
+        (None, ".", "<think>a", "</think>b"),
+        ("think", ".", "<think>a.</think>\n\nb", "c"),
+        ("think", "\n\n", "<think>a\n\n</think>\n\nb", "c"),
+        ("think", "a", " \n<think>a", None),
+        ("think", ".", "b", "c"),
+        ("think", "<th", "", "ing>"),
+        ("think", "\n", "", "b"),
+        ("begun", ".", "a.</think>b", "c"),
+        ("begun", ".", "a.</thinking>b.c", None),
+        ("harmony", ".", f"{ANALYSIS}a.<|end|><|start|>assistant{FINAL}b", "c"),
+        ("harmony", "final", f"{ANALYSIS}a<|end|><|start|>assistant{FINAL}b", None),
+        ("harmony", ".", f"{FINAL}b<|end|>{ANALYSIS}a.<|return|>{FINAL}c", ""),
+        ("harmony", ".", " to=functions.f<|channel|>json<|message|>{1", "2}"),
+        ("harmony", ".", "<|message|>b", "c"),
+        ("harmony", ".", "totals", ""),
+        ("harmony", ".", "<|" + "x" * 300, ""),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 3])
+def test_stop_texts_are_looked_for_after_the_reasoning(form, stop, before, after, size):
+    """``after``: the text after the stop text that is found. None: none is found in the text ``before``."""
+    text = before if after is None else before + stop + after
+    reader = Detokenizer(Pieces(), [], stops=[stop], reasoning=form)
+    found = reader.read([text[i : i + size] for i in range(0, len(text), size)])
+    assert (found, reader.text) == (None if after is None else stop, before)
+
+
 @pytest.mark.parametrize(("token", "text"), [("<0x80>", "\ufffd"), ("</s>", "")])
 def test_tokens_that_never_become_text_are_not_decoded_again_and_again(words, token, text):
     tokenizer = load_tokenizer(words)

@@ -6,8 +6,8 @@ text. The result does not depend on how the text is cut into pieces, so a stream
 Text that does not have the form of a call becomes content. The arguments of a call are passed on as the model
 writes them, while it writes them. They are JSON only if the model writes JSON, and ``{}`` if it writes none.
 
-If its length or a stop text cuts an answer, the last text may depend on text that is missing: the beginning of a
-marker, of a header, or of a call before its arguments. Such text is left out.
+If its length or a stop text cuts an answer, the last text may depend on text that is missing: a part of a
+marker or a header, or a call before its arguments. Such text is left out.
 """
 
 from __future__ import annotations

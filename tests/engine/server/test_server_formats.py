@@ -132,7 +132,7 @@ def make_parser(formats, calls=True, max_calls=None, reasoning=True, prompt="", 
 
 
 def parsed(formats, pieces, cut=False, **options):
-    """(content, reasoning, calls), each made of what the pieces gave. ``cut``: not by the model's end token."""
+    """(content, reasoning, calls), each made of what the pieces gave. ``cut``: not ended by the model."""
     parser = make_parser(formats, **options)
     content, reasoning, calls = "", "", []
     for i, piece in enumerate(pieces):

@@ -193,7 +193,7 @@ class Service:
         if name in call.fields or isinstance(call, CompletionCall):
             assert params.max_tokens is not None
             if params.max_tokens > room:
-                raise self.too_long(name, f"at most {room} after {longest} tokens", params.max_tokens)
+                raise self.too_long(name, f"at most {room} after a prompt of {longest}", params.max_tokens)
             return
         if manager.window_left < 0:  # with a window, the cache does not grow with the length
             pool = manager.pool
@@ -223,7 +223,7 @@ class Service:
     def too_long(self, param: str, allowed: str, got: object) -> ApiError:
         """Return the error for too many tokens, in the words that OpenAI's clients look for."""
         longest = f"This model's maximum context length is {self.engine.max_model_len} tokens"
-        message = f"{longest}: {param} must be {allowed}, got {got}"
+        message = f"{longest}, so the prompt is too long: {param} must be {allowed}, got {got}"
         return ApiError(message, param, code="context_length_exceeded")
 
     def _tokenized(self, call: ApiCall, param: str, prompt: str | list[int]) -> TokenizedPrompt:

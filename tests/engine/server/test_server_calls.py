@@ -393,7 +393,8 @@ def test_an_error_has_its_status_and_names_the_field(server, path, fields, statu
     assert set(body) == {"error"}
     assert (body["error"]["param"], body["error"]["code"]) == (param, code)
     if code == "context_length_exceeded":  # clients that fall back to another model look for these words
-        assert "This model's maximum context length is 4096 tokens" in body["error"]["message"]
+        begin = "This model's maximum context length is 4096 tokens, so the prompt is too long: "
+        assert body["error"]["message"].startswith(f"{begin}{param} must be at most ")
     if fields.get("stream") is None and status == 400:
         assert server.ask(path, {**fields, "stream": True})[0] == 400  # before the first event
 

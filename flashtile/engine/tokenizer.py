@@ -178,13 +178,13 @@ class Tokenizer(ABC):
             raise ValueError(f"chat_template must be given: the model's folder has {has}")
         if continue_final_message and add_generation_prompt:
             raise ValueError("add_generation_prompt must be False with continue_final_message=True")
-        messages = [_checked_message(message) for message in messages]
-        if not messages:
+        checked = [_checked_message(message) for message in messages]
+        if not checked:
             raise ValueError("messages must not be empty, got []")
         if continue_final_message:
-            messages[-1]["content"] += END_MARK
+            checked[-1]["content"] += END_MARK
         shown = {
-            "messages": messages,
+            "messages": checked,
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -198,7 +198,7 @@ class Tokenizer(ABC):
                     "as given, got True"
                 )
             if not after.startswith(END_MARK[len(mark) :]):  # the template strips messages
-                content = messages[-1]["content"].removesuffix(END_MARK)
+                content = checked[-1]["content"].removesuffix(END_MARK)
                 text = text.removesuffix(content[len(content.rstrip()) :])
         return text
 

@@ -338,7 +338,7 @@ def _schema_of_calls(functions: list[dict[str, Any]], max_calls: int | None) -> 
         if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
             raise wrong("tools", "functions whose parameters have the type 'object'", kinds)
         parameters |= {"type": "object", "$id": f"urn:tool:{i}"}
-        parameters.pop("$schema", None)  # older drafts ignore an identifier beside "$ref"
+        parameters.pop("$schema", None)  # in older drafts, "$ref" hides the identifier
         if parameters.keys() <= CLOSED:
             parameters["additionalProperties"] = False
         properties = {"name": {"const": function["name"]}, "parameters": parameters}

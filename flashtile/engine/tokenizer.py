@@ -255,8 +255,7 @@ class FastTokenizer(Tokenizer):
             return self.loaded.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        with _rust_errors(ValueError, "tokens must be decodable"):
-            return self.loaded.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        return self.loaded.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def fixed_bytes(self, token: int, skip_special_tokens: bool = False) -> bytes | None:
         if token not in self._fixed:

@@ -49,15 +49,15 @@ class TextStream:
     """Incremental decoding of the tokens after ``before``.
 
     Tokens that stand for bytes pass through one UTF-8 decoder, which holds back the bytes of an incomplete
-    character. The text of other tokens may depend on the tokens before them; a text's first token, for
-    example, may lose its space. So a window of the last tokens is decoded with and without the new token.
+    character. The text of other tokens may depend on the token before them; a text's first token, for
+    example, may lose its space. So the last token is decoded with and without the new one.
     """
 
     CONTEXT = 5  # more than the bytes of a character, so that one that ``before`` begins is completed
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int], skip_special_tokens: bool):
         self.tokenizer, self.skip = tokenizer, skip_special_tokens
-        self.window: list[int] = []
+        self.last: list[int] = []  # the last token, if there is one
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         shown = (token for token in reversed(before) if tokenizer.fixed_bytes(token, self.skip) != b"")
         for token in reversed(list(itertools.islice(shown, self.CONTEXT))):
@@ -71,9 +71,9 @@ class TextStream:
         if data is not None:
             new = self.decoder.decode(data)
         else:
-            before = self.tokenizer.decode(self.window, self.skip)
-            new = self.flush() + self.tokenizer.decode([*self.window, token], self.skip)[len(before) :]
-        self.window = [*self.window[1 - self.CONTEXT :], token]
+            before = self.tokenizer.decode(self.last, self.skip)
+            new = self.flush() + self.tokenizer.decode([*self.last, token], self.skip)[len(before) :]
+        self.last = [token]
         return new
 
     def flush(self) -> str:

@@ -24,7 +24,7 @@ from flashtile.engine.sampler import stream_seed
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler, SchedulerOutput
 from flashtile.engine.speculation import DraftModel, PromptLookup, accepted_path
-from flashtile.engine.structured import MAX_SECONDS, Structures, error_of
+from flashtile.engine.structured import MAX_SECONDS, NOT_CONTINUED, Structures, error_of
 from flashtile.engine.tokenizer import Tokenizer
 
 Prompt = str | list[int] | Mapping[str, Any]
@@ -376,7 +376,7 @@ class Engine:
             sequence.cumulative_logprob += scores.logprob
         matcher = sequence.matcher
         if matcher is not None and not matcher.consume_token(token):  # a limit of the matcher was reached
-            self._fail(request, f"structured_outputs could not be continued: {error_of(matcher)}")
+            self._fail(request, f"{NOT_CONTINUED}: {error_of(matcher)}")
         elif token in request.ends:
             stop = token if token in (params.stop_token_ids or ()) else None
             self.scheduler.finish(sequence, "stop", stop)
@@ -415,8 +415,10 @@ class Engine:
         if sequence.detokenizer is None:
             assert self.tokenizer is not None
             request, params = sequence.request, sequence.request.params
-            settings = params.skip_special_tokens, tuple(params.stops), params.include_stop_str_in_output
-            sequence.detokenizer = Detokenizer(self.tokenizer, request.prompt_token_ids, *settings)
+            sequence.detokenizer = Detokenizer(
+                self.tokenizer, request.prompt_token_ids, params.skip_special_tokens, tuple(params.stops),
+                params.include_stop_str_in_output, params.reasoning,
+            )  # fmt: skip
         return sequence.detokenizer
 
     def _read_text(self, sequence: Sequence, end: int | None = None, search: bool = False) -> str | None:

@@ -32,6 +32,8 @@ start: analysis* <|channel|> "final" <|message|> @answer
 analysis: <|channel|> "analysis" <|message|> /(?s:.*)/ <|end|> <|start|> "assistant"
 """
 """Grammar of an answer of gpt-oss to a prompt that ends with ``<|start|>assistant``."""
+NOT_CONTINUED = "structured_outputs could not be continued"
+"""Beginning of the error of an answer whose matcher reached a limit, as in a grammar that cannot end."""
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
 """The beginning of a rule in llama.cpp's GBNF."""
 STACK_BYTES = 2**29

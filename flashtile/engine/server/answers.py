@@ -257,18 +257,20 @@ class ChatCompletions(Writer):
         return choice
 
     def _parsed(self, output: RequestOutput, answer: CompletionOutput) -> tuple[dict[str, Any], bool]:
-        """Return the fields of an answer's message or delta, and whether the answer called a tool so far."""
+        """Return the fields of an answer's message or delta, and whether the answer only has whole calls."""
         parser = self._parsers.get(answer.index)
         if parser is None:
             last = self.service.tokenizer.decode(output.prompt_token_ids[-LAST_TOKENS:], False)
             parser = AnswerParser(self.service.formats, self.call.conversation, last, self._structured)
             self._parsers[answer.index] = parser
-        fields = parser.feed(answer.text, answer.finished)
+        # The model wrote an end token, unless the length or a stop text ended the answer.
+        cut = answer.finish_reason not in (None, "stop") or isinstance(answer.stop_reason, str)
+        fields = parser.feed(answer.text, answer.finished, cut)
         if not self.call.stream:
             fields.setdefault("content", None if parser.found else "")
             for call in fields.get("tool_calls", ()):
                 del call["index"]
-        return fields, parser.found > 0
+        return fields, parser.found > 0 and not (cut and parser.unfinished)
 
     def _position(self, token: int, entry: TokenLogprobs) -> dict[str, Any]:
         """Describe the token at a position, and the likeliest tokens at this position."""

@@ -161,7 +161,7 @@ class Service:
         """Render a conversation as a prompt with the model's chat template."""
         count, most = len(conversation.messages), self.engine.max_model_len
         if count > most:  # each message takes at least a token
-            raise wrong("messages", f"at most {most} messages", count, code="context_length_exceeded")
+            raise self.too_long("messages", f"at most {most} messages", count)
         templates, text = self.tokenizer.chat_templates, None
         template = templates.get("tool_use", templates.get("default", ""))
         if conversation.calls and not re.search(r"\btools\b", template):
@@ -193,11 +193,7 @@ class Service:
         if name in call.fields or isinstance(call, CompletionCall):
             assert params.max_tokens is not None
             if params.max_tokens > room:
-                raise ApiError(
-                    f"{name} must be at most {room}: the model takes {engine.max_model_len} tokens, of which "
-                    f"the prompt has {longest}; got {params.max_tokens}",
-                    name, code="context_length_exceeded",
-                )  # fmt: skip
+                raise self.too_long(name, f"at most {room} after a prompt of {longest}", params.max_tokens)
             return
         if manager.window_left < 0:  # with a window, the cache does not grow with the length
             pool = manager.pool
@@ -207,31 +203,40 @@ class Service:
     def _prepare(self, call: CompletionCall | ChatCall) -> list[TokenizedPrompt]:
         if isinstance(call, ChatCall):
             text, params = self.render(call.conversation), call.params
-            if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-                separate = call.conversation.separate_reasoning
-                form = self.formats.reasoning_form(text) if separate else None
-                params.structured_outputs = {**params.structured_outputs, "reasoning": form}
+            if isinstance(params, SamplingParams) and call.conversation.separate_reasoning:
+                params.reasoning = self.formats.reasoning_form(text)
+                if params.structured_outputs is not None:
+                    structure = {**params.structured_outputs, "reasoning": params.reasoning}
+                    params.structured_outputs = structure
             return [self._tokenized(call, "messages", text)]
         return [self._tokenized(call, "prompt", prompt) for prompt in call.prompts]
 
-    def check_length(self, param: str, text: str, most: int) -> None:
-        """Refuse a text that certainly has more than ``most`` tokens, without encoding all of it."""
-        if self.tokenizer.is_longer(text, most):
-            message = f"{param} must be at most {most} tokens, got many more in {len(text)} characters"
-            raise ApiError(message, param, code="context_length_exceeded")
+    def encode(self, param: str, text: str, most: int, add_special_tokens: bool) -> list[int]:
+        """Encode the text of a field, but not all of it if it certainly has more than ``most`` tokens."""
+        try:
+            if self.tokenizer.is_longer(text, most):
+                raise self.too_long(param, f"at most {most} tokens", f"many more in {len(text)} characters")
+            return self.tokenizer.encode(text, add_special_tokens)
+        except ValueError as error:
+            raise refused(error, (param,), param) from None
+
+    def too_long(self, param: str, allowed: str, got: object) -> ApiError:
+        """Return the error for too many tokens, in the words that OpenAI's clients look for."""
+        longest = f"This model's maximum context length is {self.engine.max_model_len} tokens"
+        message = f"{longest}, so the prompt is too long: {param} must be {allowed}, got {got}"
+        return ApiError(message, param, code="context_length_exceeded")
 
     def _tokenized(self, call: ApiCall, param: str, prompt: str | list[int]) -> TokenizedPrompt:
         if isinstance(prompt, str):
             truncated = call.truncate_prompt_tokens is not None
-            self.check_length(param, prompt, self.max_prompt_tokens * (TRUNCATED if truncated else 1))
-            text, tokens = prompt, self.tokenizer.encode(prompt, call.add_special_tokens)
+            most = self.max_prompt_tokens * (TRUNCATED if truncated else 1)
+            text, tokens = prompt, self.encode(param, prompt, most, call.add_special_tokens)
         else:
             text, tokens = None, prompt
         if call.truncate_prompt_tokens is not None and len(tokens) > call.truncate_prompt_tokens:
             text, tokens = None, tokens[-call.truncate_prompt_tokens :]
         if len(tokens) > self.max_prompt_tokens:
-            allowed = f"at most {self.max_prompt_tokens} tokens"
-            raise wrong(param, allowed, len(tokens), code="context_length_exceeded")
+            raise self.too_long(param, f"at most {self.max_prompt_tokens} tokens", len(tokens))
         return TokenizedPrompt(text, tokens)
 
     def _count_step(self, engine: Engine) -> None:

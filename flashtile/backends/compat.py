@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -38,28 +38,22 @@ def is_compilable(kernel: Any) -> bool:
     return isinstance(kernel, triton.JITFunction)
 
 
-def compile_for(
-    backend: str,
-    arch: int | str,
-    warp_size: int,
-    kernel: Any,
-    signature: dict[str, str],
-    constants: dict[Any, Any],
-    attributes: Mapping[tuple[int, ...], list],
-    options: dict[str, Any],
-) -> Any:
-    """Compile a ``@triton.jit`` or Gluon kernel; needs no GPU.
+def source_type(kernel: Any) -> type:
+    """Return Triton's type of the source of a ``@triton.jit`` or Gluon kernel."""
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    return ASTSource
+
+
+def compile_for(backend: str, arch: int | str, warp_size: int, source: Any, options: dict[str, Any]) -> Any:
+    """Compile the source of a kernel; needs no GPU.
 
     ``arch`` is a compute capability (90 is 9.0) for the backend "cuda", a name ("gfx942") for "hip".
 
     Floating-point fusion is on, as it is for launched kernels. Triton 3.10 turns it off by default.
     """
-    source_type = ASTSource
-    if kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        source_type = GluonASTSource
-    source = source_type(kernel, signature, constants, dict(attributes))
     target = GPUTarget(backend, arch, warp_size)
     return triton.compile(source, target=target, options={"enable_fp_fusion": True} | options)
 

@@ -83,7 +83,9 @@ def test_what_the_compiler_is_given(monkeypatch):
     given = []
     monkeypatch.setattr(compat, "is_compilable", lambda kernel: True)
     monkeypatch.setattr(compat, "compile_for", lambda *arguments: given.append(arguments))
-    kernel = SimpleNamespace(arg_names=["x", "sizes", "m", "n", "C"])
+    kernel = SimpleNamespace(
+        arg_names=["x", "sizes", "m", "n", "C"], is_gluon=lambda: False, __name__="kernel"
+    )
     structure = Sizes("i32", "*fp32", 1, Inner("fp32", None))
     signature = {"n": "i64", "m": "i32", "x": "*bf16", "sizes": structure}
     case = CompileCase(
@@ -98,12 +100,13 @@ def test_what_the_compiler_is_given(monkeypatch):
     multiple = [["tt.divisibility", 16]]
     attributes = {(0,): multiple, (1, 0): multiple, (1, 1): multiple, (3,): multiple}
     options = {"num_warps": 8, "num_stages": 4, "maxnreg": 64}
-    constants = {"C": 3, (1, 2): 1, (1, 3, 1): None}
-    assert given == [
-        (*target, kernel, types, constants, attributes, options)
-        for target in (("cuda", 90, 32), ("hip", "gfx942", 64))
-    ]
-    assert list(given[0][4]) == kernel.arg_names
+    constants = {(4,): 3, (1, 2): 1, (1, 3, 1): None}
+    assert [target for *target, _, _ in given] == [["cuda", 90, 32], ["hip", "gfx942", 64]]
+    for *_, source, given_options in given:
+        assert source.fn is kernel
+        assert source.signature == types
+        assert list(source.signature) == kernel.arg_names
+        assert (source.constants, source.attrs, given_options) == (constants, attributes, options)
 
 
 def spilling(budget: int = 0) -> CompileCase:

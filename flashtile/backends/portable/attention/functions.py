@@ -1,8 +1,9 @@
 """Programs of scores and masks as ``@triton.jit`` functions, which the attention kernels call on whole tiles.
 
-Each function is generated as source text. Its name contains a digest of the text and of the steps that it
-calls, and a kernel's cache key contains the name. So the same program finds the same compiled kernel, in this
-process and in Triton's cache on disk. ``linecache`` holds the text, because the functions have no file.
+Each function is generated as source text, and its name contains a digest of the text. A kernel's key contains
+the text and the steps that it calls (:mod:`~flashtile.backends.common.keys`). So the same program finds the
+same compiled kernel, in this process and in Triton's cache on disk. ``linecache`` holds the text, because the
+functions have no file.
 
 Gluon kernels call the same functions, whose results take the layouts of their arguments. A tile that a
 function creates would need a layout of its own, so functions for Gluon (``gluon=True``) create none. With
@@ -408,8 +409,7 @@ def _function(name: str, parameters: str, body: str) -> Any:
     made = _kept.get(key)
     if made is not None:
         return made
-    of_steps = "".join(getattr(step, "cache_key", "") for step in _STEPS.values())
-    digest = hashlib.sha256(f"{key}{of_steps}".encode()).hexdigest()[:24]
+    digest = hashlib.sha256(f"{key}".encode()).hexdigest()[:24]
     source = f"def {name}_{digest}({parameters}):\n{body}"
     filename = f"<flashtile {name} {digest}>"
     linecache.cache[filename] = len(source), None, source.splitlines(True), filename

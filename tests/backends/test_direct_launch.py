@@ -575,3 +575,39 @@ def test_only_tritons_driver_has_its_c_module(monkeypatch):
         with compat.driver_of_torch():
             assert config.active == "another"
     assert config.active == "another"
+
+
+def test_drivers_of_threads_that_enter_and_leave(monkeypatch):
+    """Whoever leaves first takes the driver from nobody, and each thread compiles for a GPU of its own."""
+    config = triton.runtime.driver
+    monkeypatch.setattr(config, "_active", None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    seen = []
+
+    def architecture() -> int:
+        return config.active.get_current_target().arch
+
+    def compiles_for(capability: tuple[int, int], inside: threading.Event, leave: threading.Event) -> None:
+        with compat.compiling_driver(capability):
+            inside.set()
+            leave.wait(10)
+            seen.append(architecture())
+
+    inside, leave = [threading.Event() for _ in range(2)], [threading.Event() for _ in range(2)]
+    threads = [
+        threading.Thread(target=compiles_for, args=given)
+        for given in zip([(8, 0), (10, 0)], inside, leave, strict=True)
+    ]
+    threads[0].start()
+    inside[0].wait(10)
+    with compat.driver_of_torch():
+        threads[1].start()
+        inside[1].wait(10)
+        leave[0].set()
+        threads[0].join()
+        assert architecture() == 90
+    leave[1].set()
+    threads[1].join()
+    assert seen == [80, 100]
+    assert config._active is None

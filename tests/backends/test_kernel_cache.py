@@ -10,8 +10,10 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,6 +32,7 @@ from triton.experimental.gluon import language as gl
 from triton.runtime import cache as triton_cache
 from triton.runtime import driver
 
+from flashtile.backends import compat
 from flashtile.backends.common import first_calls, jit, kernel_cache
 
 pytestmark = pytest.mark.compile
@@ -286,6 +289,30 @@ def test_a_launch_looks_here(compilations, monkeypatch):
     assert len(compilations) == 1
     assert kernels[0].kernel == kernels[1].kernel
     assert kernels[0] is not kernels[1]
+
+
+def test_eight_threads_make_first_calls_at_once(monkeypatch):
+    """Some launch kernels, also the same ones, and others compile for another GPU ahead of time."""
+    monkeypatch.setattr(driver, "_active", None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    double.device_caches.clear()
+    together, found = threading.Barrier(8), {}
+
+    def call(thread):
+        contexts = {90: compat.driver_of_torch, 80: lambda: compat.compiling_driver((8, 0))}
+        arch = (90, 80)[thread % 2]
+        for block in (32, 64, 128 << thread):
+            together.wait(60)
+            with contexts[arch]():
+                compiled = double.warmup(triton.MockTensor(tl.float32), 5, BLOCK=block, grid=(1,))
+            found[thread, block] = compiled.metadata.target.arch == arch, compiled.src.constants
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(call, range(8)))
+    assert found == {(i, block): (True, {(2,): block}) for i in range(8) for block in (32, 64, 128 << i)}
+    assert driver._active is None
 
 
 def start_process():

@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
-import pickle
 import sys
-import threading
 from types import ModuleType
 from typing import Any
 
@@ -17,17 +15,8 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels have no keys", allow_module_level=True)
 
-import torch
-import triton
-import triton.language as tl
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime import driver
 
-from flashtile.backends import compat
-from flashtile.backends.common import kernel_cache, keys
-from flashtile.backends.common.first_calls import load_or_compile
+from flashtile.backends.common import keys
 
 CONSTANTS = """
 import triton.language as tl

@@ -275,6 +275,20 @@ def test_inspect_fails_above_the_budget(command):
     assert command([product(), spilling()], "--arch", "sm_90a", "--kernel", "64x64").exit_code == 0
 
 
+def test_inspect_says_in_one_line_what_triton_cannot_compile(command, monkeypatch):
+    """As if Triton had removed a function that a kernel calls."""
+
+    def removed(*arguments):
+        raise triton.CompilationError("", None, "async_copy has been removed")
+
+    monkeypatch.setattr(compat, "compile_for", removed)
+    result = command([product()], "--arch", "sm_90a")
+    assert result.exit_code == 1
+    assert result.exception.code == 1
+    line = f"product bf16 64x64 cannot be compiled for sm_90a with Triton {triton.__version__}"
+    assert result.output.splitlines() == [f"{line}: async_copy has been removed"]
+
+
 def test_inspect_s_table_is_whole_where_nothing_is_a_terminal(command, monkeypatch):
     """As in a file or a pipe, whose width rich takes to be 80."""
     from flashtile.tools.commands import inspect as module

@@ -224,11 +224,20 @@ def report(case: CompileCase, arch: str) -> CompileReport:
 
     Raises:
         ValueError: ``arch`` is unknown, or the case does not fit its kernel.
-        RuntimeError: the disassembler failed.
+        RuntimeError: this release of Triton cannot compile the case, or the disassembler failed.
     """
+    import triton
+    from triton.errors import TritonError
+
     target = architecture(arch)
     begin = time.perf_counter()
-    compiled = case.compile(target)
+    try:
+        compiled = case.compile(target)
+    except (TritonError, RuntimeError) as error:
+        reason = str(error).strip().rpartition("\n")[2]
+        raise RuntimeError(
+            f"{case.name} cannot be compiled for {target.name} with Triton {triton.__version__}: {reason}"
+        ) from error
     seconds = time.perf_counter() - begin
     used = used_on_amd(compiled.asm["amdgcn"]) if target.amd else _used_on_nvidia(compiled.asm)
     return CompileReport(

@@ -13,7 +13,7 @@ from flashtile.backends.common.device import Target
 from flashtile.compilation.calls import Call, read_calls
 from flashtile.compilation.compiling import Source, compile_calls
 from flashtile.hardware.cards import CARDS, find_card
-from flashtile.tools.commands.options import bad_models, console, progress_bar, say
+from flashtile.tools.commands.options import bad_models, console, phases
 
 ARCHITECTURES = {"sm_80": "a100", "sm_86": "rtx3090", "sm_89": "l40s", "sm_90": "h200", "sm_100": "b200"}
 """The card for which kernels are compiled if only an architecture is given."""
@@ -59,14 +59,7 @@ def compile(
     """
     names = [name.strip() for given in arch or ("sm_90",) for name in given.split(",")]
     targets = list(dict.fromkeys(map(_target, names)))
-    with progress_bar(Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=None)
-
-        def show(phase: str, count: int, of: int) -> None:
-            progress.update(bar, description=phase, completed=count, total=of)
-            if count in {of * tenth // 10 for tenth in range(11)}:
-                say(progress, f"{phase}: {count} of {of}")
-
+    with phases(Console(stderr=True)) as show:
         wanted = _calls(calls or [], model or [], purpose, preset or [], show)
         if not wanted:
             raise typer.BadParameter("give calls, models or presets: --calls, --model, --preset")

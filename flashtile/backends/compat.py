@@ -276,6 +276,14 @@ def forget_version_of_assembler() -> None:
         forget()
 
 
+def forget_function(function: Any) -> None:
+    """Let a ``@triton.jit`` function be freed when nothing else uses it. Triton 3.7 lists all functions."""
+    from triton.runtime import jit
+
+    name = f"{function.__module__}:{function.fn.__qualname__}"
+    getattr(jit, "_triton_jit_function_registry", {}).pop(name, None)
+
+
 def tell_key(key: Callable[[], str]) -> None:
     """Give Triton the digest of its installation, which this process then does not compute.
 

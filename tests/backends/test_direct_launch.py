@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import shutil
@@ -194,6 +195,9 @@ def driver(monkeypatch) -> Iterator[Driver]:
     return found
 
 
+NUMBERS = itertools.count()
+
+
 class Compiled:
     """A kernel that Triton has compiled. ``types`` are those of its arguments."""
 
@@ -207,6 +211,7 @@ class Compiled:
         self.metadata = SimpleNamespace(**{**plain, **metadata})
         self.src = SimpleNamespace(signature=dict(enumerate(types)))
         self.hooked: list[tuple] = []
+        self.hash = str(next(NUMBERS))
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
         return lambda *arguments, stream: self.hooked.append((grid, stream, *arguments))
@@ -444,10 +449,11 @@ def test_a_failed_launch_is_named_and_the_next_one_succeeds(driver):
 
 
 def test_a_kernel_is_loaded_once(driver):
-    """It stays with the compiled kernel, which Triton keeps."""
-    compiled = Compiled(*PLAIN)
-    for _ in range(2):
-        launcher(compiled, 1, 2)(11, (1, 2))
+    """Also if Triton has dropped it and reads it again: a loaded kernel is never unloaded."""
+    compiled, again = Compiled(*PLAIN), Compiled(*PLAIN)
+    again.hash = compiled.hash
+    for each in (compiled, compiled, again):
+        launcher(each, 1, 2)(11, (1, 2))
     assert driver.loaded == 1
     compiled = Compiled(*PLAIN)
     compiled.kernel = b"damaged"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import threading
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,24 @@ from triton import knobs
 from flashtile.backends.common.deferred import Deferred, DeviceFunction
 from flashtile.backends.common.first_calls import load_or_compile
 from flashtile.backends.common.keys import function_key, source_of, value_text
+
+MOST_KERNELS = 512
+"""Compiled kernels of one function that are kept per device. A program that makes new score functions all the
+time would otherwise keep megabytes for each. Kernels that a launch uses live as long as the launch."""
+
+
+class _Newest(dict):
+    """The newest MOST_KERNELS entries of a dict. Triton keeps compiled kernels in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        with self._lock:
+            if len(self) >= MOST_KERNELS:
+                self.pop(next(iter(self)))
+            super().__setitem__(key, value)
 
 
 class _Kept:
@@ -39,7 +58,7 @@ class _Kept:
         return function_key(self)
 
     def create_binder(self) -> Any:
-        *others, binder = super().create_binder()  # type: ignore[misc]
+        _, _, *others, binder = super().create_binder()  # type: ignore[misc]
         self.compile, self.ASTSource = load_or_compile, source_of
         constants = [(p.num, p.name) for p in self.params if p.is_constexpr]  # type: ignore[attr-defined]
         plain = [p.num for p in self.params if p.do_not_specialize]  # type: ignore[attr-defined]
@@ -54,7 +73,7 @@ class _Kept:
                 specialization[i] = "constexpr", value_text(values[i], name)
             return bound, specialization, options
 
-        return *others, bind
+        return _Newest(), _Newest(), *others, bind
 
     def _call_hook(self, hook: Any, *arguments: Any) -> Any:
         """Call a compilation hook that somebody set, such as vLLM's monitor of compilations.

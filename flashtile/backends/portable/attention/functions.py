@@ -24,6 +24,7 @@ from typing import Any
 
 import triton.language as tl
 
+from flashtile.backends import compat
 from flashtile.backends.common.deferred import triton
 from flashtile.backends.portable.attention import lowering
 from flashtile.backends.portable.tiles import tanh
@@ -416,6 +417,7 @@ def _function(name: str, parameters: str, body: str) -> Any:
     names: dict[str, Any] = {"__name__": __name__, "tl": tl, **_STEPS}
     exec(compile(source, filename, "exec"), names)
     made = triton.jit(names[f"{name}_{digest}"])
+    compat.forget_function(made)
     weakref.finalize(made, linecache.cache.pop, filename, None)
     return _kept.store(key, made, 8 * len(source))
 

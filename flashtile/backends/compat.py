@@ -119,7 +119,7 @@ def _shared_driver() -> Iterator[None]:
 _changing = threading.Lock()
 """Held while Triton's driver is replaced."""
 _compiling: ContextVar[Any] = ContextVar("compiling_driver", default=None)
-"""What stands for the driver in a thread that is inside :func:`compiling_driver`."""
+"""Replaces the driver in a thread that is inside :func:`compiling_driver`."""
 
 
 class _Driver:

@@ -2,9 +2,10 @@
 
 Triton's own key leaves out what only objects have: the properties and class variables of a constant, the
 functions in it, and Python functions that run during compilation. A disk cache outlives the code, so a key
-that leaves something out finds machine code of another version of flashtile. Here a key contains whatever the
-compiler can reach from a kernel, by value or as source text. What has neither is refused with a TypeError, so
-no key is incomplete. A key is the same in every process and with every version of Python.
+that leaves something out finds machine code of another version of flashtile. The keys of this module contain
+each object that the compiler can reach from a kernel, by its value or its source text. Objects without either
+are refused with a TypeError, so no key is incomplete. A key is the same in every process and with every
+version of Python.
 """
 
 from __future__ import annotations

@@ -313,10 +313,7 @@ MBARRIER = Names(
     wait=barriers.wait,
 )  # fmt: skip
 TMA = Names("tma", store_wait=copies.store_wait)
-ASYNC_COPY = Names(
-    "async_copy", async_copy_global_to_shared=copies.copy_to_shared, commit_group=copies.commit_group,
-    wait_group=copies.wait_group,
-)  # fmt: skip
+ASYNC_COPY = Names("async_copy", commit_group=copies.commit_group, wait_group=copies.wait_group)
 PYTHON = {"range": Range, "max": python_max, "min": python_min, "abs": absolute}
 """Functions that replace Python's built-in ones in kernels."""
 
@@ -326,6 +323,7 @@ BY_NAME = {
     "warpgroup_mma_wait": products.warpgroup_mma_wait,
     "mma_v2": products.mma_v2,
     "fence_async_shared": fence_async_shared,
+    "async_copy_to_shared": copies.copy_to_shared,
     "async_load": copies.load,
     "async_store": copies.store,
     "async_add": copies.add,

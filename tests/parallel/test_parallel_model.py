@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from flashtile import attention
+from flashtile.caches import BoundedCache
 from flashtile.io_model import find_card
-from flashtile.parallel import LINKS, Sharing, estimates, explain, two_dimensions
+from flashtile.parallel import LINKS, Sharing, blocks, estimates, explain, two_dimensions
 from flashtile.parallel.attend import Scores, Total, attend_once
 from flashtile.parallel.blocks import Block, Mask, Packed, Pair, pair_of
 from flashtile.parallel.layout import LAYOUTS, Piece, pieces_of, positions, tokens_of
@@ -81,6 +82,20 @@ def test_blocks_are_packed_with_the_tokens_between_them() -> None:
     q, k = (offsets.tolist() for offsets in packed.offsets(torch.device("cpu")))
     assert (q, k) == ([0, 0, 2, 5, 9, 10, 10], [0, 1, 4, 4, 6, 6, 8])
     assert packed.longest == (4, 3)
+
+
+def test_offsets_on_devices_are_bounded_and_have_gradients_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step of training on packed documents has others, and the first call may be in inference mode."""
+    kept = BoundedCache(10 * 2**10)
+    monkeypatch.setattr(blocks, "_on_devices", kept)
+    for i in range(1, 50):
+        packed = Packed((Block(0, i, 0, i),), 50, 50)
+        with torch.inference_mode():
+            q, k = packed.offsets(torch.device("cpu"))
+        assert (q.tolist(), k.tolist()) == ([0, i, 50, 50], [0, i, i, 50])
+        assert packed.offsets(torch.device("cpu"))[0] is q
+        assert not q.is_inference()
+    assert len(kept) == 10
 
 
 def visible(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Programs of scores and masks as ``@triton.jit`` functions, which the attention kernels call on whole tiles.
 
-Each function is generated as source text. Its name contains a digest of the text and of the steps that it
-calls, and a kernel's cache key contains the name. So the same program finds the same compiled kernel, in this
-process and in Triton's cache on disk. ``linecache`` holds the text, because the functions have no file.
+Each function is generated as source text, and its name contains a digest of the text. A kernel's key contains
+the text and the steps that it calls (:mod:`~flashtile.backends.common.keys`). So the same program finds the
+same compiled kernel, in this process and in Triton's cache on disk. ``linecache`` holds the text, because the
+functions have no file.
 
 Gluon kernels call the same functions, whose results take the layouts of their arguments. A tile that a
 function creates would need a layout of its own, so functions for Gluon (``gluon=True``) create none. With
@@ -23,6 +24,7 @@ from typing import Any
 
 import triton.language as tl
 
+from flashtile.backends import compat
 from flashtile.backends.common.deferred import triton
 from flashtile.backends.portable.attention import lowering
 from flashtile.backends.portable.tiles import tanh
@@ -408,14 +410,14 @@ def _function(name: str, parameters: str, body: str) -> Any:
     made = _kept.get(key)
     if made is not None:
         return made
-    of_steps = "".join(getattr(step, "cache_key", "") for step in _STEPS.values())
-    digest = hashlib.sha256(f"{key}{of_steps}".encode()).hexdigest()[:24]
+    digest = hashlib.sha256(f"{key}".encode()).hexdigest()[:24]
     source = f"def {name}_{digest}({parameters}):\n{body}"
     filename = f"<flashtile {name} {digest}>"
     linecache.cache[filename] = len(source), None, source.splitlines(True), filename
     names: dict[str, Any] = {"__name__": __name__, "tl": tl, **_STEPS}
     exec(compile(source, filename, "exec"), names)
     made = triton.jit(names[f"{name}_{digest}"])
+    compat.forget_function(made)
     weakref.finalize(made, linecache.cache.pop, filename, None)
     return _kept.store(key, made, 8 * len(source))
 

@@ -3,9 +3,9 @@
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitizer_head_sizes.py --part 1/16
 
-Each pair compiles kernels of its own, so processes share the pairs out by ``--part``. Head sizes decide whether
-Triton copies tiles asynchronously, how it swizzles them, and which order their elements have in shared memory.
-Results are compared with PyTorch's, because a wrong descriptor need not read out of range.
+Each pair compiles kernels of its own, so processes share the pairs out by ``--part``. Head sizes decide
+whether Triton copies tiles asynchronously, how it swizzles them, and which order their elements have in
+shared memory. Results are compared with PyTorch's, because a wrong descriptor need not read out of range.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def pairs(part: int, parts: int) -> Iterator[tuple[int, int]]:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--part", default="1/1", help="such as 3/16")
-    parser.add_argument("--every", type=int, default=1, help="leave out all pairs but every n-th of the part")
-    parser.add_argument("--turn", type=int, default=0, help="0 to 11: give each pair another layout and lengths")
+    parser.add_argument("--every", type=int, default=1, help="take only every n-th pair of the part")
+    parser.add_argument("--turn", type=int, default=0, help="0 to 11: other layouts and lengths")
     options = parser.parse_args(arguments)
     part, parts = map(int, options.part.split("/"))
     done = 0

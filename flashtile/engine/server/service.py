@@ -77,8 +77,8 @@ class Limits:
             raise ValueError(f"max_logprobs must be at least 0, got {self.max_logprobs}")
         if not 0 <= self.max_priority < 2**31:
             raise ValueError(f"max_priority must be from 0 to {2**31 - 1}, got {self.max_priority}")
-        if not all(self.api_keys) or not all(key.isascii() for key in self.api_keys):
-            raise ValueError("api_key must be ASCII and not empty")
+        if not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
+            raise ValueError("api_key must be printable ASCII and not empty")
         for origin in self.cors_origins:
             if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[!-.0-@\[-~]+", origin):
                 raise ValueError(f"cors_origin must be * or scheme://host in lower case, got {origin!r:.80}")

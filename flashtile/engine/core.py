@@ -30,6 +30,9 @@ from flashtile.engine.tokenizer import Tokenizer
 Prompt = str | list[int] | Mapping[str, Any]
 """A text, its tokens, or ``{"prompt": text}`` or ``{"prompt_token_ids": tokens}``."""
 
+CANNOT_CONTINUE = "structured_outputs could not be continued"
+"""Beginning of the error of a request whose structure has become too complex, or cannot end."""
+
 logger = logging.getLogger("flashtile.engine")
 
 
@@ -96,7 +99,10 @@ class Engine:
         self._prompt_tokens = self._generation_tokens = 0
         ends = tokenizer.eos_token_ids if tokenizer else ()
         self.eos_token_ids = frozenset((*self.config.eos_token_ids, *ends))
-        self.structures = Structures(tokenizer, self.config.vocab_size, self.eos_token_ids)
+        # The first process tries a structure for all.
+        self.structures = Structures(
+            tokenizer, self.config.vocab_size, self.eos_token_ids, trusting=runner.ranks.rank > 0
+        )
 
     def add_request(
         self,
@@ -169,10 +175,13 @@ class Engine:
             self._beams[request] = BeamSearch(request, beam)
         return request
 
-    def compile_structure(self, structure: dict[str, Any]) -> None:
-        """Start to compile ``structured_outputs`` of later requests, in all processes of the engine."""
-        self.structures.compile(structure)
-        self.on_change("compile_structure", (structure,), {})
+    def compile_structure(self, structure: dict[str, Any], size: int) -> None:
+        """Start to compile ``structured_outputs`` of later requests, in all processes of the engine.
+
+        ``size`` is the number of bytes that this took in a trial.
+        """
+        self.structures.compile(structure, size)
+        self.on_change("compile_structure", (structure, size), {})
 
     def tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """Validate a prompt and return its (text, tokens). The text is None if the prompt has only tokens."""
@@ -376,7 +385,7 @@ class Engine:
             sequence.cumulative_logprob += scores.logprob
         matcher = sequence.matcher
         if matcher is not None and not matcher.consume_token(token):  # a limit of the matcher was reached
-            self._fail(request, f"structured_outputs could not be continued: {error_of(matcher)}")
+            self._fail(request, f"{CANNOT_CONTINUE}: {error_of(matcher)}")
         elif token in request.ends:
             stop = token if token in (params.stop_token_ids or ()) else None
             self.scheduler.finish(sequence, "stop", stop)

@@ -13,7 +13,14 @@ from aiohttp import web
 
 from flashtile.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from flashtile.engine.sampling_params import BeamSearchParams
-from flashtile.engine.server.errors import ApiError, error_event, internal_error, json_response, to_json
+from flashtile.engine.server.errors import (
+    NOT_ERRORS,
+    ApiError,
+    error_event,
+    internal_error,
+    json_response,
+    to_json,
+)
 from flashtile.engine.server.formats import LAST_TOKENS, AnswerParser
 from flashtile.engine.server.job import Job
 from flashtile.engine.server.middlewares import TOKENS, hang_up_after
@@ -123,13 +130,12 @@ async def _stream(request: web.Request, job: Job, head: dict[str, Any], writer: 
                         await send([found], usage)
             if call.include_usage:
                 await send([], job.usage())
-        except ConnectionError:
+        except (ConnectionError, *NOT_ERRORS):
             raise
-        except Exception as error:
+        except BaseException as error:
             if not isinstance(error, ApiError):
                 logger.exception("%r failed in its answer", job.name)
-                error = internal_error()
-            await response.write(error_event(error))
+            await response.write(error_event(error if isinstance(error, ApiError) else internal_error()))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
     return response

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from flashtile.engine.async_llm import EngineDeadError, Stream
+from flashtile.engine.core import CANNOT_CONTINUE
 from flashtile.engine.outputs import RequestOutput
 from flashtile.engine.runner import NO_TOKEN
 from flashtile.engine.server.errors import ApiError, refused
@@ -106,6 +107,8 @@ class Job:
         for answer in output.outputs:
             if answer.stop_reason == NO_TOKEN and answer.finish_reason == "error":
                 raise ApiError(NO_TOKEN, code="no_token_left")
+            if answer.finish_reason == "error" and str(answer.stop_reason).startswith(CANNOT_CONTINUE):
+                raise refused(ValueError(answer.stop_reason), self.call.fields)
             if answer.finish_reason == "error":
                 raise ApiError(f"the engine failed: {answer.stop_reason}", status=500, code="engine_error")
             if answer.finish_reason == "abort" and self._expired:

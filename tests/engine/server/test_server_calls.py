@@ -287,6 +287,14 @@ def test_a_call_that_excludes_every_token_is_refused_alone(server):
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
+def test_a_structure_that_cannot_end_is_the_clients_error(server):
+    pytest.importorskip("llguidance")
+    fields = {"prompt": "a", "structured_outputs": {"grammar": 'start: "a" start'}}
+    status, body = server.ask("/v1/completions", {"model": MODEL, "max_tokens": 4, **fields})
+    assert (status, body["error"]["param"]) == (400, "structured_outputs")
+    assert "structured_outputs could not be continued: " in body["error"]["message"]
+
+
 def test_tokens_and_texts(server):
     assert server.ask("/tokenize", {"prompt": "aé", "return_token_strs": True}) == (
         200,

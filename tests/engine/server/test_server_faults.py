@@ -20,12 +20,14 @@ from traffic import WEIGHTS
 from flashtile.engine import LLM
 from flashtile.engine.async_llm import EngineDeadError
 from flashtile.engine.server import answers
+from flashtile.engine.server.answers import Completions
 from flashtile.engine.server.errors import ApiError, shutting_down
 from flashtile.engine.server.job import Job
 from flashtile.engine.server.middlewares import answer_errors
 from flashtile.engine.server.protocol import Body, CompletionCall
 from flashtile.engine.server.run import Server, serve
 from flashtile.engine.server.service import Limits
+from flashtile.engine.tokenizer import ByteTokenizer
 
 COMPLETIONS = "/v1/completions"
 LONG = {"model": MODEL, "prompt": "abc", "temperature": 0, "max_tokens": 4000}
@@ -207,6 +209,26 @@ def test_a_client_that_is_gone_gets_a_status_for_the_log():
 
     response = asyncio.run(answer_errors(make_mocked_request("GET", "/"), fails))
     assert (response.status, response.body) == (499, None)
+
+
+class Panic(BaseException):
+    """As Rust code raises it in Python."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_panic_is_answered_with_an_error(server, monkeypatch, stream):
+    def fail(*args):
+        raise Panic
+
+    name, patched = ("choice", Completions) if stream else ("encode", ByteTokenizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(patched, name, fail)
+        response = server.send(COMPLETIONS, {"prompt": "a", "max_tokens": 2, "stream": stream})
+        text = response.read().decode()
+    assert response.status == (200 if stream else 500)
+    assert json.loads(text.split("\n\n")[0].removeprefix("data: "))["error"]["code"] == "internal_error"
+    assert text.endswith("data: [DONE]\n\n") == stream
+    assert server.complete(prompt="a", max_tokens=1)["choices"][0]["text"] == "b"
 
 
 def test_one_call_too_many_is_told_to_come_again(model):

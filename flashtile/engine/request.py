@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from flashtile.engine.detokenizer import Detokenizer
-from flashtile.engine.outputs import RequestMetrics, TokenLogprobs
+from flashtile.engine.outputs import FlatLogprobs, RequestMetrics
 from flashtile.engine.sampling_params import BeamSearchParams, SamplingParams
 
 
@@ -60,7 +60,7 @@ class Sequence:
         self.num_indexed = 1
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
-        self.logprobs: list[TokenLogprobs] = []
+        self.logprobs: FlatLogprobs | None = None
         self.cumulative_logprob = 0.0
         self.matcher: Any = None if request.matcher is None else request.matcher.deep_copy()
         self.detokenizer: Detokenizer | None = None
@@ -128,7 +128,7 @@ class Request:
         self.seed, self.priority, self.salt = seed, priority, salt
         self.num_cached_tokens = 0
         self.metrics = RequestMetrics(time.monotonic())
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.prompt_logprobs: FlatLogprobs | None = None
         self.matcher, self.width, self.reads_tokens = matcher, params.n, params.reads_tokens
         if beam is not None:
             # Beams need ``beam_width`` tokens that continue them, even if all end tokens are likelier.

@@ -44,6 +44,26 @@ class Choice(NamedTuple):
     any_min_p: bool
 
 
+class Scores(NamedTuple):
+    """Log-probabilities of tokens.
+
+    Attributes:
+        chosen: log-probabilities of the tokens, (rows,) float32.
+        ranks: their ranks from 1 on, (rows,) int64.
+        best: log-probabilities of the likeliest tokens, (rows, count) float32.
+        tokens: these tokens, (rows, count) int64.
+    """
+
+    chosen: Tensor
+    ranks: Tensor
+    best: Tensor
+    tokens: Tensor
+
+    def to_host(self) -> Scores:
+        """Start copies to the host, for which torch allocates pinned memory."""
+        return Scores(*(tensor.to("cpu", non_blocking=True) for tensor in self))
+
+
 class Draw(NamedTuple):
     """How the tokens of one batch are chosen.
 
@@ -175,18 +195,13 @@ def stream_seed(seed: int, index: int) -> int:
     return int(mix64(torch.tensor(_signed((seed + index * GOLDEN) & (2**64 - 1)))))
 
 
-def log_probabilities(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return log-probabilities of ``tokens`` (rows,) and of each row's ``count`` likeliest tokens.
-
-    Returns:
-        (log-probabilities of ``tokens`` (rows,) float32, their ranks (rows,) int64 from 1 on,
-        log-probabilities of the likeliest tokens (rows, count) float32, these tokens (rows, count) int64).
-    """
+def log_probabilities(logits: Tensor, tokens: Tensor, count: int) -> Scores:
+    """Return log-probabilities of ``tokens`` (rows,) and of each row's ``count`` likeliest tokens."""
     logprobs = torch.log_softmax(logits.float(), -1)
     chosen = logprobs.gather(1, tokens.long().unsqueeze(1))
     ranks = (logprobs > chosen).sum(-1) + 1
     best = logprobs.topk(min(count, logprobs.shape[1]), dim=-1)
-    return chosen.squeeze(1), ranks, best.values, best.indices
+    return Scores(chosen.squeeze(1), ranks, best.values, best.indices)
 
 
 def penalise(

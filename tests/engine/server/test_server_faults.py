@@ -262,6 +262,22 @@ def test_no_event_comes_before_the_first_token(server, monkeypatch):
     assert b'"role":"assistant"' in lines[0]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_prompts_are_written_beside_the_event_loop(server, monkeypatch, stream):
+    """Which other calls need meanwhile: those of many prompts take seconds."""
+    choice, threads = Completions.choice, []
+
+    def noted(*args):
+        threads.append(threading.current_thread())
+        return choice(*args)
+
+    monkeypatch.setattr(Completions, "choice", noted)
+    fields = {"prompt": ["abc", "d"], "echo": True, "logprobs": 1, "max_tokens": 1, "stream": stream}
+    assert server.send(COMPLETIONS, fields).read()
+    assert len(threads) == 2
+    assert server.thread not in threads
+
+
 def test_two_unfinished_requests_of_one_name(server):
     stream = open_stream(server, request_id="mine")
     status, body = server.ask(COMPLETIONS, {**LONG, "request_id": "mine"})
@@ -382,4 +398,13 @@ def test_the_memory_of_all_bodies_is_bounded(model):
             wait_for(lambda: server.service.body_bytes == 0)
         assert server.ask("/v1/completions", {**fields, "user": "x" * 1700})[0] == 200
         assert server.ask("/v1/completions", {**fields, "user": "x" * 2000})[0] == 413
+        # So do the log-probabilities of a prompt, which take much more than the body.
+        scored = {"prompt": "a" * 20, "echo": True, "logprobs": 4, "max_tokens": 0}
+        assert server.ask("/v1/completions", scored)[0] == 200
+        with socket.create_connection(("127.0.0.1", server.port)) as slow:
+            slow.sendall(head + b"Content-Length: 10\r\n\r\n")
+            wait_for(lambda: server.service.body_bytes == 10)
+            status, answer = server.ask("/v1/completions", scored)
+            assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert server.ask("/v1/completions", {**fields, "echo": True, "logprobs": 1})[0] == 200
         wait_for(lambda: server.service.body_bytes == server.service.in_flight == 0)

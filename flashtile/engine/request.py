@@ -6,6 +6,8 @@ import time
 from enum import Enum
 from typing import Any
 
+from torch import Tensor
+
 from flashtile.engine.detokenizer import Detokenizer
 from flashtile.engine.outputs import FlatLogprobs, RequestMetrics
 from flashtile.engine.sampling_params import BeamSearchParams, SamplingParams
@@ -102,6 +104,7 @@ class Request:
         sequences: the answers: one until the prompt is computed, then ``n``, or the beams of a beam search.
         salt: only requests with the same salt share blocks through the prefix cache.
         matcher: matcher of ``structured_outputs`` at the start of an answer, or None.
+        on_device: the lists of tokens and biases in ``params`` that were used so far, as tensors.
         width: largest number of sequences that the request has at the same time.
         reads_tokens: whether the host must know the last token before the next token can be chosen.
     """
@@ -127,6 +130,7 @@ class Request:
         self.params, self.beam, self.max_outputs, self.ends = params, beam, max_outputs, ends
         self.seed, self.priority, self.salt = seed, priority, salt
         self.num_cached_tokens = 0
+        self.on_device: dict[str, Tensor] = {}
         self.metrics = RequestMetrics(time.monotonic())
         self.prompt_logprobs: FlatLogprobs | None = None
         self.matcher, self.width, self.reads_tokens = matcher, params.n, params.reads_tokens

@@ -95,7 +95,7 @@ async def complete(
             async for prompt, output in job:
                 outputs[prompt] = output
 
-        def body() -> bytes:
+        def whole() -> bytes:
             # Each choice is converted on its own, because json.dumps holds the interpreter's lock.
             choices = [
                 to_json(writer.choice(prompt, output, one))
@@ -106,7 +106,7 @@ async def complete(
             rest = to_json({"usage": job.usage(), **about})
             return f'{to_json(head)[:-1]},"choices":[{",".join(choices)}],{rest[1:]}'.encode()
 
-        found = await asyncio.to_thread(body) if writer.is_slow else body()
+        found = await asyncio.to_thread(whole) if writer.is_slow else whole()
     return web.Response(body=found, content_type="application/json", charset="utf-8")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import logging
 import os
@@ -136,6 +138,8 @@ def serve(
     except ModuleNotFoundError as error:
         raise _missing(error) from None
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    # As it ends, Python collects garbage several times, which takes seconds with the objects of torch.
+    atexit.register(gc.freeze)
     keys = api_key or os.environ.get(KEY, "").splitlines()
 
     def given(names: Iterable[str]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing import Any
 from aiohttp import web
 
 NOT_ERRORS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
-"""What ends a task on purpose. Every other BaseException is an error, for example a panic of Rust code in a
-tokenizer."""
+"""Exceptions that end a task on purpose. Every other BaseException is an error, for example a panic of Rust
+code in a tokenizer."""
 
 
 class ApiError(Exception):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import ssl
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from flashtile.engine.async_llm import AsyncLLM
 from flashtile.engine.core import Engine
 from flashtile.engine.llm import LLM
 from flashtile.engine.sampling_params import SamplingParams
-from flashtile.engine.server.errors import ApiError, refused, shutting_down
+from flashtile.engine.server.errors import ApiError, busy, refused, shutting_down
 from flashtile.engine.server.formats import Formats
 from flashtile.engine.server.metrics import Metrics
 from flashtile.engine.server.protocol import ApiCall, ChatCall, CompletionCall, Conversation, wrong
@@ -35,8 +36,9 @@ class Limits:
         max_prompts, max_body_bytes: of one call.
         max_prompt_tokens: None: one less than the engine's ``max_model_len``.
         max_logprobs: maximum number of log-probabilities at each position.
-        max_total_body_bytes: maximum number of bytes of the bodies of all calls that are being answered.
-            Further calls get status 429, but one call at a time may have a body of any allowed size.
+        max_total_body_bytes: maximum number of bytes of the bodies of all calls that are being answered, with
+            the log-probabilities of their prompts. Further calls get status 429, but one call at a time may
+            have a body of any allowed size.
         body_timeout, request_timeout: maximum seconds to receive a body, and to finish an answer.
         idle_timeout: maximum seconds that a connection may stay open without a call.
         max_connections: maximum number of connections at a time. To accept another connection, the server
@@ -77,8 +79,8 @@ class Limits:
             raise ValueError(f"max_logprobs must be at least 0, got {self.max_logprobs}")
         if not 0 <= self.max_priority < 2**31:
             raise ValueError(f"max_priority must be from 0 to {2**31 - 1}, got {self.max_priority}")
-        if not all(self.api_keys) or not all(key.isascii() for key in self.api_keys):
-            raise ValueError("api_key must be ASCII and not empty")
+        if not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
+            raise ValueError("api_key must be printable ASCII and not empty")
         for origin in self.cors_origins:
             if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[!-.0-@\[-~]+", origin):
                 raise ValueError(f"cors_origin must be * or scheme://host in lower case, got {origin!r:.80}")
@@ -104,7 +106,8 @@ class Service:
         id: random text, different in each replica and after each start.
         in_flight: number of calls not answered yet.
         max_calls: maximum of ``in_flight``.
-        body_bytes: bytes of these calls' bodies. A body that has not arrived counts with its largest size.
+        body_bytes: bytes of these calls' bodies and of log-probabilities of their prompts. A body that has
+            not arrived counts with its largest size.
         draining: whether the server is being shut down.
         on_death: called when a call finds that the engine has failed.
     """
@@ -134,6 +137,18 @@ class Service:
         """Raise ApiError if the server is being shut down."""
         if self.draining:
             raise shutting_down()
+
+    @contextlib.contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """Count further bytes of a call until it ends. Raise ApiError if calls together have too many."""
+        most = self.limits.max_total_body_bytes
+        if size and self.in_flight > 1 and self.body_bytes + size > most:
+            raise busy(f"all bodies and log-probabilities of prompts together have at most {most} bytes")
+        self.body_bytes += size
+        try:
+            yield
+        finally:
+            self.body_bytes -= size
 
     def check_model(self, name: object) -> None:
         """Raise ApiError if a call names another model. A call may leave the model out."""

@@ -143,6 +143,14 @@ def test_the_form_of_lm_eval(server):
     assert only["usage"]["completion_tokens"] == 0
 
 
+def test_an_echo_has_its_log_probabilities_once(server):
+    fields = {"prompt": "abc", "echo": True, "logprobs": 2, "max_tokens": 1}
+    (choice,) = server.complete(**fields)["choices"]
+    assert "prompt_logprobs" not in choice
+    (choice,) = server.complete(**fields, prompt_logprobs=1)["choices"]
+    assert len(choice["prompt_logprobs"]) == 3
+
+
 def test_of_two_tokens_with_one_text_the_likelier_is_shown(server):
     """Or lm-eval would take the answer for the greedy one."""
     entry = {5: Logprob(-3.0, 3, "x"), 6: Logprob(-2.0, 2, "x"), 7: Logprob(-1.0, 1, "x")}
@@ -285,6 +293,14 @@ def test_a_call_that_excludes_every_token_is_refused_alone(server):
     assert "exclude every token" in body["error"]["message"]
     again = server.complete(prompt=prompt, max_tokens=1)
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_a_structure_that_cannot_end_is_the_clients_error(server):
+    pytest.importorskip("llguidance")
+    fields = {"prompt": "a", "structured_outputs": {"grammar": 'start: "a" start'}}
+    status, body = server.ask("/v1/completions", {"model": MODEL, "max_tokens": 4, **fields})
+    assert (status, body["error"]["param"]) == (400, "structured_outputs")
+    assert "structured_outputs could not be continued: " in body["error"]["message"]
 
 
 def test_tokens_and_texts(server):

@@ -24,7 +24,7 @@ from flashtile.masks.mods import traced
 from flashtile.operators import functions as operators
 from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.problems.attention import NO_EXTRAS, Options
-from flashtile.problems.mask_operations import OPERATIONS
+from flashtile.problems.mask_operations import INTS, OPERATIONS
 from flashtile.problems.mask_program import derivatives, parse
 from flashtile.problems.masks import MAX_CAPTURED
 
@@ -324,7 +324,8 @@ def test_what_is_simplified_is_what_the_operation_gives(name) -> None:
     operation = OPERATIONS[name]
     logical = name in ("and", "or", "xor", "not", "bool")
     values = (False, True) if logical else (0, 1, 2, 3)
-    count = {"where": 3, "not": 1, "neg": 1, "abs": 1, "float": 1, "int": 1, "bool": 1}.get(name, 2)
+    unary = ("not", "neg", "abs", "float", "bool", *INTS)
+    count = 3 if name == "where" else 1 if name in unary else 2
     later, told = object(), 0
     for operands in itertools.product((*values, later), repeat=count):
         found = operation.simplify(*operands)

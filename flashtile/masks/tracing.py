@@ -25,7 +25,7 @@ from flashtile.checks.arguments import check_dense
 from flashtile.masks.triton_functions import in_torch
 from flashtile.problems import mask_operations, mask_program
 from flashtile.problems.common import DTYPES
-from flashtile.problems.mask_operations import FLOATS, INTS, WHOLE, promoted_int, range_of
+from flashtile.problems.mask_operations import FLOATS, INTS, WHOLE, promoted, promoted_int, range_of
 from flashtile.problems.mask_program import LOAD, Builder, Name, Operand, Program, soft_cap_of
 from flashtile.problems.mask_ranges import without_identities
 
@@ -204,7 +204,7 @@ class _Recorder(TorchFunctionMode):
     """Records torch's operations on symbols, including ``tensor[symbol]``.
 
     A symbol is a :class:`Symbol`. Under Dynamo a symbol is a meta tensor instead, identified by its unique
-    length, because Dynamo supports all operators only on tensors.
+    length (:meth:`index`), because Dynamo supports all operators only on tensors.
     """
 
     def __init__(self, compiling: bool, has_derivative: bool) -> None:
@@ -222,9 +222,15 @@ class _Recorder(TorchFunctionMode):
     def symbol(self, name: Name) -> Any:
         if not self.compiling:
             return Symbol(self, name)
-        placeholder = torch.empty(len(self.placeholders), dtype=torch.complex64, device="meta")
+        # Dynamo does not show functions such as torch.exp_ to the recorder. Elements that share memory make
+        # torch refuse most of them.
+        single = torch.empty(1, dtype=torch.complex64, device="meta")
+        placeholder = single.expand(len(self.placeholders) + 2)
         self.placeholders.append((placeholder, name))
         return placeholder
+
+    def index(self, placeholder: Tensor) -> int:
+        return len(placeholder) - 2
 
     def name_of(self, value: Any) -> Name | None:
         """Return the name of a symbol's value in the program. Return None if ``value`` is not a symbol."""
@@ -234,7 +240,7 @@ class _Recorder(TorchFunctionMode):
             return value.name
         if not self.compiling or not isinstance(value, Tensor) or value.device.type != "meta":
             return None
-        placeholder, name = self.placeholders[len(value)]
+        placeholder, name = self.placeholders[self.index(value)]
         if placeholder is value:
             return name
         if value.dtype == torch.float32:  # from abs() of a placeholder, which bypasses __torch_function__
@@ -289,15 +295,34 @@ class _Recorder(TorchFunctionMode):
         if self.has_derivative and not torch.is_grad_enabled():
             raise TypeError("torch.no_grad() and torch.autograd.Function do not compile")
         plain = name.strip("_")
-        if (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace"):
-            raise TypeError(f"torch's {name} in place does not compile: return the result of {plain}")
+        in_place = kwargs.pop("inplace", False) or (name.endswith("_") and not name.endswith("__"))
+        if name.startswith("__i") and plain[1:] in FUNCTIONS:
+            plain, in_place = plain[1:], True
         if plain == "getitem":
             return self.load(*args)
         if plain in FUNCTIONS:
-            return FUNCTIONS[plain](self, *args, **kwargs)
+            result = FUNCTIONS[plain](self, *args, **kwargs)
+            if in_place:
+                return self.assign(args[0], result)
+            # A later function in place must not change the operand together with the result.
+            return self.symbol(self.operand(result)) if any(result is one for one in args) else result
         raise TypeError(
             f"torch's {name} is not one of the operations that compile: {', '.join(sorted(FUNCTIONS))}"
         )
+
+    def assign(self, target: Any, result: Any) -> Any:
+        """Make ``result`` the value of a symbol, as torch's functions in place do. Return the symbol."""
+        if self.name_of(target) is None:
+            raise TypeError("a captured tensor must not be changed")
+        kind, of_result = self.kind(target), self.kind(result)
+        if promoted(kind, of_result) != kind:
+            raise TypeError(f"{_said(of_result)} cannot be written in place of {_said(kind)}")
+        operand = self.operand(_as_type_of(self, result, target))
+        if self.compiling:
+            self.placeholders[self.index(target)] = target, operand
+        else:
+            target.name = operand
+        return target
 
     def emit(self, operation: str, *values: Any, **options: Any) -> Any:
         operands = [self.operand(value) for value in values]
@@ -542,11 +567,11 @@ def _tan(recorder: _Recorder, x: Any) -> Any:
     return recorder.arithmetic("div", *(recorder.emit(name, recorder.as_float(x)) for name in ("sin", "cos")))
 
 
-def _silu(recorder: _Recorder, x: Any, inplace: bool = False) -> Any:
+def _silu(recorder: _Recorder, x: Any) -> Any:
     return recorder.arithmetic("mul", x, recorder.emit("sigmoid", recorder.as_float(x)))
 
 
-def _relu(recorder: _Recorder, x: Any, inplace: bool = False) -> Any:
+def _relu(recorder: _Recorder, x: Any) -> Any:
     # Other than maximum and clamp, it has the derivative 0 at 0.
     return _where(recorder, recorder.arithmetic("le", x, 0), 0, x)
 
@@ -717,7 +742,7 @@ class Symbol:
     shape = torch.Size()
 
     def __getattr__(self, name: str) -> Any:
-        if name not in FUNCTIONS:
+        if name.removesuffix("_") not in FUNCTIONS:
             raise AttributeError(f"a {_KIND_OF_SYMBOL} has no {name!r}")
         return lambda *args, **kwargs: self.recorder.call(name, (self, *args), kwargs)
 
@@ -746,6 +771,8 @@ def _operator(name: str) -> Callable[..., Any]:
     return method
 
 
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
+    setattr(Symbol, f"__i{_name}__", _operator(f"__i{_name}__"))
 for _name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "radd", "rsub", "rmul",
     "rtruediv", "rfloordiv", "rmod", "rpow", "rand", "ror", "rxor", "lshift", "rshift", "eq", "ne", "lt",

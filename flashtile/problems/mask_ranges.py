@@ -52,7 +52,8 @@ def without_identities(program: Program, elements: Sequence[str]) -> Program:
     known = _analysed(
         program, MAX_LENGTH, lambda line: range_of(elements[line.operands[0]] if line.operation == LOAD else "int")
     )[1]
-    builder, renamed = Builder(), dict[Operand, Operand]()
+    builder = Builder()
+    renamed: dict[Operand, Operand] = {}
     for line in program.lines:
         operands = [renamed.get(o, o) if isinstance(o, Name) else o for o in line.operands]
         of_int = line.operation in INTS and program.kinds[line.operands[0]] == "int"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashtile.backends.cpu.blocks import split
 
+_kernel = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 CONVERTED_ELEMENTS = 2 * 1024 * 1024
@@ -57,9 +58,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Call the kernel. All tensors are (batch, heads, seqlen, head_dim) of one dtype."""
-    out, lse = torch._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=bias, scale=scale
-    )
+    out, lse = _kernel(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     if (causal or bias is not None or k.shape[2] < NARROW_TILE) and not lse.all():
         _restore(out, lse, q, k, causal, scale, bias)
     return out, lse

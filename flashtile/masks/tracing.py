@@ -492,10 +492,14 @@ def _sum(operation: str, reverse: bool = False) -> Callable[..., Any]:
         _refuse(none)
         if reverse:
             a, b = b, a
-        if isinstance(alpha, float) and "float" not in (recorder.kind(a), recorder.kind(b)):
-            raise TypeError(f"alpha must be an int for ints, got {alpha}")
-        # Without alpha there is no product, which would raise for a bool.
-        return recorder.arithmetic(operation, a, b if alpha == 1 else recorder.arithmetic("mul", b, alpha))
+        if alpha != 1:
+            kinds = recorder.kind(a), recorder.kind(b)
+            if isinstance(alpha, float) and "float" not in kinds:
+                raise TypeError(f"alpha must be an int for ints, got {alpha}")
+            # The product has the dtype of the sum.
+            b = recorder.as_float(b) if "float" in kinds else recorder.as_int(b, recorder.conversion(a, b))
+            b = recorder.arithmetic("mul", b, alpha)
+        return recorder.arithmetic(operation, a, b)
 
     return apply
 

@@ -775,7 +775,9 @@ def _operator(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
+for _name in (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
+):  # fmt: skip
     setattr(Symbol, f"__i{_name}__", _operator(f"__i{_name}__"))
 for _name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "radd", "rsub", "rmul",

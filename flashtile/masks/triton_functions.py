@@ -63,8 +63,8 @@ def _quotient(a: Any, b: Any) -> Any:
 
 
 for _name in (
-    "add", "sub", "mul", "truediv", "and", "or", "xor", "lshift", "rshift", "eq", "ne", "lt", "le", "gt", "ge",
-    "neg", "invert", "abs",
+    "add", "sub", "mul", "truediv", "and", "or", "xor", "lshift", "rshift", "eq", "ne", "lt", "le", "gt",
+    "ge", "neg", "invert", "abs",
 ):  # fmt: skip
     setattr(Scalar, f"__{_name}__", _of_scalars(getattr(operator, f"__{_name}__")))
 for _name, _function in (("floordiv", _quotient), ("mod", torch.fmod)):
@@ -143,7 +143,7 @@ STAND_INS = (_language, Pointer, _plain, _scalar, _position, *_LANGUAGE.values()
 def in_torch(function: Any) -> Callable[..., Any]:
     """Return a Python function that computes with torch what a ``@triton.jit`` function computes.
 
-    Its arguments are those of a score_mod or mask_mod, and then pointers. Positions are 32-bit, as in kernels.
+    Its arguments are those of a score_mod or mask_mod, and then pointers. Positions are 32-bit, as kernels'.
     """
     python = _python(function)
 
@@ -156,7 +156,7 @@ def in_torch(function: Any) -> Callable[..., Any]:
 
 
 def _python(function: Any) -> Callable[..., Any]:
-    """Return the Python function of a ``@triton.jit`` function, with stand-ins for what it reads of Triton."""
+    """Return the Python function of a ``@triton.jit`` function, with stand-ins for Triton's own objects."""
     python = function.fn
     names = {
         name: _translated(value)

@@ -2,7 +2,7 @@
 
 A program is the traced form of a score or mask function (:mod:`flashtile.problems.mask_program`).
 
-Ints are 64-bit. Where torch computes in a narrower dtype, a conversion such as ``int8`` follows the operation.
+Ints are 64-bit. Where torch computes in a narrower dtype, a conversion such as ``int8`` follows.
 
 Derivatives are programs of the same operations. ``gradient(emit, result, *operands)`` returns the partial
 derivative with respect to each operand, or None for an operand without a derivative. Some operations select
@@ -210,7 +210,7 @@ def _chosen(emit: Any, condition: Any, is_chosen: bool = True) -> Callable[[Any]
     """Return the partial derivative of an operand that is the result where ``condition`` is ``is_chosen``."""
 
     def through(gradient: Any) -> Any:
-        return emit("where", condition, gradient, 0.0) if is_chosen else emit("where", condition, 0.0, gradient)
+        return emit("where", condition, *((gradient, 0.0) if is_chosen else (0.0, gradient)))
 
     return through
 

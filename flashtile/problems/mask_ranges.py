@@ -49,9 +49,11 @@ def without_identities(program: Program, elements: Sequence[str]) -> Program:
     Args:
         elements: for each captured tensor, the conversion in ``INTS`` to its dtype. It is unused for floats.
     """
-    known = _analysed(
-        program, MAX_LENGTH, lambda line: range_of(elements[line.operands[0]] if line.operation == LOAD else "int")
-    )[1]
+
+    def range_of_line(line: Line) -> Range:
+        return range_of(elements[line.operands[0]] if line.operation == LOAD else "int")
+
+    known = _analysed(program, MAX_LENGTH, range_of_line)[1]
     builder = Builder()
     renamed: dict[Operand, Operand] = {}
     for line in program.lines:

@@ -86,8 +86,6 @@ def _restore(
         out[b, h, rows] = torch.where(exact.isnan()[:, None], exact[:, None].to(out.dtype), out[b, h, rows])
 
 
-
-
 def _attend_by_pairs(
     pairs: int,
     dtype: torch.dtype,

@@ -131,7 +131,8 @@ _INFIX = {
     "ge": ">=", "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>", "fmod": "%",
 }  # fmt: skip
 _CALLS = {
-    "minimum": "tl.minimum", "maximum": "tl.maximum", "clamp_max": "tl.minimum", "clamp_min": "tl.maximum", "abs": "tl.abs", "where": "tl.where", "exp": "tl.exp",
+    "minimum": "tl.minimum", "maximum": "tl.maximum", "clamp_max": "tl.minimum", "clamp_min": "tl.maximum",
+    "abs": "tl.abs", "where": "tl.where", "exp": "tl.exp",
     "exp2": "tl.exp2", "log": "tl.log", "log2": "tl.log2", "sqrt": "tl.sqrt", "rsqrt": "tl.rsqrt",
     "sin": "tl.sin", "cos": "tl.cos", "sigmoid": "tl.sigmoid", "erf": "tl.erf", "floor": "tl.floor",
     "tanh": "tanh", "pow": "power", "floordiv": "floor_div", "mod": "floor_mod", "sign": "sign",
@@ -407,7 +408,8 @@ class _Writer:
             return f"columns[{self.columns.index(line.name)}]"
         tensor, *indices = line.operands
         loaded = f"tl.load({self.pointer(line.name, f'captured.tensor_{tensor}', tensor, indices)})"
-        return {"float": f"{loaded}.to(tl.float32)", "bool": f"{loaded} != 0", "int": f"widened({loaded})"}[line.kind]
+        as_kind = {"float": f"{loaded}.to(tl.float32)", "bool": f"{loaded} != 0", "int": f"widened({loaded})"}
+        return as_kind[line.kind]
 
     def pointer(self, name: str, base: str, tensor: int, indices: list[Any]) -> str:
         """Return the source text of a pointer to an element.

@@ -72,7 +72,7 @@ NARROW: dict[str, Callable] = {
     "head": lambda b, h, i, j, u8, i8, i16: h * 10 + i16[j] > 20,
     "two dtypes": lambda b, h, i, j, u8, i8, i16: i8[j] + u8[i] > 3,
     "products wrap": lambda b, h, i, j, u8, i8, i16: (i8[i] * i8[j] > 0) ^ (i16[i] * i16[j] > 0),
-    "conversions wrap": lambda b, h, i, j, u8, i8, i16: ((i + 1) * 2654435761 + j * 97).int() > (i * 57 + j * 91).char(),
+    "conversions wrap": lambda b, h, i, j, *tables: ((i + 1) * 2654435761).int() > (i * 57 + j * 91).char(),
 }
 
 

@@ -415,7 +415,10 @@ def _augmented(s, b, h, q, kv):
     [
         (_filled, lambda s, b, h, q, kv: s.masked_fill(q < kv, -torch.inf)),
         (_augmented, lambda s, b, h, q, kv: s * 2),
-        (lambda s, b, h, q, kv: torch.nn.functional.relu(s, inplace=True) + s, lambda s, *_: 2 * torch.relu(s)),
+        (
+            lambda s, b, h, q, kv: torch.nn.functional.relu(s, inplace=True) + s,
+            lambda s, b, h, q, kv: 2 * torch.relu(s),
+        ),
     ],
 )
 def test_functions_in_place_change_their_operand(function, same) -> None:

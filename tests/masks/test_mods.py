@@ -143,6 +143,45 @@ def test_derivatives_of_every_operation() -> None:
     assert torch.autograd.gradcheck(attend, (q, k, v, slopes, bias))
 
 
+TIES = {
+    "relu": lambda x, y: torch.relu(x) + torch.relu(y),
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "clamp": lambda x, y: torch.clamp(x, 0.0, 1.0) + torch.clamp(y, max=0.0),
+}
+
+
+@pytest.mark.parametrize("name", TIES)
+def test_gradients_at_ties_are_torchs(target: Target, name: str) -> None:
+    """Parameters that start at 0 are ties. Tangents and second derivatives agree with the gradients."""
+    function, device = TIES[name], target.device
+    q, k, v = (testing.random_tensor((1, 8, 2, 16), torch.float32, device, seed=i) for i in range(3))
+    ties = torch.zeros(2, 2, device=device)
+
+    def attend(ties, attention, **options):
+        def score_mod(s, b, h, i, j):
+            return s + s * function(ties[0, h], ties[1, h]) * (i - j)
+
+        return attention(q, k, v, score_mod=score_mod, **options)
+
+    ours = ties.clone().requires_grad_()
+    exact = ties.clone().requires_grad_()
+    out = attend(ours, flashtile.attention, backend=target.backend)
+    expected, _ = attend(exact, reference.attention)
+    dout = testing.random_tensor(out.shape, torch.float32, device, seed=4)
+    (found,) = torch.autograd.grad(out, ours, dout, create_graph=True)
+    (wanted,) = torch.autograd.grad(expected, exact, dout, create_graph=True)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    if wanted.requires_grad and found.requires_grad:
+        second = [torch.autograd.grad(one.sum(), of)[0] for one, of in ((found, ours), (wanted, exact))]
+        torch.testing.assert_close(*second, rtol=1e-4, atol=1e-4)
+    tangent = torch.ones_like(ties)
+    along = torch.func.jvp(
+        lambda t: attend(t, flashtile.attention, backend=target.backend), (ties,), (tangent,)
+    )[1]
+    torch.testing.assert_close((along * dout).sum(), found.sum().detach(), rtol=1e-4, atol=1e-4)
+
+
 def test_numbers_that_a_condition_chooses_are_ints_where_they_were() -> None:
     table = torch.arange(9.0)
     q = torch.randn(1, 4, 2, 8)

@@ -24,7 +24,7 @@ from flashtile.masks.mods import traced
 from flashtile.operators import functions as operators
 from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.problems.attention import NO_EXTRAS, Options
-from flashtile.problems.mask_operations import OPERATIONS
+from flashtile.problems.mask_operations import INTS, OPERATIONS
 from flashtile.problems.mask_program import derivatives, parse
 from flashtile.problems.masks import MAX_CAPTURED
 
@@ -122,6 +122,24 @@ def test_a_triton_function_is_one_of_torch() -> None:
     outs = [flashtile.attention(q, k, v, score_mod=function) for function in (mod, same)]
     torch.testing.assert_close(*outs)
     torch.testing.assert_close(*(torch.autograd.grad(out.sum() + out.square().sum(), table) for out in outs))
+
+
+def test_ints_of_triton_functions_have_32_bits_and_divide_towards_zero() -> None:
+    triton = pytest.importorskip("triton")
+
+    @triton.jit
+    def mask(b, h, q, kv):
+        hashed = (q * 1103515245 + kv * 12345) > 0
+        return (((q - kv) % 3) == 1) | (((q - kv) // 2) < -1) & hashed
+
+    i, j = torch.arange(8, dtype=torch.int32)[:, None], torch.arange(8, dtype=torch.int32)
+    quotient = torch.div(i - j, 2, rounding_mode="trunc")
+    expected = ((i - j).fmod(3) == 1) | (quotient < -1) & (i * 1103515245 + j * 12345 > 0)
+    mod = masks.from_triton("mask_mod", mask)
+    assert torch.equal(mod(0, 0, i.long(), j.long()), expected)
+    index = torch.zeros((), dtype=torch.int64)
+    inputs = {"b": index, "h": index, "q": i.long(), "kv": j.long()}
+    assert torch.equal(evaluate(traced("mask_mod", mod).program, inputs, [])[0], expected)
 
 
 def test_opcheck() -> None:
@@ -324,7 +342,8 @@ def test_what_is_simplified_is_what_the_operation_gives(name) -> None:
     operation = OPERATIONS[name]
     logical = name in ("and", "or", "xor", "not", "bool")
     values = (False, True) if logical else (0, 1, 2, 3)
-    count = {"where": 3, "not": 1, "neg": 1, "abs": 1, "float": 1, "int": 1, "bool": 1}.get(name, 2)
+    unary = ("not", "neg", "abs", "float", "bool", *INTS)
+    count = 3 if name == "where" else 1 if name in unary else 2
     later, told = object(), 0
     for operands in itertools.product((*values, later), repeat=count):
         found = operation.simplify(*operands)
@@ -377,6 +396,40 @@ WRITTEN = {
     "masked_fill": lambda s, b, h, q, kv: s.masked_fill(q < kv, b.new_ones(b.shape)).masked_fill(kv == 0, 2),
 }
 """Functions that mean the same on tensors."""
+
+
+def _filled(s, b, h, q, kv):
+    s.masked_fill_(q < kv, -torch.inf)
+    return s
+
+
+def _augmented(s, b, h, q, kv):
+    s *= 2
+    t = s.float()
+    t += kv
+    return s
+
+
+@pytest.mark.parametrize(
+    ("function", "same"),
+    [
+        (_filled, lambda s, b, h, q, kv: s.masked_fill(q < kv, -torch.inf)),
+        (_augmented, lambda s, b, h, q, kv: s * 2),
+        (
+            lambda s, b, h, q, kv: torch.nn.functional.relu(s, inplace=True) + s,
+            lambda s, b, h, q, kv: 2 * torch.relu(s),
+        ),
+    ],
+)
+def test_functions_in_place_change_their_operand(function, same) -> None:
+    q, k, v = torch.randn(3, 1, 6, 2, 8).unbind()
+    expected = flashtile.attention(q, k, v, score_mod=same)
+    attend = functools.partial(flashtile.attention, score_mod=function)
+    torch.testing.assert_close(attend(q, k, v), expected)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(attend, backend="eager", fullgraph=True)(q, k, v), expected)
+    with pytest.raises(TypeError, match="a float cannot be written in place of an int"):
+        traced("score_mod", lambda s, b, h, q, kv: s + q.add_(0.5))
 
 
 @pytest.mark.parametrize("name", WRITTEN)

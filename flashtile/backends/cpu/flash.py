@@ -11,12 +11,15 @@ from torch import Tensor
 
 from flashtile.backends.cpu.blocks import split
 
-_forward = torch._scaled_dot_product_flash_attention_for_cpu
+_kernel = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 CONVERTED_ELEMENTS = 2 * 1024 * 1024
 """Elements of k that are converted to another dtype at a time, 8 MiB in float32. The allocator then reuses
 memory, which makes one bfloat16 query over 4096 keys 3x as fast (Zen 4)."""
+
+NARROW_TILE = 64
+"""At least twice the elements of a vector register. Rows that see as many keys never lose NaN."""
 
 
 def attend(
@@ -39,9 +42,7 @@ def attend(
         if batch * heads_kv > pairs:
             return _attend_by_pairs(pairs, dtype, q, k, v, causal, scale, bias)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    out, lse = _forward(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, attn_mask=bias, scale=scale
-    )
+    out, lse = _forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, scale, bias)
     # The kernel's layout makes the transposed result contiguous. It is detached because autograd forbids
     # in-place changes of a result that is a view.
     out = out.transpose(1, 2).detach()
@@ -50,8 +51,39 @@ def attend(
 
 def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return (out, lse) without a mask; all tensors are (batch, heads, seqlen, head_dim) of one dtype."""
-    out, lse = _forward(q, k, v, 0.0, False, scale=scale)
+    return _forward(q, k, v, False, scale)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Call the kernel. All tensors are (batch, heads, seqlen, head_dim) of one dtype."""
+    out, lse = _kernel(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    if (causal or bias is not None or k.shape[2] < NARROW_TILE) and not lse.all():
+        _restore(out, lse, q, k, causal, scale, bias)
     return out, lse
+
+
+def _restore(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, causal: bool, scale: float, bias: Tensor | None
+) -> None:
+    """Correct the rows, in place, in which the kernel found no score above -inf.
+
+    When the kernel looks for the largest score, it leaves out NaN in what is left over after the last full
+    vector register. A row of NaN then gets out and lse 0, as a row without visible keys does. A row whose lse
+    is 0 for another reason stays.
+    """
+    group = q.shape[1] // k.shape[1]
+    for b, h in (lse == 0).any(-1).nonzero().tolist():
+        rows = (lse[b, h] == 0).nonzero()[:, 0]
+        scores = (q[b, h, rows].to(lse.dtype) @ k[b, h // group].to(lse.dtype).mT) * scale
+        if bias is not None:
+            scores += bias[0, h % bias.shape[1], rows]
+        if causal:
+            scores.masked_fill_(torch.arange(k.shape[2], device=rows.device) > rows[:, None], -torch.inf)
+        exact = scores.logsumexp(-1)
+        lse[b, h, rows] = torch.where(exact.isfinite(), 0.0, exact)
+        out[b, h, rows] = torch.where(exact.isnan()[:, None], exact[:, None].to(out.dtype), out[b, h, rows])
 
 
 def _attend_by_pairs(

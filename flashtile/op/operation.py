@@ -3,9 +3,9 @@
 A *plain* call (eager, with no observer) looks up its prepared launch by its signature: shapes, strides,
 dtypes, devices and alignment of its tensors, and its options. A new signature is checked, described as a
 frozen problem and given to the first backend that supports it. Every other call (``torch.compile``,
-``torch.export``, modes, transforms, subclasses) is checked and goes through ``torch.ops.flashtile``, with the
-fake implementation that the operation registers. A plain call skips torch's dispatcher, which costs more host
-time than the launch.
+``torch.export``, modes, transforms, subclasses, lazy negation) is checked and goes through
+``torch.ops.flashtile``, with the fake implementation that the operation registers. A plain call skips torch's
+dispatcher, which costs more host time than the launch.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Operation:
         self.no_gradient, self.flops, self.shardings = no_gradient, flops, shardings
         if shardings is not None:
             remember_shardings(self)
-        self._check_values, self._check_traced = check_values, check_traced or check
+        self._check_values, self._check_traced, self._mutates = check_values, check_traced or check, mutates
         self.tensors, self.nothing, self.options, self.results = tensors, optional, options, results
         self._num_tensors = len(tensors)
         self._num_optional, self._num_options = len(optional._fields), len(options._fields)
@@ -267,12 +267,22 @@ class Operation:
             if described is not None:
                 described.append((self, self.describe(*tensors, optional, options), options.backend))
                 return self.fake(*tensors, optional, options)
+            self._refuse_negated((*tensors, *optional))
             self._remember(tensors, optional, options)
             if self.no_gradient is not None and transforming():
                 refuse_transformed_gradients(self.no_gradient, self.names, (*tensors, *optional))
         tell_observers(self, (*tensors, *optional))
         refuse_tangents(self.names, (*tensors, *optional))
         return self.operator(*self.flat(tensors, optional, options))
+
+    def _refuse_negated(self, tensors: Tensors) -> None:
+        """Refuse to write into tensors with torch's negative bit. The dispatcher supports at most one."""
+        for name, tensor in zip(self.names, tensors, strict=False):
+            if name in self._mutates and tensor is not None and tensor.is_neg():
+                raise ValueError(
+                    f"{name} must hold its own numbers because it is written, got a tensor with torch's "
+                    f"negative bit: pass {name}.resolve_neg()"
+                )
 
     def learning(self, tensors: Tensors, optional: Any) -> list[tuple[str, Tensor]]:
         """Return (name, tensor) for each tensor that requires a gradient."""
@@ -330,15 +340,19 @@ class Operation:
 
 
 def is_plain(required: tuple[Tensor, ...], *optional: Iterable[Tensor | None]) -> bool:
-    """Whether a call is plain: eager, without dispatch modes, transforms, tangents and tensor subclasses."""
+    """Whether a call is plain: eager, without dispatch modes, transforms, tangents and tensor subclasses.
+
+    Memory of a tensor with torch's negative bit (``z.conj().imag``) holds the numbers before their negation,
+    which torch's dispatcher applies. So a call with such a tensor is not plain.
+    """
     if is_dynamo_compiling():
         return False
     for tensor in required:
-        if type(tensor) not in PLAIN_TYPES:
+        if type(tensor) not in PLAIN_TYPES or tensor.is_neg():
             return False
     for tensors in optional:
         for extra in tensors:
-            if extra is not None and type(extra) not in PLAIN_TYPES:
+            if extra is not None and (type(extra) not in PLAIN_TYPES or extra.is_neg()):
                 return False
     return (
         (required[0].is_cuda or required[0].is_cpu)  # the other tensors must be on the same device

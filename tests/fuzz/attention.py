@@ -8,7 +8,7 @@ from random import Random
 from fuzz.runner import Call
 
 DTYPES = ("torch.float32", "torch.float32", "torch.float64", "torch.bfloat16", "torch.float16")
-LAYOUTS = ("contiguous", "contiguous", "offset", "transposed")
+LAYOUTS = (*("contiguous",) * 4, *("offset", "transposed") * 2, "overlapping", "negated")
 
 
 def dtype_for(rng: Random, device: str) -> str:

@@ -64,7 +64,10 @@ def rand(*shape, dtype=torch.float32, device="cpu", seed=0, layout="contiguous",
     """Return a tensor of normal numbers.
 
     The layout "offset" has misaligned rows with NaN between them, "transposed" has heads before tokens in memory.
+    In "overlapping" each head begins one element after the one before, and "negated" has torch's negative bit.
     """
+    if layout == "overlapping":
+        shape, head_dim = (*shape[:-2], shape[-2] + shape[-1] - 1), shape[-1]
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
     numbers = numbers.to(dtype).to(device)
     if layout == "offset":
@@ -73,7 +76,9 @@ def rand(*shape, dtype=torch.float32, device="cpu", seed=0, layout="contiguous",
         return memory[..., 1 : 1 + shape[-1]]
     if layout == "transposed":
         return numbers.transpose(-2, -3).contiguous().transpose(-2, -3)
-    return numbers
+    if layout == "overlapping":
+        return numbers.unfold(-1, head_dim, 1)
+    return torch._neg_view(numbers) if layout == "negated" else numbers
 
 
 def ints(*values, dtype=torch.int32, device="cpu") -> Tensor:

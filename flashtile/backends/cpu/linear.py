@@ -69,4 +69,4 @@ def _linear_qkv(
     angles = given.rotary_cos, given.rotary_sin, given.positions, heads.rotary_interleaved
     slots = slots_of(problem, given.positions, given.slot_mapping, given.block_table)
     _append(problem, k_cache, v_cache, turn(k, *angles), v, slots)
-    return turn(q, *angles).to(problem.dtype)
+    return turn(q, *angles).to(problem.dtype).contiguous()

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
@@ -128,13 +129,14 @@ class Operation:
         self.no_gradient, self.flops, self.shardings = no_gradient, flops, shardings
         if shardings is not None:
             remember_shardings(self)
-        self._check_values, self._check_traced, self._mutates = check_values, check_traced or check, mutates
+        self._check_values, self._check_traced = check_values, check_traced or check
         self.tensors, self.nothing, self.options, self.results = tensors, optional, options, results
         self._num_tensors = len(tensors)
         self._num_optional, self._num_options = len(optional._fields), len(options._fields)
         extended_to = extended_to or (type(optional), options)
         self._extended_to = extended_to
         self.names = tuple(n.rstrip("?") for n in tensors) + extended_to[0]._fields
+        self._written = tuple(self.names.index(n) for n in mutates)
         self.arguments = self.flat(self.names[: len(tensors)], *(fields._fields for fields in extended_to))
         """Names of the operator's arguments."""
         self._defaults = tuple(
@@ -277,11 +279,11 @@ class Operation:
 
     def _refuse_negated(self, tensors: Tensors) -> None:
         """Refuse to write into tensors with torch's negative bit. The dispatcher supports at most one."""
-        for name, tensor in zip(self.names, tensors, strict=False):
-            if name in self._mutates and tensor is not None and tensor.is_neg():
+        for i in self._written:
+            if tensors[i] is not None and tensors[i].is_neg():
                 raise ValueError(
-                    f"{name} must hold its own numbers because it is written, got a tensor with torch's "
-                    f"negative bit: pass {name}.resolve_neg()"
+                    f"{self.names[i]} must hold its own numbers because it is written, got a tensor with torch's "
+                    f"negative bit: pass {self.names[i]}.resolve_neg()"
                 )
 
     def learning(self, tensors: Tensors, optional: Any) -> list[tuple[str, Tensor]]:
@@ -337,6 +339,24 @@ class Operation:
         wanted = zip(self.arguments, ctx.needs_input_grad, strict=False)
         name = next((name for name, needed in wanted if needed), self.names[0])
         raise NotImplementedError(f"{name} must not require a gradient: {self.no_gradient}")
+
+
+class Writing(Operation):
+    """An operation that writes into tensors of its call and returns nothing about them."""
+
+    def launch(self, tensors: Tensors, optional: Any, options: Any) -> Any:
+        results = super().launch(tensors, optional, options)
+        given = (*tensors, *optional)
+        tell_written(*[given[i] for i in self._written if given[i] is not None])
+        return results
+
+
+def tell_written(*tensors: Tensor) -> None:
+    """Raise the versions of tensors that kernels have written, because autograd may have saved the old values.
+
+    Tensors that were made in inference mode have no version.
+    """
+    increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def is_plain(required: tuple[Tensor, ...], *optional: Iterable[Tensor | None]) -> bool:

@@ -281,9 +281,10 @@ class Operation:
         """Refuse to write into tensors with torch's negative bit. The dispatcher supports at most one."""
         for i in self._written:
             if tensors[i] is not None and tensors[i].is_neg():
+                name = self.names[i]
                 raise ValueError(
-                    f"{self.names[i]} must hold its own numbers because it is written, got a tensor with torch's "
-                    f"negative bit: pass {self.names[i]}.resolve_neg()"
+                    f"{name} must hold its own numbers because it is written, got a tensor with torch's "
+                    f"negative bit: pass {name}.resolve_neg()"
                 )
 
     def learning(self, tensors: Tensors, optional: Any) -> list[tuple[str, Tensor]]:
@@ -352,7 +353,7 @@ class Writing(Operation):
 
 
 def tell_written(*tensors: Tensor) -> None:
-    """Raise the versions of tensors that kernels have written, because autograd may have saved the old values.
+    """Raise the versions of tensors that kernels have written. Autograd may have saved the old values.
 
     Tensors that were made in inference mode have no version.
     """

@@ -16,6 +16,7 @@ from flashtile.backends import cpu
 from flashtile.backends.cpu import banded, flash
 from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
 from flashtile.backends.cpu.config import Config, Fused, Tiled
+from flashtile.linear import linear
 from flashtile.problems.attention import OptionalTensors, Options, Problem
 from flashtile.reference import attention as reference
 
@@ -420,3 +421,25 @@ def test_a_row_whose_lse_is_0_keeps_its_result() -> None:
     out, lse = flashtile.attention(q, q, v, causal=True, return_lse=True)
     assert torch.equal(out, v)
     torch.testing.assert_close(lse[0, 0], torch.arange(1, 6.0).log())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_products_are_exact_whatever_precision_torch_is_set_to(dtype) -> None:
+    """fp16 gradients are computed by float32 products."""
+    q, k, v = (torch.randn(1, 130, 2, 64).to(dtype).requires_grad_() for _ in range(3))
+
+    def results() -> tuple[torch.Tensor, ...]:
+        out, lse = flashtile.attention(q, k, v, return_lse=True)
+        weights = flashtile.attention_weights(q.detach(), k.detach(), lse.detach())
+        step = flashtile.flash_attn_with_kvcache(q.detach()[:, :3], k.detach(), v.detach())
+        product = linear(q.detach()[0, :, 0], k.detach()[0, :, 0])
+        return out, lse, weights, step, product, *torch.autograd.grad(out.sin().sum(), (q, k, v))
+
+    expected, before = results(), torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        found = results()
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -167,3 +167,19 @@ def test_autocast_follows_the_cache():
     assert torch.equal(k_cache[:, 3], k[:, 0].bfloat16())
     assert torch.equal(k_cache[:, 4], (k[:, 0] + 1).bfloat16())
     torch.testing.assert_close(shared, out)
+
+
+def test_writes_raise_the_version_of_a_cache(on):
+    """A graph that saved the cache before would otherwise compute gradients from what is there now."""
+    k_cache, v_cache = caches(2, 8)
+    q, k, v = torch.randn(2, 1, HEADS, D), *(torch.randn(2, 1, HEADS_KV, D) for _ in "kv")
+    pairs = torch.tensor([[0, 1]])
+    for write in (
+        lambda: flashtile.append_kvcache(k_cache, v_cache, k, v, cache_seqlens=3, **on),
+        lambda: flashtile.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=4, **on),
+        lambda: flashtile.copy_blocks(k_cache, v_cache, pairs, **on),
+    ):
+        before = [cache._version for cache in (k_cache, v_cache)]
+        write()
+        after = [cache._version for cache in (k_cache, v_cache)]
+        assert all(new > old for new, old in zip(after, before, strict=True))

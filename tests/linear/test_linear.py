@@ -312,6 +312,11 @@ def test_bad_input_is_named_before_anything_is_written(name):
 
 
 @pytest.mark.skipif(INTERPRETING, reason="one backend is enough")
+def test_queries_are_no_view_of_the_product():
+    assert linear_qkv(X, W, *(c.clone() for c in CACHES), slot_mapping=SLOTS).is_contiguous()
+
+
+@pytest.mark.skipif(INTERPRETING, reason="one backend is enough")
 def test_explain_and_autocast_and_flops():
     explanation = flashtile.linear.explain(X, W)
     assert explanation.backend == "cpu"

@@ -41,10 +41,12 @@ def attend(
         pairs = max(CONVERTED_ELEMENTS // (seqlen_k * head_dim), torch.get_num_threads())
         if batch * heads_kv > pairs:
             return _attend_by_pairs(pairs, dtype, q, k, v, causal, scale, bias)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    out, lse = _forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, scale, bias)
-    # The kernel's layout makes the transposed result contiguous. It is detached because autograd forbids
-    # in-place changes of a result that is a view.
+        q, k, v = _converted(dtype, q, k, v)
+    # The kernel allocates out with the order of q's strides, so a contiguous q makes out contiguous. Rows of
+    # q that overlap would even give out a last stride that the kernel ignores.
+    q, k, v = q.contiguous().transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out, lse = _forward(q, k, v, causal, scale, bias)
+    # It is detached because autograd forbids in-place changes of a result that is a view.
     out = out.transpose(1, 2).detach()
     return (out if given == dtype else out.to(given)), lse.contiguous()
 
@@ -84,6 +86,14 @@ def _restore(
         exact = scores.logsumexp(-1)
         lse[b, h, rows] = torch.where(exact.isfinite(), 0.0, exact)
         out[b, h, rows] = torch.where(exact.isnan()[:, None], exact[:, None].to(out.dtype), out[b, h, rows])
+
+
+def _converted(dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
+    """Return contiguous copies in ``dtype``.
+
+    Copies that keep the order of strides would not have stride 1 in the last dimension if rows overlap.
+    """
+    return [t.to(dtype, memory_format=torch.contiguous_format) for t in tensors]
 
 
 def _attend_by_pairs(
@@ -137,13 +147,13 @@ def differentiate(
     The gradients are contiguous, in ``dtype`` or wider.
     """
     if q.dtype != dtype:
-        dout, q, k, v, out = (t.to(dtype) for t in (dout, q, k, v, out))
+        dout, q, k, v, out = _converted(dtype, dout, q, k, v, out)
     group = q.shape[2] // k.shape[2]
     if group == 1 or dtype.itemsize > 2:
         return _one_backward(dout, q, k, v, out, lse, causal, scale, bias)
     # The kernel sums dk and dv over the heads of a group in its own dtype, which is too coarse in 16 bits.
     # One call per head of a group costs as much in total, and the sums here are float32.
-    dq = torch.empty_like(q)
+    dq = q.new_empty(q.shape)
     dk, dv = (t.new_zeros(t.shape, dtype=torch.float32) for t in (k, v))
     for head in range(group):
         of_head = slice(head, None, group)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flashtile.backends.cpu.blocks import hidden_keys, sees_all, split, visible_keys, visible_rows
 from flashtile.backends.cpu.parts import spans
+from flashtile.backends.cpu.precision import with_exact_products
 from flashtile.problems.attention import OptionalTensors
 from flashtile.problems.common import LN_2, LOG2_E
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem, QuantizeProblem, Scales
@@ -49,11 +50,11 @@ configure_fp8_quantize = configure_fp8_attend
 
 
 def prepare_fp8_attend(problem: Fp8Problem, config: str) -> Any:
-    return partial(attend, problem)
+    return with_exact_products(partial(attend, problem))
 
 
 def prepare_fp8_quantize(problem: QuantizeProblem, config: str) -> Any:
-    return partial(reference.quantize, problem)
+    return with_exact_products(partial(reference.quantize, problem))
 
 
 BLOCK_M = 512

@@ -14,6 +14,7 @@ from flashtile.backends.cpu.config import Tiled, tiled_config
 from flashtile.backends.cpu.functions import optional_inputs
 from flashtile.backends.cpu.optional_inputs import OptionalInputs
 from flashtile.backends.cpu.parts import sequences, with_batch
+from flashtile.backends.cpu.precision import with_exact_products
 from flashtile.problems.attention import WeightsProblem
 
 __all__ = ["configure_weights", "prepare_weights", "reason_against"]
@@ -26,7 +27,7 @@ def prepare_weights(problem: WeightsProblem, config: Tiled) -> Any:
 
     ``indices`` are None except for the form "top".
     """
-    return partial(_launch, problem, config)
+    return with_exact_products(partial(_launch, problem, config))
 
 
 def _launch(

@@ -47,7 +47,7 @@ def attend(
     The query heads of a group become queries of one head, so that its keys are read once.
     """
     by_group = (problem.batch, problem.num_heads_kv, problem.group_size, problem.head_dim)
-    queries = q.to(config.compute_dtype).reshape(by_group)
+    queries = q.to(config.compute_dtype).contiguous().view(by_group)
     read = _dense if given.block_table is None else _paged
     outs, lses = [], []
     with torch.autocast("cpu", enabled=False):

@@ -217,7 +217,7 @@ class _Parts:
         by_head = [_best(*parts, below, above) for parts in zip(means, largest, strict=True)]
         return ScoreProfile(
             softmax_max=phi,
-            by_head=torch.tensor([phi for phi, _ in by_head], dtype=torch.float32),
+            by_head=torch.tensor([phi for phi, _ in by_head], dtype=torch.float32, device="cpu"),
             least=self.least,
             most=float(largest.max()),
             outside=outside,

@@ -127,7 +127,7 @@ class PagedKVCache(BlockManager):
         if dtype != FP8:
             refuse_descales(None, k_descale, v_descale, "for a cache of float8_e4m3fn")
         elif k_descale is None and v_descale is None:
-            k_descale, v_descale = torch.ones(2, layers, heads, device=device)
+            k_descale, v_descale = torch.ones(2, layers, heads, dtype=torch.float32, device=device)
         else:
             check_pair("k_descale", k_descale, "v_descale", v_descale)
             here = torch.empty(0, device=device)

@@ -16,6 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from flashtile.caches import outlives_modes
 from flashtile.hardware.calls import visible_pairs
 from flashtile.parallel.layout import Piece, tokens_of
 from flashtile.problems.common import UNLIMITED
@@ -104,10 +105,14 @@ class Packed:
 
     def offsets(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the call's ``cu_seqlens_q`` and ``cu_seqlens_k`` on a device."""
-        if device not in self._tensors:
+        known = self._tensors.get(device)
+        if known is not None:
+            return known
+        with torch.inference_mode(False):  # the backward pass of a later call may use them as well
             q, k = (torch.tensor(of, dtype=torch.int32, device=device) for of in self._offsets)
+        if outlives_modes(q):
             self._tensors[device] = q, k
-        return self._tensors[device]
+        return q, k
 
 
 Ranges = tuple[tuple[int, int], ...]

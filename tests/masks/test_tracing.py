@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.attention import flex_attention
 
@@ -276,6 +277,26 @@ def test_a_block_mask_of_flex_attention_is_converted_once() -> None:
     before = of_flex_attention(theirs).kv_num_blocks
     theirs.kv_num_blocks += 1
     assert (of_flex_attention(theirs).kv_num_blocks == before + 1).all()
+
+
+@pytest.mark.parametrize(
+    "functions",
+    [
+        {"mask_mod": lambda b, h, i, j: j < NUMBERS[0] + 5},
+        {"mask_mod": lambda b, h, i, j: j < NUMBERS.max().item() + 1},
+        {"score_mod": lambda s, b, h, i, j: s * NUMBERS.float().mean()},
+    ],
+    ids=["element", "item", "0-dim"],
+)
+def test_functions_that_read_numbers_are_explained(functions) -> None:
+    q = torch.randn(1, 16, 2, 8)
+    assert flashtile.explain(q, q, q, **functions).backend == "cpu"
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(q)
+        assert flashtile.attention(fake, fake, fake, **functions).shape == q.shape
+
+
+NUMBERS = torch.tensor([3, 5])
 
 
 def test_explained() -> None:

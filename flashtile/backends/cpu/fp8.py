@@ -131,7 +131,7 @@ def _gather(
         """Return (heads, blocks), the scales of this sequence's blocks; 1 without scales."""
         count = num_blocks(length, block)
         if scale is None:
-            return torch.ones(heads, count, device="cpu")
+            return torch.ones(heads, count, dtype=torch.float32, device="cpu")
         if not problem.block_scales:
             return scale[b].repeat_interleave(heads // scale.shape[1])[:, None].expand(heads, count)
         if not problem.varlen:

@@ -153,7 +153,7 @@ class FunctionChunk(Chunk):
         inputs = self._inputs(rows, keys) | {"score": by_heads.clone()}
         given = self.functions.score_program, inputs, self.functions.captured, self.dtype, "score_mod"
         score, *self._results = evaluate(*given)
-        by_heads.copy_(torch.as_tensor(score, device="cpu"))
+        by_heads.copy_(torch.as_tensor(score, dtype=self.dtype, device="cpu"))
 
     def through_functions(self, ds: Tensor, p: Tensor, rows: range, keys: range) -> None:
         """Turn ``ds`` from the gradient of the result of ``score_mod`` into that of its input, in place.

@@ -91,7 +91,8 @@ class _Sequence:
         self.sink = given.sink
         self.phi = given.softmax_max
         if problem.softmax_max is not None:
-            self.phi = torch.full((problem.num_heads_q,), problem.softmax_max, device="cpu")
+            heads, phi = (problem.num_heads_q,), problem.softmax_max
+            self.phi = torch.full(heads, phi, dtype=torch.float32, device="cpu")
         self.prior = None
         if given.prior_out is not None and given.prior_lse is not None:
             first = b * self.seqlen_q if given.cu_seqlens_q is None else int(given.cu_seqlens_q[b])

@@ -20,7 +20,7 @@ from torch import Tensor
 from flashtile.api.latent import join_qv
 from flashtile.api.prefill import attention_over_pages
 from flashtile.api.weights import check_form, weights_of
-from flashtile.checks.arguments import ERRORS, check_dense, renamed
+from flashtile.checks.arguments import ERRORS, LastStrideError, check_dense, renamed
 from flashtile.checks.conversions import (
     apply_autocast,
     as_offset_pair,
@@ -639,7 +639,7 @@ def _call(
         return _attend(with_unit_stride(q), with_unit_stride(k), with_unit_stride(v), *others)
     try:
         return _attend(q, k, v, *others)
-    except ValueError:  # strides are checked only after a failure, to save host time in valid calls
+    except LastStrideError:  # strides are checked only after a failure, to save host time in valid calls
         copied = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
         if copied[0] is q and copied[1] is k and copied[2] is v:
             raise

@@ -299,6 +299,20 @@ def test_functions_that_read_numbers_are_explained(functions) -> None:
 NUMBERS = torch.tensor([3, 5])
 
 
+def test_a_function_whose_error_is_a_value_error_runs_once() -> None:
+    """A call is repeated, with copies, only if strides were refused."""
+    calls = []
+
+    def mask_mod(b, h, i, j):
+        calls.append(None)
+        return i >= j
+
+    q = torch.randn(1, 16, 2, 16)[..., ::2]
+    with pytest.raises(ValueError, match="softcap must be finite"):
+        flashtile.attention(q, q, q, mask_mod=mask_mod, softcap=-1.0)
+    assert len(calls) <= 1
+
+
 def test_explained() -> None:
     from flashtile.io_model import CARDS
 

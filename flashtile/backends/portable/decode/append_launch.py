@@ -38,8 +38,8 @@ class AppendLaunch:
     def __init__(self, problem: AppendProblem) -> None:
         self._problem = problem
         self._as_bits = problem.cache_dtype == FP8 and not converts_e4m3(problem.device)
-        # (sequences, tokens of each): packed sequences are divided as one. Without sequences all packed tokens
-        # are padding, and nothing is launched: tensors with an entry per sequence would be null pointers.
+        # (sequences, tokens of each): packed sequences are divided as one. Without sequences, all packed
+        # tokens are padding and nothing is launched: tensors with an entry per sequence have no memory.
         batch = problem.batch
         new = (min(batch, 1), problem.total_new) if problem.varlen else (batch, problem.seqlen_new)
         queries = (min(batch, 1), problem.total_q) if problem.varlen_q else (batch, problem.seqlen_q)

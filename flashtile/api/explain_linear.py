@@ -105,8 +105,8 @@ def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Expla
     operation, problem, backend = described[-1]
     name = ""
     if card is not None:
-        name = card.device_name
         problem = on_target(problem, Target.of_card(card))
+        name = card.device_name
     elif problem.device.type == "cuda":
         import torch
 

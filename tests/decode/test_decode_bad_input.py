@@ -409,8 +409,8 @@ def test_caches_of_one_memory_are_not_written(name, which, known):
 @pytest.mark.parametrize(
     ("places", "words"),
     {
-        "values a token after keys": (lambda memory: (memory[:, :PAGE], memory[:, 1:]), "v_cache shares memory"),
-        "values a page after keys": (lambda memory: (memory[:-1], memory[1:]), "v_cache shares memory"),
+        "values a token later": (lambda memory: (memory[:, :PAGE], memory[:, 1:]), "v_cache shares memory"),
+        "values a page later": (lambda memory: (memory[:-1], memory[1:]), "v_cache shares memory"),
         "overlapping tokens": (
             lambda memory: (memory.as_strided((PAGES, PAGE, HKV, D), (PAGE * D, D, D, 1)), pages_of()),
             "k_cache has elements that share memory",
@@ -429,7 +429,7 @@ def test_caches_that_overlap_in_part_are_not_written(places, words):
 def test_new_keys_that_lie_in_the_cache_are_refused():
     k_cache = rand(2, 16, HKV, D)
     with pytest.raises(ValueError, match="k shares memory with k_cache"):
-        flashtile.append_kvcache(k_cache, rand(2, 16, HKV, D), k_cache[:, 1:9], rand(2, 8, HKV, D), int32(0, 0))
+        flashtile.append_kvcache(k_cache, k_cache.clone(), k_cache[:, 1:9], rand(2, 8, HKV, D), int32(0, 0))
 
 
 def test_layers_of_one_memory_are_not_copied():

@@ -299,18 +299,17 @@ def test_functions_that_read_numbers_are_explained(functions) -> None:
 NUMBERS = torch.tensor([3, 5])
 
 
-def test_a_function_whose_error_is_a_value_error_runs_once() -> None:
-    """A call is repeated, with copies, only if strides were refused."""
-    calls = []
+def test_a_call_is_repeated_with_copies_only_if_strides_were_refused() -> None:
+    calls, tables = [], [torch.ones(2) for _ in range(MAX_CAPTURED + 1)]
 
-    def mask_mod(b, h, i, j):
+    def score_mod(score, b, h, i, j):
         calls.append(None)
-        return i >= j
+        return sum((table[h] for table in tables), score)
 
     q = torch.randn(1, 16, 2, 16)[..., ::2]
-    with pytest.raises(ValueError, match="softcap must be finite"):
-        flashtile.attention(q, q, q, mask_mod=mask_mod, softcap=-1.0)
-    assert len(calls) <= 1
+    with pytest.raises(ValueError, match="score_mod must read at most"):
+        flashtile.attention(q, q, q, score_mod=score_mod)
+    assert len(calls) == 1
 
 
 def test_explained() -> None:

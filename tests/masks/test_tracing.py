@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import operator
+import warnings
 import weakref
 from typing import Any
 
@@ -297,6 +298,19 @@ def test_functions_that_read_numbers_are_explained(functions) -> None:
 
 
 NUMBERS = torch.tensor([3, 5])
+
+
+def test_dynamo_does_not_warn_of_our_caches() -> None:
+    torch._dynamo.reset()
+    q, table = torch.randn(1, 16, 2, 16), torch.randn(2)
+    call = torch.compile(
+        lambda q: flashtile.attention(q, q, q, score_mod=lambda s, b, h, i, j: s * table[h]),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lru_cache")
+        call(q)
 
 
 def test_a_call_is_repeated_with_copies_only_if_strides_were_refused() -> None:

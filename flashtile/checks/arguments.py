@@ -195,10 +195,16 @@ def check_last_stride(name: str, tensor: Tensor) -> None:
 def check_written(name: str, tensor: Tensor) -> None:
     """Check that no two elements of a tensor share memory, because it is written in place.
 
-    Each stride must lead past everything that the dimensions with smaller strides reach.
+    Each stride must lead past everything that the dimensions with smaller strides reach. In a graph, where an
+    order of symbolic strides would bind it to one shape, only strides of 0 are refused.
     """
     reached = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    steps = list(zip(tensor.stride(), tensor.shape, strict=True))
+    if torch.compiler.is_compiling():
+        steps = [step for step in steps if step[0] == 0]
+    else:
+        steps.sort()
+    for stride, size in steps:
         if size > 1 and stride <= reached:
             raise ValueError(
                 f"{name} has elements that share memory (strides {tuple(tensor.stride())} of shape "

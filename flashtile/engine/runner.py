@@ -65,7 +65,7 @@ class InFlight:
 
     samples: list[Sequence]
     tokens: Tensor
-    best: Tensor = field(default_factory=lambda: torch.empty(0))
+    best: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
     scores: dict[int, Scores] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     prompt_scores: list[tuple[Sequence, int, Scores]] = field(default_factory=list)
@@ -127,7 +127,7 @@ class Memory:
         k, v = (torch.zeros(config.num_layers, blocks, *block, dtype=dtype, device=device) for _ in "kv")
         pinned = device.type == "cuda" and host_blocks > 0
         host = (config.num_layers, host_blocks, *block)
-        return cls(k, v, [torch.zeros(host, dtype=dtype, pin_memory=pinned) for _ in "kv"])
+        return cls(k, v, [torch.zeros(host, dtype=dtype, pin_memory=pinned, device="cpu") for _ in "kv"])
 
 
 class Runner:
@@ -201,7 +201,7 @@ class Runner:
     def _launch(self, schedule: SchedulerOutput) -> InFlight:
         for what, pairs in schedule.moves:
             self._move(what, pairs)
-        in_flight = InFlight([], torch.empty(0, dtype=torch.int64))
+        in_flight = InFlight([], torch.empty(0, dtype=torch.int64, device="cpu"))
         if not schedule.entries:
             return in_flight
         samples = [sample for entry in schedule.entries for sample in entry.samples]

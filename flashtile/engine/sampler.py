@@ -191,7 +191,7 @@ def stream_seed(seed: int, index: int) -> int:
     The seed is hashed because :func:`gumbel` adds ``position * GOLDEN`` to it. Without the hash, answer i + 1
     would have the noise of answer i, shifted by one position.
     """
-    return int(mix64(torch.tensor(_signed((seed + index * GOLDEN) & (2**64 - 1)))))
+    return int(mix64(torch.tensor(_signed((seed + index * GOLDEN) & (2**64 - 1)), device="cpu")))
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, count: int) -> Scores:

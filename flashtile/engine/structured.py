@@ -287,7 +287,7 @@ def mask(logits: Tensor, matchers: Sequence[tuple[Any, int]]) -> Tensor:
     """
     rows, columns = logits.shape
     words = columns // 32 + 1  # the matchers have one token more than the logits
-    bits = torch.full((rows, words), -1, dtype=torch.int32, pin_memory=logits.is_cuda)
+    bits = torch.full((rows, words), -1, dtype=torch.int32, pin_memory=logits.is_cuda, device="cpu")
     if len(matchers) == 1:
         ((matcher, row),) = matchers
         matcher.unsafe_compute_mask_ptr(bits[row].data_ptr(), 4 * words)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.checks.arguments import check_dense, check_device, check_last_stride
+from flashtile.checks.arguments import check_dense, check_device, check_last_stride, check_written
 from flashtile.op.operation import Operation, is_plain, tell_written
 from flashtile.op.refusals import transforming
 
@@ -143,8 +143,7 @@ def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dt
         raise TypeError(f"{name} must have the result's dtype {dtype}, got {buffer.dtype}")
     check_device(name, buffer, first)
     check_last_stride(name, buffer)
-    if any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
-        raise ValueError(f"{name} is expanded (strides {tuple(buffer.stride())}), but is written in place")
+    check_written(name, buffer)
 
 
 class LaunchInto:

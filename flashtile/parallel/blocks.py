@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from flashtile.caches import BoundedCache
+from flashtile.caches import BoundedCache, outlives_modes
 from flashtile.hardware.calls import visible_pairs
 from flashtile.parallel.layout import Piece, tokens_of
 from flashtile.problems.common import UNLIMITED
@@ -111,8 +111,9 @@ class Packed:
         if found is None:
             with torch.inference_mode(False):  # later calls may save them for their backward pass
                 q, k = (torch.tensor(of, dtype=torch.int32, device=device) for of in self._offsets)
-            nbytes = sum(-(-t.nbytes // ALLOCATED) * ALLOCATED for t in (q, k))
-            found = _on_devices.store(key, (q, k), nbytes)
+            found = q, k
+            if outlives_modes(q):
+                _on_devices.store(key, found, sum(-(-t.nbytes // ALLOCATED) * ALLOCATED for t in found))
         return found
 
 

@@ -520,7 +520,7 @@ def _worst(error: Tensor, actual: Tensor, exact: Tensor, plain: Tensor) -> str:
     if not error.numel():
         return "no element"
     flat = int(torch.nan_to_num(error, nan=torch.inf).argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), error.shape))
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat, device="cpu"), error.shape))
     got, expected, theirs = (t[index].item() for t in (actual, exact, plain))
     return f"{index}: got {got:.6g}, exact {expected:.6g}, plain PyTorch {theirs:.6g}"
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from listed_calls import check_small_scores
 from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
 from cases import Case
@@ -394,6 +395,48 @@ def test_a_block_mask_of_flex_attention_without_full_blocks() -> None:
     q, k, v = torch.randn(3, 1, 64, 2, 8).unbind()
     out = flashtile.attention(q, k, v, block_mask=block_mask)
     torch.testing.assert_close(out, flashtile.attention(q, k, v, causal=True))
+
+
+def _in_inference_mode(call, q):
+    with torch.inference_mode():
+        call(q)
+
+
+def _on_fake_tensors(call, q):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        call(q)
+
+
+FIRST_CALLS = {
+    "inference": _in_inference_mode,
+    "fake": _on_fake_tensors,
+    "explained": lambda call, q: flashtile.explain(call, q),
+    "jvp": lambda call, q: torch.func.jvp(call, (q,), (q,)),
+    "compiled": lambda call, q: torch.compile(call, backend="aot_eager", fullgraph=True)(q),
+}
+
+
+@pytest.mark.parametrize("mode", FIRST_CALLS)
+def test_a_block_mask_serves_after_a_first_call_in_another_mode(mode) -> None:
+    """The empty lists of full blocks, made at the first call, do not belong to its mode."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    counts, indices = torch.tensor([[[1, 2]]]), torch.tensor([[[[0, 1], [0, 1]]]])
+    block_mask = BlockMask.from_kv_blocks(
+        counts.int(), indices.int(), BLOCK_SIZE=16, mask_mod=lambda b, h, i, j: i >= j, seq_lengths=(32, 32)
+    )
+    q, k, v = torch.randn(3, 1, 32, 2, 8, dtype=torch.float64).unbind()
+
+    def call(q):
+        return flashtile.attention(q, k, v, block_mask=block_mask)
+
+    FIRST_CALLS[mode](call, q)
+    q = q.requires_grad_()
+    (got,), (expected,) = (
+        torch.autograd.grad(out.square().sum(), q)
+        for out in (call(q), flashtile.attention(q, k, v, causal=True))
+    )
+    torch.testing.assert_close(got, expected)
 
 
 def test_lists_of_the_backward_pass_follow_from_those_of_the_forward_pass() -> None:

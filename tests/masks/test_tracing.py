@@ -6,12 +6,14 @@ import functools
 import gc
 import itertools
 import operator
+import warnings
 import weakref
 from typing import Any
 
 import pytest
 import torch
 from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.attention import flex_attention
 
@@ -294,6 +296,52 @@ def test_a_block_mask_of_flex_attention_is_converted_once() -> None:
     before = of_flex_attention(theirs).kv_num_blocks
     theirs.kv_num_blocks += 1
     assert (of_flex_attention(theirs).kv_num_blocks == before + 1).all()
+
+
+@pytest.mark.parametrize(
+    "functions",
+    [
+        {"mask_mod": lambda b, h, i, j: j < NUMBERS[0] + 5},
+        {"mask_mod": lambda b, h, i, j: j < NUMBERS.max().item() + 1},
+        {"score_mod": lambda s, b, h, i, j: s * NUMBERS.float().mean()},
+    ],
+    ids=["element", "item", "0-dim"],
+)
+def test_functions_that_read_numbers_are_explained(functions) -> None:
+    q = torch.randn(1, 16, 2, 8)
+    assert flashtile.explain(q, q, q, **functions).backend == "cpu"
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(q)
+        assert flashtile.attention(fake, fake, fake, **functions).shape == q.shape
+
+
+NUMBERS = torch.tensor([3, 5])
+
+
+def test_dynamo_does_not_warn_of_our_caches() -> None:
+    torch._dynamo.reset()
+    q, table = torch.randn(1, 16, 2, 16), torch.randn(2)
+    call = torch.compile(
+        lambda q: flashtile.attention(q, q, q, score_mod=lambda s, b, h, i, j: s * table[h]),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lru_cache")
+        call(q)
+
+
+def test_a_call_is_repeated_with_copies_only_if_strides_were_refused() -> None:
+    calls, tables = [], [torch.ones(2) for _ in range(MAX_CAPTURED + 1)]
+
+    def score_mod(score, b, h, i, j):
+        calls.append(None)
+        return sum((table[h] for table in tables), score)
+
+    q = torch.randn(1, 16, 2, 16)[..., ::2]
+    with pytest.raises(ValueError, match="score_mod must read at most"):
+        flashtile.attention(q, q, q, score_mod=score_mod)
+    assert len(calls) == 1
 
 
 def test_explained() -> None:

@@ -112,8 +112,8 @@ def _attend_by_pairs(
     """
     batch, seqlen_q, heads_q, _ = q.shape
     heads_kv = k.shape[2]
-    out = torch.empty(q.shape, dtype=q.dtype)
-    lse = torch.empty((batch, heads_q, seqlen_q), dtype=dtype)
+    out = torch.empty(q.shape, dtype=q.dtype, device="cpu")
+    lse = torch.empty((batch, heads_q, seqlen_q), dtype=dtype, device="cpu")
     for b in split(range(batch), max(1, pairs // heads_kv)):
         for h in split(range(heads_kv), min(pairs, heads_kv)):
             sequences, heads = slice(b.start, b.stop), slice(h.start, h.stop)

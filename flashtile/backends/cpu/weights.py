@@ -102,7 +102,7 @@ def _top(top: int, tiles: Tiles, weights: Tensor, indices: Tensor) -> tuple[Tens
     """Return the largest weights of each row, and their keys."""
     best, found = torch.full_like(weights, -torch.inf), indices
     for keys, scores in tiles:
-        places = torch.arange(keys.start, keys.stop).expand(scores.shape)
+        places = torch.arange(keys.start, keys.stop, device="cpu").expand(scores.shape)
         joined = torch.cat([best, scores], -1)
         best, order = joined.topk(top, -1)
         found = torch.cat([found, places], -1).gather(-1, order)

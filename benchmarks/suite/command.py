@@ -14,7 +14,6 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.suite import (
@@ -39,18 +38,13 @@ from flashtile.tools.commands.options import (
     output_file,
     parse_device,
     progress_bar,
+    say,
 )
 
 Names = list[str]
 
 STOPPED = 128 + signal.SIGINT
 """Exit code of a command that a signal ended early."""
-
-
-def say(progress: Progress, line: str) -> None:
-    """Print a line of progress unless there is a progress bar. There is none if the output is no terminal."""
-    if progress.disable:
-        progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @dataclass

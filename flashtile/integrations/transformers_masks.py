@@ -49,7 +49,7 @@ class Padding:
         if self.on_left:
             self.solid = True
         else:
-            places = torch.arange(keys.shape[1])
+            places = torch.arange(keys.shape[1], device="cpu")
             side_by_side = (places >= self._starts[:, None]) & (places < ends[:, None])
             self.solid = torch.equal(side_by_side, keys)
         self.on_right = self.solid and not bool(self._starts.any())
@@ -72,7 +72,7 @@ class Padding:
         any work. The batch is used as it is: no token needs to be moved.
         """
         batch, seqlen = self._shape
-        begin = torch.arange(batch) * seqlen
+        begin = torch.arange(batch, device="cpu") * seqlen
         first = begin + self._starts
         bounds = torch.stack((begin, first, first + self._lengths), 1).flatten()
         used = F.pad(self._lengths[:, None], (1, 1)).flatten()

@@ -9,7 +9,7 @@ from fuzz.prelude import SURROUNDINGS
 from fuzz.runner import Call
 
 DTYPES = ("torch.float32", "torch.float32", "torch.float64", "torch.bfloat16", "torch.float16")
-LAYOUTS = ("contiguous",) * 6 + ("offset", "transposed") * 3 + ("overlapping", "negative")
+LAYOUTS = (*("contiguous",) * 4, *("offset", "transposed") * 2, "overlapping", "negated")
 
 
 def dtype_for(rng: Random, device: str) -> str:

@@ -65,9 +65,11 @@ class Wrong(AssertionError):  # noqa: N818 - a verdict
 def rand(*shape, dtype=torch.float32, device="cpu", seed=0, layout="contiguous", scale=1.0) -> Tensor:
     """Return a tensor of normal numbers.
 
-    The layout "offset" has misaligned rows with NaN between them, "transposed" has heads before tokens in memory,
-    "overlapping" has rows that begin one element after each other, "negative" has torch's lazy negative bit.
+    The layout "offset" has misaligned rows with NaN between them, "transposed" has heads before tokens in memory.
+    In "overlapping" each head begins one element after the one before, and "negated" has torch's negative bit.
     """
+    if layout == "overlapping":
+        shape, head_dim = (*shape[:-2], shape[-2] + shape[-1] - 1), shape[-1]
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
     numbers = numbers.to(dtype).to(device)
     if layout == "offset":
@@ -77,10 +79,8 @@ def rand(*shape, dtype=torch.float32, device="cpu", seed=0, layout="contiguous",
     if layout == "transposed":
         return numbers.transpose(-2, -3).contiguous().transpose(-2, -3)
     if layout == "overlapping":
-        return numbers.flatten()[: sum(shape) - len(shape) + 1].as_strided(shape, (1,) * len(shape))
-    if layout == "negative":
-        return torch._neg_view(-numbers)
-    return numbers
+        return numbers.unfold(-1, head_dim, 1)
+    return torch._neg_view(numbers) if layout == "negated" else numbers
 
 
 SURROUNDINGS = "default device", "inference mode before", "fake tensors before", "thread", "vmap"

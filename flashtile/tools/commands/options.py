@@ -204,6 +204,26 @@ def progress_bar(to: Console) -> Progress:
     return Progress(*columns, console=to, transient=True, disable=not to.is_terminal)
 
 
+def say(progress: Progress, line: str) -> None:
+    """Print a line of progress unless there is a progress bar. There is none if the output is no terminal."""
+    if progress.disable:
+        progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def phases(to: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function ``(phase, done, total)`` that shows progress: a bar, or a line for each tenth."""
+    with progress_bar(to) as progress:
+        bar = progress.add_task("", total=None)
+
+        def show(phase: str, done: int, total: int) -> None:
+            progress.update(bar, description=phase, completed=done, total=total)
+            if done in {total * tenth // 10 for tenth in range(11)}:
+                say(progress, f"{phase}: {done} of {total}")
+
+        yield show
+
+
 def _check_writable(path: Path, there: Path) -> None:
     if not os.access(there, os.W_OK):
         raise typer.BadParameter(f"{str(path)!r} cannot be written: permission denied")

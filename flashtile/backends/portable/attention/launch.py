@@ -20,7 +20,7 @@ from flashtile.backends.common.launch import (
     tile_widths,
     token_strides,
 )
-from flashtile.backends.common.preprocess import padded_rows, preprocess_launch, preprocess_rows
+from flashtile.backends.common.preprocess import num_padded_rows, preprocess_launch, preprocess_rows
 from flashtile.backends.portable.attention.arguments import (
     AttentionLengths,
     AttentionNumbers,
@@ -278,7 +278,7 @@ class PortableBackwardLaunch:
     def __init__(self, problem: Problem, config: Config) -> None:
         self._problem = problem
         self._config = config
-        self._padded_rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
+        self._padded_rows = num_padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
         sequences = 1 if problem.varlen else problem.batch
         self.statistics_shape = (sequences, problem.num_heads_q, self._padded_rows)
         self._key_bounds: Any = None

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.columns import product_of_rows
 from flashtile.backends.hopper.compat import gluon
-from flashtile.backends.hopper.forward.products import least
+from flashtile.backends.hopper.forward.kernel import least
 
 
 @gluon.jit

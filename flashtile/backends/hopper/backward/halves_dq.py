@@ -31,10 +31,8 @@ from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.columns import add_products, columns_of, zero_sums
 from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout
-from flashtile.backends.hopper.forward.rows import mask_rows
+from flashtile.backends.hopper.forward.kernel import load_keys, load_queries, mask, mask_rows, store_rows
 from flashtile.backends.hopper.forward.schedule import consume, produce, tile_blocks
-from flashtile.backends.hopper.forward.scores import mask
-from flashtile.backends.hopper.forward.tiles import load_keys, load_queries, store_rows
 from flashtile.backends.hopper.inline_asm import to_16_bit, to_fp32
 from flashtile.backends.hopper.work_tiles import key_range, slope_of
 
@@ -58,7 +56,7 @@ class RowBlock(NamedTuple):
     """Properties of a block of 64 query rows that the warpgroup ``scores`` needs."""
 
     rows: Any
-    """:class:`~flashtile.backends.hopper.forward.rows.Rows`."""
+    """:class:`~flashtile.backends.hopper.forward.kernel.Rows`."""
     neg_lse: Any
     full_begin: Any
     full_end: Any

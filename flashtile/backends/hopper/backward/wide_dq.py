@@ -37,11 +37,17 @@ from flashtile.backends.hopper.columns import (
 )
 from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import LOG2_E, WARPGROUP_ROWS, accumulator_layout
-from flashtile.backends.hopper.forward.attend import skip_blocks
-from flashtile.backends.hopper.forward.rows import mask_rows, row_modifiers
+from flashtile.backends.hopper.forward.kernel import (
+    has_modifiers,
+    load_keys,
+    load_queries,
+    mask,
+    mask_rows,
+    row_modifiers,
+    skip_blocks,
+    store_rows,
+)
 from flashtile.backends.hopper.forward.schedule import consume, produce, tile_blocks
-from flashtile.backends.hopper.forward.scores import mask, visited
-from flashtile.backends.hopper.forward.tiles import load_keys, load_queries, store_rows
 from flashtile.backends.hopper.inline_asm import to_16_bit
 from flashtile.backends.hopper.modifiers.block_lists import key_block, listed_keys
 from flashtile.backends.hopper.modifiers.functions import load_columns, modify_scores
@@ -126,8 +132,12 @@ def step(C: gl.constexpr, W: gl.constexpr, i, n, cut, rows, statistics, dq, chan
     s = product_of_rows(q_tile, k_tile, zero, C.HEAD_DIM, False)
     v_tile = v.tiles.index(v.wait(i)).reshape([C.BLOCK_N, C.BLOCK_DV])
     dp = product_of_rows(do_tile, v_tile, zero, C.HEAD_DIM_V, False)
-    n, is_full = visited(C, rows, n)
-    columns = load_columns(C, n, rows, C.BLOCK_N)
+    is_full = False
+    columns = 0
+    if C.LISTED:
+        n, is_full = key_block(C, rows.modifiers.blocks, n)
+    if C.MASK_COLUMNS is not None:
+        columns = load_columns(C, n, rows, C.BLOCK_N)
     s = warpgroup_mma_wait(count_products(C.HEAD_DIM_V), deps=[s])
     s, softcap_grad = apply_score_mod(C, s, n, rows, numbers, s_layout)
     s += neg_lse[:, None]
@@ -170,7 +180,9 @@ def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work
     my_begin = begin // C.BLOCK_N if some else n_end
     full_begin = (full_begin + C.BLOCK_N - 1) // C.BLOCK_N
     full_end = full_end // C.BLOCK_N
-    modifiers = row_modifiers(C, work, block, first, 0, call.pointers, schedule)
+    modifiers = 0
+    if has_modifiers(C):
+        modifiers = row_modifiers(C, work, block, first, 0, call.pointers, schedule)
     if C.LISTED:  # blocks are numbered by their order in the block mask's list
         listed = modifiers.blocks
         n_begin, n_end = 0, listed.count

@@ -1,6 +1,6 @@
 """Attention over a cache: what one consumer warpgroup computes for its 64 rows of a part of a work tile.
 
-The loops over n_blocks are those of the forward kernel (``hopper.forward.attend``).
+The loops over n_blocks are those of the forward kernel (``hopper.forward.kernel``).
 """
 
 from triton.experimental.gluon import language as gl
@@ -11,9 +11,16 @@ from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import LN_2, LOG2_E, WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.decode.convert import query_operand, scales_of_head
 from flashtile.backends.hopper.decode.rows import mask_rows, own_range, own_rows
-from flashtile.backends.hopper.forward.attend import QueryTile, SoftmaxState, attend_blocks, skip_blocks
-from flashtile.backends.hopper.forward.products import pv_wait, scale_rows, zero_output
-from flashtile.backends.hopper.forward.scores import quad_sums
+from flashtile.backends.hopper.forward.kernel import (
+    QueryTile,
+    SoftmaxState,
+    attend_blocks,
+    finish_blocks,
+    quad_sums,
+    scale_rows,
+    skip_blocks,
+    zero_output,
+)
 from flashtile.backends.portable.decode.schedule import sequence_of
 
 
@@ -117,7 +124,7 @@ def attend_part(C: gl.constexpr, W: gl.constexpr, part, i, j, q, k, v, faults, c
         slope = gl.load(call.pointers.alibi_slopes + b * call.outer.alibi_stride + own.head) * LOG2_E
     rows = mask_rows(C, work, own, slope, call)
     m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-    o = zero_output(C, C.BLOCK_DV)
+    o = zero_output(C)
     l = quad_sums(gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout))
 
     i = skip_blocks(n_end - blocks.end, i, k, v, ping_pong, W)
@@ -131,12 +138,10 @@ def attend_part(C: gl.constexpr, W: gl.constexpr, part, i, j, q, k, v, faults, c
     q.release(j)
     o, l, m = state
     sums = gl.convert_layout(gl.sum(l, 1), row_layout)
-    if not C.HAS_LEFT:
-        o = pv_wait(C, o)
-        v.release(i - 1)
+    o = finish_blocks(C, v, i, o)
     i = skip_blocks(blocks.begin - n_begin, i, k, v, ping_pong, W)
 
     fault = work_queue.take(faults, j, 4) | work.sequence.fault
     sums = gl.where(fault == 0, sums, float("nan"))
-    store_part(C, o, m, sums, v_scale, part, own, call)
+    store_part(C, o[0], m, sums, v_scale, part, own, call)
     return i

@@ -159,12 +159,17 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     LOADER_REGISTERS: int
     Q_IN_REGISTERS: ClassVar[int] = 0
     D_PARTS: ClassVar[int] = 1
-    DV_PARTS: ClassVar[int] = 1
+    O_RIGHT: ClassVar[int] = 0
+    PING_PONG: ClassVar[bool] = False
     K_BY_PARTS: ClassVar[bool] = False
 
     @property
     def QK_COLUMNS(self) -> int:  # noqa: N802 - as in the kernel
         return self.BLOCK_D
+
+    @property
+    def O_LEFT(self) -> int:  # noqa: N802 - as in the kernel
+        return self.BLOCK_DV
 
 
 MAX_LOADERS = 2

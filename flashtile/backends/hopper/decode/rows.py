@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS
-from flashtile.backends.hopper.forward.rows import Rows, Tree
+from flashtile.backends.hopper.forward.kernel import Rows, Tree
 from flashtile.backends.hopper.forward.schedule import OwnBlocks, own_blocks
 from flashtile.backends.portable.decode.schedule import sequence_of, window_at
 
@@ -70,7 +70,7 @@ def own_range(C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, lengths):
 
 @gluon.jit
 def mask_rows(C: gl.constexpr, work, own, slope, call):
-    """Return a warpgroup's rows as ``forward.rows.Rows``, with the ranges of keys that they see."""
+    """Return a warpgroup's rows as ``forward.kernel.Rows``, with the ranges of keys that they see."""
     sequence, lengths = work.sequence, call.lengths
     offset = sequence.len_k - sequence.len_q
     in_keys = own.token + offset

@@ -72,7 +72,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         for length, other in product(LENGTHS, configs):
             plain = replace(same, seqlen_q=length, seqlen_k=length)
             variant = variant_of(plain, other)
-            if of_tables(plain) is config and variant not in seen:
+            if of_tables(plain) == config and variant not in seen:
                 seen.add(variant)
                 yield _case(plain, other, other.spill_budget)
         if windowed:

@@ -1,6 +1,6 @@
 """A tile of the FP8 forward: 64 query rows of a block, from shared memory to out and lse.
 
-The steps are those of the 16-bit kernel (``forward.attend``). The scales of each block of keys are loaded one
+The steps are those of the 16-bit kernel (``forward.kernel``). The scales of each block of keys are loaded one
 block ahead.
 """
 
@@ -11,12 +11,21 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import LN_2, WARPGROUP_ROWS, accumulator_layout
-from flashtile.backends.hopper.forward.attend import SoftmaxState, skip_blocks
-from flashtile.backends.hopper.forward.products import own_queries, qk_block, scale_rows
-from flashtile.backends.hopper.forward.rows import mask_rows, own_rows, rows_in
+from flashtile.backends.hopper.forward.kernel import (
+    SoftmaxState,
+    apply_score_mod,
+    mask,
+    mask_rows,
+    own_queries,
+    own_rows,
+    rows_in,
+    scale_rows,
+    skip_blocks,
+    start_qk,
+    store_lse,
+    store_tile,
+)
 from flashtile.backends.hopper.forward.schedule import Numbers, OwnBlocks, own_range, whole_end
-from flashtile.backends.hopper.forward.scores import apply_score_mod, mask
-from flashtile.backends.hopper.forward.tiles import store_lse, store_tile
 from flashtile.backends.hopper.fp8.scales import load_scales, score_factor, tile_scales, value_scale
 from flashtile.backends.hopper.fp8.softmax import P_LOG2, as_operand, by_byte, exponentials, pack, sums_of
 from flashtile.backends.hopper.inline_asm import copy_registers, rescale
@@ -24,7 +33,7 @@ from flashtile.backends.hopper.inline_asm import copy_registers, rescale
 
 class Fp8Tile(NamedTuple):
     """Inputs of the loops over blocks of keys, for 64 query rows: the fields of
-    :class:`~flashtile.backends.hopper.forward.attend.QueryTile`, and the scales."""
+    :class:`~flashtile.backends.hopper.forward.kernel.QueryTile`, and the scales."""
 
     q: Any
     q_head: Any
@@ -77,7 +86,7 @@ def block_products(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, 
     Block ``n`` is the ``i``-th block that passes through k's channel.
     """
     tile.ping_pong.wait(W, i)
-    s = qk_block(C, WIDTH, tile.q, tile.q_head, tile.k, i, accumulator_layout(WIDTH, 32))
+    s = start_qk(C, WIDTH, tile.q, tile.q_head, tile.k, i, accumulator_layout(WIDTH, 32))
     tile.ping_pong.pass_on(W)
     next_scales = load_scales(C, tile.scales, n - 1)
     s = warpgroup_mma_wait(0, deps=[s])
@@ -102,7 +111,7 @@ def attend_unmasked(C: gl.constexpr, W: gl.constexpr, tile, state, packed, i, n_
         # Convert P before Q K^T is issued: between Q K^T and P V, the conversion would delay P V.
         p = as_operand(packed, o_layout)
         ping_pong.wait(W, i)
-        s = qk_block(C, C.BLOCK_N, tile.q, tile.q_head, k, i, s_layout)
+        s = start_qk(C, C.BLOCK_N, tile.q, tile.q_head, k, i, s_layout)
         o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
         ping_pong.pass_on(W)
         next_scales = load_scales(C, tile.scales, n - 1)
@@ -234,5 +243,5 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0))
     o_sums = gl.convert_layout(sums, gl.SliceLayout(1, o_layout))
     o = gl.where((o_sums == 0)[:, None], 0.0, o)
-    store_tile(C, W, o.to(output.desc.dtype), q, q_part, j, output, work, first)
+    store_tile(C, W, (o.to(output.desc.dtype),), q, q_part, j, output, work, first)
     return i

@@ -19,8 +19,8 @@ from flashtile.backends.common.jit import gluon_kernel
 from flashtile.backends.hopper import work_queue
 from flashtile.backends.hopper.channels import make_channel, make_ping_pong, make_ring
 from flashtile.backends.hopper.compat import async_load, gluon
+from flashtile.backends.hopper.forward.kernel import Output, load_keys, load_queries
 from flashtile.backends.hopper.forward.schedule import consume, produce, tile_blocks
-from flashtile.backends.hopper.forward.tiles import Output, load_keys, load_queries
 from flashtile.backends.hopper.fp8.attend import attend_tile
 from flashtile.backends.hopper.fp8.scales import KEY_BLOCK, ScaleArrays
 from flashtile.backends.hopper.fp8.transpose import transpose_tile, transposed_layout

@@ -20,7 +20,7 @@ import decode_cases
 import flashtile
 from cases import BF16, Case
 from flashtile.backends.hopper import channels
-from flashtile.backends.hopper.backward import dq_accum, step, wide_dkv
+from flashtile.backends.hopper.backward import dq_accum, wide_dkv
 from flashtile.backends.hopper.backward import kernel as backward
 from flashtile.backends.hopper.decode import gather
 from flashtile.backends.hopper.forward import kernel as forward
@@ -94,10 +94,10 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
     ("forward, long", forward.finish_qk, WAIT_FOR_S, "", "used before warpgroup_mma_wait"),
     ("forward, long", forward.finish_pv, "wait(0, deps=[o[0]])", "wait(1, deps=[o[0]])",
      "used before warpgroup_mma_wait"),
-    ("backward", step.pass_dq, "mbarrier.wait(shared.dq_empty.index(W), (i & 1) ^ 1)", "",
+    ("backward", backward.pass_dq, "mbarrier.wait(shared.dq_empty.index(W), (i & 1) ^ 1)", "",
      r"stores to dq_parts\[\d\], read by a TMA store"),
-    ("backward", step.step, WAIT_FOR_DS, "", r"multiplies by a, ds\[\d\]"),
-    (MANY_HEADS_RUN, backward.accumulate_dq, CONVERTED, "", SOME_END),
+    ("backward", backward.step, WAIT_FOR_DS, "", r"multiplies by a, ds\[\d\]"),
+    (MANY_HEADS_RUN, dq_accum.accumulate_dq, CONVERTED, "", SOME_END),
     (MANY_HEADS_RUN, dq_accum.postprocess, WAIT_FOR_ADDED, "", SOME_END),
     ("backward, wide", wide_dkv.key_step, "weights.wait(i)", "i % 2", r"loads weights\[\d\]"),
     ("linear", linear.flat_kernel, "wait_group(STAGES - 2)", "wait_group(STAGES - 1)",
@@ -108,10 +108,10 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
     ("forward, long", forward.attend_blocks, WAIT_FOR_O, "v.release(i - 1); " + WAIT_FOR_O,
      r"loads to v\.tiles\[\d\], read by a product"),
     ("backward, widest", wide_dkv.key_step, WAIT_FOR_DELTA, "pass", r"loads to neg_delta\[\d\], loaded by"),
-    (MANY_HEADS_RUN, backward.accumulate_dq, ADDED + "0)", ADDED + "1)", SOME_END),
+    (MANY_HEADS_RUN, dq_accum.accumulate_dq, ADDED + "0)", ADDED + "1)", SOME_END),
     # A fence less.
     ("forward", forward.store_tile, "fence_async_shared()", "", r"o_tiles\[\d\], .* without fence"),
-    ("backward", step.step, "fence_async_shared()", "", r"ds\[\d\], written by .* without fence"),
+    ("backward", backward.step, "fence_async_shared()", "", r"ds\[\d\], written by .* without fence"),
     (MANY_HEADS_RUN, dq_accum.wait_for, "proxy_fence()", "", SOME_END),
     ("fp8", fp8_forward.transpose_values, "fence_async_shared()", "", r"v_tiles\[\d\], .* without fence"),
     ("decode", gather.gather_n_block, "fence_async_shared()", "", r"[kv]\.tiles\[\d\], .* without fence"),

@@ -31,8 +31,7 @@ from flashtile import dropout, testing
 from flashtile.backends.common import device
 from flashtile.backends.hopper import decode as hopper_decode
 from flashtile.backends.hopper.backward import config as backward_config
-from flashtile.backends.hopper.backward import kernel as backward
-from flashtile.backends.hopper.backward import wide_launch
+from flashtile.backends.hopper.backward import dq_accum, wide_launch
 from flashtile.backends.hopper.backward.splits import Splits
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.decode import launch as decode_launch
@@ -506,7 +505,7 @@ def test_deterministic_gradients_do_not_depend_on_the_order(case: Case) -> None:
 
 def test_without_their_order_they_would() -> None:
     case = replace(SMALL, name="unordered", **ONE_HEAD["causal"])
-    unordered = Edited(backward.accumulate_dq, "if signalled != order:", "if False:")
+    unordered = Edited(dq_accum.accumulate_dq, "if signalled != order:", "if False:")
     (first, *_), *others = gradients_of_some_orders(case, unordered)
     assert not all(torch.equal(first, dq) for dq, *_ in others)
 

@@ -17,8 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.common.jit import gluon_kernel
-from flashtile.backends.hopper.backward.scores import soft_cap
-from flashtile.backends.hopper.backward.tiles import BackwardDescriptors
+from flashtile.backends.hopper.backward.kernel import BackwardDescriptors, soft_cap
 from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.columns import product_of_rows
 from flashtile.backends.hopper.compat import async_load, async_store, gluon

@@ -19,8 +19,8 @@ from flashtile.backends.common.launch import contiguous_strides
 from flashtile.backends.common.tma import View, cells_view, dense_view
 from flashtile.backends.hopper.backward.bias_gradient import BiasSizes, gradient_kernel
 from flashtile.backends.hopper.backward.config import BackwardVariant
+from flashtile.backends.hopper.backward.kernel import BackwardNumbers
 from flashtile.backends.hopper.backward.preprocess import statistics_shape
-from flashtile.backends.hopper.backward.scores import BackwardNumbers
 from flashtile.backends.hopper.backward.zero_hidden import ZeroHidden
 from flashtile.backends.hopper.columns import count_products
 from flashtile.backends.hopper.config import (

@@ -20,9 +20,8 @@ from flashtile.backends.hopper.backward.config import (
     alternatives,
 )
 from flashtile.backends.hopper.backward.dq_accum import AccumSizes, BackwardScalars
-from flashtile.backends.hopper.backward.kernel import backward_kernel
+from flashtile.backends.hopper.backward.kernel import BackwardNumbers, backward_kernel
 from flashtile.backends.hopper.backward.schedule import BackwardPointers, BackwardSchedule
-from flashtile.backends.hopper.backward.scores import BackwardNumbers
 from flashtile.backends.hopper.backward.splits import Splits
 from flashtile.backends.hopper.backward.sum_parts import sum_parts_kernel
 from flashtile.backends.hopper.backward.sum_parts import variant_of as sum_variant

@@ -34,6 +34,19 @@ from flashtile.backends.hopper.backward.halves import (
     release_tile,
     tile_of,
 )
+from flashtile.backends.hopper.backward.kernel import (
+    BackwardDescriptors,
+    Statistics,
+    exponentials,
+    key_modifiers,
+    load_keys,
+    load_rows,
+    mask_keys,
+    row_of,
+    scores_and_derivative,
+    store_gradient,
+    weights_of,
+)
 from flashtile.backends.hopper.backward.schedule import (
     count_tiles,
     find_work_tile,
@@ -45,21 +58,6 @@ from flashtile.backends.hopper.backward.schedule import (
     padded_row,
     query_head,
     row_list,
-)
-from flashtile.backends.hopper.backward.scores import (
-    apply_score_mod,
-    exponentials,
-    key_modifiers,
-    mask,
-    row_of,
-    weights_of,
-)
-from flashtile.backends.hopper.backward.tiles import (
-    BackwardDescriptors,
-    Statistics,
-    load_keys,
-    load_rows,
-    store_gradient,
 )
 from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.columns import add_products, zero_sums
@@ -98,7 +96,7 @@ class DkvTiles(NamedTuple):
     weights: Any
     """The channel of P^T, times the soft-cap's derivative, from ``values`` to ``keys``."""
     statistics: Any
-    """:class:`~flashtile.backends.hopper.backward.tiles.Statistics`: -lse with q, -delta with dO."""
+    """:class:`~flashtile.backends.hopper.backward.kernel.Statistics`: -lse with q, -delta with dO."""
 
 
 class Gradients(NamedTuple):
@@ -235,11 +233,11 @@ def value_step(C: gl.constexpr, i, m, cut, work, own, slope, dv, tiles, schedule
     s = product_of_tiles(k.tiles, q, i, own, s, C.HEAD_DIM)
     s = warpgroup_mma_wait(0, deps=[s])
     slot = last_write(C, i) % q.STAGES
-    s, softcap_grad = apply_score_mod(C, 0, s, m, work, slope, numbers, s_layout, modifiers)
-    p = exponentials(C, s, row_of(statistics.neg_lse.index(slot).reshape([C.BLOCK_M]), s_layout))
+    s, softcap_grad = scores_and_derivative(C, 0, s, m, work, slope, numbers, s_layout, modifiers)
+    p = exponentials(C, s, row_of(C, statistics.neg_lse.index(slot), s_layout))
     release_tile(C, q, i)
     if C.MASKED and cut:
-        p = mask(C, 0, p, m, work, schedule, s_layout, modifiers)
+        p = mask_keys(C, 0, p, m, work, schedule, s_layout, modifiers)
     # dS is the product of these weights and (dP - delta).
     slot = weights.acquire(i)
     weights.tiles.index(slot).store(in_chunks(to_16_bit(weights_of(C, p, softcap_grad), dtype)))

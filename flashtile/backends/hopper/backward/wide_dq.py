@@ -23,9 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashtile.backends.common.jit import gluon_kernel
 from flashtile.backends.hopper import work_queue
+from flashtile.backends.hopper.backward.kernel import Statistics, soft_cap, weights_of
 from flashtile.backends.hopper.backward.schedule import padded_row
-from flashtile.backends.hopper.backward.scores import soft_cap, weights_of
-from flashtile.backends.hopper.backward.tiles import Statistics
 from flashtile.backends.hopper.channels import make_channel, make_ping_pong
 from flashtile.backends.hopper.columns import (
     add_products,
@@ -89,7 +88,7 @@ class DqCall(NamedTuple):
     schedule: Any
     """:class:`~flashtile.backends.hopper.forward.schedule.ForwardSchedule`."""
     numbers: Any
-    """:class:`~flashtile.backends.hopper.backward.scores.BackwardNumbers`."""
+    """:class:`~flashtile.backends.hopper.backward.kernel.BackwardNumbers`."""
 
 
 @gluon.jit

@@ -220,13 +220,13 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, point
                 if C.DETERMINISTIC:
                     block = head * accum.sizes.row_blocks + padded_row(C, work, m * C.BLOCK_M) // C.BLOCK_M
                     order = dq_order(C, work, m, schedule)
-                    signalled = gl.load(accum.dq_semaphores + block, volatile=True)
-                    if signalled != order:
+                    if load_acquire(accum.dq_semaphores + block) < order:
                         if pending >= 0:  # others may wait for it before they signal
                             signal(accum.dq_semaphores + pending, 0)
                         pending = block * 0 - 1
-                        while signalled != order:
-                            signalled = gl.load(accum.dq_semaphores + block, volatile=True)
+                        wait_for(accum.dq_semaphores + block, order)
+                    else:
+                        proxy_fence()  # as in wait_for: the additions below are TMA's
                 for w in gl.static_range(2):
                     mbarrier.wait(shared.dq_full.index(w), i & 1)
                     async_add(dq_add_desc, [(accum_block * 2 + w) * (DQ_COLUMNS // 4), 0], shared.dq.index(w))

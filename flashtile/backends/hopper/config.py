@@ -15,7 +15,7 @@ PRODUCER_REGISTERS = 24
 """Registers of a producer thread: the fewest that ``setmaxnreg`` allows. They suffice, because TMA needs
 addresses in registers, but no data."""
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
-"""Registers of a consumer thread, by number of consumer warpgroups: the most that fit beside the producer.
+"""Registers of a consumer thread, by number of consumer warpgroups: as many as the producer leaves.
 
 An SM has 65536. ``setmaxnreg`` goes in steps of 8 and counts whole warpgroups, so the producer's 128 threads
 take 24 * 128 = 3072. Two consumers then have 240 * 256 = 61440, three 160 * 384 = 61440; eight more a thread

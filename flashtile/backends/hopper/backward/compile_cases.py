@@ -12,8 +12,7 @@ import torch
 from flashtile.backends.common.compile_cases import preprocess_case
 from flashtile.backends.common.compile_report import CompileCase, types_of
 from flashtile.backends.common.tma import View
-from flashtile.backends.hopper.backward import bias_launch, launch, wide_launch
-from flashtile.backends.hopper.backward.bias_gradient import BiasSizes, gradient_kernel
+from flashtile.backends.hopper.backward import bias_gradient, launch, wide_launch
 from flashtile.backends.hopper.backward.config import (
     BackwardConfig,
     WideBackwardConfig,
@@ -92,7 +91,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         problem = replace(problem, head_dim=64, head_dim_v=64)
         for config in alternatives(problem)[1:]:
             yield from _products(mask, problem, config=config)
-            for case in _products(mask, problem, _SHARED, config):
+            grouped = replace(problem, num_heads_kv=PLAIN.num_heads_kv)  # _SHARED divides four heads
+            for case in _products(mask, grouped, _SHARED, config):
                 yield replace(case, exhaustive=True)
     for size in (64, 128, 256, 512):
         shared = replace(PLAIN, window_right=0, head_dim=size, head_dim_v=size)
@@ -137,6 +137,7 @@ def _products(
     Without ``config``, the configuration is the first of :func:`alternatives`. With splits, head sizes over
     128 have only the case of ``dkv_kernel``; ``dq_kernel`` stays the same.
     """
+    assert problem.group_size % splits.heads == 0
     config = replace(config or alternatives(problem)[0], HEAD_SPLITS=splits.heads, ROW_SPLITS=splits.rows)
     if not isinstance(config, WideBackwardConfig):
         variant = launch.variant_of(problem, config)
@@ -238,16 +239,16 @@ def _bias_gradient(name: str, problem: Problem) -> CompileCase:
     bias = bias_of(problem)
     assert bias is not None
     has_score_mod = launch.variant_of(problem, alternatives(problem)[0], bias).HAS_SCORE_MOD
-    variant = bias_launch.gradient_variant_of(problem, has_score_mod)
+    variant = bias_gradient.gradient_variant_of(problem, has_score_mod)
     return attention_case(
         f"bias gradient head_dim {problem.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N} {name}",
-        gradient_kernel,
-        bias_launch.gradient_views(problem, variant, *tensors(problem), bias),
+        bias_gradient.gradient_kernel,
+        bias_gradient.gradient_views(problem, variant, *tensors(problem), bias),
         variant,
         LAUNCH_REGISTERS[2],
         0,
         {
-            "sizes": types_of(BiasSizes, "i32"),
+            "sizes": types_of(bias_gradient.BiasSizes, "i32"),
             "scores": types_of(BackwardNumbers, "fp32", keep_scale=None, keep=None),
         },
     )

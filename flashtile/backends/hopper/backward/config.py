@@ -37,7 +37,7 @@ class BackwardConfig:
         HEAD_SPLITS, ROW_SPLITS: numbers of parts into which the query heads of a group, and the query rows of
             each head, are divided among programs that share a block of keys (``splits``).
         COLUMN_SPLITS: number of work tiles that divide the columns of dK and dV, and of tiles that hold the
-            columns of a block (``halves``).
+            columns of a block (``wide_dkv``).
         ALL_RESIDENT: whether ``dq_accum`` has room for all heads, so that none waits for another.
         spill_budget, causal_spill_budget, features_spill_budget: bytes of register spills that were measured
             and accepted: without a mask, causal, with every feature at once.

@@ -1,14 +1,26 @@
-"""Attention backward for Hopper, head sizes over 128: dQ, in Gluon.
+"""Attention backward for Hopper, head sizes of 129 to 256: dQ, in Gluon.
 
 The other gradients come from ``wide_dkv``. This kernel has the forward's tile scheduler: a work tile is one
-or two blocks of 128 query rows of a head. Its program visits the blocks of keys that these rows see. Two
-*consumer* warpgroups have 64 rows of a block each. Their q and dO stay in shared memory; dQ takes half of
-their registers:
+or two blocks of 128 query rows of a head. Its program visits the blocks of keys that these rows see, from the
+last to the first. Two *consumer* warpgroups have 64 rows of a block each. Their q and dO stay in shared
+memory; dQ takes half of their registers:
 
     S = Q K^T     P = exp2(S - lse)     dP = dO V^T     dS = P (dP - delta)     dQ += dS K
 
 dS is computed in the registers from which the product dQ reads its left operand. A *producer* warp loads by
 TMA. dQ is scaled, cast and stored once, through the shared memory of q.
+
+    producer       K q V dO   K   V   K   V ...
+    consumer 0, 1  [   S   ][   dP   ]                [      dQ      ]  [   S   ] of the next block of keys
+                            (  P  )   (  dS  )
+
+    ring    slots        written by                 released by
+    q, do   2            TMA, one for each consumer its consumer: dQ is stored from q; the last dP
+    k       STAGES       TMA                        both consumers: dQ of the block
+    v       1 or 2       TMA                        both consumers: dP of the block
+    queue   2            producer, an index         both consumers (with QUEUED)
+
+The two consumers drift apart, so one multiplies while the other computes P or dS.
 """
 
 from typing import Any, NamedTuple
@@ -91,63 +103,98 @@ class DqCall(NamedTuple):
     """:class:`~flashtile.backends.hopper.backward.kernel.BackwardNumbers`."""
 
 
-@gluon.jit
-def load_statistics(C: gl.constexpr, work, row, call):
-    """Load the :class:`Statistics` of rows ``row`` of the work tile's sequence and head."""
-    head = work.head.to(gl.int64)
-    if not C.VARLEN:
-        head += work.sequence * call.schedule.num_heads
-    where = head * call.padded_rows + padded_row(C, work, 0) + row
-    return Statistics(gl.load(call.pointers.neg_lse + where), gl.load(call.pointers.neg_delta + where))
+@gluon_kernel(do_not_specialize=("pointers", "schedule", "padded_rows"))
+def dq_kernel(
+    q_desc, k_desc, v_desc, do_desc, dq_desc, pointers, padded_rows, schedule, numbers, C: gl.constexpr
+):  # fmt: skip
+    """Compute dQ.
 
-
-@gluon.jit
-def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr):
-    """Return (scores in log2 units, derivative of the soft-cap or SCORE_MOD).
-
-    ``s`` has the raw products of the query rows and the keys of block ``n``.
+    Grid: at most one program per multiprocessor; work tiles are assigned in ``serpentine_order``, or with a
+    block mask taken from the work queue, whose counter is in ``pointers.table``.
     """
-    s, softcap_grad = soft_cap(C, s, numbers)
-    if C.SCORE_MOD is not None:
-        s, softcap_grad = modify_scores(C, s, n, rows, s_layout)
-        s = s * LOG2_E
-    if C.ALIBI:
-        between = (n * C.BLOCK_N - rows.positions).to(gl.float32)
-        s = s - rows.slope * gl.abs(plus_columns(between, C.BLOCK_N, s_layout))
-    return s, softcap_grad
+    # The channels of q and dO get two writes for each block of rows: 64 rows for each warpgroup. Write number
+    # 2 j + W has warpgroup W's rows of the j-th block that the program computes.
+    q = make_channel(q_desc, 2, 1, 1)
+    do = make_channel(do_desc, 2, 1, 1)
+    k = make_channel(k_desc, C.STAGES, 2, 1)
+    # With 256 columns, q and dO leave shared memory for three blocks of k and v: two of k, which is needed
+    # for longer, and one of v.
+    V_STAGES: gl.constexpr = 1 if C.BLOCK_D == C.BLOCK_DV else 2
+    v = make_channel(v_desc, V_STAGES, 2, 1)
+    queue = work_queue.make_work_queue(2) if C.QUEUED else 0
+    channels = DqTiles(q, do, k, v)
+    descs = DqTiles(q_desc, do_desc, k_desc, v_desc)
+    call = DqCall(padded_rows, pointers, schedule, numbers)
+    gl.warp_specialize(
+        [
+            (consumer, (C, 0, queue, channels, dq_desc, call)),
+            (consumer, (C, 1, queue, channels, dq_desc, call)),
+            (producer, (C, queue, channels, descs, call)),
+        ],
+        [4, 1],
+        [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
+    )
+
+
+# The producer.
 
 
 @gluon.jit
-def step(C: gl.constexpr, W: gl.constexpr, i, n, cut, rows, statistics, dq, channels, numbers):
-    """Return dQ plus the contribution of the keys of block ``n``, or of the ``n``-th of a block mask."""
+def producer(C: gl.constexpr, queue, channels, descs, call):
+    """One warp that loads all tiles for the consumers."""
+    produce(C, load_tile, queue, (channels, descs), call)
+
+
+@gluon.jit
+def load_tile(C: gl.constexpr, channels, descs, work, block, i, j, call):
+    """Load all that the consumers need for one block of query rows; returns the new ``i``."""
     q, do, k, v = channels
-    neg_lse, neg_delta = statistics
-    dtype: gl.constexpr = q.tiles.dtype
-    q_tile = q.tiles.index(W + (i >> 30)).reshape([WARPGROUP_ROWS, C.BLOCK_D])
-    do_tile = do.tiles.index(W + (i >> 30)).reshape([WARPGROUP_ROWS, C.BLOCK_DV])
-    s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
-    zero = gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout)
-    k_tile = k.tiles.index(k.wait(i)).reshape([C.BLOCK_N, C.BLOCK_D])
-    s = product_of_rows(q_tile, k_tile, zero, C.HEAD_DIM, False)
-    v_tile = v.tiles.index(v.wait(i)).reshape([C.BLOCK_N, C.BLOCK_DV])
-    dp = product_of_rows(do_tile, v_tile, zero, C.HEAD_DIM_V, False)
-    is_full = False
-    columns = 0
+    n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
     if C.LISTED:
-        n, is_full = key_block(C, rows.modifiers.blocks, n)
-    if C.MASK_COLUMNS is not None:
-        columns = load_columns(C, n, rows, C.BLOCK_N)
-    s = warpgroup_mma_wait(count_products(C.HEAD_DIM_V), deps=[s])
-    s, softcap_grad = apply_score_mod(C, s, n, rows, numbers, s_layout)
-    s += neg_lse[:, None]
-    if (C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N or C.HAS_CUTS) and cut:
-        s = mask(C, s, n, rows, s_layout, is_full, columns, not C.LISTED)
-    p = weights_of(C, gl.exp2(s), softcap_grad)
-    dp = warpgroup_mma_wait(0, deps=[dp])
-    v.release(i)
-    dq = add_products(dq, to_16_bit(p * (dp + neg_delta[:, None]), dtype), k_tile)
-    k.release(i)
-    return dq
+        listed = listed_keys(C, 1, work, block, call.pointers.lists)
+        n_begin, n_end = 0, listed.count
+    for n in range(n_end - 1, n_begin - 1, -1):
+        key_number = n
+        if C.LISTED:
+            key_number, _ = key_block(C, listed, n)
+        load_block(C, work, key_number, i, k, descs.k)
+        if n == n_end - 1:  # the first keys may be loaded before the tiles of rows are free
+            load_part(C, 0, work, block, j, q, descs.q)
+            load_part(C, 1, work, block, j, q, descs.q)
+        load_block(C, work, key_number, i, v, descs.v)
+        if n == n_end - 1:
+            load_part(C, 0, work, block, j, do, descs.do)
+            load_part(C, 1, work, block, j, do, descs.do)
+        i += 1
+    return i
+
+
+@gluon.jit
+def load_part(C: gl.constexpr, W: gl.constexpr, work, block, j, ring, desc):
+    """Load warpgroup W's 64 rows of q or dO by TMA.
+
+    ``block`` is the number of the block of rows in its sequence. It is the ``j``-th that the program loads.
+    """
+    slot = ring.acquire(2 * j + W)
+    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
+    load_queries(C, W, desc, work, block, ring.full.index(slot), ring.tiles.index(slot))
+
+
+@gluon.jit
+def load_block(C: gl.constexpr, work, n, i, ring, desc):
+    """Load block ``n`` of k or v by TMA, as the ``i``-th write to the channel ``ring``."""
+    slot = ring.acquire(i)
+    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
+    load_keys(C, desc, work, n, ring.full.index(slot), ring.tiles.index(slot))
+
+
+# A consumer.
+
+
+@gluon.jit
+def consumer(C: gl.constexpr, W: gl.constexpr, queue, channels, dq_desc, call):
+    """Compute dQ in warpgroup W, for rows 64 W to 64 W + 63 of each block of rows that the program gets."""
+    consume(C, differentiate_tile, queue, (W, channels, dq_desc), call)
 
 
 @gluon.jit
@@ -216,88 +263,61 @@ def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work
 
 
 @gluon.jit
-def consumer(C: gl.constexpr, W: gl.constexpr, queue, channels, dq_desc, call):
-    """Compute dQ in warpgroup W, for rows 64 W to 64 W + 63 of each block of rows that the program gets."""
-    consume(C, differentiate_tile, queue, (W, channels, dq_desc), call)
-
-
-@gluon.jit
-def load_part(C: gl.constexpr, W: gl.constexpr, work, block, j, ring, desc):
-    """Load warpgroup W's 64 rows of q or dO by TMA.
-
-    ``block`` is the number of the block of rows in its sequence. It is the ``j``-th that the program loads.
-    """
-    slot = ring.acquire(2 * j + W)
-    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
-    load_queries(C, W, desc, work, block, ring.full.index(slot), ring.tiles.index(slot))
-
-
-@gluon.jit
-def load_block(C: gl.constexpr, work, n, i, ring, desc):
-    """Load block ``n`` of k or v by TMA, as the ``i``-th write to the channel ``ring``."""
-    slot = ring.acquire(i)
-    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
-    load_keys(C, desc, work, n, ring.full.index(slot), ring.tiles.index(slot))
-
-
-@gluon.jit
-def load_tile(C: gl.constexpr, channels, descs, work, block, i, j, call):
-    """Load all that the consumers need for one block of query rows; returns the new ``i``."""
+def step(C: gl.constexpr, W: gl.constexpr, i, n, cut, rows, statistics, dq, channels, numbers):
+    """Return dQ plus the contribution of the keys of block ``n``, or of the ``n``-th of a block mask."""
     q, do, k, v = channels
-    n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
+    neg_lse, neg_delta = statistics
+    dtype: gl.constexpr = q.tiles.dtype
+    # The index is always W, but to the compiler it depends on the step. Otherwise it would keep the matrix
+    # descriptors of these tiles in registers.
+    q_tile = q.tiles.index(W + (i >> 30)).reshape([WARPGROUP_ROWS, C.BLOCK_D])
+    do_tile = do.tiles.index(W + (i >> 30)).reshape([WARPGROUP_ROWS, C.BLOCK_DV])
+    s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
+    zero = gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout)
+    k_tile = k.tiles.index(k.wait(i)).reshape([C.BLOCK_N, C.BLOCK_D])
+    s = product_of_rows(q_tile, k_tile, zero, C.HEAD_DIM, False)
+    v_tile = v.tiles.index(v.wait(i)).reshape([C.BLOCK_N, C.BLOCK_DV])
+    dp = product_of_rows(do_tile, v_tile, zero, C.HEAD_DIM_V, False)
+    is_full = False
+    columns = 0
     if C.LISTED:
-        listed = listed_keys(C, 1, work, block, call.pointers.lists)
-        n_begin, n_end = 0, listed.count
-    for n in range(n_end - 1, n_begin - 1, -1):
-        key_number = n
-        if C.LISTED:
-            key_number, _ = key_block(C, listed, n)
-        load_block(C, work, key_number, i, k, descs.k)
-        if n == n_end - 1:  # the first keys may be loaded before the tiles of rows are free
-            load_part(C, 0, work, block, j, q, descs.q)
-            load_part(C, 1, work, block, j, q, descs.q)
-        load_block(C, work, key_number, i, v, descs.v)
-        if n == n_end - 1:
-            load_part(C, 0, work, block, j, do, descs.do)
-            load_part(C, 1, work, block, j, do, descs.do)
-        i += 1
-    return i
+        n, is_full = key_block(C, rows.modifiers.blocks, n)
+    if C.MASK_COLUMNS is not None:
+        columns = load_columns(C, n, rows, C.BLOCK_N)
+    s = warpgroup_mma_wait(count_products(C.HEAD_DIM_V), deps=[s])  # dP may stay in flight during P
+    s, softcap_grad = scores_and_derivative_of_rows(C, s, n, rows, numbers, s_layout)
+    s += neg_lse[:, None]
+    if (C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N or C.HAS_CUTS) and cut:
+        s = mask(C, s, n, rows, s_layout, is_full, columns, not C.LISTED)
+    p = weights_of(C, gl.exp2(s), softcap_grad)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    v.release(i)  # k is released later, because dQ needs it
+    dq = add_products(dq, to_16_bit(p * (dp + neg_delta[:, None]), dtype), k_tile)
+    k.release(i)
+    return dq
 
 
 @gluon.jit
-def producer(C: gl.constexpr, queue, channels, descs, call):
-    """One warp that loads all tiles for the consumers."""
-    produce(C, load_tile, queue, (channels, descs), call)
+def load_statistics(C: gl.constexpr, work, row, call):
+    """Load the :class:`Statistics` of rows ``row`` of the work tile's sequence and head."""
+    head = work.head.to(gl.int64)
+    if not C.VARLEN:
+        head += work.sequence * call.schedule.num_heads
+    where = head * call.padded_rows + padded_row(C, work, 0) + row
+    return Statistics(gl.load(call.pointers.neg_lse + where), gl.load(call.pointers.neg_delta + where))
 
 
-@gluon_kernel(do_not_specialize=("pointers", "schedule", "padded_rows"))
-def dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, pointers, padded_rows, schedule, numbers, C: gl.constexpr
-):  # fmt: skip
-    """Compute dQ.
+@gluon.jit
+def scores_and_derivative_of_rows(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr):
+    """Return (scores in log2 units, derivative of the soft-cap or SCORE_MOD).
 
-    Grid: at most one program per multiprocessor; work tiles are assigned in ``serpentine_order``, or with a
-    block mask taken from the work queue, whose counter is in ``pointers.table``.
+    ``s`` has the raw products of the query rows and the keys of block ``n``.
     """
-    # The channels of q and dO get two writes for each block of rows: 64 rows for each warpgroup. Write number
-    # 2 j + W has warpgroup W's rows of the j-th block that the program computes.
-    q = make_channel(q_desc, 2, 1, 1)
-    do = make_channel(do_desc, 2, 1, 1)
-    k = make_channel(k_desc, C.STAGES, 2, 1)
-    # With 256 columns, q and dO leave shared memory for three blocks of k and v: two of k, which is needed
-    # for longer, and one of v.
-    V_STAGES: gl.constexpr = 1 if C.BLOCK_D == C.BLOCK_DV else 2
-    v = make_channel(v_desc, V_STAGES, 2, 1)
-    queue = work_queue.make_work_queue(2) if C.QUEUED else 0
-    channels = DqTiles(q, do, k, v)
-    descs = DqTiles(q_desc, do_desc, k_desc, v_desc)
-    call = DqCall(padded_rows, pointers, schedule, numbers)
-    gl.warp_specialize(
-        [
-            (consumer, (C, 0, queue, channels, dq_desc, call)),
-            (consumer, (C, 1, queue, channels, dq_desc, call)),
-            (producer, (C, queue, channels, descs, call)),
-        ],
-        [4, 1],
-        [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
-    )
+    s, softcap_grad = soft_cap(C, s, numbers)
+    if C.SCORE_MOD is not None:
+        s, softcap_grad = modify_scores(C, s, n, rows, s_layout)
+        s = s * LOG2_E
+    if C.ALIBI:
+        between = (n * C.BLOCK_N - rows.positions).to(gl.float32)
+        s = s - rows.slope * gl.abs(plus_columns(between, C.BLOCK_N, s_layout))
+    return s, softcap_grad

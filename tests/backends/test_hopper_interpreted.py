@@ -670,7 +670,7 @@ def check_fp8(case: Case, seed: int, rows: bool) -> None:
         tensors = tuple(tensor.to(E4M3) for tensor in tensors)  # type: ignore[assignment]
     with interpreted(seed) as interpreter:
         fp8_testing.check(*tensors, backend="hopper", **inputs.arguments, **scales)
-    assert "forward_kernel" in interpreter.launched
+    assert "fp8_forward_kernel" in interpreter.launched
 
 
 @pytest.mark.parametrize("rows", [False, True], ids=["blocks", "rows"])

@@ -22,7 +22,8 @@ POSTPROCESS_WARPS = 2
 POSTPROCESS_CHUNK = 1024
 """Floats of ``dq_accum`` that the postprocess warps convert at a time."""
 POSTPROCESS_STAGES = 3
-"""Number of chunks of ``dq_accum`` in shared memory, which are loaded ahead."""
+"""Number of chunks of ``dq_accum`` in shared memory, which are loaded ahead: as many as fit at head_dim 64
+and 128, where less than one chunk of shared memory is left (:func:`smem_bytes`)."""
 GRADIENT_PART = 64
 """Columns of dK and dV that one TMA store writes in 16 bits; half as many in float32."""
 

@@ -313,7 +313,7 @@ class Fp8Tile(NamedTuple):
     ping_pong: Any
     rows: Any
     scales: Any
-    """:class:`~flashtile.backends.hopper.fp8.scales.TileScales`."""
+    """:class:`~flashtile.backends.hopper.fp8.kernel.TileScales`."""
     numbers: Any
 
 

@@ -110,15 +110,18 @@ test-oldest-triton: $(READY) ## compile all kernels, as make test-thorough does,
 	OMP_NUM_THREADS=1 bash scripts/with-triton $(VENV) triton==3.6.0 \
 	  $(RUN) -m pytest tests/backends/test_compile.py -m "not exhaustive" -n $(WORKERS) --dist worksteal
 
-test-gpu: $(READY) ## what needs a GPU, and memcheck where compute-sanitizer is installed
+test-gpu: $(READY) ## what needs a GPU, memcheck where compute-sanitizer is installed, ten minutes of random calls
 	$(PYTEST) -n $(GPU_WORKERS) --dist worksteal -m "gpu and not huge"
 	$(PYTEST) -n $$(nvidia-smi -L | wc -l) -m "gpu and huge"
 	@if command -v compute-sanitizer >/dev/null; then \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
-	    $(RUN) tests/gpu/sanitizer_cases.py; \
+	    $(RUN) tests/gpu/sanitizer_cases.py && \
+	  PYTHONPATH=.:tests PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
+	    --target-processes all $(RUN) -m fuzz --device cuda --seconds 120 --jobs $(GPU_WORKERS) --family attention --family caches; \
 	else \
 	  echo "compute-sanitizer is not on PATH: memcheck left out"; \
 	fi
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(RUN) -m fuzz --device cuda --seconds 600 --jobs $$(nproc)
 
 bench: $(READY) ## time attention against its peers; ARGS="--help" for the options
 	$(RUN) -m flashtile bench $(ARGS)

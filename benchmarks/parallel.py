@@ -27,6 +27,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.hardware.machine import find_device
+from flashtile.io_model import Call
 from flashtile.parallel import Sharing, context_parallel_attention, context_parallel_decode, explain, shard
 
 HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
@@ -107,7 +108,7 @@ def measured(
     whole = [torch.randn(shape, device=where, dtype=dtype) for shape in shapes]
     sharing = Sharing(1, seqlen, HEADS, HEADS_KV, HEAD_DIM, HEAD_DIM, left=window, right=0)
     model = {row.method: row for row in explain(sharing, dist.get_world_size()).rows}
-    pairs = flashtile.io_model.Call(
+    pairs = Call(
         1, seqlen, seqlen, HEADS, HEADS_KV, HEAD_DIM, window_left=window, window_right=0
     ).visible_pairs
     flops = 14 * pairs * HEAD_DIM  # two products forward, five backward

@@ -63,7 +63,11 @@ __all__ = [
     "warmup",
 ]
 
-_LATER = ("compat", "dropout", "fp8", "linear", "masks", "nn", "parallel", "reference")
+_LATER = (
+    "algorithms", "compat", "decode", "demo", "dropout", "engine", "fp8", "integrations", "io_model",
+    "kv_cache", "learn", "linear", "machine", "masks", "nn", "padding", "parallel", "reference", "testing",
+)  # fmt: skip
+"""Subpackages and modules, imported at their first use."""
 _IN_MODULES = {
     "Explanation": "flashtile.api.explain",
     "append_kvcache": "flashtile.api.decode",
@@ -98,5 +102,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names, without subpackages such as ``flashtile.kv_cache``."""
-    return [*__all__, "__version__"]
+    """List the public names and the modules, whether they are imported or not."""
+    return sorted({*__all__, *_LATER, "__version__"})

@@ -1,4 +1,4 @@
-"""A cache bounded in bytes of host memory."""
+"""A cache bounded in bytes of host memory, and which tensors a cache may hold."""
 
 from __future__ import annotations
 
@@ -6,6 +6,19 @@ import random
 from collections.abc import Hashable
 from threading import Lock
 from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+
+def outlives_modes(tensor: Tensor) -> bool:
+    """Whether a new tensor can be used after the modes end in which it was made, and so may be cached.
+
+    Tensors made in inference mode cannot be saved for a backward pass. Those made under a FakeTensorMode, or
+    another mode whose results have types of their own, and under transforms of ``torch.func`` have no data.
+    """
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return type(tensor) is Tensor and not wrapped and not tensor.is_inference()
 
 
 class BoundedCache(dict[Any, Any]):

@@ -39,7 +39,7 @@ class DecodeCase:
     batch_idx: tuple[int, ...] | None = None
     rotary_seqlens: tuple[int, ...] | None = None
     alibi: str | None = None  # "head" or "batch"
-    sink: bool = False
+    sink: str | None = None  # "float32", or "own" for the dtype of q
     tree: str | None = None  # "shared" or "batch"
     transposed: bool = False  # heads before tokens in memory
     arguments: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -77,7 +77,8 @@ CASES = (
     case("chunk-leftpad", seqlen_q=4, attention_chunk=7, leftpad=(3, 0, 29), window_size=(5, 1),
          batch_idx=(4, 0, 2)),
     case("chunk-append", new=3, seqlen_q=3, attention_chunk=5, rotary_dim=16, page_size=4),
-    case("chunk-ragged", seqlen_q=(4, 0, 9), attention_chunk=8, leftpad=(2, 0, 5), page_size=4, sink=True),
+    case("chunk-ragged", seqlen_q=(4, 0, 9), attention_chunk=8, leftpad=(2, 0, 5), page_size=4,
+         sink="float32"),
     case("chunk-splits", lengths=(17, 1, 48), seqlen_q=3, attention_chunk=16, causal=True, num_splits=3),
     case("chunk-fp8", seqlen_q=2, attention_chunk=9, cache_dtype=FP8, descale="sequence", page_size=4,
          softcap=4.0),
@@ -86,8 +87,8 @@ CASES = (
     case("negative-scale", softmax_scale=-0.3),
     case("alibi", seqlen_q=3, alibi="head", causal=True, page_size=4),
     case("alibi-by-batch", seqlen_q=2, alibi="batch", softcap=5.0),
-    case("sink", seqlen_q=2, sink=True, causal=True, page_size=4),
-    case("sink-without-keys", sink=True, lengths=(0, 3, 0)),
+    case("sink", seqlen_q=2, sink="own", causal=True, page_size=4),
+    case("sink-without-keys", sink="float32", lengths=(0, 3, 0)),
     case("leftpad", leftpad=(3, 0, 40), seqlen_q=2),
     case("leftpad-paged", leftpad=(9, 1, 5), seqlen_q=2, page_size=4, causal=True),
     case("batch-idx", batch_idx=(4, 0, 2)),
@@ -124,12 +125,12 @@ CASES = (
     case("tree-ragged", seqlen_q=(5, 0, 3), new=(5, 0, 3), tree="batch", page_size=4),
     case("tree-longer-than-keys", seqlen_q=6, tree="shared", lengths=(4, 0, 9)),
     case("everything", seqlen_q=3, new=3, rotary_dim=12, page_size=5, capacity=50, leftpad=(2, 0, 4),
-         causal=True, window_size=(20, 0), softcap=6.0, alibi="batch", sink=True, head_dim_v=24,
+         causal=True, window_size=(20, 0), softcap=6.0, alibi="batch", sink="float32", head_dim_v=24,
          heads=(6, 2)),
     case("two-splits", lengths=(17, 1, 48), num_splits=2, page_size=4),
     case("more-splits-than-keys", lengths=(3, 0, 48), num_splits=7, seqlen_q=2, causal=True),
     case("one-split", num_splits=1, page_size=4),
-    case("split-size", split_size=16, page_size=4, sink=True),
+    case("split-size", split_size=16, page_size=4, sink="own"),
 )  # fmt: skip
 
 
@@ -194,8 +195,9 @@ def build(
     if case.alibi is not None:
         shape = (heads,) if case.alibi == "head" else (batch, heads)
         arguments["alibi_slopes"] = torch.randint(0, 64, shape, generator=generator) / 256
-    if case.sink:
-        arguments["sink"] = torch.randn(heads, generator=generator)
+    if case.sink is not None:
+        sink = torch.randn(heads, generator=generator)
+        arguments["sink"] = sink.to(dtype) if case.sink == "own" else sink
     if case.tree is not None:
         side = max(case.seqlen_q) if isinstance(case.seqlen_q, tuple) else case.seqlen_q
         shape = (side, side) if case.tree == "shared" else (batch, side, side)

@@ -125,6 +125,24 @@ def test_import_leaves_torch_as_it_is():
     assert loaded()["unchanged"]
 
 
+MODULES = (
+    "algorithms", "compat", "decode", "demo", "engine", "fp8", "integrations", "io_model", "kv_cache",
+    "linear", "machine", "masks", "nn", "padding", "parallel", "testing",
+)  # fmt: skip
+
+
+def test_every_module_is_reached_by_its_name():
+    """Without an import of its own, and without a cost for programs that do not name it."""
+    code = (
+        "import json, sys, flashtile\n"
+        f"found = [name for name in {MODULES} if f'flashtile.{{name}}' in sys.modules]\n"
+        f"found += [getattr(flashtile, name).__name__ for name in {MODULES}]\n"
+        "found.append(flashtile.integrations.transformers.register.__name__)\n"
+        "print(json.dumps(found))"
+    )
+    assert run(code) == [*(f"flashtile.{name}" for name in MODULES), "register"]
+
+
 def test_every_name_is_there():
     code = (
         "import json, flashtile\n"
@@ -132,7 +150,7 @@ def test_every_name_is_there():
         "                  flashtile.__version__, sorted(dir(flashtile))]))"
     )
     missing, version, shown = run(code)
-    assert shown == sorted([*flashtile.__all__, "__version__"])
+    assert {*flashtile.__all__, *MODULES, "__version__"} <= set(shown)
     assert missing == []
     assert version
 

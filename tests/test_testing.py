@@ -214,7 +214,8 @@ def test_layouts(layout: str, shape: tuple[int, ...]) -> None:
     assert tensor.shape == shape
     assert tensor.stride(-1) == 1
     assert tensor.isfinite().all()
-    assert tensor.is_contiguous() == (layout == "contiguous")
+    assert tensor.is_contiguous() == (layout in ("contiguous", "negated"))
+    assert tensor.is_neg() == (layout == "negated")
     storage = torch.tensor(tensor.untyped_storage(), dtype=torch.uint8).view(FP16)
     assert storage.isnan().any() == (layout in ("packed", "offset"))
     assert (tensor.data_ptr() % 16 == 0) == (layout != "offset")

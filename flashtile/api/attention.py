@@ -10,6 +10,7 @@ several results, without a cast.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NoReturn
@@ -20,7 +21,7 @@ from torch import Tensor
 from flashtile.api.latent import join_qv
 from flashtile.api.prefill import attention_over_pages
 from flashtile.api.weights import check_form, weights_of
-from flashtile.checks.arguments import ERRORS, check_dense, renamed
+from flashtile.checks.arguments import ERRORS, LastStrideError, check_dense, renamed
 from flashtile.checks.conversions import (
     apply_autocast,
     as_offset_pair,
@@ -639,7 +640,7 @@ def _call(
         return _attend(with_unit_stride(q), with_unit_stride(k), with_unit_stride(v), *others)
     try:
         return _attend(q, k, v, *others)
-    except ValueError:  # strides are checked only after a failure, to save host time in valid calls
+    except LastStrideError:  # strides are checked only after a failure, to save host time in valid calls
         copied = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
         if copied[0] is q and copied[1] is k and copied[2] is v:
             raise
@@ -674,23 +675,28 @@ def _attend(
     return attend(q, k, v, extras, options)
 
 
-@functools.cache
 def _masks() -> Any:
-    """Return the module that serves score and mask functions, imported at the first use.
+    """Return the module that serves score and mask functions, imported at the first use."""
+    if torch.compiler.is_dynamo_compiling():  # Dynamo warns of functions with a cache
+        from flashtile.api import masks
 
-    An import statement in each call would take 2 us.
-    """
-    from flashtile.api import masks
-
-    return masks
+        return masks
+    return _module("flashtile.api.masks")
 
 
-@functools.cache
 def _dropout() -> Any:
     """Return the module that draws the random states of dropout, imported at the first use."""
-    from flashtile import dropout
+    if torch.compiler.is_dynamo_compiling():
+        from flashtile import dropout
 
-    return dropout
+        return dropout
+    return _module("flashtile.dropout")
+
+
+@functools.cache
+def _module(name: str) -> Any:
+    """Import a module. An import statement in each call would take 2 us."""
+    return importlib.import_module(name)
 
 
 def _check_with_functions(

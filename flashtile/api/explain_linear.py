@@ -89,7 +89,7 @@ def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Expla
     Examples:
         >>> x, weight = torch.empty(1, 4096).bfloat16(), torch.empty(4096, 4096).bfloat16()
         >>> from flashtile.io_model import find_card
-        >>> explanation = flashtile.api.explain_linear(x, weight, card=find_card("h200"))
+        >>> explanation = flashtile.linear.explain(x, weight, card=find_card("h200"))
         >>> explanation.found.row.card, explanation.found.how
         ('NVIDIA H200', 'measured for this shape')
         >>> explanation.floor_share > 0.5
@@ -105,8 +105,8 @@ def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Expla
     operation, problem, backend = described[-1]
     name = ""
     if card is not None:
-        name = card.device_name
         problem = on_target(problem, Target.of_card(card))
+        name = card.device_name
     elif problem.device.type == "cuda":
         import torch
 

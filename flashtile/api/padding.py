@@ -60,7 +60,13 @@ def unpad(padded: Tensor, mask: Tensor) -> Packed:
 
 
 def pad(tokens: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Undo :func:`unpad`: return (batch, seqlen, ...) with ``tokens`` at ``indices``, and 0 elsewhere."""
+    """Undo :func:`unpad`: return (batch, seqlen, ...) with ``tokens`` at ``indices``, and 0 elsewhere.
+
+    Examples:
+        >>> flashtile.padding.pad(torch.tensor([5, 6, 7]), torch.tensor([0, 3, 4]), batch=2, seqlen=3)
+        tensor([[5, 0, 0],
+                [6, 7, 0]])
+    """
     check_dense("tokens", tokens)
     check_dense("indices", indices)
     check_dtype("indices", indices, (torch.int64,))

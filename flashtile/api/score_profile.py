@@ -183,7 +183,8 @@ class _Parts:
         if seqlen_q == 0 or seqlen_k == 0:
             return
         self.dtype = q.dtype if self.dtype is None else self.dtype
-        rows = torch.linspace(0, seqlen_q - 1, min(seqlen_q, self.max_rows), device=q.device).long()
+        count = min(seqlen_q, self.max_rows)
+        rows = torch.linspace(0, seqlen_q - 1, count, dtype=torch.float64, device=q.device).long()
         seen = visible(seqlen_q, seqlen_k, left, right, q.device)[rows]
         group = q.shape[1] // k.shape[1]
         means, largest = [], []
@@ -217,7 +218,7 @@ class _Parts:
         by_head = [_best(*parts, below, above) for parts in zip(means, largest, strict=True)]
         return ScoreProfile(
             softmax_max=phi,
-            by_head=torch.tensor([phi for phi, _ in by_head], dtype=torch.float32),
+            by_head=torch.tensor([phi for phi, _ in by_head], dtype=torch.float32, device="cpu"),
             least=self.least,
             most=float(largest.max()),
             outside=outside,

@@ -10,7 +10,9 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -38,28 +40,22 @@ def is_compilable(kernel: Any) -> bool:
     return isinstance(kernel, triton.JITFunction)
 
 
-def compile_for(
-    backend: str,
-    arch: int | str,
-    warp_size: int,
-    kernel: Any,
-    signature: dict[str, str],
-    constants: dict[Any, Any],
-    attributes: Mapping[tuple[int, ...], list],
-    options: dict[str, Any],
-) -> Any:
-    """Compile a ``@triton.jit`` or Gluon kernel; needs no GPU.
+def source_type(kernel: Any) -> type:
+    """Return Triton's type of the source of a ``@triton.jit`` or Gluon kernel."""
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    return ASTSource
+
+
+def compile_for(backend: str, arch: int | str, warp_size: int, source: Any, options: dict[str, Any]) -> Any:
+    """Compile the source of a kernel; needs no GPU.
 
     ``arch`` is a compute capability (90 is 9.0) for the backend "cuda", a name ("gfx942") for "hip".
 
     Floating-point fusion is on, as it is for launched kernels. Triton 3.10 turns it off by default.
     """
-    source_type = ASTSource
-    if kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        source_type = GluonASTSource
-    source = source_type(kernel, signature, constants, dict(attributes))
     target = GPUTarget(backend, arch, warp_size)
     return triton.compile(source, target=target, options={"enable_fp_fusion": True} | options)
 
@@ -68,7 +64,7 @@ def compile_for(
 def compiling_driver(capability: tuple[int, int], only_named: bool = False) -> Iterator[None]:
     """Compile launches inside the context for a GPU of this compute capability, which need not be installed.
 
-    Changes Triton's driver for the whole process.
+    Other threads are not affected.
 
     Args:
         capability: compute capability.
@@ -82,12 +78,12 @@ def compiling_driver(capability: tuple[int, int], only_named: bool = False) -> I
         get_current_device=lambda: -arch - 1000 * only_named,
         get_current_stream=lambda device: 0,
     )
-    before = triton.runtime.driver._active
-    triton.runtime.driver.set_active(driver)
+    token = _compiling.set(driver)
     try:
-        yield
+        with _shared_driver():
+            yield
     finally:
-        triton.runtime.driver._active = before
+        _compiling.reset(token)
 
 
 @contextlib.contextmanager
@@ -97,26 +93,66 @@ def driver_of_torch() -> Iterator[None]:
     Triton's own driver does the same, but its constructor needs a C module, which is built with gcc if it is
     not in Triton's cache. So a driver without that module is active for as long as Triton has none.
     """
-    config = triton.runtime.driver
-    if config._active is not None:
+    active = triton.runtime.driver._active
+    with contextlib.nullcontext() if active and not isinstance(active, _Driver) else _shared_driver():
         yield
-        return
-    from triton.backends.driver import GPUDriver
-    from triton.backends.nvidia.driver import CudaDriver
 
-    class Driver(CudaDriver):
-        def __init__(self) -> None:
-            GPUDriver.__init__(self)
 
-        def __getattr__(self, name: str) -> Any:  # other threads may need the C module meanwhile
-            return getattr(config.default, name)
-
-    config._active = driver = Driver()
+@contextlib.contextmanager
+def _shared_driver() -> Iterator[None]:
+    """Inside the context, a :class:`_Driver` is active, until the last thread has left its context."""
+    config = triton.runtime.driver
+    with _changing:
+        if not isinstance(config._active, _Driver):
+            config._active = _Driver(config._active)
+        driver = config._active
+        driver.contexts += 1
     try:
         yield
     finally:
-        if config._active is driver:
-            config._active = None
+        with _changing:
+            driver.contexts -= 1
+            if not driver.contexts and config._active is driver:
+                config._active = driver.before
+
+
+_changing = threading.Lock()
+"""Held while Triton's driver is replaced."""
+_compiling: ContextVar[Any] = ContextVar("compiling_driver", default=None)
+"""Replaces the driver in a thread that is inside :func:`compiling_driver`."""
+
+
+class _Driver:
+    """Triton's driver while threads are in the contexts above. Triton has one driver for all threads.
+
+    Attributes:
+        before: Triton's driver outside of all contexts, or None.
+        contexts: number of contexts that have not ended.
+    """
+
+    def __init__(self, before: Any) -> None:
+        self.before, self.contexts = before, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_compiling.get() or self.before or self._torchs, name)
+
+    @functools.cached_property
+    def _torchs(self) -> Any:
+        """Driver of the GPU that torch uses."""
+        config = triton.runtime.driver
+        if torch.version.hip is not None:
+            return config.default
+        from triton.backends.driver import GPUDriver
+        from triton.backends.nvidia.driver import CudaDriver
+
+        class Driver(CudaDriver):
+            def __init__(self) -> None:
+                GPUDriver.__init__(self)
+
+            def __getattr__(self, name: str) -> Any:  # other threads may need the C module meanwhile
+                return getattr(config.default, name)
+
+        return Driver()
 
 
 def tensor_map_dtype(element_type: int) -> int:
@@ -238,6 +274,14 @@ def forget_version_of_assembler() -> None:
     forget = getattr(getattr(compiler, "get_ptxas_version", None), "cache_clear", None)
     if forget is not None:
         forget()
+
+
+def forget_function(function: Any) -> None:
+    """Let a ``@triton.jit`` function be freed when nothing else uses it. Triton 3.7 lists all functions."""
+    from triton.runtime import jit
+
+    name = f"{function.__module__}:{function.fn.__qualname__}"
+    getattr(jit, "_triton_jit_function_registry", {}).pop(name, None)
 
 
 def tell_key(key: Callable[[], str]) -> None:

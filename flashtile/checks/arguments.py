@@ -180,12 +180,37 @@ def check_head_dim(name: str, tensor: Tensor, most: int = MAX_HEAD_DIM) -> None:
         )
 
 
+class LastStrideError(ValueError):
+    """A tensor's last stride is not 1. Some functions copy such a tensor and call again."""
+
+
 def check_last_stride(name: str, tensor: Tensor) -> None:
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ValueError(
+        raise LastStrideError(
             f"{name} must have stride 1 in its last dimension, got strides {tuple(tensor.stride())}: "
             f"call {name}.contiguous()"
         )
+
+
+def check_written(name: str, tensor: Tensor) -> None:
+    """Check that no two elements of a tensor share memory, because it is written in place.
+
+    Each stride must lead past everything that the dimensions with smaller strides reach. In a graph, where an
+    order of symbolic strides would bind it to one shape, only strides of 0 are refused.
+    """
+    reached = 0
+    steps = list(zip(tensor.stride(), tensor.shape, strict=True))
+    if torch.compiler.is_compiling():
+        steps = [step for step in steps if step[0] == 0]
+    else:
+        steps.sort()
+    for stride, size in steps:
+        if size > 1 and stride <= reached:
+            raise ValueError(
+                f"{name} has elements that share memory (strides {tuple(tensor.stride())} of shape "
+                f"{tuple(tensor.shape)}), but is written in place: it needs memory for each element"
+            )
+        reached += (size - 1) * stride
 
 
 def check_contiguous(name: str, tensor: Tensor) -> None:

@@ -106,6 +106,9 @@ def _check_masks(q: Tensor, k: Tensor, batch: int, extras: OptionalTensors, opti
     packed = extras.cu_seqlens_q is not None
     seqlen_q, seqlen_k = (options.max_seqlen_q, options.max_seqlen_k) if packed else (q.shape[1], k.shape[1])
     if extras.mask is not None:
+        if extras.mask.is_floating_point():
+            dtype = extras.mask.dtype
+            raise TypeError(f"mask must be bool, got {dtype}: numbers that are added to scores are bias")
         check_dtype("mask", extras.mask, (torch.bool,))
         check_broadcast("mask", extras.mask, (batch, q.shape[-2], seqlen_q, seqlen_k), packed, q)
     if extras.bias is not None:

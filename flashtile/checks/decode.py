@@ -32,6 +32,7 @@ from flashtile.checks.arguments import (
     check_sink,
     check_slopes,
     check_tensor,
+    check_written,
     is_choice,
     named,
 )
@@ -119,7 +120,12 @@ def check_append(
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
         check_equal("(heads, head_dim) =", name, new.shape[-2:], f"{name}_cache", cache.shape[-2:])
     check_no_gradient(k_cache, v_cache)
-    check_written(k_cache, v_cache)
+    check_memory(k_cache, v_cache)
+    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if _share(new, cache):
+            raise ValueError(
+                f"{name} shares memory with {name}_cache, to which it is written: call {name}.clone()"
+            )
     check_same_dtype("v", v, "k", k)
     check_backend(options.backend)
     if slots:
@@ -158,7 +164,7 @@ def check_copy(
         check_device(name, cache, k_cache)
         check_last_stride(name, cache)
     check_same_rows("v_cache", v_cache, "k_cache", k_cache)
-    check_written(k_cache, v_cache)
+    check_memory(k_cache, v_cache)
     check_dense("block_pairs", block_pairs)
     check_dtype("block_pairs", block_pairs, (torch.int32, torch.int64))
     if block_pairs.dim() != 2 or block_pairs.shape[1] != 2:
@@ -181,16 +187,28 @@ def check_no_gradient(k_cache: Tensor, v_cache: Tensor) -> None:
             raise ValueError(f"{name} requires grad, but is written in place: {name} must be detached")
 
 
-def check_written(k_cache: Tensor, v_cache: Tensor) -> None:
-    """Check that no two elements of a cache share memory, because caches are written in place."""
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
-            raise ValueError(
-                f"{name} is expanded (strides {tuple(cache.stride())}), but is written in place: "
-                f"call {name}.contiguous() first and keep the copy"
-            )
-    if k_cache is v_cache:
+def check_memory(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Check that all elements of the caches have their own memory, because caches are written in place."""
+    check_written("k_cache", k_cache)
+    check_written("v_cache", v_cache)
+    if k_cache is v_cache or _share(k_cache, v_cache):
         raise ValueError(SHARED_MEMORY)
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    """Whether an element of ``a`` and one of ``b`` share memory.
+
+    Each of them has memory of its own for each of its elements. Only tensors of equal strides are compared,
+    and none in a graph, where Dynamo shows no addresses.
+    """
+    if torch.compiler.is_dynamo_compiling() or a.stride() != b.stride() or not torch._C._is_alias_of(a, b):
+        return False
+    steps = sorted(zip(a.stride(), a.shape, b.shape, strict=True), reverse=True)
+    distances = {b.storage_offset() - a.storage_offset()}
+    for stride, size_a, size_b in steps:  # element i of a and j of b are (i - j) strides apart
+        apart = {(d, d // stride + more) for d in distances for more in (0, 1) if stride}
+        distances = {d - n * stride for d, n in apart if -size_b < n < size_a} if stride else distances
+    return 0 in distances and a.numel() > 0 and b.numel() > 0
 
 
 def check_own_memory(k_cache: Tensor, v_cache: Tensor) -> None:
@@ -242,6 +260,9 @@ def check_combined_into(out_partial: Tensor, out: Tensor, dtype: torch.dtype) ->
         raise ValueError(f"out must have shape {tuple(out_partial.shape[1:])}, got {tuple(out.shape)}")
     if out.dtype != dtype:
         raise TypeError(f"out has dtype {out.dtype}, but out_dtype is {dtype}: they must be equal")
+    check_written("out", out)
+    if out.requires_grad:
+        raise ValueError("out requires grad, but is written in place: it must be detached")
 
 
 def _batch_of_queries(q: Tensor, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None) -> int:

@@ -22,7 +22,7 @@ from flashtile.checks.arguments import (
     check_same_dtype,
     check_tensor,
 )
-from flashtile.checks.decode import PAGED_CACHE, check_written
+from flashtile.checks.decode import PAGED_CACHE, check_memory
 from flashtile.problems.linear import (
     ACTIVATIONS,
     DTYPES,
@@ -91,7 +91,7 @@ def check_qkv(
             )
         check_same_dtype(name, cache, "x", x)
     check_equal("shape", "v_cache", v_cache.shape, "k_cache", k_cache.shape)
-    check_written(k_cache, v_cache)
+    check_memory(k_cache, v_cache)
     heads_kv, head_dim = k_cache.shape[2:]
     if head_dim % 2:
         raise ValueError(f"k_cache must have an even head_dim, got {head_dim}")

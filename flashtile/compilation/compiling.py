@@ -95,7 +95,7 @@ def compile_calls(
     targets: Iterable[Target],
     folder: Path | None,
     workers: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
 ) -> Compiled:
     """Compile the kernels of calls into a folder for other machines, or into this machine's Triton cache.
 
@@ -107,16 +107,18 @@ def compile_calls(
         folder: folder for the kernels, made if it is missing; its index is replaced, at last by one that has
             only the kernels of these calls. None: Triton's cache.
         workers: number of processes that compile; by default one for each core, at most 16.
-        progress: called after each kernel with (number of kernels done, number of all kernels).
+        progress: called with a phase, how many calls or kernels are done in it, and how many there are: first
+            "finding the kernels of calls", then "compiling kernels".
     """
     from flashtile.backends.common.compiled_folder import write_index
 
-    wanted, failures = _wanted(list(calls), list(targets))
+    wanted, failures = _wanted(list(calls), list(targets), progress)
     kernels: dict[str, tuple[str, dict[str, str]]] = {}
     if folder is not None:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         kernels = _kept(wanted, folder)
     tasks = {key: pickled for key, (_, _, pickled) in wanted.items() if key not in kernels}
+    progress("compiling kernels", len(kernels), len(wanted))
     try:
         for done, (key, found) in enumerate(_results(tasks, folder, workers), len(kernels) + 1):
             call, target, _ = wanted[key]
@@ -126,7 +128,7 @@ def compile_calls(
                 kernels[key] = target.arch, found
             if folder is not None and done % INDEXED_EVERY == 0:
                 write_index(folder, kernels)
-            progress(done, len(wanted))
+            progress("compiling kernels", done, len(wanted))
     finally:
         if folder is not None:
             write_index(folder, kernels)
@@ -137,7 +139,9 @@ Wanted = dict[str, tuple[Source, Target, bytes]]
 """For each key of a kernel: the first call that needs it, the GPU, and the kernel as bytes."""
 
 
-def _wanted(calls: list[Source], targets: list[Target]) -> tuple[Wanted, list[Failure]]:
+def _wanted(
+    calls: list[Source], targets: list[Target], progress: Callable[[str, int, int], None]
+) -> tuple[Wanted, list[Failure]]:
     """Return the kernels of calls, and a failure for each call without kernels."""
     from flashtile.backends.common.first_calls import only_naming
     from flashtile.backends.common.handed_kernels import pickled
@@ -145,9 +149,10 @@ def _wanted(calls: list[Source], targets: list[Target]) -> tuple[Wanted, list[Fa
 
     wanted: Wanted = {}
     failures = []
-    for target in targets:
+    for i, target in enumerate(targets):
         with compiling_driver(target.capability, only_named=True):
-            for call in calls:
+            for j, call in enumerate(calls):
+                progress("finding the kernels of calls", i * len(calls) + j, len(targets) * len(calls))
                 try:
                     for launch, tensors in launches(call, target):
                         with only_naming() as named:

@@ -72,6 +72,7 @@ class AsyncLLM:
         self._streams: dict[str, Stream] = {}
         self._lock = threading.Lock()
         self._draining = self._ended = False
+        engine.structures.on_success = lambda *found: self._send(partial(self._announce, *found))
         self._thread = threading.Thread(target=self._work, name="flashtile-engine", daemon=True)
         self._thread.start()
 
@@ -103,8 +104,6 @@ class AsyncLLM:
             # The engine's thread will then find the structure compiled. Other requests may wait for it, so
             # neither a cancelled task nor the time limit cancels it.
             compiling = self.engine.structures.compile(structure)
-            if not compiling.done():
-                self._send(partial(self._announce, structure))
             compiled, _ = await asyncio.wait([asyncio.wrap_future(compiling)], timeout=MAX_SECONDS)
             if not compiled:
                 raise late(structure, MAX_SECONDS)
@@ -163,7 +162,7 @@ class AsyncLLM:
                 if self.error is not None:
                     raise EngineDeadError(f"the engine has ended: {self.error}")
                 future.set_result(function(self.engine))
-            except Exception as error:
+            except BaseException as error:  # also a panic of Rust code, which concerns this call only
                 future.set_exception(error)
 
         self._send(command)
@@ -193,10 +192,10 @@ class AsyncLLM:
                 return
         command()
 
-    def _announce(self, structure: dict[str, Any]) -> None:
+    def _announce(self, structure: dict[str, Any], size: int) -> None:
         """Let the other processes of the engine compile a structure now, not in a step that needs it."""
         if self.error is None:
-            self.engine.compile_structure(structure)
+            self.engine.compile_structure(structure, size)
 
     def _work(self) -> None:
         try:

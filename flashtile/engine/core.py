@@ -17,18 +17,19 @@ from typing import Any
 from flashtile.checks.conversions import as_int
 from flashtile.engine.beam import BeamSearch
 from flashtile.engine.detokenizer import Detokenizer
-from flashtile.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from flashtile.engine.outputs import CompletionOutput, FlatLogprobs, RequestOutput
 from flashtile.engine.request import Request, Sequence, State
-from flashtile.engine.runner import NOT_FINITE, InFlight, Runner, TokenScores, token_scores
-from flashtile.engine.sampler import stream_seed
+from flashtile.engine.runner import NOT_FINITE, InFlight, Runner
+from flashtile.engine.sampler import Scores, stream_seed
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler, SchedulerOutput
 from flashtile.engine.speculation import DraftModel, PromptLookup, accepted_path
-from flashtile.engine.structured import MAX_SECONDS, Structures, error_of
+from flashtile.engine.structured import MAX_SECONDS, NOT_CONTINUED, Structures, error_of
 from flashtile.engine.tokenizer import Tokenizer
 
 Prompt = str | list[int] | Mapping[str, Any]
 """A text, its tokens, or ``{"prompt": text}`` or ``{"prompt_token_ids": tokens}``."""
+
 
 logger = logging.getLogger("flashtile.engine")
 
@@ -96,7 +97,10 @@ class Engine:
         self._prompt_tokens = self._generation_tokens = 0
         ends = tokenizer.eos_token_ids if tokenizer else ()
         self.eos_token_ids = frozenset((*self.config.eos_token_ids, *ends))
-        self.structures = Structures(tokenizer, self.config.vocab_size, self.eos_token_ids)
+        # The first process tries a structure for all.
+        self.structures = Structures(
+            tokenizer, self.config.vocab_size, self.eos_token_ids, trusting=runner.ranks.rank > 0
+        )
 
     def add_request(
         self,
@@ -155,7 +159,7 @@ class Engine:
             matcher=matcher,
         )  # fmt: skip
         if sampling.prompt_logprobs is not None:
-            request.prompt_logprobs = [None]
+            request.prompt_logprobs = self._flat_logprobs(missing=1)
         self.scheduler.add(request)
         options = {"priority": priority, "cache_salt": cache_salt}
         try:
@@ -169,10 +173,13 @@ class Engine:
             self._beams[request] = BeamSearch(request, beam)
         return request
 
-    def compile_structure(self, structure: dict[str, Any]) -> None:
-        """Start to compile ``structured_outputs`` of later requests, in all processes of the engine."""
-        self.structures.compile(structure)
-        self.on_change("compile_structure", (structure,), {})
+    def compile_structure(self, structure: dict[str, Any], size: int) -> None:
+        """Start to compile ``structured_outputs`` of later requests, in all processes of the engine.
+
+        ``size`` is the number of bytes that this took in a trial.
+        """
+        self.structures.compile(structure, size)
+        self.on_change("compile_structure", (structure, size), {})
 
     def tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """Validate a prompt and return its (text, tokens). The text is None if the prompt has only tokens."""
@@ -310,12 +317,12 @@ class Engine:
             return
         tokens = in_flight.wait()
         for sequence, first, found in in_flight.prompt_scores:
-            request, scores = sequence.request, token_scores(found)
-            if any(math.isnan(one.logprob) for one in scores):
+            request = sequence.request
+            if found.chosen.isnan().any():
                 self._fail(request, NOT_FINITE)
             elif request.prompt_logprobs is not None and len(request.prompt_logprobs) == first:
-                pairs = zip(sequence.tokens[first : first + len(scores)], scores, strict=True)
-                request.prompt_logprobs += [self._logprobs_of(*pair) for pair in pairs]
+                scored = sequence.tokens[first : first + len(found.chosen)]
+                request.prompt_logprobs.add(scored, *(tensor.flatten().tolist() for tensor in found))
         i = 0
         while i < len(tokens):
             sequence = in_flight.samples[i]
@@ -351,32 +358,33 @@ class Engine:
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = time.monotonic()
             i = first + node
-            error, scores = in_flight.failed.get(i), None
-            if i in in_flight.scores:
-                (scores,) = token_scores(in_flight.scores[i])
-            if error is None and scores is not None and math.isnan(scores.logprob):
+            error, scores = in_flight.failed.get(i), in_flight.scores.get(i)
+            if error is None and scores is not None and math.isnan(scores.chosen):
                 error = NOT_FINITE  # allowed_token_ids, for example, can hide NaN logits from the draw
             if error is not None:
                 self._fail(request, error)
             elif request.beam is not None:
                 assert scores is not None
                 beams = self._beams[request]
-                if beams.receive(sequence, scores.best):
+                best = zip(scores.tokens[0].tolist(), scores.best[0].tolist(), strict=True)
+                if beams.receive(sequence, list(best)):
                     self._generation_tokens += len(beams.live)
                     beams.advance(self.scheduler)
             else:
                 self._take_token(sequence, tokens[node], scores)
 
-    def _take_token(self, sequence: Sequence, token: int, scores: TokenScores | None) -> None:
+    def _take_token(self, sequence: Sequence, token: int, scores: Scores | None) -> None:
         request, params = sequence.request, sequence.request.params
         sequence.tokens.append(token)
         self._generation_tokens += 1
         if scores is not None:
-            sequence.logprobs.append(self._logprobs_of(token, scores))
-            sequence.cumulative_logprob += scores.logprob
+            if sequence.logprobs is None:
+                sequence.logprobs = self._flat_logprobs()
+            sequence.logprobs.add([token], *(tensor.flatten().tolist() for tensor in scores))
+            sequence.cumulative_logprob += scores.chosen.item()
         matcher = sequence.matcher
         if matcher is not None and not matcher.consume_token(token):  # a limit of the matcher was reached
-            self._fail(request, f"structured_outputs could not be continued: {error_of(matcher)}")
+            self._fail(request, f"{NOT_CONTINUED}: {error_of(matcher)}")
         elif token in request.ends:
             stop = token if token in (params.stop_token_ids or ()) else None
             self.scheduler.finish(sequence, "stop", stop)
@@ -390,15 +398,8 @@ class Engine:
         if sequence.state is not State.FINISHED and len(sequence.tokens) >= sequence.max_tokens:
             self.scheduler.finish(sequence, "length")
 
-    def _logprobs_of(self, token: int, scores: TokenScores) -> TokenLogprobs:
-        """Return log-probabilities keyed by token, the chosen token first."""
-        found = {token: Logprob(scores.logprob, scores.rank, self._spell(token))}
-        for rank, (other, logprob) in enumerate(scores.best, 1):
-            found.setdefault(other, Logprob(logprob, rank, self._spell(other)))
-        return found
-
-    def _spell(self, token: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.spell(token)
+    def _flat_logprobs(self, missing: int = 0) -> FlatLogprobs:
+        return FlatLogprobs(None if self.tokenizer is None else self.tokenizer.spell, missing)
 
     def _fail(self, request: Request, error: str) -> None:
         """End a request with an error. After NaN or infinite logits, also empty the prefix cache."""
@@ -415,8 +416,10 @@ class Engine:
         if sequence.detokenizer is None:
             assert self.tokenizer is not None
             request, params = sequence.request, sequence.request.params
-            settings = params.skip_special_tokens, tuple(params.stops), params.include_stop_str_in_output
-            sequence.detokenizer = Detokenizer(self.tokenizer, request.prompt_token_ids, *settings)
+            sequence.detokenizer = Detokenizer(
+                self.tokenizer, request.prompt_token_ids, params.skip_special_tokens, tuple(params.stops),
+                params.include_stop_str_in_output, params.reasoning,
+            )  # fmt: skip
         return sequence.detokenizer
 
     def _read_text(self, sequence: Sequence, end: int | None = None, search: bool = False) -> str | None:
@@ -466,15 +469,16 @@ class Engine:
                 if finished:
                     detokenizer.finish()
             text = detokenizer.take() if delta else detokenizer.certain
-        logprobs = sequence.logprobs if params.logprobs is not None else None
+        sent = 0
         if delta:
             sent, sequence.num_sent = sequence.num_sent, len(sequence.tokens) - first
-            first += sent
-            logprobs = None if logprobs is None else logprobs[sent:]
+        logprobs: Any = None
+        if params.logprobs is not None:
+            logprobs = [] if sequence.logprobs is None else sequence.logprobs.since(sent)
         return CompletionOutput(
-            sequence.index, text, sequence.tokens[first:],
+            sequence.index, text, sequence.tokens[first + sent :],
             sequence.cumulative_logprob if params.logprobs is not None else None,
-            None if logprobs is None else list(logprobs), sequence.finish_reason, sequence.stop_reason,
+            logprobs, sequence.finish_reason, sequence.stop_reason,
         )  # fmt: skip
 
     def _beam_outputs(self, request: Request, params: BeamSearchParams) -> list[CompletionOutput]:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 
 from flashtile.engine.tokenizer import Tokenizer
+
+THINK, END_OF_THOUGHT = "<think>", "</think>"
+HEADER = re.compile(r"\s*(?=<\||to=)(.{0,256}?)<\|message\|>", re.DOTALL)
+"""The text before a message of gpt-oss."""
+HALF_HEADER = re.compile(r"\s*(?:<?|<\|.{0,256}|to?|to=.{0,256})", re.DOTALL)
+"""Text that may be the beginning of a header."""
+MESSAGE_END = re.compile(r"<\|(?:end|call|return)\|>")
+LONGEST_END = len("<|return|>")
 
 
 class Detokenizer:
@@ -15,6 +24,8 @@ class Detokenizer:
         skip_special_tokens: leave special tokens out of the text.
         stops: texts that end the answer.
         keep_stop: keep the stop text in the answer.
+        reasoning: form of the answer's reasoning, in which stop texts are not looked for
+            (``reasoning`` of :class:`flashtile.engine.SamplingParams`).
 
     Attributes:
         text: the whole text so far, including characters that may turn out to begin a stop text.
@@ -28,6 +39,7 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         stops: Sequence[str] = (),
         keep_stop: bool = False,
+        reasoning: str | None = None,
     ):
         self.stream = tokenizer.stream(prompt, skip_special_tokens)
         self.stops, self.keep_stop = stops, keep_stop
@@ -36,6 +48,9 @@ class Detokenizer:
         self.text = ""
         self.tokens_read = 0
         self.shown = 0
+        self.begin: int | None = 0 if reasoning is None else None  # of the content; None: it has not begun
+        self.searched = 0  # stop texts that end before it are not looked for
+        self._progress = iter(()) if reasoning is None else self._follow(reasoning)
 
     def read(self, tokens: Sequence[int], search: bool = True) -> str | None:
         """Append the text of the answer's next tokens. If ``search``, look for stop texts.
@@ -46,9 +61,12 @@ class Detokenizer:
             self.tokens_read += 1
             new = self.stream.step(token)
             self.text += new
-            found = self._find(len(new)) if new and search else None
-            if found is not None:
-                return found
+            if new and self.stops:
+                next(self._progress, None)
+                found = self._find() if search and self.begin is not None else None
+                self.searched = len(self.text) if self.begin is not None or not search else self.searched
+                if found is not None:
+                    return found
         return None
 
     def finish(self) -> None:
@@ -67,10 +85,11 @@ class Detokenizer:
         """The text without its last characters, which may be the start of a stop text."""
         return self.text[: max(0, len(self.text) - self.held)]
 
-    def _find(self, new: int) -> str | None:
-        """Cut the text at the earliest stop text that ends in its last ``new`` characters, and return it."""
-        begins = len(self.text) - new + 1
-        places = [(self.text.find(stop, max(0, begins - len(stop))), stop) for stop in self.stops]
+    def _find(self) -> str | None:
+        """Cut the text at the earliest stop text of the content that was not searched yet, and return it."""
+        assert self.begin is not None
+        begins = [max(self.begin, self.searched + 1 - len(stop)) for stop in self.stops]
+        places = [(self.text.find(stop, begin), stop) for begin, stop in zip(begins, self.stops, strict=True)]
         found = [(at, stop) for at, stop in places if at >= 0]
         if not found:
             return None
@@ -78,3 +97,38 @@ class Detokenizer:
         self.text = self.text[: at + len(stop) if self.keep_stop else at]
         self.held = 0
         return stop
+
+    def _follow(self, reasoning: str) -> Iterator[None]:
+        """Keep ``begin`` where the content begins. Each step reads the text that is new."""
+        if reasoning == "harmony":
+            return self._follow_messages()
+        return self._follow_thought(reasoning == "begun")
+
+    def _follow_thought(self, begun: bool) -> Iterator[None]:
+        while not begun and THINK.startswith(start := self.text.lstrip()[: len(THINK)]):
+            begun = start == THINK
+            if not begun:
+                yield
+        at = 0
+        if begun:
+            while (end := self.text.find(END_OF_THOUGHT, at)) < 0:
+                at = max(0, len(self.text) - len(END_OF_THOUGHT))
+                yield
+            at = end + len(END_OF_THOUGHT)
+            while not (rest := self.text[at:].lstrip()):
+                yield
+            at = len(self.text) - len(rest)
+        self.begin = at
+
+    def _follow_messages(self) -> Iterator[None]:
+        at = 0
+        while True:
+            while (header := HEADER.match(self.text, at)) is None and HALF_HEADER.fullmatch(self.text, at):
+                yield
+            is_reasoning = header is not None and "analysis" in header[1]
+            at = at if header is None else header.end()
+            self.begin = None if is_reasoning else at
+            while (end := MESSAGE_END.search(self.text, at)) is None:
+                at = max(at, len(self.text) - LONGEST_END)
+                yield
+            self.begin, at = None, end.end()

@@ -26,7 +26,9 @@ class Transfer:
     def __init__(self, count: int, device: torch.device):
         self.numbers = torch.zeros(count, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
-        self._pinned = [torch.empty(count, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
+        self._pinned = [
+            torch.empty(count, dtype=torch.int32, pin_memory=pinned, device="cpu") for _ in range(RING)
+        ]
         self._turn = 0
 
     def __call__(self, parts: Sequence[Sequence[int]], tensors: Sequence[Tensor] = ()) -> list[Tensor]:
@@ -50,7 +52,7 @@ def on_device(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
-    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(numbers, dtype=dtype, pin_memory=True, device="cpu").to(device, non_blocking=True)
 
 
 def graph_batch(batch: int) -> int:

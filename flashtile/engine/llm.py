@@ -460,7 +460,7 @@ def _memory_limits(gpu_memory_utilization: Any, swap_space: Any) -> tuple[float,
 
 
 def _fitting_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, config.vocab_size)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"tokenizer must have at most the model's vocab_size={config.vocab_size} tokens, "

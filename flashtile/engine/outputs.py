@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 
 class Logprob(NamedTuple):
@@ -22,7 +24,81 @@ class Logprob(NamedTuple):
 
 
 TokenLogprobs = dict[int, Logprob]
-"""Log-probabilities by token: the chosen token, and as many of the likeliest as were requested."""
+"""Log-probabilities by token: the chosen token first, and as many of the likeliest as were requested."""
+
+
+class FlatLogprobs(Sequence[TokenLogprobs | None]):
+    """Log-probabilities at successive positions, with a dict for each, which is made when it is read.
+
+    A long prompt has millions of log-probabilities. As objects, these would take 25 times the memory, and all
+    threads would wait seconds for each garbage collection.
+
+    Args:
+        spell: returns the text of a token. None: there is no tokenizer.
+        missing: number of first positions that have None.
+    """
+
+    def __init__(self, spell: Callable[[int], str] | None, missing: int = 0):
+        self._spell, self._missing = spell, missing
+        self._tokens, self._logprobs, self._ranks = array("i"), array("f"), array("i")
+        self._best_tokens, self._best_logprobs = array("i"), array("f")
+
+    def add(
+        self, tokens: Sequence[int], logprobs: Sequence[float], ranks: Sequence[int],
+        best_logprobs: Sequence[float], best_tokens: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Append positions, each with the chosen token, and with equally many of the likeliest tokens."""
+        self._tokens.extend(tokens)
+        self._logprobs.extend(logprobs)
+        self._ranks.extend(ranks)
+        self._best_tokens.extend(best_tokens)
+        self._best_logprobs.extend(best_logprobs)
+
+    def since(self, first: int) -> FlatLogprobs:
+        """Return a copy of the positions from ``first`` on, for a sequence without missing positions."""
+        found, best = FlatLogprobs(self._spell), first * self._count
+        found.add(
+            self._tokens[first:], self._logprobs[first:], self._ranks[first:], self._best_logprobs[best:],
+            self._best_tokens[best:],
+        )  # fmt: skip
+        return found
+
+    @property
+    def _count(self) -> int:
+        return len(self._best_tokens) // max(1, len(self._tokens))
+
+    def __len__(self) -> int:
+        return self._missing + len(self._tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenLogprobs | None]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        i = range(len(self))[index] - self._missing
+        if i < 0:
+            return None
+        spell: Callable[[int], str | None] = self._spell or (lambda token: None)
+        token, count = self._tokens[i], self._count
+        found = {token: Logprob(self._logprobs[i], self._ranks[i], spell(token))}
+        for rank, at in enumerate(range(i * count, (i + 1) * count), 1):
+            other = self._best_tokens[at]
+            if other not in found:
+                found[other] = Logprob(self._best_logprobs[at], rank, spell(other))
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> Any:
+        return list, (list(self),)  # without the tokenizer
 
 
 @dataclass
@@ -44,7 +120,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: Sequence[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -95,7 +171,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[TokenLogprobs | None] | None
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics = field(default_factory=RequestMetrics)

@@ -137,28 +137,28 @@ class ProcessRanks(Ranks):
         return x
 
     def minimum(self, number: int) -> int:
-        numbers = torch.tensor(number)
+        numbers = torch.tensor(number, device="cpu")
         dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self._host)
         return int(numbers)
 
     def send(self, what: Any) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(what)), dtype=torch.uint8)
         # Most messages fit into the first broadcast.
-        first = torch.zeros(FIRST_BYTES, dtype=torch.uint8)
-        first[:8] = torch.tensor([len(data)]).view(torch.uint8)
+        first = torch.zeros(FIRST_BYTES, dtype=torch.uint8, device="cpu")
+        first[:8] = torch.tensor([len(data)], device="cpu").view(torch.uint8)
         first[8 : 8 + len(data)] = data[: FIRST_BYTES - 8]
         dist.broadcast(first, 0, group=self._host)
         if len(data) > FIRST_BYTES - 8:
             dist.broadcast(data, 0, group=self._host)
 
     def receive(self) -> Any:
-        first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
+        first = torch.empty(FIRST_BYTES, dtype=torch.uint8, device="cpu")
         try:
             dist.broadcast(first, 0, group=self._host)
             size = int(first[:8].view(torch.int64))
             data = first[8 : 8 + size]
             if size > FIRST_BYTES - 8:
-                data = torch.empty(size, dtype=torch.uint8)
+                data = torch.empty(size, dtype=torch.uint8, device="cpu")
                 dist.broadcast(data, 0, group=self._host)
         except RuntimeError as error:
             if self._leaving is not None:

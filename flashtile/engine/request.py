@@ -6,8 +6,10 @@ import time
 from enum import Enum
 from typing import Any
 
+from torch import Tensor
+
 from flashtile.engine.detokenizer import Detokenizer
-from flashtile.engine.outputs import RequestMetrics, TokenLogprobs
+from flashtile.engine.outputs import FlatLogprobs, RequestMetrics
 from flashtile.engine.sampling_params import BeamSearchParams, SamplingParams
 
 
@@ -60,7 +62,7 @@ class Sequence:
         self.num_indexed = 1
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
-        self.logprobs: list[TokenLogprobs] = []
+        self.logprobs: FlatLogprobs | None = None
         self.cumulative_logprob = 0.0
         self.matcher: Any = None if request.matcher is None else request.matcher.deep_copy()
         self.detokenizer: Detokenizer | None = None
@@ -102,6 +104,7 @@ class Request:
         sequences: the answers: one until the prompt is computed, then ``n``, or the beams of a beam search.
         salt: only requests with the same salt share blocks through the prefix cache.
         matcher: matcher of ``structured_outputs`` at the start of an answer, or None.
+        on_device: the lists of tokens and biases in ``params`` that were used so far, as tensors.
         width: largest number of sequences that the request has at the same time.
         reads_tokens: whether the host must know the last token before the next token can be chosen.
     """
@@ -127,8 +130,9 @@ class Request:
         self.params, self.beam, self.max_outputs, self.ends = params, beam, max_outputs, ends
         self.seed, self.priority, self.salt = seed, priority, salt
         self.num_cached_tokens = 0
+        self.on_device: dict[str, Tensor] = {}
         self.metrics = RequestMetrics(time.monotonic())
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.prompt_logprobs: FlatLogprobs | None = None
         self.matcher, self.width, self.reads_tokens = matcher, params.n, params.reads_tokens
         if beam is not None:
             # Beams need ``beam_width`` tokens that continue them, even if all end tokens are likelier.

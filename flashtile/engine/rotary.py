@@ -34,7 +34,7 @@ def rotary_frequencies(rope: Mapping[str, Any], head_dim: int, positions: int = 
     frequencies = 1.0 / base**exponents
     if kind == "longrope":
         name = "long_factor" if positions > rope["original_max_position_embeddings"] else "short_factor"
-        return frequencies / torch.tensor(rope[name])
+        return frequencies / torch.tensor(rope[name], device="cpu")
     if kind == "linear":
         return frequencies / rope["factor"]
     if kind == "llama3":
@@ -53,7 +53,7 @@ def rotary_frequencies(rope: Mapping[str, Any], head_dim: int, positions: int = 
 def rotary_tables(rope: Mapping[str, Any], head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
     """Return the tables (cos, sin), each (positions, rotary_dim / 2) float32 on the CPU."""
     frequencies = rotary_frequencies(rope, head_dim, positions)
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32, device="cpu"), frequencies)
     scale = 1.0
     if rope["rope_type"] == "yarn":
         scale = rope.get("attention_factor") or max(1.0, 0.1 * math.log(rope["factor"]) + 1.0)

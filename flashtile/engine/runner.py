@@ -24,7 +24,14 @@ from flashtile.engine.device import MAX_GRAPH_BATCH, Capture, Transfer, graph_ba
 from flashtile.engine.drafter import Drafter
 from flashtile.engine.model import Model, StepInput
 from flashtile.engine.request import Sequence
-from flashtile.engine.sampler import adjust, choose, log_probabilities, needs_adjusting, read_parameters
+from flashtile.engine.sampler import (
+    Scores,
+    adjust,
+    choose,
+    log_probabilities,
+    needs_adjusting,
+    read_parameters,
+)
 from flashtile.engine.scheduler import COPY, SWAP_OUT, Entry, SchedulerOutput
 from flashtile.engine.speculation import UNKNOWN, depths, visible
 from flashtile.engine.step_calls import LOGITS_ROWS
@@ -36,15 +43,6 @@ MAX_CHANGES = 2**18
 """Largest number of changed block table entries that are sent with a step's other inputs."""
 NOT_FINITE = "the model's logits are NaN or infinite"
 NO_TOKEN = "no token is left to choose: the request's parameters exclude every token"
-
-
-@dataclass
-class TokenScores:
-    """The log-probability and rank of one token, and (token, log-probability) of the likeliest tokens."""
-
-    logprob: float
-    rank: int
-    best: list[tuple[int, float]]
 
 
 @dataclass
@@ -67,10 +65,10 @@ class InFlight:
 
     samples: list[Sequence]
     tokens: Tensor
-    best: Tensor = field(default_factory=lambda: torch.empty(0))
-    scores: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    best: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
+    scores: dict[int, Scores] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
-    prompt_scores: list[tuple[Sequence, int, tuple[Tensor, ...]]] = field(default_factory=list)
+    prompt_scores: list[tuple[Sequence, int, Scores]] = field(default_factory=list)
     drafted: tuple[list[Sequence], Tensor] | None = None
     event: Any = None
 
@@ -85,15 +83,6 @@ class InFlight:
             for sequence, found in zip(sequences, guesses.tolist(), strict=False):
                 sequence.guesses = found[: len(sequence.guesses)]
         return self.tokens.tolist()
-
-
-def token_scores(found: tuple[Tensor, ...]) -> list[TokenScores]:
-    """Return the rows of a result of :func:`flashtile.engine.sampler.log_probabilities`."""
-    chosen, ranks, values, tokens = (tensor.tolist() for tensor in found)
-    return [
-        TokenScores(logprob, rank, list(zip(row_tokens, row_values, strict=True)))
-        for logprob, rank, row_values, row_tokens in zip(chosen, ranks, values, tokens, strict=True)
-    ]
 
 
 class Form(NamedTuple):
@@ -138,7 +127,7 @@ class Memory:
         k, v = (torch.zeros(config.num_layers, blocks, *block, dtype=dtype, device=device) for _ in "kv")
         pinned = device.type == "cuda" and host_blocks > 0
         host = (config.num_layers, host_blocks, *block)
-        return cls(k, v, [torch.zeros(host, dtype=dtype, pin_memory=pinned) for _ in "kv"])
+        return cls(k, v, [torch.zeros(host, dtype=dtype, pin_memory=pinned, device="cpu") for _ in "kv"])
 
 
 class Runner:
@@ -212,7 +201,7 @@ class Runner:
     def _launch(self, schedule: SchedulerOutput) -> InFlight:
         for what, pairs in schedule.moves:
             self._move(what, pairs)
-        in_flight = InFlight([], torch.empty(0, dtype=torch.int64))
+        in_flight = InFlight([], torch.empty(0, dtype=torch.int64, device="cpu"))
         if not schedule.entries:
             return in_flight
         samples = [sample for entry in schedule.entries for sample in entry.samples]
@@ -444,9 +433,9 @@ class Runner:
         if in_flight.drafted is not None:
             sequences, guesses = in_flight.drafted
             in_flight.drafted = sequences, _to_host((guesses,))[0]
-        in_flight.scores = {i: _to_host(found) for i, found in in_flight.scores.items()}
+        in_flight.scores = {i: found.to_host() for i, found in in_flight.scores.items()}
         in_flight.prompt_scores = [
-            (sequence, first, _to_host(found)) for sequence, first, found in in_flight.prompt_scores
+            (sequence, first, found.to_host()) for sequence, first, found in in_flight.prompt_scores
         ]
         in_flight.event = torch.cuda.Event()
         in_flight.event.record()

@@ -9,6 +9,7 @@ Top-k and top-p keep the logits above some threshold. Tokens that tie with the l
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,6 @@ from flashtile.engine.device import on_device
 from flashtile.engine.request import Sequence
 
 GOLDEN = 0x9E3779B97F4A7C15
-LOW = 0xFFFFFFFF
 
 
 class Choice(NamedTuple):
@@ -42,6 +42,26 @@ class Choice(NamedTuple):
     any_top_k: bool
     any_top_p: bool
     any_min_p: bool
+
+
+class Scores(NamedTuple):
+    """Log-probabilities of tokens.
+
+    Attributes:
+        chosen: log-probabilities of the tokens, (rows,) float32.
+        ranks: their ranks from 1 on, (rows,) int64.
+        best: log-probabilities of the likeliest tokens, (rows, count) float32.
+        tokens: these tokens, (rows, count) int64.
+    """
+
+    chosen: Tensor
+    ranks: Tensor
+    best: Tensor
+    tokens: Tensor
+
+    def to_host(self) -> Scores:
+        """Start copies to the host, for which torch allocates pinned memory."""
+        return Scores(*(tensor.to("cpu", non_blocking=True) for tensor in self))
 
 
 class Draw(NamedTuple):
@@ -143,12 +163,12 @@ def gumbel(seed: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Return Gumbel noise -log(-log(u)), (rows, vocab_size) float32, from a hash u of (seed, position,
     token)."""
     key = mix64(seed + positions.long() * _signed(GOLDEN)).unsqueeze(1)
-    tokens = torch.arange(vocab_size, device=seed.device)
-    bits = mix32(mix32(tokens ^ (key & LOW)) + ((key >> 32) & LOW))
-    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-32
+    bits = mix32_(torch.arange(vocab_size, dtype=torch.int32, device=seed.device) ^ key.int())
+    bits = mix32_(bits.add_((key >> 32).int())).view(torch.uint32)
+    uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-32)
     # Use 1 - u, which has the same distribution. Large noise then comes from u near 0, where floats are
     # dense.
-    return -torch.log(-torch.log1p(-uniform.clamp_(max=1 - 2.0**-24)))
+    return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()
 
 
 def mix64(x: Tensor) -> Tensor:
@@ -158,12 +178,11 @@ def mix64(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & (2**33 - 1))
 
 
-def mix32(x: Tensor) -> Tensor:
-    """Hash the low 32 bits of int64 numbers to 0 ... 2^32 - 1 (MurmurHash3's finaliser)."""
-    x = x & LOW
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & LOW
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & LOW
-    return x ^ (x >> 16)
+def mix32_(x: Tensor) -> Tensor:
+    """Hash int32 numbers in place (MurmurHash3's finaliser)."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(2**16 - 1)).mul_(0x85EBCA6B - 2**32)
+    x.bitwise_xor_((x >> 13).bitwise_and_(2**19 - 1)).mul_(0xC2B2AE35 - 2**32)
+    return x.bitwise_xor_((x >> 16).bitwise_and_(2**16 - 1))
 
 
 def stream_seed(seed: int, index: int) -> int:
@@ -172,28 +191,23 @@ def stream_seed(seed: int, index: int) -> int:
     The seed is hashed because :func:`gumbel` adds ``position * GOLDEN`` to it. Without the hash, answer i + 1
     would have the noise of answer i, shifted by one position.
     """
-    return int(mix64(torch.tensor(_signed((seed + index * GOLDEN) & (2**64 - 1)))))
+    return int(mix64(torch.tensor(_signed((seed + index * GOLDEN) & (2**64 - 1)), device="cpu")))
 
 
-def log_probabilities(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return log-probabilities of ``tokens`` (rows,) and of each row's ``count`` likeliest tokens.
-
-    Returns:
-        (log-probabilities of ``tokens`` (rows,) float32, their ranks (rows,) int64 from 1 on,
-        log-probabilities of the likeliest tokens (rows, count) float32, these tokens (rows, count) int64).
-    """
+def log_probabilities(logits: Tensor, tokens: Tensor, count: int) -> Scores:
+    """Return log-probabilities of ``tokens`` (rows,) and of each row's ``count`` likeliest tokens."""
     logprobs = torch.log_softmax(logits.float(), -1)
     chosen = logprobs.gather(1, tokens.long().unsqueeze(1))
     ranks = (logprobs > chosen).sum(-1) + 1
     best = logprobs.topk(min(count, logprobs.shape[1]), dim=-1)
-    return chosen.squeeze(1), ranks, best.values, best.indices
+    return Scores(chosen.squeeze(1), ranks, best.values, best.indices)
 
 
 def penalise(
     logits: Tensor, prompt: Tensor, answer: Tensor, repetition: float, presence: float, frequency: float
 ) -> None:
     """Apply penalties for the tokens of prompt and answer to one row of logits (vocab_size,), in place."""
-    seen = torch.cat([prompt, answer]).unique()
+    seen = torch.cat([prompt, answer])  # a token that occurs twice gets the same logit twice
     values = logits[seen]
     logits[seen] = torch.where(values > 0, values / repetition, values * repetition)
     tokens, counts = answer.unique(return_counts=True)
@@ -211,20 +225,27 @@ def adjust(logits: Tensor, sample: Sequence) -> None:
     """
     request, device = sample.request, logits.device
     params = request.params
+
+    def kept(name: str, values: Iterable[float], dtype: torch.dtype = torch.int64) -> Tensor:
+        """Return numbers of the request on the device, where they stay: there may be many thousands."""
+        if name not in request.on_device:
+            request.on_device[name] = on_device(list(values), dtype, device)
+        return request.on_device[name]
+
     if params.allowed_token_ids:
-        tokens = on_device(params.allowed_token_ids, torch.int64, device)
+        tokens = kept("allowed tokens", params.allowed_token_ids)
         allowed = logits[tokens]
         logits.fill_(-torch.inf)[tokens] = allowed
     if params.penalises:
-        tokens = on_device(sample.tokens, torch.int64, device)
-        split = request.num_prompt
+        prompt = kept("prompt", set(request.prompt_token_ids))
+        answer = on_device(sample.outputs, torch.int64, device)
         penalise(
-            logits, tokens[:split], tokens[split:], params.repetition_penalty, params.presence_penalty,
+            logits, prompt, answer, params.repetition_penalty, params.presence_penalty,
             params.frequency_penalty,
         )  # fmt: skip
     if params.logit_bias:
-        tokens = on_device(list(params.logit_bias), torch.int64, device)
-        logits[tokens] += on_device(list(params.logit_bias.values()), torch.float32, device)
+        tokens = kept("biased tokens", params.logit_bias)
+        logits[tokens] += kept("biases", params.logit_bias.values(), torch.float32)
     for process in params.logits_processors or ():
         changed = process(sample.outputs, logits)
         if not isinstance(changed, Tensor) or changed.shape != logits.shape:
@@ -234,7 +255,7 @@ def adjust(logits: Tensor, sample: Sequence) -> None:
             )
         logits.copy_(changed)
     if sample.num_outputs - 1 < params.min_tokens and request.ends:
-        logits[on_device(list(request.ends), torch.int64, device)] = -torch.inf
+        logits[kept("ends", request.ends)] = -torch.inf
 
 
 def needs_adjusting(sample: Sequence) -> bool:

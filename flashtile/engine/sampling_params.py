@@ -30,7 +30,7 @@ STRUCTURES = {
 }
 """Keys of structured_outputs, with descriptions of their values for errors."""
 REASONING = ("think", "begun", "harmony")
-"""Values of the key reasoning of structured_outputs."""
+"""Forms of reasoning before an answer's content."""
 
 
 class RequestOutputKind(Enum):
@@ -85,6 +85,10 @@ class SamplingParams:
         bad_words: not supported; forbid tokens with ``logit_bias`` or a logits processor.
         logits_processors: functions of the answer's tokens so far and the logits. They run on the host, one
             request at a time, so they slow the engine down.
+        extra_args: not supported.
+        reasoning: form of reasoning before the content, as in ``structured_outputs``. ``stop`` is looked for
+            in the content only. Its markers must be in the text, so ``skip_special_tokens`` may have to be
+            False.
 
     Raises:
         TypeError, ValueError, NotImplementedError: an argument is invalid or not supported.
@@ -123,6 +127,7 @@ class SamplingParams:
     bad_words: list[str] | None = None
     logits_processors: list[LogitsProcessor] | None = None
     extra_args: dict[str, Any] | None = None
+    reasoning: str | None = None
 
     def __post_init__(self) -> None:
         self.n = as_int_within("n", self.n, 1, MAX_N)
@@ -164,6 +169,8 @@ class SamplingParams:
             raise TypeError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r:.60}")
         if not self.detokenize and self.stop:
             raise ValueError(f"stop must be empty with detokenize=False, got {self.stop!r:.60}")
+        if self.reasoning is not None and not is_choice(self.reasoning, REASONING):
+            raise ValueError(f"reasoning must be one of {', '.join(REASONING)}, got {self.reasoning!r:.60}")
         processors = self.logits_processors or []
         if not isinstance(processors, Sequence) or not all(callable(one) for one in processors):
             raise TypeError(f"logits_processors must be a list of functions, got {processors!r:.60}")

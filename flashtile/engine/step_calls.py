@@ -103,14 +103,16 @@ def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> lis
         model = Model(shorter, weights, 2048, ranks, limits.fp8)
         layers = len(model.layers)
         shape = layers, limits.num_blocks, limits.block_size, model.kv_heads, config.head_dim
-        k_cache, v_cache = (torch.empty(shape, dtype=limits.cache_dtype or dtype) for _ in range(2))
+        k_cache, v_cache = (
+            torch.empty(shape, dtype=limits.cache_dtype or dtype, device="cpu") for _ in range(2)
+        )
         for step in _steps(limits, drafts):
             model.hidden(step, k_cache, v_cache)
         most = max(LOGITS_ROWS, limits.max_num_seqs * limits.verified)
         for rows in {*range(1, FEW_ROWS + 1), *sizes_between(1, most)}:
-            model.own_logits(torch.empty(rows, config.hidden_size, dtype=dtype))
+            model.own_logits(torch.empty(rows, config.hidden_size, dtype=dtype, device="cpu"))
         for pairs in (1, 2, 64):
-            copy_blocks(k_cache, v_cache, torch.zeros(pairs, 2, dtype=torch.int64))
+            copy_blocks(k_cache, v_cache, torch.zeros(pairs, 2, dtype=torch.int64, device="cpu"))
     found = calls_of(remembered)
     chunks = dict.fromkeys(resized(call, 1, 2, 2) for call in found if _is_chunk(call))
     further = [resized(call, *sizes) for call in chunks for sizes in _chunks(limits)]
@@ -191,14 +193,14 @@ def _sizes(limits: Limits, width: int) -> list[int]:
 def _step(
     limits: Limits, batch: int, tokens: int, width: int, slots: bool = False, tree: bool = False
 ) -> StepInput:
-    numbers = torch.zeros(batch, dtype=torch.int32)
+    numbers = torch.zeros(batch, dtype=torch.int32, device="cpu")
     columns = -(-limits.max_model_len // limits.block_size)
-    table = torch.zeros(batch, columns, dtype=torch.int32)
-    new = torch.zeros(tokens, dtype=torch.int32)
-    offsets = None if width == 1 else torch.zeros(batch + 1, dtype=torch.int32)
+    table = torch.zeros(batch, columns, dtype=torch.int32, device="cpu")
+    new = torch.zeros(tokens, dtype=torch.int32, device="cpu")
+    offsets = None if width == 1 else torch.zeros(batch + 1, dtype=torch.int32, device="cpu")
     step = StepInput(new, numbers, table, offsets, width)
     if slots:
-        step = step._replace(positions=new, slots=torch.zeros(tokens, dtype=torch.int64))
+        step = step._replace(positions=new, slots=torch.zeros(tokens, dtype=torch.int64, device="cpu"))
     if tree:
-        step = step._replace(tree_mask=torch.zeros(batch, width, width, dtype=torch.bool))
+        step = step._replace(tree_mask=torch.zeros(batch, width, width, dtype=torch.bool, device="cpu"))
     return step

@@ -11,48 +11,70 @@ import functools
 import json
 import re
 import threading
-from collections.abc import Collection, Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, TimeoutError
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flashtile.engine.structure_trial import Trial, Vocabulary, compile_grammar, start_thread
 from flashtile.engine.tokenizer import FastTokenizer, Tokenizer
 
 MAX_CHARACTERS = 2**16
 """Largest number of characters of a structure. A structure twice as long may take a minute to compile."""
 MAX_SECONDS = 30.0
-"""How long a request waits for its structure. llguidance has limits, but takes hours to reach them for some
-intersections of regular expressions."""
-MAX_COMPILED = 64
-"""Number of compiled structures that are kept for later requests."""
+"""How long a request waits for its structure."""
+QUICK_SECONDS, SLOW_SECONDS = 0.5, 10.0
+"""Seconds of a processor in which a structure is compiled. One that takes more than the first waits only for
+other slow ones, and other structures do not wait for it. One that takes more than the second is refused."""
+MAX_KEPT, MAX_KEPT_BYTES = 1024, 2**28
+"""Maximum number of structures that are kept for later requests, and maximum number of their bytes."""
 HARMONY = """
 start: analysis* <|channel|> "final" <|message|> @answer
 analysis: <|channel|> "analysis" <|message|> /(?s:.*)/ <|end|> <|start|> "assistant"
 """
 """Grammar of an answer of gpt-oss to a prompt that ends with ``<|start|>assistant``."""
+NOT_CONTINUED = "structured_outputs could not be continued"
+"""Beginning of the error of an answer whose matcher reached a limit, as in a grammar that cannot end."""
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
 """The beginning of a rule in llama.cpp's GBNF."""
-STACK_BYTES = 2**29
-"""Bytes of the stack of the thread that compiles. The compiler recurses along rules and references, and an
-overflow would end the process. Only the used part of a stack takes memory."""
+
+
+class Compiled(NamedTuple):
+    """A structure's matcher at the start of an answer, and the bytes that compiling it took."""
+
+    matcher: Any
+    size: int
 
 
 class Structures:
     """Compiles the structures of requests. Several threads may use it.
 
+    A structure is compiled in another process first, with limits of time and memory. Only then is it compiled
+    here, where nothing could end it.
+
     Args:
         tokenizer: the model's tokenizer. None: every structure is refused.
         vocab_size: number of columns of the logits.
         ends: end tokens. They are allowed where an answer may end.
+        trusting: compile structures without a trial, because another process has tried them.
+
+    Attributes:
+        on_success: called with (structure, bytes) after the trial of a structure, on a thread of its own.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, ends: Collection[int]):
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, ends: Collection[int], trusting: bool = False
+    ):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._ends = [end for end in ends if end < vocab_size]
-        self._lock = threading.Lock()  # however many clients there are, their structures take one processor
-        self._compiled = functools.lru_cache(MAX_COMPILED)(self._submit)
+        self._trusting, self._lock = trusting, threading.Lock()
+        self._trials = [Trial(self._vocabulary, seconds) for seconds in (QUICK_SECONDS, SLOW_SECONDS)]
+        self._kept: OrderedDict[tuple[str, str, str | None], Future[Any]] = OrderedDict()
+        self.on_success: Callable[[dict[str, Any], int], None] = lambda structure, size: None
 
     def matcher(self, structure: dict[str, Any], seconds: float | None = MAX_SECONDS) -> Any:
         """Return the matcher of a structure at the start of an answer. Advance only copies of it.
@@ -67,16 +89,17 @@ class Structures:
         """
         try:
             found = self.compile(structure).result(seconds)
-        except TimeoutError:  # compilation goes on, because a thread cannot be stopped
+        except TimeoutError:  # its trial goes on, because other requests may wait for it
             raise late(structure, seconds) from None
         if isinstance(found, Exception):
             raise type(found)(*found.args)  # a new one: the traceback of one that is kept would grow
-        return found
+        return found.matcher
 
-    def compile(self, structure: dict[str, Any]) -> Future[Any]:
-        """Start to compile a structure, unless it is compiled. The result is the matcher or an error.
+    def compile(self, structure: dict[str, Any], size: int = 0) -> Future[Any]:
+        """Start to compile a structure, unless it is compiled. The result is :class:`Compiled` or an error.
 
-        Raise ValueError at once if the structure is too large, or if there is no tokenizer.
+        ``size`` is the number of its bytes without a trial. Raise ValueError at once if the structure is too
+        large, or if there is no tokenizer.
         """
         if self._tokenizer is None:
             raise ValueError("structured_outputs must be None without a tokenizer")
@@ -90,32 +113,79 @@ class Structures:
             raise ValueError(
                 f"structured_outputs must have at most {MAX_CHARACTERS} characters, got {len(text)}"
             )
-        return self._compiled(kind, text, structure.get("reasoning"))
-
-    def _submit(self, *structure: Any) -> Future[Any]:
-        call: Future[Any] = Future()
+        key = kind, text, structure.get("reasoning")
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+            call = self._kept[key] = Future[Any]()
         call.set_running_or_notify_cancel()  # other requests may wait for it, so it cannot be cancelled
 
         def work() -> None:
+            found: Any
             try:
-                with self._lock:
-                    call.set_result(self._compile(*structure))
+                found = self._compile(structure, *key, size)
             except (ValueError, NotImplementedError) as error:
-                call.set_result(error.with_traceback(None))
+                found = error.with_traceback(None)
+            except TimeoutError:  # others may have better luck later
+                with self._lock:
+                    self._kept.pop(key, None)
+                found = late(structure, MAX_SECONDS)
             except BaseException as error:
-                call.set_exception(error)
+                found = error
+            if isinstance(found, (Compiled, ValueError, NotImplementedError)):
+                call.set_result(found)
+            else:
+                call.set_exception(found)
+            self._drop_oldest()
 
-        usual = threading.stack_size(STACK_BYTES)
-        try:
-            # A daemon, because the process must be able to end while a structure is compiled.
-            threading.Thread(target=work, daemon=True).start()
-        finally:
-            threading.stack_size(usual)
+        start_thread(work)
         return call
 
-    def _compile(self, kind: str, text: str, reasoning: str | None) -> Any:
+    def _drop_oldest(self) -> None:
+        """Drop the structures that were not used for the longest time, until the others are small enough."""
+        with self._lock:
+            left, count = MAX_KEPT_BYTES, MAX_KEPT
+            for key, call in reversed(list(self._kept.items())):
+                if not call.done():
+                    continue
+                found = None if call.exception() else call.result()
+                left -= len(key[1]) + (found.size if isinstance(found, Compiled) else 0)
+                count -= 1
+                if min(left, count) < 0:
+                    del self._kept[key]
+
+    def _compile(
+        self, structure: dict[str, Any], kind: str, text: str, reasoning: str | None, size: int
+    ) -> Compiled:
         try:
-            from llguidance import LLMatcher, LLParserLimits
+            grammar = self._grammar(kind, text, reasoning)
+            tokens = self._tokens  # raises here, not in a trial, if llguidance cannot read the tokenizer
+            if self._trusting:
+                return Compiled(self._matcher(tokens, kind, text, grammar), size)
+            deadline = time.monotonic() + MAX_SECONDS
+            for trial in self._trials:
+                # The lock also covers the second compilation: however many clients there are, their quick
+                # structures take one processor, and their slow ones another.
+                if not trial.lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError
+                try:
+                    found = trial.bytes_of(grammar)
+                    if found is not None:
+                        self.on_success(structure, found)
+                        return Compiled(self._matcher(tokens, kind, text, grammar), found)
+                finally:
+                    trial.lock.release()
+        except (ValueError, NotImplementedError, TimeoutError):
+            raise
+        except BaseException as error:  # panics of Rust code are BaseExceptions
+            raise _failed(error) from None
+        raise late(structure, SLOW_SECONDS)
+
+    def _grammar(self, kind: str, text: str, reasoning: str | None) -> str:
+        """Return the grammar of answers with a structure, in llguidance's JSON."""
+        try:
+            from llguidance import LLMatcher
         except ModuleNotFoundError:
             text = "structured_outputs need the package llguidance: pip install 'flashtile[engine]'"
             raise NotImplementedError(text) from None
@@ -125,16 +195,12 @@ class Structures:
         elif kind == "grammar":
             own = json.dumps(_in_lark(text))
         grammars = [f'{{"name": "answer", "{"json_schema" if kind == "json" else "lark_grammar"}": {own}}}']
-        limits = LLParserLimits(verbose_errors=False)
-        try:
-            if reasoning is not None:
-                grammars.insert(0, json.dumps({"lark_grammar": self._before(reasoning)}))
-            grammar = f'{{"grammars": [{", ".join(grammars)}]}}'
-            found = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
-            found.compute_bitmask()  # the first mask may take much longer than later ones, or reach a limit
-        # llguidance cannot read every tokenizer. Panics of its Rust code are BaseExceptions.
-        except BaseException as error:
-            raise NotImplementedError(f"structured_outputs failed in llguidance: {error!s:.200}") from None
+        if reasoning is not None:
+            grammars.insert(0, json.dumps({"lark_grammar": self._before(reasoning)}))
+        return f'{{"grammars": [{", ".join(grammars)}]}}'
+
+    def _matcher(self, tokens: Any, kind: str, text: str, grammar: str) -> Any:
+        found = compile_grammar(tokens, grammar)
         if found.is_error():
             raise _invalid(kind, text, error_of(found))
         return found
@@ -160,42 +226,33 @@ class Structures:
 
     @functools.cached_property
     def _tokens(self) -> Any:
-        """llguidance's tokenizer, which has the model's vocabulary and one additional token.
+        try:
+            return self._vocabulary().load()
+        except BaseException as error:  # llguidance cannot read every tokenizer
+            raise _failed(error) from None
+
+    def _vocabulary(self) -> Vocabulary:
+        """Return the model's vocabulary and one additional token.
 
         The additional token is the end token of models that have none. The logits have no column for it.
         """
-        from llguidance import LLTokenizer
-
         size, ends = self._vocab_size + 1, self._ends or [self._vocab_size]
         if not isinstance(self._tokenizer, FastTokenizer):
             assert self._tokenizer is not None
-            vocabulary: Any = _Vocabulary(self._tokenizer, size, ends[0])
-            return LLTokenizer(vocabulary, n_vocab=size, eos_token=ends)
+            return Vocabulary([self._tokenizer.token_bytes(token) for token in range(size)], size, ends)
         padded = type(self._tokenizer.loaded).from_str(self._tokenizer.loaded.to_str())
         padded.add_special_tokens([f"<|no token {i}|>" for i in range(self._tokenizer.vocab_size, size)])
-        return LLTokenizer(padded.to_str(), n_vocab=size, eos_token=ends)
-
-
-class _Vocabulary:
-    """The tokens of a tokenizer in the form that llguidance reads."""
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-    special_token_ids: Sequence[int] = ()
-
-    def __init__(self, tokenizer: Tokenizer, size: int, end: int):
-        self.eos_token_id = end
-        self.tokens = [tokenizer.token_bytes(token) for token in range(size)]
-        self._encode = tokenizer.encode
-
-    def __call__(self, text: str) -> list[int]:
-        return self._encode(text, False)
+        return Vocabulary(padded.to_str(), size, ends)
 
 
 def late(structure: dict[str, Any], seconds: float | None) -> ValueError:
     """Return the error for a structure that is not compiled within ``seconds``."""
     limit = f"within {seconds} s, after the structures that are compiled before it"
     return ValueError(f"structured_outputs must be compiled {limit}, got {structure!r:.60}")
+
+
+def _failed(error: BaseException) -> NotImplementedError:
+    return NotImplementedError(f"structured_outputs failed in llguidance: {error!s:.200}")
 
 
 def _in_lark(grammar: str) -> str:
@@ -230,7 +287,7 @@ def mask(logits: Tensor, matchers: Sequence[tuple[Any, int]]) -> Tensor:
     """
     rows, columns = logits.shape
     words = columns // 32 + 1  # the matchers have one token more than the logits
-    bits = torch.full((rows, words), -1, dtype=torch.int32, pin_memory=logits.is_cuda)
+    bits = torch.full((rows, words), -1, dtype=torch.int32, pin_memory=logits.is_cuda, device="cpu")
     if len(matchers) == 1:
         ((matcher, row),) = matchers
         matcher.unsafe_compute_mask_ptr(bits[row].data_ptr(), 4 * words)

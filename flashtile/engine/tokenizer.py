@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import functools
+import itertools
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,10 @@ PLAIN_CHAT = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 """Chat template of byte-level models, which have none of their own."""
+
+END_MARK = "END_OF_FINAL_MESSAGE "
+"""Text that is appended to the last message with ``continue_final_message``, to find the message's end in the
+prompt. A template that strips messages removes its space."""
 
 SHORT = 8
 """A text of at most this many characters per allowed token is encoded without a check of its length."""
@@ -40,42 +46,39 @@ BYTE_OF = _characters_of_bytes()
 
 
 class TextStream:
-    """Incremental decoding: a window of the last tokens is decoded with and without the newest.
+    """Incremental decoding of the tokens after ``before``.
 
-    The difference is the new text. A decoder may treat the first token of a text specially, so the window
-    begins some tokens earlier. It moves forward whenever there is new text.
+    Tokens that stand for bytes pass through one UTF-8 decoder, which holds back the bytes of an incomplete
+    character. The text of other tokens may depend on the token before them; a text's first token, for
+    example, may lose its space. So the last token is decoded with and without the new one.
     """
 
-    CONTEXT = 5
-    UNFINISHED = "\ufffd"
-    MAX_WAITING = 16  # limit of tokens that wait for text, since each step decodes all of them
+    CONTEXT = 5  # more than the bytes of a character, so that one that ``before`` begins is completed
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int], skip_special_tokens: bool):
         self.tokenizer, self.skip = tokenizer, skip_special_tokens
-        self.window = list(before[-self.CONTEXT :])
-        self.shown = self._text()
-        self.read = len(self.window)
-
-    def _text(self) -> str:
-        return self.tokenizer.decode(self.window, self.skip)
+        self.last: list[int] = []  # the last token, if there is one
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        shown = (token for token in reversed(before) if tokenizer.fixed_bytes(token, self.skip) != b"")
+        for token in reversed(list(itertools.islice(shown, self.CONTEXT))):
+            self.step(token)
 
     def step(self, token: int) -> str:
         """Append a token and return the new text. Bytes of an incomplete character are held back."""
-        self.window.append(token)
-        text, waiting = self._text(), len(self.window) - self.read
-        new = text[len(self.shown) :]
-        if (not new or text.endswith(self.UNFINISHED)) and waiting < self.MAX_WAITING:
+        data = self.tokenizer.fixed_bytes(token, self.skip)
+        if data == b"":
             return ""
-        if text == self.shown:  # MAX_WAITING tokens without text, such as special tokens
-            del self.window[self.read :]
-            return ""
-        del self.window[: self.read]
-        self.read, self.shown = len(self.window), self._text()
+        if data is not None:
+            new = self.decoder.decode(data)
+        else:
+            before = self.tokenizer.decode(self.last, self.skip)
+            new = self.flush() + self.tokenizer.decode([*self.last, token], self.skip)[len(before) :]
+        self.last = [token]
         return new
 
     def flush(self) -> str:
-        """Return the text that was held back, with replacement characters where bytes are missing."""
-        return self._text()[len(self.shown) :]
+        """Return a replacement character if bytes of an incomplete character were held back."""
+        return self.decoder.decode(b"", final=True)
 
 
 class Tokenizer(ABC):
@@ -109,8 +112,17 @@ class Tokenizer(ABC):
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
     @abstractmethod
+    def fixed_bytes(self, token: int, skip_special_tokens: bool = False) -> bytes | None:
+        """Return the bytes that a token adds to every text. None: they depend on the tokens before it."""
+
     def token_bytes(self, token: int) -> bytes:
         """Return the UTF-8 bytes that a token adds to a text, maybe part of a character; b"" if unknown."""
+        data = self.fixed_bytes(token)
+        if data is None:
+            # A decoder may treat the first token of a text specially. Use the text that a second copy adds.
+            once, twice = (self.decode([token] * count, False) for count in (1, 2))
+            data = twice[len(once) :].encode()
+        return data
 
     def spell(self, token: int) -> str:
         """Return a token as text, or in OpenAI's form ``bytes:\\xe2\\x98`` if it is part of a character."""
@@ -166,23 +178,28 @@ class Tokenizer(ABC):
             raise ValueError(f"chat_template must be given: the model's folder has {has}")
         if continue_final_message and add_generation_prompt:
             raise ValueError("add_generation_prompt must be False with continue_final_message=True")
-        messages = [_checked_message(message) for message in messages]
-        if not messages:
+        checked = [_checked_message(message) for message in messages]
+        if not checked:
             raise ValueError("messages must not be empty, got []")
+        if continue_final_message:
+            checked[-1]["content"] += END_MARK
         shown = {
-            "messages": messages,
+            "messages": checked,
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
         text = render(template, {**self.special_tokens, "documents": None, **variables, **shown})
         if continue_final_message:
-            last = messages[-1]["content"].strip()
-            if last not in text:
+            mark = END_MARK.rstrip()
+            text, found, after = text.rpartition(mark)
+            if not found:
                 raise ValueError(
                     "continue_final_message must be False if the template does not render the last message "
                     "as given, got True"
                 )
-            text = text[: text.rindex(last) + len(last)]
+            if not after.startswith(END_MARK[len(mark) :]):  # the template strips messages
+                content = checked[-1]["content"].removesuffix(END_MARK)
+                text = text.removesuffix(content[len(content.rstrip()) :])
         return text
 
 
@@ -198,39 +215,30 @@ class ByteTokenizer(Tokenizer):
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
-    def token_bytes(self, token: int) -> bytes:
+    def fixed_bytes(self, token: int, skip_special_tokens: bool = False) -> bytes | None:
         return bytes([token]) if token < 256 else b""
-
-    def stream(self, before: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
-        return _ByteStream()
-
-
-class _ByteStream(TextStream):
-    def __init__(self) -> None:
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def step(self, token: int) -> str:
-        return self.decoder.decode(bytes([token])) if token < 256 else ""
-
-    def flush(self) -> str:
-        return self.decoder.decode(b"", final=True)
 
 
 class FastTokenizer(Tokenizer):
-    """The tokenizer in tokenizer.json, run by the ``tokenizers`` package."""
+    """The tokenizer in tokenizer.json, run by the ``tokenizers`` package.
 
-    def __init__(self, folder: Path):
+    Args:
+        max_tokens: number of tokens that the model has embeddings for. Added tokens beyond it are left out,
+            for example the one for images in Gemma 3's tokenizer. Their texts are read as any other text.
+    """
+
+    def __init__(self, folder: Path, max_tokens: int | None = None):
         from tokenizers import Tokenizer as Loaded
 
         path = folder / "tokenizer.json"
-        try:
+        with _rust_errors(ConfigError, f"{path} is not a tokenizer"):
             self.loaded = Loaded.from_file(str(path))
+            added = self.loaded.get_added_tokens_decoder()
+            if max_tokens is not None and max(added, default=0) >= max_tokens:
+                content = json.loads(self.loaded.to_str())
+                content["added_tokens"] = [one for one in content["added_tokens"] if one["id"] < max_tokens]
+                self.loaded = Loaded.from_str(json.dumps(content))
             self.loaded.encode("")  # fails if special tokens are missing from the vocabulary
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        # The package raises bare Exceptions. Its Rust code panics with a BaseException that is no Exception.
-        except BaseException as error:
-            raise ConfigError(f"{path} is not a tokenizer: {error}") from None
         self.loaded.no_truncation()  # training may have left truncation and padding in the file
         self.loaded.no_padding()
         self.vocab_size = self.loaded.get_vocab_size(with_added_tokens=True)
@@ -243,12 +251,18 @@ class FastTokenizer(Tokenizer):
         self.chat_templates = _chat_templates(folder, config)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self.loaded.encode(text, add_special_tokens=add_special_tokens).ids
+        with _rust_errors(ValueError, "prompt must be a text that the tokenizer can encode"):
+            return self.loaded.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.loaded.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
-    def token_bytes(self, token: int) -> bytes:
+    def fixed_bytes(self, token: int, skip_special_tokens: bool = False) -> bytes | None:
+        if token not in self._fixed:
+            self._fixed[token] = self._bytes_of(token)
+        return b"" if skip_special_tokens and token in self._special else self._fixed[token]
+
+    def _bytes_of(self, token: int) -> bytes | None:
         text = self.loaded.id_to_token(token)
         if text is None:
             return b""
@@ -256,9 +270,16 @@ class FastTokenizer(Tokenizer):
             return bytes(BYTE_OF[character] for character in text)
         if "ByteFallback" in self.decoders and re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
             return bytes.fromhex(text[3:5])
-        # A decoder may treat the first token of a text specially. Use the text that a second copy adds.
-        once, twice = (self.decode([token] * count, False) for count in (1, 2))
-        return twice[len(once) :].encode()
+        return None
+
+    @functools.cached_property
+    def _fixed(self) -> dict[int, bytes | None]:
+        return {}
+
+    @functools.cached_property
+    def _special(self) -> set[int]:
+        added = self.loaded.get_added_tokens_decoder()
+        return {token for token, one in added.items() if one.special}
 
     @functools.cached_property
     def decoders(self) -> set[str]:
@@ -270,8 +291,22 @@ class FastTokenizer(Tokenizer):
         return {one["type"] for one in found}
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer of a model's folder.
+@contextlib.contextmanager
+def _rust_errors(kind: type[Exception], message: str) -> Iterator[None]:
+    """Turn errors of the ``tokenizers`` package into errors of a kind.
+
+    The package raises bare Exceptions. Its Rust code panics with a BaseException that is no Exception.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise kind(f"{message}: {error!s:.200}") from None
+
+
+def load_tokenizer(folder: Path, max_tokens: int | None = None) -> Tokenizer:
+    """Load the tokenizer of a model's folder. ``max_tokens``: see :class:`FastTokenizer`.
 
     Raises:
         FileNotFoundError: there is no tokenizer.json.
@@ -284,7 +319,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise FileNotFoundError(
             f"{folder} has no tokenizer.json (give tokenizer=, or skip_tokenizer_init=True)"
         )
-    return FastTokenizer(folder)
+    return FastTokenizer(folder, max_tokens)
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
@@ -332,17 +367,18 @@ def _checked_message(message: Any) -> dict[str, Any]:
 
 
 def _with_object_arguments(call: Any) -> Any:
-    """Return a tool call whose arguments are an object, from OpenAI's form, in which they are a JSON text."""
+    """Return a tool call whose arguments are an object, from OpenAI's form, in which they are a JSON text.
+
+    Arguments that are no object become an empty one. Models write such calls, and clients send them back.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
+            arguments = json.loads(arguments, strict=False)  # models write line breaks within strings
         except (ValueError, RecursionError):
             arguments = None
-        if not isinstance(arguments, dict):
-            got = f"got {function['arguments']!r:.60}"
-            raise ValueError(f"messages must have a JSON object as arguments of tool_calls, {got}")
-    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+    arguments = arguments if isinstance(arguments, Mapping) else {}
+    return {**call, "function": {**function, "arguments": arguments}}

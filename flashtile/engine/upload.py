@@ -52,7 +52,9 @@ class Upload:
         threads = min(THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(threads, "flashtile-upload")
         self._buffers: SimpleQueue[tuple[Tensor, Any]] = SimpleQueue()
-        for buffer in torch.empty(2 * threads, PART_BYTES, dtype=torch.uint8, pin_memory=on_gpu):
+        for buffer in torch.empty(
+            2 * threads, PART_BYTES, dtype=torch.uint8, pin_memory=on_gpu, device="cpu"
+        ):
             self._buffers.put((buffer, torch.cuda.Event() if on_gpu else None))
         self._files = {path: os.open(path, os.O_RDONLY) for path in {one.path for one in ranges.values()}}
         for file in self._files.values():

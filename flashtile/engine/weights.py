@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -71,9 +72,10 @@ class Parameter(NamedTuple):
         """
         rows, columns = self.shape
         if kind != "block":
-            divided = self.split == 0 and shape in ((rows,), (rows, 1))
-            known = shape in ((), (1,), (rows,), (rows, 1))
-            return Parameter(shape, 0, self.parts) if divided else Parameter(shape) if known else None
+            for_rows, for_all = shape in ((rows,), (rows, 1)), math.prod(shape) == 1
+            if for_rows and self.split == 0:
+                return Parameter(shape, 0, self.parts)
+            return Parameter(shape) if for_rows or for_all else None
         if shape != (-(-rows // SCALE_BLOCK), -(-columns // SCALE_BLOCK)):
             return None
         sizes = self.parts or (self.shape[self.split or 0],)
@@ -87,7 +89,7 @@ class Parameter(NamedTuple):
     def own(self, tensor: Tensor, ranks: Ranks) -> Tensor:
         """Return a rank's part of the whole weight, which may be a slice of a safetensors file."""
         if self.split is None:
-            return tensor[:]
+            return tensor[()]  # a scalar has no dimension for [:]
         found, start, before = [], 0, [slice(None)] * self.split
         for size in self.parts or (self.shape[self.split],):
             part = ranks.slice(size)

@@ -18,6 +18,10 @@ def versions() -> dict[str, str | None]:
     """Return the versions of software that affects measurements, by name. None means not installed.
 
     ``cuda`` and ``cudnn`` are the versions that torch uses.
+
+    Examples:
+        >>> flashtile.machine.versions()["torch"] == torch.__version__
+        True
     """
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     return {
@@ -48,7 +52,12 @@ def devices() -> list[dict[str, Any]]:
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """Return a device's name, capability, memory in bytes, and number of SMs (GPU) or cores (CPU)."""
+    """Return a device's name, capability, memory in bytes, and number of SMs (GPU) or cores (CPU).
+
+    Examples:
+        >>> flashtile.machine.describe_device(torch.device("cpu"))["cores"] >= 1
+        True
+    """
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return {
@@ -97,6 +106,10 @@ def find_device(name: str | None) -> torch.device:
 
     Raises:
         ValueError: there is no such device.
+
+    Examples:
+        >>> flashtile.machine.find_device("cpu")
+        device(type='cpu')
     """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))

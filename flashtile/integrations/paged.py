@@ -36,6 +36,7 @@ from flashtile.op.operation import (
     launch_cache,
     reads_values,
     signatures,
+    tell_written,
 )
 from flashtile.operators import decode as operators
 from flashtile.problems.decode import AppendOptions, AppendTensors, CacheTensors, DecodeOptions
@@ -321,6 +322,7 @@ class PagedAttention:
                         further = [*map(_address, scales)]
                     if not (k | v | at | to | first) & 15 and _aligned(further) == aligned:
                         launch.by_address(to, first, k, v, at, *further)
+                        tell_written(*cache)
                         return
         keys, values = self._keys_and_values(cache)
         new = keys, values, key[: slots.shape[0]], value[: slots.shape[0]]

@@ -93,7 +93,8 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
             raise RuntimeError("this flashtile.sdpa is already enabled")
         self._replaced = getattr(F, FUNCTION)
         setattr(F, FUNCTION, self._function)
-        _builtins._get_builtin_table()[id(self._function)] = f"aten::{FUNCTION}"
+        if not torch.compiler.is_dynamo_compiling():  # a graph contains no TorchScript
+            _builtins._get_builtin_table()[id(self._function)] = f"aten::{FUNCTION}"
 
     def disable(self) -> None:
         """Restore the replaced function.
@@ -104,7 +105,8 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         if self._replaced is None or getattr(F, FUNCTION) is not self._function:
             raise RuntimeError(f"torch.nn.functional.{FUNCTION} must be this flashtile.sdpa to disable it")
         setattr(F, FUNCTION, self._replaced)
-        del _builtins._get_builtin_table()[id(self._function)]
+        if not torch.compiler.is_dynamo_compiling():
+            _builtins._get_builtin_table().pop(id(self._function), None)  # enable() may be in a graph
         self._replaced = self._last = None
 
     def __enter__(self) -> sdpa:

@@ -19,8 +19,9 @@ from flashtile.api.attention import flash_attn_func, flash_attn_varlen_func
 from flashtile.api.decode import flash_attn_with_kvcache
 from flashtile.checks.arguments import renamed
 from flashtile.checks.conversions import check_flag
-from flashtile.integrations.transformers_attention import IN_CONFIG, serving
-from flashtile.integrations.transformers_masks import mask_of_keys
+from flashtile.integrations import transformers_private as private
+from flashtile.integrations.transformers_attention import IN_CONFIG, serving, serving_by_name
+from flashtile.integrations.transformers_masks import WITHOUT_WINDOWS, mask_of_keys
 
 NAMES = ("flashtile", "flashtile_2")
 """Two names of one implementation. Transformers' continuous batching decodes over pages only if a name ends
@@ -81,16 +82,17 @@ def register(as_flash_attention: bool = False) -> None:
         torch.Size([1, 3, 64])
     """
     check_flag("as_flash_attention", as_flash_attention)
-    loading, modeling = _modules()
+    modeling = _modeling()
     literal = LITERAL_NAMES if as_flash_attention else ()
-    if isinstance(loading._lazy_imports, _Loader):
-        if loading._lazy_imports.literal != literal:
+    current = private.loader()
+    if isinstance(current, _Loader):
+        if current.literal != literal:
             raise RuntimeError(
                 "as_flash_attention must be the same in all calls of register: call unregister() to change it"
             )
         return
     from transformers.integrations.flash_attention import flash_attention_forward
-    from transformers.masking_utils import flash_attention_mask
+    from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
     mask = mask_of_keys(flash_attention_mask)
     forwards = dict.fromkeys(NAMES + literal, serving(flash_attention_forward))
@@ -98,36 +100,31 @@ def register(as_flash_attention: bool = False) -> None:
         from transformers.integrations.flash_paged import paged_attention_forward
 
         forwards |= dict.fromkeys(_PAGED, paged_attention_forward)
-    loading._lazy_imports = _Loader(loading, literal)
+    private.replace_loader(_Loader(current, literal))
     for name, function in forwards.items():
         modeling.AttentionInterface.register(name, function)
-        if name not in literal:
-            _masks().register(name, mask)
+        AttentionMaskInterface.register(name, mask)
     model = modeling.PreTrainedModel
-    model._check_and_adjust_attn_implementation = _admitting(
-        model._check_and_adjust_attn_implementation, literal
-    )
+    setattr(model, private.CHOICE, _admitting(getattr(model, private.CHOICE), literal))
 
 
 def unregister() -> None:
     """Undo :func:`register`."""
-    loading, modeling = _modules()
-    if not isinstance(loading._lazy_imports, _Loader):
+    modeling, current = _modeling(), private.loader()
+    if not isinstance(current, _Loader):
         return
-    served = NAMES + _PAGED + loading._lazy_imports.literal
-    if loading._lazy_imports.literal:
-        from transformers.integrations.flash_attention import flash_attention_forward
+    from transformers.integrations.flash_attention import flash_attention_forward
+    from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
-        for name in loading._lazy_imports.literal:
-            modeling.AttentionInterface.register(name, flash_attention_forward)
-    loading._lazy_imports = loading._lazy_imports.original
-    if loading._loaded_implementation in served:
-        loading._loaded_implementation = None
+    private.replace_loader(current.original)
+    for name in current.literal:
+        modeling.AttentionInterface.register(name, flash_attention_forward)
+        AttentionMaskInterface.register(name, flash_attention_mask)
     for name in NAMES + _PAGED:
-        modeling.AttentionInterface._global_mapping.pop(name, None)
-        _masks()._global_mapping.pop(name, None)
+        private.forget(modeling.AttentionInterface, name)
+        private.forget(AttentionMaskInterface, name)
     model = modeling.PreTrainedModel
-    model._check_and_adjust_attn_implementation = model._check_and_adjust_attn_implementation.__wrapped__
+    setattr(model, private.CHOICE, getattr(model, private.CHOICE).__wrapped__)
 
 
 def _under_transformers_names(function: Callable[..., Any], *hidden: str) -> Callable[..., Tensor]:
@@ -163,13 +160,12 @@ class _Loader:
     Transformers' own loader.
     """
 
-    def __init__(self, loading: Any, literal: tuple[str, ...]) -> None:
-        self.original, self.literal = loading._lazy_imports, literal
-        self.padding = loading._pad_input, loading._unpad_input
+    def __init__(self, original: Callable[..., Any], literal: tuple[str, ...]) -> None:
+        self.original, self.literal = original, literal
 
     def __call__(self, implementation: str | None, *arguments: Any, **named: Any) -> Any:
         if implementation in NAMES + _PAGED + self.literal:
-            return dense, varlen, with_kvcache, *self.padding
+            return dense, varlen, with_kvcache, *private.padding_functions()
         return self.original(implementation, *arguments, **named)
 
 
@@ -179,10 +175,9 @@ def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[
     For the names in ``literal``, Transformers would require the flash-attn package. Therefore they are
     replaced by "flashtile" while Transformers checks the name.
 
-    Models with sinks have a list of compatible flash implementations, and Transformers replaces any other
-    name by one of the list. So flashtile's names are added to the list. A model that supports no flash
-    implementation is refused, because terms that it adds to its scores could be lost. Models in ``BIASED``
-    and ``WITH_OWN_MASKS`` are accepted, because they pass these terms and masks to the attention function.
+    A model that supports no flash implementation is refused, because terms that it adds to its scores could
+    be lost. Models in ``BIASED`` and ``WITH_OWN_MASKS`` are accepted, because they pass these terms and masks
+    to the attention function.
     """
 
     @functools.wraps(check)
@@ -191,36 +186,25 @@ def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[
         if requested in literal:
             attn_implementation = NAMES[0]
         if attn_implementation in NAMES + _PAGED:
-            model = type(self)
-            served = self._supports_flash_attn or self.config.model_type in BIASED + WITH_OWN_MASKS
-            if not served or self.config.model_type in WINDOWLESS:
+            model, kind = type(self), self.config.model_type
+            served = private.supports_flash(model) or kind in BIASED + WITH_OWN_MASKS
+            if not served or kind in WINDOWLESS:
                 raise ValueError(
                     'attn_implementation must be "sdpa" or "eager" for '
                     f"{model.__name__}, which supports no flash attention, got {requested!r}"
                 )
-            listed = model._compatible_flash_implementations
-            if listed and any("flash" in name for name in listed) and NAMES[0] not in listed:
-                model._compatible_flash_implementations = [*listed, *NAMES]
-            _lend(sys.modules[model.__module__])
+            if not private.passes_window(model):
+                WITHOUT_WINDOWS.add(kind)
+            private.list_as_compatible(model, NAMES)
+            private.lend_attention(sys.modules[model.__module__], serving_by_name)
         chosen = check(self, attn_implementation, *arguments, **named)
         return requested if requested in literal else chosen
 
     return choose
 
 
-def _lend(module: Any) -> None:
-    """Define ``_flash_attention_forward`` in the module of a model, if the module needs this function.
-
-    Modules that define one attention class per implementation call the function, but import it only if
-    FlashAttention's package is installed.
-    """
-    if any(name.endswith("_ATTENTION_CLASSES") for name in vars(module)):
-        loading, _ = _modules()
-        vars(module).setdefault("_flash_attention_forward", loading._flash_attention_forward)
-
-
-def _modules() -> tuple[Any, Any]:
-    """Return Transformers' modules ``modeling_flash_attention_utils`` and ``modeling_utils``."""
+def _modeling() -> Any:
+    """Return Transformers' module ``modeling_utils``."""
     try:
         import transformers
         from transformers import modeling_utils
@@ -230,12 +214,4 @@ def _modules() -> tuple[Any, Any]:
     major, minor = (int(number) for number in transformers.__version__.split(".")[:2])
     if (major, minor) < (5, 17):
         raise NotImplementedError(f"transformers must be 5.17 or newer, got {transformers.__version__}")
-    from transformers import modeling_flash_attention_utils
-
-    return modeling_flash_attention_utils, modeling_utils
-
-
-def _masks() -> Any:
-    from transformers.masking_utils import AttentionMaskInterface
-
-    return AttentionMaskInterface
+    return modeling_utils

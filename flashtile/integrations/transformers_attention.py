@@ -13,7 +13,6 @@ a transpose does not change.
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import os
 from collections.abc import Callable
@@ -27,7 +26,14 @@ from flashtile.api.decode import flash_attn_with_kvcache
 from flashtile.api.padding import as_mask_or_bias
 from flashtile.checks.arguments import renamed
 from flashtile.checks.conversions import make_options
-from flashtile.integrations.transformers_masks import Padding, packing_of, padding_of
+from flashtile.integrations.transformers_masks import (
+    Padding,
+    documents_of,
+    packing_of,
+    padding_of,
+    read_packing,
+)
+from flashtile.integrations.transformers_private import collects_weights, is_quantized
 from flashtile.op.operation import SIGNATURE_BYTES, is_plain, launch_cache, signatures
 from flashtile.operators.decode import DECODE
 from flashtile.problems.decode import MAX_HEAD_DIM, CacheTensors, DecodeOptions
@@ -60,9 +66,9 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
     The function takes query, key and value (batch, heads, seqlen, head_dim). It returns out (batch, seqlen,
     heads, head_dim) and weights (batch, heads, seqlen, keys) or None.
 
-    In compiled models, and if keys and values are paged, it calls ``original``, Transformers' own function
-    for flash implementations. Exceptions are calls with a block mask, a mask of scores or a position bias,
-    calls that return weights, and compiled calls with both padding and a window.
+    If keys and values are paged, it calls ``original``, Transformers' own function for flash implementations.
+    Exceptions are calls with a block mask, a mask of scores or a position bias, and calls that return
+    weights.
     """
 
     @functools.wraps(original)
@@ -80,11 +86,12 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
         s_aux: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        if not others.get("output_attentions") and not torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if not others.get("output_attentions") and not compiling:
             # Some models do not pass output_attentions to their attention.
-            others["output_attentions"] = _collects_weights()
+            others["output_attentions"] = collects_weights()
         step = None
-        if attention_mask is None and query.shape[2] == 1:
+        if attention_mask is None and query.shape[2] == 1 and not compiling:
             step = _kind_of_step(
                 query, key, value, dropout, scaling, sliding_window, softcap, s_aux, others
             )  # fmt: skip
@@ -93,11 +100,8 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
                 return out, None
         of_scores = attention_mask is not None and attention_mask.dim() == 4
         with_scores = of_scores or others.get("output_attentions") or others.get("position_bias") is not None
-        # Transformers' own code removes padding first, so its window would count only tokens, not positions.
-        by_place = attention_mask is not None and sliding_window is not None
-        compiled = torch.compiler.is_compiling() and not by_place
         by_blocks = others.get("block_mask") is not None
-        if not with_scores and not by_blocks and (others.get("cache") is not None or compiled):
+        if not with_scores and not by_blocks and others.get("cache") is not None:
             return original(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
                 sliding_window=sliding_window, softcap=softcap, is_causal=is_causal, s_aux=s_aux, **others,
@@ -125,17 +129,38 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
                 return _under_blocks(q, k, v, attention_mask, options, others)
             if with_scores:
                 return _with_scores(q, k, v, attention_mask, options, others)
-            if attention_mask is not None:
+            if attention_mask is not None and attention_mask.dim() == 2:
                 return _padded(q, k, v, attention_mask, options, module), None
-            sequences = _sequences(q.shape[0], others, module)
-            if sequences is not None:
-                return _packed(q, k, v, options | sequences), None
+            out = _sequences(q, k, v, attention_mask, options, others, module)
+            if out is not None:
+                return out, None
             out = _dense(q, k, v, options)
             if step is not None:
                 _remember(step, q, k, v, _options_of_step(*(options[name] for name in _OF_STEP)), out)
             return out, None
         except NotImplementedError as error:
             raise renamed(error, IN_CONFIG) from None
+
+    return serve
+
+
+def serving_by_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that some models call by its name, in place of Transformers' own.
+
+    ``original`` knows packed sequences in a batch only by their offsets.
+    """
+
+    @functools.wraps(original)
+    def serve(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *arguments: Any, **named: Any
+    ) -> Any:
+        if mask is not None and mask.dim() == 3:
+            packing, mask = read_packing(mask), None
+            if packing is not None:
+                offsets, longest = packing
+                named |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+                named |= {"max_length_q": longest, "max_length_k": longest}
+        return original(query, key, value, mask, *arguments, **named)
 
     return serve
 
@@ -214,7 +239,7 @@ def _step(q: Tensor, k: Tensor, v: Tensor, options: Options, cache_leftpad: Tens
     """
     scale, softcap, window, causal = (options[name] for name in _OF_STEP)
     usual = type(scale) is float and q.stride(3) == k.stride(3) == v.stride(3) == 1
-    if not usual or torch._C._is_any_autocast_enabled():
+    if not usual or torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         return flash_attn_with_kvcache(q, k, v, cache_leftpad=cache_leftpad, **options)
     optional = DECODE.nothing
     if cache_leftpad is not None or "sink" in options:
@@ -296,26 +321,61 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
     return out.unflatten(0, q.shape[:2])
 
 
-def _sequences(batch: int, others: dict[str, Any], module: Any) -> dict[str, Any] | None:
-    """Return the arguments of ``attention`` for packed sequences, or None if nothing is packed.
+def _sequences(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    options: Options,
+    others: dict[str, Any],
+    module: Any,
+) -> Tensor | None:
+    """Compute attention of packed sequences, or return None if nothing is packed.
 
-    The lengths come from the caller's offsets, or from position_ids, which begin anew in each sequence.
+    The lengths come from the caller's offsets or from :func:`_numbers`.
     """
     of_q, of_k = others.get("cu_seq_lens_q"), others.get("cu_seq_lens_k")
     most_q, most_k = others.get("max_length_q"), others.get("max_length_k")
     if of_q is None or of_k is None or most_q is None or most_k is None:
-        positions = others.get("position_ids")
-        if batch != 1 or positions is None or positions.shape[-1] == 1:
+        numbers = _numbers(q, k, mask, others)
+        if numbers is None:
             return None
-        packing = packing_of(positions, module)
+        if torch.compiler.is_compiling():  # compiled code cannot read the numbers on the host
+            documents = documents_of(numbers)
+            return attention(q, k, v, mask_mod=_same_document(documents), **options)
+        packing = packing_of(numbers, module)
         if packing is None:
             return None
         of_q = of_k = packing.cu_seqlens
         most_q = most_k = packing.max_seqlen
-    return {
+    offsets = {
         "cu_seqlens_q": of_q.int(), "cu_seqlens_k": of_k.int(), "max_seqlen_q": int(most_q),
         "max_seqlen_k": int(most_k),
     }  # fmt: skip
+    return _packed(q, k, v, options | offsets)
+
+
+def _numbers(q: Tensor, k: Tensor, mask: Tensor | None, others: dict[str, Any]) -> Tensor | None:
+    """Return the numbers that tell packed sequences apart (``documents_of``), or None if there are none.
+
+    They are in the mask, if Transformers found packed sequences itself. It does not look for them in calls
+    with a cache, and in some models. In a batch of one, the positions then tell, as in Transformers' own code
+    for flash implementations.
+
+    Models that get no positions number the tokens of all rows by a single row. Compiled code cannot read it,
+    but in a batch of several it means that nothing is packed.
+    """
+    positions = others.get("position_ids")
+    if mask is not None:
+        numbered = positions is not None and positions.dim() == 2 and len(positions) == 1 < len(q)
+        return mask if mask.dim() == 3 and not (numbered and torch.compiler.is_compiling()) else None
+    packed = len(q) == 1 < q.shape[1] == k.shape[1]
+    return positions if packed and positions is not None and positions.shape == q.shape[:2] else None
+
+
+def _same_document(documents: Tensor) -> Callable[..., Any]:
+    """Return a ``mask_mod`` for ``documents`` (batch, seqlen)."""
+    return lambda batch, head, q_idx, kv_idx: documents[batch, q_idx] == documents[batch, kv_idx]
 
 
 def _under_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options) -> Tensor | Any:
@@ -331,10 +391,12 @@ def _under_blocks(
 ) -> tuple[Tensor, Tensor | None]:
     """Return out and weights (None unless wanted) in a model that was called with ``block_mask=``.
 
-    The block mask alone decides which keys a query sees.
+    The block mask alone decides which keys a query sees, also if positions begin anew (``mask`` then has
+    numbers of documents).
     """
     for name, given in (
-        ("attention_mask", mask is not None), ("sliding_window", options["window_size"][0] >= 0),
+        ("attention_mask", mask is not None and mask.dim() != 3),
+        ("sliding_window", options["window_size"][0] >= 0),
         ("position_bias", others.get("position_bias") is not None),
     ):  # fmt: skip
         if given:
@@ -353,16 +415,22 @@ def _with_scores(
     Returns out (batch, seqlen_q, heads, head_dim), and weights (batch, heads, seqlen_q, keys) if
     ``output_attentions`` is set, otherwise None.
 
-    ``mask`` is None, a padding mask (batch, keys), or a mask of scores (batch, heads or 1, seqlen_q, keys),
-    which already includes causality and windows.
+    ``mask`` is None, a padding mask (batch, keys), numbers of documents (batch, 1, seqlen), or a mask of
+    scores (batch, heads or 1, seqlen_q, keys), which already includes causality and windows.
     """
+    _refuse_offsets(others)
+    wanted, bias = bool(others.get("output_attentions")), others.get("position_bias")
+    options = options | {"return_attn_weights": wanted}
+    numbers = _numbers(q, k, mask, others)
+    if numbers is not None:
+        documents = documents_of(numbers)[:, None]
+        options["mask"] = documents[..., None] == documents[:, :, None]
+    if mask is not None and mask.dim() == 3:
+        mask = None
     of_scores = mask is not None and mask.dim() == 4
-    _refuse_packed(None if of_scores else others.get("position_ids"), len(q), others)
     if mask is not None and not of_scores:
         mask = mask[:, : k.shape[1]].bool()
         k, v = k[:, : mask.shape[1]], v[:, : mask.shape[1]]
-    wanted, bias = bool(others.get("output_attentions")), others.get("position_bias")
-    options = options | {"return_attn_weights": wanted}
     if bias is not None:
         bias = options["bias"] = bias[..., : k.shape[1]]
     found: Any
@@ -378,29 +446,13 @@ def _with_scores(
     return found if wanted else (found, None)
 
 
-def _refuse_packed(position_ids: Tensor | None, batch: int, others: dict[str, Any]) -> None:
-    restarts = position_ids is not None and batch == 1 and bool((position_ids.diff() < 0).any())
+def _refuse_offsets(others: dict[str, Any]) -> None:
     given = any("cu_seq" in name and offsets is not None for name, offsets in others.items())
-    if restarts or given or others.get("cache") is not None:
+    if given or others.get("cache") is not None:
         raise NotImplementedError(
             "output_attentions must be False, and position bias and mask of scores must be absent, for "
-            'packed sequences and paged caches: use model.set_attn_implementation("eager") for these'
+            'packed cu_seq_lens_q and paged caches: use model.set_attn_implementation("eager") for these'
         )
-
-
-def _collects_weights() -> bool:
-    """Whether Transformers' hooks collect attention weights in this forward pass."""
-    collected = _collector().get()
-    return collected is not None and any("attentions" in name for name in collected)
-
-
-@functools.cache
-def _collector() -> Any:
-    try:
-        from transformers.utils.output_capturing import _active_collector
-    except ImportError:  # another version of Transformers
-        return contextvars.ContextVar("nothing", default=None)
-    return _active_collector
 
 
 def _is_causal(module: Any) -> bool:
@@ -422,7 +474,7 @@ def _in_dtype_of_weights(module: Any, *tensors: Tensor) -> list[Tensor]:
     """
     if torch.is_autocast_enabled(tensors[0].device.type):
         return list(tensors)
-    if hasattr(module.config, "_is_quantized"):
+    if is_quantized(module.config):
         dtype = module.config.dtype
     else:
         weights = (layer.weight for layer in module.modules() if isinstance(layer, torch.nn.Linear))

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from flashtile.integrations.transformers_private import Listener
+
 
 class Runs(NamedTuple):
     """A padded batch as packed sequences: each run of tokens and each run of padding counts as a sequence."""
@@ -47,7 +49,7 @@ class Padding:
         if self.on_left:
             self.solid = True
         else:
-            places = torch.arange(keys.shape[1])
+            places = torch.arange(keys.shape[1], device="cpu")
             side_by_side = (places >= self._starts[:, None]) & (places < ends[:, None])
             self.solid = torch.equal(side_by_side, keys)
         self.on_right = self.solid and not bool(self._starts.any())
@@ -70,7 +72,7 @@ class Padding:
         any work. The batch is used as it is: no token needs to be moved.
         """
         batch, seqlen = self._shape
-        begin = torch.arange(batch) * seqlen
+        begin = torch.arange(batch, device="cpu") * seqlen
         first = begin + self._starts
         bounds = torch.stack((begin, first, first + self._lengths), 1).flatten()
         used = F.pad(self._lengths[:, None], (1, 1)).flatten()
@@ -142,28 +144,45 @@ def padding_of(mask: Tensor, module: Any) -> Padding:
 
 
 class Packing(NamedTuple):
-    """Sequences that are packed one after another in a batch of one."""
+    """Sequences that are packed one after another, in one row or in each row of a batch."""
 
     cu_seqlens: Tensor  # (sequences + 1,) int32
     max_seqlen: int
 
 
-def packing_of(positions: Tensor, module: Any) -> Packing | None:
-    """Return the packing that ``positions`` (1, tokens) describe, or None if there is only one sequence.
+def packing_of(numbers: Tensor, module: Any) -> Packing | None:
+    """Return the packing that ``numbers`` describe, or None if each row is one sequence.
 
-    The positions are read once per forward pass, like the mask in :func:`padding_of`.
+    The numbers are read once per forward pass, like the mask in :func:`padding_of`.
+
+    Args:
+        numbers: as in :func:`documents_of`.
+        module: the layer's attention module.
     """
-    packing: Packing | None = _once(positions, module, _read_positions)
+    packing: Packing | None = _once(numbers, module, read_packing)
     return packing
 
 
-def _read_positions(positions: Tensor) -> Packing | None:
-    from transformers import modeling_flash_attention_utils as flash
+def documents_of(numbers: Tensor) -> Tensor:
+    """Return (batch, seqlen) ints that are equal for tokens of one sequence and increase along a row.
 
-    if not flash._is_packed_sequence(positions, 1):
+    Args:
+        numbers: numbers of documents (batch, 1, seqlen), or positions (batch, seqlen). In a sequence, the
+            positions increase.
+    """
+    if numbers.dim() == 3:
+        return numbers[:, 0]
+    return F.pad(numbers[:, 1:] <= numbers[:, :-1], (1, 0)).cumsum(1)
+
+
+def read_packing(numbers: Tensor) -> Packing | None:
+    """Do the same as :func:`packing_of`, but read the numbers in each call."""
+    begins = F.pad(documents_of(numbers).diff(dim=1) != 0, (1, 0)).cpu()
+    if not begins.any():
         return None
-    (cu_seqlens, _), (longest, _) = flash.prepare_fa_kwargs_from_position_ids(positions)
-    return Packing(cu_seqlens.int(), int(longest))
+    begins[:, 0] = True
+    offsets = F.pad(begins.flatten().nonzero()[:, 0], (0, 1), value=begins.numel())
+    return Packing(offsets.int().to(numbers.device, non_blocking=True), int(offsets.diff().max()))
 
 
 def _once(tensor: Tensor, module: Any, read: Callable[[Tensor], Any]) -> Any:
@@ -178,30 +197,40 @@ def _once(tensor: Tensor, module: Any, read: Callable[[Tensor], Any]) -> Any:
 def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
     """Wrap Transformers' function that makes the mask of a forward pass, so that each mask is read once.
 
-    Without padding, the wrapped function returns None. With padding, it returns a padding mask (batch, keys).
-    For a static cache, the mask covers only the keys that have been written. If a model hides scores by other
-    rules than causality and windows, the result is a mask with one element per score, (batch, 1, queries,
-    keys). For example, Gemma 3's image tokens all see each other.
+    The wrapped function returns one of:
+
+    - None without padding.
+    - A padding mask (batch, keys). For a static cache, it covers only the keys that have been written.
+    - Numbers of documents (batch, 1, seqlen), integers, for packed sequences without padding and cache.
+    - A mask with one element per score, (batch, 1, queries, keys), if the options of the attention function
+      cannot say what the mask says (:func:`_needs_scores`).
     """
+
+    from transformers.masking_utils import sdpa_mask
 
     @functools.wraps(original)
     def mask(*, kv_length: int, attention_mask: Tensor | None = None, **named: Any) -> Tensor | None:
-        if not torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
             _passes.count += 1
-        if _says_more(**named):
-            from transformers.masking_utils import sdpa_mask
-
+        rules = _rules(**named)
+        if _needs_scores(rules, kv_length, **named):
             always = {"kv_length": kv_length, "attention_mask": attention_mask, "allow_is_causal_skip": False}
             return sdpa_mask(**named | always)
+        if attention_mask is None and rules is not None and rules.looks_up:
+            return _documents(**named)
         if attention_mask is None and "allow_is_bidirectional_skip" not in named:
             written = int(named["q_offset"]) + named["q_length"] - named["kv_offset"]
             if written < kv_length:
                 device = named.get("device")
                 attention_mask = torch.ones(named["batch_size"], written, dtype=torch.bool, device=device)
-        if attention_mask is None or torch.compiler.is_compiling() or attention_mask.dim() != 2:
+        if attention_mask is None or attention_mask.dim() != 2:
             return original(kv_length=kv_length, attention_mask=attention_mask, **named)
-        # A sliding-window cache holds only the last keys. The caller may write to its mask later, so copy it.
-        keys = attention_mask[:, -kv_length:].clone()
+        # A sliding-window cache holds only the last keys.
+        keys = attention_mask[:, -kv_length:]
+        if compiling:  # compiled code cannot read the mask on the host
+            return keys
+        keys = keys.clone()  # because the caller may write to its mask later
         padding = Padding(keys)
         if padding.whole and keys.shape[1] == kv_length:
             return None
@@ -211,19 +240,70 @@ def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor
     return mask
 
 
-def _says_more(
-    mask_function: Callable[..., Any] | None = None, use_vmap: bool = False, config: Any = None, **others: Any
+WITHOUT_WINDOWS: set[str] = set()
+"""Model types whose code does not pass windows to the attention function."""
+
+
+def _rules(
+    mask_function: Callable[..., Any],
+    allow_is_causal_skip: bool = False,
+    device: torch.device | str = "cpu",
+    **others: Any,
+) -> Listener | None:
+    """Return what a mask function is made of, or None if it is plain.
+
+    Transformers skips masks that are plain: causal, with a window, or bidirectional.
+    """
+    if allow_is_causal_skip or "allow_is_bidirectional_skip" in others:
+        return None
+    first = torch.zeros(1, dtype=torch.long, device=device)
+    heard = Listener()
+    with heard:  # Dynamo does not know the value of "as"
+        mask_function(first, first, first, first)
+    return heard
+
+
+def _needs_scores(
+    rules: Listener | None,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    config: Any = None,
+    **others: Any,
 ) -> bool:
-    """Whether a mask needs more than the options for causality, windows and packed sequences.
+    """Whether a mask needs more than padding, packed sequences, and the options for causality and windows.
 
     A model adds other rules with its own mask function (``use_vmap`` is then set), or with blocks of tokens
-    that see each other (``or_masks``).
+    that see each other (a union). The windows of some models are only in their masks (``WITHOUT_WINDOWS``).
+    In compiled code, the position of a static cache is a tensor, so the written keys cannot be sliced.
 
     In models whose config has ``use_bidirectional_attention``, attention modules are not causal. If such a
     model passes its own mask function, the mask function only removes causality, and the result is False. If
     it passes none, the mask is causal although the module is not, and the result is True.
     """
+    if local_size is not None and local_size < kv_length and config.model_type in WITHOUT_WINDOWS:
+        return True
+    if torch.compiler.is_compiling() and isinstance(q_offset, Tensor):
+        return True
     both_ways = getattr(config, "use_bidirectional_attention", None) is True
     if use_vmap or both_ways:
         return use_vmap != both_ways
-    return getattr(mask_function, "__qualname__", "").startswith("or_masks.")
+    return rules is not None and rules.unites
+
+
+def _documents(
+    mask_function: Callable[..., Any],
+    batch_size: int,
+    q_length: int,
+    device: torch.device | str = "cpu",
+    **others: Any,
+) -> Tensor:
+    """Return numbers of documents, (batch, 1, seqlen): tokens that do not see the one before begin one.
+
+    With a window of one token, each token is a document, which means the same.
+    """
+    rows = torch.arange(1, q_length, device=device)
+    batch = torch.arange(batch_size, device=device)[:, None]
+    follows = mask_function(batch, torch.zeros_like(batch), rows, rows - 1)
+    return F.pad((~follows).cumsum(1), (1, 0))[:, None]

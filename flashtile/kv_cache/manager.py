@@ -395,7 +395,7 @@ class BlockManager:
         for sequence, count in zip(batch.sequences, counts, strict=True):
             if not 0 <= count <= self.max_seqlen:
                 self._refuse_length(sequence, self.length(sequence), count)
-        return torch.tensor(counts.tolist(), dtype=torch.int32)
+        return torch.tensor(counts.tolist(), dtype=torch.int32, device="cpu")
 
     def _refuse_length(self, sequence: int, length: int, num_tokens: int) -> NoReturn:
         room = self.max_seqlen - length

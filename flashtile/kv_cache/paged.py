@@ -127,7 +127,7 @@ class PagedKVCache(BlockManager):
         if dtype != FP8:
             refuse_descales(None, k_descale, v_descale, "for a cache of float8_e4m3fn")
         elif k_descale is None and v_descale is None:
-            k_descale, v_descale = torch.ones(2, layers, heads, device=device)
+            k_descale, v_descale = torch.ones(2, layers, heads, dtype=torch.float32, device=device)
         else:
             check_pair("k_descale", k_descale, "v_descale", v_descale)
             here = torch.empty(0, device=device)
@@ -141,7 +141,9 @@ class PagedKVCache(BlockManager):
         shape = (layers, self.pool.num_blocks, self.block_size, heads)
         self.k, self.v = (torch.zeros(*shape, dim, dtype=dtype, device=device) for dim in dims)
         self._host = [
-            torch.zeros(layers, self.host_pool.num_blocks, *tensor.shape[2:], dtype=tensor.dtype)
+            torch.zeros(
+                layers, self.host_pool.num_blocks, *tensor.shape[2:], dtype=tensor.dtype, device="cpu"
+            )
             for tensor in self._tensors().values()
         ]
         self._pin_host()
@@ -190,11 +192,11 @@ class PagedKVCache(BlockManager):
         before, after = (
             lengths.index_select(0, batch.rows) for lengths in (table.written_tensor, table.lengths_tensor)
         )
-        counts, offsets = after - before, torch.zeros(len(batch) + 1, dtype=torch.int32)
+        counts, offsets = after - before, torch.zeros(len(batch) + 1, dtype=torch.int32, device="cpu")
         torch.cumsum(counts, 0, dtype=torch.int32, out=offsets[1:])
         most, least = (int(counts.max()), int(counts.min())) if len(batch) else (0, 0)
         positions = (before - offsets[:-1]).long().repeat_interleave(counts)
-        positions += torch.arange(len(positions))
+        positions += torch.arange(len(positions), device="cpu")
         entries = batch.starts.repeat_interleave(counts) + positions // size
         slots = table.entries_tensor.take(entries) * size + positions % size
         rows, slots, positions = _to_device(self.device, batch.rows, slots, positions)
@@ -299,11 +301,11 @@ class PagedKVCache(BlockManager):
 
     def move(self, copies: Copies, source: BlockPool, target: BlockPool) -> None:
         if copies and source is target:
-            copy_blocks(block_pairs=torch.tensor(copies).to(self.device), **self._tensors())
+            copy_blocks(block_pairs=torch.tensor(copies, device="cpu").to(self.device), **self._tensors())
         elif copies:
             own = list(self._tensors().values())
             pair = (own, self._host) if source is self.pool else (self._host, own)
-            origins, destinations = torch.tensor(copies).unbind(1)
+            origins, destinations = torch.tensor(copies, device="cpu").unbind(1)
             for old, new in zip(*pair, strict=True):
                 move_blocks(old, new, origins.to(old.device), destinations.to(new.device))
 

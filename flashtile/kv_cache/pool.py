@@ -104,7 +104,7 @@ class BlockPool(ArraysWithViews):
         self.make_views()
 
     def make_views(self) -> None:
-        empty = torch.empty(0, dtype=torch.int32)
+        empty = torch.empty(0, dtype=torch.int32, device="cpu")
         self.refs_tensor = torch.frombuffer(self.refs, dtype=torch.int32) if self.refs else empty
 
     @property

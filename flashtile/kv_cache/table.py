@@ -19,7 +19,10 @@ from flashtile.kv_cache.pool import ArraysWithViews, OutOfSequencesError
 
 NO_SEQUENCE = -1
 NO_STEP = 0
-NO_CHANGES = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
+NO_CHANGES = (
+    torch.empty(0, dtype=torch.int64, device="cpu"),
+    torch.empty(0, dtype=torch.int32, device="cpu"),
+)
 
 
 def as_ints(name: str, values: Iterable[int] | Tensor) -> array[int]:
@@ -200,8 +203,8 @@ class BlockTable(ArraysWithViews):
     def batch(self, sequences: Iterable[int] | Tensor) -> Batch:
         """Return the batch of these sequences. The errors are those of :meth:`BlockManager.batch`."""
         sequences, rows = self.resolve(sequences)
-        indices = torch.tensor(rows, dtype=torch.int64)
-        ids = torch.tensor(sequences.tolist(), dtype=torch.int64)
+        indices = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        ids = torch.tensor(sequences.tolist(), dtype=torch.int64, device="cpu")
         return Batch(tuple(sequences), ids, indices, indices * self.max_blocks, self.owner)
 
     def check_batch(self, batch: Batch) -> None:
@@ -231,8 +234,9 @@ class BlockTable(ArraysWithViews):
             starts.append(row * self.max_blocks + first)
             counts.append(max(0, self.num_blocks(row) - first))
         self.changed_from.clear()
-        begins, sizes = torch.tensor(starts, dtype=torch.int64), torch.tensor(counts, dtype=torch.int64)
+        begins = torch.tensor(starts, dtype=torch.int64, device="cpu")
+        sizes = torch.tensor(counts, dtype=torch.int64, device="cpu")
         begins -= sizes.cumsum(0) - sizes
         positions = begins.repeat_interleave(sizes)
-        positions += torch.arange(len(positions))
+        positions += torch.arange(len(positions), device="cpu")
         return positions, self.entries_tensor.view(-1)[positions]

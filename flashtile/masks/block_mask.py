@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.caches import outlives_modes
 from flashtile.checks.arguments import as_device, as_int, check_dense, check_int
 from flashtile.masks.evaluate import evaluate
 from flashtile.masks.mods import mask_mod as as_mask_mod
@@ -260,8 +261,10 @@ def of_flex_attention(block_mask: Any) -> BlockMask:
     has_q_lists = lists["q_indices"] is not None
     for name in ("kv", "q") if has_q_lists else ("kv",):
         if lists[f"full_{name}_num_blocks"] is None:
-            lists[f"full_{name}_num_blocks"] = torch.zeros_like(lists[f"{name}_num_blocks"])
-            lists[f"full_{name}_indices"] = lists[f"{name}_indices"]
+            with torch.inference_mode(False):  # a mask first seen in inference mode may be used in training
+                none = torch.zeros_like(lists[f"{name}_num_blocks"])
+            lists[f"full_{name}_num_blocks"], lists[f"full_{name}_indices"] = none, lists[f"{name}_indices"]
+            keeps = keeps and outlives_modes(none)
     if not has_q_lists:
         for full in ("", "full_"):
             blocks = listed(lists[f"{full}kv_num_blocks"], lists[f"{full}kv_indices"])

@@ -42,6 +42,7 @@ def evaluate(
             the program divides an int by 0.
     """
     known: dict[Any, Any] = {Name(name): value for name, value in inputs.items()}
+    dtypes = {"float": dtype, "int": torch.int64, "bool": torch.bool}
 
     def value(operand: Any) -> Any:
         return known[operand] if isinstance(operand, Name) else operand
@@ -52,7 +53,7 @@ def evaluate(
             tensor = tensors[operands[0]]
             tensor = tensor if differentiable else tensor.detach()
             loaded = tensor[_inside(line, tensor, operands[1:], kind, check)]
-            known[line.name] = loaded.to(dtype) if line.kind == "float" else loaded
+            known[line.name] = loaded.to(dtypes[line.kind])
         else:
             try:
                 computed = OPERATIONS[line.operation].evaluate(*_in_dtype(line, operands, dtype))

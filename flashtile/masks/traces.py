@@ -28,12 +28,13 @@ Under ``torch.compile`` nothing is cached, because Dynamo inlines the function a
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dis
 import functools
 import math
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -170,12 +171,24 @@ def kept(kind: str, function: Callable[..., Any]) -> Trace:
 def _keep(kind: str, function: Callable[..., Any], own: Any) -> Trace:
     """Trace a function. Cache the trace as an attribute of the function if all that it read is guarded."""
     guards = _guards_of(function)  # before the function runs, because running may change what it reads
-    made = trace(kind, function)
+    with _outside_of_fake_mode():
+        made = trace(kind, function)
     if guards is not None and made.properties is not None:
         guards.tensors = tuple((tensor, tensor.ndim, tensor.dtype) for tensor in made.tensors)
         guards.properties = made.properties
         own[_KEY[kind]] = _Kept(guards, made)
     return made
+
+
+@contextlib.contextmanager
+def _outside_of_fake_mode() -> Iterator[None]:
+    """Let a function read numbers of its tensors although a FakeTensorMode is active, as in ``explain``."""
+    fake = torch._C._unset_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    try:
+        yield
+    finally:
+        if fake is not None:
+            torch._C._set_dispatch_mode(fake)
 
 
 def _guards_of(function: Any) -> _Guards | None:

@@ -24,8 +24,10 @@ from flashtile.checks import arguments
 from flashtile.checks.arguments import check_dense
 from flashtile.masks.triton_functions import in_torch
 from flashtile.problems import mask_operations, mask_program
-from flashtile.problems.mask_operations import FLOATS, WHOLE
+from flashtile.problems.common import DTYPES
+from flashtile.problems.mask_operations import FLOATS, INTS, WHOLE, promoted, promoted_int, range_of
 from flashtile.problems.mask_program import LOAD, Builder, Name, Operand, Program, soft_cap_of
+from flashtile.problems.mask_ranges import without_identities
 
 SIGNATURES = {
     "score_mod": ("score", "b", "h", "q", "kv"),
@@ -114,6 +116,8 @@ def _trace(kind: str, function: Callable[..., Any], compiling: bool) -> Trace:
         text = f"{kind} must return {_said(wanted)} ({_HOW[wanted]}), got {got}"
         raise TypeError(f"{text}\n  {_first_line(function)}")
     program = recorder.builder.finish(operand)
+    if recorder.narrow:
+        program = without_identities(program, [_CONVERSIONS.get(t.dtype, "") for t in recorder.tensors])
     properties = tuple(recorder.properties.values()) if recorder.reads_no_data else None
     return Trace(program, tuple(recorder.tensors), str(program), soft_cap_of(program), properties)
 
@@ -200,13 +204,15 @@ class _Recorder(TorchFunctionMode):
     """Records torch's operations on symbols, including ``tensor[symbol]``.
 
     A symbol is a :class:`Symbol`. Under Dynamo a symbol is a meta tensor instead, identified by its unique
-    length, because Dynamo supports all operators only on tensors.
+    length (:meth:`index`), because Dynamo supports all operators only on tensors.
     """
 
     def __init__(self, compiling: bool, has_derivative: bool) -> None:
         super().__init__()
         self.has_derivative = has_derivative
         self.builder = Builder()
+        self.narrow: dict[Name, str] = {}
+        """Ints of fewer than 64 bits, and their conversions in ``INTS``."""
         self.tensors: list[Tensor] = []
         self.properties: dict[tuple, tuple[Callable[..., Any], tuple, Any]] = {}
         self.reads_no_data = True
@@ -216,9 +222,15 @@ class _Recorder(TorchFunctionMode):
     def symbol(self, name: Name) -> Any:
         if not self.compiling:
             return Symbol(self, name)
-        placeholder = torch.empty(len(self.placeholders), dtype=torch.complex64, device="meta")
+        # Dynamo does not show functions such as torch.exp_ to the recorder. Elements that share memory make
+        # torch refuse most of them.
+        single = torch.empty(1, dtype=torch.complex64, device="meta")
+        placeholder = single.expand(len(self.placeholders) + 2)
         self.placeholders.append((placeholder, name))
         return placeholder
+
+    def index(self, placeholder: Tensor) -> int:
+        return len(placeholder) - 2
 
     def name_of(self, value: Any) -> Name | None:
         """Return the name of a symbol's value in the program. Return None if ``value`` is not a symbol."""
@@ -228,7 +240,7 @@ class _Recorder(TorchFunctionMode):
             return value.name
         if not self.compiling or not isinstance(value, Tensor) or value.device.type != "meta":
             return None
-        placeholder, name = self.placeholders[len(value)]
+        placeholder, name = self.placeholders[self.index(value)]
         if placeholder is value:
             return name
         if value.dtype == torch.float32:  # from abs() of a placeholder, which bypasses __torch_function__
@@ -283,13 +295,34 @@ class _Recorder(TorchFunctionMode):
         if self.has_derivative and not torch.is_grad_enabled():
             raise TypeError("torch.no_grad() and torch.autograd.Function do not compile")
         plain = name.strip("_")
+        in_place = kwargs.pop("inplace", False) or (name.endswith("_") and not name.endswith("__"))
+        if name.startswith("__i") and plain[1:] in FUNCTIONS:
+            plain, in_place = plain[1:], True
         if plain == "getitem":
             return self.load(*args)
         if plain in FUNCTIONS:
-            return FUNCTIONS[plain](self, *args, **kwargs)
+            result = FUNCTIONS[plain](self, *args, **kwargs)
+            if in_place:
+                return self.assign(args[0], result)
+            # A later function in place must not change the operand together with the result.
+            return self.symbol(self.operand(result)) if any(result is one for one in args) else result
         raise TypeError(
             f"torch's {name} is not one of the operations that compile: {', '.join(sorted(FUNCTIONS))}"
         )
+
+    def assign(self, target: Any, result: Any) -> Any:
+        """Make ``result`` the value of a symbol, as torch's functions in place do. Return the symbol."""
+        if self.name_of(target) is None:
+            raise TypeError("a captured tensor must not be changed")
+        kind, of_result = self.kind(target), self.kind(result)
+        if promoted(kind, of_result) != kind:
+            raise TypeError(f"{_said(of_result)} cannot be written in place of {_said(kind)}")
+        operand = self.operand(_as_type_of(self, result, target))
+        if self.compiling:
+            self.placeholders[self.index(target)] = target, operand
+        else:
+            target.name = operand
+        return target
 
     def emit(self, operation: str, *values: Any, **options: Any) -> Any:
         operands = [self.operand(value) for value in values]
@@ -340,6 +373,8 @@ class _Recorder(TorchFunctionMode):
             )
         kind = _kind_of(tensor.dtype)
         name = self.builder.emit(LOAD, self._number(tensor), *operands, kind=kind, where=user_line())
+        if kind == "int" and tensor.dtype != torch.int64:
+            self.narrow[name] = _CONVERSIONS[tensor.dtype]
         return self.symbol(name)
 
     def _number(self, tensor: Tensor) -> int:
@@ -349,18 +384,61 @@ class _Recorder(TorchFunctionMode):
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
+    def kind(self, value: Any) -> str:
+        return self.builder.kind(self.operand(value))
+
     def as_float(self, value: Any) -> Any:
-        return value if self.builder.kind(self.operand(value)) == "float" else self.emit("float", value)
+        return value if self.kind(value) == "float" else self.emit("float", value)
+
+    def conversion(self, *values: Any) -> str:
+        """Return the conversion in ``INTS`` to the dtype in which torch computes with bools and ints.
+
+        As in torch, a Python number takes the dtype of the others.
+        """
+        found = []
+        for value in values:
+            operand = self.operand(value)
+            if self.builder.kind(operand) != "int":
+                continue
+            if isinstance(operand, Name):
+                found.append(self.narrow.get(operand, "int"))
+            elif isinstance(value, Tensor):
+                found.append(_CONVERSIONS.get(value.dtype, "int"))
+        return promoted_int(*found) if found else "int"
+
+    def as_int(self, value: Any, conversion: str) -> Any:
+        """Convert a value to ints of the dtype of a conversion. Those that it cannot hold wrap around."""
+        if self.kind(value) != "int":
+            value = self.emit("int", value)
+        if self.narrow.get(self.operand(value), "int") == conversion:
+            return value
+        value = self.emit(conversion, value)
+        operand = self.operand(value)
+        if isinstance(operand, Name) and conversion != "int":
+            self.narrow[operand] = conversion
+        return value
+
+    def fitting(self, value: Any, conversion: str) -> Any:
+        """Return ``value``. Raise TypeError if it is a number that the dtype of a conversion cannot hold."""
+        low, high = range_of(conversion)
+        number = self.operand(value)
+        if not isinstance(number, Name) and not low <= number <= high:
+            raise TypeError(f"{number} does not fit {INTS[conversion]}, in which torch would compute")
+        return value
 
     def arithmetic(self, operation: str, a: Any, b: Any) -> Any:
         """Record an arithmetic operation. Bools become ints, except two under &, | or ^."""
-        kinds = [self.builder.kind(self.operand(value)) for value in (a, b)]
+        kinds = [self.kind(value) for value in (a, b)]
         if kinds == ["bool", "bool"] and operation in _COMPARISONS:
             return self.emit(operation, self.emit("int", a), self.emit("int", b))
         if kinds == ["bool", "bool"] and operation not in ("and", "or", "xor"):
             raise TypeError(f"two booleans must be joined by &, |, ^ or a comparison, got {operation}")
         if "float" in kinds and operation in ("and", "or", "xor", "lshift", "rshift"):
             raise TypeError(f"operands of &, |, ^, << and >> must be booleans or ints, got {_said('float')}")
+        conversion = self.conversion(a, b)
+        if conversion != "int" and operation != "div" and "float" not in kinds:
+            result = self.emit(operation, self.as_int(a, conversion), self.as_int(b, conversion))
+            return result if operation in _COMPARISONS else self.as_int(result, conversion)
         a, b = (self.emit("int", v) if k == "bool" != kinds[1 - i] else v
                 for i, (v, k) in enumerate(zip((a, b), kinds, strict=True)))  # fmt: skip
         return self.emit(operation, a, b)
@@ -402,13 +480,32 @@ _KIND_OF_SYMBOL = "value that is known only when a kernel runs"
 
 
 def _arithmetic(operation: str, reverse: bool = False) -> Callable[..., Any]:
-    def apply(recorder: _Recorder, a: Any, b: Any, alpha: Any = 1, **none: Any) -> Any:
+    def apply(recorder: _Recorder, a: Any, b: Any, **none: Any) -> Any:
         _refuse(none)
-        if alpha != 1:
-            b = recorder.arithmetic("mul", b, alpha)
         return recorder.arithmetic(operation, b, a) if reverse else recorder.arithmetic(operation, a, b)
 
     return apply
+
+
+def _sum(operation: str, reverse: bool = False) -> Callable[..., Any]:
+    def apply(recorder: _Recorder, a: Any, b: Any, alpha: Any = 1, **none: Any) -> Any:
+        _refuse(none)
+        if reverse:
+            a, b = b, a
+        if alpha != 1:
+            kinds = recorder.kind(a), recorder.kind(b)
+            if isinstance(alpha, float) and "float" not in kinds:
+                raise TypeError(f"alpha must be an int for ints, got {alpha}")
+            # The product has the dtype of the sum.
+            b = recorder.as_float(b) if "float" in kinds else recorder.as_int(b, recorder.conversion(a, b))
+            b = recorder.arithmetic("mul", b, alpha)
+        return recorder.arithmetic(operation, a, b)
+
+    return apply
+
+
+def _division(recorder: _Recorder, a: Any, b: Any, rounding_mode: str | None = None) -> Any:
+    return recorder.arithmetic({None: "div", "floor": "floordiv", "trunc": "quotient"}[rounding_mode], a, b)
 
 
 def _of_float(operation: str) -> Callable[..., Any]:
@@ -420,7 +517,11 @@ def _of_float(operation: str) -> Callable[..., Any]:
 
 
 def _plain(operation: str) -> Callable[..., Any]:
-    return lambda recorder, x: recorder.emit(operation, x)
+    def apply(recorder: _Recorder, x: Any) -> Any:
+        result = recorder.emit(operation, x)
+        return recorder.as_int(result, recorder.conversion(x)) if recorder.kind(result) == "int" else result
+
+    return apply
 
 
 def _refuse(options: dict[str, Any]) -> None:
@@ -429,11 +530,16 @@ def _refuse(options: dict[str, Any]) -> None:
 
 
 def _where(recorder: _Recorder, condition: Any, a: Any, b: Any) -> Any:
-    kind = recorder.builder.kind(recorder.operand(condition))
+    kind = recorder.kind(condition)
     if kind != "bool":
         raise TypeError(f"a condition must be a bool, got {_said(kind)}")
-    if "float" in (recorder.builder.kind(recorder.operand(value)) for value in (a, b)):
+    kinds = [recorder.kind(value) for value in (a, b)]
+    if "float" in kinds:
         a, b = recorder.as_float(a), recorder.as_float(b)
+    elif "int" in kinds:
+        conversion = recorder.conversion(a, b)
+        a, b = (recorder.as_int(recorder.fitting(value, conversion), conversion) for value in (a, b))
+        return recorder.as_int(recorder.emit("where", condition, a, b), conversion)
     return recorder.emit("where", condition, a, b)
 
 
@@ -441,7 +547,7 @@ def _pow(recorder: _Recorder, base: Any, exponent: Any) -> Any:
     number = isinstance(exponent, (int, float))
     if isinstance(exponent, float):
         base = recorder.as_float(base)
-    stays_int = isinstance(exponent, int) and recorder.builder.kind(recorder.operand(base)) == "int"
+    stays_int = isinstance(exponent, int) and recorder.kind(base) == "int"
     # Repeated squaring also works for negative bases, and ints wrap around on overflow as in torch.
     if number and (exponent in range(1, 65) or (stays_int and exponent >= 0)):
         if exponent < 2:
@@ -451,12 +557,12 @@ def _pow(recorder: _Recorder, base: Any, exponent: Any) -> Any:
         return recorder.arithmetic("mul", square, base) if exponent % 2 else square
     if number and exponent == 0.5:
         return recorder.emit("sqrt", recorder.as_float(base))
-    kinds = [recorder.builder.kind(recorder.operand(value)) for value in (base, exponent)]
+    kinds = [recorder.kind(value) for value in (base, exponent)]
     power = recorder.emit("pow", recorder.as_float(base), recorder.as_float(exponent))
     if number or "float" in kinds:
         return power
     # Torch's powers of ints are ints: with a negative exponent they are 0, except for a base of 1 or -1.
-    is_unit = recorder.arithmetic("eq", recorder.emit("abs", _as_kind("int")(recorder, base)), 1)
+    is_unit = recorder.arithmetic("eq", recorder.emit("abs", recorder.as_int(base, "int")), 1)
     is_whole = recorder.emit("or", recorder.arithmetic("ge", exponent, 0), is_unit)
     return recorder.emit("where", is_whole, power, 0.0)
 
@@ -465,14 +571,30 @@ def _tan(recorder: _Recorder, x: Any) -> Any:
     return recorder.arithmetic("div", *(recorder.emit(name, recorder.as_float(x)) for name in ("sin", "cos")))
 
 
-def _silu(recorder: _Recorder, x: Any, inplace: bool = False) -> Any:
+def _silu(recorder: _Recorder, x: Any) -> Any:
     return recorder.arithmetic("mul", x, recorder.emit("sigmoid", recorder.as_float(x)))
 
 
+def _relu(recorder: _Recorder, x: Any) -> Any:
+    # Other than maximum and clamp, it has the derivative 0 at 0.
+    return _where(recorder, recorder.arithmetic("le", x, 0), 0, x)
+
+
 def _clamp(recorder: _Recorder, x: Any, min: Any = None, max: Any = None) -> Any:
-    if min is not None:
-        x = recorder.arithmetic("maximum", x, min)
-    return x if max is None else recorder.arithmetic("minimum", x, max)
+    for of_floats, of_ints, bound in (("clamp_min", "maximum", min), ("clamp_max", "minimum", max)):
+        if bound is None:
+            continue
+        if "float" in (recorder.kind(x), recorder.kind(bound)):
+            x = recorder.arithmetic(of_floats, x, bound)
+        else:
+            x = recorder.arithmetic(of_ints, x, recorder.fitting(bound, recorder.conversion(x, bound)))
+    return x
+
+
+def _masked_fill(recorder: _Recorder, x: Any, mask: Any, value: Any) -> Any:
+    if recorder.kind(x) == "int":
+        value = recorder.fitting(recorder.as_int(value, "int"), recorder.conversion(x))
+    return _where(recorder, mask, _as_type_of(recorder, value, x), x)
 
 
 def _logical(operation: str) -> Callable[..., Any]:
@@ -490,18 +612,32 @@ def _convert(recorder: _Recorder, x: Any, dtype: Any = None, **options: Any) -> 
     dtype = options.pop("dtype", dtype)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"to must be called with a dtype, the only argument that compiles, got {dtype!r:.60}")
-    return _as_kind(_kind_of(dtype))(recorder, x)
+    if dtype not in (*DTYPES, *WHOLE):
+        raise TypeError(f"a value must be converted to a float, bool, uint8 or a signed int, got {dtype}")
+    return _as(_CONVERSIONS.get(dtype) or _kind_of(dtype))(recorder, x)
+
+
+_CONVERSIONS = {dtype: name for name, dtype in INTS.items()}
 
 
 def _kind_of(dtype: torch.dtype) -> str:
     return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
 
 
-def _as_kind(kind: str) -> Callable[..., Any]:
+def _as(to: str) -> Callable[..., Any]:
+    """Return the handler of a conversion to "float", to "bool", or to a dtype in ``INTS``."""
+
     def apply(recorder: _Recorder, x: Any) -> Any:
-        return x if recorder.builder.kind(recorder.operand(x)) == kind else recorder.emit(kind, x)
+        if to in INTS:
+            return recorder.as_int(x, to)
+        return x if recorder.kind(x) == to else recorder.emit(to, x)
 
     return apply
+
+
+def _as_type_of(recorder: _Recorder, x: Any, other: Any) -> Any:
+    kind = recorder.kind(other)
+    return _as(recorder.conversion(other) if kind == "int" else kind)(recorder, x)
 
 
 def _new(number: int) -> Callable[..., Any]:
@@ -513,25 +649,23 @@ def _new(number: int) -> Callable[..., Any]:
     def apply(recorder: _Recorder, x: Any, size: Any = (), dtype: Any = None, **options: Any) -> Any:
         if size != ():
             raise TypeError(f"a new value must be one number, of size (), got size {size}")
-        kind = recorder.builder.kind(recorder.operand(x)) if dtype is None else _kind_of(dtype)
+        kind = recorder.kind(x) if dtype is None else _kind_of(dtype)
         return {"float": float, "int": int, "bool": bool}[kind](number)
 
     return apply
 
 
-def _type_as(recorder: _Recorder, x: Any, other: Any) -> Any:
-    return _as_kind(recorder.builder.kind(recorder.operand(other)))(recorder, x)
-
-
 def _floor(recorder: _Recorder, x: Any) -> Any:
-    return x if recorder.builder.kind(recorder.operand(x)) == "int" else _of_float("floor")(recorder, x)
+    return x if recorder.kind(x) == "int" else _of_float("floor")(recorder, x)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{name: _arithmetic(name) for name in ("add", "sub", "mul", "minimum", "maximum")},
+    **{name: _sum(name) for name in ("add", "sub")},
+    **{f"r{name}": _sum(name, True) for name in ("add", "sub")},
+    **{name: _arithmetic(name) for name in ("mul", "minimum", "maximum", "fmod")},
     **{name: _arithmetic(name) for name in (*_COMPARISONS, "and", "or", "xor")},
     **{name: _arithmetic(name) for name in ("lshift", "rshift", "mod")},
-    **{f"r{name}": _arithmetic(name, True) for name in ("add", "sub", "mul", "and", "or", "xor", "mod")},
+    **{f"r{name}": _arithmetic(name, True) for name in ("mul", "and", "or", "xor", "mod")},
     **{f"bitwise_{name}": _arithmetic(name) for name in ("and", "or", "xor")},
     **{f"logical_{name}": _logical(name) for name in ("and", "or", "xor", "not")},
     **{
@@ -550,20 +684,24 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
             "erf",
         )
     },
-    **{name: _arithmetic("div") for name in ("div", "divide", "truediv", "true_divide")},
+    **{name: _division for name in ("div", "divide", "truediv", "true_divide")},
     **{name: _arithmetic("div", True) for name in ("rdiv", "rtruediv")},
     **{name: _arithmetic("floordiv") for name in ("floordiv", "floor_divide")},
-    **{name: _as_kind("float") for name in ("float", "half", "double", "bfloat16")},
-    **{name: _as_kind("int") for name in ("int", "long")},
+    **{name: _as("float") for name in ("float", "half", "double", "bfloat16")},
+    "byte": _as("uint8"),
+    "char": _as("int8"),
+    "short": _as("int16"),
+    "int": _as("int32"),
+    "long": _as("int"),
     "rfloordiv": _arithmetic("floordiv", True),
     "remainder": _arithmetic("mod"),
-    "subtract": _arithmetic("sub"),
+    "subtract": _sum("sub"),
     "multiply": _arithmetic("mul"),
-    "bool": _as_kind("bool"),
+    "bool": _as("bool"),
     "new_ones": _new(1),
     "new_zeros": _new(0),
     "to": _convert,
-    "type_as": _type_as,
+    "type_as": _as_type_of,
     "floor": _floor,
     "abs": _plain("abs"),
     "neg": _plain("neg"),
@@ -578,10 +716,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "square": lambda recorder, x: _pow(recorder, x, 2),
     "pos": lambda recorder, x: x,
     "positive": lambda recorder, x: x,
-    "masked_fill": lambda recorder, x, mask, value: _where(recorder, mask, value, x),
+    "masked_fill": _masked_fill,
     "tan": _tan,
     "silu": _silu,
-    "relu": lambda recorder, x, inplace=False: recorder.arithmetic("maximum", x, 0),
+    "relu": _relu,
 }
 """torch's functions and tensor methods that can be traced, without underscores around their names."""
 
@@ -608,7 +746,7 @@ class Symbol:
     shape = torch.Size()
 
     def __getattr__(self, name: str) -> Any:
-        if name not in FUNCTIONS:
+        if name.removesuffix("_") not in FUNCTIONS:
             raise AttributeError(f"a {_KIND_OF_SYMBOL} has no {name!r}")
         return lambda *args, **kwargs: self.recorder.call(name, (self, *args), kwargs)
 
@@ -637,6 +775,10 @@ def _operator(name: str) -> Callable[..., Any]:
     return method
 
 
+for _name in (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
+):  # fmt: skip
+    setattr(Symbol, f"__i{_name}__", _operator(f"__i{_name}__"))
 for _name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "radd", "rsub", "rmul",
     "rtruediv", "rfloordiv", "rmod", "rpow", "rand", "ror", "rxor", "lshift", "rshift", "eq", "ne", "lt",

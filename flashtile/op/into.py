@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from flashtile.checks.arguments import check_dense, check_device, check_last_stride
-from flashtile.op.operation import Operation, is_plain
+from flashtile.checks.arguments import check_dense, check_device, check_last_stride, check_written
+from flashtile.op.operation import Operation, is_plain, tell_written
 from flashtile.op.refusals import transforming
 
 ALIGNMENT = 16
@@ -144,8 +143,7 @@ def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dt
         raise TypeError(f"{name} must have the result's dtype {dtype}, got {buffer.dtype}")
     check_device(name, buffer, first)
     check_last_stride(name, buffer)
-    if any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
-        raise ValueError(f"{name} is expanded (strides {tuple(buffer.stride())}), but is written in place")
+    check_written(name, buffer)
 
 
 class LaunchInto:
@@ -203,8 +201,7 @@ class LaunchInto:
         """
         self._refuse_overlap((*given, None, *addresses))
         self._launch.by_address(out, given, addresses, memory)
-        if not out.is_inference():
-            increment_version(out)
+        tell_written(out)
 
     def __call__(self, *arguments: Any) -> None:
         first = self._first
@@ -220,8 +217,8 @@ class LaunchInto:
                 continue
             if not takes:
                 buffer.copy_(result)
-            elif not buffer.is_inference():
-                increment_version(buffer)  # autograd may have saved the old values
+            else:
+                tell_written(buffer)
 
 
 def _takes(launch: Any, buffer: Tensor | None) -> bool:

@@ -3,9 +3,9 @@
 A *plain* call (eager, with no observer) looks up its prepared launch by its signature: shapes, strides,
 dtypes, devices and alignment of its tensors, and its options. A new signature is checked, described as a
 frozen problem and given to the first backend that supports it. Every other call (``torch.compile``,
-``torch.export``, modes, transforms, subclasses) is checked and goes through ``torch.ops.flashtile``, with the
-fake implementation that the operation registers. A plain call skips torch's dispatcher, which costs more host
-time than the launch.
+``torch.export``, modes, transforms, subclasses, lazy negation) is checked and goes through
+``torch.ops.flashtile``, with the fake implementation that the operation registers. A plain call skips torch's
+dispatcher, which costs more host time than the launch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
@@ -135,6 +136,7 @@ class Operation:
         extended_to = extended_to or (type(optional), options)
         self._extended_to = extended_to
         self.names = tuple(n.rstrip("?") for n in tensors) + extended_to[0]._fields
+        self._written = tuple(self.names.index(n) for n in mutates)
         self.arguments = self.flat(self.names[: len(tensors)], *(fields._fields for fields in extended_to))
         """Names of the operator's arguments."""
         self._defaults = tuple(
@@ -267,12 +269,23 @@ class Operation:
             if described is not None:
                 described.append((self, self.describe(*tensors, optional, options), options.backend))
                 return self.fake(*tensors, optional, options)
+            self._refuse_negated((*tensors, *optional))
             self._remember(tensors, optional, options)
             if self.no_gradient is not None and transforming():
                 refuse_transformed_gradients(self.no_gradient, self.names, (*tensors, *optional))
         tell_observers(self, (*tensors, *optional))
         refuse_tangents(self.names, (*tensors, *optional))
         return self.operator(*self.flat(tensors, optional, options))
+
+    def _refuse_negated(self, tensors: Tensors) -> None:
+        """Refuse to write into tensors with torch's negative bit. The dispatcher supports at most one."""
+        for i in self._written:
+            if tensors[i] is not None and tensors[i].is_neg():
+                name = self.names[i]
+                raise ValueError(
+                    f"{name} must hold its own numbers because it is written, got a tensor with torch's "
+                    f"negative bit: pass {name}.resolve_neg()"
+                )
 
     def learning(self, tensors: Tensors, optional: Any) -> list[tuple[str, Tensor]]:
         """Return (name, tensor) for each tensor that requires a gradient."""
@@ -329,16 +342,38 @@ class Operation:
         raise NotImplementedError(f"{name} must not require a gradient: {self.no_gradient}")
 
 
+class Writing(Operation):
+    """An operation that writes into tensors of its call and returns nothing about them."""
+
+    def launch(self, tensors: Tensors, optional: Any, options: Any) -> Any:
+        results = super().launch(tensors, optional, options)
+        given = (*tensors, *optional)
+        tell_written(*[given[i] for i in self._written if given[i] is not None])
+        return results
+
+
+def tell_written(*tensors: Tensor) -> None:
+    """Raise the versions of tensors that kernels have written. Autograd may have saved the old values.
+
+    Tensors that were made in inference mode have no version.
+    """
+    increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
 def is_plain(required: tuple[Tensor, ...], *optional: Iterable[Tensor | None]) -> bool:
-    """Whether a call is plain: eager, without dispatch modes, transforms, tangents and tensor subclasses."""
+    """Whether a call is plain: eager, without dispatch modes, transforms, tangents and tensor subclasses.
+
+    Memory of a tensor with torch's negative bit (``z.conj().imag``) holds the numbers before their negation,
+    which torch's dispatcher applies. So a call with such a tensor is not plain.
+    """
     if is_dynamo_compiling():
         return False
     for tensor in required:
-        if type(tensor) not in PLAIN_TYPES:
+        if type(tensor) not in PLAIN_TYPES or tensor.is_neg():
             return False
     for tensors in optional:
         for extra in tensors:
-            if extra is not None and type(extra) not in PLAIN_TYPES:
+            if extra is not None and (type(extra) not in PLAIN_TYPES or extra.is_neg()):
                 return False
     return (
         (required[0].is_cuda or required[0].is_cpu)  # the other tensors must be on the same device

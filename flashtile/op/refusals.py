@@ -18,10 +18,14 @@ Named = list[tuple[str, Any]]
 
 
 def transforming() -> bool:
-    """Whether a transform of ``torch.func`` is active."""
+    """Whether the innermost active transform of ``torch.func`` needs rules of ours.
+
+    ``functionalize`` has its own for all operators.
+    """
     if torch.compiler.is_dynamo_compiling():
         return False
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    transform = torch._C._functorch.peek_interpreter_stack()
+    return transform is not None and transform.key() != torch._C._functorch.TransformType.Functionalize
 
 
 def leave_graph_of_gradients() -> None:

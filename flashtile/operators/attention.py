@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.checks.conversions import with_unit_stride
 from flashtile.op.into import Into, Result
 from flashtile.op.observers import backward_flops, count_scores, forward_flops, tell_observers
 from flashtile.op.operation import Operation, any_learns, is_plain, on_meta, signatures
@@ -199,6 +200,8 @@ def forward_with_functions(
 
 def _watched(tensors: tuple[Tensor, Tensor, Tensor], extras: Any, options: Any) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) of a call that is not plain (:func:`is_plain`)."""
+    if transforming():  # a dimension that vmap maps over may leave strides that the caller cannot see
+        extras = extras._make(map(with_unit_stride, extras))
     if carries_tangents((*tensors, *extras)):
         FORWARD.check(*tensors, extras, options)
         from flashtile.operators import derivatives

@@ -24,10 +24,12 @@ from flashtile.op.operation import (
     OPERATIONS,
     SIGNATURE_BYTES,
     Operation,
+    Writing,
     is_plain,
     launch_cache,
     on_meta,
     signatures,
+    tell_written,
 )
 from flashtile.op.refusals import (
     refuse_tangents,
@@ -103,7 +105,7 @@ def _fake_combine(
     return out, lse_partial.new_empty((batch, heads, seqlen))
 
 
-class _Writing(Operation):
+class _Writing(Writing):
     """An operation that writes into two caches."""
 
     def check_values(self, tensors: tuple, optional: Any, options: Any) -> None:
@@ -383,10 +385,13 @@ def _launch_both(
     APPEND.check_values(new, appended, append_options)
     attend.check_values(cache, tensors, options)
     if launches[0] is None:
-        return launches[1](q, k_cache, v_cache, k, v, unrotated, tensors)
+        results = launches[1](q, k_cache, v_cache, k, v, unrotated, tensors)
+        tell_written(k_cache, v_cache)
+        return results
     if buffers:
         launches[1].refuse_overlap(cache, tensors)
     launches[0](*new, appended)
+    tell_written(k_cache, v_cache)
     results = launches[1](*cache, tensors)
     return buffers or results
 

@@ -50,7 +50,7 @@ _NOT_CAPTURED, _NO_LISTS = (None,) * MAX_CAPTURED, (None,) * len(LISTS)
 class SignedExtras(ModifiedExtras):
     """Extras that are built once for many forward calls: captured tensors and a block mask's lists.
 
-    The type of every tensor is one of ``PLAIN_TYPES``, so no subclass overrides operations. The signature of
+    The tensors are as those of a plain call (:func:`flashtile.op.operation.is_plain`). The signature of
     the lists is computed again only if their addresses change.
     """
 
@@ -61,12 +61,9 @@ class SignedExtras(ModifiedExtras):
 
     @classmethod
     def of(cls, captured: tuple[Tensor, ...], lists: tuple[Tensor, ...]) -> SignedExtras | None:
-        """Return the extras; None if the type of a tensor is not in ``PLAIN_TYPES``.
-
-        Such a type may override operations.
-        """
+        """Return the extras; None if a call with these tensors is not plain."""
         lists = lists[:-BACKWARD_LISTS]
-        if any(type(tensor) not in PLAIN_TYPES for tensor in (*captured, *lists)):
+        if any(type(tensor) not in PLAIN_TYPES or tensor.is_neg() for tensor in (*captured, *lists)):
             return None
         absent = _NOT_CAPTURED[len(captured) :]
         made = cls._make((*NO_EXTRAS, *captured, *absent, *lists, *_NO_LISTS[:BACKWARD_LISTS]))

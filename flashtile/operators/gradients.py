@@ -71,8 +71,8 @@ def attention_backward(
         FORWARD.check_values((q, k, v), extras, options)
         _check_results(dout, out, lse, q, v, cu_seqlens_q is not None)
         tensors = (dout, None, q, k, v, out.contiguous(), lse.contiguous())
-        dq, dk, dv, dsink, _ = BACKWARD.launch(tensors, extras, options)
-        return dq, dk, dv, dsink
+        dq, dk, dv, dsink, _ = BACKWARD(tensors, extras, options)
+        return dq, dk, dv, None if sink is None else dsink
 
 
 def _check_results(dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, v: Tensor, packed: bool) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashtile.checks.decode import check_own_memory
 from flashtile.checks.linear import check_before_norm, check_linear, check_qkv
-from flashtile.op.operation import Operation
+from flashtile.op.operation import Operation, Writing
 from flashtile.problems.linear import (
     BeforeNormOptions,
     BeforeNormTensors,
@@ -49,7 +49,7 @@ def _flops(x: Tensor, weight: Tensor, *others: Any) -> int:
     return 2 * x.shape[0] * weight.shape[0] * weight.shape[1]
 
 
-class _Appending(Operation):
+class _Appending(Writing):
     """An operation that writes into two caches."""
 
     def check_values(self, tensors: tuple, optional: Any, options: Any) -> None:

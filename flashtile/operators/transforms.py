@@ -143,7 +143,7 @@ def _vmap(
         flat.append(tensor)
     used = extras.seqused_k
     if used is not None:
-        used = _samples_first(used, dim_of["seqused_k"], samples).flatten()
+        used = _samples_first(used, dim_of["seqused_k"], samples).flatten().contiguous()
     slopes = _slopes_by_batch(extras.alibi_slopes, dim_of["alibi_slopes"], samples, batch)
     results = operator(*flat, *OptionalTensors(seqused_k=used, alibi_slopes=slopes), *options)
     # Without a sink, dsink is an empty vector that all samples share.

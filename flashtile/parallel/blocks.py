@@ -16,6 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from flashtile.caches import BoundedCache, outlives_modes
 from flashtile.hardware.calls import visible_pairs
 from flashtile.parallel.layout import Piece, tokens_of
 from flashtile.problems.common import UNLIMITED
@@ -99,15 +100,28 @@ class Packed:
         return q, k
 
     @cached_property
-    def _tensors(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
-        return {}
+    def _identity(self) -> object:
+        """Key of this object, which is compared faster than its blocks."""
+        return object()
 
     def offsets(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the call's ``cu_seqlens_q`` and ``cu_seqlens_k`` on a device."""
-        if device not in self._tensors:
-            q, k = (torch.tensor(of, dtype=torch.int32, device=device) for of in self._offsets)
-            self._tensors[device] = q, k
-        return self._tensors[device]
+        key = self._identity, device
+        found: tuple[Tensor, Tensor] | None = _on_devices.get(key)
+        if found is None:
+            with torch.inference_mode(False):  # later calls may save them for their backward pass
+                q, k = (torch.tensor(of, dtype=torch.int32, device=device) for of in self._offsets)
+            found = q, k
+            if outlives_modes(q):
+                _on_devices.store(key, found, sum(-(-t.nbytes // ALLOCATED) * ALLOCATED for t in found))
+        return found
+
+
+ALLOCATED = 512
+"""torch allocates multiples of this many bytes on a GPU."""
+OFFSETS_BYTES = 4 * 2**20
+"""Bytes of offsets that are kept on devices. Training on packed documents has other offsets in each step."""
+_on_devices: BoundedCache = BoundedCache(OFFSETS_BYTES)
 
 
 Ranges = tuple[tuple[int, int], ...]

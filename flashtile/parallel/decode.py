@@ -11,8 +11,16 @@ import torch
 from torch import Tensor
 
 from flashtile.api.decode import append_kvcache, flash_attn_combine
-from flashtile.checks.arguments import as_int_within, check_choice, check_dense, check_int32
+from flashtile.checks.arguments import (
+    as_int_within,
+    check_choice,
+    check_dense,
+    check_device,
+    check_int32,
+    check_score_options,
+)
 from flashtile.checks.conversions import as_seconds, check_flag, make_options, with_unit_stride
+from flashtile.checks.decode import check_cache
 from flashtile.operators.decode import DECODE
 from flashtile.parallel.ranks import TIMEOUT, Ranks, as_bytes, num_bytes, ranks_of
 from flashtile.parallel.symmetric import Shared, check_symmetric, shared_memory
@@ -150,6 +158,10 @@ def context_parallel_decode(
         check_symmetric(q)
         check_dense("v_cache", v_cache)
     masking = make_options(None, None, softmax_scale, causal, (-1, -1), softcap, False, backend)
+    check_score_options(masking)
+    check_cache(q, k_cache, v_cache, block_table)
+    if k is not None or v is not None:
+        _check_new(q, k, v)
     ranks = ranks_of(group)
     if merge == "reduce_scatter" and heads % ranks.size:
         raise ValueError(
@@ -168,9 +180,10 @@ def context_parallel_decode(
         shared = shared_memory(ranks, batch * seqlen_q * heads, v_cache.shape[-1], q.device)
     lengths = cache_seqlens
     if k is not None or v is not None:
+        assert k is not None
+        assert v is not None
         descales = (k_descale, v_descale)
         _append(ranks, k_cache, v_cache, k, v, lengths, block_table, interleave, descales, backend)
-        assert k is not None
         lengths = lengths + k.shape[1]
     rows, table, own = with_unit_stride(q), block_table, CacheTensors()
     if seqlen_q > 1:  # each query becomes a sequence, which ends at the last key that it sees
@@ -195,12 +208,25 @@ def context_parallel_decode(
     return (out, lse.transpose(1, 2)) if return_lse else out
 
 
+def _check_new(q: Tensor, k: Any, v: Any) -> None:
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor is None:
+            raise ValueError(f"{name} must be given together with {'v' if name == 'k' else 'k'}, got None")
+        check_dense(name, tensor)
+        check_device(name, tensor, q)
+        if tensor.dim() != 4 or tensor.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"{name} must have shape (batch, seqlen_new, heads_kv, head_dim) with batch = {q.shape[0]}, "
+                f"got {tuple(tensor.shape)}"
+            )
+
+
 def _append(
     ranks: Ranks,
     k_cache: Tensor,
     v_cache: Tensor,
-    k: Any,
-    v: Any,
+    k: Tensor,
+    v: Tensor,
     before: Tensor,
     block_table: Tensor | None,
     interleave: int,
@@ -208,15 +234,6 @@ def _append(
     backend: str | None,
 ) -> None:
     """Write the new tokens that belong to this rank into its caches."""
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor is None:
-            raise ValueError(f"{name} must be given together with {'v' if name == 'k' else 'k'}, got None")
-        check_dense(name, tensor)
-        if tensor.dim() != 4 or tensor.shape[0] != before.shape[0]:
-            raise ValueError(
-                f"{name} must have shape (batch, seqlen_new, heads_kv, head_dim) with batch = "
-                f"{before.shape[0]}, got {tuple(tensor.shape)}"
-            )
     position = before.long()[:, None] + torch.arange(k.shape[1], device=k.device)
     turn = interleave * ranks.size
     own = position // interleave % ranks.size == ranks.rank

@@ -63,7 +63,7 @@ def tokens_of(pieces: Sequence[Piece]) -> int:
     return sum(piece.length for piece in pieces)
 
 
-def positions(pieces: Sequence[Piece], device: Any = None) -> Tensor:
+def positions(pieces: Sequence[Piece], device: torch.device) -> Tensor:
     """Return the position in the sequence of each token of ``pieces``, (tokens,) int64."""
     parts = [torch.arange(p.start, p.stop, p.step, device=device) for p in pieces]
     return torch.cat(parts) if parts else torch.arange(0, device=device)

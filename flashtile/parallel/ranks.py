@@ -248,6 +248,11 @@ def check_mesh(group: Any, mesh: Any) -> None:
         raise TypeError(f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}")
     if group is not None:
         raise ValueError("group must be None if mesh is given, got both")
+    if mesh.ndim > 1 and mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"mesh must have mesh_dim_names if it has several dimensions, got none for {tuple(mesh.shape)}: "
+            "call init_device_mesh(..., mesh_dim_names=...)"
+        )
     if mesh.get_coordinate() is None:
         raise ValueError("mesh must contain this rank, got a mesh of other ranks")
 

@@ -68,7 +68,7 @@ def stored_head_dim(head_dim: int, transformed: bool) -> int:
     return -(-head_dim // 16) * 16
 
 
-def key_order(num_keys: int, device: torch.device | str | None = None) -> Tensor:
+def key_order(num_keys: int, device: torch.device | str) -> Tensor:
     """Return the index of the key in each column of a stored V^T, (num_keys,) int64.
 
     ``num_keys`` is a multiple of 32. Within 32 columns, column ``16 a + 4 b + 2 c + d`` holds key
@@ -84,7 +84,7 @@ HEADROOM = 2.0**-8
 """Factor on the transform's input. The sum of 256 of the largest float32 numbers is then finite."""
 
 
-def hadamard_signs(columns: int, seed: int, device: torch.device | str | None = None) -> Tensor:
+def hadamard_signs(columns: int, seed: int, device: torch.device | str) -> Tensor:
     """Return (columns,) float32 of -1 and 1, the same on every device.
 
     The signs of 32 columns are the bits of one word: MurmurHash3's 32-bit finaliser (Appleby 2011) of the

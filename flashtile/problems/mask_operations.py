@@ -2,14 +2,17 @@
 
 A program is the traced form of a score or mask function (:mod:`flashtile.problems.mask_program`).
 
+Ints are 64-bit. Where torch computes in a narrower dtype, a conversion such as ``int8`` follows.
+
 Derivatives are programs of the same operations. ``gradient(emit, result, *operands)`` returns the partial
 derivative with respect to each operand, or None for an operand without a derivative. Some operations select
-one of their operands, such as minimum. For these it returns (condition, whether the operand is selected if
-the condition is True) for each operand.
+one of their operands, such as where. Their partial derivatives are functions from the gradient of the result
+to that of the operand. Multiplying an infinite gradient by 0 would give NaN.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,6 +24,10 @@ from flashtile.problems.common import DTYPES
 
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 """Dtypes of captured bool and int tensors: all in which torch can compute."""
+INTS = {
+    "uint8": torch.uint8, "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int": torch.int64,
+}  # fmt: skip
+"""Conversions of ints, with the dtypes that they convert to. All of them return 64-bit ints."""
 FLOATS = (
     *DTYPES,
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
@@ -57,6 +64,19 @@ def kind_of_number(number: float) -> str:
 
 def promoted(*kinds: str) -> str:
     return max(kinds, key=_RANK.__getitem__)
+
+
+def range_of(conversion: str) -> tuple[int, int]:
+    """Return the smallest and the largest int that one of the conversions in ``INTS`` returns."""
+    bits = 64 if conversion == "int" else int(conversion.lstrip("uint"))
+    return (0, 2**bits - 1) if conversion.startswith("u") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+
+
+def promoted_int(*conversions: str) -> str:
+    """Return the conversion to the dtype that torch computes in for operands of these dtypes."""
+    if "uint8" in conversions and "int8" in conversions:
+        conversions = (*conversions, "int16")
+    return max(conversions, key=tuple(INTS).index)
 
 
 def _always(kind: str) -> Callable[..., str]:
@@ -153,6 +173,17 @@ def _to(kind: str) -> Callable[[Any], Any]:
     return lambda x: x.to(dtype) if isinstance(x, Tensor) else python(x)
 
 
+def _narrowed(conversion: str) -> Callable[[Any], Any]:
+    low, high = range_of(conversion)
+
+    def convert(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x.to(INTS[conversion]).to(torch.int64)
+        return (x - low) % (high - low + 1) + low
+
+    return convert
+
+
 def _unary(function: Callable[..., Tensor], gradient: Callable[..., Any] | None = None) -> Operation:
     """Return an operation that is a function of one float."""
     partials = None if gradient is None else lambda emit, y, x: (gradient(emit, y, x),)
@@ -175,14 +206,44 @@ def _one_minus_square(emit: Any, y: Any) -> Any:
     return emit("sub", 1.0, emit("mul", y, y))
 
 
-def _smaller(emit: Any, y: Any, a: Any, b: Any) -> tuple:
-    condition = emit("le", a, b)
-    return (condition, True), (condition, False)
+def _chosen(emit: Any, condition: Any, is_chosen: bool = True) -> Callable[[Any], Any]:
+    """Return the partial derivative of an operand that is the result where ``condition`` is ``is_chosen``."""
+
+    def through(gradient: Any) -> Any:
+        return emit("where", condition, *((gradient, 0.0) if is_chosen else (0.0, gradient)))
+
+    return through
 
 
-def _larger(emit: Any, y: Any, a: Any, b: Any) -> tuple:
-    condition = emit("ge", a, b)
-    return (condition, True), (condition, False)
+def _clamped(comparison: str) -> Callable[..., tuple]:
+    """Return ``gradient`` of a clamp: at the bound, the number that is clamped gets the whole gradient."""
+
+    def partials(emit: Any, y: Any, x: Any, bound: Any) -> tuple:
+        condition = emit(comparison, x, bound)
+        return _chosen(emit, condition), _chosen(emit, condition, is_chosen=False)
+
+    return partials
+
+
+def _extreme(loses: str, wins: str) -> Callable[..., tuple]:
+    """Return ``gradient`` of minimum or maximum: equal operands get half of the gradient each.
+
+    ``loses`` and ``wins`` are the comparisons that hold if the first operand is not, and is, the only result.
+    """
+
+    def partials(emit: Any, y: Any, a: Any, b: Any) -> tuple:
+        def halved(gradient: Any) -> Any:
+            return emit("where", emit("eq", a, b), emit("mul", 0.5, gradient), gradient)
+
+        def of_first(gradient: Any) -> Any:
+            return emit("where", emit(loses, a, b), 0.0, halved(gradient))
+
+        def of_second(gradient: Any) -> Any:
+            return emit("where", emit(wins, a, b), 0.0, halved(gradient))
+
+        return of_first, of_second
+
+    return partials
 
 
 def _pow_gradient(emit: Any, y: Any, a: Any, b: Any) -> tuple:
@@ -217,8 +278,15 @@ OPERATIONS: dict[str, Operation] = {
         lambda emit, y, a, b: (1.0, emit("neg", emit("floor", emit("div", a, b)))),
     ),
     "pow": Operation(_of_tensors(torch.pow), _always("float"), _pow_gradient),
-    "minimum": _binary(_of_tensors(torch.minimum), _smaller),
-    "maximum": _binary(_of_tensors(torch.maximum), _larger),
+    "quotient": _binary(_of_tensors(functools.partial(torch.div, rounding_mode="trunc"))),
+    "fmod": _binary(
+        _of_tensors(torch.fmod),
+        lambda emit, y, a, b: (1.0, emit("neg", emit("quotient", a, b))),
+    ),
+    "minimum": _binary(_of_tensors(torch.minimum), _extreme("gt", "lt")),
+    "maximum": _binary(_of_tensors(torch.maximum), _extreme("lt", "gt")),
+    "clamp_min": _binary(_of_tensors(torch.clamp_min), _clamped("ge")),
+    "clamp_max": _binary(_of_tensors(torch.clamp_max), _clamped("le")),
     "eq": _comparison(lambda a, b: a == b),
     "ne": _comparison(lambda a, b: a != b),
     "lt": _comparison(lambda a, b: a < b),
@@ -245,7 +313,7 @@ OPERATIONS: dict[str, Operation] = {
     "where": Operation(
         lambda c, a, b: torch.where(_tensors(c)[0], *_tensors(a, b)),
         lambda condition, a, b: promoted(a, b),
-        lambda emit, y, c, a, b: (None, (c, True), (c, False)),
+        lambda emit, y, c, a, b: (None, _chosen(emit, c), _chosen(emit, c, is_chosen=False)),
         lambda c, a, b: (a if c else b) if _numbers(c) else a if _numbers(a, b) and a == b else None,
     ),
     "exp": _unary(torch.exp, lambda emit, y, x: y),
@@ -266,5 +334,7 @@ OPERATIONS: dict[str, Operation] = {
     "float": Operation(lambda x: x, _always("float"), lambda emit, y, x: (1.0,), _fold(float)),
     "int": Operation(_to("int"), _always("int"), None, _fold(_to("int"))),
     "bool": Operation(_to("bool"), _always("bool"), None, _fold(_to("bool"))),
+    **{name: Operation(_narrowed(name), _always("int"), None, _fold(_narrowed(name)))
+       for name in INTS if name != "int"},
 }  # fmt: skip
 """Operations by name."""

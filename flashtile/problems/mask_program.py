@@ -230,10 +230,7 @@ def derivatives(program: Program, tensors: frozenset[int] = frozenset()) -> tupl
         for operand, partial in zip(line.operands, partials, strict=True):
             if partial is None or not isinstance(operand, Name) or builder.kind(operand) != "float":
                 continue
-            if isinstance(partial, tuple):
-                term = builder.emit("where", *_chosen(partial, adjoint))
-            else:
-                term = builder.emit("mul", adjoint, partial)
+            term = partial(adjoint) if callable(partial) else builder.emit("mul", adjoint, partial)
             adjoints[operand] = builder.emit("add", adjoints.get(operand, 0.0), term)
     results = [result, adjoints.get(Name("score"), 0.0)]
     loads = []
@@ -246,7 +243,7 @@ def derivatives(program: Program, tensors: frozenset[int] = frozenset()) -> tupl
 
 
 _MAY_OVERFLOW = frozenset(("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "pow"))
-_DIVISIONS = frozenset(("div", "floordiv", "mod"))
+_DIVISIONS = frozenset(("div", "floordiv", "mod", "quotient", "fmod"))
 
 
 def is_finite(program: Program, result: Operand, loads_are: bool) -> bool:
@@ -290,16 +287,6 @@ def variables(program: Program) -> Iterator[int]:
 
 def _is_zero(operand: Operand) -> bool:
     return not isinstance(operand, Name) and operand == 0
-
-
-def _chosen(partial: tuple, adjoint: Operand) -> tuple:
-    """Return the operands of a ``where`` that computes the gradient of an operand.
-
-    The gradient is ``adjoint`` where the differentiated operation selected the operand, otherwise 0.
-    Multiplying ``adjoint`` by 0 instead would give NaN where it is infinite.
-    """
-    condition, is_chosen = partial
-    return (condition, adjoint, 0.0) if is_chosen else (condition, 0.0, adjoint)
 
 
 def depends_on(program: Program) -> dict[Operand, frozenset[str]]:

@@ -176,7 +176,7 @@ def standard(
     if bias is not None:
         scores = scores + bias
     if modify is not None:
-        scores = torch.as_tensor(modify(scores)).to(scores.dtype).expand(scores.shape).clone()
+        scores = _expanded(modify(scores), scores).clone()
     if hidden is not None:
         scores = scores.masked_fill_(hidden, -torch.inf)
     if modify is not None:  # it may have set all scores of a row to -inf
@@ -274,13 +274,18 @@ def _modified(
     A score is hidden if it is not ``seen`` or if ``score_mod`` sets it to -inf. The derivative of
     ``score_mod`` at a hidden score may be infinite, and multiplying it by a gradient of 0 would give NaN.
     """
-    values = torch.as_tensor(score_mod(scores, *grids)).to(scores.dtype).expand(scores.shape)
+    values = _expanded(score_mod(scores, *grids), scores)
     seen = seen & (values.detach() != -torch.inf)
     if seen.all():
         return values
     indices = seen.nonzero(as_tuple=True)  # batch, head, row and key of each visible score
-    of_seen = torch.as_tensor(score_mod(scores[indices], *indices)).to(scores.dtype).expand(len(indices[0]))
+    of_seen = _expanded(score_mod(scores[indices], *indices), scores[indices])
     return values.detach().index_put(indices, of_seen)
+
+
+def _expanded(result: Tensor | float, scores: Tensor) -> Tensor:
+    """Return the result of a ``score_mod`` as a tensor with the device, dtype and shape of ``scores``."""
+    return torch.as_tensor(result, dtype=scores.dtype, device=scores.device).expand(scores.shape)
 
 
 def _grids(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

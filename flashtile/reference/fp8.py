@@ -104,7 +104,7 @@ def _write(problem: QuantizeProblem, values: Tensor, one: _Sequence, largest: Te
     scaled = (one.blocks * inverse[..., None, None]).clamp(-E4M3_MAX, E4M3_MAX)
     scaled = scaled.masked_fill(~one.blocks.isfinite(), torch.nan).to(E4M3)  # e4m3 has no infinity
     if problem.role == "v":
-        order = layout.key_order(problem.rows)
+        order = layout.key_order(problem.rows, scaled.device)
         transposed = scaled[:, :, order].flatten(1, 2).mT  # (heads, head_dim, columns)
         first = layout.first_block(one.start, one.b, problem.rows) if problem.varlen else 0
         own = values if problem.varlen else values[one.b]

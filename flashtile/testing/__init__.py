@@ -65,7 +65,7 @@ LEARNED = ("sink", "bias")
 SHOWN_ELEMENTS = 64
 """Largest size of a tensor argument whose elements a report lists."""
 
-LAYOUTS = ("contiguous", "packed", "transposed", "offset", "expanded")
+LAYOUTS = ("contiguous", "packed", "transposed", "offset", "expanded", "overlapping", "negated")
 """Memory layouts of :func:`random_tensor`."""
 
 
@@ -203,7 +203,7 @@ def measure(
     with poisoned_memory() if poison else nullcontext():
         ours = _run(partial(function, return_lse=True, **arguments), given, upstream, gradients)
     standard = partial(reference.attention, **defining)
-    exact = _run(standard, {name: t.double() for name, t in given.items()}, upstream, gradients)
+    exact = _run(standard, {name: _wide(t) for name, t in given.items()}, upstream, gradients)
     plain = _run(standard, given, upstream, gradients)
     plain[1] = _run(partial(standard, upcast=ours[1].dtype), given, upstream, False)[1]
 
@@ -314,6 +314,8 @@ def random_tensor(
             * "transposed": heads before seqlen.
             * "offset": some columns of a larger head_dim, so that rows are not aligned.
             * "expanded": one head, expanded to all heads (stride 0).
+            * "overlapping": heads that share memory, each one element after the one before (``unfold``).
+            * "negated": memory holds the negative numbers, which torch negates lazily (``z.conj().imag``).
 
     Raises:
         ValueError: ``layout`` is unknown.
@@ -342,7 +344,16 @@ def random_tensor(
         return storage[..., 1 : 1 + head_dim].copy_(normal(*shape))
     if layout == "expanded":
         return normal(*rows, 1, head_dim).expand(*shape)
+    if layout == "overlapping":
+        return normal(*rows, heads + head_dim - 1).unfold(-1, head_dim, 1)
+    if layout == "negated":
+        return torch._neg_view(normal(*shape))
     raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Convert to float64. A copy that keeps the order of strides may have another last stride than 1."""
+    return tensor.to(torch.float64, memory_format=torch.contiguous_format)
 
 
 def random_gradients(q: Tensor, v: Tensor, *, varlen: bool = False, seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -509,7 +520,7 @@ def _worst(error: Tensor, actual: Tensor, exact: Tensor, plain: Tensor) -> str:
     if not error.numel():
         return "no element"
     flat = int(torch.nan_to_num(error, nan=torch.inf).argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), error.shape))
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat, device="cpu"), error.shape))
     got, expected, theirs = (t[index].item() for t in (actual, exact, plain))
     return f"{index}: got {got:.6g}, exact {expected:.6g}, plain PyTorch {theirs:.6g}"
 

@@ -68,7 +68,9 @@ class Heads:
         """Return the arguments of a causal call."""
         sink = None
         if self.has_sink:
-            sink = torch.zeros(self.num_heads, dtype=getattr(torch, self.dtype), requires_grad=True)
+            sink = torch.zeros(
+                self.num_heads, dtype=getattr(torch, self.dtype), requires_grad=True, device="cpu"
+            )
         return {"causal": True, "window_size": (self.window, -1), "softcap": self.softcap, "sink": sink}
 
     def tensors(self, batch: int, seqlen: int) -> tuple[torch.Tensor, ...]:
@@ -78,7 +80,9 @@ class Heads:
             (self.num_heads_kv, self.head_dim_v),
         )  # fmt: skip
         dtype = getattr(torch, self.dtype)
-        return tuple(torch.empty(batch, seqlen, *size, dtype=dtype, requires_grad=True) for size in sizes)
+        return tuple(
+            torch.empty(batch, seqlen, *size, dtype=dtype, requires_grad=True, device="cpu") for size in sizes
+        )
 
 
 TRAINING_HEADS = ((16, 16), (16, 4))
@@ -130,7 +134,7 @@ def training_calls(layers: Iterable[Heads], features: bool = False) -> list[Call
 
 def _packed(batch: int, seqlen: int) -> dict[str, Any]:
     """Return the arguments of a call with packed sequences. Offsets are 0: fake tensors have no values."""
-    offsets = torch.zeros(batch + 1, dtype=torch.int32)
+    offsets = torch.zeros(batch + 1, dtype=torch.int32, device="cpu")
     return {
         "cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": seqlen, "max_seqlen_k": seqlen,
     }  # fmt: skip
@@ -139,24 +143,28 @@ def _packed(batch: int, seqlen: int) -> dict[str, Any]:
 def _features(layer: Heads, batch: int, seqlen: int) -> Iterator[dict[str, Any]]:
     """Yield the arguments of calls with one feature each, except for causal masks and packed sequences."""
     heads, dtype = layer.num_heads, getattr(torch, layer.dtype)
-    rng_state = torch.zeros(2, dtype=torch.int64)
-    lengths, ids = torch.zeros(batch, dtype=torch.int32), torch.zeros(batch, seqlen, dtype=torch.int32)
+    rng_state = torch.zeros(2, dtype=torch.int64, device="cpu")
+    lengths = torch.zeros(batch, dtype=torch.int32, device="cpu")
+    ids = torch.zeros(batch, seqlen, dtype=torch.int32, device="cpu")
     document = flashtile.masks.document(ids)
     for causal in (True, False):
         yield {"dropout_p": 0.1, "causal": causal, "rng_state": rng_state}
         yield {"deterministic": True, "causal": causal}
-        yield {"sink": torch.zeros(heads, dtype=dtype, requires_grad=True), "causal": causal}
+        yield {"sink": torch.zeros(heads, dtype=dtype, requires_grad=True, device="cpu"), "causal": causal}
         for learned in (False, True):
-            bias = torch.zeros(1, heads, seqlen, seqlen, dtype=dtype, requires_grad=learned)
+            bias = torch.zeros(1, heads, seqlen, seqlen, dtype=dtype, requires_grad=learned, device="cpu")
             yield {"bias": bias, "causal": causal}
-        yield {"key_padding_mask": torch.ones(batch, seqlen, dtype=torch.bool), "causal": causal}
+        yield {
+            "key_padding_mask": torch.ones(batch, seqlen, dtype=torch.bool, device="cpu"),
+            "causal": causal,
+        }
         yield {"mask_mod": document, "causal": causal}
     yield {"softcap": 30.0, "causal": True}
-    yield {"alibi_slopes": torch.zeros(heads), "causal": True}
+    yield {"alibi_slopes": torch.zeros(heads, device="cpu"), "causal": True}
     for left in WINDOWS:
         yield {"window_size": (left, 0)}
     yield {"attention_chunk": 512, "causal": True}
-    yield {"mask": torch.ones(batch, 1, seqlen, seqlen, dtype=torch.bool)}
+    yield {"mask": torch.ones(batch, 1, seqlen, seqlen, dtype=torch.bool, device="cpu")}
     yield {"mask_mod": flashtile.masks.padding(lengths)}
     yield {"mask_mod": flashtile.masks.prefix_lm(lengths)}
     own = flashtile.masks.document(ids[0]) & flashtile.masks.causal()
@@ -168,7 +176,7 @@ def _features(layer: Heads, batch: int, seqlen: int) -> Iterator[dict[str, Any]]
 def _forward_only(layer: Heads, batch: int, seqlen: int) -> None:
     """Call attention in FP8, and attention weights."""
     q, k, v = (tensor.detach() for tensor in layer.tensors(batch, seqlen))
-    lse = torch.zeros(batch, layer.num_heads, seqlen)
+    lse = torch.zeros(batch, layer.num_heads, seqlen, device="cpu")
     for causal in (True, False):
         flashtile.fp8.attention(q, k, v, causal=causal)
         for form in ("full", "columns"):
@@ -178,7 +186,10 @@ def _forward_only(layer: Heads, batch: int, seqlen: int) -> None:
 def _block_mask(mask_mod: flashtile.masks.MaskMod, seqlen: int) -> flashtile.masks.BlockMask:
     """Return a block mask for fake tensors, which have no values from which its lists could be made."""
     blocks = -(-seqlen // 128)
-    lists = torch.zeros(1, 1, blocks, dtype=torch.int32), torch.zeros(1, 1, blocks, blocks, dtype=torch.int32)
+    lists = (
+        torch.zeros(1, 1, blocks, dtype=torch.int32, device="cpu"),
+        torch.zeros(1, 1, blocks, blocks, dtype=torch.int32, device="cpu"),
+    )
     return flashtile.masks.BlockMask((seqlen, seqlen), *4 * lists, BLOCK_SIZE=(128, 128), mask_mod=mask_mod)
 
 
@@ -200,11 +211,13 @@ def decoding_calls(layers: Iterable[Heads], features: bool = False) -> list[Call
             if features and layer.num_heads_kv < layer.num_heads:
                 _decode(layer, batch, length, 1, page, torch.float8_e4m3fn)
                 _decode(layer, batch, length, 1, page, softcap=30.0)
-                _decode(layer, batch, length, 1, page, sink=torch.zeros(layer.num_heads))
+                _decode(layer, batch, length, 1, page, sink=torch.zeros(layer.num_heads, device="cpu"))
                 for left in DECODING_WINDOWS:
                     _decode(layer, batch, length, 1, page, window_size=(left, 0))
             for pairs in (1, 64) if features else ():
-                flashtile.copy_blocks(*_caches(layer, 64, page), torch.zeros(pairs, 2, dtype=torch.int64))
+                flashtile.copy_blocks(
+                    *_caches(layer, 64, page), torch.zeros(pairs, 2, dtype=torch.int64, device="cpu")
+                )
     return calls_of(remembered)
 
 
@@ -222,8 +235,8 @@ def _decode(
     pages = length // max(page_size, 1)
     shape = (batch * pages, page_size) if page_size else (batch, length)
     k_cache, v_cache = (cache.to(cache_dtype or q.dtype) for cache in _caches(layer, *shape))
-    table = torch.zeros(batch, pages, dtype=torch.int32) if page_size else None
-    lengths = torch.zeros(batch, dtype=torch.int32)
+    table = torch.zeros(batch, pages, dtype=torch.int32, device="cpu") if page_size else None
+    lengths = torch.zeros(batch, dtype=torch.int32, device="cpu")
     flashtile.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True, block_table=table, **arguments
     )
@@ -232,13 +245,13 @@ def _decode(
 def _caches(layer: Heads, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the caches of keys and of values, whose first dimensions are ``shape``."""
     dtype, heads = getattr(torch, layer.dtype), layer.num_heads_kv
-    keys = torch.empty(*shape, heads, layer.head_dim, dtype=dtype)
-    return keys, torch.empty(*shape, heads, layer.head_dim_v, dtype=dtype)
+    keys = torch.empty(*shape, heads, layer.head_dim, dtype=dtype, device="cpu")
+    return keys, torch.empty(*shape, heads, layer.head_dim_v, dtype=dtype, device="cpu")
 
 
 def _rotary(layer: Heads, length: int) -> dict[str, Any]:
     """Return the arguments of calls with rotary embedding, in Llama's layout."""
-    angles = torch.zeros(length, layer.head_dim // 2, dtype=getattr(torch, layer.dtype))
+    angles = torch.zeros(length, layer.head_dim // 2, dtype=getattr(torch, layer.dtype), device="cpu")
     return {"rotary_cos": angles, "rotary_sin": angles, "rotary_interleaved": False}
 
 

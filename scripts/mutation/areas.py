@@ -59,6 +59,7 @@ AREAS = (
             "tests/attn/test_weights.py",
             "tests/attn/test_partial_results.py",
             "tests/backends/test_kernel_cache.py",
+            "tests/backends/test_keys.py",
             "tests/backends/test_cached_launches.py",
             "tests/backends/test_direct_launch.py",
             "tests/backends/test_compile_report.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -114,3 +115,25 @@ def test_a_sink_of_minus_infinity_is_none(target: Target) -> None:
     without = _attend(target, inputs, "")
     inputs.arguments["sink"] = torch.full((2,), -torch.inf, device=target.device)
     _assert_same_bits(_attend(target, inputs, ""), without)
+
+
+def test_every_tensor_may_be_a_lazy_negation(target: Target) -> None:
+    """Memory of ``z.conj().imag`` holds the numbers before a negation that torch's dispatcher applies."""
+    case = Case(name="negated", seqlen_q=9, seqlen_k=9, heads_q=2, heads_kv=1, head_dim=16, sink="float32")
+    inputs = replace(case, alibi="head", bias="hq", dtype=target.dtypes[0]).inputs(target.device)
+    (q, k, v), extras = inputs.qkv, inputs.arguments
+    names = ("sink", "alibi_slopes", "bias")
+    given = [t.neg() for t in (q, k, v, *(extras[name] for name in names), inputs.dout, inputs.dlse)]
+
+    def results(negated: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        q, k, v, sink, slopes, bias, dout, dlse = map(negated, given)
+        q.requires_grad_()
+        arguments = {**extras, "sink": sink, "alibi_slopes": slopes, "bias": bias, "backend": target.backend}
+        out, lse = flashtile.attention(q, k, v, return_lse=True, **arguments)
+        score_mod = lambda score, b, h, i, j: score + sink[h]  # noqa: E731
+        by_function = flashtile.attention(q, k, v, score_mod=score_mod, backend=target.backend)
+        decoded = flashtile.flash_attn_with_kvcache(q.detach(), k, v, sink=sink, backend=target.backend)
+        (dq,) = torch.autograd.grad((out, lse, by_function), q, (dout, dlse, dout))
+        return [out, lse, by_function, decoded, dq]
+
+    _assert_same_bits(results(torch._neg_view), results(torch.neg))

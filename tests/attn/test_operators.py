@@ -52,6 +52,11 @@ def operator_calls(device):
             *Options(causal=True),
         ),
         "window-softcap": (*dense(device), *NO_EXTRAS, *Options(window_left=3, softcap=2.0)),
+        "heads-first": (
+            *(t.transpose(1, 2).contiguous().transpose(1, 2) for t in dense(device)),
+            *NO_EXTRAS,
+            *Options(),
+        ),
         "strided": (
             *(t[:, ::2] for t in dense(device)),
             *OptionalTensors(alibi_slopes=slopes(device, 2, 4)),
@@ -97,6 +102,15 @@ def test_opcheck_backward(name, given, device):
     torch.library.opcheck(
         torch.ops.flashtile.backward.default, (dout, dlse, *arguments[:3], out, lse, *arguments[3:])
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_gradients_are_contiguous_whatever_the_layout(dtype):
+    """The operator's fake, which a graph is made of, says so."""
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in dense(dtype=dtype))
+    out, lse = torch.ops.flashtile.forward(q, k, v, *NO_EXTRAS, *Options())
+    gradients = torch.ops.flashtile.backward(out, None, q, k, v, out, lse, *NO_EXTRAS, *Options())
+    assert all(t.is_contiguous() for t in (out, lse, *gradients))
 
 
 def test_fake_gradients_are_shaped_as_what_they_are_of():
@@ -287,7 +301,9 @@ def test_export_varlen(strict):
 def test_fake_tensors_have_the_shapes_of_real_ones(dtype):
     (vq, vk, vv), keywords = varlen()
     q, k, v = dense()
+    heads_first = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
     for tensors, options in (
+        (heads_first, {}),
         ((q, k, v[..., :8]), {}),
         ((q, k, v), {"causal": True}),  # fewer queries than keys
         ((k, q[:, :, :2], q[:, :, 2:]), {"causal": True}),  # and more

@@ -179,3 +179,26 @@ def test_jacrev():
     ours = torch.func.jacrev(lambda a: flashtile.attention(a, k, v, causal=True))(q)
     expected = torch.func.jacrev(lambda a: reference.attention(a, k, v, causal=True)[0])(q)
     torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("sink", torch.rand(4, 3)),
+        ("alibi_slopes", torch.rand(4, 3)),
+        ("seqused_k", torch.tensor([[3, 5, 9]], dtype=torch.int32)),
+        ("seqused_q", torch.tensor([[3, 5, 9]], dtype=torch.int32)),
+        ("sink", torch.rand(4)),
+        ("seqused_k", torch.tensor([5], dtype=torch.int32)),
+    ],
+)
+def test_vmap_over_any_dimension(name, values):
+    """The last dimension of a small tensor, or none, so that the samples share it."""
+    q, k, v = dense(batch=1, seqlen_k=9)
+    samples = torch.stack([q, 2 * q, 3 * q])
+    dim = 1 if values.dim() == 2 else None
+    attend = lambda q, x: flashtile.attention(q, k, v, **{name: x})  # noqa: E731
+    out = torch.func.vmap(attend, in_dims=(0, dim))(samples, values)
+    own = [values if dim is None else values[:, i].contiguous() for i in range(3)]
+    expected = torch.stack([attend(x, y) for x, y in zip(samples, own, strict=True)])
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)

@@ -19,8 +19,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels have nothing to compile", allow_module_level=True)
 
 import compile_record
+from descriptors import wrong_descriptors
 
-from flashtile.backends.common.compile_report import CompileCase, CompileReport, every_case, report
+from flashtile.backends.common.compile_report import (
+    CompileCase,
+    CompileReport,
+    architecture,
+    cuobjdump,
+    every_case,
+    report,
+)
 
 pytestmark = pytest.mark.compile
 
@@ -171,6 +179,9 @@ def unmoved(found: CompileReport) -> tuple:
 def test_every_configuration_is_within_its_limits(arch, case, recorded):
     found = report(case, arch)
     assert beyond_limits(case, found) == []
+    if "wgmma" in found.tensor_core:
+        asm = case.compile(architecture(arch)).asm  # compiled above, so this reads Triton's disk cache
+        assert wrong_descriptors(asm["ptx"], cuobjdump("-sass", asm["cubin"])) == []
     assert recorded is None or unmoved(found) == unmoved(recorded), "make record-compiled"
 
 

@@ -83,7 +83,9 @@ def test_what_the_compiler_is_given(monkeypatch):
     given = []
     monkeypatch.setattr(compat, "is_compilable", lambda kernel: True)
     monkeypatch.setattr(compat, "compile_for", lambda *arguments: given.append(arguments))
-    kernel = SimpleNamespace(arg_names=["x", "sizes", "m", "n", "C"])
+    kernel = SimpleNamespace(
+        arg_names=["x", "sizes", "m", "n", "C"], is_gluon=lambda: False, __name__="kernel"
+    )
     structure = Sizes("i32", "*fp32", 1, Inner("fp32", None))
     signature = {"n": "i64", "m": "i32", "x": "*bf16", "sizes": structure}
     case = CompileCase(
@@ -98,12 +100,13 @@ def test_what_the_compiler_is_given(monkeypatch):
     multiple = [["tt.divisibility", 16]]
     attributes = {(0,): multiple, (1, 0): multiple, (1, 1): multiple, (3,): multiple}
     options = {"num_warps": 8, "num_stages": 4, "maxnreg": 64}
-    constants = {"C": 3, (1, 2): 1, (1, 3, 1): None}
-    assert given == [
-        (*target, kernel, types, constants, attributes, options)
-        for target in (("cuda", 90, 32), ("hip", "gfx942", 64))
-    ]
-    assert list(given[0][4]) == kernel.arg_names
+    constants = {(4,): 3, (1, 2): 1, (1, 3, 1): None}
+    assert [target for *target, _, _ in given] == [["cuda", 90, 32], ["hip", "gfx942", 64]]
+    for *_, source, given_options in given:
+        assert source.fn is kernel
+        assert source.signature == types
+        assert list(source.signature) == kernel.arg_names
+        assert (source.constants, source.attrs, given_options) == (constants, attributes, options)
 
 
 def spilling(budget: int = 0) -> CompileCase:
@@ -270,6 +273,20 @@ def test_inspect_fails_above_the_budget(command):
     assert result.exit_code == 1
     assert "2 configurations, 1 beyond their limits" in result.output
     assert command([product(), spilling()], "--arch", "sm_90a", "--kernel", "64x64").exit_code == 0
+
+
+def test_inspect_says_in_one_line_what_triton_cannot_compile(command, monkeypatch):
+    """As if Triton had removed a function that a kernel calls."""
+
+    def removed(*arguments):
+        raise triton.CompilationError("", None, "async_copy has been removed")
+
+    monkeypatch.setattr(compat, "compile_for", removed)
+    result = command([product()], "--arch", "sm_90a")
+    assert result.exit_code == 1
+    assert result.exception.code == 1
+    line = f"product bf16 64x64 cannot be compiled for sm_90a with Triton {triton.__version__}"
+    assert result.output.splitlines() == [f"{line}: async_copy has been removed"]
 
 
 def test_inspect_s_table_is_whole_where_nothing_is_a_terminal(command, monkeypatch):

@@ -16,6 +16,7 @@ from flashtile.backends import cpu
 from flashtile.backends.cpu import banded, flash
 from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
 from flashtile.backends.cpu.config import Config, Fused, Tiled
+from flashtile.linear import linear
 from flashtile.problems.attention import OptionalTensors, Options, Problem
 from flashtile.reference import attention as reference
 
@@ -360,7 +361,7 @@ def test_padding_is_left_out(monkeypatch, causal, keys, multiplied) -> None:
         seen.append((k.shape[0], k.shape[2]))
         return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, *arguments, **options)
 
-    monkeypatch.setattr(flash, "_forward", forward)
+    monkeypatch.setattr(flash, "_kernel", forward)
     options: dict[str, Any] = {"causal": causal, "key_padding_mask": mask}
     found = flashtile.attention(q, k, v, return_lse=True, **options)
     assert set(seen) == set(multiplied)
@@ -380,3 +381,65 @@ def test_padding_of_nothing(causal, batch, keys) -> None:
     assert out.shape == q.shape
     assert not out.any()
     assert bool((lse == -torch.inf).all())
+
+
+NAN_CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (3, 3)},
+    "slopes": {"alibi_slopes": torch.ones(2)},
+    "sink": {"sink": torch.zeros(2)},
+    "padding": {"key_padding_mask": torch.arange(7)[None] < 6},
+    "used": {"seqused_k": torch.tensor([6], dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", NAN_CALLS)
+def test_a_row_of_nan_stays_nan(name: str, dtype: torch.dtype) -> None:
+    """torch's kernel returns out 0 and lse 0 for such a row of few keys."""
+    q, k, v = (testing.random_tensor((1, 7, 2, 8), dtype, "cpu", seed=i) for i in range(3))
+    q[0, 3, 1, 2] = torch.nan
+    out, lse = flashtile.attention(q, k, v, return_lse=True, **NAN_CALLS[name])
+    expected = torch.zeros(1, 7, 2, dtype=torch.bool)
+    expected[0, 3, 1] = True
+    assert torch.equal(out.isnan(), expected[..., None].expand(out.shape))
+    assert torch.equal(lse.isnan(), expected.mT)
+
+
+def test_a_key_of_nan_that_is_seen_alone_stays_nan() -> None:
+    q, k, v = (testing.random_tensor((1, n, 2, 8), torch.float32, "cpu", seed=n) for n in (4, 1, 1))
+    assert flashtile.attention(q, torch.full_like(k, torch.nan), v).isnan().all()
+    q, k, v = (testing.random_tensor((1, 4, 2, 8), torch.float32, "cpu", seed=n) for n in range(3))
+    k[:, 0] = torch.nan
+    assert flashtile.flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=1).isnan().all()
+
+
+def test_a_row_whose_lse_is_0_keeps_its_result() -> None:
+    """One key with score 0."""
+    q, v = torch.zeros(1, 5, 1, 8), torch.ones(1, 5, 1, 8)
+    out, lse = flashtile.attention(q, q, v, causal=True, return_lse=True)
+    assert torch.equal(out, v)
+    torch.testing.assert_close(lse[0, 0], torch.arange(1, 6.0).log())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_products_are_exact_whatever_precision_torch_is_set_to(dtype) -> None:
+    """fp16 gradients are computed by float32 products."""
+    q, k, v = (torch.randn(1, 130, 2, 64).to(dtype).requires_grad_() for _ in range(3))
+
+    def results() -> tuple[torch.Tensor, ...]:
+        out, lse = flashtile.attention(q, k, v, return_lse=True)
+        weights = flashtile.attention_weights(q.detach(), k.detach(), lse.detach())
+        step = flashtile.flash_attn_with_kvcache(q.detach()[:, :3], k.detach(), v.detach())
+        product = linear(q.detach()[0, :, 0], k.detach()[0, :, 0])
+        return out, lse, weights, step, product, *torch.autograd.grad(out.sin().sum(), (q, k, v))
+
+    expected, before = results(), torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        found = results()
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import shutil
@@ -194,6 +195,9 @@ def driver(monkeypatch) -> Iterator[Driver]:
     return found
 
 
+NUMBERS = itertools.count()
+
+
 class Compiled:
     """A kernel that Triton has compiled. ``types`` are those of its arguments."""
 
@@ -207,6 +211,7 @@ class Compiled:
         self.metadata = SimpleNamespace(**{**plain, **metadata})
         self.src = SimpleNamespace(signature=dict(enumerate(types)))
         self.hooked: list[tuple] = []
+        self.hash = str(next(NUMBERS))
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
         return lambda *arguments, stream: self.hooked.append((grid, stream, *arguments))
@@ -444,10 +449,11 @@ def test_a_failed_launch_is_named_and_the_next_one_succeeds(driver):
 
 
 def test_a_kernel_is_loaded_once(driver):
-    """It stays with the compiled kernel, which Triton keeps."""
-    compiled = Compiled(*PLAIN)
-    for _ in range(2):
-        launcher(compiled, 1, 2)(11, (1, 2))
+    """Also if Triton has dropped it and reads it again: a loaded kernel is never unloaded."""
+    compiled, again = Compiled(*PLAIN), Compiled(*PLAIN)
+    again.hash = compiled.hash
+    for each in (compiled, compiled, again):
+        launcher(each, 1, 2)(11, (1, 2))
     assert driver.loaded == 1
     compiled = Compiled(*PLAIN)
     compiled.kernel = b"damaged"
@@ -575,3 +581,39 @@ def test_only_tritons_driver_has_its_c_module(monkeypatch):
         with compat.driver_of_torch():
             assert config.active == "another"
     assert config.active == "another"
+
+
+def test_drivers_of_threads_that_enter_and_leave(monkeypatch):
+    """Whoever leaves first takes the driver from nobody, and each thread compiles for a GPU of its own."""
+    config = triton.runtime.driver
+    monkeypatch.setattr(config, "_active", None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    seen = []
+
+    def architecture() -> int:
+        return config.active.get_current_target().arch
+
+    def compiles_for(capability: tuple[int, int], inside: threading.Event, leave: threading.Event) -> None:
+        with compat.compiling_driver(capability):
+            inside.set()
+            leave.wait(10)
+            seen.append(architecture())
+
+    inside, leave = [threading.Event() for _ in range(2)], [threading.Event() for _ in range(2)]
+    threads = [
+        threading.Thread(target=compiles_for, args=given)
+        for given in zip([(8, 0), (10, 0)], inside, leave, strict=True)
+    ]
+    threads[0].start()
+    inside[0].wait(10)
+    with compat.driver_of_torch():
+        threads[1].start()
+        inside[1].wait(10)
+        leave[0].set()
+        threads[0].join()
+        assert architecture() == 90
+    leave[1].set()
+    threads[1].join()
+    assert seen == [80, 100]
+    assert config._active is None

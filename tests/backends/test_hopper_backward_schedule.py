@@ -18,7 +18,7 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton
 from compile_record import numbers
 
 from flashtile.backends.common.compile_report import ARCHITECTURES
-from flashtile.backends.common.preprocess import ROW_PAD, padded_rows
+from flashtile.backends.common.preprocess import ROW_PAD, num_padded_rows
 from flashtile.backends.hopper import work_tiles
 from flashtile.backends.hopper.backward import dq_accum
 from flashtile.backends.hopper.backward import kernel as backward_kernel
@@ -477,7 +477,7 @@ def test_padded_rows_of_sequences_never_meet(block_m: int) -> None:
             blocks.append(row // block_m)
         start += length
     assert len(set(blocks)) == len(blocks)
-    assert max(blocks) < padded_rows(max(lengths), start, len(lengths), True) // block_m
+    assert max(blocks) < num_padded_rows(max(lengths), start, len(lengths), True) // block_m
 
 
 @pytest.mark.parametrize("columns", [32, 64, 128])

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
 from flashtile.backends.common.compile_report import types_of
-from flashtile.backends.common.preprocess import padded_rows
+from flashtile.backends.common.preprocess import num_padded_rows
 from flashtile.backends.hopper import work_tiles
 from flashtile.backends.hopper.backward import config, dq_accum
 from flashtile.backends.hopper.backward import schedule as backward_schedule
@@ -189,7 +189,7 @@ def run(
     block_d = 64 if head_dim <= 64 else 128
     batch, longest_q, longest_k = len(lengths), max(q for q, _ in lengths), max(k for _, k in lengths)
     total_q = sum(q for q, _ in lengths)
-    rows = padded_rows(longest_q, total_q, batch, varlen)
+    rows = num_padded_rows(longest_q, total_q, batch, varlen)
     blocks = -(-longest_k // BLOCK_N)
     table_rows: list[int] = []
     start_q = start_k = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -10,8 +11,11 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,7 +34,10 @@ from triton.experimental.gluon import language as gl
 from triton.runtime import cache as triton_cache
 from triton.runtime import driver
 
+from flashtile.backends import compat
 from flashtile.backends.common import first_calls, jit, kernel_cache
+from flashtile.backends.portable.attention import functions
+from flashtile.caches import BoundedCache
 
 pytestmark = pytest.mark.compile
 
@@ -57,6 +64,7 @@ def structured(pointers, strides, lengths, n, BLOCK: tl.constexpr):
 @dataclass(frozen=True)
 class Variant:
     BLOCK: int
+    SCORE_MOD: Any = None
 
 
 @jit.kernel()
@@ -247,6 +255,29 @@ def test_integers_of_a_structure_are_not_specialized_if_it_says_so(monkeypatch):
     assert specialization(17, 1, None)[1] != strides
 
 
+def test_kernels_of_functions_that_are_made_all_the_time_are_freed(monkeypatch):
+    """As a service does whose score functions are new in each request."""
+    monkeypatch.setattr(driver, "_active", FakeDevice())
+    monkeypatch.setattr(jit, "load_or_compile", lambda src, **more: SimpleNamespace(src=src))
+    monkeypatch.setattr(jit, "MOST_KERNELS", 3)
+    monkeypatch.setattr(functions, "_kept", BoundedCache(10**4))
+    of_variant.device_caches.clear()
+    made = []
+    for i in range(20):
+        body = f"    return score + {i}\n" + "    # words\n" * 20
+        function = functions._function("score_mod", "score", body)
+        made.append(weakref.ref(function))
+        variant = Variant(64, function)
+        compiled = of_variant.warmup(triton.MockTensor(tl.float32), variant, grid=(1,))
+        assert compiled.src.constants == {(1,): variant}
+        assert of_variant.warmup(triton.MockTensor(tl.float32), variant, grid=(1,)) is compiled
+    del function, variant, compiled
+    gc.collect()
+    assert [len(kept) for kept in of_variant.device_caches[0][:2]] == [3, 3]
+    assert 3 <= sum(each() is not None for each in made) < 10
+    of_variant.device_caches.clear()
+
+
 def test_who_listens_hears_every_kernel(compilations, monkeypatch):
     heard = []
     load_or_compile()
@@ -265,7 +296,7 @@ def test_hooks_of_compilation_are_told_of_constants_that_json_lacks(monkeypatch,
     monkeypatch.setattr(knobs.runtime, hook, listener)
     function.device_caches.clear()
     function.warmup(triton.MockTensor(tl.float32), Variant(128), grid=(1,))
-    assert [found["constant_vals"] for found in heard] == [["Variant(BLOCK=128)"]]
+    assert [found["constant_vals"] for found in heard] == [["Variant(BLOCK=128, SCORE_MOD=None)"]]
 
 
 def test_always_compile_is_heeded(compilations, monkeypatch):
@@ -286,6 +317,30 @@ def test_a_launch_looks_here(compilations, monkeypatch):
     assert len(compilations) == 1
     assert kernels[0].kernel == kernels[1].kernel
     assert kernels[0] is not kernels[1]
+
+
+def test_eight_threads_make_first_calls_at_once(monkeypatch):
+    """Some launch kernels, also the same ones, and others compile for another GPU ahead of time."""
+    monkeypatch.setattr(driver, "_active", None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    double.device_caches.clear()
+    together, found = threading.Barrier(8), {}
+
+    def call(thread):
+        contexts = {90: compat.driver_of_torch, 80: lambda: compat.compiling_driver((8, 0))}
+        arch = (90, 80)[thread % 2]
+        for block in (32, 64, 128 << thread):
+            together.wait(60)
+            with contexts[arch]():
+                compiled = double.warmup(triton.MockTensor(tl.float32), 5, BLOCK=block, grid=(1,))
+            found[thread, block] = compiled.metadata.target.arch == arch, compiled.src.constants
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(call, range(8)))
+    assert found == {(i, block): (True, {(2,): block}) for i in range(8) for block in (32, 64, 128 << i)}
+    assert driver._active is None
 
 
 def start_process():

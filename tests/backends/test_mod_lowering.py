@@ -186,7 +186,7 @@ def test_products_of_loads_and_of_distances_have_64_bits() -> None:
     _, mask = mask_text(lambda b, h, i, j: IDS[0, j] * j < IDS[1, i] * (i - j)).split("def mask_mod")
     assert "t0.to(tl.int64) * kv.to(tl.int64)" in mask
     assert "t2.to(tl.int64) * t3.to(tl.int64)" in mask
-    _, mask = mask_text(lambda b, h, i, j: IDS[0, j].to(torch.int8) * 1000 > i).split("def mask_mod")
+    _, mask = mask_text(lambda b, h, i, j: IDS[0, j].long() * 1000 > i).split("def mask_mod")
     assert ".to(tl.int64) * (1000)" in mask
 
 

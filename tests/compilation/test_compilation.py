@@ -380,8 +380,9 @@ def started(monkeypatch):
 
 @pytest.mark.compile
 def test_an_interrupted_compilation_leaves_an_index_and_nothing_else(started, tmp_path, monkeypatch):
-    def interrupt(done: int, total: int) -> None:
-        raise KeyboardInterrupt
+    def interrupt(phase: str, done: int, total: int) -> None:
+        if phase == "compiling kernels" and done:
+            raise KeyboardInterrupt
 
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -397,13 +398,13 @@ def test_progress_counts_the_kernels_that_a_folder_has(monkeypatch, tmp_path):
     wanted, written, shown = {key: (APPEND, H200, b"") for key in "abcde"}, [], []
     results = [("c", {}), ("d", "the compiler failed"), ("e", {})]
     monkeypatch.setattr(compiling, "INDEXED_EVERY", 2)
-    monkeypatch.setattr(compiling, "_wanted", lambda calls, targets: (wanted, []))
+    monkeypatch.setattr(compiling, "_wanted", lambda calls, targets, progress: (wanted, []))
     monkeypatch.setattr(compiling, "_kept", lambda wanted, folder: {key: ("sm_90", {}) for key in "ab"})
     monkeypatch.setattr(compiling, "_results", lambda tasks, folder, workers: iter(results))
     monkeypatch.setattr(compiled_folder, "write_index", lambda folder, kernels: written.append([*kernels]))
     done = compile_calls([], [], tmp_path / "kernels", progress=lambda *counts: shown.append(counts))
     assert done == Compiled(4, (Failure(APPEND, "H200", "the compiler failed"),))
-    assert shown == [(3, 5), (4, 5), (5, 5)]
+    assert shown == [("compiling kernels", done, 5) for done in (2, 3, 4, 5)]
     assert written == [["a", "b", "c"], ["a", "b", "c", "e"]]
 
 
@@ -543,7 +544,10 @@ def test_from_a_script_to_a_folder(tmp_path):
     assert found.returncode == 0, found.stderr
     assert [call.operation for call in read_calls(calls)] == ["append_kvcache"]
     found = cli("compile", str(kernels), "--calls", str(calls), "--arch", "sm_80", "--workers", "1")
-    assert (found.returncode, found.stderr) == (0, "")
+    assert found.returncode == 0
+    assert found.stderr.splitlines() == [
+        "finding the kernels of calls: 0 of 1", "compiling kernels: 0 of 1", "compiling kernels: 1 of 1",
+    ]  # fmt: skip
     assert found.stdout.startswith("1 kernels of 1 calls")
     found = cli("info", environment={VARIABLE: str(kernels)})
     assert "1 for sm_80" in found.stdout

@@ -167,3 +167,55 @@ def test_autocast_follows_the_cache():
     assert torch.equal(k_cache[:, 3], k[:, 0].bfloat16())
     assert torch.equal(k_cache[:, 4], (k[:, 0] + 1).bfloat16())
     torch.testing.assert_close(shared, out)
+
+
+def test_writes_raise_the_version_of_a_cache(on):
+    """A graph that saved the cache before would otherwise compute gradients from what is there now."""
+    k_cache, v_cache = caches(2, 8)
+    q, k, v = torch.randn(2, 1, HEADS, D), *(torch.randn(2, 1, HEADS_KV, D) for _ in "kv")
+    pairs = torch.tensor([[0, 1]])
+    for write in (
+        lambda: flashtile.append_kvcache(k_cache, v_cache, k, v, cache_seqlens=3, **on),
+        lambda: flashtile.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=4, **on),
+        lambda: flashtile.copy_blocks(k_cache, v_cache, pairs, **on),
+    ):
+        before = [cache._version for cache in (k_cache, v_cache)]
+        write()
+        after = [cache._version for cache in (k_cache, v_cache)]
+        assert all(new > old for new, old in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("attends", [False, True])
+@pytest.mark.parametrize("place", ["cache_batch_idx", "block_table"])
+def test_padding_without_a_sequence_writes_nothing(on, place, attends, rotary):
+    """Tensors with an entry per sequence have no memory then, so a kernel must not read them."""
+    k_cache, v_cache = caches(3, 16)
+    before = k_cache.clone(), v_cache.clone()
+    k, v = torch.randn(2, 3, HEADS_KV, D).unbind()
+    none, lengths = torch.zeros(1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    arguments = {
+        "cu_seqlens_k_new": none,
+        place: lengths if place == "cache_batch_idx" else lengths.view(0, 2),
+    }
+    if rotary:
+        arguments |= dict(zip(("rotary_cos", "rotary_sin"), torch.randn(2, 8, D // 2), strict=True))
+    if attends:
+        q = torch.randn(3, HEADS, D)
+        out = flashtile.flash_attn_with_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            k,
+            v,
+            cache_seqlens=lengths,
+            cu_seqlens_q=none,
+            max_seqlen_q=3,
+            **arguments,
+            **on,
+        )
+        assert not out.any()
+    else:
+        flashtile.append_kvcache(k_cache, v_cache, k, v, lengths, **arguments, **on)
+    assert torch.equal(k_cache, before[0])
+    assert torch.equal(v_cache, before[1])

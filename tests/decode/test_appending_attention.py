@@ -28,7 +28,7 @@ SERVED = (
     case("split-size", new=1, page_size=4, rotary_dim=8, split_size=16, softcap=20.0),
     case("window", new=1, page_size=1, rotary_dim=6, rotary_seqlens=(5, 1, 30), window_size=(7, 0),
          capacity=44),
-    case("whole", new=1, page_size=4, num_splits=1, sink=True, heads=(6, 2)),
+    case("whole", new=1, page_size=4, num_splits=1, sink="own", heads=(6, 2)),
     case("last-place", new=1, page_size=48, lengths=(47, 46, 0)),
 )  # fmt: skip
 LEFT = (

@@ -291,6 +291,8 @@ BAD_COMBINES = [
     ),
     ({"out_partial": rand(0, B, SQ, H, D), "lse_partial": rand(0, B, SQ, H)}, ValueError, ("has no split",)),
     ({"out": rand(B, SQ, H, 8)}, ValueError, ("out must have shape (2, 3, 4, 16)",)),
+    ({"out": q_of().requires_grad_()}, ValueError, ("out requires grad",)),
+    ({"out": q_of()[:1].expand(B, -1, -1, -1)}, ValueError, ("out has elements that share memory",)),
     ({"out": q_of(), "out_dtype": torch.float16}, TypeError, ("out has dtype torch.float32",)),
     ({"out_dtype": "float16"}, TypeError, ("out_dtype must be a torch.dtype", "str")),
     ({"out_dtype": torch.int8}, TypeError, ("out_dtype must be float16", "torch.int8")),
@@ -375,8 +377,8 @@ def over_one_memory():
     k_cache, v_cache = pages_of(), pages_of()
     expanded = rand(1, PAGE, HKV, D).expand(PAGES, -1, -1, -1)
     return {
-        "expanded keys": (expanded, v_cache, "k_cache is expanded"),
-        "expanded values": (k_cache, expanded, "v_cache is expanded"),
+        "expanded keys": (expanded, v_cache, "k_cache has elements that share memory"),
+        "expanded values": (k_cache, expanded, "v_cache has elements that share memory"),
         "the same tensor": (k_cache, k_cache, "v_cache shares memory with k_cache"),
         "two tensors of one memory": (k_cache, k_cache[:], "v_cache shares memory with k_cache"),
     }
@@ -402,6 +404,32 @@ def test_caches_of_one_memory_are_not_written(name, which, known):
     k_cache, v_cache, words = over_one_memory()[which]
     with pytest.raises(ValueError, match=words):
         function(**arguments | {"k_cache": k_cache, "v_cache": v_cache})
+
+
+@pytest.mark.parametrize(
+    ("places", "words"),
+    {
+        "values a token later": (lambda memory: (memory[:, :PAGE], memory[:, 1:]), "v_cache shares memory"),
+        "values a page later": (lambda memory: (memory[:-1], memory[1:]), "v_cache shares memory"),
+        "overlapping tokens": (
+            lambda memory: (memory.as_strided((PAGES, PAGE, HKV, D), (PAGE * D, D, D, 1)), pages_of()),
+            "k_cache has elements that share memory",
+        ),
+    }.values(),
+)  # fmt: skip
+def test_caches_that_overlap_in_part_are_not_written(places, words):
+    k_cache, v_cache = places(rand(PAGES + 1, PAGE + 1, HKV, D))
+    if k_cache.shape[1] != PAGE:
+        k_cache, v_cache = k_cache[:, :PAGE], v_cache[:, :PAGE]
+    function, arguments = WRITES["append_kvcache"]
+    with pytest.raises(ValueError, match=words):
+        function(**arguments | {"k_cache": k_cache, "v_cache": v_cache})
+
+
+def test_new_keys_that_lie_in_the_cache_are_refused():
+    k_cache = rand(2, 16, HKV, D)
+    with pytest.raises(ValueError, match="k shares memory with k_cache"):
+        flashtile.append_kvcache(k_cache, k_cache.clone(), k_cache[:, 1:9], rand(2, 8, HKV, D), int32(0, 0))
 
 
 def test_layers_of_one_memory_are_not_copied():

@@ -32,7 +32,8 @@ BY_NAME = {case.name: case for case in CASES}
 WHOLE = (
     "dense", "paged", "empty-cache", "window-left", "ragged-queries", "tree-by-batch", "sink-without-keys",
 )  # fmt: skip
-IN_FLOAT16 = [name for name, case in BY_NAME.items() if case.cache_dtype == FP8] + ["paged", "everything"]
+IN_FLOAT16 = [name for name, case in BY_NAME.items() if case.cache_dtype == FP8]
+IN_FLOAT16 += ["paged", "everything", "sink", "split-size"]
 
 
 @pytest.mark.parametrize("name", BY_NAME)

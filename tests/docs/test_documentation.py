@@ -172,6 +172,25 @@ def test_shell_commands_exist(document):
             assert program in {"cd", "curl", "pre-commit", "pytest"}, words
 
 
+def test_the_claimed_versions_are_those_of_the_tests():
+    """The oldest Triton has a target, the environment's pair is within the bounds, and pages say the same."""
+    declared = (ROOT / "pyproject.toml").read_text()
+    pair = re.search(r'"torch>=([\d.]+)", "triton>=([\d.]+),<([\d.]+);', declared)
+    torch_floor, floor, bound = pair.groups()
+
+    def number(version: str) -> tuple[int, ...]:
+        return tuple(map(int, version.split(".")[:2]))
+
+    assert f"$(VENV) triton=={floor}.0 " in (ROOT / "Makefile").read_text()
+    setup = (ROOT / "scripts" / "setup-venv").read_text()
+    assert number(torch_floor) <= number(re.search(r"torch==([\d.]+)", setup)[1])
+    assert number(floor) <= number(re.search(r"triton==([\d.]+)", setup)[1]) < number(bound)
+    newest = f"3.{number(bound)[1] - 1}"
+    for page in ("README.md", "README.zh-CN.md", "docs/start.md", "docs/start.zh-CN.md"):
+        text = (ROOT / page).read_text()
+        assert all(words in text for words in (f"PyTorch {torch_floor}", f"Triton {floor}", newest)), page
+
+
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.name != "CHANGELOG.md"], ids=NAMES.get)
 def test_scripts_in_the_text_exist(document):
     """Except for the changes, which name what there was."""

@@ -12,23 +12,28 @@ import pytest
 import torch
 
 import flashtile
-import flashtile.algorithms
-import flashtile.api.padding
 import flashtile.integrations.diffusers
 import flashtile.integrations.torch
 import flashtile.integrations.transformers
 import flashtile.operators.gradients
 
 MADE_BY_US = {
-    "Array", "Batch", "BlockMask", "BlockPool", "Choice", "Estimate", "Event", "Explanation", "Invariant",
-    "ParallelEstimate", "ParallelExplanation", "Span", "Step", "Usage",
+    "Array", "Batch", "BeforeNorm", "BlockMask", "BlockPool", "Bound", "Choice", "Comparison",
+    "CompletionOutput",
+    "EngineStats", "Estimate", "Event", "Explanation", "Invariant", "Logprob", "ParallelEstimate",
+    "ParallelExplanation", "Report", "RequestMetrics", "RequestOutput", "Span", "Step", "Usage",
 }  # fmt: skip
 """Classes that users get and never make."""
 
-MODULES = (
-    "flashtile", "flashtile.fp8", "flashtile.io_model", "flashtile.kv_cache", "flashtile.algorithms",
-    "flashtile.masks", "flashtile.parallel",
-)  # fmt: skip
+OF_A_MODEL = {"AsyncLLM", "BeamSearchParams", "Engine", "ModelConfig", "RequestOutputKind"}
+"""Classes of the engine whose examples, on the guide's page, need a model."""
+
+MODULES = [
+    name
+    for name in ("flashtile", *(f"flashtile.{one.name}" for one in pkgutil.iter_modules(flashtile.__path__)))
+    if not name.endswith("__main__") and hasattr(importlib.import_module(name), "__all__")
+]
+"""The public modules: those that list what users may import."""
 
 WHOLE_ALGORITHMS = {
     "forward", "backward", "forked", "matmul", "naive", "safe", "online", "schedule",
@@ -43,7 +48,7 @@ def public(module_name: str) -> dict[str, object]:
     return {
         f"{module_name}.{name}": value
         for name, value in found.items()
-        if inspect.isfunction(value) or (inspect.isclass(value) and name not in MADE_BY_US)
+        if inspect.isfunction(value) or (inspect.isclass(value) and name not in MADE_BY_US | OF_A_MODEL)
         if not (inspect.isclass(value) and issubclass(value, BaseException))
     }
 
@@ -61,7 +66,6 @@ def own_functions(module_name: str) -> dict[str, object]:
 PUBLIC = own_functions("flashtile.testing")
 PUBLIC["flashtile.compat.install_as_flash_attn"] = flashtile.compat.install_as_flash_attn
 PUBLIC["flashtile.nn.MultiheadAttention"] = flashtile.nn.MultiheadAttention
-PUBLIC["flashtile.api.padding.unpad"] = flashtile.api.padding.unpad
 PUBLIC["flashtile.operators.gradients.attention_backward"] = flashtile.operators.gradients.attention_backward
 PUBLIC["flashtile.integrations.torch.register"] = flashtile.integrations.torch.register
 for library in ("transformers", "diffusers"):

@@ -227,6 +227,25 @@ def serve(work, **options):
     return result
 
 
+def test_a_panic_of_a_tokenizer_does_not_end_the_engine():
+    """Rust code raises a BaseException that is no Exception."""
+
+    class Panic(BaseException):
+        pass
+
+    def encode(text):
+        raise Panic
+
+    async def work(server):
+        server.engine.tokenizer = SimpleNamespace(encode=encode)
+        with pytest.raises(Panic):
+            await server.add_request("text", "a", SamplingParams(detokenize=False))
+        stream = await server.add_request("tokens", [1], SamplingParams(max_tokens=2, detokenize=False))
+        return [output async for output in stream]
+
+    assert len(serve(work)[-1].outputs[0].token_ids) == 2
+
+
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_many_tasks_get_their_own_answers(overlapped):
     params = SamplingParams(temperature=0, max_tokens=14, output_kind=RequestOutputKind.DELTA)

@@ -43,6 +43,7 @@ def compressed(strategy: str, **more: Any) -> dict[str, Any]:
 KINDS = {
     "fp8 block": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "_scale_inv"),
     "fp8 tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, "_scale"),
+    "fp8 scalar tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, "_scale"),
     "block": (compressed("block", block_structure=[128, 128]), "_scale"),
     "channel": (compressed("channel"), "_scale"),
     "tensor": (compressed("tensor") | {"kv_cache_scheme": DYNAMIC | {"dynamic": False}}, "_scale"),
@@ -59,7 +60,9 @@ def rounded(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor
     scale = largest / 448
     wide = scale.repeat_interleave(tile[0], 0).repeat_interleave(tile[1], 1)[:n, :k]
     low = (weight / wide).to(E4M3)
-    return low, scale.reshape(1) if kind.endswith("tensor") else scale, low.float() * wide
+    if kind.endswith("tensor"):
+        scale = scale.reshape(() if "scalar" in kind else 1)
+    return low, scale, low.float() * wide
 
 
 @functools.cache
@@ -139,7 +142,7 @@ def test_checkpoints_in_e4m3_on_a_gpu(name, kind):
     assert 0 < (near - scores).norm() <= 2 * (rounded_near - scores).norm()
 
 
-@pytest.mark.parametrize("kind", ["block", "channel", "tensor"])
+@pytest.mark.parametrize("kind", ["block", "channel", "tensor", "fp8 scalar tensor"])
 def test_matrices_stay_in_e4m3_and_are_divided_with_their_scales(kind):
     low, _ = folders("qwen3", kind)
     config = read_config(low)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +18,7 @@ from flashtile.engine import LLM, BeamSearchParams, SamplingParams, families
 from flashtile.engine.families import FAMILIES
 from flashtile.engine.memory import run_one_layer
 from flashtile.engine.model import FEW_ROWS, Matrix, Norm
+from flashtile.engine.outputs import FlatLogprobs, Logprob
 
 LENGTH = 14
 WAYS = {
@@ -164,6 +166,26 @@ def test_logprobs_are_those_of_transformers():
             assert rank == int((expected[position] > expected[position, other]).sum()) + 1
     chosen = [entry[t].logprob for t, entry in zip(answer.token_ids, answer.logprobs, strict=True)]
     assert answer.cumulative_logprob == pytest.approx(sum(chosen))
+    assert type(pickle.loads(pickle.dumps(output)).prompt_logprobs) is list
+    assert output.prompt_logprobs == pickle.loads(pickle.dumps(output.prompt_logprobs))
+
+
+def test_flat_log_probabilities_are_a_sequence_of_dicts():
+    flat = FlatLogprobs(lambda token: f"<{token}>", missing=1)
+    flat.add([5, 6], [-1.0, -2.0], [1, 3], [-1.0, -1.5, -0.5, -0.75], [5, 4, 9, 8])
+    entries = [
+        None,
+        {5: Logprob(-1.0, 1, "<5>"), 4: Logprob(-1.5, 2, "<4>")},
+        {6: Logprob(-2.0, 3, "<6>"), 9: Logprob(-0.5, 1, "<9>"), 8: Logprob(-0.75, 2, "<8>")},
+    ]
+    assert flat == entries == list(flat)
+    assert (flat[-1], flat[:2], len(flat), repr(flat)) == (entries[2], entries[:2], 3, repr(entries))
+    with pytest.raises(IndexError):
+        flat[3]
+    answer = FlatLogprobs(None)
+    answer.add([5, 6], [-1.0, -2.0], [1, 3], [], [])
+    assert answer.since(1) == [{6: Logprob(-2.0, 3)}]
+    assert answer.since(2) == []
 
 
 @pytest.mark.parametrize("length", [20, 40])

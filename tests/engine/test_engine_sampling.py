@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -10,8 +11,9 @@ from engine_models import VOCABULARY, greedy, load, prompts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashtile.engine import BeamSearchParams, SamplingParams
-from flashtile.engine.sampler import Choice, choose, gumbel, keep, penalise, stream_seed
+from flashtile.engine import BeamSearchParams, SamplingParams, sampler
+from flashtile.engine.device import on_device
+from flashtile.engine.sampler import GOLDEN, Choice, choose, gumbel, keep, penalise, stream_seed
 
 LENGTH = 14
 
@@ -70,6 +72,35 @@ def test_noise_depends_on_seed_position_and_token_alone():
     noise = gumbel(answers.repeat(4), torch.arange(4).repeat_interleave(6), 1000)
     assert torch.corrcoef(noise).fill_diagonal_(0).abs().max() < 0.15
     assert torch.isfinite(gumbel(torch.arange(100), torch.arange(100), 5000)).all()
+
+
+@pytest.mark.parametrize(("seed", "position"), [(0, 0), (2**63 - 1, 7), (-(2**63), 2**30), (-5, 999)])
+def test_the_noise_is_a_hash_of_seed_position_and_token(seed, position):
+    """In 32-bit arithmetic without signs, as the kernel computes it."""
+
+    def mix(x, shifts, factors, bits):
+        for shift, factor in zip(shifts, [*factors, 1], strict=True):
+            x = (x ^ x >> shift) * factor % 2**bits
+        return x
+
+    key = mix((seed + position * GOLDEN) % 2**64, (30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB), 64)
+    for token, found in enumerate(gumbel(torch.tensor([seed]), torch.tensor([position]), 50)[0].tolist()):
+        once = mix(token ^ key % 2**32, (16, 13, 16), (0x85EBCA6B, 0xC2B2AE35), 32)
+        bits = mix((once + (key >> 32)) % 2**32, (16, 13, 16), (0x85EBCA6B, 0xC2B2AE35), 32)
+        uniform = (bits + 0.5) / 2**32
+        assert found == pytest.approx(-math.log(-math.log1p(-uniform)), rel=1e-5, abs=1e-5)
+
+
+def test_lists_of_a_request_reach_the_device_once(monkeypatch):
+    """They may be long, and each step of each answer needs them."""
+    sent = []
+    monkeypatch.setattr(sampler, "on_device", lambda *args: sent.append(args[0]) or on_device(*args))
+    params = SamplingParams(
+        n=2, max_tokens=6, min_tokens=6, logit_bias={i: 0.5 for i in range(40)}, repetition_penalty=1.1,
+        allowed_token_ids=list(range(50)), stop_token_ids=list(range(30)),
+    )  # fmt: skip
+    load("llama3").generate(list(range(20)), params)
+    assert sorted(len(numbers) for numbers in sent if len(numbers) > 6) == [20, 30, 40, 40, 50]
 
 
 def test_penalties_are_vllms():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_models import SIZES, VOCABULARY, folder, greedy, load, prompts
+from engine_models import MODELS, SIZES, VOCABULARY, folder, greedy, load, prompts
 
 from flashtile.engine import SamplingParams
 from flashtile.engine.runner import Runner
@@ -79,6 +79,31 @@ def test_sampled_tokens_are_those_without_guesses(width):
     guessed = load("llama3", **options).generate(prompts(), params)
     tokens = [[[one.token_ids for one in output.outputs] for output in many] for many in (plain, guessed)]
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize(("name", "width"), [("llama3", 1), ("llama3", 2), ("window of 1", 1)])
+def test_drafting_writes_to_no_shared_block(name, width, monkeypatch):
+    """Prompts that fill their last block, which their answers and the prefix cache share."""
+    monkeypatch.setitem(MODELS, "window of 1", {**MODELS["mistral"], "sliding_window": 1})
+    params = [SamplingParams(n=2, seed=i, max_tokens=9, ignore_eos=True) for i in range(3)]
+    asked = [list(range(3, 3 + length)) for length in (4, 8, 9)]
+    plain = load(name).generate(asked, params)
+    llm = load(name, **drafted(name, 3, width), max_num_seqs=8)
+    drafter, pool = llm.engine.runner.drafter, llm.engine.scheduler.manager.pool
+    hidden = drafter.model.hidden
+
+    def check(step, *caches):
+        if step.slots is not None:  # steps that the draft model follows have none
+            blocks = step.slots[step.slots >= 0] // 4
+            assert all(pool.refs[block] == 1 for block in blocks.tolist())
+            assert 0 not in blocks or not pool.null_blocks
+        return hidden(step, *caches)
+
+    monkeypatch.setattr(drafter.model, "hidden", check)
+    guessed = llm.generate(asked, params)
+    tokens = [[[one.token_ids for one in output.outputs] for output in many] for many in (plain, guessed)]
+    assert tokens[0] == tokens[1]
+    assert llm.engine.num_guessed_tokens > 0
 
 
 @pytest.mark.parametrize("captured", [False, True])

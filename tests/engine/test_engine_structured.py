@@ -14,7 +14,8 @@ import torch
 from engine_models import PAIRS_ENDS, folder_with_pairs
 
 from flashtile.engine import LLM, AsyncLLM, BeamSearchParams, RequestOutputKind, SamplingParams
-from flashtile.engine.structured import MAX_CHARACTERS, Structures, mask
+from flashtile.engine.structure_trial import Trial, Vocabulary
+from flashtile.engine.structured import MAX_CHARACTERS, Compiled, Structures, mask
 from flashtile.engine.tokenizer import ByteTokenizer
 
 pytest.importorskip("llguidance")
@@ -311,9 +312,9 @@ def test_a_slow_structure_ends_its_own_request_alone(llm, monkeypatch):
     structures, released = llm.engine.structures, threading.Event()
     known = structures.matcher({"regex": "known"})
 
-    def slow(kind, text, reasoning):
+    def slow(structure, kind, text, reasoning, size):
         assert released.wait(60)
-        return text, threading.current_thread().daemon
+        return Compiled((text, threading.current_thread().daemon), 0)
 
     monkeypatch.setattr(structures, "_compile", slow)
     monkeypatch.setattr("flashtile.engine.async_llm.MAX_SECONDS", 0.1)
@@ -337,11 +338,70 @@ def test_a_slow_structure_ends_its_own_request_alone(llm, monkeypatch):
     assert structures.matcher({"regex": "slow"}, None) == ("slow", True)
 
 
+MULTIPLE = {"json": {"type": "integer", "multipleOf": 999983}}
+"""A structure that takes llguidance a minute."""
+
+
+def test_other_structures_do_not_wait_for_a_slow_one(llm, monkeypatch):
+    structures, released = llm.engine.structures, threading.Event()
+    quick, slow = structures._trials
+    monkeypatch.setattr(quick, "seconds", 0.1)
+    monkeypatch.setattr(slow, "bytes_of", lambda grammar: None if released.wait(60) else 0)
+    compiling = structures.compile(MULTIPLE)
+    try:
+        for i in range(3):
+            assert structures.matcher({"choice": [f"another {i}"]}, 60) is not None
+        assert not compiling.done()
+    finally:
+        released.set()
+    with pytest.raises(ValueError, match=r"must be compiled within 10\.0 s, .*multipleOf"):
+        structures.matcher(MULTIPLE, 60)
+
+
+def test_a_structure_that_waits_too_long_is_refused_once(llm, monkeypatch):
+    """It may be compiled later, when fewer others wait."""
+    structures, waiting = llm.engine.structures, {"regex": "waits too long"}
+    monkeypatch.setattr("flashtile.engine.structured.MAX_SECONDS", 0.01)
+    with structures._trials[0].lock, pytest.raises(ValueError, match=r"within 0\.01 s, after the structures"):
+        structures.matcher(waiting, 60)
+    assert structures.matcher(waiting, 60) is not None
+
+
+def test_a_trial_ends_at_its_limit_and_survives_its_process():
+    """With the bytes that compiling takes, whether or not llguidance accepts the grammar."""
+    vocabulary = Vocabulary([bytes([i]) for i in range(256)], 256, [0])
+    trial = Trial(lambda: vocabulary, 0.1)
+    small = '{"grammars": [{"lark_grammar": "start: /[ab]+/"}]}'
+    assert 0 < trial.bytes_of(small) < 2**25
+    assert trial.bytes_of("no grammar") >= 0
+    assert trial.bytes_of(json.dumps({"grammars": [{"json_schema": MULTIPLE["json"]}]})) is None
+    assert trial.bytes_of(small) > 0
+    trial._process.kill()
+    assert trial.bytes_of(small) is None
+    assert trial.bytes_of(small) > 0
+
+
+def test_structures_that_are_kept_have_few_bytes(folder, monkeypatch):
+    structures = load(folder).engine.structures
+    many = [{"regex": f"kept {i}"} for i in range(6)]
+    found = [structures.matcher(one, 60) for one in many]
+    (size,) = {structures.compile(one).result().size // 2**24 for one in many}
+    assert size == 0
+    total = sum(structures.compile(one).result().size for one in many[3:])
+    monkeypatch.setattr("flashtile.engine.structured.MAX_KEPT_BYTES", total)
+    structures.matcher(many[2], 60)  # now the one that was used last
+    assert len(structures._kept) == 6
+    structures.matcher({"regex": "one more"}, 60)
+    assert len(structures._kept) <= 3
+    assert structures.matcher(many[2], 60) is found[2]
+    assert structures.matcher(many[0], 60) is not found[0]
+
+
 def test_other_processes_compile_a_structure_at_the_same_time(folder, monkeypatch):
-    """They begin before the first process has it, and long before a step needs it."""
+    """They begin after the trial, before the first process has it, and long before a step needs it."""
     first, other = load(folder), load(folder)
     begun, order = threading.Event(), []
-    compile_first, compile_other = first.engine.structures._compile, other.engine.structures._compile
+    compile_first, compile_other = first.engine.structures._matcher, other.engine.structures._compile
 
     def wait(*structure):
         assert begun.wait(20)
@@ -355,7 +415,7 @@ def test_other_processes_compile_a_structure_at_the_same_time(folder, monkeypatc
         order.append(name)
         getattr(other.engine, name)(*arguments, **options)
 
-    monkeypatch.setattr(first.engine.structures, "_compile", wait)
+    monkeypatch.setattr(first.engine.structures, "_matcher", wait)
     monkeypatch.setattr(other.engine.structures, "_compile", begin)
     first.engine.on_change = repeat
 

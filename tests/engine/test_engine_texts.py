@@ -157,12 +157,35 @@ def test_streams_of_tokenizers_say_what_decoding_says(words):
     reader = Detokenizer(tokenizer, before)
     reader.read(snowman[:2])
     assert reader.text == ""
-    reader.finish()
-    assert reader.text == tokenizer.decode(before + snowman[:2])[len(tokenizer.decode(before)) :]
-    assert "\ufffd" in reader.text
-    reader = Detokenizer(ByteTokenizer(), [])
-    reader.read([0xE2, 0x98])
-    assert reader.text == ""
+    for _ in range(2):  # an answer is finished with each later output of its request
+        reader.finish()
+        assert reader.text == "\ufffd"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+@pytest.mark.parametrize(
+    ("before", "answer", "cut", "text"),
+    [
+        ("😀😀", "😀ok", 0, "😀ok"),
+        ("你好，世", "界和平", 0, "界和平"),
+        ("Hi🌶", " x", 3, "🌶 x"),  # the answer begins within the character
+        ("Hi🌶", "", 1, "\ufffd"),
+        ("Hi🌶", "🌶", 4, "🌶🌶"),
+    ],
+)
+def test_a_prompt_may_end_with_bytes_or_within_a_character(words, kind, before, answer, cut, text):
+    """``cut`` is the number of bytes of the prompt's last character that belong to the answer."""
+    tokenizer = load_tokenizer(words) if kind == "words" else ByteTokenizer()
+    tokens = tokenizer.encode(before + answer)
+    begin = len(tokenizer.encode(before)) - cut
+    prompt, tokens = tokens[:begin], tokens[begin:]
+    if text == "\ufffd":
+        prompt, tokens = prompt[:-2], prompt[-2:]
+    stream = tokenizer.stream(prompt)
+    assert "".join(map(stream.step, tokens)) + stream.flush() == text
+    if "\ufffd" not in text:
+        reader = Detokenizer(tokenizer, prompt, stops=[text[0]])
+        assert (reader.read(tokens), reader.text) == (text[0], "")
 
 
 class Pieces:
@@ -217,17 +240,47 @@ def test_stop_texts_that_ended_before_the_search_are_not_found():
     assert (reader.read(["a", "b"]), reader.text) == ("ab", "xabc")
 
 
+HEADER = "<|channel|>{}<|message|>"
+ANALYSIS, FINAL = HEADER.format("analysis"), HEADER.format("final")
+
+
+@pytest.mark.parametrize(
+    ("form", "stop", "before", "after"),
+    [
+        (None, ".", "<think>a", "</think>b"),
+        ("think", ".", "<think>a.</think>\n\nb", "c"),
+        ("think", "\n\n", "<think>a\n\n</think>\n\nb", "c"),
+        ("think", "a", " \n<think>a", None),
+        ("think", ".", "b", "c"),
+        ("think", "<th", "", "ing>"),
+        ("think", "\n", "", "b"),
+        ("begun", ".", "a.</think>b", "c"),
+        ("begun", ".", "a.</thinking>b.c", None),
+        ("harmony", ".", f"{ANALYSIS}a.<|end|><|start|>assistant{FINAL}b", "c"),
+        ("harmony", "final", f"{ANALYSIS}a<|end|><|start|>assistant{FINAL}b", None),
+        ("harmony", ".", f"{FINAL}b<|end|>{ANALYSIS}a.<|return|>{FINAL}c", ""),
+        ("harmony", ".", " to=functions.f<|channel|>json<|message|>{1", "2}"),
+        ("harmony", ".", "<|message|>b", "c"),
+        ("harmony", ".", "totals", ""),
+        ("harmony", ".", "<|" + "x" * 300, ""),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 3])
+def test_stop_texts_are_looked_for_after_the_reasoning(form, stop, before, after, size):
+    """``after``: the text after the stop text that is found. None: none is found in the text ``before``."""
+    text = before if after is None else before + stop + after
+    reader = Detokenizer(Pieces(), [], stops=[stop], reasoning=form)
+    found = reader.read([text[i : i + size] for i in range(0, len(text), size)])
+    assert (found, reader.text) == (None if after is None else stop, before)
+
+
 @pytest.mark.parametrize(("token", "text"), [("<0x80>", "\ufffd"), ("</s>", "")])
 def test_tokens_that_never_become_text_are_not_decoded_again_and_again(words, token, text):
     tokenizer = load_tokenizer(words)
     stream = tokenizer.stream(tokenizer.encode("the quick"))
     token = tokenizer.loaded.token_to_id(token)
-    pieces = [stream.step(token) for _ in range(200)]
-    assert pieces[: stream.MAX_WAITING] == [""] * (stream.MAX_WAITING - 1) + [stream.MAX_WAITING * text]
-    shown = "".join(pieces)
-    assert len(stream.window) < 40
-    fox = tokenizer.encode("fox")
-    assert shown + "".join(map(stream.step, fox)) + stream.flush() == 200 * text + " fox"
+    assert [stream.step(token) for _ in range(200)] == [text] * 200
+    assert "".join(map(stream.step, tokenizer.encode("fox"))) + stream.flush() == " fox"
 
 
 def test_tokens_beyond_the_bytes_have_no_text():
@@ -274,9 +327,6 @@ def test_chat_templates(words, llm):
     user = {"role": "user", "content": "hi"}
     parts = {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}
     assert tokenizer.apply_chat_template([user]) == tokenizer.apply_chat_template([parts]) == "<s>[user]hi[a]"
-    half = [user, {"role": "a", "content": "so far "}]
-    text = tokenizer.apply_chat_template(half, add_generation_prompt=False, continue_final_message=True)
-    assert text == "<s>[user]hi[a]so far"
     for messages, template, message in [
         ([], None, "must not be empty"),
         ([{"content": "x"}], None, "dicts with a role"),
@@ -355,6 +405,23 @@ def test_templates_that_mark_what_is_trained_on():
     assert ByteTokenizer().apply_chat_template([{"role": "user", "content": "hi"}], template) == "hi"
 
 
+@pytest.mark.parametrize("content", ["so far ", "```python\n", "", "<", "end", "|", None, "<|im_end|>\n"])
+@pytest.mark.parametrize("strips", [False, True])
+def test_a_prompt_ends_within_the_last_message_to_continue_it(content, strips):
+    """Also if the message is part of the template's own text, or ends with white space that it keeps."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content "
+        + "| trim " * strips
+        + "}}<|im_end|>\n{% endfor %}"
+    )
+    chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+    text = ByteTokenizer().apply_chat_template(chat, template, False, continue_final_message=True)
+    shown = (content or "").strip() if strips else content or ""
+    assert text == f"<|im_start|>user\n{shown}<|im_end|>\n<|im_start|>assistant\n{shown}"
+    with pytest.raises(ValueError, match="continue_final_message must be False if the template does not"):
+        ByteTokenizer().apply_chat_template(chat, "{{ messages[0].content }}", False, True)
+
+
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": "\u00e9", "b": [1]}'}}
 
 
@@ -365,13 +432,12 @@ def test_tool_calls_have_objects_as_arguments():
     tokenizer = ByteTokenizer()
     assert tokenizer.apply_chat_template([message], template) == '{"a": "é", "b": [1]}'
     assert isinstance(CALL["function"]["arguments"], str)  # the caller's is left as it is
-    for given, shown in [("", "{}"), (None, "{}"), ({"x": 1}, '{"x": 1}'), ("[1]", None), ("{", None)]:
+    malformed = ('{"a": "b', '{"a": "he said "b""}', "[1]", "none", "", "null", "[" * 10**5, None, 3, [1])
+    for given, shown in [({"x": 1}, '{"x": 1}'), ('{"x": "a\nb"}', '{"x": "a\\nb"}')] + [
+        (one, "{}") for one in malformed
+    ]:
         message["tool_calls"] = [{**CALL, "function": {"name": "f", "arguments": given}}]
-        if shown is None:
-            with pytest.raises(ValueError, match="a JSON object as arguments of tool_calls, got"):
-                tokenizer.apply_chat_template([message], template)
-        else:
-            assert tokenizer.apply_chat_template([message], template) == shown
+        assert tokenizer.apply_chat_template([message], template) == shown
 
 
 def test_templates_by_name(words, tmp_path):

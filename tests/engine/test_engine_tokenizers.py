@@ -112,3 +112,27 @@ def test_every_byte_is_spelt_otherwise(tmp_path: Path) -> None:
     assert len(singles) == len(spelt) == 256
     assert {"a", "\n", "bytes:\\xe2", "bytes:\\xff"} < spelt
     assert tokenizer.spell(loaded.token_to_id("<|end of text|>")) == "<|end of text|>"
+
+
+def test_a_panic_of_the_tokenizer_is_an_error(tmp_path: Path) -> None:
+    """Its Rust code panics where a regular expression gives up, with a BaseException that nobody expects."""
+    loaded = byte_level()
+    expression = tokenizers.Regex("(a+)+$")
+    loaded.pre_tokenizer = tokenizers.pre_tokenizers.Split(expression, "isolated")
+    loaded.normalizer = tokenizers.normalizers.Replace(expression, "b")
+    loaded.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="prompt must be a text that the tokenizer can encode: "):
+        load_tokenizer(tmp_path).encode("a" * 40 + "b")
+
+
+def test_added_tokens_without_an_embedding_are_left_out(tmp_path: Path) -> None:
+    """Gemma 3's text models lack a row for the token that stands for images."""
+    loaded = byte_level()
+    size = loaded.get_vocab_size()
+    loaded.add_special_tokens(["<image>"])
+    loaded.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<image>"}))
+    whole, cut = load_tokenizer(tmp_path), load_tokenizer(tmp_path, size)
+    assert (whole.vocab_size, whole.encode("<image>"), whole.eos_token_ids) == (size + 1, [size], (size,))
+    assert (cut.vocab_size, cut.decode(cut.encode("<image>")), cut.eos_token_ids) == (size, "<image>", ())
+    assert cut.encode("the fox") == whole.encode("the fox")

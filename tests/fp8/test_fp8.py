@@ -80,7 +80,7 @@ def test_quantised_by_block(target: Target, name: str) -> None:
 def test_signs_are_bits_of_murmur_hash_3() -> None:
     """Its finaliser makes 0x514E28B7 of 1."""
     bits = torch.tensor([0x514E28B7 >> i & 1 for i in range(32)])
-    assert torch.equal(hadamard_signs(40, 1)[:32], 1.0 - 2.0 * bits)
+    assert torch.equal(hadamard_signs(40, 1, "cpu")[:32], 1.0 - 2.0 * bits)
 
 
 @pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "transformed"])

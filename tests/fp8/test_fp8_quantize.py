@@ -214,15 +214,15 @@ def test_the_transform_is_orthogonal_and_seeded(columns: int) -> None:
     torch.testing.assert_close(matrix @ matrix.mT, torch.eye(columns, dtype=torch.float64))
     torch.testing.assert_close(matrix.abs(), torch.full_like(matrix, columns**-0.5))
     if columns > 16:
-        other = layout.hadamard_signs(columns, 8)
-        assert not torch.equal(layout.hadamard_signs(columns, 7), other)
+        other = layout.hadamard_signs(columns, 8, "cpu")
+        assert not torch.equal(layout.hadamard_signs(columns, 7, "cpu"), other)
         assert abs(other.sum()) < columns / 2
 
 
 @CPU_ONLY
 def test_signs_are_the_same_in_every_release() -> None:
     """Caches that were quantised by an earlier one stay readable."""
-    bits = "".join("-" if sign < 0 else "+" for sign in layout.hadamard_signs(48, 1))
+    bits = "".join("-" if sign < 0 else "+" for sign in layout.hadamard_signs(48, 1, "cpu"))
     assert bits == "---+--+-+++-+-+++---++-+-+++-+-+-++--+---+----++"
 
 
@@ -256,7 +256,7 @@ def test_blocks_of_sequences_never_overlap(lengths: list[int], rows: int) -> Non
 
 @CPU_ONLY
 def test_key_order_is_that_of_registers() -> None:
-    order = layout.key_order(64)
+    order = layout.key_order(64, "cpu")
     assert sorted(order.tolist()) == list(range(64))
     assert order[:8].tolist() == [0, 1, 8, 9, 2, 3, 10, 11]
     assert torch.equal(order[32:], order[:32] + 32)
@@ -267,7 +267,7 @@ def test_v_lies_transposed_in_key_order() -> None:
     v = random(2, 100, 3, 8)
     quantized = fp8.quantize(v, "v", method="tensor")
     assert quantized.values.shape == (2, 3, 8, KEY_BLOCK)
-    keys = layout.key_order(KEY_BLOCK)
+    keys = layout.key_order(KEY_BLOCK, "cpu")
     in_order = torch.zeros(2, KEY_BLOCK, 3, 8)
     in_order[:, :100] = v
     expected = in_order[:, keys].permute(0, 2, 3, 1) / quantized.scales.item()

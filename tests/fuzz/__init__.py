@@ -19,6 +19,7 @@ FAMILIES = {
         "fp8",
         "linear",
         "doors",
+        "hugging_face",
         "parallel",
         "manager",
         "engine",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from random import Random
 
+from fuzz.prelude import SURROUNDINGS
 from fuzz.runner import Call
 
 DTYPES = ("torch.float32", "torch.float32", "torch.float64", "torch.bfloat16", "torch.float16")
-LAYOUTS = ("contiguous", "contiguous", "offset", "transposed")
+LAYOUTS = (*("contiguous",) * 4, *("offset", "transposed") * 2, "overlapping", "negated")
 
 
 def dtype_for(rng: Random, device: str) -> str:
@@ -166,6 +167,9 @@ def _plain(rng, form, varlen, sizes, tensors, options, fixed, last="return_lse=T
         and not any(o.startswith(("mask", "bias", "seqused", "attention_chunk")) for o in options)
     ):
         ours = "flashtile.flash_attn_varlen_func"
+    if rng.random() < 0.2:
+        ways = [way for way in SURROUNDINGS if way != "vmap" or not varlen]
+        ours = f"surrounded({ours}, {rng.choice(ways)!r}, {rng.randrange(4)})"
     body = BODY.format(names="NAMES", positional="q, k, v", ours=ours, exact="oracle.attention", last=last)
     return Call(body, sizes, spelled(tensors), tuple(options), fixed)
 

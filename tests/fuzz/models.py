@@ -89,6 +89,42 @@ def eager_differs(name: str, rows: int, length: int, padding: str, seed: int, **
         raise Wrong(f"{name} differs from eager", f"by {difference:.3g} with padding={padding!r}")
 
 
+def packed_differs(
+    name: str,
+    batch: int,
+    length: int,
+    seed: int,
+    device: str = "cpu",
+    positions: list[list[int]] | None = None,
+    compiled: bool = False,
+    **fields,
+) -> None:
+    """Compare flashtile's logits without a cache with eager attention's, for positions of one or of all rows.
+
+    Compiled code takes one row of positions as those of a batch that is not packed.
+
+    Raises:
+        Wrong: they differ.
+    """
+    integration.register()
+    torch.manual_seed(seed)
+    tokens = torch.randint(1, 90, (batch, length)).to(device)
+    named = {} if positions is None else {"position_ids": torch.tensor(positions, device=device)}
+    if compiled and positions is not None:
+        named["position_ids"] = named["position_ids"].expand(batch, -1)
+    config, found = config_of(name, **fields), []
+    for implementation in ("eager", "flashtile"):
+        model = model_of(config, attn_implementation=implementation).to(device)
+        if compiled and implementation == "flashtile":
+            torch.compiler.reset()
+            model = torch.compile(model, backend="eager", fullgraph=True)
+        with torch.no_grad():
+            found.append(model(tokens, use_cache=False, **named).logits)
+    difference = ((found[0] - found[1]).abs().max() / found[0].abs().max().clamp(min=1)).item()
+    if not difference <= TOLERANCE:
+        raise Wrong(f"{name} differs from eager", f"by {difference:.3g}")
+
+
 def engine_differs(name: str, prompt: list[int], **fields) -> None:
     """Compare the engine's log-probabilities with those of Transformers for the same checkpoint.
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import threading
 from collections.abc import Iterator
 
 import torch
 import torch.nn.attention.flex_attention as flex
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import flashtile
 from flashtile import compat, engine, fp8, kv_cache, linear, masks, nn, padding, parallel
@@ -23,7 +25,7 @@ from fuzz import oracle
 __all__ = [
     "F", "Wrong", "agree", "bert_padding", "compat", "ends_well", "engine", "flash_attn", "flash_attn_interface", "flashtile", "flex", "fp8",
     "ints", "kv_cache", "learning", "linear", "manager", "masks", "math", "nested", "nn", "offsets", "oracle", "padding", "parallel", "rand",
-    "refuses", "reserve_step", "rotary", "scaled", "sparse", "torch",
+    "refuses", "reserve_step", "rotary", "scaled", "sparse", "surrounded", "torch",
 ]  # fmt: skip
 
 FACTORS = {"result": 2.0, "gradient": 3.0}
@@ -64,7 +66,10 @@ def rand(*shape, dtype=torch.float32, device="cpu", seed=0, layout="contiguous",
     """Return a tensor of normal numbers.
 
     The layout "offset" has misaligned rows with NaN between them, "transposed" has heads before tokens in memory.
+    In "overlapping" each head begins one element after the one before, and "negated" has torch's negative bit.
     """
+    if layout == "overlapping":
+        shape, head_dim = (*shape[:-2], shape[-2] + shape[-1] - 1), shape[-1]
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
     numbers = numbers.to(dtype).to(device)
     if layout == "offset":
@@ -73,7 +78,61 @@ def rand(*shape, dtype=torch.float32, device="cpu", seed=0, layout="contiguous",
         return memory[..., 1 : 1 + shape[-1]]
     if layout == "transposed":
         return numbers.transpose(-2, -3).contiguous().transpose(-2, -3)
-    return numbers
+    if layout == "overlapping":
+        return numbers.unfold(-1, head_dim, 1)
+    return torch._neg_view(numbers) if layout == "negated" else numbers
+
+
+SURROUNDINGS = "default device", "inference mode before", "fake tensors before", "thread", "vmap"
+
+
+def surrounded(call, how: str, seed: int = 0):
+    """Return a function like ``call`` that is called in one of SURROUNDINGS, none of which changes its results."""
+
+    def in_thread(*tensors, **options):
+        results = []
+        thread = threading.Thread(target=lambda: results.append(call(*tensors, **options)))
+        thread.start()
+        thread.join()
+        return results[0]
+
+    def with_default_device(*tensors, **options):
+        with torch.device("meta"):
+            return call(*tensors, **options)
+
+    def after_inference_mode(*tensors, **options):
+        with torch.inference_mode():
+            call(*tensors, **options)
+        return call(*tensors, **options)
+
+    def after_fake_tensors(*tensors, **options):
+        mode = FakeTensorMode()
+
+        def fake(x):
+            return mode.from_tensor(x.detach()) if isinstance(x, Tensor) else x
+
+        of_tensors, of_options = [*map(fake, tensors)], {name: fake(x) for name, x in options.items()}
+        with mode:
+            call(*of_tensors, **of_options)
+        return call(*tensors, **options)
+
+    def mapped(*tensors, **options):
+        """Two equal calls in one, with the new dimension at any place of each tensor."""
+        named = {name: x for name, x in options.items() if isinstance(x, Tensor)}
+        others = {name: x for name, x in options.items() if name not in named}
+        all_tensors = [*tensors, *named.values()]
+        dims = [(seed + n) % (x.dim() + 1) for n, x in enumerate(all_tensors)]
+        doubled = [torch.stack([x, x], dim) for x, dim in zip(all_tensors, dims, strict=True)]
+
+        def one(*mapped_tensors):
+            values = dict(zip(named, mapped_tensors[len(tensors) :], strict=True))
+            return call(*mapped_tensors[: len(tensors)], **values, **others)
+
+        results = torch.func.vmap(one, in_dims=tuple(dims))(*doubled)
+        return results[0] if isinstance(results, Tensor) else tuple(x[0] for x in results)
+
+    ways = with_default_device, after_inference_mode, after_fake_tensors, in_thread, mapped
+    return dict(zip(SURROUNDINGS, ways, strict=True))[how]
 
 
 def ints(*values, dtype=torch.int32, device="cpu") -> Tensor:

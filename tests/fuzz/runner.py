@@ -36,6 +36,10 @@ class TooLong(BaseException):
     """Raised if a call has used up its CPU time."""
 
 
+class Poisoned(Exception):  # noqa: N818 - a verdict
+    """Raised if a call has made the GPU fail, so that every later call of this process fails as well."""
+
+
 class Lacking(Exception):  # noqa: N818 - a verdict
     """Raised if the machine lacks something that the call needs."""
 
@@ -91,12 +95,14 @@ def failure(call: Call) -> tuple[str, str] | None:
 
     Raises:
         Lacking: the machine lacks something that the call needs.
+        Poisoned: the GPU has failed.
     """
     code = call.code()
     try:
         with warnings.catch_warnings(), _limited():
             warnings.simplefilter("ignore")
             exec(compile(code, "<call>", "exec"), {"__name__": "fuzz_call"})
+            _wait_for_gpu()  # so that a launch that fails is counted for its own call
     except TooLong:
         return TOO_LONG, TOO_LONG
     except Wrong as error:
@@ -109,10 +115,19 @@ def failure(call: Call) -> tuple[str, str] | None:
     except Exception as error:
         if _lacks(error):
             raise Lacking(f"{type(error).__name__}: {error}") from None
+        try:
+            _wait_for_gpu()
+        except Exception as lasting:
+            raise Poisoned(f"{type(error).__name__}: {error}; then {lasting}") from error
         return type(error).__name__, "".join(traceback.format_exception(error)[-3:])
     finally:
         prelude.F.scaled_dot_product_attention = _SDPA
     return None
+
+
+def _wait_for_gpu() -> None:
+    if prelude.torch.cuda.is_initialized():
+        prelude.torch.cuda.synchronize()
 
 
 def _lacks(error: Exception) -> bool:
@@ -198,22 +213,27 @@ def run(
     device: str = "cpu",
     say: Callable[[str], None] = print,
     most: int = 10**9,
+    begun: Callable[[str, int], None] = lambda family, number: None,
 ) -> Outcome:
     """Draw and run calls of the families until the time is up or the number of calls is reached.
 
     Each family gets the same share of the time, and each kind of failure is reported once. The seed determines the
-    calls of each family, the time how many of them run. The run ends early after ``most`` failures.
+    calls of each family, the time how many of them run. The run ends early after ``most`` failures. ``begun`` is
+    called with the family and the number of each call before it runs.
+
+    Raises:
+        Poisoned: the GPU has failed.
     """
     outcome, start, known = Outcome(), time.monotonic(), set()
     spent, drawn = dict.fromkeys(families, 0.0), Counter[str]()
     while time.monotonic() - start < seconds and (calls is None or outcome.calls < calls):
         name = min(spent, key=spent.__getitem__)  # the family with the least time
         begin = time.monotonic()
-        rng = random.Random(f"{seed}/{name}/{drawn[name]}")
+        begun(name, drawn[name])
+        call = drawn_call(families[name], seed, name, drawn[name], device)
         drawn[name] += 1
         outcome.calls += 1
         try:
-            call = families[name].draw(rng, device)
             found = failure(call)
             key = "" if found is None else f"{name}: {_key(families[name])(call, found[0])}"
             if found is not None and key not in known:
@@ -225,6 +245,11 @@ def run(
             break
         spent[name] += time.monotonic() - begin
     return outcome
+
+
+def drawn_call(family: ModuleType, seed: int, name: str, number: int, device: str) -> Call:
+    """Return call ``number`` of a family with a seed."""
+    return family.draw(random.Random(f"{seed}/{name}/{number}"), device)
 
 
 def _key(family: ModuleType) -> Callable[[Call, str], str]:
@@ -244,4 +269,4 @@ def _report(name: str, key: str, call: Call, found: tuple[str, str], outcome: Ou
     say(f"\n--- {name}, {text.strip()}\n{call}\n")
 
 
-__all__ = ["ERRORS", "Call", "Lacking", "Outcome", "fails_again", "failure", "run", "shrink"]
+__all__ = ["ERRORS", "Call", "Lacking", "Outcome", "Poisoned", "drawn_call", "fails_again", "failure", "run", "shrink"]

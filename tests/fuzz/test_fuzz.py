@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import itertools
 import random
 import re
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import flashtile
+import fuzz.__main__
 from fuzz import FAMILIES, bad_calls, caches, runner
+from fuzz.__main__ import POISONED
 from fuzz.prelude import Wrong, compare, refuses
 from fuzz.runner import Call
 
@@ -24,6 +28,7 @@ CALLS = {
     "fp8": 4,
     "linear": 8,
     "doors": 6,
+    "hugging_face": 4,
     "manager": 2,
     "closures": 3,
 }
@@ -189,6 +194,41 @@ def test_a_call_that_fails_once_or_never_ends(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(runner, "CPU_SECONDS", 0.05)
     endless = "while True:\n    try:\n        sum(range(1000))\n    except Exception:\n        pass"
     assert [label for label, *_ in _outcome(endless).failures] == [f"family: {runner.TOO_LONG}"]
+
+
+def test_a_process_that_dies_is_replaced_and_its_last_call_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a launch that fails on a GPU: alone the call passes, after the calls before it it fails again."""
+    begun: list[tuple[str, ...]] = []
+
+    def started(*arguments: str, **environment: str) -> int:
+        begun.append(arguments)
+        given = dict(itertools.pairwise(arguments))
+        if "--repeat" in arguments:
+            repeated = Path(given["--repeat"]).read_text().splitlines()
+            assert environment == {"CUDA_LAUNCH_BLOCKING": "1"}
+            assert repeated[-1] == "7 linear 2"
+            return POISONED if len(repeated) > 1 else 0
+        if given["--seed"] == "7":
+            Path(given["--log"]).write_text("".join(f"7 linear {n}\n" for n in range(3)))
+            return POISONED
+        return 0
+
+    monkeypatch.setattr(fuzz.__main__, "started", started)
+    options = argparse.Namespace(seconds=60.0, device="cuda", family=["linear"], calls=None)
+    assert fuzz.__main__.supervise(options, 7) == 1
+    assert ["--repeat" in arguments for arguments in begun] == [False, True, True, False]
+
+
+def test_a_log_names_its_calls(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    log = tmp_path / "calls"
+
+    def begun(family: str, number: int) -> None:
+        with log.open("a") as lines:
+            lines.write(f"3 {family} {number}\n")
+
+    found = runner.run({"linear": FAMILIES["linear"]()}, 3, 60.0, 2, begun=begun)
+    assert (found.calls, fuzz.__main__.repeat(log, "cpu")) == (2, 0)
+    assert "linear, call 1 of seed 3" in capsys.readouterr().out
 
 
 def test_a_seed_draws_the_same_calls_whatever_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

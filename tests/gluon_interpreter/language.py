@@ -81,16 +81,16 @@ def _is_tile(x: Any) -> bool:
     return isinstance(x, Value) and x.is_tile
 
 
-def maximum(x: Any, y: Any) -> Value:
-    """Return the elementwise maximum; of a number and NaN, the number."""
-    if _is_tile(x) or _is_tile(y):
-        return elementwise(torch.fmax, x, y)
+def maximum(x: Any, y: Any, propagate_nan: Any = core.PropagateNan.NONE) -> Value:
+    """Return the elementwise maximum; of a number and NaN, the number unless NaN propagates."""
+    if _is_tile(x) or _is_tile(y) or propagate_nan is core.PropagateNan.ALL:
+        return elementwise(torch.maximum if propagate_nan is core.PropagateNan.ALL else torch.fmax, x, y)
     return where(operate("gt", value_of(x), y), x, y)
 
 
-def minimum(x: Any, y: Any) -> Value:
-    if _is_tile(x) or _is_tile(y):
-        return elementwise(torch.fmin, x, y)
+def minimum(x: Any, y: Any, propagate_nan: Any = core.PropagateNan.NONE) -> Value:
+    if _is_tile(x) or _is_tile(y) or propagate_nan is core.PropagateNan.ALL:
+        return elementwise(torch.minimum if propagate_nan is core.PropagateNan.ALL else torch.fmin, x, y)
     return where(operate("lt", value_of(x), y), x, y)
 
 
@@ -289,7 +289,7 @@ COMMON = dict(
     abs=absolute, arange=arange, atomic_add=atomic_add, broadcast_to=broadcast_to, cdiv=cdiv, cumsum=cumsum,
     exp=exp, exp2=exp2, expand_dims=expand_dims, fma=fma, full=full,
     inline_asm_elementwise=inline_asm_elementwise, join=join, load=load, log=log, log2=log2, max=max_of,
-    maximum=maximum, minimum=minimum,
+    maximum=maximum, minimum=minimum, PropagateNan=core.PropagateNan,
     multiple_of=multiple_of, num_programs=num_programs, permute=permute, pointer_type=core.pointer_type,
     program_id=program_id, range=Range, reshape=reshape, rsqrt=rsqrt, split=split,
     static_range=static_range, store=store, sum=sum_of, to_tensor=to_tensor, where=where, zeros=zeros,
@@ -313,10 +313,7 @@ MBARRIER = Names(
     wait=barriers.wait,
 )  # fmt: skip
 TMA = Names("tma", store_wait=copies.store_wait)
-ASYNC_COPY = Names(
-    "async_copy", async_copy_global_to_shared=copies.copy_to_shared, commit_group=copies.commit_group,
-    wait_group=copies.wait_group,
-)  # fmt: skip
+ASYNC_COPY = Names("async_copy", commit_group=copies.commit_group, wait_group=copies.wait_group)
 PYTHON = {"range": Range, "max": python_max, "min": python_min, "abs": absolute}
 """Functions that replace Python's built-in ones in kernels."""
 
@@ -326,6 +323,7 @@ BY_NAME = {
     "warpgroup_mma_wait": products.warpgroup_mma_wait,
     "mma_v2": products.mma_v2,
     "fence_async_shared": fence_async_shared,
+    "async_copy_to_shared": copies.copy_to_shared,
     "async_load": copies.load,
     "async_store": copies.store,
     "async_add": copies.add,

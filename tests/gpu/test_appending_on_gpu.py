@@ -28,7 +28,7 @@ SERVED = (
     case("rotary-window", new=1, page_size=1, rotary_dim=6, rotary_seqlens=(5, 1, 30), window_size=(7, 0)),
     case("splits", new=1, page_size=4, rotary_dim=8, num_splits=3, softcap=20.0),
     case("split-size", new=1, page_size=16, split_size=16, alibi="batch"),
-    case("sink", new=1, page_size=5, num_splits=1, sink=True, heads=(6, 2)),
+    case("sink", new=1, page_size=5, num_splits=1, sink="own", heads=(6, 2)),
     case("head-dim-128", new=1, page_size=16, head_dim=128, rotary_dim=128, heads=(16, 1), capacity=2048,
          lengths=(2047, 1500, 63)),
 )  # fmt: skip

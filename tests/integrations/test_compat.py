@@ -246,6 +246,20 @@ def test_rotary_scales_of_xpos_are_1_in_the_middle(installed):
         apply_rotary_emb(torch.ones(1, 2, 1, 6), *tables, seqlen_offsets=elsewhere)
 
 
+def test_rotary_tables_made_in_another_mode_are_not_used_outside_of_it(installed):
+    from flash_attn.layers.rotary import RotaryEmbedding
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x = torch.randn(2, 4, 3, 2, 8)
+    for mode in (torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True)):
+        rotary = RotaryEmbedding(8).eval()
+        with mode:
+            rotary(x.clone())
+        learned = x.clone().requires_grad_()
+        rotary(learned * 1).sum().backward()
+        assert learned.grad is not None
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_embedding_turns_pairs_by_their_positions(installed, interleaved):
     from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb, apply_rotary_emb_torch

@@ -177,6 +177,8 @@ def seven(score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):
         ({"block_sparse_tensors_bwd": (1,)}, "block_sparse_tensors must be None"),
         ({"learnable_sink": torch.ones(3)}, "learnable_sink"),
         ({"window_size": (1.5, None)}, "window_size"),
+        ({"window_size": None}, "window_size must be"),
+        ({"v": None}, "v must be a torch.Tensor"),
         ({"causal": 2}, "causal"),
         ({"return_lse": 1}, "return_lse"),
     ],
@@ -184,7 +186,17 @@ def seven(score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):
 def test_what_is_refused_is_named(named, match):
     q, k, v = tensors((1, 3, 2, 8), (1, 3, 2, 8), (1, 3, 2, 8), grad=False)
     with pytest.raises((NotImplementedError, ValueError, TypeError), match=match):
-        cute.flash_attn_func(q, k, v, **named)
+        cute.flash_attn_func(**{"q": q, "k": k, "v": v, **named})
+
+
+def test_a_longest_length_that_is_no_int_is_named():
+    q, k, v = tensors((3, 2, 8), (3, 2, 8), (3, 2, 8), grad=False)
+    offsets = torch.tensor([0, 1, 3], dtype=torch.int32)
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        with pytest.raises(TypeError, match=name):
+            cute.flash_attn_varlen_func(
+                q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **{name: torch.tensor([1, 2])}
+            )
 
 
 class TestCombine:

@@ -266,3 +266,18 @@ def test_torchscript_calls_torch() -> None:
         assert door.served == 0
         torch.testing.assert_close(attend(x), out)
     assert torch.jit._builtins._find_builtin(door._function) is None
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_the_block_may_be_in_a_compiled_function(fullgraph):
+    def attend(q):
+        with flashtile.sdpa():
+            if not fullgraph:
+                torch._dynamo.graph_break()
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    torch._dynamo.reset()
+    before, q = F.scaled_dot_product_attention, torch.randn(1, 2, 9, 8)
+    out = torch.compile(attend, backend="eager", fullgraph=fullgraph)(q)
+    assert F.scaled_dot_product_attention is before
+    torch.testing.assert_close(out, before(q, q, q, is_causal=True), atol=2e-6, rtol=1e-5)

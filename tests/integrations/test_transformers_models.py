@@ -116,6 +116,122 @@ def test_packed_sequences_do_not_see_each_other():
         torch.testing.assert_close(logits, expected, atol=2e-6, rtol=1e-5)
 
 
+PACKED = {
+    "begin at 0": [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]],
+    "continue documents": [[3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7, 8]],
+    "follow each other": [[*range(12)], [*range(3), *range(9, 18)]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pieces", PACKED)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_packed_rows_are_separated_as_in_eager_attention(name, pieces):
+    """In each row of a batch, in a single row, and in one row of positions for all rows of the batch."""
+    eager, ours = decoders(name)
+    positions = torch.tensor(PACKED[pieces])
+    for tokens, given in ((TOKENS[:2], positions), (TOKENS[:1], positions[1:]), (TOKENS[:2], positions[1:])):
+        named = {"position_ids": given, "use_cache": False, "output_attentions": True}
+        expected, found = (model(tokens, **named) for model in (eager, ours))
+        torch.testing.assert_close(found.logits, expected.logits, atol=2e-6, rtol=1e-5)
+        check_weights(found.attentions, expected.attentions, torch.ones_like(tokens, dtype=torch.bool))
+        logits = ours(tokens, position_ids=given, use_cache=False).logits
+        torch.testing.assert_close(logits, expected.logits, atol=2e-6, rtol=1e-5)
+
+
+def test_packed_rows_learn_what_eager_attention_learns():
+    models = decoders("llama")
+    positions = torch.tensor(PACKED["begin at 0"])
+    named = {"position_ids": positions, "use_cache": False, "labels": TOKENS[:2]}
+    compared_gradients(models, [model.train()(TOKENS[:2], **named).loss for model in models])
+
+
+def test_packed_rows_of_models_that_give_their_attention_no_positions():
+    small = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
+    models = pair("PersimmonForCausalLM", transformers.PersimmonConfig(**small))
+    check_logits(
+        models, input_ids=TOKENS[:2], position_ids=torch.tensor(PACKED["begin at 0"]), use_cache=False
+    )
+
+
+def test_blocks_that_see_each_other_within_packed_rows():
+    """A union of rules is not lost within the rule for packed sequences."""
+    from transformers.masking_utils import create_causal_mask
+
+    config = transformers.LlamaConfig(**SMALL, attn_implementation=NAMES[0])
+    named = {
+        "inputs_embeds": torch.empty(1, 12, 32), "attention_mask": None, "cache": None,
+        "position_ids": torch.tensor(PACKED["begin at 0"][:1]),
+        "block_sequence_ids": torch.tensor([[-1, 0, 0, -1, -1, -1, 1, 1, 1, -1, -1, -1]]),
+    }  # fmt: skip
+    found = create_causal_mask(config, **named)
+    config._attn_implementation = "sdpa"
+    assert torch.equal(found, create_causal_mask(config, **named))
+
+
+WINDOWS_OF_MASKS = {
+    "Phimoe": {"sliding_window": 5, "num_local_experts": 4},
+    "Qwen2Moe": {
+        "sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WINDOWS_OF_MASKS)
+def test_a_window_that_only_the_mask_has_is_kept(kind):
+    """The attention of these models gets no window. Those of others get it, and need no mask of scores."""
+    config = getattr(transformers, f"{kind}Config")(**SMALL, **WINDOWS_OF_MASKS[kind])
+    models = pair(f"{kind}ForCausalLM", config)
+    packed = {"position_ids": torch.tensor(PACKED["begin at 0"]), "use_cache": False}
+    check_logits(models, input_ids=TOKENS)
+    check_logits(models, input_ids=TOKENS[:2], **packed)
+    expected, found = (model(TOKENS, attention_mask=MASK).logits[MASK == 1] for model in models)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-4)
+    expected, tokens = (
+        model.generate(TOKENS, attention_mask=MASK, do_sample=False, max_new_tokens=6) for model in models
+    )
+    assert torch.equal(tokens, expected)
+
+
+def test_code_that_passes_windows_is_told_from_code_that_does_not():
+    from flashtile.integrations.transformers_private import passes_window
+
+    with_window = ("Mistral", "Gemma2", "Qwen3", "GptOss", "Phi3", "ModernBert")
+    assert all(passes_window(getattr(transformers, f"{name}Model")) for name in with_window)
+    assert not any(passes_window(getattr(transformers, f"{name}Model")) for name in WINDOWS_OF_MASKS)
+
+
+def test_a_compiled_model_is_one_graph():
+    """With padding and with packed rows."""
+    eager, ours = decoders("llama", num_hidden_layers=1)
+    packed = {"position_ids": torch.tensor(PACKED["begin at 0"])}
+    for tokens, named in ((TOKENS, {"attention_mask": MASK}), (TOKENS[:2], packed)):
+        torch.compiler.reset()
+        compiled = torch.compile(ours, backend="eager", fullgraph=True)
+        with torch.no_grad():
+            expected, found = (model(tokens, use_cache=False, **named).logits for model in (eager, compiled))
+        here = named.get("attention_mask", torch.ones_like(tokens)) == 1
+        torch.testing.assert_close(found[here], expected[here], atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "Phimoe"])
+def test_a_compiled_mask_says_what_that_of_eager_code_says(kind):
+    from transformers.masking_utils import create_sliding_window_causal_mask
+
+    config = getattr(transformers, f"{kind}Config")(**SMALL, **WINDOWS_OF_MASKS["Phimoe"])
+    getattr(transformers, f"{kind}Model")._from_config(config, attn_implementation=NAMES[0])
+    positions = torch.tensor(PACKED["begin at 0"])
+
+    def mask(embeds):
+        return create_sliding_window_causal_mask(config, embeds, None, cache=None, position_ids=positions)
+
+    torch.compiler.reset()
+    expected = mask(torch.empty(2, 12, 32))
+    assert expected.shape == ((2, 1, 12, 12) if kind == "Phimoe" else (2, 1, 12))
+    found = torch.compile(mask, backend="eager", fullgraph=True)(torch.empty(2, 12, 32))
+    assert torch.equal(found, expected)
+
+
 def test_a_block_mask_decides_which_tokens_are_seen():
     """Two answers to one prompt, each with the logits, weights and hidden scores that it has alone."""
     eager, ours = decoders("llama", attention_dropout=0.1)
@@ -420,6 +536,10 @@ def test_models_that_call_transformers_function_by_name(kind, own):
     for mask in (MASK, MASK.flip(1)):
         expected, found = (m(TOKENS, attention_mask=mask).logits[mask == 1] for m in (eager, ours))
         torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+    for positions in PACKED.values():
+        check_logits(
+            (eager, ours), input_ids=TOKENS[:2], position_ids=torch.tensor(positions), use_cache=False
+        )
 
 
 def test_what_would_be_left_out_is_refused():
@@ -438,9 +558,6 @@ def test_what_would_be_left_out_is_refused():
     with pytest.raises(NotImplementedError, match=r"position bias.*packed.*eager"):
         model.encoder(TOKENS, cu_seq_lens_q=torch.tensor([0, 12], dtype=torch.int32))
     _, ours = decoders("llama", attention_dropout=0.1)
-    restarts = torch.cat([torch.arange(5), torch.arange(7)])[None]
-    with pytest.raises(NotImplementedError, match=r"output_attentions.*packed.*eager"):
-        ours(TOKENS[:1], position_ids=restarts, output_attentions=True)
     torch.manual_seed(0)
     first, second = (ours.train()(TOKENS).logits for _ in range(2))
     assert not torch.equal(first, second)  # attention_dropout drops
@@ -522,7 +639,10 @@ def test_literal_names_are_served_when_asked_for_and_given_back():
     for name in (*LITERAL_NAMES, NAMES[0]):
         model = transformers.LlamaForCausalLM._from_config(copy.deepcopy(config), attn_implementation=name)
         assert model.config._attn_implementation == name
-        assert model(TOKENS).logits.isfinite().all()
+        packed = {"position_ids": torch.tensor(PACKED["begin at 0"]), "use_cache": False}
+        eager = transformers.LlamaForCausalLM._from_config(copy.deepcopy(config), attn_implementation="eager")
+        eager.load_state_dict(model.state_dict())
+        check_logits((eager, model), input_ids=TOKENS[:2], **packed)
     with pytest.raises(ValueError, match=r"Switch\w+, which supports no .*'flash_attention_2'"):
         transformers.SwitchTransformersModel._from_config(
             transformers.SwitchTransformersConfig(num_layers=1), attn_implementation="flash_attention_2"

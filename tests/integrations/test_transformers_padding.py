@@ -83,14 +83,16 @@ def test_what_was_read_holds_for_each_layer_once_in_a_pass():
     mask[1, 4] = False
     assert masks.padding_of(mask, layers[2]).on_right
     mask.data[:] = True
-    masks.mask_of_keys(lambda **named: None)(kv_length=5, allow_is_bidirectional_skip=True)
+    both_ways = {"mask_function": None, "allow_is_bidirectional_skip": True}
+    masks.mask_of_keys(lambda **named: None)(kv_length=5, **both_ways)
     assert masks.padding_of(mask, layers[3]).whole
 
 
 def test_the_mask_of_a_pass_is_no_memory_of_the_caller():
     given = torch.ones(2, 5, dtype=torch.bool)
     given[0, 0] = False
-    made = masks.mask_of_keys(lambda **named: None)(kv_length=5, attention_mask=given)
+    causal = {"mask_function": None, "allow_is_causal_skip": True}
+    made = masks.mask_of_keys(lambda **named: None)(kv_length=5, attention_mask=given, **causal)
     given.data[:] = True
     assert masks.padding_of(made, torch.nn.Identity()).on_left
     assert not made[0, 0]

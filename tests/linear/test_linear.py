@@ -260,7 +260,11 @@ BAD_QKV = {
     "rows": (ValueError, "weight has 47 rows, but must have head_dim = 8", dict(weight=W[:47])),
     "no query": (ValueError, "weight has 32 rows", dict(weight=W[:32])),
     "one memory": (ValueError, "v_cache shares memory with k_cache", dict(v_cache=CACHES[0])),
-    "expanded": (ValueError, "k_cache is expanded", dict(k_cache=CACHES[0][:1].expand(4, -1, -1, -1))),
+    "expanded": (
+        ValueError,
+        "k_cache has elements that share",
+        dict(k_cache=CACHES[0][:1].expand(4, -1, -1, -1)),
+    ),
     "FP8": (
         NotImplementedError,
         "k_cache must be torch.float32 like x.*append_kvcache",
@@ -309,6 +313,11 @@ def test_bad_input_is_named_before_anything_is_written(name):
     with pytest.raises(error, match=text):
         linear_qkv(**good | change)
     assert not any(cache.any() for cache in CACHES)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="one backend is enough")
+def test_queries_are_no_view_of_the_product():
+    assert linear_qkv(X, W, *(c.clone() for c in CACHES), slot_mapping=SLOTS).is_contiguous()
 
 
 @pytest.mark.skipif(INTERPRETING, reason="one backend is enough")

@@ -29,6 +29,7 @@ def test_a_change_is_seen(name: str) -> None:
     ("name", "way"),
     [
         ("a_number_in_a_tensor", "fullgraph"),
+        ("a_default", "compiled"),
         ("an_int_of_an_element", "compiled"),
         ("a_module_of_torch", "exported"),
         ("an_element", "exported"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from listed_calls import check_small_scores
 from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
 from cases import Case
@@ -141,6 +142,45 @@ def test_derivatives_of_every_operation() -> None:
         return flashtile.attention(q, k, v, score_mod=modify, return_lse=True)
 
     assert torch.autograd.gradcheck(attend, (q, k, v, slopes, bias))
+
+
+TIES = {
+    "relu": lambda x, y: torch.relu(x) + torch.relu(y),
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "clamp": lambda x, y: torch.clamp(x, 0.0, 1.0) + torch.clamp(y, max=0.0),
+}
+
+
+@pytest.mark.parametrize("name", TIES)
+def test_gradients_at_ties_are_torchs(target: Target, name: str) -> None:
+    """Parameters that start at 0 are ties. Tangents and second derivatives agree with the gradients."""
+    function, device = TIES[name], target.device
+    q, k, v = (testing.random_tensor((1, 8, 2, 16), torch.float32, device, seed=i) for i in range(3))
+    ties = torch.zeros(2, 2, device=device)
+
+    def attend(ties, attention, **options):
+        def score_mod(s, b, h, i, j):
+            return s + s * function(ties[0, h], ties[1, h]) * (i - j)
+
+        return attention(q, k, v, score_mod=score_mod, **options)
+
+    ours = ties.clone().requires_grad_()
+    exact = ties.clone().requires_grad_()
+    out = attend(ours, flashtile.attention, backend=target.backend)
+    expected, _ = attend(exact, reference.attention)
+    dout = testing.random_tensor(out.shape, torch.float32, device, seed=4)
+    (found,) = torch.autograd.grad(out, ours, dout, create_graph=True)
+    (wanted,) = torch.autograd.grad(expected, exact, dout, create_graph=True)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    if wanted.requires_grad and found.requires_grad:
+        second = [torch.autograd.grad(one.sum(), of)[0] for one, of in ((found, ours), (wanted, exact))]
+        torch.testing.assert_close(*second, rtol=1e-4, atol=1e-4)
+    tangent = torch.ones_like(ties)
+    along = torch.func.jvp(
+        lambda t: attend(t, flashtile.attention, backend=target.backend), (ties,), (tangent,)
+    )[1]
+    torch.testing.assert_close((along * dout).sum(), found.sum().detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_numbers_that_a_condition_chooses_are_ints_where_they_were() -> None:
@@ -355,6 +395,48 @@ def test_a_block_mask_of_flex_attention_without_full_blocks() -> None:
     q, k, v = torch.randn(3, 1, 64, 2, 8).unbind()
     out = flashtile.attention(q, k, v, block_mask=block_mask)
     torch.testing.assert_close(out, flashtile.attention(q, k, v, causal=True))
+
+
+def _in_inference_mode(call, q):
+    with torch.inference_mode():
+        call(q)
+
+
+def _on_fake_tensors(call, q):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        call(q)
+
+
+FIRST_CALLS = {
+    "inference": _in_inference_mode,
+    "fake": _on_fake_tensors,
+    "explained": lambda call, q: flashtile.explain(call, q),
+    "jvp": lambda call, q: torch.func.jvp(call, (q,), (q,)),
+    "compiled": lambda call, q: torch.compile(call, backend="aot_eager", fullgraph=True)(q),
+}
+
+
+@pytest.mark.parametrize("mode", FIRST_CALLS)
+def test_a_block_mask_serves_after_a_first_call_in_another_mode(mode) -> None:
+    """The empty lists of full blocks, made at the first call, do not belong to its mode."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    counts, indices = torch.tensor([[[1, 2]]]), torch.tensor([[[[0, 1], [0, 1]]]])
+    block_mask = BlockMask.from_kv_blocks(
+        counts.int(), indices.int(), BLOCK_SIZE=16, mask_mod=lambda b, h, i, j: i >= j, seq_lengths=(32, 32)
+    )
+    q, k, v = torch.randn(3, 1, 32, 2, 8, dtype=torch.float64).unbind()
+
+    def call(q):
+        return flashtile.attention(q, k, v, block_mask=block_mask)
+
+    FIRST_CALLS[mode](call, q)
+    q = q.requires_grad_()
+    (got,), (expected,) = (
+        torch.autograd.grad(out.square().sum(), q)
+        for out in (call(q), flashtile.attention(q, k, v, causal=True))
+    )
+    torch.testing.assert_close(got, expected)
 
 
 def test_lists_of_the_backward_pass_follow_from_those_of_the_forward_pass() -> None:

@@ -67,6 +67,40 @@ def test_indices_may_be_small_ints(target: Target, dtype: torch.dtype) -> None:
     assert torch.equal(blocks(narrow), blocks(wide))
 
 
+NARROW: dict[str, Callable] = {
+    "batch": lambda b, h, i, j, u8, i8, i16: b - u8[j] < 0,
+    "head": lambda b, h, i, j, u8, i8, i16: h * 10 + i16[j] > 20,
+    "two dtypes": lambda b, h, i, j, u8, i8, i16: i8[j] + u8[i] > 3,
+    "products wrap": lambda b, h, i, j, u8, i8, i16: (i8[i] * i8[j] > 0) ^ (i16[i] * i16[j] > 0),
+    "conversions wrap": lambda b, h, i, j, *tables: ((i + 1) * 2654435761).int() > (i * 57 + j * 91).char(),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_narrow_ints_are_torchs(target: Target, name: str) -> None:
+    """A block mask and a mask function see what torch computes with all indices at once."""
+    device, lengths = target.device, (2, 2, 8, 16)
+    i, j = (torch.arange(n, device=device) for n in lengths[2:])
+    tables = [
+        (torch.tensor([3, 0, 1, 200, 2, 5, 127, 128] * 2, device=device)).to(torch.uint8),
+        (torch.tensor([100, 50, -128, 127, 3, -7, 0, 9] * 2, device=device)).to(torch.int8),
+        (torch.tensor([32767, 5, 32766, 1, 2, -30000, 30000, 0] * 2, device=device)).to(torch.int16),
+    ]
+    b, h = torch.arange(2, device=device)[:, None, None, None], torch.arange(2, device=device)[:, None, None]
+    mask = NARROW[name](b, h, i[:, None], j, *tables).expand(lengths)
+    q, k, v = (
+        testing.random_tensor((2, n, 2, 16), torch.float32, device, seed=n) for n in (8, 16, 16)
+    )
+    expected = flashtile.attention(q, k, v, mask=mask, backend=target.backend)
+
+    def function(b, h, i, j):
+        return NARROW[name](b, h, i, j, *tables)
+
+    block_mask = masks.create_block_mask(function, *lengths, device, 16)
+    for given in ({"mask_mod": function}, {"block_mask": block_mask}):
+        torch.testing.assert_close(flashtile.attention(q, k, v, backend=target.backend, **given), expected)
+
+
 def test_squares_of_floats_do_not_overflow(target: Target) -> None:
     """As ints of 32 bits they would."""
 
@@ -191,11 +225,6 @@ def test_ranges_of_ints_hold_every_result(operation: str) -> None:
         found = {results[numbers] for numbers in inside if numbers in results}
         low, high = mask_ranges._range(line, [*operands])
         assert not found or (low <= min(found) and max(found) <= high), (operands, low, high, found)
-    if operation == "where":  # the value that is no int is a bool
-        for low, high in ranges:
-            found = mask_ranges._range(line, [(low, high)])
-            assert found[0] <= min(low, 0), (low, high, found)
-            assert found[1] >= max(high, 1), (low, high, found)
 
 
 def test_numbers_of_32_bits_may_be_launch_arguments() -> None:
@@ -224,9 +253,10 @@ def test_only_ints_that_may_leave_32_bits_are_wide() -> None:
         assert (wide(function, largest), wide(function, largest + 2)) == (0, 1)
     assert wide(lambda b, h, i, j: (i // 64 ^ j // 64) & 1 == 0) == 0
     assert wide(lambda b, h, i, j: i << 8 == ~j) == 1
-    table = torch.zeros(2, dtype=torch.int32)
-    assert wide(lambda b, h, i, j: table[h] * i < 5) == 1
-    assert wide(lambda b, h, i, j: table[h] + i < 5) == 0
+    for dtype in (torch.int32, torch.int64):
+        table = torch.zeros(2, dtype=dtype)
+        assert wide(lambda b, h, i, j, table=table: table[h] * i < 5) == 1
+        assert wide(lambda b, h, i, j, table=table: table[h] + i < 5) == 0
     # A product that leaves 64 bits may have either sign.
     assert wide(lambda b, h, i, j: (table[h].abs() * (2**39 - 1)).clamp(max=0) < 5) == 1
     assert wide(lambda b, h, i, j: (table[h].abs() * 2**39).clamp(max=0) < 5) == 2

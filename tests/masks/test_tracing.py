@@ -6,12 +6,14 @@ import functools
 import gc
 import itertools
 import operator
+import warnings
 import weakref
 from typing import Any
 
 import pytest
 import torch
 from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.attention import flex_attention
 
@@ -24,7 +26,7 @@ from flashtile.masks.mods import traced
 from flashtile.operators import functions as operators
 from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.problems.attention import NO_EXTRAS, Options
-from flashtile.problems.mask_operations import OPERATIONS
+from flashtile.problems.mask_operations import INTS, OPERATIONS
 from flashtile.problems.mask_program import derivatives, parse
 from flashtile.problems.masks import MAX_CAPTURED
 
@@ -122,6 +124,24 @@ def test_a_triton_function_is_one_of_torch() -> None:
     outs = [flashtile.attention(q, k, v, score_mod=function) for function in (mod, same)]
     torch.testing.assert_close(*outs)
     torch.testing.assert_close(*(torch.autograd.grad(out.sum() + out.square().sum(), table) for out in outs))
+
+
+def test_ints_of_triton_functions_have_32_bits_and_divide_towards_zero() -> None:
+    triton = pytest.importorskip("triton")
+
+    @triton.jit
+    def mask(b, h, q, kv):
+        hashed = (q * 1103515245 + kv * 12345) > 0
+        return (((q - kv) % 3) == 1) | (((q - kv) // 2) < -1) & hashed
+
+    i, j = torch.arange(8, dtype=torch.int32)[:, None], torch.arange(8, dtype=torch.int32)
+    quotient = torch.div(i - j, 2, rounding_mode="trunc")
+    expected = ((i - j).fmod(3) == 1) | (quotient < -1) & (i * 1103515245 + j * 12345 > 0)
+    mod = masks.from_triton("mask_mod", mask)
+    assert torch.equal(mod(0, 0, i.long(), j.long()), expected)
+    index = torch.zeros((), dtype=torch.int64)
+    inputs = {"b": index, "h": index, "q": i.long(), "kv": j.long()}
+    assert torch.equal(evaluate(traced("mask_mod", mod).program, inputs, [])[0], expected)
 
 
 def test_opcheck() -> None:
@@ -278,6 +298,52 @@ def test_a_block_mask_of_flex_attention_is_converted_once() -> None:
     assert (of_flex_attention(theirs).kv_num_blocks == before + 1).all()
 
 
+@pytest.mark.parametrize(
+    "functions",
+    [
+        {"mask_mod": lambda b, h, i, j: j < NUMBERS[0] + 5},
+        {"mask_mod": lambda b, h, i, j: j < NUMBERS.max().item() + 1},
+        {"score_mod": lambda s, b, h, i, j: s * NUMBERS.float().mean()},
+    ],
+    ids=["element", "item", "0-dim"],
+)
+def test_functions_that_read_numbers_are_explained(functions) -> None:
+    q = torch.randn(1, 16, 2, 8)
+    assert flashtile.explain(q, q, q, **functions).backend == "cpu"
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(q)
+        assert flashtile.attention(fake, fake, fake, **functions).shape == q.shape
+
+
+NUMBERS = torch.tensor([3, 5])
+
+
+def test_dynamo_does_not_warn_of_our_caches() -> None:
+    torch._dynamo.reset()
+    q, table = torch.randn(1, 16, 2, 16), torch.randn(2)
+    call = torch.compile(
+        lambda q: flashtile.attention(q, q, q, score_mod=lambda s, b, h, i, j: s * table[h]),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lru_cache")
+        call(q)
+
+
+def test_a_call_is_repeated_with_copies_only_if_strides_were_refused() -> None:
+    calls, tables = [], [torch.ones(2) for _ in range(MAX_CAPTURED + 1)]
+
+    def score_mod(score, b, h, i, j):
+        calls.append(None)
+        return sum((table[h] for table in tables), score)
+
+    q = torch.randn(1, 16, 2, 16)[..., ::2]
+    with pytest.raises(ValueError, match="score_mod must read at most"):
+        flashtile.attention(q, q, q, score_mod=score_mod)
+    assert len(calls) == 1
+
+
 def test_explained() -> None:
     from flashtile.io_model import CARDS
 
@@ -324,7 +390,8 @@ def test_what_is_simplified_is_what_the_operation_gives(name) -> None:
     operation = OPERATIONS[name]
     logical = name in ("and", "or", "xor", "not", "bool")
     values = (False, True) if logical else (0, 1, 2, 3)
-    count = {"where": 3, "not": 1, "neg": 1, "abs": 1, "float": 1, "int": 1, "bool": 1}.get(name, 2)
+    unary = ("not", "neg", "abs", "float", "bool", *INTS)
+    count = 3 if name == "where" else 1 if name in unary else 2
     later, told = object(), 0
     for operands in itertools.product((*values, later), repeat=count):
         found = operation.simplify(*operands)
@@ -377,6 +444,40 @@ WRITTEN = {
     "masked_fill": lambda s, b, h, q, kv: s.masked_fill(q < kv, b.new_ones(b.shape)).masked_fill(kv == 0, 2),
 }
 """Functions that mean the same on tensors."""
+
+
+def _filled(s, b, h, q, kv):
+    s.masked_fill_(q < kv, -torch.inf)
+    return s
+
+
+def _augmented(s, b, h, q, kv):
+    s *= 2
+    t = s.float()
+    t += kv
+    return s
+
+
+@pytest.mark.parametrize(
+    ("function", "same"),
+    [
+        (_filled, lambda s, b, h, q, kv: s.masked_fill(q < kv, -torch.inf)),
+        (_augmented, lambda s, b, h, q, kv: s * 2),
+        (
+            lambda s, b, h, q, kv: torch.nn.functional.relu(s, inplace=True) + s,
+            lambda s, b, h, q, kv: 2 * torch.relu(s),
+        ),
+    ],
+)
+def test_functions_in_place_change_their_operand(function, same) -> None:
+    q, k, v = torch.randn(3, 1, 6, 2, 8).unbind()
+    expected = flashtile.attention(q, k, v, score_mod=same)
+    attend = functools.partial(flashtile.attention, score_mod=function)
+    torch.testing.assert_close(attend(q, k, v), expected)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(attend, backend="eager", fullgraph=True)(q, k, v), expected)
+    with pytest.raises(TypeError, match="a float cannot be written in place of an int"):
+        traced("score_mod", lambda s, b, h, q, kv: s + q.add_(0.5))
 
 
 @pytest.mark.parametrize("name", WRITTEN)

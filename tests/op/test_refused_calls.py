@@ -1,4 +1,4 @@
-"""Forward mode, and gradients that nobody computes: refused by name in every mode and transform."""
+"""Refused by name: forward mode, gradients that nobody computes (in every mode), writes to lazy negations."""
 
 from __future__ import annotations
 
@@ -252,3 +252,21 @@ def test_a_compiled_call_names_what_wants_the_gradient():
     compiled = torch.compile(WITH_KVCACHE, backend="aot_eager")
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="sink must not require a gradient"):
         compiled(**DECODE | {"sink": sink}, **caches())
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "written"),
+    [
+        (append, CALLS["append"][1] | caches(), "k_cache"),
+        (append, CALLS["append"][1] | caches(), "v_cache"),
+        (WITH_KVCACHE, NEW | caches(), "k_cache"),
+        (copy, CALLS["copy_blocks"][1] | pages(), "v_cache"),
+        (flashtile.attention, {"q": Q, "k": K, "v": V, "out": Q.clone()}, "out"),
+    ],
+)
+def test_a_lazy_negation_is_not_written(function, arguments, written):
+    negated = torch._neg_view(arguments[written])
+    before = negated.clone()
+    with pytest.raises(ValueError, match=f"^{written} must hold its own numbers because it is written"):
+        function(**arguments | {written: negated})
+    assert torch.equal(negated, before)

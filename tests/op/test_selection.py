@@ -198,6 +198,16 @@ def test_explain_is_three_lines_on_the_cpu(tensors, monkeypatch):
         ]  # fmt: skip
 
 
+def test_a_card_is_an_entry_of_the_table():
+    q = torch.zeros(1, 8, 2, 16)
+    for explain, arguments in (
+        (flashtile.explain, (q, q, q)),
+        (flashtile.linear.explain, (q[0, 0], q[0, 0])),
+    ):
+        with pytest.raises(TypeError, match=r"card must be one of flashtile\.io_model\.CARDS, got 'h100'"):
+            explain(*arguments, card="h100")
+
+
 def test_explain_is_three_lines_on_a_card():
     pytest.importorskip("triton")
     q = torch.zeros(2, 1024, 4, 64, dtype=torch.bfloat16)

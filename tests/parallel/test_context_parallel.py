@@ -156,6 +156,14 @@ def test_wrong_arguments_are_named(one_rank, changed, error, says):
             parallel.unshard(x, 0, **changed)
 
 
+def test_a_mesh_of_several_dimensions_has_names(one_rank):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    q = torch.ones(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="mesh must have mesh_dim_names"):
+        parallel.context_parallel_attention(q, q, q, mesh=init_device_mesh("cpu", (1, 1)))
+
+
 @pytest.mark.parametrize("offsets", [[0], [1, 4], [0, 3, 2, 4]])
 def test_offsets_of_documents_rise_from_0(one_rank, offsets):
     q = torch.ones(1, 4, 2, 8)
@@ -245,15 +253,28 @@ def test_one_work_for_all_messages_is_waited_for(one_rank, monkeypatch):
         pending.wait()
 
 
-@pytest.mark.parametrize(("interleave", "error"), [(1.5, TypeError), (2**40, ValueError)])
-def test_a_cache_is_not_written_where_interleave_is_wrong(one_rank, interleave, error):
+@pytest.mark.parametrize(
+    ("changed", "error", "says"),
+    [
+        ({"interleave": 1.5}, TypeError, "interleave must be"),
+        ({"interleave": 2**40}, ValueError, "interleave must be"),
+        ({"k_cache": "x"}, TypeError, "k_cache must be a torch.Tensor"),
+        ({"k_cache": torch.tensor(1.0)}, ValueError, "k_cache must have 4 dimensions"),
+        ({"k": 3}, TypeError, "k must be a torch.Tensor"),
+        ({"v": None}, ValueError, "v must be given together with k"),
+        ({"k": torch.ones(1, 1, 2, 16, device="meta")}, ValueError, "k is on meta"),
+        ({"softmax_scale": float("inf")}, ValueError, "softmax_scale must be finite"),
+        ({"softcap": float("nan")}, ValueError, "softcap must be finite"),
+    ],
+    ids=str,
+)
+def test_a_cache_is_not_written_where_an_argument_is_wrong(one_rank, changed, error, says):
     k_cache, v_cache = torch.zeros(2, 1, 8, 2, 16).unbind()
     q, k, v = torch.ones(3, 1, 1, 2, 16).unbind()
     lengths = torch.tensor([3], dtype=torch.int32)
-    with pytest.raises(error, match="interleave must be"):
-        parallel.context_parallel_decode(
-            q, k_cache, v_cache, k, v, cache_seqlens=lengths, interleave=interleave
-        )
+    call = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": lengths}
+    with pytest.raises(error, match=says):
+        parallel.context_parallel_decode(**call | changed)
     assert not k_cache.any()
     assert not v_cache.any()
 

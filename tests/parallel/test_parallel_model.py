@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashtile import attention
+from flashtile.caches import BoundedCache
 from flashtile.io_model import find_card
-from flashtile.parallel import LINKS, Sharing, estimates, explain, two_dimensions
+from flashtile.parallel import LINKS, Sharing, blocks, estimates, explain, two_dimensions
 from flashtile.parallel.attend import Scores, Total, attend_once
 from flashtile.parallel.blocks import Block, Mask, Packed, Pair, pair_of
 from flashtile.parallel.layout import LAYOUTS, Piece, pieces_of, positions, tokens_of
@@ -83,6 +85,31 @@ def test_blocks_are_packed_with_the_tokens_between_them() -> None:
     assert packed.longest == (4, 3)
 
 
+def test_offsets_on_devices_are_bounded_and_have_gradients_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step of training on packed documents has others, and the first call may be in inference mode."""
+    kept = BoundedCache(10 * 2**10)
+    monkeypatch.setattr(blocks, "_on_devices", kept)
+    for i in range(1, 50):
+        packed = Packed((Block(0, i, 0, i),), 50, 50)
+        with torch.inference_mode():
+            q, k = packed.offsets(torch.device("cpu"))
+        assert (q.tolist(), k.tolist()) == ([0, i, 50, 50], [0, i, i, 50])
+        assert packed.offsets(torch.device("cpu"))[0] is q
+        assert not q.is_inference()
+    assert len(kept) == 10
+
+
+def test_offsets_first_seen_in_another_mode_serve_outside_of_it() -> None:
+    packed, device = Packed((Block(0, 2, 1, 4),), 2, 4), torch.device("cpu")
+    with FakeTensorMode():
+        packed.offsets(device)
+    with torch.inference_mode():
+        q, k = packed.offsets(device)
+    assert (q.tolist(), k.tolist()) == ([0, 0, 2], [0, 1, 4])
+    assert not q.is_inference()
+    assert packed.offsets(device)[0] is q
+
+
 def visible(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> torch.Tensor:
     """(queries, keys) bool, by the definition of the mask."""
     inside = torch.zeros(len(q), len(k), dtype=torch.bool)
@@ -134,7 +161,7 @@ def test_every_visible_score_is_computed_once_and_no_other(layout):
         for rank, other in itertools.product(range(size), repeat=2):
             q, k = pieces_of(layout, totals[0], size, rank), pieces_of(layout, totals[1], size, other)
             pair = pair_of(q, k, mask)
-            right = visible(positions(q), positions(k), mask)
+            right = visible(positions(q, torch.device("cpu")), positions(k, torch.device("cpu")), mask)
             assert torch.equal(covered(tokens_of(q), pair, tokens_of(k)), right.long()), (q, k, mask)
             assert pair.pairs == right.sum()
 

@@ -114,6 +114,7 @@ class CompileCase:
             ValueError: ``signature`` and ``constants`` do not name each argument of the kernel exactly once.
         """
         from flashtile.backends import compat
+        from flashtile.backends.common.keys import source_of
 
         if not compat.is_compilable(self.kernel):
             raise TypeError(
@@ -141,9 +142,8 @@ class CompileCase:
         signature = {name: _types(kind) for name, kind in signature.items()}
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages} | self.options
         backend, arch = ("hip", target.name) if target.amd else ("cuda", target.capability)
-        return compat.compile_for(
-            backend, arch, target.warp_size, self.kernel, signature, constants, attributes, options
-        )
+        source = source_of(self.kernel, signature, constants, attributes)
+        return compat.compile_for(backend, arch, target.warp_size, source, options)
 
 
 def types_of(structure: Any, default: Any, **types: Any) -> Any:
@@ -224,11 +224,20 @@ def report(case: CompileCase, arch: str) -> CompileReport:
 
     Raises:
         ValueError: ``arch`` is unknown, or the case does not fit its kernel.
-        RuntimeError: the disassembler failed.
+        RuntimeError: this release of Triton cannot compile the case, or the disassembler failed.
     """
+    import triton
+    from triton.errors import TritonError
+
     target = architecture(arch)
     begin = time.perf_counter()
-    compiled = case.compile(target)
+    try:
+        compiled = case.compile(target)
+    except (TritonError, RuntimeError) as error:
+        reason = str(error).strip().rpartition("\n")[2]
+        raise RuntimeError(
+            f"{case.name} cannot be compiled for {target.name} with Triton {triton.__version__}: {reason}"
+        ) from error
     seconds = time.perf_counter() - begin
     used = used_on_amd(compiled.asm["amdgcn"]) if target.amd else _used_on_nvidia(compiled.asm)
     return CompileReport(

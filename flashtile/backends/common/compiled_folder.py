@@ -27,6 +27,7 @@ from typing import Any
 
 import triton
 
+from flashtile.backends.common.keys import source_key
 from flashtile.files import as_path, replace_file
 from flashtile.version import __version__
 
@@ -57,7 +58,7 @@ def key_of(src: Any, target: Any, options: Any, variables: list[tuple[str, str]]
             part of the key.
     """
     variables = [(name, value) for name, value in variables if name != NO_SOURCE_LINES]
-    parts = (triton.__version__, src.name, src.hash(), str(target), options.hash(), str(variables))
+    parts = (triton.__version__, src.name, source_key(src), str(target), options.hash(), str(variables))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

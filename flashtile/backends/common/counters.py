@@ -1,7 +1,9 @@
 """Counters in GPU memory that are 0 before and after every kernel that uses them.
 
-Kernels of one stream run one after another, so they share a buffer per stream. A captured graph may be
-replayed on any stream, concurrently with other work, so each captured call gets counters of its own. They
+Kernels of one stream run one after another, so they share a buffer per stream. A stream is known by its
+address. torch destroys no stream of its own. A stream from elsewhere must be idle when it is destroyed,
+because another one may get its address. A captured graph may be replayed on any stream, concurrently with
+other work, so each captured call gets counters of its own. CUDA runs two replays of one graph in turn. They
 come from a reserve that is zeroed beforehand. Zeroing them in the graph would take one more kernel, and the
 kernel after it could not start early (programmatic dependent launch). The graph zeroes its own counters only
 after the reserve is used up.

@@ -29,9 +29,7 @@ class Deferred:
         self._options: dict[str, Any] | None = options
         self.__name__, self.__qualname__, self.__module__ = fn.__name__, fn.__qualname__, fn.__module__
         self.__doc__, self.__globals__, self.fn = fn.__doc__, fn.__globals__, fn
-        linecache.checkcache(fn.__code__.co_filename)  # a module that is imported again may have changed
-        self._lines = linecache.getlines(fn.__code__.co_filename, fn.__globals__)
-        self._first = fn.__code__.co_firstlineno - 1
+        self._lines, self._first = _lines_of(fn)
 
     __hash__ = object.__hash__
     """Functions are equal if they are the same. Triton's hash parses the function and all that it calls."""
@@ -78,6 +76,18 @@ class Deferred:
     def text(self) -> str:
         """Source of the function with its decorators."""
         return "".join(function_lines(self._lines, self._first))
+
+
+def source_text(function: Any) -> str:
+    """Return the source of a function that is being defined, with its decorators."""
+    return "".join(function_lines(*_lines_of(function)))
+
+
+def _lines_of(function: Any) -> tuple[list[str], int]:
+    """Return (lines of the file, index of the first line of the function)."""
+    code = function.__code__
+    linecache.checkcache(code.co_filename)  # a module that is imported again may have changed
+    return linecache.getlines(code.co_filename, function.__globals__), code.co_firstlineno - 1
 
 
 def function_lines(lines: list[str], first: int) -> list[str]:

@@ -39,6 +39,8 @@ class Target:
     @staticmethod
     def of_card(card: Card) -> Target:
         """Return the target for a card of :data:`flashtile.io_model.CARDS`."""
+        if not hasattr(card, "sm_count"):
+            raise TypeError(f"card must be one of flashtile.io_model.CARDS, got {card!r}")
         return Target(card.name, card.capability, card.sm_count)
 
     @property

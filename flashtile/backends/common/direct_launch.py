@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import chain, islice
@@ -33,6 +34,10 @@ _PLAIN = {
 """Metadata of kernels that can be launched directly."""
 _POINTER = "Q"
 _MAP = f"{libcuda.TENSOR_MAP_BYTES}s"
+_kernels: dict[tuple[str, int], libcuda.Kernel | None] = {}
+"""Loaded kernels by their keys in Triton's cache, and the index of the device. None: only Triton can launch
+it. Kernels are never unloaded, because a captured graph may launch them at any time."""
+_loading = threading.Lock()
 _NUMBERS = frozenset((int, float, bool))
 _ALIGNMENT = 128
 """Alignment of the parameters' values. No parameter needs more."""
@@ -146,13 +151,13 @@ def _is_plain(metadata: Any) -> bool:
 
 
 def _loaded(compiled: Any, index: int) -> libcuda.Kernel | None:
-    """Return the loaded kernel. It is kept with the compiled kernel, which Triton keeps for each device."""
-    kept = vars(compiled)
-    if "flashtile_loaded" not in kept:
-        shared, threads = compiled.metadata.shared, 32 * compiled.metadata.num_warps
-        kept["flashtile_loaded"] = libcuda.load(compiled.name, compiled.kernel, shared, threads, index)
-    found: libcuda.Kernel | None = kept["flashtile_loaded"]
-    return found
+    """Return the loaded kernel. The same kernel is loaded only once, also if it was read again meanwhile."""
+    key = compiled.hash, index
+    with _loading:
+        if key not in _kernels:
+            shared, threads = compiled.metadata.shared, 32 * compiled.metadata.num_warps
+            _kernels[key] = libcuda.load(compiled.name, compiled.kernel, shared, threads, index)
+        return _kernels[key]
 
 
 def _tensor_maps(metadata: Any, views: tuple) -> list[compat.TensorMaps] | None:

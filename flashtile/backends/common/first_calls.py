@@ -50,6 +50,8 @@ logger = logging.getLogger("flashtile.kernels")
 
 _workers: list[subprocess.Popen] = []
 """Started processes. Those that have ended are removed before others start."""
+_starting = threading.Lock()
+"""Held while processes are started, so that threads together start no more than are free."""
 
 
 def load_or_compile(src: Any, target: Any = None, options: dict | None = None, **more: Any) -> Any:
@@ -116,11 +118,14 @@ def alone(key: str, target: Any) -> Iterator[None]:
 
 def _start(target: Any) -> None:
     """Start processes for those kernels of the newest call that are neither compiled nor being compiled."""
-    call, free = newest_call.get(), _free_workers()
-    if call is None or free < 1 or target.backend != "cuda":
+    call = newest_call.get()
+    if call is None or target.backend != "cuda":
         return
-    newest_call.set(None)
-    with contextlib.ExitStack() as locks:
+    with _starting, contextlib.ExitStack() as locks:
+        free = _free_workers()
+        if free < 1:
+            return
+        newest_call.set(None)
         try:
             tasks = []
             for key, source in _missing(call, target).items():

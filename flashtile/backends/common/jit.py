@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
+import threading
 from collections.abc import Callable
-from types import CodeType, ModuleType
+from functools import cached_property
 from typing import Any
 
 import triton
 from triton import knobs
-from triton import language as tl
-from triton.runtime.jit import JITCallable
 
 from flashtile.backends.common.deferred import Deferred, DeviceFunction
 from flashtile.backends.common.first_calls import load_or_compile
+from flashtile.backends.common.keys import function_key, source_of, value_text
+
+MOST_KERNELS = 512
+"""Compiled kernels of one function that are kept per device. A program that makes new score functions all the
+time would otherwise keep megabytes for each. Kernels that a launch uses live as long as the launch."""
+
+
+class _Newest(dict):
+    """The newest MOST_KERNELS entries of a dict. Triton keeps compiled kernels in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        with self._lock:
+            if len(self) >= MOST_KERNELS:
+                self.pop(next(iter(self)))
+            super().__setitem__(key, value)
 
 
 class _Kept:
@@ -33,14 +50,17 @@ class _Kept:
         equal names are sorted by address, which differs between processes. So a process might not find a
         kernel in the cache that another process had compiled.
         """
-        key = self.__dict__.get("_key")
-        if key is None:
-            key = self.__dict__["_key"] = source_digest(self)
-        return key
+        return self.source_digest
+
+    @cached_property
+    def source_digest(self) -> str:
+        """:func:`keys.function_key` of this kernel."""
+        return function_key(self)
 
     def create_binder(self) -> Any:
-        *others, binder = super().create_binder()  # type: ignore[misc]
-        self.compile = load_or_compile
+        _, _, *others, binder = super().create_binder()  # type: ignore[misc]
+        self.compile, self.ASTSource = load_or_compile, source_of
+        constants = [(p.num, p.name) for p in self.params if p.is_constexpr]  # type: ignore[attr-defined]
         plain = [p.num for p in self.params if p.do_not_specialize]  # type: ignore[attr-defined]
 
         def bind(*arguments: Any, **options: Any) -> tuple[dict, list, dict]:
@@ -48,9 +68,12 @@ class _Kept:
             values = [*bound.values()]
             for i in plain:
                 specialization[i] = unspecialized(values[i], *specialization[i])
+            # Triton tells constants apart by their ``repr``, which a class may have for several of them.
+            for i, name in constants:
+                specialization[i] = "constexpr", value_text(values[i], name)
             return bound, specialization, options
 
-        return *others, bind
+        return _Newest(), _Newest(), *others, bind
 
     def _call_hook(self, hook: Any, *arguments: Any) -> Any:
         """Call a compilation hook that somebody set, such as vLLM's monitor of compilations.
@@ -74,56 +97,6 @@ def described(value: Any) -> Any:
     except TypeError:
         return repr(value)
     return value
-
-
-def source_digest(function: Any) -> str:
-    """Return a digest of a function's source, of all functions that it calls, and of their constants."""
-    found: dict[int, tuple] = {}
-    _gather(function, found)
-    return hashlib.sha256(str(sorted(found.values())).encode()).hexdigest()
-
-
-def _gather(function: JITCallable, found: dict[int, tuple]) -> None:
-    """Add (name, source, first line, constants) of a function, and of each function it calls, to ``found``.
-
-    The keys of ``found`` are the ``id`` of each function.
-    """
-    if id(function) in found:
-        return
-    constants: list[tuple[str, str]] = []
-    plain = function.fn
-    name = f"{plain.__module__}.{plain.__qualname__}"
-    text = function.text if isinstance(function, Deferred) else function.src
-    found[id(function)] = name, text, plain.__code__.co_firstlineno, constants
-    scope = plain.__globals__
-    if plain.__closure__:
-        scope = {**scope, **inspect.getclosurevars(plain).nonlocals}
-    names = sorted(_names(plain.__code__))
-    used = [(each, scope[each]) for each in names if each in scope]
-    for module_name, module in [pair for pair in used if isinstance(pair[1], ModuleType)]:
-        if not module.__name__.startswith("triton"):
-            used += [
-                (f"{module_name}.{each}", getattr(module, each)) for each in names if hasattr(module, each)
-            ]
-    for each, value in used:
-        members = value.hash_attrs if _is_aggregate(value) else (value,)
-        for member in members:
-            if isinstance(member, JITCallable):
-                _gather(member, found)
-            elif isinstance(member, tl.constexpr):
-                constants.append((each, str(member.value)))
-            elif hasattr(member, "_fields"):  # the type of a structure
-                constants.append((each, str(member._fields)))
-
-
-def _is_aggregate(value: Any) -> bool:
-    return not isinstance(value, JITCallable) and getattr(value, "__triton_aggregate__", False)
-
-
-def _names(code: CodeType) -> set[str]:
-    """Return the global names and attributes in a function's code, and in that of functions within it."""
-    inner = (_names(value) for value in code.co_consts if isinstance(value, CodeType))
-    return {*code.co_names, *code.co_freevars}.union(*inner)
 
 
 def unspecialized(value: Any, kind: Any, key: Any) -> tuple[Any, Any]:

@@ -64,7 +64,7 @@ class PreprocessLengths(NamedTuple):
     dq_accum_heads: Any
 
 
-def padded_rows(seqlen_q: int, total_q: int, batch: int, varlen: bool) -> int:
+def num_padded_rows(seqlen_q: int, total_q: int, batch: int, varlen: bool) -> int:
     """Return the number of padded rows per head: of one sequence, or of all sequences if they are packed."""
     return triton.cdiv(total_q + batch * ROW_PAD if varlen else seqlen_q, ROW_PAD) * ROW_PAD
 
@@ -195,7 +195,7 @@ def preprocess_launch(
             count separately, unless sequences are packed.
     """
     blocks = triton.cdiv(problem.seqlen_q, ROW_PAD) * (ROW_PAD // _rows_of(problem))
-    rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
+    rows = num_padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
     lengths = PreprocessLengths(
         problem.num_heads_q, problem.seqlen_q, problem.total_q, rows, counters, dq_accum_heads
     )

@@ -13,6 +13,7 @@ from flashtile.backends.cpu.config import Config, Fused, Tiled
 from flashtile.backends.cpu.config import configure as configure_forward
 from flashtile.backends.cpu.functions import optional_inputs
 from flashtile.backends.cpu.optional_inputs import OptionalInputs
+from flashtile.backends.cpu.precision import with_exact_products
 from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.reference.attention import sink_gradient
 
@@ -41,7 +42,7 @@ def prepare_forward(problem: Problem, config: Config) -> Any:
     """Return a function ``(q, k, v, extras) -> (out, lse)``."""
     if problem.partial and problem.out_dtype != problem.dtype:
         return _wide(prepare_forward(*_widened(problem)))
-    attend = _prepare_attend(problem, config)
+    attend = with_exact_products(_prepare_attend(problem, config))
     if not problem.sink:
         return attend
 
@@ -104,7 +105,7 @@ def prepare_backward(problem: Problem, config: Config) -> Any:
         dsink = None if extras.sink is None else sink_gradient(dout, dlse, out, lse, extras.sink)
         return *gradients, dsink, None if dbias is None else dbias.to(bias.dtype), *captured
 
-    return launch
+    return with_exact_products(launch)
 
 
 def _widened(problem: Problem) -> tuple[Problem, Config]:

@@ -137,10 +137,10 @@ def _table(
 
     Its last dimension is the distance of a key from the block's first row.
     """
-    own = torch.arange(block_m, dtype=torch.int32)[:, None]
-    distance = torch.arange(distances.start, distances.stop, dtype=torch.int32) - own
+    own = torch.arange(block_m, dtype=torch.int32, device="cpu")[:, None]
+    distance = torch.arange(distances.start, distances.stop, dtype=torch.int32, device="cpu") - own
     if slopes is None:
-        table = torch.zeros((1, 1, *distance.shape), dtype=dtype)
+        table = torch.zeros((1, 1, *distance.shape), dtype=dtype, device="cpu")
     else:
         table = -slopes[None, :, None, None].to(dtype) * distance.abs().to(dtype)
     left, right = window

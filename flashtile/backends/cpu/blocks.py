@@ -73,5 +73,5 @@ def same_chunk(rows: range, keys: range, offset: int, attention_chunk: int) -> T
 
     A chunk has ``attention_chunk`` positions.
     """
-    own = torch.arange(rows.start + offset, rows.stop + offset) // attention_chunk
-    return own[:, None] == torch.arange(keys.start, keys.stop) // attention_chunk
+    own = torch.arange(rows.start + offset, rows.stop + offset, device="cpu") // attention_chunk
+    return own[:, None] == torch.arange(keys.start, keys.stop, device="cpu") // attention_chunk

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flashtile.backends.cpu.blocks import hidden_keys, sees_all, split, visible_keys, visible_rows
 from flashtile.backends.cpu.parts import spans
+from flashtile.backends.cpu.precision import with_exact_products
 from flashtile.problems.attention import OptionalTensors
 from flashtile.problems.common import LN_2, LOG2_E
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem, QuantizeProblem, Scales
@@ -49,11 +50,11 @@ configure_fp8_quantize = configure_fp8_attend
 
 
 def prepare_fp8_attend(problem: Fp8Problem, config: str) -> Any:
-    return partial(attend, problem)
+    return with_exact_products(partial(attend, problem))
 
 
 def prepare_fp8_quantize(problem: QuantizeProblem, config: str) -> Any:
-    return partial(reference.quantize, problem)
+    return with_exact_products(partial(reference.quantize, problem))
 
 
 BLOCK_M = 512
@@ -122,7 +123,7 @@ def _gather(
         first = first_block(keys.start, b, KEY_BLOCK) * KEY_BLOCK if problem.varlen else 0
         columns = v[..., first : first + num_blocks(seqlen_k, KEY_BLOCK) * KEY_BLOCK].float()
         own_v = torch.empty_like(columns)
-        own_v[..., key_order(columns.shape[-1])] = columns
+        own_v[..., key_order(columns.shape[-1], columns.device)] = columns
         own_v = own_v.mT[:, :seqlen_k]
     else:
         own_v = v[keys].float().movedim(1, 0)
@@ -131,7 +132,7 @@ def _gather(
         """Return (heads, blocks), the scales of this sequence's blocks; 1 without scales."""
         count = num_blocks(length, block)
         if scale is None:
-            return torch.ones(heads, count)
+            return torch.ones(heads, count, dtype=torch.float32, device="cpu")
         if not problem.block_scales:
             return scale[b].repeat_interleave(heads // scale.shape[1])[:, None].expand(heads, count)
         if not problem.varlen:
@@ -216,7 +217,8 @@ def _masked_scores(
 ) -> Tensor:
     """Turn e4m3 products q k^T, (heads_kv, group, rows, keys), into masked scores in log2 units."""
     left, right = window
-    distance = torch.arange(keys.start, keys.stop) - torch.arange(rows.start, rows.stop)[:, None] - offset
+    own = torch.arange(rows.start + offset, rows.stop + offset, device="cpu")
+    distance = torch.arange(keys.start, keys.stop, device="cpu") - own[:, None]
     scores = scores * (q_scale * (k_scale * problem.softmax_scale))
     if problem.softcap > 0:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)

@@ -137,7 +137,7 @@ class FunctionChunk(Chunk):
         if self.functions.lists is not None and keys.start // self.block_n in self._listed(rows)[1]:
             return None
         (seen,) = evaluate(program, self._inputs(rows, keys), self.functions.captured, self.dtype)
-        return torch.as_tensor(seen)
+        return torch.as_tensor(seen, device="cpu")
 
     def scores(
         self, q: Tensor, rows: range, keys: range, added: Tensor | None, seen: Tensor | None
@@ -153,7 +153,7 @@ class FunctionChunk(Chunk):
         inputs = self._inputs(rows, keys) | {"score": by_heads.clone()}
         given = self.functions.score_program, inputs, self.functions.captured, self.dtype, "score_mod"
         score, *self._results = evaluate(*given)
-        by_heads.copy_(torch.as_tensor(score))
+        by_heads.copy_(torch.as_tensor(score, dtype=self.dtype, device="cpu"))
 
     def through_functions(self, ds: Tensor, p: Tensor, rows: range, keys: range) -> None:
         """Turn ``ds`` from the gradient of the result of ``score_mod`` into that of its input, in place.
@@ -173,12 +173,12 @@ class FunctionChunk(Chunk):
 
     def _inputs(self, rows: range, keys: range) -> dict[str, Tensor]:
         """Return the indices b, h, q and kv of a tile's scores. They broadcast to :meth:`by_heads`."""
-        heads = torch.arange(self.heads_q.start, self.heads_q.stop)
+        heads = torch.arange(self.heads_q.start, self.heads_q.stop, device="cpu")
         return {
-            "b": torch.tensor(self.b),
+            "b": torch.tensor(self.b, device="cpu"),
             "h": heads.view(-1, self.group, 1, 1),
-            "q": torch.arange(rows.start, rows.stop)[:, None],
-            "kv": torch.arange(keys.start, keys.stop),
+            "q": torch.arange(rows.start, rows.stop, device="cpu")[:, None],
+            "kv": torch.arange(keys.start, keys.stop, device="cpu"),
         }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.backends.cpu.precision import with_exact_products
 from flashtile.problems.linear import LinearProblem, QkvTensors
 from flashtile.reference.linear import before_norm, epilogue, product, slots_of, turn
 
@@ -21,11 +22,11 @@ def reason_against(problem: LinearProblem, explicit: bool) -> str | None:
 
 
 def prepare_linear(problem: LinearProblem, config: None) -> Callable[..., Any]:
-    return partial(_linear, problem)
+    return with_exact_products(partial(_linear, problem))
 
 
 def prepare_linear_qkv(problem: LinearProblem, config: None) -> Callable[..., Any]:
-    return partial(_linear_qkv, problem)
+    return with_exact_products(partial(_linear_qkv, problem))
 
 
 def _sums_dtype(problem: LinearProblem) -> torch.dtype:
@@ -69,4 +70,4 @@ def _linear_qkv(
     angles = given.rotary_cos, given.rotary_sin, given.positions, heads.rotary_interleaved
     slots = slots_of(problem, given.positions, given.slot_mapping, given.block_table)
     _append(problem, k_cache, v_cache, turn(k, *angles), v, slots)
-    return turn(q, *angles).to(problem.dtype)
+    return turn(q, *angles).to(problem.dtype).contiguous()

@@ -29,7 +29,7 @@ def join(out: Tensor, lse: Tensor, extras: OptionalTensors) -> None:
 def _unused(lse: Tensor, extras: OptionalTensors) -> Tensor:
     """Return a bool mask that broadcasts to lse: True for rows outside all sequences or unused."""
     used, offsets = extras.seqused_q, extras.cu_seqlens_q
-    rows = torch.arange(lse.shape[-1])
+    rows = torch.arange(lse.shape[-1], device="cpu")
     if offsets is None:
         assert used is not None
         return (rows >= used[:, None])[:, None]

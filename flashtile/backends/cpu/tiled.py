@@ -322,8 +322,10 @@ class Chunk:
         edge = not sees_all(rows, keys, self.offset, *self.window)
         hidden = None
         if edge or self.minus_slopes is not None:
-            own = torch.arange(rows.start + self.offset, rows.stop + self.offset, dtype=self.dtype)
-            distance = torch.arange(keys.start, keys.stop, dtype=self.dtype) - own[:, None]
+            own = torch.arange(
+                rows.start + self.offset, rows.stop + self.offset, dtype=self.dtype, device="cpu"
+            )
+            distance = torch.arange(keys.start, keys.stop, dtype=self.dtype, device="cpu") - own[:, None]
             hidden = hidden_keys(distance, *self.window) if edge else None
             if self.minus_slopes is not None:
                 by_head = tile.view(-1, self.group, len(rows), len(keys))

@@ -14,6 +14,7 @@ from flashtile.backends.cpu.config import Tiled, tiled_config
 from flashtile.backends.cpu.functions import optional_inputs
 from flashtile.backends.cpu.optional_inputs import OptionalInputs
 from flashtile.backends.cpu.parts import sequences, with_batch
+from flashtile.backends.cpu.precision import with_exact_products
 from flashtile.problems.attention import WeightsProblem
 
 __all__ = ["configure_weights", "prepare_weights", "reason_against"]
@@ -26,7 +27,7 @@ def prepare_weights(problem: WeightsProblem, config: Tiled) -> Any:
 
     ``indices`` are None except for the form "top".
     """
-    return partial(_launch, problem, config)
+    return with_exact_products(partial(_launch, problem, config))
 
 
 def _launch(
@@ -101,7 +102,7 @@ def _top(top: int, tiles: Tiles, weights: Tensor, indices: Tensor) -> tuple[Tens
     """Return the largest weights of each row, and their keys."""
     best, found = torch.full_like(weights, -torch.inf), indices
     for keys, scores in tiles:
-        places = torch.arange(keys.start, keys.stop).expand(scores.shape)
+        places = torch.arange(keys.start, keys.stop, device="cpu").expand(scores.shape)
         joined = torch.cat([best, scores], -1)
         best, order = joined.topk(top, -1)
         found = torch.cat([found, places], -1).gather(-1, order)

@@ -10,10 +10,11 @@ from triton.experimental import gluon as plain_gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
 
-from flashtile.backends.common.deferred import Decorators, Deferred
+from flashtile.backends.common.deferred import Decorators, Deferred, source_text
 
 
 class GluonFunction(Deferred, GluonJITFunction):
@@ -21,15 +22,36 @@ class GluonFunction(Deferred, GluonJITFunction):
 
 
 gluon: Any = Decorators(plain_gluon, GluonFunction)
-aggregate = getattr(plain_gluon, "aggregate", None) or core._aggregate
+_aggregate = getattr(plain_gluon, "aggregate", None) or core._aggregate
+
+
+def aggregate(cls: type) -> Any:
+    """Decorate a class as Gluon's ``aggregate`` does. The types of its fields are part of kernels' keys."""
+    made = _aggregate(cls)
+    made.__annotations__ = cls.__annotations__
+    return made
+
+
+def primitive(function: Any) -> Any:
+    """Decorate a function that writes instructions, as Gluon's ``builtin`` does.
+
+    Its source is part of kernels' keys.
+    """
+    made: Any = builtin(function)
+    made.text = source_text(function)
+    return made
+
+
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+"""Copy elements to shared memory (cp.async), each from an address of its own."""
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 partition_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 VIEWS_SPAN_TILES = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 8)
 """Whether a view of a tile in shared memory may extend over the next tiles. False from Triton 3.8 on."""
 
 
-@builtin
+@primitive
 def _async_add(desc, coord, src, _semantic=None):
     """Add a tile in shared memory to global memory by TMA. Triton 3.6 and 3.7 have no function for this."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
@@ -39,7 +61,7 @@ def _async_add(desc, coord, src, _semantic=None):
 async_add = getattr(tma, "async_atomic_add", None) or _async_add
 
 
-@builtin
+@primitive
 def reinterpret(memory, dtype, shape, layout, _semantic=None):
     """View shared memory with another dtype, shape and layout.
 

@@ -286,6 +286,7 @@ def sink_step(acc, row_max, row_sum, sink, NATURAL: tl.constexpr = False):
     The sink is added last, so that a large sink does not reduce the precision of the probabilities. With
     NATURAL, :func:`log2_factor` converted the scores of ``row_max``.
     """
+    sink = sink.to(tl.float32)  # a product of 16 bits with log2(e) would be rounded to 16 bits
     if NATURAL:
         sink = sink * log2_factor(sink)
     else:

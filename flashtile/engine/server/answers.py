@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 from aiohttp import web
 
 from flashtile.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from flashtile.engine.sampling_params import BeamSearchParams
-from flashtile.engine.server.errors import ApiError, error_event, internal_error, json_response, to_json
+from flashtile.engine.server.errors import (
+    NOT_ERRORS,
+    ApiError,
+    error_event,
+    internal_error,
+    to_json,
+)
 from flashtile.engine.server.formats import LAST_TOKENS, AnswerParser
 from flashtile.engine.server.job import Job
 from flashtile.engine.server.middlewares import TOKENS, hang_up_after
@@ -27,6 +34,9 @@ SLOW_READER = 5.0
 MIN_LOGPROB = -9999.0
 """Sent in place of minus infinity, which JSON does not have."""
 
+SCORE_BYTES = 100
+"""Bytes that a log-probability of a prompt takes until it is sent."""
+
 logger = logging.getLogger("flashtile.server")
 
 
@@ -38,6 +48,7 @@ class Writer:
         prefix: beginning of the answer's id.
         params: the call's sampling parameters, or those of its beam search.
         first: choices that are sent before all others in a stream.
+        is_slow: whether an answer's description may take seconds, so that a thread must make it.
     """
 
     kind = "text_completion"
@@ -47,6 +58,7 @@ class Writer:
     def __init__(self, service: Service, call: CompletionCall | ChatCall):
         self.service, self.call, params = service, call, call.params
         self.params = params.sampling() if isinstance(params, BeamSearchParams) else params
+        self.is_slow = self.params.prompt_logprobs is not None
 
     def choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any] | None:
         """Return the JSON of an answer to a prompt, or None if there is nothing to tell the client."""
@@ -54,7 +66,7 @@ class Writer:
 
     def about_prompt(self, output: RequestOutput) -> dict[str, Any]:
         about: dict[str, Any] = {}
-        if self.params.prompt_logprobs is not None:
+        if "prompt_logprobs" in self.call.fields:  # an echo has them in its own form
             about["prompt_logprobs"] = _prompt_logprobs(output)
         if self.call.return_token_ids:
             about["prompt_token_ids"] = output.prompt_token_ids
@@ -74,18 +86,28 @@ async def complete(
     job = Job(service, call, name, prompts)
     request[TOKENS] = job.counts
     outputs: dict[int, RequestOutput] = {}
-    async with job:
-        if call.stream:
-            return await _stream(request, job, head, writer)
-        async for prompt, output in job:
-            outputs[prompt] = output
-    choices = [
-        writer.choice(prompt, output, one)
-        for prompt, output in sorted(outputs.items())
-        for one in output.outputs
-    ]
-    about = writer.about_prompt(outputs[0]) if isinstance(writer, ChatCompletions) else {}
-    return json_response({**head, "choices": choices, "usage": job.usage(), **about})
+    count = writer.params.prompt_logprobs
+    scores = 0 if count is None else 1 + count
+    with service.holding(SCORE_BYTES * scores * sum(len(prompt.tokens) for prompt in prompts)):
+        async with job:
+            if call.stream:
+                return await _stream(request, job, head, writer)
+            async for prompt, output in job:
+                outputs[prompt] = output
+
+        def whole() -> bytes:
+            # Each choice is converted on its own, because json.dumps holds the interpreter's lock.
+            choices = [
+                to_json(writer.choice(prompt, output, one))
+                for prompt, output in sorted(outputs.items())
+                for one in output.outputs
+            ]
+            about = writer.about_prompt(outputs[0]) if isinstance(writer, ChatCompletions) else {}
+            rest = to_json({"usage": job.usage(), **about})
+            return f'{to_json(head)[:-1]},"choices":[{",".join(choices)}],{rest[1:]}'.encode()
+
+        found = await asyncio.to_thread(whole) if writer.is_slow else whole()
+    return web.Response(body=found, content_type="application/json", charset="utf-8")
 
 
 async def _stream(request: web.Request, job: Job, head: dict[str, Any], writer: Writer) -> web.StreamResponse:
@@ -99,9 +121,13 @@ async def _stream(request: web.Request, job: Job, head: dict[str, Any], writer: 
     )
     call, opening = job.call, to_json(head)[:-1]
 
-    async def send(choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> None:
+    async def send(choices: str, usage: dict[str, Any] | None) -> None:
         used = f',"usage":{to_json(usage)}' if call.include_usage else ""
-        await response.write(f'data: {opening},"choices":{to_json(choices)}{used}}}\n\n'.encode())
+        await response.write(f'data: {opening},"choices":[{choices}]{used}}}\n\n'.encode())
+
+    def described(prompt: int, output: RequestOutput, answer: CompletionOutput) -> str | None:
+        found = writer.choice(prompt, output, answer)
+        return None if found is None else to_json(found)
 
     await response.prepare(request)
     first, usage = writer.first, job.usage() if call.continuous_usage else None
@@ -110,7 +136,7 @@ async def _stream(request: web.Request, job: Job, head: dict[str, Any], writer: 
         try:
             async for prompt, output in job:
                 for choice in first:
-                    await send([choice], usage)
+                    await send(to_json(choice), usage)
                 first, usage = [], job.usage() if call.continuous_usage else None
                 for answer in output.outputs:
                     key = prompt, answer.index
@@ -118,18 +144,20 @@ async def _stream(request: web.Request, job: Job, head: dict[str, Any], writer: 
                         continue
                     if answer.finished:
                         ended.add(key)
-                    found = writer.choice(prompt, output, answer)
+                    found = (
+                        await asyncio.to_thread(described, prompt, output, answer) if writer.is_slow
+                        else described(prompt, output, answer)
+                    )  # fmt: skip
                     if found is not None:
-                        await send([found], usage)
+                        await send(found, usage)
             if call.include_usage:
-                await send([], job.usage())
-        except ConnectionError:
+                await send("", job.usage())
+        except (ConnectionError, *NOT_ERRORS):
             raise
-        except Exception as error:
+        except BaseException as error:
             if not isinstance(error, ApiError):
                 logger.exception("%r failed in its answer", job.name)
-                error = internal_error()
-            await response.write(error_event(error))
+            await response.write(error_event(error if isinstance(error, ApiError) else internal_error()))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
     return response
@@ -150,7 +178,7 @@ class Completions(Writer):
         index, prompt_tokens = prompt * params.n + answer.index, output.prompt_token_ids
         is_first, echoed = index not in self._streams, ""
         text, tokens, reason, stop = answer.text, answer.token_ids, answer.finish_reason, answer.stop_reason
-        entries: list[TokenLogprobs | None] = list(answer.logprobs or [])
+        entries: Iterable[TokenLogprobs | None] = answer.logprobs or []
         if call.echo_only:  # the engine always makes one token; the client wants none
             text, tokens, entries = "", [], []
             reason, stop = ("length", None) if reason is not None else (None, None)
@@ -167,7 +195,7 @@ class Completions(Writer):
             *offsets, self._ends[index] = _offsets(self._ends[index], self._streams[index], tokens)
         if call.echo and is_first:
             text, tokens = echoed + text, prompt_tokens + tokens
-            entries = (output.prompt_logprobs or [None]) + entries
+            entries = chain(output.prompt_logprobs or [None], entries)
             if params.logprobs is not None:
                 of_prompt = None if tokenizer is None else tokenizer.stream([], output.prompt is not None)
                 offsets = _offsets(0, of_prompt, prompt_tokens)[:-1] + offsets
@@ -181,7 +209,7 @@ class Completions(Writer):
         return choice | (self.about_prompt(output) if is_first else {})
 
     def logprobs(
-        self, tokens: Sequence[int], entries: Sequence[TokenLogprobs | None], offsets: list[int]
+        self, tokens: Sequence[int], entries: Iterable[TokenLogprobs | None], offsets: list[int]
     ) -> dict[str, list[Any]]:
         """Return log-probabilities in OpenAI's form: lists with one element for each token.
 
@@ -257,18 +285,20 @@ class ChatCompletions(Writer):
         return choice
 
     def _parsed(self, output: RequestOutput, answer: CompletionOutput) -> tuple[dict[str, Any], bool]:
-        """Return the fields of an answer's message or delta, and whether the answer called a tool so far."""
+        """Return the fields of an answer's message or delta, and whether the answer only has whole calls."""
         parser = self._parsers.get(answer.index)
         if parser is None:
             last = self.service.tokenizer.decode(output.prompt_token_ids[-LAST_TOKENS:], False)
             parser = AnswerParser(self.service.formats, self.call.conversation, last, self._structured)
             self._parsers[answer.index] = parser
-        fields = parser.feed(answer.text, answer.finished)
+        # The model wrote an end token, unless the length or a stop text ended the answer.
+        cut = answer.finish_reason not in (None, "stop") or isinstance(answer.stop_reason, str)
+        fields = parser.feed(answer.text, answer.finished, cut)
         if not self.call.stream:
             fields.setdefault("content", None if parser.found else "")
             for call in fields.get("tool_calls", ()):
                 del call["index"]
-        return fields, parser.found > 0
+        return fields, parser.found > 0 and not (cut and parser.unfinished)
 
     def _position(self, token: int, entry: TokenLogprobs) -> dict[str, Any]:
         """Describe the token at a position, and the likeliest tokens at this position."""

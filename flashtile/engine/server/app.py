@@ -118,8 +118,7 @@ async def _tokenize(request: web.Request, service: Service, body: Body) -> web.R
 
     def work() -> web.Response:
         param, text = ("prompt", given) if isinstance(given, str) else ("messages", service.render(given))
-        service.check_length(param, text, service.engine.max_model_len)
-        tokens = tokenizer.encode(text, add_special_tokens)
+        tokens = service.encode(param, text, service.engine.max_model_len, add_special_tokens)
         answer = {"count": len(tokens), "max_model_len": service.engine.max_model_len, "tokens": tokens}
         if return_token_strs:
             answer["token_strs"] = [tokenizer.decode([token], False) for token in tokens]
@@ -131,7 +130,7 @@ async def _tokenize(request: web.Request, service: Service, body: Body) -> web.R
 async def _detokenize(request: web.Request, service: Service, body: Body) -> web.Response:
     tokens, longest = read_detokenize(body), service.engine.max_model_len
     if len(tokens) > longest:
-        raise wrong("tokens", f"at most {longest} tokens", len(tokens), code="context_length_exceeded")
+        raise service.too_long("tokens", f"at most {longest} tokens", len(tokens))
     if tokens and max(tokens) >= service.tokenizer.vocab_size:
         raise wrong("tokens", f"below {service.tokenizer.vocab_size}", max(tokens))
     return json_response({"prompt": await asyncio.to_thread(service.tokenizer.decode, tokens, False)})

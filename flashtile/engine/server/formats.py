@@ -4,7 +4,10 @@ A parser is a generator that reads an answer's text from a :class:`Reader` and y
 text. The result does not depend on how the text is cut into pieces, so a stream adds up to the whole answer.
 
 Text that does not have the form of a call becomes content. The arguments of a call are passed on as the model
-writes them, while it writes them. They are JSON only if the model writes JSON.
+writes them, while it writes them. They are JSON only if the model writes JSON, and ``{}`` if it writes none.
+
+If its length or a stop text cuts an answer, the last text may depend on text that is missing: a part of a
+marker or a header, or a call before its arguments. Such text is left out.
 """
 
 from __future__ import annotations
@@ -12,14 +15,17 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from flashtile.engine.server.protocol import Conversation
 
 WORD = re.compile(r"[\w.-]")
 OUTSIDE_STRING, INSIDE_STRING = re.compile(r'["{}\[\]]'), re.compile(r'"|\\[\s\S]')
+MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+"""Tokens that end a message of gpt-oss."""
 MAX_HEADER = 256
 """Maximum number of characters before the text of a message of gpt-oss."""
 MAX_REREAD = 256
@@ -43,13 +49,19 @@ class Reader:
         text: the text that was neither reported nor dropped yet.
         at: position in ``text`` of the next character to read.
         ended: whether no more text follows.
+        cut: whether the model would have written more text.
+        exhausted: whether text was missing at the end to decide what the text before it is.
+        unfinished: whether the text ends within a call.
         fields: what was reported and not sent to the client yet, in the form of a stream's delta.
         found: number of calls found.
         max_calls: maximum number of calls that are reported. None: no limit.
+        tools: names of the tools.
     """
 
-    def __init__(self, max_calls: int | None = None):
-        self.text, self.at, self.ended = "", 0, False
+    def __init__(self, max_calls: int | None = None, tools: Collection[str] = ()):
+        self.text, self.at, self.ended, self.cut = "", 0, False, False
+        self.exhausted = self.unfinished = False
+        self.tools = tools
         self.fields: dict[str, Any] = {}
         self.found, self.max_calls = 0, max_calls
 
@@ -83,10 +95,23 @@ class Reader:
         """Forget the first ``end`` characters of the text."""
         self.text, self.at = self.text[end:], 0
 
+    def more(self) -> Steps[bool]:
+        """Wait for more text. Return False if none follows."""
+        if self.ended:
+            self.exhausted = True
+            return False
+        yield
+        return True
+
+    @property
+    def stops_short(self) -> bool:
+        """Whether the answer was cut where more text would decide what the last text is."""
+        return self.cut and self.exhausted
+
     def peek(self) -> Steps[str]:
         """Return the next character, or an empty text at the end."""
-        while self.at == len(self.text) and not self.ended:
-            yield
+        while self.at == len(self.text) and (yield from self.more()):
+            pass
         return self.text[self.at : self.at + 1]
 
     def skip_space(self) -> Steps[None]:
@@ -95,10 +120,19 @@ class Reader:
 
     def accept(self, wanted: str) -> Steps[bool]:
         """Read ``wanted`` and return True, or read nothing and return False."""
-        while not self.ended and len(rest := self.text[self.at :]) < len(wanted) and wanted.startswith(rest):
-            yield
+        while len(rest := self.text[self.at :]) < len(wanted) and wanted.startswith(rest):
+            if not (yield from self.more()):
+                return False
         found = self.text.startswith(wanted, self.at)
         self.at += len(wanted) if found else 0
+        return found
+
+    def sees(self, *markers: str) -> Steps[bool]:
+        """Return whether one of the markers follows. Read nothing."""
+        at, found = self.at, False
+        for marker in markers:
+            found = found or (yield from self.accept(marker))
+        self.at = at
         return found
 
     def follows(self, wanted: str) -> Steps[bool]:
@@ -133,12 +167,14 @@ class Reader:
                 self.emit(kind, before)
                 self.at = place - before + len(marker)
                 return marker
-            if self.ended:
+            begun = max((_overlap(self.text, marker) for marker in markers), default=0)
+            if self.ended and not (begun and self.cut):
                 self.emit(kind, len(self.text))
                 return None
-            begun = max((_overlap(self.text, marker) for marker in markers), default=0)
             self.emit(kind, len(self.text[: len(self.text) - begun].rstrip() if markers else self.text))
-            yield
+            if not (yield from self.more()):
+                self.drop(len(self.text))
+                return None
 
     def string(self) -> Steps[str]:
         """Read white space and a JSON string."""
@@ -179,11 +215,13 @@ class Reader:
                     continue
             if live:
                 self.emit("arguments", self.at)
-            if found is not None or (self.ended and live):
+            if found is not None:
                 return self.text[begin : self.at]
-            if self.ended:
-                raise NotACallError
-            yield
+            if not (yield from self.more()):
+                self.unfinished = live
+                if not live:
+                    raise NotACallError
+                return self.text[begin : self.at]
 
     def call(self, read: Callable[[Reader], Steps[None]], closing: str) -> Steps[bool]:
         """Read calls with ``read``, and then ``closing`` if it follows. Return whether there was a call.
@@ -192,18 +230,23 @@ class Reader:
         longer than ``MAX_REREAD``. Otherwise many markers of calls could cause the whole text to be read for
         each of them.
         """
-        before, found = self.at, self.found
+        before, found, self.exhausted = self.at, self.found, False
         try:
             yield from read(self)
         except NotACallError:
             called = self.found > found
+            if self.stops_short:
+                self.unfinished = True
+                self.drop(len(self.text))
+                return called
             before = 0 if called else before  # the text before the failure was dropped with the last call
             self.emit("content", before if self.at - before <= MAX_REREAD else self.at)
             if not called:
                 return False
+        self.exhausted = False
         if (yield from self.follows(closing)):
             yield from self.skip_space()
-        self.drop(self.at)
+        self.drop(len(self.text) if self.exhausted else self.at)  # the end may be within ``closing``
         return True
 
 
@@ -212,8 +255,11 @@ def _overlap(text: str, marker: str) -> int:
     return next((n for n in range(len(marker) - 1, 0, -1) if text.endswith(marker[:n])), 0)
 
 
-def json_call(reader: Reader) -> Steps[None]:
-    """Read ``{"name": NAME, "arguments": {...}}``. The arguments may come first, or be named parameters."""
+def json_call(reader: Reader, marked: bool = True) -> Steps[None]:
+    """Read ``{"name": NAME, "arguments": {...}}``. The arguments may come first, or be named parameters.
+
+    They may also be missing or null. If no marker tells that the object is a call, it must then name a tool.
+    """
     yield from reader.expect("{")
     name, arguments, reported = "", "", False
     while True:
@@ -226,7 +272,9 @@ def json_call(reader: Reader) -> Steps[None]:
         elif key not in ("arguments", "parameters") or reported:
             raise NotACallError
         elif (yield from reader.peek()) == '"':  # an object within a string
-            arguments = yield from reader.string()
+            arguments = (yield from reader.string()).strip() or "{}"
+        elif (yield from reader.accept("null")):
+            arguments = "{}"
         elif name:
             yield from reader.call_with_object(name)
             reported = True
@@ -236,6 +284,8 @@ def json_call(reader: Reader) -> Steps[None]:
             break
     yield from reader.expect("}")
     if not reported:
+        if not arguments and (marked or name in reader.tools):
+            arguments = "{}"
         if not name or not arguments.startswith("{"):
             raise NotACallError
         reader.report("name", name)
@@ -266,9 +316,11 @@ def hermes(reader: Reader) -> Steps[None]:
 def llama3_json(reader: Reader) -> Steps[None]:
     """``{"name": ..., "parameters": {...}}``, alone or after ``<|python_tag|>``, with ``;`` between calls."""
     yield from reader.skip_space()
-    begun = (yield from reader.peek()) == "{" or bool((yield from reader.copy("content", "<|python_tag|>")))
+    marked = (yield from reader.peek()) != "{"
+    begun = not marked or bool((yield from reader.copy("content", "<|python_tag|>")))
     while begun:
-        begun = yield from reader.call(json_call, ";")
+        begun = yield from reader.call(partial(json_call, marked=marked), ";")
+        begun, marked = begun and bool((yield from reader.peek())), True
     yield from reader.copy("content")
 
 
@@ -286,7 +338,13 @@ def _mistral_calls(reader: Reader) -> Steps[None]:
     if (yield from reader.accept("[CALL_ID]")):
         yield from reader.word()
     yield from reader.accept("[ARGS]")
-    yield from reader.call_with_object(name)
+    yield from reader.skip_space()
+    if (yield from reader.sees("[TOOL_CALLS]")) or not ((yield from reader.peek()) or reader.cut):
+        reader.report("name", name)
+        reader.report("arguments", "{}")
+        reader.drop(reader.at)
+    else:
+        yield from reader.call_with_object(name)
 
 
 def harmony(
@@ -300,25 +358,36 @@ def harmony(
     """
     seen, more = set(), True
     while more:
-        header = ""
+        header, end, reader.exhausted = "", -1, False
         if (yield from reader.follows("<|")) or (yield from reader.accept("to=")):
             while (end := reader.text.find("<|message|>", 0, MAX_HEADER)) < 0:
-                if reader.ended or len(reader.text) >= MAX_HEADER:
+                if len(reader.text) >= MAX_HEADER or not (yield from reader.more()):
                     break
-                yield
-            header = reader.text[: max(0, end)]
-            reader.drop(end + len("<|message|>") if end >= 0 else 0)
+        if reader.stops_short:
+            reader.unfinished = "to=" in reader.text
+            return reader.drop(len(reader.text))
+        if end >= 0:
+            header = reader.text[:end]
+            reader.drop(end + len("<|message|>"))
         kind = "reasoning" if reasoning and "<|channel|>analysis" in header else "content"
         name = re.search(r"\bto=functions\.([\w.-]+)", header) if calls else None
         if name:
             kind = "arguments"
+            yield from reader.skip_space()
+            is_empty = (yield from reader.sees(*MESSAGE_ENDS)) or not (yield from reader.peek())
+            if reader.stops_short:
+                reader.unfinished = True
+                return reader.drop(len(reader.text))
+            reader.drop(reader.at)
             reader.report("name", name[1])
+            reader.report("arguments", "{}" if is_empty else "")
         elif kind in seen:
             reader.report(kind, "\n")
         if is_forced and kind == "content":
             return (yield from forced(reader))
         seen.add(kind)
-        more = bool((yield from reader.copy(kind, "<|end|>", "<|call|>", "<|return|>")))
+        more = bool((yield from reader.copy(kind, *MESSAGE_ENDS)))
+        reader.unfinished = kind == "arguments" and not more
         reader.drop(reader.at)
         yield from reader.skip_space()
         more = more and bool((yield from reader.peek()))
@@ -328,7 +397,7 @@ def think(reader: Reader, begun: bool) -> Steps[None]:
     """``<think>REASONING</think>`` before everything else. ``begun``: the prompt ends with ``<think>``."""
     if not (yield from reader.follows("<think>")) and not begun:
         reader.at = 0
-        return
+        return reader.drop(len(reader.text) if reader.stops_short else 0)
     yield from reader.skip_space()
     reader.drop(reader.at)
     if (yield from reader.copy("reasoning", "</think>")):
@@ -414,7 +483,7 @@ class AnswerParser(Reader):
     """
 
     def __init__(self, formats: Formats, conversation: Conversation, prompt: str, structured: bool = False):
-        super().__init__(conversation.max_calls)
+        super().__init__(conversation.max_calls, {tool["function"]["name"] for tool in conversation.tools})
         self._steps = self._parse(formats, conversation, prompt, structured)
 
     def _parse(
@@ -432,10 +501,10 @@ class AnswerParser(Reader):
             yield from TOOL_PARSERS[formats.tools](self)
         yield from self.copy("content")
 
-    def feed(self, text: str, ended: bool) -> dict[str, Any]:
+    def feed(self, text: str, ended: bool, cut: bool = False) -> dict[str, Any]:
         """Append text and return the new fields in the form of a stream's delta."""
         self.text += text
-        self.ended = ended
+        self.ended, self.cut = ended, cut
         next(self._steps, None)
         fields, self.fields = self.fields, {}
         return fields

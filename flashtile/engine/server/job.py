@@ -13,6 +13,7 @@ from flashtile.engine.runner import NO_TOKEN
 from flashtile.engine.server.errors import ApiError, refused
 from flashtile.engine.server.protocol import ApiCall
 from flashtile.engine.server.service import Service, TokenizedPrompt
+from flashtile.engine.structured import NOT_CONTINUED
 
 
 class Job:
@@ -106,6 +107,8 @@ class Job:
         for answer in output.outputs:
             if answer.stop_reason == NO_TOKEN and answer.finish_reason == "error":
                 raise ApiError(NO_TOKEN, code="no_token_left")
+            if answer.finish_reason == "error" and str(answer.stop_reason).startswith(NOT_CONTINUED):
+                raise refused(ValueError(answer.stop_reason), self.call.fields)
             if answer.finish_reason == "error":
                 raise ApiError(f"the engine failed: {answer.stop_reason}", status=500, code="engine_error")
             if answer.finish_reason == "abort" and self._expired:

@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from flashtile.engine.async_llm import EngineDeadError
-from flashtile.engine.server.errors import ApiError, internal_error, json_response
+from flashtile.engine.server.errors import NOT_ERRORS, ApiError, internal_error, json_response
 from flashtile.engine.server.listener import Listener
 from flashtile.engine.server.service import Limits
 
@@ -132,7 +132,9 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         found = ApiError(str(error), status=503, code="engine_dead")
     except ConnectionError:
         return web.Response(status=CLIENT_IS_GONE)  # only for the access log
-    except Exception:
+    except NOT_ERRORS:
+        raise
+    except BaseException:
         logger.exception("%s %s failed", request.method, request.rel_url.raw_path)
         found = internal_error()
     response = json_response(found.body(), status=found.status)

@@ -47,6 +47,9 @@ MAX_TOKENS = 2**30
 LIKE_TOJSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """White space of forced tool calls, as options of llguidance: that of ``tojson`` in chat templates."""
 
+CLOSED = {"$id", "$defs", "definitions", "type", "properties", "required", "title", "description"}
+"""Keywords of a tool's schema that only lists parameters."""
+
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 """Values of ``reasoning_effort``, which chat templates take as a variable."""
 
@@ -115,8 +118,8 @@ def shown(value: Any) -> str:
     return f"{_short.repr(value):.60}"
 
 
-def wrong(name: str, allowed: str, value: Any, code: str = "invalid_value") -> ApiError:
-    return ApiError(f"{name} must be {allowed}, got {shown(value)}", name, code=code)
+def wrong(name: str, allowed: str, value: Any) -> ApiError:
+    return ApiError(f"{name} must be {allowed}, got {shown(value)}", name, code="invalid_value")
 
 
 def unsupported(name: str, when: str = " with use_beam_search") -> ApiError:
@@ -325,27 +328,25 @@ def _read_tool_choice(body: Body, tools: list[dict[str, Any]]) -> tuple[list[dic
 def _schema_of_calls(functions: list[dict[str, Any]], max_calls: int | None) -> dict[str, Any]:
     """Return the JSON schema of a list of calls, ``{"name": NAME, "parameters": {...}}`` each.
 
-    Definitions move from the tools' schemas to the root, because references to them are paths from the root.
-    If a tool's schema only lists parameters, it is changed to allow no others.
+    Each tool's schema gets an identifier, so it is a root of its own and its references stay valid. If it
+    only lists parameters, it is changed to allow no others. The arguments of a call are always an object.
     """
     calls: list[dict[str, Any]] = []
-    definitions: dict[str, dict[str, Any]] = {}
-    for function in functions:
-        parameters = dict(function.get("parameters") or {"type": "object", "properties": {}})
-        for place in ("$defs", "definitions"):
-            own, others = parameters.pop(place, {}), definitions.setdefault(place, {})
-            if not isinstance(own, dict) or any(others.get(name, one) != one for name, one in own.items()):
-                raise wrong("tools", f"tools whose {place} are objects without conflicts", own)
-            others |= own
-        if parameters.keys() <= {"type", "properties", "required", "title", "description"}:
+    for i, function in enumerate(functions):
+        parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
+        kinds = parameters["type"]
+        if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+            raise wrong("tools", "functions whose parameters have the type 'object'", kinds)
+        parameters |= {"type": "object", "$id": f"urn:tool:{i}"}
+        parameters.pop("$schema", None)  # in older drafts, "$ref" hides the identifier
+        if parameters.keys() <= CLOSED:
             parameters["additionalProperties"] = False
         properties = {"name": {"const": function["name"]}, "parameters": parameters}
         calls.append(
             {"type": "object", "properties": properties, "required": ["name", "parameters"],
              "additionalProperties": False}
         )  # fmt: skip
-    schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **definitions}
-    schema["x-guidance"] = LIKE_TOJSON
+    schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "x-guidance": LIKE_TOJSON}
     return schema if max_calls is None else {**schema, "maxItems": max_calls}
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import ssl
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from flashtile.engine.async_llm import AsyncLLM
 from flashtile.engine.core import Engine
 from flashtile.engine.llm import LLM
 from flashtile.engine.sampling_params import SamplingParams
-from flashtile.engine.server.errors import ApiError, refused, shutting_down
+from flashtile.engine.server.errors import ApiError, busy, refused, shutting_down
 from flashtile.engine.server.formats import Formats
 from flashtile.engine.server.metrics import Metrics
 from flashtile.engine.server.protocol import ApiCall, ChatCall, CompletionCall, Conversation, wrong
@@ -35,8 +36,9 @@ class Limits:
         max_prompts, max_body_bytes: of one call.
         max_prompt_tokens: None: one less than the engine's ``max_model_len``.
         max_logprobs: maximum number of log-probabilities at each position.
-        max_total_body_bytes: maximum number of bytes of the bodies of all calls that are being answered.
-            Further calls get status 429, but one call at a time may have a body of any allowed size.
+        max_total_body_bytes: maximum number of bytes of the bodies of all calls that are being answered, with
+            the log-probabilities of their prompts. Further calls get status 429, but one call at a time may
+            have a body of any allowed size.
         body_timeout, request_timeout: maximum seconds to receive a body, and to finish an answer.
         idle_timeout: maximum seconds that a connection may stay open without a call.
         max_connections: maximum number of connections at a time. To accept another connection, the server
@@ -77,8 +79,8 @@ class Limits:
             raise ValueError(f"max_logprobs must be at least 0, got {self.max_logprobs}")
         if not 0 <= self.max_priority < 2**31:
             raise ValueError(f"max_priority must be from 0 to {2**31 - 1}, got {self.max_priority}")
-        if not all(self.api_keys) or not all(key.isascii() for key in self.api_keys):
-            raise ValueError("api_key must be ASCII and not empty")
+        if not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
+            raise ValueError("api_key must be printable ASCII and not empty")
         for origin in self.cors_origins:
             if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[!-.0-@\[-~]+", origin):
                 raise ValueError(f"cors_origin must be * or scheme://host in lower case, got {origin!r:.80}")
@@ -104,7 +106,8 @@ class Service:
         id: random text, different in each replica and after each start.
         in_flight: number of calls not answered yet.
         max_calls: maximum of ``in_flight``.
-        body_bytes: bytes of these calls' bodies. A body that has not arrived counts with its largest size.
+        body_bytes: bytes of these calls' bodies and of log-probabilities of their prompts. A body that has
+            not arrived counts with its largest size.
         draining: whether the server is being shut down.
         on_death: called when a call finds that the engine has failed.
     """
@@ -135,6 +138,18 @@ class Service:
         if self.draining:
             raise shutting_down()
 
+    @contextlib.contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """Count further bytes of a call until it ends. Raise ApiError if calls together have too many."""
+        most = self.limits.max_total_body_bytes
+        if size and self.in_flight > 1 and self.body_bytes + size > most:
+            raise busy(f"all bodies and log-probabilities of prompts together have at most {most} bytes")
+        self.body_bytes += size
+        try:
+            yield
+        finally:
+            self.body_bytes -= size
+
     def check_model(self, name: object) -> None:
         """Raise ApiError if a call names another model. A call may leave the model out."""
         if name is not None and name != self.model_name:
@@ -161,7 +176,7 @@ class Service:
         """Render a conversation as a prompt with the model's chat template."""
         count, most = len(conversation.messages), self.engine.max_model_len
         if count > most:  # each message takes at least a token
-            raise wrong("messages", f"at most {most} messages", count, code="context_length_exceeded")
+            raise self.too_long("messages", f"at most {most} messages", count)
         templates, text = self.tokenizer.chat_templates, None
         template = templates.get("tool_use", templates.get("default", ""))
         if conversation.calls and not re.search(r"\btools\b", template):
@@ -193,11 +208,7 @@ class Service:
         if name in call.fields or isinstance(call, CompletionCall):
             assert params.max_tokens is not None
             if params.max_tokens > room:
-                raise ApiError(
-                    f"{name} must be at most {room}: the model takes {engine.max_model_len} tokens, of which "
-                    f"the prompt has {longest}; got {params.max_tokens}",
-                    name, code="context_length_exceeded",
-                )  # fmt: skip
+                raise self.too_long(name, f"at most {room} after a prompt of {longest}", params.max_tokens)
             return
         if manager.window_left < 0:  # with a window, the cache does not grow with the length
             pool = manager.pool
@@ -207,31 +218,40 @@ class Service:
     def _prepare(self, call: CompletionCall | ChatCall) -> list[TokenizedPrompt]:
         if isinstance(call, ChatCall):
             text, params = self.render(call.conversation), call.params
-            if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-                separate = call.conversation.separate_reasoning
-                form = self.formats.reasoning_form(text) if separate else None
-                params.structured_outputs = {**params.structured_outputs, "reasoning": form}
+            if isinstance(params, SamplingParams) and call.conversation.separate_reasoning:
+                params.reasoning = self.formats.reasoning_form(text)
+                if params.structured_outputs is not None:
+                    structure = {**params.structured_outputs, "reasoning": params.reasoning}
+                    params.structured_outputs = structure
             return [self._tokenized(call, "messages", text)]
         return [self._tokenized(call, "prompt", prompt) for prompt in call.prompts]
 
-    def check_length(self, param: str, text: str, most: int) -> None:
-        """Refuse a text that certainly has more than ``most`` tokens, without encoding all of it."""
-        if self.tokenizer.is_longer(text, most):
-            message = f"{param} must be at most {most} tokens, got many more in {len(text)} characters"
-            raise ApiError(message, param, code="context_length_exceeded")
+    def encode(self, param: str, text: str, most: int, add_special_tokens: bool) -> list[int]:
+        """Encode the text of a field, but not all of it if it certainly has more than ``most`` tokens."""
+        try:
+            if self.tokenizer.is_longer(text, most):
+                raise self.too_long(param, f"at most {most} tokens", f"many more in {len(text)} characters")
+            return self.tokenizer.encode(text, add_special_tokens)
+        except ValueError as error:
+            raise refused(error, (param,), param) from None
+
+    def too_long(self, param: str, allowed: str, got: object) -> ApiError:
+        """Return the error for too many tokens, in the words that OpenAI's clients look for."""
+        longest = f"This model's maximum context length is {self.engine.max_model_len} tokens"
+        message = f"{longest}, so the prompt is too long: {param} must be {allowed}, got {got}"
+        return ApiError(message, param, code="context_length_exceeded")
 
     def _tokenized(self, call: ApiCall, param: str, prompt: str | list[int]) -> TokenizedPrompt:
         if isinstance(prompt, str):
             truncated = call.truncate_prompt_tokens is not None
-            self.check_length(param, prompt, self.max_prompt_tokens * (TRUNCATED if truncated else 1))
-            text, tokens = prompt, self.tokenizer.encode(prompt, call.add_special_tokens)
+            most = self.max_prompt_tokens * (TRUNCATED if truncated else 1)
+            text, tokens = prompt, self.encode(param, prompt, most, call.add_special_tokens)
         else:
             text, tokens = None, prompt
         if call.truncate_prompt_tokens is not None and len(tokens) > call.truncate_prompt_tokens:
             text, tokens = None, tokens[-call.truncate_prompt_tokens :]
         if len(tokens) > self.max_prompt_tokens:
-            allowed = f"at most {self.max_prompt_tokens} tokens"
-            raise wrong(param, allowed, len(tokens), code="context_length_exceeded")
+            raise self.too_long(param, f"at most {self.max_prompt_tokens} tokens", len(tokens))
         return TokenizedPrompt(text, tokens)
 
     def _count_step(self, engine: Engine) -> None:

@@ -151,7 +151,7 @@ def _run(
     )  # fmt: skip
     step = group.build(common)
     step.is_all_new = is_all_new
-    scales = torch.ones(2, impl.num_kv_heads, device=device)
+    scales = torch.ones(2, impl.num_kv_heads, dtype=torch.float32, device=device)
     layer = SimpleNamespace(_k_scale=scales[0], _v_scale=scales[1])  # used only with FP8
     cache = _cache(group, impl) if impl.has_cache else None
     impl.do_kv_cache_update(layer, k, v, cache, step.slot_mapping)

@@ -251,7 +251,10 @@ class Impl(AttentionImpl[Metadata], PagedAttention):
                 raise NotImplementedError(f"{name} must be None, got {value!r}")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
-        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        device = torch.get_default_device()  # vLLM makes its layers under the model's device
+        self.alibi_slopes = None
+        if alibi_slopes is not None:
+            self.alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device=device)
         self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks, self.softcap = sinks, float(logits_soft_cap or 0.0)
@@ -264,7 +267,8 @@ class Impl(AttentionImpl[Metadata], PagedAttention):
         self.scales: tuple[Tensor, Tensor] | None = None
         self._filled: tuple[float, float] | None = None
         if kv_cache_dtype in FP8_DTYPES and self.has_cache:
-            k_scale, v_scale = torch.ones(2, self.num_kv_heads, dtype=torch.float32).unbind()
+            ones = torch.ones(2, self.num_kv_heads, dtype=torch.float32, device=device)
+            k_scale, v_scale = ones.unbind()
             self.scales = k_scale, v_scale
             self._filled = 1.0, 1.0
         is_own = attn_type == AttentionType.DECODER and kv_sharing_target_layer_name is None

@@ -39,8 +39,10 @@ class Mask:
         offset = self.seqlen_k - self.seqlen_q
         if sees_all(rows, keys, offset, self.left, self.right):
             return scores
-        own = torch.arange(rows.start, rows.stop)[:, None] + offset
-        hidden = hidden_keys(torch.arange(keys.start, keys.stop) - own, self.left, self.right)
+        own = torch.arange(rows.start, rows.stop, device=scores.device)[:, None] + offset
+        hidden = hidden_keys(
+            torch.arange(keys.start, keys.stop, device=scores.device) - own, self.left, self.right
+        )
         return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
 
 

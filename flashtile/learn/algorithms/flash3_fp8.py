@@ -157,5 +157,5 @@ def random_rotation(like: Tensor, seed: int) -> Tensor:
     while len(hadamard) < head_dim:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
     generator = torch.Generator().manual_seed(seed)
-    signs = (torch.randint(0, 2, (head_dim, 1), generator=generator) * 2 - 1).to(like)
+    signs = (torch.randint(0, 2, (head_dim, 1), generator=generator, device="cpu") * 2 - 1).to(like)
     return signs * hadamard / head_dim**0.5

@@ -89,7 +89,7 @@ class PagedCache:
         O = memory.empty(f"O.{sequence}", Q.rows, self.V.cols, like=q)
         LSE = memory.empty(f"lse.{sequence}", Q.rows, 1, like=q)
         call = Head(Q, self.K, self.V, scale, Mask(Q.rows, length, right=0))
-        pages = torch.tensor(self.tables[sequence])[:, None]
+        pages = torch.tensor(self.tables[sequence], device=q.device)[:, None]
         table = memory.place(f"table.{sequence}", pages, TABLE_ENTRY_BYTES)
 
         def load_keys(sram: Sram, keys: range) -> tuple[Tensor, Tensor]:

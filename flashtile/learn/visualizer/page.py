@@ -125,7 +125,9 @@ def small_inputs() -> dict[str, list[list[float]]]:
 
     The numbers have one decimal, so that readers can follow the runs by hand.
     """
-    numbers = torch.randn(3, SMALL_SEQLEN, SMALL_HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    numbers = torch.randn(
+        3, SMALL_SEQLEN, SMALL_HEAD_DIM, generator=torch.Generator().manual_seed(0), device="cpu"
+    )
     rounded = [[[round(x, 1) for x in row] for row in one] for one in numbers.tolist()]
     return dict(zip("qkv", rounded, strict=True))
 

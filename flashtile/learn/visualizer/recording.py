@@ -86,7 +86,7 @@ def record(setting: Setting) -> Recording:
     generator = torch.Generator().manual_seed(SEED)
 
     def random(rows: int) -> Tensor:
-        return torch.randn(rows, setting.head_dim, generator=generator)
+        return torch.randn(rows, setting.head_dim, generator=generator, device="cpu")
 
     RUNNERS[setting.algorithm](setting, memory, random)
     traffic = {name: (moved.read, moved.written) for name, moved in memory.traffic.items()}

@@ -83,7 +83,7 @@ SOFTMAX_BLOCK = 2
 def softmax() -> Iterator[Case]:
     """Yield the softmax of four numbers in two blocks, by each of the four methods of ``online_softmax``."""
     for variant, row in SOFTMAX_ROWS.items():
-        x, v = torch.tensor([row]), torch.tensor(SOFTMAX_VALUES)[:, None]
+        x, v = torch.tensor([row], device="cpu"), torch.tensor(SOFTMAX_VALUES, device="cpu")[:, None]
         for name in ("naive", "safe", "online"):
             trace = Trace()
             y = getattr(online_softmax, name)(x, Memory(trace=trace), block_n=SOFTMAX_BLOCK)
@@ -107,7 +107,9 @@ def matmul() -> Iterator[Case]:
 
     A thread block computes a single element, a tile, or a tile that is cut into tiles of warps.
     """
-    a, b, c = torch.randn(3, MATMUL_SIZE, MATMUL_SIZE, generator=torch.Generator().manual_seed(0))
+    a, b, c = torch.randn(
+        3, MATMUL_SIZE, MATMUL_SIZE, generator=torch.Generator().manual_seed(0), device="cpu"
+    )
     for variant, (alpha, beta) in MATMUL_FACTORS.items():
         for name, (block, warp) in MATMUL_TILES.items():
             trace = Trace()
@@ -124,7 +126,9 @@ CHAIN_SEQLEN, CHAIN_HEAD_DIM, CHAIN_BLOCK = 6, 4, 2
 
 def chain() -> Iterator[Case]:
     """Yield Q K^T V without a softmax in three ways: with S in HBM, without S in HBM, and as Q (K^T V)."""
-    q, k, v = torch.randn(3, CHAIN_SEQLEN, CHAIN_HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    q, k, v = torch.randn(
+        3, CHAIN_SEQLEN, CHAIN_HEAD_DIM, generator=torch.Generator().manual_seed(0), device="cpu"
+    )
     facts = {"seqlen": CHAIN_SEQLEN, "head_dim": CHAIN_HEAD_DIM}
     for name in ("separate", "fused", "reordered"):
         trace = Trace()
@@ -141,7 +145,7 @@ def warps() -> Iterator[Case]:
     """Yield attention by four warps of a thread block, which share the work by keys or by rows."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(rows, WARPS_HEAD_DIM, generator=generator)
+        torch.randn(rows, WARPS_HEAD_DIM, generator=generator, device="cpu")
         for rows in (WARPS_ROWS, WARPS_KEYS, WARPS_KEYS)
     )
     traces = {name: Trace() for name in ("split_k", "split_q")}
@@ -170,7 +174,9 @@ FP8_LOUD = 0.25
 
 def fp8_inputs(variant: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v, (FP8_SEQLEN, FP8_HEAD_DIM), normally distributed except for outliers."""
-    q, k, v = torch.randn(3, FP8_SEQLEN, FP8_HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    q, k, v = torch.randn(
+        3, FP8_SEQLEN, FP8_HEAD_DIM, generator=torch.Generator().manual_seed(0), device="cpu"
+    )
     if variant == "column":  # outliers in the same column of q and k, as in real models
         q[:, FP8_COLUMN] = 20 + q[:, FP8_COLUMN] / 2
         k[:, FP8_COLUMN] = -15 + k[:, FP8_COLUMN] / 2
@@ -243,8 +249,9 @@ def unified() -> Iterator[Case]:
         scores = list(UNIFIED_SCORES)
         if variant == "spike":
             scores[UNIFIED_SPIKE_AT] = UNIFIED_SPIKE
-        q, k = torch.ones(1, 1), torch.tensor(scores)[:, None]  # head_dim 1, so that scores are the keys
-        v = torch.arange(16.0)[:, None]
+        q = torch.ones(1, 1, device="cpu")  # head_dim 1, so that scores are the keys
+        k = torch.tensor(scores, device="cpu")[:, None]
+        v = torch.arange(16.0, device="cpu")[:, None]
         options: dict[str, Any] = {"num_splits": UNIFIED_NUM_SPLITS, "block_m": 1, "block_n": UNIFIED_BLOCK}
         facts = {
             "scores": scores,
@@ -290,8 +297,11 @@ MASKS_SLOPE = 0.25
 
 
 def _documents() -> MaskMod:
-    starts = torch.tensor([0, 40, 48, 100])
-    return library.document((torch.arange(MASKS_SEQLEN)[:, None] >= starts).sum(1)) & library.causal()
+    starts = torch.tensor([0, 40, 48, 100], device="cpu")
+    return (
+        library.document((torch.arange(MASKS_SEQLEN, device="cpu")[:, None] >= starts).sum(1))
+        & library.causal()
+    )
 
 
 MASKS: dict[str, Callable[[], MaskMod]] = {
@@ -317,7 +327,9 @@ MASKS_TILES = {
 
 
 def masks_inputs() -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = torch.randn(3, MASKS_SEQLEN, MASKS_HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    q, k, v = torch.randn(
+        3, MASKS_SEQLEN, MASKS_HEAD_DIM, generator=torch.Generator().manual_seed(0), device="cpu"
+    )
     return q, k, v
 
 
@@ -344,11 +356,11 @@ def attend_in_blocks(name: str, memory: Memory, in_lists: bool) -> Tensor:
                 sram.move(keys=keys)
                 k_j, v_j = sram.load(K, keys), sram.load(V, keys)
                 sram.S = s = q_i @ k_j.T * MASKS_HEAD_DIM**-0.5
-                places = torch.tensor(rows)[:, None], torch.tensor(keys)
+                places = torch.tensor(rows, device="cpu")[:, None], torch.tensor(keys, device="cpu")
                 if name == "alibi":
                     sram.biased = s = s - MASKS_SLOPE * (places[0] - places[1]).abs()
                 if partial[i][j] or not in_lists:
-                    seen = torch.as_tensor(mask(0, 0, *places))
+                    seen = torch.as_tensor(mask(0, 0, *places), device="cpu")
                     sram.masked = s = s.masked_fill(~seen, -torch.inf)
                 m_new = torch.maximum(sram.m, s.amax(1, keepdim=True))
                 sram.P = torch.exp(s - m_new)

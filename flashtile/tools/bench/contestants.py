@@ -282,8 +282,8 @@ class Repeated(Peer):
     def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
         device = inputs.q.device
         starts = tree_segments(workload.seqlen_q, "cpu")[0].tolist()
-        prompt = torch.arange(starts[1])
-        paths = [torch.cat([prompt, torch.arange(*pair)]) for pair in pairwise(starts[1:])]
+        prompt = torch.arange(starts[1], device="cpu")
+        paths = [torch.cat([prompt, torch.arange(*pair, device="cpu")]) for pair in pairwise(starts[1:])]
         lengths, rows = [len(path) for path in paths], torch.cat(paths)
         first = torch.cat([prompt, (rows >= starts[1]).nonzero().flatten()]).to(device)
         offsets, longest = cu_seqlens(lengths, device), max(lengths)

@@ -30,7 +30,7 @@ def document_ids(seqlen: int) -> Tensor:
     The lengths of documents are log-uniform from 64 to 4096 tokens.
     """
     draw = random.Random(0)
-    ids = torch.empty(seqlen, dtype=torch.int32)
+    ids = torch.empty(seqlen, dtype=torch.int32, device="cpu")
     start = number = 0
     while start < seqlen:
         length = round(64 * 64 ** draw.random())
@@ -50,8 +50,8 @@ def tree_segments(seqlen: int, device: Any) -> tuple[Tensor, Tensor]:
     """
     share = min(1.0, 0.9 * seqlen / sum(ANSWERS))
     answers = [int(share * length) for length in ANSWERS]
-    lengths = torch.tensor([0, seqlen - sum(answers), *answers], dtype=torch.int32)
-    parent = torch.tensor([-1] + [0] * len(answers), dtype=torch.int32)
+    lengths = torch.tensor([0, seqlen - sum(answers), *answers], dtype=torch.int32, device="cpu")
+    parent = torch.tensor([-1] + [0] * len(answers), dtype=torch.int32, device="cpu")
     return lengths.cumsum(0, dtype=torch.int32).to(device), parent.to(device)
 
 
@@ -102,7 +102,7 @@ def visible_pairs(name: str, seqlen: int) -> int:
     mask = MODS[name](seqlen, 1, "cpu").mask_mod
     if mask is None:
         return seqlen * seqlen
-    rows = torch.linspace(0, seqlen - 1, min(SAMPLED_ROWS, seqlen)).long()
-    zero = torch.tensor(0)
-    seen = sum(int(mask(zero, zero, row, torch.arange(seqlen)).sum()) for row in rows)
+    rows = torch.linspace(0, seqlen - 1, min(SAMPLED_ROWS, seqlen), device="cpu").long()
+    zero = torch.tensor(0, device="cpu")
+    seen = sum(int(mask(zero, zero, row, torch.arange(seqlen, device="cpu")).sum()) for row in rows)
     return round(seen * seqlen / len(rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -9,10 +10,10 @@ import typer
 from rich.console import Console
 
 from flashtile.backends.common.device import Target
-from flashtile.compilation.calls import read_calls
+from flashtile.compilation.calls import Call, read_calls
 from flashtile.compilation.compiling import Source, compile_calls
 from flashtile.hardware.cards import CARDS, find_card
-from flashtile.tools.commands.options import bad_models, console, progress_bar
+from flashtile.tools.commands.options import bad_models, console, phases
 
 ARCHITECTURES = {"sm_80": "a100", "sm_86": "rtx3090", "sm_89": "l40s", "sm_90": "h200", "sm_100": "b200"}
 """The card for which kernels are compiled if only an architecture is given."""
@@ -58,15 +59,12 @@ def compile(
     """
     names = [name.strip() for given in arch or ("sm_90",) for name in given.split(",")]
     targets = list(dict.fromkeys(map(_target, names)))
-    wanted = _calls(calls or [], model or [], purpose, preset or [])
-    if not wanted:
-        raise typer.BadParameter("give calls, models or presets: --calls, --model, --preset")
-    out.mkdir(mode=0o755, parents=True, exist_ok=True)
-    with progress_bar(Console(stderr=True)) as progress:
-        bar = progress.add_task("compiling", total=None)
-        done = compile_calls(
-            wanted, targets, out, workers, lambda count, of: progress.update(bar, completed=count, total=of)
-        )
+    with phases(Console(stderr=True)) as show:
+        wanted = _calls(calls or [], model or [], purpose, preset or [], show)
+        if not wanted:
+            raise typer.BadParameter("give calls, models or presets: --calls, --model, --preset")
+        out.mkdir(mode=0o755, parents=True, exist_ok=True)
+        done = compile_calls(wanted, targets, out, workers, show)
     printed = console()
     for failure in done.failures:
         printed.print(f"{failure.operation} for {failure.target}: {failure.reason}", markup=False)
@@ -87,12 +85,19 @@ def _refuse(option: str, value: str, allowed: tuple[str, ...]) -> NoReturn:
     raise typer.BadParameter(f"must be one of {', '.join(allowed)}, got {value!r}", param_hint=option)
 
 
-def _calls(files: list[Path], models: list[Path], purpose: str, presets: list[str]) -> list[Source]:
-    """Return the calls of all files, models and presets; equal calls once."""
+def _calls(
+    files: list[Path],
+    models: list[Path],
+    purpose: str,
+    presets: list[str],
+    show: Callable[[str, int, int], None],
+) -> list[Source]:
+    """Return the calls of all files, models and presets; equal calls once. ``show`` shows the progress."""
     from flashtile.tools.workload_calls import (
         CACHE_HEADS,
         PURPOSES,
         TRAINING_HEADS,
+        Heads,
         decoding_calls,
         documented,
         model_calls,
@@ -111,8 +116,12 @@ def _calls(files: list[Path], models: list[Path], purpose: str, presets: list[st
     for name in presets:
         if name not in PRESETS:
             _refuse("--preset", name, PRESETS)
+        layers: list[tuple[Callable[..., list[Call]], Heads]] = []
         if name != "serving":
-            found += training_calls(documented(TRAINING_HEADS), features=name == "everything")
+            layers += [(training_calls, heads) for heads in documented(TRAINING_HEADS)]
         if name != "training":
-            found += decoding_calls(documented(CACHE_HEADS), features=name == "everything")
+            layers += [(decoding_calls, heads) for heads in documented(CACHE_HEADS)]
+        for i, (calls_of_layers, heads) in enumerate(layers):
+            show(f"recording the calls of layers for {name}", i, len(layers))
+            found += calls_of_layers([heads], features=name == "everything")
     return list(dict.fromkeys(found))

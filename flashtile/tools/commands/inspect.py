@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Column, Table
 
 from flashtile.backends.common.compile_report import (
@@ -19,7 +18,7 @@ from flashtile.backends.common.compile_report import (
     every_case,
     reports,
 )
-from flashtile.tools.commands.options import bad_parameters, console, output_file
+from flashtile.tools.commands.options import bad_parameters, console, output_file, phases
 
 _ARCH_HELP = f"Architecture, repeatable: {', '.join(ARCHITECTURES)}. Default: this GPU's, else sm_90a."
 
@@ -49,8 +48,16 @@ def inspect(
     found: list[CompileReport] = []
     for name, cases in chosen.items():
         ready = reports(cases, name, None if jobs is None else min(jobs, len(cases)))
-        progress = Console(stderr=True)
-        done = list(track(ready, f"compiling for {name}", len(cases), console=progress, transient=True))
+        done: list[CompileReport] = []
+        errors = Console(stderr=True)
+        try:
+            with phases(errors) as show:
+                for report in ready:
+                    done.append(report)
+                    show(f"compiling for {name}", len(done), len(cases))
+        except RuntimeError as error:
+            errors.print(error, style="red", markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(1) from None
         out.print(_table(name, done))
         found += done
     if json_file is not None:

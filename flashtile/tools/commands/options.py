@@ -214,6 +214,20 @@ def say(progress: Progress, line: str) -> None:
         progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
+@contextmanager
+def phases(to: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function ``(phase, done, total)`` that shows progress: a bar, or a line for each tenth."""
+    with progress_bar(to) as progress:
+        bar = progress.add_task("", total=None)
+
+        def show(phase: str, done: int, total: int) -> None:
+            progress.update(bar, description=phase, completed=done, total=total)
+            if done in {total * tenth // 10 for tenth in range(11)}:
+                say(progress, f"{phase}: {done} of {total}")
+
+        yield show
+
+
 @dataclass
 class Stop:
     """Result of :func:`stops_early`. ``early`` becomes True if a signal ended the ``with`` block."""

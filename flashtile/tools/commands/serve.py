@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import logging
 import os
@@ -29,6 +31,7 @@ from flashtile.tools.commands.options import (
 )
 
 KEY = "FLASHTILE_API_KEY"
+"""Environment variable with the keys that calls must send, one in a line."""
 TORCHRUN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
             "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")  # fmt: skip
 
@@ -43,7 +46,7 @@ def serve(
     served_model_name: Annotated[str | None, typer.Option(help="Model name that clients use.")] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help=f"A key that calls must send; repeatable. In ${KEY} other users cannot see it."),
+        typer.Option(help=f"A key that calls must send; repeatable. In ${KEY} other users cannot see keys."),
     ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder of another tokenizer.")] = None,
     skip_tokenizer_init: Annotated[
@@ -135,7 +138,9 @@ def serve(
     except ModuleNotFoundError as error:
         raise _missing(error) from None
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    keys = api_key or ([os.environ[KEY]] if os.environ.get(KEY) else [])
+    # As it ends, Python collects garbage several times, which takes seconds with the objects of torch.
+    atexit.register(gc.freeze)
+    keys = api_key or os.environ.get(KEY, "").splitlines()
 
     def given(names: Iterable[str]) -> dict[str, Any]:
         """Return the options with these names. Most options are arguments of Limits or LLM."""
@@ -157,16 +162,19 @@ def serve(
     if data_parallel_size > 1:
         with bad_parameters():
             environments = environments_of(data_parallel_size, tensor_parallel_size, device)
+        # All users of a machine can read command lines, so replicas find the keys in their environments.
+        environments = [{**one, KEY: "\n".join(keys)} for one in environments]
         with bad_models():  # report the error once, not once per replica
             read_config(model_folder(model))
         own = as_arguments(
-            context, data_parallel_size=1, host="127.0.0.1", port=0, access_log=False, idle_timeout=75.0,
-            cors_origin=None, ssl_certfile=None, ssl_keyfile=None, ssl_ca_certs=None,
+            context, api_key=None, data_parallel_size=1, host="127.0.0.1", port=0, access_log=False,
+            idle_timeout=75.0, cors_origin=None, ssl_certfile=None, ssl_keyfile=None, ssl_ca_certs=None,
         )  # fmt: skip
         _serve_replicas(own, environments, limits, host, port, shutdown_timeout, announce)
     others: list[Any] = []
     if tensor_parallel_size > 1 and "LOCAL_RANK" not in os.environ:
-        command, own_device = command_of(as_arguments(context)), parse_device(device)
+        # The other processes answer no calls, so they need no keys.
+        command, own_device = command_of(as_arguments(context, api_key=None)), parse_device(device)
         with bad_models():  # report the error once, not once per process
             parallel.check_divides(read_config(model_folder(model)), tensor_parallel_size)
         others, _store = parallel.start_others(command, tensor_parallel_size, own_device)

@@ -59,8 +59,8 @@ def sample_batch(text: Tensor, batch: int, seqlen: int, generator: torch.Generat
     """
     if len(text) <= seqlen:
         raise ValueError(f"seqlen must be below the text's {len(text)} bytes, got {seqlen}")
-    starts = torch.randint(len(text) - seqlen, (batch, 1), generator=generator)
-    excerpts = text[starts + torch.arange(seqlen + 1)].long()
+    starts = torch.randint(len(text) - seqlen, (batch, 1), generator=generator, device="cpu")
+    excerpts = text[starts + torch.arange(seqlen + 1, device="cpu")].long()
     return excerpts[:, :-1], excerpts[:, 1:]
 
 

@@ -141,15 +141,16 @@ def tool_call(name: str, **arguments: Any) -> str:
 
 
 @contextlib.contextmanager
-def scripted(model: Path) -> Iterator[Any]:
+def scripted(model: Path, **options: Any) -> Iterator[Any]:
     """A server with tools. It takes answers from its list ``script``; None is the model's own answer.
 
-    It keeps the prompts in ``asked``, and the last call's parameters in ``params``.
+    It keeps the prompts in ``asked``, and the last call's parameters in ``params``. Answers are encoded by
+    the model's tokenizer. ``options`` are those of the LLM.
     """
 
     def add_scripted(request_id: str, prompt: Any, params: Any, **options: Any) -> Any:
         text = found.script.pop(0)
-        tokens = [*(text or "").encode(), END]
+        tokens = [*found.llm.engine.tokenizer.encode(text or "", False), end]
 
         def next_token(before: list[int], logits: torch.Tensor) -> torch.Tensor:
             logits = torch.full_like(logits, -torch.inf)
@@ -162,10 +163,12 @@ def scripted(model: Path) -> Iterator[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ByteTokenizer, "chat_templates", {"default": TOOL_TEMPLATE})
-        with running(model) as server:
+        with running(model, **options) as server:
             found: Any = server
             found.asked, found.script = [], []
-            found.llm.engine.eos_token_ids = frozenset([END])
+            engine = found.llm.engine
+            engine.eos_token_ids = engine.eos_token_ids or frozenset([END])
+            (end,) = engine.eos_token_ids
             add, found.llm.engine.add_request = found.llm.engine.add_request, add_scripted
             yield found
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from flashtile.cli import application
 from flashtile.tools.commands.options import as_arguments
-from flashtile.tools.commands.serve import serve
+from flashtile.tools.commands.serve import KEY, serve
 
 needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
 TOML = """
@@ -124,19 +124,53 @@ def test_a_file_of_another_form_is_named(tmp_path):
 
 
 def test_replicas_have_no_tls_and_no_origins_of_their_own(model, tmp_path, monkeypatch):
-    """They get what the file says, and not the file."""
+    """They get what the file says, and not the file. Keys are in their environments only."""
     found = []
 
-    def stop(arguments, *others):
+    def stop(arguments, environments, *others):
         found.append(as_dict(arguments))
+        assert [one[KEY] for one in environments] == ["open\nsesame"] * 2
         raise typer.Exit(0)
 
     monkeypatch.setattr(sys.modules[serve.__module__], "_serve_replicas", stop)
     path, certificate = tmp_path / "serve.json", Path(__file__).with_name("certificate.pem")
     values = {"ssl-certfile": str(certificate), "cors-origin": ["*"], "max-num-seqs": 5, "port": 8765}
+    values["api-key"] = ["open", "sesame"]
     path.write_text(json.dumps({**values, "data-parallel-size": 2, "model": str(model)}))
     result = CliRunner().invoke(application(), ["serve", "--config", str(path), "--device", "cpu"])
     assert result.exit_code == 0, result.output
     (own,) = found
-    assert not {"config", "ssl-certfile", "cors-origin"} & set(own)
+    assert not {"config", "ssl-certfile", "cors-origin", "api-key"} & set(own)
     assert (own["max-num-seqs"], own["port"], own["data-parallel-size"]) == ("5", "0", "1")
+
+
+def test_tensor_parallel_processes_get_no_keys(model, tmp_path, monkeypatch):
+    found = []
+
+    def stop(command, world, device):
+        found.extend(command)
+        raise typer.Exit(0)
+
+    monkeypatch.setattr("flashtile.engine.parallel.start_others", stop)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    path = tmp_path / "serve.json"
+    path.write_text(json.dumps({"api-key": ["sesame"], "tensor-parallel-size": 2, "model": str(model)}))
+    result = CliRunner().invoke(application(), ["serve", "--config", str(path), "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    assert str(model) in found
+    assert "sesame" not in found
+
+
+def test_the_environment_has_a_key_in_each_line(model, monkeypatch):
+    """As replicas get them."""
+    found = []
+
+    def stop(llm, name, limits, *others):
+        found.append(limits.api_keys)
+        raise typer.Exit(0)
+
+    monkeypatch.setattr("flashtile.engine.server.run.Server", stop)
+    monkeypatch.setenv(KEY, "open\nsesame")
+    for options, keys in (([], ("open", "sesame")), (["--api-key", "other"], ("other",))):
+        result = CliRunner().invoke(application(), ["serve", str(model), "--device", "cpu", *options])
+        assert (result.exit_code, found.pop()) == (0, keys), result.output

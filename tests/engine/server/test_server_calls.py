@@ -143,6 +143,14 @@ def test_the_form_of_lm_eval(server):
     assert only["usage"]["completion_tokens"] == 0
 
 
+def test_an_echo_has_its_log_probabilities_once(server):
+    fields = {"prompt": "abc", "echo": True, "logprobs": 2, "max_tokens": 1}
+    (choice,) = server.complete(**fields)["choices"]
+    assert "prompt_logprobs" not in choice
+    (choice,) = server.complete(**fields, prompt_logprobs=1)["choices"]
+    assert len(choice["prompt_logprobs"]) == 3
+
+
 def test_of_two_tokens_with_one_text_the_likelier_is_shown(server):
     """Or lm-eval would take the answer for the greedy one."""
     entry = {5: Logprob(-3.0, 3, "x"), 6: Logprob(-2.0, 2, "x"), 7: Logprob(-1.0, 1, "x")}
@@ -287,6 +295,14 @@ def test_a_call_that_excludes_every_token_is_refused_alone(server):
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
+def test_a_structure_that_cannot_end_is_the_clients_error(server):
+    pytest.importorskip("llguidance")
+    fields = {"prompt": "a", "structured_outputs": {"grammar": 'start: "a" start'}}
+    status, body = server.ask("/v1/completions", {"model": MODEL, "max_tokens": 4, **fields})
+    assert (status, body["error"]["param"]) == (400, "structured_outputs")
+    assert "structured_outputs could not be continued: " in body["error"]["message"]
+
+
 def test_tokens_and_texts(server):
     assert server.ask("/tokenize", {"prompt": "aé", "return_token_strs": True}) == (
         200,
@@ -392,6 +408,9 @@ def test_an_error_has_its_status_and_names_the_field(server, path, fields, statu
     assert found == status
     assert set(body) == {"error"}
     assert (body["error"]["param"], body["error"]["code"]) == (param, code)
+    if code == "context_length_exceeded":  # clients that fall back to another model look for these words
+        begin = "This model's maximum context length is 4096 tokens, so the prompt is too long: "
+        assert body["error"]["message"].startswith(f"{begin}{param} must be at most ")
     if fields.get("stream") is None and status == 400:
         assert server.ask(path, {**fields, "stream": True})[0] == 400  # before the first event
 
@@ -495,6 +514,26 @@ def test_overlong_texts_are_refused_before_all_of_them_is_read(model, monkeypatc
         # What may be cut to its end may be somewhat longer than what may not.
         status, _ = server.ask(COMPLETIONS, {"prompt": "a" * 3 * MAX_MODEL_LEN, **start})
         assert status == (200 if more else 400)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [(COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HELLO}), ("/tokenize", {"prompt": "a"})],
+)
+def test_a_text_that_the_tokenizer_cannot_encode_is_refused(server, monkeypatch, path, fields):
+    def refuse(*given, **named):
+        raise ValueError("prompt must be a text that the tokenizer can encode")
+
+    monkeypatch.setattr(server.service.tokenizer, "encode", refuse)
+    status, body = server.ask(path, fields)
+    assert (status, body["error"]["param"], body["error"]["code"]) == (400, min(fields), "invalid_value")
+
+
+def test_a_grammar_that_cannot_end_is_refused(server):
+    pytest.importorskip("llguidance")
+    fields = {"prompt": "a", "structured_outputs": {"grammar": 'start: "a" start'}}
+    status, body = server.ask(COMPLETIONS, fields)
+    assert (status, body["error"]["param"]) == (400, "structured_outputs")
 
 
 def test_without_its_key_nobody_gets_an_answer(model):

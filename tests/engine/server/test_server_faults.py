@@ -20,12 +20,14 @@ from traffic import WEIGHTS
 from flashtile.engine import LLM
 from flashtile.engine.async_llm import EngineDeadError
 from flashtile.engine.server import answers
+from flashtile.engine.server.answers import Completions
 from flashtile.engine.server.errors import ApiError, shutting_down
 from flashtile.engine.server.job import Job
 from flashtile.engine.server.middlewares import answer_errors
 from flashtile.engine.server.protocol import Body, CompletionCall
 from flashtile.engine.server.run import Server, serve
 from flashtile.engine.server.service import Limits
+from flashtile.engine.tokenizer import ByteTokenizer
 
 COMPLETIONS = "/v1/completions"
 LONG = {"model": MODEL, "prompt": "abc", "temperature": 0, "max_tokens": 4000}
@@ -209,6 +211,26 @@ def test_a_client_that_is_gone_gets_a_status_for_the_log():
     assert (response.status, response.body) == (499, None)
 
 
+class Panic(BaseException):
+    """As Rust code raises it in Python."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_panic_is_answered_with_an_error(server, monkeypatch, stream):
+    def fail(*args):
+        raise Panic
+
+    name, patched = ("choice", Completions) if stream else ("encode", ByteTokenizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(patched, name, fail)
+        response = server.send(COMPLETIONS, {"prompt": "a", "max_tokens": 2, "stream": stream})
+        text = response.read().decode()
+    assert response.status == (200 if stream else 500)
+    assert json.loads(text.split("\n\n")[0].removeprefix("data: "))["error"]["code"] == "internal_error"
+    assert text.endswith("data: [DONE]\n\n") == stream
+    assert server.complete(prompt="a", max_tokens=1)["choices"][0]["text"] == "b"
+
+
 def test_one_call_too_many_is_told_to_come_again(model):
     with running(model, Limits(max_concurrent_requests=1)) as server:
         stream = open_stream(server)
@@ -238,6 +260,22 @@ def test_no_event_comes_before_the_first_token(server, monkeypatch):
     gate.set()
     thread.join(20)
     assert b'"role":"assistant"' in lines[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_prompts_are_written_beside_the_event_loop(server, monkeypatch, stream):
+    """Which other calls need meanwhile: those of many prompts take seconds."""
+    choice, threads = Completions.choice, []
+
+    def noted(*args):
+        threads.append(threading.current_thread())
+        return choice(*args)
+
+    monkeypatch.setattr(Completions, "choice", noted)
+    fields = {"prompt": ["abc", "d"], "echo": True, "logprobs": 1, "max_tokens": 1, "stream": stream}
+    assert server.send(COMPLETIONS, fields).read()
+    assert len(threads) == 2
+    assert server.thread not in threads
 
 
 def test_two_unfinished_requests_of_one_name(server):
@@ -360,4 +398,13 @@ def test_the_memory_of_all_bodies_is_bounded(model):
             wait_for(lambda: server.service.body_bytes == 0)
         assert server.ask("/v1/completions", {**fields, "user": "x" * 1700})[0] == 200
         assert server.ask("/v1/completions", {**fields, "user": "x" * 2000})[0] == 413
+        # So do the log-probabilities of a prompt, which take much more than the body.
+        scored = {"prompt": "a" * 20, "echo": True, "logprobs": 4, "max_tokens": 0}
+        assert server.ask("/v1/completions", scored)[0] == 200
+        with socket.create_connection(("127.0.0.1", server.port)) as slow:
+            slow.sendall(head + b"Content-Length: 10\r\n\r\n")
+            wait_for(lambda: server.service.body_bytes == 10)
+            status, answer = server.ask("/v1/completions", scored)
+            assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert server.ask("/v1/completions", {**fields, "echo": True, "logprobs": 1})[0] == 200
         wait_for(lambda: server.service.body_bytes == server.service.in_flight == 0)

@@ -75,6 +75,12 @@ WHOLE = [
     (GPT, "Plain.<|end|>More.", "Plain.\nMore.", "", []),
 ]  # fmt: skip
 
+FORCED = [
+    (HERMES, '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]'),
+    (QWEN3, '<think>a</think>\n[{"name": "f", "parameters": {"a": 1}}]'),
+    (GPT, '<|channel|>final<|message|>[{"name": "f", "parameters": {"a": 1}}]'),
+]
+
 MALFORMED = [
     (HERMES, "<tool_call>"),
     (HERMES, "\n<tool_call>not JSON</tool_call>\n"),
@@ -83,7 +89,6 @@ MALFORMED = [
     (HERMES, '<tool_call>{"name": 1, "arguments": {}}</tool_call>'),
     (HERMES, '<tool_call>{"arguments": {}}</tool_call>'),
     (HERMES, '<tool_call>{"arguments": {"a": 1'),
-    (HERMES, '<tool_call>{"name": "f"}</tool_call>'),
     (HERMES, '<tool_call>{"name": "f", "input": {"a": 1}}</tool_call>'),
     (HERMES, '<tool_call>{"name": "f\\x", "arguments": {}}</tool_call>'),
     (LLAMA, '<|python_tag|>brave_search.call(query="x")'),
@@ -94,20 +99,44 @@ MALFORMED = [
     (GPT, "<|channel|>anal"),
     (GPT, "<|nothing|>" + "a" * 400),
     (QWEN3, "a</think>b"),
+    (LLAMA, '{"name": "Bob"}'),
+    (LLAMA, '{"name": "f", "parameters": [1]}'),
+    (MISTRAL, "[TOOL_CALLS]f Hello"),
+    (HERMES, '<tool_call>{"arguments": null}</tool_call>'),
+]
+
+WITHOUT_ARGUMENTS = [
+    (HERMES, '<tool_call>{"name": "g"}</tool_call>'),
+    (HERMES, '<tool_call>\n{"name": "g", "arguments": null}\n</tool_call>\n'),
+    (HERMES, '<tool_call>{"arguments": "", "name": "g"}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "g", "arguments": {}}</tool_call>'),
+    (LLAMA, '{"name": "g"}'),
+    (LLAMA, '{"name": "g", "parameters": null}'),
+    (LLAMA, '<|python_tag|>{"name": "g"}'),
+    (MISTRAL, '[TOOL_CALLS][{"name": "g"}]'),
+    (MISTRAL, "[TOOL_CALLS]g"),
+    (MISTRAL, "[TOOL_CALLS]g[ARGS]"),
+    (MISTRAL, "[TOOL_CALLS]g[CALL_ID]abcdefghi[ARGS] {}"),
+    (GPT, "<|channel|>commentary to=functions.g <|constrain|>json<|message|><|call|>"),
+    (GPT, "<|channel|>commentary to=functions.g<|message|> "),
+    (GPT, "<|channel|>commentary to=functions.g<|message|>\n{}<|call|>"),
 ]
 
 
 def make_parser(formats, calls=True, max_calls=None, reasoning=True, prompt="", forced=(), **structured):
-    talk = SimpleNamespace(calls=calls, forced=forced, max_calls=max_calls, separate_reasoning=reasoning)
+    talk = SimpleNamespace(
+        calls=calls, forced=forced, max_calls=max_calls, separate_reasoning=reasoning,
+        tools=[{"function": {"name": name}} for name in "fg"],
+    )  # fmt: skip
     return AnswerParser(formats, talk, prompt, **structured)
 
 
-def parsed(formats, pieces, **options):
-    """(content, reasoning, calls), each made of what the pieces gave."""
+def parsed(formats, pieces, cut=False, **options):
+    """(content, reasoning, calls), each made of what the pieces gave. ``cut``: not ended by the model."""
     parser = make_parser(formats, **options)
     content, reasoning, calls = "", "", []
     for i, piece in enumerate(pieces):
-        fields = parser.feed(piece, i == len(pieces) - 1)
+        fields = parser.feed(piece, i == len(pieces) - 1, cut)
         content += fields.get("content", "")
         reasoning += fields.get("reasoning_content", "")
         assert fields.get("reasoning") == fields.get("reasoning_content")
@@ -137,6 +166,53 @@ def check(formats, text, wanted):
 @pytest.mark.parametrize(("formats", "text", "content", "reasoning", "calls"), WHOLE)
 def test_a_text_gives_the_same_in_all_pieces(formats, text, content, reasoning, calls):
     check(formats, text, (content, reasoning, calls))
+
+
+@pytest.mark.parametrize(("formats", "text"), WITHOUT_ARGUMENTS)
+def test_a_call_without_arguments_has_an_empty_object(formats, text):
+    """Clients read the arguments as JSON."""
+    check(formats, text, ("", "", [G]))
+
+
+def test_calls_without_arguments_follow_each_other():
+    check(MISTRAL, '[TOOL_CALLS]g[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g', ("", "", [G, F, G]))
+    check(LLAMA, '{"name": "g"}; {"name": "f", "parameters": {"a": 1}};{"name": "g"}', ("", "", [G, F, G]))
+
+
+@pytest.mark.parametrize(("formats", "text"), [case[:2] for case in WHOLE] + WITHOUT_ARGUMENTS + FORCED)
+def test_an_answer_that_is_cut_is_the_beginning_of_the_whole_answer(formats, text):
+    """Wherever it is cut: within a marker, a header, or a call. All pieces give the same."""
+    options = {"forced": [{"name": "f"}]} if (formats, text) in FORCED else {}
+    content, reasoning, calls = parsed(formats, [text], **options)
+    for end in range(len(text)):
+        found = parsed(formats, [text[:end]], cut=True, **options)
+        pieces = [text[i : min(i + 5, end)] for i in range(0, end, 5)]
+        assert parsed(formats, [*pieces, ""], cut=True, **options) == found
+        assert content.startswith(found[0].rstrip()), end
+        assert reasoning.startswith(found[1].rstrip()), end
+        assert len(found[2]) <= len(calls)
+        for (name, arguments), (wanted, whole) in zip(found[2], calls, strict=False):
+            assert name == wanted
+            assert whole.startswith(arguments)
+
+
+@pytest.mark.parametrize(
+    ("formats", "text", "within"),
+    [
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1', True),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1}}\n</tool', False),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><tool_call>', True),
+        (LLAMA, '{"name": "f", "parameters": {"a": 1}}', False),
+        (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"na', True),
+        (GPT, '<|channel|>commentary to=functions.f<|message|>{"a": 1}', True),
+        (GPT, '<|channel|>commentary to=functions.f<|message|>{"a": 1}<|call|>', False),
+        (GPT, "<|channel|>commentary to=functions.f<|mess", True),
+    ],
+)
+def test_whether_an_answer_ends_within_a_call(formats, text, within):
+    parser = make_parser(formats)
+    parser.feed(text, True, True)
+    assert parser.unfinished == within
 
 
 @pytest.mark.parametrize(("formats", "text"), MALFORMED)

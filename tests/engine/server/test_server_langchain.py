@@ -101,3 +101,10 @@ def test_tools_that_must_be_called_and_structures(server, chat):
         assert (found["name"], found["args"]) == ("stop", {})
     for method, kind in (("json_schema", Compact), ("function_calling", Pick)):
         assert chat.with_structured_output(kind, method=method).invoke("Pick.") == kind(number=7)
+
+
+def test_a_prompt_that_is_too_long_is_known_as_such(server, chat):
+    """Programs fall back to another model then."""
+    exceptions = pytest.importorskip("langchain_core.exceptions")
+    with pytest.raises(exceptions.ContextOverflowError):
+        chat.invoke("hello " * 2000)

@@ -20,6 +20,8 @@ from flashtile.engine.server.protocol import (
     read_tokenize,
 )
 from flashtile.engine.server.service import Service, TokenizedPrompt
+from flashtile.engine.structured import Structures
+from flashtile.engine.tokenizer import ByteTokenizer
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -244,23 +246,65 @@ def test_tools(fields, calls, forced, most):
     assert (found.calls, [one["name"] for one in found.forced], found.max_calls) == (calls, forced, most)
 
 
-def test_the_schema_of_forced_calls():
-    """Definitions are lifted to its root; a tool gets no parameters that it does not list."""
-    item = {"type": "array", "items": {"$ref": "#/$defs/X"}, "$defs": {"X": {"const": 1}}}
-    tools = [{"function": {"name": "f", "parameters": item}}, {"function": {"name": "g"}}]
-    fields = {**HELLO, "tools": tools, "tool_choice": "required"}
-    schema = ChatCall(Body(fields), 20).params.structured_outputs["json"]
-    assert schema["$defs"] == item["$defs"]
-    first, second = (one["properties"] for one in schema["items"]["anyOf"])
-    assert first["parameters"] == {"type": "array", "items": {"$ref": "#/$defs/X"}}
-    assert second["parameters"] == {"type": "object", "properties": {}, "additionalProperties": False}
-    assert (first["name"], schema["minItems"], "maxItems" in schema) == ({"const": "f"}, 1, False)
-    named = {"tool_choice": {"type": "function", "function": {"name": "g"}}}
-    schema = ChatCall(Body({**fields, **named}), 20).params.structured_outputs["json"]
-    assert (len(schema["items"]["anyOf"]), schema["maxItems"]) == (1, 1)
-    for other in ({"X": {"const": 2}}, [1]):
-        tools[1]["function"]["parameters"] = {"$defs": other}
-        assert refusal(ChatCall, Body(fields), 20)["param"] == "tools"
+ROOT = {
+    "properties": {"v": {"enum": [1, 2]}, "child": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+    "required": ["v", "child"],
+}  # fmt: skip
+"""A schema that refers to itself, without a type."""
+NAMED = {"$ref": "#/definitions/A", "$schema": "http://json-schema.org/draft-07/schema#"}
+"""A schema that is a definition, as zod writes it; the definition is missing."""
+VALUE = {"type": "object", "properties": {"v": {"enum": [1]}}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "valid", "invalid"),
+    [
+        (None, "{}", '{"v": 1}'),
+        ({}, "{}", '{"v": 1}'),
+        ({"type": ["object", "null"]}, "{}", "null"),
+        (ROOT, '{"v": 1, "child": {"v": 2, "child": null}}', '{"v": 1, "child": {"w": 2}}'),
+        (
+            {"properties": {"a": {"enum": [1, 2]}, "b": {"$ref": "#/properties/a"}}},
+            '{"a": 1, "b": 2}', '{"a": 1, "b": 3}',
+        ),
+        (
+            {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"const": 2}}},
+            '{"a": 2}', '{"a": 3}',
+        ),
+        ({**NAMED, "definitions": {"A": VALUE}}, '{"v": 1}', '{"v": 2}'),
+        ({"anyOf": [VALUE, {"type": "null"}]}, '{"v": 1}', "null"),
+        ({"$id": "https://example.org/a", **ROOT}, '{"v": 1, "child": null}', '{"v": 1, "child": 3}'),
+        ({**VALUE, "additionalProperties": {"const": 3}}, '{"v": 1, "w": 3}', '{"v": 1, "w": 4}'),
+    ],
+)  # fmt: skip
+def test_arguments_of_forced_calls_match_the_tools_schema(parameters, valid, invalid):
+    """As they do alone, next to a tool whose definitions have the same names."""
+    pytest.importorskip("llguidance")
+    other = {"type": "object", "$defs": {"A": {"const": 4}}, "definitions": {"A": {"const": 5}}}
+    tools = [
+        {"function": {"name": "f", "parameters": parameters}},
+        {"function": {"name": "g", "parameters": other}},
+    ]
+    call = ChatCall(Body({**HELLO, "tools": tools, "tool_choice": "required"}), 20)
+    structures = Structures(ByteTokenizer(), 256, [0])
+    for arguments, is_valid in ((valid, True), (invalid, False)):
+        matcher = structures.matcher(call.params.structured_outputs).deep_copy()
+        text = f'[{{"name": "f", "parameters": {arguments}}}]'
+        assert (
+            matcher.try_consume_tokens(list(text.encode())) == len(text) and matcher.is_accepting()
+        ) == is_valid
+
+
+def test_the_number_of_forced_calls_and_the_type_of_their_arguments():
+    for choice, most in (("required", None), ({"type": "function", "function": {"name": "f"}}, 1)):
+        call = ChatCall(Body({**HELLO, "tools": [TOOL], "tool_choice": choice}), 20)
+        schema = call.params.structured_outputs["json"]
+        assert (schema["minItems"], schema.get("maxItems")) == (1, most)
+        assert schema["x-guidance"]["item_separator"] == ", "  # the white space of templates' tojson
+    for kind in ("string", ["null"], 3, None):
+        tools = [{"function": {"name": "f", "parameters": {"type": kind}}}]
+        error = refusal(ChatCall, Body({**HELLO, "tools": tools, "tool_choice": "required"}), 20)
+        assert (error["param"], "the type 'object'" in error["message"]) == ("tools", True)
 
 
 def test_messages_of_tools_and_reasoning():

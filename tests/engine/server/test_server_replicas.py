@@ -32,10 +32,10 @@ from flashtile.tools.commands.options import as_arguments
 from flashtile.tools.commands.serve import environments_of
 
 SERVER = """
-import json, os, signal, sys, time
+import json, os, signal, sys, threading, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-NUMBER = os.environ["NUMBER"]
+NUMBER, draining = os.environ["NUMBER"], threading.Event()
 
 def hang():
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -48,11 +48,15 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text.encode())
     def do_GET(self):
-        if self.path == "/metrics":
+        if draining.is_set():
+            self.answer("{}", status=503)
+        elif self.path == "/metrics":
             self.answer("# TYPE a counter\\na{m=\\"x\\"} 1\\n", "text/plain")
         else:
             self.answer(json.dumps({"server_load": 2, "path": self.path, "replica": int(NUMBER)}))
     def do_POST(self):
+        if draining.is_set():
+            return self.answer("{}", status=503)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if "Transfer-Encoding" in self.headers:
             while size := int(self.rfile.readline(), 16):
@@ -60,6 +64,9 @@ class Handler(BaseHTTPRequestHandler):
         prompt = json.loads(body or "{}").get("prompt", "")
         if prompt == "hang at " + NUMBER:
             hang()
+        if prompt == "drain at " + NUMBER:
+            draining.set()
+            time.sleep(1)
         if prompt == "die at " + NUMBER:
             os._exit(3)
         if prompt in ("die in a stream", "hang in a stream"):
@@ -271,6 +278,29 @@ def test_a_replica_that_is_stopped_is_noticed(monkeypatch):
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def test_a_replica_that_is_shut_down_ends_its_calls(monkeypatch):
+    """Its health checks fail meanwhile, and other replicas get the new calls, also before the next check."""
+    monkeypatch.setattr(front_module, "CHECK_SECONDS", 0.02)
+
+    async def run() -> None:
+        async with serving() as (_, replicas, client):
+            call = asyncio.create_task(post(client, "drain at 0"))
+            while replicas[0].is_up:
+                await asyncio.sleep(0.01)
+            assert json.loads((await post(client, "new"))[1])["replica"] == 1
+            status, text = await call
+            assert (status, json.loads(text)["replica"]) == (200, 0)
+            assert not replicas[0].is_up
+            assert not replicas[0].hangs
+            monkeypatch.setattr(front_module, "CHECK_SECONDS", 60)
+            await asyncio.sleep(0.1)  # the last checks
+            replicas[0].takes_calls, replicas[1].in_flight = True, SLACK + 2
+            status, text = await post(client, "new")
+            assert (status, json.loads(text)["replica"]) == (200, 1)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_the_page_shows_the_engine_of_the_busiest_replica():
     async def run() -> None:
         async with serving() as (_, replicas, client):
@@ -304,7 +334,7 @@ def test_it_is_said_once_that_a_replica_hangs_and_that_it_answers_again(monkeypa
     replica = Replica(0, [], {})
     replica.url = "http://127.0.0.1"
     front = Front([replica], Limits())
-    answers = iter([200, 200, *[503] * (front_module.MAX_FAILED_CHECKS + 2), 200, 200, 200])
+    answers = iter([200, 200, *[0] * (front_module.MAX_FAILED_CHECKS + 2), 200, 200, 200])
 
     async def ask(url, path):
         assert (url, path) == (replica.url, "/health")

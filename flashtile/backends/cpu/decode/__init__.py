@@ -10,6 +10,7 @@ from flashtile.backends.cpu.config import Fused, configure_decode
 from flashtile.backends.cpu.decode import one_query
 from flashtile.backends.cpu.decode.attend import attend, combine
 from flashtile.backends.cpu.decode.cache import append, copy_blocks
+from flashtile.backends.cpu.precision import with_exact_products
 from flashtile.problems.decode import AppendProblem, CombineProblem, CopyProblem, DecodeProblem
 
 __all__ = [
@@ -30,7 +31,8 @@ def reason_against(problem: Any, explicit: bool) -> str | None:
 
 
 def prepare_decode(problem: DecodeProblem, config: Fused | None) -> Callable[..., Any]:
-    return partial(attend, problem) if config is None else partial(one_query.attend, problem, config)
+    attend_any = partial(attend, problem) if config is None else partial(one_query.attend, problem, config)
+    return with_exact_products(attend_any)
 
 
 def prepare_append_kvcache(problem: AppendProblem, config: None) -> Callable[..., Any]:

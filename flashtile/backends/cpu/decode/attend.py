@@ -91,7 +91,8 @@ class _Sequence:
         self.sink = given.sink
         self.phi = given.softmax_max
         if problem.softmax_max is not None:
-            self.phi = torch.full((problem.num_heads_q,), problem.softmax_max)
+            heads, phi = (problem.num_heads_q,), problem.softmax_max
+            self.phi = torch.full(heads, phi, dtype=torch.float32, device="cpu")
         self.prior = None
         if given.prior_out is not None and given.prior_lse is not None:
             first = b * self.seqlen_q if given.cu_seqlens_q is None else int(given.cu_seqlens_q[b])
@@ -187,9 +188,9 @@ class _Sequence:
         size = (heads_kv, group * len(rows))
         # The lowest finite number instead of -inf: hidden scores then give exp(-inf - lowest) = 0, not NaN.
         lowest = torch.finfo(self.dtype).min
-        row_max = torch.full((*size, 1), lowest, dtype=self.dtype)
+        row_max = torch.full((*size, 1), lowest, dtype=self.dtype, device="cpu")
         row_sum = torch.zeros_like(row_max)
-        acc = torch.zeros((*size, self.problem.head_dim_v), dtype=self.dtype)
+        acc = torch.zeros((*size, self.problem.head_dim_v), dtype=self.dtype, device="cpu")
         if self.prior is not None:
             out, lse = (part[:, rows.start : rows.stop].reshape(*size, -1) for part in self.prior)
             row_max = lse.clamp(min=lowest)
@@ -224,8 +225,8 @@ class _Sequence:
         if problem.softcap > 0:
             scores.div_(problem.softcap).tanh_().mul_(problem.softcap)
         by_head = scores.view(problem.num_heads_q, len(rows), len(keys))
-        own = torch.arange(rows.start, rows.stop) + self.offset
-        distance = torch.arange(keys.start, keys.stop) - own[:, None]
+        own = torch.arange(rows.start, rows.stop, device="cpu") + self.offset
+        distance = torch.arange(keys.start, keys.stop, device="cpu") - own[:, None]
         if self.slopes is not None:
             by_head.sub_(self.slopes.to(self.dtype)[:, None, None] * distance.abs())
         if self.tree is None:
@@ -246,7 +247,7 @@ class _Sequence:
         if start >= keys.stop:
             return None
         assert self.tree is not None
-        hidden = torch.zeros((len(rows), len(keys)), dtype=torch.bool)
+        hidden = torch.zeros((len(rows), len(keys)), dtype=torch.bool, device="cpu")
         mask = self.tree[rows.start : rows.stop, start - self.offset : keys.stop - self.offset]
         hidden[:, start - keys.start :] = ~mask
         return hidden
@@ -269,7 +270,7 @@ def combine(
     empty = largest == -torch.inf
     largest = largest.masked_fill(empty, 0.0)
     total = torch.zeros_like(largest)
-    out = torch.zeros(out_partial.shape[1:], dtype=lse_partial.dtype)
+    out = torch.zeros(out_partial.shape[1:], dtype=lse_partial.dtype, device="cpu")
     for out_part, lse_part in zip(out_partial, lse_partial, strict=True):
         weight = torch.exp(lse_part - largest)
         total += weight

@@ -22,7 +22,7 @@ def tokens_of_row(cache: Tensor, row: int, keys: range, descale: Tensor | None, 
 
     The result has shape (keys, heads_kv, head_dim) and dtype ``dtype``.
     """
-    tokens = cache[row, keys.start : keys.stop].to(dtype)
+    tokens = cache[row, keys.start : keys.stop].to(dtype, memory_format=torch.contiguous_format)
     if descale is not None:
         tokens *= (descale if descale.dim() == 1 else descale[row]).to(dtype).unsqueeze(-1)
     return tokens

@@ -47,7 +47,7 @@ def attend(
     The query heads of a group become queries of one head, so that its keys are read once.
     """
     by_group = (problem.batch, problem.num_heads_kv, problem.group_size, problem.head_dim)
-    queries = q.to(config.compute_dtype).reshape(by_group)
+    queries = q.to(config.compute_dtype).contiguous().view(by_group)
     read = _dense if given.block_table is None else _paged
     outs, lses = [], []
     with torch.autocast("cpu", enabled=False):
@@ -77,8 +77,8 @@ def _together(
         return parts[0]
     if not parts:
         rows = (count, problem.num_heads_kv, problem.group_size)
-        lse = torch.full(rows, -torch.inf, dtype=problem.lse_dtype)
-        return torch.zeros((*rows, problem.head_dim_v), dtype=problem.out_dtype), lse
+        lse = torch.full(rows, -torch.inf, dtype=problem.lse_dtype, device="cpu")
+        return torch.zeros((*rows, problem.head_dim_v), dtype=problem.out_dtype, device="cpu"), lse
     outs, lses = zip(*parts, strict=True)
     out, lse = combine(problem, torch.stack(outs), torch.stack(lses))
     return out, lse.mT
@@ -122,7 +122,7 @@ def _paged(
         if len(pages) > memory.shape[1]:
             memory = k_cache.new_empty((2, max(most_pages, len(pages)), *k_cache.shape[1:]), dtype=dtype)
         gathered = [
-            tokens_of_pages(cache, torch.tensor(pages, dtype=torch.long), descale, place)
+            tokens_of_pages(cache, torch.tensor(pages, dtype=torch.long, device="cpu"), descale, place)
             for (cache, descale), place in zip(caches, memory, strict=True)
             if pages
         ]

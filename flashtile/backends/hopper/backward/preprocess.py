@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.launch import allocator
-from flashtile.backends.common.preprocess import padded_rows, preprocess_launch, preprocess_rows
+from flashtile.backends.common.preprocess import num_padded_rows, preprocess_launch, preprocess_rows
 from flashtile.problems.attention import OptionalTensors, Problem
 
 LINE = 32
@@ -116,5 +116,5 @@ def statistics_shape(problem: Problem) -> tuple[int, int]:
 
     For a dense batch, the first dimension counts the query heads of all sequences.
     """
-    rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
+    rows = num_padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
     return dense_batch(problem) * problem.num_heads_q, rows

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from flashtile.backends.common import launch
-from flashtile.backends.hopper.compat import async_load, gluon
+from flashtile.backends.hopper.compat import async_copy_to_shared, async_load, gluon
 from flashtile.backends.portable.decode.cache import in_cache
 
 RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
@@ -192,7 +192,7 @@ def gather_n_block(
         row = offsets.slice(part * ROWS, ROWS).load(gl.SliceLayout(1, wide))
         inside = (row >= 0)[:, None] & (columns < HEAD_DIM)[None, :]
         addresses = base + gl.multiple_of(row, COPY)[:, None] + columns[None, :]
-        async_copy.async_copy_global_to_shared(
+        async_copy_to_shared(
             rows_of_tile.slice(part * ROWS, ROWS, dim=0), addresses, mask=inside
         )
     async_copy.commit_group()

@@ -35,7 +35,7 @@ from flashtile.backends.common.linear_epilogue import (
     store_scaled,
     store_sums,
 )
-from flashtile.backends.hopper.compat import gluon, partition_barrier
+from flashtile.backends.hopper.compat import async_copy_to_shared, gluon, partition_barrier
 
 COPY_BYTES = gl.constexpr(16)
 """Bytes of an asynchronous copy."""
@@ -164,7 +164,7 @@ def copy(source, offsets, mine, chunk, slot, depth, C: gl.constexpr):
     start = chunk * (C.WARPS * C.BLOCK_K)
     if not C.EVEN_K:
         mine = mine & (start + columns_of(C, source.dtype.element_ty) < depth.K)
-    async_copy.async_copy_global_to_shared(slot, source + start + offsets, mask=mine)
+    async_copy_to_shared(slot, source + start + offsets, mask=mine)
 
 
 @gluon.jit

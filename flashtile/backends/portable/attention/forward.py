@@ -116,7 +116,7 @@ def forward_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
     )
 
     if pointers.sink is not None:
-        sink = tl.load(pointers.sink + head).to(tl.float32)
+        sink = tl.load(pointers.sink + head)
         acc, row_max, row_sum = sink_step(acc, row_max, row_sum, sink, C.has_natural_scores)
     empty = row_sum == 0.0
     out_tile = acc / tl.where(empty, 1.0, row_sum)[:, None]

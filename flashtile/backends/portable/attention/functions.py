@@ -1,8 +1,9 @@
 """Programs of scores and masks as ``@triton.jit`` functions, which the attention kernels call on whole tiles.
 
-Each function is generated as source text. Its name contains a digest of the text and of the steps that it
-calls, and a kernel's cache key contains the name. So the same program finds the same compiled kernel, in this
-process and in Triton's cache on disk. ``linecache`` holds the text, because the functions have no file.
+Each function is generated as source text, and its name contains a digest of the text. A kernel's key contains
+the text and the steps that it calls (:mod:`~flashtile.backends.common.keys`). So the same program finds the
+same compiled kernel, in this process and in Triton's cache on disk. ``linecache`` holds the text, because the
+functions have no file.
 
 Gluon kernels call the same functions, whose results take the layouts of their arguments. A tile that a
 function creates would need a layout of its own, so functions for Gluon (``gluon=True``) create none. With
@@ -23,6 +24,7 @@ from typing import Any
 
 import triton.language as tl
 
+from flashtile.backends import compat
 from flashtile.backends.common.deferred import triton
 from flashtile.backends.portable.attention import lowering
 from flashtile.backends.portable.tiles import tanh
@@ -79,6 +81,25 @@ def floor_mod_by_positive(a, b):
 
 
 @triton.jit
+def truncated_div(a, b):
+    """Divide and round towards zero."""
+    if (a + b).dtype.is_floating():
+        quotient = a / b
+        return tl.where(quotient < 0, tl.ceil(quotient), tl.floor(quotient))
+    else:
+        return a // b
+
+
+@triton.jit
+def widened(loaded):
+    """Return loaded ints with at least 32 bits. Narrower ones wrap only where a program says so."""
+    if loaded.dtype.primitive_bitwidth < 32:
+        return loaded.to(tl.int32)
+    else:
+        return loaded
+
+
+@triton.jit
 def power(a, b):
     """Return ``a ** b`` of floats. Negative bases (with whole exponents) and 0 ** 0 give torch's results."""
     size = tl.exp2(tl.log2(tl.abs(a)) * b)
@@ -103,21 +124,26 @@ _STEPS = {
     "approximate_log2": approximate_log2, "element": element, "floor_div": floor_div,
     "floor_div_by_positive": floor_div_by_positive, "floor_mod": floor_mod,
     "floor_mod_by_positive": floor_mod_by_positive, "power": power, "sign": sign, "tanh": tanh,
+    "truncated_div": truncated_div, "widened": widened,
 }  # fmt: skip
 """Operations that Triton lacks, or computes differently from torch."""
 
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
-    "ge": ">=", "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>",
+    "ge": ">=", "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>", "fmod": "%",
 }  # fmt: skip
 _CALLS = {
-    "minimum": "tl.minimum", "maximum": "tl.maximum", "abs": "tl.abs", "where": "tl.where", "exp": "tl.exp",
+    "minimum": "tl.minimum", "maximum": "tl.maximum", "clamp_max": "tl.minimum", "clamp_min": "tl.maximum",
+    "abs": "tl.abs", "where": "tl.where", "exp": "tl.exp",
     "exp2": "tl.exp2", "log": "tl.log", "log2": "tl.log2", "sqrt": "tl.sqrt", "rsqrt": "tl.rsqrt",
     "sin": "tl.sin", "cos": "tl.cos", "sigmoid": "tl.sigmoid", "erf": "tl.erf", "floor": "tl.floor",
     "tanh": "tanh", "pow": "power", "floordiv": "floor_div", "mod": "floor_mod", "sign": "sign",
+    "quotient": "truncated_div",
     lowering.LOG2: "approximate_log2",
 }  # fmt: skip
 
+_NARROW = {"int32": "", "int16": ".to(tl.int16)", "int8": ".to(tl.int8)", "uint8": ".to(tl.uint8)"}
+_EXTREMES = ("minimum", "maximum", "clamp_max", "clamp_min")
 _BY_NUMBER = ("div", "floordiv", "mod")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _MAX_COMPARED = 2**29
@@ -340,9 +366,13 @@ class _Writer:
         operation = line.operation
         if operation in _INFIX:
             return f" {_INFIX[operation]} ".join(operands)
+        if operation in _EXTREMES and line.kind == "float":
+            operands.append("tl.PropagateNan.ALL")
         if operation in _CALLS:
             return f"{_CALLS[operation]}({', '.join(operands)})"
         (x,) = operands
+        if operation in _NARROW:
+            return f"{x}{_NARROW[operation]}.to(tl.int32)"
         return {
             "neg": f"{x} * -1.0" if line.kind == "float" else f"-{x}",  # Triton's -x is a subtraction
             "not": f"{x} == 0" if line.kind == "bool" else f"~{x}",
@@ -380,7 +410,8 @@ class _Writer:
             return f"columns[{self.columns.index(line.name)}]"
         tensor, *indices = line.operands
         loaded = f"tl.load({self.pointer(line.name, f'captured.tensor_{tensor}', tensor, indices)})"
-        return {"float": f"{loaded}.to(tl.float32)", "bool": f"{loaded} != 0", "int": loaded}[line.kind]
+        as_kind = {"float": f"{loaded}.to(tl.float32)", "bool": f"{loaded} != 0", "int": f"widened({loaded})"}
+        return as_kind[line.kind]
 
     def pointer(self, name: str, base: str, tensor: int, indices: list[Any]) -> str:
         """Return the source text of a pointer to an element.
@@ -408,14 +439,14 @@ def _function(name: str, parameters: str, body: str) -> Any:
     made = _kept.get(key)
     if made is not None:
         return made
-    of_steps = "".join(getattr(step, "cache_key", "") for step in _STEPS.values())
-    digest = hashlib.sha256(f"{key}{of_steps}".encode()).hexdigest()[:24]
+    digest = hashlib.sha256(f"{key}".encode()).hexdigest()[:24]
     source = f"def {name}_{digest}({parameters}):\n{body}"
     filename = f"<flashtile {name} {digest}>"
     linecache.cache[filename] = len(source), None, source.splitlines(True), filename
     names: dict[str, Any] = {"__name__": __name__, "tl": tl, **_STEPS}
     exec(compile(source, filename, "exec"), names)
     made = triton.jit(names[f"{name}_{digest}"])
+    compat.forget_function(made)
     weakref.finalize(made, linecache.cache.pop, filename, None)
     return _kept.store(key, made, 8 * len(source))
 

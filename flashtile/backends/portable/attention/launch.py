@@ -17,10 +17,10 @@ from flashtile.backends.common.launch import (
     has_score_mod,
     is_aligned,
     outer_stride,
-    padded,
+    tile_widths,
     token_strides,
 )
-from flashtile.backends.common.preprocess import padded_rows, preprocess_launch, preprocess_rows
+from flashtile.backends.common.preprocess import num_padded_rows, preprocess_launch, preprocess_rows
 from flashtile.backends.portable.attention.arguments import (
     AttentionLengths,
     AttentionNumbers,
@@ -62,12 +62,7 @@ def attention_variant(
     are loaded asynchronously (:func:`is_aligned`).
     """
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    if not aligned:
-        # Tiles of k and v that cannot be loaded asynchronously share one address in shared memory. If their
-        # widths differ, Triton 3.6 on sm_90 then reads out of range for the second product
-        # (benchmarks/results/experiments/compilers.json).
-        block_d = block_dv = max(block_d, block_dv)
+    block_d, block_dv = tile_widths(problem.head_dim, problem.head_dim_v, aligned)
     return AttentionVariant(
         VARLEN=problem.varlen,
         HAS_LEFT=left != UNLIMITED,
@@ -283,7 +278,7 @@ class PortableBackwardLaunch:
     def __init__(self, problem: Problem, config: Config) -> None:
         self._problem = problem
         self._config = config
-        self._padded_rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
+        self._padded_rows = num_padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
         sequences = 1 if problem.varlen else problem.batch
         self.statistics_shape = (sequences, problem.num_heads_q, self._padded_rows)
         self._key_bounds: Any = None

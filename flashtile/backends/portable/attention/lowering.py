@@ -28,7 +28,9 @@ enlarge it. Numbers with a fraction are therefore left to the exact logarithm.
 EXACT = 2**24
 """float32 holds all ints up to this magnitude."""
 
-_ARITHMETIC = frozenset(("add", "sub", "mul", "neg", "abs", "minimum", "maximum", "where"))
+_ARITHMETIC = frozenset(
+    ("add", "sub", "mul", "neg", "abs", "minimum", "maximum", "clamp_min", "clamp_max", "where")
+)
 """Operations that compute the same on ints and on floats that hold them exactly. They enlarge no error,
 relative to the term or factor that it comes from."""
 
@@ -62,8 +64,6 @@ class _Lowering:
         """(a, b, c) of ints that are a q + b kv + c."""
         self.whole: set[Operand] = set()
         """Floats without a fraction."""
-        self.narrow: set[Operand] = set()
-        """Ints made only of captured ints and numbers. They may have 8 or 16 bits, as in torch."""
 
     def add(self, line: Line) -> None:
         name, operation, operands = line.name, line.operation, line.operands
@@ -72,7 +72,6 @@ class _Lowering:
             self.equal[name] = self.builder.emit(
                 LOAD, operands[0], *indices, kind=line.kind, where=line.where
             )
-            self.narrow.add(name)
         elif line.kind != "float":
             self.equal[name] = self.builder.emit(operation, *map(self.value, operands))
             if line.kind == "int":
@@ -112,10 +111,6 @@ class _Lowering:
         if form is not None:
             self.linear[line.name] = form
         operands = _without_condition(line)
-        ints = [o for o in operands if isinstance(o, Name) and self.kinds[o] == "int"]
-        if ints and self.narrow.issuperset(ints):
-            self.narrow.add(line.name)
-            return
         if not {"q", "kv"} <= self.depends[line.name] or not all(map(self._is_exact, operands)):
             return
         if form is not None and sorted(form[:2]) == [-1, 1] and self._is_exact(line.name):

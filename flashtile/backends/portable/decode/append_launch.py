@@ -38,9 +38,11 @@ class AppendLaunch:
     def __init__(self, problem: AppendProblem) -> None:
         self._problem = problem
         self._as_bits = problem.cache_dtype == FP8 and not converts_e4m3(problem.device)
-        # (sequences, tokens of each): packed sequences are divided as one.
-        new = (1, problem.total_new) if problem.varlen else (problem.batch, problem.seqlen_new)
-        queries = (1, problem.total_q) if problem.varlen_q else (problem.batch, problem.seqlen_q)
+        # (sequences, tokens of each): packed sequences are divided as one. Without sequences, all packed
+        # tokens are padding and nothing is launched: tensors with an entry per sequence have no memory.
+        batch = problem.batch
+        new = (min(batch, 1), problem.total_new) if problem.varlen else (batch, problem.seqlen_new)
+        queries = (min(batch, 1), problem.total_q) if problem.varlen_q else (batch, problem.seqlen_q)
         self._rows = min(APPEND_ROWS, triton.next_power_of_2(max(new[1], queries[1], 1)))
         self._programs = new[0] * triton.cdiv(new[1], self._rows) * problem.num_heads_kv
         self._programs_q = queries[0] * triton.cdiv(queries[1], self._rows) * problem.num_heads_q

@@ -12,7 +12,14 @@ import triton
 from torch import Tensor
 
 from flashtile.backends.common.device import capability, multiprocessors
-from flashtile.backends.common.launch import is_aligned, largest_divisor, outer_stride, padded, token_strides
+from flashtile.backends.common.launch import (
+    is_aligned,
+    largest_divisor,
+    outer_stride,
+    padded,
+    tile_widths,
+    token_strides,
+)
 from flashtile.backends.portable.config import family
 from flashtile.backends.portable.decode.arguments import DecodeStrides, DecodeVariant, OuterStrides
 from flashtile.backends.portable.decode.combine import CombineVariant
@@ -241,11 +248,8 @@ def decode_variant(
     stream_k = is_stream_k(problem, config)
     e4m3 = problem.cache_dtype == FP8
     bound_by_bytes = stream_k and config.tile.BLOCK_M == NARROW and problem.dtype.itemsize < 4
-    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    if pairs:  # half a row must still be wide enough for a product
-        block_d, block_dv = max(block_d, MIN_PAIRED_WIDTH), max(block_dv, MIN_PAIRED_WIDTH)
-    if not aligned:  # as in flashtile.backends.portable.attention.launch
-        block_d = block_dv = max(block_d, block_dv)
+    least = MIN_PAIRED_WIDTH if pairs else 16  # half a row must still be wide enough for a product
+    block_d, block_dv = tile_widths(problem.head_dim, problem.head_dim_v, aligned, least)
     return DecodeVariant(
         **layout(problem, config, stream_k),
         PAGE_SIZE=problem.page_size,

@@ -304,7 +304,7 @@ def store_result(state, v_scale_base, b, head, row_start, start_q, len_q, pointe
         v_unit = load_scale(v_scale_base, 0)
     row_max -= P_EXPONENT
     if pointers.sink is not None:
-        acc, row_max, row_sum = sink_step(acc, row_max, row_sum, tl.load(pointers.sink + head).to(tl.float32))
+        acc, row_max, row_sum = sink_step(acc, row_max, row_sum, tl.load(pointers.sink + head))
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)
     out = tl.where(empty[:, None], 0.0, acc * (v_unit / row_sum)[:, None])

@@ -129,6 +129,7 @@ def flash_attn_varlen_func(
     )  # fmt: skip
     _refuse_cute("score_mod", score_mod, 5)
     _refuse_cute("mask_mod", mask_mod, 4)
+    check_dense("v", v)
     by_latent = k is v and v.shape[-1] == 512
     heads_last = qv is not None or by_latent
     if q is None or by_latent:
@@ -270,8 +271,9 @@ def _attention(
         of_k, longest_k = _even_offsets(k), k.shape[1]
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     out, lse = attention(
-        q, k, v, cu_seqlens_q=of_q, cu_seqlens_k=of_k, max_seqlen_q=longest_q or q.shape[0],
-        max_seqlen_k=longest_k or k.shape[0], **named, return_lse=True,
+        q, k, v, cu_seqlens_q=of_q, cu_seqlens_k=of_k,
+        max_seqlen_q=q.shape[0] if longest_q is None else longest_q,
+        max_seqlen_k=k.shape[0] if longest_k is None else longest_k, **named, return_lse=True,
     )  # fmt: skip
     if limits[0] is None:
         out, lse = out.unflatten(0, shape), lse.unflatten(1, shape).transpose(0, 1)
@@ -302,6 +304,8 @@ def _window(causal: bool, window_size: Window) -> tuple[tuple[int, int], Window 
         cannot express a negative limit, so the caller must apply these limits as a mask.
     """
     check_flag("causal", causal)
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size must be (left, right), ints or None, got {window_size!r}")
     left, right = (None if limit is None else as_int("window_size", limit) for limit in window_size)
     if causal:
         right = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashtile.caches import outlives_modes
 from flashtile.checks.arguments import (
     as_int_within,
     check_dense,
@@ -232,10 +233,14 @@ class RotaryEmbedding(torch.nn.Module):
             kept is not None
             and seqlen <= self._seq_len_cached
             and (kept.device, kept.dtype) == (device, dtype)
-            and not (self.training and kept.is_inference())
+            and (torch.compiler.is_dynamo_compiling() or outlives_modes(kept))
         ):
             return
         self._seq_len_cached = seqlen
+        with torch.inference_mode(False):  # a later call may need the tables for its backward pass
+            self._make_tables(seqlen, device, dtype)
+
+    def _make_tables(self, seqlen: int, device: torch.device | None, dtype: torch.dtype | None) -> None:
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)
         angles = torch.outer(positions, self._frequencies(device))
         cos, sin = angles.cos(), angles.sin()

@@ -1,7 +1,7 @@
 """The front of the replicas: a proxy that passes each call to one replica and streams the answer back.
 
-If a replica ends or hangs before the first byte of its answer, another replica gets the call. After the first
-byte, the stream ends with an error event.
+If a replica ends, hangs or is being shut down before the first byte of its answer, another replica gets the
+call. After the first byte, the stream of a replica that ends or hangs ends with an error event.
 """
 
 from __future__ import annotations
@@ -152,34 +152,47 @@ class Front:
             await asyncio.gather(*checks, return_exceptions=True)
 
     async def _watch(self, replica: Replica) -> None:
-        """Check a replica's health repeatedly, because a process may hang without ending."""
+        """Check a replica's health repeatedly, because a process may hang without ending.
+
+        A replica that answers or refuses the connection does not hang. If it takes no new calls, it is being
+        shut down, and its calls in flight may still end.
+        """
         failed_checks = 0
         while True:
             await asyncio.sleep(CHECK_SECONDS)
             url = replica.url
             if url is None:
                 continue
-            well = (await self._get(url, "/health"))[0] == 200
-            failed_checks = 0 if well or replica.url != url else failed_checks + 1
+            status, _ = await self._get(url, "/health")
+            if replica.url != url:  # another process serves by now
+                failed_checks = 0
+                continue
+            replica.takes_calls = status == 200
+            failed_checks = failed_checks + 1 if status == 0 else 0
             if failed_checks == MAX_FAILED_CHECKS:
                 logger.error(
                     "replica %d does not answer: other replicas get its calls until it does", replica.number
                 )
                 replica.set_hanging(True)
-            elif replica.hangs and well:
+            elif replica.hangs and status:
                 logger.warning("replica %d answers again", replica.number)
                 replica.set_hanging(False)
 
     async def _get(
         self, url: str, path: str, method: str = "GET", headers: dict[str, str] | None = None
     ) -> tuple[int, bytes]:
-        """Make a quick call and return (status, body). Without an answer in time, the status is 0."""
+        """Make a quick call and return (status, body).
+
+        The status is 0 without an answer in time, and 503 if the connection is refused or lost.
+        """
         timeout = aiohttp.ClientTimeout(QUICK_CALL_SECONDS)
         try:
             async with self._session.request(method, url + path, headers=headers, timeout=timeout) as found:
                 return found.status, await found.read()
-        except CONNECTION_ERRORS:
+        except asyncio.TimeoutError:
             return 0, b""
+        except CONNECTION_ERRORS:
+            return 503, b""
 
     def _check_open(self) -> None:
         if self.draining:
@@ -230,6 +243,8 @@ class Front:
             request.method, url, data=data, headers={**_end_to_end(request.headers), **headers},
             allow_redirects=False,
         ) as found:  # fmt: skip
+            if found.status == 503 and not self.draining:
+                raise aiohttp.ClientConnectionError("it takes no calls")
             kept = _end_to_end(found.headers)
             if found.content_type != "text/event-stream":
                 return web.Response(body=await found.read(), status=found.status, headers=kept)

@@ -56,6 +56,7 @@ class Replica:
     Attributes:
         url: address of the server; None while it does not serve.
         hangs: whether its process runs but does not answer.
+        takes_calls: whether it takes new calls. A replica that is being shut down does not.
         in_flight: number of calls that it is answering.
         given_up: whether it failed to start so often that it is not restarted any more.
         exit_code: exit code of its last process.
@@ -68,6 +69,7 @@ class Replica:
         self.url: str | None = None
         self.in_flight = self.restarts = self._failures = 0
         self.given_up = self.hangs = False
+        self.takes_calls = True
         self.exit_code = 0
         self._stopping = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
@@ -78,7 +80,7 @@ class Replica:
 
     @property
     def is_up(self) -> bool:
-        return self.url is not None and not self.hangs and not self._stopping.is_set()
+        return self.url is not None and self.takes_calls and not (self.hangs or self._stopping.is_set())
 
     def start(self) -> None:
         """Start the process and keep it running."""
@@ -161,7 +163,7 @@ class Replica:
                     if self.url is not None or self.printed.setdefault(text, self.number) == self.number:
                         sys.stderr.write(text)
                     continue
-                self.url, self._failures, self.hangs = found[1], 0, False
+                self.url, self._failures, self.hangs, self.takes_calls = found[1], 0, False, True
                 self._changed.set()
             return await process.wait()
         finally:

@@ -176,7 +176,11 @@ MAX_LOADERS = 2
 """Maximum loaders of k, and of v. One warp would issue loads of small pages too slowly."""
 REGISTERS = {(1, 1): (240, 240, 240), (1, 2): (216, 40, 128), (2, 1): (232, 40, 168)}
 """(consumer warpgroups, programs per multiprocessor) -> registers per thread: of consumers, of loaders, and
-at launch."""
+at launch.
+
+All loaders together count as one warpgroup. The registers at launch are divided without a rest: with two
+programs (216 + 40) * 128 = 128 * 256, half of a multiprocessor's; with two consumers 232 * 256 + 40 * 128 =
+168 * 384. Loaders need more than the forward's producer, since they compute addresses of pages."""
 
 
 def row(

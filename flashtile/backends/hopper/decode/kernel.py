@@ -190,6 +190,7 @@ def attend_kernel(
     v_read = make_reader(C, True, v, v_loads.scales, dtype)
     if C.PDL:
         wait_for_table()
+    # The lists are written out: Triton 3.7 loses constants and functions of tuples put together by +.
     if C.WARPGROUPS == 1 and C.LOADERS == 1:
         gl.warp_specialize(
             [
@@ -361,7 +362,7 @@ def load_part(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, part, i, j, 
         scale = 0.0
         if PART == 0 and C.KEY_SCALES:
             scale = load_scales(C, descale, descale_stride, entry, n, work.keys, head, cache)
-        slot = channel.acquire(i)
+        slot = channel.acquire(i)  # the full barrier counts one arrival of each loader
         barrier, tile = channel.full.index(slot), channel.tiles.index(slot)
         if PART == 0 and C.KEY_SCALES:
             scales.arrived.index(slot).store(scale)
@@ -506,6 +507,7 @@ def attend_part(C: gl.constexpr, W: gl.constexpr, part, i, j, q, k, v, faults, c
     o = finish_blocks(C, v, i, o)
     i = skip_blocks(blocks.begin - n_begin, i, k, v, ping_pong, W)
 
+    # Taken last: the loader knows of a part's faults only when it has issued all its loads.
     fault = work_queue.take(faults, j, 4) | work.sequence.fault
     sums = gl.where(fault == 0, sums, float("nan"))
     store_part(C, o[0], m, sums, v_scale, part, own, call)

@@ -1,4 +1,4 @@
-"""Products of float32 in float32, whatever precision torch is set to.
+"""Products of float32 in float32, independent of the precision that torch is set to.
 
 ``torch.set_float32_matmul_precision("medium")`` rounds the factors of such products to bfloat16. They also
 occur in calls of 16-bit tensors, whose bounds of error assume exact factors.

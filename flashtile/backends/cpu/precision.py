@@ -13,13 +13,9 @@ from typing import Any
 
 import torch
 
-if hasattr(torch._C, "_set_fp32_precision_setter"):
-    EXACT = "ieee"
-    _get = functools.partial(torch._C._get_fp32_precision_getter, "mkldnn", "matmul")
-    _set = functools.partial(torch._C._set_fp32_precision_setter, "mkldnn", "matmul")
-else:  # before torch 2.9
-    EXACT = "highest"
-    _get, _set = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+EXACT = "ieee"
+_get = functools.partial(torch._C._get_fp32_precision_getter, "mkldnn", "matmul")
+_set = functools.partial(torch._C._set_fp32_precision_setter, "mkldnn", "matmul")
 
 _lock = threading.Lock()
 _running = 0

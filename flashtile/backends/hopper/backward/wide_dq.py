@@ -230,7 +230,7 @@ def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work
     if has_modifiers(C):
         modifiers = row_modifiers(C, work, block, first, 0, call.pointers, schedule)
     if C.LISTED:  # blocks are numbered by their order in the block mask's list
-        listed = modifiers.blocks
+        listed = modifiers.blocks  # type: ignore[attr-defined]
         n_begin, n_end = 0, listed.count
         my_begin, my_end = n_begin, n_end
         full_begin, full_end = 0, n_end - max(listed.masked_count, 1)  # an empty list's block is masked

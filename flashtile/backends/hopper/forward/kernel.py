@@ -381,7 +381,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     if has_modifiers(C):
         modifiers = row_modifiers(C, work, block, first, bias, pointers, schedule)
     if C.LISTED:  # blocks are numbered by their order in the block mask's list
-        listed = modifiers.blocks
+        listed = modifiers.blocks  # type: ignore[attr-defined]
         n_begin, n_end = 0, listed.count
         own = OwnBlocks(0, listed.count, 0, listed.count - listed.masked_count)
     elif C.MASK_MOD is not None:  # any key may be hidden
@@ -1107,7 +1107,7 @@ def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, 
             store_rows(C, output.desc, work, first, q.tiles.index(q_part + n), n * PART)
     elif C.O_IN_PARTS:
         # A few columns at a time; the parts alternate between two tiles of shared memory.
-        PART: gl.constexpr = output.desc.block_type.shape[-1]
+        PART: gl.constexpr = output.desc.block_type.shape[-1]  # type: ignore[no-redef]
         COUNT: gl.constexpr = (C.BLOCK_DV + PART - 1) // PART
         parts = output_parts(o, PART)
         for n in gl.static_range(COUNT):

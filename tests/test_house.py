@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -152,35 +151,3 @@ def test_the_package_imports_nothing_of_its_checkout():
                 names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             wrong += [f"{module} -> {name}" for name in names if name.split(".")[0] in outside]
     assert wrong == []
-
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def code_lines(module: str, function: Function) -> int:
-    """Those of the body, without its docstring, comments and blank lines."""
-    body = function.body[1:] if ast.get_docstring(function) else function.body
-    if not body:
-        return 0
-    lines = FILES[module].read_text().splitlines()[body[0].lineno - 1 : function.end_lineno]
-    return sum(bool(line.strip()) and not line.strip().startswith("#") for line in lines)
-
-
-def kernel_parameters(module: str, function: Function) -> int:
-    """The parameters of a device function of a backend; 0 for any other function."""
-    decorators = " ".join(ast.unparse(decorator) for decorator in function.decorator_list)
-    of = function.args
-    is_kernel = module.startswith("flashtile.backends") and ("jit" in decorators or "kernel" in decorators)
-    return len(of.posonlyargs + of.args + of.kwonlyargs) if is_kernel else 0
-
-
-@pytest.mark.parametrize(("measure", "most"), [(code_lines, 80), (kernel_parameters, 14)])
-def test_functions_are_of_a_size_to_read(measure: Callable[[str, Function], int], most: int):
-    """Functions have at most 80 lines of code, device functions at most 14 parameters."""
-    too_large = [
-        f"{module}:{node.name} has {measure(module, node)}"
-        for module in FILES
-        for node in ast.walk(tree(module))
-        if isinstance(node, Function) and measure(module, node) > most
-    ]
-    assert too_large == []

@@ -201,7 +201,9 @@ def _share(a: Tensor, b: Tensor) -> bool:
     Each of them has memory of its own for each of its elements. Only tensors of equal strides are compared,
     and none in a graph, where Dynamo shows no addresses.
     """
-    if torch.compiler.is_dynamo_compiling() or a.stride() != b.stride() or not torch._C._is_alias_of(a, b):
+    if torch.compiler.is_dynamo_compiling() or a.stride() != b.stride():
+        return False
+    if not torch._C._is_alias_of(a, b):  # type: ignore[attr-defined]
         return False
     steps = sorted(zip(a.stride(), a.shape, b.shape, strict=True), reverse=True)
     distances = {b.storage_offset() - a.storage_offset()}

@@ -22,6 +22,8 @@ from flashtile.compilation.calls import Call
 from flashtile.op.operation import OPERATIONS
 
 MAX_WORKERS = 16
+Progress = Callable[[str, int, int], None]
+"""Called with a phase, how many calls or kernels are done in it, and how many there are."""
 INDEXED_EVERY = 32
 """Number of kernels after which the index is written, so that a compilation that was killed can go on."""
 
@@ -95,7 +97,7 @@ def compile_calls(
     targets: Iterable[Target],
     folder: Path | None,
     workers: int | None = None,
-    progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
+    progress: Progress = lambda *counts: None,
 ) -> Compiled:
     """Compile the kernels of calls into a folder for other machines, or into this machine's Triton cache.
 
@@ -140,7 +142,7 @@ Wanted = dict[str, tuple[Source, Target, bytes]]
 
 
 def _wanted(
-    calls: list[Source], targets: list[Target], progress: Callable[[str, int, int], None]
+    calls: list[Source], targets: list[Target], progress: Progress = lambda *counts: None
 ) -> tuple[Wanted, list[Failure]]:
     """Return the kernels of calls, and a failure for each call without kernels."""
     from flashtile.backends.common.first_calls import only_naming

@@ -37,7 +37,7 @@ TENSOR_CORE = {"sm_80": "mma", HOPPER: "wgmma"}
 CASES = {arch: every_case(arch) for arch in TENSOR_CORE}
 RECORDED = {arch: [compile_record.recorded(case, arch) for case in CASES[arch]] for arch in CASES}
 VALUE = "value"
-WIDTHS = ("BLOCK_D", "BLOCK_DV", "HEAD_DIM", "HEAD_DIM_V", "QK_COLUMNS", "O_WIDE")
+WIDTHS = ("BLOCK_D", "BLOCK_DV", "HEAD_DIM", "HEAD_DIM_V", "QK_COLUMNS", "O_LEFT")
 
 
 def type_of_q(case: CompileCase) -> str:

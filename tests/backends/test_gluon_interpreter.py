@@ -20,12 +20,10 @@ import decode_cases
 import flashtile
 from cases import BF16, Case
 from flashtile.backends.hopper import channels
-from flashtile.backends.hopper.backward import dq_accum, step, wide_dkv
+from flashtile.backends.hopper.backward import dq_accum, wide_dkv
 from flashtile.backends.hopper.backward import kernel as backward
-from flashtile.backends.hopper.decode import gather
-from flashtile.backends.hopper.forward import attend as forward_attend
+from flashtile.backends.hopper.decode import loads
 from flashtile.backends.hopper.forward import kernel as forward
-from flashtile.backends.hopper.forward import products, tiles
 from flashtile.backends.hopper.fp8 import kernel as fp8_forward
 from flashtile.backends.hopper.linear import kernel as linear
 from gluon_interpreter import Edited, KernelError, interpreted
@@ -75,8 +73,8 @@ RUNS: dict[str, Callable[[], None]] = {
     "linear": multiply,
 }
 WAIT_FOR_S = "        s = warpgroup_mma_wait(LATER, deps=[s])"
-RELEASE_K = "s = qk_wait(C, s, k, i, 1 if C.DV_PARTS == 1 else 2)"
-WAIT_FOR_O = "        o = pv_wait(C, o)"
+RELEASE_K = "s = finish_qk(C, s, k, i, 1 if C.O_RIGHT == 0 else 2)"
+WAIT_FOR_O = "o = finish_pv(o)\n        v.release(i - 1)\n        # P V reads"
 EXPECT_V = "expect(v.full.index(slot), PARTS * desc.block_type.nbytes"
 WAIT_FOR_DS = "mbarrier.wait(shared.ds_full.index(before & 1), (before >> 1) & 1)"
 WAIT_FOR_DELTA = "neg_delta = wait_for_numbers(neg_delta, C.BLOCK_M // 4)"
@@ -88,35 +86,35 @@ SOME_END = "global memory at .* by a (TMA store|load).* knows of no end"
 MANY_HEADS_RUN = "backward, many heads"
 FAULTS: list[tuple[str, Any, str, str, str]] = [
     # A wait less.
-    ("forward", products.tile_of_v, "v.wait(i)", "i % v.STAGES",
+    ("forward", forward.tile_of_v, "v.wait(i)", "i % v.STAGES",
      r"multiplies by b, v\.tiles\[\d\], written by a load that completes on v\.full\[\d\]"),
-    ("forward", tiles.store_tile, OWN_TILE + "tma.store_wait(0)", OWN_TILE + "pass",
+    ("forward", forward.store_tile, OWN_TILE + "tma.store_wait(0)", OWN_TILE + "pass",
      r"stores to o_tiles\[\d\], read by a TMA store"),
     ("forward", forward.consumer, "tma.store_wait(0)", "pass", "ends before its TMA stores have read"),
-    ("forward, long", products.qk_wait, WAIT_FOR_S, "", "used before warpgroup_mma_wait"),
-    ("forward, long", products.pv_wait, "warpgroup_mma_wait(0, deps=[o])", "warpgroup_mma_wait(1, deps=[o])",
+    ("forward, long", forward.finish_qk, WAIT_FOR_S, "", "used before warpgroup_mma_wait"),
+    ("forward, long", forward.finish_pv, "wait(0, deps=[o[0]])", "wait(1, deps=[o[0]])",
      "used before warpgroup_mma_wait"),
-    ("backward", step.pass_dq, "mbarrier.wait(shared.dq_empty.index(W), (i & 1) ^ 1)", "",
+    ("backward", backward.pass_dq, "mbarrier.wait(shared.dq_empty.index(W), (i & 1) ^ 1)", "",
      r"stores to dq_parts\[\d\], read by a TMA store"),
-    ("backward", step.step, WAIT_FOR_DS, "", r"multiplies by a, ds\[\d\]"),
-    (MANY_HEADS_RUN, backward.accumulate_dq, CONVERTED, "", SOME_END),
+    ("backward", backward.step, WAIT_FOR_DS, "", r"multiplies by a, ds\[\d\]"),
+    (MANY_HEADS_RUN, dq_accum.accumulate_dq, CONVERTED, "", SOME_END),
     (MANY_HEADS_RUN, dq_accum.postprocess, WAIT_FOR_ADDED, "", SOME_END),
     ("backward, wide", wide_dkv.key_step, "weights.wait(i)", "i % 2", r"loads weights\[\d\]"),
     ("linear", linear.flat_kernel, "wait_group(STAGES - 2)", "wait_group(STAGES - 1)",
      "written by an asynchronous copy of program"),
     # Freed, or handed on, too early.
-    ("forward, long", forward_attend.attend_unmasked, RELEASE_K, RELEASE_K + "; k.release(i)",
+    ("forward, long", forward.attend_blocks, RELEASE_K, RELEASE_K + "; k.release(i)",
      "more arrive at|nobody can go on"),
-    ("forward, long", forward_attend.attend_unmasked, WAIT_FOR_O, "        v.release(i - 1)\n" + WAIT_FOR_O,
+    ("forward, long", forward.attend_blocks, WAIT_FOR_O, "v.release(i - 1); " + WAIT_FOR_O,
      r"loads to v\.tiles\[\d\], read by a product"),
     ("backward, widest", wide_dkv.key_step, WAIT_FOR_DELTA, "pass", r"loads to neg_delta\[\d\], loaded by"),
-    (MANY_HEADS_RUN, backward.accumulate_dq, ADDED + "0)", ADDED + "1)", SOME_END),
+    (MANY_HEADS_RUN, dq_accum.accumulate_dq, ADDED + "0)", ADDED + "1)", SOME_END),
     # A fence less.
-    ("forward", tiles.store_tile, "fence_async_shared()", "", r"o_tiles\[\d\], .* without fence"),
-    ("backward", step.step, "fence_async_shared()", "", r"ds\[\d\], written by .* without fence"),
+    ("forward", forward.store_tile, "fence_async_shared()", "", r"o_tiles\[\d\], .* without fence"),
+    ("backward", backward.step, "fence_async_shared()", "", r"ds\[\d\], written by .* without fence"),
     (MANY_HEADS_RUN, dq_accum.wait_for, "proxy_fence()", "", SOME_END),
     ("fp8", fp8_forward.transpose_values, "fence_async_shared()", "", r"v_tiles\[\d\], .* without fence"),
-    ("decode", gather.gather_n_block, "fence_async_shared()", "", r"[kv]\.tiles\[\d\], .* without fence"),
+    ("decode", loads.gather_n_block, "fence_async_shared()", "", r"[kv]\.tiles\[\d\], .* without fence"),
     # Barriers that nobody passes, or too early.
     ("forward, long", channels.Channel.acquire, "^ 1", "^ 0", r"waits for parity 0 of q\.full\[0\]"),
     ("forward, long", channels.make_ring, "count=READERS", "count=READERS - 1",
@@ -125,8 +123,8 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
     ("forward", forward.load_v, EXPECT_V, EXPECT_V + " * 2",
      r"waits for parity 0 of v\.full\[0\].* 8192 bytes missing"),
     # Addresses.
-    ("forward", tiles.store_lse, "positions < work.seqlen_q", "positions < 2**20", "of a buffer of 600"),
-    ("decode", gather.is_seen, "position < keys.end", "position < keys.end + 64", "of a buffer of"),
+    ("forward", forward.store_lse, "positions < work.seqlen_q", "positions < 2**20", "of a buffer of 600"),
+    ("decode", loads.is_seen, "position < keys.end", "position < keys.end + 64", "of a buffer of"),
 ]  # fmt: skip
 
 
@@ -149,7 +147,7 @@ def test_a_seed_repeats_a_run() -> None:
 
 
 def test_what_is_not_known_is_named() -> None:
-    edited = Edited(tiles.store_lse, "gl.store(", "gl.histogram(")
+    edited = Edited(forward.store_lse, "gl.store(", "gl.histogram(")
     with (
         pytest.raises(NotImplementedError, match=r"gl\.histogram, which the interpreter"),
         interpreted(0, edited),

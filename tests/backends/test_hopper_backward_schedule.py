@@ -20,8 +20,9 @@ from compile_record import numbers
 from flashtile.backends.common.compile_report import ARCHITECTURES
 from flashtile.backends.common.preprocess import ROW_PAD, num_padded_rows
 from flashtile.backends.hopper import work_tiles
+from flashtile.backends.hopper.backward import dq_accum
+from flashtile.backends.hopper.backward import kernel as backward_kernel
 from flashtile.backends.hopper.backward import schedule as backward_schedule
-from flashtile.backends.hopper.backward import step, tiles
 from flashtile.backends.hopper.backward import wide_dkv as backward_wide_dkv
 from flashtile.backends.hopper.backward.compile_cases import compile_cases
 from flashtile.backends.hopper.backward.config import (
@@ -349,7 +350,7 @@ def test_shares_of_heads_have_the_keys_of_their_group() -> None:
     """Each key head of the schedule loads K and V of the one that it is a share of, and has its own part."""
     loaded: list[list] = []
     load_keys = functions_of(
-        tiles,
+        backward_kernel,
         gl=PYTHON_GL,
         async_load=lambda desc, at, barrier, tile: loaded.append(at),
     )["load_keys"]
@@ -485,7 +486,7 @@ def test_sums_are_stored_in_the_order_of_the_accumulator(columns: int) -> None:
     8 (i / 4) + 2 (l % 4) + i % 2 (PTX, "wgmma.mma_async", figure of matrix D)."""
     threads, registers = 128, columns // 2
     tile = torch.arange(64 * columns).reshape(64, columns)
-    stored = as_python(step, "in_register_order")(tile).flatten()
+    stored = as_python(dq_accum, "in_register_order")(tile).flatten()
     for thread, i in itertools.product(range(threads), range(registers)):
         warp, lane = divmod(thread, 32)
         row, column = 16 * warp + 8 * (i // 2 % 2) + lane // 4, 8 * (i // 4) + 2 * (lane % 4) + i % 2

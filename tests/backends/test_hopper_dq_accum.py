@@ -18,7 +18,7 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton
 from flashtile.backends.common.compile_report import types_of
 from flashtile.backends.common.preprocess import num_padded_rows
 from flashtile.backends.hopper import work_tiles
-from flashtile.backends.hopper.backward import config, dq_accum, step
+from flashtile.backends.hopper.backward import config, dq_accum
 from flashtile.backends.hopper.backward import schedule as backward_schedule
 from flashtile.backends.hopper.backward.dq_accum import AccumSizes, DqAccum
 from flashtile.backends.hopper.backward.schedule import BackwardPointers, BackwardSchedule
@@ -156,7 +156,6 @@ def patient(counter: Pointer, count: int) -> None:
 FUNCTIONS = functions_of(
     work_tiles,
     backward_schedule,
-    step,
     dq_accum,
     gl=PYTHON_GL,
     WorkTile=make_work_tile,

@@ -31,8 +31,7 @@ from flashtile import dropout, testing
 from flashtile.backends.common import device
 from flashtile.backends.hopper import decode as hopper_decode
 from flashtile.backends.hopper.backward import config as backward_config
-from flashtile.backends.hopper.backward import kernel as backward
-from flashtile.backends.hopper.backward import wide_launch
+from flashtile.backends.hopper.backward import dq_accum, wide_launch
 from flashtile.backends.hopper.backward.splits import Splits
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.decode import launch as decode_launch
@@ -491,7 +490,7 @@ def gradients_of_some_orders(case: Case, edited: Edited | None) -> list[tuple[to
     leaves = [tensor.requires_grad_() for tensor in inputs.qkv]
     found = []
     for seed in range(3):
-        with interpreted(seed, edited):
+        with interpreted(seed, edited, ordered_sums=edited is None):
             out = flashtile.attention(*leaves, backend="hopper", deterministic=True, **inputs.arguments)
             found.append(torch.autograd.grad(out, leaves, inputs.dout))
     return found
@@ -499,14 +498,19 @@ def gradients_of_some_orders(case: Case, edited: Edited | None) -> list[tuple[to
 
 @by_name(cases(ONE_HEAD, {"": {}}))
 def test_deterministic_gradients_do_not_depend_on_the_order(case: Case) -> None:
-    """Blocks of keys add to dQ as they come: the order decides the rounding, unless it is fixed."""
+    """Blocks of keys add to dQ as they come: the order decides the rounding, unless it is fixed.
+
+    The interpreter also checks that the waits order the additions in memory: each acquires what the one
+    before has released, also for TMA.
+    """
     first, *others = gradients_of_some_orders(case, None)
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 def test_without_their_order_they_would() -> None:
     case = replace(SMALL, name="unordered", **ONE_HEAD["causal"])
-    unordered = Edited(backward.accumulate_dq, "if signalled != order:", "if False:")
+    waits = "if load_acquire(accum.dq_semaphores + block) < order:"
+    unordered = Edited(dq_accum.accumulate_dq, waits, "if False:")
     (first, *_), *others = gradients_of_some_orders(case, unordered)
     assert not all(torch.equal(first, dq) for dq, *_ in others)
 
@@ -666,7 +670,7 @@ def check_fp8(case: Case, seed: int, rows: bool) -> None:
         tensors = tuple(tensor.to(E4M3) for tensor in tensors)  # type: ignore[assignment]
     with interpreted(seed) as interpreter:
         fp8_testing.check(*tensors, backend="hopper", **inputs.arguments, **scales)
-    assert "forward_kernel" in interpreter.launched
+    assert "fp8_forward_kernel" in interpreter.launched
 
 
 @pytest.mark.parametrize("rows", [False, True], ids=["blocks", "rows"])

@@ -198,7 +198,7 @@ def test_shared_blocks_of_keys_give_parts_that_are_added_up(
 
 def attend_tensors(kernels: Kernels) -> list[tuple]:
     launched = kernels.launched[threading.get_ident()]
-    return [tensors for name, tensors in launched if name == "forward_kernel"]
+    return [tensors for name, tensors in launched if name == "fp8_forward_kernel"]
 
 
 @pytest.mark.parametrize("varlen", [False, True])
@@ -211,7 +211,7 @@ def test_fp8_keeps_no_tensor_from_an_earlier_call(varlen: bool, kernels: Kernels
     one, other = attend_tensors(kernels)
     inputs = {t.data_ptr() for t in one[:3]}
     assert not {t.data_ptr() for t in one[3:]} & {t.data_ptr() for t in other[3:]} - inputs
-    (variant,) = kernels.constants["forward_kernel"]
+    (variant,) = kernels.constants["fp8_forward_kernel"]
     assert (variant.HAS_Q_SCALE, variant.HAS_K_SCALE, variant.HAS_V_SCALE) == (False, False, False)
 
 
@@ -220,7 +220,7 @@ def test_fp8_reads_the_scales_that_there_are(given: tuple[bool, bool, bool], ker
     scales = Scales(*(torch.ones(BATCH, HEADS) if there else None for there in given))
     fp8(scales)()
     (tensors,) = attend_tensors(kernels)
-    (variant,) = kernels.constants["forward_kernel"]
+    (variant,) = kernels.constants["fp8_forward_kernel"]
     assert given == (variant.HAS_Q_SCALE, variant.HAS_K_SCALE, variant.HAS_V_SCALE)
     for scale, found in zip(scales, tensors[-3:], strict=True):
         assert scale is None or found is scale

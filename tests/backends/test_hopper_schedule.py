@@ -20,7 +20,7 @@ from flashtile.backends.common.device import INTERPRETER_MULTIPROCESSORS
 from flashtile.backends.hopper import work_tiles
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.config import padded
-from flashtile.backends.hopper.decode import rows
+from flashtile.backends.hopper.decode import kernel as decode_kernel
 from flashtile.backends.hopper.forward import schedule
 from flashtile.backends.hopper.forward.config import (
     accumulators,
@@ -131,7 +131,7 @@ def test_blocks_of_the_cache_without_a_mask(kind: str) -> None:
     """A warpgroup masks exactly the last block of keys and those that one of its rows does not see whole."""
     draw = random.Random(kind)
     own_range = functions_of(
-        schedule, rows, sequence_of=lambda m_block, lengths, C: (0, m_block), WARPGROUP_ROWS=64
+        schedule, decode_kernel, sequence_of=lambda m_block, lengths, C: (0, m_block), WARPGROUP_ROWS=64
     )["own_range"]
     unmasked = 0
     for _ in range(300):

@@ -2,7 +2,7 @@
 
 Programs synchronise by counters in memory. An atomic addition releases the clock of its partition, and a read
 of the counter acquires it. After ``fence.proxy.async``, the acquired clock also applies to TMA operations of
-the partition. TMA additions to the same elements may run in any order.
+the partition. TMA additions to the same elements may run in any order, unless the launch orders them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ _Clocks = dict[int, Tensor]
 
 
 class GlobalClocks:
-    """TMA accesses of a launch. Loads are recorded only from memory that TMA has written before."""
+    """TMA accesses of a launch. Loads are recorded only from memory that TMA has written before.
 
-    def __init__(self, agents: Agents) -> None:
+    With ``ordered_sums``, an addition must know of the end of all earlier additions to its elements.
+    """
+
+    def __init__(self, agents: Agents, ordered_sums: bool = False) -> None:
         self._agents = agents
+        self._ordered_sums = ordered_sums
         self._writes: dict[tuple[int, bool], _Clocks] = {}
         """Writes by (address of the memory, whether they are additions)."""
         self._reads: dict[int, _Clocks] = {}
@@ -55,7 +59,8 @@ class GlobalClocks:
         reads = self._reads.setdefault(box.buffer.address, {})
         self._check([reads], box, where, clock, does, "read")
         writes = self._writes_of(box)
-        self._check(writes[:1] if add else writes, box, where, clock, does, "written")
+        any_order = add and not self._ordered_sums
+        self._check(writes[:1] if any_order else writes, box, where, clock, does, "written")
         self._note(writes[add], box, where, agent, number)
 
     def _writes_of(self, box: Box) -> list[_Clocks]:

@@ -43,8 +43,10 @@ def argument(value: Any, is_constant: bool) -> Any:
 class Interpreter:
     """Runs kernels. Each launch has its own seed, which is ``seed`` plus the number of earlier launches."""
 
-    def __init__(self, seed: int = 0, functions: Functions | None = None) -> None:
-        self._seed = seed
+    def __init__(
+        self, seed: int = 0, functions: Functions | None = None, ordered_sums: bool = False
+    ) -> None:
+        self._seed, self._ordered_sums = seed, ordered_sums
         self._functions = Functions() if functions is None else functions
         self.launched: list[str] = []
 
@@ -58,7 +60,7 @@ class Interpreter:
         arguments = tuple(map(self._with_functions, arguments))
         given = [argument(value, constant) for value, constant in zip(arguments, constants, strict=True)]
         if isinstance(kernel, GluonJITFunction):
-            launch = Launch(schedule, programs)
+            launch = Launch(schedule, programs, self._ordered_sums)
             for index in range(programs):
                 _start(launch, index, num_warps, lambda: function(*given))
         else:
@@ -97,9 +99,14 @@ def _start_in_turn(schedule: Schedule, programs: int, num_warps: int, run: Calla
 
 
 @contextmanager
-def interpreted(seed: int = 0, functions: Functions | None = None) -> Iterator[Interpreter]:
-    """Run the kernels that are launched in the block in the interpreter, on tensors in the CPU's memory."""
-    interpreter = Interpreter(seed, functions)
+def interpreted(
+    seed: int = 0, functions: Functions | None = None, ordered_sums: bool = False
+) -> Iterator[Interpreter]:
+    """Run the kernels that are launched in the block in the interpreter, on tensors in the CPU's memory.
+
+    With ``ordered_sums``, two TMA additions to the same memory are an error unless waits order them.
+    """
+    interpreter = Interpreter(seed, functions, ordered_sums)
 
     def run(kept: Any, device: torch.device, *tensors: Any) -> None:
         interpreter.launch(kept.kernel, kept.programs, kept.arguments(tensors), kept.options["num_warps"])

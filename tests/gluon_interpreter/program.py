@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 class Launch:
     """State that the programs of a launch share."""
 
-    def __init__(self, schedule: Schedule, programs: int) -> None:
+    def __init__(self, schedule: Schedule, programs: int, ordered_sums: bool = False) -> None:
         self.schedule, self.programs = schedule, programs
         self.agents = Agents()
-        self.memory = GlobalClocks(self.agents)
+        self.memory = GlobalClocks(self.agents, ordered_sums)
 
 
 class Program:

@@ -92,6 +92,11 @@ class CachedLaunch:
         """Whether the kernel is compiled, so that tensors may be passed as addresses."""
         return self._run is not None
 
+    @property
+    def descriptor_types(self) -> tuple[str | None, ...]:
+        """Triton's types of the kernel's first parameters, which are descriptors; None for one not given."""
+        return tuple(view and view.type_name for view in self._views)
+
     def with_scalars(self, scalars: tuple) -> CachedLaunch | None:
         """Return a launch of the same compiled kernel with other scalar arguments.
 
@@ -177,7 +182,7 @@ class CachedLaunch:
         fixed = zip(self.kernel.params[-len(self._fixed) :], self._fixed, strict=True)
         return (
             self.kernel,
-            *(view and view.type_name for view in self._views),
+            *self.descriptor_types,
             *(getattr(tensor, "dtype", tensor) for tensor in tensors),
             *(_specialization(parameter, value) for parameter, value in fixed),
             *sorted(self.options.items()),

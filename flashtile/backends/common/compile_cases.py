@@ -1,4 +1,4 @@
-"""Cases for compilation ahead of time: those made from recorded launches, and those of shared kernels.
+"""Cases for compilation ahead of time, made from recorded launches.
 
 Calls with tensors on torch's "meta" device compute nothing. Their launches are recorded, with everything that
 the compiler would receive. So a case cannot differ from the launch that it was made from.
@@ -13,16 +13,8 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch, Launched, recording
-from flashtile.backends.common.compile_report import CompileCase, types_of
+from flashtile.backends.common.compile_report import CompileCase
 from flashtile.backends.common.device import compiling_for
-from flashtile.backends.common.preprocess import (
-    NUM_WARPS,
-    PreprocessLengths,
-    PreprocessPointers,
-    preprocess_kernel,
-    preprocess_variant,
-)
-from flashtile.problems.attention import Problem
 
 TYPE_NAMES = {
     torch.bfloat16: "bf16",
@@ -78,7 +70,13 @@ def _arguments(launch: CachedLaunch, tensors: tuple) -> dict[str, Any]:
     signature: dict[str, Any] = {}
     constants: dict[str, Any] = {}
     divisible = set()
-    for parameter, value in zip(launch.kernel.params, launch.arguments(tensors), strict=True):
+    parameters = launch.kernel.params
+    descriptors = {p.name: kind for p, kind in zip(parameters, launch.descriptor_types, strict=False)}
+    constants |= {name: None for name, kind in descriptors.items() if kind is None}
+    signature |= {name: kind for name, kind in descriptors.items() if kind is not None}
+    for parameter, value in zip(parameters, launch.arguments(tensors), strict=True):
+        if parameter.name in descriptors:
+            continue
         if parameter.is_constexpr:
             constants[parameter.name] = value
             continue
@@ -111,36 +109,3 @@ def _integers(value: Any) -> list[int]:
     if isinstance(value, tuple):
         return [number for field in value for number in _integers(field)]
     return [value] if type(value) is int else []
-
-
-def preprocess_case(
-    name: str, problem: Problem, dtype: str, has_dlse: bool = False, dq_accum_columns: int = 0
-) -> CompileCase:
-    """Return the compile case of ``preprocess_kernel`` in the backward pass of ``problem``.
-
-    ``dtype`` is Triton's name of the dtype of out, such as "bf16". With an accumulator of dQ
-    (``dq_accum_columns`` > 0), the kernel also zeroes the counters of the kernels after it.
-    """
-    given = {
-        "dlse": has_dlse,
-        "dsink": problem.sink,
-        "sink": problem.sink,
-        "dq_accum": dq_accum_columns > 0,
-        "counters": dq_accum_columns > 0,
-        "cu_seqlens_q": problem.varlen,
-    }
-    types: dict[str, Any] = dict.fromkeys(("out", "dout"), f"*{dtype}")
-    types |= dict.fromkeys(("counters", "cu_seqlens_q"), "*i32")
-    types |= {pointer: None for pointer, present in given.items() if not present}
-    return CompileCase(
-        name=name,
-        kernel=preprocess_kernel,
-        signature={
-            "pointers": types_of(PreprocessPointers, "*fp32", **types),
-            "lse_factor": "fp32",
-            "lengths": types_of(PreprocessLengths, "i32"),
-        },
-        constants={"C": preprocess_variant(problem, has_dlse, dq_accum_columns)},
-        num_warps=NUM_WARPS,
-        tensor_cores=False,
-    )

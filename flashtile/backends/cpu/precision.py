@@ -1,4 +1,4 @@
-"""Products of float32 in float32, whatever precision torch is set to.
+"""Products of float32 in float32, independent of the precision that torch is set to.
 
 ``torch.set_float32_matmul_precision("medium")`` rounds the factors of such products to bfloat16. They also
 occur in calls of 16-bit tensors, whose bounds of error assume exact factors.
@@ -13,13 +13,9 @@ from typing import Any
 
 import torch
 
-if hasattr(torch._C, "_set_fp32_precision_setter"):
-    EXACT = "ieee"
-    _get = functools.partial(torch._C._get_fp32_precision_getter, "mkldnn", "matmul")
-    _set = functools.partial(torch._C._set_fp32_precision_setter, "mkldnn", "matmul")
-else:  # before torch 2.9
-    EXACT = "highest"
-    _get, _set = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+EXACT = "ieee"
+_get = functools.partial(torch._C._get_fp32_precision_getter, "mkldnn", "matmul")
+_set = functools.partial(torch._C._set_fp32_precision_setter, "mkldnn", "matmul")
 
 _lock = threading.Lock()
 _running = 0

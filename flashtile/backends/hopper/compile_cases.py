@@ -3,19 +3,19 @@ with modifiers of scores, and the tile table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from flashtile.backends.common.compile_report import CompileCase, types_of
-from flashtile.backends.common.tma import View
-from flashtile.backends.hopper.modifiers.functions import CapturedTensors
+from flashtile.backends.common.compile_cases import case_of, launches_of
+from flashtile.backends.common.compile_report import CompileCase
+from flashtile.backends.hopper import CAPABILITY
 from flashtile.backends.hopper.tile_table import CHUNK, tile_table_kernel
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
-from flashtile.backends.portable.attention.function_pointers import Lists
-from flashtile.backends.portable.compile_cases import WITH_MODS
+from flashtile.backends.portable.compile_cases import WITH_MODS, inputs_of
 from flashtile.problems.attention import Problem
 from flashtile.problems.fp8 import Fp8Problem
 from flashtile.problems.masks import Mods
@@ -81,18 +81,6 @@ def modified(kind: str, spills: Mapping[int, tuple[int, ...]]) -> Iterator[tuple
             yield name, replace(problem, head_dim=head_dim, head_dim_v=head_dim), budget
 
 
-TYPES = {
-    "*i32": ("table", "seqused_k", "dq_semaphores", "next_tile", "counters"),
-    "*fp32": ("lse", "alibi_slopes", "sink", "neg_lse", "neg_delta", "q_scale", "k_scale", "v_scale"),
-    "*bf16": ("dq",),
-    "fp32": (
-        "scale", "scale_log2", "softcap_rate", "softcap_log2", "zero", "keep_scale", "keep", "lse_scale"
-    ),
-}  # fmt: skip
-"""Names of the kernels' parameters by type. Descriptors have the types of their views; the rest are i32."""
-_TYPE_OF = {name: type_name for type_name, names in TYPES.items() for name in names}
-
-
 def compile_cases(arch: str) -> Iterator[CompileCase]:
     """Yield the compile case of the kernel that fills the tile table."""
     if arch != HOPPER:
@@ -114,60 +102,24 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     )
 
 
-def attention_case(
-    name: str,
-    kernel: Any,
-    views: Mapping[str, View],
-    variant: Any,
-    maxnreg: int,
-    spill_budget: int,
-    structures: Mapping[str, Any] = {},
-) -> CompileCase:
-    """Return the compile case of a warp-specialised kernel.
-
-    ``views`` and ``structures`` give the types of the kernel's parameters by name. In ``structures``, None
-    stands for a parameter that the call does not use.
-    """
-    signature: dict[str, Any] = {}
-    constants: dict[str, Any] = {"C": variant}
-    for parameter in kernel.arg_names:
-        if parameter in structures:
-            if structures[parameter] is None:
-                constants[parameter] = None
-            else:
-                signature[parameter] = structures[parameter]
-        elif parameter in views:
-            signature[parameter] = views[parameter].type_name
-        elif parameter != "C":
-            signature[parameter] = _TYPE_OF.get(parameter, "i32")
-    return CompileCase(
-        name=f"hopper {name}",
-        kernel=kernel,
-        signature=signature,
-        constants=constants,
-        options={"maxnreg": maxnreg},
-        spill_budget=spill_budget,
-    )
+def recorded(launch: Callable[..., Any], *arguments: Any) -> list[CompileCase]:
+    """Return the compile case of each kernel that a call of ``launch`` starts, without names and budgets."""
+    launches = launches_of(CAPABILITY, partial(launch, *arguments))
+    return [case_of(launched, launched[0].kernel.fn.__name__) for launched in launches]
 
 
-def modifier_pointers(variant: Any, mods: Mods | None) -> dict[str, Any]:
-    """Return Triton's types of the fields that ``ForwardPointers`` and ``BackwardPointers`` both have."""
-    given: Any = None if mods is None else "i32"
-    if mods is not None and mods.ranks:
-        given = types_of(CapturedTensors, "i32", tensor_0="*fp32", tensor_1="*i32")
-    return {
-        "seqused_k": "*i32" if variant.SEQUSED else None,
-        "alibi_slopes": "*fp32" if variant.ALIBI else None,
-        "rng_state": "*i64" if variant.HAS_DROPOUT else None,
-        "lists": types_of(Lists, "*i32", batch="i32", heads="i32") if variant.LISTED else None,
-        "captured": given,
-    }
+def only(kernel: Any, cases: list[CompileCase], **fields: Any) -> CompileCase:
+    """Return the case of ``kernel``, which must be one, with ``fields`` changed."""
+    (case,) = (case for case in cases if case.kernel is kernel)
+    return replace(case, **fields)
 
 
-def schedule_types(structure: Any, variant: Any) -> Any:
-    """Return Triton's types of the fields of ``ForwardSchedule`` or ``BackwardSchedule``."""
-    of_bias, of_dropout = ("i32" if given else None for given in (variant.HAS_BIAS, variant.HAS_DROPOUT))
-    return types_of(structure, "i32", bias_batch=of_bias, bias_heads=of_bias, drop_threshold=of_dropout)
+def inputs(problem: Problem, bias: torch.Tensor | None = None) -> tuple[Any, Any, Any, Any]:
+    """Return (q, k, v, extras) of a call, on the meta device. The bias defaults to :func:`bias_of`."""
+    q, k, v, extras = inputs_of(problem)
+    if problem.bias:
+        extras = extras._replace(bias=bias_of(problem) if bias is None else bias)
+    return q, k, v, extras
 
 
 def bias_of(problem: Problem) -> torch.Tensor | None:

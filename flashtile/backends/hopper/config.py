@@ -12,10 +12,14 @@ from flashtile.problems.attention import Problem
 WARPGROUP_ROWS = 64
 """Rows of a product that one warpgroup computes."""
 PRODUCER_REGISTERS = 24
-"""Registers of a producer thread."""
+"""Registers of a producer thread: the fewest that ``setmaxnreg`` allows. They suffice, because TMA needs
+addresses in registers, but no data."""
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
-"""Registers of a consumer thread, by number of consumer warpgroups. Two or three consumers and the producer
-together fill the 64 K registers of an SM."""
+"""Registers of a consumer thread, by number of consumer warpgroups: as many as the producer leaves.
+
+An SM has 65536. ``setmaxnreg`` goes in steps of 8 and counts whole warpgroups, so the producer's 128 threads
+take 24 * 128 = 3072. Two consumers then have 240 * 256 = 61440, three 160 * 384 = 61440; eight more a thread
+would be too many in both cases."""
 MAX_COLUMNS_OF_V = 256
 """Most columns of the output that one work tile of the forward computes. 64 x 256 floats take half of a
 warpgroup's registers.
@@ -25,7 +29,10 @@ would do. A program with all columns would have 64 rows, and load twice as many 
 cache."""
 SHARING_REGISTERS = 104, 80
 """Registers per thread if two programs, each of two consumer warpgroups, share an SM: (of a consumer, of any
-thread at launch)."""
+thread at launch).
+
+At launch the 384 threads of a program have 80 * 384 = 30720, at most half of an SM's. Consumers and producer
+divide these among themselves: 104 * 256 + 24 * 128 = 29696."""
 LAUNCH_REGISTERS = {1: 168, 2: 168, 3: 128}
 """Registers of each thread at launch, by number of consumer warpgroups: at most 65536 over all threads, in
 steps of 8. ``setmaxnreg`` then moves registers from the producer to the consumers."""

@@ -85,8 +85,9 @@ def wait_for_loads(x):
 
     When a thread arrives at a barrier, its earlier loads may still be in progress, for example because other
     warps compute exponentials. TMA waits only for the arrival, so it could overwrite data that have not been
-    loaded yet. Here a ``nanosleep`` depends on the loaded data, and so follows the loads. As in :func:`pin`,
-    it never sleeps, and the assembler moves nothing across it.
+    loaded yet. Here a ``nanosleep`` depends on the loaded data, and so follows the loads. The assembler moves
+    nothing across it. The condition is that all data together are 0x7FC1FFC3, an arbitrary number; if they
+    ever are, a sleep of 0 changes nothing.
     """
     return gl.inline_asm_elementwise(
         """{

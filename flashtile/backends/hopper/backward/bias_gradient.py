@@ -1,13 +1,29 @@
-"""The gradient of an additive bias: dS = P * (dP - delta), summed over sequences and heads that share it.
+"""The gradient of an additive bias, which comes from one of three kernels.
 
-A work tile is 128 rows by 128 keys of the bias. Its program visits the sequences and query heads that share
+* The backward kernel stores dS if each element of the bias belongs to one score (:func:`writes_ds`).
+* ``gradient_kernel``, below, recomputes the probabilities for other dense calls (:func:`has_own_gradient`).
+* The portable backend's kernel serves the rest, such as packed sequences.
+
+``gradient_kernel`` computes dS = P * (dP - delta), summed over the sequences and heads that share the bias. A
+work tile is 128 rows by 128 keys of the bias. Its program visits the sequences and query heads that share
 this tile, recomputes their P and dP, and sums dS in registers. It needs no atomics and no dS in global
 memory. Two *consumer* warpgroups own 64 rows each. A *producer* warp loads the operands of one product at a
-time: q, k and -lse, then dO, v and -delta.
+time: q, k and -lse, then dO, v and -delta. Product ``i`` has one slot of the ring:
+
+    producer       q k -lse   dO v -delta   q k -lse of the next head   dO v -delta ...
+    consumer 0, 1  [   S   ][   dP   ]      (  P  )  ds += P (dP - delta)
+                   release slot of S        release slot of dP
+
+The bias has one tile for each consumer, which also holds the tile of dbias until TMA has stored it.
 """
 
+import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+import triton.language as tl
+from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -16,14 +32,52 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashtile.backends.common.jit import gluon_kernel
-from flashtile.backends.hopper.backward.scores import soft_cap
-from flashtile.backends.hopper.backward.tiles import BackwardDescriptors
+from flashtile.backends.common.cached_launch import CachedLaunch
+from flashtile.backends.common.deferred import triton
+from flashtile.backends.common.jit import gluon_kernel, kernel
+from flashtile.backends.common.launch import contiguous_strides
+from flashtile.backends.common.tma import View, cells_view, dense_view
+from flashtile.backends.hopper.backward.config import BackwardVariant
+from flashtile.backends.hopper.backward.kernel import BackwardDescriptors, BackwardNumbers, soft_cap
+from flashtile.backends.hopper.backward.preprocess import statistics_shape
 from flashtile.backends.hopper.channels import make_channel, make_ring
-from flashtile.backends.hopper.columns import product_of_rows
+from flashtile.backends.hopper.columns import count_products, product_of_rows
 from flashtile.backends.hopper.compat import async_load, async_store, gluon
+from flashtile.backends.hopper.config import (
+    CONSUMER_REGISTERS,
+    LAUNCH_REGISTERS,
+    PRODUCER_REGISTERS,
+    padded,
+)
 from flashtile.backends.hopper.constants import LOG2_E, WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.inline_asm import to_fp32, wait_for_numbers
+from flashtile.backends.hopper.launch import num_programs, score_numbers
+from flashtile.backends.hopper.modifiers.launch import own_sizes
+from flashtile.problems.attention import Problem
+from flashtile.problems.common import UNLIMITED
+
+
+@dataclass(frozen=True)
+class BiasGradientVariant:
+    """Compile-time parameters of the kernel of the bias's gradient."""
+
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    SOFTCAP: bool
+    HAS_SCORE_MOD: bool
+    """Scores are more than raw products times a positive scale (``BackwardVariant``)."""
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int
+    """Columns of all operands in shared memory."""
+    STAGES: int
+    """Number of pairs of operands in shared memory."""
+    PRODUCTS: int
+    """Number of wgmma products that dO V^T takes (``count_products``)."""
+    CONSUMER_REGISTERS: int
+    PRODUCER_REGISTERS: int
+    BLOCK_M: int = 128
+    BLOCK_N: int = 128
 
 
 class BiasSizes(NamedTuple):
@@ -45,6 +99,31 @@ class BiasSizes(NamedTuple):
     window_right: Any
     offset: Any
     """seqlen_k - seqlen_q."""
+
+
+@gluon_kernel(do_not_specialize=("sizes",))
+def gradient_kernel(
+    q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, bias_desc, dbias_desc, sizes, scores,
+    lse_scale, C: gl.constexpr,
+):  # fmt: skip
+    """Compute dbias, which has the shape of the bias. Grid: at most one program per multiprocessor."""
+    ring = make_channel(q_desc, C.STAGES, 2, 1)
+    keys = gl.allocate_shared_memory(k_desc.dtype, [C.STAGES] + k_desc.block_type.shape, k_desc.layout)
+    numbers = gl.allocate_shared_memory(
+        gl.float32, [C.STAGES] + neg_lse_desc.block_type.shape, neg_lse_desc.layout
+    )
+    tiles = gl.allocate_shared_memory(bias_desc.dtype, [2] + bias_desc.block_type.shape, bias_desc.layout)
+    bias = make_ring(tiles, 1, 2)
+    descs = BackwardDescriptors(q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, bias_desc)
+    gl.warp_specialize(
+        [
+            (consumer, (C, 0, ring, keys, numbers, bias, dbias_desc, sizes, scores, lse_scale)),
+            (consumer, (C, 1, ring, keys, numbers, bias, dbias_desc, sizes, scores, lse_scale)),
+            (producer, (C, ring, keys, numbers, bias, descs, sizes)),
+        ],
+        [4, 1],
+        [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
+    )  # fmt: skip
 
 
 class BiasTile(NamedTuple):
@@ -171,9 +250,10 @@ def consumer(
         for _ in range(tile.rounds):
             s = product(C, W, C.HEAD_DIM, ring, keys, i, layout)
             dp = product(C, W, C.HEAD_DIM_V, ring, keys, i + 1, layout)
+            # Loaded before the release of their slots, which does not wait for loads.
             neg_lse = wait_for_numbers(number_of_rows(C, W, numbers, i % C.STAGES, layout)) * lse_scale
             neg_delta = wait_for_numbers(number_of_rows(C, W, numbers, (i + 1) % C.STAGES, layout))
-            s = warpgroup_mma_wait(C.PRODUCTS, deps=[s])
+            s = warpgroup_mma_wait(C.PRODUCTS, deps=[s])  # dP may stay in flight during P
             ring.release(i)
             added = to_fp32(own_bias.load(layout)) * LOG2_E + neg_lse[:, None]
             if C.HAS_SCORE_MOD:
@@ -185,7 +265,7 @@ def consumer(
             ds = ds + p * (dp + neg_delta[:, None])
             ring.release(i + 1)
             i += 2
-        ds = hide(C, W, ds, tile, sizes, layout)
+        ds = hide(C, W, ds, tile, sizes, layout)  # once: all terms of the sum have the same mask
         own_bias.store(ds.to(own_bias.dtype))  # all warps have read the bias here
         fence_async_shared()
         row = tile.row + W * WARPGROUP_ROWS
@@ -195,26 +275,227 @@ def consumer(
         t += 1  # noqa: SIM113 - Gluon has no enumerate
 
 
-@gluon_kernel(do_not_specialize=("sizes",))
-def gradient_kernel(
-    q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, bias_desc, dbias_desc, sizes, scores,
-    lse_scale, C: gl.constexpr,
-):  # fmt: skip
-    """Compute dbias, which has the shape of the bias. Grid: at most one program per multiprocessor."""
-    ring = make_channel(q_desc, C.STAGES, 2, 1)
-    keys = gl.allocate_shared_memory(k_desc.dtype, [C.STAGES] + k_desc.block_type.shape, k_desc.layout)
-    numbers = gl.allocate_shared_memory(
-        gl.float32, [C.STAGES] + neg_lse_desc.block_type.shape, neg_lse_desc.layout
+# Blocks that the backward kernel skips, where it writes the gradient.
+
+ZERO_BLOCK = 128
+"""Rows and keys of a block that is zeroed; no block of the backward is larger."""
+
+
+@triton.jit
+def zero_blocks(dbias, rows, begin, end, seqlen_q, seqlen_k, BLOCK: tl.constexpr):
+    """Write zeros to ``dbias`` of one head, at ``rows`` [BLOCK] and the keys of blocks [begin, end)."""
+    for n in range(begin, end):
+        keys = n * BLOCK + tl.arange(0, BLOCK)
+        elements = dbias + rows[:, None].to(tl.int64) * seqlen_k + keys[None, :]
+        zeros = tl.zeros([BLOCK, BLOCK], dbias.dtype.element_ty)
+        tl.store(elements, zeros, mask=(rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :])
+
+
+@kernel(do_not_specialize=("seqlen_q", "row_blocks", "window_left", "window_right"))
+def zero_hidden_kernel(
+    dbias,
+    seqlen_q,
+    seqlen_k,
+    row_blocks,
+    window_left,
+    window_right,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write zeros to all blocks of ``dbias`` in which a mask hides scores.
+
+    Some of these blocks also have visible scores; the backward overwrites them later. Grid: one program for
+    each block of rows of each head.
+    """
+    program = tl.program_id(0)
+    first = program % row_blocks * BLOCK
+    rows = first + tl.arange(0, BLOCK)
+    dbias += (program // row_blocks).to(tl.int64) * seqlen_q * seqlen_k
+    key_blocks = tl.cdiv(seqlen_k, BLOCK)
+    offset = seqlen_k - seqlen_q
+    begin = 0
+    if HAS_LEFT:
+        hidden = tl.maximum(first + BLOCK - 1 + offset - window_left, 0)
+        begin = tl.minimum(tl.cdiv(hidden, BLOCK), key_blocks)
+        zero_blocks(dbias, rows, 0, begin, seqlen_q, seqlen_k, BLOCK)
+    if HAS_RIGHT:
+        end = tl.maximum(first + offset + window_right + 1, 0) // BLOCK
+        zero_blocks(dbias, rows, tl.maximum(begin, end), key_blocks, seqlen_q, seqlen_k, BLOCK)
+
+
+class ZeroHidden:
+    """Launch that zeroes hidden blocks of contiguous gradients of one signature."""
+
+    def __init__(self, problem: Problem) -> None:
+        left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+        row_blocks = triton.cdiv(problem.seqlen_q, ZERO_BLOCK)
+        self._kernel = CachedLaunch(
+            zero_hidden_kernel,
+            problem.batch * problem.num_heads_q * row_blocks,
+            (problem.seqlen_q, problem.seqlen_k, row_blocks, left, right),
+            (left != UNLIMITED, right != UNLIMITED, ZERO_BLOCK),
+            None,
+        )
+
+    def __call__(self, dbias: Tensor) -> None:
+        self._kernel(dbias.device, dbias)
+
+
+# The launch.
+
+GRADIENT_STAGES = {64: 5, 128: 3}
+"""Stages of ``gradient_kernel``, by the number of columns of its operands: as many as shared memory holds."""
+
+
+def writes_ds(problem: Problem, bias: Tensor) -> bool:
+    """Return whether the backward kernel writes the gradient of the bias, by storing dS.
+
+    This gradient must be needed, and it must equal dS. The two are equal if each score has its own element of
+    the bias and there is no soft-cap. With a soft-cap, dS also contains the derivative of the soft-cap, which
+    the gradient of the bias does not. TMA requires that seqlen_k is a multiple of 8.
+    """
+    scores = problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k
+    dense = not (problem.varlen or problem.seqused_k) and own_sizes(bias) == scores
+    return problem.bias_grad and dense and not problem.softcap and problem.seqlen_k % 8 == 0
+
+
+def has_own_gradient(problem: Problem) -> bool:
+    """Return whether ``gradient_kernel`` supports the shapes of a call. If not, the portable kernel runs."""
+    dense = not (problem.varlen or problem.seqused_k)
+    return dense and padded(problem.head_dim) == padded(problem.head_dim_v) and problem.seqlen_k % 8 == 0
+
+
+class BiasGradient:
+    """Prepares and computes the gradient of the bias for calls of one signature.
+
+    Call it after ``backward_kernel``, with ``(dbias, dout, q, k, v, statistics, extras)``.
+    """
+
+    def __init__(self, problem: Problem, variant: BackwardVariant) -> None:
+        self._problem, self._variant = problem, variant
+        self._kernel: CachedLaunch | None = None
+        self._zero_hidden: ZeroHidden | None = None
+
+    def allocate(self, bias: Tensor) -> Tensor:
+        """Return memory for dbias.
+
+        If the backward kernel writes dbias, blocks with hidden scores are zeroed here.
+        """
+        dbias = bias.new_empty(bias.shape)
+        variant = self._variant
+        if variant.STORES_DS and (variant.HAS_LEFT or variant.HAS_RIGHT):
+            if self._zero_hidden is None:
+                self._zero_hidden = ZeroHidden(self._problem)
+            self._zero_hidden(dbias)
+        return dbias
+
+    def __call__(
+        self, dbias: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Tensor, extras: Any
+    ) -> None:
+        """Write ``dbias``, unless the backward kernel has written it.
+
+        ``statistics`` starts with neg_lse and neg_delta.
+        """
+        problem, variant, bias = self._problem, self._variant, extras.bias
+        if variant.STORES_DS:
+            return
+        heads, rows = statistics_shape(problem)
+        neg_lse, neg_delta = statistics[: 2 * heads * rows].view(2, heads, rows)
+        if has_own_gradient(problem) and own_sizes(bias) == bias.shape:
+            if self._kernel is None:
+                self._kernel = gradient_launch(problem, variant.HAS_SCORE_MOD, q, k, v, bias)
+            self._kernel(q.device, q, k, v, dout, neg_lse, neg_delta, bias, dbias)
+            return
+        from flashtile.backends.portable import configure_backward
+        from flashtile.backends.portable.attention.launch import dbias_kernel_of, optional_pointers
+
+        if self._kernel is None:
+            config = configure_backward(problem)
+            self._kernel = dbias_kernel_of(problem, config, (q, k, v), extras, rows)
+        if not variant.HAS_SCORE_MOD:  # neg_lse is in units of raw products
+            neg_lse = neg_lse * (problem.softmax_scale * LOG2_E.value)
+        self._kernel(q.device, q, k, v, dout, neg_lse, neg_delta, dbias, *optional_pointers(extras))
+
+
+def gradient_variant_of(problem: Problem, has_score_mod: bool) -> BiasGradientVariant:
+    """Return the compile-time parameters of ``gradient_kernel``.
+
+    ``has_score_mod`` is HAS_SCORE_MOD of the backward kernel's variant.
+    """
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    columns = padded(problem.head_dim)
+    return BiasGradientVariant(
+        HAS_LEFT=left != UNLIMITED,
+        HAS_RIGHT=right != UNLIMITED,
+        SOFTCAP=problem.softcap > 0,
+        HAS_SCORE_MOD=has_score_mod,
+        HEAD_DIM=problem.head_dim,
+        HEAD_DIM_V=problem.head_dim_v,
+        BLOCK_D=columns,
+        STAGES=GRADIENT_STAGES[columns],
+        PRODUCTS=count_products.fn(problem.head_dim_v),
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS[2],
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
     )
-    tiles = gl.allocate_shared_memory(bias_desc.dtype, [2] + bias_desc.block_type.shape, bias_desc.layout)
-    bias = make_ring(tiles, 1, 2)
-    descs = BackwardDescriptors(q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, bias_desc)
-    gl.warp_specialize(
-        [
-            (consumer, (C, 0, ring, keys, numbers, bias, dbias_desc, sizes, scores, lse_scale)),
-            (consumer, (C, 1, ring, keys, numbers, bias, dbias_desc, sizes, scores, lse_scale)),
-            (producer, (C, ring, keys, numbers, bias, descs, sizes)),
-        ],
-        [4, 1],
-        [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
-    )  # fmt: skip
+
+
+def gradient_sizes(problem: Problem, variant: BiasGradientVariant, bias: Tensor) -> BiasSizes:
+    """Return the integer arguments of ``gradient_kernel``."""
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    batch, heads, rows, keys = bias.shape
+    blocks = math.ceil(rows / variant.BLOCK_M), math.ceil(keys / variant.BLOCK_N)
+    return BiasSizes(
+        num_tiles=batch * heads * blocks[0] * blocks[1],
+        row_blocks=blocks[0],
+        key_blocks=blocks[1],
+        batch=problem.batch,
+        num_heads=problem.num_heads_q,
+        group=problem.group_size,
+        bias_batch=batch,
+        bias_heads=heads,
+        window_left=left,
+        window_right=right,
+        offset=problem.seqlen_k - problem.seqlen_q,
+    )
+
+
+def gradient_views(
+    problem: Problem, variant: BiasGradientVariant, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
+) -> dict[str, View]:
+    """Return the TMA view of each tensor. The keys are the names of ``gradient_kernel``'s parameters."""
+    dtype, columns = problem.dtype, variant.BLOCK_D
+    heads, rows = statistics_shape(problem)
+    statistics = View([heads, rows], [rows, 1], [1, variant.BLOCK_M], torch.float32, swizzled=False)
+    block = WARPGROUP_ROWS.value, variant.BLOCK_N
+    return {
+        "q_desc": dense_view(q.shape, q.stride(), variant.BLOCK_M, columns, dtype),
+        "k_desc": dense_view(k.shape, k.stride(), variant.BLOCK_N, columns, dtype),
+        "v_desc": dense_view(v.shape, v.stride(), variant.BLOCK_N, columns, dtype),
+        "do_desc": dense_view(
+            problem.out_shape, contiguous_strides(problem.out_shape), variant.BLOCK_M, columns, dtype
+        ),
+        "neg_lse_desc": statistics,
+        "neg_delta_desc": statistics,
+        "bias_desc": cells_view(bias.shape, bias.stride(), *block, dtype),
+        "dbias_desc": cells_view(bias.shape, contiguous_strides(bias.shape), *block, dtype),
+    }
+
+
+def gradient_launch(
+    problem: Problem, has_score_mod: bool, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
+) -> CachedLaunch:
+    """Return the launch of ``gradient_kernel`` for tensors of one signature."""
+    variant = gradient_variant_of(problem, has_score_mod)
+    sizes = gradient_sizes(problem, variant, bias)
+    numbers = BackwardNumbers(scale=problem.softmax_scale, **score_numbers(problem), zero=0.0)
+    lse_scale = 1.0 if has_score_mod else problem.softmax_scale * LOG2_E.value
+    return CachedLaunch(
+        gradient_kernel,
+        num_programs(sizes.num_tiles, q.device),
+        (sizes, numbers, lse_scale),
+        (variant,),
+        None,
+        tuple(gradient_views(problem, variant, q, k, v, bias).values()),
+        maxnreg=LAUNCH_REGISTERS[2],
+    )

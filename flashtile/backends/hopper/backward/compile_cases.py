@@ -3,45 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from flashtile.backends.common.compile_cases import preprocess_case
-from flashtile.backends.common.compile_report import CompileCase, types_of
-from flashtile.backends.common.tma import View
-from flashtile.backends.hopper.backward import bias_launch, launch, wide_launch
-from flashtile.backends.hopper.backward.bias_gradient import BiasSizes, gradient_kernel
-from flashtile.backends.hopper.backward.config import (
-    BackwardConfig,
-    WideBackwardConfig,
-    alternatives,
-)
-from flashtile.backends.hopper.backward.dq_accum import AccumSizes, BackwardScalars
+from flashtile.backends.common.compile_cases import meta
+from flashtile.backends.common.compile_report import CompileCase
+from flashtile.backends.common.preprocess import preprocess_kernel
+from flashtile.backends.hopper.backward.bias_gradient import gradient_kernel
+from flashtile.backends.hopper.backward.config import BackwardConfig, WideBackwardConfig, alternatives
+from flashtile.backends.hopper.backward.halves_dq import halves_dq_kernel
 from flashtile.backends.hopper.backward.kernel import backward_kernel
-from flashtile.backends.hopper.backward.schedule import BackwardPointers, BackwardSchedule
-from flashtile.backends.hopper.backward.scores import BackwardNumbers
+from flashtile.backends.hopper.backward.launch import HopperBackwardLaunch
 from flashtile.backends.hopper.backward.splits import Splits
 from flashtile.backends.hopper.backward.sum_parts import sum_parts_kernel
-from flashtile.backends.hopper.backward.sum_parts import variant_of as sum_variant
-from flashtile.backends.hopper.backward.wide_dkv import DkvPointers, dkv_kernel
-from flashtile.backends.hopper.backward.wide_dq import DqPointers, dq_kernel
-from flashtile.backends.hopper.compile_cases import (
-    HOPPER,
-    PLAIN,
-    attention_case,
-    bias_of,
-    modified,
-    modifier_pointers,
-    schedule_types,
-    tensors,
-)
-from flashtile.backends.hopper.config import LAUNCH_REGISTERS
-from flashtile.backends.hopper.forward.schedule import ForwardSchedule
+from flashtile.backends.hopper.backward.wide_dkv import dkv_kernel
+from flashtile.backends.hopper.backward.wide_dq import dq_kernel
+from flashtile.backends.hopper.backward.wide_launch import WideBackwardLaunch
+from flashtile.backends.hopper.compile_cases import HOPPER, PLAIN, bias_of, inputs, modified, only, recorded
 from flashtile.problems.attention import Problem
 
+_DQ = (dq_kernel, halves_dq_kernel)
 _FULL = replace(PLAIN, num_heads_kv=PLAIN.num_heads_q)
 _CAUSAL = replace(_FULL, window_right=0)
 _FEATURES = replace(
@@ -93,7 +77,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         problem = replace(problem, head_dim=64, head_dim_v=64)
         for config in alternatives(problem)[1:]:
             yield from _products(mask, problem, config=config)
-            for case in _products(mask, problem, _SHARED, config):
+            grouped = replace(problem, num_heads_kv=PLAIN.num_heads_kv)  # _SHARED divides four heads
+            for case in _products(mask, grouped, _SHARED, config):
                 yield replace(case, exhaustive=True)
     for size in (64, 128, 256, 512):
         shared = replace(PLAIN, window_right=0, head_dim=size, head_dim_v=size)
@@ -122,9 +107,25 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         telling = name == "causal" and problem.head_dim == 64
         yield replace(_bias_gradient(name, problem), spill_budget=spill_budget, exhaustive=not telling)
     with_sink = replace(_FULL, head_dim=128, head_dim_v=128, sink=True)
-    yield preprocess_case(
-        "hopper backward preprocess head_dim 128", with_sink, "bf16", has_dlse=True, dq_accum_columns=128
+    yield only(
+        preprocess_kernel,
+        _backward(with_sink, alternatives(with_sink)[0], has_dlse=True),
+        name="hopper backward preprocess head_dim 128",
+        tensor_cores=False,
     )
+
+
+def _backward(
+    problem: Problem,
+    config: BackwardConfig,
+    bias: torch.Tensor | None = None,
+    has_dlse: bool = False,
+) -> list[CompileCase]:
+    """Return the cases of all kernels of a backward pass."""
+    q, k, v, extras = inputs(problem, bias)
+    out, lse = meta(*problem.out_shape, dtype=problem.out_dtype), meta(*problem.lse_shape)
+    launch: Any = WideBackwardLaunch if isinstance(config, WideBackwardConfig) else HopperBackwardLaunch
+    return recorded(launch(problem, config), out, lse if has_dlse else None, q, k, v, out, lse, extras)
 
 
 def _products(
@@ -138,25 +139,11 @@ def _products(
     Without ``config``, the configuration is the first of :func:`alternatives`. With splits, head sizes over
     128 have only the case of ``dkv_kernel``; ``dq_kernel`` stays the same.
     """
+    assert problem.group_size % splits.heads == 0
     config = replace(config or alternatives(problem)[0], HEAD_SPLITS=splits.heads, ROW_SPLITS=splits.rows)
-    if not isinstance(config, WideBackwardConfig):
-        variant = launch.variant_of(problem, config)
-        own = launch.views(problem, variant, *tensors(problem), 3 * problem.group_size, config.parts)
-        yield _case(mask, problem, config, backward_kernel, own, variant, _structures(problem, variant))
-        return
-    for kernel, views, variant, structures in _wide(problem, config):
-        if kernel is dkv_kernel or splits.parts == 1:
-            yield _case(mask, problem, config, kernel, views, variant, structures)
-
-
-def _wide(
-    problem: Problem, config: WideBackwardConfig
-) -> Iterator[tuple[Any, Mapping[str, View], Any, Mapping[str, Any]]]:
-    """Yield (kernel, views, variant, types of structures) of both kernels for head sizes over 128."""
-    dkv, dq = wide_launch.variants(problem, config)
-    for kernel, variant, is_dq in ((dkv_kernel, dkv, False), (wide_launch.dq_kernel_of(dkv), dq, True)):
-        views = wide_launch.views(problem, dkv, config.parts, *tensors(problem), of_dq=is_dq)
-        yield kernel, views, variant, _wide_structures(problem, variant, is_dq)
+    for case in _backward(problem, config):
+        if case.kernel in (backward_kernel, dkv_kernel) or (case.kernel in _DQ and splits.parts == 1):
+            yield _named(case, mask, problem, config)
 
 
 def _modified(kind: str, name: str, problem: Problem) -> Iterator[CompileCase]:
@@ -164,124 +151,49 @@ def _modified(kind: str, name: str, problem: Problem) -> Iterator[CompileCase]:
 
     A bias of dense sequences has a second case, in which the kernel writes dS as the bias's gradient.
     """
-    config = alternatives(problem)[0]
-    if isinstance(config, WideBackwardConfig):
-        for kernel, views, variant, structures in _wide(problem, config):
-            sizes = f"head_dim {problem.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N}"
-            what = kernel.fn.__name__.removesuffix("_kernel")
-            named = f"{kind} backward {what} {sizes} {name}"
-            yield attention_case(named, kernel, views, variant, LAUNCH_REGISTERS[2], 0, structures)
-        return
     shared = bias_of(problem)
     biases = [shared]
     if shared is not None and not problem.varlen:
         biases.append(shared.expand(problem.batch, -1, -1, -1).contiguous())
     for bias in biases:
         own = replace(problem, bias_grad=bias is not shared)
-        variant = launch.variant_of(own, alternatives(own)[0], bias)
-        views = launch.views(own, variant, *tensors(own), 3 * own.group_size, parts=1)
-        sizes = f"head_dim {own.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N}"
-        yield attention_case(
-            f"{kind} backward {sizes} {name}{' dS' * variant.STORES_DS}",
-            backward_kernel,
-            views,
-            variant,
-            LAUNCH_REGISTERS[2],
-            0,
-            _structures(own, variant, bias),
-        )
-
-
-def _structures(problem: Problem, variant: Any, bias: torch.Tensor | None = None) -> dict[str, Any]:
-    """Return the types of ``backward_kernel``'s parameters by name, except the descriptors that every call
-    has."""
-    described = launch.bias_views(problem, variant, bias)
-    dropped = "fp32" if variant.HAS_DROPOUT else None
-    return {
-        **{
-            name: None if view is None else view.type_name
-            for name, view in zip(("bias_desc", "dbias_desc"), described, strict=True)
-        },
-        "pointers": types_of(
-            BackwardPointers,
-            "*i32",
-            table="*i32" if variant.VARLEN else None,
-            dq="*fp32" if problem.partial else "*bf16",
-            **modifier_pointers(variant, problem.mods),
-            scalars=BackwardScalars(
-                schedule_types(BackwardSchedule, variant),
-                types_of(AccumSizes, "i32"),
-                types_of(BackwardNumbers, "fp32", keep_scale=dropped, keep=dropped),
-            ),
-        ),
-    }
-
-
-def _wide_structures(problem: Problem, variant: Any, is_dq: bool) -> dict[str, Any]:
-    """Return the types of the parameters of ``dkv_kernel`` (or ``dq_kernel``, if ``is_dq``) that are
-    structures, by name."""
-    read = {
-        name: kind
-        for name, kind in modifier_pointers(variant, problem.mods).items()
-        if name in DkvPointers._fields
-    }
-    pointers = types_of(DqPointers if is_dq else DkvPointers, "*fp32", counters="*i32", **read)
-    has_queue = is_dq and variant.QUEUED
-    return {
-        "pointers": pointers._replace(table="*i32" if variant.VARLEN or has_queue else None),
-        "schedule": schedule_types(ForwardSchedule if is_dq else BackwardSchedule, variant),
-        "numbers": types_of(BackwardNumbers, "fp32", keep_scale=None, keep=None),
-    }
+        for case in _backward(own, alternatives(own)[0], bias):
+            if case.kernel in (backward_kernel, dkv_kernel, *_DQ):
+                variant = case.constants["C"]
+                sizes = f"head_dim {own.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N}"
+                stores_ds = " dS" * (case.kernel is backward_kernel and variant.STORES_DS)
+                named = f"hopper {kind} {_product(case)} {sizes} {name}{stores_ds}"
+                yield replace(case, name=named)
 
 
 def _bias_gradient(name: str, problem: Problem) -> CompileCase:
-    problem = replace(problem, varlen=False, seqused_k=False)
-    bias = bias_of(problem)
-    assert bias is not None
-    has_score_mod = launch.variant_of(problem, alternatives(problem)[0], bias).HAS_SCORE_MOD
-    variant = bias_launch.gradient_variant_of(problem, has_score_mod)
-    return attention_case(
-        f"bias gradient head_dim {problem.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N} {name}",
-        gradient_kernel,
-        bias_launch.gradient_views(problem, variant, *tensors(problem), bias),
-        variant,
-        LAUNCH_REGISTERS[2],
-        0,
-        {
-            "sizes": types_of(BiasSizes, "i32"),
-            "scores": types_of(BackwardNumbers, "fp32", keep_scale=None, keep=None),
-        },
-    )
+    problem = replace(problem, varlen=False, seqused_k=False, bias_grad=True)
+    case = only(gradient_kernel, _backward(problem, alternatives(problem)[0]))
+    variant = case.constants["C"]
+    tile = f"{variant.BLOCK_M}x{variant.BLOCK_N}"
+    return replace(case, name=f"hopper bias gradient head_dim {problem.head_dim} {tile} {name}")
 
 
 def _sum_case(problem: Problem) -> CompileCase:
-    types = {"dk_parts": "*fp32", "dv_parts": "*fp32", "dk": "*bf16", "dv": "*bf16"}
-    return CompileCase(
-        name=f"hopper backward sum of parts head_dim {problem.head_dim}/{problem.head_dim_v}",
-        kernel=sum_parts_kernel,
-        signature=types | {"rows": "i32", "num_parts": "i32", "blocks_k": "i32"},
-        constants={"C": sum_variant(problem)},
-        tensor_cores=False,
-    )
+    config = replace(alternatives(problem)[0], HEAD_SPLITS=_SHARED.heads, ROW_SPLITS=_SHARED.rows)
+    name = f"hopper backward sum of parts head_dim {problem.head_dim}/{problem.head_dim_v}"
+    return only(sum_parts_kernel, _backward(problem, config), name=name, tensor_cores=False)
 
 
-def _case(
-    mask: str,
-    problem: Problem,
-    config: BackwardConfig,
-    kernel: Any,
-    views: Mapping[str, View],
-    variant: Any,
-    structures: Mapping[str, Any],
-) -> CompileCase:
+def _product(case: CompileCase) -> str:
+    """Return "backward", and which gradients the kernel computes if it does not compute all."""
+    what = case.kernel.fn.__name__.removesuffix("_kernel")
+    return "backward" if what == "backward" else f"backward {what}"
+
+
+def _named(case: CompileCase, mask: str, problem: Problem, config: BackwardConfig) -> CompileCase:
     budgets = {
         "full": config.spill_budget,
         "causal": config.causal_spill_budget,
         "features": config.features_spill_budget,
     }
-    shared = config.parts > 1
-    what = kernel.fn.__name__.removesuffix("_kernel")
-    product = "backward" if what == "backward" else f"backward {what}"
+    variant, shared = case.constants["C"], config.parts > 1
     sizes, tile = f"{problem.head_dim}/{problem.head_dim_v}", f"{variant.BLOCK_M}x{variant.BLOCK_N}"
-    name = f"{product} head_dim {sizes} {tile} {mask}{' partial' * problem.partial}{' shared' * shared}"
-    return attention_case(name, kernel, views, variant, LAUNCH_REGISTERS[2], budgets[mask], structures)
+    what = f"{mask}{' partial' * problem.partial}{' shared' * shared}"
+    name = f"hopper {_product(case)} head_dim {sizes} {tile} {what}"
+    return replace(case, name=name, spill_budget=budgets[mask])

@@ -22,7 +22,8 @@ POSTPROCESS_WARPS = 2
 POSTPROCESS_CHUNK = 1024
 """Floats of ``dq_accum`` that the postprocess warps convert at a time."""
 POSTPROCESS_STAGES = 3
-"""Number of chunks of ``dq_accum`` in shared memory, which are loaded ahead."""
+"""Number of chunks of ``dq_accum`` in shared memory, which are loaded ahead: as many as fit at head_dim 64
+and 128, where less than one chunk of shared memory is left (:func:`smem_bytes`)."""
 GRADIENT_PART = 64
 """Columns of dK and dV that one TMA store writes in 16 bits; half as many in float32."""
 
@@ -37,7 +38,7 @@ class BackwardConfig:
         HEAD_SPLITS, ROW_SPLITS: numbers of parts into which the query heads of a group, and the query rows of
             each head, are divided among programs that share a block of keys (``splits``).
         COLUMN_SPLITS: number of work tiles that divide the columns of dK and dV, and of tiles that hold the
-            columns of a block (``halves``).
+            columns of a block (``wide_dkv``).
         ALL_RESIDENT: whether ``dq_accum`` has room for all heads, so that none waits for another.
         spill_budget, causal_spill_budget, features_spill_budget: bytes of register spills that were measured
             and accepted: without a mask, causal, with every feature at once.

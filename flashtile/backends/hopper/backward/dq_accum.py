@@ -1,10 +1,20 @@
-"""``dq_accum``, the fp32 accumulator of dQ, which stays in the L2 cache because heads reuse its memory.
+"""``dq_accum``, the fp32 accumulator of dQ, and the two partitions of the backward kernel that use it.
 
-Programs take blocks of keys head after head, so they work on few heads at a time. ``dq_accum`` has room for
-some more heads than that, the *resident* heads; each later head reuses the memory of an earlier one.
-*Postprocess* warps wait until all blocks of keys of a head have added to its sums. They convert the sums to
-dQ and zero their memory, chunk by chunk through a ring of shared memory. FlashAttention zeroes and converts
-the whole accumulator in separate kernels (preprocess and postprocess), which move it through DRAM.
+``accumulate_dq`` adds each step's dQ; ``postprocess`` converts sums that are complete to dQ. Programs take
+blocks of keys head after head, so they work on few heads at a time. ``dq_accum`` has room for some more heads
+than that, the *resident* heads; each later head reuses the memory of an earlier one, which therefore stays in
+the L2 cache. FlashAttention zeroes and converts the whole accumulator in separate kernels (preprocess and
+postprocess), which move it through DRAM.
+
+    accumulate_dq, head h                        postprocess, head h
+    wait: converted_parts[h - resident] == all   wait: added_blocks[h] == all
+    TMA additions to dq_accum                    TMA loads from dq_accum; dQ = scale * sums in 16 bits
+    signal added_blocks[h], per work tile        TMA stores of zeros to dq_accum
+                                                 signal converted_parts[h], per part
+
+Both sides are TMA, so a signal waits for the partition's TMA writes and releases (:func:`signal`), and a wait
+acquires and fences the asynchronous proxy (:func:`wait_for`). With DETERMINISTIC, semaphores order the
+additions to each block of rows in the same way.
 
 The order is deadlock-free: a head's additions wait for the conversion of an earlier head, and a conversion
 waits only for the additions to its own head. Programs take parts to convert one by one from a counter, as
@@ -14,20 +24,29 @@ they take blocks of keys.
 from typing import Any, NamedTuple
 
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from flashtile.backends.hopper import work_queue
 from flashtile.backends.hopper.backward import config
 from flashtile.backends.hopper.backward.schedule import (
     blocks_of_head,
+    count_tiles,
+    dq_order,
+    find_work_tile,
     group_size,
+    head_and_block,
+    head_of_batch,
+    own_rows,
     padded_row,
     query_head,
+    row_block,
     row_shift,
     sequence_of,
 )
 from flashtile.backends.hopper.channels import make_channel
-from flashtile.backends.hopper.compat import async_load, async_store, gluon, partition_barrier
+from flashtile.backends.hopper.compat import async_add, async_load, async_store, gluon, partition_barrier
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS
+from flashtile.backends.hopper.modifiers import bias as bias_tiles
 
 POSTPROCESS_STAGES = gl.constexpr(config.POSTPROCESS_STAGES)
 POSTPROCESS_WARPS = gl.constexpr(config.POSTPROCESS_WARPS)
@@ -58,7 +77,7 @@ class BackwardScalars(NamedTuple):
     sizes: Any
     """:class:`AccumSizes`."""
     numbers: Any
-    """:class:`~flashtile.backends.hopper.backward.scores.BackwardNumbers`."""
+    """:class:`~flashtile.backends.hopper.backward.kernel.BackwardNumbers`."""
 
 
 class DqAccum(NamedTuple):
@@ -101,7 +120,10 @@ def proxy_fence():
 
 @gluon.jit
 def wait_for_writes(LATER: gl.constexpr):
-    """Wait until all TMA stores and additions of this thread, except the last LATER, have reached memory."""
+    """Wait until all TMA stores and additions of this thread, except the last LATER, have reached memory.
+
+    ``tma.store_wait`` is weaker: it waits only until TMA has read the shared memory.
+    """
     gl.inline_asm_elementwise(
         f"cp.async.bulk.wait_group {LATER}; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(1)], dtype=gl.int32,
         is_pure=False, pack=1,
@@ -113,7 +135,7 @@ def signal(counter, LATER: gl.constexpr):
     """Add 1 to ``counter`` once all TMA writes of this partition, except the last LATER, have reached
     memory."""
     wait_for_writes(LATER)
-    partition_barrier()
+    partition_barrier()  # the thread that issued the TMA writes need not be the one that adds
     gl.atomic_add(counter, 1, sem="release", scope="gpu")
 
 
@@ -162,6 +184,83 @@ def accum_row(C: gl.constexpr, work, key_head, g, row, schedule, accum):
     """Return the row of ``dq_accum`` for row ``row`` of a sequence and query head ``g`` of the key head."""
     head = key_head % accum.sizes.resident_heads * group_size(C, schedule) + g
     return head * (accum.sizes.row_blocks * C.BLOCK_M) + padded_row(C, work, row)
+
+
+@gluon.jit
+def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, pointers, accum):
+    """One warp that adds both halves of dQ of each step to ``dq_accum``.
+
+    With DETERMINISTIC, a step waits until all earlier additions to its block of dQ are signalled
+    (``dq_order``). It signals its own additions one step later, when they have reached memory. If a step has
+    to wait, it first signals the additions of the step before, so programs cannot deadlock.
+    """
+    DQ_COLUMNS: gl.constexpr = C.BLOCK_D // 2 if C.BLOCK_M == WARPGROUP_ROWS else C.BLOCK_D
+    schedule = pointers.scalars.schedule
+    num_tiles = count_tiles(C, pointers, schedule)
+    blocks = blocks_of_head(C, pointers, schedule)
+    i = 0
+    t = 0
+    tile_index = work_queue.peek(queue, t, 1)
+    pending = tile_index * 0 - 1  # the block of dQ whose addition is not signalled yet
+    while tile_index < num_tiles:
+        work = find_work_tile(C, tile_index, pointers, schedule)
+        rows = own_rows(C, tile_index, work, pointers, schedule)
+        key_head, _ = head_and_block(C, tile_index, blocks, schedule)
+        wait_until_zeroed(key_head, blocks << row_shift(C, schedule), accum)
+        for g in range(group_size(C, schedule)):
+            head = head_of_batch(C, work, g, schedule)
+            for j in range(rows.count):
+                m = row_block(C, rows, j)
+                row = accum_row(C, work, key_head, g, m * C.BLOCK_M, schedule, accum)
+                accum_block = row // C.BLOCK_M
+                if C.STORES_DS:
+                    of_bias = query_head(C, work, g, schedule)
+                    row = m * C.BLOCK_M
+                    bias_tiles.store_ds(C, shared.bias, dbias_desc, shared.ds_full, work, of_bias, row, i)
+                if C.DETERMINISTIC:
+                    block = head * accum.sizes.row_blocks + padded_row(C, work, m * C.BLOCK_M) // C.BLOCK_M
+                    order = dq_order(C, work, m, schedule)
+                    if load_acquire(accum.dq_semaphores + block) < order:
+                        if pending >= 0:  # others may wait for it before they signal
+                            signal(accum.dq_semaphores + pending, 0)
+                        pending = block * 0 - 1
+                        wait_for(accum.dq_semaphores + block, order)
+                    else:
+                        proxy_fence()  # as in wait_for: the additions below are TMA's
+                for w in gl.static_range(2):
+                    mbarrier.wait(shared.dq_full.index(w), i & 1)
+                    async_add(dq_add_desc, [(accum_block * 2 + w) * (DQ_COLUMNS // 4), 0], shared.dq.index(w))
+                if C.DETERMINISTIC:
+                    if pending >= 0:
+                        signal(accum.dq_semaphores + pending, 2)  # all but the two additions above
+                    pending = block
+                # The halves are read in the order of their additions, so half 0 is free one wait earlier.
+                tma.store_wait(1)
+                mbarrier.arrive(shared.dq_empty.index(0), count=1)
+                tma.store_wait(0)
+                mbarrier.arrive(shared.dq_empty.index(1), count=1)
+                i += 1
+        if C.DETERMINISTIC:  # noqa: SIM102 - a constexpr condition needs an if of its own
+            if pending >= 0:
+                signal(accum.dq_semaphores + pending, 0)
+                pending = tile_index * 0 - 1
+        signal(accum.added_blocks + key_head, 0)
+        queue.release(t)
+        t += 1
+        tile_index = work_queue.peek(queue, t, 1)
+
+
+@gluon.jit
+def in_register_order(x):
+    """Reorder an accumulator [64, N] to [N / 4, 256]: each row has one pair of registers of every thread.
+
+    In wgmma's accumulator, row 16 w + 8 a + r and column 8 j + 2 t + b is register (j, a, b) of thread
+    (w, r, t). In the new order, a store needs one address per thread and has no bank conflicts.
+    ``dq_accum`` keeps this order, which ``dq_accum.convert_part`` undoes.
+    """
+    N: gl.constexpr = x.shape[1]
+    x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute((3, 1, 0, 2, 4, 5))
+    return x.reshape([N // 4, 256])
 
 
 class Chunks(NamedTuple):
@@ -273,7 +372,7 @@ def convert_part(C: gl.constexpr, chunks, accum_desc, i, key_head, part, pointer
         mbarrier.wait(chunks.full.index(slot), (i // POSTPROCESS_STAGES) & 1)
         values = chunks.tiles.index(slot).load(layout) * scale  # [columns / 8, rows / 8, 64]
         values = values.to(dq.dtype.element_ty)
-        partition_barrier()
+        partition_barrier()  # all warps have read the chunk, so its slot and its place in dq_accum are free
         if reused:
             async_store(accum_desc, [tile, c * GROUPS, 0], chunks.zeros)
         if n + POSTPROCESS_STAGES < count:

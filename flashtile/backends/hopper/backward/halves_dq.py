@@ -9,7 +9,19 @@ half of its columns. Both need dS, of which each computes a factor, for 32 keys 
 
 ``scores`` passes P to ``gradients`` through shared memory, and gets dS back. It adds dS of a step to its half
 of dQ while S of the next step is in flight, so it does not wait for dS. Nothing is computed twice. One
-*producer* warp loads the halves of the tiles (``halves``) by TMA.
+*producer* warp loads the halves of the tiles (``wide_dkv``) by TMA:
+
+    producer   k right, v right, v left, k left of each step; q and dO once per block of rows
+    scores     [  S i  ] ( P i ) -> weights             [ S i+1 ][ dQ i ]  ( P i+1 ) ...
+    gradients     [  dP i  ]        ( dS i ) -> ds [ dQ i ]   [  dP i+1  ] ...
+
+    ring      slots          written by               released by
+    q, do     1              TMA, both halves         scores, gradients: a half of dQ is stored through it
+    k         2 STAGES + 1   TMA, a half              right: scores after S, gradients after dQ
+                                                      left: scores, for both, after dQ of the step
+    v         2 STAGES       TMA, a half              gradients after dP
+    weights   2              scores: P                gradients: P is in registers
+    ds        2              gradients: dS            scores: dQ of the step
 """
 
 from typing import Any, NamedTuple
@@ -24,17 +36,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.common.jit import gluon_kernel
-from flashtile.backends.hopper.backward.halves import product_of_tiles, tile_of
-from flashtile.backends.hopper.backward.wide_dkv import from_chunks, in_chunks
-from flashtile.backends.hopper.backward.wide_dq import DqCall, DqTiles, apply_score_mod, load_statistics
+from flashtile.backends.hopper.backward.wide_dkv import from_chunks, in_chunks, product_of_tiles, tile_of
+from flashtile.backends.hopper.backward.wide_dq import (
+    DqCall,
+    DqTiles,
+    load_statistics,
+    scores_and_derivative_of_rows,
+)
 from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.columns import add_products, columns_of, zero_sums
 from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout
-from flashtile.backends.hopper.forward.rows import mask_rows
+from flashtile.backends.hopper.forward.kernel import load_keys, load_queries, mask, mask_rows, store_rows
 from flashtile.backends.hopper.forward.schedule import consume, produce, tile_blocks
-from flashtile.backends.hopper.forward.scores import mask
-from flashtile.backends.hopper.forward.tiles import load_keys, load_queries, store_rows
 from flashtile.backends.hopper.inline_asm import to_16_bit, to_fp32
 from flashtile.backends.hopper.work_tiles import key_range, slope_of
 
@@ -58,34 +72,123 @@ class RowBlock(NamedTuple):
     """Properties of a block of 64 query rows that the warpgroup ``scores`` needs."""
 
     rows: Any
-    """:class:`~flashtile.backends.hopper.forward.rows.Rows`."""
+    """:class:`~flashtile.backends.hopper.forward.kernel.Rows`."""
     neg_lse: Any
     full_begin: Any
     full_end: Any
     """No edge of the mask cuts blocks of keys [full_begin, full_end)."""
 
 
-@gluon.jit
-def rows_of_block(C: gl.constexpr, block):
-    """Return the rows of a block, [64], in the layout of scores."""
-    layout: gl.constexpr = gl.SliceLayout(1, accumulator_layout(C.BLOCK_N))
-    return block * C.BLOCK_M + gl.arange(0, WARPGROUP_ROWS, layout=layout)
+@gluon_kernel(do_not_specialize=("pointers", "schedule", "padded_rows"))
+def halves_dq_kernel(
+    q_desc, k_desc, v_desc, do_desc, dq_desc, pointers, padded_rows, schedule, numbers, C: gl.constexpr
+):  # fmt: skip
+    """Compute dQ.
+
+    Grid: at most one program per multiprocessor; work tiles are assigned in ``serpentine_order``.
+    """
+    q = make_channel(q_desc, 1, 1, 2)
+    do = make_channel(do_desc, 1, 1, 2)
+    # One half more than of v: k is needed for dQ, a step later than for S.
+    k = make_channel(k_desc, 2 * C.STAGES + 1, 2, 1)
+    v = make_channel(v_desc, 2 * C.STAGES, 1, 1)
+    chunks: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    weights = gl.allocate_shared_memory(q_desc.dtype, [2, C.BLOCK_N // 16, 1024], chunks)
+    operand: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BLOCK_M, C.BLOCK_N], q_desc.dtype)
+    ds = gl.allocate_shared_memory(q_desc.dtype, [2, C.BLOCK_M, C.BLOCK_N], operand)
+    tiles = HalvesTiles(q, do, k, v, make_ring(weights, 2, 1), make_ring(ds, 2, 1))
+    descs = DqTiles(q_desc, do_desc, k_desc, v_desc)
+    call = DqCall(padded_rows, pointers, schedule, numbers)
+    gl.warp_specialize(
+        [
+            (consumer, (C, 0, tiles, dq_desc, call)),
+            (consumer, (C, 1, tiles, dq_desc, call)),
+            (producer, (C, tiles, descs, call)),
+        ],
+        [4, 1],
+        [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
+    )
+
+
+# The producer.
 
 
 @gluon.jit
-def row_block(C: gl.constexpr, work, block, call):
-    """Return the :class:`RowBlock` of a block of query rows."""
-    schedule = call.schedule
-    first = block * C.BLOCK_M
-    last = min(first + C.BLOCK_M, work.seqlen_q) - 1
-    _, _, full_begin, full_end = key_range(
-        first, last, work.seqlen_q, work.seqlen_k, schedule.window_left, schedule.window_right, C.HAS_LEFT,
-        C.HAS_RIGHT,
-    )  # fmt: skip
-    row = rows_of_block(C, block)
-    rows = mask_rows(C, work, row, slope_of(C, work, work.head, call.pointers, schedule), schedule)
-    neg_lse = load_statistics(C, work, row, call).neg_lse
-    return RowBlock(rows, neg_lse, (full_begin + C.BLOCK_N - 1) // C.BLOCK_N, full_end // C.BLOCK_N)
+def producer(C: gl.constexpr, tiles, descs, call):
+    """One warp that loads all tiles for the consumers."""
+    produce(C, load_tile, 0, (tiles, descs), call)
+
+
+@gluon.jit
+def load_tile(C: gl.constexpr, tiles, descs, work, block, i, j, call):
+    """Load all that the consumers need for one block of query rows; returns the new ``i``."""
+    n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
+    for n in range(n_end - 1, n_begin - 1, -1):
+        load_half(C, 1, work, n, i, tiles.k, descs.k)
+        if n == n_end - 1:  # the first keys may be loaded before the tiles of rows are free
+            load_rows(C, work, block, j, tiles.q, descs.q)
+        # The memory of v is free earlier than that of the left half of k.
+        load_half(C, 1, work, n, i, tiles.v, descs.v)
+        load_half(C, 0, work, n, i, tiles.v, descs.v)
+        if n == n_end - 1:
+            load_rows(C, work, block, j, tiles.do, descs.do)
+        load_half(C, 0, work, n, i, tiles.k, descs.k)
+        i += 1
+    return i
+
+
+@gluon.jit
+def load_rows(C: gl.constexpr, work, block, j, ring, desc):
+    """Load both halves of a block of rows of q or dO by TMA. It is the program's ``j``-th block."""
+    COLUMNS: gl.constexpr = desc.block_type.shape[-1]
+    full = ring.full.index(ring.acquire(j))
+    mbarrier.expect(full, 2 * desc.block_type.nbytes)
+    for part in gl.static_range(2):
+        load_queries(C, 0, desc, work, block, full, ring.tiles.index(part), part * COLUMNS)
+
+
+@gluon.jit
+def load_half(C: gl.constexpr, PART: gl.constexpr, work, n, i, ring, desc):
+    """Load half PART of block ``n`` of k or v by TMA, for step ``i``."""
+    COLUMNS: gl.constexpr = desc.block_type.shape[-1]
+    slot = ring.acquire(2 * i + 1 - PART)
+    full = ring.full.index(slot)
+    mbarrier.expect(full, desc.block_type.nbytes)
+    load_keys(C, desc, work, n, full, ring.tiles.index(slot), PART * COLUMNS)
+
+
+# The consumers: 0 is ``scores``, 1 is ``gradients``.
+
+
+@gluon.jit
+def consumer(C: gl.constexpr, W: gl.constexpr, tiles, dq_desc, call):
+    """Warpgroup W: 0 is ``scores``, 1 is ``gradients``."""
+    consume(C, score_tile if W == 0 else gradient_tile, 0, (tiles, dq_desc), call)
+
+
+@gluon.jit
+def score_tile(C: gl.constexpr, tiles, dq_desc, work, block, i, j, call):
+    """``scores``: compute P of 64 query rows and the left half of their dQ.
+
+    ``i`` counts the program's steps and ``j`` its blocks of rows. Returns the new ``i``.
+    """
+    n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
+    own = row_block(C, work, block, call)
+    COLUMNS: gl.constexpr = dq_desc.block_type.shape[-1]
+    dq = gl.full([WARPGROUP_ROWS, COLUMNS], 0.0, gl.float32, accumulator_layout(COLUMNS))
+    tiles.q.wait(j)
+    s = warpgroup_mma_wait(0, deps=[start_scores(C, i, tiles)])
+    pass_weights(C, i, n_end - 1, s, own, tiles, call.numbers)
+    for n in range(n_end - 2, n_begin - 1, -1):
+        i += 1
+        s = start_scores(C, i, tiles)
+        dq = start_dq(i - 1, dq, tiles)
+        s = warpgroup_mma_wait(1, deps=[s])  # dQ of the step before may stay in flight during P
+        pass_weights(C, i, n, s, own, tiles, call.numbers)
+        dq = finish_dq(i - 1, dq, tiles)
+    dq = finish_dq(i, start_dq(i, dq, tiles), tiles)
+    store_half(C, 0, dq_desc, work, block, j, (dq,), tiles.q, call.numbers.scale)
+    return i + 1
 
 
 @gluon.jit
@@ -103,7 +206,7 @@ def pass_weights(C: gl.constexpr, i, n, s, block, tiles, numbers):
     """
     s_layout: gl.constexpr = s.type.layout
     tiles.k.release(2 * i)
-    s, softcap_grad = apply_score_mod(C, s, n, block.rows, numbers, s_layout)
+    s, softcap_grad = scores_and_derivative_of_rows(C, s, n, block.rows, numbers, s_layout)
     s += block.neg_lse[:, None]
     if C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N:  # noqa: SIM102 - a constexpr condition needs its own if
         if (n < block.full_begin) | (n >= block.full_end):
@@ -132,42 +235,18 @@ def finish_dq(i, dq, tiles):
 
 
 @gluon.jit
-def store_half(C: gl.constexpr, PART: gl.constexpr, dq_desc, work, block, j, sums, channel, scale):
-    """Store a half of dQ by TMA, through the shared memory of the ``j``-th block of q or dO; release that."""
-    COLUMNS: gl.constexpr = dq_desc.block_type.shape[-1]
-    tile = tile_of(channel.tiles.index(0))
-    if len(sums) > 0:
-        for n in gl.static_range(len(sums)):
-            columns_of(tile, sums, n).store((sums[n] * scale).to(dq_desc.dtype))
-        fence_async_shared()
-        store_rows(C, dq_desc, work, block * C.BLOCK_M, channel.tiles.index(0), PART * COLUMNS)
-        tma.store_wait(0)
-    channel.release(j)
-
-
-@gluon.jit
-def score_tile(C: gl.constexpr, tiles, dq_desc, work, block, i, j, call):
-    """``scores``: compute P of 64 query rows and the left half of their dQ.
-
-    ``i`` counts the program's steps and ``j`` its blocks of rows. Returns the new ``i``.
-    """
+def gradient_tile(C: gl.constexpr, tiles, dq_desc, work, block, i, j, call):
+    """``gradients``: compute dS of 64 query rows and the right half of their dQ. Returns the new ``i``."""
     n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
-    own = row_block(C, work, block, call)
+    neg_delta = load_statistics(C, work, rows_of_block(C, block), call).neg_delta
     COLUMNS: gl.constexpr = dq_desc.block_type.shape[-1]
-    dq = gl.full([WARPGROUP_ROWS, COLUMNS], 0.0, gl.float32, accumulator_layout(COLUMNS))
-    tiles.q.wait(j)
-    s = warpgroup_mma_wait(0, deps=[start_scores(C, i, tiles)])
-    pass_weights(C, i, n_end - 1, s, own, tiles, call.numbers)
-    for n in range(n_end - 2, n_begin - 1, -1):
+    dq = zero_sums(C.HEAD_DIM - COLUMNS) if C.HEAD_DIM > COLUMNS else ()
+    tiles.do.wait(j)
+    for _ in range(n_end - n_begin):
+        dq = gradient_step(C, i, neg_delta, dq, tiles)
         i += 1
-        s = start_scores(C, i, tiles)
-        dq = start_dq(i - 1, dq, tiles)
-        s = warpgroup_mma_wait(1, deps=[s])
-        pass_weights(C, i, n, s, own, tiles, call.numbers)
-        dq = finish_dq(i - 1, dq, tiles)
-    dq = finish_dq(i, start_dq(i, dq, tiles), tiles)
-    store_half(C, 0, dq_desc, work, block, j, (dq,), tiles.q, call.numbers.scale)
-    return i + 1
+    store_half(C, 1, dq_desc, work, block, j, dq, tiles.do, call.numbers.scale)
+    return i
 
 
 @gluon.jit
@@ -186,8 +265,8 @@ def gradient_step(C: gl.constexpr, i, neg_delta, dq, tiles):
     ds = to_16_bit(to_fp32(p) * (dp + neg_delta[:, None]), dtype)
     slot = tiles.ds.acquire(i)
     tiles.ds.tiles.index(slot).store(ds)
-    fence_async_shared()
-    mbarrier.arrive(tiles.ds.full.index(slot), count=1)
+    fence_async_shared()  # the other warpgroup's wgmma reads dS through the asynchronous proxy
+    mbarrier.arrive(tiles.ds.full.index(slot), count=1)  # before this half of dQ: ``scores`` waits for dS
     slot = tiles.k.wait(2 * i)
     if len(dq) > 0:
         dq = add_products(dq, ds, tile_of(tiles.k.tiles.index(slot)))
@@ -196,95 +275,37 @@ def gradient_step(C: gl.constexpr, i, neg_delta, dq, tiles):
 
 
 @gluon.jit
-def gradient_tile(C: gl.constexpr, tiles, dq_desc, work, block, i, j, call):
-    """``gradients``: compute dS of 64 query rows and the right half of their dQ. Returns the new ``i``."""
-    n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
-    neg_delta = load_statistics(C, work, rows_of_block(C, block), call).neg_delta
+def rows_of_block(C: gl.constexpr, block):
+    """Return the rows of a block, [64], in the layout of scores."""
+    layout: gl.constexpr = gl.SliceLayout(1, accumulator_layout(C.BLOCK_N))
+    return block * C.BLOCK_M + gl.arange(0, WARPGROUP_ROWS, layout=layout)
+
+
+@gluon.jit
+def row_block(C: gl.constexpr, work, block, call):
+    """Return the :class:`RowBlock` of a block of query rows."""
+    schedule = call.schedule
+    first = block * C.BLOCK_M
+    last = min(first + C.BLOCK_M, work.seqlen_q) - 1
+    _, _, full_begin, full_end = key_range(
+        first, last, work.seqlen_q, work.seqlen_k, schedule.window_left, schedule.window_right, C.HAS_LEFT,
+        C.HAS_RIGHT,
+    )  # fmt: skip
+    row = rows_of_block(C, block)
+    rows = mask_rows(C, work, row, slope_of(C, work, work.head, call.pointers, schedule), schedule)
+    neg_lse = load_statistics(C, work, row, call).neg_lse
+    return RowBlock(rows, neg_lse, (full_begin + C.BLOCK_N - 1) // C.BLOCK_N, full_end // C.BLOCK_N)
+
+
+@gluon.jit
+def store_half(C: gl.constexpr, PART: gl.constexpr, dq_desc, work, block, j, sums, channel, scale):
+    """Store a half of dQ by TMA, through the shared memory of the ``j``-th block of q or dO; release that."""
     COLUMNS: gl.constexpr = dq_desc.block_type.shape[-1]
-    dq = zero_sums(C.HEAD_DIM - COLUMNS) if C.HEAD_DIM > COLUMNS else ()
-    tiles.do.wait(j)
-    for _ in range(n_end - n_begin):
-        dq = gradient_step(C, i, neg_delta, dq, tiles)
-        i += 1
-    store_half(C, 1, dq_desc, work, block, j, dq, tiles.do, call.numbers.scale)
-    return i
-
-
-@gluon.jit
-def consumer(C: gl.constexpr, W: gl.constexpr, tiles, dq_desc, call):
-    """Warpgroup W: 0 is ``scores``, 1 is ``gradients``."""
-    consume(C, score_tile if W == 0 else gradient_tile, 0, (tiles, dq_desc), call)
-
-
-@gluon.jit
-def load_rows(C: gl.constexpr, work, block, j, ring, desc):
-    """Load both halves of a block of rows of q or dO by TMA. It is the program's ``j``-th block."""
-    COLUMNS: gl.constexpr = desc.block_type.shape[-1]
-    full = ring.full.index(ring.acquire(j))
-    mbarrier.expect(full, 2 * desc.block_type.nbytes)
-    for part in gl.static_range(2):
-        load_queries(C, 0, desc, work, block, full, ring.tiles.index(part), part * COLUMNS)
-
-
-@gluon.jit
-def load_half(C: gl.constexpr, PART: gl.constexpr, work, n, i, ring, desc):
-    """Load half PART of block ``n`` of k or v by TMA, for step ``i``."""
-    COLUMNS: gl.constexpr = desc.block_type.shape[-1]
-    slot = ring.acquire(2 * i + 1 - PART)
-    full = ring.full.index(slot)
-    mbarrier.expect(full, desc.block_type.nbytes)
-    load_keys(C, desc, work, n, full, ring.tiles.index(slot), PART * COLUMNS)
-
-
-@gluon.jit
-def load_tile(C: gl.constexpr, tiles, descs, work, block, i, j, call):
-    """Load all that the consumers need for one block of query rows; returns the new ``i``."""
-    n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
-    for n in range(n_end - 1, n_begin - 1, -1):
-        load_half(C, 1, work, n, i, tiles.k, descs.k)
-        if n == n_end - 1:  # the first keys may be loaded before the tiles of rows are free
-            load_rows(C, work, block, j, tiles.q, descs.q)
-        # The memory of v is free earlier than that of the left half of k.
-        load_half(C, 1, work, n, i, tiles.v, descs.v)
-        load_half(C, 0, work, n, i, tiles.v, descs.v)
-        if n == n_end - 1:
-            load_rows(C, work, block, j, tiles.do, descs.do)
-        load_half(C, 0, work, n, i, tiles.k, descs.k)
-        i += 1
-    return i
-
-
-@gluon.jit
-def producer(C: gl.constexpr, tiles, descs, call):
-    """One warp that loads all tiles for the consumers."""
-    produce(C, load_tile, 0, (tiles, descs), call)
-
-
-@gluon_kernel(do_not_specialize=("pointers", "schedule", "padded_rows"))
-def halves_dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, pointers, padded_rows, schedule, numbers, C: gl.constexpr
-):  # fmt: skip
-    """Compute dQ.
-
-    Grid: at most one program per multiprocessor; work tiles are assigned in ``serpentine_order``.
-    """
-    q = make_channel(q_desc, 1, 1, 2)
-    do = make_channel(do_desc, 1, 1, 2)
-    k = make_channel(k_desc, 2 * C.STAGES + 1, 2, 1)
-    v = make_channel(v_desc, 2 * C.STAGES, 1, 1)
-    chunks: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    weights = gl.allocate_shared_memory(q_desc.dtype, [2, C.BLOCK_N // 16, 1024], chunks)
-    operand: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BLOCK_M, C.BLOCK_N], q_desc.dtype)
-    ds = gl.allocate_shared_memory(q_desc.dtype, [2, C.BLOCK_M, C.BLOCK_N], operand)
-    tiles = HalvesTiles(q, do, k, v, make_ring(weights, 2, 1), make_ring(ds, 2, 1))
-    descs = DqTiles(q_desc, do_desc, k_desc, v_desc)
-    call = DqCall(padded_rows, pointers, schedule, numbers)
-    gl.warp_specialize(
-        [
-            (consumer, (C, 0, tiles, dq_desc, call)),
-            (consumer, (C, 1, tiles, dq_desc, call)),
-            (producer, (C, tiles, descs, call)),
-        ],
-        [4, 1],
-        [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
-    )
+    tile = tile_of(channel.tiles.index(0))
+    if len(sums) > 0:  # the right half of dQ may have no columns
+        for n in gl.static_range(len(sums)):
+            columns_of(tile, sums, n).store((sums[n] * scale).to(dq_desc.dtype))
+        fence_async_shared()
+        store_rows(C, dq_desc, work, block * C.BLOCK_M, channel.tiles.index(0), PART * COLUMNS)
+        tma.store_wait(0)
+    channel.release(j)

@@ -15,7 +15,7 @@ from torch import Tensor
 from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.launch import contiguous_strides, has_score_mod, outer_stride
 from flashtile.backends.common.tma import View, cells_view, dense_view, ragged_view, rows_between_sequences
-from flashtile.backends.hopper.backward.bias_launch import BiasGradient, writes_ds
+from flashtile.backends.hopper.backward.bias_gradient import BiasGradient, writes_ds
 from flashtile.backends.hopper.backward.config import (
     GRADIENT_PART,
     POSTPROCESS_CHUNK,
@@ -23,11 +23,10 @@ from flashtile.backends.hopper.backward.config import (
     BackwardVariant,
 )
 from flashtile.backends.hopper.backward.dq_accum import AccumSizes, BackwardScalars
-from flashtile.backends.hopper.backward.kernel import backward_kernel
+from flashtile.backends.hopper.backward.kernel import BackwardNumbers, backward_kernel
 from flashtile.backends.hopper.backward.preprocess import Preprocess, statistics_shape
 from flashtile.backends.hopper.backward.rounds import key_heads, l2_swizzle, last_heads, resident_heads
 from flashtile.backends.hopper.backward.schedule import BackwardPointers, BackwardSchedule
-from flashtile.backends.hopper.backward.scores import BackwardNumbers
 from flashtile.backends.hopper.backward.splits import as_scheduled, has_lists
 from flashtile.backends.hopper.backward.sum_parts import SumParts, shape_of_parts
 from flashtile.backends.hopper.config import (

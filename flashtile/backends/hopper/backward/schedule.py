@@ -340,9 +340,15 @@ def own_rows(C: gl.constexpr, tile_index, work, pointers, schedule):
 
 
 @gluon.jit
+def step_block(rows, j):
+    """Return :func:`block_of_step` for :class:`RowBlocks`: with a block mask, a position in its list."""
+    return block_of_step(j, rows.begin, rows.end, rows.masked, rows.before, rows.full)
+
+
+@gluon.jit
 def row_block(C: gl.constexpr, rows, j):
     """Return the block of query rows that step ``j`` visits. ``rows`` are :class:`RowBlocks`."""
-    m = block_of_step(j, rows.begin, rows.end, rows.masked, rows.before, rows.full)
+    m = step_block(rows, j)
     if C.LISTED:
         m, _is_full = visited_block(C, rows.listed, m)
     return m

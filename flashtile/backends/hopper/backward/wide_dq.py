@@ -1,14 +1,26 @@
-"""Attention backward for Hopper, head sizes over 128: dQ, in Gluon.
+"""Attention backward for Hopper, head sizes of 129 to 256: dQ, in Gluon.
 
 The other gradients come from ``wide_dkv``. This kernel has the forward's tile scheduler: a work tile is one
-or two blocks of 128 query rows of a head. Its program visits the blocks of keys that these rows see. Two
-*consumer* warpgroups have 64 rows of a block each. Their q and dO stay in shared memory; dQ takes half of
-their registers:
+or two blocks of 128 query rows of a head. Its program visits the blocks of keys that these rows see, from the
+last to the first. Two *consumer* warpgroups have 64 rows of a block each. Their q and dO stay in shared
+memory; dQ takes half of their registers:
 
     S = Q K^T     P = exp2(S - lse)     dP = dO V^T     dS = P (dP - delta)     dQ += dS K
 
 dS is computed in the registers from which the product dQ reads its left operand. A *producer* warp loads by
 TMA. dQ is scaled, cast and stored once, through the shared memory of q.
+
+    producer       K q V dO   K   V   K   V ...
+    consumer 0, 1  [   S   ][   dP   ]                [      dQ      ]  [   S   ] of the next block of keys
+                            (  P  )   (  dS  )
+
+    ring    slots        written by                 released by
+    q, do   2            TMA, one for each consumer its consumer: dQ is stored from q; the last dP
+    k       STAGES       TMA                        both consumers: dQ of the block
+    v       1 or 2       TMA                        both consumers: dP of the block
+    queue   2            producer, an index         both consumers (with QUEUED)
+
+The two consumers drift apart, so one multiplies while the other computes P or dS.
 """
 
 from typing import Any, NamedTuple
@@ -23,9 +35,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashtile.backends.common.jit import gluon_kernel
 from flashtile.backends.hopper import work_queue
+from flashtile.backends.hopper.backward.kernel import Statistics, soft_cap, weights_of
 from flashtile.backends.hopper.backward.schedule import padded_row
-from flashtile.backends.hopper.backward.scores import soft_cap, weights_of
-from flashtile.backends.hopper.backward.tiles import Statistics
 from flashtile.backends.hopper.channels import make_channel, make_ping_pong
 from flashtile.backends.hopper.columns import (
     add_products,
@@ -37,11 +48,17 @@ from flashtile.backends.hopper.columns import (
 )
 from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.constants import LOG2_E, WARPGROUP_ROWS, accumulator_layout
-from flashtile.backends.hopper.forward.attend import skip_blocks
-from flashtile.backends.hopper.forward.rows import mask_rows, row_modifiers
+from flashtile.backends.hopper.forward.kernel import (
+    has_modifiers,
+    load_keys,
+    load_queries,
+    mask,
+    mask_rows,
+    row_modifiers,
+    skip_blocks,
+    store_rows,
+)
 from flashtile.backends.hopper.forward.schedule import consume, produce, tile_blocks
-from flashtile.backends.hopper.forward.scores import mask, visited
-from flashtile.backends.hopper.forward.tiles import load_keys, load_queries, store_rows
 from flashtile.backends.hopper.inline_asm import to_16_bit
 from flashtile.backends.hopper.modifiers.block_lists import key_block, listed_keys
 from flashtile.backends.hopper.modifiers.functions import load_columns, modify_scores
@@ -83,180 +100,7 @@ class DqCall(NamedTuple):
     schedule: Any
     """:class:`~flashtile.backends.hopper.forward.schedule.ForwardSchedule`."""
     numbers: Any
-    """:class:`~flashtile.backends.hopper.backward.scores.BackwardNumbers`."""
-
-
-@gluon.jit
-def load_statistics(C: gl.constexpr, work, row, call):
-    """Load the :class:`Statistics` of rows ``row`` of the work tile's sequence and head."""
-    head = work.head.to(gl.int64)
-    if not C.VARLEN:
-        head += work.sequence * call.schedule.num_heads
-    where = head * call.padded_rows + padded_row(C, work, 0) + row
-    return Statistics(gl.load(call.pointers.neg_lse + where), gl.load(call.pointers.neg_delta + where))
-
-
-@gluon.jit
-def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr):
-    """Return (scores in log2 units, derivative of the soft-cap or SCORE_MOD).
-
-    ``s`` has the raw products of the query rows and the keys of block ``n``.
-    """
-    s, softcap_grad = soft_cap(C, s, numbers)
-    if C.SCORE_MOD is not None:
-        s, softcap_grad = modify_scores(C, s, n, rows, s_layout)
-        s = s * LOG2_E
-    if C.ALIBI:
-        between = (n * C.BLOCK_N - rows.positions).to(gl.float32)
-        s = s - rows.slope * gl.abs(plus_columns(between, C.BLOCK_N, s_layout))
-    return s, softcap_grad
-
-
-@gluon.jit
-def step(C: gl.constexpr, W: gl.constexpr, i, n, cut, rows, statistics, dq, channels, numbers):
-    """Return dQ plus the contribution of the keys of block ``n``, or of the ``n``-th of a block mask."""
-    q, do, k, v = channels
-    neg_lse, neg_delta = statistics
-    dtype: gl.constexpr = q.tiles.dtype
-    q_tile = q.tiles.index(W + (i >> 30)).reshape([WARPGROUP_ROWS, C.BLOCK_D])
-    do_tile = do.tiles.index(W + (i >> 30)).reshape([WARPGROUP_ROWS, C.BLOCK_DV])
-    s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
-    zero = gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout)
-    k_tile = k.tiles.index(k.wait(i)).reshape([C.BLOCK_N, C.BLOCK_D])
-    s = product_of_rows(q_tile, k_tile, zero, C.HEAD_DIM, False)
-    v_tile = v.tiles.index(v.wait(i)).reshape([C.BLOCK_N, C.BLOCK_DV])
-    dp = product_of_rows(do_tile, v_tile, zero, C.HEAD_DIM_V, False)
-    n, is_full = visited(C, rows, n)
-    columns = load_columns(C, n, rows, C.BLOCK_N)
-    s = warpgroup_mma_wait(count_products(C.HEAD_DIM_V), deps=[s])
-    s, softcap_grad = apply_score_mod(C, s, n, rows, numbers, s_layout)
-    s += neg_lse[:, None]
-    if (C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N or C.HAS_CUTS) and cut:
-        s = mask(C, s, n, rows, s_layout, is_full, columns, not C.LISTED)
-    p = weights_of(C, gl.exp2(s), softcap_grad)
-    dp = warpgroup_mma_wait(0, deps=[dp])
-    v.release(i)
-    dq = add_products(dq, to_16_bit(p * (dp + neg_delta[:, None]), dtype), k_tile)
-    k.release(i)
-    return dq
-
-
-@gluon.jit
-def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work, block, i, j, call):
-    """Compute and store dQ of 64 query rows: warpgroup W's half of a block of rows of the work tile.
-
-    ``block`` is the number of the block in the sequence. ``i`` counts the blocks of keys that the program
-    has visited, and ``j`` the blocks of rows that it has computed. Returns the new ``i``.
-    """
-    q, do, k, v = channels
-    schedule, numbers = call.schedule, call.numbers
-    ping_pong = make_ping_pong(1)
-    s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
-    n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
-    first = block * C.BLOCK_M + W * WARPGROUP_ROWS
-    last = min(first + WARPGROUP_ROWS, work.seqlen_q) - 1
-    begin, end, full_begin, full_end = key_range(
-        first,
-        last,
-        work.seqlen_q,
-        work.seqlen_k,
-        schedule.window_left,
-        schedule.window_right,
-        C.HAS_LEFT,
-        C.HAS_RIGHT,
-    )
-    some = (first <= last) & (begin < end)
-    my_end = min((end + C.BLOCK_N - 1) // C.BLOCK_N, n_end) if some else n_end
-    my_begin = begin // C.BLOCK_N if some else n_end
-    full_begin = (full_begin + C.BLOCK_N - 1) // C.BLOCK_N
-    full_end = full_end // C.BLOCK_N
-    modifiers = row_modifiers(C, work, block, first, 0, call.pointers, schedule)
-    if C.LISTED:  # blocks are numbered by their order in the block mask's list
-        listed = modifiers.blocks
-        n_begin, n_end = 0, listed.count
-        my_begin, my_end = n_begin, n_end
-        full_begin, full_end = 0, n_end - max(listed.masked_count, 1)  # an empty list's block is masked
-    elif C.MASK_MOD is not None:  # any key may be hidden
-        full_end = full_begin
-
-    row = first + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout))
-    statistics = load_statistics(C, work, row, call)
-    slope = slope_of(C, work, work.head, call.pointers, schedule)
-    rows = mask_rows(C, work, row, slope, schedule, modifiers)
-
-    dq = zero_sums(C.HEAD_DIM)
-    i = skip_blocks(n_end - my_end, i, k, v, ping_pong, W)
-    q.wait(2 * j + W)
-    do.wait(2 * j + W)
-    q_tile = q.tiles.index(W).reshape([WARPGROUP_ROWS, C.BLOCK_D])
-    for n in range(my_end - 1, my_begin - 1, -1):
-        cut = (n < full_begin) | (n >= full_end)
-        dq = step(C, W, i, n, cut, rows, statistics, dq, channels, numbers)
-        i += 1
-    do.release(2 * j + W)
-    i = skip_blocks(my_begin - n_begin, i, k, v, ping_pong, W)
-    for part in gl.static_range(len(dq)):
-        columns_of(q_tile, dq, part).store((dq[part] * numbers.scale).to(dq_desc.dtype))
-    fence_async_shared()
-    store_rows(C, dq_desc, work, first, q.tiles.index(W))
-    tma.store_wait(0)
-    q.release(2 * j + W)
-    return i
-
-
-@gluon.jit
-def consumer(C: gl.constexpr, W: gl.constexpr, queue, channels, dq_desc, call):
-    """Compute dQ in warpgroup W, for rows 64 W to 64 W + 63 of each block of rows that the program gets."""
-    consume(C, differentiate_tile, queue, (W, channels, dq_desc), call)
-
-
-@gluon.jit
-def load_part(C: gl.constexpr, W: gl.constexpr, work, block, j, ring, desc):
-    """Load warpgroup W's 64 rows of q or dO by TMA.
-
-    ``block`` is the number of the block of rows in its sequence. It is the ``j``-th that the program loads.
-    """
-    slot = ring.acquire(2 * j + W)
-    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
-    load_queries(C, W, desc, work, block, ring.full.index(slot), ring.tiles.index(slot))
-
-
-@gluon.jit
-def load_block(C: gl.constexpr, work, n, i, ring, desc):
-    """Load block ``n`` of k or v by TMA, as the ``i``-th write to the channel ``ring``."""
-    slot = ring.acquire(i)
-    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
-    load_keys(C, desc, work, n, ring.full.index(slot), ring.tiles.index(slot))
-
-
-@gluon.jit
-def load_tile(C: gl.constexpr, channels, descs, work, block, i, j, call):
-    """Load all that the consumers need for one block of query rows; returns the new ``i``."""
-    q, do, k, v = channels
-    n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
-    if C.LISTED:
-        listed = listed_keys(C, 1, work, block, call.pointers.lists)
-        n_begin, n_end = 0, listed.count
-    for n in range(n_end - 1, n_begin - 1, -1):
-        key_number = n
-        if C.LISTED:
-            key_number, _ = key_block(C, listed, n)
-        load_block(C, work, key_number, i, k, descs.k)
-        if n == n_end - 1:  # the first keys may be loaded before the tiles of rows are free
-            load_part(C, 0, work, block, j, q, descs.q)
-            load_part(C, 1, work, block, j, q, descs.q)
-        load_block(C, work, key_number, i, v, descs.v)
-        if n == n_end - 1:
-            load_part(C, 0, work, block, j, do, descs.do)
-            load_part(C, 1, work, block, j, do, descs.do)
-        i += 1
-    return i
-
-
-@gluon.jit
-def producer(C: gl.constexpr, queue, channels, descs, call):
-    """One warp that loads all tiles for the consumers."""
-    produce(C, load_tile, queue, (channels, descs), call)
+    """:class:`~flashtile.backends.hopper.backward.kernel.BackwardNumbers`."""
 
 
 @gluon_kernel(do_not_specialize=("pointers", "schedule", "padded_rows"))
@@ -290,3 +134,190 @@ def dq_kernel(
         [4, 1],
         [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
     )
+
+
+# The producer.
+
+
+@gluon.jit
+def producer(C: gl.constexpr, queue, channels, descs, call):
+    """One warp that loads all tiles for the consumers."""
+    produce(C, load_tile, queue, (channels, descs), call)
+
+
+@gluon.jit
+def load_tile(C: gl.constexpr, channels, descs, work, block, i, j, call):
+    """Load all that the consumers need for one block of query rows; returns the new ``i``."""
+    q, do, k, v = channels
+    n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
+    if C.LISTED:
+        listed = listed_keys(C, 1, work, block, call.pointers.lists)
+        n_begin, n_end = 0, listed.count
+    for n in range(n_end - 1, n_begin - 1, -1):
+        key_number = n
+        if C.LISTED:
+            key_number, _ = key_block(C, listed, n)
+        load_block(C, work, key_number, i, k, descs.k)
+        if n == n_end - 1:  # the first keys may be loaded before the tiles of rows are free
+            load_part(C, 0, work, block, j, q, descs.q)
+            load_part(C, 1, work, block, j, q, descs.q)
+        load_block(C, work, key_number, i, v, descs.v)
+        if n == n_end - 1:
+            load_part(C, 0, work, block, j, do, descs.do)
+            load_part(C, 1, work, block, j, do, descs.do)
+        i += 1
+    return i
+
+
+@gluon.jit
+def load_part(C: gl.constexpr, W: gl.constexpr, work, block, j, ring, desc):
+    """Load warpgroup W's 64 rows of q or dO by TMA.
+
+    ``block`` is the number of the block of rows in its sequence. It is the ``j``-th that the program loads.
+    """
+    slot = ring.acquire(2 * j + W)
+    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
+    load_queries(C, W, desc, work, block, ring.full.index(slot), ring.tiles.index(slot))
+
+
+@gluon.jit
+def load_block(C: gl.constexpr, work, n, i, ring, desc):
+    """Load block ``n`` of k or v by TMA, as the ``i``-th write to the channel ``ring``."""
+    slot = ring.acquire(i)
+    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
+    load_keys(C, desc, work, n, ring.full.index(slot), ring.tiles.index(slot))
+
+
+# A consumer.
+
+
+@gluon.jit
+def consumer(C: gl.constexpr, W: gl.constexpr, queue, channels, dq_desc, call):
+    """Compute dQ in warpgroup W, for rows 64 W to 64 W + 63 of each block of rows that the program gets."""
+    consume(C, differentiate_tile, queue, (W, channels, dq_desc), call)
+
+
+@gluon.jit
+def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work, block, i, j, call):
+    """Compute and store dQ of 64 query rows: warpgroup W's half of a block of rows of the work tile.
+
+    ``block`` is the number of the block in the sequence. ``i`` counts the blocks of keys that the program
+    has visited, and ``j`` the blocks of rows that it has computed. Returns the new ``i``.
+    """
+    q, do, k, v = channels
+    schedule, numbers = call.schedule, call.numbers
+    ping_pong = make_ping_pong(1)
+    s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
+    n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
+    first = block * C.BLOCK_M + W * WARPGROUP_ROWS
+    last = min(first + WARPGROUP_ROWS, work.seqlen_q) - 1
+    begin, end, full_begin, full_end = key_range(
+        first,
+        last,
+        work.seqlen_q,
+        work.seqlen_k,
+        schedule.window_left,
+        schedule.window_right,
+        C.HAS_LEFT,
+        C.HAS_RIGHT,
+    )
+    some = (first <= last) & (begin < end)
+    my_end = min((end + C.BLOCK_N - 1) // C.BLOCK_N, n_end) if some else n_end
+    my_begin = begin // C.BLOCK_N if some else n_end
+    full_begin = (full_begin + C.BLOCK_N - 1) // C.BLOCK_N
+    full_end = full_end // C.BLOCK_N
+    modifiers = 0
+    if has_modifiers(C):
+        modifiers = row_modifiers(C, work, block, first, 0, call.pointers, schedule)
+    if C.LISTED:  # blocks are numbered by their order in the block mask's list
+        listed = modifiers.blocks  # type: ignore[attr-defined]
+        n_begin, n_end = 0, listed.count
+        my_begin, my_end = n_begin, n_end
+        full_begin, full_end = 0, n_end - max(listed.masked_count, 1)  # an empty list's block is masked
+    elif C.MASK_MOD is not None:  # any key may be hidden
+        full_end = full_begin
+
+    row = first + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout))
+    statistics = load_statistics(C, work, row, call)
+    slope = slope_of(C, work, work.head, call.pointers, schedule)
+    rows = mask_rows(C, work, row, slope, schedule, modifiers)
+
+    dq = zero_sums(C.HEAD_DIM)
+    i = skip_blocks(n_end - my_end, i, k, v, ping_pong, W)
+    q.wait(2 * j + W)
+    do.wait(2 * j + W)
+    q_tile = q.tiles.index(W).reshape([WARPGROUP_ROWS, C.BLOCK_D])
+    for n in range(my_end - 1, my_begin - 1, -1):
+        cut = (n < full_begin) | (n >= full_end)
+        dq = step(C, W, i, n, cut, rows, statistics, dq, channels, numbers)
+        i += 1
+    do.release(2 * j + W)
+    i = skip_blocks(my_begin - n_begin, i, k, v, ping_pong, W)
+    for part in gl.static_range(len(dq)):
+        columns_of(q_tile, dq, part).store((dq[part] * numbers.scale).to(dq_desc.dtype))
+    fence_async_shared()
+    store_rows(C, dq_desc, work, first, q.tiles.index(W))
+    tma.store_wait(0)
+    q.release(2 * j + W)
+    return i
+
+
+@gluon.jit
+def step(C: gl.constexpr, W: gl.constexpr, i, n, cut, rows, statistics, dq, channels, numbers):
+    """Return dQ plus the contribution of the keys of block ``n``, or of the ``n``-th of a block mask."""
+    q, do, k, v = channels
+    neg_lse, neg_delta = statistics
+    dtype: gl.constexpr = q.tiles.dtype
+    # The index is always W, but to the compiler it depends on the step. Otherwise it would keep the matrix
+    # descriptors of these tiles in registers.
+    q_tile = q.tiles.index(W + (i >> 30)).reshape([WARPGROUP_ROWS, C.BLOCK_D])
+    do_tile = do.tiles.index(W + (i >> 30)).reshape([WARPGROUP_ROWS, C.BLOCK_DV])
+    s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
+    zero = gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout)
+    k_tile = k.tiles.index(k.wait(i)).reshape([C.BLOCK_N, C.BLOCK_D])
+    s = product_of_rows(q_tile, k_tile, zero, C.HEAD_DIM, False)
+    v_tile = v.tiles.index(v.wait(i)).reshape([C.BLOCK_N, C.BLOCK_DV])
+    dp = product_of_rows(do_tile, v_tile, zero, C.HEAD_DIM_V, False)
+    is_full = False
+    columns = 0
+    if C.LISTED:
+        n, is_full = key_block(C, rows.modifiers.blocks, n)
+    if C.MASK_COLUMNS is not None:
+        columns = load_columns(C, n, rows, C.BLOCK_N)
+    s = warpgroup_mma_wait(count_products(C.HEAD_DIM_V), deps=[s])  # dP may stay in flight during P
+    s, softcap_grad = scores_and_derivative_of_rows(C, s, n, rows, numbers, s_layout)
+    s += neg_lse[:, None]
+    if (C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N or C.HAS_CUTS) and cut:
+        s = mask(C, s, n, rows, s_layout, is_full, columns, not C.LISTED)
+    p = weights_of(C, gl.exp2(s), softcap_grad)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    v.release(i)  # k is released later, because dQ needs it
+    dq = add_products(dq, to_16_bit(p * (dp + neg_delta[:, None]), dtype), k_tile)
+    k.release(i)
+    return dq
+
+
+@gluon.jit
+def load_statistics(C: gl.constexpr, work, row, call):
+    """Load the :class:`Statistics` of rows ``row`` of the work tile's sequence and head."""
+    head = work.head.to(gl.int64)
+    if not C.VARLEN:
+        head += work.sequence * call.schedule.num_heads
+    where = head * call.padded_rows + padded_row(C, work, 0) + row
+    return Statistics(gl.load(call.pointers.neg_lse + where), gl.load(call.pointers.neg_delta + where))
+
+
+@gluon.jit
+def scores_and_derivative_of_rows(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr):
+    """Return (scores in log2 units, derivative of the soft-cap or SCORE_MOD).
+
+    ``s`` has the raw products of the query rows and the keys of block ``n``.
+    """
+    s, softcap_grad = soft_cap(C, s, numbers)
+    if C.SCORE_MOD is not None:
+        s, softcap_grad = modify_scores(C, s, n, rows, s_layout)
+        s = s * LOG2_E
+    if C.ALIBI:
+        between = (n * C.BLOCK_N - rows.positions).to(gl.float32)
+        s = s - rows.slope * gl.abs(plus_columns(between, C.BLOCK_N, s_layout))
+    return s, softcap_grad

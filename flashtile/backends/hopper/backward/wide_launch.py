@@ -134,7 +134,8 @@ class WideBackwardLaunch:
     def _prepare(self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> WideKernels:
         problem, config, dkv, dq = self._problem, self._config, self._dkv, self._dq
         alibi_slopes = extras.alibi_slopes
-        of_dkv, of_dq = (views(problem, dkv, config.parts, q, k, v, of_dq) for of_dq in (False, True))
+        of_dkv = views(problem, dkv, config.parts, q, k, v)
+        of_dq = views(problem, dkv, config.parts, q, k, v, of_dq=True)
         numbers = backward.numbers_of(problem)
         scheduled = as_scheduled(problem, config.HEAD_SPLITS)
         blocks_k = backward.schedule_of(scheduled, config, k, alibi_slopes)

@@ -106,7 +106,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     for block_d, block_dv, cache_dtype, config in every_row():
         problem = replace(_PAGED, head_dim=block_d, head_dim_v=block_dv, cache_dtype=cache_dtype)
         rows: tuple[dict[str, Any], ...] = ({}, _WHOLE, _CHUNK)
-        problem = next(p for p in (replace(problem, **row) for row in rows) if choose(p) is config)
+        problem = next(p for p in (replace(problem, **row) for row in rows) if choose(p) == config)
         fp8 = cache_dtype == FP8
         features = _FEATURES | ({"descale": "block"} if fp8 else {})
         if block_d == block_dv:

@@ -159,19 +159,28 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     LOADER_REGISTERS: int
     Q_IN_REGISTERS: ClassVar[int] = 0
     D_PARTS: ClassVar[int] = 1
-    DV_PARTS: ClassVar[int] = 1
+    O_RIGHT: ClassVar[int] = 0
+    PING_PONG: ClassVar[bool] = False
     K_BY_PARTS: ClassVar[bool] = False
 
     @property
     def QK_COLUMNS(self) -> int:  # noqa: N802 - as in the kernel
         return self.BLOCK_D
 
+    @property
+    def O_LEFT(self) -> int:  # noqa: N802 - as in the kernel
+        return self.BLOCK_DV
+
 
 MAX_LOADERS = 2
 """Maximum loaders of k, and of v. One warp would issue loads of small pages too slowly."""
 REGISTERS = {(1, 1): (240, 240, 240), (1, 2): (216, 40, 128), (2, 1): (232, 40, 168)}
 """(consumer warpgroups, programs per multiprocessor) -> registers per thread: of consumers, of loaders, and
-at launch."""
+at launch.
+
+All loaders together count as one warpgroup. The registers at launch are divided without a rest: with two
+programs (216 + 40) * 128 = 128 * 256, half of a multiprocessor's; with two consumers 232 * 256 + 40 * 128 =
+168 * 384. Loaders need more than the forward's producer, since they compute addresses of pages."""
 
 
 def row(

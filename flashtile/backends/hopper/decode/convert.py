@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flashtile.backends.hopper.channels import Channel
 from flashtile.backends.hopper.compat import aggregate, gluon, partition_barrier, reinterpret
-from flashtile.backends.hopper.decode.gather import is_seen
+from flashtile.backends.hopper.decode.loads import is_seen
 from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.inline_asm import to_16_bit
 from flashtile.backends.portable.decode.cache import in_cache

@@ -30,9 +30,8 @@ from flashtile.backends.hopper.decode.config import (
     heads_together,
     takes_any_splits,
 )
-from flashtile.backends.hopper.decode.gather import WARPS
 from flashtile.backends.hopper.decode.kernel import CacheStrides, HopperDecodePointers, attend_kernel
-from flashtile.backends.hopper.decode.loads import CacheRows
+from flashtile.backends.hopper.decode.loads import WARPS, CacheRows
 from flashtile.backends.hopper.decode.work import CHUNKS, TablePointers, table_kernel
 from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.launch import score_numbers

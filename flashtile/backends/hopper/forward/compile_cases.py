@@ -6,18 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from flashtile.backends.common.compile_report import CompileCase, types_of
-from flashtile.backends.hopper.compile_cases import (
-    HOPPER,
-    PLAIN,
-    attention_case,
-    bias_of,
-    modified,
-    modifier_pointers,
-    schedule_types,
-    tensors,
-    words,
-)
+from flashtile.backends.common.compile_report import CompileCase
+from flashtile.backends.hopper.compile_cases import HOPPER, PLAIN, inputs, modified, only, recorded, words
 from flashtile.backends.hopper.forward.config import (
     ForwardConfig,
     ForwardVariant,
@@ -27,14 +17,8 @@ from flashtile.backends.hopper.forward.config import (
     of_tables,
 )
 from flashtile.backends.hopper.forward.kernel import forward_kernel
-from flashtile.backends.hopper.forward.launch import (
-    bias_view,
-    launch_registers,
-    variant_of,
-    views,
-)
+from flashtile.backends.hopper.forward.launch import HopperForwardLaunch, variant_of
 from flashtile.backends.hopper.forward.rounds import COSTS
-from flashtile.backends.hopper.forward.schedule import ForwardNumbers, ForwardPointers, ForwardSchedule
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 
@@ -72,7 +56,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         for length, other in product(LENGTHS, configs):
             plain = replace(same, seqlen_q=length, seqlen_k=length)
             variant = variant_of(plain, other)
-            if of_tables(plain) is config and variant not in seen:
+            if of_tables(plain) == config and variant not in seen:
                 seen.add(variant)
                 yield _case(plain, other, other.spill_budget)
         if windowed:
@@ -118,36 +102,12 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
 def _case(
     problem: Problem, config: ForwardConfig, spill_budget: int, kind: str = "forward", name: str = ""
 ) -> CompileCase:
-    bias = bias_of(problem)
-    variant = variant_of(problem, config, bias=bias)
-    described = bias_view(problem, variant, bias)
-    natural, dropped = (
-        "fp32" if given else None for given in (problem.has_natural_scores, variant.HAS_DROPOUT)
-    )
-    structures = {
-        "bias_desc": described and described.type_name,
-        "pointers": types_of(
-            ForwardPointers,
-            None,
-            lse="*fp32",
-            table="*i32" if variant.VARLEN or variant.QUEUED else None,
-            sink="*fp32" if variant.SINK else None,
-            **modifier_pointers(variant, problem.mods),
-        ),
-        "schedule": schedule_types(ForwardSchedule, variant),
-        "numbers": types_of(ForwardNumbers, "fp32", scale=natural, keep_scale=dropped),
-    }
+    case = only(forward_kernel, recorded(HopperForwardLaunch(problem, config), *inputs(problem)))
+    variant = case.constants["C"]
     if name:
         name = f"head_dim {problem.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N} {name}"
-    return attention_case(
-        f"{kind} {name or _name(problem, variant)}",
-        forward_kernel,
-        views(problem, variant, *tensors(problem)),
-        variant,
-        launch_registers(variant),
-        spill_budget,
-        structures,
-    )
+    name = f"hopper {kind} {name or _name(problem, variant)}"
+    return replace(case, name=name, spill_budget=spill_budget)
 
 
 def _name(problem: Problem, variant: ForwardVariant) -> str:

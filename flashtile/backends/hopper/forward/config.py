@@ -114,10 +114,11 @@ class ForwardVariant(ModifierFlags):
     D_PARTS: int
     """Number of tiles into which the columns of q and k are divided; 1 if BLOCK_D is a power of two."""
     DV_PARTS: int
-    """Number of tiles into which the columns of v are divided; 1 if BLOCK_DV is a power of two. With several
-    tiles, O has two accumulators, of O_WIDE and of O_COLUMNS columns."""
-    O_WIDE: int
-    O_COLUMNS: int
+    """Number of tiles into which the columns of v are divided; 1 if BLOCK_DV is a power of two."""
+    O_LEFT: int
+    """Columns of O's left accumulator: all, if BLOCK_DV is a power of two."""
+    O_RIGHT: int
+    """Columns of O's right accumulator; 0 if there is none."""
     QK_COLUMNS: int
     """Columns of q and k that are multiplied. Columns past head_dim are zeros."""
     BLOCK_M: int
@@ -360,12 +361,14 @@ def _row(block_d: int, block_dv: int, windowed: bool, keys: int) -> ForwardConfi
 
 
 def accumulators(block_dv: int, head_dim_v: int) -> tuple[int, int]:
-    """Return the numbers of columns of O's two accumulators, for DV_PARTS > 1.
+    """Return the numbers of columns of O's left and right accumulators; the right one has 0 if there is one.
 
-    Both are powers of two, and the second is at least 16.
+    One wgmma computes a power of two of columns, at least 16.
     """
-    wide = 1 << (block_dv.bit_length() - 1)
-    return wide, max(16, 1 << (head_dim_v - wide - 1).bit_length())
+    left = 1 << (block_dv.bit_length() - 1)
+    if left == block_dv:
+        return left, 0
+    return left, max(16, 1 << (head_dim_v - left - 1).bit_length())
 
 
 def choose(problem: Problem) -> ForwardConfig:
@@ -417,10 +420,10 @@ def of_tables(problem: Problem) -> ForwardConfig:
                 return narrow
     config = _row(*sizes, windowed, seen)
     assert config is not None
-    if config is _M128_N128_LAZY:
+    if config == _M128_N128_LAZY:
         filled, better = _fills(seen, config.BLOCK_N), _fills(seen, _M128_N64_LAZY.BLOCK_N)
         return _M128_N64_LAZY if better > BETTER_FILLED * filled else config
-    if config is _M128_N64_LAZY and blocks_stand_alone(problem, config.BLOCK_M):
+    if config == _M128_N64_LAZY and blocks_stand_alone(problem, config.BLOCK_M):
         return _M128_N128_LAZY
     return config
 

@@ -89,8 +89,7 @@ def variant_of(
         scaled = problem.alibi or (scaled and not problem.softcap)
     pack = pack_of(problem, config.BLOCK_M, has_queue)
     splits, block_dv = column_splits(problem), min(block_dv, MAX_COLUMNS_OF_V)
-    dv_parts = PARTS_OF.get(block_dv, 1)
-    o_wide, o_columns = accumulators(block_dv, problem.head_dim_v) if dv_parts > 1 else (block_dv, 0)
+    o_left, o_right = accumulators(block_dv, problem.head_dim_v)
     windowed = left != UNLIMITED or right != UNLIMITED
     # A windowed kernel is the same for either answer, so it is always False: more lengths share a kernel.
     even = not (windowed or problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0
@@ -121,9 +120,9 @@ def variant_of(
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
         D_PARTS=PARTS_OF.get(block_d, 1),
-        DV_PARTS=dv_parts,
-        O_WIDE=o_wide,
-        O_COLUMNS=o_columns,
+        DV_PARTS=PARTS_OF.get(block_dv, 1),
+        O_LEFT=o_left,
+        O_RIGHT=o_right,
         QK_COLUMNS=columns,
         BLOCK_M=config.BLOCK_M,
         BLOCK_N=config.BLOCK_N,
@@ -293,6 +292,8 @@ class HopperForwardLaunch:
             if queued:  # the kernel resets the counters (leave_queue)
                 table = zeroed_counters(q.device, TABLE_WIDTH.value)
         elif queued:
+            # A new counter, so a memset, for each launch. Without functions the kernel does not reset its
+            # counter: in ``produce`` the reset (leave_queue) costs register spills in the plain kernels.
             table = q.new_zeros(TABLE_WIDTH.value, dtype=torch.int32)
         attend(
             q.device,

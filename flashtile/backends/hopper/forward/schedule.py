@@ -220,13 +220,12 @@ def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
         sequence, head, tile_in_head = dense_tile(
             tile_index, tiles_per_head, schedule.num_heads, schedule.swizzle
         )
-    zero = tile_index * 0
     start_k = sequence * schedule.batch_rows_k
-    seqlen_k = schedule.seqlen_k + zero
+    seqlen_k = schedule.seqlen_k
     if C.SEQUSED:
         seqlen_k = gl.minimum(gl.maximum(gl.load(pointers.seqused_k + sequence), 0), seqlen_k)
     head_kv = head // schedule.kv_group
-    return WorkTile(sequence, head, head_kv, tile_in_head, zero, start_k, schedule.seqlen_q + zero, seqlen_k)
+    return WorkTile(sequence, head, head_kv, tile_in_head, 0, start_k, schedule.seqlen_q, seqlen_k)
 
 
 @gluon.jit

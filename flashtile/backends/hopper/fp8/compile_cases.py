@@ -14,9 +14,8 @@ from flashtile.backends.hopper.compile_cases import HOPPER, words
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS
 from flashtile.backends.hopper.forward.schedule import ForwardSchedule, Numbers
 from flashtile.backends.hopper.fp8.config import Fp8Config, every_row
-from flashtile.backends.hopper.fp8.kernel import Fp8ForwardPointers, forward_kernel
+from flashtile.backends.hopper.fp8.kernel import BlockScaleStrides, Fp8ForwardPointers, fp8_forward_kernel
 from flashtile.backends.hopper.fp8.launch import fp8_forward_variant, views
-from flashtile.backends.hopper.fp8.scales import BlockScaleStrides
 from flashtile.problems.fp8 import Fp8Problem, Scales
 from flashtile.problems.fp8_layout import KEY_BLOCK, num_blocks, num_blocks_varlen
 
@@ -73,7 +72,7 @@ def _case(
     descriptors = {name: view.type_name for name, view in views(problem, variant, q, k, v).items()}
     return CompileCase(
         name=" ".join((f"hopper fp8 forward head_dim {sizes}", tile, features, *more)),
-        kernel=forward_kernel,
+        kernel=fp8_forward_kernel,
         signature=descriptors
         | {
             "pointers": types_of(Fp8ForwardPointers, "*fp32", table="*i32", seqused_k="*i32"),

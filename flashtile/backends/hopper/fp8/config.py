@@ -40,7 +40,10 @@ class Fp8Variant(ForwardVariant):
 PRODUCER_WARPS = {True: 1, False: 4}
 """Warps of the producer, by whether memory holds V^T."""
 REGISTERS = {(2, True): (240, 24), (2, False): (232, 40), (3, True): (160, 32), (3, False): (160, 32)}
-"""Registers per thread of (consumers, producer), by (consumer warpgroups, whether memory holds V^T)."""
+"""Registers per thread of (consumers, producer), by (consumer warpgroups, whether memory holds V^T).
+
+A producer that transposes V needs more than 24, and two consumers give them: 232 * 256 + 40 * 128 = 64512,
+the registers at launch. Three consumers leave 65536 - 160 * 384 = 32 * 128."""
 
 F = Fp8Config
 

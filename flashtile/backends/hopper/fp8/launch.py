@@ -12,8 +12,7 @@ from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.forward.launch import ForwardKernels, Outputs, schedule_of, tile_table
 from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.fp8.config import PRODUCER_WARPS, REGISTERS, Fp8Config, Fp8Variant
-from flashtile.backends.hopper.fp8.kernel import Fp8ForwardPointers, forward_kernel
-from flashtile.backends.hopper.fp8.scales import BlockScaleStrides
+from flashtile.backends.hopper.fp8.kernel import BlockScaleStrides, Fp8ForwardPointers, fp8_forward_kernel
 from flashtile.backends.hopper.launch import num_programs, score_numbers
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem, Scales
@@ -60,7 +59,7 @@ class Fp8ForwardLaunch:
         variant = fp8_forward_variant(problem, self._config, scales)
         schedule = schedule_of(problem, variant, k)._replace(alibi_stride=None)
         attend = CachedLaunch(
-            forward_kernel,
+            fp8_forward_kernel,
             num_programs(schedule.num_tiles, q.device),
             (schedule, Numbers(**score_numbers(problem)), scale_strides(problem, scales)),
             (variant,),

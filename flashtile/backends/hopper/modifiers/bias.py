@@ -21,11 +21,8 @@ SQUARE = gl.constexpr(64)
 
 @gluon.jit
 def make_row_tiles(C: gl.constexpr, desc):
-    """Make the channel (ring of shared-memory tiles) of the forward's bias; return 0 without a bias."""
-    if C.HAS_BIAS:
-        return make_channel(desc, C.BIAS_STAGES, C.WARPGROUPS, C.WARPGROUPS)
-    else:
-        return 0
+    """Make the channel (ring of shared-memory tiles) of the forward's bias."""
+    return make_channel(desc, C.BIAS_STAGES, C.WARPGROUPS, C.WARPGROUPS)
 
 
 @gluon.jit
@@ -69,17 +66,14 @@ def release_rows(bias, i, added):
 
 @gluon.jit
 def over_ds(C: gl.constexpr, desc, ds):
-    """Make the channel (ring of shared-memory tiles) of the backward's bias; return 0 without a bias.
+    """Make the channel (ring of shared-memory tiles) of the backward's bias.
 
-    The channel has two slots, which occupy the memory of dS.
+    The channel has two slots, which occupy the memory of dS. With STORES_DS, ``accumulate_dq`` also reads dS.
     """
-    if C.HAS_BIAS:
-        SQUARES: gl.constexpr = 4 * C.BLOCK_M // SQUARE
-        squares = reinterpret(ds, ds.dtype, [SQUARES] + desc.block_type.shape, desc.layout)
-        READERS: gl.constexpr = 3 if C.STORES_DS else 2
-        return make_ring(squares, 2, READERS)
-    else:
-        return 0
+    SQUARES: gl.constexpr = 4 * C.BLOCK_M // SQUARE
+    squares = reinterpret(ds, ds.dtype, [SQUARES] + desc.block_type.shape, desc.layout)
+    READERS: gl.constexpr = 3 if C.STORES_DS else 2
+    return make_ring(squares, 2, READERS)
 
 
 @gluon.jit

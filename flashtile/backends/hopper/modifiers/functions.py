@@ -1,6 +1,6 @@
 """Score and mask functions (SCORE_MOD, MASK_MOD) on a warpgroup's tile of scores.
 
-Rows of a tile are queries, as in the forward. For the backward, where rows are keys, see ``backward.scores``.
+Rows of a tile are queries, as in the forward. For the backward, where rows are keys, see ``backward.kernel``.
 """
 
 from collections import namedtuple

@@ -480,6 +480,28 @@ def test_functions_in_place_change_their_operand(function, same) -> None:
         traced("score_mod", lambda s, b, h, q, kv: s + q.add_(0.5))
 
 
+@pytest.mark.parametrize("name", ["relu_", "zero_", "rrelu_"])
+def test_a_function_in_place_that_dynamo_hides_breaks_the_graph(name) -> None:
+    change = getattr(torch, name)
+
+    def score_mod(s, b, h, q, kv):
+        change(s)
+        return s
+
+    q, k, v = torch.randn(3, 1, 6, 2, 8).unbind()
+    attend = functools.partial(flashtile.attention, score_mod=score_mod)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="torch.compile does not show a function in plac"):
+        torch.compile(attend, backend="eager", fullgraph=True)(q, k, v)
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="eager")
+    if name == "relu_":
+        torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
+    else:
+        with pytest.raises(TypeError, match=f"torch's {name} is not one of the operations that compile"):
+            compiled(q, k, v)
+
+
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_program_computes_what_its_function_does_on_tensors(name) -> None:
     generator = torch.Generator().manual_seed(1)

@@ -125,7 +125,7 @@ def _trace(kind: str, function: Callable[..., Any], compiling: bool) -> Trace:
 
 
 def _refuse_hidden_change(placeholder: Tensor) -> None:
-    """Break the graph if a function in place changed a placeholder and Dynamo did not show it to the recorder.
+    """Break the graph if a function in place changed a placeholder without the recorder.
 
     Functions such as torch.relu_ and torch.fill_ bypass __torch_function__ under Dynamo. Only the version of
     Dynamo's fake tensor tells that they were called.
@@ -135,8 +135,8 @@ def _refuse_hidden_change(placeholder: Tensor) -> None:
     def check(context: Any) -> None:
         if context.get_local("placeholder").as_fake()._version:
             context.graph_break(
-                "torch.compile does not show a function in place, such as torch.relu_(score): use the method, "
-                "score.relu_(), or a function that returns a new value"
+                "torch.compile does not show a function in place, such as torch.relu_(score): use the "
+                "method, score.relu_(), or a function that returns a new value"
             )
 
     comptime(check)

@@ -119,22 +119,23 @@ def test_a_sink_of_minus_infinity_is_none(target: Target) -> None:
 
 @pytest.mark.parametrize("call", ["attention", "score_mod", "decode", "splits", "fp8"])
 def test_a_sink_may_be_any_number(target: Target, call: str) -> None:
-    """Its product with log2(e) may be infinite. lse of a row is the sink, if that is larger or the only score."""
+    """Its product with log2(e) may be infinite. lse is the sink, if that is larger or the only score."""
     sink = torch.tensor([3e38, -3e38, 1e30, 0.5], device=target.device, requires_grad=True)
     q = torch.randn(1, 6, 4, 32, device=target.device, requires_grad=True)
-    k, v = torch.randn(2, 1, 4, 2, 32, device=target.device, requires_grad=True).unbind()  # two rows have no key
-    common = {"sink": sink, "causal": True, "backend": target.backend}
+    # Two rows have no key.
+    k, v = torch.randn(2, 1, 4, 2, 32, device=target.device, requires_grad=True).unbind()
+    common: dict[str, Any] = {"causal": True, "backend": target.backend}
     if call in ("decode", "splits"):
         out, lse = flashtile.flash_attn_with_kvcache(
             q.detach(), k.detach(), v.detach(), num_splits=1 + (call == "splits"), return_softmax_lse=True,
-            **{**common, "sink": sink.detach()},
+            sink=sink.detach(), **common,
         )  # fmt: skip
     elif call == "fp8":
         q16, k16, v16 = (t.detach().half() for t in (q, k, v))
-        out, lse = flashtile.fp8.attention(q16, k16, v16, return_lse=True, **{**common, "sink": sink.detach()})
+        out, lse = flashtile.fp8.attention(q16, k16, v16, return_lse=True, sink=sink.detach(), **common)
     else:
         mod = (lambda s, b, h, i, j: s + 0.5 * i) if call == "score_mod" else None
-        out, lse = flashtile.attention(q, k, v, return_lse=True, score_mod=mod, **common)
+        out, lse = flashtile.attention(q, k, v, return_lse=True, score_mod=mod, sink=sink, **common)
         grads = torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v, sink))
         assert all(grad.isfinite().all() for grad in grads)
         assert grads[0][:, :, [0, 2]].eq(0).all()

@@ -185,8 +185,9 @@ def test_tangents_of_a_gradient_of_out() -> None:
     torch.testing.assert_close(tangents, list(expected), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("error:Dynamo detected")
 def test_compiled() -> None:
-    """A graph of one piece, forward and backward."""
+    """A graph of one piece, forward and backward, without warnings."""
     bias = torch.randn(2, 7, requires_grad=True)
     block_mask = masks.create_block_mask(masks.causal(), None, None, 40, 40, BLOCK_SIZE=16)
     score_mod = masks.relative_position(bias)

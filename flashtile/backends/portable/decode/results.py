@@ -88,10 +88,9 @@ def store_results(pointers, out, lse, rows, lengths, C: tl.constexpr):
 
     ``lse`` is a logarithm to base 2. The natural logarithm is stored, unless ``pointers.lse`` is None.
     """
-    lse = lse * LN_2
     if C.HAS_SINK:
         sink = tl.load(pointers.sink + rows.heads, mask=rows.exists, other=0.0)
-        out, lse = with_sink(out, lse, sink)
+        out, lse = with_sink(out, lse * LN_2, sink)
     num_heads_q = lengths.num_heads_kv * lengths.group_size
     out_rows = packed_tokens(rows, lengths, C)
     if C.VARLEN:
@@ -101,4 +100,6 @@ def store_results(pointers, out, lse, rows, lengths, C: tl.constexpr):
     offsets = (out_rows * num_heads_q + rows.heads) * C.HEAD_DIM_V
     store_rows(pointers.out, offsets, rows.exists, out, C.HEAD_DIM_V, C.BLOCK_DV)
     if pointers.lse is not None:
+        if not C.HAS_SINK:
+            lse = lse * LN_2
         tl.store(pointers.lse + lse_rows, lse, mask=rows.exists)

@@ -44,6 +44,8 @@ _WORD = 2**32 - 1
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 SMALL_MULTIPLIER = 0xD256D193
+SERIAL_ELEMENTS = 32768
+"""Up to this many elements, torch computes an operation on the CPU in the calling thread."""
 
 
 def draw_state(q: Tensor) -> Tensor:
@@ -151,7 +153,13 @@ def kept(
     key, first_row, first_key, _ = philox((seed & _WORD, seed >> 32 & _WORD), counter)
     pairs, fours = _units(rows, 8), _units(keys, 4)
     pair, four = places(pairs, 2) ^ first_row, places(fours, 3) ^ first_key
-    numbers = numbers_of(small_philox(key, (pair, four)))
+    # Torch starts its threads for each operation on more elements than SERIAL_ELEMENTS. That costs more than
+    # the dozens of short operations of a generator if other processes use the cores.
+    together = max(1, SERIAL_ELEMENTS // max(1, len(pairs) * len(fours)))
+    parts = zip(*(t.flatten(0, 1).split(together) for t in (key, pair, four)), strict=True)
+    words = [small_philox(own_key, (pair, four)) for own_key, pair, four in parts]
+    shape = (len(batch), len(heads), len(pairs), len(fours))
+    numbers = numbers_of(tuple(torch.cat(word).view(shape) for word in zip(*words, strict=True)))
     own_rows = slice(rows.start % 16, rows.start % 16 + len(rows))
     own_keys = slice(keys.start % 16, keys.start % 16 + len(keys))
     # In place, the comparison stays in int16. That and the conversion are faster than a comparison to bool.

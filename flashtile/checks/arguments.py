@@ -387,10 +387,10 @@ def check_rotary(cos: Any, sin: Any, first: Tensor, head_dim: int, dtypes: tuple
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         check_dense(name, table)
         check_dtype(name, table, dtypes)
-        if table.dim() != 2 or not 1 <= table.shape[1] <= head_dim // 2:
+        if table.dim() != 2 or not table.shape[0] or not 1 <= table.shape[1] <= head_dim // 2:
             raise ValueError(
-                f"{name} must have shape (positions, rotary_dim / 2) with rotary_dim from 2 to head_dim = "
-                f"{head_dim}, got {tuple(table.shape)}"
+                f"{name} must have shape (positions, rotary_dim / 2) with at least one position and "
+                f"rotary_dim from 2 to head_dim = {head_dim}, got {tuple(table.shape)}"
             )
         check_device(name, table, first)
         check_contiguous(name, table)

@@ -276,9 +276,7 @@ def _check_angles(k: Tensor, lengths: Tensor, tensors: AppendTensors, options: A
     name = "cache_seqlens" if tensors.rotary_seqlens is None else "rotary_seqlens"
     check_between(name, first, 0, 2**31 - 1, "positions")
     rows = tensors.rotary_cos.shape[0]
-    check_between(
-        f"{name} with the tokens to rotate", last, 0, max(rows - 1, 0), "the last row of rotary_cos"
-    )
+    check_between(f"{name} with the tokens to rotate", last, 0, rows - 1, "the last row of rotary_cos")
 
 
 def _check_writers(k_cache: Tensor, k: Tensor, tensors: AppendTensors) -> None:

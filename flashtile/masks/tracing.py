@@ -106,6 +106,8 @@ def _trace(kind: str, function: Callable[..., Any], compiling: bool) -> Trace:
         # recorder checks that gradients, which are enabled here, are still enabled.
         with nullcontext() if compiling else torch.enable_grad(), recorder:
             result = _as_run(function)(*arguments)
+        for placeholder, _ in recorder.placeholders:
+            _refuse_hidden_change(placeholder)
         operand = None if result is None else recorder.operand(result)
     except Exception as error:
         line = user_line(traceback=error.__traceback__) or _first_line(function)
@@ -120,6 +122,24 @@ def _trace(kind: str, function: Callable[..., Any], compiling: bool) -> Trace:
         program = without_identities(program, [_CONVERSIONS.get(t.dtype, "") for t in recorder.tensors])
     properties = tuple(recorder.properties.values()) if recorder.reads_no_data else None
     return Trace(program, tuple(recorder.tensors), str(program), soft_cap_of(program), properties)
+
+
+def _refuse_hidden_change(placeholder: Tensor) -> None:
+    """Break the graph if a function in place changed a placeholder without the recorder.
+
+    Functions such as torch.relu_ and torch.fill_ bypass __torch_function__ under Dynamo. Only the version of
+    Dynamo's fake tensor tells that they were called.
+    """
+    from torch._dynamo.comptime import comptime
+
+    def check(context: Any) -> None:
+        if context.get_local("placeholder").as_fake()._version:
+            context.graph_break(
+                "torch.compile does not show a function in place, such as torch.relu_(score): use the "
+                "method, score.relu_(), or a function that returns a new value"
+            )
+
+    comptime(check)
 
 
 _HOW = {
@@ -223,7 +243,7 @@ class _Recorder(TorchFunctionMode):
         if not self.compiling:
             return Symbol(self, name)
         # Dynamo does not show functions such as torch.exp_ to the recorder. Elements that share memory make
-        # torch refuse most of them.
+        # torch refuse most of them; :func:`_refuse_hidden_change` finds the others.
         single = torch.empty(1, dtype=torch.complex64, device="meta")
         placeholder = single.expand(len(self.placeholders) + 2)
         self.placeholders.append((placeholder, name))

@@ -6,7 +6,10 @@ data. It is frozen and hashable, because backends choose and cache compiled kern
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -76,3 +79,20 @@ class Results:
     @property
     def lse_dtype(self) -> torch.dtype:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def cached(function: _Function) -> _Function:
+    """Keep the last 1024 results of a function. While Dynamo traces, the function runs each time.
+
+    Dynamo does not use a cache of functools, and warns of it.
+    """
+    kept = functools.lru_cache(maxsize=1024)(function)
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        return function(*arguments) if torch.compiler.is_dynamo_compiling() else kept(*arguments)
+
+    return call  # type: ignore[return-value]

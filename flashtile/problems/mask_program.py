@@ -18,11 +18,11 @@ Walther, *Evaluating Derivatives*, 2008, chapter 3).
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from flashtile.problems.common import cached
 from flashtile.problems.mask_operations import OPERATIONS, kind_of_number
 
 INPUTS = {"score": "float", "b": "int", "h": "int", "q": "int", "kv": "int"}
@@ -75,7 +75,7 @@ class Program(NamedTuple):
         return INPUTS | {line.name: line.kind for line in self.lines}
 
 
-@functools.lru_cache(maxsize=1024)
+@cached
 def parse(text: str) -> Program:
     """Parse the text of a program, the inverse of ``str(program)``."""
     *lines, last = text.split("\n")

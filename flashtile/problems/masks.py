@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from flashtile.problems.common import POSITIONS
+from flashtile.problems.common import POSITIONS, cached
 
 if TYPE_CHECKING:  # imported by calls with functions only, to keep `import flashtile` cheap
     from flashtile.problems.mask_program import Program
@@ -96,7 +96,7 @@ def _program(text: str) -> Program | None:
     return parse(text) if text else None
 
 
-@functools.lru_cache(maxsize=1024)
+@cached
 def behind(text: str, first: int) -> str:
     """Add ``first`` to the indices of a mask program's captured tensors, and return the program's text.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +116,37 @@ def test_a_sink_of_minus_infinity_is_none(target: Target) -> None:
     without = _attend(target, inputs, "")
     inputs.arguments["sink"] = torch.full((2,), -torch.inf, device=target.device)
     _assert_same_bits(_attend(target, inputs, ""), without)
+
+
+@pytest.mark.parametrize("call", ["attention", "score_mod", "decode", "splits", "fp8"])
+def test_a_sink_may_be_any_number(target: Target, call: str) -> None:
+    """Its product with log2(e) may be infinite. lse is the sink, if that is larger or the only score."""
+    sink = torch.tensor([3e38, -3e38, 1e30, 0.5], device=target.device, requires_grad=True)
+    q = torch.randn(1, 6, 4, 32, device=target.device, requires_grad=True)
+    # Two rows have no key.
+    k, v = torch.randn(2, 1, 4, 2, 32, device=target.device, requires_grad=True).unbind()
+    common: dict[str, Any] = {"causal": True, "backend": target.backend}
+    if call in ("decode", "splits"):
+        out, lse = flashtile.flash_attn_with_kvcache(
+            q.detach(), k.detach(), v.detach(), num_splits=1 + (call == "splits"), return_softmax_lse=True,
+            sink=sink.detach(), **common,
+        )  # fmt: skip
+    elif call == "fp8":
+        q16, k16, v16 = (t.detach().half() for t in (q, k, v))
+        out, lse = flashtile.fp8.attention(q16, k16, v16, return_lse=True, sink=sink.detach(), **common)
+    else:
+        mod = (lambda s, b, h, i, j: s + 0.5 * i) if call == "score_mod" else None
+        out, lse = flashtile.attention(q, k, v, return_lse=True, score_mod=mod, sink=sink, **common)
+        grads = torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v, sink))
+        assert all(grad.isfinite().all() for grad in grads)
+        assert grads[0][:, :, [0, 2]].eq(0).all()
+    assert out.isfinite().all()
+    assert out[:, :, [0, 2]].eq(0).all()
+    assert out[:, :2].eq(0).all()
+    for head in (0, 2):
+        assert lse[:, head].eq(sink[head]).all()
+    assert lse[:, :, :2].eq(sink[:, None]).all()
+    assert lse[:, 1, 2:].abs().amax() < 10
 
 
 def test_every_tensor_may_be_a_lazy_negation(target: Target) -> None:

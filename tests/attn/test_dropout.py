@@ -118,6 +118,26 @@ def test_every_word_of_a_state_counts():
         assert 0.3 < (base == other).double().mean() < 0.7
 
 
+def test_no_operation_of_the_generator_starts_threads(monkeypatch):
+    """And the pieces are put together in order."""
+    ranges = range(1, 3), range(3), range(5, 400), range(9, 300)
+    whole = dropout.kept(STATE, 0.5, 4, *ranges)
+    sizes = []
+
+    def small_philox(key, counter, made_by=dropout.small_philox):
+        words = made_by(key, counter)
+        sizes.append(words[0].numel())
+        return words
+
+    monkeypatch.setattr(dropout, "small_philox", small_philox)
+    for limit in (dropout.SERIAL_ELEMENTS, 1):
+        monkeypatch.setattr(dropout, "SERIAL_ELEMENTS", limit)
+        sizes.clear()
+        assert torch.equal(dropout.kept(STATE, 0.5, 4, *ranges), whole)
+        assert len(sizes) > 1
+        assert max(sizes) <= max(limit, sum(sizes) // 6)  # at least one sequence and head at a time
+
+
 @pytest.mark.parametrize("dropout_p", [0.3, 0.03, 0.003])
 def test_kernels_keep_what_the_definition_keeps(target: Target, dropout_p):
     """Bit by bit: with one value for each key, out says which probabilities were kept."""

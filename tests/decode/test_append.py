@@ -139,6 +139,14 @@ def test_rotary_positions_may_start_elsewhere(on):
     torch.testing.assert_close(k_cache[1, :3], spun(k[1], angles[2:5]), rtol=1e-5, atol=1e-5)
 
 
+def test_rotary_tables_without_a_position_are_refused(on):
+    k_cache, v_cache = caches(2, 16)
+    k = torch.randn(2, 1, HEADS_KV, D)
+    tables = {"rotary_cos": torch.zeros(0, 8), "rotary_sin": torch.zeros(0, 8)}
+    with pytest.raises(ValueError, match=r"rotary_cos must have shape .* at least one position"):
+        flashtile.append_kvcache(k_cache, v_cache, k, k, int32(0, 0), **tables, **on)
+
+
 def test_keys_of_a_quantised_cache_are_rounded_twice(on):
     """To the dtype of the new tokens, as a rotation without an append leaves them, and then to e4m3."""
     k_cache, v_cache = (torch.zeros(1, 4, 1, D, dtype=torch.float8_e4m3fn) for _ in "kv")

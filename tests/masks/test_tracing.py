@@ -185,8 +185,9 @@ def test_tangents_of_a_gradient_of_out() -> None:
     torch.testing.assert_close(tangents, list(expected), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("error:Dynamo detected")
 def test_compiled() -> None:
-    """A graph of one piece, forward and backward."""
+    """A graph of one piece, forward and backward, without warnings."""
     bias = torch.randn(2, 7, requires_grad=True)
     block_mask = masks.create_block_mask(masks.causal(), None, None, 40, 40, BLOCK_SIZE=16)
     score_mod = masks.relative_position(bias)
@@ -478,6 +479,28 @@ def test_functions_in_place_change_their_operand(function, same) -> None:
     torch.testing.assert_close(torch.compile(attend, backend="eager", fullgraph=True)(q, k, v), expected)
     with pytest.raises(TypeError, match="a float cannot be written in place of an int"):
         traced("score_mod", lambda s, b, h, q, kv: s + q.add_(0.5))
+
+
+@pytest.mark.parametrize("name", ["relu_", "zero_", "rrelu_"])
+def test_a_function_in_place_that_dynamo_hides_breaks_the_graph(name) -> None:
+    change = getattr(torch, name)
+
+    def score_mod(s, b, h, q, kv):
+        change(s)
+        return s
+
+    q, k, v = torch.randn(3, 1, 6, 2, 8).unbind()
+    attend = functools.partial(flashtile.attention, score_mod=score_mod)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="does not show a function in place"):
+        torch.compile(attend, backend="eager", fullgraph=True)(q, k, v)
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="eager")
+    if name == "relu_":
+        torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
+    else:
+        with pytest.raises(TypeError, match=f"torch's {name} is not one of the operations that compile"):
+            compiled(q, k, v)
 
 
 @pytest.mark.parametrize("name", WRITTEN)

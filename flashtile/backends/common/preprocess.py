@@ -145,7 +145,12 @@ def preprocess_kernel(pointers, lse_factor, lengths, C: tl.constexpr):
         lse_rows = tl.where(tl.abs(lse_rows) >= LARGE_LSE, -float("inf"), lse_rows)
     empty = lse_rows == -float("inf")
     offset = statistics_offset(b, head, start_q, num_heads_q, lengths.padded_rows, C.VARLEN) + row_start
-    tl.store(pointers.neg_lse + offset + rows, tl.where(empty, lse_rows, -lse_rows * lse_factor))
+    neg_lse_rows = tl.where(empty, lse_rows, -lse_rows * lse_factor)
+    if pointers.sink is not None:
+        # lse of a row without keys is the sink. If that is -3e38, the product is inf, and P of a hidden key,
+        # exp2(-inf + inf), would be NaN.
+        neg_lse_rows = tl.minimum(neg_lse_rows, 3e38)
+    tl.store(pointers.neg_lse + offset + rows, neg_lse_rows)
     neg_delta_rows = tl.where(empty, 0.0, neg_delta_rows)
     tl.store(pointers.neg_delta + offset + rows, neg_delta_rows)
     if C.DQ_ACCUM_COLUMNS > 0:  # noqa: SIM102 - Triton prunes an if only by a constant condition

@@ -90,7 +90,7 @@ def attend(
     lse = q.new_full(problem.lse_shape, -torch.inf, dtype=torch.float32)
     sink = extras.sink
     if sink is not None:
-        sink = sink.float().reshape(problem.num_heads_kv, problem.group_size, 1, 1) * LOG2_E
+        sink = sink.float().reshape(problem.num_heads_kv, problem.group_size, 1, 1)
     for b, rows, keys in spans(problem, extras):
         of_batch = (slice(None),) if problem.varlen else (b,)
         own_out, own_lse = out[of_batch][rows], lse[of_batch][:, rows]
@@ -193,15 +193,14 @@ def _attend_rows(
     if not problem.block_scales:
         unit = one.v_scale[..., :1, None] if seqlen_k else largest
     row_max = row_max - P_EXPONENT
-    if sink is not None:
-        new_max = torch.maximum(row_max, sink)
-        shift = new_max.masked_fill(new_max == -torch.inf, 0.0)
-        alpha = torch.exp2(row_max - shift)
-        acc, row_sum, row_max = acc * alpha, row_sum * alpha + torch.exp2(sink - shift), new_max
     empty = row_sum == 0
     row_sum = row_sum.masked_fill(empty, 1.0)
     out = (acc * (unit / row_sum)).masked_fill(empty, 0.0)
-    return out, (row_max * LN_2 + row_sum.log()).masked_fill(empty, -torch.inf)
+    lse = (row_max * LN_2 + row_sum.log()).masked_fill(empty, -torch.inf)
+    if sink is not None:
+        joined = torch.logaddexp(lse, sink)
+        out, lse = out * torch.exp(lse - joined).masked_fill(joined == -torch.inf, 0.0), joined
+    return out, lse
 
 
 def _masked_scores(

@@ -280,18 +280,14 @@ def to_natural(row_max, NATURAL: tl.constexpr):
 
 
 @triton.jit
-def sink_step(acc, row_max, row_sum, sink, NATURAL: tl.constexpr = False):
-    """Add the attention sink, a score without a value vector, to each row: return (acc, maximum, sum).
+def with_sink(out, lse, sink):
+    """Add the attention sink, a score without a value vector, to finished rows: return (out, lse).
 
-    The sink is added last, so that a large sink does not reduce the precision of the probabilities. With
-    NATURAL, :func:`log2_factor` converted the scores of ``row_max``.
+    The sink is added last, so that a large sink does not reduce the precision of the probabilities. All is in
+    natural units, because a product of a large sink and log2(e) may be infinite.
     """
-    sink = sink.to(tl.float32)  # a product of 16 bits with log2(e) would be rounded to 16 bits
-    if NATURAL:
-        sink = sink * log2_factor(sink)
-    else:
-        sink = sink * LOG2_E
-    new_max = tl.maximum(row_max, sink)
-    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-    alpha = tl.exp2(row_max - shift)
-    return acc * alpha[:, None], new_max, row_sum * alpha + tl.exp2(sink - shift)
+    sink = sink.to(tl.float32)
+    difference = tl.where(lse == -float("inf"), float("inf"), sink - lse)
+    weight = 1 / (1 + tl.exp(difference))
+    lse = tl.maximum(lse, sink) + tl.log(1 + tl.exp(-tl.abs(difference)))
+    return out * weight[:, None], lse

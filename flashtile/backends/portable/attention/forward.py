@@ -32,10 +32,10 @@ from flashtile.backends.portable.attention.scores import (
 from flashtile.backends.portable.tiles import (
     natural_softmax_step,
     result_bases,
-    sink_step,
     softmax_step,
     store_tile,
     to_natural,
+    with_sink,
 )
 
 ForwardPointers = attention_pointers("ForwardPointers", "q k v out lse", __name__)
@@ -115,15 +115,14 @@ def forward_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
         attend_blocks, (acc, row_max, row_sum), (q_tile, k, v), reached, block, call, False, C
     )
 
-    if pointers.sink is not None:
-        sink = tl.load(pointers.sink + head)
-        acc, row_max, row_sum = sink_step(acc, row_max, row_sum, sink, C.has_natural_scores)
     empty = row_sum == 0.0
     out_tile = acc / tl.where(empty, 1.0, row_sum)[:, None]
     if C.HAS_DROPOUT:
         out_tile = out_tile * numbers.keep_scale
     top = to_natural(row_max, C.has_natural_scores)
     lse_rows = tl.where(empty, -float("inf"), top + tl.log(tl.where(empty, 1.0, row_sum)))
+    if pointers.sink is not None:
+        out_tile, lse_rows = with_sink(out_tile, lse_rows, tl.load(pointers.sink + head))
     out_base, lse_base = result_bases(
         pointers.out, pointers.lse, sequence.b, head, sequence.start_q, lengths.num_heads_q, lengths.seqlen_q,
         lengths.total_q, C.HEAD_DIM_V, C.VARLEN,

@@ -37,7 +37,6 @@ from flashtile.backends.portable.decode.schedule import (
 )
 from flashtile.backends.portable.decode.steps import NextWork, ScoreRows, as_float16, attend_n_blocks
 from flashtile.backends.portable.decode.unified_max import as_online, is_in_range, load_shift
-from flashtile.backends.portable.tiles import sink_step
 
 
 @triton.jit
@@ -126,20 +125,16 @@ def store_work_tile(acc, row_max, row_sum, index, rows, slot, whole, call, C: tl
     ``slot`` of the partial results.
     """
     pointers, lengths, splits = call.pointers, call.lengths, call.splits
-    # The sink and the caller's results over other keys (``prior_out``) must be added only once. They are
-    # added here if the work tile is whole, and otherwise where the partial results are combined.
+    # The caller's results over other keys (``prior_out``) must be added only once: here if the work tile
+    # is whole, and otherwise where the partial results are combined.
     if C.HAS_PRIOR:  # noqa: SIM102 - HAS_PRIOR is a constant, ``whole`` is not
         if whole:
             acc, row_max, row_sum = with_prior(
                 acc, row_max, row_sum, pointers.prior_out, pointers.prior_lse, rows, lengths, C
             )
-    if C.HAS_SINK:  # noqa: SIM102
-        if whole:
-            sink = tl.load(pointers.sink + rows.heads, mask=rows.exists, other=0.0)
-            acc, row_max, row_sum = sink_step(acc, row_max, row_sum, sink)
     out, lse = normalised(acc, row_max, row_sum)
     if whole:
-        store_results(pointers.out, pointers.lse, out, lse, rows, lengths, C)
+        store_results(pointers, out, lse, rows, lengths, C)
     elif C.SPLIT:
         partial_row = slot.to(tl.int64) * splits.partial_rows + index
         offsets = partial_row * C.HEAD_DIM_V

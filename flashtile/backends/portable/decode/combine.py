@@ -29,7 +29,6 @@ from flashtile.backends.portable.decode.schedule import (
     share_of,
     stream_k_start,
 )
-from flashtile.backends.portable.tiles import sink_step
 
 
 @dataclass(frozen=True)
@@ -252,11 +251,8 @@ def combine_rows(parts, first_row, pointers, lengths, splits, C: tl.constexpr):
         acc, row_max, row_sum = with_prior(
             acc, row_max, row_sum, pointers.prior_out, pointers.prior_lse, rows, lengths, C
         )
-    if C.HAS_SINK:
-        sink = tl.load(pointers.sink + heads, mask=exists, other=0.0)
-        acc, row_max, row_sum = sink_step(acc, row_max, row_sum, sink)
     out, lse = normalised(acc, row_max, row_sum)
-    store_results(pointers.out, pointers.lse, out, lse, rows, lengths, C)
+    store_results(pointers, out, lse, rows, lengths, C)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.tiles import LN_2, LOG2_E
+from flashtile.backends.portable.tiles import with_sink
 
 
 class Rows(NamedTuple):
@@ -82,11 +83,14 @@ def store_rows(base, row_offsets, exists, tile, HEAD_DIM: tl.constexpr, BLOCK_D:
 
 
 @triton.jit
-def store_results(out_ptr, lse_ptr, out, lse, rows, lengths, C: tl.constexpr):
-    """Store the tile ``out`` [rows, BLOCK_DV] and, unless ``lse_ptr`` is None, ``lse`` [rows].
+def store_results(pointers, out, lse, rows, lengths, C: tl.constexpr):
+    """Add the sink to the tile ``out`` [rows, BLOCK_DV] and ``lse`` [rows], and store them.
 
-    ``lse`` is a logarithm to base 2. The natural logarithm is stored.
+    ``lse`` is a logarithm to base 2. The natural logarithm is stored, unless ``pointers.lse`` is None.
     """
+    if C.HAS_SINK:
+        sink = tl.load(pointers.sink + rows.heads, mask=rows.exists, other=0.0)
+        out, lse = with_sink(out, lse * LN_2, sink)
     num_heads_q = lengths.num_heads_kv * lengths.group_size
     out_rows = packed_tokens(rows, lengths, C)
     if C.VARLEN:
@@ -94,6 +98,8 @@ def store_results(out_ptr, lse_ptr, out, lse, rows, lengths, C: tl.constexpr):
     else:
         lse_rows = (rows.b.to(tl.int64) * num_heads_q + rows.heads) * lengths.seqlen_q + rows.tokens
     offsets = (out_rows * num_heads_q + rows.heads) * C.HEAD_DIM_V
-    store_rows(out_ptr, offsets, rows.exists, out, C.HEAD_DIM_V, C.BLOCK_DV)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + lse_rows, lse * LN_2, mask=rows.exists)
+    store_rows(pointers.out, offsets, rows.exists, out, C.HEAD_DIM_V, C.BLOCK_DV)
+    if pointers.lse is not None:
+        if not C.HAS_SINK:
+            lse = lse * LN_2
+        tl.store(pointers.lse + lse_rows, lse, mask=rows.exists)

@@ -25,10 +25,10 @@ from flashtile.backends.portable.tiles import (
     load_slope,
     result_bases,
     row_block,
-    sink_step,
     store_tile,
     used_length,
     visible,
+    with_sink,
 )
 from flashtile.problems import fp8_layout
 
@@ -303,12 +303,12 @@ def store_result(state, v_scale_base, b, head, row_start, start_q, len_q, pointe
     if not C.BLOCK_SCALES:
         v_unit = load_scale(v_scale_base, 0)
     row_max -= P_EXPONENT
-    if pointers.sink is not None:
-        acc, row_max, row_sum = sink_step(acc, row_max, row_sum, tl.load(pointers.sink + head))
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)
     out = tl.where(empty[:, None], 0.0, acc * (v_unit / row_sum)[:, None])
     lse = tl.where(empty, -float("inf"), row_max * LN_2 + tl.log(row_sum))
+    if pointers.sink is not None:
+        out, lse = with_sink(out, lse, tl.load(pointers.sink + head))
     out_base, lse_base = result_bases(
         pointers.out, pointers.lse, b, head, start_q, lengths.num_heads_q, lengths.seqlen_q,
         lengths.total_q, C.HEAD_DIM_V, C.VARLEN,

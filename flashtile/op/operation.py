@@ -191,9 +191,19 @@ class Operation:
             self.check(*tensors, optional, options)
             raise
         if prepared is None:
+            self._refuse_without_memory((*tensors, *optional))
             launch = self.prepare_checked(tensors, optional, options)
             prepared = self.launches.store(key, launch, SIGNATURE_BYTES)
         return prepared
+
+    def _refuse_without_memory(self, tensors: Tensors) -> None:
+        """Refuse torch's zero tensors: they have no memory, so a kernel would read from address 0."""
+        for name, tensor in zip(self.names, tensors, strict=False):
+            if tensor is not None and tensor._is_zerotensor():
+                raise ValueError(
+                    f"{name} must have memory, got a tensor of torch._efficientzerotensor, which has none: "
+                    f"pass {name}.clone()"
+                )
 
     @staticmethod
     def signature(optional: Any) -> tuple:
@@ -404,13 +414,18 @@ def any_learns(*tensors: Iterable[Tensor | None]) -> bool:
 
 
 def signatures(tensors: Iterable[Tensor | None]) -> tuple:
-    """Return the properties that a launch depends on: five per tensor, or None for an absent one."""
+    """Return the properties that a launch depends on: five per tensor, or None for an absent one.
+
+    The last one is whether the address is aligned; None if it is null, so a tensor without memory never gets
+    the launch of a tensor with memory.
+    """
     entries: list = []
     for t in tensors:
         if t is None:
             entries.append(None)
         else:
-            entries += t.shape, t.stride(), t.dtype, t.device, not t.data_ptr() & 15
+            address = t.data_ptr()
+            entries += t.shape, t.stride(), t.dtype, t.device, not address & 15 if address else None
     return tuple(entries)
 
 

@@ -48,23 +48,6 @@ SERIAL_ELEMENTS = 32768
 """Up to this many elements, torch computes an operation on the CPU in the calling thread."""
 
 
-def draw_state(q: Tensor) -> Tensor:
-    """Draw (2,) int64, seed and offset, from torch's generator of q's device.
-
-    This is an ordinary operation: each replay of a CUDA graph draws new numbers. Checkpointing restores the
-    generator's state and draws the same numbers again.
-
-    Raises:
-        NotImplementedError: q is a DTensor.
-    """
-    if type(q).__name__ == "DTensor":
-        raise NotImplementedError(
-            "rng_state must be given with dropout_p if q is a DTensor, replicated: each device would "
-            "draw its own"
-        )
-    return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
-
-
 def threshold(dropout_p: float) -> int:
     """Return dropout_p in units of 1 / UNITS, rounded, from 1 to UNITS - 1.
 

@@ -13,7 +13,8 @@ from flashtile.api.attention import attention
 from flashtile.api.padding import MaskPattern, as_booleans, attend, can_look, pattern_of, recognise
 from flashtile.checks.arguments import ERRORS, check_dense, check_dtype, renamed
 from flashtile.checks.conversions import check_flag
-from flashtile.dropout import draw_state, kept
+from flashtile.dropout import kept
+from flashtile.operators.dropout import draw_state
 from flashtile.problems.common import DTYPES
 
 _OF_MODULE = {"q": "query", "k": "key", "v": "value"}

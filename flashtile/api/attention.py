@@ -35,6 +35,7 @@ from flashtile.checks.conversions import (
     with_unit_stride,
 )
 from flashtile.operators import attention as operators
+from flashtile.operators.dropout import draw_state
 from flashtile.operators.functions import learns_slopes
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 
@@ -684,15 +685,6 @@ def _masks() -> Any:
     return _module("flashtile.api.masks")
 
 
-def _dropout() -> Any:
-    """Return the module that draws the random states of dropout, imported at the first use."""
-    if torch.compiler.is_dynamo_compiling():
-        from flashtile import dropout
-
-        return dropout
-    return _module("flashtile.dropout")
-
-
 @functools.cache
 def _module(name: str) -> Any:
     """Import a module. An import statement in each call would take 2 us."""
@@ -722,7 +714,7 @@ def _with_state(
     invalid, nothing is drawn, and a later check raises.
     """
     if rng_state is None and isinstance(q, Tensor) and 0 < options.dropout_p < 1:
-        rng_state = _dropout().draw_state(q)
+        rng_state = draw_state(q)
     return extras if rng_state is None else extras._replace(rng_state=rng_state)
 
 

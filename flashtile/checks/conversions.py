@@ -183,6 +183,14 @@ def with_unit_stride(tensor: Any) -> Any:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
+def in_memory(tensor: Any) -> Any:
+    """Return ``tensor``, or a copy if its memory holds the numbers before a lazy negation.
+
+    Torch's dispatcher applies the negation, but messages between ranks and direct launches do not.
+    """
+    return tensor.resolve_neg() if isinstance(tensor, Tensor) else tensor
+
+
 def as_seconds(name: str, value: Any) -> float:
     """Convert a timeout to seconds, in the range that torch.distributed accepts."""
     seconds = as_float(name, value, "a number of seconds")

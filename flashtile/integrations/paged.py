@@ -322,7 +322,7 @@ class PagedAttention:
                         further = [*map(_address, scales)]
                     if not (k | v | at | to | first) & 15 and _aligned(further) == aligned:
                         launch.by_address(to, first, k, v, at, *further)
-                        tell_written(*cache)
+                        tell_written(cache)
                         return
         keys, values = self._keys_and_values(cache)
         new = keys, values, key[: slots.shape[0]], value[: slots.shape[0]]

@@ -19,7 +19,7 @@ from flashtile.api.attention import attention
 from flashtile.api.decode import flash_attn_with_kvcache
 from flashtile.checks.arguments import ERRORS, renamed
 from flashtile.checks.conversions import with_unit_stride
-from flashtile.dropout import draw_state
+from flashtile.operators.dropout import draw_state
 from flashtile.operators.gradients import attention_backward
 
 NAMES = ("flashtile", "FA3", "FA4")

@@ -201,7 +201,7 @@ class LaunchInto:
         """
         self._refuse_overlap((*given, None, *addresses))
         self._launch.by_address(out, given, addresses, memory)
-        tell_written(out)
+        tell_written([out])
 
     def __call__(self, *arguments: Any) -> None:
         first = self._first
@@ -218,7 +218,7 @@ class LaunchInto:
             if not takes:
                 buffer.copy_(result)
             else:
-                tell_written(buffer)
+                tell_written([buffer])
 
 
 def _takes(launch: Any, buffer: Tensor | None) -> bool:

@@ -16,12 +16,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
@@ -55,6 +55,11 @@ PLAIN_TYPES = (Tensor, Parameter)
 dispatch_modes = torch._C._len_torch_dispatch_stack
 transform = torch._C._functorch.peek_interpreter_stack
 tracing = torch._C._get_tracing_state
+tell_written = torch._C._increment_version
+"""Raise the versions of several tensors that kernels have written. Autograd may have saved the old values.
+
+torch leaves out tensors that were made in inference mode, which have no version.
+"""
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 # If a name is missing, os.environ.get raises and catches two errors, which takes 0.8 us.
@@ -186,9 +191,19 @@ class Operation:
             self.check(*tensors, optional, options)
             raise
         if prepared is None:
+            self._refuse_without_memory((*tensors, *optional))
             launch = self.prepare_checked(tensors, optional, options)
             prepared = self.launches.store(key, launch, SIGNATURE_BYTES)
         return prepared
+
+    def _refuse_without_memory(self, tensors: Tensors) -> None:
+        """Refuse torch's zero tensors: they have no memory, so a kernel would read from address 0."""
+        for name, tensor in zip(self.names, tensors, strict=False):
+            if tensor is not None and tensor._is_zerotensor():
+                raise ValueError(
+                    f"{name} must have memory, got a tensor of torch._efficientzerotensor, which has none: "
+                    f"pass {name}.clone()"
+                )
 
     @staticmethod
     def signature(optional: Any) -> tuple:
@@ -343,21 +358,26 @@ class Operation:
 
 
 class Writing(Operation):
-    """An operation that writes into tensors of its call and returns nothing about them."""
+    """An operation that writes into two or more tensors of every call, and may write into optional ones.
+
+    It returns nothing about them.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        first = self._num_tensors
+        self._written_tensors = itemgetter(*(i for i in self._written if i < first))
+        self._written_optional = tuple(i - first for i in self._written if i >= first)
 
     def launch(self, tensors: Tensors, optional: Any, options: Any) -> Any:
-        results = super().launch(tensors, optional, options)
-        given = (*tensors, *optional)
-        tell_written(*[given[i] for i in self._written if given[i] is not None])
+        prepared = self.prepared(tensors, optional, options)
+        self.check_values(tensors, optional, options)
+        results = prepared(*tensors, optional)
+        tell_written(self._written_tensors(tensors))
+        for i in self._written_optional:
+            if optional[i] is not None:
+                tell_written([optional[i]])
         return results
-
-
-def tell_written(*tensors: Tensor) -> None:
-    """Raise the versions of tensors that kernels have written. Autograd may have saved the old values.
-
-    Tensors that were made in inference mode have no version.
-    """
-    increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def is_plain(required: tuple[Tensor, ...], *optional: Iterable[Tensor | None]) -> bool:
@@ -394,13 +414,18 @@ def any_learns(*tensors: Iterable[Tensor | None]) -> bool:
 
 
 def signatures(tensors: Iterable[Tensor | None]) -> tuple:
-    """Return the properties that a launch depends on: five per tensor, or None for an absent one."""
+    """Return the properties that a launch depends on: five per tensor, or None for an absent one.
+
+    The last one is whether the address is aligned; None if it is null, so a tensor without memory never gets
+    the launch of a tensor with memory.
+    """
     entries: list = []
     for t in tensors:
         if t is None:
             entries.append(None)
         else:
-            entries += t.shape, t.stride(), t.dtype, t.device, not t.data_ptr() & 15
+            address = t.data_ptr()
+            entries += t.shape, t.stride(), t.dtype, t.device, not address & 15 if address else None
     return tuple(entries)
 
 

@@ -75,7 +75,7 @@ _serving: dict[Any, Any] = vars(getattr(torch.ops, _NAMESPACE)).setdefault("_ser
 """Current implementations by (operator, purpose), and the library. Stored in torch, to survive reloads."""
 
 
-def define(operator: str, text: str) -> Any:
+def define(operator: str, text: str, tags: tuple[torch.Tag, ...] = ()) -> Any:
     """Define the operator ``torch.ops.flashtile.<operator>`` with the schema ``text`` and return it.
 
     Raises:
@@ -90,12 +90,12 @@ def define(operator: str, text: str) -> Any:
         )
     packet = getattr(torch.ops, _NAMESPACE)
     if not hasattr(packet, operator):
-        _library().define(text)
+        _library().define(text, tags=tags)
     return getattr(packet, operator).default
 
 
 def implement(operator: str, device: str, kernel: Callable[..., Any]) -> None:
-    """Register ``kernel`` as the operator's implementation on a device, "CPU" or "CUDA"."""
+    """Register ``kernel`` as the operator's implementation for a device, or another dispatch key of torch."""
     library = _library()
     _serve(operator, device, kernel, lambda looked_up: library.impl(operator, looked_up, device))
 

@@ -386,12 +386,12 @@ def _launch_both(
     attend.check_values(cache, tensors, options)
     if launches[0] is None:
         results = launches[1](q, k_cache, v_cache, k, v, unrotated, tensors)
-        tell_written(k_cache, v_cache)
+        tell_written([k_cache, v_cache])
         return results
     if buffers:
         launches[1].refuse_overlap(cache, tensors)
     launches[0](*new, appended)
-    tell_written(k_cache, v_cache)
+    tell_written([k_cache, v_cache])
     results = launches[1](*cache, tensors)
     return buffers or results
 

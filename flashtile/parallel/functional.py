@@ -17,6 +17,7 @@ from flashtile.checks.conversions import (
     apply_autocast,
     as_seconds,
     check_flag,
+    in_memory,
     make_options,
     with_unit_stride,
 )
@@ -143,7 +144,7 @@ def context_parallel_attention(
     ranks, meshed = _find_ranks(group, mesh, method)
     if torch._C._is_any_autocast_enabled():
         q, k, v = apply_autocast(q, k, v)
-    q, k, v = (with_unit_stride(t) for t in (q, k, v))
+    q, k, v, sink = (in_memory(t) for t in (*map(with_unit_stride, (q, k, v)), sink))
     if packed:
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             check_dense(name, tensor)
@@ -289,7 +290,8 @@ class _Attention(torch.autograd.Function):
         sink = saved[-1] if ctx.has_sink else None
         if dout is None:
             dout = torch.zeros(ctx.out_shape, dtype=ctx.out_dtype, device=ctx.out_device)
-        result = ctx.method.backward(dout, dlse, saved[:-1] if ctx.has_sink else saved, sink)
+        saved = saved[:-1] if ctx.has_sink else saved
+        result = ctx.method.backward(in_memory(dout), in_memory(dlse), saved, sink)
         return *result, None
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtile.checks.arguments import check_choice, check_dense
-from flashtile.checks.conversions import as_int, as_seconds
+from flashtile.checks.conversions import as_int, as_seconds, in_memory
 from flashtile.parallel.ranks import TIMEOUT, ranks_of
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -147,7 +147,7 @@ def unshard(
     lengths = ranks.agree(record, {"tokens of x": x.shape[dim]}, timeout, x.device)["tokens of x"]
     pieces = all_pieces(layout, lengths, "x")
     with torch.no_grad():
-        parts = ranks.gather(x.movedim(dim, 0), lengths, timeout)
+        parts = ranks.gather(in_memory(x).movedim(dim, 0), lengths, timeout)
         whole = x.new_empty((sum(lengths), *rest))
         for part, of_rank in zip(parts, pieces, strict=True):
             whole[positions(of_rank, x.device)] = part

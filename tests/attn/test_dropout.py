@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._functorch import config
 from torch.utils.checkpoint import checkpoint
 
 import flashtile
@@ -182,6 +183,37 @@ def test_compiled_calls_draw_anew_and_have_gradients():
     assert not torch.equal(first, second)
     assert torch.autograd.grad(first.sum(), q)[0].isfinite().all()
     torch._dynamo.reset()
+
+
+def compiled_with_budget(budget, **options):
+    """Dropout between operations that are cheap to compute again."""
+
+    def call(q, k, v, **options):
+        return flashtile.attention(q.sin() * 0, k.cos() * 0, v * 1.0, dropout_p=0.4, **options) * 1.0
+
+    seqlen = 24
+    q = torch.zeros(1, seqlen, 1, 8, requires_grad=True)
+    v = torch.eye(seqlen)[None, :, None].requires_grad_()
+    torch._dynamo.reset()
+    with config.patch(activation_memory_budget=budget):
+        return v, torch.compile(call, backend="aot_eager", fullgraph=True)(q, q, v, **options)
+
+
+def test_a_compiled_backward_pass_with_little_memory_drops_the_same():
+    """out are the probabilities, and so is the gradient of v, transposed."""
+    v, out = compiled_with_budget(0.1)
+    out.backward(v.detach())
+    assert torch.equal(v.grad.squeeze(2), out.squeeze(2).mT)
+
+
+def test_a_compiled_backward_pass_without_memory_needs_a_state():
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="rng_state must be given"):
+        compiled_with_budget(0)
+    with torch.no_grad():
+        compiled_with_budget(0)
+    v, out = compiled_with_budget(0, rng_state=STATE)
+    out.backward(v.detach())
+    assert torch.equal(v.grad.squeeze(2), out.squeeze(2).mT)
 
 
 @pytest.mark.parametrize("packed", [False, True])

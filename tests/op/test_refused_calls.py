@@ -255,6 +255,21 @@ def test_a_compiled_call_names_what_wants_the_gradient():
 
 
 @pytest.mark.parametrize(
+    ("function", "arguments", "name"),
+    [
+        (flashtile.attention, {"q": Q, "k": K, "v": V}, "k"),
+        (flashtile.attention, {"q": Q, "k": K, "v": V, "sink": SINK}, "sink"),
+        (WITH_KVCACHE, NEW | caches(), "v"),
+    ],
+)
+def test_a_tensor_without_memory_is_refused(function, arguments, name):
+    function(**arguments)  # its launch must not serve the other call
+    without = torch._efficientzerotensor(arguments[name].shape)
+    with pytest.raises(ValueError, match=f"^{name} must have memory"):
+        function(**arguments | {name: without})
+
+
+@pytest.mark.parametrize(
     ("function", "arguments", "written"),
     [
         (append, CALLS["append"][1] | caches(), "k_cache"),

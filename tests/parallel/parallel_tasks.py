@@ -29,6 +29,7 @@ def compare(
     method: str = "auto",
     mesh: tuple[int, int] | None = None,
     dtype: torch.dtype = torch.float64,
+    lazy: bool = False,
     **mask: Any,
 ) -> dict[str, float]:
     """Largest error of out, lse and every gradient of all ranks together, against one device."""
@@ -51,7 +52,10 @@ def compare(
         where = {"mesh": _mesh(mesh)}
     cut = [parallel.shard(t, dim, over, layout, mesh=where.get("mesh")) for t in (*whole, dout)]
     part_dlse = parallel.shard(dlse, -1, over, layout, mesh=where.get("mesh"))
-    own = [t.clone().requires_grad_() for t in (*cut[:3], *of_sink)]
+    own = [t.clone() for t in (*cut[:3], *of_sink)]
+    if lazy:  # like z.conj().imag: memory holds the numbers before a negation
+        *own, cut[3], part_dlse = (torch._neg_view(t.neg()) for t in (*own, cut[3], part_dlse))
+    own = [t.requires_grad_() for t in own]
     out, lse = parallel.context_parallel_attention(
         *own[:3], sink=own[3] if sink else None, layout=layout, method=method, return_lse=True, timeout=60,
         **where, **packed, **mask,

@@ -73,6 +73,9 @@ CASES = {
     "auto": {"ranks": 2, "causal": True},
     "two dimensions": {"ranks": 8, "mesh": (4, 2), "causal": True, "tokens": (67, 67), "sink": True},
     "two dimensions, one key head": {"ranks": 8, "mesh": (2, 4), "window_size": (20, 0), "heads": (4, 1)},
+    "ring lazy": {"ranks": 2, "method": "ring", "lazy": True, "sink": True},
+    "ulysses lazy": {"ranks": 2, "method": "ulysses", "lazy": True},
+    "allgather lazy": {"ranks": 2, "method": "allgather", "lazy": True},
     "two dimensions striped": {"ranks": 8, "mesh": (4, 2), "layout": "striped", "causal": True},
 }  # fmt: skip
 

@@ -23,7 +23,7 @@ from flashtile.api.decode import flash_attn_with_kvcache
 from flashtile.api.probabilities import signed_probabilities
 from flashtile.checks.arguments import check_dense
 from flashtile.checks.conversions import as_int, as_offset_pair, make_options
-from flashtile.dropout import draw_state
+from flashtile.operators.dropout import draw_state
 from flashtile.operators.gradients import attention_backward
 from flashtile.problems.attention import OptionalTensors
 from flashtile.problems.common import MAX_LENGTH

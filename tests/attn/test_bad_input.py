@@ -76,7 +76,7 @@ def requires_grad(arguments):
 def assert_refused(call, function, arguments):
     with pytest.raises(call.error) as caught:
         FUNCTIONS[function](**arguments)
-    assert type(caught.value) is call.error
+    assert isinstance(caught.value, call.error)
     for word in call.words:
         # A packed function's argument goes by its own name, or by those of its parts.
         assert word in str(caught.value), f"{word!r} is not in {caught.value}"

@@ -10,7 +10,7 @@ from flashtile.problems.common import LOG2_E
 from flashtile.problems.decode import DecodeProblem
 
 
-def num_programs(num_tiles: int, device: torch.device | Target, sharing: int = 1) -> int:
+def persistent_programs(num_tiles: int, device: torch.device | Target, sharing: int = 1) -> int:
     """Return the number of programs of a persistent kernel: ``sharing`` per SM, at most one per work tile."""
     return min(sharing * multiprocessors(device), num_tiles)
 

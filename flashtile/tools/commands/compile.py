@@ -90,7 +90,7 @@ def _calls(
     models: list[Path],
     purpose: str,
     presets: list[str],
-    show: Callable[[str, int, int], None],
+    show: Callable[[str, int, int], None] = lambda *counts: None,
 ) -> list[Source]:
     """Return the calls of all files, models and presets; equal calls once. ``show`` shows the progress."""
     from flashtile.tools.workload_calls import (

@@ -51,7 +51,7 @@ from flashtile.backends.hopper.config import (
 )
 from flashtile.backends.hopper.constants import LOG2_E, WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.inline_asm import to_fp32, wait_for_numbers
-from flashtile.backends.hopper.launch import num_programs, score_numbers
+from flashtile.backends.hopper.launch import persistent_programs, score_numbers
 from flashtile.backends.hopper.modifiers.launch import own_sizes
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
@@ -492,7 +492,7 @@ def gradient_launch(
     lse_scale = 1.0 if has_score_mod else problem.softmax_scale * LOG2_E.value
     return CachedLaunch(
         gradient_kernel,
-        num_programs(sizes.num_tiles, q.device),
+        persistent_programs(sizes.num_tiles, q.device),
         (sizes, numbers, lse_scale),
         (variant,),
         None,

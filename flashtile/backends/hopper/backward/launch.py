@@ -36,7 +36,7 @@ from flashtile.backends.hopper.config import (
     WARPGROUP_ROWS,
     tile_widths,
 )
-from flashtile.backends.hopper.launch import num_programs, score_numbers
+from flashtile.backends.hopper.launch import persistent_programs, score_numbers
 from flashtile.backends.hopper.modifiers.bias import SQUARE
 from flashtile.backends.hopper.modifiers.launch import (
     FunctionTensors,
@@ -255,7 +255,7 @@ class HopperBackwardLaunch:
         scheduled = as_scheduled(problem, config.HEAD_SPLITS)
         swizzle = l2_swizzle(scheduled)
         schedule = schedule_of(scheduled, config, k, extras.alibi_slopes, swizzle, extras.bias)
-        programs = num_programs(schedule.num_tiles * config.ROW_SPLITS, q.device)
+        programs = persistent_programs(schedule.num_tiles * config.ROW_SPLITS, q.device)
         if not variant.DETERMINISTIC:
             last = last_heads(scheduled, variant.BLOCK_N, programs, config.ROW_SPLITS)
             schedule = schedule._replace(swizzle=last)

@@ -29,7 +29,7 @@ from flashtile.backends.hopper.backward.wide_dq import DqPointers, dq_kernel
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS, WARPGROUP_ROWS, padded
 from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.forward.config import ForwardVariant
-from flashtile.backends.hopper.launch import num_programs
+from flashtile.backends.hopper.launch import persistent_programs
 from flashtile.backends.hopper.modifiers.launch import FunctionTensors
 from flashtile.backends.hopper.tile_table import TileTable
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
@@ -141,7 +141,7 @@ class WideBackwardLaunch:
         blocks_k = backward.schedule_of(scheduled, config, k, alibi_slopes)
         blocks_q = forward.schedule_of(problem, dq, k, alibi_slopes)
         per_block = config.ROW_SPLITS * dkv.COLUMN_SPLITS
-        programs = num_programs(blocks_k.num_tiles * per_block, q.device)
+        programs = persistent_programs(blocks_k.num_tiles * per_block, q.device)
         last = last_heads(scheduled, dkv.BLOCK_N, programs, per_block)
         blocks_k = blocks_k._replace(swizzle=last)
         compute_dkv = CachedLaunch(
@@ -156,7 +156,7 @@ class WideBackwardLaunch:
         )
         compute_dq = CachedLaunch(
             dq_kernel_of(dkv),
-            num_programs(blocks_q.num_tiles, q.device),
+            persistent_programs(blocks_q.num_tiles, q.device),
             (statistics_shape(problem)[1], blocks_q, numbers),
             (dq,),
             None,

@@ -56,7 +56,7 @@ from flashtile.backends.hopper.forward.schedule import (
     ForwardSchedule,
     tiles_of_head,
 )
-from flashtile.backends.hopper.launch import num_programs, score_numbers
+from flashtile.backends.hopper.launch import persistent_programs, score_numbers
 from flashtile.backends.hopper.modifiers.launch import (
     FunctionTensors,
     is_shared,
@@ -319,7 +319,7 @@ class HopperForwardLaunch:
         schedule = schedule_of(problem, variant, k, extras.alibi_slopes, extras.bias)
         attend = CachedLaunch(
             forward_kernel,
-            num_programs(schedule.num_tiles, q.device, variant.PROGRAMS),
+            persistent_programs(schedule.num_tiles, q.device, variant.PROGRAMS),
             (schedule, numbers_of(problem)),
             (variant,),
             None,

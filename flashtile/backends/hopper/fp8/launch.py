@@ -13,7 +13,7 @@ from flashtile.backends.hopper.forward.launch import ForwardKernels, Outputs, sc
 from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.fp8.config import PRODUCER_WARPS, REGISTERS, Fp8Config, Fp8Variant
 from flashtile.backends.hopper.fp8.kernel import BlockScaleStrides, Fp8ForwardPointers, fp8_forward_kernel
-from flashtile.backends.hopper.launch import num_programs, score_numbers
+from flashtile.backends.hopper.launch import persistent_programs, score_numbers
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem, Scales
 
@@ -60,7 +60,7 @@ class Fp8ForwardLaunch:
         schedule = schedule_of(problem, variant, k)._replace(alibi_stride=None)
         attend = CachedLaunch(
             fp8_forward_kernel,
-            num_programs(schedule.num_tiles, q.device),
+            persistent_programs(schedule.num_tiles, q.device),
             (schedule, Numbers(**score_numbers(problem)), scale_strides(problem, scales)),
             (variant,),
             None,

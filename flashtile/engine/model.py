@@ -453,7 +453,7 @@ class Model:
             step = step._replace(seqused_k=step.cache_seqlens + step.cu_seqlens_q.diff())
         x = F.embedding(step.tokens, self.embedding)
         if self.config.family.unit_norm:
-            # A number on the host is an argument of the kernel. On a GPU it would be a copy, which no graph takes.
+            # A number on the host is an argument of the kernel; on the GPU, it is a copy that no graph takes.
             x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype, device="cpu")
         for layer, k, v in zip(self.layers, k_cache, v_cache, strict=True):
             x = layer(x, step, Cache(k, v, *self.rotary[2 * layer.rope : 2 * layer.rope + 2]))

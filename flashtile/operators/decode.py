@@ -378,9 +378,7 @@ def _launch_both(
         joined = _joined(*launches)
         if joined is not None:
             launches = None, joined
-        if q.shape[1] == options.seqlen_new == 1 and k_cache.element_size() == 2 and not buffers:
-            described = (*options, append_options.rotary_interleaved)
-            STEP.note(given, (*tensors, *angles), described, joined is not None)
+        _note_step(given, appended, append_options, tensors, options, buffers, joined is not None)
         _append_and_decode.store(key, launches, SIGNATURE_BYTES)
     APPEND.check_values(new, appended, append_options)
     attend.check_values(cache, tensors, options)
@@ -396,6 +394,22 @@ def _launch_both(
     return buffers or results
 
 
+def _note_step(
+    given: tuple[Tensor, ...],
+    appended: AppendTensors,
+    append_options: AppendOptions,
+    tensors: CacheTensors,
+    options: DecodeOptions,
+    buffers: Buffers,
+    joined: bool = False,
+) -> None:
+    """Note a call whose attention kernel may also append (:class:`_Step`)."""
+    q, k_cache = given[:2]
+    if q.shape[1] == options.seqlen_new == 1 and k_cache.element_size() == 2 and not buffers:
+        angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens
+        STEP.note(given, (*tensors, *angles), (*options, append_options.rotary_interleaved), joined)
+
+
 def _trace_both(
     given: tuple[Tensor, ...],
     appended: AppendTensors,
@@ -405,6 +419,9 @@ def _trace_both(
     buffers: Buffers,
 ) -> tuple[Tensor, Any]:
     q, k_cache, v_cache, k, v = given
+    if not torch.compiler.is_dynamo_compiling():
+        # The engine lists its kernels by calls of fake tensors. The same calls of real tensors are joined.
+        _note_step(given, appended, append_options, tensors, options, buffers)
     queries = q.detach()
     if appended.rotary_cos is not None:
         rotated = queries.new_empty(q.shape)

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
+from torch._subclasses import FakeTensorMode
 
 import flashtile
 from targets import INTERPRETING
@@ -31,14 +32,16 @@ from flashtile.backends.common.compiled_folder import INDEX, VARIABLE, CompiledF
 from flashtile.backends.common.device import Target
 from flashtile.backends.compat import compiling_driver
 from flashtile.compilation import compiling
-from flashtile.compilation.calls import Call, Signature, read_calls, record_calls, write_calls
+from flashtile.compilation.calls import Call, Signature, calls_of, read_calls, record_calls, write_calls
 from flashtile.compilation.compiling import Compiled, Failure, _end, _wanted, compile_calls, launches
 from flashtile.engine.config import parse_config
+from flashtile.op.operation import remembering
 from flashtile.tools import warmup as warmups
 from flashtile.tools.commands import compile as command
 from flashtile.tools.commands.compile import _calls as calls_of_command
 from flashtile.tools.warmup import warmup
 from flashtile.tools.workload_calls import model_calls
+from needed_kernels import kernels
 
 H200, A100 = Target("H200", (9, 0), 132), Target("A100", (8, 0), 108)
 DEFAULTS = (
@@ -216,6 +219,24 @@ def test_layers_train_with_all_that_their_model_has():
         assert {call["window_left"] for call in causal} == {window, -1}
         assert {call["softcap"] for call in causal} == {softcap}
         assert {"sink" in call for call in causal} == {bool(sinks)}
+
+
+def test_a_step_of_fake_tensors_lists_the_kernel_that_also_appends():
+    """The engine lists the kernels of its warm-up so, for example of models with norms of q and k."""
+
+    def step() -> None:
+        q, k, v = torch.zeros(3, 2, 1, 2, 128, dtype=torch.bfloat16).unbind()
+        k_cache, v_cache = torch.zeros(2, 8, 4, 2, 128, dtype=torch.bfloat16).unbind()
+        table, used = torch.arange(8, dtype=torch.int32).view(2, 4), torch.full((2,), 5, dtype=torch.int32)
+        flashtile.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=used, block_table=table)
+
+    with remembering() as real:
+        step()
+    with remembering() as fake, FakeTensorMode():
+        step()
+    assert "append_and_decode" in [call.operation for call in calls_of(real)]
+    assert kernels(calls_of(real)) <= kernels(calls_of(fake))
+
 
 
 def test_what_is_compiled_for_a_model(tmp_path):

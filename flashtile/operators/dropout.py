@@ -37,7 +37,7 @@ def _draw_for_both_passes(q: Tensor) -> Tensor:
     its own policy: it restores the generator's state.
 
     Raises:
-        NotImplementedError: the budget is 0, so graphs save only their inputs, whatever the policy.
+        NotImplementedError: the budget is 0. Graphs then save only their inputs, against any policy.
     """
     from torch._functorch import config
     from torch.fx.traceback import get_current_meta, preserve_node_meta

@@ -142,7 +142,8 @@ def kept(
     parts = zip(*(t.flatten(0, 1).split(together) for t in (key, pair, four)), strict=True)
     words = [small_philox(own_key, (pair, four)) for own_key, pair, four in parts]
     shape = (len(batch), len(heads), len(pairs), len(fours))
-    numbers = numbers_of(tuple(torch.cat(word).view(shape) for word in zip(*words, strict=True)))
+    first, second = (torch.cat(word).view(shape) for word in zip(*words, strict=True))
+    numbers = numbers_of((first, second))
     own_rows = slice(rows.start % 16, rows.start % 16 + len(rows))
     own_keys = slice(keys.start % 16, keys.start % 16 + len(keys))
     # In place, the comparison stays in int16. That and the conversion are faster than a comparison to bool.

@@ -236,7 +236,7 @@ def test_presets_have_the_calls_of_their_purpose(monkeypatch):
     monkeypatch.setattr("flashtile.tools.workload_calls.documented", lambda heads: [HEADS["128-128-4"]])
     training, serving, everything = (set(calls_of_command([], [], "both", [name])) for name in PRESETS)
     assert {call.operation for call in training} == {"forward", "backward"}
-    assert {call.operation for call in serving} == {"append_kvcache", "decode"}
+    assert {call.operation for call in serving} == {"append_kvcache", "decode", "append_and_decode"}
     assert training | serving < everything
     others = {call.operation for call in everything - training - serving}
     assert others >= {"copy_blocks", "weights", "fp8_attend"}

@@ -8,7 +8,7 @@ The work queue: programs take work tiles one by one from a counter in global mem
 
 This is FlashAttention-3's dynamic persistent scheduler. Programs end at most one work tile's time apart, even
 if the costs of work tiles are unknown. The producer takes a tile for its program and passes the tile's index
-to the other partitions through a :class:`~flashtile.backends.hopper.channels.Channel` of two slots. ``t``
+to the other partitions through a :class:`~flashtile.backends.hopper.pipeline.Channel` of two slots. ``t``
 counts the program's work tiles.
 """
 

@@ -149,6 +149,15 @@ _STEPS = {
 }  # fmt: skip
 """Operations that Triton lacks, or computes differently from torch."""
 
+DISTANCE = "distance"
+"""``distance a b c``: a - b + c as a float. ``a`` and ``b`` are ``q`` and ``kv`` in either order."""
+LOG2 = "approximate_log2"
+"""Logarithm to base 2 of a float without a fraction, with an error of 2 ** -22 of the result.
+
+It is lg2.approx of PTX. From 0.5 to 2 PTX bounds only the absolute error by 2 ** -22, and a factor would
+enlarge it. Numbers with a fraction are therefore left to the exact logarithm.
+"""
+
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
     "ge": ">=", "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>", "fmod": "%",
@@ -160,7 +169,7 @@ _CALLS = {
     "sin": "tl.sin", "cos": "tl.cos", "sigmoid": "tl.sigmoid", "erf": "tl.erf", "floor": "tl.floor",
     "tanh": "tanh", "pow": "power", "floordiv": "floor_div", "mod": "floor_mod", "sign": "sign",
     "quotient": "truncated_div",
-    "approximate_log2": "approximate_log2",
+    LOG2: "approximate_log2",
 }  # fmt: skip
 
 _NARROW = {"int32": "", "int16": ".to(tl.int16)", "int8": ".to(tl.int8)", "uint8": ".to(tl.uint8)"}
@@ -477,16 +486,6 @@ def function_of(source: str) -> Any:
     head, _, body = source.partition("\n")
     name, _, parameters = head.removeprefix("def ").removesuffix("):").partition("(")
     return _function(name.rpartition("_")[0], parameters, body)
-
-
-DISTANCE = "distance"
-"""``distance a b c``: a - b + c as a float. ``a`` and ``b`` are ``q`` and ``kv`` in either order."""
-LOG2 = "approximate_log2"
-"""Logarithm to base 2 of a float without a fraction, with an error of 2 ** -22 of the result.
-
-It is lg2.approx of PTX. From 0.5 to 2 PTX bounds only the absolute error by 2 ** -22, and a factor would
-enlarge it. Numbers with a fraction are therefore left to the exact logarithm.
-"""
 
 EXACT = 2**24
 """float32 holds all ints up to this magnitude."""

@@ -159,7 +159,7 @@ def test_the_work_grows_with_the_lines_of_a_program() -> None:
         distance = builder.emit("maximum", builder.emit("neg", distance), distance)
         score = builder.emit("add", builder.emit("neg", score), score)
     score = builder.emit("add", builder.emit("float", distance), builder.emit("add", score, Name("score")))
-    assert functions.LOG2 in str(lowering.lowered(builder.finish(score), HALF_OF_EXACT))
+    assert functions.LOG2 in str(functions.lowered(builder.finish(score), HALF_OF_EXACT))
 
 
 def mask_text(mask: Any, shared: bool = True) -> str:

@@ -265,9 +265,7 @@ def gather_n_block(
         row = offsets.slice(part * ROWS, ROWS).load(gl.SliceLayout(1, wide))
         inside = (row >= 0)[:, None] & (columns < HEAD_DIM)[None, :]
         addresses = base + gl.multiple_of(row, COPY)[:, None] + columns[None, :]
-        async_copy_to_shared(
-            rows_of_tile.slice(part * ROWS, ROWS, dim=0), addresses, mask=inside
-        )
+        async_copy_to_shared(rows_of_tile.slice(part * ROWS, ROWS, dim=0), addresses, mask=inside)
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()

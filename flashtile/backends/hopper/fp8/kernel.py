@@ -389,9 +389,7 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks, bloc
     first = end - 1
     if C.HAS_RIGHT:
         first = min(max(full_end, begin), end - 1)
-        state, i, block_scales = attend_masked(
-            C, W, C.BLOCK_N, tile, state, i, end, first + 1, block_scales
-        )
+        state, i, block_scales = attend_masked(C, W, C.BLOCK_N, tile, state, i, end, first + 1, block_scales)
 
     # Prologue: S and P of the first block, which may need a mask. The blocks after it do not.
     s, next_scales = block_products(C, W, C.BLOCK_N, tile, i, first)

@@ -487,6 +487,7 @@ def function_of(source: str) -> Any:
     name, _, parameters = head.removeprefix("def ").removesuffix("):").partition("(")
     return _function(name.rpartition("_")[0], parameters, body)
 
+
 EXACT = 2**24
 """float32 holds all ints up to this magnitude."""
 

@@ -588,9 +588,7 @@ class DecodeLaunch:
 
     def with_append(self, append: Any) -> AppendingLaunch | None:
         """Return a launch that also does the work of the launch ``append``; None if the kernel does not."""
-        if not isinstance(append, AppendLaunch) or not appends(
-            self._problem, self._config, append.problem
-        ):
+        if not isinstance(append, AppendLaunch) or not appends(self._problem, self._config, append.problem):
             return None
         return AppendingLaunch(self._problem, self._config, append)
 

@@ -24,7 +24,7 @@ from decode_cases import paged
 from flashtile import dropout, testing
 from flashtile.backends.common import device
 from flashtile.backends.hopper import decode as hopper_decode
-from flashtile.backends.hopper import linear as ring
+from flashtile.backends.hopper.linear import config as ring
 from flashtile.backends.hopper.backward import config as backward_config
 from flashtile.backends.hopper.backward import dq_accum, wide_launch
 from flashtile.backends.hopper.backward.costs import Splits

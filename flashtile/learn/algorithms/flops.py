@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashtile.torch_private import TorchDispatchMode
 
 _aten = torch.ops.aten
 

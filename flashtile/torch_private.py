@@ -149,6 +149,8 @@ negated_view: Callable[[Tensor], Tensor] = torch._neg_view
 """Return a view with the opposite sign. Public functions return such views only of complex tensors."""
 check_in_graph: Callable[..., None] = torch._check
 """Raise an error unless a condition on sizes holds. It becomes part of a graph that is being traced."""
+UNNAMED_MOVES = torch.ops.aten._to_copy, torch.ops.aten._unsafe_view
+"""Operators to which a dispatch mode sees ``Tensor.to`` and products of matrices decompose."""
 
 # Devices.
 

@@ -28,7 +28,7 @@ from flashtile.problems.common import DTYPES
 from flashtile.problems.mask_operations import FLOATS, INTS, WHOLE, promoted, promoted_int, range_of
 from flashtile.problems.mask_program import LOAD, Builder, Name, Operand, Program, soft_cap_of
 from flashtile.problems.mask_ranges import without_identities
-from flashtile.torch_private import comptime, version_of
+from flashtile.torch_private import comptime, run_at_trace_time, version_of
 
 SIGNATURES = {
     "score_mod": ("score", "b", "h", "q", "kv"),
@@ -193,11 +193,9 @@ def _may_be_a_number(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not tensor.requires_grad
 
 
+@run_at_trace_time
 def _name_of(function: Any) -> str:
     return str(function.__name__)
-
-
-_name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)

@@ -30,9 +30,9 @@ NAN, INF = math.nan, math.inf
 @pytest.fixture(autouse=True)
 def of_short_caches_too(monkeypatch):
     if importlib.util.find_spec("triton") is not None:
-        from flashtile.backends.portable.decode import plan
+        from flashtile.backends.portable.decode import launch
 
-        monkeypatch.setattr(plan, "MIN_UNIFIED_N_BLOCKS", 0)
+        monkeypatch.setattr(launch, "MIN_UNIFIED_N_BLOCKS", 0)
 
 
 def dtypes(target):
@@ -157,15 +157,15 @@ def test_what_is_not_finite(bad, where, target):
 
 @pytest.mark.interpreter
 def test_the_kernel_takes_the_short_way_where_it_can(monkeypatch):
-    from flashtile.backends.portable.decode import steps
+    from flashtile.backends.portable.decode import attend
 
     taken = []
 
-    def online(scores, row_max, *others, step=steps.softmax_step):
+    def online(scores, row_max, *others, step=attend.softmax_step):
         taken.append(True)
         return step(scores, row_max, *others)
 
-    monkeypatch.setattr(steps, "softmax_step", online)
+    monkeypatch.setattr(attend, "softmax_step", online)
     for dtype, kind, phi, value, computed_again in (
         (FP16, "usual", 0.0, 1.0, False),
         (FP16, "just too low", 0.0, 1.0, True),
@@ -239,15 +239,15 @@ def test_bad_numbers(phi, error, words):
 def test_short_caches_take_the_online_softmax(monkeypatch):
     """Eight blocks of keys at least: with fewer, the check costs more than is saved."""
     pytest.importorskip("triton")
-    from flashtile.backends.portable.decode import compile_cases, config, plan
+    from flashtile.backends.portable.decode import compile_cases, config, launch
 
     monkeypatch.undo()
     row = config.row("hopper", 2, config.NARROW, 128)
     problem = replace(compile_cases._PAGED, softmax_max=1.0, capacity=8 * row.tile.BLOCK_N)
-    assert plan.softmax_max_kind(problem, row) == "number"
-    assert plan.softmax_max_kind(replace(problem, softmax_max_by_head=True), row) == "head"
-    assert plan.softmax_max_kind(replace(problem, capacity=problem.capacity - 1), row) == "none"
-    assert plan.softmax_max_kind(replace(problem, softmax_max=None), row) == "none"
+    assert launch.softmax_max_kind(problem, row) == "number"
+    assert launch.softmax_max_kind(replace(problem, softmax_max_by_head=True), row) == "head"
+    assert launch.softmax_max_kind(replace(problem, capacity=problem.capacity - 1), row) == "none"
+    assert launch.softmax_max_kind(replace(problem, softmax_max=None), row) == "none"
 
 
 class TestProfile:

@@ -15,10 +15,10 @@ import decode_cases
 import flashtile
 import linear_calls
 from cases import BF16, Case
-from flashtile.backends.hopper import channels
+from flashtile.backends.hopper import pipeline
 from flashtile.backends.hopper.backward import dq_accum, wide_dkv
 from flashtile.backends.hopper.backward import kernel as backward
-from flashtile.backends.hopper.decode import loads
+from flashtile.backends.hopper.decode import kernel
 from flashtile.backends.hopper.forward import kernel as forward
 from flashtile.backends.hopper.fp8 import kernel as fp8_forward
 from flashtile.backends.hopper.linear import kernel as linear
@@ -110,17 +110,17 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
     ("backward", backward.step, "fence_async_shared()", "", r"ds\[\d\], written by .* without fence"),
     (MANY_HEADS_RUN, dq_accum.wait_for, "proxy_fence()", "", SOME_END),
     ("fp8", fp8_forward.transpose_values, "fence_async_shared()", "", r"v_tiles\[\d\], .* without fence"),
-    ("decode", loads.gather_n_block, "fence_async_shared()", "", r"[kv]\.tiles\[\d\], .* without fence"),
+    ("decode", kernel.gather_n_block, "fence_async_shared()", "", r"[kv]\.tiles\[\d\], .* without fence"),
     # Barriers that nobody passes, or too early.
-    ("forward, long", channels.Channel.acquire, "^ 1", "^ 0", r"waits for parity 0 of q\.full\[0\]"),
-    ("forward, long", channels.make_ring, "count=READERS", "count=READERS - 1",
+    ("forward, long", pipeline.Channel.acquire, "^ 1", "^ 0", r"waits for parity 0 of q\.full\[0\]"),
+    ("forward, long", pipeline.make_ring, "count=READERS", "count=READERS - 1",
      "more arrive at|knows of no end"),
     ("forward", forward.load_v, EXPECT_V, EXPECT_V + " // 2", "more bytes have landed"),
     ("forward", forward.load_v, EXPECT_V, EXPECT_V + " * 2",
      r"waits for parity 0 of v\.full\[0\].* 8192 bytes missing"),
     # Addresses.
     ("forward", forward.store_lse, "positions < work.seqlen_q", "positions < 2**20", "of a buffer of 600"),
-    ("decode", loads.is_seen, "position < keys.end", "position < keys.end + 64", "of a buffer of"),
+    ("decode", kernel.is_seen, "position < keys.end", "position < keys.end + 64", "of a buffer of"),
 ]  # fmt: skip
 
 

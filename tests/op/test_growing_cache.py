@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 
 from flashtile import flash_attn_with_kvcache
 from flashtile.backends import compat, portable
-from flashtile.backends.common.cached_launch import CachedLaunch
-from flashtile.backends.portable.decode import config, plan
+from flashtile.backends.common.launch import CachedLaunch
+from flashtile.backends.portable.decode import config, launch
 from flashtile.caches import BoundedCache
 from flashtile.op.operation import CACHE_BYTES
 from flashtile.operators.decode import DECODE
@@ -46,8 +46,8 @@ def kernels(monkeypatch, fresh_launches):
     monkeypatch.setattr(compat, "cuda_device", lambda: None)
     monkeypatch.setattr(compat, "cuda_stream", lambda index: 0)
     monkeypatch.setattr(portable, "reason_of_device", lambda *arguments: None)
-    monkeypatch.setattr(plan, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(plan, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(config, "family", lambda device: "hopper")
     return run
 

@@ -28,9 +28,9 @@ from triton.runtime import build
 
 import flashtile
 from flashtile.backends import compat, libcuda
-from flashtile.backends.common import compiled_folder, direct_launch, first_calls, jit
-from flashtile.backends.common.cached_launch import CachedLaunch
+from flashtile.backends.common import direct_launch, first_calls, jit, kernel_store
 from flashtile.backends.common.device import Target, compiling_for
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.compilation.calls import calls_of
 from flashtile.compilation.compiling import launches
 from flashtile.op.operation import remembering
@@ -181,8 +181,8 @@ def in_folder(folder: Path, launch: CachedLaunch, tensors: tuple) -> tuple[int, 
         launch.compile_ahead(tensors)
     (key,) = named
     compiled = compiled_for_h200(launch, tensors)
-    digests = compiled_folder.write_kernel(folder, key, compiled)
-    compiled_folder.write_index(folder, {key: (H200.arch, digests)})
+    digests = kernel_store.write_kernel(folder, key, compiled)
+    kernel_store.write_index(folder, {key: (H200.arch, digests)})
     launch.kernel.device_caches.clear()
     return libcuda.parameter_sizes(compiled.name, compiled.kernel)
 
@@ -207,7 +207,7 @@ def folder(path: Path) -> None:
     launch = CachedLaunch(of_every_type, 77, scalars, (Variant(),), None, (), Pointers)
     sizes = in_folder(path, launch, tensors)
     fake.fake_parameters(len(sizes), (ctypes.c_uint * len(sizes))(*sizes))
-    compiled_folder.use_compiled(path)
+    kernel_store.use_compiled(path)
     build._build = triton.compile = nothing_is_built
     current = [1]
     like_an_h200(current)

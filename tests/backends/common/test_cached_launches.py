@@ -18,7 +18,7 @@ from triton import knobs
 
 from flashtile.backends import compat
 from flashtile.backends.common import direct_launch
-from flashtile.backends.common.cached_launch import CachedLaunch
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tma import View
 
 GRID = (7, 1, 1)

@@ -35,7 +35,7 @@ from triton.runtime import cache as triton_cache
 from triton.runtime import driver
 
 from flashtile.backends import compat
-from flashtile.backends.common import first_calls, jit, kernel_cache
+from flashtile.backends.common import first_calls, jit, kernel_store
 from flashtile.backends.portable.attention import functions
 from flashtile.caches import BoundedCache
 
@@ -219,18 +219,18 @@ def test_a_triton_of_another_build_has_another_key_file(tmp_path):
     for name in (*names, "tools/disasm.py", "compiler/__pycache__/compiler.pyc"):
         path(name).parent.mkdir(parents=True, exist_ok=True)
         path(name).write_text("as it was")
-    seen = [kernel_cache.fingerprint(tmp_path / "triton")]
+    seen = [kernel_store.fingerprint(tmp_path / "triton")]
     for name in names:
         path(name).write_text("longer than it was")
-        seen.append(kernel_cache.fingerprint(tmp_path / "triton"))
+        seen.append(kernel_store.fingerprint(tmp_path / "triton"))
         os.utime(path(name), ns=(0, 12345))
-        seen.append(kernel_cache.fingerprint(tmp_path / "triton"))
+        seen.append(kernel_store.fingerprint(tmp_path / "triton"))
     path("backends/other.py").touch()
-    seen.append(kernel_cache.fingerprint(tmp_path / "triton"))
+    seen.append(kernel_store.fingerprint(tmp_path / "triton"))
     assert len(set(seen)) == len(seen)
     for name in ("tools/disasm.py", "compiler/__pycache__/compiler.pyc"):
         path(name).write_text("not a file of the compiler")
-    assert kernel_cache.fingerprint(tmp_path / "triton") == seen[-1]
+    assert kernel_store.fingerprint(tmp_path / "triton") == seen[-1]
 
 
 def test_integers_of_a_structure_are_not_specialized_if_it_says_so(monkeypatch):

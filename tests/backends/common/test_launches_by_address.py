@@ -10,11 +10,10 @@ import torch
 pytest.importorskip("triton")
 
 from flashtile.backends import compat
-from flashtile.backends.common.cached_launch import CachedLaunch
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.portable.decode import config
 from flashtile.backends.portable.decode import launch as decode_launch
-from flashtile.backends.portable.decode.append_launch import AppendLaunch
-from flashtile.backends.portable.decode.launch import DecodeLaunch
+from flashtile.backends.portable.decode.launch import AppendLaunch, DecodeLaunch
 from flashtile.problems.decode import (
     FP8,
     AppendOptions,

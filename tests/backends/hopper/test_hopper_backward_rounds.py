@@ -23,18 +23,20 @@ from benchmarks.suite.workloads import select
 from flashtile import masks
 from flashtile.backends.common.compile_report import every_case
 from flashtile.backends.hopper import work_tiles
-from flashtile.backends.hopper.backward import rounds, schedule
+from flashtile.backends.hopper.backward import costs, schedule
 from flashtile.backends.hopper.backward.config import BackwardConfig, alternatives, choose
-from flashtile.backends.hopper.backward.launch import variant_of
-from flashtile.backends.hopper.backward.rounds import (
+from flashtile.backends.hopper.backward.costs import (
     COSTS,
+    MAX_BYTES,
+    as_scheduled,
     busiest,
     launch_of,
     least_busiest,
     microseconds,
+    rows_of_blocks,
     variants,
 )
-from flashtile.backends.hopper.backward.splits import MAX_BYTES, as_scheduled, rows_of_blocks
+from flashtile.backends.hopper.backward.launch import variant_of
 from flashtile.backends.hopper.forward.rounds import ENOUGH_ROUNDS
 from flashtile.problems.attention import Problem
 from flashtile.problems.masks import Mods
@@ -97,7 +99,7 @@ def ends_by_the_kernel(problem: Problem, config: BackwardConfig) -> float:
         alibi_stride=0, swizzle=launch.last, group=scheduled.group_size, head_splits=config.HEAD_SPLITS,
         row_shift=config.ROW_SPLITS.bit_length() - 1,
     )  # fmt: skip
-    costs, convert = launch.costs, rounds.SIGNAL + rounds.CHUNK * launch.chunks
+    own, convert = launch.costs, costs.SIGNAL + costs.CHUNK * launch.chunks
     busy, ends = [0.0] * launch.programs, [0.0] * launch.heads
     for tile_index in range(functions["count_tiles"](C, None, numbers)):
         head, _ = functions["head_and_block"](
@@ -107,9 +109,9 @@ def ends_by_the_kernel(problem: Problem, config: BackwardConfig) -> float:
         cut, steps, *_ = functions["step_order"](*functions["own_row_blocks"](C, tile_index, work, numbers))
         before = head - launch.resident
         zeroed = ends[before] + convert if before >= 0 else 0.0
-        end = max(busy[0], zeroed - costs.step) + costs.tile
+        end = max(busy[0], zeroed - own.step) + own.tile
         end += scheduled.group_size * (
-            costs.step * steps + (costs.cut * cut if C.HAS_LEFT or C.HAS_RIGHT else 0.0)
+            own.step * steps + (own.cut * cut if C.HAS_LEFT or C.HAS_RIGHT else 0.0)
         )
         heapq.heapreplace(busy, end)
         ends[head] = max(ends[head], end)
@@ -268,9 +270,9 @@ def test_the_choice_is_nearly_the_fastest_of_the_sweep() -> None:
         chosen, first = choose(problem), alternatives(problem)[0]
         times = {config: microseconds(problem, config) for config in variants(problem, alternatives(problem))}
         assert chosen in times
-        assert times[chosen] <= min(times.values()) / rounds.WORTHWHILE
+        assert times[chosen] <= min(times.values()) / costs.WORTHWHILE
         assert chosen == first or times[chosen] <= times[first]
-        accum = rounds.accum_bytes(problem, launch_of(problem, chosen))
+        accum = costs.accum_bytes(problem, launch_of(problem, chosen))
         assert not chosen.ALL_RESIDENT or accum <= MAX_BYTES
         changed += chosen != first
     assert changed > 100
@@ -321,7 +323,7 @@ def test_costs_exist_for_every_configuration() -> None:
 
 def test_few_estimates_are_kept() -> None:
     """Those of a long sequence are large."""
-    for kept in (busiest, launch_of, rounds.totals, rows_of_blocks):
+    for kept in (busiest, launch_of, costs.totals, rows_of_blocks):
         assert (kept.cache_info().maxsize or math.inf) <= 64
 
 

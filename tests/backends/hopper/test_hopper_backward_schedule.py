@@ -32,8 +32,8 @@ from flashtile.backends.hopper.backward.config import (
     smem_bytes,
     wide_smem_bytes,
 )
+from flashtile.backends.hopper.backward.costs import l2_swizzle, last_heads, resident_heads
 from flashtile.backends.hopper.backward.launch import variant_of
-from flashtile.backends.hopper.backward.rounds import l2_swizzle, last_heads, resident_heads
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.config import tile_widths
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH

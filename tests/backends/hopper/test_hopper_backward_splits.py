@@ -14,9 +14,9 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton
 import flashtile
 from flashtile import testing
 from flashtile.backends.common.device import Target
-from flashtile.backends.hopper.backward import splits as splitting
+from flashtile.backends.hopper.backward import costs as splitting
 from flashtile.backends.hopper.backward.config import choose
-from flashtile.backends.hopper.backward.splits import Splits
+from flashtile.backends.hopper.backward.costs import Splits
 from flashtile.backends.hopper.backward.sum_parts import SumParts
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.io_model import find_card

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
-from flashtile.backends.hopper import columns
+from flashtile.backends.hopper import layouts
 from flashtile.backends.hopper.backward.wide_launch import gradient_columns
 from flashtile.backends.hopper.config import padded
 from kernels_as_python import functions_of
@@ -36,7 +36,7 @@ def test_accumulators_have_the_columns_that_there_are(head_dim: int) -> None:
     gl = SimpleNamespace(
         constexpr=int, float32=None, NVMMADistributedLayout=lambda *_: None, full=lambda shape, *_: shape
     )
-    widths = [shape[1] for shape in functions_of(columns, gl=gl)["zero_sums"](head_dim)]
+    widths = [shape[1] for shape in functions_of(layouts, gl=gl)["zero_sums"](head_dim)]
     assert sum(widths) == -(-head_dim // 64) * 64
     assert all(width % gradient_columns(head_dim) == 0 for width in widths)
 
@@ -52,7 +52,7 @@ def test_product_of_rows(head_dim: int, use_acc: bool) -> None:
         return a.values @ b.values + (acc if use_acc else 0)
 
     functions: dict[str, Any] = functions_of(
-        columns, gl=SimpleNamespace(constexpr=int), warpgroup_mma=warpgroup_mma
+        layouts, gl=SimpleNamespace(constexpr=int), warpgroup_mma=warpgroup_mma
     )
     a, b = (torch.randn(8, padded(head_dim), dtype=torch.float64) for _ in range(2))
     used = -(-head_dim // 16) * 16

@@ -31,8 +31,7 @@ from flashtile.backends.hopper.decode.work import (
 )
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.combine import CombinePointers, CombineVariant
-from flashtile.backends.portable.decode.results import Splits
-from flashtile.backends.portable.decode.schedule import DecodeLengths
+from flashtile.backends.portable.decode.schedule import DecodeLengths, Splits
 
 pytestmark = pytest.mark.interpreter
 

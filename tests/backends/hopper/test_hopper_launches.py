@@ -17,7 +17,7 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
 from flashtile.backends import hopper
-from flashtile.backends.common.cached_launch import CachedLaunch
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.hopper import fp8 as hopper_fp8
 from flashtile.problems.attention import EXTRAS_OF_ALL, OptionalTensors, Problem
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem, Scales

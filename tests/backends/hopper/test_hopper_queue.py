@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
-from flashtile.backends.hopper import channels, work_queue
+from flashtile.backends.hopper import pipeline
 from kernels_as_python import functions_of
 
 PATIENCE = 20.0
@@ -69,7 +69,7 @@ GL = SimpleNamespace(
     max=lambda x, axis: x,
     int32=None,
 )
-FUNCTIONS = functions_of(channels, work_queue, gl=GL, mbarrier=MBARRIER)
+FUNCTIONS = functions_of(pipeline, pipeline, gl=GL, mbarrier=MBARRIER)
 
 
 def make_queue(readers: int) -> SimpleNamespace:
@@ -81,7 +81,7 @@ def make_queue(readers: int) -> SimpleNamespace:
         STAGES=slots,
     )
     for name in ("acquire", "wait", "release"):
-        plain = getattr(channels.Channel, name).fn
+        plain = getattr(pipeline.Channel, name).fn
         function = type(make_queue)(plain.__code__, FUNCTIONS, name, plain.__defaults__)
         setattr(queue, name, MethodType(function, queue))
     return queue

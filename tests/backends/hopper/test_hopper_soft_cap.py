@@ -12,7 +12,7 @@ from cases import BF16, FP16
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.forward.config import choose
 from flashtile.backends.hopper.forward.launch import variant_of
-from flashtile.backends.hopper.soft_cap import EXPONENTIAL
+from flashtile.backends.hopper.modifiers import EXPONENTIAL
 
 INSTRUCTIONS = {
     "mul": torch.mul,

@@ -15,8 +15,8 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
 from flashtile import masks
+from flashtile.backends.hopper import modifiers
 from flashtile.backends.hopper.compile_cases import PLAIN
-from flashtile.backends.hopper.modifiers import block_lists
 from flashtile.backends.hopper.refusals import reason_against_mods, reason_against_mods_backward
 from flashtile.problems.attention import Problem
 from flashtile.problems.masks import Mods
@@ -50,7 +50,7 @@ GL = SimpleNamespace(
     maximum=max,
     BlockedLayout=lambda *parts: None,
 )
-AS_PYTHON = functions_of(block_lists, gl=GL)
+AS_PYTHON = functions_of(modifiers, gl=GL)
 
 
 def visited(plan: Any, variant: Any) -> list[tuple[int, bool]]:

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import flashtile
 from cases import FP16, FP32
 from decode_cases import DecodeCase, build, case
-from flashtile.backends.portable.decode import append, append_launch, attend, plan
+from flashtile.backends.portable.decode import append, attend, launch
 from flashtile.caches import BoundedCache
 from flashtile.op.operation import CACHE_BYTES
 from flashtile.operators import decode as operators
@@ -44,7 +44,7 @@ LEFT = (
 @pytest.fixture
 def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let attention kernels append as they do on a GPU for which this was timed."""
-    monkeypatch.setattr(plan, "family", lambda device: "hopper")
+    monkeypatch.setattr(launch, "family", lambda device: "hopper")
     monkeypatch.setattr(operators, "_append_and_decode", BoundedCache(CACHE_BYTES))
 
 
@@ -67,7 +67,7 @@ def test_the_attention_kernel_appends(given: DecodeCase, request: pytest.Fixture
     request.getfixturevalue("as_on_hopper")
     monkeypatch = request.getfixturevalue("monkeypatch")
     if given in SERVED:
-        monkeypatch.setattr(append_launch, "append_kernel", None)
+        monkeypatch.setattr(launch, "append_kernel", None)
     torch.testing.assert_close(step(given, FP16), expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -97,14 +97,14 @@ def test_a_program_loads_everything_before_it_stores_the_new_token(
 def test_float32_is_appended_before(as_on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products in float32 were not timed with an append, so another kernel appends."""
     launched: list[Any] = []
-    monkeypatch.setattr(append_launch.AppendLaunch, "__call__", lambda *given: launched.append(given))
+    monkeypatch.setattr(launch.AppendLaunch, "__call__", lambda *given: launched.append(given))
     step(SERVED[0], FP32)
     assert len(launched) == 1
 
 
 def test_invalid_pages_and_lengths(as_on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written outside of the cache, and the results of such sequences are NaN."""
-    monkeypatch.setattr(append_launch, "append_kernel", None)
+    monkeypatch.setattr(launch, "append_kernel", None)
     tensors, arguments = build(case("plain", new=1, page_size=4), FP16, "cpu")
     for operation in (operators.APPEND, operators.DECODE):  # on a GPU, values are not checked
         monkeypatch.setattr(operation, "check_values", lambda *_: None)

@@ -14,7 +14,7 @@ from flashtile.backends.portable.decode import (
     prepare_combine,
     prepare_decode,
 )
-from flashtile.backends.portable.decode.plan import has_pairs
+from flashtile.backends.portable.decode.launch import has_pairs
 from flashtile.op.operation import signatures
 from flashtile.problems.decode import (
     FP8,

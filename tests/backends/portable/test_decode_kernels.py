@@ -16,8 +16,8 @@ import triton.language as tl
 import flashtile
 from cases import FP16, FP32
 from decode_cases import CASES, build
-from flashtile.backends.common.e4m3 import decode_bits, encode_bits
-from flashtile.backends.portable.decode import config, plan, prepare_combine, prepare_copy_blocks
+from flashtile.backends.common.tiles import decode_bits, encode_bits
+from flashtile.backends.portable.decode import config, launch, prepare_combine, prepare_copy_blocks
 from flashtile.backends.portable.decode.schedule import DecodeLengths, Layout, stream_k_start
 from flashtile.backends.portable.decode.schedule import share_of as share_of_kernel
 from flashtile.backends.portable.decode.schedule import share_start as share_start_kernel
@@ -52,7 +52,7 @@ def test_float16(name):
 @pytest.mark.parametrize("name", WHOLE)
 def test_short_work_tiles_are_left_whole(name, monkeypatch):
     """No kernel combines anything, and what nobody asks for is not written."""
-    monkeypatch.setattr(plan, "combine_tile", None)
+    monkeypatch.setattr(launch, "combine_tile", None)
     tensors, arguments = build(BY_NAME[name], FP16, "cpu")
     testing.check(*tensors, backend="portable", **arguments)
     (q, *caches, _, _), arguments = tensors, arguments | {"backend": "portable"}

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.runtime.interpreter import interpreter_builder
 
 import flashtile
-from flashtile.backends.portable.decode import attend, cache, plan, steps
+from flashtile.backends.portable.decode import attend, launch
 
 pytestmark = pytest.mark.interpreter
 
@@ -31,7 +31,7 @@ def events(monkeypatch):
         rows = (base + offsets).handle.data[seen.handle.data].tolist()
         seen_so_far.append((interpreter_builder.grid_idx[0], what, rows))
 
-    load_rows, attend_n_blocks = steps.load_rows, attend.attend_n_blocks
+    load_rows, attend_n_blocks = attend.load_rows, attend.attend_n_blocks
 
     def noted_load(base, offsets, seen, *widths):
         note("load", base, offsets, seen)
@@ -41,15 +41,15 @@ def events(monkeypatch):
         seen_so_far.append((interpreter_builder.grid_idx[0], "work tile", []))
         return attend_n_blocks(*arguments, **named)
 
-    monkeypatch.setattr(steps, "load_rows", noted_load)
-    monkeypatch.setattr(cache, "prefetch_rows", lambda base, at, seen, *_: note("ask", base, at, seen))
-    monkeypatch.setattr(cache, "not_hoisted", lambda number: number)
+    monkeypatch.setattr(attend, "load_rows", noted_load)
+    monkeypatch.setattr(attend, "prefetch_rows", lambda base, at, seen, *_: note("ask", base, at, seen))
+    monkeypatch.setattr(attend, "not_hoisted", lambda number: number)
     monkeypatch.setattr(attend, "attend_n_blocks", noted_work_tile)
     for name in ("gdc_wait", "gdc_launch_dependents"):
         monkeypatch.setattr(tl.extra.cuda, name, lambda name=name: seen_so_far.append(
             (interpreter_builder.grid_idx[0], name, [])
         ))  # fmt: skip
-    monkeypatch.setattr(plan, "has_dependent_launch", lambda device: True)
+    monkeypatch.setattr(launch, "has_dependent_launch", lambda device: True)
     return seen_so_far
 
 

@@ -55,7 +55,7 @@ def test_what_a_shift_can_do_stays_in_the_text() -> None:
 
 def test_a_compiled_kernel_gets_addresses_in_its_structures():
     """Triton asks the driver about each tensor that it finds there."""
-    from flashtile.backends.portable.attention.function_pointers import FunctionPointers, captured_of
+    from flashtile.backends.portable.attention.functions import FunctionPointers, captured_of
     from flashtile.backends.portable.compile_cases import WITH_MODS
     from flashtile.operators.functions import ModifiedExtras
 

@@ -21,7 +21,6 @@ from flashtile.problems.mask_ranges import positions_of
 from flashtile.problems.masks import Mods
 
 functions = pytest.importorskip("flashtile.backends.portable.attention.functions")
-lowering = functions.lowering
 
 TINY = torch.finfo(torch.float32).tiny
 HALF_OF_EXACT = positions_of(1, 1)
@@ -42,8 +41,8 @@ def _approximate_log2(x: Tensor) -> Tensor:
 def operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operations of lowered programs in torch."""
     distance = Operation(lambda a, b, c: (a - b + c).to(torch.float32), lambda *kinds: "float")
-    monkeypatch.setitem(OPERATIONS, lowering.DISTANCE, distance)
-    monkeypatch.setitem(OPERATIONS, lowering.LOG2, Operation(_approximate_log2, lambda kind: "float"))
+    monkeypatch.setitem(OPERATIONS, functions.DISTANCE, distance)
+    monkeypatch.setitem(OPERATIONS, functions.LOG2, Operation(_approximate_log2, lambda kind: "float"))
 
 
 def results(program: Any, score: Tensor, tensors: list[Tensor]) -> list[Tensor]:
@@ -108,7 +107,7 @@ def both(function: Callable[..., Any]) -> tuple[list[Tensor], list[Tensor]]:
     trace = traced("score_mod", function)
     program, _ = derivatives(trace.program)
     tensors = list(trace.tensors)
-    new = lowering.lowered(program, HALF_OF_EXACT)
+    new = functions.lowered(program, HALF_OF_EXACT)
     return results(program, scores(), tensors), results(new, scores(), tensors)
 
 
@@ -121,7 +120,7 @@ def test_values_and_derivatives_are_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("name", APPROXIMATE)
 def test_logarithms_in_arithmetic_are_approximate(name: str) -> None:
-    assert lowering.LOG2 in lines_of(APPROXIMATE[name])
+    assert functions.LOG2 in lines_of(APPROXIMATE[name])
     expected, found = both(APPROXIMATE[name])
     for one, other in zip(expected, found, strict=True):
         # Logarithms up to 8 have an error of 2 ** -19; sums of up to 128 are rounded to 2 ** -18, twice.
@@ -129,7 +128,7 @@ def test_logarithms_in_arithmetic_are_approximate(name: str) -> None:
 
 
 def lines_of(function: Callable[..., Any], positions: int = HALF_OF_EXACT) -> list[str]:
-    program = lowering.lowered(traced("score_mod", function).program, positions)
+    program = functions.lowered(traced("score_mod", function).program, positions)
     return [line.operation for line in program.lines]
 
 
@@ -148,7 +147,7 @@ def test_a_distance_is_a_float_where_floats_are_exact() -> None:
 
 
 def test_a_logarithm_of_a_distance_takes_few_operations() -> None:
-    assert lines_of(APPROXIMATE["distance"]) == ["distance", "abs", "add", lowering.LOG2, "mul", "sub"]
+    assert lines_of(APPROXIMATE["distance"]) == ["distance", "abs", "add", functions.LOG2, "mul", "sub"]
 
 
 def test_the_work_grows_with_the_lines_of_a_program() -> None:
@@ -160,7 +159,7 @@ def test_the_work_grows_with_the_lines_of_a_program() -> None:
         distance = builder.emit("maximum", builder.emit("neg", distance), distance)
         score = builder.emit("add", builder.emit("neg", score), score)
     score = builder.emit("add", builder.emit("float", distance), builder.emit("add", score, Name("score")))
-    assert lowering.LOG2 in str(lowering.lowered(builder.finish(score), HALF_OF_EXACT))
+    assert functions.LOG2 in str(functions.lowered(builder.finish(score), HALF_OF_EXACT))
 
 
 def mask_text(mask: Any, shared: bool = True) -> str:

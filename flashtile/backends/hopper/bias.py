@@ -10,10 +10,10 @@ score, dS is the bias's gradient, and TMA stores it from there.
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.compat import async_load, async_store, gluon, reinterpret
-from flashtile.backends.hopper.constants import LOG2_E, WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.inline_asm import to_fp32, wait_for_loads
+from flashtile.backends.hopper.layouts import LOG2_E, WARPGROUP_ROWS, accumulator_layout
+from flashtile.backends.hopper.pipeline import make_channel, make_ring
 
 SQUARE = gl.constexpr(64)
 """Number of rows and of columns of a tile in the backward; a row takes 128 bytes."""

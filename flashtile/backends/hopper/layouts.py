@@ -1,5 +1,8 @@
-"""Work on part of a tile's columns: stores of a few columns at a time through a small tile of shared memory,
-and products that skip columns of zeros."""
+"""Constants that host and kernels share, as constexpr, and the register layouts of a warpgroup's products.
+
+Work on part of a tile's columns: stores of a few columns at a time through a small tile of shared memory,
+and products that skip columns of zeros.
+"""
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -8,8 +11,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashtile.backends.common import launch
+from flashtile.backends.hopper import config
 from flashtile.backends.hopper.compat import gluon
-from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout, left_operand_layout
+from flashtile.problems import common
+
+WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
+RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
+LOG2_E = gl.constexpr(common.LOG2_E)
+LN_2 = gl.constexpr(1 / common.LOG2_E)
+
+
+@gluon.constexpr_function
+def accumulator_layout(columns, k=16):
+    """Return the layout of an accumulator [64, columns]; ``k`` is the K of one wgmma instruction."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, k])
+
+
+@gluon.constexpr_function
+def left_operand_layout(accumulator, k_width=2):
+    """Return the layout of wgmma's left operand in registers; ``k_width`` of its columns share a register."""
+    return gl.DotOperandLayout(operand_index=0, parent=accumulator, k_width=k_width)
+
 
 STEP = gl.constexpr(16)
 """Columns of 16-bit operands that one wgmma instruction multiplies (its K)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 
@@ -44,5 +45,5 @@ def walk(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[[Callabl
 
 def _short(value: Any, number: int) -> str:
     """A text that names the value, or the number of its row."""
-    text = getattr(value, "__name__", None) or repr(value)
+    text = getattr(value, "__name__", None) or (value.name if isinstance(value, Path) else repr(value))
     return text if len(text) <= 60 and "\n" not in text else f"row {number}"

@@ -163,9 +163,23 @@ cuda_stream: Callable[[int], int] = getattr(
 
 Builds of torch for the CPU have neither of these two.
 """
-
+cpu_flash_forward: Callable[..., tuple[Tensor, Tensor]] = torch._scaled_dot_product_flash_attention_for_cpu
+"""torch's attention kernel for the CPU. The public function returns no lse."""
+cpu_flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 cuda_sleep: Callable[[int], None] = torch.cuda._sleep
 """Keep the current stream busy for a number of cycles."""
+
+
+def has_fast_products(dtype: torch.dtype) -> bool:
+    """Whether this build of torch has fast matrix products in a 16-bit dtype on this processor.
+
+    ``torch.cpu.get_capabilities`` knows the processor, but not the build. Builds without oneDNN have no such
+    functions.
+    """
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
 
 # Registries, which have no public way to take something out.
 

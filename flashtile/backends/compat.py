@@ -37,14 +37,18 @@ def is_compilable(kernel: Any) -> bool:
 
 def source_type(kernel: Any) -> type:
     """Return Triton's type of the source of a ``@triton.jit`` or Gluon kernel."""
-    return gluon_runtime().GluonASTSource if kernel.is_gluon() else ASTSource
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    return ASTSource
 
 
-def gluon_runtime() -> Any:
-    """Return the module with the types of Gluon's functions, and of their sources."""
-    from triton.experimental.gluon import _runtime
+def gluon_function_type() -> Any:
+    """Return the type of functions that Gluon's ``jit`` makes."""
+    from triton.experimental.gluon._runtime import GluonJITFunction
 
-    return _runtime
+    return GluonJITFunction
 
 
 def gluon_builtin() -> Callable[[Any], Any]:

@@ -104,7 +104,7 @@ def kernel(**options: Any) -> Callable[[Callable], Any]:
 def gluon_kernel(**options: Any) -> Callable[[Callable], Any]:
     """Return a decorator like :func:`kernel`, for Gluon."""
 
-    class KeptGluonFunction(_Kept, Deferred, compat.gluon_runtime().GluonJITFunction):  # type: ignore[misc]
+    class KeptGluonFunction(_Kept, Deferred, compat.gluon_function_type()):  # type: ignore[misc]
         """A Gluon function that is compiled when it is launched."""
 
     return lambda function: KeptGluonFunction(function, **options)

@@ -11,10 +11,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from flashtile.backends.common.deferred import Decorators, Deferred, source_text
-from flashtile.backends.compat import gluon_aggregate, gluon_builtin, gluon_runtime, tma_addition
+from flashtile.backends.compat import gluon_aggregate, gluon_builtin, gluon_function_type, tma_addition
 
 
-class GluonFunction(Deferred, gluon_runtime().GluonJITFunction):  # type: ignore[misc]
+class GluonFunction(Deferred, gluon_function_type()):  # type: ignore[misc]
     """A ``@gluon.jit`` function that reads its source when it is needed."""
 
 

@@ -67,18 +67,14 @@ def find(src: Any, target: Any, options: dict | None) -> Any:
 
 def key_in_folders(src: Any, target: Any, options: dict | None) -> str:
     """Return the key of a kernel (:func:`key_of`) with options that are not parsed."""
-    from triton.compiler.compiler import make_backend
-
-    parsed, variables = _parsed(src, make_backend(target), options)
+    parsed, variables = _parsed(src, compat.compiler_of(target), options)
     return key_of(src, target, parsed, variables)
 
 
 def _parsed(src: Any, backend: Any, options: dict | None) -> tuple[Any, list[tuple[str, str]]]:
     """Return the compiler's parsed options, and the environment variables that change what it compiles."""
-    from triton._C.libtriton import get_cache_invalidating_env_vars
-
     parsed = backend.parse_options(dict(options or {}, **src.parse_options()))
-    return parsed, sorted(get_cache_invalidating_env_vars().items())
+    return parsed, compat.compiler_variables()
 
 
 def load_or_compile_alone(src: Any, target: Any, options: dict | None, **more: Any) -> Any:
@@ -139,19 +135,16 @@ def _compiler_files(installation: Path) -> Iterator[Path]:
 def _load(src: Any, target: Any, options: dict | None, key_file: Path) -> Any:
     """Return the compiled kernel from Triton's disk cache, or None if there is no readable entry for it."""
     try:
-        from triton.compiler.compiler import CompiledKernel, make_backend
-        from triton.runtime.cache import get_cache_manager
-
         triton_key = _read_key(key_file)
         if triton_key is None:
             return None
-        backend = make_backend(target)
+        backend = compat.compiler_of(target)
         parsed, variables = _parsed(src, backend, options)
         key = f"{triton_key}-{src.hash()}-{backend.hash()}-{parsed.hash()}-{variables}"
         name = hashlib.sha256(key.encode()).hexdigest()
         metadata = f"{src.name[:150]}.json"
-        group = get_cache_manager(name).get_group(metadata) or {}
-        return CompiledKernel(src, group, name) if metadata in group else None
+        files = compat.files_in_cache(name, metadata)
+        return compat.compiled_from(src, files, name) if metadata in files else None
     except Exception:  # the caller falls back to triton.compile, which reports a lasting error
         return None
 
@@ -169,17 +162,18 @@ def _keep_key(key_file: Path) -> None:
     Several processes may do this at the same time.
     """
     try:
-        from triton.runtime.cache import triton_key
-
+        compute = compat.digest_function()
+        if compute is None:
+            return
         with _computing:  # Triton keeps the key, but two threads would both compute it
             stored = _read_key(key_file)
             if stored is not None:
-                compat.tell_key(lambda: stored)
+                compat.tell_digest(lambda: stored)
                 return
-            key = triton_key()
+            key = compute()
         key_file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(key_file, f"{_digest(key)} {key}")
-    except (ImportError, OSError):  # this Triton has no such function, or the cache cannot be written
+    except OSError:  # the cache cannot be written
         return
 
 
@@ -265,8 +259,6 @@ class CompiledFolder:
         digests = self.files.get(key)
         if digests is None:
             return None
-        from triton.compiler.compiler import CompiledKernel
-
         try:
             import lzma  # some builds of Python lack it
 
@@ -275,7 +267,7 @@ class CompiledFolder:
                 group = {"kernel.json": metadata, "kernel.cubin": lzma.decompress(binary)}
                 for name, content in group.items():
                     Path(place, name).write_bytes(content)
-                return CompiledKernel(src, {name: str(Path(place, name)) for name in group}, key)
+                return compat.compiled_from(src, {name: str(Path(place, name)) for name in group}, key)
         except (ImportError, *_DAMAGED) as error:
             logger.warning("%s: %s is compiled again: %s", self.path, src.name, error)
             return None

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.device import Target
@@ -54,6 +53,7 @@ from flashtile.backends.portable.fp8 import is_native
 from flashtile.backends.portable.linear.config import DEFAULTS, MAX_FLAT_ROWS
 from flashtile.hardware.linear_table import FLAT
 from flashtile.problems import linear as problem
+from flashtile.torch_private import FakeTensor
 
 SCALE_BLOCK = tl.constexpr(problem.SCALE_BLOCK)
 LINE = tl.constexpr(128)

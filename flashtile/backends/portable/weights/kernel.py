@@ -6,7 +6,7 @@ from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.tiles import LOG2_E, load_tile, row_of_head
 from flashtile.backends.portable.attention.arguments import AttentionCall, attention_pointers
-from flashtile.backends.portable.attention.program import (
+from flashtile.backends.portable.attention.steps import (
     block_at,
     find_sequence,
     keys_of,
@@ -17,7 +17,7 @@ from flashtile.backends.portable.attention.program import (
     walk,
     walked_block,
 )
-from flashtile.backends.portable.attention.scores import modify_scores, score_indices, visible_scores
+from flashtile.backends.portable.attention.steps import modify_scores, score_indices, visible_scores
 from flashtile.backends.portable.tiles import row_block
 
 

@@ -41,6 +41,7 @@ from flashtile.backends.portable.decode.launch import (
 )
 from flashtile.backends.portable.decode.schedule import DecodeLengths, Splits
 from flashtile.backends.portable.exchange import exchange_kernel, exchange_variant
+from flashtile.problems.common import UNLIMITED
 from flashtile.problems.decode import (
     FP8,
     AppendOptions,
@@ -179,9 +180,13 @@ def _attention_case(
         cache = torch.uint16
     elif cache == FP8 and not native:
         cache = torch.uint8
-    compiled_for = launch.decode_variant(
-        problem, chosen, native_e4m3=native, pairs=pairs, pdl=capability >= 90, wide=False, aligned=True
-    )
+    left, right = launch.effective_window(problem)
+    plan = launch.Plan(
+        cache, left != UNLIMITED, right != UNLIMITED, True, False, False, launch.is_stream_k(problem, chosen),
+        0, launch.softmax_max_kind(problem, chosen), 0,
+    )  # fmt: skip
+    with compiling_for(divmod(capability, 10)):
+        compiled_for = launch.decode_variant(problem, chosen, plan)
     elements = _TYPES[problem.dtype]
     pointers = types_of(
         DecodePointers,

@@ -3,7 +3,14 @@
 Query rows are packed: row ``r`` of a sequence is token ``r // group_size``, query head ``r % group_size``
 of its group. So all query heads of a key/value head form one tile. BLOCK_M rows of a sequence are an
 *m_block*, BLOCK_N keys an *n_block*. m_blocks are numbered consecutively through the batch. A *work tile* is
-an m_block and a key/value head.
+an m_block and a key/value head::
+
+    m_block        0      1           2         of sequences with 2, 3 and 1 n_blocks, 4 heads in teams of 2
+    heads 0, 1     a a    c c c       e
+    heads 2, 3     b b    d d d       f         a..f: the n_blocks of a group of heads in one m_block
+
+    list           a a b b c c c d d d e f      12 n_blocks of 2 heads each, for 3 teams of 2 programs
+    team           0 0 0 0 1 1 1 1 2 2 2 2      a partial result of d from team 1, and one from team 2
 
 If STREAM_K, programs work in *teams* of HEADS_PER_TEAM, one program per head of a group of adjacent heads.
 Keys of these heads are adjacent in memory and are read at about the same time. The n_blocks of all work tiles
@@ -20,7 +27,9 @@ Lengths are read from device memory by every program: no host synchronisation, a
 serves growing sequences. They are int32 tensors in ``pointers``, None where a call does not use one:
 ``cache_seqlens``, ``cache_leftpad``, ``cu_seqlens_q`` and ``cu_seqlens_k_new``.
 
-Normalisation and stores of results, for the attention kernel and the combining kernel.
+The attention kernel and the combining kernel both find their work here, and store their results here: the
+functions from :func:`with_prior` on normalise rows, and add what the caller has computed over other keys and
+the sink.
 """
 
 from dataclasses import dataclass
@@ -253,6 +262,15 @@ def share_of(position, teams, total):
     else:
         team = more + (position - more * (each + 1)) // max(each, 1)
     return team
+
+
+@triton.jit
+def split_size(n_blocks, splits):
+    """Return the n_blocks per split of a work tile with ``n_blocks``, in a grid without stream-K."""
+    each = splits.split_n_blocks
+    if splits.split_n_blocks == 0:
+        each = max((n_blocks + splits.num_splits - 1) // splits.num_splits, 1)
+    return each
 
 
 @triton.jit

@@ -1,7 +1,5 @@
-"""Launcher of the FP8 attention kernel.
-
-Launcher of the quantisation kernel.
-"""
+"""Launches of the two FP8 kernels, each for tensors of one signature: attention over e4m3, and
+quantisation."""
 
 from __future__ import annotations
 

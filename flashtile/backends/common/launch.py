@@ -1,9 +1,12 @@
-"""Configuration of a kernel, and helpers for launches that all backends with kernels share.
+"""Launches of kernels, for all backends that have kernels.
 
-Launches that keep their compiled kernel.
+A :class:`CachedLaunch` is one kernel with its grid, scalars and constants, for tensors of one signature. Its
+first call compiles the kernel; later calls pass pointers. Triton's own launch path binds and specialises
+every argument at every call, which takes 17 us. A cached launch took 7 us in the same measurement, and has
+become faster since.
 
-Triton's own launch path binds and specialises every argument at every call, which takes 17 us. A cached
-launch took 7 us in the same measurement, and has become faster since.
+Before it stand a kernel's configuration (:class:`KernelConfig`), and what the launches derive from tensors
+and problems: strides, alignment, widths of tiles, allocation.
 """
 
 from __future__ import annotations

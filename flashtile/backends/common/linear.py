@@ -4,10 +4,12 @@ A *place* is an output column, or a pair of output columns. The plain epilogue h
 row of W. SwiGLU has two sums per place, because gate and up give one output. Rotary embedding also has two
 sums per place, because it rotates a pair of columns. The program then computes both and ``HALVES`` is 2.
 
-The functions of this module create no tensors. Gluon kernels, whose tensors have layouts, can therefore call
-them as Triton kernels do.
+The order is that of the device functions: scale, factor of the norm, bias (:func:`scaled`); then the
+residual, or SwiGLU, or rotary embedding and the cache; one rounding; the store. They create no tensors. Gluon
+kernels, whose tensors have layouts, can therefore call them as Triton kernels do.
 
-Conversion of a call's tensors to the arguments of a product's kernel and its epilogue.
+The functions from :func:`epilogue_variant` on convert a call's tensors to the arguments of a product's
+kernel.
 """
 
 from __future__ import annotations

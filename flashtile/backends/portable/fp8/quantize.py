@@ -28,7 +28,7 @@ from flashtile.backends.portable.tiles import used_length
 from flashtile.problems import fp8_layout
 
 SMALLEST_LARGEST = tl.constexpr(fp8_layout.SMALLEST_LARGEST)
-HEADROOM = tl.constexpr(2.0**-8)
+HEADROOM = tl.constexpr(fp8_layout.HEADROOM)
 """x is multiplied by this factor, so that every sum of 256 finite numbers is finite."""
 ONE_PASS, LARGEST_ONLY, LARGEST_GIVEN = (tl.constexpr(i) for i in range(3))
 """Passes of the kernel. One scale per block takes one pass. One scale for several blocks takes two passes:
@@ -149,7 +149,9 @@ def quantize_kernel(pointers, strides, lengths, scale_strides, numbers, C: tl.co
     if C.TRANSPOSED:  # rows are loaded in the order in which they are stored as columns
         row = block * C.BLOCK_M + key_of_column(tl.arange(0, C.BLOCK_M))
     column = tl.arange(0, C.BLOCK_D)
-    signs = sign_of_column(column, numbers.seed) * HEADROOM
+    signs = (
+        sign_of_column(column, numbers.seed) * HEADROOM
+    )  # the normalizer of the scale takes the factor back
     x_rows = pointers.x + b64 * strides.x_batch + start * strides.x_token
     x_rows += row.to(tl.int64)[:, None] * strides.x_token + head64 * strides.x_head
     in_use = (row < used)[:, None]
@@ -158,6 +160,7 @@ def quantize_kernel(pointers, strides, lengths, scale_strides, numbers, C: tl.co
         offset = numbers.rotary_offset
         if pointers.rotary_offsets is not None:
             offset += tl.load(pointers.rotary_offsets + b)
+        # Rows past the end of the sequence also load angles, so positions are clamped to the tables.
         position = tl.minimum(tl.maximum(row + offset, 0), numbers.rotary_rows - 1)
     if C.HALVES:
         x = rotate_all(x_rows, position, in_use, pointers.cos, pointers.sin, C.BLOCK_D // 2)

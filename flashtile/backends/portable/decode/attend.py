@@ -170,23 +170,6 @@ class DecodePointers(NamedTuple):
     qv: Any
 
 
-class DecodeStrides(NamedTuple):
-    """Strides between sequences (or pages), tokens and heads, in elements.
-
-    The fields are flat: after a branch, Triton 3.6 forgets a stride of 1 in a structure within a structure.
-    """
-
-    q_batch: Any
-    q_token: Any
-    q_head: Any
-    k_batch: Any
-    k_token: Any
-    k_head: Any
-    v_batch: Any
-    v_token: Any
-    v_head: Any
-
-
 class OuterStrides(NamedTuple):
     """Strides between sequences (for scales of an FP8 cache: pages or sequences), in elements; 0 if all
     share one entry. The kernel is not specialized on their values, since no wide load depends on them."""
@@ -374,10 +357,10 @@ def attend_work_tile(
             phi = tl.load(pointers.softmax_max + heads, mask=exists, other=0.0)
         shift = tl.floor(phi * LOG2_E + 0.5)  # in log2 units; an integer, so that its exp2 is exact
     faults = find_faults(cache, first, first + count, work.keys, C)
-    if C.APPEND is not None:  # noqa: SIM102 - APPEND is a constant, the other condition is not
+    if C.APPEND is not None:
+        APPEND: tl.constexpr = C.APPEND
         # Only the program of the last n_block writes the token, and no other program reads it.
         if first + count == work.keys.first // C.BLOCK_N + work.n_blocks:
-            APPEND: tl.constexpr = C.APPEND
             token = tl.arange(0, APPEND.ROWS)
             append_tokens(
                 work.head_kv, b, token, tl.zeros([], tl.int64), token == 0, pointers.new, call.new_strides,

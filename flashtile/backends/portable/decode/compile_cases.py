@@ -12,13 +12,12 @@ import torch
 from flashtile.backends.common.compile_cases import case_of, launches_of, meta
 from flashtile.backends.common.compile_report import CompileCase, architecture, types_of
 from flashtile.backends.common.device import compiling_for
-from flashtile.backends.common.launch import NUM_WARPS
+from flashtile.backends.common.launch import NUM_WARPS, QkvStrides
 from flashtile.backends.portable.config import family_of_capability
 from flashtile.backends.portable.decode import config, launch
 from flashtile.backends.portable.decode.attend import (
     DecodeNumbers,
     DecodePointers,
-    DecodeStrides,
     OuterStrides,
     decode_kernel,
 )
@@ -220,7 +219,7 @@ def _attention_case(
         kernel=decode_kernel,
         signature={
             "pointers": pointers,
-            "strides": types_of(DecodeStrides, "i32"),
+            "strides": types_of(QkvStrides, "i32"),
             "outer": types_of(OuterStrides, "i32"),
             "lengths": types_of(
                 DecodeLengths, "i32", attention_chunk="i32" if problem.attention_chunk else None

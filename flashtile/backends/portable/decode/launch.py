@@ -29,6 +29,7 @@ from torch import Tensor
 from flashtile.backends.common.device import capability, multiprocessors
 from flashtile.backends.common.launch import (
     CachedLaunch,
+    QkvStrides,
     allocator,
     is_aligned,
     largest_divisor,
@@ -53,7 +54,6 @@ from flashtile.backends.portable.decode.append import (
 from flashtile.backends.portable.decode.attend import (
     DecodeNumbers,
     DecodePointers,
-    DecodeStrides,
     DecodeVariant,
     OuterStrides,
     decode_kernel,
@@ -435,8 +435,8 @@ def combine_variant(
     )
 
 
-def strides_of(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> DecodeStrides:
-    return DecodeStrides(*token_strides(q), *token_strides(k_cache), *token_strides(v_cache))
+def strides_of(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> QkvStrides:
+    return QkvStrides(*token_strides(q), *token_strides(k_cache), *token_strides(v_cache))
 
 
 def outer_strides_of(tensors: CacheTensors) -> OuterStrides:
@@ -466,7 +466,7 @@ def is_capturing(tensor: Tensor) -> bool:
 class DecodeScalars(NamedTuple):
     """Arguments of the attention kernel that are not tensors, in its order."""
 
-    strides: DecodeStrides
+    strides: QkvStrides
     outer: OuterStrides
     lengths: DecodeLengths
     numbers: DecodeNumbers

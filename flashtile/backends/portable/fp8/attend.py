@@ -91,20 +91,6 @@ class Fp8AttendPointers(NamedTuple):
     sink: Any
 
 
-class Fp8Strides(NamedTuple):
-    """Strides of the inputs. For a transposed v, ``v_token`` is the stride from one feature to the next."""
-
-    q_batch: Any
-    q_token: Any
-    q_head: Any
-    k_batch: Any
-    k_token: Any
-    k_head: Any
-    v_batch: Any
-    v_token: Any
-    v_head: Any
-
-
 class Fp8ScaleStrides(NamedTuple):
     """Elements from the scales of one sequence and head to those of the next.
 

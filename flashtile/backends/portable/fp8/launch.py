@@ -13,6 +13,7 @@ from torch import Tensor
 from flashtile.backends.common.launch import (
     CachedLaunch,
     KernelConfig,
+    QkvStrides,
     TokenStrides,
     outer_stride,
     padded,
@@ -24,7 +25,6 @@ from flashtile.backends.portable.fp8.attend import (
     Fp8Lengths,
     Fp8Numbers,
     Fp8ScaleStrides,
-    Fp8Strides,
     attend_kernel,
 )
 from flashtile.backends.portable.fp8.quantize import (
@@ -135,7 +135,7 @@ class Fp8AttendLaunch:
     ) -> CachedLaunch:
         problem = self._problem
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-        strides = Fp8Strides(*token_strides(q), *token_strides(k), *self._strides_of_v(v))
+        strides = QkvStrides(*token_strides(q), *token_strides(k), *self._strides_of_v(v))
         scale_strides = Fp8ScaleStrides(
             *(stride for scale in tensors.scales for stride in self._strides_of_scale(scale))
         )

@@ -11,8 +11,9 @@ import torch
 
 from flashtile.backends.common.compile_cases import case_of, launches_of, meta
 from flashtile.backends.common.compile_report import CompileCase, architecture, types_of
+from flashtile.backends.common.config import QkvStrides
 from flashtile.backends.common.device import compiling_for
-from flashtile.backends.common.launch import NUM_WARPS, QkvStrides
+from flashtile.backends.common.launch import NUM_WARPS
 from flashtile.backends.portable.config import family_of_capability
 from flashtile.backends.portable.decode import config, launch
 from flashtile.backends.portable.decode.attend import (

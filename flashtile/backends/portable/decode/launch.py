@@ -26,9 +26,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends.common.device import capability, multiprocessors
-from flashtile.backends.common.launch import (
-    CachedLaunch,
+from flashtile.backends.common.config import (
     QkvStrides,
     allocator,
     is_aligned,
@@ -38,6 +36,8 @@ from flashtile.backends.common.launch import (
     tile_widths,
     token_strides,
 )
+from flashtile.backends.common.device import capability, multiprocessors
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.portable.config import family
 from flashtile.backends.portable.decode.append import (
     AppendLengths,

@@ -10,8 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends.common.launch import (
-    CachedLaunch,
+from flashtile.backends.common.config import (
     KernelConfig,
     QkvStrides,
     TokenStrides,
@@ -19,6 +18,7 @@ from flashtile.backends.common.launch import (
     padded,
     token_strides,
 )
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.portable.fp8.attend import (
     Fp8AttendPointers,
     Fp8AttendVariant,

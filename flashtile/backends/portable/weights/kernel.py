@@ -21,9 +21,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from flashtile.backends.common.config import KernelConfig, padded
 from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
-from flashtile.backends.common.launch import CachedLaunch, KernelConfig, padded
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tiles import LOG2_E, load_tile, row_of_head
 from flashtile.backends.portable import configure_forward
 from flashtile.backends.portable.attention.arguments import AttentionCall, attention_pointers

@@ -192,8 +192,8 @@ def edge_of(tile, tiles, places, C: tl.constexpr):
 
     The sizes of two tiles differ by at most C.UNIT places.
     """
-    # Equal tiles instead of whole ones and a rest: 22016 rows of W lost 5 us to a last tile of 3 rows. Units of
-    # 8 places, because epilogues of 16 bytes at a time save 1.5 of 38 us (4096 x 14336, 64 rows, H200).
+    # Equal tiles instead of whole ones and a rest: 22016 rows of W lost 5 us to a last tile of 3 rows. Units
+    # of 8 places, because epilogues of 16 bytes at a time save 1.5 of 38 us (4096 x 14336, 64 rows, H200).
     return (places.to(tl.int64) // C.UNIT * tile // tiles).to(tl.int32) * C.UNIT
 
 

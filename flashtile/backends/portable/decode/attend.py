@@ -566,7 +566,7 @@ def attend_n_blocks(
             upcoming = load_pages(cache.block_table, n + 2, keys, C)
         k, v, k_offsets, v_offsets = rows_of_n_block(cache, page, start, call.strides, C)
         products = multiply_keys(q, q_odd, k, k_offsets, seen, C)  # [BLOCK_M, BLOCK_N]
-        if C.HAS_QV:
+        if C.HAS_QV:  # latent attention: scores have two terms, q k^T and qv v^T
             v_tile = load_rows(v, v_offsets, seen, C.HEAD_DIM_V, C.BLOCK_DV)  # loaded once for both products
             products = tl.dot(qv, tl.trans(v_tile), products, input_precision=C.PRECISION)
         v_scale = 1.0
@@ -595,7 +595,8 @@ def attend_n_blocks(
             allowed = allowed & (tl.load(rows.tree_rows[:, None] + columns, mask=in_tree, other=1) != 0)
         scores = tl.where(allowed, scores, -float("inf"))
 
-        # Softmax. Sums over columns are late (sums_late) where they would be an exchange between warps.
+        # Softmax. Sums over columns are late (sums_late) where they would be an exchange between warps. In
+        # taller tiles they are not: late sums were 0 to 4 % slower there.
         if shift is not None:
             p = shifted_exponentials(scores, shift, call.numbers.scale_log2, C, dtype)
             if C.sums_late:

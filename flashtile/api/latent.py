@@ -28,6 +28,7 @@ def join_qv(
     if is_any_autocast_enabled():
         q, k, v = apply_autocast(q, k, v)
         qv, _, _ = apply_autocast(qv, k, v)
+    extras = OptionalTensors(*extras[:2])  # the offsets; the other tensors are checked with the joined ones
     if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the check of strides
         check_types(q, k, v, extras, options)
     else:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtile.checks.arguments import check_dense
+from flashtile.checks.attention import check_with_functions
 from flashtile.checks.conversions import (
     apply_autocast,
     as_int,
@@ -184,7 +185,7 @@ def weights_of(
     if score_mod is not None or mask_mod is not None or block_mask is not None:
         from flashtile.api import masks
 
-        masks.check_with_functions(extras, options)
+        check_with_functions(extras, options)
         masks.check_tokens(mask_mod, q, k)
         given = masks.functions(score_mod, mask_mod, block_mask)
         with torch.no_grad():  # captured tensors get no gradient here

@@ -30,7 +30,7 @@ from flashtile.backends.hopper.decode.config import (
     takes_any_splits,
 )
 from flashtile.backends.hopper.decode.kernel import (
-    WARPS,
+    GATHER_WARPS,
     CacheRows,
     CacheStrides,
     HopperDecodePointers,
@@ -140,7 +140,7 @@ def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) ->
         LOADERS=loaders,
         COPIES=copies // loaders,
         GATHER=gathers(problem),
-        LOADER_WARPS=WARPS.value if gathers(problem) else 1,
+        LOADER_WARPS=GATHER_WARPS.value if gathers(problem) else 1,
         HAS_BATCH_IDX=problem.batch_idx,
         SOFTCAP=problem.softcap > 0,
         ALIBI=problem.alibi,

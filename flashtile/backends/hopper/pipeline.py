@@ -108,24 +108,21 @@ class PingPong:
     @gluon.jit
     def wait(self, me: gl.constexpr, i):
         """Partition ``me`` waits until it may issue its products for the ``i``-th time."""
-        if self.COUNT > 1:
-            mbarrier.wait(self.barriers.index(me), i & 1)
+        mbarrier.wait(self.barriers.index(me), i & 1)
 
     @gluon.jit
     def pass_on(self, me: gl.constexpr):
         """Let the next partition issue its products, after partition ``me`` has issued its own."""
-        if self.COUNT > 1:
-            mbarrier.arrive(self.barriers.index((me + 1) % self.COUNT), count=1)
+        mbarrier.arrive(self.barriers.index((me + 1) % self.COUNT), count=1)
 
 
 @gluon.jit
 def make_ping_pong(COUNT: gl.constexpr):
-    """Make a :class:`PingPong` in which partition 0 comes first. If COUNT is 1, its waits do nothing."""
+    """Make a :class:`PingPong` of COUNT partitions, in which partition 0 comes first."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    if COUNT > 1:
-        for i in gl.static_range(COUNT):
-            mbarrier.init(barriers.index(i), count=1)
-        mbarrier.arrive(barriers.index(0), count=1)
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=1)
+    mbarrier.arrive(barriers.index(0), count=1)
     return PingPong(barriers, COUNT)
 
 

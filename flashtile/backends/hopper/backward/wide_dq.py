@@ -62,7 +62,7 @@ from flashtile.backends.hopper.layouts import (
     zero_sums,
 )
 from flashtile.backends.hopper.modifiers import key_block, listed_keys, load_columns, modify_scores
-from flashtile.backends.hopper.pipeline import make_channel, make_ping_pong
+from flashtile.backends.hopper.pipeline import make_channel
 from flashtile.backends.hopper.work_tiles import key_range, slope_of
 
 
@@ -207,7 +207,6 @@ def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work
     """
     q, do, k, v = channels
     schedule, numbers = call.schedule, call.numbers
-    ping_pong = make_ping_pong(1)
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
     first = block * C.BLOCK_M + W * WARPGROUP_ROWS
@@ -244,7 +243,7 @@ def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work
     rows = mask_rows(C, work, row, slope, schedule, modifiers)
 
     dq = zero_sums(C.HEAD_DIM)
-    i = skip_blocks(n_end - my_end, i, k, v, ping_pong, W)
+    i = skip_blocks(C, W, n_end - my_end, i, k, v)
     q.wait(2 * j + W)
     do.wait(2 * j + W)
     q_tile = q.tiles.index(W).reshape([WARPGROUP_ROWS, C.BLOCK_D])
@@ -253,7 +252,7 @@ def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work
         dq = step(C, W, i, n, cut, rows, statistics, dq, channels, numbers)
         i += 1
     do.release(2 * j + W)
-    i = skip_blocks(my_begin - n_begin, i, k, v, ping_pong, W)
+    i = skip_blocks(C, W, my_begin - n_begin, i, k, v)
     for part in gl.static_range(len(dq)):
         columns_of(q_tile, dq, part).store((dq[part] * numbers.scale).to(dq_desc.dtype))
     fence_async_shared()

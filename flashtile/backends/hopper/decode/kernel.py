@@ -89,7 +89,7 @@ from flashtile.backends.hopper.forward.kernel import (
 from flashtile.backends.hopper.forward.schedule import Numbers, OwnBlocks, own_blocks
 from flashtile.backends.hopper.inline_asm import to_16_bit
 from flashtile.backends.hopper.layouts import LN_2, LOG2_E, RAGGED_ROWS, WARPGROUP_ROWS, accumulator_layout
-from flashtile.backends.hopper.pipeline import Channel, make_channel, make_ping_pong, make_ring
+from flashtile.backends.hopper.pipeline import Channel, make_channel, make_ring
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.attend import in_cache
 from flashtile.backends.portable.decode.schedule import sequence_of, window_at
@@ -738,7 +738,6 @@ def attend_part(C: gl.constexpr, W: gl.constexpr, part, i, j, q, k, v, faults, c
     ROWS: gl.constexpr = WARPGROUP_ROWS
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    ping_pong = make_ping_pong(1)
     work, n_begin, n_end, _, _ = part
     lengths = call.lengths
 
@@ -755,13 +754,13 @@ def attend_part(C: gl.constexpr, W: gl.constexpr, part, i, j, q, k, v, faults, c
     l = quad_sums(gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout))
 
     # Main loop, the forward's. Blocks that only the other warpgroup sees are released before and after it.
-    i = skip_blocks(n_end - blocks.end, i, k, v, ping_pong, W)
+    i = skip_blocks(C, W, n_end - blocks.end, i, k, v)
     q_tile = q.tiles.index(q.wait(j) * C.WARPGROUPS + W).reshape([ROWS, C.BLOCK_D])
     v_scale = 1.0
     if C.E4M3:
         k_scale, v_scale = scales_of_head(C, work, call)
         q_tile, numbers = query_operand(C, q_tile, k, k_scale, numbers, row_layout)
-    tile = QueryTile(q_tile, q_tile, k, v, ping_pong, rows, numbers)
+    tile = QueryTile(q_tile, q_tile, k, v, 0, rows, numbers)
     state, i = attend_blocks(C, W, tile, SoftmaxState(o, l, m), i, blocks)
     q.release(j)  # all S are complete; the last P V may be in flight
 
@@ -770,7 +769,7 @@ def attend_part(C: gl.constexpr, W: gl.constexpr, part, i, j, q, k, v, faults, c
     # The sums of four threads that share a row, added once.
     sums = gl.convert_layout(gl.sum(l, 1), row_layout)
     o = finish_blocks(C, v, i, o)
-    i = skip_blocks(blocks.begin - n_begin, i, k, v, ping_pong, W)
+    i = skip_blocks(C, W, blocks.begin - n_begin, i, k, v)
 
     # Taken last: the loader knows of a part's faults only when it has issued all its loads.
     fault = pipeline.take(faults, j, 4) | work.sequence.fault

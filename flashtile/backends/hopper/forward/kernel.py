@@ -132,7 +132,7 @@ def forward_kernel(
         k = make_channel(k_desc, C.STAGES, C.WARPGROUPS, C.D_PARTS)
     v = make_channel(v_desc, C.STAGES, C.WARPGROUPS, C.DV_PARTS)
     channels = ForwardInputs(q, k, v, bias)
-    ping_pong = make_ping_pong(C.WARPGROUPS if C.PING_PONG else 1)
+    ping_pong = make_ping_pong(C.WARPGROUPS) if C.PING_PONG else 0
     queue = pipeline.make_work_queue(C.WARPGROUPS) if C.QUEUED else 0
     if C.Q_HOLDS_O:
         o_tiles = q.tiles
@@ -393,7 +393,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
 
     # The blocks of the whole tile are [n_begin, n_end); the consumers' own blocks differ under a mask. Each
     # consumer releases all of them, since a slot is free only after all consumers.
-    i = skip_blocks(n_end - own.end, i, k, v, ping_pong, W, bias, C.HAS_BIAS, C.K_BY_PARTS)
+    i = skip_blocks(C, W, n_end - own.end, i, k, v, ping_pong, bias)
     q_part, q_tile, q_head = own_queries(C, W, q, j, s_layout)
     tile = QueryTile(q_tile, q_head, k, v, ping_pong, rows, numbers)
     if C.HAS_RIGHT and C.BLOCK_N > WARPGROUP_ROWS:
@@ -411,7 +411,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     sums = gl.convert_layout(gl.sum(l, 1), row_layout)
     store_lse(C, to_natural(C, m) + gl.log(sums), work, head, positions, pointers, schedule)
     o = finish_blocks(C, v, i, o)
-    i = skip_blocks(own.begin - n_begin, i, k, v, ping_pong, W, bias, C.HAS_BIAS, C.K_BY_PARTS)
+    i = skip_blocks(C, W, own.begin - n_begin, i, k, v, ping_pong, bias)
     kept = 1.0
     if C.HAS_DROPOUT:
         kept = numbers.keep_scale
@@ -667,10 +667,7 @@ def attend_masked(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, s
 
 
 @gluon.jit
-def skip_blocks(
-    count, i, k, v, ping_pong, W: gl.constexpr, bias=0, HAS_BIAS: gl.constexpr = False,
-    K_BY_PARTS: gl.constexpr = False,
-):  # fmt: skip
+def skip_blocks(C: gl.constexpr, W: gl.constexpr, count, i, k, v, ping_pong=0, bias=0):
     """Release ``count`` blocks of keys that no row of this warpgroup sees, and return the new ``i``.
 
     With HAS_BIAS, the same number of tiles of the bias is released. With K_BY_PARTS, ``k`` is a tuple of
@@ -678,16 +675,17 @@ def skip_blocks(
     an arrival before the load would count for the previous use.
     """
     for _ in range(count):
-        ping_pong.wait(W, i)  # keeps the turns of the warpgroups in step with ``i``
-        ping_pong.pass_on(W)
-        if K_BY_PARTS:
+        if C.PING_PONG:  # keeps the turns of the warpgroups in step with ``i``
+            ping_pong.wait(W, i)
+            ping_pong.pass_on(W)
+        if C.K_BY_PARTS:
             for part in gl.static_range(len(k)):
                 k[part].wait(i)
                 k[part].release(i)
         else:
             k.wait(i)
             k.release(i)
-        if HAS_BIAS:
+        if C.HAS_BIAS:
             bias.wait(i)
             bias.release(i)
         v.wait(i)

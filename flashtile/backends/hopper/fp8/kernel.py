@@ -171,7 +171,7 @@ def fp8_forward_kernel(
         v_layout: gl.constexpr = transposed_layout(C.BLOCK_N)
         v_tiles = gl.allocate_shared_memory(v_desc.dtype, [C.STAGES, C.BLOCK_DV, C.BLOCK_N], v_layout)
         v = make_ring(v_tiles, C.STAGES, C.WARPGROUPS)
-    ping_pong = make_ping_pong(C.WARPGROUPS if C.PING_PONG else 1)
+    ping_pong = make_ping_pong(C.WARPGROUPS) if C.PING_PONG else 0
     queue = pipeline.make_work_queue(C.WARPGROUPS) if C.QUEUED else 0
     o_tiles = gl.allocate_shared_memory(o_desc.dtype, [C.WARPGROUPS] + o_desc.block_type.shape, o_desc.layout)
     call = Fp8Call(
@@ -350,7 +350,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     z0, z1, z2, z3 = by_byte(zeros)
     state = SoftmaxState(o, sums_of(z0, z1, z2, z3), m)
 
-    i = skip_blocks(n_end - own.end, i, k, v, ping_pong, W)
+    i = skip_blocks(C, W, n_end - own.end, i, k, v, ping_pong)
     q_part, q_tile, q_head = own_queries(C, W, q, j, s_layout)
     tile = Fp8Tile(q_tile, q_head, k, v, ping_pong, rows, scales, call.numbers)
     end = own.end
@@ -366,7 +366,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     sums = gl.convert_layout(gl.sum(l, 1), row_layout)
     lse = (m - P_LOG2) * LN_2 + gl.log(sums)
     store_lse(C, lse, work, head, positions, call.pointers, schedule)
-    i = skip_blocks(own.begin - n_begin, i, k, v, ping_pong, W)
+    i = skip_blocks(C, W, own.begin - n_begin, i, k, v, ping_pong)
     # Rows that see no key become 0. Their o may be NaN, because V may hold NaN after the last key.
     o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0))
     o_sums = gl.convert_layout(sums, gl.SliceLayout(1, o_layout))

@@ -156,12 +156,12 @@ class WorkTiles:
 
     @classmethod
     def of(cls, call: Call, card: Card) -> WorkTiles:
-        from flashtile.backends.hopper.forward.launch import l2_swizzle, variant_of
+        from flashtile.backends.hopper.forward.launch import forward_variant, l2_swizzle
         from flashtile.backends.hopper.forward.schedule import tiles_of_head
 
         problem = _problem(call)
         with compiling_for(Target.of_card(card)):  # tiles are chosen by the number of multiprocessors
-            variant = variant_of(problem, choose(problem))
+            variant = forward_variant(problem, choose(problem))
         blocks = (variant.BLOCK_M // variant.PACK, variant.BLOCK_N)
         seen = [walks(call, lengths, blocks) for lengths in call.sequences]
         heads = call.num_heads_q // variant.PACK

@@ -29,7 +29,7 @@ from flashtile.backends.hopper.forward.config import (
     of_tables,
     tile_columns,
 )
-from flashtile.backends.hopper.forward.launch import schedule_of, variant_of
+from flashtile.backends.hopper.forward.launch import forward_variant, schedule_of
 from flashtile.backends.hopper.forward.rounds import (
     COSTS,
     ENOUGH_ROUNDS,
@@ -89,7 +89,7 @@ def sweep() -> list[Problem]:
 def busiest(problem: Problem, config: ForwardConfig) -> float:
     """The time of a launch's busiest program, if programs take tiles by the functions of the kernel."""
     functions = functions_of(work_tiles, schedule)
-    variant = variant_of(problem, config)
+    variant = forward_variant(problem, config)
     k = SimpleNamespace(dim=lambda: 4, stride=lambda *_: 0, shape=(1,))
     launch = schedule_of(problem, variant, k)  # type: ignore[arg-type]
     programs = min(variant.PROGRAMS * H200.multiprocessors, launch.num_tiles)
@@ -156,7 +156,7 @@ def measured() -> list[tuple[Problem, float]]:
 
 
 def order_of(problem: Problem, config: ForwardConfig) -> str:
-    variant = variant_of(problem, config)
+    variant = forward_variant(problem, config)
     return "pairs" if variant.PAIRED else "queue" if variant.QUEUED else "single"
 
 

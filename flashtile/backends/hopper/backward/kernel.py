@@ -271,8 +271,8 @@ def producer(C: gl.constexpr, queue, shared, descs, pointers):
         mbarrier.wait(shared.kv_empty, (t & 1) ^ 1)  # K and V have one slot: all products of tile t - 1
         if rows.begin < rows.end:
             mbarrier.expect(shared.kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-            load_keys(C, k_desc, work, shared.kv_full, shared.k.index(0))
-            load_keys(C, v_desc, work, shared.kv_full, shared.v.index(0))
+            load_key_block(C, k_desc, work, shared.kv_full, shared.k.index(0))
+            load_key_block(C, v_desc, work, shared.kv_full, shared.v.index(0))
         else:  # nothing is multiplied, but the consumers wait for each work tile
             mbarrier.arrive(shared.kv_full, count=1)
         group = group_size(C, schedule)
@@ -297,7 +297,7 @@ def producer(C: gl.constexpr, queue, shared, descs, pointers):
                 load_rows(C, do_desc, work, row, head, barrier, do.tiles.index(slot))
                 async_load(neg_delta_desc, [statistics, column], barrier, shared.neg_delta.index(slot))
                 if C.HAS_BIAS:
-                    bias_tiles.load_keys(C, shared.bias, bias_desc, work, head, row, i, schedule)
+                    bias_tiles.load_key_tiles(C, shared.bias, bias_desc, work, head, row, i, schedule)
                 i += 1
         if rows.begin >= rows.end:
             following = gl.atomic_add(pointers.counters, 1)
@@ -727,7 +727,7 @@ def load_rows(C: gl.constexpr, desc, work, row, head, barrier, tile, column=0):
 
 
 @gluon.jit
-def load_keys(C: gl.constexpr, desc, work, barrier, tile, column=0):
+def load_key_block(C: gl.constexpr, desc, work, barrier, tile, column=0):
     """Load the work tile's block of keys or values by TMA, from ``column`` on; rows past the last key arrive
     as zeros."""
     row = work.tile_in_head * C.BLOCK_N

@@ -60,7 +60,7 @@ SMALLEST_SCALE = 1e-6
 """Below this softmax_scale, lse in units of raw products would lose precision or overflow."""
 
 
-def variant_of(problem: Problem, config: BackwardConfig, bias: Tensor | None = None) -> BackwardVariant:
+def backward_variant(problem: Problem, config: BackwardConfig, bias: Tensor | None = None) -> BackwardVariant:
     """Return the variant that the kernels are compiled for."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     even = not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0
@@ -257,7 +257,7 @@ class HopperBackwardLaunch:
 
     def _prepare(self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> BackwardKernels:
         problem, config = self._problem, self._config
-        variant = variant_of(problem, config, extras.bias)
+        variant = backward_variant(problem, config, extras.bias)
         scheduled = as_scheduled(problem, config.HEAD_SPLITS)
         swizzle = l2_swizzle(scheduled)
         schedule = schedule_of(scheduled, config, k, extras.alibi_slopes, swizzle, extras.bias)

@@ -24,7 +24,12 @@ from flashtile.backends.hopper.backward.preprocess import Preprocess, statistics
 from flashtile.backends.hopper.backward.sum_parts import SumParts
 from flashtile.backends.hopper.backward.wide_dkv import DkvPointers, dkv_kernel
 from flashtile.backends.hopper.backward.wide_dq import DqPointers, dq_kernel
-from flashtile.backends.hopper.config import LAUNCH_REGISTERS, WARPGROUP_ROWS, padded, persistent_programs
+from flashtile.backends.hopper.config import (
+    LAUNCH_REGISTERS,
+    WARPGROUP_ROWS,
+    padded_columns,
+    persistent_programs,
+)
 from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.forward.config import ForwardVariant
 from flashtile.backends.hopper.modifiers import FunctionTensors
@@ -45,9 +50,9 @@ class DqVariant(ForwardVariant):
 def variants(problem: Problem, config: WideBackwardConfig) -> tuple[BackwardVariant, DqVariant]:
     """Return the variants of the kernels of (dK and dV, dQ). The latter has the forward's tile scheduler."""
     # Both kernels sum in registers only, so they are deterministic without an order of additions.
-    dkv = replace(backward.variant_of(problem, config), DETERMINISTIC=False)
+    dkv = replace(backward.backward_variant(problem, config), DETERMINISTIC=False)
     dq = replace(
-        forward.variant_of(problem, config.rows, has_queue=False),
+        forward.forward_variant(problem, config.rows, has_queue=False),
         SINK=False,
         PACK=1,
         COLUMN_SPLITS=1,
@@ -184,7 +189,7 @@ def gradient_columns(head_dim: int) -> int:
 
     These are all columns, or 64 for head sizes of 129 to 192.
     """
-    return GRADIENT_PART if 128 < head_dim <= 192 else padded(head_dim)
+    return GRADIENT_PART if 128 < head_dim <= 192 else padded_columns(head_dim)
 
 
 def views(

@@ -192,10 +192,7 @@ def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
     q, k, v, bias = channels
     q_desc, k_desc, v_desc, bias_desc = descs
     schedule = call.schedule
-    n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
-    if C.LISTED:
-        listed = listed_keys(C, 1, work, block, call.pointers.lists)
-        n_begin, n_end = 0, listed.count
+    n_begin, n_end, listed = loaded_blocks(C, work, block, call)
     for n in range(n_end - 1, n_begin - 1, -1):
         key_number = n
         if C.LISTED:
@@ -205,7 +202,7 @@ def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
             # After the first keys: their slots may be free while consumers still read the previous queries.
             load_q(C, q, q_desc, work, block, j)
         if C.HAS_BIAS:
-            bias_tiles.load_rows(C, bias, bias_desc, work, block, key_number, i, schedule)
+            bias_tiles.load_row_tiles(C, bias, bias_desc, work, block, key_number, i, schedule)
         if not C.K_BY_PARTS:
             load_v(C, v, v_desc, work, key_number, i)
         elif n < n_end - 1:
@@ -216,6 +213,20 @@ def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
     if C.K_BY_PARTS:
         load_v(C, v, v_desc, work, n_begin, i - 1)
     return i
+
+
+@gluon.jit
+def loaded_blocks(C: gl.constexpr, work, block, call):
+    """Return (n_begin, n_end, listed): the producer loads blocks [n_begin, n_end) of keys for these rows.
+
+    With a block mask they are positions in ``listed``, the list of the rows. Otherwise ``listed`` is 0.
+    """
+    n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
+    listed = 0
+    if C.LISTED:
+        listed = listed_keys(C, 1, work, block, call.pointers.lists)
+        n_begin, n_end = 0, listed.count
+    return n_begin, n_end, listed
 
 
 @gluon.jit
@@ -377,7 +388,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     pointers, schedule, numbers = call
 
     first, last, n_begin, n_end, own = own_range(C, W, work, block, schedule)
-    positions, head = own_rows(C, work, first, row_layout)
+    positions, head = row_positions(C, work, first, row_layout)
     slope = slope_of(C, work, head, pointers, schedule)
     modifiers = 0
     if has_modifiers(C):
@@ -421,7 +432,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
 
 
 @gluon.jit
-def own_rows(C: gl.constexpr, work, first, row_layout: gl.constexpr):
+def row_positions(C: gl.constexpr, work, first, row_layout: gl.constexpr):
     """Return (row of the sequence, query head) for each of a warpgroup's 64 rows.
 
     If PACK > 1, the PACK query heads of a token are consecutive rows.

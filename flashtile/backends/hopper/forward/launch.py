@@ -33,7 +33,7 @@ from flashtile.backends.hopper.config import (
     SHARING_REGISTERS,
     WARPGROUP_ROWS,
     column_splits,
-    padded,
+    padded_columns,
     persistent_programs,
     score_numbers,
 )
@@ -70,7 +70,7 @@ from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E, UNLIMITED
 
 
-def variant_of(
+def forward_variant(
     problem: Problem, config: ForwardConfig, has_queue: bool = True, bias: Tensor | None = None
 ) -> ForwardVariant:
     """Return the variant that the forward kernel is compiled for.
@@ -81,7 +81,7 @@ def variant_of(
     to log2 units.
     """
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    block_d, block_dv = padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)
     columns, scaled = block_d, has_score_mod(problem)
     if has_queue:
         block_d, block_dv = tile_columns(problem)
@@ -315,7 +315,7 @@ class HopperForwardLaunch:
 
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> ForwardKernels:
         problem = self._problem
-        variant = variant_of(problem, self._config, bias=extras.bias)
+        variant = forward_variant(problem, self._config, bias=extras.bias)
         schedule = schedule_of(problem, variant, k, extras.alibi_slopes, extras.bias)
         attend = CachedLaunch(
             forward_kernel,

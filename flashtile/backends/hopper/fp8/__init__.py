@@ -1,8 +1,7 @@
-"""Attention with q, k and v in e4m3 on NVIDIA's Hopper GPUs, by a Gluon kernel.
+"""Attention with q, k and v in e4m3 on Hopper: which calls it serves, and its configurations.
 
-Tensors are quantised by the portable backend.
-
-Configurations of the Hopper FP8 kernel: data, chosen by head sizes, mask and the layout of v.
+Configurations are data, chosen by head sizes, mask and the layout of v. The kernel is in ``fp8.kernel``. The
+portable backend quantises tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from flashtile.backends import hopper
-from flashtile.backends.hopper.config import padded
+from flashtile.backends.hopper.config import padded_columns
 from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant
 from flashtile.problems.common import UNLIMITED
 from flashtile.problems.fp8 import Fp8Problem
@@ -106,7 +105,7 @@ _UNEQUAL = {
 def choose(problem: Fp8Problem) -> Fp8Config:
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     windowed = left != UNLIMITED or right != UNLIMITED
-    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    block_d, block_dv = padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)
     if block_d != block_dv:
         return _UNEQUAL[block_d, block_dv]
     return _TABLE[block_d, windowed, problem.v_transposed]

@@ -46,7 +46,7 @@ from flashtile.backends.hopper.forward.kernel import (
     mask,
     mask_rows,
     own_queries,
-    own_rows,
+    row_positions,
     rows_in,
     scale_rows,
     skip_blocks,
@@ -339,7 +339,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     schedule = call.schedule
 
     first, last, n_begin, n_end, own = own_range(C, W, work, block, schedule)
-    positions, head = own_rows(C, work, first, row_layout)
+    positions, head = row_positions(C, work, first, row_layout)
     rows = mask_rows(C, work, positions, 0.0, schedule)
     scales = tile_scales(C, work, positions, head, call)
     block_scales = load_scales(C, scales, own.end - 1)

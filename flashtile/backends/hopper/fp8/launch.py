@@ -72,7 +72,7 @@ class Fp8ForwardLaunch:
 
 def fp8_forward_variant(problem: Fp8Problem, config: Fp8Config, scales: Scales) -> Fp8Variant:
     """Return the kernel's variant for ``scales``; a scale that is None counts as 1."""
-    common = vars(forward.variant_of(problem, config, has_queue=False))
+    common = vars(forward.forward_variant(problem, config, has_queue=False))
     queued = forward.takes_from_queue(problem, config)
     consumer, producer = REGISTERS[config.warpgroups, problem.v_transposed]
     own = {

@@ -1,9 +1,8 @@
-"""Flat products: 1 to 16 rows of x, with a ring of asynchronous copies.
+"""Flat products (1 to 16 rows of x) on Hopper: which calls it serves, and its configurations.
 
 If the measured table assigns a shape to another kernel, this backend serves the shape only when the caller
-names ``backend="hopper"``.
-
-Configurations of the flat product: from the measured table if it has the shape, otherwise defaults.
+names ``backend="hopper"``. A configuration comes from the measured table if it has the shape, otherwise it is
+the default of its kind. The kernel is in ``linear.kernel``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Inline assembly for steps between the products that the compiler would otherwise move or rewrite.
 
-Three kinds: *pins*, which keep the order of the source (the assembler, ptxas, otherwise moves arithmetic across
-waits); *waits for loads*, which an arrival at an mbarrier does not imply; and instructions that the compiler
-does not choose (packed conversions, a rescaling that warps skip).
+Three kinds: *pins*, which keep the order of the source (the assembler, ptxas, otherwise moves arithmetic
+across waits); *waits for loads*, which an arrival at an mbarrier does not imply; and instructions that the
+compiler does not choose (packed conversions, a rescaling that warps skip).
 """
 
 from triton.experimental.gluon import language as gl

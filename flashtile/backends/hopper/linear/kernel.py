@@ -11,13 +11,13 @@ al. 2023, arXiv:2311.01282, section 4). Reading W takes most of the time, so mem
 
 Rows of W are the first operand of the tensor cores, and rows of x the second. So M is padded only to 8 or 16.
 
-A *chunk* is a range of WARPS * BLOCK_K columns of K; a slot of the ring holds one. All warps load and multiply:
-there are no partitions, and the ring needs no mbarriers. A program with two tiles of three chunks and STAGES 4;
-time runs to the right:
+A *chunk* is a range of WARPS * BLOCK_K columns of K; a slot of the ring holds one. All warps load and
+multiply: there are no partitions, and the ring needs no mbarriers. A program with two tiles of three chunks
+and STAGES 4; time runs to the right, and 0' is chunk 0 of the next tile:
 
-    cp.async   W0 W1 W2 | x0 x1 x2   0' 1' 2'                                    0' is chunk 0 of the next tile
-    wait       previous kernel (PDL) ^   chunk 0   chunk 1   chunk 2
-    mma                              [0]  [1]  [2]  sums of warps, epilogue, store  [0'] [1'] [2'] ...
+    cp.async   W0 W1 W2    x0 x1 x2    0'   1'   2'
+    waits for          PDL           0    1    2                                0'    1'    2'
+    mma                               [0]  [1]  [2] sums of warps, store        [0']  [1']  [2'] ...
 
 The module is read from top to bottom: the kernel, its ring, the rows of a program, the loads, the ends.
 """

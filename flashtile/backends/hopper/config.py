@@ -109,6 +109,11 @@ def modifiers_of(problem: Problem) -> tuple[str, ...]:
     return tuple(name for name, is_given in given.items() if is_given)
 
 
+def has_lists(problem: Problem) -> bool:
+    """Whether a block mask lists the blocks that see one another."""
+    return problem.mods is not None and problem.mods.block_size is not None
+
+
 def persistent_programs(num_tiles: int, device: torch.device | Target, sharing: int = 1) -> int:
     """Return the number of programs of a persistent kernel: ``sharing`` per SM, at most one per work tile."""
     return min(sharing * multiprocessors(device), num_tiles)

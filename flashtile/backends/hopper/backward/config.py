@@ -198,7 +198,7 @@ def _wide(problem: Problem) -> WideBackwardConfig:
         return _HALVES
     config = WideBackwardConfig()
     single = replace(config, paired_below=0)
-    rows = forward_rounds.fastest(problem, (config.rows, single.rows), lambda _: _DQ_COSTS, has_queue=False)
+    rows = forward_rounds.fastest(problem, (config.rows, single.rows), lambda _: _DQ_COSTS, "dq")
     return config if rows == config.rows else single
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.common.launch import largest_divisor
 from flashtile.backends.hopper.backward.preprocess import dense_batch
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded_columns
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, has_lists, padded_columns
 from flashtile.backends.hopper.forward.rounds import ENOUGH_ROUNDS, WORTHWHILE
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
@@ -71,11 +71,6 @@ def candidates(problem: Problem) -> Iterator[Splits]:
         fits = splits.parts <= MAX_PARTS and part_bytes(problem) * splits.parts <= MAX_BYTES
         if splits.parts == 1 or fits:
             yield splits
-
-
-def has_lists(problem: Problem) -> bool:
-    """Whether a block mask lists the rows that see a block of keys."""
-    return problem.mods is not None and problem.mods.block_size is not None
 
 
 def part_bytes(problem: Problem) -> int:

@@ -23,7 +23,6 @@ from flashtile.backends.hopper.backward.config import (
 )
 from flashtile.backends.hopper.backward.costs import (
     as_scheduled,
-    has_lists,
     key_heads,
     l2_swizzle,
     last_heads,
@@ -40,6 +39,7 @@ from flashtile.backends.hopper.config import (
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
     WARPGROUP_ROWS,
+    has_lists,
     persistent_programs,
     score_numbers,
     tile_widths,

@@ -32,6 +32,7 @@ from flashtile.backends.hopper.config import (
 )
 from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.forward.config import ForwardVariant
+from flashtile.backends.hopper.forward.rounds import Plan, plan_of
 from flashtile.backends.hopper.modifiers import FunctionTensors
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TileTable
 from flashtile.problems.attention import OptionalTensors, Problem
@@ -47,16 +48,11 @@ class DqVariant(ForwardVariant):
     HEAD_DIM_V: int
 
 
-def variants(problem: Problem, config: WideBackwardConfig) -> tuple[BackwardVariant, DqVariant]:
+def variants(problem: Problem, config: WideBackwardConfig, plan: Plan) -> tuple[BackwardVariant, DqVariant]:
     """Return the variants of the kernels of (dK and dV, dQ). The latter has the forward's tile scheduler."""
     # Both kernels sum in registers only, so they are deterministic without an order of additions.
     dkv = replace(backward.backward_variant(problem, config), DETERMINISTIC=False)
-    dq = replace(
-        forward.forward_variant(problem, config.rows, has_queue=False),
-        SINK=False,
-        PACK=1,
-        COLUMN_SPLITS=1,
-    )
+    dq = replace(forward.forward_variant(problem, plan), SINK=False)
     return dkv, DqVariant(**vars(dq), HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v)
 
 
@@ -85,7 +81,8 @@ class WideBackwardLaunch:
     def __init__(self, problem: Problem, config: WideBackwardConfig) -> None:
         self._problem = problem
         self._config = config
-        self._dkv, self._dq = variants(problem, config)
+        self._plan = plan_of(problem, config.rows, "dq")
+        self._dkv, self._dq = variants(problem, config, self._plan)
         self._kernels: WideKernels | None = None
 
     def __call__(
@@ -140,7 +137,7 @@ class WideBackwardLaunch:
         numbers = backward.numbers_of(problem)
         scheduled = as_scheduled(problem, config.HEAD_SPLITS)
         blocks_k = backward.schedule_of(scheduled, config, k, alibi_slopes)
-        blocks_q = forward.schedule_of(problem, dq, k, alibi_slopes)
+        blocks_q = forward.schedule_of(problem, self._plan, k, alibi_slopes)
         per_block = config.ROW_SPLITS * dkv.COLUMN_SPLITS
         programs = persistent_programs(blocks_k.num_tiles * per_block, q.device)
         last = last_heads(scheduled, dkv.BLOCK_N, programs, per_block)
@@ -168,7 +165,7 @@ class WideBackwardLaunch:
         return WideKernels(
             Preprocess(problem, dlse is not None, LOG2_E, counters=1),
             backward.key_tile_table(problem, dkv.BLOCK_N),
-            forward.tile_table(problem, dq),
+            forward.tile_table(problem, self._plan),
             compute_dkv,
             compute_dq,
             SumParts(problem, config.parts) if config.parts > 1 else None,

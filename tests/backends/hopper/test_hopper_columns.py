@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
 from flashtile.backends.hopper import layouts
-from flashtile.backends.hopper.backward.wide_launch import gradient_columns
+from flashtile.backends.hopper.backward.launch import gradient_columns
 from flashtile.backends.hopper.config import padded_columns
 from kernels_as_python import functions_of
 from walk import walk

@@ -18,18 +18,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flashtile.backends.hopper.compat import async_load, async_store, gluon, reinterpret
-from flashtile.backends.hopper.inline_asm import to_fp32, wait_for_loads
+from flashtile.backends.hopper.inline_asm import to_fp32
 from flashtile.backends.hopper.layouts import LOG2_E, WARPGROUP_ROWS, accumulator_layout
-from flashtile.backends.hopper.pipeline import make_channel, make_ring
+from flashtile.backends.hopper.pipeline import make_ring
 
 SQUARE = gl.constexpr(64)
 """Number of rows and of columns of a tile in the backward; a row takes 128 bytes."""
-
-
-@gluon.jit
-def make_row_tiles(C: gl.constexpr, desc):
-    """Make the channel (ring of shared-memory tiles) of the forward's bias."""
-    return make_channel(desc, C.BIAS_STAGES, C.WARPGROUPS, C.WARPGROUPS)
 
 
 @gluon.jit
@@ -55,21 +49,13 @@ def read_rows(C: gl.constexpr, W: gl.constexpr, bias, i, WIDTH: gl.constexpr, la
     """Consumer W of the forward: load its rows of the ``i``-th bias tile to registers.
 
     The result is [WARPGROUP_ROWS, WIDTH] in 16 bits, for the first WIDTH keys of the tile.
-    :func:`release_rows` waits until these loads from shared memory are complete.
+    The caller waits for these loads (``wait_for_loads``) before it releases the tile.
     """
     slot = bias.wait(i)
     tile = bias.tiles.index(slot * C.WARPGROUPS + W).reshape([WARPGROUP_ROWS, C.BLOCK_N])
     if WIDTH < C.BLOCK_N:
         tile = tile.slice(0, WIDTH, dim=1)
     return tile.load(layout)
-
-
-@gluon.jit
-def release_rows(bias, i, added):
-    """Complete the load of ``added``, release the ``i``-th bias tile, and return ``added``."""
-    added = wait_for_loads(added)
-    bias.release(i)
-    return added
 
 
 @gluon.jit
@@ -140,15 +126,6 @@ def read_keys(C: gl.constexpr, W: gl.constexpr, bias, i, layout: gl.constexpr):
         right = read_square(C, W, 1, bias, slot, half)
         both = gl.join(left, right).permute((0, 2, 1)).reshape([SQUARE, 2 * SQUARE])
         return gl.convert_layout(both, layout, assert_trivial=True)
-
-
-@gluon.jit
-def release_keys(bias, i):
-    """Consumer of the backward: release the ``i``-th bias tile.
-
-    The slot of the tile also holds dS of step ``i``, so it is released after dQ has been computed from dS.
-    """
-    bias.release(i)
 
 
 @gluon.jit

@@ -28,7 +28,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -46,7 +45,7 @@ from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tma import View, cells_view, dense_view
 from flashtile.backends.hopper.backward.config import BackwardVariant
 from flashtile.backends.hopper.backward.kernel import BackwardDescriptors, BackwardNumbers, soft_cap
-from flashtile.backends.hopper.backward.preprocess import statistics_shape
+from flashtile.backends.hopper.backward.preprocess import statistics_shape, statistics_view
 from flashtile.backends.hopper.compat import async_load, async_store, gluon
 from flashtile.backends.hopper.config import (
     CONSUMER_REGISTERS,
@@ -513,8 +512,7 @@ def gradient_views(
 ) -> dict[str, View]:
     """Return the TMA view of each tensor. The keys are the names of ``gradient_kernel``'s parameters."""
     dtype, columns = problem.dtype, variant.BLOCK_D
-    heads, rows = statistics_shape(problem)
-    statistics = View([heads, rows], [rows, 1], [1, variant.BLOCK_M], torch.float32, swizzled=False)
+    statistics = statistics_view(problem, variant.BLOCK_M)
     block = WARPGROUP_ROWS.value, variant.BLOCK_N
     return {
         "q_desc": dense_view(q.shape, q.stride(), variant.BLOCK_M, columns, dtype),

@@ -281,7 +281,8 @@ def convert_part(C: gl.constexpr, chunks, accum_desc, i, key_head, part, pointer
     parts = blocks << shift
     share = part & ((1 << shift) - 1)
     own = (work.tile_in_head << shift) + share  # among those of the work tile's sequence
-    count = tiles_of_part(C, work, own, parts, schedule) * CHUNKS
+    tiles = (work.seqlen_q + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS * group_size(C, schedule)
+    count = (tiles - own + parts - 1) // parts * CHUNKS  # tiles of this part, as in tile_of_part
     reused = key_head + accum.sizes.resident_heads < accum.sizes.total_heads
     tile = accum_of_tile(C, 0, work, own, parts, key_head, schedule, accum)
     following, dq, rows = tile * 0, accum.dq, work.seqlen_q  # placeholders: the first chunk sets them
@@ -331,13 +332,6 @@ def tile_of_part(t, work, part, parts):
     tiles = max((work.seqlen_q + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS, 1)
     tile = part + t * parts
     return tile // tiles, tile % tiles * WARPGROUP_ROWS
-
-
-@gluon.jit
-def tiles_of_part(C: gl.constexpr, work, part, parts, schedule):
-    """Return the number of 64-row tiles of dQ in a part (:func:`tile_of_part`)."""
-    tiles = (work.seqlen_q + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS * group_size(C, schedule)
-    return (tiles - part + parts - 1) // parts
 
 
 @gluon.jit

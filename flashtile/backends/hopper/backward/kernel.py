@@ -479,7 +479,7 @@ def step(
         dq = warpgroup_mma_wait(0, deps=[dq])
     if C.HAS_BIAS:  # noqa: SIM102 - a constexpr condition needs an if of its own
         if i > 0:  # dQ has been read from dS of the step before, where the next bias goes
-            bias_tiles.release_keys(modifiers.bias, i - 1)
+            modifiers.bias.release(i - 1)
     # With dropout dP starts at 0: delta is subtracted where P is dropped as well (score_gradients).
     dp = product_of_rows(my_v, do_tile, dp_start, C.HEAD_DIM_V, not C.HAS_DROPOUT)
     dv = warpgroup_mma(gl.convert_layout(p, p_operand), do_tile, dv, is_async=True)
@@ -558,15 +558,10 @@ def key_modifiers(C: gl.constexpr, W: gl.constexpr, work, g, bias, blocks, point
     if C.HAS_MODS:
         arguments = function_arguments(work, query_head(C, work, g, schedule), pointers.captured)
     if C.HAS_DROPOUT:
-        generator = key_generator(C, W, work, g, pointers, schedule)
+        head = (work.sequence * schedule.num_heads + work.head) * group_size(C, schedule) + g
+        first = work.tile_in_head * C.BLOCK_N + W * WARPGROUP_ROWS
+        generator = generator_of(head, first, pointers, schedule)
     return Modifiers(bias, generator, arguments, blocks)
-
-
-@gluon.jit
-def key_generator(C: gl.constexpr, W: gl.constexpr, work, g, pointers, schedule):
-    """Return dropout's ``Generator`` for warpgroup W's keys and query head ``g`` of the key head."""
-    head_of_batch = (work.sequence * schedule.num_heads + work.head) * group_size(C, schedule) + g
-    return generator_of(head_of_batch, work.tile_in_head * C.BLOCK_N + W * WARPGROUP_ROWS, pointers, schedule)
 
 
 @gluon.jit

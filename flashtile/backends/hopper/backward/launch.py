@@ -36,7 +36,7 @@ from flashtile.backends.hopper.backward.costs import (
 from flashtile.backends.hopper.backward.dq_accum import AccumSizes, BackwardScalars
 from flashtile.backends.hopper.backward.halves_dq import halves_dq_kernel
 from flashtile.backends.hopper.backward.kernel import BackwardNumbers, backward_kernel
-from flashtile.backends.hopper.backward.preprocess import Preprocess, statistics_shape
+from flashtile.backends.hopper.backward.preprocess import Preprocess, statistics_shape, statistics_view
 from flashtile.backends.hopper.backward.schedule import BackwardPointers, BackwardSchedule
 from flashtile.backends.hopper.backward.sum_parts import SumParts, shape_of_parts
 from flashtile.backends.hopper.backward.wide_dkv import DkvPointers, dkv_kernel
@@ -429,9 +429,8 @@ def views(
     block_m, block_n = variant.BLOCK_M, variant.BLOCK_N
     view_q = ragged_view if problem.varlen else dense_view
     view_k = ragged_view if problem.varlen or problem.seqused_k else dense_view
-    heads, rows = statistics_shape(problem)
-    statistics = View([heads, rows], [rows, 1], [1, block_m], torch.float32, swizzled=False)
-    tiles = resident * rows // WARPGROUP_ROWS
+    statistics = statistics_view(problem, block_m)
+    tiles = resident * statistics_shape(problem)[1] // WARPGROUP_ROWS
     # Each warpgroup adds one half of a block to dQ: half of the columns if the block has 64 rows, 64 of the
     # rows if it has 128.
     columns = d // (2 * WARPGROUP_ROWS // block_m)
@@ -486,8 +485,7 @@ def wide_views(
         dk_columns, dv_columns = gradient_columns(problem.head_dim), gradient_columns(problem.head_dim_v)
     view_q = ragged_view if problem.varlen else dense_view
     view_k = ragged_view if problem.varlen or problem.seqused_k else dense_view
-    heads, padded_rows = statistics_shape(problem)
-    statistics = View([heads, padded_rows], [padded_rows, 1], [1, rows_q], torch.float32, swizzled=False)
+    statistics = statistics_view(problem, rows_q)
     return {
         "q_desc": view_q(q.shape, q.stride(), rows_q, block_d, dtype),
         "k_desc": view_k(k.shape, k.stride(), rows_k, block_d, dtype),

@@ -290,7 +290,9 @@ def consumer(C: gl.constexpr, VALUES: gl.constexpr, queue, tiles, gradients, poi
         begin, end, full_begin, full_end, listed = visited_rows(C, tile_index, work, pointers, schedule)
         own = own_part(C, tile_index)
         resident.wait(t)
-        sums = own_sums(C, C.HEAD_DIM_V if VALUES else C.HEAD_DIM, C.BLOCK_DV if VALUES else C.BLOCK_D)
+        COLUMNS: gl.constexpr = C.BLOCK_DV if VALUES else C.BLOCK_D
+        HEAD_DIM: gl.constexpr = C.HEAD_DIM_V if VALUES else C.HEAD_DIM
+        sums = zero_sums(HEAD_DIM if C.COLUMN_SPLITS == 1 else COLUMNS // C.COLUMN_SPLITS)
         count = end - begin
         for j in range(count * group_size(C, schedule)):
             if VALUES:
@@ -454,16 +456,7 @@ def release_tile(C: gl.constexpr, ring, i):
     ring.release(last_write(C, i))
 
 
-# The gradients: accumulators and stores.
-
-
-@gluon.jit
-def own_sums(C: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK: gl.constexpr):
-    """Return accumulators, set to zero, for the columns of a gradient that a work tile computes."""
-    if C.COLUMN_SPLITS == 1:
-        return zero_sums(HEAD_DIM)
-    else:
-        return zero_sums(BLOCK // C.COLUMN_SPLITS)
+# The stores of the gradients.
 
 
 @gluon.jit

@@ -63,7 +63,7 @@ from flashtile.backends.hopper.forward.schedule import (
     tile_blocks,
     whole_end,
 )
-from flashtile.backends.hopper.inline_asm import copy_registers, pin, rescale, to_fp32
+from flashtile.backends.hopper.inline_asm import copy_registers, pin, rescale, to_fp32, wait_for_loads
 from flashtile.backends.hopper.layouts import (
     LN_2,
     LOG2_E,
@@ -124,7 +124,7 @@ def forward_kernel(
     """
     bias = 0
     if C.HAS_BIAS:
-        bias = bias_tiles.make_row_tiles(C, bias_desc)
+        bias = make_channel(bias_desc, C.BIAS_STAGES, C.WARPGROUPS, C.WARPGROUPS)
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS * C.D_PARTS)
     if C.K_BY_PARTS:
         k = make_channels(k_desc, C.STAGES, C.WARPGROUPS, C.D_PARTS)
@@ -768,7 +768,9 @@ def modified(C: gl.constexpr, s, block, rows, i, numbers, s_layout: gl.constexpr
     """Return the scores of ``block`` from the raw products s, and release its tile of the bias."""
     added = block.bias
     if C.HAS_BIAS:
-        added = bias_tiles.release_rows(rows.modifiers.bias, i, added)
+        # An arrival does not wait for them, and TMA loads the next tile over this.
+        added = wait_for_loads(added)
+        rows.modifiers.bias.release(i)
     return apply_score_mod(C, s, block.n, rows, numbers, s_layout, added)
 
 

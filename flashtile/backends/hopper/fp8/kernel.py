@@ -510,7 +510,8 @@ def fp8_softmax(C: gl.constexpr, s, n, m, l, tile, rows, k_scale, v_scale, MASK:
     """
     s_layout: gl.constexpr = s.type.layout
     factor = gl.convert_layout(score_factor(C, tile.scales, k_scale), gl.SliceLayout(1, s_layout))
-    value_log2, inverse = value_scale(v_scale)
+    value_log2 = log2(gl.maximum(v_scale, LEAST))
+    inverse = gl.exp2(-value_log2)
     column = factor[:, None]
     s = apply_score_mod(C, s, n, rows, Numbers(column, column, tile.numbers.softcap_log2), s_layout)
     if MASK:
@@ -675,13 +676,6 @@ def score_factor(C: gl.constexpr, scales, k_scale):
     if not C.HAS_SCORE_MOD:
         factor = gl.minimum(gl.maximum(factor, LEAST), 1 / LEAST)
     return factor
-
-
-@gluon.jit
-def value_scale(v_scale):
-    """Return (log2 of a block's value scale, inverse of the scale)."""
-    exponent = log2(gl.maximum(v_scale, LEAST))
-    return exponent, gl.exp2(-exponent)
 
 
 # Transposition of V in shared memory.

@@ -65,6 +65,8 @@ def over_ds(C: gl.constexpr, desc, ds):
     The channel has two slots, which occupy the memory of dS. With STORES_DS, ``accumulate_dq`` also reads dS.
     """
     SQUARES: gl.constexpr = 4 * C.BLOCK_M // SQUARE
+    # Shared memory is full, and a tile of the bias has the size of dS, whose memory is free until dS is
+    # stored.
     squares = reinterpret(ds, ds.dtype, [SQUARES] + desc.block_type.shape, desc.layout)
     READERS: gl.constexpr = 3 if C.STORES_DS else 2  # consumers, and accumulate_dq
     return make_ring(squares, 2, READERS)

@@ -33,7 +33,7 @@ from flashtile.backends.hopper.backward.config import (
     wide_smem_bytes,
 )
 from flashtile.backends.hopper.backward.costs import l2_swizzle, last_heads, resident_heads
-from flashtile.backends.hopper.backward.launch import variant_of
+from flashtile.backends.hopper.backward.launch import backward_variant
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.config import tile_widths
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
@@ -165,7 +165,7 @@ def test_without_a_mask_nothing_is_cut(block_m: int, block_n: int) -> None:
 @walk("head_dim", [64, 128, 256])
 def test_variants_are_masked_where_something_is_cut(change: dict[str, int], head_dim: int) -> None:
     problem = replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim, **change)
-    C = variant_of(problem, choose(problem))
+    C = backward_variant(problem, choose(problem))
     window = (problem.window_left, problem.window_right)
     some = False
     for place in range(ceil_div(problem.seqlen_k, C.BLOCK_N)):
@@ -258,9 +258,7 @@ def test_every_work_tile_under_a_causal_mask_or_a_block_mask(
     assert len(found) == row_splits * len(expected)
 
 
-@walk(
-    ("batch", "heads", "blocks", "swizzle"), [(1, 1, 1, 1), (2, 3, 5, 2), (3, 4, 3, 1), (3, 2, 8, 6)]
-)
+@walk(("batch", "heads", "blocks", "swizzle"), [(1, 1, 1, 1), (2, 3, 5, 2), (3, 4, 3, 1), (3, 2, 8, 6)])
 def test_every_work_tile_when_deterministic(batch: int, heads: int, blocks: int, swizzle: int) -> None:
     """Last blocks first; so many heads are interleaved."""
     C = variant(8, 16, DETERMINISTIC=True)
@@ -354,7 +352,7 @@ def test_shares_of_heads_have_the_keys_of_their_group() -> None:
         backward_kernel,
         gl=PYTHON_GL,
         async_load=lambda desc, at, barrier, tile: loaded.append(at),
-    )["load_keys"]
+    )["load_key_block"]
     splits, heads_q, heads_kv = 3, 12, 2
     C = variant(8, 16, GROUPED=True, SHARED=True)
     group = heads_q // heads_kv // splits

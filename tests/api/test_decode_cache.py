@@ -15,6 +15,9 @@ from cases import BF16, FP16, FP32, FP64
 from flashtile import testing
 from flashtile.problems.decode import FP8
 from flashtile.reference import decode as reference
+from walk import walk
+
+pytestmark = [pytest.mark.numerical, pytest.mark.quick]
 
 HEADS, HEADS_KV, D, D_V = 6, 2, 16, 8
 
@@ -87,8 +90,8 @@ def test_slots_of_scaled_pages(on):
     assert (got[1].abs() == limit).any(), "nothing saturates: the values are too small to test it"
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP8], ids=str)
-@pytest.mark.parametrize("layers", [None, 3])
+@walk("dtype", [FP32, BF16, FP8])
+@walk("layers", [None, 3])
 def test_blocks_are_copied_in_all_layers(on, layers, dtype):
     shape = (7, 4, HEADS_KV) if layers is None else (layers, 7, 4, HEADS_KV)
     caches = [torch.randn(*shape, dim).to(dtype) for dim in (D, D_V)]

@@ -22,6 +22,8 @@ from flashtile.reference import fp8 as reference
 from flashtile.testing import fp8 as testing
 from targets import INTERPRETING, Target
 
+pytestmark = [pytest.mark.numerical, pytest.mark.quick]
+
 BY_NAME = {case.name: case for case in CASES}
 
 NOT_INTERPRETED = pytest.mark.skipif(INTERPRETING, reason="Triton's interpreter does not compute bfloat16")

@@ -14,6 +14,8 @@ from cases import CASES, Case, Inputs
 from flashtile import testing
 from targets import Target
 
+pytestmark = [pytest.mark.numerical, pytest.mark.quick]
+
 FEATURES = (
     "causal", "softcap", "alibi", "sink", "lengths", "unused_tail", "unused_keys", "softmax_scale",
     "head_dim_v",

@@ -18,6 +18,8 @@ from flashtile.operators import decode as operators
 from flashtile.problems.decode import FP8, CacheTensors, DecodeOptions, DecodeProblem
 from flashtile.testing import decode as testing
 
+pytestmark = pytest.mark.numerical
+
 
 @st.composite
 def calls(draw: st.DrawFn) -> DecodeCase:

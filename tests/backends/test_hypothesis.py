@@ -12,6 +12,8 @@ from cases import BF16, FP16, FP32, FP64, Case
 from flashtile import testing
 from targets import Target
 
+pytestmark = pytest.mark.numerical
+
 
 @st.composite
 def calls(draw: st.DrawFn, target: Target, dtype, varlen: bool) -> Case:

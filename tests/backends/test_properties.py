@@ -13,6 +13,8 @@ from cases import FP16, FP32, FP64, Case
 from flashtile import merge_states, testing
 from targets import Target
 
+pytestmark = [pytest.mark.numerical, pytest.mark.quick]
+
 
 class Attend:
     """A target's attention with its backend filled in, and inputs of its size."""

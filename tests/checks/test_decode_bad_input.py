@@ -12,6 +12,8 @@ import flashtile
 from flashtile.api import cascade
 from flashtile.problems.decode import FP8
 
+pytestmark = pytest.mark.quick
+
 B, SQ, SN, H, HKV, D, ROWS, PAGES, PAGE = 2, 3, 2, 4, 2, 16, 20, 9, 4
 
 

@@ -28,6 +28,7 @@ from flashtile.engine import llm as llm_module
 from flashtile.engine.config import parse_config
 from flashtile.engine.runner import NO_TOKEN
 from flashtile.engine.scheduler import COPY, SchedulerOutput
+from walk import walk
 
 SMALL = {"num_gpu_blocks_override": 12, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
 
@@ -131,8 +132,8 @@ BAD_LOGITS = [
 ]
 
 
-@pytest.mark.parametrize(("value", "params"), BAD_LOGITS)
-@pytest.mark.parametrize("overlapped", [False, True])
+@walk(("value", "params"), BAD_LOGITS)
+@walk("overlapped", [False, True])
 def test_logits_that_are_no_numbers_end_their_request_alone(value, params, overlapped):
     """Of two rows of logits the first has a bad one, of token 9."""
     llm = load("llama3", async_scheduling=overlapped)
@@ -320,7 +321,7 @@ def test_refusals_shutdown_and_death_reach_every_task():
 CONFIG = {**SIZES, "model_type": "llama"}
 
 
-@pytest.mark.parametrize(
+@walk(
     ("change", "error", "message"),
     [
         ({"model_type": "mamba"}, NotImplementedError, "model_type must be one of llama"),
@@ -443,7 +444,7 @@ def test_folders_that_lack_something_or_point_elsewhere_are_refused(tmp_path):
         LLM(tmp_path, device="cpu", skip_tokenizer_init=True)
 
 
-@pytest.mark.parametrize(
+@walk(
     ("options", "message"),
     [
         ({"tensor_parallel_size": 2}, r"tensor_parallel_size must be the number of processes \(1\), got 2"),

@@ -20,6 +20,8 @@ from flashtile.engine.memory import run_one_layer
 from flashtile.engine.model import FEW_ROWS, Matrix, Norm
 from flashtile.engine.outputs import FlatLogprobs, Logprob
 
+pytestmark = pytest.mark.numerical
+
 LENGTH = 14
 WAYS = {
     "plain": {},

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from flashtile.engine import BeamSearchParams, SamplingParams, sampler
 from flashtile.engine.device import on_device
 from flashtile.engine.sampler import GOLDEN, Choice, choose, gumbel, keep, penalise, stream_seed
+from walk import walk
 
 LENGTH = 14
 
@@ -212,7 +213,7 @@ def test_a_processor_that_fails_ends_its_own_request_alone():
     assert "nothing here" in bad.outputs[0].stop_reason
 
 
-@pytest.mark.parametrize(
+@walk(
     ("arguments", "message"),
     [
         ({"n": 0}, "n must be from 1"),

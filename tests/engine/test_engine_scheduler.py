@@ -15,6 +15,9 @@ from flashtile.engine.sampling_params import SamplingParams
 from flashtile.engine.scheduler import COPY, SWAP_IN, SWAP_OUT, Scheduler
 from flashtile.engine.step_calls import Limits, _chunks, _sizes, step_calls
 from flashtile.kv_cache import BlockManager
+from walk import walk
+
+pytestmark = pytest.mark.quick
 
 
 class World:
@@ -167,8 +170,8 @@ def test_what_never_fits_is_refused():
         world.add(13, outputs=4)
 
 
-@pytest.mark.parametrize("host_blocks", [0, 5, 40])
-@pytest.mark.parametrize("seed", range(6))
+@walk("host_blocks", [0, 5, 40])
+@walk("seed", range(6))
 def test_random_programs_lose_nothing(seed, host_blocks):
     """Requests of all kinds in a small pool, some aborted: all end, and no block stays."""
     draw = random.Random(seed)

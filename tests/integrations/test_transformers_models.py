@@ -20,6 +20,8 @@ from flashtile.integrations.transformers import (  # noqa: E402
     with_kvcache,
 )
 
+pytestmark = pytest.mark.numerical
+
 WINDOW = {"head_dim": 8, "sliding_window": 5}
 DECODERS = {
     "llama": ("Llama", SMALL),

@@ -11,6 +11,7 @@ import pytest
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
 import flashtile  # noqa: E402
+from walk import walk  # noqa: E402
 
 LOADING = "modeling_flash_attention_utils"
 MODEL = "modeling_utils.PreTrainedModel"
@@ -30,7 +31,7 @@ BREAKS = {
 """What a release of Transformers breaks that lacks a private name."""
 
 
-@pytest.mark.parametrize("name", BREAKS)
+@walk("name", BREAKS)
 def test_a_private_name_is_there(name):
     module, _, attribute = name.rpartition(".")
     from transformers import masking_utils, modeling_flash_attention_utils, modeling_utils  # noqa: F401

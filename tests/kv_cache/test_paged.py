@@ -7,6 +7,8 @@ import torch
 
 from flashtile.kv_cache import OutOfBlocksError, PagedKVCache
 
+pytestmark = pytest.mark.numerical
+
 
 def make(**sizes) -> PagedKVCache:
     sizes = {"num_layers": 2, "num_blocks": 12, "block_size": 4, "num_kv_heads": 2, "head_dim": 8, **sizes}

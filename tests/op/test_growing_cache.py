@@ -19,6 +19,8 @@ from flashtile.caches import BoundedCache
 from flashtile.op.operation import CACHE_BYTES
 from flashtile.operators.decode import DECODE
 
+pytestmark = pytest.mark.numerical
+
 FIRST = object()
 LENGTHS = [*range(1, 20), 63, 64, 65, 127, 128, 129, 512, 1023, 1025, 4096, 4100, 9000]
 

@@ -12,6 +12,8 @@ from flashtile.op.operation import Operation, signatures
 from flashtile.operators.attention import FORWARD
 from flashtile.problems.attention import Options
 
+pytestmark = pytest.mark.quick
+
 
 def rand(*shape):
     return torch.rand(shape, generator=torch.Generator().manual_seed(0))

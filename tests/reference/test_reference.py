@@ -13,6 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from cases import BF16, FP32, FP64, Case, masks
 from flashtile import testing
 from flashtile.reference import attention as reference
+from walk import walk
+
+pytestmark = pytest.mark.numerical
 
 MASKS = masks(3, 2)
 
@@ -57,8 +60,8 @@ def by_definition(
     return out, lse
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
-@pytest.mark.parametrize("lengths", [((4, 7), (7, 4), (1, 5)), ((0, 3), (5, 0), (6, 6))], ids=["", "empty"])
+@walk("mask", MASKS.values())
+@walk("lengths", [((4, 7), (7, 4), (1, 5)), ((0, 3), (5, 0), (6, 6))])
 def test_definition(mask: dict[str, Any], lengths: tuple[tuple[int, int], ...]) -> None:
     heads = {"heads_q": 4, "heads_kv": 2, "head_dim": 3, "head_dim_v": 2}
     call = Case(name="definition", lengths=lengths, unused_tail=2, dtype=FP64, **heads, **mask)
@@ -99,9 +102,9 @@ def test_torch_agrees(causal: bool, group: int) -> None:
     torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
-@pytest.mark.parametrize("left", [-1, 0, 2, 9])
-@pytest.mark.parametrize("right", [-1, 0, 1, 9])
-@pytest.mark.parametrize("lengths", [(4, 7), (7, 4), (5, 5), (1, 3), (0, 2), (2, 0)])
+@walk("left", [-1, 0, 2, 9])
+@walk("right", [-1, 0, 1, 9])
+@walk("lengths", [(4, 7), (7, 4), (5, 5), (1, 3), (0, 2), (2, 0)])
 def test_visible(left: int, right: int, lengths: tuple[int, int]) -> None:
     seqlen_q, seqlen_k = lengths
     seen = reference.visible(seqlen_q, seqlen_k, left, right)
@@ -135,7 +138,7 @@ DIFFERENTIABLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments", DIFFERENTIABLE.values(), ids=DIFFERENTIABLE.keys())
+@walk("arguments", DIFFERENTIABLE.values())
 def test_finite_differences(arguments: dict[str, Any]) -> None:
     shapes = ((1, 3, 2, 2), (1, 4, 1, 2), (1, 4, 1, 3))
     leaves = [testing.random_tensor(s, FP64, "cpu", seed=i).requires_grad_() for i, s in enumerate(shapes)]

@@ -14,6 +14,8 @@ from flashtile.backends.cpu.decode import one_query
 from flashtile.backends.cpu.decode.attend import _Sequence
 from flashtile.testing import decode as testing
 
+pytestmark = pytest.mark.numerical
+
 BY_NAME = {case.name: case for case in CASES}
 SCALED_PAGES = dataclasses.replace(BY_NAME["fp8-by-block"], name="fp8-by-block without softcap", arguments={})
 ONE_QUERY = [

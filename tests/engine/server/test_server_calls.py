@@ -15,6 +15,7 @@ from flashtile.engine.server.answers import Completions
 from flashtile.engine.server.app import UNSERVED
 from flashtile.engine.server.protocol import Body
 from flashtile.engine.server.service import Limits
+from walk import walk
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -370,7 +371,7 @@ def test_numbers_for_prometheus(server):
     assert len(list(parser.text_string_to_metric_families(found))) > 15
 
 
-@pytest.mark.parametrize(
+@walk(
     ("path", "fields", "status", "param", "code"),
     [
         (COMPLETIONS, {"prompt": "a", "model": "another"}, 404, "model", "model_not_found"),
@@ -447,7 +448,7 @@ def test_long_texts_do_not_keep_the_others_waiting(server, monkeypatch):
     assert server.thread not in threads
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/reset_prefix_cache"])
+@walk("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/reset_prefix_cache"])
 def test_a_form_or_a_text_is_no_call(server, path):
     """Nor can a page of another origin send one: what is not JSON needs no leave of the browser."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):

@@ -28,6 +28,7 @@ from flashtile.engine.server.protocol import Body, CompletionCall
 from flashtile.engine.server.run import Server, serve
 from flashtile.engine.server.service import Limits
 from flashtile.engine.tokenizer import ByteTokenizer
+from walk import walk
 
 COMPLETIONS = "/v1/completions"
 LONG = {"model": MODEL, "prompt": "abc", "temperature": 0, "max_tokens": 4000}
@@ -188,7 +189,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("name", ERRORS)
+@walk("name", ERRORS)
 def test_headers_of_errors(name):
     """A refused key is told the scheme (RFC 9110), and a call at a bad moment when to come again."""
     error, status, headers = ERRORS[name]

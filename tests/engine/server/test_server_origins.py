@@ -10,6 +10,7 @@ import pytest
 from serving import running, wait_for
 
 from flashtile.engine.server.service import Limits
+from walk import walk
 
 PAGE = "https://page.example"
 FIELDS = {"prompt": "abc", "max_tokens": 4, "store": True}
@@ -74,7 +75,7 @@ def test_every_origin_or_none(model):
             assert preflight(server, PAGE).status == (204 if allowed else 405)
 
 
-@pytest.mark.parametrize(
+@walk(
     "origin", ["", "page.example", "https://page.example/", "https://a\r\nb", "https://Page"]
 )
 def test_a_wrong_origin(origin):

@@ -17,6 +17,7 @@ from flashtile.problems.attention import EXTRAS_OF_ALL, NO_EXTRAS, OPTIONS_OF_AL
 from flashtile.problems.fp8 import AttendOptions, QuantizeOptions, QuantizeTensors, Scales
 from flashtile.problems.fp8_layout import E4M3
 from flashtile.reference import fp8 as reference
+from walk import walk
 
 FP16, BF16 = torch.float16, torch.bfloat16
 B, SQ, SK, H, HKV, D = 2, 5, 9, 4, 2, 16
@@ -149,9 +150,7 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("function", "good", "change", "error", "says"), BAD, ids=[str(i) for i in range(len(BAD))]
-)
+@walk(("function", "good", "change", "error", "says"), BAD)
 def test_bad_calls_name_what_is_wrong(function, good, change, error, says, monkeypatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if good is not None:

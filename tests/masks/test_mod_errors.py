@@ -380,9 +380,7 @@ ALSO_RIGHT = {
 """Of the wrong values."""
 
 
-@walk(
-    ("name", "argument"), [(name, argument) for name in READY for argument in READY[name]]
-)
+@walk(("name", "argument"), [(name, argument) for name in READY for argument in READY[name]])
 def test_every_argument_of_ready_masks_is_checked_by_name(name: str, argument: str) -> None:
     make = getattr(masks, name)
     make(**READY[name])

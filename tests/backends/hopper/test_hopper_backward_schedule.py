@@ -258,9 +258,7 @@ def test_every_work_tile_under_a_causal_mask_or_a_block_mask(
     assert len(found) == row_splits * len(expected)
 
 
-@walk(
-    ("batch", "heads", "blocks", "swizzle"), [(1, 1, 1, 1), (2, 3, 5, 2), (3, 4, 3, 1), (3, 2, 8, 6)]
-)
+@walk(("batch", "heads", "blocks", "swizzle"), [(1, 1, 1, 1), (2, 3, 5, 2), (3, 4, 3, 1), (3, 2, 8, 6)])
 def test_every_work_tile_when_deterministic(batch: int, heads: int, blocks: int, swizzle: int) -> None:
     """Last blocks first; so many heads are interleaved."""
     C = variant(8, 16, DETERMINISTIC=True)
@@ -311,8 +309,8 @@ def test_every_work_tile_of_variable_lengths(deterministic: bool, swizzle: int, 
 
 
 @every_mask
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
-@pytest.mark.parametrize(("row_splits", "column_splits"), [(2, 1), (4, 2), (8, 1)])
+@walk(("seqlen_q", "seqlen_k"), LENGTHS)
+@walk(("row_splits", "column_splits"), [(2, 1), (4, 2), (8, 1)])
 def test_shares_of_rows_are_whole(
     window: tuple[int, int], seqlen_q: int, seqlen_k: int, row_splits: int, column_splits: int
 ) -> None:

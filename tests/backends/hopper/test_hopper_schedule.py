@@ -320,9 +320,7 @@ def test_whole_blocks_of_keys_are_not_taken_for_granted_where_few_are_used() -> 
         assert not variant_of(replace(problem, **change), config, has_queue=False).EVEN_N
 
 
-@walk(
-    "window", [{"window_right": 0}, {"window_left": 99}, {"window_left": 99, "window_right": 9}]
-)
+@walk("window", [{"window_right": 0}, {"window_left": 99}, {"window_left": 99, "window_right": 9}])
 @walk("has_queue", [True, False])
 def test_windowed_calls_share_a_kernel_whether_or_not_their_last_block_is_whole(window, has_queue) -> None:
     lengths = [replace(PLAIN, seqlen_q=length, seqlen_k=length, **window) for length in (1024, 1023)]

@@ -112,9 +112,7 @@ def run(monkeypatch, capsys, tmp_path):
     return call
 
 
-@walk(
-    ("arguments", "said"), BAD
-)
+@walk(("arguments", "said"), BAD)
 def test_one_line_and_exit_code_2(run, arguments, said):
     code, error = run(*arguments)
     assert code == 2, error

@@ -22,6 +22,7 @@ FILES = {
     for path in (ROOT / "flashtile").rglob("*.py")
 }
 FLOORS = (
+    ("torch_private",),
     ("rounding", "caches", "garbage", "files", "version", "problems", "backends", "backends.libcuda"),
     ("hardware", "checks", "backends.compat"),
     ("dropout", "masks", "op", "backends.common"),

@@ -96,12 +96,6 @@ CALLS = {
         dict,
         ("q_descale", "v_descale"),
     ),
-    "attention": (
-        flashtile.attention,
-        {"q": Q, "k": K, "v": V, "sink": SINK, "alibi_slopes": rand(4)},
-        dict,
-        ("alibi_slopes",),
-    ),
 }  # fmt: skip
 
 

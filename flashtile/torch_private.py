@@ -154,8 +154,32 @@ UNNAMED_MOVES = torch.ops.aten._to_copy, torch.ops.aten._unsafe_view
 
 # Devices.
 
+cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""Return this thread's current device. torch.cuda's function first checks whether CUDA is initialised."""
+cuda_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
+)
+"""Return the address of a device's current stream. The public function creates an object, which takes 0.3 us.
+
+Builds of torch for the CPU have neither of these two.
+"""
+cpu_flash_forward: Callable[..., tuple[Tensor, Tensor]] = torch._scaled_dot_product_flash_attention_for_cpu
+"""torch's attention kernel for the CPU. The public function returns no lse."""
+cpu_flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 cuda_sleep: Callable[[int], None] = torch.cuda._sleep
 """Keep the current stream busy for a number of cycles."""
+
+
+def has_fast_products(dtype: torch.dtype) -> bool:
+    """Whether this build of torch has fast matrix products in a 16-bit dtype on this processor.
+
+    ``torch.cpu.get_capabilities`` knows the processor, but not the build. Builds without oneDNN have no such
+    functions.
+    """
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
 
 # Registries, which have no public way to take something out.
 

@@ -31,12 +31,16 @@ class Library(NamedTuple):
         breaks: for each private name what breaks without it. A name that begins with "." is an attribute of
             objects whose type the library does not export.
         documented: prefixes of public names; None if all names without an underscore are public.
+        hidden: prefixes of names that are not documented though they have no underscore.
+        optional: names that only some builds or releases have.
         oldest: the oldest release that has the names.
     """
 
     module: str
     breaks: dict[str, str]
     documented: tuple[str, ...] | None = None
+    hidden: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     oldest: str | None = None
 
 
@@ -91,7 +95,48 @@ LIBRARIES = {
             "torch.distributed.device_mesh.DeviceMesh._flatten": "meshes of two dimensions",
             "torch.ops.aten._to_copy": "FLOPs of the algorithms",
             "torch.ops.aten._unsafe_view": "FLOPs of the algorithms",
+            "torch._C._cuda_getDevice": "nothing: launches take longer",
+            "torch._C._cuda_getCurrentRawStream": "nothing: launches take longer",
+            "torch._scaled_dot_product_flash_attention_for_cpu": "attention on the CPU",
+            "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "gradients on the CPU",
+            "torch.ops.mkldnn._is_mkldnn_bf16_supported": "16-bit attention on the CPU",
+            "torch.ops.mkldnn._is_mkldnn_fp16_supported": "16-bit attention on the CPU",
         },
+        optional=("torch._C._cuda_getDevice", "torch._C._cuda_getCurrentRawStream"),
+    ),
+    "triton": Library(
+        "backends/compat.py",
+        {
+            "triton.compiler.ASTSource": "every kernel",
+            "triton.backends.compiler.GPUTarget": "compiling for a GPU that is not there",
+            "triton.runtime.jit.JITCallable": "keys of kernels",
+            "triton.experimental.gluon._runtime.GluonASTSource": "Hopper's kernels",
+            "triton.experimental.gluon._runtime.GluonJITFunction": "Hopper's kernels",
+            "triton.experimental.gluon.language._core.builtin": "Hopper's kernels",
+            "triton._C.libtriton.ir.DESCRIPTOR_REDUCE_KIND": "Hopper's backward pass up to Triton 3.7",
+            "triton.language.core": "Hopper's kernels with Triton 3.6, whose aggregate is private",
+            "triton.language.core._aggregate": "nothing from Triton 3.7 on",
+            "triton.runtime.driver.driver._active": "compiling without a GPU, and first calls without gcc",
+            "triton.backends.driver.GPUDriver": "first calls without gcc",
+            "triton.backends.nvidia.driver.CudaDriver": "first calls without gcc",
+            "triton.backends.nvidia.driver.TMA_DTYPE_DEVICE_TO_HOST": "Hopper's kernels",
+            "triton.backends.nvidia.compiler.get_ptxas_version": "kernels compiled ahead under torch.compile",
+            "triton.runtime.jit._triton_jit_function_registry": "nothing: it is what keeps functions alive",
+            "triton._C.libtriton.get_cache_invalidating_env_vars": "compiled folders, and quick first calls",
+            "triton.compiler.compiler.make_backend": "compiled folders, and quick first calls",
+            "triton.compiler.compiler.CompiledKernel": "compiled folders, and quick first calls",
+            "triton.runtime.cache.get_cache_manager": "quick first calls",
+            "triton.runtime.cache.triton_key": "quick first calls",
+            "triton.JITFunction._call_hook": "kernels while a hook of compilations is set, as by vLLM",
+        },
+        hidden=(
+            "triton._C.",
+            "triton.backends.",
+            "triton.compiler.",
+            "triton.language.core.",
+            "triton.runtime.",
+        ),
+        optional=("triton.language.core._aggregate", "triton.runtime.jit._triton_jit_function_registry"),
     ),
     "transformers": Library(
         "integrations/transformers_private.py",
@@ -199,8 +244,9 @@ def library_of(name: str) -> str | None:
     library = name.split(".")[0]
     if library not in LIBRARIES:
         return None
-    documented = LIBRARIES[library].documented
-    hidden = documented is not None and not f"{name}.".startswith(documented)
+    documented, whole = LIBRARIES[library].documented, f"{name}."
+    hidden = documented is not None and not whole.startswith(documented)
+    hidden = hidden or whole.startswith(LIBRARIES[library].hidden)
     return library if hidden or any(map(is_private, name.split("."))) else None
 
 
@@ -304,7 +350,7 @@ def test_the_installed_library_has_them(library):
     pytest.importorskip(library, minversion=LIBRARIES[library].oldest)
     missing = []
     for name, breaks in LIBRARIES[library].breaks.items():
-        if not name.startswith("."):
+        if not name.startswith(".") and name not in LIBRARIES[library].optional:
             try:
                 pkgutil.resolve_name(name)
             except (ImportError, AttributeError):

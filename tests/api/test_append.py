@@ -1,4 +1,4 @@
-"""Appends and rotary embedding against loops and complex numbers, which share no code with the library."""
+"""Appends and rotary embedding, compared with loops and complex numbers that share no code with flashtile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What belongs to decoding: appends by slot, block copies, combined splits, shared prefixes, prefill.
+"""Functions around decoding: appends by slot, block copies, combined splits, shared prefixes, prefill.
 
 On every target: ``on`` says which backend a call is to use, and tensors are made on its device.
 """

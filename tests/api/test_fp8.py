@@ -1,4 +1,4 @@
-"""FP8 attention on every backend, held to the error rule over what is stored, and its error on outliers."""
+"""FP8 attention on every backend by the error rule, applied to the quantised tensors; errors on outliers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of the FP8 functions: bad arguments, explain, compilation, kept launches."""
+"""Calls of the FP8 functions: bad arguments, explain, compilation, cached launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with a weight on every backend, held to the error rule, and what a caller may rely on."""
+"""Products with a weight on every backend: the error rule, and what a caller may rely on."""
 
 from __future__ import annotations
 

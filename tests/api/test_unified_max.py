@@ -1,4 +1,4 @@
-"""``softmax_max``: the same results for any scores, by the short way where they lie near it."""
+"""``softmax_max`` changes no result, and saves work if scores are near it."""
 
 from __future__ import annotations
 

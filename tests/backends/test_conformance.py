@@ -1,4 +1,4 @@
-"""Every backend, every case, forward and backward, by the error rule, into poisoned memory."""
+"""Every case on every backend, forward and backward, by the error rule and into poisoned memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for decoding whatever the numbers: batches, splits, layouts and page sizes change no result."""
+"""Batches, splits, layouts and page sizes change no result of decoding."""
 
 from __future__ import annotations
 

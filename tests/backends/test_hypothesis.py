@@ -1,4 +1,4 @@
-"""Calls that hypothesis makes up, every feature with every other, held to the error rule."""
+"""Calls drawn by hypothesis, which combine all features, by the error rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold between calls of one backend, whatever the numbers are."""
+"""Relations between calls of one backend that hold for any numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Standard attention's operations, timed one by one: right, whole, drawn to scale."""
+"""The benchmark that times standard attention's operations one by one."""
 
 from __future__ import annotations
 

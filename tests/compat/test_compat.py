@@ -1,4 +1,4 @@
-"""Code written for FlashAttention runs unchanged once flashtile stands under its names."""
+"""Code written for FlashAttention runs unchanged if flashtile is installed under its names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing is lost and nothing is trusted: random requests, aborts, failed steps, threads, hostile folders."""
+"""Faults of the engine: random requests, aborts, failed steps, threads, hostile model folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Greedy tokens are Transformers', for every family and however the work is cut up."""
+"""Greedy tokens are those of Transformers, for every family and any division of the work."""
 
 from __future__ import annotations
 

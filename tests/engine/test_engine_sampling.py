@@ -1,4 +1,4 @@
-"""How tokens are drawn, kept apart and ended."""
+"""Sampling of tokens: distributions, independent requests, ends."""
 
 from __future__ import annotations
 

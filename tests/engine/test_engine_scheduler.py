@@ -1,4 +1,4 @@
-"""Every decision of the scheduler, in Python alone."""
+"""Every decision of the scheduler, without tensors."""
 
 from __future__ import annotations
 

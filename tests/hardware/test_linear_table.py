@@ -1,4 +1,4 @@
-"""The table of measurements: what it decides, its file, and what ``explain`` says of it."""
+"""The table of measured products: which kernel it chooses, its file, and ``explain``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""flashtile in the place of torch's scaled_dot_product_attention means what torch means."""
+"""flashtile in place of torch's scaled_dot_product_attention gives what torch gives."""
 
 from __future__ import annotations
 

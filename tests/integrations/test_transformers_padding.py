@@ -1,4 +1,4 @@
-"""Padding wherever it lies, in Transformers' models: read once, and attended to as eager attention does."""
+"""Padding on any side in Transformers' models: read once, and hidden as in eager attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the manager does in single cases, and what it says to wrong calls."""
+"""Single operations of the block manager, and its errors for wrong calls."""
 
 from __future__ import annotations
 

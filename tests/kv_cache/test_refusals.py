@@ -1,4 +1,4 @@
-"""Whatever raises leaves a manager and a cache as they were: every public method with generated arguments."""
+"""A call that raises leaves manager and cache unchanged: every public method, with generated arguments."""
 
 from __future__ import annotations
 

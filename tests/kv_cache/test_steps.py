@@ -1,4 +1,4 @@
-"""A step of a PagedKVCache is used while it is true, in every layer, before its sequences go on."""
+"""A step of a PagedKVCache is valid in every layer until its sequences grow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch's defaults that users change, of the device and the dtype of new tensors, change no result."""
+"""Torch's default device and default dtype change no result."""
 
 from __future__ import annotations
 

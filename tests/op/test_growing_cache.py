@@ -1,4 +1,4 @@
-"""Steps over a dense cache that grows: a launch made from the last is the one that would be prepared, and
+"""Steps over a growing dense cache: a launch made from the last one equals a newly prepared one, and
 Transformers' layers find it."""
 
 from __future__ import annotations

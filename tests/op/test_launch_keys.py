@@ -1,4 +1,4 @@
-"""What a kept launch is found by: all that it was prepared for, of every tensor, and every option."""
+"""The key of a cached launch contains every option and every property of each tensor that it depends on."""
 
 from __future__ import annotations
 

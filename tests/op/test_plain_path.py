@@ -1,4 +1,4 @@
-"""Which calls take the plain path: those that nothing watches, of tensors and of parameters."""
+"""Calls that nothing observes take the plain path."""
 
 from __future__ import annotations
 

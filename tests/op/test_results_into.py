@@ -1,4 +1,4 @@
-"""``out=`` and ``lse=``: results in memory of the caller's, and which memory is refused."""
+"""``out=`` and ``lse=``: results in the caller's memory, and which memory is refused."""
 
 from __future__ import annotations
 

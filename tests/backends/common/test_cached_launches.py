@@ -1,4 +1,4 @@
-"""Cached launches: arguments in order, tensors by address, hooks of a profiler called when there are some."""
+"""Cached launches pass arguments in order and tensors by address, and call the hooks of profilers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is particular to the CPU backend: its two algorithms, their blocks, their memory and their choice."""
+"""The CPU backend's own properties: two algorithms, their blocks and memory, and which one is chosen."""
 
 from __future__ import annotations
 

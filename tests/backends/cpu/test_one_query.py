@@ -1,4 +1,4 @@
-"""Steps of one query a sequence on the CPU, where sequences are longer than what is gathered at a time."""
+"""Steps with one query per sequence on the CPU, with sequences that are gathered in several pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tile scheduler of the Hopper backward, run as Python: each pair of blocks once, orders, memory."""
+"""The tile scheduler of the Hopper backward, run as Python: it visits each pair of blocks once, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each path of the server answers, beside what the engine itself says."""
+"""Answers of each path of the server, compared with those of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that go away, engines that fail, servers that end: everything is answered, and nothing is left."""
+"""Clients that disconnect, engines that fail and servers that stop: every request ends, nothing leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parsers of reasoning and tool calls: whole texts, and the same texts in all pieces."""
+"""Parsers of reasoning and tool calls: whole texts, and the same texts cut into pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of web pages of other origins, and the line of the log that each call is."""
+"""Calls by web pages of other origins, and the log line of each call."""
 
 from __future__ import annotations
 

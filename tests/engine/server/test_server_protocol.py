@@ -1,4 +1,4 @@
-"""Bodies of calls: what is taken, and that every wrong field is named."""
+"""Bodies of requests: accepted fields, and errors that name each wrong field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the algorithms move and compute, against the papers' formulas over many (N, d, M).
+"""Bytes and operations of the algorithms, compared with the papers' formulas over many (N, d, M).
 
 Everything is counted in numbers (``element_bytes=1``), as the papers do.
 """

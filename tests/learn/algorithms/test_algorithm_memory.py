@@ -1,4 +1,4 @@
-"""The machine that the algorithms run on: what it counts, what it refuses, what it records."""
+"""The memory that the algorithms run on: its counts, refusals and records."""
 
 import json
 from pathlib import Path

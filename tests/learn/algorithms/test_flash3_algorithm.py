@@ -1,4 +1,4 @@
-"""FlashAttention-3: what overlaps with what, and what FP8 costs."""
+"""FlashAttention-3: overlapping operations, and the error of FP8."""
 
 from __future__ import annotations
 

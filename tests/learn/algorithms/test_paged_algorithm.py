@@ -1,4 +1,4 @@
-"""PagedAttention's memory: where pages lie, who shares them, when they are copied."""
+"""PagedAttention's memory: places, sharing and copies of pages."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Algorithms beside attention's own: the chain of products, two levels of tiles, warps, reservations."""
+"""Further algorithms: the chain of products, two levels of tiles, warps, reservations."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def test_a_shared_prefix_of_more_queries_than_a_tile_of_the_cpu():
     near(out, alone, 1e-12)
 
 
-def test_a_shared_prefix_of_nobody(on):
+def test_a_shared_prefix_without_sequences(on):
     k_cache, v_cache = pool(4, 4)
     q, table = torch.empty(0, 1, HEADS, D), torch.empty(0, 3, dtype=torch.int32)
     out = flashtile.flash_attn_with_shared_prefix(q, k_cache, v_cache, table, int32(), 5, **on)

@@ -284,7 +284,7 @@ def test_autocast_chooses_the_dtype() -> None:
         assert fp8.attention(**call).dtype == BF16
 
 
-def test_the_oracle_knows_descales() -> None:
+def test_the_oracle_applies_descales() -> None:
     """Of e4m3 tensors, by head and sequence, dense and packed."""
     scale = 0.5 + torch.rand(B, HKV)
     q, k, v = E4M3_CALL.values()

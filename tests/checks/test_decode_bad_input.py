@@ -467,7 +467,7 @@ def test_bad_calls_name_the_arguments_of_the_function(function, good, table, sub
 
 
 @pytest.mark.parametrize("name", [*WRITES, "flash_attn_combine"])
-def test_a_backend_that_is_none(name, subtests):
+def test_an_unknown_backend_is_refused(name, subtests):
     function, arguments = WRITES.get(name) or (flashtile.flash_attn_combine, COMBINE)
     if name in WRITES:
         arguments = arguments | {"k_cache": pages_of(), "v_cache": pages_of()}

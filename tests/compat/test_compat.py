@@ -630,7 +630,7 @@ LEAF = QKV.clone().requires_grad_()
         ),
     ],
 )
-def test_what_padding_and_rotation_cannot_take_is_named(call, error, says):
+def test_wrong_arguments_of_padding_and_rotation_are_named(call, error, says):
     with pytest.raises(error, match=says):
         call()
 

@@ -182,7 +182,7 @@ BAD_LOGITS = [
 
 @walk(("value", "params"), BAD_LOGITS)
 @walk("overlapped", [False, True])
-def test_logits_that_are_no_numbers_end_their_request_alone(value, params, overlapped):
+def test_logits_that_are_not_finite_end_only_their_request(value, params, overlapped):
     """Of two rows of logits the first has a bad one, of token 9."""
     llm = load("llama3", async_scheduling=overlapped)
     engine, model = llm.engine, llm.engine.runner.model
@@ -311,7 +311,7 @@ def test_many_tasks_get_their_own_answers(overlapped):
     assert serve(work, **SMALL, async_scheduling=overlapped) == greedy("llama3", 14) * 3
 
 
-def test_who_stops_reading_aborts():
+def test_a_client_that_stops_reading_aborts_its_request():
     async def work(server):
         params = SamplingParams(max_tokens=100, seed=1)
         async for output in server.generate(prompts()[0], params, "left"):
@@ -403,7 +403,7 @@ CONFIG = {**SIZES, "model_type": "llama"}
         ({"attention_bias": "yes"}, ConfigError, "attention_bias must be true or false"),
     ],
 )
-def test_configs_that_say_nonsense_or_what_is_not_served_are_refused(change, error, message):
+def test_invalid_and_unsupported_configs_are_refused(change, error, message):
     with pytest.raises(error, match=message):
         parse_config({**CONFIG, **change})
 

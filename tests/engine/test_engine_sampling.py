@@ -251,7 +251,7 @@ def test_a_processor_that_fails_ends_its_own_request_alone():
         ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_meant_or_served_is_refused(arguments, message):
+def test_invalid_and_unsupported_parameters_are_refused(arguments, message):
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=re.escape(message)):
         SamplingParams(**arguments)
 

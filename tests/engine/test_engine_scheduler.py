@@ -145,7 +145,7 @@ def test_answers_to_come_have_their_seats():
     assert world.shape() == [(0, 1)] * 3
 
 
-def test_who_waits_for_seats_is_let_in_with_others():
+def test_waiting_requests_start_together():
     world = World(blocks=200, seqs=64, budget=256)
     for i in range(70):
         world.add(1, outputs=2 + i // 2)

@@ -492,7 +492,7 @@ def test_ends_that_are_no_tokens_are_refused(tmp_path, wrong):
         LLM(tmp_path, device="cpu", load_format="dummy", skip_tokenizer_init=True)
 
 
-def test_who_asks_in_between_takes_nobodys_answers(llm):
+def test_a_request_in_between_takes_no_other_answers(llm):
     """Requests that are queued run beside those of ``generate``, and stay to be waited for."""
     short, long = (SamplingParams(temperature=0, max_tokens=count) for count in (2, 8))
     first = llm.enqueue("abc", short)

@@ -63,7 +63,7 @@ INTERVENTIONS = {
 
 
 @walk("intervene", INTERVENTIONS.values())
-def test_a_step_that_is_no_longer_true_writes_nothing(intervene):
+def test_an_outdated_step_writes_nothing(intervene):
     cache = make()
     sequence, other = cache.create(), cache.create()
     step = run(cache, [other, sequence], 3)
@@ -125,7 +125,7 @@ def test_every_way_to_reserve_copies():
         assert torch.equal(cache.v[:, new], cache.v[:, old])
 
 
-def test_swapping_moves_whoever_asks():
+def test_swapping_moves_the_given_sequences():
     cache = make(num_blocks=3)
     sequence = cache.create()
     run(cache, [sequence], 6, 5.0)
@@ -249,7 +249,7 @@ def test_arguments_of_a_layer(layer, rows, error, message, counts):
         ),
     ],
 )
-def test_a_cache_that_no_kernel_could_read(sizes, error, message):
+def test_a_cache_that_no_kernel_can_read_is_refused(sizes, error, message):
     with pytest.raises(error, match=message):
         make(**sizes)
 

@@ -373,7 +373,7 @@ def test_shares_of_heads_have_the_keys_of_their_group() -> None:
 @walk("programs", [1, 3, 7, 40])
 @walk(("swizzle", "row_splits"), [(1, 1), (2, 1), (6, 1), (1, 2), (3, 4)])
 @walk("window", [(-1, -1), (-1, 0), (20, -1), (12, 5)])
-def test_nobody_waits_forever_for_the_order_of_additions(
+def test_the_order_of_additions_is_free_of_deadlocks(
     programs: int, swizzle: int, row_splits: int, window: tuple[int, int]
 ) -> None:
     """Programs as the kernel's: each takes the next work tile, and adds to a row block in order."""

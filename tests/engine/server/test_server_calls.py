@@ -449,7 +449,7 @@ def test_long_texts_do_not_keep_the_others_waiting(server, monkeypatch):
 
 
 @walk("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/reset_prefix_cache"])
-def test_a_form_or_a_text_is_no_call(server, path):
+def test_bodies_that_are_not_json_are_refused(server, path):
     """Nor can a page of another origin send one: what is not JSON needs no leave of the browser."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
         status, body = server.ask(path, {"prompt": "a"}, {"Content-Type": kind})
@@ -537,7 +537,7 @@ def test_a_grammar_that_cannot_end_is_refused(server):
     assert (status, body["error"]["param"]) == (400, "structured_outputs")
 
 
-def test_without_its_key_nobody_gets_an_answer(model):
+def test_requests_without_the_key_are_refused(model):
     with running(model, Limits(api_keys=("open", "sesame"))) as server:
         for headers in (
             {},

@@ -74,7 +74,7 @@ def server(model):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_hangs_up_aborts_its_requests(server, stream):
+def test_a_client_that_disconnects_aborts_its_requests(server, stream):
     body = json.dumps({**LONG, "stream": stream, "prompt": ["abc", "xyz"], "n": 2}).encode()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
@@ -164,7 +164,7 @@ def test_a_body_that_does_not_come_ends_with_an_error(model):
         assert server.service.in_flight == 0
 
 
-def test_who_does_not_take_the_end_of_an_answer_is_hung_up_on(model, monkeypatch):
+def test_a_client_that_does_not_read_the_end_is_disconnected(model, monkeypatch):
     async def never(response):
         await asyncio.Event().wait()
 

@@ -363,7 +363,7 @@ def test_only_an_echo_may_ask_for_no_token():
         b'{"a": ' + b"9" * 9999 + b"}",
     ],
 )
-def test_a_body_that_is_no_json_object(raw):
+def test_a_body_that_is_not_a_json_object_is_refused(raw):
     assert refusal(parse, raw)["code"] == "invalid_json"
 
 

@@ -550,7 +550,7 @@ def test_results_hold_every_number_and_writing_again_changes_nothing(results, tm
     assert {served["backend"] for served in record["setting"]["served"]} == {"cpu"}
 
 
-def test_failures_and_numbers_that_are_none_reach_the_files(results, tmp_path):
+def test_failures_and_numbers_that_are_not_finite_reach_the_files(results, tmp_path):
     nan = replace(results.training.result, losses=[1.0, math.nan])
     training = replace(results.training, result=nan, agreement=agreement(nan.losses, [1.0, 1.0], "float32"))
     write(replace(results, training=training), tmp_path)

@@ -258,6 +258,7 @@ BAD_COPIES = [
     ({"block_pairs": [[0, 1]]}, TypeError, ("block_pairs must be a torch.Tensor",)),
     ({"block_pairs": rand(1, 2)}, TypeError, ("block_pairs must be int32 or int64", "float32")),
     ({"block_pairs": int64(0, 1)}, ValueError, ("block_pairs must have shape (n, 2)", "(2,)")),
+    ({"block_pairs": int64([0, 1, 2])}, ValueError, ("block_pairs must have shape (n, 2)", "(1, 3)")),
     ({"block_pairs": int64([0, 9])}, ValueError, ("block_pairs (destinations)", "from 0 to 8", "9")),
     ({"block_pairs": int64([9, 1])}, ValueError, ("block_pairs (sources)", "9")),
     ({"block_pairs": int64([0, 1], [2, 1])}, ValueError, ("write each block once", "1 twice")),

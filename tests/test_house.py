@@ -49,7 +49,7 @@ FLOORS = (
 """Rooms, from the ground up. A room imports only from floors below its own."""
 INTERNAL = {
     "api", "backends", "caches", "checks", "cli", "compilation", "files", "garbage", "hardware", "op",
-    "operators", "problems", "rounding", "tools", "version",
+    "operators", "problems", "rounding", "tools", "torch_private", "version",
 }  # fmt: skip
 """Rooms that users do not import. All others can be reached after ``import flashtile``."""
 

@@ -324,13 +324,8 @@ def test_whole_blocks_of_keys_are_not_taken_for_granted_where_few_are_used() -> 
 
 
 @walk("window", [{"window_right": 0}, {"window_left": 99}, {"window_left": 99, "window_right": 9}])
-<<<<<<< HEAD
 @walk("kernel", ["forward", "fp8", "dq"])
 def test_windowed_calls_share_a_kernel_whether_or_not_their_last_block_is_whole(window, kernel) -> None:
-=======
-@walk("has_queue", [True, False])
-def test_windowed_calls_share_a_kernel_whether_or_not_their_last_block_is_whole(window, has_queue) -> None:
->>>>>>> tests
     lengths = [replace(PLAIN, seqlen_q=length, seqlen_k=length, **window) for length in (1024, 1023)]
     whole, partial = (
         forward_variant(problem, plan_of(problem, choose(problem), kernel)) for problem in lengths

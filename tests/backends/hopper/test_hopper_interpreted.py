@@ -1,4 +1,4 @@
-"""The Hopper kernels without a card: interpreted, held to the error rule, in several orders of events.
+"""The Hopper kernels in the Gluon interpreter, by the error rule and in several orders of events.
 
 ``make test`` has a few telling calls of each kernel; ``make test-hopper-interpreted`` all.
 """
@@ -25,7 +25,8 @@ from flashtile import dropout, testing
 from flashtile.backends.common import device
 from flashtile.backends.hopper import decode as hopper_decode
 from flashtile.backends.hopper.backward import config as backward_config
-from flashtile.backends.hopper.backward import dq_accum, wide_launch
+from flashtile.backends.hopper.backward import dq_accum
+from flashtile.backends.hopper.backward import launch as backward_launch
 from flashtile.backends.hopper.backward.costs import Splits
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.decode import launch as decode_launch
@@ -399,7 +400,7 @@ def test_launches_share_the_counter_of_their_queue() -> None:
     q, k, v = (testing.random_tensor((1, 300, h, 192), BF16, "cpu", seed=h) for h in (6, 2, 2))
     with (
         mock.patch.object(forward_launch, "zeroed_counters", return_value=counters),
-        mock.patch.object(wide_launch, "zeroed_counters", return_value=counters),
+        mock.patch.object(backward_launch, "zeroed_counters", return_value=counters),
         interpreted(0),
     ):
         testing.check(q, k, v, backend="hopper", block_mask=BLOCKS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -13,7 +12,7 @@ from flashtile.backends.common.compile_cases import meta
 from flashtile.backends.common.compile_report import CompileCase
 from flashtile.backends.common.preprocess import preprocess_kernel
 from flashtile.backends.hopper.backward.bias_gradient import gradient_kernel
-from flashtile.backends.hopper.backward.config import BackwardConfig, WideBackwardConfig, alternatives
+from flashtile.backends.hopper.backward.config import BackwardConfig, alternatives
 from flashtile.backends.hopper.backward.costs import Splits
 from flashtile.backends.hopper.backward.halves_dq import halves_dq_kernel
 from flashtile.backends.hopper.backward.kernel import backward_kernel
@@ -21,7 +20,6 @@ from flashtile.backends.hopper.backward.launch import HopperBackwardLaunch
 from flashtile.backends.hopper.backward.sum_parts import sum_parts_kernel
 from flashtile.backends.hopper.backward.wide_dkv import dkv_kernel
 from flashtile.backends.hopper.backward.wide_dq import dq_kernel
-from flashtile.backends.hopper.backward.wide_launch import WideBackwardLaunch
 from flashtile.backends.hopper.compile_cases import HOPPER, PLAIN, bias_of, inputs, modified, only, recorded
 from flashtile.problems.attention import Problem
 
@@ -124,8 +122,8 @@ def _backward(
     """Return the cases of all kernels of a backward pass."""
     q, k, v, extras = inputs(problem, bias)
     out, lse = meta(*problem.out_shape, dtype=problem.out_dtype), meta(*problem.lse_shape)
-    launch: Any = WideBackwardLaunch if isinstance(config, WideBackwardConfig) else HopperBackwardLaunch
-    return recorded(launch(problem, config), out, lse if has_dlse else None, q, k, v, out, lse, extras)
+    launch = HopperBackwardLaunch(problem, config)
+    return recorded(launch, out, lse if has_dlse else None, q, k, v, out, lse, extras)
 
 
 def _products(

@@ -12,6 +12,7 @@ from flashtile.backends.common.compile_report import CompileCase, types_of
 from flashtile.backends.hopper import compile_cases as shared
 from flashtile.backends.hopper.compile_cases import HOPPER, words
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS
+from flashtile.backends.hopper.forward.rounds import plan_of
 from flashtile.backends.hopper.forward.schedule import ForwardSchedule, Numbers
 from flashtile.backends.hopper.fp8.config import Fp8Config, every_row
 from flashtile.backends.hopper.fp8.kernel import BlockScaleStrides, Fp8ForwardPointers, fp8_forward_kernel
@@ -55,7 +56,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
 def _case(
     problem: Fp8Problem, config: Fp8Config, spill_budget: int, scales: Scales = ALL_SCALES
 ) -> CompileCase:
-    variant = fp8_forward_variant(problem, config, scales)
+    plan = plan_of(problem, config, "fp8")
+    variant = fp8_forward_variant(problem, plan, scales)
     q, k, v = shared.tensors(problem)
     v = _transposed(problem) if problem.v_transposed else v
     sizes, tile = f"{problem.head_dim}/{problem.head_dim_v}", f"{config.BLOCK_M}x{config.BLOCK_N}"

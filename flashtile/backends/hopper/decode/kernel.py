@@ -234,8 +234,7 @@ def attend_kernel(
     if C.PDL:  # the kernel that fills the table ran meanwhile; nothing above reads the table
         wait_for_table()
     # Registers: ``config.REGISTERS`` has the reason of 240, 232, 216 and 40. The lists are written out for
-    # each number of partitions: Triton 3.7 loses constants and functions of tuples that are put together by
-    # +.
+    # each number of partitions: Triton 3.7 loses constants and functions of tuples put together by +.
     if C.WARPGROUPS == 1 and C.LOADERS == 1:
         gl.warp_specialize(
             [
@@ -412,8 +411,8 @@ def load_part(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, part, i, j, 
     descale_stride = call.outer.v_descale_stride if V else call.outer.k_descale_stride
     if FIRST and C.PAGE_SIZE != 0:  # one fault for each lane; the first block gives it its type
         if C.GATHER:
-            pages = load_key_pages(C, entry, n_end - 1, work.keys)
-            outside = pages ^ in_cache(pages, cache.num_blocks)
+            last = load_key_pages(C, entry, n_end - 1, work.keys)
+            outside = last ^ in_cache(last, cache.num_blocks)
         else:
             outside = faults_of(C, entry, n_end - 1, work.keys, cache)
     # q comes after the first keys, whose slots may be free while consumers still read the previous queries.

@@ -222,6 +222,8 @@ def part_limit(batch, programs, slots, pointers, lengths, C: tl.constexpr, CHUNK
     """
     index = tl.arange(0, LIMITS)
     longest = tl.full([], 1, tl.int32)
+    # Two passes over the lengths: the candidates follow from the longest. Every program computes the same
+    # limit, so that it needs no kernel of its own.
     for first in range(0, batch, CHUNK):
         others = first + tl.arange(0, CHUNK)
         sequence = load_sequence(others, others < batch, pointers, lengths, C)
@@ -266,7 +268,7 @@ def table_kernel(
     The last column has another meaning: rows 1 to D of this column list the divided m_blocks. Entry i is the
     index of the row that holds the first part of the i-th divided m_block.
     """
-    if C.PDL:
+    if C.PDL:  # attention begins meanwhile, and waits for the end of this kernel before it reads the table
         start_dependents()
     table = behind_partials(pointers.partial, splits, C)
     b = tl.program_id(0)
@@ -276,6 +278,8 @@ def table_kernel(
     if C.DIVIDES:
         limit = part_limit(batch, programs, splits.slots, pointers, lengths, C, CHUNK)
     my_parts = tl.maximum((my_n_blocks + limit - 1) // limit, 1)
+    # Each program finds the rows of its sequence by comparing its length with all others, which takes no
+    # sort.
     rank = 0
     first_row = 1
     total = 0
@@ -285,7 +289,7 @@ def table_kernel(
         sequence = load_sequence(others, others < batch, pointers, lengths, C)
         counts, n_blocks = count_m_blocks(sequence, lengths, C)
         parts = tl.maximum((n_blocks + limit - 1) // limit, 1)
-        before = (n_blocks > my_n_blocks) | ((n_blocks == my_n_blocks) & (others < b))
+        before = (n_blocks > my_n_blocks) | ((n_blocks == my_n_blocks) & (others < b))  # equal ones by number
         rank += tl.sum(tl.where(before, counts, 0))
         first_row += tl.sum(tl.where(before, counts * parts, 0))
         total += tl.sum(counts * parts)

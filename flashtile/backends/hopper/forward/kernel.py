@@ -236,6 +236,7 @@ def load_q(C: gl.constexpr, q, desc, work, block, j):
     PARTS: gl.constexpr = C.D_PARTS
     COLUMNS: gl.constexpr = C.BLOCK_D // PARTS
     slot = q.acquire(j)
+    # One barrier for all consumers. TMA counts the bytes of rows past the last query, zeros, like the others.
     mbarrier.expect(q.full.index(slot), WARPGROUPS * PARTS * desc.block_type.nbytes)
     for w in gl.static_range(WARPGROUPS):
         for part in gl.static_range(PARTS):
@@ -393,7 +394,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     modifiers = 0
     if has_modifiers(C):
         modifiers = row_modifiers(C, work, block, first, bias, pointers, schedule)
-    if C.LISTED:  # blocks are numbered by their order in the block mask's list
+    if C.LISTED:  # blocks are numbered by their order in the block mask's list, the masked ones last
         listed = modifiers.blocks  # type: ignore[attr-defined]
         n_begin, n_end = 0, listed.count
         own = OwnBlocks(0, listed.count, 0, listed.count - listed.masked_count)
@@ -527,7 +528,7 @@ def own_queries(C: gl.constexpr, W: gl.constexpr, q, j, s_layout: gl.constexpr):
     D_PARTS > 1, q is divided into D_PARTS tiles of fewer columns, and ``tile`` and ``head`` are tuples. With
     K_BY_PARTS, ``tile`` is (tiles of the ring, index of the warpgroup's first).
     """
-    part = (q.wait(j) * C.WARPGROUPS + W) * C.D_PARTS
+    part = (q.wait(j) * C.WARPGROUPS + W) * C.D_PARTS  # the tiles of a slot: by warpgroup, then by part
     if C.D_PARTS == 1:
         tile = q.tiles.index(part).reshape([WARPGROUP_ROWS, C.BLOCK_D])
     else:
@@ -661,6 +662,8 @@ def attend_masked(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, s
     Returns the new state and the new ``i``. Q K^T and P V do not overlap here, because such blocks are few.
     To overlap them, this loop would have to pass P to the main loop, and both would repack P in every step.
     """
+    # The accumulator of half a block has another layout, so rows and statistics are converted. For a whole
+    # block the layouts are equal, and the conversions vanish.
     s_layout: gl.constexpr = accumulator_layout(WIDTH)
     row: gl.constexpr = gl.SliceLayout(1, s_layout)
     rows = rows_in(C, tile.rows, row)
@@ -675,7 +678,7 @@ def attend_masked(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, s
         p = as_operand(C, weights, block.bits, rows, v.tiles.dtype)
         o = start_pv(C, p, tile_of_v(C, v, i), each(scale_rows, o, alpha))
         o = finish_pv(o)
-        v.release(i)
+        v.release(i)  # k was released by block_scores, as soon as S was complete
         i += 1
     return SoftmaxState(o, l, m), i
 
@@ -759,7 +762,7 @@ def visit(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, rows, i, n, s_l
         columns = load_columns(C, n, rows, WIDTH)
     if C.HAS_DROPOUT:
         bits = random_bits(rows.modifiers.dropout, n * C.BLOCK_N, WIDTH, False, s_layout)
-        if not C.LATE_BITS:
+        if not C.LATE_BITS:  # here, during the products; ptxas would delay them until P needs them
             schedule_barrier(bits)
     if C.HAS_BIAS:
         added = bias_tiles.read_rows(C, W, rows.modifiers.bias, i, WIDTH, s_layout)
@@ -797,14 +800,14 @@ def start_qk(C: gl.constexpr, WIDTH: gl.constexpr, q, q_head, k, i, s_layout: gl
             k_tile = k_tile.slice(0, WIDTH, dim=0)
         if HEAD == 0:
             return product_of_rows(q, k_tile, s, C.QK_COLUMNS, False)
-        else:
+        else:  # the columns of q that registers hold, then the others: one accumulator
             k_head = k_tile.slice(0, HEAD, dim=1).permute((1, 0))
             s = warpgroup_mma(q_head, k_head, s, use_acc=False, is_async=True)
             if HEAD < C.QK_COLUMNS:
                 s = product_of_rows(q, k_tile, s, C.QK_COLUMNS, True, HEAD)
             return s
     else:
-        if not C.K_BY_PARTS:
+        if not C.K_BY_PARTS:  # else each part is waited for where it is multiplied
             slot = k.wait(i)
         PARTS: gl.constexpr = C.D_PARTS
         COLUMNS: gl.constexpr = C.BLOCK_D // PARTS
@@ -1140,7 +1143,7 @@ def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, 
         PART: gl.constexpr = output.desc.block_type.shape[-1]
         parts = output_parts(o, PART)
         for n in gl.static_range(C.BLOCK_DV // PART):
-            store_part(parts[n], q.tiles.index(q_part + n))
+            store_part(parts[n], q.tiles.index(q_part + n))  # fences for TMA, as below
             store_rows(C, output.desc, work, first, q.tiles.index(q_part + n), n * PART)
     elif C.O_IN_PARTS:
         # A few columns at a time; the parts alternate between two tiles of shared memory.
@@ -1163,7 +1166,7 @@ def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, 
         o_tile.reshape([WARPGROUP_ROWS, C.BLOCK_DV]).store(o[0])
         fence_async_shared()  # TMA reads through the asynchronous proxy, which does not see plain stores
         store_rows(C, output.desc, work, first, o_tile)
-    if C.Q_HOLDS_O:
+    if C.Q_HOLDS_O:  # the producer loads the next queries into these tiles
         tma.store_wait(0)
         q.release(j)
 

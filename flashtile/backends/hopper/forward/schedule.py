@@ -258,8 +258,10 @@ def own_blocks(
     begin, end, full_begin, full_end = key_range(
         first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
     )
+    # At least one block, even for rows that see no key: the loops then need no case for it.
     end = min(max((end + BLOCK_N - 1) // BLOCK_N, n_begin + 1), n_end)
     begin = min(max(begin // BLOCK_N, n_begin), end - 1)
+    # The last block is never full: the prologue of the loop masks it.
     full_end = min(max(full_end // BLOCK_N, begin), end - 1)
     full_begin = min(max((full_begin + BLOCK_N - 1) // BLOCK_N, begin), full_end)
     return OwnBlocks(begin, end, full_begin, full_end)
@@ -368,6 +370,7 @@ def produce(C: gl.constexpr, LOAD: gl.constexpr, queue, arguments, call):
         i = 0
         j = 0
         t = 0
+        # A program's first tile is that of its number: it need not wait for the counter.
         tile_index = program
         pipeline.put(queue, t, tile_index, C.PRODUCER_WARPS)
         while tile_index < num_tiles:

@@ -25,7 +25,7 @@ QUICK := tests/backends/test_conformance.py tests/backends/test_properties.py te
 INTERPRETED = $$(grep -lrE '\btarget\b|interpreter' tests --include='test_*.py')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cpu test-interpreter test-quick test-thorough test-thorough-cpu test-thorough-interpreter test-instruction-sets test-numerical-avx2 test-numerical-sse test-compile record-compiled test-architectures test-hopper-interpreted test-parallel mutants test-newest-triton test-oldest-triton test-gpu bench docs dist kernels hub inspect lint clean soak fuzz
+.PHONY: help setup demo test test-cpu test-interpreter test-quick test-thorough test-thorough-cpu test-thorough-interpreter test-instruction-sets test-numerical-avx2 test-numerical-sse test-compile record-compiled test-architectures test-hopper-interpreted test-parallel mutants test-newest-triton test-oldest-triton test-oldest-torch test-gpu bench docs dist kernels hub inspect lint clean soak fuzz
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -103,12 +103,17 @@ test-architectures: $(READY) ## compile portable kernels for GPUs that nobody me
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/backends/architectures.py -n $(WORKERS) --dist worksteal
 
 test-newest-triton: $(READY) ## compile the Hopper kernels with the newest released Triton
-	OMP_NUM_THREADS=1 bash scripts/with-triton $(VENV) triton \
+	OMP_NUM_THREADS=1 bash scripts/with-release $(VENV) triton \
 	  $(RUN) -m pytest tests/backends/newest_triton.py -m "not exhaustive" -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-oldest-triton: $(READY) ## compile all kernels, as make test-thorough does, with the oldest Triton that the package takes
-	OMP_NUM_THREADS=1 bash scripts/with-triton $(VENV) triton==3.6.0 \
+	OMP_NUM_THREADS=1 bash scripts/with-release $(VENV) triton==3.6.0 \
 	  $(RUN) -m pytest tests/backends/test_compile.py -m "not exhaustive" -n $(WORKERS) --dist worksteal
+
+test-oldest-torch: $(READY) ## the quick tests with the oldest torch that the package takes; installs 4 GB, because PyPI has it for CUDA only
+	OMP_NUM_THREADS=1 bash scripts/with-release $(VENV) torch==2.11.0 \
+	  $(RUN) -m pytest $(QUICK) tests/operators -n $(WORKERS) --dist worksteal \
+	  -m "not gpu and not interpreter and not exhaustive and not thorough and not slow and not compile"
 
 test-gpu: $(READY) ## what needs a GPU, memcheck where compute-sanitizer is installed, ten minutes of random calls
 	$(PYTEST) -n $(GPU_WORKERS) --dist worksteal -m "gpu and not huge"

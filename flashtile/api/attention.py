@@ -37,6 +37,7 @@ from flashtile.checks.conversions import (
 from flashtile.operators import attention as operators
 from flashtile.operators.dropout import draw_state
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
+from flashtile.torch_private import is_any_autocast_enabled
 
 # Names of these arguments in the packed functions, for error messages.
 _OF_KV = {"k": "kv", "v": "kv"}
@@ -633,7 +634,7 @@ def _call(
 
     Inputs are cast for autocast, and copied if their last stride is not 1.
     """
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         q, k, v = apply_autocast(q, k, v)
     others: Any = (extras, options, descales, buffers, attend)
     if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the check of strides

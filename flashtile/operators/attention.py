@@ -26,6 +26,7 @@ from flashtile.operators.functions import (
 )
 from flashtile.operators.shardings import backward_shardings, forward_shardings
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
+from flashtile.torch_private import is_batched_gradient
 
 _LEARNING = ("q", "k", "v", "sink", "bias", "alibi_slopes", *CAPTURED)
 """The tensors that may have gradients."""
@@ -270,7 +271,7 @@ class FlashAttention(torch.autograd.Function):
 
 def batched(gradient: Tensor | None) -> bool:
     """Whether the gradient stands for several vector-Jacobian products (``is_grads_batched=True``)."""
-    return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
+    return gradient is not None and is_batched_gradient(gradient)
 
 
 def _setup_context(ctx, inputs, output):

@@ -7,9 +7,10 @@ from typing import ClassVar
 
 import torch
 
-from flashtile.backends.cpu import padded
+from flashtile.backends.cpu import parts
 from flashtile.problems.attention import Problem
 from flashtile.problems.decode import FP8, DecodeProblem
+from flashtile.torch_private import has_fast_products
 
 TILE_ELEMENTS = 512 * 1024
 """Scores of one tile of ``Tiled``, 2 MiB in float32. 128K to 1M are equally fast (Zen 4, head_dim 64)."""
@@ -64,7 +65,11 @@ def configure(problem: Problem) -> Config:
     """
     tiled = tiled_config(problem)
     masked = problem.mask or problem.bias or problem.dropout_p > 0 or problem.attention_chunk > 0
-    masked = masked or problem.mods is not None or (problem.key_padding_mask and not padded.covers(problem))
+    masked = (
+        masked
+        or problem.mods is not None
+        or (problem.key_padding_mask and not parts.has_only_padding(problem))
+    )
     if masked or not _fused_covers(problem):
         return Config(tiled, tiled, tiled)
     return Config(Fused(_forward_dtype(problem)), Fused(_backward_dtype(problem)), tiled)
@@ -126,9 +131,7 @@ def _multiplies_fast(dtype: torch.dtype) -> bool:
     """Whether this build of torch has fast matrix products in the 16-bit ``dtype`` on this processor."""
     if not torch.backends.mkldnn.is_available():
         return False
-    if dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return has_fast_products(dtype)
 
 
 def tiled_config(problem: Problem) -> Tiled:

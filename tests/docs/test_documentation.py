@@ -182,7 +182,7 @@ def test_shell_commands_exist(document):
 
 
 def test_the_claimed_versions_are_those_of_the_tests():
-    """The oldest torch and Triton have targets, the environment's pair is within the bounds, and pages say the same."""
+    """The oldest torch and Triton have targets, the environment is within the bounds; pages say the same."""
     declared = (ROOT / "pyproject.toml").read_text()
     pair = re.search(r'"torch>=([\d.]+)", "triton>=([\d.]+),<([\d.]+);', declared)
     torch_floor, floor, bound = pair.groups()

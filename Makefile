@@ -20,7 +20,7 @@ INTERPRETED = $(call FILES_WITH,\btarget\b|interpreter)
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-cpu test-interpreter test-quick test-thorough test-thorough-cpu test-thorough-interpreter \
   test-instruction-sets test-numerical-avx2 test-numerical-sse test-compile record-compiled test-architectures \
-  test-hopper-interpreted test-parallel test-newest-triton test-oldest-triton test-gpu lint fuzz mutants soak \
+  test-hopper-interpreted test-parallel test-newest-triton test-oldest-triton test-oldest-torch test-gpu lint fuzz mutants soak \
   bench docs dist kernels hub inspect demo clean
 
 help: ## list the targets
@@ -96,13 +96,17 @@ test-architectures: $(READY)
 	$(PYTEST) tests/backends/architectures.py $(SHARED)
 
 test-newest-triton: $(READY)
-	OMP_NUM_THREADS=1 bash scripts/with-triton $(VENV) triton \
+	OMP_NUM_THREADS=1 bash scripts/with-release $(VENV) triton \
 	  $(RUN) -m pytest tests/backends/newest_triton.py -m "not exhaustive" $(SHARED) $(ARGS)
 
 # The oldest Triton that the package takes.
 test-oldest-triton: $(READY)
-	OMP_NUM_THREADS=1 bash scripts/with-triton $(VENV) triton==3.6.0 \
+	OMP_NUM_THREADS=1 bash scripts/with-release $(VENV) triton==3.6.0 \
 	  $(RUN) -m pytest tests/backends/test_compile.py -m "not exhaustive" $(SHARED)
+
+test-oldest-torch: $(READY)
+	OMP_NUM_THREADS=1 bash scripts/with-release $(VENV) torch==2.11.0 \
+	  $(RUN) -m pytest $(call FILES_WITH,mark.quick) tests/operators $(SHARED) -m "not slow and $(ON_CPU)" -k "not compile"
 
 test-gpu: $(READY) ## GPU tests, memcheck if compute-sanitizer is on PATH, ten minutes of random calls
 	$(PYTEST) tests -n $(GPU_WORKERS) --dist worksteal -m "gpu and not huge"

@@ -1,8 +1,8 @@
 """The engine: accepts requests, computes one step at a time, and returns answers.
 
 While a step runs on the GPU, the next one is scheduled and launched. Then the tokens of the running step are
-read and appended to their answers. Penalties, beam search, structured outputs and logits processors need the
-last token on the host. If a request uses any of them, the tokens are read before the next step is scheduled.
+read and appended to their answers. Beam search, structured outputs and logits processors need the last token
+on the host. If a request uses any of them, the tokens are read before the next step is scheduled.
 """
 
 from __future__ import annotations

@@ -409,7 +409,7 @@ class Runner:
             logits = logits.float().clone()
         for i in adjusted:
             try:
-                adjust(logits[i], samples[i])
+                adjust(logits[i], samples[i], self._unread(samples, i, rows))
             except Exception as error:  # a logits processor failed: the other requests continue
                 in_flight.failed[i] = f"{type(error).__name__}: {error}"
         if draw.structured:
@@ -425,6 +425,22 @@ class Runner:
                 scored = scored / beam.temperature
             count = scored.shape[1] if count < 0 else count
             in_flight.scores[i] = log_probabilities(scored, tokens[i : i + 1], count)
+
+    def _unread(self, samples: list[Sequence], i: int, rows: Tensor) -> Tensor:
+        """Return the tokens before the draw of ``samples[i]`` that its sequence does not have yet, int64.
+
+        They are the token that the step in flight draws, or the guesses from the sequence's last token to the
+        one that the draw follows.
+        """
+        sample = samples[i]
+        node, columns = i - samples.index(sample), [0] * (sample.pending > 1)
+        while 0 < node <= len(sample.parents):  # a step without a tree mask verifies no siblings
+            columns.append(node)
+            node = sample.parents[node - 1]
+        if sample.guesses[:1] not in ([], [UNKNOWN]):
+            return on_device([sample.guesses[node - 1] for node in columns], torch.int64, self.device)
+        known = self.known.index_select(0, rows[i : i + 1]).flatten().long()
+        return torch.cat([known[:0], *(known[column : column + 1] for column in columns)])
 
     def _send_back(self, in_flight: InFlight) -> None:
         if self.device.type == "cpu":

@@ -210,15 +210,20 @@ def penalise(
     seen = torch.cat([prompt, answer])  # a token that occurs twice gets the same logit twice
     values = logits[seen]
     logits[seen] = torch.where(values > 0, values / repetition, values * repetition)
-    tokens, counts = answer.unique(return_counts=True)
-    logits[tokens] -= presence + frequency * counts.to(logits.dtype)
+    # unique() would be shorter, but on a GPU the host would wait for its size.
+    counts = torch.zeros_like(logits).index_add_(0, answer, torch.ones_like(answer, dtype=logits.dtype))
+    logits -= presence * (counts > 0) + frequency * counts
 
 
-def adjust(logits: Tensor, sample: Sequence) -> None:
+def adjust(logits: Tensor, sample: Sequence, unread: Tensor) -> None:
     """Apply a request's parameters to its logits (vocab_size,), float32, in place.
 
     These are ``allowed_token_ids``, penalties, ``logit_bias``, logits processors and ``min_tokens``, in this
     order.
+
+    Args:
+        unread: tokens of the answer on the device, which follow those that the host knows: the token of the
+            step in flight, or guesses.
 
     Raises:
         ValueError: a logits processor returned something other than logits.
@@ -238,7 +243,7 @@ def adjust(logits: Tensor, sample: Sequence) -> None:
         logits.fill_(-torch.inf)[tokens] = allowed
     if params.penalises:
         prompt = kept("prompt", set(request.prompt_token_ids))
-        answer = on_device(sample.outputs, torch.int64, device)
+        answer = torch.cat([on_device(sample.outputs, torch.int64, device), unread])
         penalise(
             logits, prompt, answer, params.repetition_penalty, params.presence_penalty,
             params.frequency_penalty,

@@ -193,8 +193,8 @@ class SamplingParams:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether penalties, logits processors or structured outputs depend on the previous tokens."""
-        return self.penalises or bool(self.logits_processors) or self.structured_outputs is not None
+        """Whether the host must know the previous tokens, for logits processors or structured outputs."""
+        return bool(self.logits_processors) or self.structured_outputs is not None
 
 
 @dataclass

@@ -64,4 +64,6 @@ def test_compiles_within_its_limits(case: CompileCase) -> None:
     assert found.shared <= found.shared_limit, triton.__version__
     assert found.spill_stores <= case.spill_budget + MORE_SPILLS, triton.__version__
     assert found.lost_barriers == 0, triton.__version__
-    assert bool(found.tensor_core) == case.tensor_cores
+    # Hopper's kernels for few rows multiply by the older instruction, because wgmma takes 64 rows or more.
+    wanted = "mma" if ".hopper.linear." in case.kernel.fn.__module__ else "wgmma"
+    assert (wanted in found.tensor_core) == case.tensor_cores

@@ -81,6 +81,44 @@ def test_sampled_tokens_are_those_without_guesses(width):
     assert tokens[0] == tokens[1]
 
 
+PENALTIES = [
+    {"temperature": 0, "repetition_penalty": 1.8},
+    {"temperature": 0, "frequency_penalty": -0.4, "n": 2},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.3, "seed": 3, "n": 2},
+    {"repetition_penalty": 0.7, "seed": 4},
+    {"temperature": 0},
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"async_scheduling": True},
+        {"async_scheduling": True, **SMALL, "max_num_batched_tokens": 6, "block_size": 4},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+        drafted("llama3", 3),
+        {**drafted("llama3", 3, 2), "max_num_batched_tokens": 24, "max_num_seqs": 12},
+    ],
+    ids=["overlap", "overlap in little memory", "prompt lookup", "draft", "tree"],
+)
+def test_penalties_count_tokens_that_the_host_has_not_read(options, monkeypatch):
+    """The token of the step in flight, and guesses: answers are those of an engine that waits for both."""
+    params = [SamplingParams(max_tokens=18, **one) for one in PENALTIES]
+    expected = load("llama3").generate(prompts(), params)
+    counts = []
+    unread = Runner._unread
+
+    def counted(*arguments):
+        counts.append(len(found := unread(*arguments)))
+        return found
+
+    monkeypatch.setattr(Runner, "_unread", counted)
+    outputs = load("llama3", **options).generate(prompts(), params)
+    for output, wanted in zip(outputs, expected, strict=True):
+        assert [one.token_ids for one in output.outputs] == [one.token_ids for one in wanted.outputs]
+    assert sum(counts) > 20
+
+
 @pytest.mark.parametrize(("name", "width"), [("llama3", 1), ("llama3", 2), ("window of 1", 1)])
 def test_drafting_writes_to_no_shared_block(name, width, monkeypatch):
     """Prompts that fill their last block, which their answers and the prefix cache share."""

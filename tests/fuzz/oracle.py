@@ -136,13 +136,16 @@ def one(
         total = total + torch.exp(sinks - top)
     empty = total == 0
     lse = torch.where(empty, 0.0, top + torch.log(torch.where(empty, 1.0, total)))
-    p = narrow(e) / torch.where(empty, 1.0, total) * torch.exp(lse - wide(lse))  # a backward pass reads lse
+    # A backward pass recomputes P from a score and lse. Both may be large, and be rounded in other ways than before.
+    factor = torch.exp(lse - wide(lse))
+    p = narrow(e) / torch.where(empty, 1.0, total) * factor
     dropped = p if kept is None else torch.where(kept[b, :, :sq, :sk], p, 0.0) / (1 - dropout_p)
     out = (dropped @ v).transpose(0, 1)
     rounded = narrow(out)
     # A backward pass computes rowsum(dP * P) from the rounded output, so the rows of dS do not sum to 0.
-    error, at_rest = (rounded - out).detach(), (lse - lse.detach()).transpose(0, 1)
-    return rounded - error * at_rest, torch.where(empty, -math.inf, lse)[..., 0], p
+    error, at_rest = (rounded - out).detach(), lse - lse.detach()
+    lse = lse + (factor - 1).detach() * at_rest  # the gradient of lse is P
+    return rounded - error * at_rest.transpose(0, 1), torch.where(empty, -math.inf, lse)[..., 0], p
 
 
 def attention(

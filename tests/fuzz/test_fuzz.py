@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import itertools
 import random
@@ -10,15 +11,16 @@ import re
 import types
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import flashtile
 import fuzz.__main__
-from fuzz import FAMILIES, bad_calls, caches, runner
+from fuzz import FAMILIES, bad_calls, caches, oracle, runner
 from fuzz.__main__ import POISONED
-from fuzz.prelude import Wrong, compare, refuses
+from fuzz.prelude import Wrong, agree, compare, refuses
 from fuzz.runner import Call
 
 CALLS = {
@@ -134,6 +136,22 @@ def test_a_gradient_may_have_a_rounding_error_of_the_largest_result() -> None:
     for name, wrong in (("gradient of q", 1e-14), ("result 0", 1.7e-17)):
         with pytest.raises(Wrong, match=f"{name} is off"):
             compare(name, right + wrong, right, *given)
+
+
+@pytest.mark.parametrize(("off", "label"), [(2**-14, ""), (2**-7, "gradient of q is off")])
+def test_the_gradient_of_lse_may_have_a_rounding_error_of_a_large_score(off: float, label: str) -> None:
+    """It is P, which a backward pass recomputes: a score of 1,000 has a unit of 2 ** -14 in float32."""
+
+    def ours(*tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = oracle.attention(*tensors, **options)
+        return out, lse + (lse - lse.detach()) * off
+
+    def call(attend: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return attend(q, k, v, softmax_scale=1.0)
+
+    given = {"q": torch.full((1, 4, 2, 1), 1000.0), "k": torch.ones(1, 1, 2, 1), "v": torch.ones(1, 1, 2, 8)}
+    with pytest.raises(Wrong, match=label) if label else contextlib.nullcontext():
+        agree(call, ours, oracle.attention, **given)
 
 
 @pytest.mark.parametrize(("off", "label"), [(3e-7, ""), (1e-4, "result 0 is off")])

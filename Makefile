@@ -25,7 +25,7 @@ QUICK := tests/backends/test_conformance.py tests/backends/test_properties.py te
 INTERPRETED = $$(grep -lrE '\btarget\b|interpreter' tests --include='test_*.py')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cpu test-interpreter test-quick test-thorough test-thorough-cpu test-thorough-interpreter test-instruction-sets test-numerical-avx2 test-numerical-sse test-compile record-compiled test-architectures test-hopper-interpreted test-parallel mutants test-newest-triton test-oldest-triton test-gpu bench docs dist kernels hub inspect lint clean soak fuzz
+.PHONY: help setup demo test test-cpu test-interpreter test-quick test-thorough test-thorough-cpu test-thorough-interpreter test-instruction-sets test-numerical-avx2 test-numerical-sse test-compile test-architectures test-hopper-interpreted test-parallel mutants test-newest-triton test-oldest-triton test-gpu bench docs dist kernels hub inspect lint clean soak fuzz
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -79,9 +79,6 @@ test-numerical-avx2 test-numerical-sse: $(READY)
 
 test-compile: $(READY) ## compile every configuration of every kernel; make test compiles one of each, make test-thorough the telling ones
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/backends/test_compile.py -n $(WORKERS) --dist worksteal
-
-record-compiled: $(READY) ## compile the configurations that have changed since, and record what the compiler says of them
-	$(RUN) tests/backends/compile_record.py
 
 mutants: $(READY) ## plant faults drawn from the source and count those that the tests notice; SAMPLE=30, SEED=, ARGS=
 	$(RUN) scripts/mutants.py $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(ARGS)

@@ -28,19 +28,12 @@ from flashtile.problems.attention import Problem
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Tile and launch of one kernel.
-
-    ``spill_budget`` is the number of bytes of register spills that is accepted for plain and causal problems,
-    after measurement. ``features_spill_budget`` is the number for problems that have soft-cap, ALiBi, windows
-    and unused keys at once.
-    """
+    """Tile and launch of one kernel."""
 
     BLOCK_M: int
     BLOCK_N: int
     num_warps: int
     num_stages: int
-    spill_budget: int = 0
-    features_spill_budget: int = 0
 
 
 RAGGED_ROWS = 2**30
@@ -241,6 +234,17 @@ class CachedLaunch:
         else:
             self._compile(device, tensors)
 
+    def once(self, *tensors: Any) -> None:
+        """Launch the kernel through Triton, for a launch that is made anew for each call."""
+        if (recorded := _recorded.get()) is not None:
+            recorded.append((self, tensors))
+            return
+        with torch.cuda.device_of(tensors[0]):
+            self._launch_by_triton(tensors)
+
+    def _launch_by_triton(self, tensors: tuple) -> Any:
+        return self.kernel[self._grid](*self.arguments(tensors), **self.options)
+
     def stream(self) -> int | None:
         """Return the current stream of the kernel's device; None if another device is current.
 
@@ -263,7 +267,7 @@ class CachedLaunch:
         if run is not None:
             run(compat.cuda_stream(device.index), tensors)
         else:
-            compiled = self.kernel[self._grid](*self.arguments(tensors), **self.options)
+            compiled = self._launch_by_triton(tensors)
             if compiled is None:  # Triton's interpreter has run the kernel
                 return
             run = compat.launcher(compiled, self._grid, tensors, self._fixed, self._views, self._pointers)

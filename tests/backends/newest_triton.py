@@ -13,7 +13,7 @@ import pytest
 import triton
 from spills import accepted
 
-from flashtile.backends.hopper.fp8 import Fp8Variant
+from flashtile.backends.hopper.fp8.config import Fp8Variant
 from flashtile.tools.inspection import (
     hopper_backward,
     hopper_decode,

@@ -11,7 +11,7 @@ from flashtile.backends.hopper.backward.config import (
 )
 from flashtile.backends.hopper.config import MAX_COLUMNS_OF_V, WARPGROUP_ROWS
 from flashtile.backends.hopper.forward.config import O_PART, ForwardConfig
-from flashtile.backends.hopper.fp8 import Fp8Config
+from flashtile.backends.hopper.fp8.config import Fp8Config
 
 
 def of_forward(config: ForwardConfig, block_d: int, block_dv: int) -> int:

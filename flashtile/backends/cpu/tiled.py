@@ -25,7 +25,7 @@ from flashtile.backends.cpu.blocks import (
     visible_rows,
 )
 from flashtile.backends.cpu.config import Tiled
-from flashtile.backends.cpu.optional_inputs import OptionalInputs
+from flashtile.backends.cpu.parts import OptionalInputs
 from flashtile.problems.attention import Problem
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from flashtile.backends.hopper import CAPABILITY
-from flashtile.backends.hopper.fp8 import Fp8Config, every_row
+from flashtile.backends.hopper.fp8.config import Fp8Config, every_row
 from flashtile.backends.hopper.fp8.kernel import fp8_forward_kernel
 from flashtile.backends.hopper.fp8.launch import Fp8ForwardLaunch
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from flashtile.backends.hopper.linear import DEFAULT, MAX_ROWS, TILES, FlatConfig, make
+from flashtile.backends.hopper.linear.config import DEFAULT, MAX_ROWS, TILES, FlatConfig, make
 from flashtile.backends.hopper.linear.launch import FlatLaunch
 from flashtile.problems.linear import LinearProblem
 from flashtile.tools.inspection.hopper import HOPPER

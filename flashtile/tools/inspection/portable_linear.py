@@ -11,7 +11,13 @@ import torch
 
 from flashtile.backends.common.device import Target
 from flashtile.backends.common.tiles import CAPABILITY
-from flashtile.backends.portable.linear import MAX_FLAT_ROWS, LinearConfig, adapted, candidates, default
+from flashtile.backends.portable.linear.config import (
+    MAX_FLAT_ROWS,
+    LinearConfig,
+    adapted,
+    candidates,
+    default,
+)
 from flashtile.backends.portable.linear.kernel import grouped_ahead
 from flashtile.backends.portable.linear.launch import LibraryLaunch, ProductLaunch
 from flashtile.hardware.linear_table import FLAT, GEMV

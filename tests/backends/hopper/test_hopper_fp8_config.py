@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import tile_bytes
 
 from flashtile.backends.hopper import fp8 as hopper_fp8
-from flashtile.backends.hopper.fp8 import choose, every_row
+from flashtile.backends.hopper.fp8.config import choose, every_row
 from flashtile.backends.hopper.fp8.launch import scale_strides
 from flashtile.problems.fp8 import Scales
 from flashtile.problems.fp8_layout import KEY_BLOCK

@@ -36,8 +36,8 @@ from flashtile.checks.conversions import (
 )
 from flashtile.operators import attention as operators
 from flashtile.operators.dropout import draw_state
-from flashtile.operators.functions import learns_slopes
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
+from flashtile.torch_private import is_any_autocast_enabled
 
 # Names of these arguments in the packed functions, for error messages.
 _OF_KV = {"k": "kv", "v": "kv"}
@@ -122,8 +122,8 @@ def attention(
             its own chunk (as in Llama 4 and FlashAttention-3). ``causal`` hides the later keys of the chunk.
         softcap: if > 0, scores become ``softcap * tanh(scores / softcap)`` before bias and mask.
         alibi_slopes: (heads_q,) or (batch, heads_q) float32; adds ``-slope * |i + seqlen_k - seqlen_q - j|``
-            to the score of query i and key j. If the slopes require grad, the kernels for score_mod compute
-            ALiBi. The call may then have only arguments that can be combined with score_mod.
+            to the score of query i and key j. Learnable, if the call has only arguments that can be combined
+            with score_mod, because the kernels for score_mod compute the gradient.
         sink: (heads_q,) float32 or q's dtype, learnable: one logit per head that joins the softmax of every
             row, like a key without a value. It is not scaled and never masked (attention sinks, Xiao et al.
             2023, arXiv:2309.17453, in the form of gpt-oss). -inf means no sink.
@@ -634,7 +634,7 @@ def _call(
 
     Inputs are cast for autocast, and copied if their last stride is not 1.
     """
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         q, k, v = apply_autocast(q, k, v)
     others: Any = (extras, options, descales, buffers, attend)
     if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the check of strides
@@ -671,8 +671,6 @@ def _attend(
         assert out is not None
         assert lse is not None
         return out, lse
-    if attend is operators.forward and learns_slopes(extras) and _masks().takes_functions(extras, options):
-        return _masks().attend(q, k, v, extras, options, None, None, None)
     return attend(q, k, v, extras, options)
 
 

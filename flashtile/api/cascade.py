@@ -20,6 +20,7 @@ from flashtile.op.operation import is_plain, reads_values
 from flashtile.operators.decode import DECODE, decode
 from flashtile.problems.common import MAX_LENGTH
 from flashtile.problems.decode import CacheTensors, DecodeOptions
+from flashtile.torch_private import is_any_autocast_enabled
 
 
 def flash_attn_with_shared_prefix(
@@ -87,7 +88,7 @@ def flash_attn_with_shared_prefix(
     check_flag("return_softmax_lse", return_softmax_lse)
     check_flag("debug_checks", debug_checks)
     num_splits, split_size = split_arguments(num_splits, split_size)
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         (q,) = cast_for_autocast(k_cache, q)
     _check(q, block_table, cache_seqlens)
     for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):

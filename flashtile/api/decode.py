@@ -40,6 +40,7 @@ from flashtile.problems.decode import (
     DecodeOptions,
     NoTensors,
 )
+from flashtile.torch_private import is_any_autocast_enabled
 
 
 def flash_attn_with_kvcache(
@@ -185,7 +186,7 @@ def flash_attn_with_kvcache(
     check_flag("rotary_interleaved", rotary_interleaved)
     check_flag("debug_checks", debug_checks)
     check_flag("return_softmax_lse", return_softmax_lse)
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         q, k, v, qv = cast_for_autocast(k_cache, q, k, v, qv)
     if not (cu_seqlens_q is cu_seqlens_k_new is None):
         cu_seqlens_q, cu_seqlens_k_new = as_offset_pair(cu_seqlens_q, cu_seqlens_k_new)
@@ -297,7 +298,7 @@ def append_kvcache(
     """
     check_flag("rotary_interleaved", rotary_interleaved)
     check_flag("debug_checks", debug_checks)
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         k, v = cast_for_autocast(k_cache, k, v)
     cu_seqlens_k_new = as_offsets(cu_seqlens_k_new)
     if max_seqlen_k_new is not None:

@@ -27,6 +27,7 @@ from flashtile.problems.fp8 import AttendOptions, AttendTensors, QuantizeOptions
 from flashtile.problems.fp8_layout import METHODS, ROLES
 from flashtile.problems.quantized import Quantized, sequences
 from flashtile.reference.fp8 import descaled
+from flashtile.torch_private import is_any_autocast_enabled
 
 QUANTIZING = ("portable", "cpu")
 """Backends that can quantise."""
@@ -226,7 +227,7 @@ def attention(
         >>> q.grad.shape, q.grad.dtype
         (torch.Size([1, 256, 8, 64]), torch.bfloat16)
     """
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         q, k, v = apply_autocast(q, k, v)  # type: ignore[arg-type]
     check_inputs(q, k, v)
     check_flag("rotary_interleaved", rotary_interleaved)

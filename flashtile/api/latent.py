@@ -10,6 +10,7 @@ from flashtile.checks.attention import check_call, check_types
 from flashtile.checks.conversions import apply_autocast, with_unit_stride
 from flashtile.problems.attention import OptionalTensors, Options
 from flashtile.problems.common import MAX_HEAD_DIM
+from flashtile.torch_private import is_any_autocast_enabled
 
 
 def join_qv(
@@ -24,9 +25,10 @@ def join_qv(
     """
     if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
         raise NotImplementedError("qv must be None for q, k and v of float8_e4m3fn, got a tensor")
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         q, k, v = apply_autocast(q, k, v)
         qv, _, _ = apply_autocast(qv, k, v)
+    extras = OptionalTensors(*extras[:2])  # the offsets; the other tensors are checked with the joined ones
     if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the check of strides
         check_types(q, k, v, extras, options)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from flashtile.checks.arguments import ERRORS, check_dense, check_offset_pair, renamed
@@ -13,6 +12,7 @@ from flashtile.operators.decode import decode
 from flashtile.problems.attention import OptionalTensors, Options
 from flashtile.problems.common import MAX_LENGTH
 from flashtile.problems.decode import CacheTensors, DecodeOptions
+from flashtile.torch_private import is_any_autocast_enabled
 
 MASKING = (
     "max_seqlen_q", "softmax_scale", "causal", "window_left", "window_right", "softcap", "backend"
@@ -33,7 +33,7 @@ def attention_over_pages(
     """Return (out, lse) of ``flash_attn_varlen_func`` with a ``block_table``."""
     cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, *_ = extras
     refuse_beyond(extras, options, "with block_table")
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         q, qv = cast_for_autocast(k, q, qv)
     for name, tensor in (("q", q), ("block_table", block_table), ("cu_seqlens_q", cu_seqlens_q)):
         check_dense(name, tensor)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtile.checks.arguments import check_dense
+from flashtile.checks.attention import check_with_functions
 from flashtile.checks.conversions import (
     apply_autocast,
     as_int,
@@ -28,6 +29,7 @@ from flashtile.op.registry import extended
 from flashtile.operators import functions as of_functions
 from flashtile.operators.functions import FURTHER_DEFAULTS, FURTHER_OPTIONS, ModifiedExtras
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options, WeightsProblem
+from flashtile.torch_private import is_any_autocast_enabled
 
 MAX_TOP = 128
 """Largest number of weights per row that the kernels keep in registers."""
@@ -171,7 +173,7 @@ def weights_of(
     block_mask: Any = None,
 ) -> Tensor | TopWeights:
     """Compute :func:`attention_weights` for the extras and options of a call, ignoring its dropout."""
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         q, k, _ = apply_autocast(q, k, k)
     q, k = with_unit_stride(q), with_unit_stride(k)
     slopes = extras.alibi_slopes
@@ -183,7 +185,7 @@ def weights_of(
     if score_mod is not None or mask_mod is not None or block_mask is not None:
         from flashtile.api import masks
 
-        masks.check_with_functions(extras, options)
+        check_with_functions(extras, options)
         masks.check_tokens(mask_mod, q, k)
         given = masks.functions(score_mod, mask_mod, block_mask)
         with torch.no_grad():  # captured tensors get no gradient here

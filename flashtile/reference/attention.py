@@ -60,10 +60,7 @@ def attention(
         cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias, rng_state,
         seqused_q,
     )  # fmt: skip
-    if isinstance(alibi_slopes, Tensor):  # detach, because the check refuses slopes that require grad
-        check_call(q, k, v, extras._replace(alibi_slopes=alibi_slopes.detach()), options)
-    else:
-        check_call(q, k, v, extras, options)
+    check_call(q, k, v, extras, options)
     problem = Problem.from_tensors(q, k, v, extras, options)
     if upcast is not None:
         q, k, v = q.to(upcast), k.to(upcast), v.to(upcast)

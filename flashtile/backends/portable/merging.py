@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashtile.backends.common.config import padded
 from flashtile.backends.common.jit import kernel
-from flashtile.backends.common.launch import padded
 from flashtile.backends.common.tiles import LN_2, LOG2_E
 
 ROWS = 16

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.common import tiles
-from flashtile.backends.common.launch import Launched, padded
+from flashtile.backends.common.config import padded
+from flashtile.backends.common.launch import Launched
 from flashtile.backends.portable import all_reduce, fits
 from flashtile.backends.portable.attention.functions import CAPTURED
 from flashtile.backends.portable.attention.launch import PortableBackwardLaunch, PortableForwardLaunch

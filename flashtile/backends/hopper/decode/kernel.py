@@ -52,7 +52,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from flashtile.backends.common import launch
+from flashtile.backends.common import config as common_config
 from flashtile.backends.common.jit import gluon_kernel
 from flashtile.backends.hopper import pipeline
 from flashtile.backends.hopper.compat import (
@@ -93,7 +93,7 @@ from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.attend import in_cache
 from flashtile.backends.portable.decode.schedule import sequence_of, window_at
 
-RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
+RAGGED_ROWS = gl.constexpr(common_config.RAGGED_ROWS)
 WARPS = gl.constexpr(2)
 """Warps of a loader of k, or of v."""
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))

@@ -43,8 +43,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flashtile.backends import compat
+from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.deferred import triton
-from flashtile.backends.common.launch import CachedLaunch, KernelConfig
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.portable.attention.arguments import AttentionVariant
 from flashtile.backends.portable.tiles import tanh
 from flashtile.caches import BoundedCache

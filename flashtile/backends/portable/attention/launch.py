@@ -10,8 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends.common.launch import (
-    CachedLaunch,
+from flashtile.backends.common.config import (
     KernelConfig,
     allocator,
     has_score_mod,
@@ -20,6 +19,7 @@ from flashtile.backends.common.launch import (
     tile_widths,
     token_strides,
 )
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.preprocess import num_padded_rows, preprocess_launch, preprocess_rows
 from flashtile.backends.portable.attention.arguments import (
     AttentionLengths,

@@ -22,9 +22,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends.common.device import capability, multiprocessors
-from flashtile.backends.common.launch import (
-    CachedLaunch,
+from flashtile.backends.common.config import (
     allocator,
     is_aligned,
     largest_divisor,
@@ -33,6 +31,8 @@ from flashtile.backends.common.launch import (
     tile_widths,
     token_strides,
 )
+from flashtile.backends.common.device import capability, multiprocessors
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.portable.config import family
 from flashtile.backends.portable.decode.append import (
     AppendLengths,

@@ -12,14 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends.common.launch import (
-    CachedLaunch,
-    KernelConfig,
-    TokenStrides,
-    outer_stride,
-    padded,
-    token_strides,
-)
+from flashtile.backends.common.config import KernelConfig, TokenStrides, outer_stride, padded, token_strides
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.portable.fp8.attend import (
     Fp8AttendPointers,
     Fp8AttendVariant,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashtile.backends import portable
-from flashtile.backends.common.launch import padded
+from flashtile.backends.common.config import padded
 from flashtile.problems.attention import WeightsProblem
 
 __all__ = ["configure_weights", "prepare_weights", "reason_against"]

@@ -9,7 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends.common.launch import CachedLaunch, KernelConfig, padded
+from flashtile.backends.common.config import KernelConfig, padded
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.portable import configure_forward
 from flashtile.backends.portable.attention.functions import FunctionPointers, captured_of
 from flashtile.backends.portable.attention.launch import attention_kernel, optional_pointers

@@ -10,6 +10,7 @@ a function if ``import torch`` does not import their modules.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,6 +84,11 @@ def unwrapped(tensor: Any, level: int) -> Any:
 # torch.compile. Its public decorators, in torch.compiler, import the compiler, which takes seconds.
 
 
+def is_compiler_loaded() -> bool:
+    """Whether torch.compile may have been used: its tracer is imported."""
+    return "torch._dynamo" in sys.modules
+
+
 def run_at_trace_time(function: Any) -> Any:
     """Let torch.compile run ``function`` instead of tracing it, as ``assume_constant_result`` does."""
     function._dynamo_marked_constant = True
@@ -118,10 +124,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def activation_memory_budget() -> float:
-    """Return the setting of torch.compile that decides what graphs save for the backward pass.
-
-    Its public way leads through the same private module, ``torch._functorch.config``.
-    """
+    """Return the setting of torch.compile that decides what graphs save for the backward pass."""
     from torch._functorch import config
 
     budget: float = config.activation_memory_budget
@@ -150,12 +153,36 @@ negated_view: Callable[[Tensor], Tensor] = torch._neg_view
 check_in_graph: Callable[..., None] = torch._check
 """Raise an error unless a condition on sizes holds. It becomes part of a graph that is being traced."""
 UNNAMED_MOVES = torch.ops.aten._to_copy, torch.ops.aten._unsafe_view
-"""Operators to which a dispatch mode sees ``Tensor.to`` and products of matrices decompose."""
+"""Operators that a dispatch mode sees for ``Tensor.to`` and for some products of matrices."""
 
 # Devices.
 
+cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""Return this thread's current device. torch.cuda's function first checks whether CUDA is initialised."""
+cuda_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
+)
+"""Return the address of a device's current stream. The public function creates an object, which takes 0.3 us.
+
+Builds of torch for the CPU have neither of these two.
+"""
+cpu_flash_forward: Callable[..., tuple[Tensor, Tensor]] = torch._scaled_dot_product_flash_attention_for_cpu
+"""torch's attention kernel for the CPU. The public function returns no lse."""
+cpu_flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 cuda_sleep: Callable[[int], None] = torch.cuda._sleep
 """Keep the current stream busy for a number of cycles."""
+
+
+def has_fast_products(dtype: torch.dtype) -> bool:
+    """Whether this build of torch has fast matrix products in a 16-bit dtype on this processor.
+
+    ``torch.cpu.get_capabilities`` knows the processor, but not the build. Builds without oneDNN have no such
+    functions.
+    """
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
 
 # Registries, which have no public way to take something out.
 

@@ -31,12 +31,16 @@ class Library(NamedTuple):
         breaks: for each private name what breaks without it. A name that begins with "." is an attribute of
             objects whose type the library does not export.
         documented: prefixes of public names; None if all names without an underscore are public.
+        hidden: prefixes of names that are not documented though they have no underscore.
+        optional: names that only some builds or releases have.
         oldest: the oldest release that has the names.
     """
 
     module: str
     breaks: dict[str, str]
     documented: tuple[str, ...] | None = None
+    hidden: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     oldest: str | None = None
 
 
@@ -91,7 +95,48 @@ LIBRARIES = {
             "torch.distributed.device_mesh.DeviceMesh._flatten": "meshes of two dimensions",
             "torch.ops.aten._to_copy": "FLOPs of the algorithms",
             "torch.ops.aten._unsafe_view": "FLOPs of the algorithms",
+            "torch._C._cuda_getDevice": "nothing: launches take longer",
+            "torch._C._cuda_getCurrentRawStream": "nothing: launches take longer",
+            "torch._scaled_dot_product_flash_attention_for_cpu": "attention on the CPU",
+            "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "gradients on the CPU",
+            "torch.ops.mkldnn._is_mkldnn_bf16_supported": "16-bit attention on the CPU",
+            "torch.ops.mkldnn._is_mkldnn_fp16_supported": "16-bit attention on the CPU",
         },
+        optional=("torch._C._cuda_getDevice", "torch._C._cuda_getCurrentRawStream"),
+    ),
+    "triton": Library(
+        "backends/compat.py",
+        {
+            "triton.compiler.ASTSource": "every kernel",
+            "triton.backends.compiler.GPUTarget": "compiling for a GPU that is not there",
+            "triton.runtime.jit.JITCallable": "keys of kernels",
+            "triton.experimental.gluon._runtime.GluonASTSource": "Hopper's kernels",
+            "triton.experimental.gluon._runtime.GluonJITFunction": "Hopper's kernels",
+            "triton.experimental.gluon.language._core.builtin": "Hopper's kernels",
+            "triton._C.libtriton.ir.DESCRIPTOR_REDUCE_KIND": "Hopper's backward pass up to Triton 3.7",
+            "triton.language.core": "Hopper's kernels with Triton 3.6, whose aggregate is private",
+            "triton.language.core._aggregate": "nothing from Triton 3.7 on",
+            "triton.runtime.driver.driver._active": "compiling without a GPU, and first calls without gcc",
+            "triton.backends.driver.GPUDriver": "first calls without gcc",
+            "triton.backends.nvidia.driver.CudaDriver": "first calls without gcc",
+            "triton.backends.nvidia.driver.TMA_DTYPE_DEVICE_TO_HOST": "Hopper's kernels",
+            "triton.backends.nvidia.compiler.get_ptxas_version": "kernels compiled ahead under torch.compile",
+            "triton.runtime.jit._triton_jit_function_registry": "nothing: it is what keeps functions alive",
+            "triton._C.libtriton.get_cache_invalidating_env_vars": "compiled folders, and quick first calls",
+            "triton.compiler.compiler.make_backend": "compiled folders, and quick first calls",
+            "triton.compiler.compiler.CompiledKernel": "compiled folders, and quick first calls",
+            "triton.runtime.cache.get_cache_manager": "quick first calls",
+            "triton.runtime.cache.triton_key": "quick first calls",
+            "triton.JITFunction._call_hook": "kernels while a hook of compilations is set, as by vLLM",
+        },
+        hidden=(
+            "triton._C.",
+            "triton.backends.",
+            "triton.compiler.",
+            "triton.language.core.",
+            "triton.runtime.",
+        ),
+        optional=("triton.language.core._aggregate", "triton.runtime.jit._triton_jit_function_registry"),
     ),
     "transformers": Library(
         "integrations/transformers_private.py",
@@ -199,8 +244,9 @@ def library_of(name: str) -> str | None:
     library = name.split(".")[0]
     if library not in LIBRARIES:
         return None
-    documented = LIBRARIES[library].documented
-    hidden = documented is not None and not f"{name}.".startswith(documented)
+    documented, whole = LIBRARIES[library].documented, f"{name}."
+    hidden = documented is not None and not whole.startswith(documented)
+    hidden = hidden or whole.startswith(LIBRARIES[library].hidden)
     return library if hidden or any(map(is_private, name.split("."))) else None
 
 
@@ -233,32 +279,50 @@ def defined(tree: ast.Module) -> set[str]:
     return found
 
 
-DEFINED = {file: defined(tree) for file, tree in TREES.items()}
-ALL_DEFINED = set().union(*DEFINED.values())
+ALL_DEFINED = set().union(*map(defined, TREES.values()))
 
 
-def uses(file: str) -> Iterator[Use]:
-    """Yield the private names of other libraries that a file uses.
+def uses(file: str, tree: ast.Module) -> Iterator[Use]:
+    """Yield the private names of other libraries that a file uses, or overrides.
 
     A private attribute of an object of unknown type is a library's if the file does not define the name. One
     of ``self`` may be defined in the file of a base class.
     """
-    tree = TREES[file]
-    names = imported(tree)
+    names, own = imported(tree), defined(tree)
     for whole, line in names.values():
         if library := library_of(whole):
             yield Use(file, line, whole, library)
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and id(node) not in inner:
-            yield from _of_attributes(file, node, names)
+            yield from _of_attributes(file, node, names, own)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
             name = getattr(node.args[1], "value", None)
-            if is_private(str(name)) and name not in DEFINED[file]:
+            if is_private(str(name)) and name not in own:
                 yield Use(file, node.lineno, f".{name}", None)
+        elif isinstance(node, ast.ClassDef):
+            yield from _overridden(file, node, names)
 
 
-def _of_attributes(file: str, node: ast.Attribute, names: dict[str, tuple[str, int]]) -> Iterator[Use]:
+def _overridden(file: str, node: ast.ClassDef, names: dict[str, tuple[str, int]]) -> Iterator[Use]:
+    """Yield the private names of a library's class that a class derived from it defines."""
+    for base in node.bases:
+        root, _, path = ast.unparse(base).partition("[")[0].partition(".")
+        whole = ".".join(filter(None, (names.get(root, ("", 0))[0], path)))
+        if whole.split(".")[0] not in LIBRARIES:
+            continue
+        try:
+            found = pkgutil.resolve_name(whole)
+        except ImportError:  # the library is not installed
+            continue
+        members = [n for each in node.body for n in defined(ast.Module([each], [])) if is_private(n)]
+        library = whole.split(".")[0]
+        yield from (Use(file, node.lineno, f"{whole}.{n}", library) for n in members if hasattr(found, n))
+
+
+def _of_attributes(
+    file: str, node: ast.Attribute, names: dict[str, tuple[str, int]], own: set[str]
+) -> Iterator[Use]:
     """Yield the private name in a chain of attributes, ``a.b.c``."""
     chain, root = [node.attr], node.value
     while isinstance(root, ast.Attribute):
@@ -272,7 +336,7 @@ def _of_attributes(file: str, node: ast.Attribute, names: dict[str, tuple[str, i
         if whole.split(".")[0] in {*LIBRARIES, *sys.stdlib_module_names}:
             return
     of_self = isinstance(root, ast.Name) and root.id in ("self", "cls")
-    known = ALL_DEFINED if of_self and len(chain) == 1 else DEFINED[file]
+    known = ALL_DEFINED if of_self and len(chain) == 1 else own
     yield from (Use(file, node.lineno, f".{n}", None) for n in chain if is_private(n) and n not in known)
 
 
@@ -290,8 +354,8 @@ def test_private_names_are_in_one_module_for_each_library():
     files = {library.module: name for name, library in LIBRARIES.items()}
     wrong = [
         f"flashtile/{use.file}:{use.line}: {use.name}"
-        for file in TREES
-        for use in uses(file)
+        for file, tree in TREES.items()
+        for use in uses(file, tree)
         if file not in files
         or use.library not in (None, files[file])
         or not listed(use, LIBRARIES[files[file]])
@@ -299,12 +363,31 @@ def test_private_names_are_in_one_module_for_each_library():
     assert wrong == [], "private names belong into " + ", ".join(files)
 
 
+PLANTED = {
+    "torch._a.b": "import torch\ntorch._a.b(1)",
+    "torch.a._b": "from torch import a\na._b",
+    "torch._a.c": "from torch._a import c",
+    "torch._a": "import torch._a as d",
+    "triton.runtime.driver": "from triton.runtime import driver",
+    "vllm.a.b": "from vllm.a import b",
+    "._a": "def f(x): return x.b._a.c",
+    "._b": "def f(x): return getattr(x, '_b', None)",
+    "torch.nn.Module._call_impl": "from torch import nn\nclass A(nn.Module):\n def _call_impl(self): pass",
+}
+"""Private names, and lines that use them."""
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_names_are_found(name):
+    assert [use.name for use in uses("planted.py", ast.parse(PLANTED[name]))] == [name]
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_the_installed_library_has_them(library):
     pytest.importorskip(library, minversion=LIBRARIES[library].oldest)
     missing = []
     for name, breaks in LIBRARIES[library].breaks.items():
-        if not name.startswith("."):
+        if not name.startswith(".") and name not in LIBRARIES[library].optional:
             try:
                 pkgutil.resolve_name(name)
             except (ImportError, AttributeError):

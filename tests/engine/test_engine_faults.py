@@ -1,4 +1,4 @@
-"""Nothing is lost and nothing is trusted: random requests, aborts, failed steps, threads, hostile folders."""
+"""Faults of the engine: random requests, aborts, failed steps, threads, hostile model folders."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from flashtile.engine import llm as llm_module
 from flashtile.engine.config import parse_config
 from flashtile.engine.runner import NO_TOKEN
 from flashtile.engine.scheduler import COPY, SchedulerOutput
+from flashtile.engine.tokenizer import ByteTokenizer
+from walk import walk
 
 SMALL = {"num_gpu_blocks_override": 12, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
 
@@ -106,6 +108,53 @@ def test_a_step_that_fails_ends_its_requests_and_no_other(monkeypatch):
     assert engine.scheduler.manager.sequences == ()
 
 
+class Panic(BaseException):
+    """A panic of Rust code arrives as an exception that is no Exception."""
+
+
+def panic(*_):
+    raise Panic("index out of bounds")
+
+
+KINDS = {
+    "final": SamplingParams(temperature=0, max_tokens=6, output_kind=RequestOutputKind.FINAL_ONLY),
+    "delta": SamplingParams(temperature=0, max_tokens=6, output_kind=RequestOutputKind.DELTA),
+    "stops": SamplingParams(temperature=0, max_tokens=6, stop=["no such text"]),
+    "beams": BeamSearchParams(2, 6),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_panic_of_the_tokenizer_ends_one_request(kind, overlaps, monkeypatch):
+    """The other requests go on, and so does the engine."""
+    llm = load("llama3", async_scheduling=overlaps)
+    engine, others = llm.engine, SamplingParams(temperature=0, max_tokens=6, detokenize=False)
+    engine.tokenizer = ByteTokenizer()
+    monkeypatch.setattr(engine.tokenizer, "stream", panic)
+    engine.add_request("fails", prompts()[0], KINDS[kind])
+    engine.add_request("goes on", prompts()[1], others)
+    ends = {}
+    while engine.has_unfinished:
+        ends |= {output.request_id: output for output in engine.step() if output.finished}
+    answer = ends["fails"].outputs[0]
+    assert answer.finish_reason == "error"
+    assert "Panic: index out of bounds" in answer.stop_reason
+    assert ends["goes on"].outputs[0].token_ids == greedy("llama3", 14)[1][:6]
+    assert engine.scheduler.manager.sequences == ()
+
+
+def test_a_panic_of_a_step_ends_its_requests(monkeypatch):
+    llm = load("llama3")
+    llm.engine.add_request("a", prompts()[0], SamplingParams(temperature=0, max_tokens=6))
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner.model, "hidden", panic)
+        (failed,) = llm.engine.step()
+    assert "Panic" in failed.outputs[0].stop_reason
+    (output,) = llm.generate([prompts()[0]], SamplingParams(temperature=0, max_tokens=6))
+    assert output.outputs[0].token_ids == greedy("llama3", 14)[0][:6]
+
+
 def test_a_step_that_fails_ends_those_whose_memory_it_was_to_move(monkeypatch):
     """A sequence on its way to the host has no keys and values anywhere, where the copy was not made."""
     llm = load("llama3", num_gpu_blocks_override=7, block_size=4, swap_space=0.001, max_num_seqs=2)
@@ -131,9 +180,9 @@ BAD_LOGITS = [
 ]
 
 
-@pytest.mark.parametrize(("value", "params"), BAD_LOGITS)
-@pytest.mark.parametrize("overlapped", [False, True])
-def test_logits_that_are_no_numbers_end_their_request_alone(value, params, overlapped):
+@walk(("value", "params"), BAD_LOGITS)
+@walk("overlapped", [False, True])
+def test_logits_that_are_not_finite_end_only_their_request(value, params, overlapped):
     """Of two rows of logits the first has a bad one, of token 9."""
     llm = load("llama3", async_scheduling=overlapped)
     engine, model = llm.engine, llm.engine.runner.model
@@ -262,7 +311,7 @@ def test_many_tasks_get_their_own_answers(overlapped):
     assert serve(work, **SMALL, async_scheduling=overlapped) == greedy("llama3", 14) * 3
 
 
-def test_who_stops_reading_aborts():
+def test_a_client_that_stops_reading_aborts_its_request():
     async def work(server):
         params = SamplingParams(max_tokens=100, seed=1)
         async for output in server.generate(prompts()[0], params, "left"):
@@ -320,7 +369,7 @@ def test_refusals_shutdown_and_death_reach_every_task():
 CONFIG = {**SIZES, "model_type": "llama"}
 
 
-@pytest.mark.parametrize(
+@walk(
     ("change", "error", "message"),
     [
         ({"model_type": "mamba"}, NotImplementedError, "model_type must be one of llama"),
@@ -354,7 +403,7 @@ CONFIG = {**SIZES, "model_type": "llama"}
         ({"attention_bias": "yes"}, ConfigError, "attention_bias must be true or false"),
     ],
 )
-def test_configs_that_say_nonsense_or_what_is_not_served_are_refused(change, error, message):
+def test_invalid_and_unsupported_configs_are_refused(change, error, message):
     with pytest.raises(error, match=message):
         parse_config({**CONFIG, **change})
 
@@ -443,7 +492,7 @@ def test_folders_that_lack_something_or_point_elsewhere_are_refused(tmp_path):
         LLM(tmp_path, device="cpu", skip_tokenizer_init=True)
 
 
-@pytest.mark.parametrize(
+@walk(
     ("options", "message"),
     [
         ({"tensor_parallel_size": 2}, r"tensor_parallel_size must be the number of processes \(1\), got 2"),

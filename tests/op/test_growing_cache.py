@@ -1,4 +1,4 @@
-"""Steps over a dense cache that grows: a launch made from the last is the one that would be prepared, and
+"""Steps over a growing dense cache: a launch made from the last one equals a newly prepared one, and
 Transformers' layers find it."""
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from flashtile import flash_attn_with_kvcache
-from flashtile.backends import compat, portable
+from flashtile import flash_attn_with_kvcache, torch_private
+from flashtile.backends import portable
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.portable.decode import config, launch
 from flashtile.caches import BoundedCache
 from flashtile.op.operation import CACHE_BYTES
 from flashtile.operators.decode import DECODE
+
+pytestmark = pytest.mark.numerical
 
 FIRST = object()
 LENGTHS = [*range(1, 20), 63, 64, 65, 127, 128, 129, 512, 1023, 1025, 4096, 4100, 9000]
@@ -43,8 +45,8 @@ def kernels(monkeypatch, fresh_launches):
         self._run(FIRST, tensors)
 
     monkeypatch.setattr(CachedLaunch, "_compile", compile_kernel)
-    monkeypatch.setattr(compat, "cuda_device", lambda: None)
-    monkeypatch.setattr(compat, "cuda_stream", lambda index: 0)
+    monkeypatch.setattr(torch_private, "cuda_device", lambda: None)
+    monkeypatch.setattr(torch_private, "cuda_stream", lambda index: 0)
     monkeypatch.setattr(portable, "reason_of_device", lambda *arguments: None)
     monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)

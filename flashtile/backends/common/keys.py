@@ -24,7 +24,6 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from triton import language as tl
-from triton.runtime.jit import JITCallable
 
 from flashtile.backends import compat
 
@@ -114,7 +113,7 @@ class _Reader:
             return repr(value)
         if _is_of_library(value):
             return _library_text(value, place)
-        if isinstance(value, JITCallable) or "text" in getattr(value, "__dict__", ()):
+        if isinstance(value, compat.JITCallable) or "text" in getattr(value, "__dict__", ()):
             return self.function(value)
         if isinstance(value, type) and hasattr(value, "_fields"):  # the type of a structure
             return f"{_name(value)}{value._fields}{self.text(value._field_defaults, place)}"  # type: ignore[attr-defined]

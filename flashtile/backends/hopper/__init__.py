@@ -100,12 +100,6 @@ def prepare_forward(problem: Problem, config):
 
 
 def prepare_backward(problem: Problem, config):
-    from flashtile.backends.hopper.backward.config import WideBackwardConfig
-
-    if isinstance(config, WideBackwardConfig):
-        from flashtile.backends.hopper.backward.wide_launch import WideBackwardLaunch
-
-        return WideBackwardLaunch(problem, config)
     from flashtile.backends.hopper.backward.launch import HopperBackwardLaunch
 
     return HopperBackwardLaunch(problem, config)

@@ -5,28 +5,29 @@ tile of it for each tile of scores; elements outside of the bias arrive as zeros
 bias have shared memory of their own. In the backward they use the shared memory of dS of the same step: a
 warpgroup reads its part of the bias, then overwrites it with dS. If each element of the bias belongs to one
 score, dS is the bias's gradient, and TMA stores it from there.
+
+    pass      slots        written by, full after     read by, empty after
+    forward   BIAS_STAGES  producer: TMA              consumers: the bias is in registers
+    backward  2, of dS     producer: TMA              consumers: dQ of the step is computed from dS
+                                                      accumulate_dq: TMA has stored dS (with STORES_DS)
+
+The forward's functions come first, then the backward's.
 """
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flashtile.backends.hopper.compat import async_load, async_store, gluon, reinterpret
-from flashtile.backends.hopper.inline_asm import to_fp32, wait_for_loads
+from flashtile.backends.hopper.inline_asm import to_fp32
 from flashtile.backends.hopper.layouts import LOG2_E, WARPGROUP_ROWS, accumulator_layout
-from flashtile.backends.hopper.pipeline import make_channel, make_ring
+from flashtile.backends.hopper.pipeline import make_ring
 
 SQUARE = gl.constexpr(64)
 """Number of rows and of columns of a tile in the backward; a row takes 128 bytes."""
 
 
 @gluon.jit
-def make_row_tiles(C: gl.constexpr, desc):
-    """Make the channel (ring of shared-memory tiles) of the forward's bias."""
-    return make_channel(desc, C.BIAS_STAGES, C.WARPGROUPS, C.WARPGROUPS)
-
-
-@gluon.jit
-def load_rows(C: gl.constexpr, bias, desc, work, block, n, i, schedule):
+def load_row_tiles(C: gl.constexpr, bias, desc, work, block, n, i, schedule):
     """Producer of the forward: load the bias of key block ``n`` for the rows of all warpgroups.
 
     This is the ``i``-th write to the channel of the bias.
@@ -34,6 +35,7 @@ def load_rows(C: gl.constexpr, bias, desc, work, block, n, i, schedule):
     slot = bias.acquire(i)
     barrier = bias.full.index(slot)
     mbarrier.expect(barrier, C.WARPGROUPS * desc.block_type.nbytes)
+    # A bias that sequences or heads share has one of them: index 0.
     sequence, head = min(work.sequence, schedule.bias_batch - 1), min(work.head, schedule.bias_heads - 1)
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
     for w in gl.static_range(WARPGROUPS):
@@ -47,7 +49,7 @@ def read_rows(C: gl.constexpr, W: gl.constexpr, bias, i, WIDTH: gl.constexpr, la
     """Consumer W of the forward: load its rows of the ``i``-th bias tile to registers.
 
     The result is [WARPGROUP_ROWS, WIDTH] in 16 bits, for the first WIDTH keys of the tile.
-    :func:`release_rows` waits until these loads from shared memory are complete.
+    The caller waits for these loads (``wait_for_loads``) before it releases the tile.
     """
     slot = bias.wait(i)
     tile = bias.tiles.index(slot * C.WARPGROUPS + W).reshape([WARPGROUP_ROWS, C.BLOCK_N])
@@ -57,22 +59,16 @@ def read_rows(C: gl.constexpr, W: gl.constexpr, bias, i, WIDTH: gl.constexpr, la
 
 
 @gluon.jit
-def release_rows(bias, i, added):
-    """Complete the load of ``added``, release the ``i``-th bias tile, and return ``added``."""
-    added = wait_for_loads(added)
-    bias.release(i)
-    return added
-
-
-@gluon.jit
 def over_ds(C: gl.constexpr, desc, ds):
     """Make the channel (ring of shared-memory tiles) of the backward's bias.
 
     The channel has two slots, which occupy the memory of dS. With STORES_DS, ``accumulate_dq`` also reads dS.
     """
     SQUARES: gl.constexpr = 4 * C.BLOCK_M // SQUARE
+    # Shared memory is full, and a tile of the bias has the size of dS, whose memory is free until dS is
+    # stored.
     squares = reinterpret(ds, ds.dtype, [SQUARES] + desc.block_type.shape, desc.layout)
-    READERS: gl.constexpr = 3 if C.STORES_DS else 2
+    READERS: gl.constexpr = 3 if C.STORES_DS else 2  # consumers, and accumulate_dq
     return make_ring(squares, 2, READERS)
 
 
@@ -94,11 +90,12 @@ def square_of(C: gl.constexpr, W: gl.constexpr, c: gl.constexpr, bias, slot):
 @gluon.jit
 def read_square(C: gl.constexpr, W: gl.constexpr, c: gl.constexpr, bias, slot, layout: gl.constexpr):
     """Load a tile of the bias to registers, with keys as rows."""
+    # ldmatrix transposes as it reads, so this costs no shuffles.
     return square_of(C, W, c, bias, slot).reshape([SQUARE, SQUARE]).permute((1, 0)).load(layout)
 
 
 @gluon.jit
-def load_keys(C: gl.constexpr, bias, desc, work, head, row, i, schedule):
+def load_key_tiles(C: gl.constexpr, bias, desc, work, head, row, i, schedule):
     """Producer of the backward: load the bias of BLOCK_M rows, from ``row`` on.
 
     This is the ``i``-th write to the channel of the bias.
@@ -125,20 +122,12 @@ def read_keys(C: gl.constexpr, W: gl.constexpr, bias, i, layout: gl.constexpr):
     if C.BLOCK_M == SQUARE:
         return read_square(C, W, 0, bias, slot, layout)
     else:
+        # Two accumulators of 64 columns hold the same registers as one of 128, so the convert is free.
         half: gl.constexpr = accumulator_layout(SQUARE)
         left = read_square(C, W, 0, bias, slot, half)
         right = read_square(C, W, 1, bias, slot, half)
         both = gl.join(left, right).permute((0, 2, 1)).reshape([SQUARE, 2 * SQUARE])
         return gl.convert_layout(both, layout, assert_trivial=True)
-
-
-@gluon.jit
-def release_keys(bias, i):
-    """Consumer of the backward: release the ``i``-th bias tile.
-
-    The slot of the tile also holds dS of step ``i``, so it is released after dQ has been computed from dS.
-    """
-    bias.release(i)
 
 
 @gluon.jit
@@ -148,14 +137,14 @@ def store_ds(C: gl.constexpr, bias, gradient_desc, ds_full, work, head, row, i):
     Waits until both consumers have written dS, and returns when TMA has read dS from shared memory.
     """
     slot = i & 1
-    mbarrier.wait(ds_full.index(slot), (i >> 1) & 1)
+    mbarrier.wait(ds_full.index(slot), (i >> 1) & 1)  # consumers have fenced their stores of dS for TMA
     SQUARES: gl.constexpr = C.BLOCK_M // SQUARE
     for w in gl.static_range(2):
         for c in gl.static_range(SQUARES):
             key = work.tile_in_head * C.BLOCK_N + w * SQUARE
             tile = square_of(C, w, c, bias, slot)
             async_store(gradient_desc, [work.sequence, head, row + c * SQUARE, key], tile)
-    tma.store_wait(0)
+    tma.store_wait(0)  # the next bias is loaded over this dS
     bias.release(i)
 
 

@@ -1,7 +1,6 @@
-"""Common parts of the configurations of all Hopper kernels. The tables are in ``forward``, ``backward``,
-``fp8``.
+"""What all Hopper kernels share on the host: registers, widths of tiles, flags of modifiers, numbers.
 
-Shared parts of the launches of all Hopper kernels.
+The tables of configurations are in ``forward``, ``backward``, ``decode``, ``fp8`` and ``linear``.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ LAUNCH_REGISTERS = {1: 168, 2: 168, 3: 128}
 steps of 8. ``setmaxnreg`` then moves registers from the producer to the consumers."""
 
 
-def padded(head_dim: int) -> int:
+def padded_columns(head_dim: int) -> int:
     """Return the number of columns of a tile for a head size: 64, 128, 256 or 512. TMA adds zeros."""
     return next(size for size in (64, 128, 256, 512) if head_dim <= size)
 
@@ -56,7 +55,7 @@ def tile_widths(problem: Problem) -> tuple[int, int]:
 
     Over 256 columns, both have 512.
     """
-    sizes = padded(problem.head_dim), padded(problem.head_dim_v)
+    sizes = padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)
     return (512, 512) if max(sizes) > MAX_COLUMNS_OF_V else sizes
 
 
@@ -108,6 +107,11 @@ def modifiers_of(problem: Problem) -> tuple[str, ...]:
     """Return the names of the problem's modifiers of scores."""
     given = {"functions": problem.mods is not None, "dropout": problem.dropout_p > 0, "bias": problem.bias}
     return tuple(name for name, is_given in given.items() if is_given)
+
+
+def has_lists(problem: Problem) -> bool:
+    """Whether a block mask lists the blocks that see one another."""
+    return problem.mods is not None and problem.mods.block_size is not None
 
 
 def persistent_programs(num_tiles: int, device: torch.device | Target, sharing: int = 1) -> int:

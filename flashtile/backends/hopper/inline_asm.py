@@ -1,4 +1,9 @@
-"""Inline assembly for steps between the products that the compiler would otherwise move or rewrite."""
+"""Inline assembly for steps between the products that the compiler would otherwise move or rewrite.
+
+Three kinds: *pins*, which keep the order of the source (the assembler, ptxas, otherwise moves arithmetic
+across waits); *waits for loads*, which an arrival at an mbarrier does not imply; and instructions that the
+compiler does not choose (packed conversions, a rescaling that warps skip).
+"""
 
 from triton.experimental.gluon import language as gl
 
@@ -29,14 +34,15 @@ def pin(x):
         "=f,=f,f,f",
         [x],
         dtype=gl.float32,
-        is_pure=False,
-        pack=2,
+        is_pure=False,  # or the compiler itself would move it
+        pack=2,  # one barrier for two registers, which are added so that it waits for both
     )
 
 
 @gluon.jit
 def to_16_bit(x, dtype: gl.constexpr):
     """Convert fp32 to fp16 or bf16, always two numbers with one instruction."""
+    # The instruction's first source is the upper half of the register: the second number.
     if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
@@ -139,6 +145,7 @@ def copy_registers(p):
 
 
 RESCALED_TOGETHER = gl.constexpr(16)
+"""Numbers that :func:`rescale` multiplies, or skips, after one branch."""
 
 
 @gluon.constexpr_function
@@ -183,6 +190,8 @@ def rescale(o, alpha):
         is_pure=False,
         pack=2,
     )
+    # ``vote`` makes the flag equal in a warp, so the branch is uniform (bra.uni) and no thread waits for
+    # another.
     o_row: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     return gl.inline_asm_elementwise(
         rescale_asm(RESCALED_TOGETHER),

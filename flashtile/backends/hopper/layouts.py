@@ -1,7 +1,6 @@
-"""Constants that host and kernels share, as constexpr, and the register layouts of a warpgroup's products.
+"""What all Hopper kernels share on the device: constants, register layouts, parts of a tile's columns.
 
-Work on part of a tile's columns: stores of a few columns at a time through a small tile of shared memory,
-and products that skip columns of zeros.
+Products skip columns of zeros, and stores take a few columns at a time through a small tile of shared memory.
 """
 
 from triton.experimental.gluon import language as gl

@@ -1,38 +1,22 @@
-"""Device steps that change the scores or probabilities of a tile: an additive bias, dropout, score and mask
-functions, the lists of a block mask.
+"""Optional steps of the Hopper kernels on a tile of scores: soft-caps, block masks, dropout, functions.
 
 The forward and the backward kernel have the steps that the flags of their variant name
-(``config.ModifierFlags``). Other steps are not compiled.
+(``config.ModifierFlags``); other steps are not compiled. The module has a part for each:
 
-tanh for soft-caps.
+* **Soft-caps**: tanh.
+* **Block lists**: the blocks that a block mask shows to a tile, in the order in which a kernel visits them.
+  Each partition reads the lists of the block mask (``flashtile.masks.block_mask``) on the device. An *entry*
+  of a list is a block of the block mask, which is TILES_PER_MASK_BLOCK adjacent blocks of the kernel. Partial
+  entries, whose blocks need masking, come first, and full entries follow. Without a block mask the kernels
+  have the same order: first the blocks at the edges of causality or a window, then the others.
+* **Dropout**, with the random numbers of ``flashtile.dropout``. A thread holds rows r and r + 8 and columns
+  c, c + 1, c + 8 and c + 9 of wgmma's accumulator: eight probabilities that share two random words. In S^T,
+  where keys are rows, a warp computes the same words and transposes them as 8 x 8 matrices of 16-bit halves.
+* **Functions**: SCORE_MOD and MASK_MOD. Rows of a tile are queries, as in the forward. For the backward,
+  where rows are keys, see ``backward.kernel``.
+* **Launch arguments** of both passes.
 
-The hardware's tanh is as fast as an exponential, but has a relative error of up to 2 ** -11. The forward uses
-it for bfloat16 operands, since PyTorch rounds their scores to 2 ** -9. FlashAttention-3 uses it everywhere.
-
-For float16 operands, whose scores are more exact, the forward computes tanh from an exponential and a
-reciprocal. The backward squares the tanh, so it uses this formula for both dtypes. The formula takes more
-instructions. Two of them run on the unit that also computes the hardware's tanh.
-
-The blocks that a block mask shows to a tile, in the order in which a Hopper kernel visits them.
-
-Each partition that needs the lists of the block mask (``flashtile.masks.block_mask``) reads them on the
-device. An *entry* of a list is a block of the block mask, which is TILES_PER_MASK_BLOCK adjacent blocks of
-the kernel. Partial entries, whose blocks need masking, come first, and full entries follow. Without a block
-mask the kernels have the same order: first the blocks at the edges of causality or a window, then the others.
-
-The kernels' functions on integers can be called from Python through ``.fn``.
-
-Dropout on a warpgroup's tile of scores, with the random numbers of ``flashtile.dropout``.
-
-A thread holds rows r and r + 8 and columns c, c + 1, c + 8 and c + 9 of wgmma's accumulator. These are eight
-probabilities that share two random words. In S^T, where keys are rows, a warp computes the same words and
-transposes them as 8 x 8 matrices of 16-bit halves.
-
-Score and mask functions (SCORE_MOD, MASK_MOD) on a warpgroup's tile of scores.
-
-Rows of a tile are queries, as in the forward. For the backward, where rows are keys, see ``backward.kernel``.
-
-Launch arguments of both passes for the modifiers of a call.
+The bias has a module of its own (``bias``). Functions on integers can be called from Python through ``.fn``.
 """
 
 from __future__ import annotations
@@ -64,6 +48,13 @@ class Modifiers(NamedTuple):
     """A :class:`~flashtile.backends.hopper.modifiers.BlockList`."""
 
 
+# Soft-caps.
+
+# The hardware's tanh is as fast as an exponential, but has a relative error of up to 2 ** -11. The forward
+# uses it for bfloat16 operands, since PyTorch rounds their scores to 2 ** -9. FlashAttention-3 uses it
+# everywhere. For float16 operands, whose scores are more exact, the forward computes tanh from an exponential
+# and a reciprocal. The backward squares the tanh, so it uses this formula for both dtypes. The formula takes
+# more instructions. Two of them run on the unit that also computes the hardware's tanh.
 APPROXIMATE = gl.constexpr("{ .reg .f32 a; mul.ftz.f32 a, $1, $2; tanh.approx.f32 $0, a; }")
 EXPONENTIAL = gl.constexpr(  # 1 - 2 / (1 + e^2x), exact also where e^2x is 0 or infinity
     "{ .reg .f32 a; mul.ftz.f32 $0, $1, $2; mul.ftz.f32 a, $0, 0f4038AA3B; ex2.approx.ftz.f32 a, a; "
@@ -83,6 +74,8 @@ def tanh_of(s, rate, APPROX: gl.constexpr):
             EXPONENTIAL, "=&f,f,f", [s, rate], dtype=gl.float32, is_pure=True, pack=1
         )
 
+
+# Block lists.
 
 SEARCHED = gl.constexpr(128)
 """Entries of a list that are compared at a time."""
@@ -155,7 +148,7 @@ def listed_keys(C: gl.constexpr, WARPS: gl.constexpr, work, block, lists):
     partial, num_partial, full, num_full = read_lists(lists, index, num_others)
     ends_full = num_partial * 0
     first_full = ends_full
-    if not C.EVEN_N:
+    if not C.EVEN_N:  # the block in which the sequence ends is masked, even if it is listed as full
         found = index_of(full, num_full, num_others - 1, WARPS)
         ends_full = 1 if found >= 0 else 0
         first_full = max(found, 0)
@@ -195,6 +188,7 @@ def entry_of_visit(listed, i, TILES: gl.constexpr):
     entry = i // TILES
     index = entry - listed.num_partial
     is_full = index >= 0
+    # Masked blocks are then the first ones, so that the others have a loop without a mask.
     swapped = listed.first_full if index == 0 else (0 if index == listed.first_full else index)
     return is_full, swapped if is_full else entry, i % TILES
 
@@ -207,6 +201,7 @@ def visited_block(C: gl.constexpr, listed, i):
     """
     is_full, index, part = entry_of_visit(listed, i, C.TILES_PER_MASK_BLOCK)
     entry = gl.load((listed.full if is_full else listed.partial) + index)
+    # Clamped: the lists are the caller's, and no index may lead out of the tensors.
     block = min(max(entry, 0), listed.num_others - 1) * C.TILES_PER_MASK_BLOCK + part
     return listed.num_others * C.TILES_PER_MASK_BLOCK if listed.is_empty else block, is_full
 
@@ -216,6 +211,8 @@ def key_block(C: gl.constexpr, listed, n):
     """Return :func:`visited_block` for the forward, whose loop index ``n`` counts down to 0."""
     return visited_block(C, listed, listed.count - 1 - n)
 
+
+# Dropout.
 
 DROP = gl.constexpr(
     "{ .reg .b32 x<4>, a<4>, m<4>; "
@@ -286,7 +283,7 @@ def philox(k0, k1, c0, c1):
     """Return the first three words, uint32, of Philox-4x32-10 for key (k0, k1) and counter (c0, c1, 0, 0)."""
     c2 = c0 * 0
     c3 = c0 * 0
-    for _ in gl.static_range(10):
+    for _ in gl.static_range(10):  # all rounds: this runs once for a head of a work tile
         high_0, low_0 = wide_product(c0, 0xD2511F53)
         high_2, low_2 = wide_product(c2, 0xCD9E8D57)
         c0, c1, c2, c3 = high_2 ^ c1 ^ k0, low_2, high_0 ^ c3 ^ k1, low_0
@@ -310,7 +307,7 @@ def generator_of(head_of_batch, start, pointers, schedule):
 @gluon.jit
 def two_words(key, word, other):
     """Return the two words of Philox-2x32-7 for a key and the counter (word, other)."""
-    for _ in gl.static_range(7):
+    for _ in gl.static_range(7):  # the fewest rounds that passed BigCrush; they run for every eight scores
         high, low = wide_product(word, 0xD256D193)
         word, other = high ^ key ^ other, low
         key = (key + 0x9E3779B9) & 0xFFFFFFFF
@@ -374,6 +371,8 @@ def drop(p, words, generator, KEYS_FIRST: gl.constexpr):
         dtype=p.dtype, is_pure=True, pack=8,
     )  # fmt: skip
 
+
+# Functions of scores and masks.
 
 CapturedTensors = namedtuple(  # type: ignore[misc]
     "CapturedTensors",
@@ -441,16 +440,14 @@ def modify_scores(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr):
 
 @gluon.jit
 def load_columns(C: gl.constexpr, n, rows, WIDTH: gl.constexpr):
-    """Load what MASK_MOD needs for each key of block ``n``. Return a tuple of [WIDTH], or 0 without loads.
+    """Load what MASK_MOD needs for each key of block ``n``, with MASK_COLUMNS. Return a tuple of [WIDTH].
 
     Each thread loads the values of other keys. Callers load early, so that a product hides the latency.
     """
-    if C.MASK_COLUMNS is not None:
-        own = rows.modifiers.functions
-        keys = n * C.BLOCK_N + gl.arange(0, WIDTH, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        return C.MASK_COLUMNS(own.sequence, own.head, keys, own.captured)
-    else:
-        return 0
+    own = rows.modifiers.functions
+    # One load for a key. In the layout of the scores, threads that share a column would repeat it.
+    keys = n * C.BLOCK_N + gl.arange(0, WIDTH, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    return C.MASK_COLUMNS(own.sequence, own.head, keys, own.captured)
 
 
 @gluon.jit
@@ -486,6 +483,9 @@ def hide_scores(
         return gl.where(rows.modifiers.blocks.is_empty, float("-inf"), s)
     else:
         return gl.where(seen, s, float("-inf"))
+
+
+# Launch arguments of both passes.
 
 
 def modifier_flags(problem: Problem, fixed: bool) -> dict[str, Any]:

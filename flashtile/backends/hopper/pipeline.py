@@ -1,15 +1,23 @@
-"""Synchronisation of the partitions of a warp-specialised kernel by mbarriers: rings of tiles, and ping-pong.
+"""Synchronisation of the partitions of a warp-specialised kernel: rings of tiles, ping-pong, the work queue.
 
-A *use* of a ring is one write of a slot and the reads that follow it. Uses are counted from 0 over the whole
-kernel. In a ring of STAGES slots, the ``i``-th use has slot ``i % STAGES``. This slot has been used
-``i // STAGES`` times before, and the parity of that number is the phase of the slot's mbarriers.
+Partitions share nothing but shared memory, and wait for one another at mbarriers only: a barrier of all
+threads would wait for partitions that are in other loops. An mbarrier has a phase, a bit that flips when all
+its arrivals (and the bytes that TMA announces) have come. A wait names the phase whose end it waits for.
 
-The work queue: programs take work tiles one by one from a counter in global memory.
+A :class:`Channel` is a ring of tiles. A *use* of a ring is one write of a slot and the reads that follow it.
+Uses are counted from 0 over the whole kernel. In a ring of STAGES slots, the ``i``-th use has slot ``i %
+STAGES``. This slot has been used ``i // STAGES`` times before, and the parity of that number is the phase of
+the slot's mbarriers:
 
-This is FlashAttention-3's dynamic persistent scheduler. Programs end at most one work tile's time apart, even
-if the costs of work tiles are unknown. The producer takes a tile for its program and passes the tile's index
-to the other partitions through a :class:`~flashtile.backends.hopper.pipeline.Channel` of two slots. ``t``
-counts the program's work tiles.
+    producer  acquire(i)  waits for empty, phase of use i - STAGES; writes; arrives at full (TMA: by bytes)
+    reader    wait(i)     waits for full, phase of use i; reads; release(i) arrives at empty
+
+:class:`PingPong` lets partitions use the tensor cores in turn.
+
+The work queue: programs take work tiles one by one from a counter in global memory. This is
+FlashAttention-3's dynamic persistent scheduler: programs end at most one work tile's time apart, even if the
+costs of work tiles are unknown. The producer takes a tile for its program and passes the tile's index to the
+other partitions through a channel of two slots. ``t`` counts the program's work tiles.
 """
 
 from triton.experimental.gluon import language as gl
@@ -37,6 +45,7 @@ class Channel:
     @gluon.jit
     def acquire(self, i):
         """Producer: wait until the slot for the ``i``-th write (from 0) is free, and return the slot."""
+        # The phase before the first counts as complete, so the first STAGES writes do not wait.
         mbarrier.wait(self.empty.index(i % self.STAGES), ((i // self.STAGES) & 1) ^ 1)
         return i % self.STAGES
 
@@ -52,6 +61,7 @@ class Channel:
 
         One reader may report for READERS of them, if the others do not read this write.
         """
+        # ``arrive`` synchronises the warps of its partition first: one arrival, after all of them have read.
         mbarrier.arrive(self.empty.index(i % self.STAGES), count=READERS)
 
 
@@ -108,28 +118,26 @@ class PingPong:
     @gluon.jit
     def wait(self, me: gl.constexpr, i):
         """Partition ``me`` waits until it may issue its products for the ``i``-th time."""
-        if self.COUNT > 1:
-            mbarrier.wait(self.barriers.index(me), i & 1)
+        mbarrier.wait(self.barriers.index(me), i & 1)
 
     @gluon.jit
     def pass_on(self, me: gl.constexpr):
         """Let the next partition issue its products, after partition ``me`` has issued its own."""
-        if self.COUNT > 1:
-            mbarrier.arrive(self.barriers.index((me + 1) % self.COUNT), count=1)
+        mbarrier.arrive(self.barriers.index((me + 1) % self.COUNT), count=1)
 
 
 @gluon.jit
 def make_ping_pong(COUNT: gl.constexpr):
-    """Make a :class:`PingPong` in which partition 0 comes first. If COUNT is 1, its waits do nothing."""
+    """Make a :class:`PingPong` of COUNT partitions, in which partition 0 comes first."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    if COUNT > 1:
-        for i in gl.static_range(COUNT):
-            mbarrier.init(barriers.index(i), count=1)
-        mbarrier.arrive(barriers.index(0), count=1)
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=1)
+    mbarrier.arrive(barriers.index(0), count=1)  # nobody comes before partition 0 in its first turn
     return PingPong(barriers, COUNT)
 
 
 SLOTS = gl.constexpr(2)
+"""Slots of a work queue: the producer takes and loads the next work tile while the readers compute one."""
 
 
 @gluon.jit
@@ -142,6 +150,7 @@ def make_work_queue(READERS: gl.constexpr):
 @gluon.jit
 def put(queue, t, tile_index, WARPS: gl.constexpr = 1):
     """Producer of WARPS warps: pass ``tile_index`` to the readers as the program's work tile ``t``."""
+    # Plain stores and loads of both sides: the barriers order them, and no proxy fence is needed.
     slot = queue.acquire(t)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     queue.tiles.index(slot).store(gl.full([1], 0, gl.int32, layout) + tile_index)
@@ -162,7 +171,7 @@ def read(queue, t, WARPS: gl.constexpr):
     A second read from shared memory saves a register: the index need not be kept between the two calls.
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    return gl.max(queue.tiles.index(t % SLOTS).load(layout), 0)
+    return gl.max(queue.tiles.index(t % SLOTS).load(layout), 0)  # of one number: a scalar in all threads
 
 
 @gluon.jit

@@ -1,12 +1,11 @@
 """Work tiles, the units of work that a persistent program computes one after another.
 
 In the forward, a work tile is one or two blocks of query rows of a head. In the backward, it is a block of
-keys of a key head. The kernels' functions on integers can be called from Python through ``.fn`` (tests,
-documentation).
+keys of a key head. For packed sequences, a kernel lists the work tiles in a *tile table*, those of the
+longest sequences first. The host never reads the lengths, so a captured CUDA graph can be replayed with other
+lengths.
 
-The tile table of packed sequences: their work tiles, longest sequences first, listed by a kernel.
-
-The host never reads the lengths, so a captured CUDA graph can be replayed with other lengths.
+The kernels' functions on integers can be called from Python through ``.fn`` (tests, documentation).
 """
 
 from __future__ import annotations

@@ -156,12 +156,14 @@ class WorkTiles:
 
     @classmethod
     def of(cls, call: Call, card: Card) -> WorkTiles:
-        from flashtile.backends.hopper.forward.launch import l2_swizzle, variant_of
+        from flashtile.backends.hopper.forward.launch import forward_variant
+        from flashtile.backends.hopper.forward.rounds import plan_of
         from flashtile.backends.hopper.forward.schedule import tiles_of_head
 
         problem = _problem(call)
         with compiling_for(Target.of_card(card)):  # tiles are chosen by the number of multiprocessors
-            variant = variant_of(problem, choose(problem))
+            plan = plan_of(problem, choose(problem))
+            variant = forward_variant(problem, plan)
         blocks = (variant.BLOCK_M // variant.PACK, variant.BLOCK_N)
         seen = [walks(call, lengths, blocks) for lengths in call.sequences]
         heads = call.num_heads_q // variant.PACK
@@ -172,8 +174,7 @@ class WorkTiles:
             for sequence in order
             for place in range(tiles_of_head.fn(len(seen[sequence]), variant.PAIRED))
         ]
-        swizzle = l2_swizzle(problem, variant)
-        return cls(variant, heads, call.num_heads_kv, swizzle, seen, table, len(table) * heads)
+        return cls(variant, heads, call.num_heads_kv, plan.interleaved, seen, table, len(table) * heads)
 
     def by_program(self, programs: int) -> Iterator[Iterable[int]]:
         """Yield the indices of each program's work tiles, as the function :func:`by_program` does."""

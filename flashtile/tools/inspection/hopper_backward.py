@@ -6,14 +6,13 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from flashtile.backends.common.preprocess import preprocess_kernel
 from flashtile.backends.hopper import CAPABILITY
 from flashtile.backends.hopper.backward.bias_gradient import gradient_kernel
-from flashtile.backends.hopper.backward.config import BackwardConfig, WideBackwardConfig, alternatives
+from flashtile.backends.hopper.backward.config import BackwardConfig, alternatives
 from flashtile.backends.hopper.backward.costs import Splits
 from flashtile.backends.hopper.backward.halves_dq import halves_dq_kernel
 from flashtile.backends.hopper.backward.kernel import backward_kernel
@@ -21,7 +20,6 @@ from flashtile.backends.hopper.backward.launch import HopperBackwardLaunch
 from flashtile.backends.hopper.backward.sum_parts import sum_parts_kernel
 from flashtile.backends.hopper.backward.wide_dkv import dkv_kernel
 from flashtile.backends.hopper.backward.wide_dq import dq_kernel
-from flashtile.backends.hopper.backward.wide_launch import WideBackwardLaunch
 from flashtile.problems.attention import Problem
 from flashtile.tools.inspection.hopper import HOPPER, MODIFIED, PLAIN, bias_of, inputs, modified
 from flashtile.tools.inspection.recording import cases_of, meta, only
@@ -105,9 +103,8 @@ def _backward(
     """Return the cases of all kernels of a backward pass."""
     q, k, v, extras = inputs(problem, bias)
     out, lse = meta(*problem.out_shape, dtype=problem.out_dtype), meta(*problem.lse_shape)
-    launch: Any = WideBackwardLaunch if isinstance(config, WideBackwardConfig) else HopperBackwardLaunch
     given = (out, lse if has_dlse else None, q, k, v, out, lse, extras)
-    return cases_of(CAPABILITY, partial(launch(problem, config), *given))
+    return cases_of(CAPABILITY, partial(HopperBackwardLaunch(problem, config), *given))
 
 
 def _products(

@@ -17,8 +17,8 @@ from flashtile.backends.hopper.forward.config import (
     of_tables,
 )
 from flashtile.backends.hopper.forward.kernel import forward_kernel
-from flashtile.backends.hopper.forward.launch import HopperForwardLaunch, variant_of
-from flashtile.backends.hopper.forward.rounds import COSTS
+from flashtile.backends.hopper.forward.launch import HopperForwardLaunch, forward_variant
+from flashtile.backends.hopper.forward.rounds import COSTS, plan_of
 from flashtile.backends.hopper.work_tiles import tile_table_kernel
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
@@ -48,7 +48,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         configs = alternatives(config) if measured else (config,)
         for length, other in product(LENGTHS, configs):
             plain = replace(same, seqlen_q=length, seqlen_k=length)
-            variant = variant_of(plain, other)
+            variant = forward_variant(plain, plan_of(plain, other))
             if of_tables(plain) == config and variant not in seen:
                 seen.add(variant)
                 yield _case(plain, other)
@@ -66,7 +66,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
             yield _case(everything, config)
             dense = replace(everything, varlen=False, seqused_k=False)
             for other in configs:
-                variant = variant_of(dense, other)
+                variant = forward_variant(dense, plan_of(dense, other))
                 if other.warpgroups == 1 and variant not in seen:
                     seen.add(variant)
                     yield _case(dense, other)

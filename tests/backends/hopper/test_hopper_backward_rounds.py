@@ -1,4 +1,4 @@
-"""Which configuration a call of the Hopper backward has: the one whose launch should take least time."""
+"""The Hopper backward takes the configuration whose launch is estimated to take the least time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from flashtile.backends.hopper.backward.costs import (
     rows_of_blocks,
     variants,
 )
-from flashtile.backends.hopper.backward.launch import variant_of
+from flashtile.backends.hopper.backward.launch import backward_variant
 from flashtile.backends.hopper.forward.rounds import ENOUGH_ROUNDS
 from flashtile.problems.attention import Problem
 from flashtile.problems.masks import Mods
@@ -90,7 +90,7 @@ def sweep() -> list[Problem]:
 def ends_by_the_kernel(problem: Problem, config: BackwardConfig) -> float:
     """The time of a launch's programs, if they take tiles by the functions of the kernel."""
     functions = functions_of(work_tiles, schedule)
-    C = variant_of(problem, config)
+    C = backward_variant(problem, config)
     launch = launch_of(problem, config)
     scheduled = as_scheduled(problem, config.HEAD_SPLITS)
     numbers = schedule.BackwardSchedule(
@@ -141,7 +141,7 @@ def ends_with_lists(problem: Problem, config: BackwardConfig, steps: list[int]) 
     Heads take tiles in the order of the kernel.
     """
     functions = functions_of(work_tiles, schedule)
-    C, launch = variant_of(problem, config), launch_of(problem, config)
+    C, launch = backward_variant(problem, config), launch_of(problem, config)
     numbers = SimpleNamespace(
         num_tiles=launch.tiles, swizzle=launch.last, row_shift=config.ROW_SPLITS.bit_length() - 1
     )
@@ -299,7 +299,7 @@ def test_every_chosen_configuration_is_compiled() -> None:
         and not C.HAS_MODS
     }
     for problem in sweep():
-        C = variant_of(problem, choose(problem))
+        C = backward_variant(problem, choose(problem))
         assert (C.BLOCK_D, C.BLOCK_DV, C.BLOCK_M, C.HAS_LEFT, C.HAS_RIGHT) in cases
 
 

@@ -1,4 +1,4 @@
-"""The tile scheduler of the Hopper backward, run as Python: each pair of blocks once, orders, memory."""
+"""The tile scheduler of the Hopper backward, run as Python: it visits each pair of blocks once, in order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flashtile.backends.hopper.backward.config import (
     choose,
 )
 from flashtile.backends.hopper.backward.costs import l2_swizzle, last_heads, resident_heads
-from flashtile.backends.hopper.backward.launch import variant_of
+from flashtile.backends.hopper.backward.launch import backward_variant
 from flashtile.backends.hopper.config import tile_widths
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.problems.masks import Mods
@@ -163,7 +163,7 @@ def test_without_a_mask_nothing_is_cut(block_m: int, block_n: int) -> None:
 @walk("head_dim", [64, 128, 256])
 def test_variants_are_masked_where_something_is_cut(change: dict[str, int], head_dim: int) -> None:
     problem = replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim, **change)
-    C = variant_of(problem, choose(problem))
+    C = backward_variant(problem, choose(problem))
     window = (problem.window_left, problem.window_right)
     some = False
     for place in range(ceil_div(problem.seqlen_k, C.BLOCK_N)):
@@ -256,9 +256,7 @@ def test_every_work_tile_under_a_causal_mask_or_a_block_mask(
     assert len(found) == row_splits * len(expected)
 
 
-@walk(
-    ("batch", "heads", "blocks", "swizzle"), [(1, 1, 1, 1), (2, 3, 5, 2), (3, 4, 3, 1), (3, 2, 8, 6)]
-)
+@walk(("batch", "heads", "blocks", "swizzle"), [(1, 1, 1, 1), (2, 3, 5, 2), (3, 4, 3, 1), (3, 2, 8, 6)])
 def test_every_work_tile_when_deterministic(batch: int, heads: int, blocks: int, swizzle: int) -> None:
     """Last blocks first; so many heads are interleaved."""
     C = variant(8, 16, DETERMINISTIC=True)
@@ -309,8 +307,8 @@ def test_every_work_tile_of_variable_lengths(deterministic: bool, swizzle: int, 
 
 
 @every_mask
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
-@pytest.mark.parametrize(("row_splits", "column_splits"), [(2, 1), (4, 2), (8, 1)])
+@walk(("seqlen_q", "seqlen_k"), LENGTHS)
+@walk(("row_splits", "column_splits"), [(2, 1), (4, 2), (8, 1)])
 def test_shares_of_rows_are_whole(
     window: tuple[int, int], seqlen_q: int, seqlen_k: int, row_splits: int, column_splits: int
 ) -> None:
@@ -352,7 +350,7 @@ def test_shares_of_heads_have_the_keys_of_their_group() -> None:
         backward_kernel,
         gl=PYTHON_GL,
         async_load=lambda desc, at, barrier, tile: loaded.append(at),
-    )["load_keys"]
+    )["load_key_block"]
     splits, heads_q, heads_kv = 3, 12, 2
     C = variant(8, 16, GROUPED=True, SHARED=True)
     group = heads_q // heads_kv // splits
@@ -373,7 +371,7 @@ def test_shares_of_heads_have_the_keys_of_their_group() -> None:
 @walk("programs", [1, 3, 7, 40])
 @walk(("swizzle", "row_splits"), [(1, 1), (2, 1), (6, 1), (1, 2), (3, 4)])
 @walk("window", [(-1, -1), (-1, 0), (20, -1), (12, 5)])
-def test_nobody_waits_forever_for_the_order_of_additions(
+def test_the_order_of_additions_is_free_of_deadlocks(
     programs: int, swizzle: int, row_splits: int, window: tuple[int, int]
 ) -> None:
     """Programs as the kernel's: each takes the next work tile, and adds to a row block in order."""

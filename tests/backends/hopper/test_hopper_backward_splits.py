@@ -1,4 +1,4 @@
-"""Among how many programs the Hopper backward shares a block of keys, and the sum of what they write."""
+"""The number of programs that share a block of keys in the Hopper backward, and the sum of their parts."""
 
 from __future__ import annotations
 
@@ -138,9 +138,7 @@ def test_explain_shows_the_splits() -> None:
 
 
 @pytest.mark.interpreter
-@walk(
-    ("sizes", "heads", "parts"), [((64, 64), 2, 2), ((72, 128), 1, 5), ((256, 40), 3, 8)]
-)
+@walk(("sizes", "heads", "parts"), [((64, 64), 2, 2), ((72, 128), 1, 5), ((256, 40), 3, 8)])
 @walk("varlen", [False, True])
 def test_parts_are_added_in_one_order(sizes: tuple[int, int], heads: int, parts: int, varlen: bool) -> None:
     """To the bit, over rows that fill no block."""

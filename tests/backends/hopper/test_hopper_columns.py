@@ -1,4 +1,4 @@
-"""Products over the columns that there are, run as Python: what is left out is zeros, and nothing else is."""
+"""Products over a head's own columns, run as Python: only columns of zeros are left out."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
 from flashtile.backends.hopper import layouts
-from flashtile.backends.hopper.backward.wide_launch import gradient_columns
-from flashtile.backends.hopper.config import padded
+from flashtile.backends.hopper.backward.launch import gradient_columns
+from flashtile.backends.hopper.config import padded_columns
 from kernels_as_python import functions_of
 from walk import walk
 
@@ -55,7 +55,7 @@ def test_product_of_rows(head_dim: int, use_acc: bool) -> None:
     functions: dict[str, Any] = functions_of(
         layouts, gl=SimpleNamespace(constexpr=int), warpgroup_mma=warpgroup_mma
     )
-    a, b = (torch.randn(8, padded(head_dim), dtype=torch.float64) for _ in range(2))
+    a, b = (torch.randn(8, padded_columns(head_dim), dtype=torch.float64) for _ in range(2))
     used = -(-head_dim // 16) * 16
     expected = a[:, :used] @ b[:, :used].T + (1 if use_acc else 0)
     a[:, used:] = torch.nan

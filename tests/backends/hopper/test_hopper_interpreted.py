@@ -1,4 +1,4 @@
-"""The Hopper kernels without a card: interpreted, held to the error rule, in several orders of events.
+"""The Hopper kernels in the Gluon interpreter, by the error rule and in several orders of events.
 
 ``make test`` has a few telling calls of each kernel; ``make test-hopper-interpreted`` all.
 """
@@ -25,7 +25,8 @@ from flashtile import dropout, testing
 from flashtile.backends.common import device
 from flashtile.backends.hopper import decode as hopper_decode
 from flashtile.backends.hopper.backward import config as backward_config
-from flashtile.backends.hopper.backward import dq_accum, wide_launch
+from flashtile.backends.hopper.backward import dq_accum
+from flashtile.backends.hopper.backward import launch as backward_launch
 from flashtile.backends.hopper.backward.costs import Splits
 from flashtile.backends.hopper.decode import launch as decode_launch
 from flashtile.backends.hopper.forward import config as forward_config
@@ -399,7 +400,7 @@ def test_launches_share_the_counter_of_their_queue() -> None:
     q, k, v = (testing.random_tensor((1, 300, h, 192), BF16, "cpu", seed=h) for h in (6, 2, 2))
     with (
         mock.patch.object(forward_launch, "zeroed_counters", return_value=counters),
-        mock.patch.object(wide_launch, "zeroed_counters", return_value=counters),
+        mock.patch.object(backward_launch, "zeroed_counters", return_value=counters),
         interpreted(0),
     ):
         testing.check(q, k, v, backend="hopper", block_mask=BLOCKS)
@@ -536,6 +537,31 @@ def check_decode(tensors: tuple, arguments: dict[str, Any], seed: int = 0, **mor
 )
 def test_decode(name: str) -> None:
     check_decode(*decode_cases.build(DECODE[name], BF16, "cpu"))
+
+
+@pytest.mark.parametrize("call", ["attention", "score_mod", "decode", "splits"])
+def test_a_sink_may_be_any_number(call: str) -> None:
+    """Its product with log2(e) may be infinite. lse is the sink, if that is larger or the only score."""
+    sink = torch.tensor([3e38, -3e38, 1e30, 0.5])
+    q = torch.randn(1, 6, 4, 64, dtype=BF16)
+    k, v = torch.randn(2, 1, 4, 2, 64, dtype=BF16).unbind()  # two rows have no key
+    common: dict[str, Any] = {"causal": True, "backend": "hopper", "sink": sink}
+    with interpreted():
+        if call in ("decode", "splits"):
+            out, lse = flashtile.flash_attn_with_kvcache(
+                q, k, v, num_splits=1 + (call == "splits"), return_softmax_lse=True, **common
+            )
+        else:
+            mod = (lambda s, b, h, i, j: s + 0.5 * i) if call == "score_mod" else None
+            out, lse = flashtile.attention(q, k, v, return_lse=True, score_mod=mod, **common)
+    assert out.isfinite().all()
+    assert out[:, :, [0, 2]].eq(0).all()
+    assert out[:, :2].eq(0).all()
+    assert out[:, 2:, [1, 3]].ne(0).all()
+    for head in (0, 2):
+        assert lse[:, head].eq(sink[head]).all()
+    assert lse[:, :, :2].eq(sink[:, None]).all()
+    assert lse[:, 1, 2:].abs().amax() < 10
 
 
 @pytest.mark.parametrize("splits", [{}, pytest.param({"num_splits": 3}, marks=exhaustive)], ids=str)

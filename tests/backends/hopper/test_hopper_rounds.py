@@ -1,4 +1,4 @@
-"""Which configuration a call of few work tiles has on Hopper: the one whose launch should take least time."""
+"""On Hopper, a call of few work tiles takes the configuration whose launch is estimated to be fastest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flashtile.backends.hopper.forward.config import (
     of_tables,
     tile_columns,
 )
-from flashtile.backends.hopper.forward.launch import schedule_of, variant_of
+from flashtile.backends.hopper.forward.launch import forward_variant, schedule_of
 from flashtile.backends.hopper.forward.rounds import (
     COSTS,
     ENOUGH_ROUNDS,
@@ -37,7 +37,7 @@ from flashtile.backends.hopper.forward.rounds import (
     launch_of,
     microseconds,
     pack_of,
-    tile_heads,
+    plan_of,
 )
 from flashtile.problems.attention import Problem
 from flashtile.tools.inspection.hopper import PLAIN
@@ -71,7 +71,8 @@ def of_workload(workload: Workload) -> Problem:
 
 def work_of(problem: Problem, config: ForwardConfig) -> Launch:
     block_d, block_dv = tile_columns(problem)
-    return launch_of(problem, config, COSTS[block_d, block_dv, config.warpgroups, config.BLOCK_N])
+    costs = COSTS[block_d, block_dv, config.warpgroups, config.BLOCK_N]
+    return launch_of(problem, plan_of(problem, config), costs)
 
 
 def sweep() -> list[Problem]:
@@ -90,9 +91,10 @@ def sweep() -> list[Problem]:
 def busiest(problem: Problem, config: ForwardConfig) -> float:
     """The time of a launch's busiest program, if programs take tiles by the functions of the kernel."""
     functions = functions_of(work_tiles, schedule)
-    variant = variant_of(problem, config)
+    plan = plan_of(problem, config)
+    variant = forward_variant(problem, plan)
     k = SimpleNamespace(dim=lambda: 4, stride=lambda *_: 0, shape=(1,))
-    launch = schedule_of(problem, variant, k)  # type: ignore[arg-type]
+    launch = schedule_of(problem, plan, k)  # type: ignore[arg-type]
     programs = min(variant.PROGRAMS * H200.multiprocessors, launch.num_tiles)
     costs = COSTS[variant.BLOCK_D, variant.BLOCK_DV, config.warpgroups, config.BLOCK_N]
 
@@ -157,8 +159,8 @@ def measured() -> list[tuple[Problem, float]]:
 
 
 def order_of(problem: Problem, config: ForwardConfig) -> str:
-    variant = variant_of(problem, config)
-    return "pairs" if variant.PAIRED else "queue" if variant.QUEUED else "single"
+    plan = plan_of(problem, config)
+    return "pairs" if plan.paired else "queue" if plan.queued else "single"
 
 
 def label_of(problem: Problem, config: ForwardConfig) -> str:
@@ -298,7 +300,8 @@ def test_heads_share_tiles_if_this_saves_a_quarter(
     if window is not None:
         problem = replace(problem, window_left=window[0], window_right=window[1])
     assert pack_of(problem, 128) == pack
-    assert tile_heads(problem, pack) == 2 * heads[0] // pack
+    plan = plan_of(problem, of_tables(problem))
+    assert plan.heads == 2 * heads[0] // plan.pack
     if window is not None:  # kernels that do not visit fewer keys then
         assert pack_of(problem, 128, windows=False) == 1
     assert pack_of(replace(problem, varlen=True), 128) == 1

@@ -1,4 +1,4 @@
-"""The schedule of the Hopper kernels, run as Python: every block once, and the key blocks of the masks."""
+"""The schedule of the Hopper kernels, run as Python: every block once, and the key blocks of each mask."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import tile_bytes
 
 from flashtile.backends.common.device import INTERPRETER_MULTIPROCESSORS
 from flashtile.backends.hopper import work_tiles
-from flashtile.backends.hopper.config import padded
+from flashtile.backends.hopper.config import padded_columns
 from flashtile.backends.hopper.decode import kernel as decode_kernel
 from flashtile.backends.hopper.forward import schedule
 from flashtile.backends.hopper.forward.config import (
@@ -29,7 +29,8 @@ from flashtile.backends.hopper.forward.config import (
     of_tables,
     tile_columns,
 )
-from flashtile.backends.hopper.forward.launch import variant_of
+from flashtile.backends.hopper.forward.launch import forward_variant
+from flashtile.backends.hopper.forward.rounds import plan_of
 from flashtile.problems.attention import Problem
 from flashtile.tools.inspection.hopper import PLAIN
 from flashtile.tools.inspection.report import ARCHITECTURES
@@ -189,7 +190,7 @@ def test_pairs_and_queues(head_dim: int, seqlen: int, varlen: bool, causal: bool
         window_right=0 if causal else -1,
     )
     config = choose(problem)
-    variant = variant_of(problem, config)
+    variant = forward_variant(problem, plan_of(problem, config))
     assert not (variant.QUEUED and variant.PAIRED)  # a queue comes out even without pairs
     if varlen or not causal:
         assert variant.QUEUED is varlen
@@ -197,8 +198,8 @@ def test_pairs_and_queues(head_dim: int, seqlen: int, varlen: bool, causal: bool
         assert variant.PAIRED is (seqlen < config.paired_below)
         assert variant.QUEUED is (config.QUEUED and not variant.PAIRED)
     both_edges = replace(problem, window_left=100, window_right=0)
-    assert variant_of(both_edges, config).QUEUED is varlen
-    without = variant_of(problem, config, has_queue=False)
+    assert forward_variant(both_edges, plan_of(both_edges, config)).QUEUED is varlen
+    without = forward_variant(problem, plan_of(problem, config, "dq"))
     assert not without.QUEUED
     assert without.PAIRED is (causal and (varlen or seqlen < config.paired_below))
 
@@ -316,18 +317,20 @@ def test_windows_are_served_as_sequences_of_as_many_keys(head_dim: int) -> None:
 def test_whole_blocks_of_keys_are_not_taken_for_granted_where_few_are_used() -> None:
     problem = replace(PLAIN, seqlen_k=1024)
     config = choose(problem)
-    assert variant_of(problem, config, has_queue=False).EVEN_N
+    assert forward_variant(problem, plan_of(problem, config, "dq")).EVEN_N
     for change in ({"seqused_k": True}, {"varlen": True}, {"seqlen_k": 1023}):
-        assert not variant_of(replace(problem, **change), config, has_queue=False).EVEN_N
+        assert not forward_variant(
+            replace(problem, **change), plan_of(replace(problem, **change), config, "dq")
+        ).EVEN_N
 
 
-@walk(
-    "window", [{"window_right": 0}, {"window_left": 99}, {"window_left": 99, "window_right": 9}]
-)
-@walk("has_queue", [True, False])
-def test_windowed_calls_share_a_kernel_whether_or_not_their_last_block_is_whole(window, has_queue) -> None:
+@walk("window", [{"window_right": 0}, {"window_left": 99}, {"window_left": 99, "window_right": 9}])
+@walk("kernel", ["forward", "fp8", "dq"])
+def test_windowed_calls_share_a_kernel_whether_or_not_their_last_block_is_whole(window, kernel) -> None:
     lengths = [replace(PLAIN, seqlen_q=length, seqlen_k=length, **window) for length in (1024, 1023)]
-    whole, partial = (variant_of(problem, choose(problem), has_queue) for problem in lengths)
+    whole, partial = (
+        forward_variant(problem, plan_of(problem, choose(problem), kernel)) for problem in lengths
+    )
     assert whole == partial
     assert not whole.EVEN_N
 
@@ -344,9 +347,9 @@ def test_windowed_calls_share_a_kernel_whether_or_not_their_last_block_is_whole(
 )
 def test_groups_share_tiles_of_short_windows(change: dict, pack: int) -> None:
     problem = replace(PLAIN, window_right=0, **{"num_heads_kv": 1} | change)
-    variant = variant_of(problem, choose(problem))
+    variant = forward_variant(problem, plan_of(problem, choose(problem)))
     assert pack == variant.PACK
-    assert variant_of(problem, choose(problem), has_queue=False).PACK == 1
+    assert plan_of(problem, choose(problem), "fp8").pack == 1
 
 
 @walk(
@@ -366,12 +369,16 @@ def test_groups_share_tiles_of_short_windows(change: dict, pack: int) -> None:
 def test_columns_of_tiles(sizes: tuple[int, int], tiles: tuple[int, int, int, int]) -> None:
     problem = replace(PLAIN, head_dim=sizes[0], head_dim_v=sizes[1])
     assert tile_columns(problem) == tiles[:2]
-    variant = variant_of(problem, choose(problem))
+    variant = forward_variant(problem, plan_of(problem, choose(problem)))
     assert tiles == (variant.BLOCK_D, variant.BLOCK_DV, variant.D_PARTS, variant.DV_PARTS)
-    others = variant_of(problem, choose(problem), has_queue=False)
-    assert (padded(sizes[0]), 1, padded(sizes[0])) == (others.BLOCK_D, others.D_PARTS, others.QK_COLUMNS)
+    others = forward_variant(problem, plan_of(problem, choose(problem), "dq"))
+    assert (padded_columns(sizes[0]), 1, padded_columns(sizes[0])) == (
+        others.BLOCK_D,
+        others.D_PARTS,
+        others.QK_COLUMNS,
+    )
     for change in ({"partial": True}, {"bias": True}):
-        assert tile_columns(replace(problem, **change))[1] == padded(sizes[1])
+        assert tile_columns(replace(problem, **change))[1] == padded_columns(sizes[1])
 
 
 @walk("head_dim_v", [*range(72, 97, 8), *range(136, 193, 8)])
@@ -386,4 +393,4 @@ def test_no_pairs_where_every_block_has_a_multiprocessor() -> None:
     problem = replace(PLAIN, window_right=0, batch=1, num_heads_q=1, num_heads_kv=1)
     for blocks, paired in ((INTERPRETER_MULTIPROCESSORS, False), (INTERPRETER_MULTIPROCESSORS + 1, True)):
         problem = replace(problem, seqlen_q=128 * blocks, seqlen_k=128 * blocks)
-        assert variant_of(problem, of_tables(problem)).PAIRED is paired
+        assert forward_variant(problem, plan_of(problem, of_tables(problem))).PAIRED is paired

@@ -1,4 +1,4 @@
-"""The soft-cap of the Hopper kernels: what the exponential form computes, and who takes the hardware's."""
+"""The soft-cap of the Hopper kernels: the exponential form, and which calls use the hardware's tanh."""
 
 import struct
 from dataclasses import replace
@@ -10,7 +10,8 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton
 
 from cases import BF16, FP16
 from flashtile.backends.hopper.forward.config import choose
-from flashtile.backends.hopper.forward.launch import variant_of
+from flashtile.backends.hopper.forward.launch import forward_variant
+from flashtile.backends.hopper.forward.rounds import plan_of
 from flashtile.backends.hopper.modifiers import EXPONENTIAL
 from flashtile.tools.inspection.hopper import PLAIN
 from walk import walk
@@ -53,4 +54,6 @@ def test_the_exponential_form_is_tanh():
 @walk("dtype", [BF16, FP16])
 def test_bfloat16_takes_the_hardwares(dtype, softcap):
     problem = replace(PLAIN, dtype=dtype, softcap=softcap)
-    assert (dtype == BF16 and softcap > 0) == variant_of(problem, choose(problem)).TANH_APPROX
+    assert (dtype == BF16 and softcap > 0) == forward_variant(
+        problem, plan_of(problem, choose(problem))
+    ).TANH_APPROX

@@ -14,14 +14,20 @@ time: q, k and -lse, then dO, v and -delta. Product ``i`` has one slot of the ri
     consumer 0, 1  [   S   ][   dP   ]      (  P  )  ds += P (dP - delta)
                    release slot of S        release slot of dP
 
+    ring    slots    written by, full after              read by, empty after
+    ring    STAGES   TMA: rows, keys, a number for each  both consumers: the product, and their numbers
+    bias    1        TMA: a tile for each consumer       both consumers: TMA has stored dbias from it
+
 The bias has one tile for each consumer, which also holds the tile of dbias until TMA has stored it.
+
+The module is read from top to bottom: the kernel and its work tiles, the producer, a consumer, zeros for
+blocks that the backward kernel skips, the launches.
 """
 
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -39,13 +45,13 @@ from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tma import View, cells_view, dense_view
 from flashtile.backends.hopper.backward.config import BackwardVariant
 from flashtile.backends.hopper.backward.kernel import BackwardDescriptors, BackwardNumbers, soft_cap
-from flashtile.backends.hopper.backward.preprocess import statistics_shape
+from flashtile.backends.hopper.backward.preprocess import statistics_shape, statistics_view
 from flashtile.backends.hopper.compat import async_load, async_store, gluon
 from flashtile.backends.hopper.config import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
-    padded,
+    padded_columns,
     persistent_programs,
     score_numbers,
 )
@@ -86,7 +92,7 @@ class BiasGradientVariant:
     BLOCK_N: int = 128
 
 
-class BiasSizes(NamedTuple):
+class BiasGradientSizes(NamedTuple):
     """Integers of the launch."""
 
     num_tiles: Any
@@ -113,13 +119,14 @@ def gradient_kernel(
     lse_scale, C: gl.constexpr,
 ):  # fmt: skip
     """Compute dbias, which has the shape of the bias. Grid: at most one program per multiprocessor."""
+    # ``keys`` and ``numbers`` have no barriers of their own: they fill and empty with the slots of ``ring``.
     ring = make_channel(q_desc, C.STAGES, 2, 1)
     keys = gl.allocate_shared_memory(k_desc.dtype, [C.STAGES] + k_desc.block_type.shape, k_desc.layout)
     numbers = gl.allocate_shared_memory(
         gl.float32, [C.STAGES] + neg_lse_desc.block_type.shape, neg_lse_desc.layout
     )
     tiles = gl.allocate_shared_memory(bias_desc.dtype, [2] + bias_desc.block_type.shape, bias_desc.layout)
-    bias = make_ring(tiles, 1, 2)
+    bias = make_ring(tiles, 1, 2)  # no room for a second slot: operands take the rest (GRADIENT_STAGES)
     descs = BackwardDescriptors(q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, bias_desc)
     gl.warp_specialize(
         [
@@ -154,12 +161,39 @@ def find_tile(C: gl.constexpr, tile_index, sizes):
     row = rest % sizes.row_blocks * C.BLOCK_M
     rest = rest // sizes.row_blocks
     rounds = (sizes.batch // sizes.bias_batch) * (sizes.num_heads // sizes.bias_heads)
+    # A tile that the mask hides has no terms; the consumer stores its zeros.
     position = row + sizes.offset
     if C.HAS_RIGHT:
         rounds = gl.where(key > position + C.BLOCK_M - 1 + sizes.window_right, 0, rounds)
     if C.HAS_LEFT:
         rounds = gl.where(key + C.BLOCK_N <= position - sizes.window_left, 0, rounds)
     return BiasTile(rest // sizes.bias_heads, rest % sizes.bias_heads, row, key, rounds)
+
+
+# The producer.
+
+
+@gluon.jit
+def producer(C: gl.constexpr, ring, keys, numbers, bias, descs, sizes):
+    """Load the operands of the work tiles, in the order in which the consumers use them."""
+    q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, bias_desc = descs
+    i = 0
+    t = 0
+    heads = sizes.num_heads // sizes.bias_heads
+    for tile_index in range(gl.program_id(0), sizes.num_tiles, gl.num_programs(0)):
+        tile = find_tile(C, tile_index, sizes)
+        slot = bias.acquire(t)  # both consumers have stored dbias of the work tile before
+        barrier = bias.full.index(slot)
+        mbarrier.expect(barrier, 2 * bias_desc.block_type.nbytes)
+        for w in gl.static_range(2):
+            row = tile.row + w * WARPGROUP_ROWS
+            async_load(bias_desc, [tile.sequence, tile.head, row, tile.key], barrier, bias.tiles.index(w))
+        for n in range(tile.rounds):
+            b, head = tile.sequence + n // heads, tile.head + n % heads
+            load_operands(q_desc, k_desc, neg_lse_desc, ring, keys, numbers, i, tile, b, head, sizes)
+            load_operands(do_desc, v_desc, neg_delta_desc, ring, keys, numbers, i + 1, tile, b, head, sizes)
+            i += 2
+        t += 1  # noqa: SIM113 - Gluon has no enumerate
 
 
 @gluon.jit
@@ -179,26 +213,52 @@ def load_operands(rows_desc, keys_desc, numbers_desc, ring, keys, numbers, i, ti
     async_load(numbers_desc, [b * sizes.num_heads + head, tile.row], barrier, numbers.index(slot))
 
 
+# A consumer.
+
+
 @gluon.jit
-def producer(C: gl.constexpr, ring, keys, numbers, bias, descs, sizes):
-    """Load the operands of the work tiles, in the order in which the consumers use them."""
-    q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, bias_desc = descs
+def consumer(
+    C: gl.constexpr, W: gl.constexpr, ring, keys, numbers, bias, dbias_desc, sizes, scores, lse_scale
+):
+    """Consumer warpgroup W: compute rows 64 W to 64 W + 63 of dbias in each work tile.
+
+    ``lse_scale`` scales -lse to log2 units.
+    """
+    layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
+    own_bias = bias.tiles.index(W).reshape([WARPGROUP_ROWS, C.BLOCK_N])
     i = 0
     t = 0
-    heads = sizes.num_heads // sizes.bias_heads
     for tile_index in range(gl.program_id(0), sizes.num_tiles, gl.num_programs(0)):
         tile = find_tile(C, tile_index, sizes)
-        slot = bias.acquire(t)
-        barrier = bias.full.index(slot)
-        mbarrier.expect(barrier, 2 * bias_desc.block_type.nbytes)
-        for w in gl.static_range(2):
-            row = tile.row + w * WARPGROUP_ROWS
-            async_load(bias_desc, [tile.sequence, tile.head, row, tile.key], barrier, bias.tiles.index(w))
-        for n in range(tile.rounds):
-            b, head = tile.sequence + n // heads, tile.head + n % heads
-            load_operands(q_desc, k_desc, neg_lse_desc, ring, keys, numbers, i, tile, b, head, sizes)
-            load_operands(do_desc, v_desc, neg_delta_desc, ring, keys, numbers, i + 1, tile, b, head, sizes)
+        bias.wait(t)
+        ds = gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, gl.float32, layout)
+        for _ in range(tile.rounds):
+            # S first: wgmma completes in order, so P can be computed while dP is in flight.
+            s = product(C, W, C.HEAD_DIM, ring, keys, i, layout)
+            dp = product(C, W, C.HEAD_DIM_V, ring, keys, i + 1, layout)
+            # Loaded before the release of their slots. An arrival does not wait for loads, so TMA could
+            # overwrite the numbers while they are read.
+            neg_lse = wait_for_numbers(number_of_rows(C, W, numbers, i % C.STAGES, layout)) * lse_scale
+            neg_delta = wait_for_numbers(number_of_rows(C, W, numbers, (i + 1) % C.STAGES, layout))
+            s = warpgroup_mma_wait(C.PRODUCTS, deps=[s])  # dP may stay in flight during P
+            ring.release(i)
+            added = to_fp32(own_bias.load(layout)) * LOG2_E + neg_lse[:, None]
+            if C.HAS_SCORE_MOD:
+                s, _ = soft_cap(C, s, scores)
+                p = gl.exp2(s + added)
+            else:
+                p = gl.exp2(s * scores.scale_log2 + added)
+            dp = warpgroup_mma_wait(0, deps=[dp])
+            ds = ds + p * (dp + neg_delta[:, None])
+            ring.release(i + 1)
             i += 2
+        ds = hide(C, W, ds, tile, sizes, layout)  # once: all terms of the sum have the same mask
+        own_bias.store(ds.to(own_bias.dtype))  # all warps have read the bias here
+        fence_async_shared()  # TMA reads through the asynchronous proxy
+        row = tile.row + W * WARPGROUP_ROWS
+        async_store(dbias_desc, [tile.sequence, tile.head, row, tile.key], bias.tiles.index(W))
+        tma.store_wait(0)
+        bias.release(t)  # TMA has read dbias, so the next bias may be loaded over it
         t += 1  # noqa: SIM113 - Gluon has no enumerate
 
 
@@ -237,64 +297,11 @@ def hide(C: gl.constexpr, W: gl.constexpr, ds, tile, sizes, layout: gl.constexpr
     return ds
 
 
-@gluon.jit
-def consumer(
-    C: gl.constexpr, W: gl.constexpr, ring, keys, numbers, bias, dbias_desc, sizes, scores, lse_scale
-):
-    """Consumer warpgroup W: compute rows 64 W to 64 W + 63 of dbias in each work tile.
-
-    ``lse_scale`` scales -lse to log2 units.
-    """
-    layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
-    own_bias = bias.tiles.index(W).reshape([WARPGROUP_ROWS, C.BLOCK_N])
-    i = 0
-    t = 0
-    for tile_index in range(gl.program_id(0), sizes.num_tiles, gl.num_programs(0)):
-        tile = find_tile(C, tile_index, sizes)
-        bias.wait(t)
-        ds = gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, gl.float32, layout)
-        for _ in range(tile.rounds):
-            s = product(C, W, C.HEAD_DIM, ring, keys, i, layout)
-            dp = product(C, W, C.HEAD_DIM_V, ring, keys, i + 1, layout)
-            # Loaded before the release of their slots, which does not wait for loads.
-            neg_lse = wait_for_numbers(number_of_rows(C, W, numbers, i % C.STAGES, layout)) * lse_scale
-            neg_delta = wait_for_numbers(number_of_rows(C, W, numbers, (i + 1) % C.STAGES, layout))
-            s = warpgroup_mma_wait(C.PRODUCTS, deps=[s])  # dP may stay in flight during P
-            ring.release(i)
-            added = to_fp32(own_bias.load(layout)) * LOG2_E + neg_lse[:, None]
-            if C.HAS_SCORE_MOD:
-                s, _ = soft_cap(C, s, scores)
-                p = gl.exp2(s + added)
-            else:
-                p = gl.exp2(s * scores.scale_log2 + added)
-            dp = warpgroup_mma_wait(0, deps=[dp])
-            ds = ds + p * (dp + neg_delta[:, None])
-            ring.release(i + 1)
-            i += 2
-        ds = hide(C, W, ds, tile, sizes, layout)  # once: all terms of the sum have the same mask
-        own_bias.store(ds.to(own_bias.dtype))  # all warps have read the bias here
-        fence_async_shared()
-        row = tile.row + W * WARPGROUP_ROWS
-        async_store(dbias_desc, [tile.sequence, tile.head, row, tile.key], bias.tiles.index(W))
-        tma.store_wait(0)
-        bias.release(t)
-        t += 1  # noqa: SIM113 - Gluon has no enumerate
-
-
 # Blocks that the backward kernel skips, where it writes the gradient.
+
 
 ZERO_BLOCK = 128
 """Rows and keys of a block that is zeroed; no block of the backward is larger."""
-
-
-@triton.jit
-def zero_blocks(dbias, rows, begin, end, seqlen_q, seqlen_k, BLOCK: tl.constexpr):
-    """Write zeros to ``dbias`` of one head, at ``rows`` [BLOCK] and the keys of blocks [begin, end)."""
-    for n in range(begin, end):
-        keys = n * BLOCK + tl.arange(0, BLOCK)
-        elements = dbias + rows[:, None].to(tl.int64) * seqlen_k + keys[None, :]
-        zeros = tl.zeros([BLOCK, BLOCK], dbias.dtype.element_ty)
-        tl.store(elements, zeros, mask=(rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :])
 
 
 @kernel(do_not_specialize=("seqlen_q", "row_blocks", "window_left", "window_right"))
@@ -330,6 +337,16 @@ def zero_hidden_kernel(
         zero_blocks(dbias, rows, tl.maximum(begin, end), key_blocks, seqlen_q, seqlen_k, BLOCK)
 
 
+@triton.jit
+def zero_blocks(dbias, rows, begin, end, seqlen_q, seqlen_k, BLOCK: tl.constexpr):
+    """Write zeros to ``dbias`` of one head, at ``rows`` [BLOCK] and the keys of blocks [begin, end)."""
+    for n in range(begin, end):
+        keys = n * BLOCK + tl.arange(0, BLOCK)
+        elements = dbias + rows[:, None].to(tl.int64) * seqlen_k + keys[None, :]
+        zeros = tl.zeros([BLOCK, BLOCK], dbias.dtype.element_ty)
+        tl.store(elements, zeros, mask=(rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :])
+
+
 class ZeroHidden:
     """Launch that zeroes hidden blocks of contiguous gradients of one signature."""
 
@@ -350,6 +367,7 @@ class ZeroHidden:
 
 # The launch.
 
+
 GRADIENT_STAGES = {64: 5, 128: 3}
 """Stages of ``gradient_kernel``, by the number of columns of its operands: as many as shared memory holds."""
 
@@ -369,7 +387,11 @@ def writes_ds(problem: Problem, bias: Tensor) -> bool:
 def has_own_gradient(problem: Problem) -> bool:
     """Return whether ``gradient_kernel`` supports the shapes of a call. If not, the portable kernel runs."""
     dense = not (problem.varlen or problem.seqused_k)
-    return dense and padded(problem.head_dim) == padded(problem.head_dim_v) and problem.seqlen_k % 8 == 0
+    return (
+        dense
+        and padded_columns(problem.head_dim) == padded_columns(problem.head_dim_v)
+        and problem.seqlen_k % 8 == 0
+    )
 
 
 class BiasGradient:
@@ -424,13 +446,32 @@ class BiasGradient:
         self._kernel(q.device, q, k, v, dout, neg_lse, neg_delta, dbias, *optional_pointers(extras))
 
 
+def gradient_launch(
+    problem: Problem, has_score_mod: bool, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
+) -> CachedLaunch:
+    """Return the launch of ``gradient_kernel`` for tensors of one signature."""
+    variant = gradient_variant_of(problem, has_score_mod)
+    sizes = gradient_sizes(problem, variant, bias)
+    numbers = BackwardNumbers(scale=problem.softmax_scale, **score_numbers(problem), zero=0.0)
+    lse_scale = 1.0 if has_score_mod else problem.softmax_scale * LOG2_E.value
+    return CachedLaunch(
+        gradient_kernel,
+        persistent_programs(sizes.num_tiles, q.device),
+        (sizes, numbers, lse_scale),
+        (variant,),
+        None,
+        tuple(gradient_views(problem, variant, q, k, v, bias).values()),
+        maxnreg=LAUNCH_REGISTERS[2],
+    )
+
+
 def gradient_variant_of(problem: Problem, has_score_mod: bool) -> BiasGradientVariant:
     """Return the compile-time parameters of ``gradient_kernel``.
 
     ``has_score_mod`` is HAS_SCORE_MOD of the backward kernel's variant.
     """
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    columns = padded(problem.head_dim)
+    columns = padded_columns(problem.head_dim)
     return BiasGradientVariant(
         HAS_LEFT=left != UNLIMITED,
         HAS_RIGHT=right != UNLIMITED,
@@ -446,12 +487,12 @@ def gradient_variant_of(problem: Problem, has_score_mod: bool) -> BiasGradientVa
     )
 
 
-def gradient_sizes(problem: Problem, variant: BiasGradientVariant, bias: Tensor) -> BiasSizes:
+def gradient_sizes(problem: Problem, variant: BiasGradientVariant, bias: Tensor) -> BiasGradientSizes:
     """Return the integer arguments of ``gradient_kernel``."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     batch, heads, rows, keys = bias.shape
     blocks = math.ceil(rows / variant.BLOCK_M), math.ceil(keys / variant.BLOCK_N)
-    return BiasSizes(
+    return BiasGradientSizes(
         num_tiles=batch * heads * blocks[0] * blocks[1],
         row_blocks=blocks[0],
         key_blocks=blocks[1],
@@ -471,8 +512,7 @@ def gradient_views(
 ) -> dict[str, View]:
     """Return the TMA view of each tensor. The keys are the names of ``gradient_kernel``'s parameters."""
     dtype, columns = problem.dtype, variant.BLOCK_D
-    heads, rows = statistics_shape(problem)
-    statistics = View([heads, rows], [rows, 1], [1, variant.BLOCK_M], torch.float32, swizzled=False)
+    statistics = statistics_view(problem, variant.BLOCK_M)
     block = WARPGROUP_ROWS.value, variant.BLOCK_N
     return {
         "q_desc": dense_view(q.shape, q.stride(), variant.BLOCK_M, columns, dtype),
@@ -486,22 +526,3 @@ def gradient_views(
         "bias_desc": cells_view(bias.shape, bias.stride(), *block, dtype),
         "dbias_desc": cells_view(bias.shape, contiguous_strides(bias.shape), *block, dtype),
     }
-
-
-def gradient_launch(
-    problem: Problem, has_score_mod: bool, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
-) -> CachedLaunch:
-    """Return the launch of ``gradient_kernel`` for tensors of one signature."""
-    variant = gradient_variant_of(problem, has_score_mod)
-    sizes = gradient_sizes(problem, variant, bias)
-    numbers = BackwardNumbers(scale=problem.softmax_scale, **score_numbers(problem), zero=0.0)
-    lse_scale = 1.0 if has_score_mod else problem.softmax_scale * LOG2_E.value
-    return CachedLaunch(
-        gradient_kernel,
-        persistent_programs(sizes.num_tiles, q.device),
-        (sizes, numbers, lse_scale),
-        (variant,),
-        None,
-        tuple(gradient_views(problem, variant, q, k, v, bias).values()),
-        maxnreg=LAUNCH_REGISTERS[2],
-    )

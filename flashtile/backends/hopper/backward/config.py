@@ -11,7 +11,7 @@ from flashtile.backends.hopper.config import (
     WARPGROUP_ROWS,
     ModifierFlags,
     modifiers_of,
-    padded,
+    padded_columns,
 )
 from flashtile.backends.hopper.forward import rounds as forward_rounds
 from flashtile.backends.hopper.forward.config import ForwardConfig
@@ -174,7 +174,7 @@ def alternatives(problem: Problem) -> tuple[BackwardConfig, ...]:
 
     Only plain dense calls have others: their lengths are known, and the costs of their steps were measured.
     """
-    config = _BACKWARD.get((padded(problem.head_dim), padded(problem.head_dim_v)))
+    config = _BACKWARD.get((padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)))
     if config is None:
         return (_wide(problem),)
     if problem.dropout_p or (problem.mods is not None and problem.mods.score_mod):
@@ -189,5 +189,5 @@ def _wide(problem: Problem) -> WideBackwardConfig:
         return _HALVES
     config = WideBackwardConfig()
     single = replace(config, paired_below=0)
-    rows = forward_rounds.fastest(problem, (config.rows, single.rows), lambda _: _DQ_COSTS, has_queue=False)
+    rows = forward_rounds.fastest(problem, (config.rows, single.rows), lambda _: _DQ_COSTS, "dq")
     return config if rows == config.rows else single

@@ -1,15 +1,14 @@
-"""How several programs can share a block of keys in the Hopper backward.
+"""How a launch of the Hopper backward is divided among programs, and the estimated time that this takes.
 
-A work tile is a block of keys with all query rows that see it, of all query heads of the group. For example,
-eight query heads on one key head with 8192 keys give 64 long work tiles, too few for 132 multiprocessors. In
-such cases the query heads of the group and the query rows are divided among several programs. Each program
-writes a part of dK and dV in float32, and ``sum_parts`` adds the parts in a fixed order. ``rounds`` chooses.
+The mirror image of the forward's ``rounds``. A work tile is a block of keys with all query rows that see it,
+of all query heads of the group. A launch takes as long as its busiest program, and then converts the dQ of
+the last heads. :func:`fastest` chooses the query rows of a step, the room in ``dq_accum``, and how many
+programs share a block of keys. The choice depends only on shapes.
 
-How a launch of the Hopper backward is divided among programs, and the estimated time that this takes.
-
-The mirror image of the forward's ``rounds``. A launch takes as long as its busiest program, and then converts
-the dQ of the last heads. :func:`fastest` chooses the query rows of a step, the number of programs that share
-a block of keys (``splits``), and the room in ``dq_accum``. The choice depends only on shapes.
+Programs share blocks of keys where there are too few: eight query heads on one key head with 8192 keys give
+64 long work tiles for 132 multiprocessors. The query heads of the group and the query rows are then divided
+(:class:`Splits`). Each program writes a part of dK and dV in float32, and ``sum_parts`` adds the parts in a
+fixed order.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from flashtile.backends.common.config import largest_divisor
 from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.hopper.backward.preprocess import dense_batch
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, has_lists, padded_columns
 from flashtile.backends.hopper.forward.rounds import ENOUGH_ROUNDS, WORTHWHILE
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
@@ -74,17 +73,12 @@ def candidates(problem: Problem) -> Iterator[Splits]:
             yield splits
 
 
-def has_lists(problem: Problem) -> bool:
-    """Whether a block mask lists the rows that see a block of keys."""
-    return problem.mods is not None and problem.mods.block_size is not None
-
-
 def part_bytes(problem: Problem) -> int:
     """Return the bytes of one part of dK and dV."""
     return 4 * problem.total_k * problem.num_heads_kv * (problem.head_dim + problem.head_dim_v)
 
 
-class RowBlocks(NamedTuple):
+class SeenRows(NamedTuple):
     """The blocks of query rows that see a block of keys, in all sequences of average length."""
 
     begin: int
@@ -94,7 +88,7 @@ class RowBlocks(NamedTuple):
     block of keys under a mask with edges. Without edges, the keys past the end cost little."""
     full_end: int
 
-    def share(self, index: int, count: int) -> RowBlocks:
+    def share(self, index: int, count: int) -> SeenRows:
         """Return the share of one of ``count`` programs, as ``schedule.own_row_blocks`` does."""
         steps = self.end - self.begin
         first = self.begin + steps * index // count
@@ -108,8 +102,8 @@ class RowBlocks(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def rows_of_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[RowBlocks, ...]:
-    """Return the :class:`RowBlocks` of each block of keys, if the sequences have the average length."""
+def rows_of_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[SeenRows, ...]:
+    """Return the :class:`SeenRows` of each block of keys, if the sequences have the average length."""
     seqlen_q, seqlen_k = average_lengths(problem)
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     has_edges = left != UNLIMITED or right != UNLIMITED
@@ -118,7 +112,7 @@ def rows_of_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[RowBlo
         steps, blocks = math.ceil(seqlen_q / block_m), math.ceil(seqlen_k / block_n)
         common, few = math.ceil(blocks / SEEN_BY_ALL), math.ceil(steps / SEEN_BY_ALL)
         seen = (steps,) * common + (few,) * (blocks - common)
-        return tuple(RowBlocks(0, count, 0, count) for count in seen)
+        return tuple(SeenRows(0, count, 0, count) for count in seen)
     rows = []
     for first in range(0, seqlen_k, block_n):
         last = min(first + block_n, seqlen_k) - 1
@@ -127,13 +121,13 @@ def rows_of_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[RowBlo
         full_begin = 0 if right == UNLIMITED else max(last - offset - right, 0)
         full_end = seqlen_q if left == UNLIMITED else min(first - offset + left + 1, seqlen_q)
         if begin >= end:
-            rows.append(RowBlocks(0, 0, 0, 0))
+            rows.append(SeenRows(0, 0, 0, 0))
             continue
         first_full = math.ceil(full_begin / block_m)
         last_full = math.ceil(full_end / block_m) if full_end == seqlen_q else full_end // block_m
         if has_edges and first + block_n > seqlen_k:
             last_full = first_full
-        rows.append(RowBlocks(begin // block_m, math.ceil(end / block_m), first_full, last_full))
+        rows.append(SeenRows(begin // block_m, math.ceil(end / block_m), first_full, last_full))
     return tuple(rows)
 
 
@@ -206,7 +200,7 @@ SUM = 4.0
 class Launch(NamedTuple):
     """The work of a launch, in whole blocks, so that calls of similar lengths share an estimate."""
 
-    rows: tuple[RowBlocks, ...]
+    rows: tuple[SeenRows, ...]
     """The query rows of each block of keys of a head, in the order of the queue."""
     heads: int
     """Number of key heads (:func:`key_heads`), each counted HEAD_SPLITS * COLUMN_SPLITS times."""
@@ -291,7 +285,7 @@ def launch_of(problem: Problem, config: BackwardConfig) -> Launch:
     """Return the work of a call with ``config``. Packed sequences are assumed to be equally long."""
     scheduled = as_scheduled(problem, config.HEAD_SPLITS)
     heads, group = key_heads(scheduled) * config.COLUMN_SPLITS, scheduled.group_size
-    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    block_d, block_dv = padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)
     rows = rows_of_blocks(problem, config.BLOCK_M, config.BLOCK_N)
     tiles = group * math.ceil(average_lengths(problem)[0] / WARPGROUP_ROWS)
     tiles = math.ceil(tiles / (len(rows) * config.ROW_SPLITS))
@@ -321,7 +315,7 @@ def accum_bytes(problem: Problem, launch: Launch) -> int:
         return 0
     rows = math.ceil(average_lengths(problem)[0] / WARPGROUP_ROWS) * WARPGROUP_ROWS
     rows *= packed_sequences(problem)
-    return 4 * launch.resident * launch.group * rows * padded(problem.head_dim)
+    return 4 * launch.resident * launch.group * rows * padded_columns(problem.head_dim)
 
 
 def packed_sequences(problem: Problem) -> int:
@@ -359,7 +353,7 @@ def least_busiest(launch: Launch) -> float:
 
 
 @lru_cache(maxsize=8)
-def totals(rows: tuple[RowBlocks, ...]) -> tuple[int, int, int]:
+def totals(rows: tuple[SeenRows, ...]) -> tuple[int, int, int]:
     """Return the number of steps of all blocks of keys, the most of one block, and how many are cut."""
     steps = [block.end - block.begin for block in rows]
     return sum(steps), max(steps), sum(block.cut for block in rows)

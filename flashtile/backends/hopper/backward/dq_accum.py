@@ -18,7 +18,10 @@ additions to each block of rows in the same way.
 
 The order is deadlock-free: a head's additions wait for the conversion of an earlier head, and a conversion
 waits only for the additions to its own head. Programs take parts to convert one by one from a counter, as
-they take blocks of keys.
+they take blocks of keys. If they took fixed parts, two calls that share a GPU could wait for programs that
+have no multiprocessor yet.
+
+The module is read from top to bottom: where sums lie, ``accumulate_dq``, ``postprocess``, the signals.
 """
 
 from typing import Any, NamedTuple
@@ -111,79 +114,19 @@ def accum_of(sizes, pointers):
 
 
 @gluon.jit
-def proxy_fence():
-    """Make the memory writes that this thread has observed visible to its later TMA operations as well."""
-    gl.inline_asm_elementwise(
-        "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
+def in_register_order(x):
+    """Reorder an accumulator [64, N] to [N / 4, 256]: each row has one pair of registers of every thread.
 
-
-@gluon.jit
-def wait_for_writes(LATER: gl.constexpr):
-    """Wait until all TMA stores and additions of this thread, except the last LATER, have reached memory.
-
-    ``tma.store_wait`` is weaker: it waits only until TMA has read the shared memory.
+    In wgmma's accumulator, row 16 w + 8 a + r and column 8 j + 2 t + b is register (j, a, b) of thread
+    (w, r, t). In the new order, a store needs one address per thread and has no bank conflicts.
+    ``dq_accum`` keeps this order, which ``dq_accum.convert_part`` undoes.
     """
-    gl.inline_asm_elementwise(
-        f"cp.async.bulk.wait_group {LATER}; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(1)], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+    N: gl.constexpr = x.shape[1]
+    x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute((3, 1, 0, 2, 4, 5))
+    return x.reshape([N // 4, 256])
 
 
-@gluon.jit
-def signal(counter, LATER: gl.constexpr):
-    """Add 1 to ``counter`` once all TMA writes of this partition, except the last LATER, have reached
-    memory."""
-    wait_for_writes(LATER)
-    partition_barrier()  # the thread that issued the TMA writes need not be the one that adds
-    gl.atomic_add(counter, 1, sem="release", scope="gpu")
-
-
-@gluon.jit
-def load_acquire(counter):
-    """Load a counter of :func:`signal` calls, with acquire semantics.
-
-    Writes that other programs made before they signalled are then visible to this thread.
-    """
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def wait_for(counter, count):
-    """Wait until ``counter`` has received ``count`` signals.
-
-    Writes that other programs made before these signals are then visible, also to TMA operations.
-    """
-    seen = load_acquire(counter)
-    while seen < count:
-        seen = load_acquire(counter)
-    proxy_fence()
-
-
-@gluon.jit
-def wait_until_zeroed(key_head, parts, accum):
-    """Wait until the memory that a key head reuses in ``dq_accum`` has been zeroed, in ``parts`` parts.
-
-    The first ``resident_heads`` heads do not wait, because the preprocess kernel zeroed their memory.
-    """
-    before = key_head - accum.sizes.resident_heads
-    if before >= 0:
-        wait_for(accum.converted_parts + before, parts)
-
-
-@gluon.jit
-def to_int64(number):
-    """Convert to int64, since tensors may have more elements than 32 bits can count."""
-    return number.to(gl.int64)
-
-
-@gluon.jit
-def accum_row(C: gl.constexpr, work, key_head, g, row, schedule, accum):
-    """Return the row of ``dq_accum`` for row ``row`` of a sequence and query head ``g`` of the key head."""
-    head = key_head % accum.sizes.resident_heads * group_size(C, schedule) + g
-    return head * (accum.sizes.row_blocks * C.BLOCK_M) + padded_row(C, work, row)
+# The partition that adds dQ.
 
 
 @gluon.jit
@@ -200,6 +143,8 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, point
     blocks = blocks_of_head(C, pointers, schedule)
     i = 0
     t = 0
+    # The slot of the queue is kept until the work tile's additions are signalled: the producer then runs at
+    # most one work tile ahead of them.
     tile_index = pipeline.peek(queue, t, 1)
     pending = tile_index * 0 - 1  # the block of dQ whose addition is not signalled yet
     while tile_index < num_tiles:
@@ -213,7 +158,7 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, point
                 m = row_block(C, rows, j)
                 row = accum_row(C, work, key_head, g, m * C.BLOCK_M, schedule, accum)
                 accum_block = row // C.BLOCK_M
-                if C.STORES_DS:
+                if C.STORES_DS:  # dS of this step, before its dQ: consumers write dS first
                     of_bias = query_head(C, work, g, schedule)
                     row = m * C.BLOCK_M
                     bias_tiles.store_ds(C, shared.bias, dbias_desc, shared.ds_full, work, of_bias, row, i)
@@ -227,10 +172,14 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, point
                         wait_for(accum.dq_semaphores + block, order)
                     else:
                         proxy_fence()  # as in wait_for: the additions below are TMA's
+                # One buffer for each consumer, so the phase is the parity of the step. TMA adds in fp32:
+                # several programs have contributions to these rows, and the order of additions is free.
                 for w in gl.static_range(2):
                     mbarrier.wait(shared.dq_full.index(w), i & 1)
                     async_add(dq_add_desc, [(accum_block * 2 + w) * (DQ_COLUMNS // 4), 0], shared.dq.index(w))
                 if C.DETERMINISTIC:
+                    # One step late: by now the additions of the step before have reached memory, so that the
+                    # wait for them is short.
                     if pending >= 0:
                         signal(accum.dq_semaphores + pending, 2)  # all but the two additions above
                     pending = block
@@ -240,6 +189,7 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, point
                 tma.store_wait(0)
                 mbarrier.arrive(shared.dq_empty.index(1), count=1)
                 i += 1
+        # The last step of the work tile. The next work tile may wait for programs that wait for this signal.
         if C.DETERMINISTIC:  # noqa: SIM102 - a constexpr condition needs an if of its own
             if pending >= 0:
                 signal(accum.dq_semaphores + pending, 0)
@@ -251,16 +201,24 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, point
 
 
 @gluon.jit
-def in_register_order(x):
-    """Reorder an accumulator [64, N] to [N / 4, 256]: each row has one pair of registers of every thread.
+def wait_until_zeroed(key_head, parts, accum):
+    """Wait until the memory that a key head reuses in ``dq_accum`` has been zeroed, in ``parts`` parts.
 
-    In wgmma's accumulator, row 16 w + 8 a + r and column 8 j + 2 t + b is register (j, a, b) of thread
-    (w, r, t). In the new order, a store needs one address per thread and has no bank conflicts.
-    ``dq_accum`` keeps this order, which ``dq_accum.convert_part`` undoes.
+    The first ``resident_heads`` heads do not wait, because the preprocess kernel zeroed their memory.
     """
-    N: gl.constexpr = x.shape[1]
-    x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute((3, 1, 0, 2, 4, 5))
-    return x.reshape([N // 4, 256])
+    before = key_head - accum.sizes.resident_heads
+    if before >= 0:
+        wait_for(accum.converted_parts + before, parts)
+
+
+@gluon.jit
+def accum_row(C: gl.constexpr, work, key_head, g, row, schedule, accum):
+    """Return the row of ``dq_accum`` for row ``row`` of a sequence and query head ``g`` of the key head."""
+    head = key_head % accum.sizes.resident_heads * group_size(C, schedule) + g
+    return head * (accum.sizes.row_blocks * C.BLOCK_M) + padded_row(C, work, row)
+
+
+# The partition that converts the sums of complete heads.
 
 
 class Chunks(NamedTuple):
@@ -274,62 +232,29 @@ class Chunks(NamedTuple):
 @gluon.jit
 def make_chunks(accum_desc):
     """Allocate the :class:`Chunks` of ``accum_desc``. :func:`postprocess` fills the chunk of zeros."""
+    # No empty barriers (READERS 0): the partition that loads a chunk is the one that reads it.
     ring = make_channel(accum_desc, POSTPROCESS_STAGES, 0, 1)
     zeros = gl.allocate_shared_memory(gl.float32, accum_desc.block_type.shape, accum_desc.layout)
     return Chunks(ring.tiles, ring.full, zeros)
 
 
 @gluon.jit
-def tile_of_part(t, work, part, parts):
-    """Return (query head of the group, first row) of the ``t``-th tile of a part.
-
-    A part is the share of dQ that the postprocess warps convert at a time. Each key head of a sequence has
-    ``parts`` parts, one for each work tile, so programs that share a block of keys also share the conversion.
-    The 64-row tiles of dQ are assigned to the parts in turn, so part ``part`` has tiles ``part``,
-    ``part + parts`` and so on.
-    """
-    tiles = max((work.seqlen_q + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS, 1)
-    tile = part + t * parts
-    return tile // tiles, tile % tiles * WARPGROUP_ROWS
-
-
-@gluon.jit
-def tiles_of_part(C: gl.constexpr, work, part, parts, schedule):
-    """Return the number of 64-row tiles of dQ in a part (:func:`tile_of_part`)."""
-    tiles = (work.seqlen_q + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS * group_size(C, schedule)
-    return (tiles - part + parts - 1) // parts
-
-
-@gluon.jit
-def accum_of_tile(C: gl.constexpr, t, work, part, parts, key_head, schedule, accum):
-    """Return where the ``t``-th tile of a part (:func:`tile_of_part`) begins in ``dq_accum``.
-
-    The result is in units of 64 x 8 elements.
-    """
-    g, row = tile_of_part(t, work, part, parts)
-    return accum_row(C, work, key_head, g, row, schedule, accum) // WARPGROUP_ROWS * (C.BLOCK_D // VECTOR)
-
-
-@gluon.jit
-def dq_of_tile(C: gl.constexpr, t, work, part, parts, schedule, accum):
-    """Return (pointer to the first element in dQ, rows up to the sequence's end) for the ``t``-th tile of a
-    part (:func:`tile_of_part`)."""
-    g, row = tile_of_part(t, work, part, parts)
-    token = to_int64(work.start_q + row)
-    if not C.VARLEN:
-        token += to_int64(work.sequence) * work.seqlen_q
-    heads = schedule.num_heads * group_size(C, schedule)
-    vector = (token * heads + query_head(C, work, g, schedule)) * accum.sizes.row_vectors
-    return accum.dq + vector * VECTOR, work.seqlen_q - row
-
-
-@gluon.jit
-def load_chunk(chunks, accum_desc, i, tile, c):
-    """Load chunk ``c`` of a tile of ``dq_accum`` by TMA, as the ``i``-th write to the ring of chunks."""
-    slot = i % POSTPROCESS_STAGES
-    barrier = chunks.full.index(slot)
-    mbarrier.expect(barrier, accum_desc.block_type.nbytes)
-    async_load(accum_desc, [tile, c * accum_desc.block_type.shape[1], 0], barrier, chunks.tiles.index(slot))
+def postprocess(C: gl.constexpr, chunks, accum_desc, pointers, schedule, accum, scale):
+    """Postprocess warps: take parts of dQ one by one, and convert each when its head's sums are complete."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, VECTOR], [4, 1, 8], [POSTPROCESS_WARPS, 1, 1], [2, 1, 0])
+    chunks.zeros.store(gl.full(accum_desc.block_type.shape, 0.0, gl.float32, layout))
+    fence_async_shared()  # TMA stores these zeros, through the asynchronous proxy
+    partition_barrier()
+    parts = blocks_of_head(C, pointers, schedule) << row_shift(C, schedule)
+    i = 0
+    part = gl.atomic_add(accum.next_part, 1)
+    while part < parts * accum.sizes.total_heads:
+        following = gl.atomic_add(accum.next_part, 1)  # early, to hide the latency of the atomic
+        head = part // parts
+        wait_for(accum.added_blocks + head, parts)
+        i = convert_part(C, chunks, accum_desc, i, head, part % parts, pointers, schedule, accum, scale)
+        signal(accum.converted_parts + head, 0)
+        part = following
 
 
 @gluon.jit
@@ -356,10 +281,13 @@ def convert_part(C: gl.constexpr, chunks, accum_desc, i, key_head, part, pointer
     parts = blocks << shift
     share = part & ((1 << shift) - 1)
     own = (work.tile_in_head << shift) + share  # among those of the work tile's sequence
-    count = tiles_of_part(C, work, own, parts, schedule) * CHUNKS
+    tiles = (work.seqlen_q + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS * group_size(C, schedule)
+    count = (tiles - own + parts - 1) // parts * CHUNKS  # tiles of this part, as in tile_of_part
     reused = key_head + accum.sizes.resident_heads < accum.sizes.total_heads
     tile = accum_of_tile(C, 0, work, own, parts, key_head, schedule, accum)
     following, dq, rows = tile * 0, accum.dq, work.seqlen_q  # placeholders: the first chunk sets them
+    # Prologue: as many chunks on their way as there are slots. Then each chunk that is read makes room for
+    # one.
     for n in range(min(count, POSTPROCESS_STAGES)):
         load_chunk(chunks, accum_desc, i + n, tile, n)
     for n in range(count):
@@ -373,7 +301,7 @@ def convert_part(C: gl.constexpr, chunks, accum_desc, i, key_head, part, pointer
         values = chunks.tiles.index(slot).load(layout) * scale  # [columns / 8, rows / 8, 64]
         values = values.to(dq.dtype.element_ty)
         partition_barrier()  # all warps have read the chunk, so its slot and its place in dq_accum are free
-        if reused:
+        if reused:  # no head comes after the last ones
             async_store(accum_desc, [tile, c * GROUPS, 0], chunks.zeros)
         if n + POSTPROCESS_STAGES < count:
             later = c + POSTPROCESS_STAGES
@@ -386,25 +314,115 @@ def convert_part(C: gl.constexpr, chunks, accum_desc, i, key_head, part, pointer
             )
         first = c * GROUPS % 4 * 16 + c * GROUPS // 4 * VECTOR
         inside = (row < rows - first) & (column < accum.sizes.row_vectors)
+        # Streamed (.cs): nobody here reads dQ again, and ``dq_accum`` should stay in the L2 cache.
         gl.store(dq + first * row_vectors * VECTOR + elements, values, mask=inside, cache_modifier=".cs")
         i += 1
     return i
 
 
 @gluon.jit
-def postprocess(C: gl.constexpr, chunks, accum_desc, pointers, schedule, accum, scale):
-    """Postprocess warps: take parts of dQ one by one, and convert each when its head's sums are complete."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, VECTOR], [4, 1, 8], [POSTPROCESS_WARPS, 1, 1], [2, 1, 0])
-    chunks.zeros.store(gl.full(accum_desc.block_type.shape, 0.0, gl.float32, layout))
-    fence_async_shared()
-    partition_barrier()
-    parts = blocks_of_head(C, pointers, schedule) << row_shift(C, schedule)
-    i = 0
-    part = gl.atomic_add(accum.next_part, 1)
-    while part < parts * accum.sizes.total_heads:
-        following = gl.atomic_add(accum.next_part, 1)  # early, to hide the latency of the atomic
-        head = part // parts
-        wait_for(accum.added_blocks + head, parts)
-        i = convert_part(C, chunks, accum_desc, i, head, part % parts, pointers, schedule, accum, scale)
-        signal(accum.converted_parts + head, 0)
-        part = following
+def tile_of_part(t, work, part, parts):
+    """Return (query head of the group, first row) of the ``t``-th tile of a part.
+
+    A part is the share of dQ that the postprocess warps convert at a time. Each key head of a sequence has
+    ``parts`` parts, one for each work tile, so programs that share a block of keys also share the conversion.
+    The 64-row tiles of dQ are assigned to the parts in turn, so part ``part`` has tiles ``part``,
+    ``part + parts`` and so on.
+    """
+    tiles = max((work.seqlen_q + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS, 1)
+    tile = part + t * parts
+    return tile // tiles, tile % tiles * WARPGROUP_ROWS
+
+
+@gluon.jit
+def accum_of_tile(C: gl.constexpr, t, work, part, parts, key_head, schedule, accum):
+    """Return where the ``t``-th tile of a part (:func:`tile_of_part`) begins in ``dq_accum``.
+
+    The result is in units of 64 x 8 elements.
+    """
+    g, row = tile_of_part(t, work, part, parts)
+    return accum_row(C, work, key_head, g, row, schedule, accum) // WARPGROUP_ROWS * (C.BLOCK_D // VECTOR)
+
+
+@gluon.jit
+def dq_of_tile(C: gl.constexpr, t, work, part, parts, schedule, accum):
+    """Return (pointer to the first element in dQ, rows up to the sequence's end) for the ``t``-th tile of a
+    part (:func:`tile_of_part`)."""
+    g, row = tile_of_part(t, work, part, parts)
+    token = to_int64(work.start_q + row)
+    if not C.VARLEN:
+        token += to_int64(work.sequence) * work.seqlen_q
+    heads = schedule.num_heads * group_size(C, schedule)
+    vector = (token * heads + query_head(C, work, g, schedule)) * accum.sizes.row_vectors
+    return accum.dq + vector * VECTOR, work.seqlen_q - row
+
+
+@gluon.jit
+def to_int64(number):
+    """Convert to int64, since tensors may have more elements than 32 bits can count."""
+    return number.to(gl.int64)
+
+
+@gluon.jit
+def load_chunk(chunks, accum_desc, i, tile, c):
+    """Load chunk ``c`` of a tile of ``dq_accum`` by TMA, as the ``i``-th write to the ring of chunks."""
+    slot = i % POSTPROCESS_STAGES
+    barrier = chunks.full.index(slot)
+    mbarrier.expect(barrier, accum_desc.block_type.nbytes)
+    async_load(accum_desc, [tile, c * accum_desc.block_type.shape[1], 0], barrier, chunks.tiles.index(slot))
+
+
+# Signals between programs, of what TMA has written.
+
+
+@gluon.jit
+def signal(counter, LATER: gl.constexpr):
+    """Add 1 to ``counter`` once all TMA writes of this partition, except the last LATER, have reached
+    memory."""
+    wait_for_writes(LATER)
+    partition_barrier()  # the thread that issued the TMA writes need not be the one that adds
+    # Releases what the barrier has ordered before it, to programs that acquire the counter.
+    gl.atomic_add(counter, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def wait_for(counter, count):
+    """Wait until ``counter`` has received ``count`` signals.
+
+    Writes that other programs made before these signals are then visible, also to TMA operations.
+    """
+    seen = load_acquire(counter)
+    while seen < count:  # without a sleep: 64 to 500 ns of sleep between polls gained nothing
+        seen = load_acquire(counter)
+    proxy_fence()  # TMA reads or adds next, through the asynchronous proxy
+
+
+@gluon.jit
+def load_acquire(counter):
+    """Load a counter of :func:`signal` calls, with acquire semantics.
+
+    Writes that other programs made before they signalled are then visible to this thread.
+    """
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_for_writes(LATER: gl.constexpr):
+    """Wait until all TMA stores and additions of this thread, except the last LATER, have reached memory.
+
+    ``tma.store_wait`` is weaker: it waits only until TMA has read the shared memory.
+    """
+    gl.inline_asm_elementwise(
+        f"cp.async.bulk.wait_group {LATER}; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(1)], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def proxy_fence():
+    """Make the memory writes that this thread has observed visible to its later TMA operations as well."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )

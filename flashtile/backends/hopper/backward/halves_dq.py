@@ -22,6 +22,11 @@ of dQ while S of the next step is in flight, so it does not wait for dS. Nothing
     v         2 STAGES       TMA, a half              gradients after dP
     weights   2              scores: P                gradients: P is in registers
     ds        2              gradients: dS            scores: dQ of the step
+
+The two cannot deadlock: ``scores`` passes P of a step on before it waits for dS of the step before, and
+``gradients`` waits only for P.
+
+The module is read from top to bottom: the kernel, the producer, ``scores``, ``gradients``, the stores.
 """
 
 from typing import Any, NamedTuple
@@ -92,11 +97,15 @@ def halves_dq_kernel(
 
     Grid: at most one program per multiprocessor; work tiles are assigned in ``serpentine_order``.
     """
+    # One reader each: ``scores`` multiplies q, ``gradients`` dO. 128 KiB of shared memory leave no second
+    # slot.
     q = make_channel(q_desc, 1, 1, 2)
     do = make_channel(do_desc, 1, 1, 2)
     # One half more than of v: k is needed for dQ, a step later than for S.
     k = make_channel(k_desc, 2 * C.STAGES + 1, 2, 1)
     v = make_channel(v_desc, 2 * C.STAGES, 1, 1)
+    # P is read back to registers by plain loads, so it is stored without bank conflicts in the order of the
+    # registers (``in_chunks``). dS is an operand of wgmma, so it has the layout that wgmma reads.
     chunks: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     weights = gl.allocate_shared_memory(q_desc.dtype, [2, C.BLOCK_N // 16, 1024], chunks)
     operand: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BLOCK_M, C.BLOCK_N], q_desc.dtype)
@@ -128,22 +137,24 @@ def producer(C: gl.constexpr, tiles, descs, call):
 def load_tile(C: gl.constexpr, tiles, descs, work, block, i, j, call):
     """Load all that the consumers need for one block of query rows; returns the new ``i``."""
     n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
+    # The right halves come first: ``scores`` reads them only for S, and ``gradients`` soon after for its dQ.
+    # The left half of k waits for dQ of ``scores``, a step later.
     for n in range(n_end - 1, n_begin - 1, -1):
         load_half(C, 1, work, n, i, tiles.k, descs.k)
         if n == n_end - 1:  # the first keys may be loaded before the tiles of rows are free
-            load_rows(C, work, block, j, tiles.q, descs.q)
+            load_halves(C, work, block, j, tiles.q, descs.q)
         # The memory of v is free earlier than that of the left half of k.
         load_half(C, 1, work, n, i, tiles.v, descs.v)
         load_half(C, 0, work, n, i, tiles.v, descs.v)
         if n == n_end - 1:
-            load_rows(C, work, block, j, tiles.do, descs.do)
+            load_halves(C, work, block, j, tiles.do, descs.do)
         load_half(C, 0, work, n, i, tiles.k, descs.k)
         i += 1
     return i
 
 
 @gluon.jit
-def load_rows(C: gl.constexpr, work, block, j, ring, desc):
+def load_halves(C: gl.constexpr, work, block, j, ring, desc):
     """Load both halves of a block of rows of q or dO by TMA. It is the program's ``j``-th block."""
     COLUMNS: gl.constexpr = desc.block_type.shape[-1]
     full = ring.full.index(ring.acquire(j))
@@ -177,13 +188,15 @@ def score_tile(C: gl.constexpr, tiles, dq_desc, work, block, i, j, call):
 
     ``i`` counts the program's steps and ``j`` its blocks of rows. Returns the new ``i``.
     """
+    # Prologue: S and P of the first step, which has no dS of a step before.
     n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
-    own = row_block(C, work, block, call)
+    own = score_rows(C, work, block, call)
     COLUMNS: gl.constexpr = dq_desc.block_type.shape[-1]
     dq = gl.full([WARPGROUP_ROWS, COLUMNS], 0.0, gl.float32, accumulator_layout(COLUMNS))
     tiles.q.wait(j)
     s = warpgroup_mma_wait(0, deps=[start_scores(C, i, tiles)])
     pass_weights(C, i, n_end - 1, s, own, tiles, call.numbers)
+    # Main loop: S of this step, then dQ of the step before, whose dS ``gradients`` has computed meanwhile.
     for n in range(n_end - 2, n_begin - 1, -1):
         i += 1
         s = start_scores(C, i, tiles)
@@ -191,9 +204,33 @@ def score_tile(C: gl.constexpr, tiles, dq_desc, work, block, i, j, call):
         s = warpgroup_mma_wait(1, deps=[s])  # dQ of the step before may stay in flight during P
         pass_weights(C, i, n, s, own, tiles, call.numbers)
         dq = finish_dq(i - 1, dq, tiles)
+    # Epilogue: dQ of the last step.
     dq = finish_dq(i, start_dq(i, dq, tiles), tiles)
     store_half(C, 0, dq_desc, work, block, j, (dq,), tiles.q, call.numbers.scale)
     return i + 1
+
+
+@gluon.jit
+def score_rows(C: gl.constexpr, work, block, call):
+    """Return the :class:`RowBlock` of a block of query rows."""
+    schedule = call.schedule
+    first = block * C.BLOCK_M
+    last = min(first + C.BLOCK_M, work.seqlen_q) - 1
+    _, _, full_begin, full_end = key_range(
+        first, last, work.seqlen_q, work.seqlen_k, schedule.window_left, schedule.window_right, C.HAS_LEFT,
+        C.HAS_RIGHT,
+    )  # fmt: skip
+    row = rows_of_block(C, block)
+    rows = mask_rows(C, work, row, slope_of(C, work, work.head, call.pointers, schedule), schedule)
+    neg_lse = load_statistics(C, work, row, call).neg_lse
+    return RowBlock(rows, neg_lse, (full_begin + C.BLOCK_N - 1) // C.BLOCK_N, full_end // C.BLOCK_N)
+
+
+@gluon.jit
+def rows_of_block(C: gl.constexpr, block):
+    """Return the rows of a block, [64], in the layout of scores."""
+    layout: gl.constexpr = gl.SliceLayout(1, accumulator_layout(C.BLOCK_N))
+    return block * C.BLOCK_M + gl.arange(0, WARPGROUP_ROWS, layout=layout)
 
 
 @gluon.jit
@@ -210,7 +247,7 @@ def pass_weights(C: gl.constexpr, i, n, s, block, tiles, numbers):
     ``n`` is the step's block of keys.
     """
     s_layout: gl.constexpr = s.type.layout
-    tiles.k.release(2 * i)
+    tiles.k.release(2 * i)  # the right half; the left half is kept for dQ of this step
     s, softcap_grad = scores_and_derivative_of_rows(C, s, n, block.rows, numbers, s_layout)
     s += block.neg_lse[:, None]
     if C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N:  # noqa: SIM102 - a constexpr condition needs its own if
@@ -219,6 +256,7 @@ def pass_weights(C: gl.constexpr, i, n, s, block, tiles, numbers):
     p = gl.exp2(s) * softcap_grad
     slot = tiles.weights.acquire(i)
     tiles.weights.tiles.index(slot).store(in_chunks(to_16_bit(p, tiles.q.tiles.dtype)))
+    # No proxy fence: ``gradients`` reads by plain loads, which the barrier orders.
     mbarrier.arrive(tiles.weights.full.index(slot), count=1)
 
 
@@ -226,6 +264,7 @@ def pass_weights(C: gl.constexpr, i, n, s, block, tiles, numbers):
 def start_dq(i, dq, tiles):
     """Start the product that adds step ``i`` to the left half of dQ, and return the accumulator."""
     ds = tiles.ds.tiles.index(tiles.ds.wait(i))
+    # Not waited for: S of the step has read both halves of k.
     k_tile = tile_of(tiles.k.tiles.index((2 * i + 1) % tiles.k.STAGES))
     return warpgroup_mma(ds, k_tile, dq, is_async=True)
 
@@ -262,6 +301,7 @@ def gradient_step(C: gl.constexpr, i, neg_delta, dq, tiles):
     chunks: gl.constexpr = in_chunks(gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, dtype, s_layout)).type.layout
     dp = gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout)
     dp = product_of_tiles(tiles.do.tiles, tiles.v, i, 0, dp, C.HEAD_DIM_V)
+    # Nothing else of this warpgroup to overlap: ``scores`` multiplies or computes exponentials meanwhile.
     dp = warpgroup_mma_wait(0, deps=[dp])
     tiles.v.release(2 * i)
     tiles.v.release(2 * i + 1)
@@ -279,27 +319,7 @@ def gradient_step(C: gl.constexpr, i, neg_delta, dq, tiles):
     return dq
 
 
-@gluon.jit
-def rows_of_block(C: gl.constexpr, block):
-    """Return the rows of a block, [64], in the layout of scores."""
-    layout: gl.constexpr = gl.SliceLayout(1, accumulator_layout(C.BLOCK_N))
-    return block * C.BLOCK_M + gl.arange(0, WARPGROUP_ROWS, layout=layout)
-
-
-@gluon.jit
-def row_block(C: gl.constexpr, work, block, call):
-    """Return the :class:`RowBlock` of a block of query rows."""
-    schedule = call.schedule
-    first = block * C.BLOCK_M
-    last = min(first + C.BLOCK_M, work.seqlen_q) - 1
-    _, _, full_begin, full_end = key_range(
-        first, last, work.seqlen_q, work.seqlen_k, schedule.window_left, schedule.window_right, C.HAS_LEFT,
-        C.HAS_RIGHT,
-    )  # fmt: skip
-    row = rows_of_block(C, block)
-    rows = mask_rows(C, work, row, slope_of(C, work, work.head, call.pointers, schedule), schedule)
-    neg_lse = load_statistics(C, work, row, call).neg_lse
-    return RowBlock(rows, neg_lse, (full_begin + C.BLOCK_N - 1) // C.BLOCK_N, full_end // C.BLOCK_N)
+# The store of dQ.
 
 
 @gluon.jit
@@ -310,7 +330,7 @@ def store_half(C: gl.constexpr, PART: gl.constexpr, dq_desc, work, block, j, sum
     if len(sums) > 0:  # the right half of dQ may have no columns
         for n in gl.static_range(len(sums)):
             columns_of(tile, sums, n).store((sums[n] * scale).to(dq_desc.dtype))
-        fence_async_shared()
+        fence_async_shared()  # TMA reads through the asynchronous proxy, which does not see plain stores
         store_rows(C, dq_desc, work, block * C.BLOCK_M, channel.tiles.index(0), PART * COLUMNS)
-        tma.store_wait(0)
+        tma.store_wait(0)  # the producer loads the next rows into this memory
     channel.release(j)

@@ -271,8 +271,8 @@ def producer(C: gl.constexpr, queue, shared, descs, pointers):
         mbarrier.wait(shared.kv_empty, (t & 1) ^ 1)  # K and V have one slot: all products of tile t - 1
         if rows.begin < rows.end:
             mbarrier.expect(shared.kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-            load_keys(C, k_desc, work, shared.kv_full, shared.k.index(0))
-            load_keys(C, v_desc, work, shared.kv_full, shared.v.index(0))
+            load_key_block(C, k_desc, work, shared.kv_full, shared.k.index(0))
+            load_key_block(C, v_desc, work, shared.kv_full, shared.v.index(0))
         else:  # nothing is multiplied, but the consumers wait for each work tile
             mbarrier.arrive(shared.kv_full, count=1)
         group = group_size(C, schedule)
@@ -297,7 +297,7 @@ def producer(C: gl.constexpr, queue, shared, descs, pointers):
                 load_rows(C, do_desc, work, row, head, barrier, do.tiles.index(slot))
                 async_load(neg_delta_desc, [statistics, column], barrier, shared.neg_delta.index(slot))
                 if C.HAS_BIAS:
-                    bias_tiles.load_keys(C, shared.bias, bias_desc, work, head, row, i, schedule)
+                    bias_tiles.load_key_tiles(C, shared.bias, bias_desc, work, head, row, i, schedule)
                 i += 1
         if rows.begin >= rows.end:
             following = gl.atomic_add(pointers.counters, 1)
@@ -479,7 +479,7 @@ def step(
         dq = warpgroup_mma_wait(0, deps=[dq])
     if C.HAS_BIAS:  # noqa: SIM102 - a constexpr condition needs an if of its own
         if i > 0:  # dQ has been read from dS of the step before, where the next bias goes
-            bias_tiles.release_keys(modifiers.bias, i - 1)
+            modifiers.bias.release(i - 1)
     # With dropout dP starts at 0: delta is subtracted where P is dropped as well (score_gradients).
     dp = product_of_rows(my_v, do_tile, dp_start, C.HEAD_DIM_V, not C.HAS_DROPOUT)
     dv = warpgroup_mma(gl.convert_layout(p, p_operand), do_tile, dv, is_async=True)
@@ -558,15 +558,10 @@ def key_modifiers(C: gl.constexpr, W: gl.constexpr, work, g, bias, blocks, point
     if C.HAS_MODS:
         arguments = function_arguments(work, query_head(C, work, g, schedule), pointers.captured)
     if C.HAS_DROPOUT:
-        generator = key_generator(C, W, work, g, pointers, schedule)
+        head = (work.sequence * schedule.num_heads + work.head) * group_size(C, schedule) + g
+        first = work.tile_in_head * C.BLOCK_N + W * WARPGROUP_ROWS
+        generator = generator_of(head, first, pointers, schedule)
     return Modifiers(bias, generator, arguments, blocks)
-
-
-@gluon.jit
-def key_generator(C: gl.constexpr, W: gl.constexpr, work, g, pointers, schedule):
-    """Return dropout's ``Generator`` for warpgroup W's keys and query head ``g`` of the key head."""
-    head_of_batch = (work.sequence * schedule.num_heads + work.head) * group_size(C, schedule) + g
-    return generator_of(head_of_batch, work.tile_in_head * C.BLOCK_N + W * WARPGROUP_ROWS, pointers, schedule)
 
 
 @gluon.jit
@@ -727,7 +722,7 @@ def load_rows(C: gl.constexpr, desc, work, row, head, barrier, tile, column=0):
 
 
 @gluon.jit
-def load_keys(C: gl.constexpr, desc, work, barrier, tile, column=0):
+def load_key_block(C: gl.constexpr, desc, work, barrier, tile, column=0):
     """Load the work tile's block of keys or values by TMA, from ``column`` on; rows past the last key arrive
     as zeros."""
     row = work.tile_in_head * C.BLOCK_N

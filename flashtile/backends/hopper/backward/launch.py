@@ -1,18 +1,21 @@
 """The launch of the Hopper backward, prepared once per signature.
 
-Its kernels are the preprocess, the main kernel with all five matrix products, and a sum of parts if several
-programs share a block of keys.
+Its kernels are, in this order: the preprocess; the products, in one kernel of five for head sizes up to 128,
+and in two for larger ones (dK and dV, then dQ); the sum of parts, if several programs share a block of keys;
+the gradient of a bias.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile.backends.common.config import contiguous_strides, has_score_mod, outer_stride
+from flashtile.backends.common.counters import zeroed_counters
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tma import View, cells_view, dense_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.backward.bias_gradient import BiasGradient, writes_ds
@@ -21,30 +24,38 @@ from flashtile.backends.hopper.backward.config import (
     POSTPROCESS_CHUNK,
     BackwardConfig,
     BackwardVariant,
+    WideBackwardConfig,
 )
 from flashtile.backends.hopper.backward.costs import (
     as_scheduled,
-    has_lists,
     key_heads,
     l2_swizzle,
     last_heads,
     resident_heads,
 )
 from flashtile.backends.hopper.backward.dq_accum import AccumSizes, BackwardScalars
+from flashtile.backends.hopper.backward.halves_dq import halves_dq_kernel
 from flashtile.backends.hopper.backward.kernel import BackwardNumbers, backward_kernel
-from flashtile.backends.hopper.backward.preprocess import Preprocess, statistics_shape
+from flashtile.backends.hopper.backward.preprocess import Preprocess, statistics_shape, statistics_view
 from flashtile.backends.hopper.backward.schedule import BackwardPointers, BackwardSchedule
 from flashtile.backends.hopper.backward.sum_parts import SumParts, shape_of_parts
+from flashtile.backends.hopper.backward.wide_dkv import DkvPointers, dkv_kernel
+from flashtile.backends.hopper.backward.wide_dq import DqPointers, dq_kernel
 from flashtile.backends.hopper.bias import SQUARE
 from flashtile.backends.hopper.config import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
     WARPGROUP_ROWS,
+    has_lists,
+    padded_columns,
     persistent_programs,
     score_numbers,
     tile_widths,
 )
+from flashtile.backends.hopper.forward import launch as forward
+from flashtile.backends.hopper.forward.config import ForwardVariant
+from flashtile.backends.hopper.forward.rounds import Plan, plan_of
 from flashtile.backends.hopper.modifiers import (
     FunctionTensors,
     is_shared,
@@ -52,7 +63,7 @@ from flashtile.backends.hopper.modifiers import (
     modifier_integers,
     own_sizes,
 )
-from flashtile.backends.hopper.work_tiles import TileTable
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TileTable
 from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E, UNLIMITED
 from flashtile.problems.masks import MAX_CAPTURED
@@ -61,7 +72,7 @@ SMALLEST_SCALE = 1e-6
 """Below this softmax_scale, lse in units of raw products would lose precision or overflow."""
 
 
-def variant_of(problem: Problem, config: BackwardConfig, bias: Tensor | None = None) -> BackwardVariant:
+def backward_variant(problem: Problem, config: BackwardConfig, bias: Tensor | None = None) -> BackwardVariant:
     """Return the variant that the kernels are compiled for."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     even = not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0
@@ -103,6 +114,20 @@ def variant_of(problem: Problem, config: BackwardConfig, bias: Tensor | None = N
         STORES_DS=bias is not None and writes_ds(problem, bias),
         **flags,
     )
+
+
+@dataclass(frozen=True)
+class DqVariant(ForwardVariant):
+    """Constants that the kernel of dQ is compiled for."""
+
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+
+
+def dq_variant(problem: Problem, plan: Plan) -> DqVariant:
+    """Return the variant of the kernel of dQ for head sizes over 128, which has the forward's schedule."""
+    variant = replace(forward.forward_variant(problem, plan), SINK=False)
+    return DqVariant(**vars(variant), HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v)
 
 
 def key_tile_table(problem: Problem, block_n: int) -> TileTable | None:
@@ -157,22 +182,35 @@ def numbers_of(problem: Problem) -> BackwardNumbers:
     return numbers
 
 
+class DqKernel(NamedTuple):
+    """The prepared launch of dQ for head sizes over 128, whose work tiles are those of the forward."""
+
+    fill_table: TileTable | None
+    launch: CachedLaunch
+    functions: FunctionTensors | None
+    queued: bool
+
+
 class BackwardKernels(NamedTuple):
     """The prepared launches of one signature, in launch order, and the values that they take."""
 
     preprocess: Preprocess
     fill_table: TileTable | None
     products: CachedLaunch
+    """``backward_kernel``, or ``dkv_kernel`` if there is a kernel of dQ."""
+    dq: DqKernel | None
     sum_parts: SumParts | None
-    dq_semaphores: int
-    """Number of semaphores if deterministic: one for each block of padded query rows."""
     functions: FunctionTensors | None
     """Prepares the tensors that score and mask functions read; None without functions."""
-    bias_gradient: BiasGradient | None
+    last: CachedLaunch
+    """The last kernel of products: once it is compiled, all take addresses."""
+    dq_semaphores: int = 0
+    """Number of semaphores if deterministic: one for each block of padded query rows."""
+    bias_gradient: BiasGradient | None = None
     """Launch of the bias's gradient; None if the call does not need it."""
-    stores_ds: bool
+    stores_ds: bool = False
     """Whether ``backward_kernel`` writes the bias's gradient."""
-    scalars: BackwardScalars
+    scalars: BackwardScalars | None = None
 
 
 class HopperBackwardLaunch:
@@ -200,7 +238,8 @@ class HopperBackwardLaunch:
     ) -> tuple[Tensor | None, ...]:
         kernels = self._kernels
         if kernels is None:  # assigned only when complete, since other threads may read it
-            kernels = self._kernels = self._prepare(dlse, q, k, v, extras)
+            prepare = self._prepare_wide if self._config.wide else self._prepare
+            kernels = self._kernels = prepare(dlse, q, k, v, extras)
         bias, dbias = extras.bias, None
         biases: tuple[Tensor, ...] = ()
         if bias is not None:
@@ -211,43 +250,43 @@ class HopperBackwardLaunch:
                     biases = (bias, dbias)
         # ``workspace`` must stay alive until all kernels that get addresses of its parts are launched.
         dout, dq, dk, dv, dsink, workspace, neg_lse, neg_delta, counters, dq_accum = kernels.preprocess(
-            kernels.products, dout, dlse, q, k, v, out, lse, extras
+            kernels.last, dout, dlse, q, k, v, out, lse, extras
         )
-        dq_semaphores = counters
-        if self._problem.deterministic:
-            dq_semaphores = q.new_zeros(kernels.dq_semaphores, dtype=torch.int32)
         written = dk, dv
         if kernels.sum_parts is not None:
             written = kernels.sum_parts.allocate(k, v)
+        device, seqused_k, alibi_slopes = q.device, extras.seqused_k, extras.alibi_slopes
         table = lists = captured = None
         if kernels.fill_table is not None:
             table = kernels.fill_table(extras.cu_seqlens_k, extras.cu_seqlens_q, None)
         if kernels.functions is not None:
             # ``_tensors`` must stay alive until the kernel that gets their addresses is launched.
             lists, captured, _tensors = kernels.functions(extras, lse, kernels.products.takes_addresses)
-        kernels.products(
-            q.device,
-            q,
-            k,
-            v,
-            dout,
-            neg_lse,
-            neg_delta,
-            dq_accum,
-            dq_accum,
-            *written,
-            *biases,
-            table,
-            extras.seqused_k,
-            extras.alibi_slopes,
-            counters,
-            dq_semaphores,
-            dq,
-            extras.rng_state,
-            lists,
-            captured,
-            kernels.scalars,
-        )
+        if kernels.dq is None:
+            dq_semaphores = counters
+            if kernels.dq_semaphores:
+                dq_semaphores = q.new_zeros(kernels.dq_semaphores, dtype=torch.int32)
+            kernels.products(
+                device, q, k, v, dout, neg_lse, neg_delta, dq_accum, dq_accum, *written, *biases, table,
+                seqused_k, alibi_slopes, counters, dq_semaphores, dq, extras.rng_state, lists, captured,
+                kernels.scalars,
+            )  # fmt: skip
+        else:
+            kernels.products(
+                device, q, k, v, dout, neg_lse, neg_delta, *written, table, seqused_k, alibi_slopes, counters,
+                lists, captured,
+            )  # fmt: skip
+            fill_table, compute_dq, functions, queued = kernels.dq
+            table = None
+            if fill_table is not None:
+                table = fill_table(extras.cu_seqlens_q, extras.cu_seqlens_k, seqused_k)
+            if functions is not None:
+                lists, captured, _tensors = functions(extras, lse, compute_dq.takes_addresses)
+            if queued:  # the kernel resets the counter (leave_queue)
+                table = zeroed_counters(device, TABLE_WIDTH.value)
+            compute_dq(
+                device, q, k, v, dout, dq, neg_lse, neg_delta, table, seqused_k, alibi_slopes, lists, captured
+            )
         if kernels.sum_parts is not None:
             kernels.sum_parts(*written, dk, dv)
         if kernels.functions is not None:
@@ -258,7 +297,7 @@ class HopperBackwardLaunch:
 
     def _prepare(self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> BackwardKernels:
         problem, config = self._problem, self._config
-        variant = variant_of(problem, config, extras.bias)
+        variant = backward_variant(problem, config, extras.bias)
         scheduled = as_scheduled(problem, config.HEAD_SPLITS)
         swizzle = l2_swizzle(scheduled)
         schedule = schedule_of(scheduled, config, k, extras.alibi_slopes, swizzle, extras.bias)
@@ -300,12 +339,66 @@ class HopperBackwardLaunch:
             preprocess,
             key_tile_table(problem, variant.BLOCK_N),
             products,
+            None,
             SumParts(problem, config.parts) if config.parts > 1 else None,
-            heads * sizes.row_blocks,
             None if problem.mods is None else FunctionTensors(problem.mods, extras, by_keys=True),
+            products,
+            heads * sizes.row_blocks if problem.deterministic else 0,
             BiasGradient(problem, variant) if problem.bias and problem.bias_grad else None,
             variant.STORES_DS,
             BackwardScalars(schedule, sizes, numbers_of(problem)),
+        )
+
+    def _prepare_wide(
+        self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any
+    ) -> BackwardKernels:
+        """Return the kernels for head sizes over 128. Both sum in registers only, so they are deterministic
+        without an order of additions."""
+        problem, config = self._problem, self._config
+        assert isinstance(config, WideBackwardConfig)
+        plan = plan_of(problem, config.rows, "dq")
+        dkv, dq = replace(backward_variant(problem, config), DETERMINISTIC=False), dq_variant(problem, plan)
+        of_dkv = wide_views(problem, dkv, config.parts, q, k, v)
+        of_dq = wide_views(problem, dkv, config.parts, q, k, v, of_dq=True)
+        numbers = numbers_of(problem)
+        scheduled = as_scheduled(problem, config.HEAD_SPLITS)
+        blocks_k = schedule_of(scheduled, config, k, extras.alibi_slopes)
+        blocks_q = forward.schedule_of(problem, plan, k, extras.alibi_slopes)
+        per_block = config.ROW_SPLITS * dkv.COLUMN_SPLITS
+        programs = persistent_programs(blocks_k.num_tiles * per_block, q.device)
+        last = last_heads(scheduled, dkv.BLOCK_N, programs, per_block)
+        compute_dkv = CachedLaunch(
+            dkv_kernel,
+            programs,
+            (blocks_k._replace(swizzle=last), numbers),
+            (dkv,),
+            None,
+            tuple(view for name, view in of_dkv.items() if name != "dq_desc"),
+            DkvPointers,
+            maxnreg=LAUNCH_REGISTERS[2],
+        )
+        compute_dq = CachedLaunch(
+            dq_kernel if dkv.COLUMN_SPLITS == 1 else halves_dq_kernel,
+            persistent_programs(blocks_q.num_tiles, q.device),
+            (statistics_shape(problem)[1], blocks_q, numbers),
+            (dq,),
+            None,
+            tuple(of_dq[name] for name in ("q_desc", "k_desc", "v_desc", "do_desc", "dq_desc")),
+            DqPointers,
+            maxnreg=LAUNCH_REGISTERS[2],
+        )
+        of_keys = of_queries = None
+        if problem.mods is not None:
+            of_keys = FunctionTensors(problem.mods, extras, by_keys=True)
+            of_queries = FunctionTensors(problem.mods, extras, by_keys=False)
+        return BackwardKernels(
+            Preprocess(problem, dlse is not None, LOG2_E, counters=1),
+            key_tile_table(problem, dkv.BLOCK_N),
+            compute_dkv,
+            DqKernel(forward.tile_table(problem, plan), compute_dq, of_queries, plan.queued),
+            SumParts(problem, config.parts) if config.parts > 1 else None,
+            of_keys,
+            compute_dq,
         )
 
 
@@ -336,9 +429,8 @@ def views(
     block_m, block_n = variant.BLOCK_M, variant.BLOCK_N
     view_q = ragged_view if problem.varlen else dense_view
     view_k = ragged_view if problem.varlen or problem.seqused_k else dense_view
-    heads, rows = statistics_shape(problem)
-    statistics = View([heads, rows], [rows, 1], [1, block_m], torch.float32, swizzled=False)
-    tiles = resident * rows // WARPGROUP_ROWS
+    statistics = statistics_view(problem, block_m)
+    tiles = resident * statistics_shape(problem)[1] // WARPGROUP_ROWS
     # Each warpgroup adds one half of a block to dQ: half of the columns if the block has 64 rows, 64 of the
     # rows if it has 128.
     columns = d // (2 * WARPGROUP_ROWS // block_m)
@@ -367,3 +459,41 @@ def gradient_view(problem: Problem, parts: int, shape: tuple[int, ...], columns:
     dtype = problem.out_dtype if parts == 1 else torch.float32
     shape = shape_of_parts(shape, parts)
     return view(shape, contiguous_strides(shape), WARPGROUP_ROWS, 2 * columns // dtype.itemsize, dtype)
+
+
+def gradient_columns(head_dim: int) -> int:
+    """Return the columns of a gradient that one TMA store writes, for head sizes up to 256.
+
+    These are all columns, or 64 for head sizes of 129 to 192.
+    """
+    return GRADIENT_PART if 128 < head_dim <= 192 else padded_columns(head_dim)
+
+
+def wide_views(
+    problem: Problem, dkv: BackwardVariant, parts: int, q: Tensor, k: Tensor, v: Tensor, of_dq: bool = False
+) -> dict[str, View]:
+    """Return the TMA view of each tensor, by the name of the kernels' parameter.
+
+    Blocks have 64 rows. With COLUMN_SPLITS they have half of the columns, and blocks of the tensors that a
+    work tile walks have 32 rows: k and v in the kernel of dQ (``of_dq``), else q and dO.
+    """
+    dtype, resident = problem.dtype, WARPGROUP_ROWS
+    rows_q, rows_k = (resident, dkv.BLOCK_M) if of_dq else (dkv.BLOCK_M, resident)
+    block_d, block_dv = dkv.BLOCK_D // dkv.COLUMN_SPLITS, dkv.BLOCK_DV // dkv.COLUMN_SPLITS
+    dk_columns, dv_columns = block_d, block_dv
+    if dkv.COLUMN_SPLITS == 1:
+        dk_columns, dv_columns = gradient_columns(problem.head_dim), gradient_columns(problem.head_dim_v)
+    view_q = ragged_view if problem.varlen else dense_view
+    view_k = ragged_view if problem.varlen or problem.seqused_k else dense_view
+    statistics = statistics_view(problem, rows_q)
+    return {
+        "q_desc": view_q(q.shape, q.stride(), rows_q, block_d, dtype),
+        "k_desc": view_k(k.shape, k.stride(), rows_k, block_d, dtype),
+        "v_desc": view_k(v.shape, v.stride(), rows_k, block_dv, dtype),
+        "do_desc": view_q(problem.out_shape, contiguous_strides(problem.out_shape), rows_q, block_dv, dtype),
+        "neg_lse_desc": statistics,
+        "neg_delta_desc": statistics,
+        "dq_desc": view_q(q.shape, contiguous_strides(q.shape), resident, block_d, dtype),
+        "dk_desc": gradient_view(problem, parts, k.shape, dk_columns),
+        "dv_desc": gradient_view(problem, parts, v.shape, dv_columns),
+    }

@@ -14,6 +14,7 @@ from torch import Tensor
 from flashtile.backends.common.config import allocator
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.preprocess import num_padded_rows, preprocess_launch, preprocess_rows
+from flashtile.backends.common.tma import View
 from flashtile.problems.attention import OptionalTensors, Problem
 
 LINE = 32
@@ -109,6 +110,12 @@ class Preprocess:
 def dense_batch(problem: Problem) -> int:
     """Return the number of sequences along the first dimension of dense tensors; 1 if packed."""
     return 1 if problem.varlen else problem.batch
+
+
+def statistics_view(problem: Problem, rows: int) -> View:
+    """Return the TMA view of ``neg_lse``, and of ``neg_delta``, in blocks of ``rows`` rows."""
+    heads, padded_rows = statistics_shape(problem)
+    return View([heads, padded_rows], [padded_rows, 1], [1, rows], torch.float32, swizzled=False)
 
 
 def statistics_shape(problem: Problem) -> tuple[int, int]:

@@ -65,7 +65,7 @@ def sum_parts_kernel(dk_parts, dv_parts, dk, dv, rows, num_parts, blocks_k, C: t
         sum_rows(dv_parts, dv, block - blocks_k, rows, num_parts, C.HEAD_DIM_V, C.BLOCK_DV, C)
 
 
-def variant_of(problem: Problem) -> SumVariant:
+def sum_variant(problem: Problem) -> SumVariant:
     d, dv = problem.head_dim, problem.head_dim_v
     return SumVariant(d, dv, padded(d), padded(dv), BLOCK)
 
@@ -77,7 +77,7 @@ class SumParts:
         self._parts = parts
         self._some_unwritten = problem.varlen or problem.seqused_k
         rows = problem.total_k * problem.num_heads_kv
-        variant = variant_of(problem)
+        variant = sum_variant(problem)
         blocks_k, blocks_v = (triton.cdiv(rows, BLOCK // d) for d in (variant.BLOCK_D, variant.BLOCK_DV))
         self._kernel = CachedLaunch(
             sum_parts_kernel,

@@ -26,6 +26,8 @@ The tensor cores then multiply for ``keys`` while ``values`` computes exponentia
     weights   2               values, one arrival              keys: P is in registers
     queue     2               producer, an index               values, keys
 
+S and dP need only what TMA brings, dV needs P of the same warpgroup, dK needs P of the other.
+
 Tiles in halves. 64 rows of 512 columns of two tensors, K and V here, q and dO in ``halves_dq``, take 128 KiB
 of shared memory. What remains holds two and a half tiles of 32 rows. So for head sizes over 256 COLUMN_SPLITS
 is 2: a tile consists of two tiles of 256 columns, its *halves*, and a ring has slots for three halves or for
@@ -51,7 +53,7 @@ from flashtile.backends.hopper.backward.kernel import (
     Statistics,
     exponentials,
     key_modifiers,
-    load_keys,
+    load_key_block,
     load_rows,
     mask_keys,
     row_of,
@@ -136,10 +138,12 @@ def dkv_kernel(
     Grid: at most one program per multiprocessor; each takes work tiles from the work queue.
     """
     dtype: gl.constexpr = q_desc.dtype
+    # In halves, three of q and two of dO fit: q is read from the first product of a step, S, to the last, dK.
     Q_STAGES: gl.constexpr = C.STAGES if C.COLUMN_SPLITS == 1 else 2 * C.STAGES + 1
     DO_STAGES: gl.constexpr = C.STAGES * C.COLUMN_SPLITS
     q = make_channel(q_desc, Q_STAGES, 2, 1)
     do = make_channel(do_desc, DO_STAGES, 2, 1)
+    # Only ``values`` reads k, and only ``keys`` reads v: one reader, and one slot, of all halves.
     k = make_channel(k_desc, 1, 1, C.COLUMN_SPLITS)
     v = make_channel(v_desc, 1, 1, C.COLUMN_SPLITS)
     chunks: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -150,7 +154,8 @@ def dkv_kernel(
     neg_delta = gl.allocate_shared_memory(
         gl.float32, [DO_STAGES] + neg_delta_desc.block_type.shape, neg_delta_desc.layout
     )
-    # A warpgroup stores its gradient through the memory of its block of k or v, which it no longer reads.
+    # A warpgroup stores its gradient through the memory of its block of k or v, which it no longer reads: dV
+    # through k, dK through v. That takes tiles of equal widths; if the widths differ, shared memory has room.
     if C.BLOCK_D == C.BLOCK_DV:
         dv = as_block_of(dv_desc, k.tiles.index(0))
         dk = as_block_of(dk_desc, v.tiles.index(0))
@@ -161,10 +166,11 @@ def dkv_kernel(
     tiles = DkvTiles(q, do, k, v, weights, Statistics(neg_lse, neg_delta))
     gradients = Gradients(dk, dv, dk_desc, dv_desc)
     descs = BackwardDescriptors(q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, None)
+    # Each gradient, 64 x 256 in fp32, takes 128 of a consumer thread's 240 registers.
     gl.warp_specialize(
         [
-            (value_consumer, (C, queue, tiles, gradients, pointers, schedule, numbers)),
-            (key_consumer, (C, queue, tiles, gradients, pointers, schedule, numbers)),
+            (consumer, (C, True, queue, tiles, gradients, pointers, schedule, numbers)),
+            (consumer, (C, False, queue, tiles, gradients, pointers, schedule, numbers)),
             (producer, (C, queue, tiles, descs, pointers, schedule)),
         ],
         [4, 1],
@@ -190,8 +196,8 @@ def producer(C: gl.constexpr, queue, tiles, descs, pointers, schedule):
         own = own_part(C, tile_index)
         begin, end, _, _, listed = visited_rows(C, tile_index, work, pointers, schedule)
         if begin < end:
-            # The first rows may be loaded before the tiles of keys are free.
-            m = row_block(C, listed, begin)
+            # The first rows may be loaded before the tiles of keys are free. First what S needs, then dP.
+            m = visited_row_block(C, listed, begin)
             load_step(C, i, m, 0, own, work, q_desc, neg_lse_desc, q, statistics.neg_lse, schedule)
             load_resident(C, t, work, k_desc, k)
             load_step(C, i, m, 0, own, work, do_desc, neg_delta_desc, do, statistics.neg_delta, schedule)
@@ -199,16 +205,17 @@ def producer(C: gl.constexpr, queue, tiles, descs, pointers, schedule):
             i += 1
             count = end - begin
             for j in range(1, count * group_size(C, schedule)):
-                m, g = row_block(C, listed, begin + j % count), j // count
+                m, g = visited_row_block(C, listed, begin + j % count), j // count
                 load_step(C, i, m, g, own, work, q_desc, neg_lse_desc, q, statistics.neg_lse, schedule)
                 load_step(C, i, m, g, own, work, do_desc, neg_delta_desc, do, statistics.neg_delta, schedule)
                 i += 1
-        else:
+        else:  # no row sees these keys: nothing is loaded, but the consumers wait, and store zeros
             mbarrier.arrive(k.full.index(k.acquire(t)), count=1)
             mbarrier.arrive(v.full.index(v.acquire(t)), count=1)
         t += 1
+        # The latency of the atomic is hidden: the consumers still work on the rows that are loaded.
         tile_index = gl.atomic_add(pointers.counters, 1)
-    pipeline.put(queue, t, tile_index)
+    pipeline.put(queue, t, tile_index)  # an index past the last tile ends the consumers
 
 
 @gluon.jit
@@ -226,7 +233,7 @@ def visited_rows(C: gl.constexpr, tile_index, work, pointers, schedule):
 
 
 @gluon.jit
-def row_block(C: gl.constexpr, listed, m):
+def visited_row_block(C: gl.constexpr, listed, m):
     """Return the block of query rows at ``m``, a position in ``listed`` if there is a block mask."""
     if C.LISTED:
         m, _is_full = visited_block(C, listed, m)
@@ -242,13 +249,14 @@ def load_step(C: gl.constexpr, i, m, g, own, work, desc, statistics_desc, ring, 
     """
     COLUMNS: gl.constexpr = desc.block_type.shape[-1]
     row, head = m * C.BLOCK_M, query_head(C, work, g, schedule)
-    if C.COLUMN_SPLITS > 1:
+    if C.COLUMN_SPLITS > 1:  # no reader keeps this half for its gradient, so its slot is free earlier
         slot = ring.acquire(2 * i)
         full = ring.full.index(slot)
         mbarrier.expect(full, desc.block_type.nbytes)
         load_rows(C, desc, work, row, head, full, ring.tiles.index(slot), (1 - own) * COLUMNS)
     slot = ring.acquire(last_write(C, i))
     full = ring.full.index(slot)
+    # The statistics of the rows arrive at the same barrier, so that they need none of their own.
     mbarrier.expect(full, desc.block_type.nbytes + statistics_desc.block_type.nbytes)
     load_rows(C, desc, work, row, head, full, ring.tiles.index(slot), own * COLUMNS)
     where = [head_of_batch(C, work, g, schedule), padded_row(C, work, row)]
@@ -263,16 +271,17 @@ def load_resident(C: gl.constexpr, t, work, desc, ring):
     full = ring.full.index(ring.acquire(t))
     mbarrier.expect(full, PARTS * desc.block_type.nbytes)
     for part in gl.static_range(PARTS):
-        load_keys(C, desc, work, full, ring.tiles.index(part), part * COLUMNS)
+        load_key_block(C, desc, work, full, ring.tiles.index(part), part * COLUMNS)
 
 
 # The consumers.
 
 
 @gluon.jit
-def value_consumer(C: gl.constexpr, queue, tiles, gradients, pointers, schedule, numbers):
-    """The warpgroup that computes P and dV."""
+def consumer(C: gl.constexpr, VALUES: gl.constexpr, queue, tiles, gradients, pointers, schedule, numbers):
+    """``values`` if VALUES, which computes P and dV; otherwise ``keys``, which computes dS and dK."""
     num_tiles = count_tiles(C, pointers, schedule)
+    resident = tiles.k if VALUES else tiles.v
     i = 0
     t = 0
     tile_index = pipeline.take(queue, t, 4)
@@ -280,21 +289,31 @@ def value_consumer(C: gl.constexpr, queue, tiles, gradients, pointers, schedule,
         work = find_work_tile(C, tile_index, pointers, schedule)
         begin, end, full_begin, full_end, listed = visited_rows(C, tile_index, work, pointers, schedule)
         own = own_part(C, tile_index)
-        tiles.k.wait(t)
-        dv = own_sums(C, C.HEAD_DIM_V, C.BLOCK_DV)
+        resident.wait(t)
+        COLUMNS: gl.constexpr = C.BLOCK_DV if VALUES else C.BLOCK_D
+        HEAD_DIM: gl.constexpr = C.HEAD_DIM_V if VALUES else C.HEAD_DIM
+        sums = zero_sums(HEAD_DIM if C.COLUMN_SPLITS == 1 else COLUMNS // C.COLUMN_SPLITS)
         count = end - begin
         for j in range(count * group_size(C, schedule)):
-            m = begin + (j % count if C.GROUPED else j)
-            g = j // count if C.GROUPED else 0
-            slope = slope_of(C, work, query_head(C, work, g, schedule), pointers, schedule)
-            cut = (m < full_begin) | (m >= full_end)
-            modifiers = key_modifiers(C, 0, work, g, 0, listed, pointers, schedule)
-            dv = value_step(C, i, m, cut, work, own, slope, dv, tiles, schedule, numbers, modifiers)
+            if VALUES:
+                # All rows for one query head, then for the next. Without GROUPED there is one head, and no
+                # division in the loop.
+                m = begin + (j % count if C.GROUPED else j)
+                g = j // count if C.GROUPED else 0
+                slope = slope_of(C, work, query_head(C, work, g, schedule), pointers, schedule)
+                cut = (m < full_begin) | (m >= full_end)
+                modifiers = key_modifiers(C, 0, work, g, 0, listed, pointers, schedule)
+                sums = value_step(C, i, m, cut, work, own, slope, sums, tiles, schedule, numbers, modifiers)
+            else:  # P brings the mask, the modifiers and the head with it
+                sums = key_step(C, i, own, sums, tiles)
             i += 1
         head = gradient_head(C, tile_index, work, schedule)
-        store_sums(C, gradients.dv_desc, work, head, own, gradients.dv, dv, 1.0, schedule)
-        tma.store_wait(0)  # TMA has read the memory of k, which the producer loads next
-        tiles.k.release(t)
+        if VALUES:
+            store_sums(C, gradients.dv_desc, work, head, own, gradients.dv, sums, 1.0, schedule)
+        else:
+            store_sums(C, gradients.dk_desc, work, head, own, gradients.dk, sums, numbers.scale, schedule)
+        tma.store_wait(0)  # TMA has read the memory of k (of v, for ``keys``), which the producer loads next
+        resident.release(t)
         t += 1
         tile_index = pipeline.take(queue, t, 4)
 
@@ -315,8 +334,10 @@ def value_step(C: gl.constexpr, i, m, cut, work, own, slope, dv, tiles, schedule
     slot = last_write(C, i) % q.STAGES
     s, softcap_grad = scores_and_derivative(C, 0, s, m, work, slope, numbers, s_layout, modifiers)
     p = exponentials(C, s, row_of(C, statistics.neg_lse.index(slot), s_layout))
+    # After the exponentials: they have used -lse, which is in the same slot and may be overwritten from here
+    # on.
     release_tile(C, q, i)
-    if C.MASKED and cut:
+    if C.MASKED and cut:  # a uniform branch: steps that the mask does not cut pay only its test
         p = mask_keys(C, 0, p, m, work, schedule, s_layout, modifiers)
     # dS is the product of these weights and (dP - delta). They are passed on before dV, so that ``keys`` need
     # not wait for dV. Plain stores and loads need no fence, only the barrier.
@@ -327,30 +348,6 @@ def value_step(C: gl.constexpr, i, m, cut, work, own, slope, dv, tiles, schedule
     dv = add_products(dv, to_16_bit(p, dtype), do_tile)
     do.release(last_write(C, i))
     return dv
-
-
-@gluon.jit
-def key_consumer(C: gl.constexpr, queue, tiles, gradients, pointers, schedule, numbers):
-    """The warpgroup that computes dS and dK."""
-    num_tiles = count_tiles(C, pointers, schedule)
-    i = 0
-    t = 0
-    tile_index = pipeline.take(queue, t, 4)
-    while tile_index < num_tiles:
-        work = find_work_tile(C, tile_index, pointers, schedule)
-        begin, end, _, _, _ = visited_rows(C, tile_index, work, pointers, schedule)
-        own = own_part(C, tile_index)
-        tiles.v.wait(t)
-        dk = own_sums(C, C.HEAD_DIM, C.BLOCK_D)
-        for _ in range((end - begin) * group_size(C, schedule)):
-            dk = key_step(C, i, own, dk, tiles)
-            i += 1
-        head = gradient_head(C, tile_index, work, schedule)
-        store_sums(C, gradients.dk_desc, work, head, own, gradients.dk, dk, numbers.scale, schedule)
-        tma.store_wait(0)
-        tiles.v.release(t)
-        t += 1
-        tile_index = pipeline.take(queue, t, 4)
 
 
 @gluon.jit
@@ -372,6 +369,7 @@ def key_step(C: gl.constexpr, i, own, dk, tiles):
     release_tile(C, do, i)
     slot = weights.wait(i)
     p = from_chunks(weights.tiles.index(slot).load(chunks), s_layout)
+    # ``values`` writes the slot by plain stores, which come after this barrier as the loads come before it.
     weights.release(i)
     ds = to_16_bit(to_fp32(p) * (dp + neg_delta[None, :]), dtype)
     q_tile = tile_of(q.tiles.index(q.wait(last_write(C, i))))
@@ -458,16 +456,7 @@ def release_tile(C: gl.constexpr, ring, i):
     ring.release(last_write(C, i))
 
 
-# The gradients: accumulators and stores.
-
-
-@gluon.jit
-def own_sums(C: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK: gl.constexpr):
-    """Return accumulators, set to zero, for the columns of a gradient that a work tile computes."""
-    if C.COLUMN_SPLITS == 1:
-        return zero_sums(HEAD_DIM)
-    else:
-        return zero_sums(BLOCK // C.COLUMN_SPLITS)
+# The stores of the gradients.
 
 
 @gluon.jit

@@ -20,7 +20,11 @@ TMA. dQ is scaled, cast and stored once, through the shared memory of q.
     v       1 or 2       TMA                        both consumers: dP of the block
     queue   2            producer, an index         both consumers (with QUEUED)
 
-The two consumers drift apart, so one multiplies while the other computes P or dS.
+The two consumers drift apart, so one multiplies while the other computes P or dS. They share k and v, and
+nothing else: q and dO have a slot, and so barriers, for each.
+
+The module is read from top to bottom: the kernel, the producer, a consumer's block of rows, its step over a
+block of keys. Which work a program gets is in ``forward.schedule``.
 """
 
 from typing import Any, NamedTuple
@@ -42,6 +46,7 @@ from flashtile.backends.hopper.forward.kernel import (
     has_modifiers,
     load_keys,
     load_queries,
+    loaded_blocks,
     mask,
     mask_rows,
     row_modifiers,
@@ -61,8 +66,8 @@ from flashtile.backends.hopper.layouts import (
     product_of_rows,
     zero_sums,
 )
-from flashtile.backends.hopper.modifiers import key_block, listed_keys, load_columns, modify_scores
-from flashtile.backends.hopper.pipeline import make_channel, make_ping_pong
+from flashtile.backends.hopper.modifiers import key_block, load_columns, modify_scores
+from flashtile.backends.hopper.pipeline import make_channel
 from flashtile.backends.hopper.work_tiles import key_range, slope_of
 
 
@@ -122,6 +127,7 @@ def dq_kernel(
     # for longer, and one of v.
     V_STAGES: gl.constexpr = 1 if C.BLOCK_D == C.BLOCK_DV else 2
     v = make_channel(v_desc, V_STAGES, 2, 1)
+    # Consumers have 240 registers a thread: dQ takes 128 of them, S and dP 32 each.
     queue = pipeline.make_work_queue(2) if C.QUEUED else 0
     channels = DqTiles(q, do, k, v)
     descs = DqTiles(q_desc, do_desc, k_desc, v_desc)
@@ -150,10 +156,7 @@ def producer(C: gl.constexpr, queue, channels, descs, call):
 def load_tile(C: gl.constexpr, channels, descs, work, block, i, j, call):
     """Load all that the consumers need for one block of query rows; returns the new ``i``."""
     q, do, k, v = channels
-    n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
-    if C.LISTED:
-        listed = listed_keys(C, 1, work, block, call.pointers.lists)
-        n_begin, n_end = 0, listed.count
+    n_begin, n_end, listed = loaded_blocks(C, work, block, call)
     for n in range(n_end - 1, n_begin - 1, -1):
         key_number = n
         if C.LISTED:
@@ -163,7 +166,7 @@ def load_tile(C: gl.constexpr, channels, descs, work, block, i, j, call):
             load_part(C, 0, work, block, j, q, descs.q)
             load_part(C, 1, work, block, j, q, descs.q)
         load_block(C, work, key_number, i, v, descs.v)
-        if n == n_end - 1:
+        if n == n_end - 1:  # dO comes last: the first product, S, needs only k and q
             load_part(C, 0, work, block, j, do, descs.do)
             load_part(C, 1, work, block, j, do, descs.do)
         i += 1
@@ -207,7 +210,6 @@ def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work
     """
     q, do, k, v = channels
     schedule, numbers = call.schedule, call.numbers
-    ping_pong = make_ping_pong(1)
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
     first = block * C.BLOCK_M + W * WARPGROUP_ROWS
@@ -222,6 +224,7 @@ def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work
         C.HAS_LEFT,
         C.HAS_RIGHT,
     )
+    # A warpgroup without rows, or whose rows see no key, visits no block and releases all. Its dQ is 0.
     some = (first <= last) & (begin < end)
     my_end = min((end + C.BLOCK_N - 1) // C.BLOCK_N, n_end) if some else n_end
     my_begin = begin // C.BLOCK_N if some else n_end
@@ -243,20 +246,22 @@ def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work
     slope = slope_of(C, work, work.head, call.pointers, schedule)
     rows = mask_rows(C, work, row, slope, schedule, modifiers)
 
+    # Main loop. Blocks that only the other warpgroup sees are released before and after it.
     dq = zero_sums(C.HEAD_DIM)
-    i = skip_blocks(n_end - my_end, i, k, v, ping_pong, W)
+    i = skip_blocks(C, W, n_end - my_end, i, k, v)
     q.wait(2 * j + W)
     do.wait(2 * j + W)
     q_tile = q.tiles.index(W).reshape([WARPGROUP_ROWS, C.BLOCK_D])
     for n in range(my_end - 1, my_begin - 1, -1):
         cut = (n < full_begin) | (n >= full_end)
-        dq = step(C, W, i, n, cut, rows, statistics, dq, channels, numbers)
+        dq = dq_step(C, W, i, n, cut, rows, statistics, dq, channels, numbers)
         i += 1
+    # Epilogue: dO is free for the next block of rows; q only when TMA has stored dQ from its memory.
     do.release(2 * j + W)
-    i = skip_blocks(my_begin - n_begin, i, k, v, ping_pong, W)
+    i = skip_blocks(C, W, my_begin - n_begin, i, k, v)
     for part in gl.static_range(len(dq)):
         columns_of(q_tile, dq, part).store((dq[part] * numbers.scale).to(dq_desc.dtype))
-    fence_async_shared()
+    fence_async_shared()  # TMA reads through the asynchronous proxy, which does not see plain stores
     store_rows(C, dq_desc, work, first, q.tiles.index(W))
     tma.store_wait(0)
     q.release(2 * j + W)
@@ -264,7 +269,7 @@ def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work
 
 
 @gluon.jit
-def step(C: gl.constexpr, W: gl.constexpr, i, n, cut, rows, statistics, dq, channels, numbers):
+def dq_step(C: gl.constexpr, W: gl.constexpr, i, n, cut, rows, statistics, dq, channels, numbers):
     """Return dQ plus the contribution of the keys of block ``n``, or of the ``n``-th of a block mask."""
     q, do, k, v = channels
     neg_lse, neg_delta = statistics
@@ -275,12 +280,13 @@ def step(C: gl.constexpr, W: gl.constexpr, i, n, cut, rows, statistics, dq, chan
     do_tile = do.tiles.index(W + (i >> 30)).reshape([WARPGROUP_ROWS, C.BLOCK_DV])
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     zero = gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout)
+    # S first: wgmma completes in order, so P can be computed while dP is in flight.
     k_tile = k.tiles.index(k.wait(i)).reshape([C.BLOCK_N, C.BLOCK_D])
     s = product_of_rows(q_tile, k_tile, zero, C.HEAD_DIM, False)
     v_tile = v.tiles.index(v.wait(i)).reshape([C.BLOCK_N, C.BLOCK_DV])
     dp = product_of_rows(do_tile, v_tile, zero, C.HEAD_DIM_V, False)
     is_full = False
-    columns = 0
+    columns = 0  # what a mask function reads for each key: loaded here, behind the products
     if C.LISTED:
         n, is_full = key_block(C, rows.modifiers.blocks, n)
     if C.MASK_COLUMNS is not None:
@@ -293,6 +299,8 @@ def step(C: gl.constexpr, W: gl.constexpr, i, n, cut, rows, statistics, dq, chan
     p = weights_of(C, gl.exp2(s), softcap_grad)
     dp = warpgroup_mma_wait(0, deps=[dp])
     v.release(i)  # k is released later, because dQ needs it
+    # The registers of an accumulator are those of the left operand: dS does not move. dQ is waited for here,
+    # so it overlaps with nothing of this warpgroup; the other one computes P or dS meanwhile.
     dq = add_products(dq, to_16_bit(p * (dp + neg_delta[:, None]), dtype), k_tile)
     k.release(i)
     return dq

@@ -10,7 +10,7 @@ import torch
 
 from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.device import multiprocessors
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, ModifierFlags, padded
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, ModifierFlags, padded_columns
 from flashtile.backends.portable.config import precision_of
 from flashtile.backends.portable.decode.config import NARROW, DecodeConfig, bytes_to_read
 from flashtile.backends.portable.decode.launch import keys_seen
@@ -252,7 +252,7 @@ def for_rows(
 
     ``alone``: whether work tiles of few rows fill the GPU with one program per multiprocessor.
     """
-    sizes = padded(head_dim), padded(head_dim_v)
+    sizes = padded_columns(head_dim), padded_columns(head_dim_v)
     if cache_element_bytes == 1:
         return _FP8_TABLE[sizes]
     few, many = _TABLE[sizes]
@@ -304,7 +304,9 @@ def heads_together(group_size: int) -> int:
 
 def serves_heads(head_dim: int, head_dim_v: int) -> bool:
     """Whether there is a configuration for these head sizes."""
-    return max(head_dim, head_dim_v) <= 256 and (padded(head_dim), padded(head_dim_v)) in _TABLE
+    return (
+        max(head_dim, head_dim_v) <= 256 and (padded_columns(head_dim), padded_columns(head_dim_v)) in _TABLE
+    )
 
 
 def every_row() -> Iterator[tuple[int, int, torch.dtype, HopperDecodeConfig]]:

@@ -1,49 +1,51 @@
-"""Loads of keys and values from a cache, n_block by n_block, at the pages that the block table names: by TMA,
-or key by key.
+"""Attention of several query rows over a KV cache on Hopper.
+
+The pipeline is that of the forward (``forward.kernel``), the work that of decoding
+(``portable.decode.schedule``). One or two *consumer* warpgroups of 64 rows each multiply by wgmma. *Loader*
+warps bring keys and values, from the pages that the block table names. The rows of a tile are query tokens of
+PACK query heads that share a key head (PackGQA): row ``r`` is token ``r // PACK``, head ``r % PACK``. The
+keys are read once for all of them. One part of a work tile, with key blocks 2, 1 and 0 and pages of half a
+block; time runs to the right:
+
+    loader of k, 0   page K2a Q   page K1a      page K0a         faults: was any page invalid?
+    loader of k, 1   page K2b     page K1b      page K0b
+    loader of v, 0   page V2a     page V1a      page V0a
+    loader of v, 1   page V2b     page V1b      page V0b
+    consumer
+      wgmma            [S2]       [S1][P2 V2]            [S0][P1 V1]            [P0 V0]
+      softmax              ( P2 )     (  P1  )               (  P0  )
+      O                                        *a                     *a                 /l, store
+
+    page  entries of the block table, loaded while the slot is not yet free
+    *a    O times exp(old m - new m)
+
+    ring    slots     written by, full after             read by, empty after
+    q       Q_STAGES  loader 0 of k: TMA, all bytes      consumers: S of the part's last block
+    k, v    STAGES    LOADERS loaders, a part each       consumers: the product, or the conversion
+    faults  2         loader 0 of k, one word a part     consumers: before the result is stored
+    queue   2         loader 0 of k, an index            consumers and the other loaders (without STREAM_K)
 
 TMA sees the cache as one long sequence of rows, in which pages (or rows of a dense cache) begin at a fixed
 distance. A *copy* is a TMA load of COPY_ROWS contiguous keys. Its descriptor is that of packed sequences
-(``tma.ragged_view``), whose bounds end at the copy's last valid key. Rows after it arrive as zeros, so
-uninitialised memory of a page is never read.
+(``tma.ragged_view``), whose bounds end at the copy's last valid key: rows after it arrive as zeros, so that
+uninitialised memory of a page is never read. TMA loads need 16 or more contiguous keys. Smaller or odd pages,
+and padding on the left that may end at any key, need an address for each key: with GATHER, loaders of two
+warps copy keys one by one (cp.async).
 
-TMA loads need 16 or more contiguous keys. Smaller or odd pages, and padding on the left that may end at any
-key, need an address for each key: threads then copy keys one by one (cp.async, with GATHER).
+wgmma multiplies e4m3 only by e4m3, and needs V transposed for it. Loaders of an FP8 cache therefore copy e4m3
+tiles, at half the bytes, and the consumer converts them in shared memory (:class:`ConvertedChannel`), to
+float16, in which e4m3 is exact, by one instruction for two values. Queries and P are then float16 as well.
+Rows of bfloat16 queries are divided by a power of two to fit float16's range, and their scores multiplied by
+it. If each block of the cache has a scale (KEY_SCALES), the scores of a key are multiplied by the scale of
+its block; values are multiplied by theirs and rounded to the dtype of q, which P then has as well.
 
-FP8 caches: conversion of e4m3 tiles to 16 bits, by the warpgroup that multiplies them.
+If STREAM_K, each program takes an equal range of consecutive blocks of keys of the batch, which may begin and
+end within work tiles. Otherwise programs take work tiles, or splits of them, from a queue, those of long
+sequences first. Parts of a work tile are stored as partial results, as in the portable kernel.
 
-wgmma multiplies e4m3 only by e4m3, and needs V transposed for it. Loaders therefore copy e4m3 tiles, at half
-the bytes, and the consumer converts them in shared memory. It converts to float16, in which e4m3 is exact, by
-one instruction for two values. Queries and P are then float16. Rows of bfloat16 queries are divided by a
-power of two to fit float16's range, and their scores are multiplied by it.
-
-If each block of the cache has a scale, the scores of a key are multiplied by the scale of its block. Values
-are multiplied by the scale of their block and rounded to the dtype of q. P then also has this dtype.
-
-Attention of several query rows over a cache on Hopper: the forward's pipeline (``forward.kernel``) over
-the schedule of decoding (``portable.decode.schedule``).
-
-One or two *consumer* warpgroups of 64 rows each multiply by wgmma. *Loader* warps load keys and values by
-TMA, at the pages that the block table names, or one by one (``loads``). The rows of a tile are query tokens
-of PACK query heads that share a key head (PackGQA): row ``r`` is token ``r // PACK``, head ``r % PACK``. The
-keys are read once for all of them.
-
-    loader of k, 0   takes work tiles; page numbers, K; q of the work tile; invalid pages -> faults
-    loader of k, 1   the other half of each block of keys, where a block has many pages
-    loaders of v     the same for V
-    consumer 0, 1    S = Q K^T, softmax, P V as in the forward; e4m3 tiles are converted first (``convert``)
-
-    ring    slots     written by, full after            read by, empty after
-    q       Q_STAGES  loader 0 of k: TMA                consumers: the part is complete
-    k, v    STAGES    LOADERS loaders, a part each      consumers: the product, or the conversion
-    faults  2         loader 0 of k, one word a part    consumers: before the result is stored
-    queue   2         loader 0 of k, an index           consumers and the other loaders (without STREAM_K)
-
-If STREAM_K, each program takes an equal range of consecutive n_blocks of the batch, which may begin and end
-within work tiles. Otherwise programs take work tiles, or splits of them, from a queue. Work tiles of long
-sequences come first. Parts of a work tile are stored as partial results, as in the portable kernel.
-
-The module is read from top to bottom: the kernel, the loaders, a consumer, a part of a work tile, its rows,
-its stores. ``i`` counts blocks of keys and ``j`` parts of work tiles since the start of the kernel.
+``i`` counts blocks of keys and ``j`` parts of work tiles since the start of the kernel, so slots and phases
+follow from them and no ring is reset. The module is read from top to bottom: the arguments, the kernel, the
+loaders, a consumer's part of a work tile, its rows, the conversion of FP8 tiles, the stores.
 """
 
 from typing import Any, NamedTuple
@@ -52,7 +54,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from flashtile.backends.common import config as common_config
 from flashtile.backends.common.jit import gluon_kernel
 from flashtile.backends.hopper import pipeline
 from flashtile.backends.hopper.compat import (
@@ -78,8 +79,10 @@ from flashtile.backends.hopper.forward.kernel import (
     Rows,
     SoftmaxState,
     Tree,
+    at_least,
     attend_blocks,
     finish_blocks,
+    finite_log2,
     quad_sums,
     scale_rows,
     skip_blocks,
@@ -87,403 +90,14 @@ from flashtile.backends.hopper.forward.kernel import (
 )
 from flashtile.backends.hopper.forward.schedule import Numbers, OwnBlocks, own_blocks
 from flashtile.backends.hopper.inline_asm import to_16_bit
-from flashtile.backends.hopper.layouts import LN_2, LOG2_E, WARPGROUP_ROWS, accumulator_layout
-from flashtile.backends.hopper.pipeline import Channel, make_channel, make_ping_pong, make_ring
+from flashtile.backends.hopper.layouts import LN_2, LOG2_E, RAGGED_ROWS, WARPGROUP_ROWS, accumulator_layout
+from flashtile.backends.hopper.pipeline import Channel, make_channel, make_ring
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.attend import in_cache
 from flashtile.backends.portable.decode.schedule import sequence_of, window_at
 
-RAGGED_ROWS = gl.constexpr(common_config.RAGGED_ROWS)
-WARPS = gl.constexpr(2)
-"""Warps of a loader of k, or of v."""
-LINE = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))
-"""Layout of one value per key, over the warps of a loader."""
-ROWS = gl.constexpr(32)
-"""Keys whose addresses a thread holds at a time."""
-
-
-class CacheRows(NamedTuple):
-    """Integers that locate pages, or rows of a dense cache."""
-
-    num_blocks: Any
-    k_rows: Any
-    """Distance between the beginnings of two pages of k, in rows."""
-    v_rows: Any
-    """Distance between the beginnings of two pages of v, in rows."""
-
-
-@gluon.jit
-def first_entry(C: gl.constexpr, b, call):
-    """Return (entry, fault) of sequence ``b``.
-
-    entry: pointer to the sequence's row of the block table, or the index of its row of a dense cache.
-    fault: int32, nonzero if that index is outside of the cache.
-    """
-    fault = b * 0
-    if C.PAGE_SIZE != 0:
-        return call.pointers.block_table + b.to(gl.int64) * call.outer.table_stride, fault
-    else:
-        row = b
-        if C.HAS_BATCH_IDX:
-            given = gl.load(call.pointers.cache_batch_idx + b)
-            row = in_cache(given, call.cache.num_blocks)
-            fault = given ^ row
-        return row, fault
-
-
-@gluon.jit
-def num_held(C: gl.constexpr, position, keys):
-    """Return the number of keys to load in the copy that begins at ``position``.
-
-    It is 0 if no query row sees a key of the copy.
-    """
-    held = gl.minimum(gl.maximum(keys.end - position, 0), C.COPY_ROWS)
-    if C.HAS_LEFT:
-        held = gl.where(position + C.COPY_ROWS > keys.first, held, 0)
-    return held
-
-
-@gluon.jit
-def load_pages(C: gl.constexpr, PART: gl.constexpr, entry, n, keys):
-    """Load the numbers of the pages that hold one loader's keys of n_block ``n``.
-
-    PART is the loader's index. Returns a tuple of page numbers, one for each copy (a TMA load of COPY_ROWS
-    keys). For a dense cache the tuple is ``(entry,)``, the sequence's row of the cache. An entry of the block
-    table is read only if a row sees one of its keys.
-    """
-    if C.PAGE_SIZE == 0:
-        return (entry,)
-    else:
-        COPIES: gl.constexpr = C.COPIES
-        pages = ()
-        for c in gl.static_range(COPIES):
-            position = n * C.BLOCK_N + (PART * COPIES + c) * C.COPY_ROWS
-            held = num_held(C, position, keys) > 0
-            page = gl.load(entry + position // C.PAGE_SIZE, mask=held, other=0)
-            pages = pages + (page,)  # type: ignore[assignment]
-        return pages
-
-
-@gluon.jit
-def faults_of(C: gl.constexpr, entry, n, keys, cache):
-    """Return int32 [32], all 0 if the pages of all copies of n_block ``n`` are in the cache."""
-    copy = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    position = n * C.BLOCK_N + copy * C.COPY_ROWS
-    held = (num_held(C, position, keys) > 0) & (copy < C.LOADERS * C.COPIES)
-    pages = gl.load(entry + position // C.PAGE_SIZE, mask=held, other=0)
-    return pages ^ in_cache(pages, cache.num_blocks)
-
-
-@gluon.jit
-def load_n_block(
-    C: gl.constexpr, PART: gl.constexpr, desc, pages, page_rows, n, keys, head, cache, barrier, tile
-):  # fmt: skip
-    """Issue one loader's TMA loads of n_block ``n`` of k or v into ``tile``.
-
-    PART is the loader's index. Each loader loads an equal part of the keys. Keys after the last key that any
-    row sees arrive as zeros.
-    """
-    COPIES: gl.constexpr = C.COPIES
-    mbarrier.expect(barrier, desc.block_type.nbytes * COPIES)
-    for c in gl.static_range(COPIES):
-        position = n * C.BLOCK_N + (PART * COPIES + c) * C.COPY_ROWS
-        rows = num_held(C, position, keys)
-        if C.PAGE_SIZE == 0:
-            start = pages[0] * page_rows + position
-        else:
-            start = in_cache(pages[c], cache.num_blocks) * page_rows + position % C.PAGE_SIZE
-        part = tile
-        if C.COPY_ROWS < C.BLOCK_N:
-            part = tile.slice((PART * COPIES + c) * C.COPY_ROWS, C.COPY_ROWS, dim=2)
-        async_load(desc, [RAGGED_ROWS, start + rows, RAGGED_ROWS - rows, head, 0], barrier, part)
-
-
-# Key by key.
-
-
-class Source(NamedTuple):
-    """Memory of k or v: a pointer, and strides in elements between pages, tokens and heads."""
-
-    base: Any
-    page: Any
-    token: Any
-    head: Any
-
-
-@gluon.jit
-def is_seen(C: gl.constexpr, position, keys):
-    """Whether positions are within ``keys``, the KeyRange that the rows of a work tile see."""
-    seen = position < keys.end
-    if C.HAS_LEFT:
-        seen = seen & (position >= keys.first)
-    return seen
-
-
-@gluon.jit
-def load_key_pages(C: gl.constexpr, entry, n, keys):
-    """Load the number of each key's page, for n_block ``n``, as int32 [BLOCK_N].
-
-    A dense cache has no pages. The result is then ``entry``, the sequence's row of the cache, for every key.
-    Entries of the block table whose keys no query row sees are not read.
-    """
-    position = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=LINE)
-    if C.PAGE_SIZE == 0:
-        return position * 0 + entry
-    else:
-        return gl.load(entry + position // C.PAGE_SIZE, mask=is_seen(C, position, keys), other=0)
-
-
-@gluon.jit
-def faults_of_keys(pages, cache):
-    """Return int32 [BLOCK_N], 0 for each key whose page is in the cache."""
-    return pages ^ in_cache(pages, cache.num_blocks)
-
-
-@gluon.jit
-def gather_n_block(
-    C: gl.constexpr, WIDTH: gl.constexpr, HEAD_DIM: gl.constexpr, source, pages, n, keys, head, cache,
-    offsets, barrier, tile,
-):  # fmt: skip
-    """Copy n_block ``n`` of k or v into ``tile``, then arrive at ``barrier``. Keys that no row sees become 0.
-
-    ``offsets``: int64 [BLOCK_N] in shared memory, through which threads exchange the offsets of keys.
-    """
-    BLOCK_N: gl.constexpr = C.BLOCK_N
-    position = n * BLOCK_N + gl.arange(0, BLOCK_N, layout=LINE)
-    within = position
-    if C.PAGE_SIZE != 0:
-        within = position % C.PAGE_SIZE
-    row = in_cache(pages, cache.num_blocks).to(gl.int64) * source.page + within.to(gl.int64) * source.token
-    offsets.store(gl.where(is_seen(C, position, keys), row, -1))
-
-    COPY: gl.constexpr = 128 // tile.dtype.primitive_bitwidth  # elements in 16 bytes
-    wide: gl.constexpr = gl.BlockedLayout([1, COPY], [32 * COPY // WIDTH, WIDTH // COPY], [2, 1], [1, 0])
-    columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, wide))
-    base = source.base + gl.multiple_of(head.to(gl.int64) * source.head, COPY)
-    rows_of_tile = tile.reshape([BLOCK_N, WIDTH])
-    for part in gl.static_range(BLOCK_N // ROWS):
-        row = offsets.slice(part * ROWS, ROWS).load(gl.SliceLayout(1, wide))
-        inside = (row >= 0)[:, None] & (columns < HEAD_DIM)[None, :]
-        addresses = base + gl.multiple_of(row, COPY)[:, None] + columns[None, :]
-        async_copy_to_shared(rows_of_tile.slice(part * ROWS, ROWS, dim=0), addresses, mask=inside)
-    async_copy.commit_group()
-    async_copy.wait_group(0)
-    fence_async_shared()
-    mbarrier.arrive(barrier, count=1)
-
-
-ELEMENTS = gl.constexpr(8192)
-"""Elements of a tile that are converted at a time, 64 per thread; more would not fit the registers."""
-COLUMNS = gl.constexpr(64)
-"""Columns of queries that are converted at a time."""
-EXPONENT = gl.constexpr(0x7F800000)
-"""Exponent bits of a float32."""
-LARGEST = gl.constexpr(253 << 23)
-"""The bits of 2 ** 126, the largest power of two whose inverse is a normal float32."""
-ONE = gl.constexpr(127 << 23)
-"""The bits of 1.0."""
-INVERSE = gl.constexpr(254 << 23)
-"""This minus the bits of a power of two gives the bits of its inverse."""
-
-
-@gluon.constexpr_function
-def by_rows(width):
-    """Layout of [rows, width] for 128 threads, 8 adjacent elements each, without bank conflicts."""
-    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def operand_layout(rows, width, dtype):
-    """Layout of a shared [rows, width] tile that wgmma reads."""
-    return gl.NVMMASharedLayout.get_default_for([rows, width], dtype)
-
-
-class KeyNumbers(NamedTuple):
-    """``forward.schedule.Numbers`` with one value per row, and the scales of the keys of the current tile."""
-
-    scale_log2: Any
-    softcap_rate: Any
-    softcap_log2: Any
-    key_scales: Any
-
-
-class KeyScales(NamedTuple):
-    """Shared memory for the scales of single keys, if KEY_SCALES."""
-
-    arrived: Any
-    """fp32 [STAGES, BLOCK_N]: scales of the keys in each slot of the channel."""
-    in_use: Any
-    """fp32 [BLOCK_N]: scales of the keys in the converted tile of k."""
-
-
-@gluon.jit
-def replace_tile(C: gl.constexpr, V: gl.constexpr, raw, i, tile, arrived, in_use):
-    """Wait for the ``i``-th tile in the channel ``raw``, and write it in 16 bits over ``tile``.
-
-    The slot of ``raw`` is then released. With KEY_SCALES, values are multiplied by the scales of their keys.
-    A tile of k is not scaled: its scales are copied from ``arrived`` to ``in_use``, for the scores.
-    """
-    N: gl.constexpr = tile.shape[0]
-    WIDTH: gl.constexpr = tile.shape[1]
-    PARTS: gl.constexpr = max(1, N * WIDTH // ELEMENTS)
-    ROWS: gl.constexpr = N // PARTS
-    layout: gl.constexpr = by_rows(WIDTH)
-    slot = raw.wait(i)
-    rows = raw.tiles.index(slot).reshape([N, WIDTH])
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    if C.KEY_SCALES and not V:
-        key_scales = arrived.index(slot).load(line)
-    for part in gl.static_range(PARTS):
-        x = rows.slice(part * ROWS, ROWS, dim=0).load(layout).to(gl.float16)
-        if C.KEY_SCALES and V:
-            scale = arrived.index(slot).slice(part * ROWS, ROWS).load(gl.SliceLayout(1, layout))
-            x = to_16_bit(x.to(gl.float32) * scale[:, None], tile.dtype)
-        # All warps synchronise before the first write, because the previous product of another warp may still
-        # read the tile. A release also synchronises them. The fence orders this thread's loads from the slot
-        # before the next TMA copy into it; TMA does not wait for ordinary loads by itself.
-        if part == PARTS - 1:
-            fence_async_shared()
-            raw.release(i)
-        elif part == 0:
-            partition_barrier()
-        tile.slice(part * ROWS, ROWS, dim=0).store(x)
-    if C.KEY_SCALES and not V:
-        in_use.store(key_scales)
-    fence_async_shared()
-    partition_barrier()
-
-
-@aggregate
-class ConvertedChannel:
-    """A channel of e4m3 tiles whose only reader, a warpgroup, converts each tile when it waits for it.
-
-    ``tiles`` holds one converted tile. Products that read it must have ended before the next :meth:`wait`.
-    ``arrived`` and ``in_use`` are those of :class:`KeyScales`; without KEY_SCALES they are unused.
-    """
-
-    raw: Channel
-    tiles: gl.shared_memory_descriptor
-    arrived: gl.shared_memory_descriptor
-    in_use: gl.shared_memory_descriptor
-    C: gl.constexpr
-    V: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, raw, tiles, arrived, in_use, C, V):
-        self.raw = raw
-        self.tiles = tiles
-        self.arrived = arrived
-        self.in_use = in_use
-        self.C = gl.constexpr(C)
-        self.V = gl.constexpr(V)
-
-    @gluon.jit
-    def wait(self, i):
-        """Wait for the ``i``-th tile and convert it. Returns its index in ``tiles``, which is always 0."""
-        replace_tile(self.C, self.V, self.raw, i, self.tiles.index(0), self.arrived, self.in_use)
-        return 0
-
-    @gluon.jit
-    def release(self, i):
-        """Do nothing: :meth:`wait` has already released the slot of the ``i``-th tile."""
-
-
-@gluon.jit
-def make_scales(C: gl.constexpr):
-    if C.KEY_SCALES:
-        layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        arrived = gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BLOCK_N], layout)
-        return KeyScales(arrived, gl.allocate_shared_memory(gl.float32, [C.BLOCK_N], layout))
-    else:
-        return KeyScales(0, 0)
-
-
-@gluon.jit
-def make_reader(C: gl.constexpr, V: gl.constexpr, raw, scales, dtype: gl.constexpr):
-    """Return the channel from which the consumer reads k or v.
-
-    It is ``raw``, or with E4M3 a channel that converts the tiles of ``raw`` to ``dtype``.
-    """
-    if C.E4M3:
-        WIDTH: gl.constexpr = C.BLOCK_DV if V else C.BLOCK_D
-        layout: gl.constexpr = operand_layout(C.BLOCK_N, WIDTH, dtype)
-        tiles = gl.allocate_shared_memory(dtype, [1, C.BLOCK_N, WIDTH], layout)
-        if C.KEY_SCALES:
-            return ConvertedChannel(raw, tiles, scales.arrived, scales.in_use, C, V)
-        else:
-            return ConvertedChannel(raw, tiles, tiles, tiles, C, V)
-    else:
-        return raw
-
-
-@gluon.jit
-def load_scales(C: gl.constexpr, descale, stride, entry, n, keys, head, cache):
-    """Load the scales of the keys of n_block ``n``, as fp32 [BLOCK_N].
-
-    Each page of the cache has a scale; in a dense cache, each row (sequence) has one. Keys that no query row
-    sees get 0. ``entry`` comes from ``loads.first_entry``.
-    """
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [C.LOADER_WARPS], [0])
-    position = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=line)
-    seen = is_seen(C, position, keys)
-    if C.PAGE_SIZE == 0:
-        page = position * 0 + entry
-    else:
-        page = gl.load(entry + position // C.PAGE_SIZE, mask=seen, other=0)
-    page = in_cache(page, cache.num_blocks).to(gl.int64)
-    return gl.load(descale + page * stride + head, mask=seen, other=0.0)
-
-
-@gluon.jit
-def scales_of_head(C: gl.constexpr, work, call):
-    """Load the scales of k and v of a work tile, if DESCALE is "head" or "sequence"; otherwise 1.0."""
-    pointers = call.pointers
-    head = work.head_kv // C.KV_GROUP
-    if C.DESCALE == "head":
-        return gl.load(pointers.k_descale + head), gl.load(pointers.v_descale + head)
-    elif C.DESCALE == "sequence":
-        b, _ = sequence_of(work.m_block, call.lengths, C)
-        b = b.to(gl.int64)
-        k_scale = gl.load(pointers.k_descale + b * call.outer.k_descale_stride + head)
-        return k_scale, gl.load(pointers.v_descale + b * call.outer.v_descale_stride + head)
-    else:
-        return 1.0, 1.0
-
-
-@gluon.jit
-def query_operand(C: gl.constexpr, q, k, k_scale, numbers, row_layout: gl.constexpr):
-    """Return (q, numbers) for products with the tiles of ``k``.
-
-    If q [64, BLOCK_D] has another dtype than these tiles, it is converted in place in shared memory. Each of
-    its rows is then divided by a power of two, to fit the range of float16. The returned ``numbers``, which
-    are factors of the scores, have one value per row. They include ``k_scale`` and the row's power of two.
-    """
-    ROWS: gl.constexpr = q.shape[0]
-    dtype: gl.constexpr = k.tiles.dtype
-    scale = gl.full([ROWS], 1.0, gl.float32, row_layout)
-    if q.dtype != dtype:
-        layout: gl.constexpr = by_rows(COLUMNS)
-        largest = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, layout))
-        for part in gl.static_range(C.BLOCK_D // COLUMNS):
-            x = q.slice(part * COLUMNS, COLUMNS, dim=1).load(layout)
-            largest = gl.maximum(largest, gl.max(gl.abs(x.to(gl.float32)), 1))
-        # The exponent bits alone are the largest power of two that is at most ``largest``.
-        power = gl.minimum(largest.to(gl.int32, bitcast=True) & EXPONENT, LARGEST)
-        power = gl.where(power == 0, ONE, power)
-        inverse = (INVERSE - power).to(gl.float32, bitcast=True)
-        scale = gl.convert_layout(power.to(gl.float32, bitcast=True), row_layout)
-        converted = reinterpret(q, dtype, [ROWS, C.BLOCK_D], operand_layout(ROWS, C.BLOCK_D, dtype))
-        for part in gl.static_range(C.BLOCK_D // COLUMNS):  # each thread writes what it has read
-            x = q.slice(part * COLUMNS, COLUMNS, dim=1).load(layout).to(gl.float32)
-            converted.slice(part * COLUMNS, COLUMNS, dim=1).store((x * inverse[:, None]).to(dtype))
-        fence_async_shared()
-        q = converted
-    scale = (scale * k_scale)[:, None]
-    log2, rate = numbers.scale_log2 * scale, numbers.softcap_rate * scale
-    if C.KEY_SCALES:
-        return q, KeyNumbers(log2, rate, numbers.softcap_log2, k.in_use)
-    else:
-        return q, Numbers(log2, rate, numbers.softcap_log2)
+GATHER_WARPS = gl.constexpr(2)
+"""Warps of a loader that copies keys one by one."""
 
 
 class HopperDecodePointers(NamedTuple):
@@ -512,6 +126,16 @@ class HopperDecodePointers(NamedTuple):
     v_cache: Any
 
 
+class CacheRows(NamedTuple):
+    """Integers that locate pages, or rows of a dense cache."""
+
+    num_blocks: Any
+    k_rows: Any
+    """Distance between the beginnings of two pages of k, in rows."""
+    v_rows: Any
+    """Distance between the beginnings of two pages of v, in rows."""
+
+
 class CacheStrides(NamedTuple):
     """Strides between pages (rows of a dense cache), tokens and heads, in elements."""
 
@@ -535,15 +159,13 @@ class HopperDecodeCall(NamedTuple):
     outer: Any
 
 
-class Part(NamedTuple):
-    """n_blocks [n_begin, n_end) of a work tile. Their result goes to ``out`` if ``whole``, otherwise to
-    ``slot`` of the partial results."""
+class Source(NamedTuple):
+    """Memory of k or v: a pointer, and strides in elements between pages, tokens and heads."""
 
-    work: Any
-    n_begin: Any
-    n_end: Any
-    slot: Any
-    whole: Any
+    base: Any
+    page: Any
+    token: Any
+    head: Any
 
 
 class QueryLoads(NamedTuple):
@@ -569,6 +191,15 @@ class KeyLoads(NamedTuple):
     """:class:`~flashtile.backends.hopper.decode.kernel.KeyScales`."""
 
 
+class KeyScales(NamedTuple):
+    """Shared memory for the scales of single keys, if KEY_SCALES."""
+
+    arrived: Any
+    """fp32 [STAGES, BLOCK_N]: scales of the keys in each slot of the channel."""
+    in_use: Any
+    """fp32 [BLOCK_N]: scales of the keys in the converted tile of k."""
+
+
 @gluon_kernel(do_not_specialize=("lengths", "splits", "cache", "outer"))
 def attend_kernel(
     q_desc, k_desc, v_desc, pointers, strides, lengths, splits, cache, outer, numbers, C: gl.constexpr
@@ -577,7 +208,7 @@ def attend_kernel(
 
     ``lengths`` count each group of PACK query heads as one key/value head.
     """
-    if C.SPLIT:
+    if C.SPLIT:  # combining programs are placed before attention ends, and wait for its end themselves
         start_dependents()
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS)
     k = make_key_channel(C, k_desc, C.BLOCK_D)
@@ -588,16 +219,23 @@ def attend_kernel(
     v_loads = make_loads(C, v, v_desc, v_source)
     faults = pipeline.make_work_queue(C.WARPGROUPS)
     queries = QueryLoads(q, faults, q_desc)
+    # Read by all partitions but the first loader of k, which writes.
     queue = 0 if C.STREAM_K else pipeline.make_work_queue(C.WARPGROUPS + 2 * C.LOADERS - 1)
-    start = find_start(C, pointers, lengths)
+    start = 0
+    if C.STREAM_K:
+        index = gl.arange(0, C.SCAN_BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        start = balanced_start(index, pointers, lengths, C)
     table = behind_partials(pointers.partial, splits, C)
     call = HopperDecodeCall(pointers, table, lengths, splits, cache, outer)
-    dtype: gl.constexpr = gl.float16 if C.E4M3 and not C.KEY_SCALES else q_desc.dtype  # of P
+    # wgmma's operands have one dtype: k that of the converted q, v that of P.
+    P_TYPE: gl.constexpr = gl.float16 if C.E4M3 and not C.KEY_SCALES else q_desc.dtype
     k_read = make_reader(C, False, k, k_loads.scales, gl.float16)
-    v_read = make_reader(C, True, v, v_loads.scales, dtype)
-    if C.PDL:
+    v_read = make_reader(C, True, v, v_loads.scales, P_TYPE)
+    if C.PDL:  # the kernel that fills the table ran meanwhile; nothing above reads the table
         wait_for_table()
-    # The lists are written out: Triton 3.7 loses constants and functions of tuples put together by +.
+    # Registers: ``config.REGISTERS`` has the reason of 240, 232, 216 and 40. The lists are written out for
+    # each number of partitions: Triton 3.7 loses constants and functions of tuples that are put together by
+    # +.
     if C.WARPGROUPS == 1 and C.LOADERS == 1:
         gl.warp_specialize(
             [
@@ -642,18 +280,8 @@ def attend_kernel(
                 (loader, (C, True, 1, queue, queries, v_loads, start, call)),
             ],
             [4, 1, 1, 1, 1],
-            [C.CONSUMER_REGISTERS] + [C.LOADER_REGISTERS] * 4,
+            [C.CONSUMER_REGISTERS] + [C.LOADER_REGISTERS] * 4,  # plain integers may be added, functions not
         )
-
-
-@gluon.jit
-def find_start(C: gl.constexpr, pointers, lengths):
-    """Return the :class:`Start` of this program; all fields are 0 if not STREAM_K."""
-    if C.STREAM_K:
-        index = gl.arange(0, C.SCAN_BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        return balanced_start(index, pointers, lengths, C)
-    else:
-        return Start(0, 0, 0, 0, 0)
 
 
 @gluon.jit
@@ -669,14 +297,46 @@ def make_loads(C: gl.constexpr, channel, desc, source):
 
     ``source`` locates k or v in memory. It is used only if GATHER; TMA loads use ``desc``.
     """
-    scales = make_scales(C)
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    scales = KeyScales(0, 0)
+    if C.KEY_SCALES:
+        arrived = gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BLOCK_N], layout)
+        scales = KeyScales(arrived, gl.allocate_shared_memory(gl.float32, [C.BLOCK_N], layout))
+    offsets = 0
     if C.GATHER:
-        layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        return KeyLoads(
-            channel, desc, source, gl.allocate_shared_memory(gl.int64, [C.BLOCK_N], layout), scales
-        )
+        offsets = gl.allocate_shared_memory(gl.int64, [C.BLOCK_N], layout)
     else:
-        return KeyLoads(channel, desc, 0, 0, scales)
+        source = 0
+    return KeyLoads(channel, desc, source, offsets, scales)
+
+
+@gluon.jit
+def make_reader(C: gl.constexpr, V: gl.constexpr, raw, scales, dtype: gl.constexpr):
+    """Return the channel from which the consumer reads k or v.
+
+    It is ``raw``, or with E4M3 a channel that converts the tiles of ``raw`` to ``dtype``.
+    """
+    if C.E4M3:
+        WIDTH: gl.constexpr = C.BLOCK_DV if V else C.BLOCK_D
+        layout: gl.constexpr = operand_layout(C.BLOCK_N, WIDTH, dtype)
+        tiles = gl.allocate_shared_memory(dtype, [1, C.BLOCK_N, WIDTH], layout)
+        if C.KEY_SCALES:
+            return ConvertedChannel(raw, tiles, scales.arrived, scales.in_use, C, V)
+        else:
+            return ConvertedChannel(raw, tiles, tiles, tiles, C, V)
+    else:
+        return raw
+
+
+class Part(NamedTuple):
+    """n_blocks [n_begin, n_end) of a work tile. Their result goes to ``out`` if ``whole``, otherwise to
+    ``slot`` of the partial results."""
+
+    work: Any
+    n_begin: Any
+    n_end: Any
+    slot: Any
+    whole: Any
 
 
 # The loaders.
@@ -686,8 +346,9 @@ def make_loads(C: gl.constexpr, channel, desc, source):
 def loader(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, queue, queries, keys, start, call):
     """Load k, or v if V, for the consumers. Several loaders share each n_block; this is loader number PART.
 
-    A loader is a partition of one warp, or of two warps if GATHER. The first loader of k also loads q, and
-    takes work tiles from the queue for all partitions.
+    A loader is a partition of one warp, or of two warps if GATHER. Two loaders share a block that takes many
+    TMA loads, because one warp issues loads of small pages too slowly. The first loader of k also loads q,
+    and takes work tiles from the queue for all partitions.
     """
     i = 0
     j = 0
@@ -722,6 +383,8 @@ def loader(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, queue, queries,
                 j += 1
             t += 1
             if FIRST:
+                # The first tile of a program is that of its number, so the counter starts after these. The
+                # latency of the atomic is hidden: consumers still work on what is loaded.
                 tile_index = programs + gl.atomic_add(call.table + 1, 1)
                 pipeline.put(queue, t, tile_index, C.LOADER_WARPS)
             else:
@@ -747,15 +410,18 @@ def load_part(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, part, i, j, 
     outside = fault
     descale = call.pointers.v_descale if V else call.pointers.k_descale
     descale_stride = call.outer.v_descale_stride if V else call.outer.k_descale_stride
-    if FIRST and C.PAGE_SIZE != 0:
+    if FIRST and C.PAGE_SIZE != 0:  # one fault for each lane; the first block gives it its type
         if C.GATHER:
-            outside = faults_of_keys(load_key_pages(C, entry, n_end - 1, work.keys), cache)
+            pages = load_key_pages(C, entry, n_end - 1, work.keys)
+            outside = pages ^ in_cache(pages, cache.num_blocks)
         else:
             outside = faults_of(C, entry, n_end - 1, work.keys, cache)
+    # q comes after the first keys, whose slots may be free while consumers still read the previous queries.
+    # If q has one slot, it is released only after S of the previous part: first fill all slots of keys.
     before_queries = n_end - 1
-    if C.Q_STAGES == 1:  # the only slot of q is released late, so first fill all slots of keys
+    if C.Q_STAGES == 1:
         before_queries = max(n_end - gl.where(j > 0, C.STAGES, 1), n_begin)
-    for n in range(n_end - 1, n_begin - 1, -1):
+    for n in range(n_end - 1, n_begin - 1, -1):  # from the last key, as the consumers: the mask cuts it first
         # Load page numbers before waiting for a free slot, so the loads overlap the wait.
         if C.GATHER:
             pages = load_key_pages(C, entry, n, work.keys)
@@ -763,13 +429,16 @@ def load_part(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, part, i, j, 
             pages = load_pages(C, PART, entry, n, work.keys)
         if FIRST and C.PAGE_SIZE != 0:
             if C.GATHER:
-                outside = outside | faults_of_keys(pages, cache)
+                outside = outside | (pages ^ in_cache(pages, cache.num_blocks))
             else:
                 outside = outside | faults_of(C, entry, n, work.keys, cache)
         scale = 0.0
         if PART == 0 and C.KEY_SCALES:
-            scale = load_scales(C, descale, descale_stride, entry, n, work.keys, head, cache)
-        slot = channel.acquire(i)  # the full barrier counts one arrival of each loader
+            scale = load_key_scales(C, descale, descale_stride, entry, n, work.keys, head, cache)
+        # Each loader waits for the whole slot: its empty barrier counts consumers. The full barrier counts
+        # one arrival of each loader, which ``expect`` makes, or the arrival of a loader that copies by
+        # threads.
+        slot = channel.acquire(i)
         barrier, tile = channel.full.index(slot), channel.tiles.index(slot)
         if PART == 0 and C.KEY_SCALES:
             scales.arrived.index(slot).store(scale)
@@ -787,10 +456,29 @@ def load_part(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, part, i, j, 
                 load_queries(C, work, j, queries, call)
         i += 1
     if FIRST:
-        if C.PAGE_SIZE != 0:
+        if C.PAGE_SIZE != 0:  # reduced once for all blocks, not in the loop
             fault = fault | gl.max((outside != 0).to(gl.int32), 0)
         pipeline.put(queries.faults, j, fault, C.LOADER_WARPS)
     return i
+
+
+@gluon.jit
+def first_entry(C: gl.constexpr, b, call):
+    """Return (entry, fault) of sequence ``b``.
+
+    entry: pointer to the sequence's row of the block table, or the index of its row of a dense cache.
+    fault: int32, nonzero if that index is outside of the cache.
+    """
+    fault = b * 0
+    if C.PAGE_SIZE != 0:
+        return call.pointers.block_table + b.to(gl.int64) * call.outer.table_stride, fault
+    else:
+        row = b
+        if C.HAS_BATCH_IDX:
+            given = gl.load(call.pointers.cache_batch_idx + b)
+            row = in_cache(given, call.cache.num_blocks)
+            fault = given ^ row
+        return row, fault
 
 
 @gluon.jit
@@ -801,11 +489,178 @@ def load_queries(C: gl.constexpr, work, j, queries, call):
     b, m = sequence_of(work.m_block, call.lengths, C)
     batch = 0 if C.VARLEN else b
     slot = q.acquire(j)
+    # One barrier for all warpgroups' rows: rows past the last token arrive as zeros, so the bytes are the
+    # same.
     mbarrier.expect(q.full.index(slot), WARPGROUPS * q_desc.block_type.nbytes)
     for w in gl.static_range(WARPGROUPS):
         token = work.sequence.start_q + (m * C.BLOCK_M + w * WARPGROUP_ROWS) // C.PACK
         coordinates = [batch, token, work.head_kv, 0, 0]
         async_load(q_desc, coordinates, q.full.index(slot), q.tiles.index(slot * WARPGROUPS + w))
+
+
+# Keys by TMA.
+
+
+@gluon.jit
+def num_held(C: gl.constexpr, position, keys):
+    """Return the number of keys to load in the copy that begins at ``position``.
+
+    It is 0 if no query row sees a key of the copy.
+    """
+    held = gl.minimum(gl.maximum(keys.end - position, 0), C.COPY_ROWS)
+    if C.HAS_LEFT:
+        held = gl.where(position + C.COPY_ROWS > keys.first, held, 0)
+    return held
+
+
+@gluon.jit
+def load_pages(C: gl.constexpr, PART: gl.constexpr, entry, n, keys):
+    """Load the numbers of the pages that hold one loader's keys of n_block ``n``.
+
+    PART is the loader's index. Returns a tuple of page numbers, one for each copy (a TMA load of COPY_ROWS
+    keys). For a dense cache the tuple is ``(entry,)``, the sequence's row of the cache. An entry of the block
+    table is read only if a row sees one of its keys.
+    """
+    if C.PAGE_SIZE == 0:
+        return (entry,)
+    else:
+        COPIES: gl.constexpr = C.COPIES
+        pages = ()
+        for c in gl.static_range(COPIES):
+            position = n * C.BLOCK_N + (PART * COPIES + c) * C.COPY_ROWS
+            held = num_held(C, position, keys) > 0
+            page = gl.load(entry + position // C.PAGE_SIZE, mask=held, other=0)
+            pages = pages + (page,)  # type: ignore[assignment]
+        return pages
+
+
+@gluon.jit
+def faults_of(C: gl.constexpr, entry, n, keys, cache):
+    """Return int32 [32], all 0 if the pages of all copies of n_block ``n`` are in the cache."""
+    # One lane for each copy of the block.
+    copy = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    position = n * C.BLOCK_N + copy * C.COPY_ROWS
+    held = (num_held(C, position, keys) > 0) & (copy < C.LOADERS * C.COPIES)
+    pages = gl.load(entry + position // C.PAGE_SIZE, mask=held, other=0)
+    return pages ^ in_cache(pages, cache.num_blocks)
+
+
+@gluon.jit
+def load_n_block(
+    C: gl.constexpr, PART: gl.constexpr, desc, pages, page_rows, n, keys, head, cache, barrier, tile
+):  # fmt: skip
+    """Issue one loader's TMA loads of n_block ``n`` of k or v into ``tile``.
+
+    PART is the loader's index. Each loader loads an equal part of the keys. Keys after the last key that any
+    row sees arrive as zeros.
+    """
+    COPIES: gl.constexpr = C.COPIES
+    # A copy that no row sees is loaded as zeros, from outside its bounds, and counts its bytes like the
+    # others.
+    mbarrier.expect(barrier, desc.block_type.nbytes * COPIES)
+    for c in gl.static_range(COPIES):
+        position = n * C.BLOCK_N + (PART * COPIES + c) * C.COPY_ROWS
+        rows = num_held(C, position, keys)
+        if C.PAGE_SIZE == 0:
+            start = pages[0] * page_rows + position
+        else:  # clamped, so an invalid page reads memory of the cache; ``faults`` turns the result into NaN
+            start = in_cache(pages[c], cache.num_blocks) * page_rows + position % C.PAGE_SIZE
+        part = tile
+        if C.COPY_ROWS < C.BLOCK_N:
+            part = tile.slice((PART * COPIES + c) * C.COPY_ROWS, C.COPY_ROWS, dim=2)
+        # Each copy is a ragged sequence of ``rows`` rows that ends at RAGGED_ROWS (``tma.ragged_view``).
+        async_load(desc, [RAGGED_ROWS, start + rows, RAGGED_ROWS - rows, head, 0], barrier, part)
+
+
+# Keys one by one.
+
+
+LINE = gl.constexpr(gl.BlockedLayout([1], [32], [GATHER_WARPS.value], [0]))
+"""Layout of one value per key, over the warps of a loader."""
+KEYS_AT_ONCE = gl.constexpr(32)
+"""Keys whose addresses a thread holds at a time."""
+
+
+@gluon.jit
+def load_key_pages(C: gl.constexpr, entry, n, keys):
+    """Load the number of each key's page, for n_block ``n``, as int32 [BLOCK_N].
+
+    A dense cache has no pages. The result is then ``entry``, the sequence's row of the cache, for every key.
+    Entries of the block table whose keys no query row sees are not read.
+    """
+    position = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=LINE)
+    if C.PAGE_SIZE == 0:
+        return position * 0 + entry
+    else:
+        return gl.load(entry + position // C.PAGE_SIZE, mask=is_seen(C, position, keys), other=0)
+
+
+@gluon.jit
+def is_seen(C: gl.constexpr, position, keys):
+    """Whether positions are within ``keys``, the KeyRange that the rows of a work tile see."""
+    seen = position < keys.end
+    if C.HAS_LEFT:
+        seen = seen & (position >= keys.first)
+    return seen
+
+
+@gluon.jit
+def gather_n_block(
+    C: gl.constexpr, WIDTH: gl.constexpr, HEAD_DIM: gl.constexpr, source, pages, n, keys, head, cache,
+    offsets, barrier, tile,
+):  # fmt: skip
+    """Copy n_block ``n`` of k or v into ``tile``, then arrive at ``barrier``. Keys that no row sees become 0.
+
+    ``offsets``: int64 [BLOCK_N] in shared memory, through which threads exchange the offsets of keys.
+    """
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    position = n * BLOCK_N + gl.arange(0, BLOCK_N, layout=LINE)
+    within = position
+    if C.PAGE_SIZE != 0:
+        within = position % C.PAGE_SIZE
+    # A thread finds the offsets of a few keys, but copies 16 bytes of many: offsets pass through shared
+    # memory.
+    row = in_cache(pages, cache.num_blocks).to(gl.int64) * source.page + within.to(gl.int64) * source.token
+    offsets.store(gl.where(is_seen(C, position, keys), row, -1))
+
+    COPY: gl.constexpr = 128 // tile.dtype.primitive_bitwidth  # elements in 16 bytes
+    # Neighbouring threads copy neighbouring 16 bytes of a row; ``multiple_of`` lets a copy be one
+    # instruction.
+    wide: gl.constexpr = gl.BlockedLayout([1, COPY], [32 * COPY // WIDTH, WIDTH // COPY], [2, 1], [1, 0])
+    columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, wide))
+    base = source.base + gl.multiple_of(head.to(gl.int64) * source.head, COPY)
+    rows_of_tile = tile.reshape([BLOCK_N, WIDTH])
+    for part in gl.static_range(BLOCK_N // KEYS_AT_ONCE):
+        row = offsets.slice(part * KEYS_AT_ONCE, KEYS_AT_ONCE).load(gl.SliceLayout(1, wide))
+        inside = (row >= 0)[:, None] & (columns < HEAD_DIM)[None, :]
+        addresses = base + gl.multiple_of(row, COPY)[:, None] + columns[None, :]
+        to = rows_of_tile.slice(part * KEYS_AT_ONCE, KEYS_AT_ONCE, dim=0)
+        # Zeros where masked: P of hidden keys is 0, 0 NaN is NaN.
+        async_copy_to_shared(to, addresses, mask=inside)
+    async_copy.commit_group()
+    # cp.async tells no mbarrier: each thread waits for its copies, makes them visible to wgmma (which reads
+    # through the asynchronous proxy), and arrive counts once, after all warps of the loader.
+    async_copy.wait_group(0)
+    fence_async_shared()
+    mbarrier.arrive(barrier, count=1)
+
+
+@gluon.jit
+def load_key_scales(C: gl.constexpr, descale, stride, entry, n, keys, head, cache):
+    """Load the scales of the keys of n_block ``n``, as fp32 [BLOCK_N].
+
+    Each page of the cache has a scale; in a dense cache, each row (sequence) has one. Keys that no query row
+    sees get 0. ``entry`` comes from ``loads.first_entry``.
+    """
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [C.LOADER_WARPS], [0])
+    position = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=line)
+    seen = is_seen(C, position, keys)
+    if C.PAGE_SIZE == 0:
+        page = position * 0 + entry
+    else:
+        page = gl.load(entry + position // C.PAGE_SIZE, mask=seen, other=0)
+    page = in_cache(page, cache.num_blocks).to(gl.int64)
+    return gl.load(descale + page * stride + head, mask=seen, other=0.0)
 
 
 # A consumer: its parts of work tiles.
@@ -820,7 +675,7 @@ def consumer(C: gl.constexpr, W: gl.constexpr, queue, q, k, v, faults, start, ca
         start = uniform_start(start)
         position, m_block, m_block_start = start.position, start.m_block, start.m_block_start
         program = gl.program_id(0)
-        if W == 0 and not C.BY_WORK_TILE:
+        if W == 0 and not C.BY_WORK_TILE:  # memory is not zeroed: without a record the program began no tile
             write_partial_record(
                 call.pointers.partial, PartialRecord(0, program, 0, 0, 0, 0), call.lengths, call.splits, C
             )
@@ -833,7 +688,7 @@ def consumer(C: gl.constexpr, W: gl.constexpr, queue, q, k, v, faults, start, ca
                 i = attend_part(C, W, part, i, j, q, k, v, faults, call, numbers)
                 j += 1
                 if W == 0:  # noqa: SIM102 - W is a constant, the other condition is not
-                    if splits > 0:
+                    if splits > 0:  # the program that begins a work tile records it for the combining kernel
                         record = PartialRecord(
                             splits, program, work.m_block, work.head_kv, work.num_rows, work.sequence.start_q
                         )
@@ -885,34 +740,38 @@ def attend_part(C: gl.constexpr, W: gl.constexpr, part, i, j, q, k, v, faults, c
     ROWS: gl.constexpr = WARPGROUP_ROWS
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    ping_pong = make_ping_pong(1)
     work, n_begin, n_end, _, _ = part
     lengths = call.lengths
 
+    # Prologue: what this warpgroup's rows see, and the online softmax before the first key.
     blocks = own_range(C, W, work, n_begin, n_end, lengths)
-    own = own_rows(C, W, work, lengths, row_layout)
+    own = rows_of_warpgroup(C, W, work, lengths, row_layout)
     slope = 0.0
     if C.ALIBI:
         b, _ = sequence_of(work.m_block, lengths, C)
         slope = gl.load(call.pointers.alibi_slopes + b * call.outer.alibi_stride + own.head) * LOG2_E
-    rows = mask_rows(C, work, own, slope, call)
+    rows = visible_rows(C, work, own, slope, call)
     m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
     o = zero_output(C)
     l = quad_sums(gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout))
 
-    i = skip_blocks(n_end - blocks.end, i, k, v, ping_pong, W)
+    # Main loop, the forward's. Blocks that only the other warpgroup sees are released before and after it.
+    i = skip_blocks(C, W, n_end - blocks.end, i, k, v)
     q_tile = q.tiles.index(q.wait(j) * C.WARPGROUPS + W).reshape([ROWS, C.BLOCK_D])
     v_scale = 1.0
     if C.E4M3:
         k_scale, v_scale = scales_of_head(C, work, call)
         q_tile, numbers = query_operand(C, q_tile, k, k_scale, numbers, row_layout)
-    tile = QueryTile(q_tile, q_tile, k, v, ping_pong, rows, numbers)
+    tile = QueryTile(q_tile, q_tile, k, v, 0, rows, numbers)
     state, i = attend_blocks(C, W, tile, SoftmaxState(o, l, m), i, blocks)
-    q.release(j)
+    q.release(j)  # all S are complete; the last P V may be in flight
+
+    # Epilogue.
     o, l, m = state
+    # The sums of four threads that share a row, added once.
     sums = gl.convert_layout(gl.sum(l, 1), row_layout)
     o = finish_blocks(C, v, i, o)
-    i = skip_blocks(blocks.begin - n_begin, i, k, v, ping_pong, W)
+    i = skip_blocks(C, W, blocks.begin - n_begin, i, k, v)
 
     # Taken last: the loader knows of a part's faults only when it has issued all its loads.
     fault = pipeline.take(faults, j, 4) | work.sequence.fault
@@ -935,7 +794,7 @@ class OwnRows(NamedTuple):
 
 
 @gluon.jit
-def own_rows(C: gl.constexpr, W: gl.constexpr, work, lengths, layout: gl.constexpr):
+def rows_of_warpgroup(C: gl.constexpr, W: gl.constexpr, work, lengths, layout: gl.constexpr):
     """Return the token, head and validity of each row of warpgroup W of a work tile, as :class:`OwnRows`."""
     index = W * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, layout=layout)
     _, m = sequence_of(work.m_block, lengths, C)
@@ -959,7 +818,7 @@ def own_range(C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, lengths):
         first, last, n_begin, n_end, sequence.len_q, sequence.len_k, lengths.window_left,
         lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
     )  # fmt: skip
-    if C.HAS_LEFTPAD:
+    if C.HAS_LEFTPAD:  # memory before a sequence's first key may hold anything
         padded = (sequence.leftpad + C.BLOCK_N - 1) // C.BLOCK_N
         full_begin = min(max(full_begin, padded), full_end)
     if lengths.attention_chunk is not None:  # edges of chunks cut blocks as well; own_blocks ignores them
@@ -979,7 +838,7 @@ def own_range(C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, lengths):
 
 
 @gluon.jit
-def mask_rows(C: gl.constexpr, work, own, slope, call):
+def visible_rows(C: gl.constexpr, work, own, slope, call):
     """Return a warpgroup's rows as ``forward.kernel.Rows``, with the ranges of keys that they see."""
     sequence, lengths = work.sequence, call.lengths
     offset = sequence.len_k - sequence.len_q
@@ -1000,6 +859,171 @@ def mask_rows(C: gl.constexpr, work, own, slope, call):
     return Rows(in_keys, first_key, last_key, slope, tree, 0)
 
 
+# FP8 caches: the consumer converts tiles of e4m3 to 16 bits.
+
+
+ELEMENTS = gl.constexpr(8192)
+"""Elements of a tile that are converted at a time, 64 per thread; more would not fit the registers."""
+COLUMNS = gl.constexpr(64)
+"""Columns of queries that are converted at a time."""
+EXPONENT = gl.constexpr(0x7F800000)
+"""Exponent bits of a float32."""
+LARGEST = gl.constexpr(253 << 23)
+"""The bits of 2 ** 126, the largest power of two whose inverse is a normal float32."""
+ONE = gl.constexpr(127 << 23)
+"""The bits of 1.0."""
+INVERSE = gl.constexpr(254 << 23)
+"""This minus the bits of a power of two gives the bits of its inverse."""
+
+
+class KeyNumbers(NamedTuple):
+    """``forward.schedule.Numbers`` with one value per row, and the scales of the keys of the current tile."""
+
+    scale_log2: Any
+    softcap_rate: Any
+    softcap_log2: Any
+    key_scales: Any
+
+
+@aggregate
+class ConvertedChannel:
+    """A channel of e4m3 tiles whose only reader, a warpgroup, converts each tile when it waits for it.
+
+    ``tiles`` holds one converted tile. Products that read it must have ended before the next :meth:`wait`.
+    ``arrived`` and ``in_use`` are those of :class:`KeyScales`; without KEY_SCALES they are unused.
+    """
+
+    raw: Channel
+    tiles: gl.shared_memory_descriptor
+    arrived: gl.shared_memory_descriptor
+    in_use: gl.shared_memory_descriptor
+    C: gl.constexpr
+    V: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, raw, tiles, arrived, in_use, C, V):
+        self.raw = raw
+        self.tiles = tiles
+        self.arrived = arrived
+        self.in_use = in_use
+        self.C = gl.constexpr(C)
+        self.V = gl.constexpr(V)
+
+    @gluon.jit
+    def wait(self, i):
+        """Wait for the ``i``-th tile and convert it. Returns its index in ``tiles``, which is always 0."""
+        replace_tile(self.C, self.V, self.raw, i, self.tiles.index(0), self.arrived, self.in_use)
+        return 0
+
+    @gluon.jit
+    def release(self, i):
+        """Do nothing: :meth:`wait` has already released the slot of the ``i``-th tile."""
+
+
+@gluon.jit
+def replace_tile(C: gl.constexpr, V: gl.constexpr, raw, i, tile, arrived, in_use):
+    """Wait for the ``i``-th tile in the channel ``raw``, and write it in 16 bits over ``tile``.
+
+    The slot of ``raw`` is then released. With KEY_SCALES, values are multiplied by the scales of their keys.
+    A tile of k is not scaled: its scales are copied from ``arrived`` to ``in_use``, for the scores.
+    """
+    N: gl.constexpr = tile.shape[0]
+    WIDTH: gl.constexpr = tile.shape[1]
+    PARTS: gl.constexpr = max(1, N * WIDTH // ELEMENTS)
+    ROWS: gl.constexpr = N // PARTS
+    layout: gl.constexpr = bank_free_layout(WIDTH)
+    slot = raw.wait(i)
+    rows = raw.tiles.index(slot).reshape([N, WIDTH])
+    # The scales are read before the release of the slot, after which a loader may overwrite them.
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    if C.KEY_SCALES and not V:
+        key_scales = arrived.index(slot).load(line)
+    for part in gl.static_range(PARTS):
+        x = rows.slice(part * ROWS, ROWS, dim=0).load(layout).to(gl.float16)
+        if C.KEY_SCALES and V:
+            scale = arrived.index(slot).slice(part * ROWS, ROWS).load(gl.SliceLayout(1, layout))
+            x = to_16_bit(x.to(gl.float32) * scale[:, None], tile.dtype)
+        # All warps synchronise before the first write, because the previous product of another warp may still
+        # read the tile. A release also synchronises them. The fence orders this thread's loads from the slot
+        # before the next TMA copy into it; TMA does not wait for ordinary loads by itself.
+        if part == PARTS - 1:
+            fence_async_shared()
+            raw.release(i)
+        elif part == 0:
+            partition_barrier()
+        tile.slice(part * ROWS, ROWS, dim=0).store(x)
+    if C.KEY_SCALES and not V:
+        in_use.store(key_scales)
+    # Wgmma reads the converted tile through the asynchronous proxy, which sees no plain store.
+    fence_async_shared()
+    partition_barrier()  # each warp multiplies what all warps have written
+
+
+@gluon.constexpr_function
+def bank_free_layout(width):
+    """Layout of [rows, width] for 128 threads, 8 adjacent elements each, without bank conflicts."""
+    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def operand_layout(rows, width, dtype):
+    """Layout of a shared [rows, width] tile that wgmma reads."""
+    return gl.NVMMASharedLayout.get_default_for([rows, width], dtype)
+
+
+@gluon.jit
+def scales_of_head(C: gl.constexpr, work, call):
+    """Load the scales of k and v of a work tile, if DESCALE is "head" or "sequence"; otherwise 1.0."""
+    pointers = call.pointers
+    head = work.head_kv // C.KV_GROUP
+    if C.DESCALE == "head":
+        return gl.load(pointers.k_descale + head), gl.load(pointers.v_descale + head)
+    elif C.DESCALE == "sequence":
+        b, _ = sequence_of(work.m_block, call.lengths, C)
+        b = b.to(gl.int64)
+        k_scale = gl.load(pointers.k_descale + b * call.outer.k_descale_stride + head)
+        return k_scale, gl.load(pointers.v_descale + b * call.outer.v_descale_stride + head)
+    else:
+        return 1.0, 1.0
+
+
+@gluon.jit
+def query_operand(C: gl.constexpr, q, k, k_scale, numbers, row_layout: gl.constexpr):
+    """Return (q, numbers) for products with the tiles of ``k``.
+
+    If q [64, BLOCK_D] has another dtype than these tiles, it is converted in place in shared memory. Each of
+    its rows is then divided by a power of two, to fit the range of float16. The returned ``numbers``, which
+    are factors of the scores, have one value per row. They include ``k_scale`` and the row's power of two.
+    """
+    ROWS: gl.constexpr = q.shape[0]
+    dtype: gl.constexpr = k.tiles.dtype
+    scale = gl.full([ROWS], 1.0, gl.float32, row_layout)
+    if q.dtype != dtype:
+        layout: gl.constexpr = bank_free_layout(COLUMNS)
+        largest = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, layout))
+        for part in gl.static_range(C.BLOCK_D // COLUMNS):
+            x = q.slice(part * COLUMNS, COLUMNS, dim=1).load(layout)
+            largest = gl.maximum(largest, gl.max(gl.abs(x.to(gl.float32)), 1))
+        # The exponent bits alone are the largest power of two that is at most ``largest``. So the division is
+        # exact, except for elements of at most 2 ** -24 of the largest.
+        power = gl.minimum(largest.to(gl.int32, bitcast=True) & EXPONENT, LARGEST)
+        power = gl.where(power == 0, ONE, power)
+        inverse = (INVERSE - power).to(gl.float32, bitcast=True)
+        scale = gl.convert_layout(power.to(gl.float32, bitcast=True), row_layout)
+        converted = reinterpret(q, dtype, [ROWS, C.BLOCK_D], operand_layout(ROWS, C.BLOCK_D, dtype))
+        for part in gl.static_range(C.BLOCK_D // COLUMNS):  # each thread writes what it has read
+            x = q.slice(part * COLUMNS, COLUMNS, dim=1).load(layout).to(gl.float32)
+            converted.slice(part * COLUMNS, COLUMNS, dim=1).store((x * inverse[:, None]).to(dtype))
+        fence_async_shared()  # wgmma reads q through the asynchronous proxy
+        q = converted
+    scale = (scale * k_scale)[:, None]
+    log2, rate = numbers.scale_log2 * scale, numbers.softcap_rate * scale
+    if C.KEY_SCALES:
+        return q, KeyNumbers(log2, rate, numbers.softcap_log2, k.in_use)
+    else:
+        return q, Numbers(log2, rate, numbers.softcap_log2)
+
+
 # The stores.
 
 
@@ -1017,7 +1041,7 @@ def store_part(C: gl.constexpr, o, m, sums, v_scale, part, own, call):
     """
     factor = gl.full([WARPGROUP_ROWS], 1.0, gl.float32, m.type.layout)
     if C.SINK:  # the sink is added once per row: here, or when parts are combined
-        sink = gl.load(call.pointers.sink + own.head).to(gl.float32) * LOG2_E
+        sink = finite_log2(gl.load(call.pointers.sink + own.head).to(gl.float32) * LOG2_E)
         top = gl.maximum(m, sink)
         shift = gl.where(top == float("-inf"), 0.0, top)
         with_sink = sums * gl.exp2(m - shift) + gl.exp2(sink - shift)
@@ -1026,11 +1050,11 @@ def store_part(C: gl.constexpr, o, m, sums, v_scale, part, own, call):
         m = gl.where(part.whole, top, m)
     if C.DESCALE == "head" or C.DESCALE == "sequence":
         factor = factor * v_scale
-    empty = sums == 0.0
+    empty = sums == 0.0  # a row that sees no key: out 0, lse -inf
     total = gl.where(empty, 1.0, sums)
     lse = gl.where(empty, float("-inf"), m + gl.log2(total))
     o = scale_rows(o, factor / total)
-    if C.SPLIT:
+    if C.SPLIT:  # otherwise the code for partial results is not compiled: it costs 4 to 6 %
         if part.whole:
             store_whole(C, o, lse, part.work, own, call)
         else:
@@ -1054,8 +1078,11 @@ def store_whole(C: gl.constexpr, o, lse, work, rows, call):
     else:
         tokens = b.to(gl.int64) * lengths.seqlen_q + rows.token
         lse_rows = (b.to(gl.int64) * num_heads_q + rows.head) * lengths.seqlen_q + rows.token
-    gl.store(call.pointers.lse + lse_rows, lse * LN_2, mask=rows.exists)
-    store_rows(C, call.pointers.out, tokens * num_heads_q + rows.head, rows.exists, o)
+    lse = lse * LN_2
+    if C.SINK:
+        lse = at_least(lse, gl.load(call.pointers.sink + rows.head).to(gl.float32))
+    gl.store(call.pointers.lse + lse_rows, lse, mask=rows.exists)
+    store_matrix(C, call.pointers.out, tokens * num_heads_q + rows.head, rows.exists, o)
 
 
 @gluon.jit
@@ -1066,11 +1093,11 @@ def store_partial(C: gl.constexpr, o, lse, slot, rows, call):
     partial_rows = slot.to(gl.int64) * splits.partial_rows + rows.index
     partial_lse = partial + splits.slots.to(gl.int64) * splits.partial_rows * C.HEAD_DIM_V
     gl.store(partial_lse + partial_rows, lse, mask=rows.exists)
-    store_rows(C, partial, partial_rows, rows.exists, o)
+    store_matrix(C, partial, partial_rows, rows.exists, o)
 
 
 @gluon.jit
-def store_rows(C: gl.constexpr, base, rows, exists, o):
+def store_matrix(C: gl.constexpr, base, rows, exists, o):
     """Store the rows of o [64, BLOCK_DV] for which ``exists`` is true. Row i goes to row ``rows[i]`` of the
     matrix at ``base``."""
     layout: gl.constexpr = o.type.layout

@@ -14,7 +14,7 @@ from flashtile.backends.common.config import token_strides
 from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tma import View, packed_view, ragged_view, rows_between_sequences
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded, score_numbers
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded_columns, score_numbers
 from flashtile.backends.hopper.decode.combine import (
     RECORD_WIDTH,
     combine_divided_kernel,
@@ -31,7 +31,7 @@ from flashtile.backends.hopper.decode.config import (
     takes_any_splits,
 )
 from flashtile.backends.hopper.decode.kernel import (
-    WARPS,
+    GATHER_WARPS,
     CacheRows,
     CacheStrides,
     HopperDecodePointers,
@@ -141,7 +141,7 @@ def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) ->
         LOADERS=loaders,
         COPIES=copies // loaders,
         GATHER=gathers(problem),
-        LOADER_WARPS=WARPS.value if gathers(problem) else 1,
+        LOADER_WARPS=GATHER_WARPS.value if gathers(problem) else 1,
         HAS_BATCH_IDX=problem.batch_idx,
         SOFTCAP=problem.softcap > 0,
         ALIBI=problem.alibi,
@@ -160,8 +160,8 @@ def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) ->
         KV_GROUP=problem.group_size // pack,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
-        BLOCK_D=padded(problem.head_dim),
-        BLOCK_DV=padded(problem.head_dim_v),
+        BLOCK_D=padded_columns(problem.head_dim),
+        BLOCK_DV=padded_columns(problem.head_dim_v),
         WARPGROUPS=config.warpgroups,
         STAGES=config.STAGES,
         Q_STAGES=config.Q_STAGES,
@@ -181,7 +181,7 @@ def recorded_variant(
     work_tiles = problem.batch * m_blocks_of(problem, config) * problem.num_heads_kv
     rows = triton.next_power_of_2(min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size))
     least = MIN_SPLITS if problem.batch > 1 else 1
-    tile = recorded_tile(programs, work_tiles, rows, padded(problem.head_dim_v), least)
+    tile = recorded_tile(programs, work_tiles, rows, padded_columns(problem.head_dim_v), least)
     return combine_variant(problem, config, tile, True, variant.BY_WORK_TILE, pdl=True), tile.num_warps
 
 
@@ -210,7 +210,7 @@ def few_splits_tile(splits: int, rows: int, width: int) -> CombineTile:
 
 def divided_variant(problem: DecodeProblem, config: HopperDecodeConfig) -> tuple[CombineVariant, int]:
     """Return (variant, warps) of the kernel that combines divided work tiles (:func:`divides`)."""
-    tile = few_splits_tile(FEW_SPLITS, config.tile.BLOCK_M, padded(problem.head_dim_v))
+    tile = few_splits_tile(FEW_SPLITS, config.tile.BLOCK_M, padded_columns(problem.head_dim_v))
     return combine_variant(problem, config, tile, False, True, pdl=True), tile.num_warps
 
 

@@ -15,7 +15,7 @@ from flashtile.backends.hopper.config import (
     WARPGROUP_ROWS,
     ModifierFlags,
     modifiers_of,
-    padded,
+    padded_columns,
 )
 from flashtile.backends.hopper.forward.rounds import COSTS, blocks_stand_alone, fastest
 from flashtile.problems.attention import Problem
@@ -320,7 +320,7 @@ def _columns_for(size: int) -> list[int]:
     160 columns are possible only for head sizes that are multiples of 16. They are loaded as five TMA boxes
     of 32 columns. Such boxes need rows in global memory that are multiples of 32 bytes.
     """
-    found = [n for n in (*_FEWER_COLUMNS, padded(size)) if size <= n <= padded(size)]
+    found = [n for n in (*_FEWER_COLUMNS, padded_columns(size)) if size <= n <= padded_columns(size)]
     return [n for n in found if n != 160 or size % 16 == 0]
 
 
@@ -372,7 +372,7 @@ def of_tables(problem: Problem) -> ForwardConfig:
     """Return the configuration of a problem from the tables above, without regard to its number of tiles."""
     modifiers = modifiers_of(problem)
     if modifiers:
-        widest = max(padded(problem.head_dim), padded(problem.head_dim_v))
+        widest = max(padded_columns(problem.head_dim), padded_columns(problem.head_dim_v))
         own = _MODIFIED[modifiers][(64, 128, 256).index(widest)]
         # Under a mask a warpgroup waits more. With LATE_BITS it computes random bits during these waits.
         return replace(own, LATE_BITS=problem.dropout_p > 0 and _is_windowed(problem))

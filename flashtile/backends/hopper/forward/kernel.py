@@ -63,7 +63,7 @@ from flashtile.backends.hopper.forward.schedule import (
     tile_blocks,
     whole_end,
 )
-from flashtile.backends.hopper.inline_asm import copy_registers, pin, rescale, to_fp32
+from flashtile.backends.hopper.inline_asm import copy_registers, pin, rescale, to_fp32, wait_for_loads
 from flashtile.backends.hopper.layouts import (
     LN_2,
     LOG2_E,
@@ -124,7 +124,7 @@ def forward_kernel(
     """
     bias = 0
     if C.HAS_BIAS:
-        bias = bias_tiles.make_row_tiles(C, bias_desc)
+        bias = make_channel(bias_desc, C.BIAS_STAGES, C.WARPGROUPS, C.WARPGROUPS)
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS * C.D_PARTS)
     if C.K_BY_PARTS:
         k = make_channels(k_desc, C.STAGES, C.WARPGROUPS, C.D_PARTS)
@@ -132,7 +132,7 @@ def forward_kernel(
         k = make_channel(k_desc, C.STAGES, C.WARPGROUPS, C.D_PARTS)
     v = make_channel(v_desc, C.STAGES, C.WARPGROUPS, C.DV_PARTS)
     channels = ForwardInputs(q, k, v, bias)
-    ping_pong = make_ping_pong(C.WARPGROUPS if C.PING_PONG else 1)
+    ping_pong = make_ping_pong(C.WARPGROUPS) if C.PING_PONG else 0
     queue = pipeline.make_work_queue(C.WARPGROUPS) if C.QUEUED else 0
     if C.Q_HOLDS_O:
         o_tiles = q.tiles
@@ -192,10 +192,7 @@ def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
     q, k, v, bias = channels
     q_desc, k_desc, v_desc, bias_desc = descs
     schedule = call.schedule
-    n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
-    if C.LISTED:
-        listed = listed_keys(C, 1, work, block, call.pointers.lists)
-        n_begin, n_end = 0, listed.count
+    n_begin, n_end, listed = loaded_blocks(C, work, block, call)
     for n in range(n_end - 1, n_begin - 1, -1):
         key_number = n
         if C.LISTED:
@@ -205,7 +202,7 @@ def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
             # After the first keys: their slots may be free while consumers still read the previous queries.
             load_q(C, q, q_desc, work, block, j)
         if C.HAS_BIAS:
-            bias_tiles.load_rows(C, bias, bias_desc, work, block, key_number, i, schedule)
+            bias_tiles.load_row_tiles(C, bias, bias_desc, work, block, key_number, i, schedule)
         if not C.K_BY_PARTS:
             load_v(C, v, v_desc, work, key_number, i)
         elif n < n_end - 1:
@@ -216,6 +213,20 @@ def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
     if C.K_BY_PARTS:
         load_v(C, v, v_desc, work, n_begin, i - 1)
     return i
+
+
+@gluon.jit
+def loaded_blocks(C: gl.constexpr, work, block, call):
+    """Return (n_begin, n_end, listed): the producer loads blocks [n_begin, n_end) of keys for these rows.
+
+    With a block mask they are positions in ``listed``, the list of the rows. Otherwise ``listed`` is 0.
+    """
+    n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
+    listed = 0
+    if C.LISTED:
+        listed = listed_keys(C, 1, work, block, call.pointers.lists)
+        n_begin, n_end = 0, listed.count
+    return n_begin, n_end, listed
 
 
 @gluon.jit
@@ -377,7 +388,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     pointers, schedule, numbers = call
 
     first, last, n_begin, n_end, own = own_range(C, W, work, block, schedule)
-    positions, head = own_rows(C, work, first, row_layout)
+    positions, head = row_positions(C, work, first, row_layout)
     slope = slope_of(C, work, head, pointers, schedule)
     modifiers = 0
     if has_modifiers(C):
@@ -393,7 +404,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
 
     # The blocks of the whole tile are [n_begin, n_end); the consumers' own blocks differ under a mask. Each
     # consumer releases all of them, since a slot is free only after all consumers.
-    i = skip_blocks(n_end - own.end, i, k, v, ping_pong, W, bias, C.HAS_BIAS, C.K_BY_PARTS)
+    i = skip_blocks(C, W, n_end - own.end, i, k, v, ping_pong, bias)
     q_part, q_tile, q_head = own_queries(C, W, q, j, s_layout)
     tile = QueryTile(q_tile, q_head, k, v, ping_pong, rows, numbers)
     if C.HAS_RIGHT and C.BLOCK_N > WARPGROUP_ROWS:
@@ -409,9 +420,12 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     # lse is stored while the last P V is in flight.
     o, l, m = state
     sums = gl.convert_layout(gl.sum(l, 1), row_layout)
-    store_lse(C, to_natural(C, m) + gl.log(sums), work, head, positions, pointers, schedule)
+    lse = to_natural(C, m) + gl.log(sums)
+    if C.SINK:
+        lse = at_least(lse, gl.load(pointers.sink + head).to(gl.float32))
+    store_lse(C, lse, work, head, positions, pointers, schedule)
     o = finish_blocks(C, v, i, o)
-    i = skip_blocks(own.begin - n_begin, i, k, v, ping_pong, W, bias, C.HAS_BIAS, C.K_BY_PARTS)
+    i = skip_blocks(C, W, own.begin - n_begin, i, k, v, ping_pong, bias)
     kept = 1.0
     if C.HAS_DROPOUT:
         kept = numbers.keep_scale
@@ -421,7 +435,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
 
 
 @gluon.jit
-def own_rows(C: gl.constexpr, work, first, row_layout: gl.constexpr):
+def row_positions(C: gl.constexpr, work, first, row_layout: gl.constexpr):
     """Return (row of the sequence, query head) for each of a warpgroup's 64 rows.
 
     If PACK > 1, the PACK query heads of a token are consecutive rows.
@@ -495,7 +509,7 @@ def first_state(C: gl.constexpr, head, pointers):
     m = gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
     if C.SINK:
         sink = gl.load(pointers.sink + head).to(gl.float32)
-        m = sink * to_log2(C, sink, LOG2_E)
+        m = finite_log2(sink * to_log2(C, sink, LOG2_E))
     o = zero_output(C)
     # quad_sums of zeros, not zeros, so that l has the layout that quad_sums returns in the loop
     l = quad_sums(gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout))
@@ -667,10 +681,7 @@ def attend_masked(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, s
 
 
 @gluon.jit
-def skip_blocks(
-    count, i, k, v, ping_pong, W: gl.constexpr, bias=0, HAS_BIAS: gl.constexpr = False,
-    K_BY_PARTS: gl.constexpr = False,
-):  # fmt: skip
+def skip_blocks(C: gl.constexpr, W: gl.constexpr, count, i, k, v, ping_pong=0, bias=0):
     """Release ``count`` blocks of keys that no row of this warpgroup sees, and return the new ``i``.
 
     With HAS_BIAS, the same number of tiles of the bias is released. With K_BY_PARTS, ``k`` is a tuple of
@@ -678,16 +689,17 @@ def skip_blocks(
     an arrival before the load would count for the previous use.
     """
     for _ in range(count):
-        ping_pong.wait(W, i)  # keeps the turns of the warpgroups in step with ``i``
-        ping_pong.pass_on(W)
-        if K_BY_PARTS:
+        if C.PING_PONG:  # keeps the turns of the warpgroups in step with ``i``
+            ping_pong.wait(W, i)
+            ping_pong.pass_on(W)
+        if C.K_BY_PARTS:
             for part in gl.static_range(len(k)):
                 k[part].wait(i)
                 k[part].release(i)
         else:
             k.wait(i)
             k.release(i)
-        if HAS_BIAS:
+        if C.HAS_BIAS:
             bias.wait(i)
             bias.release(i)
         v.wait(i)
@@ -759,7 +771,9 @@ def modified(C: gl.constexpr, s, block, rows, i, numbers, s_layout: gl.constexpr
     """Return the scores of ``block`` from the raw products s, and release its tile of the bias."""
     added = block.bias
     if C.HAS_BIAS:
-        added = bias_tiles.release_rows(rows.modifiers.bias, i, added)
+        # An arrival does not wait for them, and TMA loads the next tile over this.
+        added = wait_for_loads(added)
+        rows.modifiers.bias.release(i)
     return apply_score_mod(C, s, block.n, rows, numbers, s_layout, added)
 
 
@@ -1004,6 +1018,8 @@ def mask(
 # The online softmax. A probability takes one FMA and one exp2, because softmax_scale and log2(e) form one
 # factor, scale_log2.
 
+MAX_FLOAT = gl.constexpr(3.4028234663852886e38)
+
 LAG_LOG2 = gl.constexpr(8.0)
 """Log2 of the largest P with LAZY_RESCALE. P has the same relative error as if it were at most 1, and is far
 from the largest fp16."""
@@ -1047,6 +1063,25 @@ def to_log2(C: gl.constexpr, top, scale_log2):
     if has_natural_scores(C):
         scale_log2 = gl.where(gl.abs(top) < LARGE, scale_log2, 2.0)
     return scale_log2
+
+
+@gluon.jit
+def finite_log2(sink):
+    """Return ``sink``, a score in log2 units, or the largest float in place of infinity.
+
+    The conversion of a large sink to log2 units overflows, and a difference of infinities would be NaN. So
+    large a sink is larger than all scores, whatever its value. :func:`at_least` then returns it as lse.
+    """
+    return gl.where(sink == float("inf"), MAX_FLOAT, sink)
+
+
+@gluon.jit
+def at_least(lse, sink):
+    """Return the maximum of lse and the sink, both in natural units. NaN remains NaN.
+
+    The sink is part of lse, which is less only if the sink's value in log2 units is not a float.
+    """
+    return gl.where(lse < sink, sink, lse)
 
 
 @gluon.jit

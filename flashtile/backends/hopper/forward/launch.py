@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,8 +26,7 @@ from flashtile.backends.hopper.config import (
     PRODUCER_REGISTERS,
     SHARING_REGISTERS,
     WARPGROUP_ROWS,
-    column_splits,
-    padded,
+    padded_columns,
     persistent_programs,
     score_numbers,
 )
@@ -41,17 +39,11 @@ from flashtile.backends.hopper.forward.config import (
     tile_columns,
 )
 from flashtile.backends.hopper.forward.kernel import forward_kernel
-from flashtile.backends.hopper.forward.rounds import (
-    interleaved_heads,
-    pack_of,
-    takes_from_queue,
-    takes_pairs,
-)
+from flashtile.backends.hopper.forward.rounds import Plan, plan_of
 from flashtile.backends.hopper.forward.schedule import (
     ForwardNumbers,
     ForwardPointers,
     ForwardSchedule,
-    tiles_of_head,
 )
 from flashtile.backends.hopper.modifiers import (
     FunctionTensors,
@@ -65,39 +57,33 @@ from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E, UNLIMITED
 
 
-def variant_of(
-    problem: Problem, config: ForwardConfig, has_queue: bool = True, bias: Tensor | None = None
-) -> ForwardVariant:
-    """Return the variant that the forward kernel is compiled for.
+def forward_variant(problem: Problem, plan: Plan, bias: Tensor | None = None) -> ForwardVariant:
+    """Return the variant that a kernel with the forward's schedule is compiled for.
 
-    ``has_queue`` is False for other kernels that take this variant: FP8, whose launch decides on a work queue
-    itself, and dQ for head sizes over 128, which has one only with a block mask. For packed sequences these
-    kernels visit blocks of rows in pairs. They pad tiles to 64, 128 or 256 columns, and scale modified scores
-    to log2 units.
+    The kernels other than the forward's pad tiles to 64, 128 or 256 columns, and scale modified scores to
+    log2 units.
     """
+    config = plan.config
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    block_d, block_dv = padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)
     columns, scaled = block_d, has_score_mod(problem)
-    if has_queue:
+    if plan.kernel == "forward":
         block_d, block_dv = tile_columns(problem)
         columns = problem.head_dim
         scaled = problem.alibi or (scaled and not problem.softcap)
-    pack = pack_of(problem, config.BLOCK_M, has_queue)
-    splits, block_dv = column_splits(problem), min(block_dv, MAX_COLUMNS_OF_V)
+    block_dv = min(block_dv, MAX_COLUMNS_OF_V)
     o_left, o_right = accumulators(block_dv, problem.head_dim_v)
     windowed = left != UNLIMITED or right != UNLIMITED
     # A windowed kernel is the same for either answer, so it is always False: more lengths share a kernel.
     even = not (windowed or problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0
-    queued = has_queue and takes_from_queue(problem, config)
-    paired = takes_pairs(problem, config, pack, has_queue)
     flags = modifier_flags(problem, fixed=False)
     if problem.has_natural_scores:  # the softmax itself scales scores in natural units
         scaled = False
     if problem.mods is not None:
         size_q, size_kv = problem.mods.block_size or (config.BLOCK_M, config.BLOCK_N)
         flags |= {"MASK_BLOCK": size_q, "TILES_PER_MASK_BLOCK": size_kv // config.BLOCK_N}
-        if flags["LISTED"]:  # lists differ in length, so no fixed order balances the blocks of rows
-            even, queued, paired = problem.seqlen_k % size_kv == 0, True, False
+        if flags["LISTED"]:
+            even = problem.seqlen_k % size_kv == 0
     return ForwardVariant(
         VARLEN=problem.varlen,
         SEQUSED=problem.seqused_k,
@@ -108,9 +94,9 @@ def variant_of(
         ALIBI=problem.alibi,
         SINK=problem.sink,
         EVEN_N=even,
-        QUEUED=queued,
-        PAIRED=paired,
-        PACK=pack,
+        QUEUED=plan.queued,
+        PAIRED=plan.paired,
+        PACK=plan.pack,
         HAS_SCORE_MOD=scaled,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
@@ -131,7 +117,7 @@ def variant_of(
         LAZY_RESCALE=config.LAZY_RESCALE,
         PIN_WAIT=config.PIN_WAIT,
         K_BY_PARTS=config.STAGES == 1,
-        COLUMN_SPLITS=splits,
+        COLUMN_SPLITS=plan.column_splits,
         PROGRAMS=config.PROGRAMS,
         CONSUMER_REGISTERS=(
             CONSUMER_REGISTERS[config.warpgroups] if config.PROGRAMS == 1 else SHARING_REGISTERS[0]
@@ -150,19 +136,7 @@ def launch_registers(variant: ForwardVariant) -> int:
     return LAUNCH_REGISTERS[variant.WARPGROUPS] if variant.PROGRAMS == 1 else SHARING_REGISTERS[1]
 
 
-def l2_swizzle(problem: Problem, variant: ForwardVariant) -> int:
-    """Return the number of heads whose work tiles are interleaved (:func:`interleaved_heads`)."""
-    blocks = query_blocks(problem, variant)
-    few = variant.PAIRED or variant.QUEUED
-    return interleaved_heads(problem, variant.PACK, blocks, few, variant.COLUMN_SPLITS)
-
-
-def query_blocks(problem: Problem, variant: ForwardVariant) -> int:
-    """Return the number of blocks of query rows of the longest sequence."""
-    return math.ceil(problem.seqlen_q * variant.PACK / variant.BLOCK_M)
-
-
-def tile_table(problem: Problem, variant: ForwardVariant) -> TileTable | None:
+def tile_table(problem: Problem, plan: Plan) -> TileTable | None:
     """Return the tile table of packed sequences; None for a dense call."""
     if not problem.varlen:
         return None
@@ -171,31 +145,29 @@ def tile_table(problem: Problem, variant: ForwardVariant) -> TileTable | None:
         problem.seqlen_q,
         problem.total_q,
         problem.total_k,
-        variant.BLOCK_M,
+        plan.config.BLOCK_M,
         problem.seqused_k,
-        variant.PAIRED,
+        plan.paired,
     )
 
 
 def schedule_of(
     problem: Problem,
-    variant: ForwardVariant,
+    plan: Plan,
     k: Tensor,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> ForwardSchedule:
     """Return the integers of the launch."""
-    num_blocks = query_blocks(problem, variant)
-    num_heads = problem.num_heads_q // variant.PACK * variant.COLUMN_SPLITS
-    table = tile_table(problem, variant)
-    tiles = problem.batch * tiles_of_head.fn(num_blocks, variant.PAIRED) if table is None else table.capacity
+    num_heads = problem.num_heads_q // plan.pack * plan.column_splits
+    table = tile_table(problem, plan)
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     return ForwardSchedule(
-        num_tiles=tiles * num_heads,
-        num_blocks=num_blocks,
+        num_tiles=plan.tiles if table is None else table.capacity * num_heads,
+        num_blocks=plan.blocks,
         num_heads=num_heads,
-        kv_group=problem.group_size // variant.PACK * variant.COLUMN_SPLITS,
-        swizzle=l2_swizzle(problem, variant),
+        kv_group=problem.group_size // plan.pack * plan.column_splits,
+        swizzle=plan.interleaved,
         seqlen_q=problem.seqlen_q,
         seqlen_k=problem.seqlen_k,
         total_q=problem.total_q,
@@ -310,8 +282,9 @@ class HopperForwardLaunch:
 
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> ForwardKernels:
         problem = self._problem
-        variant = variant_of(problem, self._config, bias=extras.bias)
-        schedule = schedule_of(problem, variant, k, extras.alibi_slopes, extras.bias)
+        plan = plan_of(problem, self._config)
+        variant = forward_variant(problem, plan, extras.bias)
+        schedule = schedule_of(problem, plan, k, extras.alibi_slopes, extras.bias)
         attend = CachedLaunch(
             forward_kernel,
             persistent_programs(schedule.num_tiles, q.device, variant.PROGRAMS),
@@ -325,7 +298,7 @@ class HopperForwardLaunch:
         functions = None
         if problem.mods is not None:
             functions = FunctionTensors(problem.mods, extras, by_keys=False)
-        return ForwardKernels(tile_table(problem, variant), attend, functions, variant.QUEUED)
+        return ForwardKernels(tile_table(problem, plan), attend, functions, plan.queued)
 
 
 def bias_view(problem: Problem, variant: ForwardVariant, bias: Tensor | None) -> View | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flashtile.backends.common.config import largest_divisor
 from flashtile.backends.common.device import multiprocessors
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, column_splits, modifiers_of
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, column_splits, has_lists, modifiers_of
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 
@@ -72,19 +72,67 @@ keys at head sizes 64 and 128: these costs lie between that fit and one of longe
 fitted to the older files."""
 
 
+class Plan(NamedTuple):
+    """How a call is divided into work tiles, and how programs get them. The launch follows the plan by which
+    its configuration was chosen: both are from :func:`plan_of`."""
+
+    kernel: str
+    """A kernel with the forward's schedule: "forward", "fp8", or "dq" (of head sizes over 128)."""
+    config: ForwardConfig
+    pack: int
+    """Query heads of a key head that share a tile."""
+    column_splits: int
+    """Work tiles that divide the columns of v."""
+    heads: int
+    """Heads of all sequences with work tiles of their own. ``pack`` heads that share tiles count once. A head
+    with divided columns of v counts once for each part."""
+    blocks: int
+    """Blocks of query rows of the longest sequence."""
+    paired: bool
+    """Work tiles are pairs: the first block of query rows with the last, and so on."""
+    queued: bool
+    """Programs take work tiles from the work queue, not in serpentine order."""
+    interleaved: int
+    """Number of heads whose work tiles are interleaved."""
+
+    @property
+    def tiles(self) -> int:
+        """Number of work tiles of a dense call."""
+        return self.heads * (math.ceil(self.blocks / 2) if self.paired else self.blocks)
+
+
+def plan_of(problem: Problem, config: ForwardConfig, kernel: str = "forward") -> Plan:
+    """Return how the work of a call is divided under ``config``."""
+    pack, splits = 1, 1
+    if kernel != "dq":
+        pack, splits = pack_of(problem, config.BLOCK_M, windows=kernel == "forward"), column_splits(problem)
+    heads = problem.batch * problem.num_heads_q // pack * splits
+    blocks = math.ceil(problem.seqlen_q * pack / config.BLOCK_M)
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    one_edge = right != UNLIMITED and left == UNLIMITED
+    short = problem.seqlen_k < config.paired_below
+    # Lengths of packed sequences, and of lists, are known on the device only: no fixed order balances them.
+    queued = kernel != "dq" and (problem.varlen or (config.QUEUED and one_edge and not short))
+    paired = right != UNLIMITED and not queued and (problem.varlen or short)
+    if kernel == "forward" and heads * blocks <= multiprocessors(problem.device):
+        paired = False  # every block has a multiprocessor of its own
+    if has_lists(problem):
+        queued, paired = True, False
+    few = paired or queued
+    interleaved = interleaved_heads(problem, heads, problem.group_size // pack * splits, blocks, few)
+    return Plan(kernel, config, pack, splits, heads, blocks, paired, queued, interleaved)
+
+
 class Launch(NamedTuple):
     """The work of a launch, in whole blocks, so that calls of similar lengths share an estimate."""
 
     blocks: tuple[int, ...]
     """Number of blocks of keys for each block of query rows of a head, the last query rows first."""
     heads: int
-    """Heads of all sequences with work tiles of their own (:func:`tile_heads`)."""
     interleaved: int
-    """Number of heads whose work tiles are interleaved."""
     paired: bool
-    """Work tiles are pairs: the first block of query rows with the last, and so on."""
     queued: bool
-    """Programs take work tiles from the work queue, not in serpentine order."""
+    """heads, interleaved, paired and queued are those of the :class:`Plan`."""
     programs: int
     """Programs that the GPU runs at a time; some have no work tile if there are fewer tiles."""
     costs: Costs
@@ -94,34 +142,26 @@ def fastest(
     problem: Problem,
     configs: tuple[ForwardConfig, ...],
     costs_of: Callable[[ForwardConfig], Costs | None],
-    has_queue: bool = True,
+    kernel: str = "forward",
 ) -> ForwardConfig:
     """Return the first of ``configs``, or another that is estimated to take less than WORTHWHILE of its time.
 
     It is the first for packed sequences and used keys, whose lengths the host does not know. Others are
     passed over if ``costs_of`` returns None for them, or if another number of heads would share their tiles.
-    ``has_queue`` is False for kernels without a work queue.
     """
     first, *others = configs
-    pack = pack_of(problem, first.BLOCK_M) if has_queue else 1
-    tiles = math.ceil(problem.seqlen_q * pack / first.BLOCK_M)
-    if takes_pairs(problem, first, pack, has_queue):
-        tiles = math.ceil(tiles / 2)
-    tiles *= tile_heads(problem, pack)
+    plan, costs = plan_of(problem, first, kernel), costs_of(first)
     enough = ENOUGH_ROUNDS * first.PROGRAMS * multiprocessors(problem.device)
-    costs = costs_of(first)
-    if problem.varlen or problem.seqused_k or tiles >= enough or costs is None:
+    if problem.varlen or problem.seqused_k or plan.tiles >= enough or costs is None:
         return first
-    launch = launch_of(problem, first, costs, has_queue)
     any_order = allows_single_tiles(problem)
-    best, least = first, WORTHWHILE * microseconds(launch)
+    best, least = first, WORTHWHILE * microseconds(launch_of(problem, plan, costs))
     for config in others:
-        costs = costs_of(config)
-        if costs is None or (has_queue and pack != pack_of(problem, config.BLOCK_M)):
+        other, costs = plan_of(problem, config, kernel), costs_of(config)
+        if costs is None or other.pack != plan.pack:
             continue
-        other = launch_of(problem, config, costs, has_queue)
-        time = microseconds(other)
-        if time < least and (any_order or other.paired or not launch.paired):
+        time = microseconds(launch_of(problem, other, costs))
+        if time < least and (any_order or other.paired or not plan.paired):
             best, least = config, time
     return best
 
@@ -132,21 +172,12 @@ def allows_single_tiles(problem: Problem) -> bool:
     return problem.batch * problem.num_heads_kv * problem.seqlen_k * width <= MAX_SINGLE_BYTES
 
 
-def launch_of(problem: Problem, config: ForwardConfig, costs: Costs, has_queue: bool = True) -> Launch:
-    """Return the work of a dense call under ``config``."""
-    pack = pack_of(problem, config.BLOCK_M) if has_queue else 1
-    blocks = tuple(blocks_of_rows(problem, config.BLOCK_M // pack, config.BLOCK_N))
-    paired = takes_pairs(problem, config, pack, has_queue)
-    queued = has_queue and takes_from_queue(problem, config)
-    return Launch(
-        blocks,
-        tile_heads(problem, pack),
-        interleaved_heads(problem, pack, len(blocks), paired or queued, column_splits(problem)),
-        paired,
-        queued,
-        config.PROGRAMS * multiprocessors(problem.device),
-        costs,
-    )
+def launch_of(problem: Problem, plan: Plan, costs: Costs) -> Launch:
+    """Return the work of a dense call that is divided by ``plan``."""
+    config = plan.config
+    blocks = tuple(blocks_of_rows(problem, config.BLOCK_M // plan.pack, config.BLOCK_N))
+    programs = config.PROGRAMS * multiprocessors(problem.device)
+    return Launch(blocks, plan.heads, plan.interleaved, plan.paired, plan.queued, programs, costs)
 
 
 def blocks_of_rows(problem: Problem, rows: int, block_n: int) -> Iterator[int]:
@@ -208,56 +239,30 @@ def pack_of(problem: Problem, block_m: int, windows: bool = True) -> int:
     return group if together <= 0.75 * apart else 1
 
 
-def tile_heads(problem: Problem, pack: int) -> int:
-    """Return how many heads of all sequences have work tiles of their own.
-
-    ``pack`` heads that share tiles count once. A head with divided columns of v counts once for each part.
-    """
-    return problem.batch * problem.num_heads_q // pack * column_splits(problem)
-
-
-def interleaved_heads(problem: Problem, pack: int, blocks: int, few: bool, splits: int) -> int:
+def interleaved_heads(problem: Problem, heads: int, group: int, blocks: int, few: bool) -> int:
     """Return the number of heads whose work tiles are interleaved.
 
-    It divides the number of heads. ``pack`` heads that share tiles count once, and each head counts once for
-    each of ``splits`` parts of its columns. Programs that run at the same time should read the
+    It divides ``heads``, the number of heads with work tiles of their own. ``group`` of them have the same
+    keys, and each has ``blocks`` blocks of query rows. Programs that run at the same time should read the
     same keys, so the number depends on the mask:
 
     * Without a right edge, the query heads of one key head are interleaved.
     * With pairs or a work queue (``few``), a few heads are interleaved. Concurrent programs compute the same
       query rows of these heads.
     * Otherwise, many heads are interleaved. Their work tiles are sorted by falling cost, so that programs end
-      at about the same time. A head has ``blocks`` blocks of query rows.
+      at about the same time.
     """
     _, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    most = problem.group_size // pack * splits
+    most = group
     if few:
         most = max(SWIZZLE_HEADS, most)
     elif right != UNLIMITED:
         most = max(SWIZZLE_TILES // blocks, most)
-    return largest_divisor(problem.batch * problem.num_heads_q // pack * splits, most)
+    return largest_divisor(heads, most)
 
 
-def takes_from_queue(problem: Problem, config: ForwardConfig) -> bool:
-    """Whether work tiles come from the work queue.
-
-    Work tiles of packed sequences always come from the queue. With ``config.QUEUED``, so do those of
-    sequences of at least ``config.paired_below`` keys, under a mask with only a right edge.
-    """
-    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    one_edge = right != UNLIMITED and left == UNLIMITED
-    return problem.varlen or (config.QUEUED and one_edge and problem.seqlen_k >= config.paired_below)
-
-
-def takes_pairs(problem: Problem, config: ForwardConfig, pack: int, has_queue: bool = True) -> bool:
-    """Whether work tiles are pairs of blocks of query rows, for kernels with or without a work queue."""
-    _, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    short = not has_queue if problem.varlen else problem.seqlen_k < config.paired_below
-    alone = has_queue and blocks_stand_alone(problem, config.BLOCK_M, pack)
-    return right != UNLIMITED and short and not alone
-
-
-def blocks_stand_alone(problem: Problem, block_m: int, pack: int = 1) -> bool:
-    """Whether a dense call has at most one block of query rows for each multiprocessor."""
-    blocks = tile_heads(problem, pack) * math.ceil(problem.seqlen_q * pack / block_m)
+def blocks_stand_alone(problem: Problem, block_m: int) -> bool:
+    """Whether a dense call, without shared tiles, has at most one block of query rows per multiprocessor."""
+    heads = problem.batch * problem.num_heads_q * column_splits(problem)
+    blocks = heads * math.ceil(problem.seqlen_q / block_m)
     return not problem.varlen and blocks <= multiprocessors(problem.device)

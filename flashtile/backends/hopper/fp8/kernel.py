@@ -46,7 +46,7 @@ from flashtile.backends.hopper.forward.kernel import (
     mask,
     mask_rows,
     own_queries,
-    own_rows,
+    row_positions,
     rows_in,
     scale_rows,
     skip_blocks,
@@ -171,7 +171,7 @@ def fp8_forward_kernel(
         v_layout: gl.constexpr = transposed_layout(C.BLOCK_N)
         v_tiles = gl.allocate_shared_memory(v_desc.dtype, [C.STAGES, C.BLOCK_DV, C.BLOCK_N], v_layout)
         v = make_ring(v_tiles, C.STAGES, C.WARPGROUPS)
-    ping_pong = make_ping_pong(C.WARPGROUPS if C.PING_PONG else 1)
+    ping_pong = make_ping_pong(C.WARPGROUPS) if C.PING_PONG else 0
     queue = pipeline.make_work_queue(C.WARPGROUPS) if C.QUEUED else 0
     o_tiles = gl.allocate_shared_memory(o_desc.dtype, [C.WARPGROUPS] + o_desc.block_type.shape, o_desc.layout)
     call = Fp8Call(
@@ -339,7 +339,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     schedule = call.schedule
 
     first, last, n_begin, n_end, own = own_range(C, W, work, block, schedule)
-    positions, head = own_rows(C, work, first, row_layout)
+    positions, head = row_positions(C, work, first, row_layout)
     rows = mask_rows(C, work, positions, 0.0, schedule)
     scales = tile_scales(C, work, positions, head, call)
     block_scales = load_scales(C, scales, own.end - 1)
@@ -350,7 +350,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     z0, z1, z2, z3 = by_byte(zeros)
     state = SoftmaxState(o, sums_of(z0, z1, z2, z3), m)
 
-    i = skip_blocks(n_end - own.end, i, k, v, ping_pong, W)
+    i = skip_blocks(C, W, n_end - own.end, i, k, v, ping_pong)
     q_part, q_tile, q_head = own_queries(C, W, q, j, s_layout)
     tile = Fp8Tile(q_tile, q_head, k, v, ping_pong, rows, scales, call.numbers)
     end = own.end
@@ -366,7 +366,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     sums = gl.convert_layout(gl.sum(l, 1), row_layout)
     lse = (m - P_LOG2) * LN_2 + gl.log(sums)
     store_lse(C, lse, work, head, positions, call.pointers, schedule)
-    i = skip_blocks(own.begin - n_begin, i, k, v, ping_pong, W)
+    i = skip_blocks(C, W, own.begin - n_begin, i, k, v, ping_pong)
     # Rows that see no key become 0. Their o may be NaN, because V may hold NaN after the last key.
     o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0))
     o_sums = gl.convert_layout(sums, gl.SliceLayout(1, o_layout))
@@ -454,6 +454,7 @@ def attend_masked(
     o, l, m = state
     o_layout: gl.constexpr = o.type.layout
     k_scale, v_scale = block_scales
+    # Q K^T and P V do not overlap here, as in the 16-bit kernel: cut blocks are few.
     for n in range(n_from - 1, n_to - 1, -1):
         s, next_scales = block_products(C, W, WIDTH, tile, i, n)
         packed, m_new, l, alpha = fp8_softmax(
@@ -479,7 +480,7 @@ def block_products(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, 
     s = start_qk(C, WIDTH, tile.q, tile.q_head, tile.k, i, accumulator_layout(WIDTH, 32))
     if C.PING_PONG:
         tile.ping_pong.pass_on(W)
-    next_scales = load_scales(C, tile.scales, n - 1)
+    next_scales = load_scales(C, tile.scales, n - 1)  # one block ahead, so that no softmax waits for memory
     s = warpgroup_mma_wait(0, deps=[s])
     tile.k.release(i)
     return s, next_scales
@@ -495,6 +496,7 @@ def start_pv(C: gl.constexpr, p, v_tile, o):
     v = v_tile.reshape([C.BLOCK_DV, C.BLOCK_N])
     if WIDTH < C.BLOCK_N:
         v = v.slice(0, WIDTH, dim=1)
+    # A view: memory holds V^T, since e4m3's right operand must have contiguous keys.
     return warpgroup_mma(p, v.permute((1, 0)), o, is_async=True)
 
 
@@ -510,12 +512,15 @@ def fp8_softmax(C: gl.constexpr, s, n, m, l, tile, rows, k_scale, v_scale, MASK:
     """
     s_layout: gl.constexpr = s.type.layout
     factor = gl.convert_layout(score_factor(C, tile.scales, k_scale), gl.SliceLayout(1, s_layout))
-    value_log2, inverse = value_scale(v_scale)
+    # The inverse of the rounded logarithm, not of v_scale: what the exponent adds to P, the sum takes away.
+    value_log2 = log2(gl.maximum(v_scale, LEAST))
+    inverse = gl.exp2(-value_log2)
     column = factor[:, None]
     s = apply_score_mod(C, s, n, rows, Numbers(column, column, tile.numbers.softcap_log2), s_layout)
     if MASK:
         s = mask(C, s, n, rows, s_layout)
     b0, b1, b2, b3, m, alpha = exponentials(C, s, m, factor, value_log2)
+    # Summed in fp32 before the rounding to e4m3, and one factor for a row, not for each P.
     sums = sums_of(b0, b1, b2, b3)
     l = scale_rows(l, alpha) + gl.convert_layout(sums, l.type.layout) * inverse
     return pack(b0, b1, b2, b3), m, l, alpha
@@ -596,6 +601,7 @@ def as_operand(packed, product_layout: gl.constexpr):
     twice = gl.join(packed, packed)
     by_key = gl.convert_layout(gl.join(twice, twice).reshape([M, N]), layout, assert_trivial=True)
     # Four adjacent elements in this layout are copies of one register: use its four bytes as the elements.
+    # Assembly, because the compiler would unpack and repack them: 196 of 634 instructions of a step.
     bytes_of = gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r,r,r,r", [by_key], dtype=gl.int8, is_pure=False, pack=4
     )
@@ -626,11 +632,13 @@ def tile_scales(C: gl.constexpr, work, positions, head, call):
     q_index = work.sequence * strides.q_scale_batch + head // C.Q_SCALE_GROUP * strides.q_scale_head
     first_q = 0
     first_k = 0
+    # Block i of packed sequence b has number cu_seqlens[b] // rows + b + i: unique, and found without the
+    # host.
     if C.VARLEN and C.BLOCK_SCALES:
         first_q = work.start_q // QUERY_BLOCK + work.sequence
         first_k = work.start_k // KEY_BLOCK + work.sequence
     q_index += (first_q + positions // QUERY_BLOCK) * strides.q_scale_block
-    if C.HAS_Q_SCALE:
+    if C.HAS_Q_SCALE:  # rows past the end have no scale
         q_scale = gl.load(arrays.q_scale + q_index, mask=positions < work.seqlen_q, other=1.0)
     else:
         q_scale = gl.full([WARPGROUP_ROWS], 1.0, gl.float32, positions.type.layout)
@@ -655,7 +663,7 @@ def load_scales(C: gl.constexpr, scales, n):
 
     A scale that the call lacks is 1.0.
     """
-    block = gl.maximum(n, 0) * C.BLOCK_N // KEY_BLOCK
+    block = gl.maximum(n, 0) * C.BLOCK_N // KEY_BLOCK  # the load ahead of the last block is not used
     k_scale, v_scale = gl.to_tensor(1.0), gl.to_tensor(1.0)
     if C.HAS_K_SCALE:
         k_scale = gl.load(scales.k + block * scales.k_block)
@@ -675,13 +683,6 @@ def score_factor(C: gl.constexpr, scales, k_scale):
     if not C.HAS_SCORE_MOD:
         factor = gl.minimum(gl.maximum(factor, LEAST), 1 / LEAST)
     return factor
-
-
-@gluon.jit
-def value_scale(v_scale):
-    """Return (log2 of a block's value scale, inverse of the scale)."""
-    exponent = log2(gl.maximum(v_scale, LEAST))
-    return exponent, gl.exp2(-exponent)
 
 
 # Transposition of V in shared memory.

@@ -10,6 +10,7 @@ from flashtile.backends.common.tma import View
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS, persistent_programs, score_numbers
 from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.forward.launch import ForwardKernels, Outputs, schedule_of, tile_table
+from flashtile.backends.hopper.forward.rounds import Plan, plan_of
 from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.fp8.config import PRODUCER_WARPS, REGISTERS, Fp8Config, Fp8Variant
 from flashtile.backends.hopper.fp8.kernel import BlockScaleStrides, Fp8ForwardPointers, fp8_forward_kernel
@@ -23,7 +24,7 @@ class Fp8ForwardLaunch:
     def __init__(self, problem: Fp8Problem, config: Fp8Config) -> None:
         self._problem = problem
         self._config = config
-        self._queued = forward.takes_from_queue(problem, config)
+        self._plan = plan_of(problem, config, "fp8")
         self._allocate = Outputs(problem, problem.out_dtype)
         self._kernels: ForwardKernels | None = None
 
@@ -36,7 +37,7 @@ class Fp8ForwardLaunch:
         table = lse
         if kernels.fill_table is not None:
             table = kernels.fill_table(cu_seqlens_q, cu_seqlens_k, seqused_k)
-        elif self._queued:
+        elif kernels.queued:
             table = q.new_zeros(TABLE_WIDTH.value, dtype=torch.int32)
         kernels.attend(
             q.device,
@@ -54,9 +55,9 @@ class Fp8ForwardLaunch:
         return out, lse
 
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, scales: Scales) -> ForwardKernels:
-        problem = self._problem
-        variant = fp8_forward_variant(problem, self._config, scales)
-        schedule = schedule_of(problem, variant, k)._replace(alibi_stride=None)
+        problem, plan = self._problem, self._plan
+        variant = fp8_forward_variant(problem, plan, scales)
+        schedule = schedule_of(problem, plan, k)._replace(alibi_stride=None)
         attend = CachedLaunch(
             fp8_forward_kernel,
             persistent_programs(schedule.num_tiles, q.device),
@@ -67,17 +68,14 @@ class Fp8ForwardLaunch:
             Fp8ForwardPointers,
             maxnreg=LAUNCH_REGISTERS[variant.WARPGROUPS],
         )
-        return ForwardKernels(tile_table(problem, variant), attend)
+        return ForwardKernels(tile_table(problem, plan), attend, None, plan.queued)
 
 
-def fp8_forward_variant(problem: Fp8Problem, config: Fp8Config, scales: Scales) -> Fp8Variant:
+def fp8_forward_variant(problem: Fp8Problem, plan: Plan, scales: Scales) -> Fp8Variant:
     """Return the kernel's variant for ``scales``; a scale that is None counts as 1."""
-    common = vars(forward.variant_of(problem, config, has_queue=False))
-    queued = forward.takes_from_queue(problem, config)
-    consumer, producer = REGISTERS[config.warpgroups, problem.v_transposed]
+    common = vars(forward.forward_variant(problem, plan))
+    consumer, producer = REGISTERS[plan.config.warpgroups, problem.v_transposed]
     own = {
-        "QUEUED": queued,
-        "PAIRED": common["PAIRED"] and not queued,
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
         "PRODUCER_WARPS": PRODUCER_WARPS[problem.v_transposed],

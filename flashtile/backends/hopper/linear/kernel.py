@@ -2,16 +2,24 @@
 al. 2023, arXiv:2311.01282, section 4). Reading W takes most of the time, so memory should never be idle:
 
 * All programs read nearly the same number of rows of W, in tiles of nearly the same size. Programs, and
-  tiles, differ by at most one *place*: an output column, or a pair of them (``common.linear_epilogue``).
-  Within a tile, each
-  warp multiplies a part of K. The sums of the warps are added at the end of the tile, in a fixed order.
+  tiles, differ by at most one *place*: an output column, or a pair of them that the epilogue combines
+  (``common.linear``). Within a tile, each warp multiplies a part of K. The sums of the warps are added at the
+  end of the tile, in a fixed order.
 * A ring of asynchronous copies continues across the boundaries of tiles.
 * Under programmatic dependent launch the kernel loads its first weights before it waits for the previous
   kernel.
 
 Rows of W are the first operand of the tensor cores, and rows of x the second. So M is padded only to 8 or 16.
 
-A *chunk* is a range of WARPS * BLOCK_K columns of K; a slot of the ring holds one.
+A *chunk* is a range of WARPS * BLOCK_K columns of K; a slot of the ring holds one. All warps load and
+multiply: there are no partitions, and the ring needs no mbarriers. A program with two tiles of three chunks
+and STAGES 4; time runs to the right, and 0' is chunk 0 of the next tile:
+
+    cp.async   W0 W1 W2    x0 x1 x2    0'   1'   2'
+    waits for          PDL           0    1    2                                0'    1'    2'
+    mma                               [0]  [1]  [2] sums of warps, store        [0']  [1']  [2'] ...
+
+The module is read from top to bottom: the kernel, its ring, the rows of a program, the loads, the ends.
 """
 
 from dataclasses import dataclass
@@ -83,204 +91,6 @@ class FlatTiles(NamedTuple):
     count: Any
 
 
-@gluon.constexpr_function
-def vector_of(dtype):
-    """Elements per asynchronous copy."""
-    return COPY_BYTES.value * 8 // dtype.primitive_bitwidth
-
-
-@gluon.constexpr_function
-def copy_layout(C, dtype):
-    """Layout of asynchronous copies of [WARPS, rows, BLOCK_K] into a slot."""
-    vector = vector_of(dtype)
-    vectors = C.BLOCK_K // vector
-    lanes = min(vectors, 32)
-    return gl.BlockedLayout([1, 1, vector], [1, 32 // lanes, lanes], [C.WARPS, 1, 1], [2, 1, 0])
-
-
-@gluon.constexpr_function
-def ring_layout(C, dtype):
-    """Swizzled shared-memory layout of a slot of the ring.
-
-    Four threads read 4 * K_WIDTH adjacent elements of a row at a time. The swizzle places these elements of
-    adjacent rows in different banks.
-    """
-    unit = 4 * C.K_WIDTH
-    units = C.BLOCK_K // unit
-    per_line = BANK_BYTES.value * 8 // (unit * dtype.primitive_bitwidth)
-    return gl.SwizzledSharedLayout(unit, max(per_line // units, 1), min(units, per_line), [2, 1, 0])
-
-
-@gluon.jit
-def tiles_of(program, programs, places, C: gl.constexpr):
-    """Return the :class:`FlatTiles` of a program.
-
-    The places (output columns, or pairs of them) are shared equally: programs differ by at most one place.
-    """
-    begin = (places.to(gl.int64) * program // programs).to(gl.int32)
-    end = (places.to(gl.int64) * (program + 1) // programs).to(gl.int32)
-    return FlatTiles(begin, end - begin, gl.cdiv(end - begin, C.BLOCK_N // C.HALVES))
-
-
-@gluon.jit
-def edge_of(tiles, t):
-    """Return the first place (output column, or pair of columns) of tile ``t``."""
-    return tiles.begin + tiles.places * t // tiles.count
-
-
-@gluon.jit
-def columns_of(C: gl.constexpr, dtype: gl.constexpr):
-    """Return the columns of a chunk, [WARPS, 1, BLOCK_K]. Warp w multiplies the columns of index w."""
-    layout: gl.constexpr = copy_layout(C, dtype)
-    warp = gl.arange(0, C.WARPS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    k = gl.arange(0, C.BLOCK_K, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    return warp[:, None, None] * C.BLOCK_K + k[None, None, :]
-
-
-@gluon.jit
-def rows_of(tiles, t, depth, call, C: gl.constexpr, E: gl.constexpr):
-    """Return (offsets, mask) for loads of tile ``t``'s rows of W.
-
-    offsets [WARPS, BLOCK_N, BLOCK_K] are those of the first chunk. mask [1, BLOCK_N, 1] is False for rows
-    past the end of the tile.
-    """
-    dtype: gl.constexpr = call.pointers.w.dtype.element_ty
-    layout: gl.constexpr = copy_layout(C, dtype)
-    STEP: gl.constexpr = C.BLOCK_N // C.HALVES
-    i = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    place = edge_of(tiles, t) + i % STEP
-    row = row_of(place, i // STEP, call.places, E)[None, :, None]
-    offsets = row.to(gl.int64) * depth.w_stride + columns_of(C, dtype)
-    return offsets, (place < edge_of(tiles, t + 1))[None, :, None]
-
-
-@gluon.jit
-def copy(source, offsets, mine, chunk, slot, depth, C: gl.constexpr):
-    """Start asynchronous copies of a chunk into a slot.
-
-    Elements outside of the mask ``mine``, or past the last column of K, become 0.
-    """
-    start = chunk * (C.WARPS * C.BLOCK_K)
-    if not C.EVEN_K:
-        mine = mine & (start + columns_of(C, source.dtype.element_ty) < depth.K)
-    async_copy_to_shared(slot, source + start + offsets, mask=mine)
-
-
-@gluon.jit
-def load_weights(offsets, mine, chunk, slot, pointers, ring, depth, C: gl.constexpr, E: gl.constexpr):
-    """Start to copy a chunk of W, for the rows of one tile, and, if NORM, a chunk of the norm's weights."""
-    copy(pointers.w, offsets, mine, chunk, ring.w.index(slot), depth, C)
-    if E.NORM:
-        columns = columns_of(C, pointers.norm_weight.dtype.element_ty)
-        copy(pointers.norm_weight, columns, columns >= 0, chunk, ring.norm_weight.index(slot), depth, C)
-
-
-@gluon.jit
-def load_x(chunk, slot, pointers, ring, depth, M, C: gl.constexpr):
-    """Start copies of a chunk of x. Rows past M become 0."""
-    dtype: gl.constexpr = pointers.x.dtype.element_ty
-    layout: gl.constexpr = copy_layout(C, dtype)
-    m = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    offsets = m.to(gl.int64) * depth.x_stride + columns_of(C, dtype)
-    copy(pointers.x, offsets, m < M, chunk, ring.x.index(slot), depth, C)
-
-
-@gluon.jit
-def as_numbers(w, dtype: gl.constexpr):
-    """Convert W to the dtype of x. The conversion of e4m3 is exact."""
-    if w.dtype == gl.float8e4nv and dtype == gl.bfloat16:
-        return to_bfloat16(w)
-    else:
-        return w.to(dtype)
-
-
-@gluon.constexpr_function
-def pairs_layout(C):
-    """Layout of a tile's sums [places, BLOCK_M, 2]: adjacent threads have adjacent places."""
-    lanes = min(C.BLOCK_N // C.HALVES, 32)
-    return gl.BlockedLayout([1, 1, 2], [lanes, 32 // lanes, 1], [1, C.WARPS, 1], [2, 0, 1])
-
-
-@gluon.jit
-def finish(sums, factor, square, tiles, t, call, C: gl.constexpr, E: gl.constexpr):
-    """Apply the epilogue to the sums of tile ``t`` and store the results.
-
-    sums [BLOCK_N, BLOCK_M], factor [BLOCK_M] (scale of each row of x). If NEXT_NORM, the squares of this
-    tile's results are added to ``square`` [BLOCK_M]. Returns ``square``.
-    """
-    STEP: gl.constexpr = C.BLOCK_N // C.HALVES
-    pairs: gl.constexpr = pairs_layout(C)
-    layout: gl.constexpr = gl.SliceLayout(2, pairs)
-    place = edge_of(tiles, t) + gl.arange(0, STEP, gl.SliceLayout(1, layout))
-    place = gl.where(place < edge_of(tiles, t + 1), place, call.places)[:, None]
-    end = call.places
-    m = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, layout))[None, :]
-    factor = gl.convert_layout(factor, gl.SliceLayout(0, layout))[None, :]
-    if E.EPILOGUE == PLAIN:
-        y = store_sums(gl.convert_layout(sums, layout), place, end, m, factor, call, E)
-        if E.NEXT_NORM:
-            square += gl.sum(store_scaled(y, place, end, m, call), 0)
-    else:
-        both = sums.reshape([2, STEP, C.BLOCK_M]).permute((1, 2, 0))
-        first, second = gl.split(gl.convert_layout(both, pairs))
-        to = load_destinations(m, call.pointers, call.sizes, E)
-        store_pairs(first, second, place, end, m, factor, to, call, E)
-    return square
-
-
-@gluon.jit
-def leave_factor(square, call, C: gl.constexpr):
-    """Store a program's sums of squares ``square`` [BLOCK_M], one for each row of x.
-
-    The last program to arrive adds the sums of all programs, in a fixed order. From the totals it stores the
-    factor by which the next norm multiplies each row.
-    """
-    BLOCK_M: gl.constexpr = C.BLOCK_M
-    PARTS: gl.constexpr = PARTS_AT_ONCE // BLOCK_M
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // BLOCK_M, BLOCK_M], [C.WARPS, 1], [1, 0])
-    m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
-    square = gl.convert_layout(square, gl.SliceLayout(0, layout))
-    gl.store(call.pointers.squares + gl.program_id(0) * BLOCK_M + m, square)
-    partition_barrier()
-    if gl.atomic_add(call.pointers.arrived, 1, sem="acq_rel", scope="gpu") == gl.num_programs(0) - 1:
-        gl.store(call.pointers.arrived, 0)
-        part = gl.arange(0, PARTS, gl.SliceLayout(1, layout))[:, None]
-        total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(0, layout))
-        for first in range(0, gl.num_programs(0), PARTS):
-            parts = load_squares(part, m[None, :], first, gl.num_programs(0), BLOCK_M, call.pointers.squares)
-            total += gl.sum(parts, 0)
-        store_factor(total, m, call)
-
-
-@gluon.jit
-def make_ring(x_type: gl.constexpr, w_type: gl.constexpr, C: gl.constexpr, E: gl.constexpr):
-    """Allocate the :class:`FlatRing`. Without NORM, its buffer of norm weights is unused and minimal."""
-    STAGES: gl.constexpr = C.STAGES
-    WARPS: gl.constexpr = C.WARPS
-    BLOCK_M: gl.constexpr = C.BLOCK_M
-    BLOCK_N: gl.constexpr = C.BLOCK_N
-    BLOCK_K: gl.constexpr = C.BLOCK_K
-    NORM_K: gl.constexpr = BLOCK_K if E.NORM else 4 * C.K_WIDTH
-    of_x: gl.constexpr = ring_layout(C, x_type)
-    of_w: gl.constexpr = ring_layout(C, w_type)
-    return FlatRing(
-        gl.allocate_shared_memory(w_type, [STAGES, WARPS, BLOCK_N, BLOCK_K], of_w),
-        gl.allocate_shared_memory(x_type, [STAGES, WARPS, BLOCK_M, BLOCK_K], of_x),
-        gl.allocate_shared_memory(x_type, [STAGES, WARPS, 1, NORM_K], of_x),
-    )
-
-
-@gluon.jit
-def next_chunk(tile, chunk, offsets, mine, chunks, tiles, depth, call, C: gl.constexpr, E: gl.constexpr):
-    """Return (tile, chunk, offsets, mine) of the chunk after ``chunk``, in this tile or the next."""
-    chunk += 1
-    if chunk == chunks:
-        chunk = 0
-        tile += 1
-        offsets, mine = rows_of(tiles, tile, depth, call, C, E)
-    return tile, chunk, offsets, mine
-
-
 @gluon_kernel(do_not_specialize=("places", "sizes"))
 def flat_kernel(
     pointers, depth, eps, places, strides, cache_strides, sizes, C: gl.constexpr, E: gl.constexpr
@@ -312,9 +122,12 @@ def flat_kernel(
     # The chunk to load next.
     tile = 0
     chunk = 0
-    offsets, mine = rows_of(tiles, tile, depth, call, C, E)
+    offsets, mine = weight_rows(tiles, tile, depth, call, C, E)
     if not C.AHEAD:
         wait_for_dependencies()
+    # Prologue. Weights do not depend on the previous kernel, so with AHEAD they are on their way before it
+    # ends. One slot stays free: the one that is being multiplied. A group is committed for each slot, even an
+    # empty one, so that the number of groups in flight is always the same.
     for s in gl.static_range(STAGES - 1):
         if s < count:
             load_weights(offsets, mine, chunk, s, pointers, ring, depth, C, E)
@@ -322,14 +135,16 @@ def flat_kernel(
                 tile, chunk, offsets, mine, chunks, tiles, depth, call, C, E
             )
         async_copy.commit_group()
-    if C.AHEAD:
+    if C.AHEAD:  # x comes from the previous kernel
         wait_for_dependencies()
     for s in gl.static_range(STAGES - 1):
         if s < count:
             load_x(s % chunks, s, pointers, ring, depth, M, C)
         async_copy.commit_group()
-    launch_dependents()
+    launch_dependents()  # the next kernel may load its weights; it waits for this one's end itself
 
+    # mma, not wgmma: each warp has a part of K, and wgmma would need all four at 64 rows of W. The first axis
+    # of the layout is the warps.
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     w_operand: gl.constexpr = gl.DotOperandLayout(0, mma, C.K_WIDTH)
     x_operand: gl.constexpr = gl.DotOperandLayout(1, mma, C.K_WIDTH)
@@ -342,12 +157,16 @@ def flat_kernel(
     of_stored: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, pairs_layout(C)))
     square = gl.zeros([BLOCK_M], gl.float32, of_stored)  # sums of squares of the stored results
     i = 0
+    # Main loop: ``i`` counts chunks over all tiles, so that the ring runs on across their boundaries.
     for t in range(tiles.count):
         acc = gl.zeros([WARPS, BLOCK_N, BLOCK_M], gl.float32, mma)
         for _ in range(chunks):
             slot = i % STAGES
+            # W and x of the first STAGES - 1 chunks are two groups each, but those of x are the later ones.
+            # All but the last STAGES - 2 groups then include both of chunk i.
             async_copy.wait_group(STAGES - 2)
             partition_barrier()  # all copies have arrived, and all warps have read the previous slot
+            # Into the slot that all warps have left; loads go out before the products.
             if i + STAGES - 1 < count:
                 free = (i + STAGES - 1) % STAGES
                 load_weights(offsets, mine, chunk, free, pointers, ring, depth, C, E)
@@ -366,9 +185,217 @@ def flat_kernel(
                 x_tile = x_tile * weight
             acc = mma_v2(as_numbers(w_tile, x_tile.dtype), x_tile, acc)
             i += 1
+        # The norm's factor of a row multiplies the sums, not x: it is known only when all of x has passed.
         if E.NORM and t == 0:
             of_x_rows = gl.convert_layout(gl.sum(gl.sum(x_squares, 1), 0), gl.SliceLayout(0, of_sums))
             factor = gl.rsqrt(of_x_rows / K + eps)
         square = finish(gl.sum(acc, 0), factor, square, tiles, t, call, C, E)
     if E.NEXT_NORM:
         leave_factor(square, call, C)
+
+
+@gluon.constexpr_function
+def vector_of(dtype):
+    """Elements per asynchronous copy."""
+    return COPY_BYTES.value * 8 // dtype.primitive_bitwidth
+
+
+@gluon.jit
+def make_ring(x_type: gl.constexpr, w_type: gl.constexpr, C: gl.constexpr, E: gl.constexpr):
+    """Allocate the :class:`FlatRing`. Without NORM, its buffer of norm weights is unused and minimal."""
+    STAGES: gl.constexpr = C.STAGES
+    WARPS: gl.constexpr = C.WARPS
+    BLOCK_M: gl.constexpr = C.BLOCK_M
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    BLOCK_K: gl.constexpr = C.BLOCK_K
+    NORM_K: gl.constexpr = BLOCK_K if E.NORM else 4 * C.K_WIDTH
+    of_x: gl.constexpr = ring_layout(C, x_type)
+    of_w: gl.constexpr = ring_layout(C, w_type)
+    return FlatRing(
+        gl.allocate_shared_memory(w_type, [STAGES, WARPS, BLOCK_N, BLOCK_K], of_w),
+        gl.allocate_shared_memory(x_type, [STAGES, WARPS, BLOCK_M, BLOCK_K], of_x),
+        gl.allocate_shared_memory(x_type, [STAGES, WARPS, 1, NORM_K], of_x),
+    )
+
+
+@gluon.constexpr_function
+def ring_layout(C, dtype):
+    """Swizzled shared-memory layout of a slot of the ring.
+
+    Four threads read 4 * K_WIDTH adjacent elements of a row at a time. The swizzle places these elements of
+    adjacent rows in different banks.
+    """
+    unit = 4 * C.K_WIDTH
+    units = C.BLOCK_K // unit
+    per_line = BANK_BYTES.value * 8 // (unit * dtype.primitive_bitwidth)
+    return gl.SwizzledSharedLayout(unit, max(per_line // units, 1), min(units, per_line), [2, 1, 0])
+
+
+# Which rows of W a program reads.
+
+
+@gluon.jit
+def tiles_of(program, programs, places, C: gl.constexpr):
+    """Return the :class:`FlatTiles` of a program.
+
+    The places (output columns, or pairs of them) are shared equally: programs differ by at most one place.
+    """
+    begin = (places.to(gl.int64) * program // programs).to(gl.int32)
+    end = (places.to(gl.int64) * (program + 1) // programs).to(gl.int32)
+    return FlatTiles(begin, end - begin, gl.cdiv(end - begin, C.BLOCK_N // C.HALVES))
+
+
+@gluon.jit
+def edge_of(tiles, t):
+    """Return the first place (output column, or pair of columns) of tile ``t``."""
+    return tiles.begin + tiles.places * t // tiles.count
+
+
+@gluon.jit
+def weight_rows(tiles, t, depth, call, C: gl.constexpr, E: gl.constexpr):
+    """Return (offsets, mask) for loads of tile ``t``'s rows of W.
+
+    offsets [WARPS, BLOCK_N, BLOCK_K] are those of the first chunk. mask [1, BLOCK_N, 1] is False for rows
+    past the end of the tile.
+    """
+    dtype: gl.constexpr = call.pointers.w.dtype.element_ty
+    layout: gl.constexpr = copy_layout(C, dtype)
+    STEP: gl.constexpr = C.BLOCK_N // C.HALVES
+    i = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    place = edge_of(tiles, t) + i % STEP
+    row = row_of(place, i // STEP, call.places, E)[None, :, None]
+    offsets = row.to(gl.int64) * depth.w_stride + chunk_columns(C, dtype)
+    return offsets, (place < edge_of(tiles, t + 1))[None, :, None]
+
+
+@gluon.jit
+def next_chunk(tile, chunk, offsets, mine, chunks, tiles, depth, call, C: gl.constexpr, E: gl.constexpr):
+    """Return (tile, chunk, offsets, mine) of the chunk after ``chunk``, in this tile or the next."""
+    chunk += 1
+    if chunk == chunks:
+        chunk = 0
+        tile += 1
+        offsets, mine = weight_rows(tiles, tile, depth, call, C, E)
+    return tile, chunk, offsets, mine
+
+
+# Loads.
+
+
+@gluon.jit
+def load_weights(offsets, mine, chunk, slot, pointers, ring, depth, C: gl.constexpr, E: gl.constexpr):
+    """Start to copy a chunk of W, for the rows of one tile, and, if NORM, a chunk of the norm's weights."""
+    copy(pointers.w, offsets, mine, chunk, ring.w.index(slot), depth, C)
+    if E.NORM:
+        columns = chunk_columns(C, pointers.norm_weight.dtype.element_ty)
+        copy(pointers.norm_weight, columns, columns >= 0, chunk, ring.norm_weight.index(slot), depth, C)
+
+
+@gluon.jit
+def load_x(chunk, slot, pointers, ring, depth, M, C: gl.constexpr):
+    """Start copies of a chunk of x. Rows past M become 0."""
+    dtype: gl.constexpr = pointers.x.dtype.element_ty
+    layout: gl.constexpr = copy_layout(C, dtype)
+    m = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    offsets = m.to(gl.int64) * depth.x_stride + chunk_columns(C, dtype)
+    copy(pointers.x, offsets, m < M, chunk, ring.x.index(slot), depth, C)
+
+
+@gluon.jit
+def copy(source, offsets, mine, chunk, slot, depth, C: gl.constexpr):
+    """Start asynchronous copies of a chunk into a slot.
+
+    Elements outside of the mask ``mine``, or past the last column of K, become 0.
+    """
+    start = chunk * (C.WARPS * C.BLOCK_K)
+    if not C.EVEN_K:
+        mine = mine & (start + chunk_columns(C, source.dtype.element_ty) < depth.K)
+    async_copy_to_shared(slot, source + start + offsets, mask=mine)
+
+
+@gluon.jit
+def chunk_columns(C: gl.constexpr, dtype: gl.constexpr):
+    """Return the columns of a chunk, [WARPS, 1, BLOCK_K]. Warp w multiplies the columns of index w."""
+    layout: gl.constexpr = copy_layout(C, dtype)
+    warp = gl.arange(0, C.WARPS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    k = gl.arange(0, C.BLOCK_K, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    return warp[:, None, None] * C.BLOCK_K + k[None, None, :]
+
+
+@gluon.constexpr_function
+def copy_layout(C, dtype):
+    """Layout of asynchronous copies of [WARPS, rows, BLOCK_K] into a slot."""
+    vector = vector_of(dtype)
+    vectors = C.BLOCK_K // vector
+    lanes = min(vectors, 32)
+    return gl.BlockedLayout([1, 1, vector], [1, 32 // lanes, lanes], [C.WARPS, 1, 1], [2, 1, 0])
+
+
+@gluon.jit
+def as_numbers(w, dtype: gl.constexpr):
+    """Convert W to the dtype of x. The conversion of e4m3 is exact."""
+    if w.dtype == gl.float8e4nv and dtype == gl.bfloat16:
+        return to_bfloat16(w)
+    else:
+        return w.to(dtype)
+
+
+# The end of a tile, and of the program.
+
+
+@gluon.jit
+def finish(sums, factor, square, tiles, t, call, C: gl.constexpr, E: gl.constexpr):
+    """Apply the epilogue to the sums of tile ``t`` and store the results.
+
+    sums [BLOCK_N, BLOCK_M], factor [BLOCK_M] (scale of each row of x). If NEXT_NORM, the squares of this
+    tile's results are added to ``square`` [BLOCK_M]. Returns ``square``.
+    """
+    STEP: gl.constexpr = C.BLOCK_N // C.HALVES
+    pairs: gl.constexpr = pairs_layout(C)
+    layout: gl.constexpr = gl.SliceLayout(2, pairs)
+    place = edge_of(tiles, t) + gl.arange(0, STEP, gl.SliceLayout(1, layout))
+    place = gl.where(place < edge_of(tiles, t + 1), place, call.places)[:, None]
+    end = call.places
+    m = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, layout))[None, :]
+    factor = gl.convert_layout(factor, gl.SliceLayout(0, layout))[None, :]
+    if E.EPILOGUE == PLAIN:
+        y = store_sums(gl.convert_layout(sums, layout), place, end, m, factor, call, E)
+        if E.NEXT_NORM:
+            square += gl.sum(store_scaled(y, place, end, m, call), 0)
+    else:
+        both = sums.reshape([2, STEP, C.BLOCK_M]).permute((1, 2, 0))
+        first, second = gl.split(gl.convert_layout(both, pairs))
+        to = load_destinations(m, call.pointers, call.sizes, E)
+        store_pairs(first, second, place, end, m, factor, to, call, E)
+    return square
+
+
+@gluon.constexpr_function
+def pairs_layout(C):
+    """Layout of a tile's sums [places, BLOCK_M, 2]: adjacent threads have adjacent places."""
+    lanes = min(C.BLOCK_N // C.HALVES, 32)
+    return gl.BlockedLayout([1, 1, 2], [lanes, 32 // lanes, 1], [1, C.WARPS, 1], [2, 0, 1])
+
+
+@gluon.jit
+def leave_factor(square, call, C: gl.constexpr):
+    """Store a program's sums of squares ``square`` [BLOCK_M], one for each row of x.
+
+    The last program to arrive adds the sums of all programs, in a fixed order. From the totals it stores the
+    factor by which the next norm multiplies each row.
+    """
+    BLOCK_M: gl.constexpr = C.BLOCK_M
+    PARTS: gl.constexpr = PARTS_AT_ONCE // BLOCK_M
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // BLOCK_M, BLOCK_M], [C.WARPS, 1], [1, 0])
+    m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+    square = gl.convert_layout(square, gl.SliceLayout(0, layout))
+    gl.store(call.pointers.squares + gl.program_id(0) * BLOCK_M + m, square)
+    partition_barrier()  # all threads have stored before one of them counts the program as arrived
+    if gl.atomic_add(call.pointers.arrived, 1, sem="acq_rel", scope="gpu") == gl.num_programs(0) - 1:
+        gl.store(call.pointers.arrived, 0)  # for the next launch
+        part = gl.arange(0, PARTS, gl.SliceLayout(1, layout))[:, None]
+        total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(0, layout))
+        for first in range(0, gl.num_programs(0), PARTS):
+            parts = load_squares(part, m[None, :], first, gl.num_programs(0), BLOCK_M, call.pointers.squares)
+            total += gl.sum(parts, 0)
+        store_factor(total, m, call)

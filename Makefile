@@ -19,7 +19,7 @@ INTERPRETED = $(call FILES_WITH,\btarget\b|interpreter)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-cpu test-interpreter test-quick test-thorough test-thorough-cpu test-thorough-interpreter \
-  test-instruction-sets test-numerical-avx2 test-numerical-sse test-compile record-compiled test-architectures \
+  test-instruction-sets test-numerical-avx2 test-numerical-sse test-compile test-architectures \
   test-hopper-interpreted test-parallel test-newest-triton test-oldest-triton test-oldest-torch test-gpu lint fuzz mutants soak \
   bench docs dist kernels hub inspect demo clean
 
@@ -72,9 +72,6 @@ test-numerical-avx2 test-numerical-sse: $(READY)
 
 test-compile: $(READY) ## compile every configuration of every kernel
 	$(PYTEST) tests/backends/test_compile.py $(SHARED)
-
-record-compiled: $(READY)
-	$(RUN) tests/backends/compile_record.py
 
 mutants: $(READY) ## plant faults and count those that tests notice; SAMPLE=30, SEED=, ARGS=
 	$(RUN) scripts/mutants.py $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(ARGS)

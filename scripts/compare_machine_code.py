@@ -50,9 +50,10 @@ def dump(path: Path, only: list[str], jobs: int) -> None:
     ``only`` has parts of the cases' names (empty: all cases), and ``jobs`` cases are compiled at a time.
     """
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
-    from flashtile.backends.common import compile_report
+    from flashtile.tools.inspection.cases import every_case
+    from flashtile.tools.inspection.report import CompileCase, architecture
 
-    def digest(case: compile_report.CompileCase) -> tuple[str, dict[str, str | int]]:
+    def digest(case: CompileCase) -> tuple[str, dict[str, str | int]]:
         compiled = case.compile(target)
         code = machine_code(compiled.asm["cubin"])
         return case.name, {
@@ -65,8 +66,8 @@ def dump(path: Path, only: list[str], jobs: int) -> None:
     with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(jobs) as pool:
         os.environ["TRITON_CACHE_DIR"] = cache
         for arch in ARCHITECTURES:
-            target = compile_report.architecture(arch)
-            cases = compile_report.every_case(arch)
+            target = architecture(arch)
+            cases = every_case(arch)
             wanted = [case for case in cases if not only or any(part in case.name for part in only)]
             digests[arch] = dict(pool.map(digest, wanted))
     path.write_text(json.dumps(digests, indent=1))

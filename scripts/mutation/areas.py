@@ -62,7 +62,6 @@ AREAS = (
             "tests/backends/common/test_keys.py",
             "tests/backends/common/test_cached_launches.py",
             "tests/backends/common/test_direct_launch.py",
-            "tests/backends/common/test_compile_report.py",
             "tests/backends/portable/test_decode_kernels.py",
             "tests/api/test_linear.py",
             "tests/hardware/test_linear_table.py",

@@ -60,7 +60,7 @@ SPEED = re.compile(
     r"|pack|is_pure|timeout|non_blocking|daemon|stacklevel|strict|name|help|description)$"
 )
 """Keyword arguments that change no result."""
-SPOKEN = re.compile(r"(__repr__|__str__|_?explain\w*|_?describe\w*|\w*compile_cases|_?reason\w*)$")
+SPOKEN = re.compile(r"(__repr__|__str__|_?explain\w*|_?describe\w*|_?reason\w*)$")
 """Functions whose result is a text for a person, or a list of compile cases."""
 
 

@@ -241,11 +241,12 @@ def test_bad_numbers(phi, error, words):
 def test_short_caches_take_the_online_softmax(monkeypatch):
     """Eight blocks of keys at least: with fewer, the check costs more than is saved."""
     pytest.importorskip("triton")
-    from flashtile.backends.portable.decode import compile_cases, config, launch
+    from flashtile.backends.portable.decode import config, launch
+    from flashtile.tools.inspection.portable_decode import PAGED
 
     monkeypatch.undo()
     row = config.row("hopper", 2, config.NARROW, 128)
-    problem = replace(compile_cases._PAGED, softmax_max=1.0, capacity=8 * row.tile.BLOCK_N)
+    problem = replace(PAGED, softmax_max=1.0, capacity=8 * row.tile.BLOCK_N)
     assert launch.softmax_max_kind(problem, row) == "number"
     assert launch.softmax_max_kind(replace(problem, softmax_max_by_head=True), row) == "head"
     assert launch.softmax_max_kind(replace(problem, capacity=problem.capacity - 1), row) == "none"

@@ -11,21 +11,24 @@ from __future__ import annotations
 
 import pytest
 import triton
+from spills import accepted
 
-from flashtile.backends.common.compile_report import CompileCase, report
-from flashtile.backends.hopper.backward import compile_cases as hopper_backward
-from flashtile.backends.hopper.decode import compile_cases as hopper_decode
-from flashtile.backends.hopper.forward import compile_cases as hopper_forward
-from flashtile.backends.hopper.fp8 import compile_cases as hopper_fp8
 from flashtile.backends.hopper.fp8.config import Fp8Variant
-from flashtile.backends.hopper.linear import compile_cases as hopper_linear
+from flashtile.tools.inspection import (
+    hopper_backward,
+    hopper_decode,
+    hopper_forward,
+    hopper_fp8,
+    hopper_linear,
+)
+from flashtile.tools.inspection.report import CompileCase, report
 
 pytestmark = pytest.mark.compile
 
 HOPPER = "sm_90a"
 MORE_SPILLS = 1280
-"""Bytes of register spills beyond the budget, which is what the releases of the measurements spill. Triton
-3.9.0 spills up to 1236 more."""
+"""Bytes of register spills beyond those accepted, which are what the releases of the measurements spill.
+Triton 3.9.0 spills up to 1236 more."""
 
 
 def representative_cases() -> list:
@@ -62,7 +65,7 @@ def width(case: CompileCase) -> int:
 def test_compiles_within_its_limits(case: CompileCase) -> None:
     found = report(case, HOPPER)
     assert found.shared <= found.shared_limit, triton.__version__
-    assert found.spill_stores <= case.spill_budget + MORE_SPILLS, triton.__version__
+    assert found.spill_stores <= accepted(HOPPER, case.name) + MORE_SPILLS, triton.__version__
     assert found.lost_barriers == 0, triton.__version__
     # Hopper's kernels for few rows multiply by the older instruction, because wgmma takes 64 rows or more.
     wanted = "mma" if ".hopper.linear." in case.kernel.fn.__module__ else "wgmma"

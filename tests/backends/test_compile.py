@@ -1,14 +1,14 @@
 """Every kernel configuration, compiled ahead of time, is within its limits.
 
 ``make test`` compiles one configuration of each kernel for Hopper, of kernels that differ little from another
-none. ``make test-thorough`` compiles one of these, too, and those that have changed since they were recorded
-(``compile_record.py``); without a record of this Triton, those that tell most. The rest are marked
+none. ``make test-thorough`` compiles one of these, too, and those that tell most. The rest are marked
 ``exhaustive`` (``make test-compile``).
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,26 +18,57 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels have nothing to compile", allow_module_level=True)
 
-import compile_record
 from descriptors import wrong_descriptors
+from spills import beyond_limits
 
-from flashtile.backends.common.compile_report import (
-    CompileCase,
-    CompileReport,
-    architecture,
-    cuobjdump,
-    every_case,
-    report,
-)
+from flashtile.tools.inspection.cases import every_case
+from flashtile.tools.inspection.report import CompileCase, CompileReport, architecture, cuobjdump, report
 
 pytestmark = pytest.mark.compile
 
 HOPPER = "sm_90a"
 TENSOR_CORE = {"sm_80": "mma", HOPPER: "wgmma"}
 CASES = {arch: every_case(arch) for arch in TENSOR_CORE}
-RECORDED = {arch: [compile_record.recorded(case, arch) for case in CASES[arch]] for arch in CASES}
 VALUE = "value"
+ALIKE = re.compile(
+    r"(forward|dkdv|dq) \w+ head_dim (512|576) "
+    r"|(forward|dkdv|dq) .* (block mask|mask_mod|score_mod)$"
+    r"|(modified )?weights "
+    r"|decode bf16 latent "
+    r"|linear flat profiled whole waves "
+    r"|hopper (mods|dropout|bias) "
+    r"|hopper backward head_dim .* shared$"
+    r"|hopper backward dkv head_dim 256/128 .* shared$"
+    r"|hopper backward (\w+ )?head_dim (40/40|80/80|96/96|192/128|160/160|320/320) "
+    r"|hopper backward .* single$"
+    r"|hopper decode (head_dim (64|256)/.* e4m3|.* e4m3 by )"
+    r"|hopper linear (plain|e4m3) "
+)
+"""Names of cases that differ little from another case, unless they are among TELLING."""
+TELLING = {
+    *(f"{kernel} bf16 head_dim 128 block mask" for kernel in ("forward", "dkdv", "dq")),
+    "weights bf16 head_dim 128 columns",
+    "weights bf16 head_dim 128 top 8",
+    "modified weights bf16 head_dim 64 columns",
+    "decode bf16 latent 64 and 512 rows 16",
+    "hopper mods forward head_dim 64 128x128 block mask",
+    "hopper mods forward head_dim 256 128x64 block mask",
+    "hopper mods backward dkv head_dim 256 64x64 block mask",
+    "hopper mods backward dq head_dim 256 128x64 block mask",
+    "hopper dropout forward head_dim 128 128x128 causal",
+    "hopper dropout backward head_dim 128 64x128 causal",
+    "hopper bias forward head_dim 64 128x128 causal",
+    "hopper bias gradient head_dim 64 128x128 causal",
+    "hopper linear plain 8x16x64 stages 8 warps 4 x 2",
+    "hopper linear plain 16x16x64 stages 6 warps 4 x 2",
+    "hopper linear e4m3 8x16x128 stages 4 warps 4 x 3",
+    "hopper linear e4m3 16x32x128 stages 3 warps 4 x 2",
+}
 WIDTHS = ("BLOCK_D", "BLOCK_DV", "HEAD_DIM", "HEAD_DIM_V", "QK_COLUMNS", "O_LEFT")
+
+
+def is_alike(case: CompileCase) -> bool:
+    return case.name not in TELLING and ALIKE.match(case.name) is not None
 
 
 def type_of_q(case: CompileCase) -> str:
@@ -90,7 +121,7 @@ def shown_by(arch: str, case: CompileCase) -> set[tuple]:
     differ = width is not None and constants.get("BLOCK_DV", width) != width
     if of_heads is not None:  # tiles of v may have half of the columns
         differ = differ and constants["HEAD_DIM_V"] != of_heads
-    if case.exhaustive or differ:
+    if is_alike(case) or differ:
         return set()
     kernel = kernel_of(case)
     values = ((VALUE, *kernel, *item) for item in constants.items() if item[0] not in WIDTHS)
@@ -123,20 +154,14 @@ def of_each_kernel() -> dict[tuple[str, str], CompileCase]:
     return chosen
 
 
-def unrecorded() -> set[tuple[str, str]]:
-    """(architecture, name) of cases that are new, or have changed since they were recorded."""
-    pairs = ((arch, *pair) for arch in CASES for pair in zip(CASES[arch], RECORDED[arch], strict=True))
-    return {(arch, case.name) for arch, case, found in pairs if found is None}
-
-
 TOLD_BY_OTHERS = {kernel_of(case) for case in CASES[HOPPER]} - {
-    kernel_of(case) for case in CASES[HOPPER] if not case.exhaustive
+    kernel_of(case) for case in CASES[HOPPER] if not is_alike(case)
 }
 """Kernels of which every case differs little from another kernel's."""
 OF_EACH = {kernel: (HOPPER, case.name) for kernel, case in of_each_kernel().items()}
 FEW = {case for kernel, case in OF_EACH.items() if kernel not in TOLD_BY_OTHERS}
 FEW.add((HOPPER, "decode bf16 head_dim 128 rows 16 chunk"))  # chunks are an argument, which no constant shows
-THOROUGH = {*OF_EACH.values()} | (unrecorded() if compile_record.is_of_this_triton() else telling())
+THOROUGH = {*OF_EACH.values()} | telling()
 
 
 def marks(arch: str, case: CompileCase) -> tuple[pytest.MarkDecorator, ...]:
@@ -145,51 +170,30 @@ def marks(arch: str, case: CompileCase) -> tuple[pytest.MarkDecorator, ...]:
     return (pytest.mark.thorough if (arch, case.name) in THOROUGH else pytest.mark.exhaustive,)
 
 
-def every_configuration() -> list:
-    return [
-        pytest.param(
-            arch,
-            case,
-            found,
-            id=f"{arch}-{case.name}",
-            marks=marks(arch, case),
-        )
+def wrong_instructions(case: CompileCase, found: CompileReport) -> list[str]:
+    """What is wrong with the tensor-core instructions of a case that multiplies 16-bit numbers."""
+    if not (case.tensor_cores and is_16_bit(case)):
+        return []
+    # wgmma takes 64 rows, fewer run on the older instruction. In Hopper's kernels, rows may be keys.
+    is_narrow = case.constants["C"].BLOCK_M < 64 and ".hopper." not in kernel_of(case)[0]
+    wanted = "mma" if is_narrow else TENSOR_CORE[found.arch]
+    return [] if wanted in found.tensor_core else [f"no {wanted}"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "case"),
+    [
+        pytest.param(arch, case, id=f"{arch}-{case.name}", marks=marks(arch, case))
         for arch, cases in CASES.items()
-        for case, found in zip(cases, RECORDED[arch], strict=True)
-    ]
-
-
-def beyond_limits(case: CompileCase, found: CompileReport) -> list[str]:
-    """What is wrong with a configuration."""
-    wrong = list(found.violations)
-    if case.tensor_cores and is_16_bit(case):
-        # wgmma takes 64 rows, fewer run on the older instruction. In Hopper's kernels, rows may be keys.
-        is_narrow = case.constants["C"].BLOCK_M < 64 and ".hopper." not in kernel_of(case)[0]
-        wanted = "mma" if is_narrow else TENSOR_CORE[found.arch]
-        wrong += [] if wanted in found.tensor_core else [f"no {wanted}"]
-    return wrong
-
-
-def unmoved(found: CompileReport) -> tuple:
-    """Numbers that line numbers of a kernel's source do not change, as they do registers and spills."""
-    return found.shared, found.threads, found.tensor_core, found.lost_barriers
-
-
-@pytest.mark.parametrize(("arch", "case", "recorded"), every_configuration())
-def test_every_configuration_is_within_its_limits(arch, case, recorded):
+        for case in cases
+    ],
+)
+def test_every_configuration_is_within_its_limits(arch, case):
     found = report(case, arch)
-    assert beyond_limits(case, found) == []
+    assert beyond_limits(found) + wrong_instructions(case, found) == []
     if "wgmma" in found.tensor_core:
         asm = case.compile(architecture(arch)).asm  # compiled above, so this reads Triton's disk cache
         assert wrong_descriptors(asm["ptx"], cuobjdump("-sass", asm["cubin"])) == []
-    assert recorded is None or unmoved(found) == unmoved(recorded), "make record-compiled"
-
-
-@pytest.mark.parametrize("arch", CASES)
-def test_recorded_configurations_are_within_their_limits(arch):
-    pairs = zip(CASES[arch], RECORDED[arch], strict=True)
-    wrong = {case.name: beyond_limits(case, found) for case, found in pairs if found is not None}
-    assert {name: limits for name, limits in wrong.items() if limits} == {}
 
 
 @pytest.mark.parametrize("arch", CASES)
@@ -200,6 +204,7 @@ def test_every_kernel_has_cases(arch):
     kernels = {case.kernel.fn.__name__ for case in cases}
     assert {"forward_kernel", "dkdv_kernel", "dq_kernel"} <= kernels
     told = telling()
+    assert {case.name for case in CASES[HOPPER]} >= TELLING
     assert kernels == {case.kernel.fn.__name__ for case in cases if (arch, case.name) in told}
     assert {kernel_of(case) for case in cases} <= OF_EACH.keys()
     assert len(FEW) > 30

@@ -17,12 +17,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from descriptors import wrong_descriptors  # noqa: E402
 
 import flashtile  # noqa: E402
-from flashtile.backends.common.compile_report import cuobjdump  # noqa: E402
 from flashtile.backends.common.device import Target  # noqa: E402
 from flashtile.backends.compat import compiling_driver  # noqa: E402
 from flashtile.compilation.calls import calls_of  # noqa: E402
 from flashtile.compilation.compiling import launches  # noqa: E402
 from flashtile.op.operation import remembering  # noqa: E402
+from flashtile.tools.inspection.report import cuobjdump  # noqa: E402
 
 H200 = Target("H200", (9, 0), 132)
 HAS_FAULT = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)

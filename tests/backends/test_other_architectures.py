@@ -11,8 +11,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels have nothing to compile", allow_module_level=True)
 
 import architectures
+from spills import SPILLS, beyond_limits
 
-from flashtile.backends.common import compile_report
+from flashtile.tools.inspection.cases import every_case
+from flashtile.tools.inspection.report import CompileReport, used_on_amd
 
 
 @pytest.mark.compile
@@ -29,11 +31,19 @@ def test_a_telling_case_compiles(arch, name):
     architectures.check(case, arch)
 
 
-def test_stated_spills_are_of_cases_that_exist():
-    assert set(architectures.STATED) <= set(architectures.MATRIX_UNITS)
-    for arch, spills in architectures.STATED.items():
-        budgets = {case.name: case.spill_budget for case in architectures.telling_cases(arch)}
-        assert all(spills[name] > budgets[name] for name in spills), arch
+@pytest.mark.parametrize("arch", SPILLS)
+def test_spills_are_accepted_of_cases_that_exist(arch):
+    assert SPILLS[arch].keys() <= {case.name for case in every_case(arch)}
+
+
+@pytest.mark.parametrize(("spilled", "wrong"), [(8, []), (9, ["9 bytes of spill stores, 8 accepted"])])
+def test_spills_that_are_not_accepted_are_beyond_the_limits(monkeypatch, spilled, wrong):
+    monkeypatch.setitem(SPILLS, "sm_80", {"dq": 8})
+    found = CompileReport(
+        "dq", "sm_80", registers=100, spill_stores=spilled, spill_loads=0, stack=0, shared=0, threads=128,
+        tensor_core={}, lost_barriers=0, shared_limit=0, expects_tensor_cores=False, seconds=0.0,
+    )  # fmt: skip
+    assert beyond_limits(found) == wrong
 
 
 @pytest.mark.parametrize(
@@ -52,9 +62,7 @@ def test_stated_spills_are_of_cases_that_exist():
 def test_scratch_counts_as_spills(instructions, stores, loads):
     """What the compiler's assembly says, of a kernel made for this test."""
     metadata = ".max_flat_workgroup_size: 256\n.private_segment_fixed_size: 32\n.vgpr_count:     94\n"
-    used = compile_report.used_on_amd(
-        f"v_mfma_f32_32x32x8_bf16 a\nv_mfma_f32_x b\n{instructions}\n{metadata}"
-    )
+    used = used_on_amd(f"v_mfma_f32_32x32x8_bf16 a\nv_mfma_f32_x b\n{instructions}\n{metadata}")
     assert (used["spill_stores"], used["spill_loads"]) == (stores, loads)
     assert (used["registers"], used["threads"], used["stack"]) == (94, 256, 32)
     assert used["tensor_core"] == {"mfma": 2}

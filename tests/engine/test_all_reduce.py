@@ -78,24 +78,23 @@ def test_it_waits_for_every_word(monkeypatch):
         other.join()
 
 
-def test_a_rank_is_waited_for_in_nanoseconds_of_64_bits(monkeypatch):
+def test_a_rank_is_waited_for_in_nanoseconds_of_64_bits():
     """The interpreter has no clock, so this looks at what the kernels are given."""
-    from flashtile.backends.portable import all_reduce, exchange
+    from flashtile.backends.common.launch import recording
+    from flashtile.backends.portable.all_reduce import all_reduce
+    from flashtile.backends.portable.exchange import exchange, exchange_variant
 
-    waited = []
-
-    class Launch:
-        def __getitem__(self, grid):
-            return lambda *arguments, **constants: waited.append(arguments[-1])
-
-    monkeypatch.setattr(all_reduce, "all_reduce_kernel", Launch())
-    monkeypatch.setattr(exchange, "exchange_kernel", Launch())
     part, numbers = torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)
     out, lse = torch.zeros(1, 2, 4, 16), torch.zeros(1, 2, 4)
-    variant = exchange.exchange_variant(2, 8, 16)
-    for timeout in (0.5, 7200.0, float("inf")):
-        all_reduce.all_reduce(part, None, numbers, numbers, 0, 64, timeout)
-        exchange.exchange(out, lse, numbers, numbers, 0, variant, torch.float32, timeout)
+    variant = exchange_variant(2, 8, 16)
+    with recording() as launches:
+        for timeout in (0.5, 7200.0, float("inf")):
+            all_reduce(part, None, numbers, numbers, 0, 64, timeout)
+            exchange(out, lse, numbers, numbers, 0, variant, torch.float32, timeout)
+    waited = [
+        dict(zip(launch.kernel.arg_names, launch.arguments(tensors), strict=True))["timeout_ns"]
+        for launch, tensors in launches
+    ]
     assert waited == [5 * 10**8] * 2 + [7200 * 10**9] * 2 + [10**18] * 2
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.backends.common.compile_report import architecture
 from flashtile.backends.common.device import Target
 from flashtile.backends.hopper.linear import config as ring
 from flashtile.backends.portable.linear.config import (
@@ -39,6 +38,7 @@ from flashtile.hardware.linear_table import (
 from flashtile.io_model import find_card
 from flashtile.linear import linear
 from flashtile.problems.linear import QKV, SWIGLU, LinearOptions, LinearProblem, LinearTensors
+from flashtile.tools.inspection.report import architecture
 from targets import INTERPRETING
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="nothing is launched")
@@ -224,7 +224,7 @@ def test_hopper_takes_the_tile_that_was_the_fastest_for_the_shape():
 @pytest.mark.compile
 def test_the_end_of_a_flat_product_stores_many_places_at_once():
     """Which the compiler does only where it knows that tiles and rows of the output begin at multiples."""
-    from flashtile.backends.portable.linear.compile_cases import compile_cases
+    from flashtile.tools.inspection.portable_linear import compile_cases
 
     case = next(case for case in compile_cases("sm_90a") if "flat before norm" in case.name)
     ptx = case.compile(architecture("sm_90a")).asm["ptx"]

@@ -7,7 +7,6 @@ import re
 import pytest
 
 import script_runner
-from flashtile.backends.common import compile_report
 
 script = script_runner.load("scripts/compare_machine_code.py")
 
@@ -28,7 +27,10 @@ def test_cases_of_one_side_are_named():
 @pytest.mark.compile
 def test_code_has_the_instructions_that_the_disassembler_shows():
     pytest.importorskip("triton")
-    case = next(case for case in compile_report.every_case("sm_80") if case.name.startswith("preprocess"))
-    cubin = case.compile(compile_report.architecture("sm_80")).asm["cubin"]
-    shown = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/", compile_report.cuobjdump("-sass", cubin), re.MULTILINE)
+    from flashtile.tools.inspection.cases import every_case
+    from flashtile.tools.inspection.report import architecture, cuobjdump
+
+    case = next(case for case in every_case("sm_80") if case.name.startswith("preprocess"))
+    cubin = case.compile(architecture("sm_80")).asm["cubin"]
+    shown = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/", cuobjdump("-sass", cubin), re.MULTILINE)
     assert len(script.machine_code(cubin)) == script.INSTRUCTION_BYTES * len(shown) > 0

@@ -15,19 +15,12 @@ from flashtile.problems.attention import Problem
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Tile and launch of one kernel.
-
-    ``spill_budget`` is the number of bytes of register spills that is accepted for plain and causal problems,
-    after measurement. ``features_spill_budget`` is the number for problems that have soft-cap, ALiBi, windows
-    and unused keys at once.
-    """
+    """Tile and launch of one kernel."""
 
     BLOCK_M: int
     BLOCK_N: int
     num_warps: int
     num_stages: int
-    spill_budget: int = 0
-    features_spill_budget: int = 0
 
 
 RAGGED_ROWS = 2**30

@@ -129,6 +129,17 @@ class CachedLaunch:
         else:
             self._compile(device, tensors)
 
+    def once(self, *tensors: Any) -> None:
+        """Launch the kernel through Triton, for a launch that is made anew for each call."""
+        if (recorded := _recorded.get()) is not None:
+            recorded.append((self, tensors))
+            return
+        with torch.cuda.device_of(tensors[0]):
+            self._launch_by_triton(tensors)
+
+    def _launch_by_triton(self, tensors: tuple) -> Any:
+        return self.kernel[self._grid](*self.arguments(tensors), **self.options)
+
     def stream(self) -> int | None:
         """Return the current stream of the kernel's device; None if another device is current.
 
@@ -151,7 +162,7 @@ class CachedLaunch:
         if run is not None:
             run(torch_private.cuda_stream(device.index), tensors)
         else:
-            compiled = self.kernel[self._grid](*self.arguments(tensors), **self.options)
+            compiled = self._launch_by_triton(tensors)
             if compiled is None:  # Triton's interpreter has run the kernel
                 return
             given = (self._grid, self._fixed, self._views, self._pointers)

@@ -18,6 +18,7 @@ from triton import knobs
 from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.device import capability
 from flashtile.backends.common.jit import kernel
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tiles import CAPABILITY, launch_dependents, wait_for_dependencies
 
 PROGRAMS = 128
@@ -197,9 +198,9 @@ def all_reduce(
         ranks, words, result, part.element_size() == 2, residual is not None, dependent
     )
     options = {"launch_pdl": True} if dependent else {}
-    with torch.cuda.device_of(part):
-        all_reduce_kernel[(PROGRAMS,)](
-            part, residual, out, memories, calls, rank, words, words // rows, capacity,
-            int(min(timeout, 1e9) * 1e9), C=variant, num_warps=num_warps, **options,
-        )  # fmt: skip
+    scalars = (rank, words, words // rows, capacity, int(min(timeout, 1e9) * 1e9))
+    launch = CachedLaunch(
+        all_reduce_kernel, PROGRAMS, scalars, (variant,), None, num_warps=num_warps, **options
+    )
+    launch.once(part, residual, out, memories, calls)
     return out

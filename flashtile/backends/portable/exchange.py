@@ -16,6 +16,7 @@ from triton import knobs
 
 from flashtile.backends.common.config import padded
 from flashtile.backends.common.jit import kernel
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tiles import LN_2
 from flashtile.backends.portable.decode.combine import Slots, sum_splits
 from flashtile.backends.portable.decode.schedule import normalised, store_rows
@@ -148,9 +149,7 @@ def exchange(
     batch, seqlen, heads, _ = out.shape
     result = torch.empty_like(out, dtype=dtype)
     result_lse = lse.new_empty(batch, heads, seqlen)
-    rows, timeout_ns = batch * seqlen * heads, int(min(timeout, 1e9) * 1e9)
-    with torch.cuda.device_of(out):
-        exchange_kernel[(variant.PROGRAMS,)](
-            out, lse, result, result_lse, memories, calls, rank, rows, heads, seqlen, timeout_ns, C=variant
-        )
+    scalars = (rank, batch * seqlen * heads, heads, seqlen, int(min(timeout, 1e9) * 1e9))
+    launch = CachedLaunch(exchange_kernel, variant.PROGRAMS, scalars, (variant,), None)
+    launch.once(out, lse, result, result_lse, memories, calls)
     return result, result_lse

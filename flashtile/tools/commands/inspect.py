@@ -11,14 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from flashtile.backends.common.compile_report import (
-    ARCHITECTURES,
-    CompileReport,
-    architecture,
-    every_case,
-    reports,
-)
 from flashtile.tools.commands.options import bad_parameters, console, output_file, phases
+from flashtile.tools.inspection.cases import every_case
+from flashtile.tools.inspection.report import ARCHITECTURES, CompileReport, architecture, reports
 
 _ARCH_HELP = f"Architecture, repeatable: {', '.join(ARCHITECTURES)}. Default: this GPU's, else sm_90a."
 
@@ -35,8 +30,8 @@ def inspect(
 ) -> None:
     """Compile every kernel configuration ahead of time and tabulate the resources it uses. Needs no GPU.
 
-    Exits with 1 if a configuration spills more than its budget, needs more shared memory than there is, or
-    does not use tensor cores although it should.
+    Exits with 1 if a configuration needs more shared memory than there is, or does not use tensor cores
+    although it should.
     """
     out = console()
     with bad_parameters():
@@ -83,7 +78,7 @@ def _default_arch() -> str:
 
 def _table(arch: str, found: list[CompileReport]) -> Table:
     limit = ARCHITECTURES[arch].shared_limit
-    counts = ("threads", "registers", "spill stores", "loads", "budget", "stack", "shared")
+    counts = ("threads", "registers", "spill stores", "loads", "stack", "shared")
     table = Table(
         Column("kernel", overflow="fold", min_width=24),
         *(Column(count, justify="right", overflow="fold") for count in counts),
@@ -91,7 +86,7 @@ def _table(arch: str, found: list[CompileReport]) -> Table:
         title=f"{arch}: {limit} bytes of shared memory a block", title_justify="left",
     )  # fmt: skip
     for r in found:
-        numbers = (r.threads, r.registers, r.spill_stores, r.spill_loads, r.spill_budget, r.stack, r.shared)
+        numbers = (r.threads, r.registers, r.spill_stores, r.spill_loads, r.stack, r.shared)
         instructions = " ".join(f"{name} {count}" for name, count in r.tensor_core.items())
         style = "red" if r.violations else None
         table.add_row(r.name, *map(str, numbers), instructions, f"{r.seconds:.1f}", style=style)

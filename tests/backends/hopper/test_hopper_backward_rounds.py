@@ -21,7 +21,6 @@ from test_hopper_rounds import H200, RESULTS
 from benchmarks.suite.workload import Workload
 from benchmarks.suite.workloads import select
 from flashtile import masks
-from flashtile.backends.common.compile_report import every_case
 from flashtile.backends.hopper import work_tiles
 from flashtile.backends.hopper.backward import costs, schedule
 from flashtile.backends.hopper.backward.config import BackwardConfig, alternatives, choose
@@ -40,6 +39,7 @@ from flashtile.backends.hopper.backward.launch import backward_variant
 from flashtile.backends.hopper.forward.rounds import ENOUGH_ROUNDS
 from flashtile.problems.attention import Problem
 from flashtile.problems.masks import Mods
+from flashtile.tools.inspection.cases import every_case
 from kernels_as_python import functions_of
 from walk import walk
 

@@ -15,29 +15,27 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
-from compile_record import numbers
+import tile_bytes
 
-from flashtile.backends.common.compile_report import ARCHITECTURES
 from flashtile.backends.common.preprocess import ROW_PAD, num_padded_rows
 from flashtile.backends.hopper import work_tiles
 from flashtile.backends.hopper.backward import dq_accum
 from flashtile.backends.hopper.backward import kernel as backward_kernel
 from flashtile.backends.hopper.backward import schedule as backward_schedule
 from flashtile.backends.hopper.backward import wide_dkv as backward_wide_dkv
-from flashtile.backends.hopper.backward.compile_cases import compile_cases
 from flashtile.backends.hopper.backward.config import (
     BackwardConfig,
     WideBackwardConfig,
     choose,
-    smem_bytes,
-    wide_smem_bytes,
 )
 from flashtile.backends.hopper.backward.costs import l2_swizzle, last_heads, resident_heads
 from flashtile.backends.hopper.backward.launch import backward_variant
-from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.config import tile_widths
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.problems.masks import Mods
+from flashtile.tools.inspection.hopper import PLAIN
+from flashtile.tools.inspection.hopper_backward import compile_cases
+from flashtile.tools.inspection.report import ARCHITECTURES, report
 from kernels_as_python import functions_of, make_work_tile
 from walk import walk
 
@@ -514,10 +512,10 @@ def test_every_head_size_has_a_configuration_that_fits() -> None:
         config, sizes = choose(problem), tile_widths(problem)
         if isinstance(config, WideBackwardConfig):
             assert max(head_dim, head_dim_v) > 128
-            assert max(wide_smem_bytes(config, *sizes)) <= limit
+            assert max(tile_bytes.of_wide_backward(config, *sizes)) <= limit
         else:
             assert max(head_dim, head_dim_v) <= 128
-            assert smem_bytes(config, *sizes) <= limit
+            assert tile_bytes.of_backward(config, *sizes) <= limit
         assert ROW_PAD % config.BLOCK_M == 0
 
 
@@ -529,12 +527,12 @@ def test_memory_is_what_the_compiler_says(sizes: tuple[int, int]) -> None:
     """Tiles as the table has them, barriers beside. Parts in float32 leave through as much as 16 bits do."""
     config = choose(replace(PROBLEM, head_dim=sizes[0], head_dim_v=sizes[1]))
     if isinstance(config, WideBackwardConfig):
-        of_dkv, of_dq = wide_smem_bytes(config, *sizes)
+        of_dkv, of_dq = tile_bytes.of_wide_backward(config, *sizes)
         tiles = (of_dkv, of_dq, of_dkv) if sizes[0] != sizes[1] else (*(of_dkv, of_dq) * 3, of_dkv)
     else:
-        tiles = (smem_bytes(config, *sizes),)
+        tiles = (tile_bytes.of_backward(config, *sizes),)
     name = f"head_dim {sizes[0]}/{sizes[1]} "
-    compiled = [numbers(case, "sm_90a").shared for case in compile_cases("sm_90a") if name in case.name]
+    compiled = [report(case, "sm_90a").shared for case in compile_cases("sm_90a") if name in case.name]
     for ours, theirs in zip(tiles, compiled, strict=True):
         assert ours < theirs < ours + BARRIERS
 
@@ -542,6 +540,6 @@ def test_memory_is_what_the_compiler_says(sizes: tuple[int, int]) -> None:
 def test_larger_tiles_would_not_fit() -> None:
     """The memory is what decides between the configurations: of larger ones there is too little."""
     limit = ARCHITECTURES["sm_90a"].shared_limit
-    assert smem_bytes(BackwardConfig(128), 128, 128) > limit
-    assert smem_bytes(BackwardConfig(64), 256, 256) > limit
-    assert smem_bytes(BackwardConfig(128, STAGES=3), 64, 64) > limit
+    assert tile_bytes.of_backward(BackwardConfig(128), 128, 128) > limit
+    assert tile_bytes.of_backward(BackwardConfig(64), 256, 256) > limit
+    assert tile_bytes.of_backward(BackwardConfig(128, STAGES=3), 64, 64) > limit

@@ -18,9 +18,9 @@ from flashtile.backends.hopper.backward import costs as splitting
 from flashtile.backends.hopper.backward.config import choose
 from flashtile.backends.hopper.backward.costs import Splits
 from flashtile.backends.hopper.backward.sum_parts import SumParts
-from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.io_model import find_card
 from flashtile.problems.attention import Problem
+from flashtile.tools.inspection.hopper import PLAIN
 from walk import walk
 
 H200 = Target("H200", (9, 0), 132)

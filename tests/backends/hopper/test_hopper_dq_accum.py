@@ -15,7 +15,6 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
-from flashtile.backends.common.compile_report import types_of
 from flashtile.backends.common.preprocess import num_padded_rows
 from flashtile.backends.hopper import work_tiles
 from flashtile.backends.hopper.backward import config, dq_accum
@@ -23,6 +22,7 @@ from flashtile.backends.hopper.backward import schedule as backward_schedule
 from flashtile.backends.hopper.backward.dq_accum import AccumSizes, DqAccum
 from flashtile.backends.hopper.backward.schedule import BackwardPointers, BackwardSchedule
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.tools.inspection.report import types_of
 from kernels_as_python import functions_of, make_work_tile
 from walk import walk
 

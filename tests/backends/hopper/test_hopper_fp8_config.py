@@ -9,16 +9,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from compile_record import numbers
+import tile_bytes
 
-from flashtile.backends.common.compile_report import ARCHITECTURES, KIB
 from flashtile.backends.hopper import fp8 as hopper_fp8
-from flashtile.backends.hopper.compile_cases import HOPPER
-from flashtile.backends.hopper.fp8.compile_cases import PLAIN, compile_cases
-from flashtile.backends.hopper.fp8.config import choose, every_row, smem_bytes
+from flashtile.backends.hopper.fp8.config import choose, every_row
 from flashtile.backends.hopper.fp8.launch import scale_strides
 from flashtile.problems.fp8 import Scales
 from flashtile.problems.fp8_layout import KEY_BLOCK
+from flashtile.tools.inspection.hopper import HOPPER
+from flashtile.tools.inspection.hopper_fp8 import PLAIN, compile_cases
+from flashtile.tools.inspection.report import ARCHITECTURES, KIB, report
 from walk import walk
 
 BARRIERS = KIB
@@ -27,7 +27,7 @@ PROBLEM = replace(PLAIN, head_dim=128, head_dim_v=128)
 
 def test_every_row_fits_shared_memory() -> None:
     for block_d, block_dv, _, v_transposed, config in every_row():
-        tiles = smem_bytes(config, block_d, block_dv, v_transposed)
+        tiles = tile_bytes.of_fp8(config, block_d, block_dv, v_transposed)
         assert tiles + BARRIERS <= ARCHITECTURES[HOPPER].shared_limit, config
 
 
@@ -37,8 +37,8 @@ def test_shared_memory_is_what_the_kernel_allocates() -> None:
     cases = {case.name: case for case in compile_cases(HOPPER)}
     for v_transposed, name in ((True, "full q in registers"), (False, "full v row by row")):
         config = choose(replace(PROBLEM, v_transposed=v_transposed))
-        expected = smem_bytes(config, 128, 128, v_transposed)
-        found = numbers(cases[f"hopper fp8 forward head_dim 128/128 128x128 {name}"], HOPPER).shared
+        expected = tile_bytes.of_fp8(config, 128, 128, v_transposed)
+        found = report(cases[f"hopper fp8 forward head_dim 128/128 128x128 {name}"], HOPPER).shared
         assert expected <= found <= expected + BARRIERS
 
 

@@ -28,7 +28,6 @@ from flashtile.backends.hopper.backward import config as backward_config
 from flashtile.backends.hopper.backward import dq_accum
 from flashtile.backends.hopper.backward import launch as backward_launch
 from flashtile.backends.hopper.backward.costs import Splits
-from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.decode import launch as decode_launch
 from flashtile.backends.hopper.forward import config as forward_config
 from flashtile.backends.hopper.forward import launch as forward_launch
@@ -42,6 +41,7 @@ from flashtile.problems.fp8_layout import E4M3
 from flashtile.problems.linear import LinearTensors
 from flashtile.testing import decode as decode_testing
 from flashtile.testing import fp8 as fp8_testing
+from flashtile.tools.inspection.hopper import PLAIN
 from gluon_interpreter import Edited, interpreted
 from linear_calls import Call
 from listed_calls import LISTED_CALLS, SMALL_SCORES, check_gradients_beside_small_scores, check_small_scores

@@ -20,7 +20,6 @@ from benchmarks.suite.workloads import select
 from flashtile.backends.common.device import Target
 from flashtile.backends.hopper import work_tiles
 from flashtile.backends.hopper.backward.config import choose as choose_backward
-from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.forward import rounds, schedule
 from flashtile.backends.hopper.forward.config import (
     ForwardConfig,
@@ -41,6 +40,7 @@ from flashtile.backends.hopper.forward.rounds import (
     plan_of,
 )
 from flashtile.problems.attention import Problem
+from flashtile.tools.inspection.hopper import PLAIN
 from kernels_as_python import functions_of
 from walk import walk
 

@@ -15,10 +15,10 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
-from flashtile.backends.common.compile_report import ARCHITECTURES
+import tile_bytes
+
 from flashtile.backends.common.device import INTERPRETER_MULTIPROCESSORS
 from flashtile.backends.hopper import work_tiles
-from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.config import padded_columns
 from flashtile.backends.hopper.decode import kernel as decode_kernel
 from flashtile.backends.hopper.forward import schedule
@@ -27,12 +27,13 @@ from flashtile.backends.hopper.forward.config import (
     choose,
     every_row,
     of_tables,
-    smem_bytes,
     tile_columns,
 )
 from flashtile.backends.hopper.forward.launch import forward_variant
 from flashtile.backends.hopper.forward.rounds import plan_of
 from flashtile.problems.attention import Problem
+from flashtile.tools.inspection.hopper import PLAIN
+from flashtile.tools.inspection.report import ARCHITECTURES
 from kernels_as_python import functions_of
 from walk import walk
 
@@ -280,9 +281,9 @@ def keys_of(row: int, seqlen_q: int, seqlen_k: int, left: int, right: int) -> se
 
 
 def test_tiles_fit_shared_memory() -> None:
-    barriers = KIB
+    limit = ARCHITECTURES["sm_90a"].shared_limit - KIB  # for barriers
     for block_d, block_dv, _, _, config in every_row():
-        assert smem_bytes(config, block_d, block_dv) + barriers <= ARCHITECTURES["sm_90a"].shared_limit
+        assert tile_bytes.of_forward(config, block_d, block_dv) <= limit
 
 
 @walk("head_dim", [64, 128, 256])

@@ -9,11 +9,11 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
 from cases import BF16, FP16
-from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.forward.config import choose
 from flashtile.backends.hopper.forward.launch import forward_variant
 from flashtile.backends.hopper.forward.rounds import plan_of
 from flashtile.backends.hopper.modifiers import EXPONENTIAL
+from flashtile.tools.inspection.hopper import PLAIN
 from walk import walk
 
 INSTRUCTIONS = {

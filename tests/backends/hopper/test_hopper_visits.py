@@ -16,10 +16,10 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton
 
 from flashtile import masks
 from flashtile.backends.hopper import modifiers
-from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.refusals import reason_against_mods, reason_against_mods_backward
 from flashtile.problems.attention import Problem
 from flashtile.problems.masks import Mods
+from flashtile.tools.inspection.hopper import PLAIN
 from kernels_as_python import functions_of
 from walk import walk
 

@@ -170,9 +170,8 @@ class TestKernels:
 @pytest.mark.compile
 @pytest.mark.thorough
 def test_residents_are_those_of_the_compiled_kernels():
-    from compile_record import numbers
-
-    from flashtile.backends.portable.compile_cases import compile_cases
+    from flashtile.tools.inspection.portable import compile_cases
+    from flashtile.tools.inspection.report import report
 
     calls = itertools.product(("forward", "dkdv", "dq"), ("64 causal", "128 full"))
     wanted = {f"{kernel} bf16 head_dim {what}" for kernel, what in calls}
@@ -181,7 +180,7 @@ def test_residents_are_those_of_the_compiled_kernels():
             continue
         kernel, _, _, head_dim, variant = case.name.split()
         call = Call(1, 4096, 4096, 8, 8, int(head_dim), window_right=0 if variant == "causal" else -1)
-        compiled = numbers(case, "sm_90a")
+        compiled = report(case, "sm_90a")
         by_registers = kernels.REGISTERS // (-(-compiled.registers // 8) * 8 * compiled.threads)
         by_shared = H100.shared_bytes // (compiled.shared + kernels.RESERVED_SHARED)
         estimated = kernels.residents(kernel, call, getattr(tiles(call), kernel), H100)

@@ -23,7 +23,7 @@ POSTPROCESS_CHUNK = 1024
 """Floats of ``dq_accum`` that the postprocess warps convert at a time."""
 POSTPROCESS_STAGES = 3
 """Number of chunks of ``dq_accum`` in shared memory, which are loaded ahead: as many as fit at head_dim 64
-and 128, where less than one chunk of shared memory is left (:func:`smem_bytes`)."""
+and 128, where less than one chunk of shared memory is left."""
 GRADIENT_PART = 64
 """Columns of dK and dV that one TMA store writes in 16 bits; half as many in float32."""
 
@@ -40,8 +40,6 @@ class BackwardConfig:
         COLUMN_SPLITS: number of work tiles that divide the columns of dK and dV, and of tiles that hold the
             columns of a block (``wide_dkv``).
         ALL_RESIDENT: whether ``dq_accum`` has room for all heads, so that none waits for another.
-        spill_budget, causal_spill_budget, features_spill_budget: bytes of register spills that were measured
-            and accepted: without a mask, causal, with every feature at once.
     """
 
     BLOCK_M: int
@@ -50,9 +48,6 @@ class BackwardConfig:
     ROW_SPLITS: int = 1
     COLUMN_SPLITS: int = 1
     ALL_RESIDENT: bool = False
-    spill_budget: int = 0
-    causal_spill_budget: int = 0
-    features_spill_budget: int = 0
 
     @property
     def BLOCK_N(self) -> int:  # noqa: N802 - as in the kernel
@@ -82,8 +77,6 @@ class WideBackwardConfig(BackwardConfig):
     """
 
     BLOCK_M: int = WARPGROUP_ROWS
-    causal_spill_budget: int = 88
-    features_spill_budget: int = 480
     paired_below: int = 8192
 
     @property
@@ -146,10 +139,10 @@ class BackwardVariant(ModifierFlags):
 
 
 _BACKWARD: dict[tuple[int, int], BackwardConfig] = {
-    (64, 64): BackwardConfig(128, spill_budget=32, causal_spill_budget=48, features_spill_budget=624),
-    (128, 128): BackwardConfig(64, spill_budget=40, causal_spill_budget=64, features_spill_budget=396),
-    (64, 128): BackwardConfig(64, features_spill_budget=72),
-    (128, 64): BackwardConfig(64, features_spill_budget=92),
+    (64, 64): BackwardConfig(128),
+    (128, 128): BackwardConfig(64),
+    (64, 128): BackwardConfig(64),
+    (128, 64): BackwardConfig(64),
 }
 
 
@@ -157,11 +150,9 @@ _HALVES = WideBackwardConfig(
     WARPGROUP_ROWS // 2,
     STAGES=1,
     COLUMN_SPLITS=2,
-    causal_spill_budget=20,
-    features_spill_budget=64,
 )
 """Configuration for head sizes over 256: a step has 32 query rows, or 32 keys in the kernel of dQ."""
-_FEW_ROWS = BackwardConfig(64, spill_budget=32, causal_spill_budget=48, features_spill_budget=188)
+_FEW_ROWS = BackwardConfig(64)
 """Configuration for calls with a score_mod or dropout, since tiles of 64 rows leave registers for them. At
 head_dim 64 it is also an alternative for short sequences and windows, which have fewer hidden scores in such
 tiles."""
@@ -200,42 +191,3 @@ def _wide(problem: Problem) -> WideBackwardConfig:
     single = replace(config, paired_below=0)
     rows = forward_rounds.fastest(problem, (config.rows, single.rows), lambda _: _DQ_COSTS, "dq")
     return config if rows == config.rows else single
-
-
-def smem_bytes(config: BackwardConfig, block_d: int, block_dv: int) -> int:
-    """Return the bytes of shared memory that ``backward_kernel`` needs for its tiles.
-
-    Barriers take a few dozen bytes more.
-    """
-    both = block_d + block_dv
-    tiles = (config.STAGES * config.BLOCK_M + config.BLOCK_N) * both
-    ds = 2 * config.BLOCK_N * config.BLOCK_M
-    gradients = config.BLOCK_N * GRADIENT_PART
-    statistics = 2 * config.STAGES * config.BLOCK_M
-    dq = config.BLOCK_M * block_d
-    chunks = POSTPROCESS_CHUNK * (POSTPROCESS_STAGES + 1)
-    return 2 * (tiles + ds + gradients) + 4 * (statistics + dq + chunks)
-
-
-def wide_smem_bytes(config: WideBackwardConfig, block_d: int, block_dv: int) -> tuple[int, int]:
-    """Return the bytes of shared memory that the kernels of (dK and dV, dQ) need for head sizes over 128."""
-    both = block_d + block_dv
-    if config.COLUMN_SPLITS > 1:
-        return halves_smem_bytes(config, block_d)
-    rows = config.STAGES * config.BLOCK_M
-    weights = 2 * config.BLOCK_M * config.BLOCK_N
-    gradients = 0 if block_d == block_dv else config.BLOCK_N * both
-    dkv = 2 * ((rows + config.BLOCK_N) * both + weights + gradients) + 4 * 2 * rows
-    v_stages = 1 if block_d == block_dv else 2
-    dq = 2 * (2 * WARPGROUP_ROWS * both + config.BLOCK_N * (config.STAGES * block_d + v_stages * block_dv))
-    return dkv, dq
-
-
-def halves_smem_bytes(config: WideBackwardConfig, columns: int) -> tuple[int, int]:
-    """Return the bytes of shared memory that the kernels of (dK and dV, dQ) need for tiles in halves."""
-    resident = 2 * WARPGROUP_ROWS * columns
-    halves = 4 * config.STAGES + 1
-    moving = halves * config.BLOCK_M * columns // 2
-    exchanged = 2 * WARPGROUP_ROWS * config.BLOCK_M
-    statistics = halves * config.BLOCK_M
-    return 2 * (resident + moving + exchanged) + 4 * statistics, 2 * (resident + moving + 2 * exchanged)

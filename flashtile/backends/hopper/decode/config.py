@@ -191,10 +191,8 @@ def row(
     programs_per_sm: int = 1,
     LAZY_RESCALE: bool = False,
     PIN_WAIT: bool = False,
-    spill_budgets: tuple[int, int] = (0, 0),
 ) -> HopperDecodeConfig:
-    """Return one configuration. ``spill_budgets`` are those of ``KernelConfig``."""
-    tile = KernelConfig(warpgroups * WARPGROUP_ROWS, BLOCK_N, 4, STAGES, *spill_budgets)
+    tile = KernelConfig(warpgroups * WARPGROUP_ROWS, BLOCK_N, 4, STAGES)
     precision = precision_of("hopper", 2)
     return HopperDecodeConfig(tile, programs_per_sm, precision, STAGES, Q_STAGES, LAZY_RESCALE, PIN_WAIT)
 
@@ -202,20 +200,20 @@ def row(
 # (padded head_dim, padded head_dim_v) -> config for at most 64 query rows per key head, and for more
 _TABLE: dict[tuple[int, int], tuple[HopperDecodeConfig, HopperDecodeConfig]] = {
     (64, 64): (row(1, 128, 3, programs_per_sm=2), row(2, 128, 4, Q_STAGES=2)),
-    (64, 128): (row(1, 128, 3), row(2, 128, 3, spill_budgets=(0, 104))),
-    (128, 64): (row(1, 128, 3), row(2, 128, 3, spill_budgets=(0, 24))),
+    (64, 128): (row(1, 128, 3), row(2, 128, 3)),
+    (128, 64): (row(1, 128, 3), row(2, 128, 3)),
     (128, 128): (
         row(1, 64, 3, programs_per_sm=2),
-        row(2, 128, 2, Q_STAGES=2, PIN_WAIT=True, spill_budgets=(36, 184)),
+        row(2, 128, 2, Q_STAGES=2, PIN_WAIT=True),
     ),
     (256, 128): (row(1, 64, 3), row(2, 64, 2)),
     (128, 256): (
         row(1, 64, 3),
-        row(2, 64, 2, LAZY_RESCALE=True, PIN_WAIT=True, spill_budgets=(0, 100)),
+        row(2, 64, 2, LAZY_RESCALE=True, PIN_WAIT=True),
     ),
     (256, 256): (
         row(1, 64, 2),
-        row(2, 64, 2, LAZY_RESCALE=True, PIN_WAIT=True, spill_budgets=(112, 148)),
+        row(2, 64, 2, LAZY_RESCALE=True, PIN_WAIT=True),
     ),
 }
 
@@ -228,13 +226,13 @@ _ALONE: dict[tuple[int, int], HopperDecodeConfig] = {(128, 128): row(1, 128, 3)}
 # For FP8 caches and any number of rows: one warpgroup. Where two programs fit a multiprocessor, one converts
 # a tile while the other multiplies. Only head_dim 128 was timed.
 _FP8_TABLE: dict[tuple[int, int], HopperDecodeConfig] = {
-    (64, 64): row(1, 128, 4, programs_per_sm=2, spill_budgets=(80, 36)),
+    (64, 64): row(1, 128, 4, programs_per_sm=2),
     (64, 128): row(1, 64, 4, programs_per_sm=2),
     (128, 64): row(1, 64, 4, programs_per_sm=2),
-    (128, 128): row(1, 64, 3, programs_per_sm=2, spill_budgets=(76, 8)),
+    (128, 128): row(1, 64, 3, programs_per_sm=2),
     (256, 128): row(1, 64, 4),
-    (128, 256): row(1, 64, 4, spill_budgets=(0, 20)),
-    (256, 256): row(1, 64, 3, spill_budgets=(476, 188)),
+    (128, 256): row(1, 64, 4),
+    (256, 256): row(1, 64, 3),
 }
 
 

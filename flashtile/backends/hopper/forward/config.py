@@ -52,9 +52,6 @@ class ForwardConfig:
         BIAS_STAGES: tiles of a bias in shared memory.
         LATE_BITS: the assembler may delay the computation of dropout's random bits until the exponentials.
             Otherwise they are computed during the products.
-        spill_budget: bytes of register spills that were measured and accepted, none of them in the loop over
-            unmasked blocks.
-        features_spill_budget: the same for a kernel with every feature at once.
     """
 
     warpgroups: int
@@ -72,8 +69,6 @@ class ForwardConfig:
     QUEUED: bool = False
     BIAS_STAGES: int = 1
     LATE_BITS: bool = False
-    spill_budget: int = 0
-    features_spill_budget: int = 0
 
     @property
     def BLOCK_M(self) -> int:  # noqa: N802 - as in the kernel
@@ -148,21 +143,17 @@ class ForwardVariant(ModifierFlags):
 
 
 F = ForwardConfig
-_M128_N128 = F(2, 128, paired_below=4096, QUEUED=True, features_spill_budget=108)
-_M128_N64 = F(2, 64, spill_budget=28, features_spill_budget=96)
-_M128_N128_TWO_Q = F(2, 128, Q_STAGES=2, features_spill_budget=8)
-_M192_N128 = F(3, 128, Q_STAGES=2, PING_PONG=True, spill_budget=268, features_spill_budget=816)
-_M128_N128_Q128 = F(2, 128, Q_IN_REGISTERS=128, QUEUED=True, spill_budget=64, features_spill_budget=468)
+_M128_N128 = F(2, 128, paired_below=4096, QUEUED=True)
+_M128_N64 = F(2, 64)
+_M128_N128_TWO_Q = F(2, 128, Q_STAGES=2)
+_M192_N128 = F(3, 128, Q_STAGES=2, PING_PONG=True)
+_M128_N128_Q128 = F(2, 128, Q_IN_REGISTERS=128, QUEUED=True)
 _M128_N128_LAZY = F(2, 128, Q_STAGES=2, LAZY_RESCALE=True)
-_M128_N128_LAZY_PING_PONG = replace(
-    _M128_N128_LAZY, PING_PONG=True, spill_budget=36, features_spill_budget=140
-)
-_M128_N64_LAZY = F(2, 64, STAGES=4, Q_STAGES=2, LAZY_RESCALE=True, spill_budget=36, features_spill_budget=36)
-_D256_N64_O_IN_PARTS = F(
-    2, 64, O_IN_PARTS=True, LAZY_RESCALE=True, paired_below=4096, spill_budget=44, features_spill_budget=84
-)
-_D256_N64_PINNED = F(2, 64, Q_HOLDS_O=True, LAZY_RESCALE=True, PIN_WAIT=True, spill_budget=8)
-_D256_N64_Q128_PINNED = replace(_D256_N64_PINNED, Q_IN_REGISTERS=128, PING_PONG=True, spill_budget=24)
+_M128_N128_LAZY_PING_PONG = replace(_M128_N128_LAZY, PING_PONG=True)
+_M128_N64_LAZY = F(2, 64, STAGES=4, Q_STAGES=2, LAZY_RESCALE=True)
+_D256_N64_O_IN_PARTS = F(2, 64, O_IN_PARTS=True, LAZY_RESCALE=True, paired_below=4096)
+_D256_N64_PINNED = F(2, 64, Q_HOLDS_O=True, LAZY_RESCALE=True, PIN_WAIT=True)
+_D256_N64_Q128_PINNED = replace(_D256_N64_PINNED, Q_IN_REGISTERS=128, PING_PONG=True)
 _D256_N64_Q128 = F(
     2,
     64,
@@ -170,11 +161,9 @@ _D256_N64_Q128 = F(
     Q_IN_REGISTERS=128,
     LAZY_RESCALE=True,
     paired_below=4096,
-    spill_budget=116,
-    features_spill_budget=336,
 )
-_M128_N64_SHARED = F(2, 64, STAGES=3, Q_STAGES=2, PROGRAMS=2, spill_budget=124, features_spill_budget=128)
-_M128_N64_SHARED_LAZY = replace(_M128_N64_SHARED, LAZY_RESCALE=True, spill_budget=176)
+_M128_N64_SHARED = F(2, 64, STAGES=3, Q_STAGES=2, PROGRAMS=2)
+_M128_N64_SHARED_LAZY = replace(_M128_N64_SHARED, LAZY_RESCALE=True)
 _D192_N64_Q128_PINNED = F(
     2,
     64,
@@ -183,22 +172,14 @@ _D192_N64_Q128_PINNED = F(
     Q_IN_REGISTERS=128,
     LAZY_RESCALE=True,
     PIN_WAIT=True,
-    spill_budget=40,
-    features_spill_budget=40,
 )
 _D192_N64_Q128 = replace(_D192_N64_Q128_PINNED, PIN_WAIT=False, paired_below=1024, QUEUED=True)
 _D192_N64_Q128_O_IN_PARTS = replace(
     _D192_N64_Q128_PINNED, STAGES=2, Q_HOLDS_O=False, O_IN_PARTS=True, PIN_WAIT=False, paired_below=4096
 )
-_D160_N128 = F(
-    2, 128, Q_HOLDS_O=True, paired_below=1024, QUEUED=True, spill_budget=144, features_spill_budget=340
-)
-_D96_N128 = F(
-    2, 128, Q_STAGES=2, O_IN_PARTS=True, LAZY_RESCALE=True, spill_budget=32, features_spill_budget=92
-)
-_D192_N128 = F(
-    2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True, spill_budget=48, features_spill_budget=184
-)
+_D160_N128 = F(2, 128, Q_HOLDS_O=True, paired_below=1024, QUEUED=True)
+_D96_N128 = F(2, 128, Q_STAGES=2, O_IN_PARTS=True, LAZY_RESCALE=True)
+_D192_N128 = F(2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True)
 _D512_N64 = F(
     2,
     64,
@@ -207,21 +188,17 @@ _D512_N64 = F(
     Q_IN_REGISTERS=128,
     LAZY_RESCALE=True,
     paired_below=4096,
-    spill_budget=56,
-    features_spill_budget=208,
 )
 """Configuration for head sizes over 256: 224 KiB of shared memory, 128 of them for q."""
-_M64_N128 = F(1, 128, Q_STAGES=2, paired_below=0, features_spill_budget=60)
+_M64_N128 = F(1, 128, Q_STAGES=2, paired_below=0)
 _M64_N128_LAZY = replace(_M64_N128, LAZY_RESCALE=True)
-_M64_N64_LAZY = F(1, 64, Q_HOLDS_O=True, LAZY_RESCALE=True, paired_below=0, features_spill_budget=44)
-_M64_N64_LAZY_Q128 = replace(_M64_N64_LAZY, Q_IN_REGISTERS=128, features_spill_budget=116)
-PARTIAL = F(
-    2, 128, O_IN_PARTS=True, QUEUED=True, paired_below=4096, spill_budget=64, features_spill_budget=128
-)
+_M64_N64_LAZY = F(1, 64, Q_HOLDS_O=True, LAZY_RESCALE=True, paired_below=0)
+_M64_N64_LAZY_Q128 = replace(_M64_N64_LAZY, Q_IN_REGISTERS=128)
+PARTIAL = F(2, 128, O_IN_PARTS=True, QUEUED=True, paired_below=4096)
 """Configuration for results in float32 and head sizes up to 128: out is stored in parts, to save memory."""
-PARTIAL_Q = replace(PARTIAL, Q_IN_REGISTERS=128, spill_budget=0)
+PARTIAL_Q = replace(PARTIAL, Q_IN_REGISTERS=128)
 """PARTIAL for q of 128 columns, which fit in registers."""
-PARTIAL_Q_WINDOWED = replace(PARTIAL_Q, PIN_WAIT=True, spill_budget=160)
+PARTIAL_Q_WINDOWED = replace(PARTIAL_Q, PIN_WAIT=True)
 ANY_LENGTH = 2**31
 
 # (columns of q and k, columns of v, windowed) -> entries (keys, config). The first entry with more keys than
@@ -284,9 +261,6 @@ _OTHER_ROWS: dict[ForwardConfig, tuple[ForwardConfig, ...]] = {
 """Configuration -> configurations with tiles of other rows that compute the same bits. The fields that decide
 the order of a row's sums are equal: ``BLOCK_N``, ``LAZY_RESCALE`` and ``Q_IN_REGISTERS``. Only then may the
 number of sequences choose between them, since the output of a sequence must not depend on the others."""
-_SINGLE_SPILLS = {_M128_N128_LAZY_PING_PONG: 68, _D256_N64_O_IN_PARTS: 92}
-"""Spill budgets without pairs, where they are larger. Calls in which every block of rows has a multiprocessor
-have always had these kernels."""
 # Modifiers -> configs for head sizes up to 64, 128 and, with functions, 256. All have two consumers: a 16-bit
 # tile of a bias then fits in registers, and blocks of block masks consist of tiles of 128 rows. Other
 # combinations of modifiers are refused.
@@ -390,11 +364,7 @@ def choose(problem: Problem) -> ForwardConfig:
 def alternatives(config: ForwardConfig) -> tuple[ForwardConfig, ...]:
     """Return ``config`` and others that compute the same bits: with tiles of other rows, or without pairs."""
     same = (config, *_OTHER_ROWS.get(config, ()))
-    single = (
-        replace(other, paired_below=0, spill_budget=_SINGLE_SPILLS.get(other, other.spill_budget))
-        for other in same
-        if other.paired_below
-    )
+    single = (replace(other, paired_below=0) for other in same if other.paired_below)
     return (*same, *single)
 
 
@@ -447,12 +417,3 @@ def every_row() -> Iterator[tuple[int, int, bool, int, ForwardConfig]]:
             if config is not None and config not in known:
                 yield block_d, block_dv, windowed, keys, config
             known.append(config)
-
-
-def smem_bytes(config: ForwardConfig, block_d: int, block_dv: int) -> int:
-    """Return the bytes of shared memory for tiles of the kernel; barriers take a few dozen more."""
-    q = config.Q_STAGES * config.BLOCK_M * block_d
-    block_dv = min(block_dv, MAX_COLUMNS_OF_V)
-    kv = config.STAGES * config.BLOCK_N * (block_d + block_dv)
-    o = 0 if config.Q_HOLDS_O else config.BLOCK_M * (2 * O_PART if config.O_IN_PARTS else block_dv)
-    return 2 * (q + kv + o)

@@ -52,22 +52,19 @@ F = Fp8Config
 # untransposed v were not measured; they have the tiles that fit.
 _TABLE: dict[tuple[int, bool, bool], Fp8Config] = {
     (64, False, True): F(3, 128, PING_PONG=True),
-    (64, True, True): F(3, 128, PING_PONG=True, spill_budget=64, features_spill_budget=240),
+    (64, True, True): F(3, 128, PING_PONG=True),
     (64, False, False): F(2, 128, STAGES=4),
-    (64, True, False): F(2, 128, STAGES=4, features_spill_budget=8),
+    (64, True, False): F(2, 128, STAGES=4),
     (128, False, True): F(2, 128, Q_IN_REGISTERS=128),
-    (128, True, True): F(2, 128, Q_IN_REGISTERS=128, features_spill_budget=8),
-    (128, False, False): F(2, 128, spill_budget=4),
-    (128, True, False): F(2, 128, features_spill_budget=32),  # timed with Triton 3.6, which spills 12 bytes
+    (128, True, True): F(2, 128, Q_IN_REGISTERS=128),
+    (128, False, False): F(2, 128),
+    (128, True, False): F(2, 128),
     (256, False, True): F(2, 64),
-    (256, True, True): F(2, 64, features_spill_budget=52),
-    (256, False, False): F(2, 64, spill_budget=20),
-    (256, True, False): F(2, 64, features_spill_budget=40),
+    (256, True, True): F(2, 64),
+    (256, False, False): F(2, 64),
+    (256, True, False): F(2, 64),
 }
-_UNEQUAL = {
-    (d, dv): F(2, 128 if max(d, dv) <= 128 else 64, spill_budget=8 if d == 256 else 0)
-    for d, dv in permutations((64, 128, 256), 2)
-}
+_UNEQUAL = {(d, dv): F(2, 128 if max(d, dv) <= 128 else 64) for d, dv in permutations((64, 128, 256), 2)}
 """(padded head_dim of q and k, padded head_dim of v) -> config. They fit, and were not timed."""
 
 
@@ -86,12 +83,3 @@ def every_row() -> Iterator[tuple[int, int, bool, bool, Fp8Config]]:
         yield size, size, windowed, v_transposed, config
     for (block_d, block_dv), config in _UNEQUAL.items():
         yield block_d, block_dv, False, True, config
-
-
-def smem_bytes(config: Fp8Config, block_d: int, block_dv: int, v_transposed: bool) -> int:
-    """Return the bytes of shared memory that the kernel's tiles take; barriers take a few dozen more."""
-    q = config.Q_STAGES * config.BLOCK_M * block_d
-    kv = config.STAGES * config.BLOCK_N * (block_d + block_dv)
-    v_rows = 0 if v_transposed else config.STAGES * config.BLOCK_N * block_dv
-    o = 2 * config.BLOCK_M * block_dv
-    return q + kv + v_rows + o

@@ -226,15 +226,6 @@ def num_warps(problem: QuantizeProblem) -> int:
     return max(min(warps, MAX_WARPS) if problem.rotary_dim else warps, 1)
 
 
-def spill_budget(problem: QuantizeProblem) -> int:
-    """Return how many bytes of register spills are accepted.
-
-    Spills are accepted only if a tile and its rotary angles fill the registers.
-    """
-    fills = problem.rotary_dim and num_warps(problem) == MAX_WARPS and not rotates_halves(problem)
-    return 200 if fills else 0
-
-
 def compile_options(problem: QuantizeProblem) -> dict[str, Any]:
     """Return the compiler's options. FMA fusion is off, so that results equal the CPU's to the bit."""
     options = {"num_warps": num_warps(problem), "enable_fp_fusion": False}

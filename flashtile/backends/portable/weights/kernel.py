@@ -260,7 +260,7 @@ def choose(problem: WeightsProblem) -> WeightsConfig:
 
 def of_forward(problem: WeightsProblem, config: Config) -> WeightsConfig:
     """Return the weights kernel's configuration, derived from the forward kernel's ``config``."""
-    tile = replace(config.forward, spill_budget=0, features_spill_budget=0)
+    tile = config.forward
     if problem.form == "top":
         keys = max(tile.BLOCK_N, padded(problem.top)) if problem.mods is None else tile.BLOCK_N
         most = max(16, KEYS_A_THREAD * 32 * tile.num_warps // max(keys, padded(problem.top)))

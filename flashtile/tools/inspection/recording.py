@@ -1,4 +1,4 @@
-"""Cases for compilation ahead of time, made from recorded launches.
+"""Compile cases from recorded launches.
 
 Calls with tensors on torch's "meta" device compute nothing. Their launches are recorded, with everything that
 the compiler would receive. So a case cannot differ from the launch that it was made from.
@@ -7,14 +7,15 @@ the compiler would receive. So a case cannot differ from the launch that it was 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.compile_report import CompileCase
-from flashtile.backends.common.device import compiling_for
+from flashtile.backends.common.device import Target, compiling_for
 from flashtile.backends.common.launch import CachedLaunch, Launched, recording
+from flashtile.tools.inspection.report import CompileCase
 
 TYPE_NAMES = {
     torch.bfloat16: "bf16",
@@ -36,15 +37,27 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def launches_of(capability: tuple[int, int], *calls: Callable[[], Any]) -> list[Launched]:
-    """Return the launches that ``calls`` would make on a GPU of this compute capability.
+def launches_of(gpu: Target | tuple[int, int], *calls: Callable[[], Any]) -> list[Launched]:
+    """Return the launches that ``calls`` would make on a GPU, or on one of this compute capability.
 
     The tensors of the calls are on torch's "meta" device.
     """
-    with compiling_for(capability), recording() as launches:
+    with compiling_for(gpu), recording() as launches:
         for call in calls:
             call()
     return launches
+
+
+def cases_of(gpu: Target | tuple[int, int], *calls: Callable[[], Any]) -> list[CompileCase]:
+    """Return the compile case of each launch that ``calls`` make, with the name of its kernel."""
+    launches = launches_of(gpu, *calls)
+    return [case_of(launched, launched[0].kernel.fn.__name__) for launched in launches]
+
+
+def only(kernel: Any, cases: list[CompileCase], **fields: Any) -> CompileCase:
+    """Return the case of ``kernel``, which must be one, with ``fields`` changed."""
+    (case,) = (case for case in cases if case.kernel is kernel)
+    return replace(case, **fields)
 
 
 def case_of(launched: Launched, name: str, **others: Any) -> CompileCase:

@@ -1,5 +1,4 @@
-"""Every configuration of the portable attention kernels, compiled ahead of time by ``flashtile inspect`` and
-tests."""
+"""Compile cases of the portable attention kernels, of attention weights, and of the all-reduce."""
 
 from __future__ import annotations
 
@@ -13,8 +12,6 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.common import tiles
-from flashtile.backends.common.compile_cases import case_of, launches_of, meta
-from flashtile.backends.common.compile_report import CompileCase, architecture
 from flashtile.backends.common.config import padded
 from flashtile.backends.common.launch import Launched
 from flashtile.backends.portable import all_reduce, fits
@@ -23,7 +20,6 @@ from flashtile.backends.portable.attention.launch import PortableBackwardLaunch,
 from flashtile.backends.portable.config import (
     HEAD_DIMS,
     Config,
-    dbias_tile,
     family_of_capability,
     for_general_masks,
     row_for,
@@ -32,6 +28,8 @@ from flashtile.backends.portable.config import (
 from flashtile.backends.portable.weights.kernel import WeightsLaunch, of_forward
 from flashtile.problems.attention import OptionalTensors, Problem, WeightsProblem
 from flashtile.problems.masks import LISTS, Mods
+from flashtile.tools.inspection.recording import case_of, launches_of, meta
+from flashtile.tools.inspection.report import CompileCase, architecture
 
 PLAIN = Problem(
     batch=2,
@@ -87,36 +85,8 @@ _FORMS = (("full", 0), ("columns", 0), ("top", 8), ("top", 128))
 
 _WITH_GENERAL_MASKS = (("hopper", 2, 64), ("hopper", 2, 128))
 """Families, element bytes and head sizes for which masks, biases and dropout are compiled."""
-_GENERAL_MASK_SPILLS = {
-    "dkdv bf16 head_dim 64 dropout": 168,
-    "dkdv bf16 head_dim 128 masks": 92,
-    "dkdv bf16 head_dim 128 bias": 300,
-    "dkdv bf16 head_dim 128 dropout": 396,
-}
-"""Bytes of register spills with masks, biases and dropout: the maximum over Triton 3.6 and 3.7. Not timed."""
-_FUNCTION_SPILLS: dict[tuple[str, str, int, str], int] = {
-    ("hopper", "bf16", 64, "dkdv"): 64,
-    ("hopper", "bf16", 64, "dq"): 4,
-    ("hopper", "bf16", 128, "dkdv"): 164,
-    ("hopper", "fp32", 64, "dkdv"): 16,
-    ("hopper", "fp32", 64, "dq"): 16,
-    ("ampere", "bf16", 64, "dkdv"): 352,
-    ("ampere", "bf16", 64, "forward"): 12,
-    ("ampere", "bf16", 128, "dkdv"): 52,
-    ("ampere", "bf16", 64, "dq"): 8,
-    ("ampere", "fp32", 64, "dkdv"): 4,
-    ("ampere", "fp32", 64, "forward"): 44,
-}
-"""Bytes of spills with score or mask functions, the maximum over Triton 3.6 and 3.7. These were not timed."""
-_WEIGHT_SPILLS = {
-    ("hopper", 64, "modified top 8"): 24,
-    ("ampere", 64, "full"): 440,
-    ("ampere", 64, "modified full"): 592,
-    ("ampere", 64, "modified columns"): 28,
-    ("ampere", 64, "modified top 8"): 12,
-}
-"""Bytes of spills by family, head size and name of the form. These kernels were not timed."""
-
+_PREPROCESS = "preprocess"
+_KERNELS = ("forward", "dkdv", "dq", "dbias", _PREPROCESS)
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _Extras: Any = namedtuple("_Extras", (*OptionalTensors._fields, *CAPTURED, *LISTS))  # type: ignore[misc]
 
@@ -129,8 +99,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     capability = divmod(architecture(arch).capability, 10)
     yield from _plain_cases(capability)
     if capability >= tiles.CAPABILITY:
-        for name, words, ending in (("1 row", 2048, all_reduce.SUM), ("join", 2**17, all_reduce.JOIN)):
-            yield _all_reduce_case(f"all-reduce bf16 {name}", words, ending.value)
+        yield from _all_reduce_cases(capability)
     yield from _cases_with_functions(capability)
     for form, top in _FORMS:
         yield from _weights_cases(capability, form, top)
@@ -184,17 +153,11 @@ def _tensors_of_functions(mods: Mods, scores: tuple[int, int, int, int]) -> dict
     return given
 
 
-def _kernels(
-    capability: tuple[int, int], problem: Problem, config: Config
-) -> Iterator[tuple[str, Launched, Any]]:
-    """Yield (name, launch, tile) of each kernel of a forward and backward call; preprocess has no tile."""
+def _kernels(capability: tuple[int, int], problem: Problem, config: Config) -> Iterator[tuple[str, Launched]]:
+    """Yield (name, launch) of each kernel of a forward and backward call."""
     q, k, v, extras = inputs_of(problem)
     rows = q.shape[:-1] if problem.varlen else (problem.batch, problem.seqlen_q, problem.num_heads_q)
     out, lse = meta(*rows, problem.head_dim_v, dtype=problem.dtype), meta(*problem.lse_shape)
-    tiles = {
-        "forward": config.forward, "dkdv": config.dkdv, "dq": config.dq, "dbias": dbias_tile(config),
-        "preprocess": None,
-    }  # fmt: skip
     launches = launches_of(
         capability,
         partial(PortableForwardLaunch(problem, config), q, k, v, extras),
@@ -202,8 +165,8 @@ def _kernels(
     )
     for launched in launches:
         name = launched[0].kernel.fn.__name__.removesuffix("_kernel")
-        if name in tiles:
-            yield name, launched, tiles[name]
+        if name in _KERNELS:
+            yield name, launched
 
 
 def _plain_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
@@ -220,41 +183,28 @@ def _plain_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
                 config = row_for(capability, element_bytes, padded(head_dim), windowed=variant != "full")
                 if needs_general_mask:
                     config = for_general_masks(config)
-                for name, launched, tile in _kernels(capability, problem, config):
+                for name, launched in _kernels(capability, problem, config):
                     case = f"{name} {dtype} head_dim {head_dim}"
-                    if tile is None:
+                    if name == _PREPROCESS:
                         if variant == "full":
                             yield case_of(launched, case, tensor_cores=False)
                         continue
                     case = f"{case} {variant}"
-                    budget = tile.features_spill_budget if variant == "features" else tile.spill_budget
-                    yield case_of(
-                        launched,
-                        case,
-                        spill_budget=_GENERAL_MASK_SPILLS.get(case, 0) if needs_general_mask else budget,
-                        tensor_cores=element_bytes == 2 or config.precision != "ieee",
-                        exhaustive=head_dim > 256,
-                    )
+                    on_tensor_cores = element_bytes == 2 or config.precision != "ieee"
+                    yield case_of(launched, case, tensor_cores=on_tensor_cores)
 
 
 def _cases_with_functions(capability: tuple[int, int]) -> Iterator[CompileCase]:
     """Yield the cases of kernels with score or mask functions, for head sizes 64 and 128."""
     family = family_of_capability(*capability)
-    telling = family, "bf16", 128, "block mask"
     for dtype, element_bytes, head_dim in (("bf16", 2, 64), ("bf16", 2, 128), ("fp32", 4, 64)):
         for variant, any_problem in _WITH_FUNCTIONS.items():
             problem = _sized(any_problem, dtype, head_dim)
             config = row_with_functions(problem, family, element_bytes, head_dim)
-            for name, launched, tile in _kernels(capability, problem, config):
-                if tile is not None:
-                    budget = _FUNCTION_SPILLS.get((family, dtype, head_dim, name), 0)
-                    yield case_of(
-                        launched,
-                        f"{name} {dtype} head_dim {head_dim} {variant}",
-                        spill_budget=max(tile.spill_budget, budget),
-                        tensor_cores=config.precision != "ieee",
-                        exhaustive=family != "hopper" or (family, dtype, head_dim, variant) != telling,
-                    )
+            for name, launched in _kernels(capability, problem, config):
+                if name != _PREPROCESS:
+                    case = f"{name} {dtype} head_dim {head_dim} {variant}"
+                    yield case_of(launched, case, tensor_cores=config.precision != "ieee")
 
 
 def _weights_cases(capability: tuple[int, int], form: str, top: int) -> Iterator[CompileCase]:
@@ -265,23 +215,15 @@ def _weights_cases(capability: tuple[int, int], form: str, top: int) -> Iterator
     """
     family = family_of_capability(*capability)
     name = f"{form} {top}" if top else form
-    telling = form == "columns" or (family == "hopper" and top == 8)
     for head_dim in (64, 128):
         problem = _with_form(_sized(replace(PLAIN, **_FEATURES), "bf16", head_dim), form, top)
         config = for_general_masks(row_for(capability, 2, head_dim, windowed=True))
         yield case_of(
-            _weights_launch(capability, problem, config),
-            f"weights bf16 head_dim {head_dim} {name}",
-            spill_budget=_WEIGHT_SPILLS.get((family, head_dim, name), 0),
-            exhaustive=not telling or head_dim == 64,
+            _weights_launch(capability, problem, config), f"weights bf16 head_dim {head_dim} {name}"
         )
     problem = _with_form(WITH_MODS, form, top)
-    yield case_of(
-        _weights_launch(capability, problem, row_with_functions(problem, family, 2, 64)),
-        f"modified weights bf16 head_dim 64 {name}",
-        spill_budget=_WEIGHT_SPILLS.get((family, 64, f"modified {name}"), 0),
-        exhaustive=form != "columns",
-    )
+    config = row_with_functions(problem, family, 2, 64)
+    yield case_of(_weights_launch(capability, problem, config), f"modified weights bf16 head_dim 64 {name}")
 
 
 def _weights_launch(capability: tuple[int, int], problem: WeightsProblem, forward: Config) -> Launched:
@@ -300,20 +242,15 @@ def _with_form(problem: Problem, form: str, top: int) -> WeightsProblem:
     return WeightsProblem(**given, form=form, top=top)
 
 
-def _all_reduce_case(name: str, words: int, ending: int) -> CompileCase:
-    variant, num_warps = all_reduce.all_reduce_variant(
-        2, words, ending, True, ending == all_reduce.SUM.value, True
-    )
-    arguments = all_reduce.all_reduce_kernel.arg_names
-    types = dict.fromkeys(("part", "residual", "out"), "*bf16") | {"memories": "*i64", "calls": "*i64"}
-    types["timeout_ns"] = "i64"
-    constants: dict[str, Any] = {"C": variant} | ({} if variant.RESIDUAL else {"residual": None})
-    return CompileCase(
-        name=name,
-        kernel=all_reduce.all_reduce_kernel,
-        signature={one: types.get(one, "i32") for one in arguments if one not in constants},
-        constants=constants,
-        divisible_by_16=frozenset(),
-        num_warps=num_warps,
-        tensor_cores=False,
-    )
+def _all_reduce_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
+    """Yield the case that adds one row of 4096 elements and a residual, and the one that joins rows."""
+    row, rows = meta(1, 2**12, dtype=torch.bfloat16), meta(8, 2**15, dtype=torch.bfloat16)
+    memories, calls = meta(2, dtype=torch.int64), meta(all_reduce.PROGRAMS, dtype=torch.int64)
+    shared = {"memories": memories, "calls": calls, "rank": 0, "capacity": 2**17, "timeout": 60.0}
+    for name, part, residual, result in (
+        ("1 row", row, row, all_reduce.SUM),
+        ("join", rows, None, all_reduce.JOIN),
+    ):
+        call = partial(all_reduce.all_reduce, part, residual, **shared, result=result.value)
+        (launched,) = launches_of(capability, call)
+        yield case_of(launched, f"all-reduce bf16 {name}", tensor_cores=False)

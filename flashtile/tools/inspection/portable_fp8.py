@@ -1,4 +1,4 @@
-"""Configurations of the FP8 kernels, for compilation ahead of time (``flashtile inspect``, tests)."""
+"""Compile cases of the portable kernels that quantise to FP8, and of attention over FP8 tensors."""
 
 from __future__ import annotations
 
@@ -9,19 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.compile_cases import case_of, launches_of, meta
-from flashtile.backends.common.compile_report import CompileCase, architecture
-from flashtile.backends.portable.compile_cases import inputs_of
 from flashtile.backends.portable.fp8 import NATIVE_CAPABILITY
-from flashtile.backends.portable.fp8.launch import (
-    HEAD_DIMS,
-    Fp8AttendLaunch,
-    QuantizeLaunch,
-    row,
-    spill_budget,
-)
+from flashtile.backends.portable.fp8.launch import HEAD_DIMS, Fp8AttendLaunch, QuantizeLaunch, row
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem, QuantizeProblem, QuantizeTensors
 from flashtile.problems.fp8_layout import E4M3, KEY_BLOCK, QUERY_BLOCK, num_blocks, num_blocks_varlen
+from flashtile.tools.inspection.portable import inputs_of
+from flashtile.tools.inspection.recording import case_of, launches_of, meta
+from flashtile.tools.inspection.report import CompileCase, architecture
 
 _QUERIES = QuantizeProblem(
     role="q",
@@ -91,18 +85,15 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         launches = launches_of(capability, partial(QuantizeLaunch(quantized, native), *_quantized(quantized)))
         suffixes = ("",) if len(launches) == 1 else (" pass 1", " pass 2")
         for launched, suffix in zip(launches, suffixes, strict=True):
-            budget = spill_budget(quantized)
-            case = f"fp8 quantize {name}{suffix}"
-            yield case_of(launched, case, spill_budget=budget, tensor_cores=False)
+            yield case_of(launched, f"fp8 quantize {name}{suffix}", tensor_cores=False)
     for name, (any_problem, head_dims) in _ATTENDED.items():
         for head_dim in head_dims:
             config = row(native, head_dim)
             problem = replace(any_problem, head_dim=head_dim, head_dim_v=head_dim)
             (launched,) = launches_of(
-                capability, partial(Fp8AttendLaunch(problem, config), *_attended(problem))
+                capability, partial(Fp8AttendLaunch(problem, config), *attended(problem))
             )
-            budget = config.tile.spill_budget
-            yield case_of(launched, f"fp8 attend head_dim {head_dim} {name}", spill_budget=budget)
+            yield case_of(launched, f"fp8 attend head_dim {head_dim} {name}")
 
 
 def _quantized(problem: QuantizeProblem) -> tuple[Tensor, QuantizeTensors]:
@@ -119,7 +110,7 @@ def _quantized(problem: QuantizeProblem) -> tuple[Tensor, QuantizeTensors]:
     )
 
 
-def _attended(problem: Fp8Problem) -> tuple[Tensor, Tensor, Tensor, AttendTensors]:
+def attended(problem: Fp8Problem) -> tuple[Tensor, Tensor, Tensor, AttendTensors]:
     """Return the tensors of attention over quantised q, k and v: contiguous, on the meta device."""
     q, k, v, extras = inputs_of(problem)
     first = () if problem.varlen else (problem.batch,)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,11 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier  # noqa: E
 from typer.testing import CliRunner  # noqa: E402
 
 from flashtile.backends import compat  # noqa: E402
-from flashtile.backends.common import compile_report  # noqa: E402
-from flashtile.backends.common.compile_report import (  # noqa: E402
+from flashtile.tools.inspection.report import (  # noqa: E402
     ARCHITECTURES,
     CompileCase,
     CompileReport,
+    architecture,
     report,
     reports,
 )
@@ -109,11 +108,6 @@ def test_what_the_compiler_is_given(monkeypatch):
         assert (source.constants, source.attrs, given_options) == (constants, attributes, options)
 
 
-def spilling(budget: int = 0) -> CompileCase:
-    """A 128 x 256 accumulator in 128 threads is 256 registers of each, one more than there are."""
-    return product(m=128, n=256, spill_budget=budget)
-
-
 @pytest.mark.parametrize("arch", TESTED_ARCHITECTURES)
 def test_sixteen_bit_products_run_on_tensor_cores(arch):
     found = report(product(), arch)
@@ -139,7 +133,7 @@ def test_threads_follow_warps():
 def test_spills_are_those_that_ptxas_reports(arch, tmp_path):
     from triton.backends.nvidia.compiler import get_ptxas
 
-    case = spilling()
+    case = product(m=128, n=256)  # the accumulator takes 256 registers of each of 128 threads, one too many
     found = report(case, arch)
     ptx = tmp_path / "kernel.ptx"
     ptx.write_text(case.compile(ARCHITECTURES[arch]).asm["ptx"])
@@ -153,19 +147,13 @@ def test_spills_are_those_that_ptxas_reports(arch, tmp_path):
     assert found.spill_loads == pytest.approx(loads, rel=0.1)
 
 
-def test_a_spill_above_the_budget_is_a_violation():
-    found = report(spilling(budget=7), "sm_90a")
-    spilled = found.spill_stores
-    assert spilled > 7
-    assert found.violations == [f"{spilled} bytes of spill stores, budget 7"]
-    assert replace(found, spill_budget=spilled).violations == []
-    assert replace(found, spill_budget=spilled - 1).violations != []
+DEEP = product(m=128, n=128, num_stages=6)
+"""A kernel that needs more shared memory than a block of sm_89 has."""
 
 
 def test_shared_memory_above_the_limit_is_a_violation():
-    deep = product(m=128, n=128, num_stages=6)
-    assert report(deep, "sm_90a").violations == []
-    (violation,) = report(deep, "sm_89").violations
+    assert report(DEEP, "sm_90a").violations == []
+    (violation,) = report(DEEP, "sm_89").violations
     assert "shared memory" in violation
     assert str(99 * 1024) in violation
 
@@ -207,7 +195,7 @@ def test_reports_keep_the_order_of_cases():
 
 def test_shared_memory_of_a_block():
     """The CUDA programming guide's table of compute capabilities, and AMD's local data share."""
-    kib = {name: architecture.shared_limit / 1024 for name, architecture in ARCHITECTURES.items()}
+    kib = {name: one.shared_limit / 1024 for name, one in ARCHITECTURES.items()}
     assert kib == {
         "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90a": 227, "sm_100a": 227, "sm_103a": 227,
         "sm_120a": 99, "gfx942": 64, "gfx950": 160, "gfx1201": 64,
@@ -219,9 +207,9 @@ def test_architectures_are_named_as_ptxas_does():
     assert [(one.name.rstrip("a"), one.warp_size) for one in nvidia] == [
         (f"sm_{one.capability}", 32) for one in nvidia
     ]
-    assert compile_report.architecture("sm_90") == compile_report.architecture("sm_90a")
+    assert architecture("sm_90") == architecture("sm_90a")
     with pytest.raises(ValueError, match=r"arch must be one of sm_80.*got 'sm_12'"):
-        compile_report.architecture("sm_12")
+        architecture("sm_12")
 
 
 def test_a_case_must_name_every_argument_once():
@@ -268,11 +256,11 @@ def test_inspect_tabulates_and_writes_json(command, tmp_path: Path):
     assert all(row["violations"] == [] and row["registers"] > 0 for row in rows)
 
 
-def test_inspect_fails_above_the_budget(command):
-    result = command([product(), spilling()], "--arch", "sm_90a")
+def test_inspect_fails_beyond_the_limits(command):
+    result = command([product(), DEEP], "--arch", "sm_89")
     assert result.exit_code == 1
     assert "2 configurations, 1 beyond their limits" in result.output
-    assert command([product(), spilling()], "--arch", "sm_90a", "--kernel", "64x64").exit_code == 0
+    assert command([product(), DEEP], "--arch", "sm_89", "--kernel", "64x64").exit_code == 0
 
 
 def test_inspect_says_in_one_line_what_triton_cannot_compile(command, monkeypatch):
@@ -296,7 +284,7 @@ def test_inspect_s_table_is_whole_where_nothing_is_a_terminal(command, monkeypat
     name = "hopper forward head_dim 128/128 128x128 causal"
     made = CompileReport(
         name, "sm_90a", registers=168, spill_stores=0, spill_loads=0, stack=0, shared=197120, threads=384,
-        tensor_core={"wgmma": 120}, lost_barriers=0, spill_budget=0, shared_limit=232448,
+        tensor_core={"wgmma": 120}, lost_barriers=0, shared_limit=232448,
         expects_tensor_cores=True, seconds=9.9,
     )  # fmt: skip
     monkeypatch.setattr(module, "reports", lambda cases, arch, jobs: iter([made]))

@@ -11,9 +11,7 @@ disassembled, since disassembly can take as long as compilation.
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
 import re
 import subprocess
 import tempfile
@@ -22,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +86,7 @@ class CompileCase:
         divisible_by_16: names of integer arguments that a launch specialises as multiples of 16. For a
             structure this applies to all its integers.
         options: further compiler options, such as ``maxnreg``.
-        spill_budget: bytes of spill stores that were measured and accepted for this configuration.
         tensor_cores: whether its products must run on the tensor cores.
-        exhaustive: whether only exhaustive tests compile the case, because it differs little from another.
     """
 
     name: str
@@ -102,9 +97,7 @@ class CompileCase:
     num_warps: int = 4
     num_stages: int = 3
     options: dict[str, Any] = field(default_factory=dict)
-    spill_budget: int = 0
     tensor_cores: bool = True
-    exhaustive: bool = False
 
     def compile(self, target: Architecture) -> Any:
         """Compile for an architecture, or load the binary from Triton's disk cache.
@@ -146,14 +139,6 @@ class CompileCase:
         return compat.compile_for(backend, arch, target.warp_size, source, options)
 
 
-def types_of(structure: Any, default: Any, **types: Any) -> Any:
-    """Return a ``structure`` of types for the signature of a :class:`CompileCase`.
-
-    ``types`` gives the types of some fields by name. All other fields have the type ``default``.
-    """
-    return structure(*(types.get(name, default) for name in structure._fields))
-
-
 def _fields(value: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
     """Yield (path, value) of each leaf of nested tuples. A value that is not a tuple is a single leaf."""
     if isinstance(value, tuple):
@@ -187,7 +172,6 @@ class CompileReport:
     lost_barriers: int
     """Number of initialised mbarriers that no partition uses, so the compiler reuses their memory for a tile.
     A GPU that switches between processes may write such a barrier's state back over the tile."""
-    spill_budget: int
     shared_limit: int
     expects_tensor_cores: bool
     seconds: float
@@ -195,10 +179,8 @@ class CompileReport:
 
     @property
     def violations(self) -> list[str]:
-        """Violations of the configuration's or the architecture's limits; empty if there are none."""
+        """Violations of the architecture's limits, and what the compiler lost; empty if there are none."""
         found = []
-        if self.spill_stores > self.spill_budget:
-            found.append(f"{self.spill_stores} bytes of spill stores, budget {self.spill_budget}")
         if self.shared > self.shared_limit:
             found.append(f"{self.shared} bytes of shared memory, {self.arch} has {self.shared_limit}")
         if self.expects_tensor_cores and not self.tensor_core:
@@ -206,17 +188,6 @@ class CompileReport:
         if self.lost_barriers:
             found.append(f"{self.lost_barriers} mbarriers initialised that no partition has")
         return found
-
-
-def every_case(arch: str) -> list[CompileCase]:
-    """Return the cases of all backends, from each module that has a function ``compile_cases(arch)``."""
-    folder = str(Path(__file__).parents[1])
-    cases: list[CompileCase] = []
-    for module in pkgutil.walk_packages([folder], "flashtile.backends."):
-        compile_cases = getattr(importlib.import_module(module.name), "compile_cases", None)
-        if isfunction(compile_cases):  # a package may have a submodule of this name instead
-            cases += compile_cases(architecture(arch).name)
-    return cases
 
 
 def report(case: CompileCase, arch: str) -> CompileReport:
@@ -246,7 +217,6 @@ def report(case: CompileCase, arch: str) -> CompileReport:
         **used,
         shared=compiled.metadata.shared,
         lost_barriers=_lost_barriers(compiled.asm["ttgir"]),
-        spill_budget=case.spill_budget,
         shared_limit=target.shared_limit,
         expects_tensor_cores=case.tensor_cores,
         seconds=seconds,

@@ -1,13 +1,13 @@
-"""Every configuration of the Hopper forward, for compilation ahead of time (``flashtile inspect``, tests)."""
+"""Compile cases of the Hopper forward."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
-from flashtile.backends.common.compile_report import CompileCase
-from flashtile.backends.hopper.compile_cases import HOPPER, PLAIN, inputs, modified, only, recorded, words
+from flashtile.backends.hopper import CAPABILITY
 from flashtile.backends.hopper.forward.config import (
     ForwardConfig,
     ForwardVariant,
@@ -19,22 +19,14 @@ from flashtile.backends.hopper.forward.config import (
 from flashtile.backends.hopper.forward.kernel import forward_kernel
 from flashtile.backends.hopper.forward.launch import HopperForwardLaunch, forward_variant
 from flashtile.backends.hopper.forward.rounds import COSTS, plan_of
+from flashtile.backends.hopper.work_tiles import tile_table_kernel
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
+from flashtile.tools.inspection.hopper import HOPPER, MODIFIED, PLAIN, inputs, modified, words
+from flashtile.tools.inspection.recording import cases_of, only
+from flashtile.tools.inspection.report import CompileCase
 
 _CAUSAL = replace(PLAIN, window_right=0)
-_MODIFIED_SPILLS: dict[str, dict[int, tuple[int, ...]]] = {
-    "mods": {64: (0, 100, 0, 0, 16, 0), 128: (4, 104, 76, 80, 48, 0), 256: (8, 8, 88, 108, 132, 0)},
-    "dropout": {64: (0, 0, 44), 128: (0, 72, 132)},
-    "bias": {64: (16, 0, 36), 128: (8, 84, 80)},
-}
-_TELLING = {
-    ("mods", "block mask", 64),
-    ("mods", "block mask", 256),
-    ("dropout", "causal", 128),
-    ("bias", "causal", 64),
-}
-"""Cases with modifiers that every run of the tests compiles; the other cases differ little from them."""
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 """Sequence lengths that together select every entry of the table of configurations."""
 
@@ -44,7 +36,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
 
     Entries of the table of configurations that are made for windows are compiled for a causal problem, and
     once more with every feature. All other entries are compiled for a plain problem. The same holds for their
-    alternatives for few work tiles. Problems with single features follow.
+    alternatives for few work tiles. Problems with single features follow, and the kernel that fills the tile
+    table of packed sequences.
     """
     if arch != HOPPER:
         return
@@ -58,7 +51,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
             variant = forward_variant(plain, plan_of(plain, other))
             if of_tables(plain) == config and variant not in seen:
                 seen.add(variant)
-                yield _case(plain, other, other.spill_budget)
+                yield _case(plain, other)
         if windowed:
             everything = replace(
                 plain,
@@ -70,44 +63,49 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                 alibi=True,
                 sink=True,
             )
-            yield _case(everything, config, config.features_spill_budget)
+            yield _case(everything, config)
             dense = replace(everything, varlen=False, seqused_k=False)
             for other in configs:
                 variant = forward_variant(dense, plan_of(dense, other))
                 if other.warpgroups == 1 and variant not in seen:
                     seen.add(variant)
-                    yield _case(dense, other, other.features_spill_budget)
+                    yield _case(dense, other)
     window = replace(_CAUSAL, head_dim=128, head_dim_v=128, window_left=1023, seqlen_q=16384, seqlen_k=16384)
-    config = choose(window)
-    yield _case(window, config, config.features_spill_budget)
-    partial = replace(_CAUSAL, head_dim=128, head_dim_v=128, seqlen_q=16384, seqlen_k=16384, partial=True)
-    for same in (partial, replace(partial, window_right=UNLIMITED)):
-        config = choose(same)
-        yield _case(same, config, config.spill_budget)
-    for head_dim, softcap_budget in ((128, 0), (256, 140)):
+    yield _case(window, choose(window))
+    partial_results = replace(
+        _CAUSAL, head_dim=128, head_dim_v=128, seqlen_q=16384, seqlen_k=16384, partial=True
+    )
+    for same in (partial_results, replace(partial_results, window_right=UNLIMITED)):
+        yield _case(same, choose(same))
+    for head_dim in (128, 256):
         capped = replace(_CAUSAL, head_dim=head_dim, head_dim_v=head_dim, softcap=50.0)
-        yield _case(capped, choose(capped), softcap_budget)
+        yield _case(capped, choose(capped))
     few_columns = replace(PLAIN, head_dim=80, head_dim_v=80)
-    yield _case(few_columns, choose(few_columns), 0)
+    yield _case(few_columns, choose(few_columns))
     short_window = replace(_CAUSAL, num_heads_q=64, num_heads_kv=8, window_left=127)
-    yield _case(short_window, choose(short_window), choose(short_window).spill_budget)
+    yield _case(short_window, choose(short_window))
     packed = replace(_CAUSAL, head_dim=128, head_dim_v=128, seqlen_q=4, total_q=8)
-    yield _case(packed, ForwardConfig(2, 128), 0)
-    for kind, spills in _MODIFIED_SPILLS.items():
-        for name, problem, spill_budget in modified(kind, spills):
-            case = _case(problem, choose(problem), spill_budget, f"{kind} forward", name)
-            yield replace(case, exhaustive=(kind, name, problem.head_dim) not in _TELLING)
+    yield _case(packed, ForwardConfig(2, 128))
+    for kind in MODIFIED:
+        for name, problem in modified(kind):
+            yield _case(problem, choose(problem), f"{kind} forward", name)
+    packed = replace(_CAUSAL, head_dim=128, head_dim_v=128, varlen=True, seqused_k=True)
+    cases = _forward(packed, choose(packed))
+    yield only(tile_table_kernel, cases, name="hopper tile table", tensor_cores=False)
 
 
-def _case(
-    problem: Problem, config: ForwardConfig, spill_budget: int, kind: str = "forward", name: str = ""
-) -> CompileCase:
-    case = only(forward_kernel, recorded(HopperForwardLaunch(problem, config), *inputs(problem)))
+def _forward(problem: Problem, config: ForwardConfig) -> list[CompileCase]:
+    """Return the cases of all kernels of a forward pass."""
+    return cases_of(CAPABILITY, partial(HopperForwardLaunch(problem, config), *inputs(problem)))
+
+
+def _case(problem: Problem, config: ForwardConfig, kind: str = "forward", name: str = "") -> CompileCase:
+    case = only(forward_kernel, _forward(problem, config))
     variant = case.constants["C"]
     if name:
         name = f"head_dim {problem.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N} {name}"
     name = f"hopper {kind} {name or _name(problem, variant)}"
-    return replace(case, name=name, spill_budget=spill_budget)
+    return replace(case, name=name)
 
 
 def _name(problem: Problem, variant: ForwardVariant) -> str:

@@ -1,0 +1,275 @@
+"""Compile cases of the portable decoding kernels: attention over a cache, combining, append and copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.common.device import Target, compiling_for
+from flashtile.backends.portable.config import family_of_capability
+from flashtile.backends.portable.decode import config
+from flashtile.backends.portable.decode.attend import decode_kernel
+from flashtile.backends.portable.decode.combine import combine_kernel
+from flashtile.backends.portable.decode.config import DecodeConfig
+from flashtile.backends.portable.decode.launch import (
+    APPEND_ROWS,
+    COPY_TILE,
+    AppendingLaunch,
+    AppendLaunch,
+    CombineLaunch,
+    CopyLaunch,
+    DecodeLaunch,
+)
+from flashtile.backends.portable.exchange import exchange, exchange_variant
+from flashtile.problems.decode import (
+    FP8,
+    AppendOptions,
+    AppendProblem,
+    AppendTensors,
+    CacheTensors,
+    CombineOptions,
+    CombineProblem,
+    CopyOptions,
+    CopyProblem,
+    CopyTensors,
+    DecodeOptions,
+    DecodeProblem,
+)
+from flashtile.tools.inspection.recording import TYPE_NAMES, case_of, cases_of, launches_of, meta, only
+from flashtile.tools.inspection.report import CompileCase, architecture
+
+PAGED = DecodeProblem(
+    batch=8,
+    seqlen_q=1,
+    total_q=8,
+    num_heads_q=32,
+    num_heads_kv=8,
+    head_dim=128,
+    head_dim_v=128,
+    capacity=65536,
+    page_size=16,
+    num_blocks=2048,
+    seqlen_new=0,
+    dtype=torch.bfloat16,
+    cache_dtype=torch.bfloat16,
+    out_dtype=torch.bfloat16,
+    device=torch.device("meta"),
+    softmax_scale=1.0,
+    lengths=True,
+)
+_FEATURES = {
+    "seqlen_q": 4,
+    "window_left": 1024,
+    "window_right": 0,
+    "softcap": 1.0,
+    "alibi": True,
+    "sink": True,
+    "leftpad": True,
+    "varlen": True,
+    "varlen_new": True,
+}
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "page 16": {},
+    "page 1": {"page_size": 1},
+    "page 256": {"page_size": 256},
+    "dense": {"page_size": 0, "num_blocks": 8},
+    "whole": {"page_size": 0, "num_blocks": 8, "lengths": False, "capacity": 256, "return_lse": False},
+    "splits": {"num_splits": 4},
+    "tree": {"tree": True, "seqlen_q": 4},
+    "prior": {"prior": True},
+    "unified max": {"softmax_max": 0.0},
+    "unified max, features": _FEATURES | {"softmax_max_by_head": True},
+    "features": _FEATURES,
+    "chunk": {"seqlen_q": 4, "window_right": 0, "attention_chunk": 8192},
+}
+"""Variants by name. Every tile is compiled for pages of 16 tokens. For 16-bit elements and head_dim 128,
+NARROW tiles are compiled for all variants, and other tiles for ``_WIDE_VARIANTS``."""
+_WIDE_VARIANTS = ("page 16", "splits", "features", "unified max")
+
+
+def compile_cases(arch: str) -> Iterator[CompileCase]:
+    """Yield the cases of all decoding kernels.
+
+    Attention is compiled with each tile that is configured for ``arch``. Some tiles are compiled in several
+    variants.
+    """
+    capability = divmod(architecture(arch).capability, 10)
+    family = family_of_capability(*capability)
+    for dtype, element_bytes in ((torch.bfloat16, 2), (torch.float32, 4), (FP8, 1)):
+        for head_dim in config.HEAD_DIMS:
+            for BLOCK_M in config.row_blocks(family, element_bytes, head_dim):
+                chosen = config.row(family, element_bytes, BLOCK_M, head_dim)
+                variants: Iterable[str] = ("page 16",)
+                if element_bytes == 1 and head_dim == 128 and BLOCK_M == config.NARROW:
+                    variants = ("page 16", "unified max")
+                if head_dim == 128 and element_bytes == 2:
+                    variants = _VARIANTS if BLOCK_M == config.NARROW else _WIDE_VARIANTS
+                for variant in variants:
+                    problem = replace(
+                        PAGED,
+                        head_dim=head_dim,
+                        head_dim_v=head_dim,
+                        dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16,
+                        cache_dtype=dtype,
+                        descale="head" if dtype == FP8 else "none",
+                        **_VARIANTS[variant],
+                    )
+                    name = f"{TYPE_NAMES[dtype]} head_dim {head_dim} rows {BLOCK_M} {variant}"
+                    yield _attention_case(f"decode {name}", problem, chosen, capability)
+                    if head_dim == 128 and variant in ("page 16", "splits") and element_bytes == 2:
+                        yield from _combine_cases(f"decode combine {name}", problem, chosen, capability)
+    latent = replace(PAGED, num_heads_q=128, num_heads_kv=1, head_dim=64, head_dim_v=512, qv=True)
+    for BLOCK_M in config.row_blocks(family, 2, latent.head_dim_v):
+        chosen = config.row(family, 2, BLOCK_M, latent.head_dim_v)
+        name = f"decode bf16 latent 64 and 512 rows {BLOCK_M}"
+        yield _attention_case(name, latent, chosen, capability)
+    if family == "hopper":
+        for head_dim in (64, 128):
+            yield _appending_case(head_dim, capability)
+    yield _combine_given_case(capability)
+    if not architecture(arch).amd:
+        yield _exchange_case(capability)
+    for dtype in (torch.bfloat16, FP8):
+        for packed in (False, True):
+            yield _append_case(dtype, capability, packed)
+    yield _copy_case(capability)
+
+
+def inputs_of(problem: DecodeProblem) -> tuple[Tensor, Tensor, Tensor, CacheTensors]:
+    """Return (q, k_cache, v_cache, tensors) of a call, contiguous and on the meta device."""
+    batch, heads, width = problem.batch, problem.num_heads_q, problem.head_dim_v
+    int32 = partial(meta, dtype=torch.int32)
+    of_scales = {
+        "none": None,
+        "head": (problem.num_heads_kv,),
+        "block": (problem.num_blocks, problem.num_heads_kv),
+        "sequence": (batch, 1, problem.num_heads_kv),
+    }[problem.descale]
+    scales = None if of_scales is None else meta(*of_scales)
+    offsets = int32(batch + 1)
+    tokens = (problem.total_q,) if problem.varlen else (batch, problem.seqlen_q)
+    rows = (problem.num_blocks, problem.page_size or problem.capacity, problem.num_heads_kv)
+    possible = {
+        "cache_seqlens": (problem.lengths, int32(batch)),
+        "cache_leftpad": (problem.leftpad, int32(batch)),
+        "cache_batch_idx": (problem.batch_idx, int32(batch)),
+        "cu_seqlens_q": (problem.varlen, offsets),
+        "cu_seqlens_k_new": (problem.varlen_new, offsets),
+        "alibi_slopes": (problem.alibi, meta(heads)),
+        "sink": (problem.sink, meta(heads)),
+        "k_descale": (scales is not None, scales),
+        "v_descale": (scales is not None, scales),
+        "tree_mask": (problem.tree, meta(1, problem.seqlen_q, problem.seqlen_q, dtype=torch.bool)),
+        "prior_out": (problem.prior, meta(problem.total_q, heads, width)),
+        "prior_lse": (problem.prior, meta(heads, problem.total_q)),
+        "softmax_max": (problem.softmax_max_by_head, meta(heads)),
+        "qv": (problem.qv, meta(*tokens, heads, width, dtype=problem.dtype)),
+    }
+    tensors = CacheTensors(**{name: tensor for name, (is_used, tensor) in possible.items() if is_used})
+    if problem.page_size:
+        tensors = tensors._replace(block_table=int32(batch, problem.capacity // problem.page_size))
+    q = meta(*tokens, heads, problem.head_dim, dtype=problem.dtype)
+    k, v = (meta(*rows, size, dtype=problem.cache_dtype) for size in (problem.head_dim, width))
+    return q, k, v, tensors
+
+
+def _attention_case(
+    name: str, problem: DecodeProblem, chosen: DecodeConfig, capability: tuple[int, int]
+) -> CompileCase:
+    on_tensor_cores = problem.dtype.itemsize == 2 or chosen.precision != "ieee"
+    cases = cases_of(capability, partial(DecodeLaunch(problem, chosen), *inputs_of(problem)))
+    return only(decode_kernel, cases, name=name, tensor_cores=on_tensor_cores)
+
+
+def _combine_cases(
+    name: str, problem: DecodeProblem, chosen: DecodeConfig, capability: tuple[int, int]
+) -> Iterator[CompileCase]:
+    """Yield the case of the kernel that combines splits, or two of those that combine a stream-K grid.
+
+    With one sequence, the grid of an H100 has more programs than work tiles, and each work tile is combined.
+    With two multiprocessors it has fewer, and the work tiles at the programs' boundaries are combined.
+    """
+    one = replace(problem, batch=1, total_q=problem.seqlen_q)
+    large = Target("a GPU", capability, 132)
+    calls: dict[str, tuple[Any, DecodeProblem]] = {name: (capability, problem)}
+    if problem.num_splits == 0:
+        calls = {name: (large, one), f"{name} by boundary": (capability, problem)}
+    for case_name, (gpu, described) in calls.items():
+        cases = cases_of(gpu, partial(DecodeLaunch(described, chosen), *inputs_of(described)))
+        yield only(combine_kernel, cases, name=case_name, tensor_cores=False)
+
+
+def _combine_given_case(capability: tuple[int, int]) -> CompileCase:
+    out, lse = meta(16, 8, 1, 32, 128), meta(16, 8, 1, 32)
+    problem = CombineProblem.from_tensors(out, lse, None, CombineOptions(torch.bfloat16))
+    (launched,) = launches_of(capability, partial(CombineLaunch(problem), out, lse))
+    return case_of(launched, "decode combine given", tensor_cores=False)
+
+
+def _exchange_case(capability: tuple[int, int]) -> CompileCase:
+    variant = exchange_variant(2, 2048, 128)
+    memories, calls = meta(2, dtype=torch.int64), meta(variant.PROGRAMS, dtype=torch.int64)
+    out, lse = meta(8, 1, 32, 128), meta(8, 1, 32)
+    call = partial(exchange, out, lse, memories, calls, 0, variant, torch.bfloat16, 60.0)
+    (launched,) = launches_of(capability, call)
+    return case_of(launched, "decode exchange", tensor_cores=False)
+
+
+def _append_case(dtype: torch.dtype, capability: tuple[int, int], packed: bool) -> CompileCase:
+    """Return the case of an append kernel that applies rotary embedding to the new keys and to queries.
+
+    There are as many query tokens as new tokens. ``packed``: whether their sequences are packed.
+    """
+    bf16, int32, heads = torch.bfloat16, torch.int32, 8
+    cache = meta(1024, 16, heads, 128, dtype=dtype)
+    rows = (8 * APPEND_ROWS,) if packed else (8, APPEND_ROWS)
+    new, q = meta(*rows, heads, 128, dtype=bf16), meta(*rows, 4 * heads, 128, dtype=bf16)
+    offsets = meta(9, dtype=int32) if packed else None
+    scales = None
+    if dtype == FP8:
+        scales = meta(8, 1, heads) if packed else meta(1024, heads)
+    tensors = AppendTensors(
+        cache_seqlens=meta(8, dtype=int32), block_table=meta(8, 64, dtype=int32), cu_seqlens_k_new=offsets,
+        rotary_cos=meta(1024, 64), rotary_sin=meta(1024, 64), k_descale=scales, v_descale=scales, q=q,
+        cu_seqlens_q=offsets, q_rotated=q,
+    )  # fmt: skip
+    longest = APPEND_ROWS if packed else None
+    options = AppendOptions(longest, longest, rotate_q_by_token=True)
+    given = (cache, cache, new, new, tensors)
+    with compiling_for(capability):
+        launch = AppendLaunch(AppendProblem.from_tensors(*given, options))
+    (launched,) = launches_of(capability, partial(launch, *given))
+    name = f"decode append {TYPE_NAMES[dtype]}{' packed' if packed else ''}"
+    return case_of(launched, name, tensor_cores=False)
+
+
+def _appending_case(head_dim: int, capability: tuple[int, int]) -> CompileCase:
+    """Return the case of an attention kernel that appends a new token and applies rotary embedding."""
+    bf16, int32, heads = torch.bfloat16, torch.int32, 8
+    cache, new = (meta(size, n, heads, head_dim, dtype=bf16) for size, n in ((4096, 16), (1, 1)))
+    queries = meta(1, 1, 4 * heads, head_dim, dtype=bf16)
+    lengths, table, angles = meta(1, dtype=int32), meta(1, 4096, dtype=int32), meta(65536, head_dim // 2)
+    given = (cache, cache, new, new)
+    tensors = CacheTensors(lengths, block_table=table)
+    appended = AppendTensors(lengths, block_table=table, rotary_cos=angles, rotary_sin=angles)
+    with compiling_for(capability):
+        problem = DecodeProblem.from_tensors(queries, cache, cache, tensors, DecodeOptions(None, 1))
+        append = AppendLaunch(AppendProblem.from_tensors(*given, appended, AppendOptions()))
+        chosen = config.choose(problem)
+        launch = AppendingLaunch(problem, chosen, append)
+    (launched, *_) = launches_of(capability, partial(launch, queries, *given, appended, tensors))
+    name = f"decode bf16 head_dim {head_dim} rows {config.NARROW} appending"
+    return case_of(launched, name)
+
+
+def _copy_case(capability: tuple[int, int]) -> CompileCase:
+    cache = meta(1, 1024, COPY_TILE // 128 // 8, 8, 128, dtype=torch.bfloat16)
+    given = (cache, cache, meta(4, 2, dtype=torch.int32), CopyTensors())
+    launch = CopyLaunch(CopyProblem.from_tensors(*given, CopyOptions()))
+    (launched,) = launches_of(capability, partial(launch, *given))
+    return case_of(launched, "decode copy blocks", tensor_cores=False)

@@ -1,0 +1,133 @@
+"""Compile cases of products with a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from flashtile.backends.common.device import Target
+from flashtile.backends.common.tiles import CAPABILITY
+from flashtile.backends.portable.linear.config import (
+    MAX_FLAT_ROWS,
+    LinearConfig,
+    adapted,
+    candidates,
+    default,
+)
+from flashtile.backends.portable.linear.kernel import grouped_ahead
+from flashtile.backends.portable.linear.launch import LibraryLaunch, ProductLaunch
+from flashtile.hardware.linear_table import FLAT, GEMV
+from flashtile.problems.linear import (
+    E4M3,
+    QKV,
+    SCALE_BLOCK,
+    SWIGLU,
+    BeforeNormTensors,
+    Heads,
+    LinearProblem,
+    LinearTensors,
+    QkvTensors,
+)
+from flashtile.tools.inspection.recording import case_of, cases_of, meta
+from flashtile.tools.inspection.report import CompileCase, architecture
+
+_HEADS = Heads(32, 8, 128, 128, False, 4096, 16, 1024, 0)
+
+
+def plain_problem(rows: int, capability: tuple[int, int]) -> LinearProblem:
+    """Return the problem of Llama-3-8B's QKV projection, without an epilogue, on a GPU of this capability."""
+    target = Target("card", capability, 132)
+    return LinearProblem(rows, 6144, 4096, torch.bfloat16, torch.bfloat16, target, prefetch=True)
+
+
+def everything(problem: LinearProblem) -> dict[str, LinearProblem]:
+    """Return variants of the problem that together use every epilogue, keyed by the name of the case."""
+    return {
+        "norm swiglu": replace(problem, epilogue=SWIGLU, norm=True, bias=True, residual=True),
+        "norm qkv": replace(problem, epilogue=QKV, norm=True, heads=_HEADS),
+        "before norm": replace(problem, x_scale=True, residual=True, next_norm=True),
+        "e4m3": replace(problem, weight_dtype=E4M3, scales="channel"),
+    }
+
+
+def recorded(problem: LinearProblem, launch: Callable[..., Any]) -> CompileCase:
+    """Return the compile case of the kernel that a launch of a product starts."""
+    (case,) = cases_of(problem.device, partial(launch, *_inputs(problem)))
+    return case
+
+
+def _inputs(problem: LinearProblem) -> tuple[Any, ...]:
+    """Return (x, weight[, k_cache, v_cache], tensors) of a call, contiguous and on the meta device."""
+    M, N, K, heads, dtype = problem.M, problem.N, problem.K, problem.heads, problem.dtype
+    blocks = (N // SCALE_BLOCK, K // SCALE_BLOCK)
+    common = {
+        "bias": meta(N, dtype=dtype) if problem.bias else None,
+        "weight_scale": {"none": None, "channel": meta(N), "block": meta(*blocks)}[problem.scales],
+        "norm_weight": meta(K, dtype=dtype) if problem.norm else None,
+        "x_scale": meta(M) if problem.x_scale else None,
+    }
+    x, weight = meta(M, K, dtype=dtype), meta(N, K, dtype=problem.weight_dtype)
+    if heads is not None:
+        cache = meta(heads.num_blocks, heads.page_size, heads.num_heads_kv, heads.head_dim, dtype=dtype)
+        angles = meta(heads.rotary_rows, heads.rotary_dim // 2)
+        tensors = QkvTensors(
+            **common, positions=meta(M, dtype=torch.int32), slot_mapping=meta(M, dtype=torch.int64),
+            rotary_cos=angles, rotary_sin=angles,
+        )  # fmt: skip
+        return x, weight, cache, cache, tensors
+    residual = meta(M, problem.out_columns, dtype=dtype) if problem.residual else None
+    if problem.next_norm:
+        weight_after = meta(N, dtype=dtype)
+        return x, weight, BeforeNormTensors(**common, residual=residual, next_norm_weight=weight_after)
+    return x, weight, LinearTensors(**common, residual=residual)
+
+
+def compile_cases(arch: str) -> Iterator[CompileCase]:
+    """Yield the product kernel with default tiles and every epilogue, and kernels of epilogues and experts.
+
+    For Hopper and later GPUs, also yield the candidates that ``flashtile profile`` measures.
+    """
+    capability = divmod(architecture(arch).capability, 10)
+    few = plain_problem(1, capability)
+    for name, ended in {"plain": few, "norm qkv": everything(few)["norm qkv"]}.items():
+        yield _case(f"{name} 1 rows", ended, default(ended, GEMV))
+    for name, ended in everything(plain_problem(16, capability)).items():
+        yield _case(f"{name} 16 rows", ended, default(ended, FLAT))
+    split = plain_problem(64, capability)
+    yield _case(
+        "block scales split 64 rows",
+        replace(split, weight_dtype=E4M3, scales="block", N=1024),
+        adapted(split, FLAT, 64, 128, 4, 3, 4, 0),
+    )
+    if capability >= CAPABILITY:
+        many = plain_problem(MAX_FLAT_ROWS, capability)
+        for problem, kind in ((few, GEMV), (many, FLAT)):
+            for config in candidates(problem):
+                if config.kind == kind:
+                    waves = " whole waves" * config.whole_waves
+                    yield _case(f"profiled{waves} {problem.M} rows", problem, config)
+    ended = everything(few)["norm qkv"]
+    yield replace(recorded(ended, LibraryLaunch(ended)), name="linear epilogue qkv", tensor_cores=False)
+    yield from _experts(capability)
+
+
+def _experts(capability: tuple[int, int]) -> Iterator[CompileCase]:
+    """Yield the products of Qwen3-30B-A3B's experts, by way of storing the weight."""
+    target = Target("card", capability, 132)
+    for scales, stored in enumerate(("bf16", "e4m3", "e4m3 block scales")):
+        for gather, way in ((True, "gather"), (False, "scatter")):
+            shape = (128, 1536, 2048) if gather else (128, 2048, 768)
+            for launched in grouped_ahead(target, torch.bfloat16, shape, not gather, gather, scales):
+                case = case_of(launched, "")
+                yield replace(case, name=f"linear experts {stored} {way} {case.constants['C'].BLOCK_M} rows")
+
+
+def _case(name: str, problem: LinearProblem, config: LinearConfig) -> CompileCase:
+    tile = f"{config.BLOCK_M}x{config.BLOCK_N}x{config.BLOCK_K} stages {config.num_stages}"
+    name = f"linear {config.kind} {name} {tile} warps {config.num_warps} splits {config.splits}"
+    case = recorded(problem, ProductLaunch(problem, config))
+    return replace(case, name=name, tensor_cores=case.constants["C"].DOT)

@@ -1,4 +1,4 @@
-# Every target sets up what it needs in .venv, once. `make help` lists them.
+# Every target sets up what it needs in .venv, once. `make help` lists those for every day; CONTRIBUTING.md has all.
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -9,23 +9,19 @@ VENV := .venv
 READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
 # Test processes share the cores: one thread each.
-PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest tests
-# Results of these depend on how the CPU computes; those of refusals, graphs and counts do not.
-NUMERICAL := tests/api tests/checks tests/problems tests/operators tests/masks tests/reference tests/testing tests/test_dropout.py \
-  tests/test_nn.py tests/backends/test_{conformance,decode_properties,fp8_quantize,hypothesis,properties}.py tests/backends/cpu tests/op/test_results_into.py tests/op/test_growing_cache.py \
-  tests/kv_cache tests/compat tests/integrations tests/parallel tests/engine/test_engine_models.py tests/learn/algorithms tests/hardware
-NOT_NUMERICAL := refused or opcheck or compiled or graph or inductor or export or benchmark or counts or programs
-# Of each family results and refusals, and the memory of a cache and the texts of an engine.
-QUICK := tests/backends/test_conformance.py tests/backends/test_properties.py tests/api/test_functional.py tests/operators/test_autograd.py \
-  tests/checks/test_bad_input.py tests/api/test_decode.py tests/api/test_append.py tests/api/test_decode_cache.py \
-  tests/checks/test_decode_bad_input.py tests/masks tests/api/test_fp8.py tests/api/test_linear.py tests/op/test_selection.py \
-  tests/op/test_plain_path.py tests/kv_cache/test_manager.py tests/engine/test_engine_scheduler.py \
-  tests/engine/test_engine_texts.py tests/test_house.py
-# Only files with one of these words have interpreted tests. To import the others takes a worker ten seconds.
-INTERPRETED = $$(grep -lrE '\btarget\b|interpreter' tests --include='test_*.py')
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest
+SHARED := -n $(WORKERS) --dist worksteal
+# What `make test` runs on the CPU.
+ON_CPU := not gpu and not interpreter and not exhaustive and not thorough
+# The test files that contain an expression. To import all of them takes each worker ten seconds.
+FILES_WITH = $$(grep -lrE '$(1)' tests --include='test_*.py')
+INTERPRETED = $(call FILES_WITH,\btarget\b|interpreter)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cpu test-interpreter test-quick test-thorough test-thorough-cpu test-thorough-interpreter test-instruction-sets test-numerical-avx2 test-numerical-sse test-compile record-compiled test-architectures test-hopper-interpreted test-parallel mutants test-newest-triton test-oldest-triton test-gpu bench docs dist kernels hub inspect lint clean soak fuzz
+.PHONY: help setup test test-cpu test-interpreter test-quick test-thorough test-thorough-cpu test-thorough-interpreter \
+  test-instruction-sets test-numerical-avx2 test-numerical-sse test-compile record-compiled test-architectures \
+  test-hopper-interpreted test-parallel test-newest-triton test-oldest-triton test-gpu lint fuzz mutants soak \
+  bench docs dist kernels hub inspect demo clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -36,33 +32,30 @@ $(READY): pyproject.toml scripts/setup-venv
 
 setup: $(READY) ## the virtual environment alone
 
-demo: $(READY) ## exactness, speed, memory and a small training run; writes flashtile-demo/
-	$(RUN) -m flashtile demo
-
-test: $(READY) ## all that runs without a GPU: lint, test-cpu, test-interpreter, even if one fails
+test: $(READY) ## all that runs without a GPU: lint, CPU tests, interpreter tests; before each commit
 	+@bash scripts/run-parts lint test-cpu test-interpreter
 
 test-cpu: $(READY)
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu and not interpreter and not exhaustive and not thorough"
+	$(PYTEST) tests $(SHARED) -m "$(ON_CPU)"
 
 test-interpreter: $(READY)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(RUN) -m pytest $(INTERPRETED) -n $(WORKERS) --dist worksteal -m "interpreter and not thorough"
+	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED) $(SHARED) -m "interpreter and not thorough"
 
-test-quick: $(READY) ## the tests that tell most, in a minute or two
+test-quick: $(READY) ## ruff and quick tests of every kind of call, in a minute; while you work
 	$(RUN) -m ruff check .
-	OMP_NUM_THREADS=1 $(RUN) -m pytest $(QUICK) -n $(WORKERS) --dist worksteal \
-	  -m "not gpu and not interpreter and not exhaustive and not thorough and not slow" -k "not compile"
+	$(PYTEST) $(call FILES_WITH,mark.quick) $(SHARED) -m "quick and not slow and $(ON_CPU)" -k "not compile"
 
-test-thorough: $(READY) ## what differs little from a test of make test, and costs much; CI runs it
+test-thorough: $(READY) ## tests that are slow and resemble those of `make test`
 	+@bash scripts/run-parts test-thorough-cpu test-thorough-interpreter
 
 test-thorough-cpu: $(READY)
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m "thorough and not gpu and not interpreter and not exhaustive"
+	$(PYTEST) tests $(SHARED) -m "thorough and not gpu and not interpreter and not exhaustive"
 
 test-thorough-interpreter: $(READY)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(RUN) -m pytest $(INTERPRETED) -n $(WORKERS) --dist worksteal -m "interpreter and thorough"
+	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED) $(SHARED) -m "interpreter and thorough"
 
-test-instruction-sets: $(READY) ## what is computed on the CPU, as CPUs with AVX2 and with neither that nor AVX-512 compute it
+# Tests whose results depend on vector instructions, on CPUs with AVX2, and with neither AVX2 nor AVX-512.
+test-instruction-sets: $(READY)
 	+@bash scripts/run-parts test-numerical-avx2 test-numerical-sse
 
 test-numerical-avx2: export ATEN_CPU_CAPABILITY = avx2
@@ -74,45 +67,46 @@ test-numerical-sse: export ONEDNN_MAX_CPU_ISA = SSE41
 test-numerical-sse: export MKL_ENABLE_INSTRUCTIONS = SSE4_2
 test-numerical-sse: export OPENBLAS_CORETYPE = Nehalem
 test-numerical-avx2 test-numerical-sse: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest $(NUMERICAL) -n $(WORKERS) --dist worksteal \
-	  -m "not gpu and not interpreter and not compile and not exhaustive and not slow" -k "not ($(NOT_NUMERICAL))"
+	$(PYTEST) $(call FILES_WITH,mark.numerical) $(SHARED) -m "numerical and not compile and not slow and $(ON_CPU)" \
+	  -k "not (refused or opcheck or compiled or graph or inductor or export)"
 
-test-compile: $(READY) ## compile every configuration of every kernel; make test compiles one of each, make test-thorough the telling ones
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/backends/test_compile.py -n $(WORKERS) --dist worksteal
+test-compile: $(READY) ## compile every configuration of every kernel
+	$(PYTEST) tests/backends/test_compile.py $(SHARED)
 
-record-compiled: $(READY) ## compile the configurations that have changed since, and record what the compiler says of them
+record-compiled: $(READY)
 	$(RUN) tests/backends/compile_record.py
 
-mutants: $(READY) ## plant faults drawn from the source and count those that the tests notice; SAMPLE=30, SEED=, ARGS=
+mutants: $(READY) ## plant faults and count those that tests notice; SAMPLE=30, SEED=, ARGS=
 	$(RUN) scripts/mutants.py $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-soak: $(READY) ## two replicas of a server under load and abuse for SECONDS=600; the exit code says whether all was well
+soak: $(READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/engine/server $(RUN) tests/engine/server/soak.py $(or $(SECONDS),600)
 
-fuzz: $(READY) ## random calls of every public function against an oracle for SECONDS=600; SEED=, JOBS=, DEVICE=cuda, ARGS="--family caches"
+fuzz: $(READY) ## random calls against an oracle; SECONDS=600, SEED=, JOBS=, DEVICE=cuda, ARGS="--family caches"
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(RUN) -m fuzz --seconds $(or $(SECONDS),600) --device $(or $(DEVICE),cpu) \
 	  --jobs $(or $(JOBS),1) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-test-hopper-interpreted: $(READY) ## the Hopper kernels without a card: every mask and configuration, in several orders of events
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/backends/hopper/test_hopper_interpreted.py -n $(WORKERS) --dist worksteal
+test-hopper-interpreted: $(READY)
+	$(PYTEST) tests/backends/hopper/test_hopper_interpreted.py $(SHARED)
 
-test-parallel: $(READY) ## context parallelism in every method, layout and mask; make test has the telling ones
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/parallel
+test-parallel: $(READY)
+	$(PYTEST) tests/parallel
 
-test-architectures: $(READY) ## compile portable kernels for GPUs that nobody measured them on, AMD's among them
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/backends/architectures.py -n $(WORKERS) --dist worksteal
+test-architectures: $(READY)
+	$(PYTEST) tests/backends/architectures.py $(SHARED)
 
-test-newest-triton: $(READY) ## compile the Hopper kernels with the newest released Triton
+test-newest-triton: $(READY)
 	OMP_NUM_THREADS=1 bash scripts/with-triton $(VENV) triton \
-	  $(RUN) -m pytest tests/backends/newest_triton.py -m "not exhaustive" -n $(WORKERS) --dist worksteal $(ARGS)
+	  $(RUN) -m pytest tests/backends/newest_triton.py -m "not exhaustive" $(SHARED) $(ARGS)
 
-test-oldest-triton: $(READY) ## compile all kernels, as make test-thorough does, with the oldest Triton that the package takes
+# The oldest Triton that the package takes.
+test-oldest-triton: $(READY)
 	OMP_NUM_THREADS=1 bash scripts/with-triton $(VENV) triton==3.6.0 \
-	  $(RUN) -m pytest tests/backends/test_compile.py -m "not exhaustive" -n $(WORKERS) --dist worksteal
+	  $(RUN) -m pytest tests/backends/test_compile.py -m "not exhaustive" $(SHARED)
 
-test-gpu: $(READY) ## what needs a GPU, memcheck where compute-sanitizer is installed, ten minutes of random calls
-	$(PYTEST) -n $(GPU_WORKERS) --dist worksteal -m "gpu and not huge"
-	$(PYTEST) -n $$(nvidia-smi -L | wc -l) -m "gpu and huge"
+test-gpu: $(READY) ## GPU tests, memcheck if compute-sanitizer is on PATH, ten minutes of random calls
+	$(PYTEST) tests -n $(GPU_WORKERS) --dist worksteal -m "gpu and not huge"
+	$(PYTEST) tests -n $$(nvidia-smi -L | wc -l) -m "gpu and huge"
 	@if command -v compute-sanitizer >/dev/null; then \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
 	    $(RUN) tests/gpu/sanitizer_cases.py && \
@@ -132,14 +126,18 @@ docs: $(READY) ## the documentation as a site, in build/site
 dist: $(READY) ## a wheel and an sdist, in dist/
 	$(RUN) scripts/make_dist.py
 
-kernels: $(READY) ## a wheel of compiled kernels for the installed Triton, in dist/; hours of one core; ARGS="--arch sm_80"
+kernels: $(READY) ## a wheel of compiled kernels, in dist/; hours of one core; ARGS="--arch sm_80"
 	$(RUN) scripts/make_kernels.py $(ARGS)
 
-hub: $(READY) ## the repository that Hugging Face kernels loads, in build/hub
+# The repository that Hugging Face kernels loads, in build/hub.
+hub: $(READY)
 	$(RUN) scripts/make_hub.py
 
-inspect: $(READY) ## registers, spills and tensor-core use of every kernel, without a GPU
+inspect: $(READY)
 	$(RUN) -m flashtile inspect $(ARGS)
+
+demo: $(READY)
+	$(RUN) -m flashtile demo
 
 lint: $(READY) ## ruff and mypy
 	$(RUN) -m ruff check .

@@ -10,6 +10,7 @@ a function if ``import torch`` does not import their modules.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,6 +84,11 @@ def unwrapped(tensor: Any, level: int) -> Any:
 # torch.compile. Its public decorators, in torch.compiler, import the compiler, which takes seconds.
 
 
+def is_compiler_loaded() -> bool:
+    """Whether torch.compile may have been used: its tracer is imported."""
+    return "torch._dynamo" in sys.modules
+
+
 def run_at_trace_time(function: Any) -> Any:
     """Let torch.compile run ``function`` instead of tracing it, as ``assume_constant_result`` does."""
     function._dynamo_marked_constant = True
@@ -118,10 +124,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def activation_memory_budget() -> float:
-    """Return the setting of torch.compile that decides what graphs save for the backward pass.
-
-    Its public way leads through the same private module, ``torch._functorch.config``.
-    """
+    """Return the setting of torch.compile that decides what graphs save for the backward pass."""
     from torch._functorch import config
 
     budget: float = config.activation_memory_budget
@@ -150,7 +153,7 @@ negated_view: Callable[[Tensor], Tensor] = torch._neg_view
 check_in_graph: Callable[..., None] = torch._check
 """Raise an error unless a condition on sizes holds. It becomes part of a graph that is being traced."""
 UNNAMED_MOVES = torch.ops.aten._to_copy, torch.ops.aten._unsafe_view
-"""Operators to which a dispatch mode sees ``Tensor.to`` and products of matrices decompose."""
+"""Operators that a dispatch mode sees for ``Tensor.to`` and for some products of matrices."""
 
 # Devices.
 

@@ -210,7 +210,7 @@ def poison_last_rows(tensor: Tensor, count: int) -> None:
 
 
 def masks(left: int, right: int) -> Variants:
-    """Every way to bend and mask scores, with windows of these sides."""
+    """Every mask and score option, with windows of these two sides."""
     return {
         "full": {},
         "causal": {"causal": True},

@@ -31,7 +31,7 @@ def test_only_what_has_a_size_can_be_stored():
     assert not cache
 
 
-def test_the_bound_holds_whatever_the_sizes():
+def test_the_bound_holds_for_any_sizes():
     cache, sizes = BoundedCache(1000), {}
     for step in range(3000):
         key, nbytes = step * 37 % 101, step * 61 % 400

@@ -16,6 +16,8 @@ from flashtile.problems.attention import Problem
 from small_calls import dense, varlen
 from targets import Target
 
+pytestmark = pytest.mark.numerical
+
 STATE = torch.tensor([0x123456789ABCDEF, 2**33 + 5])
 
 

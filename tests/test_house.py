@@ -1,4 +1,7 @@
-"""What a reader counts on: every room has a floor, none imports upwards, no private name crosses a module."""
+"""The house of the package: no circle, no import upwards, no private name of another module.
+
+docs/design.md has the house. A room is a folder or a file of ``flashtile/``, or a folder of ``backends/``.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,12 @@ import ast
 import functools
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
+
+import flashtile
+
+pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[1]
 FILES = {
@@ -37,8 +46,12 @@ FLOORS = (
     ("cli", "demo"),
     ("__main__",),
 )
-"""Rooms, from the ground up: folders and files of ``flashtile/``, and the folders of ``backends/``. A room
-imports from floors below its own."""
+"""Rooms, from the ground up. A room imports only from floors below its own."""
+INTERNAL = {
+    "api", "backends", "caches", "checks", "cli", "compilation", "files", "garbage", "hardware", "op",
+    "operators", "problems", "rounding", "tools", "version",
+}  # fmt: skip
+"""Rooms that users do not import. All others can be reached after ``import flashtile``."""
 
 
 @functools.cache
@@ -48,7 +61,7 @@ def tree(module: str) -> ast.Module:
 
 @functools.cache
 def imported(module: str) -> list[tuple[str, str | None, bool]]:
-    """(module, name or None, whether at load) of each import of flashtile's own, without types."""
+    """Return (module, name or None, whether at load) of each import from flashtile, but those for types."""
     found: list[tuple[str, str | None, bool]] = []
 
     def walk(node: ast.AST, at_load: bool) -> None:
@@ -66,7 +79,7 @@ def imported(module: str) -> list[tuple[str, str | None, bool]]:
 
 
 def targets(module: str, lazily: bool) -> set[str]:
-    """The modules that ``module`` imports; ``lazily``: within functions as well."""
+    """Return the modules that ``module`` imports, with ``lazily`` also those that its functions import."""
     found = set()
     for source, name, at_load in imported(module):
         if at_load or lazily:
@@ -75,7 +88,7 @@ def targets(module: str, lazily: bool) -> set[str]:
     return found - {module}
 
 
-def test_there_is_no_circle():
+def test_no_circle_of_modules():
     TopologicalSorter({module: targets(module, lazily=True) for module in FILES}).prepare()
 
 
@@ -112,7 +125,7 @@ def test_every_room_has_a_floor():
 
 
 def test_rooms_import_from_floors_below():
-    """So rooms form no circle either, imports within functions counted."""
+    """So rooms form no circle either. Imports within functions count as well."""
     wrong = [
         f"{module} -> {target}"
         for module in FILES
@@ -122,12 +135,8 @@ def test_rooms_import_from_floors_below():
     assert wrong == []
 
 
-def test_there_are_few_floors():
-    assert len(FLOORS) <= 12
-
-
 def test_operations_reach_backends_by_name_only():
-    """Backends import no door, operation or check, and what stands below the doors imports no backend."""
+    """Backends import no public function, operation or check, and no room below ``api`` imports a backend."""
     above = ("api", "operators", "checks", "op")
     for module in FILES:
         if module.startswith("flashtile.backends."):
@@ -136,6 +145,12 @@ def test_operations_reach_backends_by_name_only():
         elif FLOOR_OF[room(module)] < FLOOR_OF["api"]:
             named = [t for t in targets(module, lazily=True) if t.startswith("flashtile.backends")]
             assert named == [], module
+
+
+def test_every_public_room_is_an_attribute_of_the_package():
+    rooms = {module.split(".")[1] for module in FILES if "." in module} - {"__main__"}
+    assert rooms - INTERNAL <= set(dir(flashtile))
+    assert rooms >= INTERNAL
 
 
 def test_the_package_imports_nothing_of_its_checkout():

@@ -9,6 +9,9 @@ import torch
 from torch.nn import functional as F
 
 import flashtile
+from walk import walk
+
+pytestmark = pytest.mark.numerical
 
 KINDS = {
     "plain": {},
@@ -68,8 +71,8 @@ def compare(modules, tensors, **call):
     torch.testing.assert_close(results[0], results[1], atol=5e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("call", CALLS)
+@walk("kind", KINDS)
+@walk("call", CALLS)
 def test_out_weights_and_gradients_are_torch_s(kind, call):
     modules = pair(**KINDS[kind])
     if KINDS[kind].get("add_bias_kv") and "causal" in call:
@@ -175,7 +178,7 @@ def test_masks_that_cannot_be_looked_at(how):
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
+@walk(
     ("changed", "error", "says"),
     [
         ({"query": torch.ones(3, 7, 8).half()}, TypeError, "query must have the dtype of the module's"),

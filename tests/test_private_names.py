@@ -279,32 +279,50 @@ def defined(tree: ast.Module) -> set[str]:
     return found
 
 
-DEFINED = {file: defined(tree) for file, tree in TREES.items()}
-ALL_DEFINED = set().union(*DEFINED.values())
+ALL_DEFINED = set().union(*map(defined, TREES.values()))
 
 
-def uses(file: str) -> Iterator[Use]:
-    """Yield the private names of other libraries that a file uses.
+def uses(file: str, tree: ast.Module) -> Iterator[Use]:
+    """Yield the private names of other libraries that a file uses, or overrides.
 
     A private attribute of an object of unknown type is a library's if the file does not define the name. One
     of ``self`` may be defined in the file of a base class.
     """
-    tree = TREES[file]
-    names = imported(tree)
+    names, own = imported(tree), defined(tree)
     for whole, line in names.values():
         if library := library_of(whole):
             yield Use(file, line, whole, library)
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and id(node) not in inner:
-            yield from _of_attributes(file, node, names)
+            yield from _of_attributes(file, node, names, own)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
             name = getattr(node.args[1], "value", None)
-            if is_private(str(name)) and name not in DEFINED[file]:
+            if is_private(str(name)) and name not in own:
                 yield Use(file, node.lineno, f".{name}", None)
+        elif isinstance(node, ast.ClassDef):
+            yield from _overridden(file, node, names)
 
 
-def _of_attributes(file: str, node: ast.Attribute, names: dict[str, tuple[str, int]]) -> Iterator[Use]:
+def _overridden(file: str, node: ast.ClassDef, names: dict[str, tuple[str, int]]) -> Iterator[Use]:
+    """Yield the private names of a library's class that a class derived from it defines."""
+    for base in node.bases:
+        root, _, path = ast.unparse(base).partition("[")[0].partition(".")
+        whole = ".".join(filter(None, (names.get(root, ("", 0))[0], path)))
+        if whole.split(".")[0] not in LIBRARIES:
+            continue
+        try:
+            found = pkgutil.resolve_name(whole)
+        except ImportError:  # the library is not installed
+            continue
+        members = [n for each in node.body for n in defined(ast.Module([each], [])) if is_private(n)]
+        library = whole.split(".")[0]
+        yield from (Use(file, node.lineno, f"{whole}.{n}", library) for n in members if hasattr(found, n))
+
+
+def _of_attributes(
+    file: str, node: ast.Attribute, names: dict[str, tuple[str, int]], own: set[str]
+) -> Iterator[Use]:
     """Yield the private name in a chain of attributes, ``a.b.c``."""
     chain, root = [node.attr], node.value
     while isinstance(root, ast.Attribute):
@@ -318,7 +336,7 @@ def _of_attributes(file: str, node: ast.Attribute, names: dict[str, tuple[str, i
         if whole.split(".")[0] in {*LIBRARIES, *sys.stdlib_module_names}:
             return
     of_self = isinstance(root, ast.Name) and root.id in ("self", "cls")
-    known = ALL_DEFINED if of_self and len(chain) == 1 else DEFINED[file]
+    known = ALL_DEFINED if of_self and len(chain) == 1 else own
     yield from (Use(file, node.lineno, f".{n}", None) for n in chain if is_private(n) and n not in known)
 
 
@@ -336,13 +354,32 @@ def test_private_names_are_in_one_module_for_each_library():
     files = {library.module: name for name, library in LIBRARIES.items()}
     wrong = [
         f"flashtile/{use.file}:{use.line}: {use.name}"
-        for file in TREES
-        for use in uses(file)
+        for file, tree in TREES.items()
+        for use in uses(file, tree)
         if file not in files
         or use.library not in (None, files[file])
         or not listed(use, LIBRARIES[files[file]])
     ]
     assert wrong == [], "private names belong into " + ", ".join(files)
+
+
+PLANTED = {
+    "torch._a.b": "import torch\ntorch._a.b(1)",
+    "torch.a._b": "from torch import a\na._b",
+    "torch._a.c": "from torch._a import c",
+    "torch._a": "import torch._a as d",
+    "triton.runtime.driver": "from triton.runtime import driver",
+    "vllm.a.b": "from vllm.a import b",
+    "._a": "def f(x): return x.b._a.c",
+    "._b": "def f(x): return getattr(x, '_b', None)",
+    "torch.nn.Module._call_impl": "from torch import nn\nclass A(nn.Module):\n def _call_impl(self): pass",
+}
+"""Private names, and lines that use them."""
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_names_are_found(name):
+    assert [use.name for use in uses("planted.py", ast.parse(PLANTED[name]))] == [name]
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from walk import walk
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "flashtile"
 OPENING = re.compile(r"\s*(Of|What|That|The same|The other way)\b")
@@ -64,7 +66,7 @@ def test_no_word_is_unclear_or_misused(words):
     assert bad == []
 
 
-@pytest.mark.parametrize(
+@walk(
     "text",
     [
         "so that nobody waits",
@@ -113,7 +115,7 @@ def pages() -> list[str]:
     return sorted(path.relative_to(ROOT).as_posix() for path in found if not path.name.endswith(".zh-CN.md"))
 
 
-@pytest.mark.parametrize(
+@walk(
     ("text", "expected"),
     [
         ("word " * 25, [1]),

@@ -182,7 +182,7 @@ class FlashAttention3OverCache(FlashAttention):
         if workload.latent:
             heads = workload.own_columns <= 64 and 256 <= workload.width_v <= 512
         taken = paged and sixteen_bits and heads
-        return None if taken else "takes 16-bit caches in pages and heads of up to 256, or MLA's, only"
+        return None if taken else "takes only paged 16-bit caches with heads up to 256, or MLA's"
 
     def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
         import flash_attn_interface
@@ -203,7 +203,7 @@ class SdpaLatent(Peer):
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         if not workload.latent or len(set(workload.sequences)) > 1:
             return "takes absorbed MLA over sequences of one length only"
-        return "its causal mask knows no heads as rows" if workload.seqlen_q > 1 else None
+        return "its causal mask does not support packed heads" if workload.seqlen_q > 1 else None
 
     def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
         assert inputs.qv is not None

@@ -28,7 +28,7 @@ from flashtile.problems.common import DTYPES
 from flashtile.problems.mask_operations import FLOATS, INTS, WHOLE, promoted, promoted_int, range_of
 from flashtile.problems.mask_program import LOAD, Builder, Name, Operand, Program, soft_cap_of
 from flashtile.problems.mask_ranges import without_identities
-from flashtile.torch_private import comptime, run_at_trace_time, version_of
+from flashtile.torch_private import comptime, is_compiler_loaded, run_at_trace_time, version_of
 
 SIGNATURES = {
     "score_mod": ("score", "b", "h", "q", "kv"),
@@ -91,7 +91,7 @@ class _InOnePiece:
 
 def apart(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` with Dynamo disabled. Otherwise Dynamo compiles parts of it after a graph break."""
-    return _disabled(function) if "torch._dynamo" in sys.modules else function
+    return _disabled(function) if is_compiler_loaded() else function
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Appends and rotary embedding against loops and complex numbers, which share no code with the library."""
+"""Appends and rotary embedding, compared with loops and complex numbers that share no code with flashtile."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import pytest
 import torch
 
 import flashtile
+from walk import walk
+
+pytestmark = [pytest.mark.numerical, pytest.mark.quick]
 
 HEADS, HEADS_KV, D = 4, 2, 16
 LENGTHS, NEW = (5, 0, 11), (2, 4, 1)
@@ -44,8 +47,8 @@ def caches(rows, width):
     return tuple(torch.randn(rows, width, HEADS_KV, D) for _ in "kv")
 
 
-@pytest.mark.parametrize("layout", ["dense", "batch_idx", "paged"])
-@pytest.mark.parametrize("ragged", [False, True])
+@walk("layout", ["dense", "batch_idx", "paged"])
+@walk("ragged", [False, True])
 def test_every_token_goes_to_its_place(on, layout, ragged):
     counts = NEW if ragged else (3, 3, 3)
     k_cache, v_cache = caches(12, 4) if layout == "paged" else caches(3 if layout == "dense" else 5, 16)
@@ -98,9 +101,9 @@ def test_many_short_sequences_beside_a_long_one(on):
     assert torch.equal(v_cache, expected[1])
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("pairs", [8, 3])
-@pytest.mark.parametrize("by_token", [True, False])
+@walk("interleaved", [True, False])
+@walk("pairs", [8, 3])
+@walk("by_token", [True, False])
 def test_keys_and_queries_are_turned(on, interleaved, pairs, by_token):
     """Against attention over keys and queries that were turned beforehand."""
     turn = spun if interleaved else spun_halves
@@ -193,9 +196,9 @@ def test_writes_raise_the_version_of_a_cache(on):
         assert all(new > old for new, old in zip(after, before, strict=True))
 
 
-@pytest.mark.parametrize("rotary", [False, True])
-@pytest.mark.parametrize("attends", [False, True])
-@pytest.mark.parametrize("place", ["cache_batch_idx", "block_table"])
+@walk("rotary", [False, True])
+@walk("attends", [False, True])
+@walk("place", ["cache_batch_idx", "block_table"])
 def test_padding_without_a_sequence_writes_nothing(on, place, attends, rotary):
     """Tensors with an entry per sequence have no memory then, so a kernel must not read them."""
     k_cache, v_cache = caches(3, 16)

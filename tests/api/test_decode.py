@@ -10,6 +10,9 @@ import flashtile
 from cases import BF16, FP16, FP32, FP64
 from decode_cases import CASES, build
 from flashtile.testing import decode as testing
+from walk import walk
+
+pytestmark = [pytest.mark.numerical, pytest.mark.quick]
 
 BY_NAME = {case.name: case for case in CASES}
 DTYPES = [FP64, FP32, FP16, BF16]
@@ -46,8 +49,8 @@ def test_every_argument_by_position():
     assert (lse == again[1]).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", BY_NAME)
+@walk("dtype", DTYPES)
+@walk("name", BY_NAME)
 def test_every_feature(name, dtype):
     tensors, arguments = build(BY_NAME[name], dtype, "cpu")
     testing.check(*tensors, backend="cpu", **arguments)

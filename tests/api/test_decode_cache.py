@@ -1,4 +1,4 @@
-"""What belongs to decoding: appends by slot, block copies, combined splits, shared prefixes, prefill.
+"""Functions around decoding: appends by slot, block copies, combined splits, shared prefixes, prefill.
 
 On every target: ``on`` says which backend a call is to use, and tensors are made on its device.
 """
@@ -15,6 +15,9 @@ from cases import BF16, FP16, FP32, FP64
 from flashtile import testing
 from flashtile.problems.decode import FP8
 from flashtile.reference import decode as reference
+from walk import walk
+
+pytestmark = [pytest.mark.numerical, pytest.mark.quick]
 
 HEADS, HEADS_KV, D, D_V = 6, 2, 16, 8
 
@@ -87,8 +90,8 @@ def test_slots_of_scaled_pages(on):
     assert (got[1].abs() == limit).any(), "nothing saturates: the values are too small to test it"
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP8], ids=str)
-@pytest.mark.parametrize("layers", [None, 3])
+@walk("dtype", [FP32, BF16, FP8])
+@walk("layers", [None, 3])
 def test_blocks_are_copied_in_all_layers(on, layers, dtype):
     shape = (7, 4, HEADS_KV) if layers is None else (layers, 7, 4, HEADS_KV)
     caches = [torch.randn(*shape, dim).to(dtype) for dim in (D, D_V)]
@@ -217,7 +220,7 @@ def test_a_shared_prefix_of_more_queries_than_a_tile_of_the_cpu():
     near(out, alone, 1e-12)
 
 
-def test_a_shared_prefix_of_nobody(on):
+def test_a_shared_prefix_without_sequences(on):
     k_cache, v_cache = pool(4, 4)
     q, table = torch.empty(0, 1, HEADS, D), torch.empty(0, 3, dtype=torch.int32)
     out = flashtile.flash_attn_with_shared_prefix(q, k_cache, v_cache, table, int32(), 5, **on)

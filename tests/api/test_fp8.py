@@ -1,4 +1,4 @@
-"""FP8 attention on every backend, held to the error rule over what is stored, and its error on outliers."""
+"""FP8 attention on every backend by the error rule, applied to the quantised tensors; errors on outliers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from flashtile.problems.fp8_layout import E4M3, KEY_BLOCK, MAX_HEAD_DIM, hadamar
 from flashtile.reference import fp8 as reference
 from flashtile.testing import fp8 as testing
 from targets import INTERPRETING, Target
+
+pytestmark = [pytest.mark.numerical, pytest.mark.quick]
 
 BY_NAME = {case.name: case for case in CASES}
 

@@ -1,4 +1,4 @@
-"""Calls of the FP8 functions: bad arguments, explain, compilation, kept launches."""
+"""Calls of the FP8 functions: bad arguments, explain, compilation, cached launches."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from flashtile.problems.attention import EXTRAS_OF_ALL, NO_EXTRAS, OPTIONS_OF_AL
 from flashtile.problems.fp8 import AttendOptions, QuantizeOptions, QuantizeTensors, Scales
 from flashtile.problems.fp8_layout import E4M3
 from flashtile.reference import fp8 as reference
+from walk import walk
 
 FP16, BF16 = torch.float16, torch.bfloat16
 B, SQ, SK, H, HKV, D = 2, 5, 9, 4, 2, 16
@@ -149,9 +150,7 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("function", "good", "change", "error", "says"), BAD, ids=[str(i) for i in range(len(BAD))]
-)
+@walk(("function", "good", "change", "error", "says"), BAD)
 def test_bad_calls_name_what_is_wrong(function, good, change, error, says, monkeypatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if good is not None:
@@ -285,7 +284,7 @@ def test_autocast_chooses_the_dtype() -> None:
         assert fp8.attention(**call).dtype == BF16
 
 
-def test_the_oracle_knows_descales() -> None:
+def test_the_oracle_applies_descales() -> None:
     """Of e4m3 tensors, by head and sequence, dense and packed."""
     scale = 0.5 + torch.rand(B, HKV)
     q, k, v = E4M3_CALL.values()

@@ -18,6 +18,9 @@ from flashtile import fp8
 from flashtile.checks.conversions import make_options
 from flashtile.compat.flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 from flashtile.reference import attention as reference
+from walk import walk
+
+pytestmark = [pytest.mark.numerical, pytest.mark.quick]
 
 COMMON = (
     ("dropout_p", 0.0),
@@ -43,7 +46,7 @@ SIGNATURES = {
 OWN_KEYWORDS = {"sink": None, "return_lse": False, "backend": None}
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
+@walk("name", SIGNATURES)
 def test_signature_is_flash_attentions(name):
     required, defaulted = SIGNATURES[name]
     parameters = inspect.signature(getattr(flashtile, name)).parameters.values()
@@ -63,8 +66,8 @@ def test_signature_is_flash_attentions(name):
     assert len(positional) + len(keyword_only) + len(unknown) == len(parameters)
 
 
-@pytest.mark.parametrize("name", ["attention", *SIGNATURES])
-@pytest.mark.parametrize(
+@walk("name", ["attention", *SIGNATURES])
+@walk(
     ("keyword", "instead"),
     [
         ("attn_mask", "window_size"),
@@ -213,7 +216,7 @@ def test_head_dim_of_v_is_its_own(dtype):
     assert out.is_contiguous()
 
 
-@pytest.mark.parametrize(
+@walk(
     "window_size",
     [
         [3, 1],
@@ -223,7 +226,6 @@ def test_head_dim_of_v_is_its_own(dtype):
         (torch.tensor(3), torch.tensor([1])),
         iter((3, 1)),
     ],
-    ids=["list", "numpy ints", "array", "tensor", "tensors", "iterator"],
 )
 def test_window_size_is_any_pair_of_ints(tensors, window_size):
     expected = flashtile.attention(*tensors, window_size=(3, 1))
@@ -231,8 +233,8 @@ def test_window_size_is_any_pair_of_ints(tensors, window_size):
     equal(flashtile.attention(*tensors, window_size=window_size), expected)
 
 
-@pytest.mark.parametrize("two", [2, np.float32(2), np.float64(2), np.int64(2), Fraction(2)])
-@pytest.mark.parametrize("name", ["softcap", "softmax_scale"])
+@walk("two", [2, np.float32(2), np.float64(2), np.int64(2), Fraction(2)])
+@walk("name", ["softcap", "softmax_scale"])
 def test_numbers_are_any_real_ones(tensors, name, two):
     equal(flashtile.attention(*tensors, **{name: two}), flashtile.attention(*tensors, **{name: 2.0}))
 
@@ -302,7 +304,7 @@ def test_tokens_after_the_last_sequence(ragged):
         assert gradient[:7].abs().sum() > 0
 
 
-@pytest.mark.parametrize(
+@walk(
     ("seqlen_q", "seqlen_k", "batch"), [(0, 5, 2), (5, 0, 2), (0, 0, 2), (5, 5, 0), (1, 1, 1), (4, 1, 1)]
 )
 def test_nothing_to_attend_to(seqlen_q, seqlen_k, batch):
@@ -378,7 +380,7 @@ def test_the_stride_of_a_single_column_may_be_anything():
     torch.testing.assert_close(flashtile.attention(q, k, v), expected)
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (5, 1), (5, 7), (4, 1, 1), (2, 1, 5, 1), (2, 4, 5, 7)], ids=str)
+@walk("shape", [(), (7,), (5, 1), (5, 7), (4, 1, 1), (2, 1, 5, 1), (2, 4, 5, 7)])
 def test_masks_and_biases_broadcast_to_the_scores(shape):
     """With their gradients, which have the shape that was given."""
     q = torch.randn(2, 5, 4, 8, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Products with a weight on every backend, held to the error rule, and what a caller may rely on."""
+"""Products with a weight on every backend: the error rule, and what a caller may rely on."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from flashtile.linear import linear, linear_before_norm, linear_qkv
 from flashtile.operators.linear import LINEAR, LINEAR_BEFORE_NORM, LINEAR_QKV
 from linear_calls import CALLS, Call, check, make_inputs, run
 from targets import INTERPRETING, Target
+from walk import walk
+
+pytestmark = [pytest.mark.numerical, pytest.mark.quick]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -275,7 +278,7 @@ BAD_QKV = {
 
 
 @pytest.mark.skipif(INTERPRETING, reason="one backend is enough")
-@pytest.mark.parametrize("name", BAD)
+@walk("name", BAD)
 def test_bad_input_is_named(name):
     error, text, change = BAD[name]
     with pytest.raises(error, match=text):
@@ -307,7 +310,7 @@ def test_any_number_of_leading_dimensions_before_a_norm():
 
 
 @pytest.mark.skipif(INTERPRETING, reason="one backend is enough")
-@pytest.mark.parametrize("name", BAD_QKV)
+@walk("name", BAD_QKV)
 def test_bad_input_is_named_before_anything_is_written(name):
     error, text, change = BAD_QKV[name]
     good = {"x": X, "weight": W, "k_cache": CACHES[0], "v_cache": CACHES[1], "slot_mapping": SLOTS}

@@ -12,6 +12,9 @@ from torch import Tensor
 from cases import BF16, FP16, FP32, FP64
 from flashtile import merge_states, testing
 from flashtile.reference import attention as reference
+from walk import walk
+
+pytestmark = pytest.mark.numerical
 
 
 def states(parts: int, dtype=FP64, varlen: bool = False) -> list[tuple[Tensor, Tensor]]:
@@ -162,7 +165,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@walk("name", BAD)
 def test_bad_arguments_are_named(name: str) -> None:
     change, error, message = BAD[name]
     a, b = states(2)

@@ -17,6 +17,8 @@ from flashtile.reference import attention as reference
 from flashtile.reference.decode import attention_with_kvcache
 from targets import Target
 
+pytestmark = pytest.mark.numerical
+
 HEADS, ROPE, LATENT, PAGE = 4, 64, 512, 8
 
 

@@ -1,4 +1,4 @@
-"""``softmax_max``: the same results for any scores, by the short way where they lie near it."""
+"""``softmax_max`` changes no result, and saves work if scores are near it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from flashtile.algorithms import Memory, unified_max
 from flashtile.api.score_profile import _best
 from flashtile.problems.decode import FP8
 from flashtile.testing import decode as testing
+from walk import walk
+
+pytestmark = pytest.mark.numerical
 
 BY_NAME = {case.name: case for case in CASES}
 FEATURES = (
@@ -216,7 +219,7 @@ def test_a_compiled_call_takes_it():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
+@walk(
     ("phi", "error", "words"),
     [
         ("6", TypeError, "softmax_max must be a number, a tensor or None, got str '6'"),
@@ -227,7 +230,6 @@ def test_a_compiled_call_takes_it():
         (torch.zeros(2, dtype=BF16), TypeError, "softmax_max must be float32, got torch.bfloat16"),
         (torch.zeros(2, device="meta"), ValueError, "softmax_max is on meta, not on cpu"),
     ],
-    ids=str,
 )
 def test_bad_numbers(phi, error, words):
     tensors = call_of(torch.zeros(2, 5), FP32, "cpu")
@@ -280,8 +282,8 @@ class TestProfile:
         expected = flashtile.profile_scores(q[:, [0, 127, 255]], k, causal=False)
         assert (found.least, found.most) == (expected.least, expected.most)
 
-    @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-    @pytest.mark.parametrize("shift", [0.0, 100.0])
+    @walk("dtype", [BF16, FP16, FP32])
+    @walk("shift", [0.0, 100.0])
     def test_phi_leaves_room_on_both_sides(self, dtype, shift):
         """``shift`` is added to every score."""
         q, k = self.make(dtype=FP32)
@@ -344,7 +346,7 @@ class TestProfile:
         with pytest.raises(ValueError, match="k has head_dim 16, but q has 32"):
             flashtile.profile_scores(q, k[..., :16])
 
-    @pytest.mark.parametrize(
+    @walk(
         ("arguments", "error", "words"),
         [
             ({"dtype": "abc"}, TypeError, "dtype must be None or one of torch.float16"),

@@ -14,6 +14,8 @@ from flashtile.api.probabilities import probabilities
 from flashtile.problems.attention import WeightsProblem
 from targets import Target
 
+pytestmark = pytest.mark.numerical
+
 CALL = Case(name="weights", seqlen_q=37, seqlen_k=45, head_dim=24, dtype=FP32)
 SMALL = replace(CALL, batch=1, seqlen_q=20, seqlen_k=40, heads_q=2, heads_kv=1, head_dim=16)
 PACKED = replace(CALL, lengths=((5, 9), (0, 4), (3, 0), (18, 30)), unused_tail=2, slack=1)

@@ -1,4 +1,4 @@
-"""Every backend, every case, forward and backward, by the error rule, into poisoned memory."""
+"""Every case on every backend, forward and backward, by the error rule and into poisoned memory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import flashtile
 from cases import CASES, Case, Inputs
 from flashtile import testing
 from targets import Target
+
+pytestmark = [pytest.mark.numerical, pytest.mark.quick]
 
 FEATURES = (
     "causal", "softcap", "alibi", "sink", "lengths", "unused_tail", "unused_keys", "softmax_scale",

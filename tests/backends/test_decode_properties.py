@@ -1,4 +1,4 @@
-"""What holds for decoding whatever the numbers: batches, splits, layouts and page sizes change no result."""
+"""Batches, splits, layouts and page sizes change no result of decoding."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from flashtile.backends.cpu.decode.attend import TILE_ELEMENTS, attend
 from flashtile.operators import decode as operators
 from flashtile.problems.decode import FP8, CacheTensors, DecodeOptions, DecodeProblem
 from flashtile.testing import decode as testing
+
+pytestmark = pytest.mark.numerical
 
 
 @st.composite

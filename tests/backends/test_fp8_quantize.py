@@ -15,6 +15,9 @@ from flashtile import fp8
 from flashtile.problems import fp8_layout as layout
 from flashtile.problems.fp8_layout import E4M3, E4M3_MAX, KEY_BLOCK, METHODS, QUERY_BLOCK, ROLES
 from targets import INTERPRETING, TARGETS, Target
+from walk import walk
+
+pytestmark = pytest.mark.numerical
 
 CPU_ONLY = pytest.mark.skipif(INTERPRETING, reason="of the CPU's path alone")
 
@@ -206,7 +209,7 @@ def test_infinities_become_nan_and_count_for_no_scale() -> None:
 
 
 @CPU_ONLY
-@pytest.mark.parametrize("columns", [1, 2, 16, 64, 256])
+@walk("columns", [1, 2, 16, 64, 256])
 def test_the_transform_is_orthogonal_and_seeded(columns: int) -> None:
     matrix = layout.hadamard_transform(
         torch.eye(columns, dtype=torch.float64), 7

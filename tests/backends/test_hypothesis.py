@@ -1,4 +1,4 @@
-"""Calls that hypothesis makes up, every feature with every other, held to the error rule."""
+"""Calls drawn by hypothesis, which combine all features, by the error rule."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from cases import BF16, FP16, FP32, FP64, Case
 from flashtile import testing
 from targets import Target
+
+pytestmark = pytest.mark.numerical
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""What must hold between calls of one backend, whatever the numbers are."""
+"""Relations between calls of one backend that hold for any numbers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import flashtile
 from cases import FP16, FP32, FP64, Case
 from flashtile import merge_states, testing
 from targets import Target
+
+pytestmark = [pytest.mark.numerical, pytest.mark.quick]
 
 
 class Attend:

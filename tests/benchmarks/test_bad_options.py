@@ -14,6 +14,7 @@ import pytest
 from benchmarks.suite import runner
 from benchmarks.suite.command import STOPPED, main
 from flashtile.tools.commands import options
+from walk import walk
 
 ROOT = Path(__file__).parents[2]
 BENCH = ("--device", "cpu", "-w", "ci-full-s96")
@@ -82,9 +83,7 @@ def run(monkeypatch, capsys, tmp_path):
     return call
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"), BAD, ids=lambda given: " ".join(given) if isinstance(given, tuple) else ""
-)
+@walk(("arguments", "said"), BAD)
 def test_one_line_and_exit_code_2(run, arguments, said):
     code, error = run(*arguments)
     assert code == 2, error

@@ -35,6 +35,7 @@ from benchmarks.suite.workloads import WORKLOADS, Workload
 from flashtile.hardware import timing
 from flashtile.problems.common import UNLIMITED
 from flashtile.reference import attention as reference
+from walk import walk
 
 CPU = torch.device("cpu")
 CI = workloads.select(["ci"])
@@ -126,7 +127,7 @@ class TestWorkloads:
             (d, c, 2**s) for d in (64, 128, 256) for c in (False, True) for s in range(9, 15)
         }
 
-    @pytest.mark.parametrize("workload", SHORT, ids=lambda w: w.name)
+    @walk("workload", SHORT)
     def test_visible_pairs_are_those_of_the_mask(self, workload):
         pairs = sum(
             count * int(reference.visible(*lengths, workload.window_left, workload.window_right).sum())
@@ -217,8 +218,8 @@ class TestGate:
         for name in gate.RESULTS:
             torch.testing.assert_close(chunked._exact[name], whole._exact[name], rtol=1e-12, atol=1e-12)
 
-    @pytest.mark.parametrize("result", gate.RESULTS)
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @walk("result", gate.RESULTS)
+    @walk("dtype", ["float32", "bfloat16"])
     def test_one_wrong_element_is_found(self, result, dtype):
         workload = replace(FULL, dtype=dtype)
         inputs = make_inputs(workload, CPU)
@@ -575,7 +576,7 @@ class TestCommands:
         assert all(w.name in result.output for w in (*WORKLOADS, *others))
         assert all(p.name in result.output for p in contestants.peers("attention"))
 
-    @pytest.mark.parametrize(
+    @walk(
         ("arguments", "message"),
         [
             (["-w", "papre"], "got 'papre'"),

@@ -18,6 +18,7 @@ from benchmarks.suite.command import bench
 from benchmarks.suite.documents import summarize
 from benchmarks.suite.gate import Oracle
 from benchmarks.suite.inputs import Inputs, make_inputs
+from walk import walk
 
 CPU = torch.device("cpu")
 CI = workloads.select(["ci-decode"])
@@ -151,7 +152,7 @@ def test_command(tmp_path: Path) -> None:
     assert all(path.stat().st_size > 5000 for path in files.values())
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+@walk("path", RESULTS)
 def test_committed_documents_of_decoding_are_read(path: Path) -> None:
     document = documents.read(path)
     known = {workload.name: workload for workload in workloads.WORKLOADS}

@@ -10,9 +10,10 @@ from typer.testing import CliRunner
 from benchmarks.suite import engine_bench
 from benchmarks.suite.command import application
 from benchmarks.suite.engine_bench import EngineWorkload
+from walk import walk
 
 
-@pytest.mark.parametrize(
+@walk(
     ("arguments", "text"),
     [
         (["-w", "engine-else"], "workload must be engine or one of"),

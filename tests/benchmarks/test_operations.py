@@ -1,4 +1,4 @@
-"""Standard attention's operations, timed one by one: right, whole, drawn to scale."""
+"""The benchmark that times standard attention's operations one by one."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from benchmarks.suite.report_page import render_page
 from flashtile.hardware import timing
 from flashtile.tools import charts
 from flashtile.tools.demo.operations import DROP, DROPOUT, FIRST, MASK, NAMES, SECOND, SOFTMAX, compared_times
+from walk import walk
 
 CPU = torch.device("cpu")
 CAUSAL, GROUPED = workloads.select(["ci-causal-s96", "ci-gqa-s113"])
@@ -97,7 +98,7 @@ def test_a_fused_call_that_has_no_dropout_is_left_out(monkeypatch):
     assert times["without dropout / flashtile"] > 0
 
 
-@pytest.mark.parametrize(
+@walk(
     ("workload", "reason"),
     [
         (workloads.select(["ci-varlen"])[0], "dense calls"),
@@ -106,7 +107,6 @@ def test_a_fused_call_that_has_no_dropout_is_left_out(monkeypatch):
         (replace(CAUSAL, seqlen_q=200), "every row sees a key"),
         (replace(CAUSAL, seqlen_q=2**20, seqlen_k=2**20), "MiB"),
     ],
-    ids=["varlen", "alibi", "sink", "rows-without-keys", "memory"],
 )
 def test_what_it_does_not_take_is_said(workload, reason):
     assert reason in str(Operations().refuses(workload, CPU))

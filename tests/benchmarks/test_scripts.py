@@ -8,15 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import flashtile
+from walk import walk
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if not path.stem.startswith("__"))
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+@walk("script", SCRIPTS)
 def test_it_starts(script):
     command = [sys.executable, "-m", f"benchmarks.{script.stem}", "--help"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -24,7 +23,7 @@ def test_it_starts(script):
     assert "usage" in found.stdout.lower()
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+@walk("script", SCRIPTS)
 def test_what_it_names_of_the_package_is_there(script):
     """Functions that are called only on several GPUs name modules as well."""
     names = {

@@ -15,6 +15,8 @@ from flashtile.op import selection
 from flashtile.op.operation import CACHE_BYTES, SIGNATURE_BYTES, reads_values
 from flashtile.operators.attention import BACKWARD, FORWARD
 
+pytestmark = pytest.mark.quick
+
 
 class Recorder:
     """In place of the CPU backend: notes what was launched."""

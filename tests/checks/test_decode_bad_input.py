@@ -12,6 +12,8 @@ import flashtile
 from flashtile.api import cascade
 from flashtile.problems.decode import FP8
 
+pytestmark = pytest.mark.quick
+
 B, SQ, SN, H, HKV, D, ROWS, PAGES, PAGE = 2, 3, 2, 4, 2, 16, 20, 9, 4
 
 
@@ -256,6 +258,7 @@ BAD_COPIES = [
     ({"block_pairs": [[0, 1]]}, TypeError, ("block_pairs must be a torch.Tensor",)),
     ({"block_pairs": rand(1, 2)}, TypeError, ("block_pairs must be int32 or int64", "float32")),
     ({"block_pairs": int64(0, 1)}, ValueError, ("block_pairs must have shape (n, 2)", "(2,)")),
+    ({"block_pairs": int64([0, 1, 2])}, ValueError, ("block_pairs must have shape (n, 2)", "(1, 3)")),
     ({"block_pairs": int64([0, 9])}, ValueError, ("block_pairs (destinations)", "from 0 to 8", "9")),
     ({"block_pairs": int64([9, 1])}, ValueError, ("block_pairs (sources)", "9")),
     ({"block_pairs": int64([0, 1], [2, 1])}, ValueError, ("write each block once", "1 twice")),
@@ -465,7 +468,7 @@ def test_bad_calls_name_the_arguments_of_the_function(function, good, table, sub
 
 
 @pytest.mark.parametrize("name", [*WRITES, "flash_attn_combine"])
-def test_a_backend_that_is_none(name, subtests):
+def test_an_unknown_backend_is_refused(name, subtests):
     function, arguments = WRITES.get(name) or (flashtile.flash_attn_combine, COMBINE)
     if name in WRITES:
         arguments = arguments | {"k_cache": pages_of(), "v_cache": pages_of()}

@@ -1,4 +1,4 @@
-"""Code written for FlashAttention runs unchanged once flashtile stands under its names."""
+"""Code written for FlashAttention runs unchanged if flashtile is installed under its names."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from flashtile.compat import (
 )
 from flashtile.compat.flash_attn import bert_padding, cute
 from flashtile.compat.flash_attn.layers import rotary
+from walk import walk
+
+pytestmark = pytest.mark.numerical
 
 
 @pytest.fixture
@@ -379,8 +382,8 @@ def test_flash_attention_3_s_cache(installed):
         fa3.flash_attn_with_kvcache(q, *pages, cache_seqlens=lengths, page_table=table)
 
 
-@pytest.mark.parametrize("appended", [0, 2])
-@pytest.mark.parametrize("scaled", ["qkv", "q", "v", "", "kv"])
+@walk("appended", [0, 2])
+@walk("scaled", ["qkv", "q", "v", "", "kv"])
 def test_flash_attention_3_s_e4m3_over_pages(installed, scaled, appended):
     """Scores and values have the factors of their sequence; new keys are stored as they are."""
     import flash_attn_interface as fa3
@@ -541,7 +544,7 @@ X, ANGLES, QKV = torch.ones(2, 5, 4, 8), torch.ones(10, 4), torch.ones(2, 5, 3, 
 LEAF = QKV.clone().requires_grad_()
 
 
-@pytest.mark.parametrize(
+@walk(
     ("call", "error", "says"),
     [
         (lambda: padding.unpad([1], X[..., 0, 0]), TypeError, "padded must be a torch.Tensor, got list"),
@@ -627,12 +630,12 @@ LEAF = QKV.clone().requires_grad_()
         ),
     ],
 )
-def test_what_padding_and_rotation_cannot_take_is_named(call, error, says):
+def test_wrong_arguments_of_padding_and_rotation_are_named(call, error, says):
     with pytest.raises(error, match=says):
         call()
 
 
-@pytest.mark.parametrize(
+@walk(
     ("call", "name"),
     [
         (lambda flag: rotary.apply_rotary_emb(X, ANGLES, ANGLES, inplace=flag), "inplace"),
@@ -651,7 +654,7 @@ def test_what_padding_and_rotation_cannot_take_is_named(call, error, says):
         (lambda flag: cute.flash_attn_func(X, X, X, return_lse=flag), "return_lse"),
     ],
 )
-@pytest.mark.parametrize("flag", [1, None, "False", torch.tensor([True, False])])
+@walk("flag", [1, None, "False", torch.tensor([True, False])])
 def test_flags_are_bools(call, name, flag):
     with pytest.raises(TypeError, match=f"^{name} must be"):
         call(flag)

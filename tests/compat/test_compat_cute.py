@@ -8,6 +8,9 @@ import torch
 import flashtile
 from flashtile.compat.flash_attn import cute
 from flashtile.compat.flash_attn.cute import interface
+from walk import walk
+
+pytestmark = pytest.mark.numerical
 
 
 def tensors(*shapes, grad=True, seed=0):
@@ -49,7 +52,7 @@ WINDOWS = {
 """The window that FlashAttention-4 computes for (causal, left, right)."""
 
 
-@pytest.mark.parametrize(("given", "expected"), WINDOWS.items())
+@walk(("given", "expected"), WINDOWS.items())
 def test_windows_sinks_and_gradients(given, expected):
     causal, *window = given
     q, k, v, sink = tensors((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8), (4,))
@@ -65,9 +68,9 @@ def test_windows_sinks_and_gradients(given, expected):
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("window", [(None, None), (2, 1), (None, -1)])
-@pytest.mark.parametrize("packed_k", [False, True])
-@pytest.mark.parametrize("packed_q", [False, True])
+@walk("window", [(None, None), (2, 1), (None, -1)])
+@walk("packed_k", [False, True])
+@walk("packed_q", [False, True])
 def test_each_side_is_packed_or_padded(packed_q, packed_k, window):
     q, k, v = tensors((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8))
     lengths_q, lengths_k = [3, 5], [7, 4]
@@ -167,7 +170,7 @@ def seven(score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):
     return score
 
 
-@pytest.mark.parametrize(
+@walk(
     ("named", "match"),
     [
         ({"score_mod": seven}, r"score_mod must be a function of 5 arguments"),
@@ -240,7 +243,7 @@ class TestCombine:
         assert lse is None
         torch.testing.assert_close(result, expected)
 
-    @pytest.mark.parametrize(
+    @walk(
         ("named", "match"),
         [
             ({"seqused": torch.ones(2, dtype=torch.int32)}, r"seqused must have shape \(batch,\)"),

@@ -13,13 +13,13 @@ from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 
-import pytest
 import torch
 from torch.nn.attention import flex_attention
 
 from flashtile.compat import MODULES, flex
 from flashtile.integrations import diffusers, sdpa
 from flashtile.integrations import torch as torch_kernels
+from walk import walk
 
 RECORD = json.loads((Path(__file__).parent / "flash_attention_interface.json").read_text())
 REQUIRED = inspect.Parameter.empty
@@ -50,7 +50,7 @@ def of_schema(operator) -> dict:
     }
 
 
-@pytest.mark.parametrize(("module", "name"), [(module, name) for module in RECORD for name in RECORD[module]])
+@walk(("module", "name"), [(module, name) for module in RECORD for name in RECORD[module]])
 def test_functions_of_flash_attention(module, name):
     """A parameter that this original requires may have the default that its name has in another original."""
     assert module in MODULES
@@ -83,7 +83,7 @@ TORCH = {
 }
 
 
-@pytest.mark.parametrize("name", TORCH)
+@walk("name", TORCH)
 def test_functions_of_torch(name):
     """Releases of torch differ in their last parameters, so only those of both are compared."""
     function, theirs = TORCH[name]

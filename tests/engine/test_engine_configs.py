@@ -12,6 +12,7 @@ import torch
 
 from flashtile.engine.config import FAMILIES, ConfigError, parse_config
 from flashtile.engine.rotary import rotary_frequencies, rotary_tables
+from walk import walk
 
 transformers = pytest.importorskip("transformers")
 
@@ -77,12 +78,12 @@ def in_full(model_type: str, values: dict[str, Any]) -> dict[str, Any]:
     return {**found.to_dict(), "model_type": model_type}
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@walk("model_type", FAMILIES)
 def test_an_empty_config_is_the_classs(model_type):
     assert parse_config({"model_type": model_type}) == parse_config(in_full(model_type, {}))
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@walk("model_type", FAMILIES)
 def test_fields_left_out_or_null_are_the_classs(model_type):
     given = fields_of(model_type)
     for name in given:
@@ -97,7 +98,7 @@ def test_fields_left_out_or_null_are_the_classs(model_type):
         assert parse_config({**empty, "model_type": model_type}) == parse_config(full), name
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@walk("model_type", FAMILIES)
 def test_every_field_of_the_class_changes_the_model_and_no_other_does(model_type):
     base = {"use_sliding_window": True, "num_hidden_layers": 6, "max_window_layers": 3}
     base = {"model_type": model_type, **base}
@@ -117,7 +118,7 @@ def test_every_field_of_the_class_changes_the_model_and_no_other_does(model_type
         assert (parse_config(change) != before) == known, name
 
 
-@pytest.mark.parametrize(
+@walk(
     "values",
     [
         {"rope_theta": 500.0},
@@ -140,7 +141,7 @@ def test_every_field_of_the_class_changes_the_model_and_no_other_does(model_type
         },
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("model_type", sorted({*FAMILIES} - {"gemma3_text", "phi3"}))
+@walk("model_type", sorted({*FAMILIES} - {"gemma3_text", "phi3"}))
 def test_rotary_frequencies_are_those_of_the_class(model_type, values):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -190,8 +191,8 @@ def test_layers_of_gemma_3_with_a_window_have_their_own_frequencies(values):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
-@pytest.mark.parametrize(
+@walk("kind", ["longrope", "su", "yarn"])
+@walk(
     "more", [{}, {"attention_factor": 1.5}, {"factor": 6.0}, {"original_max_position_embeddings": 32}]
 )
 def test_longrope_chooses_its_factors_by_the_longest_sequence(kind, more):
@@ -238,7 +239,7 @@ def test_phi_may_rotate_a_part_of_each_head(outside):
     torch.testing.assert_close(rotary_frequencies(rope, 32), expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(
+@walk(
     ("values", "error", "message"),
     [
         (

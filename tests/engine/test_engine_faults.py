@@ -1,4 +1,4 @@
-"""Nothing is lost and nothing is trusted: random requests, aborts, failed steps, threads, hostile folders."""
+"""Faults of the engine: random requests, aborts, failed steps, threads, hostile model folders."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from flashtile.engine.config import parse_config
 from flashtile.engine.runner import NO_TOKEN
 from flashtile.engine.scheduler import COPY, SchedulerOutput
 from flashtile.engine.tokenizer import ByteTokenizer
+from walk import walk
 
 SMALL = {"num_gpu_blocks_override": 12, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
 
@@ -179,9 +180,9 @@ BAD_LOGITS = [
 ]
 
 
-@pytest.mark.parametrize(("value", "params"), BAD_LOGITS)
-@pytest.mark.parametrize("overlapped", [False, True])
-def test_logits_that_are_no_numbers_end_their_request_alone(value, params, overlapped):
+@walk(("value", "params"), BAD_LOGITS)
+@walk("overlapped", [False, True])
+def test_logits_that_are_not_finite_end_only_their_request(value, params, overlapped):
     """Of two rows of logits the first has a bad one, of token 9."""
     llm = load("llama3", async_scheduling=overlapped)
     engine, model = llm.engine, llm.engine.runner.model
@@ -310,7 +311,7 @@ def test_many_tasks_get_their_own_answers(overlapped):
     assert serve(work, **SMALL, async_scheduling=overlapped) == greedy("llama3", 14) * 3
 
 
-def test_who_stops_reading_aborts():
+def test_a_client_that_stops_reading_aborts_its_request():
     async def work(server):
         params = SamplingParams(max_tokens=100, seed=1)
         async for output in server.generate(prompts()[0], params, "left"):
@@ -368,7 +369,7 @@ def test_refusals_shutdown_and_death_reach_every_task():
 CONFIG = {**SIZES, "model_type": "llama"}
 
 
-@pytest.mark.parametrize(
+@walk(
     ("change", "error", "message"),
     [
         ({"model_type": "mamba"}, NotImplementedError, "model_type must be one of llama"),
@@ -402,7 +403,7 @@ CONFIG = {**SIZES, "model_type": "llama"}
         ({"attention_bias": "yes"}, ConfigError, "attention_bias must be true or false"),
     ],
 )
-def test_configs_that_say_nonsense_or_what_is_not_served_are_refused(change, error, message):
+def test_invalid_and_unsupported_configs_are_refused(change, error, message):
     with pytest.raises(error, match=message):
         parse_config({**CONFIG, **change})
 
@@ -491,7 +492,7 @@ def test_folders_that_lack_something_or_point_elsewhere_are_refused(tmp_path):
         LLM(tmp_path, device="cpu", skip_tokenizer_init=True)
 
 
-@pytest.mark.parametrize(
+@walk(
     ("options", "message"),
     [
         ({"tensor_parallel_size": 2}, r"tensor_parallel_size must be the number of processes \(1\), got 2"),

@@ -20,6 +20,7 @@ from flashtile.engine.parallel import Ranks
 from flashtile.engine.step_calls import Limits, step_calls
 from flashtile.engine.weights import SCALE, open_weights, scaled_matrix
 from targets import CUDA
+from walk import walk
 
 E4M3 = torch.float8_e4m3fn
 BLOCKED = {**SIZES, "hidden_size": 192, "head_dim": 128, "intermediate_size": 256}
@@ -108,7 +109,7 @@ def answers(path: Path, **options: Any) -> tuple[list[list[int]], torch.Tensor]:
     return [output.outputs[0].token_ids for output in outputs], scores
 
 
-@pytest.mark.parametrize(
+@walk(
     ("name", "kind"),
     [
         *(("qwen3", kind) for kind in KINDS),
@@ -195,7 +196,7 @@ def test_names_of_scales():
     assert scaled_matrix("a.k_scale") is None
 
 
-@pytest.mark.parametrize(
+@walk(
     "given",
     [
         {"quant_method": "fp8", "weight_block_size": [64, 64]},

@@ -1,4 +1,4 @@
-"""Greedy tokens are Transformers', for every family and however the work is cut up."""
+"""Greedy tokens are those of Transformers, for every family and any division of the work."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from flashtile.engine.families import FAMILIES
 from flashtile.engine.memory import run_one_layer
 from flashtile.engine.model import FEW_ROWS, Matrix, Norm
 from flashtile.engine.outputs import FlatLogprobs, Logprob
+
+pytestmark = pytest.mark.numerical
 
 LENGTH = 14
 WAYS = {

@@ -1,4 +1,4 @@
-"""How tokens are drawn, kept apart and ended."""
+"""Sampling of tokens: distributions, independent requests, ends."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from flashtile.engine import BeamSearchParams, SamplingParams, sampler
 from flashtile.engine.device import on_device
 from flashtile.engine.sampler import GOLDEN, Choice, choose, gumbel, keep, penalise, stream_seed
+from walk import walk
 
 LENGTH = 14
 
@@ -212,7 +213,7 @@ def test_a_processor_that_fails_ends_its_own_request_alone():
     assert "nothing here" in bad.outputs[0].stop_reason
 
 
-@pytest.mark.parametrize(
+@walk(
     ("arguments", "message"),
     [
         ({"n": 0}, "n must be from 1"),
@@ -250,7 +251,7 @@ def test_a_processor_that_fails_ends_its_own_request_alone():
         ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_meant_or_served_is_refused(arguments, message):
+def test_invalid_and_unsupported_parameters_are_refused(arguments, message):
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=re.escape(message)):
         SamplingParams(**arguments)
 

@@ -1,4 +1,4 @@
-"""Every decision of the scheduler, in Python alone."""
+"""Every decision of the scheduler, without tensors."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from flashtile.engine.sampling_params import SamplingParams
 from flashtile.engine.scheduler import COPY, SWAP_IN, SWAP_OUT, Scheduler
 from flashtile.engine.step_calls import Limits, _chunks, _sizes, step_calls
 from flashtile.kv_cache import BlockManager
+from walk import walk
+
+pytestmark = pytest.mark.quick
 
 
 class World:
@@ -142,7 +145,7 @@ def test_answers_to_come_have_their_seats():
     assert world.shape() == [(0, 1)] * 3
 
 
-def test_who_waits_for_seats_is_let_in_with_others():
+def test_waiting_requests_start_together():
     world = World(blocks=200, seqs=64, budget=256)
     for i in range(70):
         world.add(1, outputs=2 + i // 2)
@@ -167,8 +170,8 @@ def test_what_never_fits_is_refused():
         world.add(13, outputs=4)
 
 
-@pytest.mark.parametrize("host_blocks", [0, 5, 40])
-@pytest.mark.parametrize("seed", range(6))
+@walk("host_blocks", [0, 5, 40])
+@walk("seed", range(6))
 def test_random_programs_lose_nothing(seed, host_blocks):
     """Requests of all kinds in a small pool, some aborted: all end, and no block stays."""
     draw = random.Random(seed)

@@ -18,6 +18,9 @@ from flashtile.engine.detokenizer import Detokenizer
 from flashtile.engine.templates import Account, render
 from flashtile.engine.tokenizer import PIECE, SHORT, ByteTokenizer, load_tokenizer
 from flashtile.tools.demo.llama import Llama, save_llama, sized
+from walk import walk
+
+pytestmark = pytest.mark.quick
 
 PARAMS = {"temperature": 0.0, "max_tokens": 24}
 
@@ -84,7 +87,7 @@ def test_the_byte_model_writes_the_alphabet(llm):
     assert output.outputs[0].token_ids == list(b"defgh")
 
 
-@pytest.mark.parametrize(
+@walk(
     ("options", "text", "reason", "stop"),
     [
         ({"stop": "gh"}, "def", "stop", "gh"),
@@ -96,8 +99,8 @@ def test_the_byte_model_writes_the_alphabet(llm):
         ({"detokenize": False, "max_tokens": 3}, "", "length", None),
     ],
 )
-@pytest.mark.parametrize("kind", RequestOutputKind)
-@pytest.mark.parametrize("overlapped", [False, True])
+@walk("kind", RequestOutputKind)
+@walk("overlapped", [False, True])
 def test_stop_texts_and_streams(llm, kind, overlapped, options, text, reason, stop):
     """What comes bit by bit is what comes at once, and nothing has to be taken back."""
     engine = llm.engine
@@ -162,8 +165,8 @@ def test_streams_of_tokenizers_say_what_decoding_says(words):
         assert reader.text == "\ufffd"
 
 
-@pytest.mark.parametrize("kind", ["bytes", "words"])
-@pytest.mark.parametrize(
+@walk("kind", ["bytes", "words"])
+@walk(
     ("before", "answer", "cut", "text"),
     [
         ("😀😀", "😀ok", 0, "😀ok"),
@@ -202,7 +205,7 @@ class Pieces:
         return ""
 
 
-@pytest.mark.parametrize(
+@walk(
     ("stops", "keep", "pieces", "found", "text"),
     [
         (["ab", "b"], False, ["a", "b"], "ab", ""),
@@ -244,7 +247,7 @@ HEADER = "<|channel|>{}<|message|>"
 ANALYSIS, FINAL = HEADER.format("analysis"), HEADER.format("final")
 
 
-@pytest.mark.parametrize(
+@walk(
     ("form", "stop", "before", "after"),
     [
         (None, ".", "<think>a", "</think>b"),
@@ -265,7 +268,7 @@ ANALYSIS, FINAL = HEADER.format("analysis"), HEADER.format("final")
         ("harmony", ".", "<|" + "x" * 300, ""),
     ],
 )
-@pytest.mark.parametrize("size", [1, 3])
+@walk("size", [1, 3])
 def test_stop_texts_are_looked_for_after_the_reasoning(form, stop, before, after, size):
     """``after``: the text after the stop text that is found. None: none is found in the text ``before``."""
     text = before if after is None else before + stop + after
@@ -350,7 +353,7 @@ def test_chat_templates(words, llm):
     assert [output.outputs[0].text for output in outputs] == [";<=>"] * 2
 
 
-@pytest.mark.parametrize(
+@walk(
     "template",
     [
         "{{ 'a' * 10**9 }}", "{{ [1] * 10**9 }}", "{{ 10 ** (10**9) }}", "{{ '%1000000000d' % 1 }}",
@@ -405,8 +408,8 @@ def test_templates_that_mark_what_is_trained_on():
     assert ByteTokenizer().apply_chat_template([{"role": "user", "content": "hi"}], template) == "hi"
 
 
-@pytest.mark.parametrize("content", ["so far ", "```python\n", "", "<", "end", "|", None, "<|im_end|>\n"])
-@pytest.mark.parametrize("strips", [False, True])
+@walk("content", ["so far ", "```python\n", "", "<", "end", "|", None, "<|im_end|>\n"])
+@walk("strips", [False, True])
 def test_a_prompt_ends_within_the_last_message_to_continue_it(content, strips):
     """Also if the message is part of the template's own text, or ends with white space that it keeps."""
     template = (
@@ -489,7 +492,7 @@ def test_ends_that_are_no_tokens_are_refused(tmp_path, wrong):
         LLM(tmp_path, device="cpu", load_format="dummy", skip_tokenizer_init=True)
 
 
-def test_who_asks_in_between_takes_nobodys_answers(llm):
+def test_a_request_in_between_takes_no_other_answers(llm):
     """Requests that are queued run beside those of ``generate``, and stay to be waited for."""
     short, long = (SamplingParams(temperature=0, max_tokens=count) for count in (2, 8))
     first = llm.enqueue("abc", short)

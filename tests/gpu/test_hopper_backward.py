@@ -97,7 +97,7 @@ def test_a_gradient_that_is_not_aligned(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
-def test_rows_and_keys_that_nobody_sees(head_dim: int) -> None:
+def test_rows_without_keys_and_keys_without_rows(head_dim: int) -> None:
     """More queries than keys under a causal mask: the first rows see nothing. A window: so do the keys."""
     case = replace(CAUSAL, name="unseen", seqlen_q=600, seqlen_k=250, head_dim=head_dim)
     inputs = case.inputs("cuda")

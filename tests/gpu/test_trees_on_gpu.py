@@ -49,7 +49,7 @@ def test_tree(name: str, head_dim: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_segments_on_any_device_and_nobody_waits(name: str) -> None:
+def test_segments_on_any_device_without_synchronisation(name: str) -> None:
     _, _, total = segments(name)
     q, k, v, _ = inputs(total, 64)
     results = []

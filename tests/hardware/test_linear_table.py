@@ -1,4 +1,4 @@
-"""The table of measurements: what it decides, its file, and what ``explain`` says of it."""
+"""The table of measured products: which kernel it chooses, its file, and ``explain``."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_users_table_extends_what_came_with_flashtile(own_table):
         json.dumps({"version": VERSION, "rows": [{}]}),
     ],
 )  # fmt: skip
-def test_a_file_that_is_no_table_is_left_alone_with_one_warning(own_table, text):
+def test_a_file_that_is_not_a_table_is_kept_with_one_warning(own_table, text):
     own_table.write_text(text)
     with pytest.raises(ValueError, match=r"linear\.json"):
         read_table(own_table)
@@ -127,7 +127,7 @@ def test_a_file_that_is_no_table_is_left_alone_with_one_warning(own_table, text)
     assert cache_file() == own_table
 
 
-def test_shapes_that_nobody_measured_take_the_nearest_row():
+def test_unmeasured_shapes_take_the_nearest_row():
     near = find("NVIDIA H200", 4224, 4096, "bfloat16", "bfloat16")
     assert (near.row.N, near.row.K, near.how) == (4096, 4096, "the nearest shape measured on this card")
     other = find("NVIDIA A100", 4096, 4096, "bfloat16", "bfloat16")

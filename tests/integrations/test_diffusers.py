@@ -15,6 +15,8 @@ diffusers = pytest.importorskip("diffusers")
 
 from flashtile.integrations.diffusers import register, unregister  # noqa: E402 - needs diffusers
 
+pytestmark = pytest.mark.numerical
+
 MODELS = {
     "Flux": lambda: diffusers.FluxTransformer2DModel(
         patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,

@@ -1,4 +1,4 @@
-"""flashtile in the place of torch's scaled_dot_product_attention means what torch means."""
+"""flashtile in place of torch's scaled_dot_product_attention gives what torch gives."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import flashtile
+from walk import walk
+
+pytestmark = pytest.mark.numerical
 
 torch_attention = F.scaled_dot_product_attention
 
@@ -33,8 +36,8 @@ def compare(q, k, v, **options):
     torch.testing.assert_close(grads[0], grads[1], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("seqlen_q", [5, 9, 14])
-@pytest.mark.parametrize("is_causal", [False, True])
+@walk("seqlen_q", [5, 9, 14])
+@walk("is_causal", [False, True])
 def test_causal_is_aligned_to_the_upper_left(seqlen_q, is_causal):
     q, k, v = tensors((2, 4, seqlen_q, 8), (2, 2, 9, 8), (2, 2, 9, 6))
     compare(q, k, v, is_causal=is_causal, enable_gqa=True, scale=0.3)
@@ -63,7 +66,7 @@ def masks():
     }
 
 
-@pytest.mark.parametrize("name", masks())
+@walk("name", masks())
 def test_masks_that_padding_and_causality_make(name):
     compare(*tensors(*[(3, 4, 6, 8)] * 3), attn_mask=masks()[name])
 

@@ -18,6 +18,8 @@ from flashtile.integrations.sglang import register
 from flashtile.problems.decode import FP8
 from flashtile.reference.decode import attention_with_kvcache
 
+pytestmark = pytest.mark.numerical
+
 HEADS, HEADS_KV, HEAD_DIM, CONTEXT = 4, 2, 16, 64
 NEWEST = list(RECORD)[-1]
 QUERIES, BEFORE = (1, 5, 17, 1, 3), (40, 0, 30, 7, 1)

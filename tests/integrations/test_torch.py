@@ -17,6 +17,9 @@ from flashtile.integrations import sdpa
 from flashtile.integrations import torch as door
 from flashtile.integrations.torch import KERNELS, Kernels, register, unregister
 from small_calls import dense, slopes, varlen
+from walk import walk
+
+pytestmark = pytest.mark.numerical
 
 aten = torch.ops.aten
 pages = pytest.mark.skipif(
@@ -54,9 +57,9 @@ def check(function, tensors, **arguments):
     testing.check(*(t.detach() for t in tensors), dout=dout, function=function, **arguments)
 
 
-@pytest.mark.parametrize("seqlen_q", [7, 12, 15])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("function", [through_sdpa, through_flash])
+@walk("seqlen_q", [7, 12, 15])
+@walk("causal", [False, True])
+@walk("function", [through_sdpa, through_flash])
 def test_dense_calls_keep_the_error_rule(on_cpu, function, causal, seqlen_q):
     """Causal is aligned to the bottom right, as ``causal_lower_right`` of torch.nn.attention.bias expects."""
     check(function, dense(seqlen_q=seqlen_q), causal=causal, softmax_scale=0.3)

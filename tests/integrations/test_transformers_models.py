@@ -20,6 +20,8 @@ from flashtile.integrations.transformers import (  # noqa: E402
     with_kvcache,
 )
 
+pytestmark = pytest.mark.numerical
+
 WINDOW = {"head_dim": 8, "sliding_window": 5}
 DECODERS = {
     "llama": ("Llama", SMALL),
@@ -294,7 +296,7 @@ def test_continuous_batching_decodes_over_pages(name, monkeypatch):
     assert bool(calls) == (name == "llama")
 
 
-def test_decoding_over_pages_knows_the_sink():
+def test_decoding_over_pages_with_a_sink():
     """As Transformers calls it: its names, a new token of each sequence, a block table padded with -1."""
     generator = torch.Generator().manual_seed(0)
     caches = torch.randn(2, 5, 4, 2, 8, generator=generator)

@@ -1,4 +1,4 @@
-"""Padding wherever it lies, in Transformers' models: read once, and attended to as eager attention does."""
+"""Padding on any side in Transformers' models: read once, and hidden as in eager attention."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ transformers = pytest.importorskip("transformers", minversion="5.17")
 from hugging_face import MASK, NAMES, SMALL, TOKENS, pair, registered  # noqa: E402, F401 - a fixture
 
 from flashtile.integrations import transformers_masks as masks  # noqa: E402
+from walk import walk  # noqa: E402
+
+pytestmark = pytest.mark.numerical
 
 PADDED = {
     "left": MASK,
@@ -98,7 +101,7 @@ def test_the_mask_of_a_pass_is_no_memory_of_the_caller():
     assert not made[0, 0]
 
 
-@pytest.mark.parametrize("where", PADDED)
+@walk("where", PADDED)
 def test_tokens_see_no_padding(where):
     """In training, in inference mode, and in parts over a cache."""
     mask = PADDED[where]
@@ -136,8 +139,8 @@ WINDOWED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("where", ["left", "right", "both", "holes"])
-@pytest.mark.parametrize("model", WINDOWED)
+@walk("where", ["left", "right", "both", "holes"])
+@walk("model", WINDOWED)
 def test_a_window_counts_places_as_eager_attention_does(model, where):
     """Of tokens and padding alike, in one piece and in pieces over a cache."""
     kind, changed = WINDOWED[model]
@@ -173,7 +176,7 @@ def test_a_window_in_a_compiled_model_counts_places():
     torch.testing.assert_close(found[keys], expected[keys])
 
 
-@pytest.mark.parametrize("where", PADDED)
+@walk("where", PADDED)
 def test_a_decoder_looks_at_the_padded_tokens_of_its_encoder(where):
     """As many queries as there are keys: padding of the keys is none of the queries."""
     config = transformers.BartConfig(
@@ -193,7 +196,7 @@ def test_a_decoder_looks_at_the_padded_tokens_of_its_encoder(where):
     torch.testing.assert_close(gradients[1], gradients[0], atol=2e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("where", PADDED)
+@walk("where", PADDED)
 def test_a_mask_of_more_keys_than_there_are_is_cut(where):
     attend = transformers.AttentionInterface()[NAMES[0]]
     query, key, value = torch.randn(3, 3, 2, 12, 8).double().unbind()

@@ -21,6 +21,9 @@ from flashtile import testing
 from flashtile.integrations.vllm import register
 from flashtile.problems.decode import FP8
 from flashtile.reference.decode import attention_with_kvcache
+from walk import walk
+
+pytestmark = pytest.mark.numerical
 
 HEADS, HEADS_KV, HEAD_DIM, PAGE, BLOCKS = 4, 2, 16, 16, 24
 INSTALLED, HAS_VLLM = "installed", importlib.util.find_spec("vllm") is not None
@@ -851,8 +854,8 @@ CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("release", RECORD)
+@walk("name", CALLS)
+@walk("release", RECORD)
 def test_the_layers_pass_what_the_methods_take(release, name):
     """Each recorded call binds, and a positional argument with a parameter's name is that parameter."""
     (module, cls), method = CALLS[name].split("."), name.split(".")[1]

@@ -1,4 +1,4 @@
-"""What the manager does in single cases, and what it says to wrong calls."""
+"""Single operations of the block manager, and its errors for wrong calls."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from flashtile.kv_cache import (
     OutOfSequencesError,
     PagedKVCache,
 )
+from walk import walk
+
+pytestmark = pytest.mark.quick
 
 TOKENS = list(range(10, 23))
 """3 blocks of 4, and one token."""
@@ -54,8 +57,8 @@ class TestGrowing:
         assert snapshot(manager) == before
         manager.reserve(sequence, 6)  # exactly what is left
 
-    @pytest.mark.parametrize("before", range(5))
-    @pytest.mark.parametrize("count", range(7))
+    @walk("before", range(5))
+    @walk("count", range(7))
     def test_a_batch_grows_as_a_sequence_alone(self, before, count):
         alone, together = make(), make()
         for manager in (alone, together):
@@ -178,7 +181,7 @@ class TestPrefixCache:
         assert manager.length(second) == 12
         assert manager.blocks(second) == manager.blocks(first)[:3]
 
-    @pytest.mark.parametrize(
+    @walk(
         ("tokens", "salt", "found"),
         [
             (TOKENS[:12], b"", 8),  # the last token's query is to be computed
@@ -342,7 +345,7 @@ class TestSwapping:
 
 
 class TestWrongCalls:
-    @pytest.mark.parametrize(
+    @walk(
         ("sizes", "error", "message"),
         [
             ({"num_blocks": 0}, ValueError, "num_blocks must be from 1"),
@@ -359,7 +362,7 @@ class TestWrongCalls:
         with pytest.raises(error, match=message):
             make(**sizes)
 
-    @pytest.mark.parametrize(
+    @walk(
         "operation",
         [
             lambda m, s: m.reserve(s),
@@ -408,7 +411,7 @@ class TestWrongCalls:
         with pytest.raises(ValueError, match=f"must differ from one another, got {sequence} more than once"):
             manager.batch([sequence, sequence])
 
-    @pytest.mark.parametrize(
+    @walk(
         ("num_tokens", "error", "message"),
         [
             (-1, ValueError, "num_tokens must be from 0 to"),
@@ -470,7 +473,7 @@ class TestWrongCalls:
             assert snapshot(manager) == before
         assert len(manager.select(sequences, [0, 0])) == 2  # the childless one makes room
 
-    @pytest.mark.parametrize(
+    @walk(
         ("sizes", "error", "message"),
         [
             ({"num_layers": 0}, ValueError, "num_layers must be from 1 to 1073741824, got 0"),
@@ -574,7 +577,7 @@ FAULTS = {
 class TestIntegrity:
     """Each fault that the books can show is found and named."""
 
-    @pytest.mark.parametrize(("fault", "message"), FAULTS.items(), ids=lambda f: getattr(f, "__name__", ""))
+    @walk(("fault", "message"), FAULTS.items())
     def test_faults_are_found(self, fault, message):
         manager = make()
         manager.cache_blocks(with_tokens(manager, 6), [1, 2, 3, 4])

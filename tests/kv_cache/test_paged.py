@@ -1,4 +1,4 @@
-"""PagedKVCache: what a step says, memory, FP8 caches, and that all that belongs to a block goes with it."""
+"""PagedKVCache: steps, memory, FP8 caches, and scales that move with their blocks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from flashtile.kv_cache import OutOfBlocksError, PagedKVCache
+
+pytestmark = pytest.mark.numerical
 
 
 def make(**sizes) -> PagedKVCache:

@@ -20,6 +20,8 @@ from torch import Tensor
 from flashtile.kv_cache import OutOfBlocksError, OutOfSequencesError, PagedKVCache
 from flashtile.reference import attention as reference
 
+pytestmark = pytest.mark.numerical
+
 LAYERS, HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM_V = 2, 4, 2, 8, 5
 MAX_SEQLEN = 40
 

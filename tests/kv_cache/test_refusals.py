@@ -1,4 +1,4 @@
-"""Whatever raises leaves a manager and a cache as they were: every public method with generated arguments."""
+"""A call that raises leaves manager and cache unchanged: every public method, with generated arguments."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from snapshots import snapshot
 
 from flashtile.kv_cache import BlockManager, CacheFullError, PagedKVCache
+from walk import walk
 
 SIZES = {"max_sequences": 5, "max_seqlen": 24, "num_host_blocks": 3}
 TOKENS = list(range(9))
@@ -85,10 +86,9 @@ def methods(cls):
     return [name for name, _ in functions if not name.startswith("_") and name not in QUIET]
 
 
-@pytest.mark.parametrize(
+@walk(
     ("make", "name"),
     [(manager, name) for name in methods(BlockManager)] + [(cache, name) for name in methods(PagedKVCache)],
-    ids=lambda value: getattr(value, "__name__", value),
 )
 def test_what_raises_changes_nothing(make, name):
     origin = make()
@@ -126,7 +126,7 @@ def test_select_with_a_tensor_of_parents():
     assert beams.select(np.array([1, 2]), np.array([0]))[0] == 1
 
 
-@pytest.mark.parametrize(
+@walk(
     "arguments", [([1.5, 2.5],), ([1, 2], "salt"), (torch.zeros(0),), (torch.tensor([True]),), ([2**70],)]
 )
 def test_a_refused_prompt_takes_no_row(arguments):

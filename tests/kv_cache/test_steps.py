@@ -1,4 +1,4 @@
-"""A step of a PagedKVCache is used while it is true, in every layer, before its sequences go on."""
+"""A step of a PagedKVCache is valid in every layer until its sequences grow."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from snapshots import COPIES, snapshot
 
 from flashtile.kv_cache import BlockManager, PagedKVCache
+from walk import walk
 
 LAYERS = 2
 
@@ -61,8 +62,8 @@ INTERVENTIONS = {
 }
 
 
-@pytest.mark.parametrize("intervene", INTERVENTIONS.values(), ids=INTERVENTIONS.keys())
-def test_a_step_that_is_no_longer_true_writes_nothing(intervene):
+@walk("intervene", INTERVENTIONS.values())
+def test_an_outdated_step_writes_nothing(intervene):
     cache = make()
     sequence, other = cache.create(), cache.create()
     step = run(cache, [other, sequence], 3)
@@ -124,7 +125,7 @@ def test_every_way_to_reserve_copies():
         assert torch.equal(cache.v[:, new], cache.v[:, old])
 
 
-def test_swapping_moves_whoever_asks():
+def test_swapping_moves_the_given_sequences():
     cache = make(num_blocks=3)
     sequence = cache.create()
     run(cache, [sequence], 6, 5.0)
@@ -138,8 +139,8 @@ def test_swapping_moves_whoever_asks():
 class TestUnwritten:
     """Tokens that were reserved and not written in every layer are not built upon."""
 
-    @pytest.mark.parametrize("layers", [[], [0], [1], [0, 0]])
-    @pytest.mark.parametrize(
+    @walk("layers", [[], [0], [1], [0, 0]])
+    @walk(
         "operation",
         [
             lambda cache, sequence: cache.fork(sequence),
@@ -196,7 +197,7 @@ class TestUnwritten:
         assert manager.cache_blocks(sequence, range(4)) == 1
 
 
-@pytest.mark.parametrize(
+@walk(
     ("layer", "rows", "error", "message"),
     [
         (-1, 3, ValueError, "layer must be from 0 to 1, got -1"),
@@ -211,7 +212,7 @@ class TestUnwritten:
         (0, 2, ValueError, r"with the step's total_new = 3, got \(2, 1, 2\)"),
     ],
 )
-@pytest.mark.parametrize("counts", [[3], [2, 1]])
+@walk("counts", [[3], [2, 1]])
 def test_arguments_of_a_layer(layer, rows, error, message, counts):
     cache = make()
     step = cache.reserve_step(cache.batch([cache.create() for _ in counts]), counts)
@@ -229,7 +230,7 @@ def test_arguments_of_a_layer(layer, rows, error, message, counts):
     cache.attend(np.int64(1), *tokens(3), step)
 
 
-@pytest.mark.parametrize(
+@walk(
     ("sizes", "error", "message"),
     [
         ({"dtype": torch.int32}, TypeError, "dtype must be float16, .* got torch.int32"),
@@ -248,7 +249,7 @@ def test_arguments_of_a_layer(layer, rows, error, message, counts):
         ),
     ],
 )
-def test_a_cache_that_no_kernel_could_read(sizes, error, message):
+def test_a_cache_that_no_kernel_can_read_is_refused(sizes, error, message):
     with pytest.raises(error, match=message):
         make(**sizes)
 

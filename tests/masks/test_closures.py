@@ -16,16 +16,19 @@ import closures
 import flashtile
 from flashtile import masks
 from flashtile.masks.mods import traced
+from walk import walk
+
+pytestmark = [pytest.mark.numerical, pytest.mark.quick]
 
 q, k, v = torch.randn(3, 1, 12, 2, 8, generator=torch.Generator().manual_seed(1)).unbind()
 
 
-@pytest.mark.parametrize("name", closures.STATES)
+@walk("name", closures.STATES)
 def test_a_change_is_seen(name: str) -> None:
     closures.check(name, "eager")
 
 
-@pytest.mark.parametrize(
+@walk(
     ("name", "way"),
     [
         ("a_number_in_a_tensor", "fullgraph"),

@@ -17,6 +17,9 @@ from flashtile.masks.mods import traced
 from flashtile.masks.tracing import FUNCTIONS
 from flashtile.problems.mask_program import derivatives
 from flashtile.problems.masks import Mods
+from walk import walk
+
+pytestmark = [pytest.mark.numerical, pytest.mark.quick]
 
 FLOATS = [
     *(0.0, -0.0, 1.0, -1.0, 0.5, -0.75, 2.5, 3.0, 7.0, -3.0, 1e-30, 1e30, -1e30),
@@ -86,7 +89,7 @@ def test_every_function_is_in_an_expression() -> None:
     assert set(FUNCTIONS) - operators <= words
 
 
-@pytest.mark.parametrize("text", OF_FLOATS)
+@walk("text", OF_FLOATS)
 def test_functions_of_floats(text: str) -> None:
     x, y = torch.tensor(FLOATS, requires_grad=True), torch.tensor(FLOATS, requires_grad=True)
     program, loads = derivatives(program_of(text, x, y), frozenset((0, 1)))
@@ -115,7 +118,7 @@ def of_ints(dtype: torch.dtype, is_divisor: bool = False) -> Tensor:
     return torch.tensor(numbers if is_divisor or dtype == torch.int64 else [0, *numbers], dtype=dtype)
 
 
-@pytest.mark.parametrize("text", OF_INTS)
+@walk("text", OF_INTS)
 def test_functions_of_ints(text: str) -> None:
     divides = any(sign in text for sign in ("/", "%", "rem", "mod", "div"))
     compared = 0

@@ -15,6 +15,9 @@ from flashtile.masks.mods import traced
 from flashtile.problems.masks import Mods
 from flashtile.reference import attention as reference
 from targets import Target
+from walk import walk
+
+pytestmark = [pytest.mark.numerical, pytest.mark.quick]
 
 SEQLEN = 20
 
@@ -186,8 +189,8 @@ SLOPES = {
 }
 
 
-@pytest.mark.parametrize("shape", [(2,), (3, 2)])
-@pytest.mark.parametrize("name", SLOPES)
+@walk("shape", [(2,), (3, 2)])
+@walk("name", SLOPES)
 def test_slopes_of_alibi_learn(name: str, shape: tuple[int, ...]) -> None:
     slopes = (torch.rand(shape) + 0.1).requires_grad_()
     q, k, v = (torch.randn(3, length, 2, 8, requires_grad=True) for length in (9, 14, 14))

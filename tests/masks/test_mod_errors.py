@@ -18,6 +18,9 @@ from flashtile.api import masks as functional
 from flashtile.masks import BlockMask
 from flashtile.operators import functions as operators
 from flashtile.problems.attention import NO_EXTRAS, Options
+from walk import walk
+
+pytestmark = pytest.mark.quick
 
 SLOPES = torch.ones(2)
 SPARSE = SLOPES.to_sparse()
@@ -132,7 +135,7 @@ def test_a_derivative_of_its_own_does_not_compile() -> None:
     flashtile.attention(q, q, q, mask_mod=lambda b, h, q, kv: _no_gradient(kv, b, h, q, kv) > 0)
 
 
-@pytest.mark.parametrize("function", WRONG, ids=lambda function: function.__name__)
+@walk("function", WRONG)
 def test_what_does_not_compile_shows_its_line(function) -> None:
     q = torch.randn(1, 4, 2, 8)
     with pytest.raises(TypeError) as error:
@@ -343,7 +346,7 @@ BAD_CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_CALLS)
+@walk("name", BAD_CALLS)
 def test_bad_call(name) -> None:
     run, kind, text = BAD_CALLS[name]
     with pytest.raises(kind, match=text):
@@ -377,9 +380,7 @@ ALSO_RIGHT = {
 """Of the wrong values."""
 
 
-@pytest.mark.parametrize(
-    ("name", "argument"), [(name, argument) for name in READY for argument in READY[name]]
-)
+@walk(("name", "argument"), [(name, argument) for name in READY for argument in READY[name]])
 def test_every_argument_of_ready_masks_is_checked_by_name(name: str, argument: str) -> None:
     make = getattr(masks, name)
     make(**READY[name])
@@ -503,7 +504,7 @@ LISTS = {
 }
 
 
-@pytest.mark.parametrize("name", LISTS)
+@walk("name", LISTS)
 def test_lists_that_contradict_each_other_are_refused(name: str) -> None:
     block_mask, words = LISTS[name]
     q = torch.randn(1, 64, 2, 8, requires_grad=True)

@@ -20,6 +20,9 @@ from flashtile.reference import attention as reference
 from listed_calls import check_small_scores
 from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
 from targets import Target
+from walk import walk
+
+pytestmark = [pytest.mark.numerical, pytest.mark.quick]
 
 CALL = Case(name="mods", seqlen_q=SEQLEN_Q, seqlen_k=SEQLEN_K, heads_q=HEADS, heads_kv=2, head_dim=24)
 SMALL = replace(CALL, batch=1, seqlen_q=20, seqlen_k=40, heads_q=2, heads_kv=1, head_dim=16)
@@ -54,7 +57,7 @@ def test_a_neighborhood_is_shifted_inwards_at_the_edges(height, width, kernel) -
     assert found.tolist() == expected
 
 
-@pytest.mark.parametrize(
+@walk(
     ("mask", "sees"),
     [
         (masks.causal(3), lambda i, j: j <= i + 3),
@@ -262,7 +265,7 @@ def every_other(batch, head, q_idx, kv_idx):
     return (q_idx - kv_idx) % 2 == 0
 
 
-@pytest.mark.parametrize("name", PICKLED)
+@walk("name", PICKLED)
 def test_masks_and_block_masks_pickle(name: str) -> None:
     made = PICKLED[name]()
     again = pickle.loads(pickle.dumps(made))
@@ -416,7 +419,7 @@ FIRST_CALLS = {
 }
 
 
-@pytest.mark.parametrize("mode", FIRST_CALLS)
+@walk("mode", FIRST_CALLS)
 def test_a_block_mask_serves_after_a_first_call_in_another_mode(mode) -> None:
     """The empty lists of full blocks, made at the first call, do not belong to its mode."""
     from torch.nn.attention.flex_attention import BlockMask

@@ -17,6 +17,9 @@ from flashtile.problems.mask_program import Line, Name, variables
 from flashtile.problems.mask_ranges import POSITIONS, positions_of, wide_lines
 from flashtile.reference import attention as reference
 from targets import Target
+from walk import walk
+
+pytestmark = [pytest.mark.numerical, pytest.mark.quick]
 
 BECOME_FLOATS: dict[str, Callable] = {
     "1.0 * i": lambda s, b, h, i, j: 1.0 * i,
@@ -35,7 +38,7 @@ BECOME_FLOATS: dict[str, Callable] = {
 }
 
 
-@pytest.mark.parametrize("name", BECOME_FLOATS)
+@walk("name", BECOME_FLOATS)
 def test_an_int_becomes_a_float_where_torch_makes_it_one(name: str) -> None:
     """A score_mod must give a float, so that its trace says."""
     function = BECOME_FLOATS[name]
@@ -131,7 +134,7 @@ IN_FLOAT64: dict[str, tuple[Callable, Callable]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", IN_FLOAT64)
+@walk("name", IN_FLOAT64)
 def test_float64_calls_compute_in_float64(name: str) -> None:
     score_mod, bias = IN_FLOAT64[name]
     q, k, v = (torch.randn(1, 6, 1, 4, dtype=torch.float64) for _ in range(3))
@@ -200,7 +203,7 @@ def test_divisions_round_down(target: Target) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("operation", [
+@walk("operation", [
     "abs", "add", "and", "floordiv", "lshift", "maximum", "minimum", "mod", "mul", "neg", "not", "or",
     "rshift", "sign", "sub", "where", "xor",
 ])  # fmt: skip

@@ -29,6 +29,9 @@ from flashtile.problems.mask_operations import INTS, OPERATIONS
 from flashtile.problems.mask_program import derivatives, parse
 from flashtile.problems.masks import MAX_CAPTURED
 from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
+from walk import walk
+
+pytestmark = [pytest.mark.numerical, pytest.mark.quick]
 
 FACTOR = 2.0
 
@@ -86,7 +89,7 @@ def test_a_function_without_a_module_is_kept_like_any_other() -> None:
     assert traced("score_mod", made) is traced("score_mod", made)
 
 
-@pytest.mark.parametrize("name", MODS)
+@walk("name", MODS)
 def test_the_text_says_all_of_a_program(name) -> None:
     for kind in ("score_mod", "mask_mod"):
         function = MODS[name]("cpu").arguments.get(kind)
@@ -385,7 +388,7 @@ def test_generated_functions_are_one_for_each_text() -> None:
     assert mask_function(Mods(mask_mod=text)).__name__ != mask_function(Mods(mask_mod=other)).__name__
 
 
-@pytest.mark.parametrize("name", [name for name, found in OPERATIONS.items() if found.simplify is not None])
+@walk("name", [name for name, found in OPERATIONS.items() if found.simplify is not None])
 def test_what_is_simplified_is_what_the_operation_gives(name) -> None:
     """With an operand that is known only later, and with numbers alone."""
     operation = OPERATIONS[name]
@@ -409,7 +412,7 @@ def test_what_is_simplified_is_what_the_operation_gives(name) -> None:
     assert told
 
 
-@pytest.mark.parametrize(("left", "right"), [(0, 0), (0, -1), (-1, 0), (1, 2), (-1, -1)])
+@walk(("left", "right"), [(0, 0), (0, -1), (-1, 0), (1, 2), (-1, -1)])
 def test_a_window_counts_from_its_own_key(left, right) -> None:
     distance = torch.arange(5) - torch.arange(5)[:, None]
     seen = torch.ones(5, 5, dtype=torch.bool)
@@ -503,7 +506,7 @@ def test_a_function_in_place_that_dynamo_hides_breaks_the_graph(name) -> None:
             compiled(q, k, v)
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@walk("name", WRITTEN)
 def test_a_program_computes_what_its_function_does_on_tensors(name) -> None:
     generator = torch.Generator().manual_seed(1)
     score = torch.randn(5, 6, generator=generator) * 2

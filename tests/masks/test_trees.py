@@ -13,6 +13,9 @@ from torch import Tensor
 import flashtile
 from flashtile import masks, testing
 from targets import INTERPRETING, Target
+from walk import walk
+
+pytestmark = [pytest.mark.numerical, pytest.mark.quick]
 
 Forest = tuple[list[int], list[int]]
 """(length of each segment, parent of each segment)."""
@@ -96,13 +99,13 @@ def check(forest: Forest, tail: int = 0, size: int | tuple[int, int] = 16) -> No
         torch.testing.assert_close(both_passes(attend, inputs), expected)
 
 
-@pytest.mark.parametrize("forest", [PROMPT, TURNS, SHUFFLED])
-@pytest.mark.parametrize("tail", [0, 5])
+@walk("forest", [PROMPT, TURNS, SHUFFLED])
+@walk("tail", [0, 5])
 def test_a_token_sees_its_path(forest: Forest, tail: int) -> None:
     check(forest, tail)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@walk("seed", range(12))
 def test_random_forests(seed: int) -> None:
     rng = Random(seed)
     forest = random_forest(rng, rng.choice([1, 2, 5, 13]), 30)
@@ -208,7 +211,7 @@ def test_a_mask_pickles() -> None:
 CU_SEQLENS, PARENT = offsets(PROMPT[0]), torch.tensor(PROMPT[1])
 
 
-@pytest.mark.parametrize(
+@walk(
     ("error", "words", "wrong"),
     [
         (TypeError, "cu_seqlens must be a torch.Tensor, got list", {"cu_seqlens": [0, 5]}),

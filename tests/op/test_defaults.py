@@ -1,4 +1,4 @@
-"""Torch's defaults that users change, of the device and the dtype of new tensors, change no result."""
+"""Torch's default device and default dtype change no result."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 from torch.utils._device import _device_constructors
 
 import flashtile
 from flashtile import masks
 from flashtile.kv_cache import PagedKVCache
+from walk import walk
 
 ROOT = Path(flashtile.__file__).parent
 FACTORIES = {constructor.__name__ for constructor in _device_constructors()}
@@ -159,8 +159,8 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("default", DEFAULTS)
-@pytest.mark.parametrize("call", CALLS)
+@walk("default", DEFAULTS)
+@walk("call", CALLS)
 def test_defaults_change_nothing(call, default):
     expected = flattened(CALLS[call]())
     with DEFAULTS[default]():

@@ -1,4 +1,4 @@
-"""Steps over a dense cache that grows: a launch made from the last is the one that would be prepared, and
+"""Steps over a growing dense cache: a launch made from the last one equals a newly prepared one, and
 Transformers' layers find it."""
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from flashtile.backends.portable.decode import config, launch
 from flashtile.caches import BoundedCache
 from flashtile.op.operation import CACHE_BYTES
 from flashtile.operators.decode import DECODE
+
+pytestmark = pytest.mark.numerical
 
 FIRST = object()
 LENGTHS = [*range(1, 20), 63, 64, 65, 127, 128, 129, 512, 1023, 1025, 4096, 4100, 9000]

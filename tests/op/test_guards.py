@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile.op import operation
+from walk import walk
 
 
 @pytest.fixture(params=["compiled", "plain"])
@@ -46,8 +47,8 @@ def test_other_tensors_of_the_same_kind(guard):
         assert serves(*pair())
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
-@pytest.mark.parametrize("place", [0, 1])
+@walk("name", DIFFERENT)
+@walk("place", [0, 1])
 def test_one_property_differs(guard, name, place):
     given = [torch.randn(3, 4), torch.randn(3, 4)]
     serves = guard(tuple(given))

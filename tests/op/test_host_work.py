@@ -1,4 +1,4 @@
-"""What a repeated call costs the host, counted: calls of functions, Python's and C's.
+"""Host work of a repeated call, as the number of Python and C functions that it calls.
 
 ``python -m benchmarks`` measures the time. Checking arguments, describing the problem or asking backends
 again takes hundreds of calls.

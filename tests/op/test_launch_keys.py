@@ -1,4 +1,4 @@
-"""What a kept launch is found by: all that it was prepared for, of every tensor, and every option."""
+"""The key of a cached launch contains every option and every property of each tensor that it depends on."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from flashtile.operators.decode import COMBINE, DECODE
 from flashtile.operators.fp8 import ATTEND, QUANTIZE
 from flashtile.problems.attention import OptionalTensors, Options
 from flashtile.problems.decode import CacheTensors, CombineOptions, DecodeOptions, NoTensors
+from walk import walk
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -61,7 +62,7 @@ def test_alignment_of_every_tensor(operation, tensors, options):
 QUANTIZED = [fp8.quantize(t.to(BF16), name) for t, name in zip(TENSORS, "qkv", strict=True)]
 
 
-@pytest.mark.parametrize(
+@walk(
     ("operation", "call"),
     [
         (FORWARD, lambda **o: flashtile.attention(*TENSORS, **o)),
@@ -70,7 +71,6 @@ QUANTIZED = [fp8.quantize(t.to(BF16), name) for t, name in zip(TENSORS, "qkv", s
         (QUANTIZE, lambda **o: fp8.quantize(TENSORS[0].to(BF16), "q", **o)),
         (ATTEND, lambda **o: fp8.attention(*QUANTIZED, **o)),
     ],
-    ids=lambda value: getattr(value, "name", ""),
 )
 def test_a_launch_that_was_kept_is_not_another_backends(operation, call):
     call()

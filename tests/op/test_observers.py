@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import flashtile
 from flashtile import fp8
+from walk import walk
 
 
 def rand(*shape, dtype=torch.float32):
@@ -207,7 +208,7 @@ def differentiated(tensors, **lengths):
     return out, lse, torch.autograd.grad(out.square().sum() + lse.exp().sum(), wanted)
 
 
-@pytest.mark.parametrize(("call", "way"), WAYS, ids=lambda value: getattr(value, "__name__", value))
+@walk(("call", "way"), WAYS)
 def test_a_shard_is_attended_to_where_it_lies(call, way, mesh):
     from torch.distributed.tensor.debug import CommDebugMode
 

@@ -1,4 +1,4 @@
-"""Which calls take the plain path: those that nothing watches, of tensors and of parameters."""
+"""Calls that nothing observes take the plain path."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from flashtile.caches import BoundedCache
 from flashtile.op.operation import Operation, signatures
 from flashtile.operators.attention import FORWARD
 from flashtile.problems.attention import Options
+
+pytestmark = pytest.mark.quick
 
 
 def rand(*shape):

@@ -8,6 +8,7 @@ from torch.autograd import forward_ad
 
 import flashtile
 from flashtile import fp8
+from walk import walk
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -152,7 +153,7 @@ MODES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("call", CALLS)
+@walk("call", CALLS)
 def test_forward_mode_is_refused_by_name(call, subtests):
     for name in CALLS[call][-1]:
         run, x = function_of(call, name)
@@ -164,7 +165,7 @@ def test_forward_mode_is_refused_by_name(call, subtests):
                 mode(run, x)
 
 
-@pytest.mark.parametrize("call", CALLS)
+@walk("call", CALLS)
 def test_tensors_without_tangents_may_be_used_in_forward_mode(call):
     run, x = function_of(call, CALLS[call][-1][0])
     expected = run(x)
@@ -190,7 +191,7 @@ NO_BACKWARD = {
 }
 
 
-@pytest.mark.parametrize("call", NO_BACKWARD)
+@walk("call", NO_BACKWARD)
 def test_a_gradient_that_a_transform_asks_for_is_refused_by_name(call, subtests):
     for name in NO_BACKWARD[call]:
         run, x = function_of(call, name)
@@ -270,7 +271,7 @@ def test_a_tensor_without_memory_is_refused(function, arguments, name):
         function(**arguments | {name: without})
 
 
-@pytest.mark.parametrize(
+@walk(
     ("function", "arguments", "written"),
     [
         (append, CALLS["append"][1] | caches(), "k_cache"),

@@ -1,4 +1,4 @@
-"""``out=`` and ``lse=``: results in memory of the caller's, and which memory is refused."""
+"""``out=`` and ``lse=``: results in the caller's memory, and which memory is refused."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from cases import BF16, FP32
 from decode_cases import CASES, build
 from flashtile.problems.decode import CacheTensors, DecodeOptions
 from targets import TARGETS
+from walk import walk
+
+pytestmark = pytest.mark.numerical
 
 BY_NAME = {case.name: case for case in CASES}
 NAN = float("nan")
@@ -174,8 +177,8 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize(("name", "buffer", "error", "words"), REFUSED, ids=[row[-1] for row in REFUSED])
+@walk("known", [False, True])
+@walk(("name", "buffer", "error", "words"), REFUSED)
 def test_memory_that_is_refused(name, buffer, error, words, known):
     """By name and before the cache is written, of a known signature, too."""
     arguments = cache_call()

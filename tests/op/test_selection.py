@@ -19,6 +19,9 @@ from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.problems.attention import NO_EXTRAS, Options, Problem
 from flashtile.problems.common import PREFERENCE
 from flashtile.problems.decode import find_obstacle_in_cache
+from walk import walk
+
+pytestmark = pytest.mark.quick
 
 
 @pytest.fixture
@@ -388,7 +391,7 @@ def test_explain_on_the_gpu():
         flashtile.attention(q, k, v, backend="cpu")
 
 
-@pytest.mark.parametrize(
+@walk(
     ("tokens", "more", "backend", "reason"),
     [
         (8, {}, "hopper", None),
@@ -402,7 +405,6 @@ def test_explain_on_the_gpu():
         (8, {"softmax_max": 2.0}, "hopper", None),
         (8, {"softmax_max": 2.0, "backend": "hopper"}, None, "softmax_max"),
     ],
-    ids=str,
 )
 def test_which_decoding_calls_are_hoppers(tokens, more, backend, reason):
     pages, heads_kv, head_dim = 10, 2, more.get("head_dim", 64)

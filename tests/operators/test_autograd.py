@@ -14,6 +14,8 @@ from flashtile.problems.attention import NO_EXTRAS, Options
 from flashtile.reference import attention as reference
 from small_calls import DEVICES, OPTIONS, assert_same, dense, results, results_with_backward, slopes, varlen
 
+pytestmark = [pytest.mark.numerical, pytest.mark.quick]
+
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler():

@@ -13,6 +13,8 @@ from flashtile import masks
 from flashtile.reference import attention as reference
 from small_calls import DEVICES, assert_same, dense, slopes, varlen
 
+pytestmark = pytest.mark.numerical
+
 STATE = torch.tensor([7, 3])
 ROWS, KEYS = 4, 6
 CELLS = torch.rand(2, 1, ROWS, KEYS, generator=torch.Generator().manual_seed(0)) > 0.3

@@ -20,6 +20,8 @@ from flashtile.reference.decode import turn
 from flashtile.testing import fp8 as testing
 from targets import INTERPRETING, Target
 
+pytestmark = pytest.mark.numerical
+
 BY_NAME = {case.name: case for case in CASES}
 INTERPRETED = ["tiny-full", "tiny-causal", "tiny-sink-causal", "tiny-varlen-causal"]
 NAMES = [

@@ -12,6 +12,8 @@ from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 from targets import Target
 
+pytestmark = pytest.mark.numerical
+
 
 def relative(x: torch.Tensor, right: torch.Tensor) -> float:
     return ((x - right).norm() / right.norm()).item()

@@ -12,6 +12,8 @@ import flashtile
 from flashtile.reference import attention as reference
 from small_calls import OPTIONS, assert_same, dense, slopes, varlen
 
+pytestmark = pytest.mark.numerical
+
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_func_grad(options):

@@ -15,6 +15,8 @@ from flashtile.parallel import ranks as ranks_module
 from flashtile.parallel.ranks import Message, Ranks
 from ranks_pool import pool
 
+pytestmark = pytest.mark.numerical
+
 CASES = {
     "ring causal": {"ranks": 4, "method": "ring", "causal": True},
     "ring of two, odd": {"ranks": 2, "method": "ring", "tokens": (37, 37), "causal": True},

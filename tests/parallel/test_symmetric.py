@@ -13,6 +13,8 @@ import torch.distributed as dist
 import flashtile
 from flashtile.parallel import context_parallel_decode, symmetric
 
+pytestmark = pytest.mark.numerical
+
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("head_dim", [16, 24])

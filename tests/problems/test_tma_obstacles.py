@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flashtile.problems.attention import find_tma_obstacle
+from walk import walk
 
 BATCH, TOKENS, HEADS, D = 2, 8, 2, 16
 
@@ -38,12 +39,12 @@ def obstacle(name: str, changed: Tensor, ends_early: bool = False) -> str | None
 
 @pytest.mark.parametrize("name", PLACES)
 class TestEveryTensor:
-    @pytest.mark.parametrize("elements", [1, 4])
+    @walk("elements", [1, 4])
     def test_address(self, name: str, elements: int) -> None:
         assert f"{name} must start at a multiple of 16 bytes" in obstacle(name, behind(elements))
         assert obstacle(name, behind(8)) is None
 
-    @pytest.mark.parametrize(
+    @walk(
         "strides",
         [(516, 64, 16), (512, 36, 16), (512, 64, 20), (0, 32, 16), (256, 0, 16), (256, 32, 0)],
     )

@@ -1,4 +1,5 @@
-"""The oracle itself, against the definition row by row, torch's attention and finite differences."""
+"""The reference of the tests, compared with the oracle of the random calls, torch's attention and finite
+differences."""
 
 from __future__ import annotations
 
@@ -13,79 +14,24 @@ from torch.nn.functional import scaled_dot_product_attention
 from cases import BF16, FP32, FP64, Case, masks
 from flashtile import testing
 from flashtile.reference import attention as reference
+from fuzz import oracle
+from walk import walk
+
+pytestmark = pytest.mark.numerical
 
 MASKS = masks(3, 2)
 
 
-def by_definition(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    softmax_scale: float | None,
-    slopes: Tensor | None,
-    sink: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """One sequence, one loop step per query and key: (seqlen, heads, head_dim) -> (out, lse)."""
-    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
-    group = q.shape[1] // k.shape[1]
-    out = torch.zeros(q.shape[0], q.shape[1], v.shape[-1], dtype=FP64)
-    lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=FP64)
-    for head in range(q.shape[1]):
-        for i in range(q.shape[0]):
-            position = i + k.shape[0] - q.shape[0]
-            weights = {}
-            for j in range(k.shape[0]):
-                hidden_left = window_size[0] >= 0 and j < position - window_size[0]
-                hidden_right = not causal and window_size[1] >= 0 and j > position + window_size[1]
-                if hidden_left or hidden_right or (causal and j > position):
-                    continue
-                pairs = zip(q[i, head].tolist(), k[j, head // group].tolist(), strict=True)
-                score = scale * sum(a * b for a, b in pairs)
-                if softcap:
-                    score = softcap * math.tanh(score / softcap)
-                if slopes is not None:
-                    score -= slopes[head].item() * abs(position - j)
-                weights[j] = math.exp(score)
-            rest = 0.0 if sink is None else math.exp(sink[head].item())
-            total = sum(weights.values(), rest)
-            if total:
-                out[i, head] = sum(w / total * v[j, head // group] for j, w in weights.items())
-                lse[head, i] = math.log(total)
-    return out, lse
-
-
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
-@pytest.mark.parametrize("lengths", [((4, 7), (7, 4), (1, 5)), ((0, 3), (5, 0), (6, 6))], ids=["", "empty"])
-def test_definition(mask: dict[str, Any], lengths: tuple[tuple[int, int], ...]) -> None:
+@walk("mask", MASKS.values())
+@walk("lengths", [None, ((4, 7), (7, 4), (1, 5)), ((0, 3), (5, 0), (6, 6))])
+def test_results_are_those_of_the_random_calls_oracle(mask: dict[str, Any], lengths: Any) -> None:
+    """They share no code. With ``lengths``, sequences are packed, with tokens after the last."""
+    shape = {"seqlen_q": 4, "seqlen_k": 7} if lengths is None else {"lengths": lengths, "unused_tail": 2}
     heads = {"heads_q": 4, "heads_kv": 2, "head_dim": 3, "head_dim_v": 2}
-    call = Case(name="definition", lengths=lengths, unused_tail=2, dtype=FP64, **heads, **mask)
-    inputs = call.inputs("cpu")
-    out, lse = reference.attention(*inputs.qkv, **inputs.arguments)
-    slopes, sink = inputs.arguments.get("alibi_slopes"), inputs.arguments.get("sink")
-    seqused_k = inputs.arguments.get("seqused_k", torch.tensor([seqlen_k for _, seqlen_k in lengths]))
-    row = key = 0
-    for b, (seqlen_q, seqlen_k) in enumerate(lengths):
-        rows, keys = slice(row, row + seqlen_q), slice(key, key + seqused_k[b])
-        row, key = row + seqlen_q, key + seqlen_k
-        expected_out, expected_lse = by_definition(
-            inputs.q[rows], inputs.k[keys], inputs.v[keys], call.causal, call.window_size, call.softcap,
-            call.softmax_scale, slopes[b] if call.alibi == "batch" else slopes, sink,
-        )  # fmt: skip
-        torch.testing.assert_close(out[rows], expected_out, rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(lse[:, rows], expected_lse, rtol=1e-10, atol=1e-12)
-        if slopes is None and lengths[0] == (4, 7):  # the dense form of the same sequence
-            dense_out, dense_lse = reference.attention(
-                inputs.q[None, rows], inputs.k[None, keys], inputs.v[None, keys],
-                causal=call.causal, window_size=call.window_size, softcap=call.softcap,
-                softmax_scale=call.softmax_scale, sink=sink,
-            )  # fmt: skip
-            torch.testing.assert_close(dense_out[0], out[rows])
-            torch.testing.assert_close(dense_lse[0], lse[:, rows])
-    assert (out[row:] == 0).all()
-    assert (lse[:, row:] == -math.inf).all()
+    inputs = Case(name="oracle", dtype=FP64, **shape, **heads, **mask).inputs("cpu")
+    results = reference.attention(*inputs.qkv, **inputs.arguments)
+    expected = oracle.attention(*inputs.qkv, **inputs.arguments)
+    torch.testing.assert_close(results, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -99,9 +45,9 @@ def test_torch_agrees(causal: bool, group: int) -> None:
     torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
-@pytest.mark.parametrize("left", [-1, 0, 2, 9])
-@pytest.mark.parametrize("right", [-1, 0, 1, 9])
-@pytest.mark.parametrize("lengths", [(4, 7), (7, 4), (5, 5), (1, 3), (0, 2), (2, 0)])
+@walk("left", [-1, 0, 2, 9])
+@walk("right", [-1, 0, 1, 9])
+@walk("lengths", [(4, 7), (7, 4), (5, 5), (1, 3), (0, 2), (2, 0)])
 def test_visible(left: int, right: int, lengths: tuple[int, int]) -> None:
     seqlen_q, seqlen_k = lengths
     seen = reference.visible(seqlen_q, seqlen_k, left, right)
@@ -135,7 +81,7 @@ DIFFERENTIABLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments", DIFFERENTIABLE.values(), ids=DIFFERENTIABLE.keys())
+@walk("arguments", DIFFERENTIABLE.values())
 def test_finite_differences(arguments: dict[str, Any]) -> None:
     shapes = ((1, 3, 2, 2), (1, 4, 1, 2), (1, 4, 1, 3))
     leaves = [testing.random_tensor(s, FP64, "cpu", seed=i).requires_grad_() for i, s in enumerate(shapes)]

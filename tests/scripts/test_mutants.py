@@ -21,6 +21,8 @@ from mutation.cover import FOLLOWED, Lines, Map, masked  # noqa: E402
 from mutation.draw import KINDS, Source, drawn  # noqa: E402
 from mutation.run import MAX_SECONDS, in_turn  # noqa: E402
 
+from walk import walk  # noqa: E402
+
 AREA_NAMES = [area.name for area in AREAS]
 
 
@@ -28,7 +30,7 @@ def faults(text: str, file: str = "flashtile/example.py") -> set[tuple[str, str]
     return {(mutant.line, mutant.fault) for mutant in Source(file, text).mutants()}
 
 
-@pytest.mark.parametrize("area", AREAS, ids=AREA_NAMES)
+@walk("area", AREAS)
 def test_an_area_has_files_tests_and_enough_faults_of_every_kind(area):
     kinds: Counter[str] = Counter()
     for file in files_of(area.name):
@@ -87,7 +89,7 @@ def test_what_a_fault_may_be():
     }
 
 
-@pytest.mark.parametrize(
+@walk(
     "text",
     [
         'def f():\n    """1 < 2"""\n',

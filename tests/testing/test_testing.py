@@ -12,6 +12,9 @@ import targets
 from cases import BF16, FP16, FP32, FP64, Case
 from flashtile import testing
 from flashtile.reference import attention as reference
+from walk import walk
+
+pytestmark = pytest.mark.numerical
 
 CALL = Case(name="rule", seqlen_q=40, seqlen_k=50, causal=True, head_dim=32)
 
@@ -119,14 +122,14 @@ def test_right_is_accepted_with_a_sink_and_a_bias(dtype) -> None:
     assert "sink=[" in str(report)
 
 
-@pytest.mark.parametrize("name", WRONG)
+@walk("name", WRONG)
 def test_wrong_is_refused(name: str) -> None:
     inputs = CALL.inputs("cpu")
     with pytest.raises(AssertionError, match="WRONG"):
         inputs.check(function=WRONG[name])
 
 
-@pytest.mark.parametrize("name", WRONG_WITH_SINK)
+@walk("name", WRONG_WITH_SINK)
 def test_wrong_with_sink_is_refused(name: str) -> None:
     case = replace(CALL, causal=False, sink="float32", unused_keys=5)
     with pytest.raises(AssertionError, match="WRONG"):
@@ -207,8 +210,8 @@ def test_an_output_that_is_never_written_is_refused() -> None:
         CALL.inputs("cpu").check(function=lazy, gradients=False)
 
 
-@pytest.mark.parametrize("layout", testing.LAYOUTS)
-@pytest.mark.parametrize("shape", [(2, 5, 3, 8), (7, 3, 8)])
+@walk("layout", testing.LAYOUTS)
+@walk("shape", [(2, 5, 3, 8), (7, 3, 8)])
 def test_layouts(layout: str, shape: tuple[int, ...]) -> None:
     tensor = testing.random_tensor(shape, FP16, "cpu", layout=layout)
     assert tensor.shape == shape
@@ -232,7 +235,7 @@ def test_inputs_repeat() -> None:
     assert not torch.equal(first.k, first.v)
 
 
-@pytest.mark.parametrize(
+@walk(
     ("visible", "count", "worker", "expected"),
     [
         (None, 4, "gw0", "0,1,2,3"),

@@ -116,7 +116,9 @@ def to_bfloat16(w):
     """Convert float8e4nv to bfloat16, exactly, including NaN.
 
     The conversion goes through float16 and float32, because the upper half of the float32 is the bfloat16.
-    PTX can also convert float16 directly to bfloat16, at a quarter of the rate of float16 to float32.
+    PTX can also convert float16 directly to bfloat16, at a quarter of the rate of float16 to float32. With
+    this conversion, products of 8 rows with weights in e4m3 are 1.65 times as fast as in bf16 on an H200, and
+    with that one 1.31 to 1.41 times.
     """
     return tl.inline_asm_elementwise(
         """{

@@ -113,6 +113,7 @@ def sequence_and_head(i, num_blocks, num_heads, SEQUENCES_FIRST: tl.constexpr):
 
     Heads vary fastest with ``i``. With SEQUENCES_FIRST, sequences vary fastest.
     """
+    # Sequences that share a head's bias read it from L2: 830 instead of 903 us for a bias (1, heads, S, S).
     if SEQUENCES_FIRST:
         batch = tl.num_programs(0) // (num_blocks * num_heads)
         return i % batch, i // batch

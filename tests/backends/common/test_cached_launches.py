@@ -1,4 +1,4 @@
-"""Cached launches: arguments in order, tensors by address, hooks of a profiler called when there are some."""
+"""Cached launches pass arguments in order and tensors by address, and call the hooks of profilers."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_other_structures_of_scalars_for_a_compiled_kernel(monkeypatch):
     assert compiled.launched[-1][2:] == ((tensor.data_ptr(), 64), *scalars, "constant")
 
 
-def test_whoever_sees_a_compiled_kernel_sees_its_device(monkeypatch):
+def test_a_compiled_kernel_is_published_with_its_device(monkeypatch):
     """Another thread may launch as soon as ``takes_addresses`` says so."""
     indices = []
 

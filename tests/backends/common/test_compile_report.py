@@ -232,7 +232,7 @@ def test_a_case_must_name_every_argument_once():
         report(product(signature=twice), "sm_80")
 
 
-def test_what_is_no_kernel_is_refused():
+def test_objects_other_than_kernels_are_refused():
     with pytest.raises(TypeError, match=r"kernel must be a triton\.jit function, got function"):
         report(product(kernel=print_nothing), "sm_80")
 

@@ -1,4 +1,4 @@
-"""What a call would get on a GPU that is not here: chosen without a look at any device."""
+"""Backends and configurations for GPUs that this machine does not have, chosen without asking a device."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ from flashtile import torch_private
 from flashtile.backends import compat, libcuda
 from flashtile.backends.common import direct_launch
 from flashtile.backends.common.tma import View
+from walk import walk
 
 HERE = Path(__file__).parent
 GRID = (7, 2, 1)
@@ -478,13 +479,12 @@ def test_hooks_of_launches_are_called(driver, monkeypatch, name):
     assert driver.launches == []
 
 
-@pytest.mark.parametrize(
+@walk(
     "metadata",
     [
         {"global_scratch_size": 64}, {"profile_scratch_size": 64}, {"num_ctas": 2}, {"tmem_size": 64},
         {"launch_cooperative_grid": True}, {"shared": 232449}, {"num_warps": 33},
     ],
-    ids=str,
 )  # fmt: skip
 def test_what_only_triton_launches(driver, metadata):
     assert launcher(Compiled(*PLAIN, **metadata), 1, 2) is None

@@ -278,7 +278,7 @@ def test_kernels_of_functions_that_are_made_all_the_time_are_freed(monkeypatch):
     of_variant.device_caches.clear()
 
 
-def test_who_listens_hears_every_kernel(compilations, monkeypatch):
+def test_a_listener_gets_every_kernel(compilations, monkeypatch):
     heard = []
     load_or_compile()
     monkeypatch.setattr(knobs.compilation, "listener", lambda **found: heard.append(found["cache_hit"]))

@@ -21,6 +21,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 from flashtile.backends.common import keys
+from walk import walk
 
 CONSTANTS = """
 import triton.language as tl
@@ -240,7 +241,7 @@ def hashes(module: ModuleType) -> list[str]:
     return [source(kernel, module.CONSTANT).hash() for kernel in (module.kernel, module.gluon_kernel)]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=[new.strip() for _, new in CHANGES])
+@walk("change", CHANGES)
 def test_what_compilation_can_read_changes_the_key(module_of, change):
     before = hashes(module_of())
     assert hashes(module_of()) == before  # in another file, with other objects
@@ -275,7 +276,7 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-@pytest.mark.parametrize("change", REFUSED, ids=[new.strip() for _, new in REFUSED])
+@walk("change", REFUSED)
 def test_what_no_key_can_contain_is_refused(module_of, change):
     assert (MODULE + CONSTANTS).count(change[0]) == 1
     with pytest.raises(TypeError, match=r"\w: the key of a compiled kernel can contain .*, got .* at 0x"):

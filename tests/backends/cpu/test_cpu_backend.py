@@ -1,4 +1,4 @@
-"""What is particular to the CPU backend: its two algorithms, their blocks, their memory and their choice."""
+"""The CPU backend's own properties: two algorithms, their blocks and memory, and which one is chosen."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from flashtile.backends.cpu.config import Config, Fused, Tiled
 from flashtile.linear import linear
 from flashtile.problems.attention import OptionalTensors, Options, Problem
 from flashtile.reference import attention as reference
+from walk import walk
+
+pytestmark = pytest.mark.numerical
 
 WINDOWS = ((-1, -1), (-1, 0), (0, 0), (3, -1), (-1, 4), (5, 2), (100, 100))
 LENGTHS = ((1, 1), (7, 7), (9, 4), (4, 9), (12, 1), (1, 12), (20, 6))
@@ -67,8 +70,8 @@ def configuration(q, k, v, alibi_slopes=None, **options) -> Config:
 
 
 class TestBlocks:
-    @pytest.mark.parametrize("window", WINDOWS)
-    @pytest.mark.parametrize("lengths", LENGTHS)
+    @walk("window", WINDOWS)
+    @walk("lengths", LENGTHS)
     def test_ranges_agree_with_the_mask(self, lengths: tuple[int, int], window: tuple[int, int]) -> None:
         seqlen_q, seqlen_k = lengths
         offset = seqlen_k - seqlen_q
@@ -98,7 +101,7 @@ class TestBlocks:
 
 
 class TestConfigure:
-    @pytest.mark.parametrize(
+    @walk(
         "options",
         [
             {},
@@ -214,9 +217,9 @@ class TestAnyBlocks:
         self.check(call, lengths, {}, forward=fused, backward=fused)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("heads", [(2, 2), (8, 1)], ids=str)
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (90, 0)}], ids=str)
+@walk("dtype", [torch.bfloat16, torch.float16])
+@walk("heads", [(2, 2), (8, 1)])
+@walk("options", [{}, {"causal": True}, {"window_size": (90, 0)}])
 def test_16_bit_products_meet_the_error_rule(dtype, heads, options) -> None:
     q, k, v = tensors(1, 256, 256, *heads, head_dim=32, dtype=dtype)
     fused = Fused(dtype)
@@ -231,8 +234,8 @@ def test_a_bias_of_several_blocks_of_rows(rows) -> None:
     testing.check(q, k, v, bias=bias, backend="cpu")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (9, 0)}], ids=str)
+@walk("dtype", [torch.bfloat16, torch.float32])
+@walk("options", [{}, {"causal": True}, {"window_size": (9, 0)}])
 def test_decode_with_groups(dtype, options) -> None:
     q, k, v = tensors(3, 1, 40, heads_q=8, heads_kv=2, dtype=dtype)
     testing.check(q, k, v, backend="cpu", **options)
@@ -263,7 +266,7 @@ class _Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(
+@walk(
     "options",
     [
         {},
@@ -273,7 +276,6 @@ class _Largest(TorchDispatchMode):
         {"softcap": 5.0},
         {"softmax_scale": -0.1, "causal": True},
     ],
-    ids=lambda options: "-".join(options) or "full",
 )
 def test_no_score_matrix(options: dict[str, Any]) -> None:
     """The largest tensor anywhere is an eighth of the score matrix at most."""
@@ -286,7 +288,7 @@ def test_no_score_matrix(options: dict[str, Any]) -> None:
         assert 0 < largest.elements <= seqlen * seqlen // 8
 
 
-@pytest.mark.parametrize(
+@walk(
     "case",
     [
         Case("fused", causal=True),
@@ -294,9 +296,8 @@ def test_no_score_matrix(options: dict[str, Any]) -> None:
         Case("tiled", softcap=4.0, causal=True),
         Case("ragged", lengths=((9, 40), (0, 5), (33, 33), (4, 0)), causal=True),
     ],
-    ids=lambda case: case.name,
 )
-@pytest.mark.parametrize("lse_gradient", [False, True])
+@walk("lse_gradient", [False, True])
 def test_same_bits_every_time(case: Case, lse_gradient: bool) -> None:
     inputs = case.inputs("cpu")
 
@@ -394,8 +395,8 @@ NAN_CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", NAN_CALLS)
+@walk("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@walk("name", NAN_CALLS)
 def test_a_row_of_nan_stays_nan(name: str, dtype: torch.dtype) -> None:
     """torch's kernel returns out 0 and lse 0 for such a row of few keys."""
     q, k, v = (testing.random_tensor((1, 7, 2, 8), dtype, "cpu", seed=i) for i in range(3))

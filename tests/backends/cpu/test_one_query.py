@@ -1,4 +1,4 @@
-"""Steps of one query a sequence on the CPU, where sequences are longer than what is gathered at a time."""
+"""Steps with one query per sequence on the CPU, with sequences that are gathered in several pieces."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from flashtile import flash_attn_with_kvcache
 from flashtile.backends.cpu.decode import one_query
 from flashtile.backends.cpu.decode.attend import _Sequence
 from flashtile.testing import decode as testing
+
+pytestmark = pytest.mark.numerical
 
 BY_NAME = {case.name: case for case in CASES}
 SCALED_PAGES = dataclasses.replace(BY_NAME["fp8-by-block"], name="fp8-by-block without softcap", arguments={})

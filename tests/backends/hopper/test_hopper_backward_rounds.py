@@ -1,4 +1,4 @@
-"""Which configuration a call of the Hopper backward has: the one whose launch should take least time."""
+"""The Hopper backward takes the configuration whose launch is estimated to take the least time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tile scheduler of the Hopper backward, run as Python: each pair of blocks once, orders, memory."""
+"""The tile scheduler of the Hopper backward, run as Python: it visits each pair of blocks once, in order."""
 
 from __future__ import annotations
 
@@ -309,8 +309,8 @@ def test_every_work_tile_of_variable_lengths(deterministic: bool, swizzle: int, 
 
 
 @every_mask
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
-@pytest.mark.parametrize(("row_splits", "column_splits"), [(2, 1), (4, 2), (8, 1)])
+@walk(("seqlen_q", "seqlen_k"), LENGTHS)
+@walk(("row_splits", "column_splits"), [(2, 1), (4, 2), (8, 1)])
 def test_shares_of_rows_are_whole(
     window: tuple[int, int], seqlen_q: int, seqlen_k: int, row_splits: int, column_splits: int
 ) -> None:
@@ -373,7 +373,7 @@ def test_shares_of_heads_have_the_keys_of_their_group() -> None:
 @walk("programs", [1, 3, 7, 40])
 @walk(("swizzle", "row_splits"), [(1, 1), (2, 1), (6, 1), (1, 2), (3, 4)])
 @walk("window", [(-1, -1), (-1, 0), (20, -1), (12, 5)])
-def test_nobody_waits_forever_for_the_order_of_additions(
+def test_the_order_of_additions_is_free_of_deadlocks(
     programs: int, swizzle: int, row_splits: int, window: tuple[int, int]
 ) -> None:
     """Programs as the kernel's: each takes the next work tile, and adds to a row block in order."""

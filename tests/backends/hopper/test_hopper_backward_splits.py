@@ -1,4 +1,4 @@
-"""Among how many programs the Hopper backward shares a block of keys, and the sum of what they write."""
+"""The number of programs that share a block of keys in the Hopper backward, and the sum of their parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products over the columns that there are, run as Python: what is left out is zeros, and nothing else is."""
+"""Products over a head's own columns, run as Python: only columns of zeros are left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernel and tile serve a call over a cache on Hopper, and how many programs divide it."""
+"""The kernel, the tile and the number of programs of attention over a cache on Hopper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who computes what in attention over a cache on Hopper, and how its parts are joined: each n_block once."""
+"""The schedule of attention over a cache on Hopper computes each key block once and joins the parts."""
 
 from __future__ import annotations
 

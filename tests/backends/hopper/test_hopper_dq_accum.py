@@ -1,4 +1,4 @@
-"""dq_accum of the Hopper backward, its postprocess warps run as Python: converted, zeroed, and used again."""
+"""dq_accum of the Hopper backward, its postprocess warps run as Python: converted, zeroed and used again."""
 
 from __future__ import annotations
 

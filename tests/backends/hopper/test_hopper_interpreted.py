@@ -1,4 +1,4 @@
-"""The Hopper kernels without a card: interpreted, held to the error rule, in several orders of events.
+"""The Hopper kernels in the Gluon interpreter, by the error rule and in several orders of events.
 
 ``make test`` has a few telling calls of each kernel; ``make test-hopper-interpreted`` all.
 """

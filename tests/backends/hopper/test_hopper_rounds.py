@@ -1,4 +1,4 @@
-"""Which configuration a call of few work tiles has on Hopper: the one whose launch should take least time."""
+"""On Hopper, a call of few work tiles takes the configuration whose launch is estimated to be fastest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schedule of the Hopper kernels, run as Python: every block once, and the key blocks of the masks."""
+"""The schedule of the Hopper kernels, run as Python: every block once, and the key blocks of each mask."""
 
 from __future__ import annotations
 

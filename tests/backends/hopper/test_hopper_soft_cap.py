@@ -1,4 +1,4 @@
-"""The soft-cap of the Hopper kernels: what the exponential form computes, and who takes the hardware's."""
+"""The soft-cap of the Hopper kernels: the exponential form, and which calls use the hardware's tanh."""
 
 import struct
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which blocks a block mask has the Hopper kernels visit: each listed one once, those under a mask first."""
+"""With a block mask, the Hopper kernels visit each listed block once, partial blocks first."""
 
 from __future__ import annotations
 

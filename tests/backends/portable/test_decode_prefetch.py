@@ -1,4 +1,4 @@
-"""What a decoding program prefetches, in Triton's interpreter: what its work tiles begin with."""
+"""A decoding program prefetches the first blocks of its work tiles, in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels are made of a program: functions that are the same for other numbers."""
+"""Jit functions that are written from programs do not depend on the programs' numbers."""
 
 from __future__ import annotations
 

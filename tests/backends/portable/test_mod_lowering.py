@@ -1,4 +1,4 @@
-"""Lowered programs return what the traced functions return, with the operations that are cheap in kernels."""
+"""Lowered programs return what the traced functions return, with operations that are cheap in kernels."""
 
 from __future__ import annotations
 

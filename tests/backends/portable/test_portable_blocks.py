@@ -1,4 +1,4 @@
-"""Which blocks the portable kernels visit and mask, run as Python and held to what a window is."""
+"""The blocks that the portable kernels visit and mask, run as Python and compared with the window."""
 
 from __future__ import annotations
 

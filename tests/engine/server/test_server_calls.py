@@ -1,4 +1,4 @@
-"""What each path of the server answers, beside what the engine itself says."""
+"""Answers of each path of the server, compared with those of the engine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from flashtile.engine.server.answers import Completions
 from flashtile.engine.server.app import UNSERVED
 from flashtile.engine.server.protocol import Body
 from flashtile.engine.server.service import Limits
+from walk import walk
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -370,7 +371,7 @@ def test_numbers_for_prometheus(server):
     assert len(list(parser.text_string_to_metric_families(found))) > 15
 
 
-@pytest.mark.parametrize(
+@walk(
     ("path", "fields", "status", "param", "code"),
     [
         (COMPLETIONS, {"prompt": "a", "model": "another"}, 404, "model", "model_not_found"),
@@ -447,8 +448,8 @@ def test_long_texts_do_not_keep_the_others_waiting(server, monkeypatch):
     assert server.thread not in threads
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/reset_prefix_cache"])
-def test_a_form_or_a_text_is_no_call(server, path):
+@walk("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/reset_prefix_cache"])
+def test_bodies_that_are_not_json_are_refused(server, path):
     """Nor can a page of another origin send one: what is not JSON needs no leave of the browser."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
         status, body = server.ask(path, {"prompt": "a"}, {"Content-Type": kind})
@@ -536,7 +537,7 @@ def test_a_grammar_that_cannot_end_is_refused(server):
     assert (status, body["error"]["param"]) == (400, "structured_outputs")
 
 
-def test_without_its_key_nobody_gets_an_answer(model):
+def test_requests_without_the_key_are_refused(model):
     with running(model, Limits(api_keys=("open", "sesame"))) as server:
         for headers in (
             {},

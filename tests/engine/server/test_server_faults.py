@@ -1,4 +1,4 @@
-"""Clients that go away, engines that fail, servers that end: everything is answered, and nothing is left."""
+"""Clients that disconnect, engines that fail and servers that stop: every request ends, nothing leaks."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from flashtile.engine.server.protocol import Body, CompletionCall
 from flashtile.engine.server.run import Server, serve
 from flashtile.engine.server.service import Limits
 from flashtile.engine.tokenizer import ByteTokenizer
+from walk import walk
 
 COMPLETIONS = "/v1/completions"
 LONG = {"model": MODEL, "prompt": "abc", "temperature": 0, "max_tokens": 4000}
@@ -73,7 +74,7 @@ def server(model):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_hangs_up_aborts_its_requests(server, stream):
+def test_a_client_that_disconnects_aborts_its_requests(server, stream):
     body = json.dumps({**LONG, "stream": stream, "prompt": ["abc", "xyz"], "n": 2}).encode()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
@@ -163,7 +164,7 @@ def test_a_body_that_does_not_come_ends_with_an_error(model):
         assert server.service.in_flight == 0
 
 
-def test_who_does_not_take_the_end_of_an_answer_is_hung_up_on(model, monkeypatch):
+def test_a_client_that_does_not_read_the_end_is_disconnected(model, monkeypatch):
     async def never(response):
         await asyncio.Event().wait()
 
@@ -188,7 +189,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("name", ERRORS)
+@walk("name", ERRORS)
 def test_headers_of_errors(name):
     """A refused key is told the scheme (RFC 9110), and a call at a bad moment when to come again."""
     error, status, headers = ERRORS[name]

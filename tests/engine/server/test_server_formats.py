@@ -1,4 +1,4 @@
-"""Parsers of reasoning and tool calls: whole texts, and the same texts in all pieces."""
+"""Parsers of reasoning and tool calls: whole texts, and the same texts cut into pieces."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from flashtile.engine.server.formats import AnswerParser, Formats, Reader, check_parsers
+from walk import walk
 
 HERMES, LLAMA, MISTRAL = Formats("hermes"), Formats("llama3_json"), Formats("mistral")
 QWEN3, GPT = Formats("hermes", "qwen3"), Formats("openai", "openai_gptoss")
@@ -163,12 +164,12 @@ def check(formats, text, wanted):
     assert parsed(formats, [text[i : i + 3] for i in range(0, max(1, len(text)), 3)]) == wanted
 
 
-@pytest.mark.parametrize(("formats", "text", "content", "reasoning", "calls"), WHOLE)
+@walk(("formats", "text", "content", "reasoning", "calls"), WHOLE)
 def test_a_text_gives_the_same_in_all_pieces(formats, text, content, reasoning, calls):
     check(formats, text, (content, reasoning, calls))
 
 
-@pytest.mark.parametrize(("formats", "text"), WITHOUT_ARGUMENTS)
+@walk(("formats", "text"), WITHOUT_ARGUMENTS)
 def test_a_call_without_arguments_has_an_empty_object(formats, text):
     """Clients read the arguments as JSON."""
     check(formats, text, ("", "", [G]))
@@ -179,7 +180,7 @@ def test_calls_without_arguments_follow_each_other():
     check(LLAMA, '{"name": "g"}; {"name": "f", "parameters": {"a": 1}};{"name": "g"}', ("", "", [G, F, G]))
 
 
-@pytest.mark.parametrize(("formats", "text"), [case[:2] for case in WHOLE] + WITHOUT_ARGUMENTS + FORCED)
+@walk(("formats", "text"), [case[:2] for case in WHOLE] + WITHOUT_ARGUMENTS + FORCED)
 def test_an_answer_that_is_cut_is_the_beginning_of_the_whole_answer(formats, text):
     """Wherever it is cut: within a marker, a header, or a call. All pieces give the same."""
     options = {"forced": [{"name": "f"}]} if (formats, text) in FORCED else {}
@@ -196,7 +197,7 @@ def test_an_answer_that_is_cut_is_the_beginning_of_the_whole_answer(formats, tex
             assert whole.startswith(arguments)
 
 
-@pytest.mark.parametrize(
+@walk(
     ("formats", "text", "within"),
     [
         (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1', True),
@@ -215,7 +216,7 @@ def test_whether_an_answer_ends_within_a_call(formats, text, within):
     assert parser.unfinished == within
 
 
-@pytest.mark.parametrize(("formats", "text"), MALFORMED)
+@walk(("formats", "text"), MALFORMED)
 def test_what_is_not_a_call_is_content_without_loss(formats, text):
     check(formats, text, (text, "", []))
 
@@ -321,7 +322,7 @@ def test_where_reasoning_may_begin():
     assert (GPT.reasoning_form("<|start|>assistant"), HERMES.reasoning_form("<think>")) == ("harmony", None)
 
 
-@pytest.mark.parametrize(
+@walk(
     ("template", "wanted"),
     [
         ("", (None, None)),

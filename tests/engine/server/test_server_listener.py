@@ -60,7 +60,7 @@ def run(test):
     asyncio.run(asyncio.wait_for(test, 50))
 
 
-def test_who_has_waited_longest_makes_room():
+def test_the_oldest_waiting_client_makes_room():
     async def test():
         listener = Listener(Limits(max_connections=20))
         async with opened(listener) as port:

@@ -1,4 +1,4 @@
-"""Calls of web pages of other origins, and the line of the log that each call is."""
+"""Calls by web pages of other origins, and the log line of each call."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from serving import running, wait_for
 
 from flashtile.engine.server.service import Limits
+from walk import walk
 
 PAGE = "https://page.example"
 FIELDS = {"prompt": "abc", "max_tokens": 4, "store": True}
@@ -74,9 +75,7 @@ def test_every_origin_or_none(model):
             assert preflight(server, PAGE).status == (204 if allowed else 405)
 
 
-@pytest.mark.parametrize(
-    "origin", ["", "page.example", "https://page.example/", "https://a\r\nb", "https://Page"]
-)
+@walk("origin", ["", "page.example", "https://page.example/", "https://a\r\nb", "https://Page"])
 def test_a_wrong_origin(origin):
     with pytest.raises(ValueError, match="cors_origin must be"):
         Limits(cors_origins=(origin,))

@@ -1,4 +1,4 @@
-"""Bodies of calls: what is taken, and that every wrong field is named."""
+"""Bodies of requests: accepted fields, and errors that name each wrong field."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from flashtile.engine.server.protocol import (
 from flashtile.engine.server.service import Service, TokenizedPrompt
 from flashtile.engine.structured import Structures
 from flashtile.engine.tokenizer import ByteTokenizer
+from walk import walk
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -36,7 +37,7 @@ def refusal(read, *arguments):
     return body
 
 
-@pytest.mark.parametrize(
+@walk(
     ("field", "values"),
     {
         "prompt": [None, 1, [], [""] * 0, [1, "a"], [1.5], [True], [-1], [[]], [[1], []], {"a": 1}],
@@ -72,7 +73,7 @@ def test_a_wrong_field_is_named(field, values):
         assert (error["code"] == "unknown_field") == (field == "no_such_field")
 
 
-@pytest.mark.parametrize("field", UNSUPPORTED)
+@walk("field", UNSUPPORTED)
 def test_what_is_not_served_is_refused_by_name_unless_it_asks_for_nothing(field):
     for read, body in ((CompletionCall, {"prompt": "a"}), (ChatCall, HELLO)):
         error = refusal(read, Body({**body, field: {"an": "object"}}), 20)
@@ -102,7 +103,7 @@ def test_a_switch_that_is_not_served_may_stay_as_it_is_by_default(field, default
     assert refusal(CompletionCall, Body({"prompt": "a", field: not default}), 20)["param"] == field
 
 
-@pytest.mark.parametrize(
+@walk(
     ("param", "body"),
     [
         ("messages", {}),
@@ -162,7 +163,7 @@ def test_a_wrong_field_of_a_conversation_is_named(param, body):
     assert refusal(ChatCall, Body(body), 20)["param"] == param
 
 
-@pytest.mark.parametrize(
+@walk(
     ("field", "value"),
     [
         ("response_format", {"type": "json_object"}), ("structured_outputs", {"regex": "a"}),
@@ -176,7 +177,7 @@ def test_a_beam_search_refuses_what_it_cannot_do(field, value):
     assert error["param"] == field
 
 
-@pytest.mark.parametrize(
+@walk(
     ("fields", "structure"),
     [
         ({}, None),
@@ -228,7 +229,7 @@ def test_a_completion_takes_everything_that_is_documented():
     assert (call.request_id, call.priority, call.cache_salt) == ("mine", 2, "s")
 
 
-@pytest.mark.parametrize(
+@walk(
     ("fields", "calls", "forced", "most"),
     [
         ({}, False, [], None),
@@ -256,7 +257,7 @@ NAMED = {"$ref": "#/definitions/A", "$schema": "http://json-schema.org/draft-07/
 VALUE = {"type": "object", "properties": {"v": {"enum": [1]}}, "additionalProperties": False}
 
 
-@pytest.mark.parametrize(
+@walk(
     ("parameters", "valid", "invalid"),
     [
         (None, "{}", '{"v": 1}'),
@@ -349,7 +350,7 @@ def test_only_an_echo_may_ask_for_no_token():
     assert call.params.max_tokens == 1
 
 
-@pytest.mark.parametrize(
+@walk(
     "raw",
     [
         b"",
@@ -362,7 +363,7 @@ def test_only_an_echo_may_ask_for_no_token():
         b'{"a": ' + b"9" * 9999 + b"}",
     ],
 )
-def test_a_body_that_is_no_json_object(raw):
+def test_a_body_that_is_not_a_json_object_is_refused(raw):
     assert refusal(parse, raw)["code"] == "invalid_json"
 
 
@@ -370,7 +371,7 @@ def test_characters_outside_of_the_basic_plane_come_as_two_escapes():
     assert parse(b'{"prompt": "\\ud83d\\ude00"}').take("prompt") == "\N{GRINNING FACE}"
 
 
-@pytest.mark.parametrize(
+@walk(
     ("param", "read", "body"),
     [
         ("prompt", read_tokenize, {}),

@@ -353,7 +353,7 @@ def test_it_is_said_once_that_a_replica_hangs_and_that_it_answers_again(monkeypa
     assert not replica.hangs
 
 
-def test_bodies_are_passed_on_in_pieces_and_only_for_who_has_the_key(monkeypatch):
+def test_bodies_are_forwarded_in_pieces_and_only_with_the_key(monkeypatch):
     monkeypatch.setattr(front_module, "MAX_KEPT_BYTES", 2**17)
     largest = 2**20
 
@@ -503,7 +503,7 @@ def test_a_replica_that_cannot_start_ends_the_others(monkeypatch):
     assert [one.exit_code for one in replicas] == [-signal.SIGTERM, 5]
 
 
-def test_work_is_ended_when_the_replica_hangs_or_nobody_waits():
+def test_work_ends_if_the_replica_hangs_or_no_client_waits():
     async def run() -> None:
         replica, ended = Replica(0, [], {}), []
 

@@ -1,4 +1,4 @@
-"""What the algorithms move and compute, against the papers' formulas over many (N, d, M).
+"""Bytes and operations of the algorithms, compared with the papers' formulas over many (N, d, M).
 
 Everything is counted in numbers (``element_bytes=1``), as the papers do.
 """
@@ -25,6 +25,7 @@ from flashtile.algorithms import (
     tiled_matmul,
     unified_max,
 )
+from walk import walk
 
 GRID = [
     (N, d, M)
@@ -61,8 +62,8 @@ def ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(20, 15, 10), (7, 32, 33), (1, 5, 1)])
-@pytest.mark.parametrize("block", [(1, 1), (8, 8), (5, 16), (64, 64)])
+@walk(("m", "n", "k"), [(20, 15, 10), (7, 32, 33), (1, 5, 1)])
+@walk("block", [(1, 1), (8, 8), (5, 16), (64, 64)])
 def test_tiled_product_reads_what_its_tiles_say(m, n, k, block):
     a, b = torch.randn(m, k), torch.randn(k, n)
     memory = numbers(1 << 16)
@@ -86,8 +87,8 @@ def test_tiled_product_is_near_the_lower_bound(M):
     assert 1.0 <= memory.hbm_read / (2 * n**3 / math.sqrt(M)) <= 2.2
 
 
-@pytest.mark.parametrize(("softmax", "accesses"), [("naive", 3), ("safe", 4), ("online", 3)])
-@pytest.mark.parametrize("length", [10, 16, 1000])
+@walk(("softmax", "accesses"), [("naive", 3), ("safe", 4), ("online", 3)])
+@walk("length", [10, 16, 1000])
 def test_softmaxes_access_each_number_as_often_as_milakov_and_gimelshein_say(softmax, accesses, length):
     x = torch.randn(5, length, dtype=torch.float64)
     memory = numbers(64)
@@ -104,7 +105,7 @@ def test_only_the_naive_softmax_overflows():
         torch.testing.assert_close(softmax(x, Memory()), torch.full((2, 100), 0.01))
 
 
-@pytest.mark.parametrize(("N", "d", "M"), GRID)
+@walk(("N", "d", "M"), GRID)
 def test_standard_attention_moves_nd_and_n_squared(N, d, M):
     memory = run(standard, N, d, M)
     of_s, of_o = (tiled_matmul.block_sizes(memory, cols) for cols in (N, d))
@@ -130,7 +131,7 @@ def test_standard_attention_moves_each_matrix_once_if_sram_is_large():
     assert moved(memory) == 4 * N * d + 4 * N * N
 
 
-@pytest.mark.parametrize(("N", "d", "M"), GRID)
+@walk(("N", "d", "M"), GRID)
 def test_flash1_moves_what_theorem_2_says(N, d, M):
     memory = run(flash1, N, d, M)
     Br, Bc = flash1.block_sizes(memory, d, d)
@@ -145,7 +146,7 @@ def test_flash1_moves_what_theorem_2_says(N, d, M):
         assert 10 <= moved(memory) / (N * N * d * d / M) <= 40
 
 
-@pytest.mark.parametrize(("N", "d", "M"), GRID)
+@walk(("N", "d", "M"), GRID)
 def test_flash2_reads_less_and_writes_its_result_once(N, d, M):
     memory, first = run(flash2, N, d, M), run(flash1, N, d, M)
     Br, _ = flash2.block_sizes(memory, d, d)
@@ -211,8 +212,8 @@ def test_flash2_computes_less_beside_its_products():
         assert first.other_flops - second.other_flops >= tiles * 2 * block * d - N * d
 
 
-@pytest.mark.parametrize("algorithm", [flash2, flash3, flash_decoding])
-@pytest.mark.parametrize("blocks_a_side", [1, 2, 8])
+@walk("algorithm", [flash2, flash3, flash_decoding])
+@walk("blocks_a_side", [1, 2, 8])
 def test_causal_attention_does_half_the_work(algorithm, blocks_a_side):
     block, d = 8, 4
     N = 2 * block * blocks_a_side
@@ -302,7 +303,7 @@ def test_pages_cost_their_table():
     assert memory.traffic["K"].written == 2 * N * d  # when they were appended
 
 
-@pytest.mark.parametrize("algorithm", [standard, flash1, flash2, flash3, flash_decoding, unified_max, paged])
+@walk("algorithm", [standard, flash1, flash2, flash3, flash_decoding, unified_max, paged])
 def test_traces_add_up_and_show_every_tile_of_scores(algorithm):
     trace = Trace(watch_rows=(0, 20))
     memory = numbers(1000, trace)

@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 from flashtile.algorithms import Memory, flash1, flash2, flash3, flash_decoding, paged, standard, unified_max
 from flashtile.learn.algorithms.call import log_sum_exp
 from flashtile.testing import FACTORS, compare
+from walk import walk
+
+pytestmark = pytest.mark.numerical
 
 SMALL_SRAM = 2000  # numbers: several blocks a side at the lengths below
 
@@ -60,10 +63,10 @@ def check(head, results, mask, names, dtype):
         assert comparison.holds, comparison
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@walk("dtype", [torch.float32, torch.float64])
+@walk("mask", MASKS)
+@walk("shape", SHAPES)
+@walk("algorithm", ALGORITHMS)
 def test_forward(algorithm, shape, mask, dtype):
     head = random_head(*shape, dtype=dtype)
     memory = Memory(SMALL_SRAM, element_bytes=1)
@@ -73,9 +76,9 @@ def test_forward(algorithm, shape, mask, dtype):
     assert 0 < memory.sram_peak <= SMALL_SRAM
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@walk("dtype", [torch.float32, torch.float64])
+@walk("mask", MASKS)
+@walk("shape", SHAPES)
 def test_standard_attention(shape, mask, dtype):
     head = random_head(*shape, dtype=dtype)
     memory = Memory(SMALL_SRAM, element_bytes=1)
@@ -85,10 +88,10 @@ def test_standard_attention(shape, mask, dtype):
     check(head, gradients, mask, ("dq", "dk", "dv"), dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("algorithm", [flash1, flash2])
+@walk("dtype", [torch.float32, torch.float64])
+@walk("mask", MASKS)
+@walk("shape", SHAPES)
+@walk("algorithm", [flash1, flash2])
 def test_backward(algorithm, shape, mask, dtype):
     head = random_head(*shape, dtype=dtype)
     memory = Memory(SMALL_SRAM, element_bytes=1)
@@ -97,7 +100,7 @@ def test_backward(algorithm, shape, mask, dtype):
     check(head, gradients, mask, ("dq", "dk", "dv"), dtype)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@walk("algorithm", ALGORITHMS)
 def test_a_softmax_scale_and_large_scores(algorithm):
     head = random_head(40, 40, 8)
     head = head._replace(q=30 * head.q)
@@ -105,8 +108,8 @@ def test_a_softmax_scale_and_large_scores(algorithm):
     check(head, results, {"softmax_scale": 1.5}, ("out", "lse"), torch.float64)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 5), (5, 0), (0, 0)])
+@walk("algorithm", ALGORITHMS)
+@walk(("seqlen_q", "seqlen_k"), [(0, 5), (5, 0), (0, 0)])
 def test_nothing_to_attend_to(algorithm, seqlen_q, seqlen_k):
     head = random_head(seqlen_q, seqlen_k, 8)
     out, lse = ALGORITHMS[algorithm](*head[:3], Memory(SMALL_SRAM, 1))
@@ -133,8 +136,8 @@ def test_any_shape_block_and_window(algorithm, seqlen_q, seqlen_k, head_dim, blo
     check(head, results, {"window_size": window}, ("out", "lse"), torch.float64)
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16, 100])
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 37), (5, 37), (37, 37), (48, 37)])
+@walk("page_size", [1, 3, 16, 100])
+@walk(("seqlen_q", "seqlen_k"), [(1, 37), (5, 37), (37, 37), (48, 37)])
 def test_paged_attention(page_size, seqlen_q, seqlen_k):
     head = random_head(seqlen_q, seqlen_k, 8, 6)
     results = paged.forward(*head[:3], Memory(1 << 20, 1), page_size=page_size)
@@ -163,7 +166,7 @@ def test_inputs_are_checked_before_anything_moves():
     assert memory.hbm_read == memory.hbm_written == 0
 
 
-@pytest.mark.parametrize("algorithm", [flash1, flash2, flash3, flash_decoding, paged])
+@walk("algorithm", [flash1, flash2, flash3, flash_decoding, paged])
 def test_too_small_an_sram_is_refused(algorithm):
     head = random_head(4, 4, 64)
     with pytest.raises(MemoryError, match="sram_bytes"):

@@ -1,4 +1,4 @@
-"""The machine that the algorithms run on: what it counts, what it refuses, what it records."""
+"""The memory that the algorithms run on: its counts, refusals and records."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flashtile.algorithms import Memory, Span, SramExceededError, Tile, Trace
+from walk import walk
 
 ROOT = Path(__file__).parents[3]
 
@@ -117,8 +118,8 @@ def test_a_timeline_becomes_json():
     assert page["spans"] == [span]
 
 
-@pytest.mark.parametrize("argument", ["sram_bytes", "element_bytes"])
-@pytest.mark.parametrize("value", [0, -1, 1.5])
+@walk("argument", ["sram_bytes", "element_bytes"])
+@walk("value", [0, -1, 1.5])
 def test_bad_sizes_are_refused(argument, value):
     with pytest.raises(ValueError, match=argument):
         Memory(**{argument: value})

@@ -1,4 +1,4 @@
-"""FlashAttention-3: what overlaps with what, and what FP8 costs."""
+"""FlashAttention-3: overlapping operations, and the error of FP8."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from algorithm_heads import attention, random_head
 
 from flashtile.algorithms import Memory, flash3, flash3_fp8
 from flashtile.learn.algorithms.flash3_schedule import SOFTMAX, TENSOR_CORE, TMA, Order, busy, needs, schedule
+from walk import walk
+
+pytestmark = pytest.mark.numerical
 
 MODES = [
     {"warpgroups": warpgroups, "pingpong": pingpong, "pipelined": pipelined}
@@ -23,9 +26,9 @@ def end(spans):
     return max(span.end for span in spans)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("num_blocks", [1, 2, 7])
-@pytest.mark.parametrize("stages", [1, 2])
+@walk("mode", MODES)
+@walk("num_blocks", [1, 2, 7])
+@walk("stages", [1, 2])
 def test_a_schedule_is_complete_and_possible(mode, num_blocks, stages):
     spans = schedule(num_blocks, stages=stages, softmax=0.7, load=0.9, **mode)
     when = {Order(span.worker, span.label, span.block): span for span in spans}

@@ -1,10 +1,13 @@
-"""PagedAttention's memory: where pages lie, who shares them, when they are copied."""
+"""PagedAttention's memory: places, sharing and copies of pages."""
 
 import pytest
 import torch
 from algorithm_heads import Head, attention, random_head
 
 from flashtile.algorithms import Memory, Trace, paged
+from walk import walk
+
+pytestmark = pytest.mark.numerical
 
 
 def make(num_pages: int, page_size: int, trace: Trace | None = None) -> tuple[paged.PagedCache, Head]:
@@ -88,8 +91,8 @@ def test_freed_pages_are_taken_again():
         append(cache, head, "B", range(26, 29))
 
 
-@pytest.mark.parametrize("prompt", [1, 7, 8, 39, 40])
-@pytest.mark.parametrize("page_size", [1, 8, 64])
+@walk("prompt", [1, 7, 8, 39, 40])
+@walk("page_size", [1, 8, 64])
 def test_two_sequences_from_one_prompt(prompt, page_size):
     head = random_head(2, 40, 8)
     trace = Trace()

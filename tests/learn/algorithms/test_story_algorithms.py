@@ -1,4 +1,4 @@
-"""Algorithms beside attention's own: the chain of products, two levels of tiles, warps, reservations."""
+"""Further algorithms: the chain of products, two levels of tiles, warps, reservations."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from flashtile.algorithms import (
     warp_split,
 )
 from flashtile.learn.algorithms.warps import Warps
+from walk import walk
+
+pytestmark = pytest.mark.numerical
 
 
 def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("order", ["separate", "fused", "reordered"])
-@pytest.mark.parametrize(("seqlen", "sram"), [(6, 10_000), (50, 400)])
+@walk("order", ["separate", "fused", "reordered"])
+@walk(("seqlen", "sram"), [(6, 10_000), (50, 400)])
 def test_the_chain_is_one_product_in_any_order(order: str, seqlen: int, sram: int) -> None:
     q, k, v = random(3, seqlen, 8)
     memory = Memory(sram, element_bytes=1)
@@ -45,11 +48,11 @@ def test_a_softmax_with_its_average_reads_its_row_once() -> None:
         online_softmax.average(x, v[:-1], memory)
 
 
-@pytest.mark.parametrize(
+@walk(
     ("m", "n", "k", "block", "warp"),
     [(64, 64, 32, (32, 32), (16, 8)), (50, 70, 33, (32, 16), (8, 16)), (8, 8, 8, (1, 1), (1, 1))],
 )
-@pytest.mark.parametrize("beta", [0.0, 0.5])
+@walk("beta", [0.0, 0.5])
 def test_two_levels_of_tiles(m, n, k, block, warp, beta) -> None:
     a, b, c = random(m, k), random(k, n), random(m, n)
     memory = Memory(element_bytes=1)
@@ -86,8 +89,8 @@ def test_two_levels_refuse(change, message) -> None:
 SPLITS = (warp_split.split_q, warp_split.split_k)
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "warps"), [(64, 128, 4), (33, 75, 8), (5, 3, 2)])
+@walk("split", SPLITS)
+@walk(("seqlen_q", "seqlen_k", "warps"), [(64, 128, 4), (33, 75, 8), (5, 3, 2)])
 def test_warps_share_attention(split, seqlen_q: int, seqlen_k: int, warps: int) -> None:
     head = random_head(seqlen_q, seqlen_k, 16, 8)
     out, lse, _ = split(*head[:3], Memory(), num_warps=warps, block_m=32, block_n=16)

@@ -40,6 +40,7 @@ from flashtile.learn.io_model.tables import about_copied_totals, why_flash1_is_s
 from flashtile.problems.attention import Problem
 from flashtile.reference import attention as reference
 from flashtile.tools.commands.explain import explain
+from walk import walk
 
 H100 = find_card("h100")
 PAPER = Call(4, 4096, 4096, 16, 16, 128)
@@ -90,7 +91,7 @@ class TestCalls:
         out = 2 * 7 * 6 * 16 * 2
         assert held == (q.numel() * 2, k.numel() * 2, v.numel() * 2, out, 2 * 7 * 6 * 4)
 
-    @pytest.mark.parametrize(
+    @walk(
         ("change", "message"),
         [
             ({"batch": -1}, "batch must be at least 0, got -1"),
@@ -303,7 +304,7 @@ class TestModels:
         assert llama3 == ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
         assert find_model("opt-13b").products[2] == (20480, 5120)
 
-    @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+    @walk("model", MODELS)
     def test_products_are_most_of_the_parameters(self, model):
         """The rest are the embedding and the head, norms and biases: up to 1.3e9."""
         of_layers = model.layers * sum(rows * columns for rows, columns in model.products)

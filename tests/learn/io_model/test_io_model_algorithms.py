@@ -10,6 +10,7 @@ import torch
 from flashtile.algorithms import flash1, flash2, flash_decoding, paged, standard
 from flashtile.io_model import Call, closed_forms
 from flashtile.learn.algorithms.memory import Memory
+from walk import walk
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,8 @@ def test_flash2(case):
     assert_counted(memory, closed_forms.flash2_backward(call, blocks))
 
 
-@pytest.mark.parametrize("blocks", [(32, 16), (16, 48), (7, 30), (64, 64)])
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (30, -1), (9, 4)])
+@walk("blocks", [(32, 16), (16, 48), (7, 30), (64, 64)])
+@walk("window", [(-1, -1), (-1, 0), (30, -1), (9, 4)])
 def test_flash2_with_any_blocks(blocks, window):
     case = Case(70, 90, 16, 16, 100, window_size=window)
     tensors = case.tensors()
@@ -124,8 +125,8 @@ def test_flash2_with_any_blocks(blocks, window):
     assert_counted(memory, closed_forms.flash2_backward(case.call, blocks))
 
 
-@pytest.mark.parametrize("splits", [1, 2, 5])
-@pytest.mark.parametrize("seqlen_q", [1, 3])
+@walk("splits", [1, 2, 5])
+@walk("seqlen_q", [1, 3])
 def test_flash_decoding(splits, seqlen_q):
     case = Case(seqlen_q, 320, 32, 16, 16)
     memory = case.memory()
@@ -133,8 +134,8 @@ def test_flash_decoding(splits, seqlen_q):
     assert_counted(memory, closed_forms.flash_decoding(case.call, splits))
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 100])
-@pytest.mark.parametrize("seqlen_q", [1, 4])
+@walk("page_size", [1, 16, 100])
+@walk("seqlen_q", [1, 4])
 def test_paged(page_size, seqlen_q):
     case = Case(seqlen_q, 130, 16, 16, 100, causal=True)
     q, k, v = case.tensors()

@@ -1,4 +1,4 @@
-"""The model of our kernels beside the counters of Nsight Compute that are committed."""
+"""The model of our kernels, compared with committed counters of Nsight Compute."""
 
 from __future__ import annotations
 

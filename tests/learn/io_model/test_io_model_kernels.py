@@ -12,6 +12,7 @@ import pytest
 from flashtile.backends.portable.config import row
 from flashtile.io_model import Call, find_card, kernels
 from flashtile.learn.io_model.l2 import Stream, dram_blocks
+from walk import walk
 
 H100 = find_card("h100")
 
@@ -43,13 +44,13 @@ class TestL2:
         waiting = [
             [(s, block) for part in p for block in part] for s in range(count) for p in stream.programs
         ]
-        waiting = [walk for walk in reversed(waiting) if walk]
+        waiting = [visits for visits in reversed(waiting) if visits]
         running: list[list] = [[]] * resident
         cache: OrderedDict = OrderedDict()
         misses = 0
         while waiting or any(running):
-            running = [walk or (waiting.pop() if waiting else []) for walk in running]
-            for block in dict.fromkeys(walk.pop(0) for walk in running if walk):
+            running = [visits or (waiting.pop() if waiting else []) for visits in running]
+            for block in dict.fromkeys(visits.pop(0) for visits in running if visits):
                 misses += block not in cache
                 cache[block] = None
                 cache.move_to_end(block)
@@ -94,8 +95,8 @@ class TestL2:
 
 
 class TestKernels:
-    @pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
-    @pytest.mark.parametrize("causal", [False, True])
+    @walk("kernel", ["forward", "dkdv", "dq"])
+    @walk("causal", [False, True])
     def test_loads_by_brute_force(self, kernel, causal):
         call = Call(2, 300, 520, 4, 2, 64, window_right=0 if causal else -1)
         tile = getattr(tiles(call), kernel)

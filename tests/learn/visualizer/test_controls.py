@@ -1,4 +1,4 @@
-"""What one can press, drag, link to and look at it with."""
+"""Buttons, drags, links and zoom of the page."""
 
 from __future__ import annotations
 

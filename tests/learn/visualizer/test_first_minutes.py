@@ -27,7 +27,7 @@ def test_questions_begin_at_their_moment_and_play(visit: Visit, recorded: Record
 
 
 @pytest.mark.parametrize("visit", [{"reduced_motion": "reduce"}], indirect=True)
-def test_nothing_moves_for_who_wants_no_motion(visit: Visit) -> None:
+def test_reduced_motion_stops_all_animations(visit: Visit) -> None:
     visit.press("2")
     assert visit.page.get_attribute("#play", "aria-label") == "Play"
     assert int(visit.state["at"]) > 0

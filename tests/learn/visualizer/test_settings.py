@@ -63,13 +63,13 @@ def test_watched_rows_span_the_matrix() -> None:
         ({"algorithm": "standard", "block": "64x64"}, "block must not be given for standard"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(options: dict[str, str], message: str) -> None:
+def test_invalid_settings_are_refused(options: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         own_runs(**options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("block", ["64", "64x", "0x64", "ax64", "64x64x64", ""])
-def test_blocks_that_are_none_are_refused(block: str) -> None:
+def test_invalid_blocks_are_refused(block: str) -> None:
     with pytest.raises(ValueError, match="block must be"):
         record(Setting("flash2", 64, 16, block=block))
 

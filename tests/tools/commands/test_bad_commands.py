@@ -12,6 +12,7 @@ import torch
 
 from flashtile import cli
 from flashtile.tools.commands import demo, inspect, options, visualize
+from walk import walk
 
 ROOT = Path(__file__).parents[3]
 EXPLAIN = ("explain", "--device", "cpu")
@@ -111,9 +112,7 @@ def run(monkeypatch, capsys, tmp_path):
     return call
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"), BAD, ids=lambda given: " ".join(given) if isinstance(given, tuple) else ""
-)
+@walk(("arguments", "said"), BAD)
 def test_one_line_and_exit_code_2(run, arguments, said):
     code, error = run(*arguments)
     assert code == 2, error

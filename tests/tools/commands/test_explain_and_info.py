@@ -45,7 +45,7 @@ def test_explain_of_a_call_larger_than_memory():
     assert "total_q=300000000" in result.output
 
 
-def test_explain_of_a_call_that_nobody_serves():
+def test_explain_of_a_call_that_no_backend_serves():
     result = invoke(explain, "--device", "cpu", "--backend", "portable", "--dtype", "float64")
     assert result.exit_code == 1
     assert "kernel: forward: none; backward: none" in result.output

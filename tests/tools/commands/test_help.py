@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import flashtile
 from flashtile import cli
 from flashtile.hardware import machine
+from walk import walk
 
 GROUP = typer.main.get_command(cli.application())
 COMMANDS = GROUP.list_commands(None)
@@ -27,7 +28,7 @@ def help_of(*command: str) -> str:
     return result.output
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@walk("name", COMMANDS)
 def test_help_is_whole(name):
     text = help_of(name)
     words = text.split()

@@ -7,9 +7,10 @@ from typer.testing import CliRunner
 
 from flashtile.cli import application
 from targets import CUDA
+from walk import walk
 
 
-@pytest.mark.parametrize(
+@walk(
     ("arguments", "text"),
     [
         (["profile", "--shape", "4096"], "shape must be N,K"),

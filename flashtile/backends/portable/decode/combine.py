@@ -16,6 +16,10 @@ With stream-K, every program has two slots: 2 p for a work tile that an earlier 
 that it begins itself. Otherwise a slot is a split of a work tile. :mod:`schedule` defines *work tile* and
 *team*.
 
+It is a kernel of its own. The last program that finishes a part of a work tile could combine its parts; that
+was written three times, and always took longer: counting who is last costs more than a second launch, which
+begins while the first one drains (docs/kernels/decode.md).
+
 ``combine_given_kernel`` does the same for partial results of the caller, in the caller's layout.
 """
 

@@ -798,7 +798,7 @@ class AppendLaunch:
     """``(k_cache, v_cache, k, v, tensors) -> None``, in place, for tensors of one signature."""
 
     def __init__(self, problem: AppendProblem) -> None:
-        self._problem = problem
+        self.problem = problem
         self._as_bits = problem.cache_dtype == FP8 and not converts_e4m3(problem.device)
         # (sequences, tokens of each): packed sequences are divided as one. Without sequences, all packed
         # tokens are padding and nothing is launched: tensors with an entry per sequence have no memory.
@@ -847,10 +847,6 @@ class AppendLaunch:
         )  # fmt: skip
 
     @property
-    def problem(self) -> AppendProblem:
-        return self._problem
-
-    @property
     def has_addresses(self) -> bool:
         """Whether :meth:`by_address` may be called, which requires a compiled kernel."""
         return self._kernel is not None and self._kernel.takes_addresses
@@ -867,7 +863,7 @@ class AppendLaunch:
         self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors
     ) -> tuple[AppendVariant, AppendStrides, AppendLengths]:
         """Return the kernel's arguments that are not tensors."""
-        problem = self._problem
+        problem = self.problem
         q, block_table = tensors.q, tensors.block_table
         variant = AppendVariant(
             HAS_SLOTS=problem.slots,

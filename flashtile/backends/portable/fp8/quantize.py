@@ -149,9 +149,8 @@ def quantize_kernel(pointers, strides, lengths, scale_strides, numbers, C: tl.co
     if C.TRANSPOSED:  # rows are loaded in the order in which they are stored as columns
         row = block * C.BLOCK_M + key_of_column(tl.arange(0, C.BLOCK_M))
     column = tl.arange(0, C.BLOCK_D)
-    signs = (
-        sign_of_column(column, numbers.seed) * HEADROOM
-    )  # the normalizer of the scale takes the factor back
+    # The normalizer of the scale takes HEADROOM back.
+    signs = sign_of_column(column, numbers.seed) * HEADROOM
     x_rows = pointers.x + b64 * strides.x_batch + start * strides.x_token
     x_rows += row.to(tl.int64)[:, None] * strides.x_token + head64 * strides.x_head
     in_use = (row < used)[:, None]

@@ -45,6 +45,24 @@ class TokenStrides(NamedTuple):
     head: Any
 
 
+class QkvStrides(NamedTuple):
+    """Strides of q, k (or its cache) and v, as :class:`TokenStrides` but in one structure.
+
+    The fields are flat: after a branch, Triton 3.6 forgets a stride of 1 in a structure within a structure.
+    For a transposed v, ``v_token`` is the stride from one feature to the next.
+    """
+
+    q_batch: Any
+    q_token: Any
+    q_head: Any
+    k_batch: Any
+    k_token: Any
+    k_head: Any
+    v_batch: Any
+    v_token: Any
+    v_head: Any
+
+
 def token_strides(tensor: Tensor) -> TokenStrides:
     """Return the strides of a tensor (batch, seqlen, heads, head_dim) or (total, heads, head_dim)."""
     return TokenStrides(tensor.stride(0) if tensor.dim() == 4 else 0, tensor.stride(-3), tensor.stride(-2))

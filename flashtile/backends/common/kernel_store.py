@@ -1,22 +1,22 @@
-"""Look-up of compiled kernels in Triton's disk cache, without reading Triton's whole installation.
+"""Where compiled kernels are found (:func:`find`), so that they need not be compiled again: first in folders
+that ``flashtile compile`` made, then in Triton's disk cache.
 
-The name of a cache entry depends on the kernel's source and options, and on ``triton_key``: a digest of every
-file of Triton's compiler, including the 400 to 500 MB of libtriton.so. In Triton, each process computes that
-digest before its first launch. But file sizes and modification times suffice to tell whether files changed,
-as for a .pyc. So ``triton_key`` is stored in the cache under a digest of sizes and times. The name of the
-entry is then built from the stored ``triton_key``, as in Triton. All other cases fall back to Triton: no
-stored key, no entry of this name, an entry that cannot be read, or a Triton that names entries differently.
-Triton is told the stored key before it compiles, so only the first process that compiles computes it.
+*Folders* are made on one machine, without a GPU, and used on another. A folder has ``index.json`` and two
+files for each kernel, its compressed binary and its metadata. The index has the versions of flashtile and
+Triton that made the kernels, and the SHA-256 digest of every file. A kernel is loaded only if its files have
+those digests, so a damaged file means that the kernel is compiled as usual. A folder contains code that will
+be run, so it is refused if users other than its owner may write to it. Its kernels are found by
+:func:`key_of`, which depends on the kernel's source, its arguments and options and on the target, but neither
+on the path of Triton's installation nor on the version of Python.
 
-Folders of compiled kernels, which are made on one machine, without a GPU, and used on another.
-
-A folder has ``index.json`` and two files for each kernel, its compressed binary and its metadata. The index
-has the versions of flashtile and Triton that made the kernels, and the SHA-256 digest of every file. A kernel
-is loaded only if its files have those digests, so a damaged file means that the kernel is compiled as usual.
-A folder contains code that will be run, so it is refused if users other than its owner may write to it.
-
-Kernels are found by :func:`key_of`, which depends on the kernel's source, its arguments and options and on
-the target, but neither on the path of Triton's installation nor on the version of Python.
+*Triton's cache* is read without reading Triton's whole installation. The name of a cache entry depends on the
+kernel's source and options, and on ``triton_key``: a digest of every file of Triton's compiler, including the
+400 to 500 MB of libtriton.so. In Triton, each process computes that digest before its first launch. But file
+sizes and modification times suffice to tell whether files changed, as for a .pyc. So ``triton_key`` is stored
+in the cache under a digest of sizes and times. The name of the entry is then built from the stored
+``triton_key``, as in Triton. All other cases fall back to Triton: no stored key, no entry of this name, an
+entry that cannot be read, or a Triton that names entries differently. Triton is told the stored key before it
+compiles, so only the first process that compiles computes it.
 """
 
 from __future__ import annotations

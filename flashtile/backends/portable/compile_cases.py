@@ -29,7 +29,7 @@ from flashtile.backends.portable.config import (
     row_for,
     row_with_functions,
 )
-from flashtile.backends.portable.weights.launch import WeightsLaunch, of_forward
+from flashtile.backends.portable.weights.kernel import WeightsLaunch, of_forward
 from flashtile.problems.attention import OptionalTensors, Problem, WeightsProblem
 from flashtile.problems.masks import LISTS, Mods
 

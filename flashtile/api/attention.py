@@ -24,6 +24,7 @@ from flashtile.api.weights import check_form, weights_of
 from flashtile.checks.arguments import ERRORS, LastStrideError, check_dense, renamed
 from flashtile.checks.conversions import (
     apply_autocast,
+    as_masking,
     as_offset_pair,
     as_scores,
     check_flag,
@@ -199,9 +200,15 @@ def attention(
         check_flag("return_lse", return_lse)
     form = None if return_attn_weights is False else check_form("return_attn_weights", return_attn_weights)
     options = make_options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend,
-        dropout_p, attention_chunk,
-    )  # fmt: skip
+        as_masking(causal, window_size, attention_chunk=attention_chunk),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        deterministic=deterministic,
+        backend=backend,
+        dropout_p=dropout_p,
+    )
     extras = NO_EXTRAS
     if not (
         cu_seqlens_q
@@ -479,9 +486,15 @@ def flash_attn_varlen_func(
         refuse_unknown("flash_attn_varlen_func", unknown)
     _check_flags(return_attn_probs, return_lse)
     options = make_options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend,
-        dropout_p,
-    )  # fmt: skip
+        as_masking(causal, window_size),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        deterministic=deterministic,
+        backend=backend,
+        dropout_p=dropout_p,
+    )
     cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
     extras = OptionalTensors(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
     if options.dropout_p != 0.0:

@@ -13,13 +13,21 @@ import torch
 from torch import Tensor
 
 from flashtile.checks.arguments import ERRORS, check_dense, check_device, check_int, check_int32, renamed
-from flashtile.checks.conversions import as_int, cast_for_autocast, check_flag, make_options, split_arguments
+from flashtile.checks.conversions import (
+    as_int,
+    as_masking,
+    cast_for_autocast,
+    check_flag,
+    make_options,
+    split_arguments,
+)
 from flashtile.checks.decode import check_decode
 from flashtile.checks.values import check_prefix_values
 from flashtile.op.operation import is_plain, reads_values
 from flashtile.operators.decode import DECODE, decode
-from flashtile.problems.common import MAX_LENGTH
+from flashtile.problems.common import MAX_LENGTH, shared_fields
 from flashtile.problems.decode import CacheTensors, DecodeOptions
+from flashtile.problems.masking import EVERYTHING
 
 
 def flash_attn_with_shared_prefix(
@@ -83,7 +91,7 @@ def flash_attn_with_shared_prefix(
         ... )
         >>> torch.testing.assert_close(out, alone)
     """
-    masking = make_options(None, None, softmax_scale, causal, (-1, -1), softcap, False, backend)
+    shared = make_options(as_masking(causal), softmax_scale=softmax_scale, softcap=softcap, backend=backend)
     check_flag("return_softmax_lse", return_softmax_lse)
     check_flag("debug_checks", debug_checks)
     num_splits, split_size = split_arguments(num_splits, split_size)
@@ -98,13 +106,10 @@ def flash_attn_with_shared_prefix(
     batch, seqlen_q, heads, head_dim = q.shape
     of_groups, of_sequences = _prefixes(q, prefix_seqlens, cu_prefix_groups)
     options = DecodeOptions(
-        softmax_scale=masking.softmax_scale,
-        causal=masking.causal,
-        softcap=masking.softcap,
+        **shared_fields(DecodeOptions, shared),
         num_splits=num_splits,
         split_size=split_size,
         return_lse=return_softmax_lse or lse is not None,
-        backend=backend,
         debug_checks=debug_checks,
     )
     own = CacheTensors(
@@ -118,7 +123,7 @@ def flash_attn_with_shared_prefix(
         check_prefix_values(q, k_cache, block_table, cache_seqlens, of_groups, cu_prefix_groups, causal)
 
     if batch > 0:
-        of_prefix = options._replace(causal=False, partial=True, return_lse=True)
+        of_prefix = options._replace(masking=EVERYTHING, partial=True, return_lse=True)
         if cu_prefix_groups is None:
             rows, table, offsets = q.reshape(1, batch * seqlen_q, heads, head_dim), block_table[:1], None
         else:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flashtile.checks.conversions import (
     as_int,
+    as_masking,
     as_offset_pair,
     as_offsets,
     cast_for_autocast,
@@ -178,10 +179,10 @@ def flash_attn_with_kvcache(
         (torch.Size([3, 1, 8, 64]), True)
         >>> cache_seqlens += 1  # the call does not change the lengths
     """
-    masking = make_options(
-        max_seqlen_q, None, softmax_scale, causal, window_size, softcap, False, backend,
-        attention_chunk=attention_chunk,
-    )  # fmt: skip
+    masking = as_masking(causal, window_size, attention_chunk=attention_chunk)
+    scores = make_options(
+        masking, max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, softcap=softcap, backend=backend
+    )
     check_flag("rotary_interleaved", rotary_interleaved)
     check_flag("debug_checks", debug_checks)
     check_flag("return_softmax_lse", return_softmax_lse)
@@ -207,10 +208,17 @@ def flash_attn_with_kvcache(
         None if tree_mask is None else dense_tree(tree_mask), None, None, phi_by_head, contiguous_qv(qv),
     )  # fmt: skip
     options = DecodeOptions(
-        masking.max_seqlen_q, 0, masking.softmax_scale, masking.causal, masking.window_left,
-        masking.window_right, masking.softcap, num_splits, split_keys, False,
-        return_softmax_lse or lse is not None, phi, backend, debug_checks, masking.attention_chunk,
-    )  # fmt: skip
+        max_seqlen_q=scores.max_seqlen_q,
+        softmax_scale=scores.softmax_scale,
+        masking=masking,
+        softcap=scores.softcap,
+        num_splits=num_splits,
+        split_size=split_keys,
+        return_lse=return_softmax_lse or lse is not None,
+        phi=phi,
+        backend=backend,
+        debug_checks=debug_checks,
+    )
     buffers = () if out is lse is None else (out, lse)
     if k is None and v is None:
         if not (rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new is max_seqlen_k_new is None):
@@ -233,14 +241,13 @@ def flash_attn_with_kvcache(
         max_seqlen_k_new = as_int("max_seqlen_k_new", max_seqlen_k_new)
     if rotary_cos is not None and tree_mask is not None:
         raise ValueError("rotary_cos must be None with tree_mask: rotate by each node's depth beforehand")
-    by_token = masking.causal or masking.window_left >= 0 or masking.window_right >= 0
-    by_token = by_token or masking.attention_chunk > 0
+    by_token = masking.hides_by_position
     appended = AppendTensors(
         cache_seqlens, None, cache_batch_idx, block_table, cu_seqlens_k_new, rotary_cos, rotary_sin,
         rotary_seqlens, *new_descales,
     )  # fmt: skip
     append_options = AppendOptions(
-        max_seqlen_k_new, masking.max_seqlen_q, rotary_interleaved, by_token, backend, debug_checks
+        max_seqlen_k_new, scores.max_seqlen_q, rotary_interleaved, by_token, backend, debug_checks
     )
     if cu_seqlens_k_new is None and isinstance(k, Tensor) and k.dim() == 4:
         options = options._replace(seqlen_new=k.shape[1])

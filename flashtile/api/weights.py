@@ -16,6 +16,7 @@ from flashtile.checks.arguments import check_dense
 from flashtile.checks.conversions import (
     apply_autocast,
     as_int,
+    as_masking,
     as_offset_pair,
     as_scores,
     keys_of_scores,
@@ -124,9 +125,13 @@ def attention_weights(
         refuse_unknown("attention_weights", unknown)
     checked = check_form("form", form)
     options = make_options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, False, backend, 0.0,
-        attention_chunk,
-    )  # fmt: skip
+        as_masking(causal, window_size, attention_chunk=attention_chunk),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        backend=backend,
+    )
     cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
     seqlen_k = keys_of_scores(k, cu_seqlens_k, options)
     mask, bias = as_scores(mask, seqlen_k), as_scores(bias, seqlen_k)

@@ -23,8 +23,8 @@ from flashtile.problems.common import (
     MAX_HEAD_DIM,
     MAX_LENGTH,
     PREFERENCE,
-    UNLIMITED,
 )
+from flashtile.problems.masking import RANGES
 
 ERRORS = (TypeError, ValueError, NotImplementedError)
 
@@ -418,14 +418,14 @@ def as_int_within(name: str, value: Any, least: int, most: int) -> Any:
 
 
 def check_score_options(options: Any) -> None:
-    """Check softmax_scale, softcap, window and backend, the options that all kinds of calls have."""
+    """Check softmax_scale, softcap, masking and backend, the options that all kinds of calls have."""
     scale, softcap = options.softmax_scale, options.softcap
     if scale is not None and not abs(scale) <= FLOAT32_MAX:  # in this form the condition also rejects NaN
         raise ValueError(f"softmax_scale must be finite in float32, got {scale}")
     if not 0 <= softcap <= FLOAT32_MAX:
         raise ValueError(f"softcap must be finite in float32 and at least 0 (0 turns it off), got {softcap}")
-    for name, side in (("window_size[0]", options.window_left), ("window_size[1]", options.window_right)):
-        check_int(name, side, UNLIMITED, MAX_LENGTH, "-1 (unlimited)")
+    for name, (argument, least, meaning) in RANGES.items():
+        check_int(argument, getattr(options.masking, name), least, MAX_LENGTH, meaning)
     check_backend(options.backend)
 
 

@@ -16,7 +16,6 @@ from flashtile.checks.arguments import (
     check_equal,
     check_groups,
     check_heads_tensor,
-    check_int,
     check_int32,
     check_last_stride,
     check_longest,
@@ -30,7 +29,7 @@ from flashtile.checks.arguments import (
     looks_transposed,
 )
 from flashtile.problems.attention import OptionalTensors, Options
-from flashtile.problems.common import DTYPES, MAX_HEAD_DIM, MAX_LENGTH
+from flashtile.problems.common import DTYPES, MAX_HEAD_DIM
 
 
 def check_call(
@@ -82,7 +81,6 @@ def check_call(
     check_slopes(alibi_slopes, batch, q)
     check_sink(sink, q)
     _check_masks(q, k, batch, extras, options)
-    check_int("attention_chunk", options.attention_chunk, 0, MAX_LENGTH, "0 (off)")
     _check_dropout(extras.rng_state, options.dropout_p, q)
     check_score_options(options)
 

@@ -6,32 +6,25 @@ before it becomes part of a cache key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from flashtile.checks.arguments import as_float, as_int, check_dense, check_offsets, named
-from flashtile.problems.attention import EXTRAS_OF_ALL, OPTIONS_OF_ALL, OptionalTensors, Options
+from flashtile.problems.attention import OptionalTensors, Options
 from flashtile.problems.common import MAX_LENGTH, UNLIMITED
+from flashtile.problems.masking import Masking
 
 AUTOCAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def make_options(
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    deterministic: bool,
-    backend: str | None,
-    dropout_p: float = 0.0,
-    attention_chunk: int = 0,
-) -> Options:
-    """Convert arguments to their exact types, and return them as Options. Ranges are checked later.
+def as_masking(causal: Any = False, window_size: Any = (UNLIMITED, UNLIMITED), **options: Any) -> Masking:
+    """Convert the arguments that hide keys by position to a Masking. Ranges are checked later.
+
+    ``options`` are the options of :class:`Masking` other than the window.
 
     Raises:
         TypeError: an argument does not have the type that :func:`flashtile.attention` states.
@@ -50,6 +43,41 @@ def make_options(
         left = UNLIMITED
     if right < UNLIMITED:
         right = UNLIMITED
+    for name, value in options.items():
+        if type(value) is not int:
+            options[name] = as_int(name, value)
+    if type(causal) is not bool:
+        raise TypeError(f"causal must be True or False, got {named(causal)}")
+    if causal and right <= MAX_LENGTH:  # the check of ranges refuses a larger one
+        right = 0
+    if not torch.compiler.is_dynamo_compiling():  # which does not use a cache of functools, and warns of it
+        try:
+            return _kept_masking(window_left=left, window_right=right, **options)
+        except TypeError:  # a symbolic number, which is not hashable
+            pass
+    return Masking(window_left=left, window_right=right, **options)
+
+
+_kept_masking = functools.lru_cache(maxsize=1024)(Masking)
+"""Maskings by their options. Making one takes longer than all other conversions of a call."""
+
+
+def make_options(
+    masking: Masking,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    backend: str | None = None,
+    dropout_p: float = 0.0,
+) -> Options:
+    """Convert arguments to their exact types, and return them as Options. Ranges are checked later.
+
+    Raises:
+        TypeError: an argument does not have the type that :func:`flashtile.attention` states.
+    """
     if max_seqlen_q is not None and type(max_seqlen_q) is not int:
         max_seqlen_q = as_int("max_seqlen_q", max_seqlen_q)
     if max_seqlen_k is not None and type(max_seqlen_k) is not int:
@@ -60,10 +88,6 @@ def make_options(
         softcap = as_float("softcap", softcap, "a number")
     if type(dropout_p) is not float:
         dropout_p = as_float("dropout_p", dropout_p, "a number")
-    if type(attention_chunk) is not int:
-        attention_chunk = as_int("attention_chunk", attention_chunk)
-    if type(causal) is not bool:
-        raise TypeError(f"causal must be True or False, got {named(causal)}")
     if type(deterministic) is not bool:
         raise TypeError(f"deterministic must be True or False, got {named(deterministic)}")
     if backend is not None and type(backend) is not str:
@@ -71,9 +95,15 @@ def make_options(
     if not deterministic:
         deterministic = torch.are_deterministic_algorithms_enabled()
     return Options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, left, right, softcap, deterministic, backend,
-        dropout_p, attention_chunk,
-    )  # fmt: skip
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale,
+        masking=masking,
+        softcap=softcap,
+        deterministic=deterministic,
+        backend=backend,
+        dropout_p=dropout_p,
+    )
 
 
 MAX_SECONDS = 2**31 - 1
@@ -213,16 +243,20 @@ def refuse_descales(
     raise ValueError(f"{name} must be None, got a tensor: {name} is only accepted {allowed}")
 
 
-def refuse_beyond(extras: OptionalTensors, options: Options, where: str) -> None:
-    """Raise NotImplementedError for an option or tensor that only :func:`flashtile.attention` supports.
+def refuse_beyond(extras: OptionalTensors, options: Options, taken: Collection[str], where: str) -> None:
+    """Raise NotImplementedError for an option or tensor that is given and not among the ``taken``.
 
-    In the message, ``where`` names the kind of call that does not support it.
+    Of masks by position, only the window is taken. In the message, ``where`` names the kind of call.
     """
-    for name in Options._fields[OPTIONS_OF_ALL:]:
-        if getattr(options, name) != Options._field_defaults[name]:
-            raise NotImplementedError(f"{name} must be left out {where}, got {getattr(options, name)}")
-    for name in OptionalTensors._fields[EXTRAS_OF_ALL:]:
-        if getattr(extras, name) is not None:
+    beyond = options.masking.beyond_window
+    if beyond is not None:
+        got = getattr(options.masking, beyond)
+        raise NotImplementedError(f"{beyond} must be left out {where}, got {got}")
+    for name, value in options._asdict().items():
+        if name not in taken and value != Options._field_defaults[name]:
+            raise NotImplementedError(f"{name} must be left out {where}, got {value}")
+    for name, tensor in extras._asdict().items():
+        if name not in taken and tensor is not None:
             raise NotImplementedError(f"{name} must be left out {where}, got a tensor")
 
 

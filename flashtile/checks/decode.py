@@ -36,7 +36,7 @@ from flashtile.checks.arguments import (
     is_choice,
     named,
 )
-from flashtile.problems.common import DTYPES, MAX_LENGTH, UNLIMITED
+from flashtile.problems.common import DTYPES, MAX_LENGTH
 from flashtile.problems.decode import (
     FP8,
     MAX_HEAD_DIM,
@@ -51,6 +51,7 @@ from flashtile.problems.decode import (
     DecodeOptions,
     NoTensors,
 )
+from flashtile.problems.masking import CAUSAL
 
 DENSE_CACHE = "(batch, seqlen_cache, heads_kv, head_dim)"
 PAGED_CACHE = "(num_blocks, page_size, heads_kv, head_dim)"
@@ -283,7 +284,6 @@ def _check_options(options: DecodeOptions) -> None:
         raise ValueError(
             f"softmax_max must be from {-MAX_SOFTMAX_MAX} to {MAX_SOFTMAX_MAX}, got {options.phi}"
         )
-    check_int("attention_chunk", options.attention_chunk, 0, MAX_LENGTH, "0 (off)")
     check_int("num_splits", options.num_splits, 0, MAX_SPLITS)
     check_int("split_size", options.split_size, 0, MAX_LENGTH)
     if options.num_splits > 0 and options.split_size > 0:
@@ -307,12 +307,12 @@ def _check_tree(
         )
     check_device("tree_mask", mask, q)
     check_contiguous("tree_mask", mask)
-    window = (options.window_left, options.window_right)
-    if options.causal or window != (UNLIMITED, UNLIMITED):
-        given = "causal=True" if options.causal else f"window_size={window}"
+    masking = options.masking
+    if masking.has_window:
+        given = "causal=True" if masking == CAUSAL else f"window_size={masking.arguments()['window_size']}"
         raise ValueError(f"tree_mask cannot be combined with causal or window_size, got {given}")
-    if options.attention_chunk:
-        raise ValueError(f"attention_chunk must be 0 with tree_mask, got {options.attention_chunk}")
+    if name := masking.beyond_window:
+        raise ValueError(f"{name} must be 0 with tree_mask, got {getattr(masking, name)}")
     if tensors.alibi_slopes is not None:
         raise ValueError(
             "alibi_slopes must be None with tree_mask, because a node's position in the cache is not its "

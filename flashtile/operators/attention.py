@@ -220,7 +220,7 @@ def _watched(tensors: tuple[Tensor, Tensor, Tensor], extras: Any, options: Any) 
 
     for operation in (FORWARD, BACKWARD):
         tell_observers(operation, (*tensors, *extras))
-    return transforms.Forward.apply(BACKWARD, *tensors, *extras, *options)
+    return transforms.Forward.apply(BACKWARD, *FORWARD.flat(tensors, extras, options))
 
 
 def _needs_gradients(tensors: tuple[Tensor, Tensor, Tensor], sink: Tensor | None, options: Any) -> bool:

@@ -37,6 +37,7 @@ from flashtile.op.refusals import (
     transforming,
     without_backward,
 )
+from flashtile.op.registry import flat, flat_fields, gathered
 from flashtile.op.selection import on_target, select
 from flashtile.problems.addresses import sequence_lengths
 from flashtile.problems.common import MAX_LENGTH
@@ -217,7 +218,7 @@ class _Step(Operation):
 
     It has no torch operator. It lists the kernels that such calls need in addition to those of an append and
     of attention, for compiling ahead. ``optional`` are the tensors of :class:`CacheTensors`, then rotary_cos,
-    rotary_sin and rotary_seqlens. ``options`` are the fields of :class:`DecodeOptions`, then
+    rotary_sin and rotary_seqlens. ``options`` are :class:`DecodeOptions`, as arguments of an operator, then
     rotary_interleaved.
     """
 
@@ -225,7 +226,7 @@ class _Step(Operation):
         self.full_name = "append_and_decode"
         self.tensors = "q", "k_cache", "v_cache", "k", "v"
         self._optional = (*CacheTensors._fields, "rotary_cos", "rotary_sin", "rotary_seqlens")
-        options = (*DecodeOptions._fields, "rotary_interleaved")
+        options = (*flat_fields(DecodeOptions), "rotary_interleaved")
         self.arguments = (*self.tensors, *self._optional, *options)
         self._num_tensors = len(self.tensors)
         OPERATIONS[self.full_name] = self
@@ -245,7 +246,7 @@ class _Step(Operation):
             cache_tensors.cache_seqlens, None, cache_tensors.cache_batch_idx, cache_tensors.block_table, None,
             *optional[-3:],
         )  # fmt: skip
-        decode_options = DecodeOptions(*options[:-1])
+        decode_options = gathered(DecodeOptions, options[:-1])
         append_options = AppendOptions(rotary_interleaved=options[-1], backend=decode_options.backend)
         problems = (
             AppendProblem.from_tensors(k_cache, v_cache, k, v, appended, append_options),
@@ -407,7 +408,7 @@ def _note_step(
     q, k_cache = given[:2]
     if q.shape[1] == options.seqlen_new == 1 and k_cache.element_size() == 2 and not buffers:
         angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens
-        STEP.note(given, (*tensors, *angles), (*options, append_options.rotary_interleaved), joined)
+        STEP.note(given, (*tensors, *angles), (*flat(options), append_options.rotary_interleaved), joined)
 
 
 def _trace_both(

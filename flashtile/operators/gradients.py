@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashtile.checks.arguments import check_dense
 from flashtile.checks.attention import check_call
-from flashtile.checks.conversions import as_offset_pair, make_options
+from flashtile.checks.conversions import as_masking, as_offset_pair, make_options
 from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors
 
@@ -59,9 +59,15 @@ def attention_backward(
         True
     """
     options = make_options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend,
-        dropout_p,
-    )  # fmt: skip
+        as_masking(causal, window_size),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        deterministic=deterministic,
+        backend=backend,
+        dropout_p=dropout_p,
+    )
     cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
     extras = OptionalTensors(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, rng_state=rng_state)
     if all(extra is None for extra in extras):

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from flashtile.op.operation import Operation
 from flashtile.op.refusals import carries_tangents
+from flashtile.op.registry import flat, flat_fields, gathered
 from flashtile.operators import derivatives
 from flashtile.operators.functions import extras_of, pack, unpack
 from flashtile.problems.attention import OptionalTensors, Options
 
-_NUM_EXTRAS = len(OptionalTensors._fields)
+_NUM_EXTRAS, _NUM_OPTIONS = len(OptionalTensors._fields), len(flat_fields(Options))
 _BIAS = OptionalTensors._fields.index("bias")
 _WITHOUT_BATCH = OptionalTensors._fields.index("sink")
 """Index of the first field of OptionalTensors that need not have a batch dimension."""
@@ -71,7 +72,7 @@ def save_for_second(operation: Operation, ctx: Any, inputs: Any, output: Any) ->
 class Forward(torch.autograd.Function):
     """Compute (out, lse) under a transform of ``torch.func``.
 
-    Its arguments are the operation ``BACKWARD``, q, k, v, and the fields of OptionalTensors and Options.
+    Its arguments are the operation ``BACKWARD`` and those of the operator ``forward``.
     """
 
     @staticmethod
@@ -87,8 +88,8 @@ class Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout, dlse):
-        options = Options(*ctx.options)._replace(bias_grad=ctx.needs_input_grad[4 + _BIAS])
-        *gradients, dsink, dbias = backward(ctx.operation, dout, dlse, *ctx.saved_tensors, *options)
+        options = gathered(Options, ctx.options)._replace(bias_grad=ctx.needs_input_grad[4 + _BIAS])
+        *gradients, dsink, dbias = backward(ctx.operation, dout, dlse, *ctx.saved_tensors, *flat(options))
         of_extras = OptionalTensors(
             sink=dsink if ctx.has_sink else None, bias=dbias if options.bias_grad else None
         )  # fmt: skip
@@ -124,7 +125,7 @@ def _vmap(
     """Apply ``operator`` to all samples of a vmap. Return its results, and the sample dimension of each.
 
     The dimension is None for a result that all samples share. ``arguments`` are ``num_tensors`` tensors with
-    a batch dimension (or None), then the fields of OptionalTensors and Options. Calls with score or mask
+    a batch dimension (or None), then the fields of OptionalTensors and the options. Calls with score or mask
     functions have more fields after these.
     """
     tensors, rest = arguments[:num_tensors], arguments[num_tensors:]
@@ -132,7 +133,7 @@ def _vmap(
     dims: tuple[int | None, ...] = in_dims[:num_tensors]
     dim_of = dict(zip(OptionalTensors._fields, in_dims[num_tensors:], strict=False))
     _refuse_varlen(extras.cu_seqlens_q)
-    if len(options) > len(Options._fields) or any(extra is not None for extra in extras[_WITHOUT_BATCH:]):
+    if len(options) > _NUM_OPTIONS or any(extra is not None for extra in extras[_WITHOUT_BATCH:]):
         return _one_by_one(operator, samples, in_dims, arguments)
     flat = []
     for tensor, dim in zip(tensors, dims, strict=True):

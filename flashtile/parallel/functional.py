@@ -15,6 +15,7 @@ from flashtile.checks.arguments import ERRORS, check_choice, check_dense
 from flashtile.checks.attention import check_call
 from flashtile.checks.conversions import (
     apply_autocast,
+    as_masking,
     as_seconds,
     check_flag,
     in_memory,
@@ -129,7 +130,13 @@ def context_parallel_attention(
             backend=backend,
         )  # fmt: skip
     check_flag("return_lse", return_lse)
-    options = make_options(None, None, softmax_scale, causal, window_size, softcap, deterministic, backend)
+    options = make_options(
+        as_masking(causal, window_size),
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        deterministic=deterministic,
+        backend=backend,
+    )
     check_choice("layout", layout, LAYOUTS)
     check_choice("method", method, METHODS)
     timeout = as_seconds("timeout", timeout)
@@ -394,8 +401,7 @@ def _mask(call: _Call, options: Options) -> Mask:
     for name, starts, total in (("cu_seqlens_q", starts_q, total_q), ("cu_seqlens_k", starts_k, total_k)):
         if starts[-1] != total:
             raise ValueError(f"{name} must end at the {total} tokens of all ranks together, got {starts[-1]}")
-    right = 0 if options.causal else options.window_right
-    return Mask(options.window_left, right, starts_q, starts_k)
+    return Mask(options.masking.window_left, options.masking.window_right, starts_q, starts_k)
 
 
 def _sharing(call: _Call, layout: str, mask: Mask) -> Sharing:

@@ -47,6 +47,22 @@ def address_of(tensor: Tensor) -> int | torch.SymInt:
     return tensor.storage_offset() * tensor.element_size()
 
 
+def shared_fields(cls: Any, values: Any) -> dict[str, Any]:
+    """Return those fields of ``values``, a named tuple, that ``cls`` has as well."""
+    fields = cls._fields if hasattr(cls, "_fields") else cls.__dataclass_fields__
+    return {name: value for name, value in values._asdict().items() if name in fields}
+
+
+def passed_on(cls: Any, tensors: Any, options: Any) -> dict[str, Any]:
+    """Return those fields of the description ``cls`` that are passed on without a thought.
+
+    These are options of the same name, and bools that say whether the tensor of the same name is given.
+    """
+    given = {name: tensor is not None for name, tensor in shared_fields(cls, tensors).items()}
+    masking = vars(options.masking) if hasattr(options, "masking") else {}
+    return given | masking | shared_fields(cls, options)
+
+
 class Results:
     """Base of call descriptions: shapes and dtypes of the results, derived from fields of the subclass."""
 

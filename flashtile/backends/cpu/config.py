@@ -63,7 +63,7 @@ def configure(problem: Problem) -> Config:
     If sequences are packed, the problem's lengths are those of the longest sequence.
     """
     tiled = tiled_config(problem)
-    masked = problem.mask or problem.bias or problem.dropout_p > 0 or problem.attention_chunk > 0
+    masked = problem.mask or problem.bias or problem.dropout_p > 0 or problem.beyond_window is not None
     masked = masked or problem.mods is not None or (problem.key_padding_mask and not padded.covers(problem))
     if masked or not _fused_covers(problem):
         return Config(tiled, tiled, tiled)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.blocks import split, visible_keys
+from flashtile.backends.cpu.blocks import split
 from flashtile.backends.cpu.config import Tiled
 from flashtile.backends.cpu.optional_inputs import OptionalInputs
 from flashtile.backends.cpu.tiled import Chunk
@@ -118,7 +118,7 @@ class FunctionChunk(Chunk):
         if self.functions.lists is None:
             yield from super().key_blocks(rows)
             return
-        within = visible_keys(rows, self.seqlen_k, self.offset, *self.window)
+        within = self.visible_keys(rows)
         partial, full = self._listed(rows)
         for n in (*full, *partial):
             keys = range(max(n * self.block_n, within.start), min((n + 1) * self.block_n, within.stop))

@@ -11,14 +11,14 @@ RUN := $(VENV)/bin/python
 # Test processes share the cores: one thread each.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest tests
 # Results of these depend on how the CPU computes; those of refusals, graphs and counts do not.
-NUMERICAL := tests/attn tests/decode tests/masks tests/fp8 tests/linear tests/algorithms tests/integrations tests/kv_cache \
-  tests/parallel tests/op/test_results_into.py tests/backends/test_cpu_backend.py tests/engine/test_engine_models.py \
-  tests/test_reference.py tests/test_testing.py
+NUMERICAL := tests/api tests/checks tests/problems tests/operators tests/masks tests/reference tests/testing tests/test_dropout.py \
+  tests/test_nn.py tests/backends/test_{conformance,decode_properties,fp8_quantize,hypothesis,properties}.py tests/backends/cpu tests/op/test_results_into.py tests/op/test_growing_cache.py \
+  tests/kv_cache tests/compat tests/integrations tests/parallel tests/engine/test_engine_models.py tests/learn/algorithms tests/hardware
 NOT_NUMERICAL := refused or opcheck or compiled or graph or inductor or export or benchmark or counts or programs
 # Of each family results and refusals, and the memory of a cache and the texts of an engine.
-QUICK := tests/attn/test_conformance.py tests/attn/test_properties.py tests/attn/test_functional.py tests/attn/test_autograd.py \
-  tests/attn/test_bad_input.py tests/decode/test_decode.py tests/decode/test_append.py tests/decode/test_decode_cache.py \
-  tests/decode/test_decode_bad_input.py tests/masks tests/fp8/test_fp8.py tests/linear/test_linear.py tests/op/test_selection.py \
+QUICK := tests/backends/test_conformance.py tests/backends/test_properties.py tests/api/test_functional.py tests/operators/test_autograd.py \
+  tests/checks/test_bad_input.py tests/api/test_decode.py tests/api/test_append.py tests/api/test_decode_cache.py \
+  tests/checks/test_decode_bad_input.py tests/masks tests/api/test_fp8.py tests/api/test_linear.py tests/op/test_selection.py \
   tests/op/test_plain_path.py tests/kv_cache/test_manager.py tests/engine/test_engine_scheduler.py \
   tests/engine/test_engine_texts.py tests/test_house.py
 # Only files with one of these words have interpreted tests. To import the others takes a worker ten seconds.
@@ -94,7 +94,7 @@ fuzz: $(READY) ## random calls of every public function against an oracle for SE
 	  --jobs $(or $(JOBS),1) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 test-hopper-interpreted: $(READY) ## the Hopper kernels without a card: every mask and configuration, in several orders of events
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/backends/test_hopper_interpreted.py -n $(WORKERS) --dist worksteal
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/backends/hopper/test_hopper_interpreted.py -n $(WORKERS) --dist worksteal
 
 test-parallel: $(READY) ## context parallelism in every method, layout and mask; make test has the telling ones
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/parallel

@@ -84,7 +84,7 @@ _IN_MODULES = {
     "record_calls": "flashtile.compilation.calls",
     "sdpa": "flashtile.integrations.sdpa",
     "tree_attention": "flashtile.api.tree",
-    "use_compiled": "flashtile.backends.common.compiled_folder",
+    "use_compiled": "flashtile.backends.common.kernel_store",
     "warmup": "flashtile.tools.warmup",
 }
 

@@ -19,7 +19,7 @@ import triton
 from make_dist import ROOT, build
 
 from flashtile import __version__
-from flashtile.backends.common.compiled_folder import INDEX, PACKAGE, CompiledFolder
+from flashtile.backends.common.kernel_store import INDEX, PACKAGE, CompiledFolder
 
 MAX_BYTES = 60 * 10**6
 """Largest size of a wheel."""

@@ -92,8 +92,8 @@ def either_work(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_numbers(request: pytest.FixtureRequest) -> None:
-    """Seed torch by the test's name, so that a failure can be repeated alone."""
-    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+    """Seed torch by the names of the file and the test, so that a failure can be repeated alone."""
+    torch.manual_seed(zlib.crc32(f"{request.node.path.name}::{request.node.name}".encode()))
 
 
 @pytest.fixture(autouse=True)

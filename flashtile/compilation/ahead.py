@@ -47,7 +47,7 @@ def compile_in_process(calls: Sources, target: Target, workers: int | None = Non
     """
     import fcntl  # Windows does not have it
 
-    from flashtile.backends.common.compiled_folder import in_use
+    from flashtile.backends.common.kernel_store import in_use
     from flashtile.backends.compat import forget_version_of_assembler
 
     forget_version_of_assembler()
@@ -111,7 +111,7 @@ def compile_and_load(calls: Iterable[Source], device: torch.device, logger: logg
 
 def _compile(task: bytes, folders: str) -> Compiled:
     """Compile a task in a new process."""
-    from flashtile.backends.common.compiled_folder import VARIABLE
+    from flashtile.backends.common.kernel_store import VARIABLE
 
     command = [sys.executable, "-m", "flashtile.compilation.ahead"]
     environment = {**os.environ, VARIABLE: folders, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -139,7 +139,7 @@ def _note_of(task: bytes, folders: str) -> Path:
     import triton
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
-    from flashtile.backends.common.kernel_cache import fingerprint
+    from flashtile.backends.common.kernel_store import fingerprint
 
     sources = [fingerprint(Path(triton.__file__).parent), fingerprint(Path(__file__).parents[1])]
     others = [__version__, folders, *sorted(get_cache_invalidating_env_vars().items())]

@@ -63,7 +63,7 @@ def launches(call: Source, target: Target) -> list[Any]:
         NotImplementedError: no backend with kernels serves the call on this GPU.
         ValueError: this version has no such operation or argument.
     """
-    from flashtile.backends.common.cached_launch import recording
+    from flashtile.backends.common.launch import recording
 
     if not isinstance(call, Call):
         with compiling_for(target):
@@ -112,7 +112,7 @@ def compile_calls(
         progress: called with a phase, how many calls or kernels are done in it, and how many there are: first
             "finding the kernels of calls", then "compiling kernels".
     """
-    from flashtile.backends.common.compiled_folder import write_index
+    from flashtile.backends.common.kernel_store import write_index
 
     wanted, failures = _wanted(list(calls), list(targets), progress)
     kernels: dict[str, tuple[str, dict[str, str]]] = {}
@@ -169,7 +169,7 @@ def _wanted(
 
 def _kept(wanted: Wanted, folder: Path) -> dict[str, tuple[str, dict[str, str]]]:
     """Return (architecture, digests of the files) of each wanted kernel that a folder has, undamaged."""
-    from flashtile.backends.common.compiled_folder import CompiledFolder
+    from flashtile.backends.common.kernel_store import CompiledFolder
 
     try:
         found = CompiledFolder.read(folder)
@@ -184,8 +184,8 @@ def _results(
     tasks: dict[str, bytes], folder: Path | None, workers: int | None
 ) -> Iterator[tuple[str, dict[str, str] | str]]:
     """Compile kernels in processes. Yield the key of each with the digests of its files, or with an error."""
-    from flashtile.backends.common.compiled_folder import NO_SOURCE_LINES
     from flashtile.backends.common.first_calls import QUIET
+    from flashtile.backends.common.kernel_store import NO_SOURCE_LINES
 
     own = threading.local()
     processes: list[subprocess.Popen] = []

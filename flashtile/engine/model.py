@@ -336,7 +336,7 @@ class Experts:
 
         The pairs of a token and an expert are sorted by expert.
         """
-        from flashtile.backends.portable.linear.grouped import grouped_linear
+        from flashtile.backends.portable.linear.kernel import grouped_linear
 
         numbers, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(numbers, self.numbers, right=True, out_int32=True)

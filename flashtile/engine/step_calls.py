@@ -123,7 +123,7 @@ def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> lis
 
 def _expert_products(model: Model, dtype: torch.dtype) -> list[Source]:
     """Return functions that list the launches of the products of the model's experts."""
-    from flashtile.backends.portable.linear.grouped import grouped_ahead
+    from flashtile.backends.portable.linear.kernel import grouped_ahead
 
     experts = next((layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)), None)
     if experts is None or dtype == torch.float32:

@@ -252,7 +252,7 @@ class Operation:
     def launch_on_meta(self, tensors: Tensors, optional: Any, options: Any, target: Any = None) -> None:
         """Launch a call with its tensors replaced by tensors on torch's "meta" device.
 
-        No kernel runs: launches are collected by ``backends.common.cached_launch.recording``.
+        No kernel runs: launches are collected by ``backends.common.launch.recording``.
 
         ``target``: the GPU of the call. None: that of its tensors.
         """

@@ -27,7 +27,7 @@ AREAS = (
     Area(
         "masks",
         ("flashtile/masks/*", "flashtile/operators/mask*", "flashtile/problems/mask*", "flashtile/api/mask*"),
-        ("tests/masks/*", "tests/attn/test_derivatives.py"),
+        ("tests/masks/*", "tests/operators/test_derivatives.py"),
     ),
     Area(
         "operators",
@@ -36,19 +36,19 @@ AREAS = (
             *(f"flashtile/{file}.py" for file in ("caches", "dropout")),
         ),
         (
-            "tests/attn/test_functional.py",
-            "tests/attn/test_bad_input.py",
-            "tests/attn/test_merge.py",
-            "tests/attn/test_tma_obstacles.py",
+            "tests/api/test_functional.py",
+            "tests/checks/test_bad_input.py",
+            "tests/api/test_merge.py",
+            "tests/problems/test_tma_obstacles.py",
             "tests/op/test_selection.py",
             "tests/op/test_launch_keys.py",
             "tests/op/test_refused_calls.py",
             "tests/op/test_results_into.py",
-            "tests/decode/test_decode_operators.py",
-            "tests/decode/test_decode_bad_input.py",
-            "tests/decode/test_append.py",
-            "tests/fp8/test_fp8_calls.py",
-            "tests/fp8/test_fp8_gradients.py",
+            "tests/operators/test_decode_operators.py",
+            "tests/checks/test_decode_bad_input.py",
+            "tests/api/test_append.py",
+            "tests/api/test_fp8_calls.py",
+            "tests/operators/test_fp8_gradients.py",
             "tests/test_caches.py",
         ),
     ),
@@ -56,15 +56,16 @@ AREAS = (
         "portable",
         ("flashtile/backends/portable/*", "flashtile/backends/common/*", "flashtile/backends/libcuda.py"),
         (
-            "tests/attn/test_weights.py",
-            "tests/attn/test_partial_results.py",
-            "tests/backends/test_kernel_cache.py",
-            "tests/backends/test_keys.py",
-            "tests/backends/test_cached_launches.py",
-            "tests/backends/test_direct_launch.py",
-            "tests/backends/test_compile_report.py",
-            "tests/decode/test_decode_kernels.py",
-            "tests/linear/*",
+            "tests/api/test_weights.py",
+            "tests/operators/test_partial_results.py",
+            "tests/backends/common/test_kernel_cache.py",
+            "tests/backends/common/test_keys.py",
+            "tests/backends/common/test_cached_launches.py",
+            "tests/backends/common/test_direct_launch.py",
+            "tests/backends/common/test_compile_report.py",
+            "tests/backends/portable/test_decode_kernels.py",
+            "tests/api/test_linear.py",
+            "tests/hardware/test_linear_table.py",
             "tests/parallel/test_symmetric.py",
         ),
     ),
@@ -72,7 +73,7 @@ AREAS = (
         "Hopper",
         ("flashtile/backends/hopper/*",),
         tuple(
-            f"tests/backends/test_hopper_{name}.py"
+            f"tests/backends/hopper/test_hopper_{name}.py"
             for name in ("dq_accum", "interpreted", "rounds", "schedule")
         ),
     ),
@@ -80,12 +81,12 @@ AREAS = (
         "CPU",
         ("flashtile/backends/cpu/*",),
         (
-            "tests/attn/test_weights.py",
-            "tests/attn/test_merge.py",
-            "tests/backends/test_cpu_backend.py",
-            "tests/decode/test_decode.py",
-            "tests/decode/test_one_query.py",
-            "tests/fp8/test_fp8_calls.py",
+            "tests/api/test_weights.py",
+            "tests/api/test_merge.py",
+            "tests/backends/cpu/test_cpu_backend.py",
+            "tests/api/test_decode.py",
+            "tests/backends/cpu/test_one_query.py",
+            "tests/api/test_fp8_calls.py",
         ),
     ),
     Area(
@@ -122,17 +123,21 @@ AREAS = (
     Area(
         "integrations",
         ("flashtile/integrations/*", "flashtile/compat/*", "flashtile/nn.py", "flashtile/api/padding.py"),
-        ("tests/integrations/*",),
+        ("tests/integrations/*", "tests/compat/*", "tests/test_nn.py"),
     ),
 )
 """All areas. A file belongs to the first area whose patterns match it."""
 
 TESTS = (
-    *(f"tests/{folder}/*" for folder in ("attn", "compilation", "decode", "engine", "fp8", "integrations")),
-    *(f"tests/{folder}/*" for folder in ("kv_cache", "linear", "masks", "op", "parallel")),
-    *(f"tests/backends/test_{name}*" for name in ("[!c]", "compare", "cpu", "compile_")),
+    *(f"tests/{folder}/*" for folder in ("api", "checks", "compat", "compilation", "engine", "hardware")),
+    *(f"tests/{folder}/*" for folder in ("integrations", "kv_cache", "masks", "op", "operators", "parallel")),
+    *(f"tests/{folder}/*" for folder in ("problems", "reference", "testing")),
+    *(f"tests/backends/{folder}/*" for folder in ("common", "cpu", "hopper", "portable")),
+    *(f"tests/backends/test_{name}*" for name in ("[!c]", "compile_", "con")),
+    *(f"tests/scripts/test_{name}*" for name in ("compare", "hub", "run", "wheel")),
     "tests/docs/test_examples.py",
-    "tests/test_[!m]*.py",
+    "tests/gluon_interpreter/*",
+    "tests/test_*.py",
 )
 """Patterns of the test files that meet faults.
 

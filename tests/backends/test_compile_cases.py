@@ -15,9 +15,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import torch
 
 from benchmarks.suite.flash1 import Flash1Launch
-from flashtile.backends.common.cached_launch import Launched
 from flashtile.backends.common.compile_cases import case_of, launches_of, meta
 from flashtile.backends.common.device import capability, compiling_for
+from flashtile.backends.common.launch import Launched
 from flashtile.backends.portable.compile_cases import PLAIN
 from flashtile.backends.portable.key_bounds import BLOCK, KeyBounds
 

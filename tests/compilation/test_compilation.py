@@ -27,9 +27,9 @@ pytest.importorskip("triton")
 if INTERPRETING:
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
-from flashtile.backends.common import compile_worker, compiled_folder, handed_kernels
-from flashtile.backends.common.compiled_folder import INDEX, VARIABLE, CompiledFolder, in_use, use_compiled
+from flashtile.backends.common import compile_worker, handed_kernels, kernel_store
 from flashtile.backends.common.device import Target
+from flashtile.backends.common.kernel_store import INDEX, VARIABLE, CompiledFolder, in_use, use_compiled
 from flashtile.backends.compat import compiling_driver
 from flashtile.compilation import compiling
 from flashtile.compilation.calls import Call, Signature, calls_of, read_calls, record_calls, write_calls
@@ -317,7 +317,7 @@ def compilations(monkeypatch, tmp_path):
     import triton
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(compiled_folder, "_in_use", [])
+    monkeypatch.setattr(kernel_store, "_in_use", [])
     calls, compile_ = [], triton.compile
 
     def counted(*arguments, **more):
@@ -422,7 +422,7 @@ def test_progress_counts_the_kernels_that_a_folder_has(monkeypatch, tmp_path):
     monkeypatch.setattr(compiling, "_wanted", lambda calls, targets, progress: (wanted, []))
     monkeypatch.setattr(compiling, "_kept", lambda wanted, folder: {key: ("sm_90", {}) for key in "ab"})
     monkeypatch.setattr(compiling, "_results", lambda tasks, folder, workers: iter(results))
-    monkeypatch.setattr(compiled_folder, "write_index", lambda folder, kernels: written.append([*kernels]))
+    monkeypatch.setattr(kernel_store, "write_index", lambda folder, kernels: written.append([*kernels]))
     done = compile_calls([], [], tmp_path / "kernels", progress=lambda *counts: shown.append(counts))
     assert done == Compiled(4, (Failure(APPEND, "H200", "the compiler failed"),))
     assert shown == [("compiling kernels", done, 5) for done in (2, 3, 4, 5)]
@@ -451,7 +451,7 @@ def test_the_number_of_processes_that_compile(monkeypatch, cores, workers, count
     found = dict(compiling._results({"a": b"kernel", "b": b"kernel"}, None, workers))
     assert found == dict.fromkeys("ab", "no process was started: no process")
     assert pools == [count]
-    assert [compiled_folder.NO_SOURCE_LINES in environment for environment in environments] == [False] * 2
+    assert [kernel_store.NO_SOURCE_LINES in environment for environment in environments] == [False] * 2
 
 
 def test_a_compiler_that_dies_is_told(tmp_path, monkeypatch):
@@ -532,7 +532,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch, owner, refus
         patched.setattr(os, "getuid", lambda: 1000)
         patched.setattr(Path, "stat", lambda path: status)
         with pytest.raises(ValueError, match="belongs to another user") if refused else nullcontext():
-            compiled_folder._check_owner(tmp_path)
+            kernel_store._check_owner(tmp_path)
 
 
 def test_what_is_observed_is_compiled(compilations, monkeypatch):
@@ -540,7 +540,7 @@ def test_what_is_observed_is_compiled(compilations, monkeypatch):
     from triton import knobs
 
     monkeypatch.setattr(knobs.compilation, "listener", lambda **given: None)
-    monkeypatch.setattr(compiled_folder, "in_use", pytest.fail)
+    monkeypatch.setattr(kernel_store, "in_use", pytest.fail)
     compiled_here()
     assert compilations
 

@@ -29,10 +29,10 @@ import triton
 from test_compilation import A100, APPEND, H200, compilations  # noqa: F401 - a fixture
 from triton.runtime import cache as triton_cache
 
-from flashtile.backends.common import compile_worker, first_calls, handed_kernels, jit, kernel_cache
-from flashtile.backends.common.cached_launch import recording
+from flashtile.backends.common import compile_worker, first_calls, handed_kernels, jit, kernel_store
 from flashtile.backends.common.device import compiling_for
 from flashtile.backends.common.handed_kernels import KernelLock, opening, pickled, send, start_worker
+from flashtile.backends.common.launch import recording
 from flashtile.backends.compat import compiling_driver
 from flashtile.compilation.calls import Call, Signature, calls_of
 from flashtile.compilation.compiling import launches
@@ -314,7 +314,7 @@ def test_a_process_inherits_the_lock_of_its_first_kernel(monkeypatch, cache):
 def test_a_process_uses_the_digest_that_its_program_stores(monkeypatch, longest, used):
     """It waits for it, but not forever, and only when Triton needs it."""
     read = [None, None, None, "digest"]
-    monkeypatch.setattr(kernel_cache, "_read_key", lambda key_file: read.pop(0))
+    monkeypatch.setattr(kernel_store, "_read_key", lambda key_file: read.pop(0))
     monkeypatch.setattr(triton_cache, "triton_key", lambda: "computed", raising=False)
     compile_worker._use_stored_digest(longest)
     assert len(read) == 3
@@ -325,9 +325,9 @@ def test_a_process_uses_the_digest_that_its_program_stores(monkeypatch, longest,
 def test_a_stored_digest_is_read_at_once(monkeypatch):
     """Later, Triton's cache may be another folder."""
     monkeypatch.setattr(triton_cache, "triton_key", pytest.fail, raising=False)
-    monkeypatch.setattr(kernel_cache, "_read_key", lambda key_file: "digest")
+    monkeypatch.setattr(kernel_store, "_read_key", lambda key_file: "digest")
     compile_worker._use_stored_digest(0.0)
-    monkeypatch.setattr(kernel_cache, "_read_key", pytest.fail)
+    monkeypatch.setattr(kernel_store, "_read_key", pytest.fail)
     assert triton_cache.triton_key() == "digest"
 
 
@@ -356,7 +356,7 @@ import pickle, runpy, sys
 *program, _, given = pickle.load(sys.stdin.buffer)
 runpy.run_path(sys.argv[1])["without_torch"](*program)
 from flashtile.backends.common.handed_kernels import unpickled
-from flashtile.backends.common.kernel_cache import key_in_folders
+from flashtile.backends.common.kernel_store import key_in_folders
 found = [key_in_folders(*unpickled(source)) for source in given]
 import torch
 assert not hasattr(torch, "__version__")

@@ -24,8 +24,8 @@ if INTERPRETING:
 
 from test_compilation import A100, APPEND, compiled_here
 
-from flashtile.backends.common import compiled_folder
-from flashtile.backends.common.compiled_folder import INDEX, PACKAGE, VARIABLE, in_use
+from flashtile.backends.common import kernel_store
+from flashtile.backends.common.kernel_store import INDEX, PACKAGE, VARIABLE, in_use
 from flashtile.compilation.calls import calls_of, write_calls
 from flashtile.op.operation import remembering
 from flashtile.tools.commands.compile import PRESETS
@@ -61,10 +61,10 @@ def installed(wheel, tmp_path, monkeypatch) -> Path:
     monkeypatch.syspath_prepend(site)
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(compiled_folder, "_in_use", [])
-    compiled_folder._installed.cache_clear()
+    monkeypatch.setattr(kernel_store, "_in_use", [])
+    kernel_store._installed.cache_clear()
     yield folder
-    compiled_folder._installed.cache_clear()
+    kernel_store._installed.cache_clear()
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def test_kernels_are_found_after_another_assembler_was_chosen(tmp_path, monkeypa
     from triton import knobs
     from triton.backends.nvidia.compiler import get_ptxas_version
 
-    from flashtile.backends.common import first_calls, kernel_cache
+    from flashtile.backends.common import first_calls, kernel_store
     from flashtile.backends.compat import compiling_driver
     from flashtile.compilation.compiling import launches
 
@@ -98,7 +98,7 @@ def test_kernels_are_found_after_another_assembler_was_chosen(tmp_path, monkeypa
             for launch, tensors in launches(APPEND, H200):
                 with first_calls.only_naming() as named:
                     launch.compile_ahead(tensors)
-        assert [kernel_cache.find(*source) is not None for source in named.values()] == [True]
+        assert [kernel_store.find(*source) is not None for source in named.values()] == [True]
     finally:
         get_ptxas_version.cache_clear()
 

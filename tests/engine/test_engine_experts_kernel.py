@@ -28,7 +28,7 @@ def check(
     bias: bool,
     scales: str = "",
 ) -> None:
-    from flashtile.backends.portable.linear.grouped import grouped_linear
+    from flashtile.backends.portable.linear.kernel import grouped_linear
 
     N, K = sizes
     generator = torch.Generator().manual_seed(tokens)
@@ -90,7 +90,7 @@ def test_rows_meet_the_weights_of_their_experts_on_a_gpu(tokens, experts, per_to
 
 
 def test_there_are_no_rows():
-    from flashtile.backends.portable.linear.grouped import grouped_linear
+    from flashtile.backends.portable.linear.kernel import grouped_linear
 
     ends = torch.zeros(3, dtype=torch.int32)
     rows = torch.zeros(0, dtype=torch.int64)

@@ -18,7 +18,7 @@ if INTERPRETING:
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
 from flashtile.backends.portable import sampling
-from flashtile.backends.portable.linear import grouped
+from flashtile.backends.portable.linear import kernel
 from flashtile.compilation.calls import calls_of
 from flashtile.engine import LLM, model, runner
 from flashtile.engine.device import graph_batch
@@ -75,9 +75,9 @@ def as_on_a_gpu(llm: LLM, patch: pytest.MonkeyPatch) -> set:
     rows, run = llm.engine.scheduler.max_num_seqs, llm.engine.runner
     patch.setattr(model, "FakeTensor", torch.Tensor)
     patch.setattr(runner, "choose", choose)
-    patch.setattr(grouped, "family", lambda device: "hopper")
-    products = Recorder(grouped.grouped_kernel, lambda arguments: arguments[0].y, used)
-    patch.setattr(grouped, "grouped_kernel", products)
+    patch.setattr(kernel, "family", lambda device: "hopper")
+    products = Recorder(kernel.grouped_kernel, lambda arguments: arguments[0].y, used)
+    patch.setattr(kernel, "grouped_kernel", products)
     draws = Recorder(sampling.sample_kernel, lambda arguments: arguments[7], used)
     patch.setattr(sampling, "sample_kernel", draws)
     run.capture = lambda step: step

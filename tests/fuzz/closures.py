@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from random import Random
 
 import torch
 
+import closures
 from fuzz.prelude import Wrong
 from fuzz.runner import Call
-
-sys.path.append(str(Path(__file__).parents[1] / "masks"))
-
-import closures
 
 WEIGHTS = {"eager": 20, "compiled": 1, "fullgraph": 1, "exported": 1}
 """Relative frequency of each way to call; the compiled ways are rare because they take seconds."""

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import functools
 import io
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.append(str(Path(__file__).parents[1] / "parallel"))
 
 import ranks_pool
 

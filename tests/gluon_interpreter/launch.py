@@ -14,7 +14,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
 
-from flashtile.backends.common.cached_launch import CachedLaunch
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.op.operation import Operation
 from gluon_interpreter.functions import Functions
 from gluon_interpreter.global_memory import Box, Pointer

@@ -16,13 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "linear"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from linear_calls import CALLS as PRODUCTS
-from linear_calls import make_inputs
-from linear_calls import run as run_product
 from torch import Tensor
 
 import flashtile
@@ -33,6 +29,9 @@ from decode_cases import DecodeCase, build
 from flashtile import masks
 from flashtile.backends.portable.decode import config as decode_config
 from flashtile.problems.decode import FP8
+from linear_calls import CALLS as PRODUCTS
+from linear_calls import make_inputs
+from linear_calls import run as run_product
 
 RAGGED = ((70, 130), (1, 139), (0, 17), (35, 0), (7, 7))
 SANITIZED = (

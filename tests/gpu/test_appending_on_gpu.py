@@ -13,7 +13,7 @@ import flashtile
 from cases import BF16, FP16
 from decode_cases import build, case, paged
 from flashtile.backends.portable.config import family
-from flashtile.backends.portable.decode import append_launch, plan
+from flashtile.backends.portable.decode import launch
 from flashtile.caches import BoundedCache
 from flashtile.op.operation import CACHE_BYTES
 from flashtile.operators import decode as operators
@@ -38,7 +38,7 @@ SERVED = (
 @pytest.mark.parametrize("given", SERVED, ids=lambda given: given.name)
 def test_features(given: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     if family(torch.device("cuda")) == "hopper":
-        monkeypatch.setattr(append_launch, "append_kernel", None)
+        monkeypatch.setattr(launch, "append_kernel", None)
     tensors, arguments = build(given, dtype, "cuda")
     testing.check(*tensors, backend="portable", **arguments)
 
@@ -85,7 +85,7 @@ def test_steps_in_a_graph(
         return outs, caches
 
     outs, caches = run()
-    monkeypatch.setattr(plan, "appends", lambda *_: False)
+    monkeypatch.setattr(launch, "appends", lambda *_: False)
     expected, their_caches = run()
     for cache, other in zip(caches, their_caches, strict=True):
         assert torch.equal(cache.view(torch.int16), other.view(torch.int16))

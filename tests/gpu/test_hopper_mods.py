@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 import flashtile
 from flashtile import masks, testing
-from targets import CUDA
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "masks"))
-
 from listed_calls import (
     LISTED_CALLS,
     MANY_TILES,
@@ -24,6 +18,7 @@ from listed_calls import (
     check_small_scores,
     full_by_its_lists,
 )
+from targets import CUDA
 
 HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no GPU of compute capability 9.0")]

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "linear"))
-
-from linear_calls import CALLS, Call, check, describe, make_inputs
 
 from flashtile.backends.hopper import linear as ring
 from flashtile.linear import linear, linear_before_norm, linear_qkv
 from flashtile.problems.linear import E4M3, LinearTensors
+from linear_calls import CALLS, Call, check, describe, make_inputs
 from targets import CUDA
 
 pytestmark = pytest.mark.gpu

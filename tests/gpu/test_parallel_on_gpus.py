@@ -42,10 +42,6 @@ def test_partial_results_are_not_rounded(backend, head_dim, mask):
 
 @pytest.fixture(scope="module")
 def ranks():
-    import sys
-    from pathlib import Path
-
-    sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
     from ranks_pool import pool
 
     with pool(2, backend="nccl") as started:

@@ -8,7 +8,7 @@ from graphs import captured
 
 import flashtile
 from flashtile import masks, testing
-from flashtile.backends.common import cached_launch
+from flashtile.backends.common import launch
 
 pytestmark = pytest.mark.gpu
 
@@ -84,13 +84,13 @@ def test_a_graph_is_replayed_with_another_tree_of_as_many_segments() -> None:
 def test_another_tree_compiles_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths of which none is a multiple of a block, so that the kernels' assumptions hold for both."""
     kernels: dict[object, int] = {}
-    compile_of_launch = cached_launch.CachedLaunch._compile
+    compile_of_launch = launch.CachedLaunch._compile
 
     def counted(self, device, tensors):
         compile_of_launch(self, device, tensors)
         kernels[self.kernel] = sum(len(cache[0]) for cache in self.kernel.device_caches.values())
 
-    monkeypatch.setattr(cached_launch.CachedLaunch, "_compile", counted)
+    monkeypatch.setattr(launch.CachedLaunch, "_compile", counted)
     counts = []
     for lengths, parent in (([2000, 190, 67], [-1, 0, 0]), ([900, 710, 61, 580], [-1, 0, 1, -1])):
         cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)

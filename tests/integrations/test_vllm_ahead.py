@@ -23,8 +23,8 @@ pytest.importorskip("triton")
 if INTERPRETING:
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
-from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.device import Target
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.compilation import ahead as compilation
 from flashtile.compilation.compiling import Compiled, Failure, launches, representatives
 from needed_kernels import H200, kernels

@@ -7,12 +7,12 @@ import gc
 import weakref
 from typing import Any
 
-import closures
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import closures
 import flashtile
 from flashtile import masks
 from flashtile.masks.mods import traced

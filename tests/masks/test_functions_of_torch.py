@@ -138,13 +138,13 @@ def in_a_kernel(text: str, x: Tensor, y: Tensor) -> Tensor:
     """Return the results of the generated Triton function, in Triton's interpreter."""
     triton = pytest.importorskip("triton")
     tl = triton.language
-    from flashtile.backends.portable.attention import function_pointers, functions
+    from flashtile.backends.portable.attention import functions
 
     mods = Mods(score_mod=str(program_of(text, x, y)), ranks=(1, 1))
     function = functions.score_function(mods)
-    sizes = dict(zip(function_pointers.SIZES, mods.kernel_sizes((x, y)), strict=True))
-    absent = dict.fromkeys(function_pointers.Captured._fields)
-    captured = function_pointers.Captured(**absent | sizes | {"tensor_0": x, "tensor_1": y})
+    sizes = dict(zip(functions.SIZES, mods.kernel_sizes((x, y)), strict=True))
+    absent = dict.fromkeys(functions.Captured._fields)
+    captured = functions.Captured(**absent | sizes | {"tensor_0": x, "tensor_1": y})
 
     @triton.jit
     def kernel(out, captured, FUNCTION: tl.constexpr, M: tl.constexpr, N: tl.constexpr):

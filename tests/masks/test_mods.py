@@ -10,8 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from listed_calls import check_small_scores
-from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
@@ -19,6 +17,8 @@ from cases import Case
 from flashtile import masks, testing
 from flashtile.masks.mods import traced
 from flashtile.reference import attention as reference
+from listed_calls import check_small_scores
+from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
 from targets import Target
 
 CALL = Case(name="mods", seqlen_q=SEQLEN_Q, seqlen_k=SEQLEN_K, heads_q=HEADS, heads_kv=2, head_dim=24)

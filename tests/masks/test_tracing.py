@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.attention import flex_attention
@@ -29,6 +28,7 @@ from flashtile.problems.attention import NO_EXTRAS, Options
 from flashtile.problems.mask_operations import INTS, OPERATIONS
 from flashtile.problems.mask_program import derivatives, parse
 from flashtile.problems.masks import MAX_CAPTURED
+from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
 
 FACTOR = 2.0
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-import parallel_tasks
 import pytest
 import torch
 import torch.distributed as dist
-from ranks_pool import pool
 
+import parallel_tasks
 from flashtile import parallel
 from flashtile.parallel import ranks as ranks_module
 from flashtile.parallel.ranks import Message, Ranks
+from ranks_pool import pool
 
 CASES = {
     "ring causal": {"ranks": 4, "method": "ring", "causal": True},

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.cached_launch import CachedLaunch, Launched, recording
 from flashtile.backends.common.compile_report import CompileCase
 from flashtile.backends.common.device import compiling_for
+from flashtile.backends.common.launch import CachedLaunch, Launched, recording
 
 TYPE_NAMES = {
     torch.bfloat16: "bf16",

@@ -91,7 +91,7 @@ def _use_stored_digest(longest_hashing: float) -> None:
     """
     from triton.runtime import cache
 
-    from flashtile.backends.common.kernel_cache import stored_key
+    from flashtile.backends.common.kernel_store import stored_key
     from flashtile.backends.compat import tell_key
 
     compute: Any = getattr(cache, "triton_key", None)
@@ -111,7 +111,7 @@ def compile_handed(key: str, source: bytes, descriptor: int | None) -> None:
         descriptor: :attr:`KernelLock.descriptor`, which this process has inherited. None: this process locks
             the kernel itself.
     """
-    from flashtile.backends.common import kernel_cache
+    from flashtile.backends.common import kernel_store
     from flashtile.backends.common.handed_kernels import KernelLock, unpickled
 
     lock = KernelLock(key, descriptor)
@@ -119,8 +119,8 @@ def compile_handed(key: str, source: bytes, descriptor: int | None) -> None:
         return
     try:
         kernel = unpickled(source)
-        if kernel_cache.key_in_folders(*kernel) == key:
-            kernel_cache.load_or_compile_alone(*kernel)
+        if kernel_store.key_in_folders(*kernel) == key:
+            kernel_store.load_or_compile_alone(*kernel)
     finally:
         lock.release()
 
@@ -137,10 +137,9 @@ def compile_into(key: str, source: bytes, folder: str | None) -> dict[str, str]:
     """
     from triton import knobs
 
-    from flashtile.backends.common.compiled_folder import write_kernel
     from flashtile.backends.common.first_calls import load_or_compile
     from flashtile.backends.common.handed_kernels import unpickled
-    from flashtile.backends.common.kernel_cache import key_in_folders
+    from flashtile.backends.common.kernel_store import key_in_folders, write_kernel
 
     kernel = unpickled(source)
     if (own := key_in_folders(*kernel)) != key:

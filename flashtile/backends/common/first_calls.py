@@ -26,10 +26,10 @@ import torch
 import triton
 from triton import knobs
 
-from flashtile.backends.common import kernel_cache
-from flashtile.backends.common.cached_launch import recording
+from flashtile.backends.common import kernel_store
 from flashtile.backends.common.device import Target, compiling_for, multiprocessors
 from flashtile.backends.common.handed_kernels import KernelLock, opening, pickled, send, start_worker
+from flashtile.backends.common.launch import recording
 from flashtile.hardware.machine import usable_cores
 from flashtile.problems.newest import newest_call
 
@@ -61,14 +61,14 @@ def load_or_compile(src: Any, target: Any = None, options: dict | None = None, *
     faster than Triton's own.
     """
     if (named := _named.get()) is not None:
-        named[kernel_cache.key_in_folders(src, target, options)] = src, target, options
+        named[kernel_store.key_in_folders(src, target, options)] = src, target, options
         raise _OnlyNamedError
     if _is_observed():
         return triton.compile(src, target=target, options=options, **more)
-    if (found := kernel_cache.find(src, target, options)) is not None:
+    if (found := kernel_store.find(src, target, options)) is not None:
         return found
-    with _announced(src.name), alone(kernel_cache.key_in_folders(src, target, options), target):
-        return kernel_cache.load_or_compile_alone(src, target, options, **more)
+    with _announced(src.name), alone(kernel_store.key_in_folders(src, target, options), target):
+        return kernel_store.load_or_compile_alone(src, target, options, **more)
 
 
 class _OnlyNamedError(Exception):
@@ -102,7 +102,7 @@ def alone(key: str, target: Any) -> Iterator[None]:
     passed. On Windows, and if the cache cannot be written, nothing is locked and no process starts.
     """
     lock = KernelLock(key)
-    kernel_cache.begin_key()
+    kernel_store.begin_key()
     try:
         try:
             held = lock.acquire()
@@ -166,7 +166,7 @@ def _missing(call: Any, target: Any) -> dict[str, tuple[Any, Any, Any]]:
     for launch, tensors in recorded:
         with only_naming() as named:
             launch.compile_ahead(tensors)
-        found |= {key: source for key, source in named.items() if kernel_cache.find(*source) is None}
+        found |= {key: source for key, source in named.items() if kernel_store.find(*source) is None}
     return found
 
 

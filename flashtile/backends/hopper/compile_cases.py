@@ -13,8 +13,7 @@ import torch
 from flashtile.backends.common.compile_cases import case_of, launches_of
 from flashtile.backends.common.compile_report import CompileCase
 from flashtile.backends.hopper import CAPABILITY
-from flashtile.backends.hopper.tile_table import CHUNK, tile_table_kernel
-from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.backends.hopper.work_tiles import CHUNK, TABLE_WIDTH, tile_table_kernel
 from flashtile.backends.portable.compile_cases import WITH_MODS, inputs_of
 from flashtile.problems.attention import Problem
 from flashtile.problems.fp8 import Fp8Problem

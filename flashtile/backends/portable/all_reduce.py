@@ -16,9 +16,9 @@ from torch import Tensor
 from triton import knobs
 
 from flashtile.backends.common.deferred import triton
-from flashtile.backends.common.dependent_launch import CAPABILITY, launch_dependents, wait_for_dependencies
 from flashtile.backends.common.device import capability
 from flashtile.backends.common.jit import kernel
+from flashtile.backends.common.tiles import CAPABILITY, launch_dependents, wait_for_dependencies
 
 PROGRAMS = 128
 """Programs of a launch. They wait for other ranks, so all of them must be resident at once."""

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.common import dependent_launch
-from flashtile.backends.common.cached_launch import Launched
+from flashtile.backends.common import tiles
 from flashtile.backends.common.compile_cases import case_of, launches_of, meta
 from flashtile.backends.common.compile_report import CompileCase, architecture
-from flashtile.backends.common.launch import padded
+from flashtile.backends.common.launch import Launched, padded
 from flashtile.backends.portable import all_reduce, fits
-from flashtile.backends.portable.attention.function_pointers import CAPTURED
+from flashtile.backends.portable.attention.functions import CAPTURED
 from flashtile.backends.portable.attention.launch import PortableBackwardLaunch, PortableForwardLaunch
 from flashtile.backends.portable.config import (
     HEAD_DIMS,
@@ -128,7 +127,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     """
     capability = divmod(architecture(arch).capability, 10)
     yield from _plain_cases(capability)
-    if capability >= dependent_launch.CAPABILITY:
+    if capability >= tiles.CAPABILITY:
         for name, words, ending in (("1 row", 2048, all_reduce.SUM), ("join", 2**17, all_reduce.JOIN)):
             yield _all_reduce_case(f"all-reduce bf16 {name}", words, ending.value)
     yield from _cases_with_functions(capability)

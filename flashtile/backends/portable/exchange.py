@@ -18,7 +18,7 @@ from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.launch import padded
 from flashtile.backends.common.tiles import LN_2
 from flashtile.backends.portable.decode.combine import Slots, sum_splits
-from flashtile.backends.portable.decode.results import normalised, store_rows
+from flashtile.backends.portable.decode.schedule import normalised, store_rows
 
 MAX_PROGRAMS = 128
 """Maximum programs of a launch. They wait for other ranks, so all of them must be resident at once."""

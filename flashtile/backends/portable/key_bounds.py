@@ -4,8 +4,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.jit import kernel
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.problems.attention import Problem
 
 BLOCK = 1024

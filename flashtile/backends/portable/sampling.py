@@ -11,9 +11,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from flashtile.backends.common.cached_launch import CachedLaunch, Launched
 from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
+from flashtile.backends.common.launch import CachedLaunch, Launched
 
 NUM_WARPS = 16
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)

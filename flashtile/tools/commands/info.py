@@ -26,7 +26,7 @@ def _compiled() -> list[str]:
     """Describe the folders of compiled kernels in use."""
     if machine.installed_version("triton") is None:
         return []
-    from flashtile.backends.common.compiled_folder import in_use
+    from flashtile.backends.common.kernel_store import in_use
 
     return [
         f"compiled kernels: {folder.path}, Triton {folder.triton}, "

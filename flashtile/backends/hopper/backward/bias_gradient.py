@@ -32,27 +32,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import gluon_kernel, kernel
-from flashtile.backends.common.launch import contiguous_strides
+from flashtile.backends.common.launch import CachedLaunch, contiguous_strides
 from flashtile.backends.common.tma import View, cells_view, dense_view
 from flashtile.backends.hopper.backward.config import BackwardVariant
 from flashtile.backends.hopper.backward.kernel import BackwardDescriptors, BackwardNumbers, soft_cap
 from flashtile.backends.hopper.backward.preprocess import statistics_shape
-from flashtile.backends.hopper.channels import make_channel, make_ring
-from flashtile.backends.hopper.columns import count_products, product_of_rows
 from flashtile.backends.hopper.compat import async_load, async_store, gluon
 from flashtile.backends.hopper.config import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
     padded,
+    persistent_programs,
+    score_numbers,
 )
-from flashtile.backends.hopper.constants import LOG2_E, WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.inline_asm import to_fp32, wait_for_numbers
-from flashtile.backends.hopper.launch import persistent_programs, score_numbers
-from flashtile.backends.hopper.modifiers.launch import own_sizes
+from flashtile.backends.hopper.layouts import (
+    LOG2_E,
+    WARPGROUP_ROWS,
+    accumulator_layout,
+    count_products,
+    product_of_rows,
+)
+from flashtile.backends.hopper.modifiers import own_sizes
+from flashtile.backends.hopper.pipeline import make_channel, make_ring
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 

@@ -14,10 +14,10 @@ from flashtile.backends.common.compile_report import CompileCase
 from flashtile.backends.common.preprocess import preprocess_kernel
 from flashtile.backends.hopper.backward.bias_gradient import gradient_kernel
 from flashtile.backends.hopper.backward.config import BackwardConfig, WideBackwardConfig, alternatives
+from flashtile.backends.hopper.backward.costs import Splits
 from flashtile.backends.hopper.backward.halves_dq import halves_dq_kernel
 from flashtile.backends.hopper.backward.kernel import backward_kernel
 from flashtile.backends.hopper.backward.launch import HopperBackwardLaunch
-from flashtile.backends.hopper.backward.splits import Splits
 from flashtile.backends.hopper.backward.sum_parts import sum_parts_kernel
 from flashtile.backends.hopper.backward.wide_dkv import dkv_kernel
 from flashtile.backends.hopper.backward.wide_dq import dq_kernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from flashtile.backends.hopper.backward.rounds import fastest
+from flashtile.backends.hopper.backward.costs import fastest
 from flashtile.backends.hopper.config import (
     MAX_COLUMNS_OF_V,
     WARPGROUP_ROWS,

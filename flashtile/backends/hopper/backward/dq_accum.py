@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from flashtile.backends.hopper import work_queue
+from flashtile.backends.hopper import bias as bias_tiles
+from flashtile.backends.hopper import pipeline
 from flashtile.backends.hopper.backward import config
 from flashtile.backends.hopper.backward.schedule import (
     blocks_of_head,
@@ -43,10 +44,9 @@ from flashtile.backends.hopper.backward.schedule import (
     row_shift,
     sequence_of,
 )
-from flashtile.backends.hopper.channels import make_channel
 from flashtile.backends.hopper.compat import async_add, async_load, async_store, gluon, partition_barrier
-from flashtile.backends.hopper.constants import WARPGROUP_ROWS
-from flashtile.backends.hopper.modifiers import bias as bias_tiles
+from flashtile.backends.hopper.layouts import WARPGROUP_ROWS
+from flashtile.backends.hopper.pipeline import make_channel
 
 POSTPROCESS_STAGES = gl.constexpr(config.POSTPROCESS_STAGES)
 POSTPROCESS_WARPS = gl.constexpr(config.POSTPROCESS_WARPS)
@@ -200,7 +200,7 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, point
     blocks = blocks_of_head(C, pointers, schedule)
     i = 0
     t = 0
-    tile_index = work_queue.peek(queue, t, 1)
+    tile_index = pipeline.peek(queue, t, 1)
     pending = tile_index * 0 - 1  # the block of dQ whose addition is not signalled yet
     while tile_index < num_tiles:
         work = find_work_tile(C, tile_index, pointers, schedule)
@@ -247,7 +247,7 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, point
         signal(accum.added_blocks + key_head, 0)
         queue.release(t)
         t += 1
-        tile_index = work_queue.peek(queue, t, 1)
+        tile_index = pipeline.peek(queue, t, 1)
 
 
 @gluon.jit

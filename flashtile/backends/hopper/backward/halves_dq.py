@@ -43,13 +43,18 @@ from flashtile.backends.hopper.backward.wide_dq import (
     load_statistics,
     scores_and_derivative_of_rows,
 )
-from flashtile.backends.hopper.channels import make_channel, make_ring
-from flashtile.backends.hopper.columns import add_products, columns_of, zero_sums
 from flashtile.backends.hopper.compat import gluon
-from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.forward.kernel import load_keys, load_queries, mask, mask_rows, store_rows
 from flashtile.backends.hopper.forward.schedule import consume, produce, tile_blocks
 from flashtile.backends.hopper.inline_asm import to_16_bit, to_fp32
+from flashtile.backends.hopper.layouts import (
+    WARPGROUP_ROWS,
+    accumulator_layout,
+    add_products,
+    columns_of,
+    zero_sums,
+)
+from flashtile.backends.hopper.pipeline import make_channel, make_ring
 from flashtile.backends.hopper.work_tiles import key_range, slope_of
 
 

@@ -54,7 +54,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.common.jit import gluon_kernel
-from flashtile.backends.hopper import work_queue
+from flashtile.backends.hopper import bias as bias_tiles
+from flashtile.backends.hopper import pipeline
 from flashtile.backends.hopper.backward.dq_accum import (
     POSTPROCESS_WARPS,
     accum_of,
@@ -79,23 +80,29 @@ from flashtile.backends.hopper.backward.schedule import (
     row_list,
     step_block,
 )
-from flashtile.backends.hopper.channels import make_channel
-from flashtile.backends.hopper.columns import column_parts, plus_columns, product_of_rows, store_part
 from flashtile.backends.hopper.compat import async_load, async_store, gluon
-from flashtile.backends.hopper.constants import (
+from flashtile.backends.hopper.inline_asm import pin_16_bit, to_16_bit, to_fp32
+from flashtile.backends.hopper.layouts import (
     LOG2_E,
     RAGGED_ROWS,
     WARPGROUP_ROWS,
     accumulator_layout,
+    column_parts,
     left_operand_layout,
+    plus_columns,
+    product_of_rows,
+    store_part,
 )
-from flashtile.backends.hopper.inline_asm import pin_16_bit, to_16_bit, to_fp32
-from flashtile.backends.hopper.modifiers import Modifiers
-from flashtile.backends.hopper.modifiers import bias as bias_tiles
-from flashtile.backends.hopper.modifiers.block_lists import visited_block
-from flashtile.backends.hopper.modifiers.dropout import drop, generator_of, random_bits
-from flashtile.backends.hopper.modifiers.functions import function_arguments
-from flashtile.backends.hopper.soft_cap import tanh_of
+from flashtile.backends.hopper.modifiers import (
+    Modifiers,
+    drop,
+    function_arguments,
+    generator_of,
+    random_bits,
+    tanh_of,
+    visited_block,
+)
+from flashtile.backends.hopper.pipeline import make_channel
 from flashtile.backends.hopper.work_tiles import slope_of
 
 
@@ -213,7 +220,7 @@ def backward_kernel(
         gradient,
     )  # fmt: skip
     descs = BackwardDescriptors(q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, bias_desc)
-    queue = work_queue.make_work_queue(3)
+    queue = pipeline.make_work_queue(3)
     chunks = make_chunks(dq_accum_desc)
     # Consumers have 240 registers a thread, the three others 24, as in the forward (``hopper.config``).
     gl.warp_specialize(
@@ -256,7 +263,7 @@ def producer(C: gl.constexpr, queue, shared, descs, pointers):
     i = 0
     t = 0
     tile_index = gl.atomic_add(pointers.counters, 1)
-    work_queue.put(queue, t, tile_index)
+    pipeline.put(queue, t, tile_index)
     while tile_index < num_tiles:
         work = find_work_tile(C, tile_index, pointers, schedule)
         rows = own_rows(C, tile_index, work, pointers, schedule)
@@ -275,7 +282,7 @@ def producer(C: gl.constexpr, queue, shared, descs, pointers):
             for j in range(rows.count):
                 if (g == group - 1) & (j == rows.count - 1):
                     following = gl.atomic_add(pointers.counters, 1)
-                    work_queue.put(queue, t + 1, following)
+                    pipeline.put(queue, t + 1, following)
                 m = row_block(C, rows, j)
                 row = m * C.BLOCK_M
                 column = padded_row(C, work, row)
@@ -294,7 +301,7 @@ def producer(C: gl.constexpr, queue, shared, descs, pointers):
                 i += 1
         if rows.begin >= rows.end:
             following = gl.atomic_add(pointers.counters, 1)
-            work_queue.put(queue, t + 1, following)
+            pipeline.put(queue, t + 1, following)
         t += 1
         tile_index = following
 
@@ -313,7 +320,7 @@ def consumer(C: gl.constexpr, W: gl.constexpr, queue, shared, dk_desc, dv_desc, 
     num_tiles = count_tiles(C, pointers, schedule)
     i = 0
     t = 0
-    tile_index = work_queue.peek(queue, t, 4)
+    tile_index = pipeline.peek(queue, t, 4)
     while tile_index < num_tiles:
         work = find_work_tile(C, tile_index, pointers, schedule)
         ranges = own_row_blocks(C, tile_index, work, schedule)
@@ -327,7 +334,7 @@ def consumer(C: gl.constexpr, W: gl.constexpr, queue, shared, dk_desc, dv_desc, 
         else:
             mbarrier.arrive(shared.kv_empty, count=1)
         # Read and computed a second time: kept over the steps, these numbers would need registers.
-        tile_index = work_queue.read(queue, t, 4)
+        tile_index = pipeline.read(queue, t, 4)
         work = find_work_tile(C, tile_index, pointers, schedule)
         head = gradient_head(C, tile_index, work, schedule)
         if C.HAS_DROPOUT:
@@ -336,7 +343,7 @@ def consumer(C: gl.constexpr, W: gl.constexpr, queue, shared, dk_desc, dv_desc, 
         store_gradient(C, W, dk_desc, work, head, shared.gradient.index(W), dk * numbers.scale, schedule)
         queue.release(t)
         t += 1
-        tile_index = work_queue.peek(queue, t, 4)
+        tile_index = pipeline.peek(queue, t, 4)
     tma.store_wait(0)  # the program's shared memory must not end before TMA has read it
 
 

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.cached_launch import CachedLaunch
-from flashtile.backends.common.launch import contiguous_strides, has_score_mod, outer_stride
+from flashtile.backends.common.launch import CachedLaunch, contiguous_strides, has_score_mod, outer_stride
 from flashtile.backends.common.tma import View, cells_view, dense_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.backward.bias_gradient import BiasGradient, writes_ds
 from flashtile.backends.hopper.backward.config import (
@@ -22,30 +21,37 @@ from flashtile.backends.hopper.backward.config import (
     BackwardConfig,
     BackwardVariant,
 )
+from flashtile.backends.hopper.backward.costs import (
+    as_scheduled,
+    has_lists,
+    key_heads,
+    l2_swizzle,
+    last_heads,
+    resident_heads,
+)
 from flashtile.backends.hopper.backward.dq_accum import AccumSizes, BackwardScalars
 from flashtile.backends.hopper.backward.kernel import BackwardNumbers, backward_kernel
 from flashtile.backends.hopper.backward.preprocess import Preprocess, statistics_shape
-from flashtile.backends.hopper.backward.rounds import key_heads, l2_swizzle, last_heads, resident_heads
 from flashtile.backends.hopper.backward.schedule import BackwardPointers, BackwardSchedule
-from flashtile.backends.hopper.backward.splits import as_scheduled, has_lists
 from flashtile.backends.hopper.backward.sum_parts import SumParts, shape_of_parts
+from flashtile.backends.hopper.bias import SQUARE
 from flashtile.backends.hopper.config import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
     WARPGROUP_ROWS,
+    persistent_programs,
+    score_numbers,
     tile_widths,
 )
-from flashtile.backends.hopper.launch import persistent_programs, score_numbers
-from flashtile.backends.hopper.modifiers.bias import SQUARE
-from flashtile.backends.hopper.modifiers.launch import (
+from flashtile.backends.hopper.modifiers import (
     FunctionTensors,
     is_shared,
     modifier_flags,
     modifier_integers,
     own_sizes,
 )
-from flashtile.backends.hopper.tile_table import TileTable
+from flashtile.backends.hopper.work_tiles import TileTable
 from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E, UNLIMITED
 from flashtile.problems.masks import MAX_CAPTURED

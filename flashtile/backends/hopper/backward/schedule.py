@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.common import preprocess
 from flashtile.backends.hopper.compat import gluon
-from flashtile.backends.hopper.modifiers.block_lists import listed_rows, visited_block
+from flashtile.backends.hopper.modifiers import listed_rows, visited_block
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, WorkTile, key_range, num_work_tiles
 
 ROW_PAD = gl.constexpr(preprocess.ROW_PAD)
@@ -38,10 +38,10 @@ class BackwardPointers(NamedTuple):
     rng_state: Any
     """Seed and offset of dropout, int64."""
     lists: Any
-    """Lists of a block mask, :class:`~flashtile.backends.portable.attention.function_pointers.Lists`."""
+    """Lists of a block mask, :class:`~flashtile.backends.portable.attention.functions.Lists`."""
     captured: Any
     """Tensors that functions of scores and masks read,
-    :class:`~flashtile.backends.hopper.modifiers.functions.CapturedTensors`."""
+    :class:`~flashtile.backends.hopper.modifiers.CapturedTensors`."""
     scalars: Any
     """Numbers of the launch, as :class:`~flashtile.backends.hopper.backward.dq_accum.BackwardScalars`."""
 
@@ -95,7 +95,7 @@ class RowBlocks(NamedTuple):
     full: Any
     """The first unmasked block."""
     listed: Any
-    """A :class:`~flashtile.backends.hopper.modifiers.block_lists.BlockList`; 0 without a block mask."""
+    """A :class:`~flashtile.backends.hopper.modifiers.BlockList`; 0 without a block mask."""
 
 
 @gluon.jit

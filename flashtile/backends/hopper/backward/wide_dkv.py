@@ -45,7 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.common.jit import gluon_kernel
-from flashtile.backends.hopper import work_queue
+from flashtile.backends.hopper import pipeline
 from flashtile.backends.hopper.backward.kernel import (
     BackwardDescriptors,
     Statistics,
@@ -71,13 +71,18 @@ from flashtile.backends.hopper.backward.schedule import (
     query_head,
     row_list,
 )
-from flashtile.backends.hopper.channels import make_channel, make_ring
-from flashtile.backends.hopper.columns import add_products, product_of_rows, zero_sums
 from flashtile.backends.hopper.compat import async_load, gluon, reinterpret
-from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.forward.kernel import least
 from flashtile.backends.hopper.inline_asm import to_16_bit, to_fp32, wait_for_numbers
-from flashtile.backends.hopper.modifiers.block_lists import visited_block
+from flashtile.backends.hopper.layouts import (
+    WARPGROUP_ROWS,
+    accumulator_layout,
+    add_products,
+    product_of_rows,
+    zero_sums,
+)
+from flashtile.backends.hopper.modifiers import visited_block
+from flashtile.backends.hopper.pipeline import make_channel, make_ring
 from flashtile.backends.hopper.work_tiles import slope_of
 
 
@@ -152,7 +157,7 @@ def dkv_kernel(
     else:
         dk = gl.allocate_shared_memory(dk_desc.dtype, dk_desc.block_type.shape, dk_desc.layout)
         dv = gl.allocate_shared_memory(dv_desc.dtype, dv_desc.block_type.shape, dv_desc.layout)
-    queue = work_queue.make_work_queue(2)
+    queue = pipeline.make_work_queue(2)
     tiles = DkvTiles(q, do, k, v, weights, Statistics(neg_lse, neg_delta))
     gradients = Gradients(dk, dv, dk_desc, dv_desc)
     descs = BackwardDescriptors(q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, None)
@@ -180,7 +185,7 @@ def producer(C: gl.constexpr, queue, tiles, descs, pointers, schedule):
     t = 0
     tile_index = gl.atomic_add(pointers.counters, 1)
     while tile_index < num_tiles:
-        work_queue.put(queue, t, tile_index)
+        pipeline.put(queue, t, tile_index)
         work = find_work_tile(C, tile_index, pointers, schedule)
         own = own_part(C, tile_index)
         begin, end, _, _, listed = visited_rows(C, tile_index, work, pointers, schedule)
@@ -203,7 +208,7 @@ def producer(C: gl.constexpr, queue, tiles, descs, pointers, schedule):
             mbarrier.arrive(v.full.index(v.acquire(t)), count=1)
         t += 1
         tile_index = gl.atomic_add(pointers.counters, 1)
-    work_queue.put(queue, t, tile_index)
+    pipeline.put(queue, t, tile_index)
 
 
 @gluon.jit
@@ -270,7 +275,7 @@ def value_consumer(C: gl.constexpr, queue, tiles, gradients, pointers, schedule,
     num_tiles = count_tiles(C, pointers, schedule)
     i = 0
     t = 0
-    tile_index = work_queue.take(queue, t, 4)
+    tile_index = pipeline.take(queue, t, 4)
     while tile_index < num_tiles:
         work = find_work_tile(C, tile_index, pointers, schedule)
         begin, end, full_begin, full_end, listed = visited_rows(C, tile_index, work, pointers, schedule)
@@ -291,7 +296,7 @@ def value_consumer(C: gl.constexpr, queue, tiles, gradients, pointers, schedule,
         tma.store_wait(0)  # TMA has read the memory of k, which the producer loads next
         tiles.k.release(t)
         t += 1
-        tile_index = work_queue.take(queue, t, 4)
+        tile_index = pipeline.take(queue, t, 4)
 
 
 @gluon.jit
@@ -330,7 +335,7 @@ def key_consumer(C: gl.constexpr, queue, tiles, gradients, pointers, schedule, n
     num_tiles = count_tiles(C, pointers, schedule)
     i = 0
     t = 0
-    tile_index = work_queue.take(queue, t, 4)
+    tile_index = pipeline.take(queue, t, 4)
     while tile_index < num_tiles:
         work = find_work_tile(C, tile_index, pointers, schedule)
         begin, end, _, _, _ = visited_rows(C, tile_index, work, pointers, schedule)
@@ -345,7 +350,7 @@ def key_consumer(C: gl.constexpr, queue, tiles, gradients, pointers, schedule, n
         tma.store_wait(0)
         tiles.v.release(t)
         t += 1
-        tile_index = work_queue.take(queue, t, 4)
+        tile_index = pipeline.take(queue, t, 4)
 
 
 @gluon.jit

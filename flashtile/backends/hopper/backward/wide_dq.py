@@ -34,20 +34,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.common.jit import gluon_kernel
-from flashtile.backends.hopper import work_queue
+from flashtile.backends.hopper import pipeline
 from flashtile.backends.hopper.backward.kernel import Statistics, soft_cap, weights_of
 from flashtile.backends.hopper.backward.schedule import padded_row
-from flashtile.backends.hopper.channels import make_channel, make_ping_pong
-from flashtile.backends.hopper.columns import (
-    add_products,
-    columns_of,
-    count_products,
-    plus_columns,
-    product_of_rows,
-    zero_sums,
-)
 from flashtile.backends.hopper.compat import gluon
-from flashtile.backends.hopper.constants import LOG2_E, WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.forward.kernel import (
     has_modifiers,
     load_keys,
@@ -60,8 +50,19 @@ from flashtile.backends.hopper.forward.kernel import (
 )
 from flashtile.backends.hopper.forward.schedule import consume, produce, tile_blocks
 from flashtile.backends.hopper.inline_asm import to_16_bit
-from flashtile.backends.hopper.modifiers.block_lists import key_block, listed_keys
-from flashtile.backends.hopper.modifiers.functions import load_columns, modify_scores
+from flashtile.backends.hopper.layouts import (
+    LOG2_E,
+    WARPGROUP_ROWS,
+    accumulator_layout,
+    add_products,
+    columns_of,
+    count_products,
+    plus_columns,
+    product_of_rows,
+    zero_sums,
+)
+from flashtile.backends.hopper.modifiers import key_block, listed_keys, load_columns, modify_scores
+from flashtile.backends.hopper.pipeline import make_channel, make_ping_pong
 from flashtile.backends.hopper.work_tiles import key_range, slope_of
 
 
@@ -121,7 +122,7 @@ def dq_kernel(
     # for longer, and one of v.
     V_STAGES: gl.constexpr = 1 if C.BLOCK_D == C.BLOCK_DV else 2
     v = make_channel(v_desc, V_STAGES, 2, 1)
-    queue = work_queue.make_work_queue(2) if C.QUEUED else 0
+    queue = pipeline.make_work_queue(2) if C.QUEUED else 0
     channels = DqTiles(q, do, k, v)
     descs = DqTiles(q_desc, do_desc, k_desc, v_desc)
     call = DqCall(padded_rows, pointers, schedule, numbers)

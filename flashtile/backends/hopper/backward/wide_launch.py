@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.counters import zeroed_counters
-from flashtile.backends.common.launch import contiguous_strides
+from flashtile.backends.common.launch import CachedLaunch, contiguous_strides
 from flashtile.backends.common.tma import View, dense_view, ragged_view
 from flashtile.backends.hopper.backward import launch as backward
 from flashtile.backends.hopper.backward.config import (
@@ -19,20 +18,17 @@ from flashtile.backends.hopper.backward.config import (
     BackwardVariant,
     WideBackwardConfig,
 )
+from flashtile.backends.hopper.backward.costs import as_scheduled, last_heads
 from flashtile.backends.hopper.backward.halves_dq import halves_dq_kernel
 from flashtile.backends.hopper.backward.preprocess import Preprocess, statistics_shape
-from flashtile.backends.hopper.backward.rounds import last_heads
-from flashtile.backends.hopper.backward.splits import as_scheduled
 from flashtile.backends.hopper.backward.sum_parts import SumParts
 from flashtile.backends.hopper.backward.wide_dkv import DkvPointers, dkv_kernel
 from flashtile.backends.hopper.backward.wide_dq import DqPointers, dq_kernel
-from flashtile.backends.hopper.config import LAUNCH_REGISTERS, WARPGROUP_ROWS, padded
+from flashtile.backends.hopper.config import LAUNCH_REGISTERS, WARPGROUP_ROWS, padded, persistent_programs
 from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.forward.config import ForwardVariant
-from flashtile.backends.hopper.launch import persistent_programs
-from flashtile.backends.hopper.modifiers.launch import FunctionTensors
-from flashtile.backends.hopper.tile_table import TileTable
-from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.backends.hopper.modifiers import FunctionTensors
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TileTable
 from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E
 from flashtile.problems.masks import MAX_CAPTURED

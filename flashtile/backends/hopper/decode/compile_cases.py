@@ -8,13 +8,18 @@ from typing import Any
 
 import torch
 
-from flashtile.backends.common.cached_launch import NUM_WARPS
 from flashtile.backends.common.compile_report import CompileCase, types_of
 from flashtile.backends.common.device import Target
+from flashtile.backends.common.launch import NUM_WARPS
 from flashtile.backends.hopper.compile_cases import HOPPER, words
 from flashtile.backends.hopper.decode.combine import combine_divided_kernel, combine_recorded_kernel
 from flashtile.backends.hopper.decode.config import HopperDecodeConfig, choose, every_row
-from flashtile.backends.hopper.decode.kernel import CacheStrides, HopperDecodePointers, attend_kernel
+from flashtile.backends.hopper.decode.kernel import (
+    CacheRows,
+    CacheStrides,
+    HopperDecodePointers,
+    attend_kernel,
+)
 from flashtile.backends.hopper.decode.launch import (
     divided_variant,
     hopper_decode_variant,
@@ -22,14 +27,12 @@ from flashtile.backends.hopper.decode.launch import (
     recorded_variant,
     views,
 )
-from flashtile.backends.hopper.decode.loads import CacheRows
 from flashtile.backends.hopper.decode.work import CHUNKS, TablePointers, table_kernel
 from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
-from flashtile.backends.portable.decode.arguments import OuterStrides
+from flashtile.backends.portable.decode.attend import OuterStrides
 from flashtile.backends.portable.decode.combine import CombinePointers
-from flashtile.backends.portable.decode.results import Splits
-from flashtile.backends.portable.decode.schedule import DecodeLengths
+from flashtile.backends.portable.decode.schedule import DecodeLengths, Splits
 from flashtile.problems.decode import FP8, DecodeProblem
 
 _PAGED = DecodeProblem(

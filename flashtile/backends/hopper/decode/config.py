@@ -13,7 +13,7 @@ from flashtile.backends.common.launch import KernelConfig
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, ModifierFlags, padded
 from flashtile.backends.portable.config import precision_of
 from flashtile.backends.portable.decode.config import NARROW, DecodeConfig, bytes_to_read
-from flashtile.backends.portable.decode.plan import keys_seen
+from flashtile.backends.portable.decode.launch import keys_seen
 from flashtile.backends.portable.decode.schedule import Layout
 from flashtile.problems.decode import FP8, DecodeProblem
 

@@ -1,4 +1,25 @@
-"""Attention of several query rows over a cache on Hopper: the forward's pipeline (``forward.kernel``) over
+"""Loads of keys and values from a cache, n_block by n_block, at the pages that the block table names: by TMA,
+or key by key.
+
+TMA sees the cache as one long sequence of rows, in which pages (or rows of a dense cache) begin at a fixed
+distance. A *copy* is a TMA load of COPY_ROWS contiguous keys. Its descriptor is that of packed sequences
+(``tma.ragged_view``), whose bounds end at the copy's last valid key. Rows after it arrive as zeros, so
+uninitialised memory of a page is never read.
+
+TMA loads need 16 or more contiguous keys. Smaller or odd pages, and padding on the left that may end at any
+key, need an address for each key: threads then copy keys one by one (cp.async, with GATHER).
+
+FP8 caches: conversion of e4m3 tiles to 16 bits, by the warpgroup that multiplies them.
+
+wgmma multiplies e4m3 only by e4m3, and needs V transposed for it. Loaders therefore copy e4m3 tiles, at half
+the bytes, and the consumer converts them in shared memory. It converts to float16, in which e4m3 is exact, by
+one instruction for two values. Queries and P are then float16. Rows of bfloat16 queries are divided by a
+power of two to fit float16's range, and their scores are multiplied by it.
+
+If each block of the cache has a scale, the scores of a key are multiplied by the scale of its block. Values
+are multiplied by the scale of their block and rounded to the dtype of q. P then also has this dtype.
+
+Attention of several query rows over a cache on Hopper: the forward's pipeline (``forward.kernel``) over
 the schedule of decoding (``portable.decode.schedule``).
 
 One or two *consumer* warpgroups of 64 rows each multiply by wgmma. *Loader* warps load keys and values by
@@ -28,31 +49,21 @@ its stores. ``i`` counts blocks of keys and ``j`` parts of work tiles since the 
 from typing import Any, NamedTuple
 
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from flashtile.backends.common import launch
 from flashtile.backends.common.jit import gluon_kernel
-from flashtile.backends.hopper import work_queue
-from flashtile.backends.hopper.channels import make_channel, make_ping_pong, make_ring
-from flashtile.backends.hopper.compat import async_load, gluon, partition_barrier
-from flashtile.backends.hopper.constants import LN_2, LOG2_E, WARPGROUP_ROWS, accumulator_layout
+from flashtile.backends.hopper import pipeline
+from flashtile.backends.hopper.compat import (
+    aggregate,
+    async_copy_to_shared,
+    async_load,
+    gluon,
+    partition_barrier,
+    reinterpret,
+)
 from flashtile.backends.hopper.decode.combine import PartialRecord, write_partial_record
-from flashtile.backends.hopper.decode.convert import (
-    load_scales,
-    make_reader,
-    make_scales,
-    query_operand,
-    scales_of_head,
-)
-from flashtile.backends.hopper.decode.loads import (
-    Source,
-    faults_of,
-    faults_of_keys,
-    first_entry,
-    gather_n_block,
-    load_key_pages,
-    load_n_block,
-    load_pages,
-)
 from flashtile.backends.hopper.decode.work import (
     Start,
     balanced_start,
@@ -74,9 +85,405 @@ from flashtile.backends.hopper.forward.kernel import (
     skip_blocks,
     zero_output,
 )
-from flashtile.backends.hopper.forward.schedule import OwnBlocks, own_blocks
+from flashtile.backends.hopper.forward.schedule import Numbers, OwnBlocks, own_blocks
+from flashtile.backends.hopper.inline_asm import to_16_bit
+from flashtile.backends.hopper.layouts import LN_2, LOG2_E, WARPGROUP_ROWS, accumulator_layout
+from flashtile.backends.hopper.pipeline import Channel, make_channel, make_ping_pong, make_ring
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.backends.portable.decode.attend import in_cache
 from flashtile.backends.portable.decode.schedule import sequence_of, window_at
+
+RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
+WARPS = gl.constexpr(2)
+"""Warps of a loader of k, or of v."""
+LINE = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))
+"""Layout of one value per key, over the warps of a loader."""
+ROWS = gl.constexpr(32)
+"""Keys whose addresses a thread holds at a time."""
+
+
+class CacheRows(NamedTuple):
+    """Integers that locate pages, or rows of a dense cache."""
+
+    num_blocks: Any
+    k_rows: Any
+    """Distance between the beginnings of two pages of k, in rows."""
+    v_rows: Any
+    """Distance between the beginnings of two pages of v, in rows."""
+
+
+@gluon.jit
+def first_entry(C: gl.constexpr, b, call):
+    """Return (entry, fault) of sequence ``b``.
+
+    entry: pointer to the sequence's row of the block table, or the index of its row of a dense cache.
+    fault: int32, nonzero if that index is outside of the cache.
+    """
+    fault = b * 0
+    if C.PAGE_SIZE != 0:
+        return call.pointers.block_table + b.to(gl.int64) * call.outer.table_stride, fault
+    else:
+        row = b
+        if C.HAS_BATCH_IDX:
+            given = gl.load(call.pointers.cache_batch_idx + b)
+            row = in_cache(given, call.cache.num_blocks)
+            fault = given ^ row
+        return row, fault
+
+
+@gluon.jit
+def num_held(C: gl.constexpr, position, keys):
+    """Return the number of keys to load in the copy that begins at ``position``.
+
+    It is 0 if no query row sees a key of the copy.
+    """
+    held = gl.minimum(gl.maximum(keys.end - position, 0), C.COPY_ROWS)
+    if C.HAS_LEFT:
+        held = gl.where(position + C.COPY_ROWS > keys.first, held, 0)
+    return held
+
+
+@gluon.jit
+def load_pages(C: gl.constexpr, PART: gl.constexpr, entry, n, keys):
+    """Load the numbers of the pages that hold one loader's keys of n_block ``n``.
+
+    PART is the loader's index. Returns a tuple of page numbers, one for each copy (a TMA load of COPY_ROWS
+    keys). For a dense cache the tuple is ``(entry,)``, the sequence's row of the cache. An entry of the block
+    table is read only if a row sees one of its keys.
+    """
+    if C.PAGE_SIZE == 0:
+        return (entry,)
+    else:
+        COPIES: gl.constexpr = C.COPIES
+        pages = ()
+        for c in gl.static_range(COPIES):
+            position = n * C.BLOCK_N + (PART * COPIES + c) * C.COPY_ROWS
+            held = num_held(C, position, keys) > 0
+            page = gl.load(entry + position // C.PAGE_SIZE, mask=held, other=0)
+            pages = pages + (page,)  # type: ignore[assignment]
+        return pages
+
+
+@gluon.jit
+def faults_of(C: gl.constexpr, entry, n, keys, cache):
+    """Return int32 [32], all 0 if the pages of all copies of n_block ``n`` are in the cache."""
+    copy = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    position = n * C.BLOCK_N + copy * C.COPY_ROWS
+    held = (num_held(C, position, keys) > 0) & (copy < C.LOADERS * C.COPIES)
+    pages = gl.load(entry + position // C.PAGE_SIZE, mask=held, other=0)
+    return pages ^ in_cache(pages, cache.num_blocks)
+
+
+@gluon.jit
+def load_n_block(
+    C: gl.constexpr, PART: gl.constexpr, desc, pages, page_rows, n, keys, head, cache, barrier, tile
+):  # fmt: skip
+    """Issue one loader's TMA loads of n_block ``n`` of k or v into ``tile``.
+
+    PART is the loader's index. Each loader loads an equal part of the keys. Keys after the last key that any
+    row sees arrive as zeros.
+    """
+    COPIES: gl.constexpr = C.COPIES
+    mbarrier.expect(barrier, desc.block_type.nbytes * COPIES)
+    for c in gl.static_range(COPIES):
+        position = n * C.BLOCK_N + (PART * COPIES + c) * C.COPY_ROWS
+        rows = num_held(C, position, keys)
+        if C.PAGE_SIZE == 0:
+            start = pages[0] * page_rows + position
+        else:
+            start = in_cache(pages[c], cache.num_blocks) * page_rows + position % C.PAGE_SIZE
+        part = tile
+        if C.COPY_ROWS < C.BLOCK_N:
+            part = tile.slice((PART * COPIES + c) * C.COPY_ROWS, C.COPY_ROWS, dim=2)
+        async_load(desc, [RAGGED_ROWS, start + rows, RAGGED_ROWS - rows, head, 0], barrier, part)
+
+
+# Key by key.
+
+
+class Source(NamedTuple):
+    """Memory of k or v: a pointer, and strides in elements between pages, tokens and heads."""
+
+    base: Any
+    page: Any
+    token: Any
+    head: Any
+
+
+@gluon.jit
+def is_seen(C: gl.constexpr, position, keys):
+    """Whether positions are within ``keys``, the KeyRange that the rows of a work tile see."""
+    seen = position < keys.end
+    if C.HAS_LEFT:
+        seen = seen & (position >= keys.first)
+    return seen
+
+
+@gluon.jit
+def load_key_pages(C: gl.constexpr, entry, n, keys):
+    """Load the number of each key's page, for n_block ``n``, as int32 [BLOCK_N].
+
+    A dense cache has no pages. The result is then ``entry``, the sequence's row of the cache, for every key.
+    Entries of the block table whose keys no query row sees are not read.
+    """
+    position = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=LINE)
+    if C.PAGE_SIZE == 0:
+        return position * 0 + entry
+    else:
+        return gl.load(entry + position // C.PAGE_SIZE, mask=is_seen(C, position, keys), other=0)
+
+
+@gluon.jit
+def faults_of_keys(pages, cache):
+    """Return int32 [BLOCK_N], 0 for each key whose page is in the cache."""
+    return pages ^ in_cache(pages, cache.num_blocks)
+
+
+@gluon.jit
+def gather_n_block(
+    C: gl.constexpr, WIDTH: gl.constexpr, HEAD_DIM: gl.constexpr, source, pages, n, keys, head, cache,
+    offsets, barrier, tile,
+):  # fmt: skip
+    """Copy n_block ``n`` of k or v into ``tile``, then arrive at ``barrier``. Keys that no row sees become 0.
+
+    ``offsets``: int64 [BLOCK_N] in shared memory, through which threads exchange the offsets of keys.
+    """
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    position = n * BLOCK_N + gl.arange(0, BLOCK_N, layout=LINE)
+    within = position
+    if C.PAGE_SIZE != 0:
+        within = position % C.PAGE_SIZE
+    row = in_cache(pages, cache.num_blocks).to(gl.int64) * source.page + within.to(gl.int64) * source.token
+    offsets.store(gl.where(is_seen(C, position, keys), row, -1))
+
+    COPY: gl.constexpr = 128 // tile.dtype.primitive_bitwidth  # elements in 16 bytes
+    wide: gl.constexpr = gl.BlockedLayout([1, COPY], [32 * COPY // WIDTH, WIDTH // COPY], [2, 1], [1, 0])
+    columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, wide))
+    base = source.base + gl.multiple_of(head.to(gl.int64) * source.head, COPY)
+    rows_of_tile = tile.reshape([BLOCK_N, WIDTH])
+    for part in gl.static_range(BLOCK_N // ROWS):
+        row = offsets.slice(part * ROWS, ROWS).load(gl.SliceLayout(1, wide))
+        inside = (row >= 0)[:, None] & (columns < HEAD_DIM)[None, :]
+        addresses = base + gl.multiple_of(row, COPY)[:, None] + columns[None, :]
+        async_copy_to_shared(rows_of_tile.slice(part * ROWS, ROWS, dim=0), addresses, mask=inside)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    fence_async_shared()
+    mbarrier.arrive(barrier, count=1)
+
+
+ELEMENTS = gl.constexpr(8192)
+"""Elements of a tile that are converted at a time, 64 per thread; more would not fit the registers."""
+COLUMNS = gl.constexpr(64)
+"""Columns of queries that are converted at a time."""
+EXPONENT = gl.constexpr(0x7F800000)
+"""Exponent bits of a float32."""
+LARGEST = gl.constexpr(253 << 23)
+"""The bits of 2 ** 126, the largest power of two whose inverse is a normal float32."""
+ONE = gl.constexpr(127 << 23)
+"""The bits of 1.0."""
+INVERSE = gl.constexpr(254 << 23)
+"""This minus the bits of a power of two gives the bits of its inverse."""
+
+
+@gluon.constexpr_function
+def by_rows(width):
+    """Layout of [rows, width] for 128 threads, 8 adjacent elements each, without bank conflicts."""
+    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def operand_layout(rows, width, dtype):
+    """Layout of a shared [rows, width] tile that wgmma reads."""
+    return gl.NVMMASharedLayout.get_default_for([rows, width], dtype)
+
+
+class KeyNumbers(NamedTuple):
+    """``forward.schedule.Numbers`` with one value per row, and the scales of the keys of the current tile."""
+
+    scale_log2: Any
+    softcap_rate: Any
+    softcap_log2: Any
+    key_scales: Any
+
+
+class KeyScales(NamedTuple):
+    """Shared memory for the scales of single keys, if KEY_SCALES."""
+
+    arrived: Any
+    """fp32 [STAGES, BLOCK_N]: scales of the keys in each slot of the channel."""
+    in_use: Any
+    """fp32 [BLOCK_N]: scales of the keys in the converted tile of k."""
+
+
+@gluon.jit
+def replace_tile(C: gl.constexpr, V: gl.constexpr, raw, i, tile, arrived, in_use):
+    """Wait for the ``i``-th tile in the channel ``raw``, and write it in 16 bits over ``tile``.
+
+    The slot of ``raw`` is then released. With KEY_SCALES, values are multiplied by the scales of their keys.
+    A tile of k is not scaled: its scales are copied from ``arrived`` to ``in_use``, for the scores.
+    """
+    N: gl.constexpr = tile.shape[0]
+    WIDTH: gl.constexpr = tile.shape[1]
+    PARTS: gl.constexpr = max(1, N * WIDTH // ELEMENTS)
+    ROWS: gl.constexpr = N // PARTS
+    layout: gl.constexpr = by_rows(WIDTH)
+    slot = raw.wait(i)
+    rows = raw.tiles.index(slot).reshape([N, WIDTH])
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    if C.KEY_SCALES and not V:
+        key_scales = arrived.index(slot).load(line)
+    for part in gl.static_range(PARTS):
+        x = rows.slice(part * ROWS, ROWS, dim=0).load(layout).to(gl.float16)
+        if C.KEY_SCALES and V:
+            scale = arrived.index(slot).slice(part * ROWS, ROWS).load(gl.SliceLayout(1, layout))
+            x = to_16_bit(x.to(gl.float32) * scale[:, None], tile.dtype)
+        # All warps synchronise before the first write, because the previous product of another warp may still
+        # read the tile. A release also synchronises them. The fence orders this thread's loads from the slot
+        # before the next TMA copy into it; TMA does not wait for ordinary loads by itself.
+        if part == PARTS - 1:
+            fence_async_shared()
+            raw.release(i)
+        elif part == 0:
+            partition_barrier()
+        tile.slice(part * ROWS, ROWS, dim=0).store(x)
+    if C.KEY_SCALES and not V:
+        in_use.store(key_scales)
+    fence_async_shared()
+    partition_barrier()
+
+
+@aggregate
+class ConvertedChannel:
+    """A channel of e4m3 tiles whose only reader, a warpgroup, converts each tile when it waits for it.
+
+    ``tiles`` holds one converted tile. Products that read it must have ended before the next :meth:`wait`.
+    ``arrived`` and ``in_use`` are those of :class:`KeyScales`; without KEY_SCALES they are unused.
+    """
+
+    raw: Channel
+    tiles: gl.shared_memory_descriptor
+    arrived: gl.shared_memory_descriptor
+    in_use: gl.shared_memory_descriptor
+    C: gl.constexpr
+    V: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, raw, tiles, arrived, in_use, C, V):
+        self.raw = raw
+        self.tiles = tiles
+        self.arrived = arrived
+        self.in_use = in_use
+        self.C = gl.constexpr(C)
+        self.V = gl.constexpr(V)
+
+    @gluon.jit
+    def wait(self, i):
+        """Wait for the ``i``-th tile and convert it. Returns its index in ``tiles``, which is always 0."""
+        replace_tile(self.C, self.V, self.raw, i, self.tiles.index(0), self.arrived, self.in_use)
+        return 0
+
+    @gluon.jit
+    def release(self, i):
+        """Do nothing: :meth:`wait` has already released the slot of the ``i``-th tile."""
+
+
+@gluon.jit
+def make_scales(C: gl.constexpr):
+    if C.KEY_SCALES:
+        layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        arrived = gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BLOCK_N], layout)
+        return KeyScales(arrived, gl.allocate_shared_memory(gl.float32, [C.BLOCK_N], layout))
+    else:
+        return KeyScales(0, 0)
+
+
+@gluon.jit
+def make_reader(C: gl.constexpr, V: gl.constexpr, raw, scales, dtype: gl.constexpr):
+    """Return the channel from which the consumer reads k or v.
+
+    It is ``raw``, or with E4M3 a channel that converts the tiles of ``raw`` to ``dtype``.
+    """
+    if C.E4M3:
+        WIDTH: gl.constexpr = C.BLOCK_DV if V else C.BLOCK_D
+        layout: gl.constexpr = operand_layout(C.BLOCK_N, WIDTH, dtype)
+        tiles = gl.allocate_shared_memory(dtype, [1, C.BLOCK_N, WIDTH], layout)
+        if C.KEY_SCALES:
+            return ConvertedChannel(raw, tiles, scales.arrived, scales.in_use, C, V)
+        else:
+            return ConvertedChannel(raw, tiles, tiles, tiles, C, V)
+    else:
+        return raw
+
+
+@gluon.jit
+def load_scales(C: gl.constexpr, descale, stride, entry, n, keys, head, cache):
+    """Load the scales of the keys of n_block ``n``, as fp32 [BLOCK_N].
+
+    Each page of the cache has a scale; in a dense cache, each row (sequence) has one. Keys that no query row
+    sees get 0. ``entry`` comes from ``loads.first_entry``.
+    """
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [C.LOADER_WARPS], [0])
+    position = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=line)
+    seen = is_seen(C, position, keys)
+    if C.PAGE_SIZE == 0:
+        page = position * 0 + entry
+    else:
+        page = gl.load(entry + position // C.PAGE_SIZE, mask=seen, other=0)
+    page = in_cache(page, cache.num_blocks).to(gl.int64)
+    return gl.load(descale + page * stride + head, mask=seen, other=0.0)
+
+
+@gluon.jit
+def scales_of_head(C: gl.constexpr, work, call):
+    """Load the scales of k and v of a work tile, if DESCALE is "head" or "sequence"; otherwise 1.0."""
+    pointers = call.pointers
+    head = work.head_kv // C.KV_GROUP
+    if C.DESCALE == "head":
+        return gl.load(pointers.k_descale + head), gl.load(pointers.v_descale + head)
+    elif C.DESCALE == "sequence":
+        b, _ = sequence_of(work.m_block, call.lengths, C)
+        b = b.to(gl.int64)
+        k_scale = gl.load(pointers.k_descale + b * call.outer.k_descale_stride + head)
+        return k_scale, gl.load(pointers.v_descale + b * call.outer.v_descale_stride + head)
+    else:
+        return 1.0, 1.0
+
+
+@gluon.jit
+def query_operand(C: gl.constexpr, q, k, k_scale, numbers, row_layout: gl.constexpr):
+    """Return (q, numbers) for products with the tiles of ``k``.
+
+    If q [64, BLOCK_D] has another dtype than these tiles, it is converted in place in shared memory. Each of
+    its rows is then divided by a power of two, to fit the range of float16. The returned ``numbers``, which
+    are factors of the scores, have one value per row. They include ``k_scale`` and the row's power of two.
+    """
+    ROWS: gl.constexpr = q.shape[0]
+    dtype: gl.constexpr = k.tiles.dtype
+    scale = gl.full([ROWS], 1.0, gl.float32, row_layout)
+    if q.dtype != dtype:
+        layout: gl.constexpr = by_rows(COLUMNS)
+        largest = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, layout))
+        for part in gl.static_range(C.BLOCK_D // COLUMNS):
+            x = q.slice(part * COLUMNS, COLUMNS, dim=1).load(layout)
+            largest = gl.maximum(largest, gl.max(gl.abs(x.to(gl.float32)), 1))
+        # The exponent bits alone are the largest power of two that is at most ``largest``.
+        power = gl.minimum(largest.to(gl.int32, bitcast=True) & EXPONENT, LARGEST)
+        power = gl.where(power == 0, ONE, power)
+        inverse = (INVERSE - power).to(gl.float32, bitcast=True)
+        scale = gl.convert_layout(power.to(gl.float32, bitcast=True), row_layout)
+        converted = reinterpret(q, dtype, [ROWS, C.BLOCK_D], operand_layout(ROWS, C.BLOCK_D, dtype))
+        for part in gl.static_range(C.BLOCK_D // COLUMNS):  # each thread writes what it has read
+            x = q.slice(part * COLUMNS, COLUMNS, dim=1).load(layout).to(gl.float32)
+            converted.slice(part * COLUMNS, COLUMNS, dim=1).store((x * inverse[:, None]).to(dtype))
+        fence_async_shared()
+        q = converted
+    scale = (scale * k_scale)[:, None]
+    log2, rate = numbers.scale_log2 * scale, numbers.softcap_rate * scale
+    if C.KEY_SCALES:
+        return q, KeyNumbers(log2, rate, numbers.softcap_log2, k.in_use)
+    else:
+        return q, Numbers(log2, rate, numbers.softcap_log2)
 
 
 class HopperDecodePointers(NamedTuple):
@@ -155,11 +562,11 @@ class KeyLoads(NamedTuple):
     channel: Any
     desc: Any
     source: Any
-    """If GATHER, the :class:`~flashtile.backends.hopper.decode.loads.Source` of k or v, otherwise 0."""
+    """If GATHER, the :class:`~flashtile.backends.hopper.decode.kernel.Source` of k or v, otherwise 0."""
     offsets: Any
     """If GATHER, shared memory for the offsets of keys, otherwise 0."""
     scales: Any
-    """:class:`~flashtile.backends.hopper.decode.convert.KeyScales`."""
+    """:class:`~flashtile.backends.hopper.decode.kernel.KeyScales`."""
 
 
 @gluon_kernel(do_not_specialize=("lengths", "splits", "cache", "outer"))
@@ -179,9 +586,9 @@ def attend_kernel(
     k_loads = make_loads(C, k, k_desc, k_source)
     v_source = Source(pointers.v_cache, strides.v_page, strides.v_token, strides.v_head)
     v_loads = make_loads(C, v, v_desc, v_source)
-    faults = work_queue.make_work_queue(C.WARPGROUPS)
+    faults = pipeline.make_work_queue(C.WARPGROUPS)
     queries = QueryLoads(q, faults, q_desc)
-    queue = 0 if C.STREAM_K else work_queue.make_work_queue(C.WARPGROUPS + 2 * C.LOADERS - 1)
+    queue = 0 if C.STREAM_K else pipeline.make_work_queue(C.WARPGROUPS + 2 * C.LOADERS - 1)
     start = find_start(C, pointers, lengths)
     table = behind_partials(pointers.partial, splits, C)
     call = HopperDecodeCall(pointers, table, lengths, splits, cache, outer)
@@ -302,9 +709,9 @@ def loader(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, queue, queries,
         t = 0
         tile_index = program
         if FIRST:
-            work_queue.put(queue, t, tile_index, C.LOADER_WARPS)
+            pipeline.put(queue, t, tile_index, C.LOADER_WARPS)
         else:
-            tile_index = work_queue.take(queue, t, C.LOADER_WARPS)
+            tile_index = pipeline.take(queue, t, C.LOADER_WARPS)
         while tile_index < num_tiles:
             work, n_begin, n_end, _, _ = queued_tile(
                 C, tile_index, call.table, call.lengths, call.splits, TABLE_WIDTH
@@ -316,9 +723,9 @@ def loader(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, queue, queries,
             t += 1
             if FIRST:
                 tile_index = programs + gl.atomic_add(call.table + 1, 1)
-                work_queue.put(queue, t, tile_index, C.LOADER_WARPS)
+                pipeline.put(queue, t, tile_index, C.LOADER_WARPS)
             else:
-                tile_index = work_queue.take(queue, t, C.LOADER_WARPS)
+                tile_index = pipeline.take(queue, t, C.LOADER_WARPS)
 
 
 @gluon.jit
@@ -382,7 +789,7 @@ def load_part(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, part, i, j, 
     if FIRST:
         if C.PAGE_SIZE != 0:
             fault = fault | gl.max((outside != 0).to(gl.int32), 0)
-        work_queue.put(queries.faults, j, fault, C.LOADER_WARPS)
+        pipeline.put(queries.faults, j, fault, C.LOADER_WARPS)
     return i
 
 
@@ -434,7 +841,7 @@ def consumer(C: gl.constexpr, W: gl.constexpr, queue, q, k, v, faults, start, ca
     else:
         num_tiles = gl.load(call.table) * call.lengths.num_heads_kv * call.splits.num_splits
         t = 0
-        tile_index = work_queue.take(queue, t, 4)
+        tile_index = pipeline.take(queue, t, 4)
         while tile_index < num_tiles:
             work, n_begin, n_end, slot, whole = queued_tile(
                 C, tile_index, call.table, call.lengths, call.splits, TABLE_WIDTH
@@ -444,7 +851,7 @@ def consumer(C: gl.constexpr, W: gl.constexpr, queue, q, k, v, faults, start, ca
                 i = attend_part(C, W, part, i, j, q, k, v, faults, call, numbers)
                 j += 1
             t += 1
-            tile_index = work_queue.take(queue, t, 4)
+            tile_index = pipeline.take(queue, t, 4)
 
 
 @gluon.jit
@@ -508,7 +915,7 @@ def attend_part(C: gl.constexpr, W: gl.constexpr, part, i, j, q, k, v, faults, c
     i = skip_blocks(blocks.begin - n_begin, i, k, v, ping_pong, W)
 
     # Taken last: the loader knows of a part's faults only when it has issued all its loads.
-    fault = work_queue.take(faults, j, 4) | work.sequence.fault
+    fault = pipeline.take(faults, j, 4) | work.sequence.fault
     sums = gl.where(fault == 0, sums, float("nan"))
     store_part(C, o[0], m, sums, v_scale, part, own, call)
     return i

@@ -10,11 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.device import multiprocessors
-from flashtile.backends.common.launch import token_strides
+from flashtile.backends.common.launch import CachedLaunch, token_strides
 from flashtile.backends.common.tma import View, packed_view, ragged_view, rows_between_sequences
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded, score_numbers
 from flashtile.backends.hopper.decode.combine import (
     RECORD_WIDTH,
     combine_divided_kernel,
@@ -30,16 +29,20 @@ from flashtile.backends.hopper.decode.config import (
     heads_together,
     takes_any_splits,
 )
-from flashtile.backends.hopper.decode.kernel import CacheStrides, HopperDecodePointers, attend_kernel
-from flashtile.backends.hopper.decode.loads import WARPS, CacheRows
+from flashtile.backends.hopper.decode.kernel import (
+    WARPS,
+    CacheRows,
+    CacheStrides,
+    HopperDecodePointers,
+    attend_kernel,
+)
 from flashtile.backends.hopper.decode.work import CHUNKS, TablePointers, table_kernel
 from flashtile.backends.hopper.forward.schedule import Numbers
-from flashtile.backends.hopper.launch import score_numbers
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.combine import CombinePointers, CombineVariant, combine_kernel
-from flashtile.backends.portable.decode.launch import DecodeLaunch
-from flashtile.backends.portable.decode.plan import (
+from flashtile.backends.portable.decode.launch import (
     CombineTile,
+    DecodeLaunch,
     combine_tile,
     combine_variant,
     layout,
@@ -49,9 +52,8 @@ from flashtile.backends.portable.decode.plan import (
     outer_strides_of,
     round_up,
 )
-from flashtile.backends.portable.decode.plan import is_stream_k as shares_blocks
-from flashtile.backends.portable.decode.results import Splits
-from flashtile.backends.portable.decode.schedule import DecodeLengths
+from flashtile.backends.portable.decode.launch import is_stream_k as shares_blocks
+from flashtile.backends.portable.decode.schedule import DecodeLengths, Splits
 from flashtile.problems.common import UNLIMITED
 from flashtile.problems.decode import FP8, CacheTensors, DecodeProblem
 

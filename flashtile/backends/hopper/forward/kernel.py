@@ -51,24 +51,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.common.jit import gluon_kernel
-from flashtile.backends.hopper import work_queue
-from flashtile.backends.hopper.channels import make_channel, make_channels, make_ping_pong
-from flashtile.backends.hopper.columns import (
-    column_parts,
-    count_products,
-    plus_columns,
-    product_of_rows,
-    store_part,
-)
+from flashtile.backends.hopper import bias as bias_tiles
+from flashtile.backends.hopper import pipeline
 from flashtile.backends.hopper.compat import async_load, async_store, gluon, reinterpret
-from flashtile.backends.hopper.constants import (
-    LN_2,
-    LOG2_E,
-    RAGGED_ROWS,
-    WARPGROUP_ROWS,
-    accumulator_layout,
-    left_operand_layout,
-)
 from flashtile.backends.hopper.forward.schedule import (
     ForwardCall,
     OwnBlocks,
@@ -79,17 +64,34 @@ from flashtile.backends.hopper.forward.schedule import (
     whole_end,
 )
 from flashtile.backends.hopper.inline_asm import copy_registers, pin, rescale, to_fp32
-from flashtile.backends.hopper.modifiers import Modifiers
-from flashtile.backends.hopper.modifiers import bias as bias_tiles
-from flashtile.backends.hopper.modifiers.block_lists import key_block, listed_keys
-from flashtile.backends.hopper.modifiers.dropout import drop, generator_of, random_bits, schedule_barrier
-from flashtile.backends.hopper.modifiers.functions import (
+from flashtile.backends.hopper.layouts import (
+    LN_2,
+    LOG2_E,
+    RAGGED_ROWS,
+    WARPGROUP_ROWS,
+    accumulator_layout,
+    column_parts,
+    count_products,
+    left_operand_layout,
+    plus_columns,
+    product_of_rows,
+    store_part,
+)
+from flashtile.backends.hopper.modifiers import (
+    Modifiers,
+    drop,
     function_arguments,
+    generator_of,
     hide_scores,
+    key_block,
+    listed_keys,
     load_columns,
     modify_scores,
+    random_bits,
+    schedule_barrier,
+    tanh_of,
 )
-from flashtile.backends.hopper.soft_cap import tanh_of
+from flashtile.backends.hopper.pipeline import make_channel, make_channels, make_ping_pong
 from flashtile.backends.hopper.work_tiles import slope_of
 
 
@@ -131,7 +133,7 @@ def forward_kernel(
     v = make_channel(v_desc, C.STAGES, C.WARPGROUPS, C.DV_PARTS)
     channels = ForwardInputs(q, k, v, bias)
     ping_pong = make_ping_pong(C.WARPGROUPS if C.PING_PONG else 1)
-    queue = work_queue.make_work_queue(C.WARPGROUPS) if C.QUEUED else 0
+    queue = pipeline.make_work_queue(C.WARPGROUPS) if C.QUEUED else 0
     if C.Q_HOLDS_O:
         o_tiles = q.tiles
     else:

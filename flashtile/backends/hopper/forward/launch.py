@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.counters import zeroed_counters
 from flashtile.backends.common.launch import (
+    CachedLaunch,
     allocator,
     contiguous_strides,
     has_score_mod,
@@ -34,6 +34,8 @@ from flashtile.backends.hopper.config import (
     WARPGROUP_ROWS,
     column_splits,
     padded,
+    persistent_programs,
+    score_numbers,
 )
 from flashtile.backends.hopper.forward.config import (
     O_PART,
@@ -56,16 +58,14 @@ from flashtile.backends.hopper.forward.schedule import (
     ForwardSchedule,
     tiles_of_head,
 )
-from flashtile.backends.hopper.launch import persistent_programs, score_numbers
-from flashtile.backends.hopper.modifiers.launch import (
+from flashtile.backends.hopper.modifiers import (
     FunctionTensors,
     is_shared,
     modifier_flags,
     modifier_integers,
     own_sizes,
 )
-from flashtile.backends.hopper.tile_table import TileTable
-from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TileTable
 from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E, UNLIMITED
 

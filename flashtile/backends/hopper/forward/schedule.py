@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.hopper import work_queue
+from flashtile.backends.hopper import pipeline
 from flashtile.backends.hopper.compat import gluon
-from flashtile.backends.hopper.constants import WARPGROUP_ROWS
+from flashtile.backends.hopper.layouts import WARPGROUP_ROWS
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TAKEN, WorkTile, key_range, num_work_tiles
 
 
@@ -27,10 +27,10 @@ class ForwardPointers(NamedTuple):
     rng_state: Any
     """Seed and offset of dropout, int64."""
     lists: Any
-    """Lists of a block mask, :class:`~flashtile.backends.portable.attention.function_pointers.Lists`."""
+    """Lists of a block mask, :class:`~flashtile.backends.portable.attention.functions.Lists`."""
     captured: Any
     """Tensors that functions of scores and masks read,
-    :class:`~flashtile.backends.hopper.modifiers.functions.CapturedTensors`."""
+    :class:`~flashtile.backends.hopper.modifiers.CapturedTensors`."""
 
 
 class ForwardSchedule(NamedTuple):
@@ -346,11 +346,11 @@ def consume(C: gl.constexpr, STEP: gl.constexpr, queue, arguments, call):
         i = 0
         j = 0
         t = 0
-        tile_index = work_queue.take(queue, t, 4)
+        tile_index = pipeline.take(queue, t, 4)
         while tile_index < num_tiles:
             i, j = walk_work_tile(C, STEP, tile_index, i, j, arguments, call)
             t += 1
-            tile_index = work_queue.take(queue, t, 4)
+            tile_index = pipeline.take(queue, t, 4)
     else:
         walk_own_tiles(C, STEP, num_tiles, arguments, call)
 
@@ -369,13 +369,13 @@ def produce(C: gl.constexpr, LOAD: gl.constexpr, queue, arguments, call):
         j = 0
         t = 0
         tile_index = program
-        work_queue.put(queue, t, tile_index, C.PRODUCER_WARPS)
+        pipeline.put(queue, t, tile_index, C.PRODUCER_WARPS)
         while tile_index < num_tiles:
             i, j = walk_work_tile(C, LOAD, tile_index, i, j, arguments, call)
             t += 1
             # The latency of the atomic is hidden: the consumers still work on the tiles that are loaded.
             tile_index = next_tile(call.pointers, programs)
-            work_queue.put(queue, t, tile_index, C.PRODUCER_WARPS)
+            pipeline.put(queue, t, tile_index, C.PRODUCER_WARPS)
         if C.HAS_MODS:  # without modifiers each launch has a new counter: a reset costs spills
             leave_queue(call.pointers, tile_index, num_tiles, programs)
         return i

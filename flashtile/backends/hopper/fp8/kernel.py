@@ -35,15 +35,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.common.jit import gluon_kernel
-from flashtile.backends.hopper import work_queue
-from flashtile.backends.hopper.channels import make_channel, make_ping_pong, make_ring
+from flashtile.backends.hopper import pipeline
 from flashtile.backends.hopper.compat import async_load, gluon, reinterpret
-from flashtile.backends.hopper.constants import (
-    LN_2,
-    WARPGROUP_ROWS,
-    accumulator_layout,
-    left_operand_layout,
-)
 from flashtile.backends.hopper.forward.kernel import (
     Output,
     SoftmaxState,
@@ -71,6 +64,13 @@ from flashtile.backends.hopper.forward.schedule import (
     whole_end,
 )
 from flashtile.backends.hopper.inline_asm import copy_registers, rescale
+from flashtile.backends.hopper.layouts import (
+    LN_2,
+    WARPGROUP_ROWS,
+    accumulator_layout,
+    left_operand_layout,
+)
+from flashtile.backends.hopper.pipeline import make_channel, make_ping_pong, make_ring
 from flashtile.problems import fp8_layout
 
 QUERY_BLOCK = gl.constexpr(fp8_layout.QUERY_BLOCK)
@@ -172,7 +172,7 @@ def fp8_forward_kernel(
         v_tiles = gl.allocate_shared_memory(v_desc.dtype, [C.STAGES, C.BLOCK_DV, C.BLOCK_N], v_layout)
         v = make_ring(v_tiles, C.STAGES, C.WARPGROUPS)
     ping_pong = make_ping_pong(C.WARPGROUPS if C.PING_PONG else 1)
-    queue = work_queue.make_work_queue(C.WARPGROUPS) if C.QUEUED else 0
+    queue = pipeline.make_work_queue(C.WARPGROUPS) if C.QUEUED else 0
     o_tiles = gl.allocate_shared_memory(o_desc.dtype, [C.WARPGROUPS] + o_desc.block_type.shape, o_desc.layout)
     call = Fp8Call(
         TilePointers(pointers.lse, pointers.table, pointers.seqused_k),
@@ -389,9 +389,7 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks, bloc
     first = end - 1
     if C.HAS_RIGHT:
         first = min(max(full_end, begin), end - 1)
-        state, i, block_scales = attend_masked(
-            C, W, C.BLOCK_N, tile, state, i, end, first + 1, block_scales
-        )
+        state, i, block_scales = attend_masked(C, W, C.BLOCK_N, tile, state, i, end, first + 1, block_scales)
 
     # Prologue: S and P of the first block, which may need a mask. The blocks after it do not.
     s, next_scales = block_products(C, W, C.BLOCK_N, tile, i, first)

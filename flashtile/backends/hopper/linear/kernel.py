@@ -20,10 +20,8 @@ from typing import Any, NamedTuple
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from flashtile.backends.common.dependent_launch import launch_dependents, wait_for_dependencies
-from flashtile.backends.common.e4m3 import to_bfloat16
 from flashtile.backends.common.jit import gluon_kernel
-from flashtile.backends.common.linear_epilogue import (
+from flashtile.backends.common.linear import (
     PLAIN,
     EpilogueCall,
     ProductDepth,
@@ -35,6 +33,7 @@ from flashtile.backends.common.linear_epilogue import (
     store_scaled,
     store_sums,
 )
+from flashtile.backends.common.tiles import launch_dependents, to_bfloat16, wait_for_dependencies
 from flashtile.backends.hopper.compat import async_copy_to_shared, gluon, partition_barrier
 
 COPY_BYTES = gl.constexpr(16)

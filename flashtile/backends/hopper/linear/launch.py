@@ -6,18 +6,19 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.counters import zeroed_counters
 from flashtile.backends.common.device import multiprocessors
-from flashtile.backends.common.linear_epilogue import ProductDepth, ProductPointers
-from flashtile.backends.common.linear_launch import (
+from flashtile.backends.common.launch import CachedLaunch
+from flashtile.backends.common.linear import (
+    ProductDepth,
+    ProductPointers,
     epilogue_scalars,
     epilogue_variant,
     new_next_norm,
     new_output,
     product_pointers,
 )
-from flashtile.backends.hopper.linear.config import FlatConfig
+from flashtile.backends.hopper.linear import FlatConfig
 from flashtile.backends.hopper.linear.kernel import FlatVariant, flat_kernel
 from flashtile.problems.linear import E4M3, LinearProblem
 

@@ -8,40 +8,61 @@ functions have no file.
 Gluon kernels call the same functions, whose results take the layouts of their arguments. A tile that a
 function creates would need a layout of its own, so functions for Gluon (``gluon=True``) create none. With
 ``shared`` they have further arguments, for what several scores of a thread have in common: ``distances``
-(:class:`~flashtile.backends.hopper.modifiers.functions.Distances`) and, for a mask, ``columns``, which holds
+(:class:`~flashtile.backends.hopper.modifiers.Distances`) and, for a mask, ``columns``, which holds
 the results of :func:`column_function`.
 
 Numbers that are added or compared are arguments of the kernel (``Mods.numbers``), so that a window of another
 length needs no new compilation. With ``fixed`` they are literals, for kernels without registers to spare.
+
+Rewrites a traced score_mod into operations that are cheaper in Hopper's kernels.
+
+* What is computed from a distance of query and key and becomes a float is computed in float32 from the start,
+  where this gives the same number. A distance is then one addition, and its absolute value is free.
+* A logarithm of a whole number is one instruction of the hardware, if it reaches the result only through
+  arithmetic. Where it is compared, rounded or takes part in anything else, it stays as exact as it was.
+
+The operations ``DISTANCE`` and ``LOG2`` exist in lowered programs only.
+
+Additional arguments that a user's functions and a block mask need at the launch of an attention kernel.
 """
 
 from __future__ import annotations
 
 import hashlib
 import linecache
+import math
+import operator
 import weakref
-from typing import Any
+from collections import namedtuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+import torch
 import triton.language as tl
+from torch import Tensor
 
 from flashtile.backends import compat
 from flashtile.backends.common.deferred import triton
-from flashtile.backends.portable.attention import lowering
+from flashtile.backends.common.launch import CachedLaunch, KernelConfig
+from flashtile.backends.portable.attention.arguments import AttentionVariant
 from flashtile.backends.portable.tiles import tanh
 from flashtile.caches import BoundedCache
+from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.mask_program import (
     LOAD,
     Builder,
     Line,
     Name,
+    Operand,
     Program,
     depends_on,
     derivatives,
     is_finite,
     is_variable,
 )
-from flashtile.problems.mask_ranges import wide_lines
-from flashtile.problems.masks import MAX_SIZES, Mods
+from flashtile.problems.mask_ranges import Range, ranges, wide_lines
+from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES, Mods
 
 
 @triton.jit
@@ -116,7 +137,7 @@ def sign(a):
 
 @triton.jit
 def approximate_log2(a):
-    """Return log2(a) as ``lowering.LOG2`` defines it. Numbers without a fraction are not subnormal."""
+    """Return log2(a) as ``LOG2`` defines it. Numbers without a fraction are not subnormal."""
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [a], tl.float32, True, 1)
 
 
@@ -127,6 +148,15 @@ _STEPS = {
     "truncated_div": truncated_div, "widened": widened,
 }  # fmt: skip
 """Operations that Triton lacks, or computes differently from torch."""
+
+DISTANCE = "distance"
+"""``distance a b c``: a - b + c as a float. ``a`` and ``b`` are ``q`` and ``kv`` in either order."""
+LOG2 = "approximate_log2"
+"""Logarithm to base 2 of a float without a fraction, with an error of 2 ** -22 of the result.
+
+It is lg2.approx of PTX. From 0.5 to 2 PTX bounds only the absolute error by 2 ** -22, and a factor would
+enlarge it. Numbers with a fraction are therefore left to the exact logarithm.
+"""
 
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
@@ -139,7 +169,7 @@ _CALLS = {
     "sin": "tl.sin", "cos": "tl.cos", "sigmoid": "tl.sigmoid", "erf": "tl.erf", "floor": "tl.floor",
     "tanh": "tanh", "pow": "power", "floordiv": "floor_div", "mod": "floor_mod", "sign": "sign",
     "quotient": "truncated_div",
-    lowering.LOG2: "approximate_log2",
+    LOG2: "approximate_log2",
 }  # fmt: skip
 
 _NARROW = {"int32": "", "int16": ".to(tl.int16)", "int8": ".to(tl.int8)", "uint8": ".to(tl.uint8)"}
@@ -164,7 +194,7 @@ def score_function(mods: Mods, gluon: bool = False, fixed: bool = False, shared:
         return None
     both, _ = derivatives(program)
     if gluon:
-        both = lowering.lowered(both, mods.positions)
+        both = lowered(both, mods.positions)
     writer = _Writer(both, mods, gluon, fixed, shared)
     writer.lines_of_program()
     value, factor = (writer.spread(result) for result in both.results)
@@ -310,7 +340,7 @@ class _Writer:
 
     def _call(self, line: Line) -> str:
         operation = line.operation
-        if operation == lowering.DISTANCE:
+        if operation == DISTANCE:
             return self._float_distance(*line.operands)
         if line.name in self.wide:
             return self._wide_call(line)
@@ -456,3 +486,293 @@ def function_of(source: str) -> Any:
     head, _, body = source.partition("\n")
     name, _, parameters = head.removeprefix("def ").removesuffix("):").partition("(")
     return _function(name.rpartition("_")[0], parameters, body)
+
+
+EXACT = 2**24
+"""float32 holds all ints up to this magnitude."""
+
+_ARITHMETIC = frozenset(
+    ("add", "sub", "mul", "neg", "abs", "minimum", "maximum", "clamp_min", "clamp_max", "where")
+)
+"""Operations that compute the same on ints and on floats that hold them exactly. They enlarge no error,
+relative to the term or factor that it comes from."""
+
+
+def lowered(program: Program, positions: int) -> Program:
+    """Return the program in cheaper operations, with the same results.
+
+    Args:
+        positions: upper bound of query and key positions.
+    """
+    lowering = _Lowering(program, positions)
+    for line in program.lines:
+        lowering.add(line)
+    return lowering.builder.finish(*map(lowering.approximate, program.results))
+
+
+class _Lowering:
+    """The new operands of the lines so far, by their old names."""
+
+    def __init__(self, program: Program, positions: int) -> None:
+        self.kinds, self.depends = program.kinds, depends_on(program)
+        self.ranges = ranges(program, positions)
+        self.builder = Builder()
+        self.equal: dict[Operand, Operand] = {}
+        """New operands that are equal to old ones."""
+        self.floats: dict[Operand, Operand] = {}
+        """New floats that are equal to old ints, which depend on both positions."""
+        self.approximations: dict[Operand, Operand] = {}
+        """New operands that differ from old ones only by the errors of approximate logarithms."""
+        self.linear: dict[Operand, tuple[int, int, int]] = {"q": (1, 0, 0), "kv": (0, 1, 0)}
+        """(a, b, c) of ints that are a q + b kv + c."""
+        self.whole: set[Operand] = set()
+        """Floats without a fraction."""
+
+    def add(self, line: Line) -> None:
+        name, operation, operands = line.name, line.operation, line.operands
+        if operation == LOAD:
+            indices = map(self.value, operands[1:])
+            self.equal[name] = self.builder.emit(
+                LOAD, operands[0], *indices, kind=line.kind, where=line.where
+            )
+        elif line.kind != "float":
+            self.equal[name] = self.builder.emit(operation, *map(self.value, operands))
+            if line.kind == "int":
+                self._add_int(line)
+        elif operation == "float" and operands[0] in self.floats:
+            self.equal[name] = self.floats[operands[0]]
+        else:
+            self.equal[name] = self.builder.emit(operation, *map(self.number, operands))
+        if line.kind == "float":
+            self._add_approximation(line)
+
+    def value(self, operand: Operand) -> Operand:
+        """Return the new operand that is equal to an old one."""
+        return self.equal.get(operand, operand) if isinstance(operand, Name) else operand
+
+    def number(self, operand: Operand) -> Operand:
+        """Return :meth:`value` for an operation on floats, as a float if this is cheaper."""
+        return self.floats[operand] if operand in self.floats else self.value(operand)
+
+    def approximate(self, operand: Operand) -> Operand:
+        """Return :meth:`number` with approximate logarithms."""
+        return self.approximations[operand] if operand in self.approximations else self.number(operand)
+
+    def as_float(self, operand: Operand) -> Operand:
+        """Return the float that is equal to an int."""
+        if operand in self.floats:
+            return self.floats[operand]
+        value = self.value(operand)
+        return self.builder.emit("float", value) if isinstance(value, Name) else float(value)
+
+    def _add_int(self, line: Line) -> None:
+        """Add the float that is equal to an int, if the int depends on both positions and floats are exact.
+
+        The last operation may be rounded, as the conversion of the int would be. No zero gets a sign.
+        """
+        form = self._linear(line)
+        if form is not None:
+            self.linear[line.name] = form
+        operands = _without_condition(line)
+        if not {"q", "kv"} <= self.depends[line.name] or not all(map(self._is_exact, operands)):
+            return
+        if form is not None and sorted(form[:2]) == [-1, 1] and self._is_exact(line.name):
+            names = (Name("q"), Name("kv")) if form[0] == 1 else (Name("kv"), Name("q"))
+            self.floats[line.name] = self.builder.emit(DISTANCE, *names, form[2], kind="float")
+        elif line.operation in _ARITHMETIC and all(map(self._has_float, operands)):
+            floats = [self.as_float(operand) for operand in operands]
+            if line.operation == "neg":
+                self.floats[line.name] = self.builder.emit("sub", 0.0, *floats)
+            elif line.operation == "where":
+                self.floats[line.name] = self.builder.emit("where", self.value(line.operands[0]), *floats)
+            elif line.operation != "mul" or self._has_positive_zero(operands):
+                self.floats[line.name] = self.builder.emit(line.operation, *floats)
+
+    def _has_float(self, operand: Operand) -> bool:
+        """Whether the float of an operand takes no conversion of each score's int."""
+        is_distance = isinstance(operand, Name) and {"q", "kv"} <= self.depends[operand]
+        return operand in self.floats or not is_distance
+
+    def _range(self, operand: Operand) -> Range:
+        return self.ranges[operand] if isinstance(operand, Name) else (operand, operand)
+
+    def _is_exact(self, operand: Operand) -> bool:
+        low, high = self._range(operand)
+        return low >= -EXACT and high <= EXACT
+
+    def _has_positive_zero(self, factors: Sequence[Operand]) -> bool:
+        """Whether a product is never 0 times a negative number, which is -0.0 for floats."""
+        a, b = factors
+        (a_low, a_high), (b_low, b_high) = self._range(a), self._range(b)
+        is_signed = (a_low <= 0 <= a_high and b_low < 0) or (b_low <= 0 <= b_high and a_low < 0)
+        return a == b or not is_signed
+
+    def _linear(self, line: Line) -> tuple[int, int, int] | None:
+        """Return (a, b, c) if an int is a q + b kv + c with constants, otherwise None."""
+        if line.operation not in ("add", "sub", "neg"):
+            return None
+        forms = [self.linear.get(o) if isinstance(o, Name) else (0, 0, o) for o in line.operands]
+        if line.operation == "neg":
+            forms.insert(0, (0, 0, 0))
+        first, second = forms
+        if first is None or second is None:
+            return None
+        sign = 1 if line.operation == "add" else -1
+        a, b, c = (x + sign * y for x, y in zip(first, second, strict=True))
+        return a, b, c
+
+    def _add_approximation(self, line: Line) -> None:
+        name, operation, operands = line.name, line.operation, line.operands
+        keeps_whole = operation == "float" or operation in _ARITHMETIC
+        if operation == "floor" or (keeps_whole and all(map(self._is_whole, _without_condition(line)))):
+            self.whole.add(name)
+        if operation in ("log", "log2") and self._is_whole(operands[0]):
+            logarithm = self.builder.emit(LOG2, self.number(operands[0]), kind="float")
+            factor = math.log(2) if operation == "log" else 1.0
+            self.approximations[name] = self.builder.emit("mul", logarithm, factor)
+        elif operation in _ARITHMETIC and any(operand in self.approximations for operand in operands):
+            self.approximations[name] = self.builder.emit(operation, *map(self.approximate, operands))
+
+    def _is_whole(self, operand: Operand) -> bool:
+        """Whether an operand has no fraction, or is infinite or NaN."""
+        if isinstance(operand, Name):
+            return operand in self.whole or self.kinds[operand] != "float"
+        return float(operand).is_integer()
+
+
+def _without_condition(line: Line) -> tuple[Operand, ...]:
+    return line.operands[1:] if line.operation == "where" else line.operands
+
+
+CAPTURED = tuple(f"captured_{i}" for i in range(MAX_CAPTURED))
+SIZES = tuple(f"size_{i}" for i in range(MAX_SIZES))
+
+
+Captured: Any = namedtuple(  # type: ignore[misc]
+    "Captured", [f"{kind}_{i}" for kind in ("tensor", "gradient") for i in range(MAX_CAPTURED)] + [*SIZES]
+)
+"""Contiguous tensors that functions read, their fp32 gradients, and the sizes of all their dimensions.
+
+The last fields of sizes hold integer constants of the traced functions. Unused tensors are None, unused
+sizes 0."""
+
+
+class Lists(NamedTuple):
+    """Lists of a block mask: the key blocks of each row block, or the row blocks of each key block.
+
+    ``batch`` and ``heads`` are the mask's own sizes: 1 if all sequences or heads share it.
+    """
+
+    num_blocks: Any
+    indices: Any
+    full_num_blocks: Any
+    full_indices: Any
+    batch: Any
+    heads: Any
+
+
+kv_lists_of = operator.attrgetter("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+q_lists_of = operator.attrgetter("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+_captured_of = operator.attrgetter(*CAPTURED)
+_PLAIN = len(OptionalTensors._fields)
+"""Number of optional tensors of a call without score or mask functions. They come first."""
+_NO_GRADIENTS = (None,) * MAX_CAPTURED
+
+
+def captured_of(extras: Any) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.contiguous() for tensor in _captured_of(extras)]
+
+
+def with_functions(
+    plain: AttentionVariant, problem: Problem, config: KernelConfig, owns_keys: bool
+) -> AttentionVariant:
+    """Add the score and mask functions of ``problem`` to a variant.
+
+    ``owns_keys``: whether each program computes the results of a block of keys (dk, dv), not of rows.
+    """
+    mods = problem.mods
+    assert mods is not None
+    score = score_function(mods)
+    variant = replace(
+        plain,
+        SCORE_MOD=score,
+        MASK_MOD=mask_function(mods),
+        HAS_SCORE_MOD=plain.HAS_SCORE_MOD or score is not None,
+        **guards(mods),
+    )
+    if mods.block_size is None:
+        return variant
+    size_q, size_kv = mods.block_size
+    variant = replace(
+        variant,
+        EVEN_M=problem.seqlen_q % size_q == 0,
+        EVEN_N=problem.seqlen_k % size_kv == 0,
+        MASK_BLOCK=size_kv if owns_keys else size_q,
+        TILES_PER_MASK_BLOCK=size_q // config.BLOCK_M if owns_keys else size_kv // config.BLOCK_N,
+    )
+    return replace(variant, FULL=replace(variant, MASK_MOD=None))
+
+
+class FunctionPointers:
+    """``(kernel, extras, captured) -> last arguments of the kernel``, for calls of one signature."""
+
+    def __init__(self, problem: Problem, extras: Any) -> None:
+        mods = problem.mods
+        assert mods is not None
+        self._mods = mods
+        self._sizes = mods.kernel_sizes(_captured_of(extras))
+        self._list_sizes: Sequence[int] = ()
+        if mods.block_size is not None:
+            self._list_sizes = [max(size, 1) for size in extras.kv_num_blocks.shape[:2]]
+
+    def __call__(
+        self,
+        kernel: CachedLaunch,
+        extras: Any,
+        captured: Sequence[Tensor | None],
+        gradients: Sequence[Tensor | None] = _NO_GRADIENTS,
+        owns_keys: bool = False,
+    ) -> tuple[Any, ...]:
+        """Return the kernel's last arguments.
+
+        ``captured``: the tensors of :func:`captured_of`, which the caller keeps alive until the launch.
+        ``owns_keys``: whether each program computes the results of a block of keys (dk, dv), not of rows.
+        """
+        tensors: Sequence[Any] = (*captured, *gradients)
+        lists: Sequence[Any] = ()
+        if self._list_sizes:
+            lists = (q_lists_of if owns_keys else kv_lists_of)(extras)
+        if kernel.takes_addresses:
+            tensors, lists = _addresses(tensors), _addresses(lists)
+        listed = Lists._make((*lists, *self._list_sizes)) if lists else None
+        return (*extras[:_PLAIN], None, Captured(*tensors, *self._sizes), listed)
+
+    def new_gradients(self, captured: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return fp32 zeros for each captured tensor that requires a gradient, and None for the others."""
+        return [
+            tensor.new_zeros(tensor.shape, dtype=torch.float32)
+            if tensor is not None and i in self._mods.learned
+            else None
+            for i, tensor in enumerate(captured)
+        ]
+
+    def cast(
+        self, gradients: Sequence[Tensor | None], captured: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Convert each gradient to the dtype of its tensor."""
+        return [
+            None if gradient is None or tensor is None else gradient.to(tensor.dtype)
+            for gradient, tensor in zip(gradients, captured, strict=True)
+        ]
+
+
+def zero_gradients(mods: Mods, extras: Any) -> tuple[Tensor | None, ...]:
+    """Return zero gradients of the captured tensors, for calls in which no row sees a key."""
+    return tuple(
+        torch.zeros_like(tensor) if tensor is not None and i in mods.learned else None
+        for i, tensor in enumerate(_captured_of(extras))
+    )
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> tuple[int | None, ...]:
+    return tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)

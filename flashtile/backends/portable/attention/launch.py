@@ -10,8 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.launch import (
+    CachedLaunch,
     KernelConfig,
     allocator,
     has_score_mod,
@@ -29,17 +29,23 @@ from flashtile.backends.portable.attention.arguments import (
     PaddingStrides,
     ScoreStrides,
 )
-from flashtile.backends.portable.attention.backward_dbias import BiasSizes, DbiasPointers, dbias_kernel
-from flashtile.backends.portable.attention.backward_dkdv import DkdvPointers, dkdv_kernel
-from flashtile.backends.portable.attention.backward_dq import DqPointers, dq_kernel
+from flashtile.backends.portable.attention.backward import (
+    BiasSizes,
+    DbiasPointers,
+    DkdvPointers,
+    DqPointers,
+    dbias_kernel,
+    dkdv_kernel,
+    dq_kernel,
+)
 from flashtile.backends.portable.attention.forward import ForwardPointers, forward_kernel
-from flashtile.backends.portable.attention.function_pointers import (
+from flashtile.backends.portable.attention.functions import (
     FunctionPointers,
     captured_of,
+    gradient_function,
     with_functions,
     zero_gradients,
 )
-from flashtile.backends.portable.attention.functions import gradient_function
 from flashtile.backends.portable.config import Config, dbias_tile
 from flashtile.backends.portable.key_bounds import KeyBounds
 from flashtile.dropout import threshold

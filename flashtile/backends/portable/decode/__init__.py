@@ -29,7 +29,7 @@ def prepare_decode(problem: DecodeProblem, config):
 
 
 def prepare_append_kvcache(problem: AppendProblem, config: None):
-    from flashtile.backends.portable.decode.append_launch import AppendLaunch
+    from flashtile.backends.portable.decode.launch import AppendLaunch
 
     return AppendLaunch(problem)
 
@@ -41,6 +41,6 @@ def prepare_combine(problem: CombineProblem, config: None):
 
 
 def prepare_copy_blocks(problem: CopyProblem, config: None):
-    from flashtile.backends.portable.decode.append_launch import CopyLaunch
+    from flashtile.backends.portable.decode.launch import CopyLaunch
 
     return CopyLaunch(problem)

@@ -1,4 +1,24 @@
-"""Attention of few query rows over a cache: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023) in portable
+"""Arguments and constants of the kernel that attends to a cache.
+
+:mod:`schedule` defines *n_block* and *work tile*.
+
+Loads and prefetches of a sequence's keys and values, by its block table or from a dense cache.
+
+A *page* is a block of a paged cache, an *n_block* a tile of BLOCK_N keys of one sequence. Entries of the
+block table are read only for visible keys.
+
+The unified maximum of FlashDecoding++ (Hong et al. 2023, arXiv:2311.01282, section 3), on GPUs.
+
+The number subtracted from scores need not be their maximum. Any number phi gives the same quotient, as long
+as no sum overflows or is so small that it has lost bits. With phi given, no maximum is computed and nothing
+is rescaled. The sums are checked once, at the end of a work tile. If they are out of range, the same program
+computes the tile again with the online softmax.
+
+Steps of attention over a cache: products with its keys and values, scores, the online softmax.
+
+:mod:`schedule` defines *n_block* and *work tile*.
+
+Attention of few query rows over a cache: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023) in portable
 Triton.
 
 Its time is bound by reading the cache. The cache is read only once, because all query heads of a key/value
@@ -10,33 +30,749 @@ The cache is dense or in pages (PagedAttention, Kwon et al. 2023, arXiv:2309.061
 over its n_blocks is in :mod:`steps`.
 """
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import triton.language as tl
 
 from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
-from flashtile.backends.portable.decode.append import append_tokens, load_rotated, start_of_rotation
-from flashtile.backends.portable.decode.arguments import DecodeCall
-from flashtile.backends.portable.decode.cache import cache_of, find_faults, prefetch_n_block
-from flashtile.backends.portable.decode.results import (
-    Rows,
-    normalised,
-    store_results,
-    store_rows,
-    with_prior,
+from flashtile.backends.common.tiles import LOG2_E, decode_bits, split_pairs, tile_index
+from flashtile.backends.portable.decode.append import (
+    AppendVariant,
+    append_tokens,
+    load_rotated,
+    start_of_rotation,
 )
 from flashtile.backends.portable.decode.schedule import (
+    Layout,
+    Rows,
     WorkTile,
     heads_of_rows,
     load_sequence,
+    normalised,
     reach_of,
     sequence_of,
     share_start,
+    store_results,
+    store_rows,
     stream_k_start,
     window_at,
+    with_prior,
     work_tile_at,
 )
-from flashtile.backends.portable.decode.steps import NextWork, ScoreRows, as_float16, attend_n_blocks
-from flashtile.backends.portable.decode.unified_max import as_online, is_in_range, load_shift
+from flashtile.backends.portable.tiles import apply_score_mod, softmax_step, visible
+
+
+@dataclass(frozen=True)
+class DecodeVariant(Layout):
+    """Constants of the attention kernel, passed as one argument."""
+
+    PAGE_SIZE: int
+    """Tokens per page; 0 for a dense cache."""
+    HAS_BATCH_IDX: bool
+    HAS_SOFTCAP: bool
+    HAS_ALIBI: bool
+    HAS_SINK: bool
+    HAS_TREE: bool
+    HAS_PRIOR: bool
+    HAS_QV: bool
+    """Whether scores include the products of ``qv`` with the values. Not with a cache in e4m3."""
+    HAS_SCORE_MOD: bool
+    """Whether scores are more than raw products times a positive scale, so that their order may differ."""
+    SOFTMAX_MAX: str
+    """Kind of unified maximum (:mod:`unified_max`): "none", "number" (one for all heads) or "head" (one for
+    each query head)."""
+    DESCALE: str
+    """Scales of the cache: "none", "head" (one per head), "block" (per head of each page, or of each row of a
+    dense cache) or "sequence" (per head of each sequence)."""
+    E4M3: bool
+    """Whether the cache is in FP8; products are then in float16, unless queries are in float32."""
+    E4M3_BITS: bool
+    """Whether e4m3 elements are decoded in software."""
+    E4M3_PAIRS: bool
+    """Whether the cache is viewed as pairs of elements; even and odd columns are multiplied separately."""
+    STREAM_K: bool
+    """Whether programs share all n_blocks equally (stream-K, :mod:`schedule`)."""
+    SPLIT: bool
+    """Whether a work tile may have several splits; always True if STREAM_K."""
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    WIDE: bool
+    """Whether offsets into the cache need 64 bits."""
+    PDL: bool
+    """Programmatic dependent launch: the combining kernel may start before this one has ended."""
+    PREFETCH: int
+    """How many n_blocks before the end of a work tile the next work tile's first n_blocks are prefetched to
+    the L2 cache. In a program's last work tile, dependent kernels are launched at this point instead. 0: no
+    prefetch; dependent kernels are launched at the start."""
+    PRECISION: str
+    APPEND: AppendVariant | None
+    """How the kernel appends a new token of each sequence and rotates the queries. None: it does neither."""
+
+    @property
+    def faults_ahead(self) -> bool:
+        """Whether a work tile's pages are checked before the loop over its n_blocks. Within the loop the
+        check is free for small tiles; for other tiles, the loop has no register to spare."""
+        return self.PAGE_SIZE != 0 and (self.BLOCK_M > 16 or self.E4M3)
+
+    @property
+    def one_page(self) -> bool:
+        """Whether an n_block lies within one page."""
+        return self.PAGE_SIZE % self.BLOCK_N == 0
+
+    @property
+    def sums_late(self) -> bool:
+        """Whether a row's exponentials are summed over columns only after the last n_block.
+
+        In tiles of few rows, several warps share a row and would have to exchange sums in each n_block.
+        """
+        return self.BLOCK_M < 64
+
+
+class DecodePointers(NamedTuple):
+    """Tensors of the call; None for each that the call does not use."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    partial: Any
+    new: Any
+    """:class:`append.AppendPointers` of the new tokens, if C.APPEND is given."""
+    cache_seqlens: Any
+    cache_leftpad: Any
+    cache_batch_idx: Any
+    block_table: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k_new: Any
+    alibi_slopes: Any
+    sink: Any
+    k_descale: Any
+    v_descale: Any
+    tree_mask: Any
+    prior_out: Any
+    prior_lse: Any
+    softmax_max: Any
+    qv: Any
+
+
+class DecodeStrides(NamedTuple):
+    """Strides between sequences (or pages), tokens and heads, in elements.
+
+    The fields are flat: after a branch, Triton 3.6 forgets a stride of 1 in a structure within a structure.
+    """
+
+    q_batch: Any
+    q_token: Any
+    q_head: Any
+    k_batch: Any
+    k_token: Any
+    k_head: Any
+    v_batch: Any
+    v_token: Any
+    v_head: Any
+
+
+class OuterStrides(NamedTuple):
+    """Strides between sequences (for scales of an FP8 cache: pages or sequences), in elements; 0 if all
+    share one entry. The kernel is not specialized on their values, since no wide load depends on them."""
+
+    table_stride: Any
+    alibi_stride: Any
+    k_descale_stride: Any
+    v_descale_stride: Any
+    tree_stride: Any
+
+
+class DecodeNumbers(NamedTuple):
+    """Floating-point scalars of the call, applied to scores."""
+
+    softmax_scale: Any
+    scale_log2: Any
+    """softmax_scale * log2(e)."""
+    softcap: Any
+    softmax_max: Any
+    """Unified maximum, subtracted from scores in natural units; None for the online maximum."""
+
+
+class DecodeCall(NamedTuple):
+    """The kernel's arguments, as its step functions pass them on."""
+
+    pointers: Any
+    strides: Any
+    outer: Any
+    lengths: Any
+    numbers: Any
+    num_blocks: Any
+    """Pages, or rows of a dense cache."""
+    splits: Any
+    new_strides: Any
+    """:class:`append.AppendStrides` of the new tokens, or None, like ``new_lengths``."""
+    new_lengths: Any
+
+
+class Cache(NamedTuple):
+    """One sequence's keys and values of one head. Fields that the call does not use hold a dummy number,
+    since tuples that are carried through a loop must not hold None."""
+
+    k: Any
+    """Pointer to the head in the first page, or in the first row of a dense cache."""
+    v: Any
+    row: Any
+    """The sequence's row of a dense cache."""
+    block_table: Any
+    """Pointer to the sequence's row of the block table."""
+    pages: Any
+    """Pages of the first two n_blocks, as :func:`load_pages` returns them."""
+    k_descale: Any
+    """Pointer to the head's scale in the first page."""
+    v_descale: Any
+    num_blocks: Any
+    """Pages, or rows of a dense cache."""
+    fault: Any
+    """int32, 0 if the sequence's row and lengths are valid. :func:`find_faults` and the loop check pages."""
+
+
+@triton.jit
+def cache_of(work, n, call, C: tl.constexpr, EARLY: tl.constexpr = False):
+    """Return the :class:`Cache` of a work tile, for a loop over its n_blocks from ``n`` on.
+
+    EARLY: an earlier kernel may still be writing the tables, so they must not be kept in the L1 cache.
+    """
+    pointers, strides, outer = call.pointers, call.strides, call.outer
+    b, _ = sequence_of(work.m_block, call.lengths, C)
+    b = b.to(tl.int64)
+    row = b
+    fault = work.sequence.fault
+    if C.HAS_BATCH_IDX:
+        given = tl.load(pointers.cache_batch_idx + b, cache_modifier=".cg" if EARLY else "")
+        row = in_cache(given, call.num_blocks)
+        fault = fault | (given ^ row)
+        row = row.to(tl.int64)
+    block_table = b
+    pages = (b, b)
+    k_descale = b
+    v_descale = b
+    if C.PAGE_SIZE != 0:
+        block_table = pointers.block_table + b * outer.table_stride
+        pages = (
+            load_pages(block_table, n, work.keys, C, EARLY),
+            load_pages(block_table, n + 1, work.keys, C, EARLY),
+        )
+    if C.DESCALE == "block":
+        k_descale = pointers.k_descale + work.head_kv
+        v_descale = pointers.v_descale + work.head_kv
+    head64 = work.head_kv.to(tl.int64)
+    k = pointers.k + head64 * strides.k_head
+    v = pointers.v + head64 * strides.v_head
+    return Cache(k, v, row, block_table, pages, k_descale, v_descale, call.num_blocks, fault)
+
+
+@triton.jit
+def load_pages(block_table, n, keys, C: tl.constexpr, EARLY: tl.constexpr = False):
+    """Load the pages of n_block ``n`` from the block table.
+
+    The result is a scalar if the n_block lies within one page. It has one number per page if the n_block
+    consists of whole pages, else one number per key. Entries of keys that are not visible are not read.
+    EARLY: an earlier kernel may still be writing the table, so it must not be kept in the L1 cache.
+    """
+    PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
+    CACHE: tl.constexpr = ".cg" if EARLY else ""
+    start = n * C.BLOCK_N
+    if PAGE_SIZE % C.BLOCK_N == 0:
+        return tl.load(block_table + start // PAGE_SIZE, mask=start < keys.end, other=0, cache_modifier=CACHE)
+    elif C.BLOCK_N % PAGE_SIZE == 0:
+        columns = n * (C.BLOCK_N // PAGE_SIZE) + tl.arange(0, C.BLOCK_N // PAGE_SIZE)
+        held = columns * PAGE_SIZE < keys.end
+        if C.HAS_LEFT or C.HAS_LEFTPAD:
+            held = held & ((columns + 1) * PAGE_SIZE > keys.first)
+        return tl.load(block_table + columns, mask=held, other=0, cache_modifier=CACHE)
+    else:
+        positions = start + tl.arange(0, C.BLOCK_N)
+        seen = is_seen(positions, keys, C)
+        return tl.load(block_table + positions // PAGE_SIZE, mask=seen, other=0, cache_modifier=CACHE)
+
+
+@triton.jit
+def page_of_keys(page, C: tl.constexpr):
+    """Convert the result of :func:`load_pages` to one page for the n_block, or one per key [BLOCK_N]."""
+    ONE_PAGE: tl.constexpr = C.PAGE_SIZE % C.BLOCK_N == 0
+    if C.PAGE_SIZE != 0:
+        if ONE_PAGE or C.WIDE:
+            page = page.to(tl.int64)
+        if C.BLOCK_N % C.PAGE_SIZE == 0 and not ONE_PAGE:
+            PAGES: tl.constexpr = C.BLOCK_N // C.PAGE_SIZE
+            page = tl.broadcast_to(page[:, None], [PAGES, C.PAGE_SIZE])
+            page = tl.reshape(page, [C.BLOCK_N])
+    return page
+
+
+@triton.jit
+def in_cache(pages, num_blocks):
+    """Replace invalid pages, which are the caller's mistake, by the last page of the cache.
+
+    An unsigned comparison also catches negative numbers.
+    """
+    last = (num_blocks - 1).to(tl.uint32, bitcast=True)
+    return tl.minimum(pages.to(tl.uint32, bitcast=True), last).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def find_faults(cache, first, last, keys, C: tl.constexpr):
+    """Return int32, a scalar or [BLOCK_N]: all 0 if the sequence's lengths and row in the cache are valid.
+
+    With C.faults_ahead, the result is 0 only if the pages of ``keys`` in n_blocks ``first`` to ``last``
+    (exclusive) are valid as well.
+    """
+    faults = cache.fault
+    if C.faults_ahead:
+        # Number of loads per round. Taller tiles have registers for only one load.
+        ROUNDS: tl.constexpr = 4 if C.BLOCK_M < 64 else 1
+        BLOCK_N: tl.constexpr = C.BLOCK_N
+        start = first * BLOCK_N
+        if C.HAS_LEFT or C.HAS_LEFTPAD:
+            start = tl.maximum(start, keys.first)
+        end = tl.minimum(last * BLOCK_N, keys.end)
+        column = start // C.PAGE_SIZE
+        end_column = tl.where(start < end, (end + C.PAGE_SIZE - 1) // C.PAGE_SIZE, column)
+        outside = tl.zeros([BLOCK_N], tl.int32)
+        while column < end_column:
+            # The loads of a round are in flight together.
+            columns = column + tl.arange(0, ROUNDS)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            pages = tl.load(cache.block_table + columns, mask=columns < end_column, other=0)
+            outside |= tl.max((pages != in_cache(pages, cache.num_blocks)).to(tl.int32), 0)
+            column += ROUNDS * BLOCK_N
+        faults = faults | outside
+    return faults
+
+
+@triton.jit
+def is_seen(positions, keys, C: tl.constexpr):
+    """Return which positions are among ``keys``, the keys that at least one row of a work tile sees."""
+    seen = positions < keys.end
+    if C.HAS_LEFT or C.HAS_LEFTPAD:
+        seen = seen & (positions >= keys.first)
+    return seen
+
+
+@triton.jit
+def rows_of_n_block(cache, page, start, strides, C: tl.constexpr):
+    """Return (k, v, k_offsets, v_offsets) of the n_block whose first key is ``start``.
+
+    k and v are pointers. k_offsets and v_offsets [BLOCK_N] are the offsets of the n_block's rows from these
+    pointers, in elements.
+    """
+    k = cache.k
+    v = cache.v
+    PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
+    position = tile_index(C.BLOCK_N, C.WIDE)
+    if PAGE_SIZE == 0:
+        k += page * strides.k_batch + start.to(tl.int64) * strides.k_token
+        v += page * strides.v_batch + start.to(tl.int64) * strides.v_token
+        k_offsets = position * strides.k_token
+        v_offsets = position * strides.v_token
+    elif PAGE_SIZE % C.BLOCK_N == 0:
+        within = (start % PAGE_SIZE).to(tl.int64)
+        k += page * strides.k_batch + within * strides.k_token
+        v += page * strides.v_batch + within * strides.v_token
+        k_offsets = position * strides.k_token
+        v_offsets = position * strides.v_token
+    else:
+        if C.BLOCK_N % PAGE_SIZE != 0:
+            position += start
+        position = position % PAGE_SIZE
+        k_offsets = page * strides.k_batch + position * strides.k_token
+        v_offsets = page * strides.v_batch + position * strides.v_token
+    return k, v, k_offsets, v_offsets
+
+
+@triton.jit
+def load_rows(base, offsets, seen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load rows [BLOCK_N, BLOCK_D] of a cache at ``offsets``; zeros where not ``seen``."""
+    columns = tl.arange(0, BLOCK_D)
+    inside = seen[:, None]
+    if HEAD_DIM != BLOCK_D:
+        inside = inside & (columns < HEAD_DIM)[None, :]
+    return tl.load(base + offsets[:, None] + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def prefetch_n_block(cache, page, n, keys, strides, C: tl.constexpr):
+    """Prefetch the keys and values of n_block ``n``.
+
+    ``page``: the sequence's row of a dense cache, or the result of :func:`load_pages`.
+    """
+    PER_ELEMENT: tl.constexpr = 2 if C.E4M3_PAIRS else 1
+    start = not_hoisted(n) * C.BLOCK_N
+    seen = is_seen(start + tl.arange(0, C.BLOCK_N), keys, C)
+    if C.PAGE_SIZE != 0:
+        page = page_of_keys(in_cache(not_hoisted(page), cache.num_blocks), C)
+    k, v, k_offsets, v_offsets = rows_of_n_block(cache, page, start, strides, C)
+    prefetch_rows(k, k_offsets, seen, C.HEAD_DIM // PER_ELEMENT, C.BLOCK_D // PER_ELEMENT)
+    prefetch_rows(v, v_offsets, seen, C.HEAD_DIM_V // PER_ELEMENT, C.BLOCK_DV // PER_ELEMENT)
+
+
+@triton.jit
+def prefetch_rows(base, offsets, seen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Prefetch the rows of a cache at ``offsets`` to the L2 cache, where ``seen``."""
+    SECTOR: tl.constexpr = 256 // base.dtype.element_ty.primitive_bitwidth
+    SECTORS: tl.constexpr = max(BLOCK_D // SECTOR, 1)
+    columns = tl.arange(0, SECTORS) * SECTOR
+    inside = seen[:, None] & (columns < HEAD_DIM)[None, :]
+    addresses = (base + offsets[:, None] + columns[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred inside;
+        setp.ne.b32 inside, $2, 0;
+        @inside prefetch.global.L2 [$1];
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r", [addresses, inside.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def not_hoisted(number):
+    """Return an int32 unchanged, and keep the compiler from hoisting uses of it out of a loop.
+
+    Hoisted results would occupy registers during the loop.
+    """
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+MIN_SUM = tl.constexpr(2.0**-32)
+"""Least accepted sum of a row's exponentials: terms that exp2 flushes to zero are below 2^-94 of it."""
+MAX_SUM = tl.constexpr(2.0**120)
+MIN_MEAN_FLOAT16 = tl.constexpr(2.0**-10)
+"""Least accepted mean of the exponentials if they are rounded to float16, which has fewer bits below 2^-14.
+Above 2^16 float16 is infinite, and so are the sums of values."""
+MAX_FLOAT32 = tl.constexpr(2.0**16)
+"""Bound on float32 sums and on their inverse, so that the logarithm is as exact as with online softmax."""
+MIN_VALUE = tl.constexpr(2.0**-60)
+"""Least accepted magnitude of the largest output sum of a tile. Smaller sums may lack terms that were flushed
+to zero."""
+
+
+@triton.jit
+def load_shift(number, pointer, heads, exists, C: tl.constexpr):
+    """Load phi, the number to subtract from scores, in log2 units: a scalar or [BLOCK_M].
+
+    phi is rounded to an integer, so that its exp2 is exact.
+    """
+    phi = number
+    if C.SOFTMAX_MAX == "head":
+        phi = tl.load(pointer + heads, mask=exists, other=0.0)
+    return tl.floor(phi * LOG2_E + 0.5)
+
+
+@triton.jit
+def shifted_exponentials(scores, shift, scale_log2, C: tl.constexpr, dtype: tl.constexpr):
+    """Return exp2(scores - shift). Scores are in log2 units if C.HAS_SCORE_MOD, else raw products."""
+    if C.SOFTMAX_MAX == "head":
+        shift = shift[:, None]
+    if not C.HAS_SCORE_MOD:
+        scores = scores * scale_log2
+    if dtype == tl.float32:
+        # The difference of a score near zero and a large shift would lose bits of the score.
+        p = tl.exp2(scores) * tl.exp2(-shift)
+    else:
+        p = tl.exp2(scores - shift)
+    return p
+
+
+@triton.jit
+def is_in_range(acc, row_sum, exists, keys, operand: tl.constexpr):
+    """Return whether acc and row_sum are as exact as with the online softmax, in all rows: one bool.
+
+    acc [BLOCK_M, BLOCK_DV] and row_sum [BLOCK_M] are sums over ``keys`` keys. A row_sum of 0 is out of range:
+    the row may have seen no key, or its terms may have been flushed to zero.
+    """
+    least = MIN_SUM
+    most = MAX_SUM
+    if operand == tl.float16:
+        least = keys.to(tl.float32) * MIN_MEAN_FLOAT16
+    elif operand == tl.float32:
+        least = 1 / MAX_FLOAT32
+        most = MAX_FLOAT32
+    sums = (row_sum >= least) & (row_sum <= most)  # False for NaN
+    size = tl.abs(acc)
+    size = tl.where(size <= MAX_SUM, size, float("inf"))
+    largest = tl.max(tl.max(tl.where(exists[:, None], size, 0.0), 1), 0)
+    right = tl.min((sums | (exists == 0)).to(tl.int32), 0) != 0
+    return right & (largest >= MIN_VALUE) & (largest <= MAX_SUM)
+
+
+@triton.jit
+def as_online(acc, row_max, row_sum):
+    """Return (acc, row_max, row_sum) rescaled so that row_sum is 1 and row_max is the log-sum-exp in base 2.
+
+    Rows without keys keep row_sum 0. A sink or the results over other keys can then be added, even if their
+    scores are far from phi, the number that was subtracted from scores.
+    """
+    empty = row_sum == 0.0
+    total = tl.where(empty, 1.0, row_sum)
+    new_max = tl.where(empty, -float("inf"), row_max + tl.log2(total))
+    return acc / total[:, None], new_max, tl.where(empty, 0.0, 1.0)
+
+
+class ScoreRows(NamedTuple):
+    """Properties of a tile's rows that scores depend on: [BLOCK_M], or a scalar for all rows."""
+
+    tokens: Any
+    offset: Any
+    """len_k - len_q: token i stands at key i + offset."""
+    slope: Any
+    k_scale: Any
+    tree_rows: Any
+    """Pointers to the tokens' rows of the tree mask."""
+    len_q: Any
+    left: Any
+    """Maximum number of keys that a token sees before its position; ``right``: after it. Scalars or [BLOCK_M,
+    1]."""
+    right: Any
+
+
+class NextWork(NamedTuple):
+    """The work tile that a program attends to after the present one."""
+
+    cache: Any
+    n_block: Any
+    keys: Any
+    exists: Any
+
+
+@triton.jit
+def as_float16(q):
+    """Return (q / scale in float16, scale [BLOCK_M]).
+
+    The quotient is exact, except for elements that are more than 2^24 times smaller than the largest of their
+    row. With q in float16, the cache is converted from e4m3 to float16, which is exact and cheap. Conversion
+    to bfloat16 would use the slowest conversion unit.
+    """
+    q = q.to(tl.float32)
+    largest = tl.max(tl.abs(q), 1)
+    # Keep only the exponent: the largest power of two up to ``largest``.
+    scale = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    return (q / scale[:, None]).to(tl.float16), scale
+
+
+@triton.jit
+def as_dtype(tile, dtype: tl.constexpr, C: tl.constexpr):
+    """Convert a tile of k or v to ``dtype``. The cache must not be viewed as pairs of elements."""
+    if C.E4M3_BITS:
+        tile = decode_bits(tile)
+    return tile.to(dtype)
+
+
+@triton.jit
+def multiply_keys(q, q_odd, base, offsets, seen, C: tl.constexpr):
+    """Return the raw products [BLOCK_M, BLOCK_N] of queries with the keys at ``offsets``."""
+    if C.E4M3_PAIRS:
+        pairs = load_rows(base, offsets, seen, C.HEAD_DIM // 2, C.BLOCK_D // 2)
+        even, odd = split_pairs(pairs, C.E4M3_BITS)
+        products = tl.dot(q, tl.trans(even.to(q.dtype)), input_precision=C.PRECISION)
+        odd = tl.trans(odd.to(q.dtype))
+        products = tl.dot(q_odd, odd, products, input_precision=C.PRECISION)
+    else:
+        k = load_rows(base, offsets, seen, C.HEAD_DIM, C.BLOCK_D)
+        k = tl.trans(as_dtype(k, q.dtype, C))
+        products = tl.dot(q, k, input_precision=C.PRECISION)
+    return products
+
+
+@triton.jit
+def add_values(
+    acc, acc_odd, p, base, offsets, seen, page_scale, dtype: tl.constexpr, scaled_dtype: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Return (acc + p V, acc_odd + p V_odd) for the values at ``offsets``.
+
+    Operands are in ``dtype``, or in ``scaled_dtype`` if values are multiplied by the scales of their pages.
+    V_odd are the odd columns if E4M3_PAIRS; otherwise ``acc_odd`` is unused.
+    """
+    SCALED: tl.constexpr = C.DESCALE == "block"
+    operand: tl.constexpr = scaled_dtype if SCALED else dtype
+    if C.E4M3_PAIRS:
+        pairs = load_rows(base, offsets, seen, C.HEAD_DIM_V // 2, C.BLOCK_DV // 2)
+        v, v_odd = split_pairs(pairs, C.E4M3_BITS)
+        if SCALED:
+            v_odd = v_odd.to(tl.float32) * page_scale
+        acc_odd = tl.dot(p.to(operand), v_odd.to(operand), acc_odd, input_precision=C.PRECISION)
+    else:
+        v = as_dtype(load_rows(base, offsets, seen, C.HEAD_DIM_V, C.BLOCK_DV), dtype, C)
+    if SCALED:
+        v = v.to(tl.float32) * page_scale
+    return tl.dot(p.to(operand), v.to(operand), acc, input_precision=C.PRECISION), acc_odd
+
+
+@triton.jit
+def score_keys(products, positions, seen, rows, numbers, C: tl.constexpr):
+    """Turn raw products [BLOCK_M, BLOCK_N] into scores, -inf where masked; in log2 units if HAS_SCORE_MOD."""
+    scores = products
+    distance = positions[None, :] - (rows.tokens + rows.offset)[:, None]
+    if C.HAS_SCORE_MOD:
+        scores, _ = apply_score_mod(
+            scores * rows.k_scale, distance, rows.slope, numbers.softmax_scale, numbers.softcap,
+            C.HAS_SOFTCAP, C.HAS_ALIBI,
+        )  # fmt: skip
+    allowed = visible(distance, rows.left, rows.right, C.HAS_LEFT, C.HAS_RIGHT)
+    allowed = allowed & seen[None, :]
+    if C.HAS_TREE:
+        columns = (positions - rows.offset)[None, :]
+        in_tree = (columns >= 0) & (columns < rows.len_q) & (rows.tokens < rows.len_q)[:, None]
+        allowed = allowed & (tl.load(rows.tree_rows[:, None] + columns, mask=in_tree, other=1) != 0)
+    return tl.where(allowed, scores, -float("inf"))
+
+
+@triton.jit
+def start_sums(q, faults, C: tl.constexpr):
+    """Return (q, odd columns of q, odd columns of acc, acc, row_max, row_sum) before the first n_block.
+
+    If E4M3_PAIRS, q and acc have only the even columns. Otherwise the odd columns are unused.
+    """
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    BLOCK_DV: tl.constexpr = C.BLOCK_DV
+    q_odd = tl.zeros([], tl.float32)
+    acc_odd = q_odd
+    if C.E4M3_PAIRS:
+        q, q_odd = tl.split(tl.reshape(q, [BLOCK_M, C.BLOCK_D // 2, 2]))
+        acc = tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)
+        acc_odd = tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    # With a fault the sum begins as NaN, and stays NaN.
+    row_sum = 0.0
+    if C.faults_ahead:
+        row_sum = tl.where(faults == 0, 0.0, float("nan"))
+    if C.sums_late:
+        row_sum += tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    else:
+        if C.faults_ahead:
+            row_sum = tl.sum(row_sum, 0)
+        row_sum += tl.zeros([BLOCK_M], tl.float32)
+    return q, q_odd, acc_odd, acc, row_max, row_sum
+
+
+@triton.jit
+def prefetch_next(n, first, last, next_work, strides, PREFETCH: tl.constexpr, C: tl.constexpr):
+    """Prefetch the first two n_blocks of the program's next work tile.
+
+    The loop over n_blocks calls this function in each iteration ``n``. Two consecutive iterations prefetch
+    one n_block each: they begin at ``last - PREFETCH``, or at ``first`` if the loop is shorter. In a
+    program's last work tile, these two iterations launch the dependent kernels instead.
+    """
+    i = n - tl.maximum(first, last - PREFETCH)
+    if (i == 0) | (i == 1):
+        if next_work.exists:
+            page = next_work.cache.row
+            if C.PAGE_SIZE != 0:
+                page = tl.where(i == 0, next_work.cache.pages[0], next_work.cache.pages[1])
+            prefetch_n_block(next_work.cache, page, next_work.n_block + i, next_work.keys, strides, C)
+        else:
+            tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def load_page_scales(cache, page, outer, C: tl.constexpr):
+    """Load the scales of k and v by page: scalars if an n_block lies in one page, else one number per key.
+
+    The numbers per key are [1, BLOCK_N] for k and [BLOCK_N, 1] for v.
+    """
+    k_scale = tl.load(cache.k_descale + page.to(tl.int64) * outer.k_descale_stride)
+    v_scale = tl.load(cache.v_descale + page.to(tl.int64) * outer.v_descale_stride)
+    if C.PAGE_SIZE != 0 and not C.one_page:
+        k_scale = k_scale[None, :]
+        v_scale = v_scale[:, None]
+    return k_scale, v_scale
+
+
+@triton.jit
+def attend_n_blocks(
+    q, first, last, keys, cache, faults, next_work, rows, call, dtype: tl.constexpr, C: tl.constexpr,
+    PREFETCH: tl.constexpr, qv, shift=None,
+):  # fmt: skip
+    """Attend to ``keys`` in n_blocks ``first`` to ``last`` (exclusive).
+
+    Returns (acc [BLOCK_M, BLOCK_DV], row_max [BLOCK_M], row_sum [BLOCK_M]). Sums are NaN if ``faults`` of
+    :func:`find_faults` are not 0, or if a page is not in the cache.
+
+    ``dtype`` is the dtype of the call's queries. If pages have scales, values are multiplied by the scales
+    and rounded to ``dtype``. If ``shift`` is given, it is subtracted from scores instead of their maximum.
+    ``qv`` [BLOCK_M, BLOCK_DV]: queries that are multiplied by the values, if C.HAS_QV.
+    """
+    PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    BLOCK_DV: tl.constexpr = C.BLOCK_DV
+    operand: tl.constexpr = q.dtype
+    q, q_odd, acc_odd, acc, row_max, row_sum = start_sums(q, faults, C)
+    # Block-table entries are loaded two n_blocks ahead of their keys, so that the latencies of both loads do
+    # not add up.
+    current, upcoming = cache.pages
+    if PAGE_SIZE != 0:
+        given = current
+        current = in_cache(given, cache.num_blocks)
+        if not C.faults_ahead:
+            faults = faults | (given ^ current)
+    for n in range(first, last):
+        if PREFETCH != 0:
+            prefetch_next(n, first, last, next_work, call.strides, PREFETCH, C)
+        start = n * C.BLOCK_N
+        positions = start + tl.arange(0, C.BLOCK_N)
+        seen = is_seen(positions, keys, C)
+        page = cache.row
+        if PAGE_SIZE != 0:
+            page = page_of_keys(current, C)
+            current = in_cache(upcoming, cache.num_blocks)
+            if not C.faults_ahead:
+                faults = faults | (upcoming ^ current)
+            upcoming = load_pages(cache.block_table, n + 2, keys, C)
+        k, v, k_offsets, v_offsets = rows_of_n_block(cache, page, start, call.strides, C)
+        products = multiply_keys(q, q_odd, k, k_offsets, seen, C)  # [BLOCK_M, BLOCK_N]
+        if C.HAS_QV:
+            v_tile = load_rows(v, v_offsets, seen, C.HEAD_DIM_V, C.BLOCK_DV)  # loaded once for both products
+            products = tl.dot(qv, tl.trans(v_tile), products, input_precision=C.PRECISION)
+        v_scale = 1.0
+        if C.DESCALE == "block":
+            k_scale, v_scale = load_page_scales(cache, page, call.outer, C)
+            products = products * k_scale
+        scores = score_keys(products, positions, seen, rows, call.numbers, C)
+        if shift is not None:
+            p = shifted_exponentials(scores, shift, call.numbers.scale_log2, C, dtype)
+            if C.sums_late:
+                row_sum += p
+            else:
+                row_sum += tl.sum(p, 1)
+        else:
+            p, row_max, alpha = softmax_step(scores, row_max, call.numbers.scale_log2, C.HAS_SCORE_MOD, True)
+            if C.sums_late:
+                row_sum = row_sum * alpha[:, None] + p
+            else:
+                row_sum = row_sum * alpha + tl.sum(p, 1)
+            acc = acc * alpha[:, None]
+            if C.E4M3_PAIRS:
+                acc_odd = acc_odd * alpha[:, None]
+        if C.HAS_QV:
+            acc = tl.dot(p.to(operand), v_tile, acc, input_precision=C.PRECISION)
+        else:
+            acc, acc_odd = add_values(acc, acc_odd, p, v, v_offsets, seen, v_scale, operand, dtype, C)
+    if C.E4M3_PAIRS:
+        acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_DV])
+    if C.sums_late:
+        row_sum = tl.sum(row_sum, 1)
+    if not C.faults_ahead:
+        if PAGE_SIZE != 0 and not C.one_page:
+            faults = tl.max((faults != 0).to(tl.int32), 0)
+        row_sum = tl.where(faults == 0, row_sum, float("nan"))
+    return acc, row_max, row_sum
 
 
 @triton.jit

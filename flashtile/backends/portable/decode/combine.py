@@ -12,22 +12,20 @@ import triton.language as tl
 from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.tiles import LN_2, LOG2_E
-from flashtile.backends.portable.decode.results import (
-    Rows,
-    normalised,
-    store_results,
-    store_rows,
-    with_prior,
-)
 from flashtile.backends.portable.decode.schedule import (
     Layout,
+    Rows,
     heads_of_rows,
     load_sequence,
     locate_m_block,
+    normalised,
     reach_of,
     sequence_of,
     share_of,
+    store_results,
+    store_rows,
     stream_k_start,
+    with_prior,
 )
 
 

@@ -9,25 +9,19 @@ from typing import Any
 
 import torch
 
-from flashtile.backends.common.cached_launch import NUM_WARPS
 from flashtile.backends.common.compile_cases import case_of, launches_of, meta
 from flashtile.backends.common.compile_report import CompileCase, architecture, types_of
 from flashtile.backends.common.device import compiling_for
+from flashtile.backends.common.launch import NUM_WARPS
 from flashtile.backends.portable.config import family_of_capability
-from flashtile.backends.portable.decode import config, plan
-from flashtile.backends.portable.decode.append_launch import (
-    APPEND_ROWS,
-    COPY_TILE,
-    AppendLaunch,
-    CopyLaunch,
-)
-from flashtile.backends.portable.decode.arguments import (
+from flashtile.backends.portable.decode import config, launch
+from flashtile.backends.portable.decode.attend import (
     DecodeNumbers,
     DecodePointers,
     DecodeStrides,
     OuterStrides,
+    decode_kernel,
 )
-from flashtile.backends.portable.decode.attend import decode_kernel
 from flashtile.backends.portable.decode.combine import (
     CombineGivenVariant,
     CombinePointers,
@@ -38,9 +32,14 @@ from flashtile.backends.portable.decode.combine import (
     combine_kernel,
 )
 from flashtile.backends.portable.decode.config import DecodeConfig
-from flashtile.backends.portable.decode.launch import AppendingLaunch
-from flashtile.backends.portable.decode.results import Splits
-from flashtile.backends.portable.decode.schedule import DecodeLengths
+from flashtile.backends.portable.decode.launch import (
+    APPEND_ROWS,
+    COPY_TILE,
+    AppendingLaunch,
+    AppendLaunch,
+    CopyLaunch,
+)
+from flashtile.backends.portable.decode.schedule import DecodeLengths, Splits
 from flashtile.backends.portable.exchange import exchange_kernel, exchange_variant
 from flashtile.problems.decode import (
     FP8,
@@ -147,7 +146,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                     yield _attention_case(f"decode {name}", problem, chosen, capability, variant)
                     if head_dim == 128 and variant in ("page 16", "splits") and element_bytes == 2:
                         yield _combine_case(f"decode combine {name}", problem, chosen, capability, True)
-                        if plan.is_stream_k(problem, chosen):
+                        if launch.is_stream_k(problem, chosen):
                             by_boundary = f"decode combine {name} by boundary"
                             yield _combine_case(by_boundary, problem, chosen, capability, False)
     latent = replace(_PAGED, num_heads_q=128, num_heads_kv=1, head_dim=64, head_dim_v=512, qv=True)
@@ -180,7 +179,7 @@ def _attention_case(
         cache = torch.uint16
     elif cache == FP8 and not native:
         cache = torch.uint8
-    compiled_for = plan.decode_variant(
+    compiled_for = launch.decode_variant(
         problem, chosen, native_e4m3=native, pairs=pairs, pdl=capability >= 90, wide=False, aligned=True
     )
     elements = _TYPES[problem.dtype]
@@ -239,9 +238,9 @@ def _attention_case(
 def _combine_case(
     name: str, problem: DecodeProblem, chosen: DecodeConfig, capability: int, by_work_tile: bool
 ) -> CompileCase:
-    stream_k = plan.is_stream_k(problem, chosen)
-    tile = plan.combine_tile(problem, chosen, (33 if by_work_tile else 1) if stream_k else None)
-    compiled_for = plan.combine_variant(problem, chosen, tile, stream_k, by_work_tile, capability >= 90)
+    stream_k = launch.is_stream_k(problem, chosen)
+    tile = launch.combine_tile(problem, chosen, (33 if by_work_tile else 1) if stream_k else None)
+    compiled_for = launch.combine_variant(problem, chosen, tile, stream_k, by_work_tile, capability >= 90)
     signature = {
         "pointers": types_of(
             CombinePointers, None, partial="*fp32", out=_TYPES[problem.out_dtype], lse="*fp32",

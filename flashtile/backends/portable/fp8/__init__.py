@@ -42,6 +42,6 @@ def prepare_fp8_attend(problem: Fp8Problem, config: Any) -> Any:
 
 
 def prepare_fp8_quantize(problem: QuantizeProblem, config: bool) -> Any:
-    from flashtile.backends.portable.fp8.quantize_launch import QuantizeLaunch
+    from flashtile.backends.portable.fp8.launch import QuantizeLaunch
 
     return QuantizeLaunch(problem, config)

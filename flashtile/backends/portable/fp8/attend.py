@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 from flashtile.backends.common.deferred import triton
-from flashtile.backends.common.e4m3 import decode_number, encode_bits
 from flashtile.backends.common.jit import kernel
-from flashtile.backends.common.tiles import LN_2, LOG2_E, sequence
+from flashtile.backends.common.tiles import LN_2, LOG2_E, decode_number, encode_bits, sequence
 from flashtile.backends.portable.fp8.quantize import key_of_column
 from flashtile.backends.portable.tiles import (
     apply_score_mod,

@@ -13,8 +13,13 @@ from flashtile.backends.common.compile_cases import case_of, launches_of, meta
 from flashtile.backends.common.compile_report import CompileCase, architecture
 from flashtile.backends.portable.compile_cases import inputs_of
 from flashtile.backends.portable.fp8 import NATIVE_CAPABILITY
-from flashtile.backends.portable.fp8.launch import HEAD_DIMS, Fp8AttendLaunch, row
-from flashtile.backends.portable.fp8.quantize_launch import QuantizeLaunch, spill_budget
+from flashtile.backends.portable.fp8.launch import (
+    HEAD_DIMS,
+    Fp8AttendLaunch,
+    QuantizeLaunch,
+    row,
+    spill_budget,
+)
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem, QuantizeProblem, QuantizeTensors
 from flashtile.problems.fp8_layout import E4M3, KEY_BLOCK, QUERY_BLOCK, num_blocks, num_blocks_varlen
 

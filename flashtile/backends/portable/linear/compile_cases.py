@@ -9,26 +9,25 @@ import torch
 
 from flashtile.backends.common.compile_cases import case_of
 from flashtile.backends.common.compile_report import CompileCase, architecture, types_of
-from flashtile.backends.common.dependent_launch import CAPABILITY
 from flashtile.backends.common.device import Target
-from flashtile.backends.common.linear_epilogue import (
+from flashtile.backends.common.linear import (
     EpilogueCacheStrides,
     EpilogueSizes,
     EpilogueStrides,
     ProductDepth,
     ProductPointers,
+    epilogue_variant,
 )
-from flashtile.backends.common.linear_launch import epilogue_variant
+from flashtile.backends.common.tiles import CAPABILITY
 from flashtile.backends.portable.fp8 import NATIVE_CAPABILITY
-from flashtile.backends.portable.linear.config import (
+from flashtile.backends.portable.linear import (
     MAX_FLAT_ROWS,
     LinearConfig,
     adapted,
     candidates,
     default,
 )
-from flashtile.backends.portable.linear.grouped import grouped_ahead
-from flashtile.backends.portable.linear.kernel import Shares, epilogue_kernel, product_kernel
+from flashtile.backends.portable.linear.kernel import Shares, epilogue_kernel, grouped_ahead, product_kernel
 from flashtile.backends.portable.linear.launch import EPILOGUE_PLACES, EPILOGUE_ROWS, product_variant
 from flashtile.hardware.linear_table import FLAT, GEMV
 from flashtile.problems.linear import E4M3, QKV, SWIGLU, Heads, LinearProblem

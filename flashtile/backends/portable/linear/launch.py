@@ -10,20 +10,21 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.counters import zeroed_counters
-from flashtile.backends.common.dependent_launch import CAPABILITY
 from flashtile.backends.common.device import capability
-from flashtile.backends.common.linear_epilogue import ProductDepth, ProductPointers
-from flashtile.backends.common.linear_launch import (
+from flashtile.backends.common.launch import CachedLaunch
+from flashtile.backends.common.linear import (
+    ProductDepth,
+    ProductPointers,
     epilogue_scalars,
     epilogue_variant,
     new_next_norm,
     new_output,
     product_pointers,
 )
+from flashtile.backends.common.tiles import CAPABILITY
 from flashtile.backends.portable.fp8 import is_native
-from flashtile.backends.portable.linear.config import LinearConfig, halves, needs_end, tiles_of
+from flashtile.backends.portable.linear import LinearConfig, halves, needs_end, tiles_of
 from flashtile.backends.portable.linear.kernel import ProductVariant, Shares, epilogue_kernel, product_kernel
 from flashtile.hardware.linear_table import GEMV, LIBRARY
 from flashtile.problems.linear import E4M3, LinearProblem

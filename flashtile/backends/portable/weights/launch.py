@@ -9,10 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends.common.cached_launch import CachedLaunch
-from flashtile.backends.common.launch import KernelConfig, padded
+from flashtile.backends.common.launch import CachedLaunch, KernelConfig, padded
 from flashtile.backends.portable import configure_forward
-from flashtile.backends.portable.attention.function_pointers import FunctionPointers, captured_of
+from flashtile.backends.portable.attention.functions import FunctionPointers, captured_of
 from flashtile.backends.portable.attention.launch import attention_kernel, optional_pointers
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.weights.kernel import WeightsPointers, weights_kernel

@@ -1,0 +1,452 @@
+"""How several programs can share a block of keys in the Hopper backward.
+
+A work tile is a block of keys with all query rows that see it, of all query heads of the group. For example,
+eight query heads on one key head with 8192 keys give 64 long work tiles, too few for 132 multiprocessors. In
+such cases the query heads of the group and the query rows are divided among several programs. Each program
+writes a part of dK and dV in float32, and ``sum_parts`` adds the parts in a fixed order. ``rounds`` chooses.
+
+How a launch of the Hopper backward is divided among programs, and the estimated time that this takes.
+
+The mirror image of the forward's ``rounds``. A launch takes as long as its busiest program, and then converts
+the dQ of the last heads. :func:`fastest` chooses the query rows of a step, the number of programs that share
+a block of keys (``splits``), and the room in ``dq_accum``. The choice depends only on shapes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from flashtile.backends.common.device import multiprocessors
+from flashtile.backends.common.launch import largest_divisor
+from flashtile.backends.hopper.backward.preprocess import dense_batch
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
+from flashtile.backends.hopper.forward.rounds import ENOUGH_ROUNDS, WORTHWHILE
+from flashtile.problems.attention import Problem
+from flashtile.problems.common import UNLIMITED
+
+if TYPE_CHECKING:
+    from flashtile.backends.hopper.backward.config import BackwardConfig
+
+ROW_SPLITS = (1, 2, 4, 8, 16)
+"""Numbers of parts of the query rows: powers of two, because the kernels divide by shifting."""
+SEEN_BY_ALL = 16
+"""The host does not read the lists of a block mask. To choose splits, it assumes that all rows see one of
+SEEN_BY_ALL blocks of keys, such as those of a prompt, and that one of SEEN_BY_ALL rows sees the others."""
+MAX_PARTS = 32
+"""Largest number of parts of a gradient, so that their sum stays a short kernel."""
+MAX_BYTES = 128 * 2**20
+"""Largest size of the memory for all parts of dK and dV."""
+
+
+class Splits(NamedTuple):
+    """Numbers of parts into which the query heads of a group and the query rows are divided."""
+
+    heads: int = 1
+    rows: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Number of programs that share a block of keys. Each writes a part, its partial sum of dK and dV."""
+        return self.heads * self.rows
+
+
+def candidates(problem: Problem) -> Iterator[Splits]:
+    """Yield no splits, then all splits within MAX_PARTS and MAX_BYTES. Heads are divided evenly.
+
+    When deterministic, programs add to a row of dQ in the order of the blocks of keys. Under a mask, each
+    block is seen by a different range of rows. If programs divided these rows, a program would wait until
+    another program has done most of its work on the previous block. So in this case only heads are divided,
+    and also if a block mask lists the rows.
+    """
+    group = problem.group_size
+    heads = [count for count in range(1, group + 1) if group % count == 0]
+    windowed = problem.effective_window(problem.seqlen_q, problem.seqlen_k) != (UNLIMITED, UNLIMITED)
+    rows = (1,) if has_lists(problem) or (problem.deterministic and windowed) else ROW_SPLITS
+    for splits in itertools.starmap(Splits, itertools.product(heads, rows)):
+        fits = splits.parts <= MAX_PARTS and part_bytes(problem) * splits.parts <= MAX_BYTES
+        if splits.parts == 1 or fits:
+            yield splits
+
+
+def has_lists(problem: Problem) -> bool:
+    """Whether a block mask lists the rows that see a block of keys."""
+    return problem.mods is not None and problem.mods.block_size is not None
+
+
+def part_bytes(problem: Problem) -> int:
+    """Return the bytes of one part of dK and dV."""
+    return 4 * problem.total_k * problem.num_heads_kv * (problem.head_dim + problem.head_dim_v)
+
+
+class RowBlocks(NamedTuple):
+    """The blocks of query rows that see a block of keys, in all sequences of average length."""
+
+    begin: int
+    end: int
+    full_begin: int
+    """All rows of blocks [full_begin, full_end) see all keys. There are none if the sequence ends within a
+    block of keys under a mask with edges. Without edges, the keys past the end cost little."""
+    full_end: int
+
+    def share(self, index: int, count: int) -> RowBlocks:
+        """Return the share of one of ``count`` programs, as ``schedule.own_row_blocks`` does."""
+        steps = self.end - self.begin
+        first = self.begin + steps * index // count
+        return self._replace(begin=first, end=self.begin + steps * (index + 1) // count)
+
+    @property
+    def cut(self) -> int:
+        """Number of blocks that the mask cuts."""
+        full = min(self.end, self.full_end) - max(self.begin, self.full_begin)
+        return self.end - self.begin - max(full, 0)
+
+
+@lru_cache(maxsize=8)
+def rows_of_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[RowBlocks, ...]:
+    """Return the :class:`RowBlocks` of each block of keys, if the sequences have the average length."""
+    seqlen_q, seqlen_k = average_lengths(problem)
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    has_edges = left != UNLIMITED or right != UNLIMITED
+    offset = seqlen_k - seqlen_q
+    if has_lists(problem):
+        steps, blocks = math.ceil(seqlen_q / block_m), math.ceil(seqlen_k / block_n)
+        common, few = math.ceil(blocks / SEEN_BY_ALL), math.ceil(steps / SEEN_BY_ALL)
+        seen = (steps,) * common + (few,) * (blocks - common)
+        return tuple(RowBlocks(0, count, 0, count) for count in seen)
+    rows = []
+    for first in range(0, seqlen_k, block_n):
+        last = min(first + block_n, seqlen_k) - 1
+        begin = 0 if right == UNLIMITED else max(first - offset - right, 0)
+        end = seqlen_q if left == UNLIMITED else min(last - offset + left + 1, seqlen_q)
+        full_begin = 0 if right == UNLIMITED else max(last - offset - right, 0)
+        full_end = seqlen_q if left == UNLIMITED else min(first - offset + left + 1, seqlen_q)
+        if begin >= end:
+            rows.append(RowBlocks(0, 0, 0, 0))
+            continue
+        first_full = math.ceil(full_begin / block_m)
+        last_full = math.ceil(full_end / block_m) if full_end == seqlen_q else full_end // block_m
+        if has_edges and first + block_n > seqlen_k:
+            last_full = first_full
+        rows.append(RowBlocks(begin // block_m, math.ceil(end / block_m), first_full, last_full))
+    return tuple(rows)
+
+
+def average_lengths(problem: Problem) -> tuple[int, int]:
+    """Return (query rows, keys) of a sequence, rounded up. Lengths on the device are not read."""
+    sequences = max(problem.batch, 1)
+    return math.ceil(problem.total_q / sequences), math.ceil(problem.total_k / sequences)
+
+
+def as_scheduled(problem: Problem, heads: int) -> Problem:
+    """Return the problem for which work is scheduled: each key head is replaced by ``heads`` key heads.
+
+    The query heads of the original key head are divided evenly among the new ones.
+    """
+    return problem if heads == 1 else replace(problem, num_heads_kv=problem.num_heads_kv * heads)
+
+
+SWIZZLE_BYTES = {"even": 20 * 2**20, "uneven": 12 * 2**20}
+"""Bytes of the L2 cache (50 MB) that the tensors of one group of interleaved heads may take. Programs work on
+two groups at a time. A larger limit is faster if all blocks of keys cost the same. A smaller limit is faster
+under a causal mask, where heads complete later."""
+LISTED_ROUNDS = 8
+"""With a block mask, each program takes about this many work tiles of the last, interleaved heads. The host
+does not read the lists. A prompt that all rows see has work tiles several times as long as the mean, and
+those of all heads must start early."""
+EQUAL = 1.02
+"""Times that differ by at most this factor are considered equal."""
+
+
+class Costs(NamedTuple):
+    """Times of a program, in microseconds."""
+
+    tile: float
+    """A work tile apart from its steps: loading K and V, filling the pipeline, storing dK and dV."""
+    step: float
+    """A block of query rows of one head."""
+    cut: float
+    """Additional time of a step that an edge of a window or a causal mask cuts."""
+
+
+COSTS: dict[tuple[int, int, int], Costs] = {
+    (64, 64, 128): Costs(2.7, 2.35, 2.2),
+    (64, 64, 64): Costs(2.1, 1.35, 0.5),
+    (128, 128, 64): Costs(2.8, 2.05, 0.25),
+    (64, 128, 64): Costs(2.4, 1.7, 0.4),
+    (128, 64, 64): Costs(2.4, 1.7, 0.4),
+}
+"""(columns of q and k, of v, query rows of a step) -> costs. They, and the constants below, were fitted to
+130 times on an H200: the plain calls of ``benchmarks/results/2026-11-23-h200-*-backward*.json`` and the
+configurations of ``2026-11-27-h200-rounds.json``. The root of the mean squared error is 5 %. Unequal head
+sizes have few measurements: their costs lie between those of equal ones."""
+WIDE_COSTS = Costs(6.6, 2.2, 0.0)
+"""Costs of the kernel of dK and dV for head sizes over 128. Those over 256 have half as many rows in a
+step and were not measured."""
+LAUNCH = {32: 7.5, 64: 7.5, 128: 10.5}
+"""Query rows of a step -> time of the launches of the preprocess kernel and of the main kernel, without work.
+Steps of 128 rows have about twice as many instructions, which the first work tiles load."""
+BYTES = 6.0e6
+"""Bytes of the call's tensors per microsecond. Much of this is hidden, so they exceed the memory's rate."""
+ACCUM_BYTES = 1.9e6
+"""Bytes of ``dq_accum`` per microsecond: it is zeroed, and what leaves the L2 cache comes back."""
+CHUNK = 0.27
+"""Conversion of POSTPROCESS_CHUNK floats of ``dq_accum``."""
+SIGNAL = 2.0
+"""From a program's last addition to dQ to the start of its conversion."""
+SUM = 4.0
+"""The launch of the kernel that adds up parts."""
+
+
+class Launch(NamedTuple):
+    """The work of a launch, in whole blocks, so that calls of similar lengths share an estimate."""
+
+    rows: tuple[RowBlocks, ...]
+    """The query rows of each block of keys of a head, in the order of the queue."""
+    heads: int
+    """Number of key heads (:func:`key_heads`), each counted HEAD_SPLITS * COLUMN_SPLITS times."""
+    group: int
+    """Query heads of each of them."""
+    row_splits: int
+    last: int
+    """Number of heads at the end of the queue that are interleaved (:func:`last_heads`)."""
+    resident: int
+    """Number of heads that ``dq_accum`` has room for."""
+    chunks: int
+    """Chunks of ``dq_accum`` that a program converts at a time."""
+    programs: int
+    costs: Costs
+
+    @property
+    def tiles(self) -> int:
+        return len(self.rows) * self.heads * self.row_splits
+
+
+def fastest(problem: Problem, configs: tuple[BackwardConfig, ...]) -> BackwardConfig:
+    """Return the first of ``configs``, or one that is estimated to take less than WORTHWHILE of its time.
+
+    Others are variants of each of ``configs``: its splits, and room in ``dq_accum`` for all heads. Of those
+    that take nearly the least time, it is the one with the fewest parts, and with equal numbers of parts the
+    one that divides heads rather than rows. Work tiles that make ENOUGH_ROUNDS are not divided further.
+    """
+    first = configs[0]
+    if not problem.total_q or not problem.total_k:
+        return first
+    whole = microseconds(problem, first)
+    choices = tuple(variants(problem, configs))
+    bounds = {config: microseconds(problem, config, least_busiest) for config in choices}
+    times = {first: whole}
+    for config in sorted(choices, key=bounds.__getitem__):
+        if bounds[config] > EQUAL * min(times.values()):
+            break  # this one and the rest cannot be near the least time, and simulating them takes long
+        times[config] = microseconds(problem, config)
+    least = min(times.values())
+    if least >= WORTHWHILE * whole:
+        return first
+    near = [config for config in choices if times.get(config, math.inf) <= EQUAL * least]
+    return min(near, key=lambda config: (config.parts, config.ROW_SPLITS))
+
+
+def variants(problem: Problem, configs: tuple[BackwardConfig, ...]) -> Iterator[BackwardConfig]:
+    """Yield the configurations among which :func:`fastest` chooses."""
+    enough = ENOUGH_ROUNDS * multiprocessors(problem.device)
+    for config, splits in itertools.product(configs, candidates(problem)):
+        divided = replace(config, HEAD_SPLITS=splits.heads, ROW_SPLITS=splits.rows)
+        launch = launch_of(problem, divided)
+        if splits.parts > 1 and launch.tiles >= enough:
+            continue
+        yield divided
+        if launch.resident < launch.heads and launch.tiles < enough:
+            everywhere = replace(divided, ALL_RESIDENT=True)
+            if accum_bytes(problem, launch_of(problem, everywhere)) <= MAX_BYTES:
+                yield everywhere
+
+
+def microseconds(
+    problem: Problem, config: BackwardConfig, of_programs: Callable[[Launch], float] | None = None
+) -> float:
+    """Return the estimated time of a call with ``config``.
+
+    ``of_programs`` returns the time of the programs; None means :func:`busiest`.
+    """
+    launch = launch_of(problem, config)
+    width = problem.head_dim + problem.head_dim_v
+    rows, keys = problem.total_q * problem.num_heads_q, problem.total_k * problem.num_heads_kv
+    # out and dO are read, then q, k, v and dO; dq, dk and dv are written.
+    moved = problem.dtype.itemsize * (rows * (2 * width + problem.head_dim_v) + 2 * keys * width)
+    time = LAUNCH[config.BLOCK_M] + moved / BYTES + (of_programs or busiest)(launch)
+    time += accum_bytes(problem, launch) / ACCUM_BYTES
+    if config.parts > 1:
+        time += SUM + 2 * config.parts * part_bytes(problem) / BYTES
+    return time
+
+
+@lru_cache(maxsize=64)
+def launch_of(problem: Problem, config: BackwardConfig) -> Launch:
+    """Return the work of a call with ``config``. Packed sequences are assumed to be equally long."""
+    scheduled = as_scheduled(problem, config.HEAD_SPLITS)
+    heads, group = key_heads(scheduled) * config.COLUMN_SPLITS, scheduled.group_size
+    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    rows = rows_of_blocks(problem, config.BLOCK_M, config.BLOCK_N)
+    tiles = group * math.ceil(average_lengths(problem)[0] / WARPGROUP_ROWS)
+    tiles = math.ceil(tiles / (len(rows) * config.ROW_SPLITS))
+    rows *= packed_sequences(problem)
+    programs = min(multiprocessors(problem.device), len(rows) * heads * config.ROW_SPLITS)
+    simple = problem.deterministic or config.wide
+    last = 0
+    if not problem.deterministic and (is_causal(problem) or has_lists(problem)):
+        last = last_heads(scheduled, config.BLOCK_N, programs, config.ROW_SPLITS)
+    resident = heads if simple else resident_heads(scheduled, config, 1, programs)
+    return Launch(
+        rows[::-1] if problem.deterministic else rows,
+        heads,
+        group,
+        config.ROW_SPLITS,
+        last,
+        resident,
+        0 if config.wide else tiles * block_d // 16,
+        programs,
+        WIDE_COSTS if config.wide else COSTS[block_d, block_dv, config.BLOCK_M],
+    )
+
+
+def accum_bytes(problem: Problem, launch: Launch) -> int:
+    """Return the bytes of ``dq_accum``."""
+    if not launch.chunks:
+        return 0
+    rows = math.ceil(average_lengths(problem)[0] / WARPGROUP_ROWS) * WARPGROUP_ROWS
+    rows *= packed_sequences(problem)
+    return 4 * launch.resident * launch.group * rows * padded(problem.head_dim)
+
+
+def packed_sequences(problem: Problem) -> int:
+    """Return the number of sequences whose blocks of keys one key head has; 1 for dense tensors."""
+    return problem.batch if problem.varlen else 1
+
+
+def tile_costs(launch: Launch) -> list[list[float]]:
+    """Return the costs of the work tiles of each block of keys of a head."""
+    tile, step, cut = launch.costs
+    shares = [
+        [rows.share(index, launch.row_splits) for index in range(launch.row_splits)] for rows in launch.rows
+    ]
+    return [
+        [tile + launch.group * (step * (rows.end - rows.begin) + cut * rows.cut) for rows in block]
+        for block in shares
+    ]
+
+
+def queue(launch: Launch) -> Iterator[tuple[int, int]]:
+    """Yield (key head, block of keys) in the order of the queue (``schedule.head_and_block``)."""
+    blocks, first = range(len(launch.rows)), launch.heads - launch.last
+    yield from itertools.product(range(first), blocks)
+    for block, head in itertools.product(blocks, range(first, launch.heads)):
+        yield head, block
+
+
+def least_busiest(launch: Launch) -> float:
+    """Return a lower bound of :func:`busiest`, from the mean load of programs and the longest work tile."""
+    tile, step, cut = launch.costs
+    steps, longest, cuts = totals(launch.rows)
+    mean = tile * len(launch.rows) * launch.row_splits + launch.group * (step * steps + cut * cuts)
+    longest_tile = tile + launch.group * step * (longest // launch.row_splits)
+    return max(mean * launch.heads / launch.programs, longest_tile) + conversion(launch)
+
+
+@lru_cache(maxsize=8)
+def totals(rows: tuple[RowBlocks, ...]) -> tuple[int, int, int]:
+    """Return the number of steps of all blocks of keys, the most of one block, and how many are cut."""
+    steps = [block.end - block.begin for block in rows]
+    return sum(steps), max(steps), sum(block.cut for block in rows)
+
+
+def conversion(launch: Launch) -> float:
+    """Return the time from the last addition to a head's dQ to the end of its conversion."""
+    return SIGNAL + CHUNK * launch.chunks if launch.chunks else 0.0
+
+
+@lru_cache(maxsize=64)
+def busiest(launch: Launch) -> float:
+    """Return the estimated time of the programs, with the conversion of the dQ of the last heads.
+
+    The first addition to a head's dQ waits until its place in ``dq_accum`` is converted and zero. With
+    ENOUGH_ROUNDS all programs end at about the same time, and the mean is returned.
+    """
+    costs = tile_costs(launch)
+    convert = conversion(launch)
+    if launch.tiles >= ENOUGH_ROUNDS * launch.programs:
+        return launch.heads * sum(map(sum, costs)) / launch.programs + convert
+    busy = [0.0] * launch.programs
+    ends = [0.0] * launch.heads
+    for head, block in queue(launch):
+        before = head - launch.resident
+        zeroed = ends[before] + convert if before >= 0 else 0.0
+        for cost in costs[block]:
+            end = max(busy[0], zeroed - launch.costs.step) + cost  # dQ of a step is passed on one step later
+            heapq.heapreplace(busy, end)
+            ends[head] = max(ends[head], end)
+    return max(busy) + convert
+
+
+def key_heads(problem: Problem) -> int:
+    """Return the number of key heads, over all sequences of a dense batch."""
+    return problem.num_heads_kv * dense_batch(problem)
+
+
+def is_causal(problem: Problem) -> bool:
+    """Whether the mask has only a right edge."""
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    return left == UNLIMITED != right
+
+
+def has_uneven_blocks(problem: Problem) -> bool:
+    """Whether some blocks of keys are seen by more rows than others, as under a causal mask."""
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    return (left == UNLIMITED) != (right == UNLIMITED)
+
+
+def l2_swizzle(problem: Problem) -> int:
+    """Return the number of key heads whose work tiles are interleaved when deterministic.
+
+    It is the largest divisor of :func:`key_heads` for which q, dO and ``dq_accum`` fit in SWIZZLE_BYTES.
+    """
+    row_bytes = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
+    room = SWIZZLE_BYTES["uneven" if has_uneven_blocks(problem) else "even"]
+    most = room // (row_bytes * problem.group_size * max(problem.seqlen_q, 1))
+    return largest_divisor(key_heads(problem), most)
+
+
+def last_heads(problem: Problem, block_n: int, programs: int, row_splits: int = 1) -> int:
+    """Return how many key heads at the end of the queue have interleaved work tiles.
+
+    Under a causal mask, it is the number of heads that the programs work on at a time. With a block mask, it
+    is LISTED_ROUNDS times this number. ``problem`` is from :func:`as_scheduled`.
+    """
+    tiles = math.ceil(problem.total_k / dense_batch(problem) / block_n) * row_splits
+    rounds = LISTED_ROUNDS if has_lists(problem) else 1
+    return min(math.ceil(rounds * programs / max(tiles, 1)), key_heads(problem))
+
+
+def resident_heads(problem: Problem, config: BackwardConfig, swizzle: int, programs: int) -> int:
+    """Return the number of key heads that ``dq_accum`` has room for.
+
+    ``problem`` is from :func:`as_scheduled`. There is room for about twice the heads that programs work on at
+    a time, because programs begin the next heads while the sums of the previous ones are converted. When
+    deterministic or with a block mask, interleaved heads complete at the same time and need more room. All
+    interleaved heads must fit, since they must not wait for one another. A larger ``dq_accum`` would not stay
+    in the L2 cache. If the last heads would wait for the first ones, there may be room for all
+    (``config.ALL_RESIDENT``).
+    """
+    if config.ALL_RESIDENT:
+        return key_heads(problem)
+    tiles = math.ceil(problem.total_k / dense_batch(problem) / config.BLOCK_N) * config.ROW_SPLITS
+    rounds = LISTED_ROUNDS if has_lists(problem) else 2
+    heads = math.ceil(rounds * programs / max(tiles, 1)) + 1
+    if problem.deterministic:
+        heads = heads + swizzle if has_uneven_blocks(problem) else max(heads, 5 * swizzle // 2)
+    return min(heads, key_heads(problem))

@@ -1,0 +1,714 @@
+"""The Hopper kernels without a card: interpreted, held to the error rule, in several orders of events.
+
+``make test`` has a few telling calls of each kernel; ``make test-hopper-interpreted`` all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
+
+
+import decode_cases
+import flashtile
+import linear_calls
+from cases import BF16, FP16, Case, Variants, cross, masks
+from decode_cases import paged
+from flashtile import dropout, testing
+from flashtile.backends.common import device
+from flashtile.backends.hopper import decode as hopper_decode
+from flashtile.backends.hopper import linear as ring
+from flashtile.backends.hopper.backward import config as backward_config
+from flashtile.backends.hopper.backward import dq_accum, wide_launch
+from flashtile.backends.hopper.backward.costs import Splits
+from flashtile.backends.hopper.compile_cases import PLAIN
+from flashtile.backends.hopper.decode import launch as decode_launch
+from flashtile.backends.hopper.forward import config as forward_config
+from flashtile.backends.hopper.forward import launch as forward_launch
+from flashtile.backends.hopper.forward.config import alternatives, every_row, of_tables
+from flashtile.backends.hopper.linear.launch import FlatLaunch
+from flashtile.masks import alibi, create_block_mask, mask_mod, window
+from flashtile.problems.attention import Problem
+from flashtile.problems.decode import CacheTensors, DecodeOptions, DecodeProblem
+from flashtile.problems.fp8_layout import E4M3
+from flashtile.problems.linear import LinearTensors
+from flashtile.testing import decode as decode_testing
+from flashtile.testing import fp8 as fp8_testing
+from gluon_interpreter import Edited, interpreted
+from linear_calls import Call
+from listed_calls import LISTED_CALLS, SMALL_SCORES, check_gradients_beside_small_scores, check_small_scores
+
+exhaustive = pytest.mark.exhaustive
+SMALL = Case(
+    batch=1, seqlen_q=150, seqlen_k=300, heads_q=2, heads_kv=1, head_dim=64, dtype=BF16, name="hopper"
+)
+LENGTHS = ((100, 160), (1, 1), (0, 10), (130, 70), (200, 200))
+
+
+def check(case: Case, seed: int = 0, **options: Any) -> None:
+    inputs = case.inputs("cpu")
+    with interpreted(seed) as interpreter:
+        inputs.check(backend="hopper", **options)
+    assert any(name.endswith("kernel") for name in interpreter.launched)
+
+
+def cases(bases: Variants, variants: Variants) -> Iterator[Case]:
+    return cross({name: replace(SMALL, **base) for name, base in bases.items()}, variants)
+
+
+def by_name(all_cases: Iterator[Case]) -> Any:
+    return pytest.mark.parametrize("case", list(all_cases), ids=lambda case: case.name)
+
+
+FORWARD: Variants = {
+    "three-warpgroups": {"seqlen_q": 250, "heads_q": 3, "heads_kv": 3},
+    "packed-heads": {"seqlen_q": 20, "heads_q": 4, "head_dim": 96, "head_dim_v": 64},
+    "causal": {"causal": True, "seqlen_q": 300, "head_dim": 128, "sink": "own"},
+    "varlen": {"lengths": LENGTHS, "causal": True, "softcap": 3.0, "head_dim": 128, "dtype": FP16},
+    "window": {"window_size": (70, 9), "seqlen_q": 300, "head_dim": 256, "alibi": "batch"},
+    "used": {"unused_keys": 40, "batch": 2, "head_dim": 256, "head_dim_v": 128},
+    "tiles-in-parts": {"head_dim": 192, "head_dim_v": 128, "lengths": LENGTHS, "softcap": 3.0},
+    "three-parts": {"head_dim": 136, "head_dim_v": 176, "causal": True, "lengths": LENGTHS, "unused_keys": 7},
+    "few-columns": {"head_dim": 80, "causal": True, "alibi": "batch"},
+    "widest": {"head_dim": 512, "causal": True, "lengths": LENGTHS, "softcap": 3.0},
+    "widest-window": {
+        "head_dim": 448, "head_dim_v": 320, "window_size": (70, 9), "alibi": "batch", "sink": "own"
+    },
+    "widest-packed": {"seqlen_q": 20, "heads_q": 4, "head_dim": 264, "head_dim_v": 96, "unused_keys": 40},
+    "packed-window": {"heads_q": 8, "heads_kv": 1, "window_size": (60, 0), "seqlen_q": 200, "sink": "own"},
+}  # fmt: skip
+BACKWARD: Variants = {
+    "more-heads-than-dq-accum-has": {"batch": 8},
+    "causal": {"causal": True, "head_dim": 128, "softcap": 3.0},
+    "varlen": {"lengths": LENGTHS, "head_dim_v": 128, "alibi": "batch"},
+    "window-used": {"window_size": (70, 9), "unused_keys": 30, "head_dim": 128, "sink": "own"},
+    "unseen-keys": {"window_size": (20, 0), "seqlen_q": 70, "seqlen_k": 400},
+    "wide": {"head_dim": 256, "causal": True, "alibi": "batch"},
+    "wide-single": {"head_dim": 256, "causal": True, "seqlen_q": 300, "heads_q": 1},
+    "wide-varlen": {"lengths": LENGTHS, "head_dim": 192, "head_dim_v": 128, "softcap": 3.0},
+    "widest": {"head_dim": 512, "causal": True, "seqlen_q": 100, "seqlen_k": 140},
+    "widest-varlen": {"lengths": LENGTHS, "head_dim": 512, "causal": True, "softcap": 3.0},
+    "widest-window": {
+        "head_dim": 448, "head_dim_v": 320, "window_size": (40, 9), "alibi": "batch", "sink": "own"
+    },
+    "widest-q": {"head_dim": 264, "head_dim_v": 96, "unused_keys": 40, "batch": 2, "heads_kv": 2},
+    "widest-v": {"head_dim": 64, "head_dim_v": 512, "seqlen_q": 70, "seqlen_k": 130, "dtype": FP16},
+}  # fmt: skip
+HEAD_SIZES: Variants = {
+    "d64": {},
+    "d128": {"head_dim": 128},
+    "d256": {"head_dim": 256, "seqlen_q": 130},
+    "d96-64": {"head_dim": 96, "head_dim_v": 64},
+    "d64-256": {"head_dim_v": 256, "seqlen_q": 100, "dtype": FP16},
+    "square": {"seqlen_q": 300, "head_dim": 128},
+    "varlen": {"lengths": LENGTHS},
+    "varlen-wide": {"lengths": LENGTHS, "head_dim": 256},
+    "d512": {"head_dim": 512, "seqlen_q": 130},
+    "varlen-widest": {"lengths": LENGTHS, "head_dim": 384},
+}
+
+
+DROPOUT: Variants = {
+    "causal": {"seqlen_q": 140, "seqlen_k": 140, "causal": True, "dropout_p": 0.2, "sink": "own"},
+    "few-rows": {"seqlen_q": 20, "heads_q": 4, "head_dim": 96, "head_dim_v": 64, "dropout_p": 0.03},
+    "varlen": {"lengths": LENGTHS, "causal": True, "softcap": 3.0, "head_dim": 128, "dropout_p": 0.5},
+    "window": {"window_size": (70, 9), "unused_keys": 30, "batch": 2, "alibi": "batch", "dropout_p": 0.1},
+}
+
+
+@by_name(cases(FORWARD, {"": {}}))
+def test_forward(case: Case) -> None:
+    check(case, gradients=False)
+
+
+ALIGNED = {"seqlen_k": 304}
+"""A bias's rows must begin at multiples of 16 bytes."""
+BIAS: Variants = {
+    "d64": {"bias": "hq-own", "batch": 2, "seqlen_q": 70, "seqlen_k": 200, "heads_q": 1, "causal": True},
+    "d128": {"bias": "bhq-own", "head_dim": 128},
+    "softcap": {
+        "bias": "q-own", "head_dim": 128, "window_size": (30, 20), "softcap": 5.0, "seqlen_q": 300
+    },
+    "used": {
+        "bias": "q-own", "unused_keys": 40, "batch": 2, "deterministic": True, "dtype": FP16, "sink": "own"
+    },
+    "varlen": {
+        "bias": "hq-own", "head_dim": 128, "lengths": ((100, 160), (1, 1), (0, 10), (200, 70)), "causal": True
+    },
+    "many-tiles": {"bias": "q-own", "heads_q": 8, "heads_kv": 4, "seqlen_q": 300},
+    "more-heads-than-dq-accum-has": {"bias": "hq-own", "batch": 8, "seqlen_q": 70, "seqlen_k": 136},
+    "gradient-of-few-cells": {
+        "bias": "bq-own", "batch": 3, "seqlen_q": 200, "seqlen_k": 136, "window_size": (40, 9),
+        "softmax_scale": -0.1,
+    },
+    "gradient-is-ds": {
+        "bias": "bhq-own", "batch": 2, "heads_q": 4, "heads_kv": 2, "seqlen_q": 200, "causal": True,
+        "deterministic": True,
+    },
+    "gradient-is-ds-of-a-window": {
+        "bias": "bhq-own", "head_dim": 104, "seqlen_q": 300, "seqlen_k": 400, "window_size": (30, 20),
+        "softmax_scale": -0.1,
+    },
+}  # fmt: skip
+
+
+TELLING = ("d64", "d128", "softcap", "gradient-is-ds")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in TELLING else pytest.param(name, marks=exhaustive) for name in BIAS],
+)
+def test_bias(name: str) -> None:
+    """In the forward its tiles are copied over as soon as they are let go of, and a load may be late. In the
+    backward they lie where dS will be."""
+    fields = dict(BIAS[name])
+    deterministic = fields.pop("deterministic", False)
+    case = replace(SMALL, **{**ALIGNED, "name": name, **fields})
+    check(case, seed=len(name), deterministic=deterministic)
+
+
+@by_name(cases(BACKWARD, {"": {}}))
+def test_backward(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=exhaustive if place > 1 else ())
+        for place, case in enumerate(cases(DROPOUT, {"": {}}))
+    ],
+)
+def test_dropout(case: Case) -> None:
+    check(case)
+
+
+def test_dropout_keeps_what_its_definition_keeps() -> None:
+    """Bit by bit, over blocks of rows and of keys: with one value for each key, out says what was kept."""
+    state = torch.tensor([0x123456789ABCDEF, 2**33 + 5])
+    q = torch.zeros(1, 200, 2, 64, dtype=BF16)
+    k = torch.zeros(1, 200, 1, 64, dtype=BF16)
+    v = torch.zeros(1, 200, 1, 64, dtype=BF16)
+    mask = dropout.kept(state, 0.3, 2, range(1), range(2), range(200), range(200))
+    for first in (0, 136):
+        v.zero_()[0, first : first + 64, 0] = torch.eye(64)
+        with interpreted(first):
+            out = flashtile.attention(q, k, v, dropout_p=0.3, rng_state=state, backend="hopper")
+        assert torch.equal(out.transpose(1, 2) != 0, mask[..., first : first + 64])
+
+
+@pytest.mark.parametrize("dropout_p", [0.3, 0.003])
+def test_the_backward_drops_what_the_forward_drops(dropout_p: float) -> None:
+    """Bit by bit: with an upstream gradient for one column of each row, dv says what was kept."""
+    state = torch.tensor([0x123456789ABCDEF, 2**33 + 5])
+    q, k, v = (torch.zeros(1, 200, 1, 64, dtype=BF16, requires_grad=True) for _ in range(3))
+    mask = dropout.kept(state, dropout_p, 1, range(1), range(1), range(200), range(200))
+    with interpreted(1):
+        out = flashtile.attention(q, k, v, dropout_p=dropout_p, rng_state=state, backend="hopper")
+        for first in (0, 136):
+            dout = torch.zeros_like(out)
+            dout[0, first : first + 64, 0] = torch.eye(64)
+            (dv,) = torch.autograd.grad(out, v, dout, retain_graph=True)
+            assert torch.equal(dv[0, :, 0].T != 0, mask[0, 0, first : first + 64])
+
+
+@pytest.mark.parametrize("head_dim_v", [64, 40])
+def test_sequences_of_one_key_that_end_early(head_dim_v: int) -> None:
+    """An extent of 1 has no stride of its own, but the next row is the next sequence's."""
+    shapes = (3, 5, 1, 64), (3, 1, 1, 64), (3, 1, 1, head_dim_v)
+    q, k, v = (testing.random_tensor(shape, BF16, "cpu", seed=i) for i, shape in enumerate(shapes))
+    with interpreted():
+        testing.check(q, k, v, backend="hopper", seqused_k=torch.tensor([1, 0, 1], dtype=torch.int32))
+
+
+SHARED: dict[str, tuple[Splits, dict[str, Any]]] = {
+    "both": (Splits(2, 2), {"causal": True, "head_dim": 128, "seqlen_q": 300}),
+    "heads": (Splits(4, 1), {"causal": True, "unused_keys": 40, "batch": 2, "softcap": 3.0}),
+    "rows-more-than-blocks": (Splits(1, 8), {"seqlen_q": 70}),
+    "varlen": (Splits(2, 2), {"lengths": LENGTHS, "causal": True, "unused_tail": 30, "slack": 9}),
+    "wide": (Splits(2, 2), {"head_dim": 256, "causal": True}),
+    "wide-varlen": (Splits(4, 2), {"lengths": LENGTHS, "head_dim": 192, "head_dim_v": 128}),
+    "wide-used": (Splits(1, 4), {"head_dim": 256, "unused_keys": 40, "batch": 2, "window_size": (70, 9)}),
+    "widest": (Splits(2, 2), {"head_dim": 320, "causal": True, "seqlen_q": 100}),
+    "widest-varlen": (Splits(4, 2), {"lengths": LENGTHS, "head_dim": 512, "unused_tail": 30, "slack": 9}),
+}
+
+
+def choosing(splits: Splits, **more: Any) -> Any:
+    """The first configuration of every call, with these splits."""
+
+    def choose(problem: Problem, configs: tuple[Any, ...]) -> Any:
+        return replace(configs[0], HEAD_SPLITS=splits.heads, ROW_SPLITS=splits.rows, **more)
+
+    return mock.patch.object(backward_config, "fastest", choose)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name == "both"
+        else pytest.param(name, marks=pytest.mark.thorough if name == "wide" else exhaustive)
+        for name in SHARED
+    ],
+)
+def test_shared_blocks_of_keys(name: str) -> None:
+    """More programs than a card of two multiprocessors would have share them."""
+    splits, fields = SHARED[name]
+    with choosing(splits):
+        for seed, deterministic in enumerate((False, True)):
+            case = replace(SMALL, name=name, heads_q=4, **fields)
+            check(case, seed, deterministic=deterministic)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=exhaustive if name != "window" else ()) for name in ("window", "more")]
+)
+def test_other_configurations(name: str) -> None:
+    """Steps of 64 rows at head_dim 64, and room in dq_accum for all heads."""
+    fields = {"window": {"window_size": (60, 0), "seqlen_q": 300}, "more": {"batch": 8, "causal": True}}[name]
+    with choosing(Splits(), BLOCK_M=64, ALL_RESIDENT=True):
+        check(replace(SMALL, name=name, **fields))
+
+
+NEAR = window(99, 0)
+SLOPED = alibi(torch.tensor([0.5, 0.25, 0.1, 0.05]))
+BLOCKS = create_block_mask(NEAR, None, None, 300, 300, "cpu")
+MODS: dict[str, tuple[Splits, dict[str, Any]]] = {
+    "score and block mask": (Splits(2, 1), {"score_mod": SLOPED, "block_mask": BLOCKS}),
+    "score, causal": (Splits(2, 2), {"score_mod": SLOPED, "causal": True}),
+    "mask": (Splits(1, 4), {"mask_mod": NEAR}),
+    "block mask": (Splits(), {"block_mask": BLOCKS}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim"),
+    [
+        ("score and block mask", 64),
+        *(pytest.param(name, head_dim, marks=exhaustive) for head_dim in (128, 256) for name in MODS),
+    ],
+)
+def test_functions_of_scores_and_masks(name: str, head_dim: int) -> None:
+    """In both passes, where programs share blocks of keys, too."""
+    splits, given = MODS[name]
+    q, k, v = (testing.random_tensor((1, 300, h, head_dim), BF16, "cpu", seed=h) for h in (4, 2, 2))
+    with (
+        choosing(splits),
+        interpreted(0) as interpreter,
+    ):
+        testing.check(q, k, v, backend="hopper", **given)
+    backward = {"backward_kernel"} if head_dim <= 128 else {"dkv_kernel", "dq_kernel"}
+    assert {"forward_kernel", *backward} <= set(interpreter.launched)
+
+
+TELLING_FUNCTIONS = {"document", "compared-log", "negated-distance", "finite-fill", "times", "wide-products"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in TELLING_FUNCTIONS else exhaustive) for name in LISTED_CALLS],
+)
+def test_calls_with_functions(name: str) -> None:
+    call = LISTED_CALLS[name]
+    with interpreted():
+        testing.check(*call.inputs("cpu"), backend="hopper", **call.arguments("cpu"))
+
+
+TELLING_WIDE = {("document", 256, 256), ("ragged-in-a-full-block", 192, 128), ("no-keys", 256, 256)}
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "head_dim_v"),
+    [
+        pytest.param(*given, marks=() if given in TELLING_WIDE else exhaustive)
+        for given in (
+            (name, *sizes) for name in LISTED_CALLS for sizes in ((256, 256), (192, 192), (192, 128))
+        )
+    ],
+)
+def test_calls_with_functions_of_wide_heads(name: str, head_dim: int, head_dim_v: int) -> None:
+    """These kernels have deterministic gradients with block masks, too."""
+    call = replace(LISTED_CALLS[name], head_dim=head_dim, head_dim_v=head_dim_v)
+    with interpreted() as interpreter:
+        testing.check(*call.inputs("cpu"), backend="hopper", deterministic=True, **call.arguments("cpu"))
+    assert {"forward_kernel", "dkv_kernel", "dq_kernel"} <= set(interpreter.launched)
+
+
+@pytest.mark.parametrize("small", SMALL_SCORES)
+def test_rows_of_small_finite_scores(small: float) -> None:
+    """The FMA of the softmax does not round the product that the row's maximum is."""
+    with interpreted():
+        check_small_scores(*LISTED_CALLS["finite-fill"].inputs("cpu"), "hopper", small)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["score_mod", "bias"])
+def test_gradients_beside_small_finite_scores(bias: bool) -> None:
+    q, k, v = (tensor.to(torch.bfloat16) for tensor in LISTED_CALLS["finite-fill"].inputs("cpu"))
+    with interpreted():
+        check_gradients_beside_small_scores(q, k, v, "hopper", -1e9, bias)
+
+
+def test_hidden_scores_have_no_gradient() -> None:
+    """Neither those that a mask hides nor rows past the end, where the function divides by zero."""
+
+    def modify(s, b, h, q_idx, kv_idx):
+        return s / (q_idx - kv_idx).abs() + torch.log(70.0 - q_idx) / 8
+
+    q, k, v = (testing.random_tensor((1, 70, 1, 64), BF16, "cpu", seed=i) for i in range(3))
+    with interpreted() as interpreter:
+        testing.check(q, k, v, backend="hopper", score_mod=modify, mask_mod=lambda b, h, i, j: i != j)
+    assert "backward_kernel" in interpreter.launched
+
+
+def test_a_block_mask_of_whole_blocks() -> None:
+    """Full, partial and empty ones, and rows that have none: no other mask hides a key."""
+    mask = mask_mod(lambda b, h, q, kv: (q // 128 != 1) & (((q - kv) % 3 != 1) | (kv < 128)))
+    blocks = create_block_mask(mask, None, None, 384, 384, "cpu")
+    q, k, v = (testing.random_tensor((1, 384, h, 64), BF16, "cpu", seed=h) for h in (2, 1, 1))
+    with interpreted():
+        testing.check(q, k, v, backend="hopper", block_mask=blocks, gradients=False)
+
+
+def test_a_sequence_that_ends_in_the_only_full_block() -> None:
+    """Keys behind its end are hidden, although the block mask hides none."""
+    blocks = create_block_mask(mask_mod(lambda b, h, q, kv: kv >= 100), None, None, 64, 200, "cpu")
+    assert blocks.full_kv_indices[0, 0, 0, 0] == 1
+    q, k, v = (testing.random_tensor((1, n, 1, 64), BF16, "cpu", seed=n) for n in (64, 200, 200))
+    with interpreted():
+        testing.check(q, k, v, backend="hopper", block_mask=blocks, gradients=False)
+
+
+def test_launches_share_the_counter_of_their_queue() -> None:
+    """Each leaves it 0, whichever of its programs is the last to ask."""
+    counters = torch.zeros(8, dtype=torch.int32)
+    q, k, v = (testing.random_tensor((1, 300, h, 64), BF16, "cpu", seed=h) for h in (6, 2, 2))
+    with mock.patch.object(forward_launch, "zeroed_counters", return_value=counters):
+        for seed in range(2):
+            with interpreted(seed):
+                testing.check(q, k, v, backend="hopper", block_mask=BLOCKS, gradients=False)
+            assert not counters.any()
+    q, k, v = (testing.random_tensor((1, 300, h, 192), BF16, "cpu", seed=h) for h in (6, 2, 2))
+    with (
+        mock.patch.object(forward_launch, "zeroed_counters", return_value=counters),
+        mock.patch.object(wide_launch, "zeroed_counters", return_value=counters),
+        interpreted(0),
+    ):
+        testing.check(q, k, v, backend="hopper", block_mask=BLOCKS)
+    assert not counters.any()
+
+
+def test_divisions_of_negative_numbers() -> None:
+    mask = mask_mod(
+        lambda b, h, q, kv: ((q - kv) // 3 + (q - kv) % 5 * 2 + (q - kv) // 4 + (q - kv) % 8) % 3 == 0
+    )
+    q, k, v = (testing.random_tensor((1, 140, h, 64), BF16, "cpu", seed=h) for h in (2, 1, 1))
+    with interpreted():
+        testing.check(q, k, v, backend="hopper", mask_mod=mask, gradients=False)
+
+
+@exhaustive
+@pytest.mark.parametrize("seed", [1, 2])
+@by_name(cases(HEAD_SIZES, masks(70, 9)))
+def test_every_mask(case: Case, seed: int) -> None:
+    for deterministic in (False, True):
+        check(case, seed, deterministic=deterministic)
+
+
+def table_rows() -> Iterator[Case]:
+    """A call of few rows for each configuration of the forward."""
+    fewest: dict[tuple, int] = {}
+    for d, dv, windowed, keys, _ in every_row():
+        start = fewest.get((d, dv, windowed), 200)
+        fewest[d, dv, windowed] = keys
+        variants: Variants = {"causal": {"causal": True}, "left": {"window_size": (start - 2, -1)}}
+        for name, variant in variants.items() if windowed else [("full", {})]:
+            yield replace(
+                SMALL, name=f"d{d}-{dv}-{start}-{name}", seqlen_q=260, seqlen_k=start + 7, head_dim=d,
+                head_dim_v=dv, heads_kv=2, **variant,
+            )  # fmt: skip
+
+
+@exhaustive
+@by_name(table_rows())
+def test_every_configuration_of_the_forward(case: Case) -> None:
+    for seed in range(3):
+        check(case, seed, gradients=False)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "keys", "causal"),
+    [
+        (64, 4096, True),
+        pytest.param(64, 4096, False, marks=exhaustive),
+        pytest.param(64, 512, True, marks=exhaustive),
+        *(pytest.param(128, keys, True, marks=exhaustive) for keys in (512, 1024, 4096)),
+        *(pytest.param(256, keys, True, marks=exhaustive) for keys in (512, 1024)),
+        pytest.param(256, 1024, False, marks=exhaustive),
+    ],
+)
+def test_alternatives_compute_the_same_bits(head_dim: int, keys: int, causal: bool) -> None:
+    """Which of them a call has may depend on its number of sequences, so that of one must not show it."""
+    sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "window_right": 0 if causal else -1}
+    table = of_tables(replace(PLAIN, seqlen_q=keys, seqlen_k=keys, **sizes))
+    q, k, v = (testing.random_tensor((1, 300, h, head_dim), BF16, "cpu", seed=h) for h in (2, 1, 1))
+    found = []
+    for seed, config in enumerate(alternatives(table)):
+        with mock.patch.object(forward_config, "choose", return_value=config), interpreted(seed):
+            found.append(flashtile.attention(q, k, v, causal=causal, backend="hopper", return_lse=True))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    with mock.patch.object(forward_config, "choose", return_value=config), interpreted():
+        testing.check(q, k, v, causal=causal, backend="hopper", gradients=False)
+
+
+DETERMINISTIC: Variants = {
+    "full": {"seqlen_k": 500},
+    "causal": {"seqlen_k": 500, "causal": True},
+    "varlen": {"lengths": ((300, 400), (40, 300))},
+}
+ONE_HEAD: Variants = {
+    name: {"seqlen_q": 300, "heads_q": 1, "dtype": FP16, **variant} for name, variant in DETERMINISTIC.items()
+}
+"""All programs are at work on one head, and must wait for one another. FP16 shows what float32 sums lose."""
+
+
+def gradients_of_some_orders(case: Case, edited: Edited | None) -> list[tuple[torch.Tensor, ...]]:
+    inputs = case.inputs("cpu")
+    leaves = [tensor.requires_grad_() for tensor in inputs.qkv]
+    found = []
+    for seed in range(3):
+        with interpreted(seed, edited, ordered_sums=edited is None):
+            out = flashtile.attention(*leaves, backend="hopper", deterministic=True, **inputs.arguments)
+            found.append(torch.autograd.grad(out, leaves, inputs.dout))
+    return found
+
+
+@by_name(cases(ONE_HEAD, {"": {}}))
+def test_deterministic_gradients_do_not_depend_on_the_order(case: Case) -> None:
+    """Blocks of keys add to dQ as they come: the order decides the rounding, unless it is fixed.
+
+    The interpreter also checks that the waits order the additions in memory: each acquires what the one
+    before has released, also for TMA.
+    """
+    first, *others = gradients_of_some_orders(case, None)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def test_without_their_order_they_would() -> None:
+    case = replace(SMALL, name="unordered", **ONE_HEAD["causal"])
+    waits = "if load_acquire(accum.dq_semaphores + block) < order:"
+    unordered = Edited(dq_accum.accumulate_dq, waits, "if False:")
+    (first, *_), *others = gradients_of_some_orders(case, unordered)
+    assert not all(torch.equal(first, dq) for dq, *_ in others)
+
+
+DECODE = {
+    case.name: case
+    for case in decode_cases.CASES
+    if not (
+        case.rotary_dim or case.new is not None or case.head_dim % 8 or (case.head_dim_v or 8) % 8
+    )
+}  # fmt: skip
+TELLING_DECODE = (
+    "page-size-1", "window-left", "leftpad-paged", "batch-idx", "ragged-queries", "tree-by-batch",
+    "more-splits-than-keys", "fp8-by-head", "chunk-leftpad", "sink", "alibi-by-batch", "fp8-by-sequence",
+    "wide-values", "empty-cache", "softcap", "two-splits",
+)  # fmt: skip
+
+
+def check_decode(tensors: tuple, arguments: dict[str, Any], seed: int = 0, **more: Any) -> None:
+    with interpreted(seed) as interpreter:
+        decode_testing.check(*tensors, backend="hopper", **arguments, **more)
+    assert "attend_kernel" in interpreter.launched
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in TELLING_DECODE else pytest.param(name, marks=exhaustive) for name in DECODE]
+)
+def test_decode(name: str) -> None:
+    check_decode(*decode_cases.build(DECODE[name], BF16, "cpu"))
+
+
+@pytest.mark.parametrize("splits", [{}, pytest.param({"num_splits": 3}, marks=exhaustive)], ids=str)
+@pytest.mark.parametrize(
+    ("page_size", "seqlen_q"),
+    [(16, 40), *(pytest.param(size, 9, marks=exhaustive) for size in (0, 3, 64, 256))],
+)
+def test_decode_of_several_blocks(page_size: int, seqlen_q: int, splits: dict[str, int]) -> None:
+    tensors, arguments = paged([300, 5, 700], (8, 2), page_size=page_size, seqlen_q=seqlen_q, device="cpu")
+    check_decode(tensors, arguments, causal=True, **splits)
+
+
+ALIKE = {
+    "few rows": (2, [700], 9, {"causal": True}),
+    "two m_blocks": (4, [700], 60, {"causal": True}),
+    "shorter than its parts": (2, [40], 9, {}),
+    "a window": (3, [700, 650], 9, {"window_size": (300, 0)}),
+    "other lengths": (3, [900, 5], 9, {}),
+}
+"""Multiprocessors, lengths, tokens, and arguments of calls with equally many programs for each work tile."""
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_decode_with_equally_many_programs_for_each_work_tile(name: str) -> None:
+    multiprocessors, lengths, seqlen_q, more = ALIKE[name]
+    tensors, arguments = paged(lengths, (4, 1), seqlen_q=seqlen_q, device="cpu")
+    with mock.patch.object(device, "INTERPRETER_MULTIPROCESSORS", multiprocessors):
+        problem = DecodeProblem.from_tensors(
+            *tensors, CacheTensors(**arguments), DecodeOptions(backend="hopper")
+        )
+        config = hopper_decode.configure_decode(problem)
+        assert decode_launch.is_stream_k(problem, config)
+        programs = decode_launch.balanced_programs(problem, config)
+        assert programs == multiprocessors * config.programs_per_sm
+        check_decode(tensors, arguments, **more)
+
+
+@pytest.mark.parametrize("chunk", [300, pytest.param(64, marks=exhaustive)])
+def test_decode_of_several_blocks_in_chunks(chunk: int) -> None:
+    """Rows of one tile lie in several chunks, which begin and end within blocks and at their edges."""
+    tensors, arguments = paged([900, 5], (2, 1), seqlen_q=320, device="cpu")
+    check_decode(tensors, arguments, attention_chunk=chunk)
+
+
+@pytest.mark.parametrize("page_size", [64, 16, 3])
+def test_decode_of_a_page_outside_the_pool_is_nan(page_size: int) -> None:
+    """For its sequence alone. A call on the CPU would be refused, so this launches the kernel itself."""
+    (q, *caches), arguments = paged([70, 300], (2, 1), 64, page_size=page_size, device="cpu")
+    given = CacheTensors(**arguments)
+    problem = DecodeProblem.from_tensors(q, *caches, given, DecodeOptions(num_splits=1, backend="hopper"))
+    launch = hopper_decode.prepare_decode(problem, hopper_decode.configure_decode(problem))
+    with interpreted():
+        right, _ = launch(q, *caches, given)
+        for position, page in ((0, -1), (127, -1), (160, len(caches[0])), (299, 2**30)):
+            table = given.block_table.clone()
+            table[1, position // page_size] = page
+            out, lse = launch(q, *caches, given._replace(block_table=table))
+            assert torch.equal(out[0], right[0])
+            assert out[1].isnan().all()
+            assert lse[1].isnan().all()
+
+
+def test_decode_of_pages_with_padding_of_several_blocks() -> None:
+    """TMA could take such pages, but not what is in the padding, which the formula reads as well."""
+    tensors, arguments = paged([300, 270], (8, 2), 64, page_size=64, seqlen_q=2, device="cpu")
+    arguments["cache_leftpad"] = torch.tensor([0, 140], dtype=torch.int32)
+    pages = arguments["block_table"][1].long()
+    found = []
+    for padding in (0.0, torch.nan):
+        for cache in tensors[1:]:
+            cache[pages[:2]] = padding
+            cache[pages[2], :12] = padding
+        if padding == 0.0:
+            check_decode(tensors, arguments)
+        with interpreted():
+            found.append(flashtile.flash_attn_with_kvcache(*tensors, backend="hopper", **arguments))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "descale", ["block", "head", *(pytest.param(kind, marks=exhaustive) for kind in ("sequence", None))]
+)
+@pytest.mark.parametrize(
+    ("page_size", "head_dim"), [(16, 128), *(pytest.param(size, 64, marks=exhaustive) for size in (0, 1, 64)),
+                                pytest.param(16, 256, marks=exhaustive)],
+)  # fmt: skip
+def test_decode_over_fp8(page_size: int, head_dim: int, descale: str | None) -> None:
+    tensors, arguments = paged(
+        [200, 5, 130], (8, 2), head_dim, page_size=page_size, seqlen_q=9, cache_dtype=E4M3, device="cpu"
+    )
+    tensors[0][1] *= 1e30  # in float16 by a scale of each row
+    if descale is not None:
+        blocks, _, heads, _ = tensors[1].shape
+        shape = {"head": (heads,), "block": (blocks, heads), "sequence": (3, 1, heads)}[descale]
+        scales = 0.25 + torch.rand(2, *shape)
+        if descale == "head":
+            scales[0, 0], scales[0, 1] = 0.0, -scales[0, 1]
+        arguments |= dict(zip(("k_descale", "v_descale"), scales, strict=True))
+    check_decode(tensors, arguments, causal=True)
+
+
+@exhaustive
+def test_decoding_rows_among_a_chunk() -> None:
+    tensors, arguments = paged([300, 700, 5, 90], (8, 2), seqlen_q=(1, 600, 1, 2), device="cpu")
+    check_decode(tensors, arguments, causal=True, num_splits=1)
+
+
+FP8: Variants = {
+    "full": {"seqlen_q": 200, "heads_q": 3, "heads_kv": 3},
+    "causal-softcap": {"causal": True, "softcap": 5.0, "head_dim": 128, "seqlen_q": 300},
+    "window": {"window_size": (100, 20), "head_dim": 256},
+    "varlen": {"lengths": LENGTHS, "head_dim": 128, "causal": True},
+}
+EVERY_FP8 = cross(
+    {name: replace(SMALL, **HEAD_SIZES[name]) for name in ("d64", "d128", "d256", "varlen", "varlen-wide")},
+    {name: masks(70, 9)[name] for name in ("full", "causal", "window", "left", "softcap", "scale-negative")},
+)
+
+
+def check_fp8(case: Case, seed: int, rows: bool) -> None:
+    """Quantised by block, V transposed; or as it is, V row by row, with a scale for each head."""
+    inputs = case.inputs("cpu")
+    tensors, scales = inputs.qkv, {}
+    if rows:
+        generator = torch.Generator().manual_seed(3)
+        shape = (case.batch if case.lengths is None else len(case.lengths), case.heads_kv)
+        scales = {f"{name}_descale": 0.5 + torch.rand(shape, generator=generator) for name in "qkv"}
+        tensors = tuple(tensor.to(E4M3) for tensor in tensors)  # type: ignore[assignment]
+    with interpreted(seed) as interpreter:
+        fp8_testing.check(*tensors, backend="hopper", **inputs.arguments, **scales)
+    assert "fp8_forward_kernel" in interpreter.launched
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["blocks", "rows"])
+@by_name(cases(FP8, {"": {}}))
+def test_fp8(case: Case, rows: bool) -> None:
+    check_fp8(case, 0, rows)
+
+
+@exhaustive
+@pytest.mark.parametrize("rows", [False, True], ids=["blocks", "rows"])
+@by_name(EVERY_FP8)
+def test_fp8_under_every_mask(case: Case, rows: bool) -> None:
+    check_fp8(case, 1, rows)
+
+
+PRODUCTS = (
+    Call(3, 128, 1032, norm=True, residual=True),
+    Call(16, 100, 520, "silu_and_mul", bias=True),
+    Call(1, 96, 272, scales="channel"),
+    Call(5, 128, 72, "qkv", bias=True, rotary_dim=8, x_scale=True),
+    Call(9, 300, 264, residual=True, next_norm=True),
+)
+
+
+@pytest.mark.parametrize("call", PRODUCTS, ids=lambda call: call.name)
+def test_products(call: Call) -> None:
+    with interpreted(0) as interpreter:
+        linear_calls.check(call, BF16, "cpu", aligned=True, backend="hopper", prefetch=call.M > 3)
+    assert interpreter.launched == ["flat_kernel"]
+
+
+@pytest.mark.parametrize("key", ring.TILES, ids=str)
+def test_products_of_the_largest_tiles(key: tuple[int, int]) -> None:
+    """With as many warps as there are, and K that is no whole number of slots."""
+    rows, width = key
+    call = Call(rows, 90, 1040, scales="channel" if width == 1 else "none")
+    inputs = linear_calls.make_inputs(call, BF16, "cpu", aligned=True)
+    problem = linear_calls.describe(call, inputs)
+    config = ring.make(problem, max(ring.TILES[key], key=lambda tile: (len(tile), tile)))
+    given = LinearTensors(weight_scale=inputs.given.get("weight_scale"))
+    exact, plain = (linear_calls.expected(call, inputs, dtype)[0] for dtype in (torch.float64, BF16))
+    with interpreted(0), testing.poisoned_memory():
+        y = FlatLaunch(problem, config)(inputs.x, inputs.weight, given)
+    comparison = testing.compare("y", y, exact, plain)
+    assert comparison.holds, str(comparison)

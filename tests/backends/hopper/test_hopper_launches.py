@@ -1,0 +1,237 @@
+"""The Hopper launches without a GPU: what they give their kernels, from several threads, and from call to
+call."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
+
+from flashtile.backends import hopper
+from flashtile.backends.common.launch import CachedLaunch
+from flashtile.backends.hopper import fp8 as hopper_fp8
+from flashtile.problems.attention import OptionalTensors, Problem
+from flashtile.problems.common import shared_fields
+from flashtile.problems.fp8 import AttendTensors, Fp8Problem, Scales
+
+PATIENCE = 20.0
+"""Seconds after which threads that wait for one another are said to."""
+BATCH, ROWS, HEADS = 2, 128, 4
+PROBLEM = Problem(
+    batch=BATCH,
+    seqlen_q=ROWS,
+    seqlen_k=ROWS,
+    total_q=BATCH * ROWS,
+    total_k=BATCH * ROWS,
+    num_heads_q=HEADS,
+    num_heads_kv=HEADS,
+    head_dim=128,
+    head_dim_v=128,
+    dtype=torch.bfloat16,
+    device=torch.device("cpu"),
+    softmax_scale=1.0,
+    varlen=True,
+)
+OFFSETS = torch.tensor([0, ROWS, 2 * ROWS], dtype=torch.int32)
+EXTRAS = OptionalTensors(OFFSETS, OFFSETS)
+
+
+def tensor(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(BATCH * ROWS, HEADS, head_dim).to(dtype)
+
+
+def forward() -> Callable[[], object]:
+    launch = hopper.prepare_forward(PROBLEM, hopper.configure_forward(PROBLEM))
+    q, k, v = (tensor(128) for _ in range(3))
+    return lambda: launch(q, k, v, EXTRAS)
+
+
+def backward(head_dim: int, heads: int = 1, rows: int = 1) -> Callable[[], object]:
+    """Blocks of keys shared by so many shares of heads and of rows."""
+    problem = replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim)
+    config = replace(hopper.configure_backward(problem), HEAD_SPLITS=heads, ROW_SPLITS=rows)
+    launch = hopper.prepare_backward(problem, config)
+    q, k, v, out, dout = (tensor(head_dim) for _ in range(5))
+    lse = torch.zeros(HEADS, BATCH * ROWS)
+    return lambda: launch(dout, None, q, k, v, out, lse, EXTRAS)
+
+
+def fp8(scales: Scales, varlen: bool = True) -> Callable[[], object]:
+    dtype = torch.float8_e4m3fn
+    problem = Fp8Problem(**vars(PROBLEM) | {"dtype": dtype, "varlen": varlen}, block_scales=False)
+    launch = hopper_fp8.prepare_fp8_attend(problem, hopper_fp8.configure_fp8_attend(problem))
+    q, k, v = (tensor(128, dtype) for _ in range(3))
+    if not varlen:
+        q, k, v = (t.unflatten(0, (BATCH, ROWS)) for t in (q, k, v))
+    extras = EXTRAS if varlen else OptionalTensors()
+    return lambda: launch(q, k, v, AttendTensors(*scales, **shared_fields(AttendTensors, extras)))
+
+
+CALLS = {
+    "forward": forward,
+    "fp8": lambda: fp8(Scales()),
+    "backward": lambda: backward(128),
+    "wide backward": lambda: backward(256),
+    "widest backward": lambda: backward(512),
+    "shared backward": lambda: backward(128, rows=2),
+}
+
+
+class Kernels:
+    """Stands for all kernels: what was launched, by thread, and a function to run when one is prepared."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launched: dict[int, list[tuple[str, tuple]]] = {}
+        self.constants: dict[str, tuple] = {}
+        self.when_prepared: Callable[[], None] = lambda: None
+        prepare = CachedLaunch.__init__
+        kernels = self
+
+        def init(
+            kept: CachedLaunch, kernel: Any, grid: int, scalars: tuple, constants: tuple, *a: Any, **k: Any
+        ):
+            prepare(kept, kernel, grid, scalars, constants, *a, **k)
+            kept.name = kernel.fn.__name__  # type: ignore[attr-defined]
+            kernels.constants[kept.name] = constants  # type: ignore[attr-defined]
+            kernels.when_prepared()
+
+        def call(kept: Any, device: torch.device, *tensors: Any) -> None:
+            kernels.launched.setdefault(threading.get_ident(), []).append((kept.name, tensors))
+
+        monkeypatch.setattr(CachedLaunch, "__init__", init)
+        monkeypatch.setattr(CachedLaunch, "__call__", call)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    return Kernels(monkeypatch)
+
+
+def shapes(launched: list[tuple[str, tuple]]) -> list[tuple[str, list]]:
+    return [
+        (name, [(t.shape, t.dtype) if isinstance(t, Tensor) else t for t in tensors])
+        for name, tensors in launched
+    ]
+
+
+def meet(call: Callable[[], object], kernels: Kernels, first_at: int, second_at: int) -> list[list]:
+    """What each of two threads launches that call while neither has prepared before.
+
+    The first one waits at the ``first_at``-th kernel that it prepares until the second one has reached its
+    ``second_at``-th, and that one until the first one is done.
+    """
+    first, prepared = threading.get_ident(), Counter[int]()
+    second_is_there, first_is_done = threading.Event(), threading.Event()
+
+    def call_second() -> None:
+        try:
+            call()
+        finally:
+            second_is_there.set()
+
+    def when_prepared() -> None:
+        me = threading.get_ident()
+        prepared[me] += 1
+        if me == first and prepared[me] == first_at:
+            second.start()
+            assert second_is_there.wait(PATIENCE)
+        elif me != first and prepared[me] == second_at:
+            second_is_there.set()
+            assert first_is_done.wait(PATIENCE)
+
+    second = threading.Thread(target=call_second, daemon=True)
+    kernels.when_prepared = when_prepared
+    try:
+        call()
+    finally:
+        first_is_done.set()
+        if second.ident is not None:
+            second.join(PATIENCE)
+        kernels.when_prepared = lambda: None
+    return [shapes(kernels.launched.pop(thread)) for thread in list(kernels.launched)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_threads_that_prepare_at_once_launch_the_same(name: str, kernels: Kernels) -> None:
+    """Whatever a second thread has prepared when the first launches, nothing is missing."""
+    CALLS[name]()()
+    expected = shapes(kernels.launched.pop(threading.get_ident()))
+    assert any("table" in kernel for kernel, _ in expected)
+    for first_at, second_at in itertools.product(range(1, 6), repeat=2):
+        found = meet(CALLS[name](), kernels, first_at, second_at)
+        assert all(launched == expected for launched in found), (first_at, second_at)
+
+
+@pytest.mark.parametrize("head_dim", [128, 256, 512])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_shared_blocks_of_keys_give_parts_that_are_added_up(
+    head_dim: int, rows: int, kernels: Kernels
+) -> None:
+    """In float32, by one more kernel, into the gradients that are returned; else nothing is."""
+    _, dk, dv, *_ = backward(head_dim, rows=rows)()  # type: ignore[misc]
+    launched = kernels.launched[threading.get_ident()]
+    products = next(tensors for name, tensors in launched if name in ("backward_kernel", "dkv_kernel"))
+    places = [t.data_ptr() for t in products if isinstance(t, Tensor)]
+    if rows == 1:
+        assert "sum_parts_kernel" not in [name for name, _ in launched]
+        assert {dk.data_ptr(), dv.data_ptr()} <= set(places)
+        return
+    name, tensors = launched[-1]
+    assert name == "sum_parts_kernel"
+    *parts, dk_summed, dv_summed = tensors
+    assert dk_summed is dk
+    assert dv_summed is dv
+    assert not {dk.data_ptr(), dv.data_ptr()} & set(places)
+    for part in parts:
+        assert part.data_ptr() in places
+        assert part.shape == (BATCH * ROWS, HEADS * rows, head_dim)
+        assert part.dtype == torch.float32
+
+
+def attend_tensors(kernels: Kernels) -> list[tuple]:
+    launched = kernels.launched[threading.get_ident()]
+    return [tensors for name, tensors in launched if name == "fp8_forward_kernel"]
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_fp8_keeps_no_tensor_from_an_earlier_call(varlen: bool, kernels: Kernels) -> None:
+    """One that was filled on another stream, or is filled only when a captured graph runs, would be read as
+    it is."""
+    call = fp8(Scales(), varlen)
+    first, second = call(), call()
+    assert first is not second
+    one, other = attend_tensors(kernels)
+    inputs = {t.data_ptr() for t in one[:3]}
+    assert not {t.data_ptr() for t in one[3:]} & {t.data_ptr() for t in other[3:]} - inputs
+    (variant,) = kernels.constants["fp8_forward_kernel"]
+    assert (variant.HAS_Q_SCALE, variant.HAS_K_SCALE, variant.HAS_V_SCALE) == (False, False, False)
+
+
+@pytest.mark.parametrize("given", list(itertools.product([False, True], repeat=3)))
+def test_fp8_reads_the_scales_that_there_are(given: tuple[bool, bool, bool], kernels: Kernels) -> None:
+    scales = Scales(*(torch.ones(BATCH, HEADS) if there else None for there in given))
+    fp8(scales)()
+    (tensors,) = attend_tensors(kernels)
+    (variant,) = kernels.constants["fp8_forward_kernel"]
+    assert given == (variant.HAS_Q_SCALE, variant.HAS_K_SCALE, variant.HAS_V_SCALE)
+    for scale, found in zip(scales, tensors[-3:], strict=True):
+        assert scale is None or found is scale
+
+
+@pytest.mark.parametrize("change", [{"seqlen_q": 0}, {"seqlen_k": 0}, {"total_q": 0}, {"batch": 0}])
+def test_sequences_without_rows_are_not_served(
+    change: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward are served by the same backend, then another one."""
+    monkeypatch.setattr(hopper, "reason_of_device", lambda problem: None)
+    assert hopper.reason_against(PROBLEM, True) is None
+    assert hopper.reason_against(replace(PROBLEM, **change), True) == "there are no queries or no keys"

@@ -1,0 +1,358 @@
+"""Which configuration a call of few work tiles has on Hopper: the one whose launch should take least time."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
+
+from benchmarks.suite.workload import Workload
+from benchmarks.suite.workloads import select
+from flashtile.backends.common.device import Target
+from flashtile.backends.hopper import work_tiles
+from flashtile.backends.hopper.backward.config import choose as choose_backward
+from flashtile.backends.hopper.compile_cases import PLAIN
+from flashtile.backends.hopper.forward import rounds, schedule
+from flashtile.backends.hopper.forward.config import (
+    ForwardConfig,
+    alternatives,
+    choose,
+    of_tables,
+    tile_columns,
+)
+from flashtile.backends.hopper.forward.launch import schedule_of, variant_of
+from flashtile.backends.hopper.forward.rounds import (
+    COSTS,
+    ENOUGH_ROUNDS,
+    Launch,
+    allows_single_tiles,
+    launch_of,
+    microseconds,
+    pack_of,
+    tile_heads,
+)
+from flashtile.problems.attention import Problem
+from kernels_as_python import functions_of
+
+H200 = Target("H200", (9, 0), 132)
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+FULL, CAUSAL = -1, 0
+
+
+def problem_of(
+    batch: int, seqlen: int, heads: tuple[int, int], head_dim: int, right: int = CAUSAL, **more: Any
+) -> Problem:
+    fields: dict[str, Any] = {"seqlen_q": seqlen, "seqlen_k": seqlen} | more
+    return replace(
+        PLAIN, batch=batch, num_heads_q=heads[0], num_heads_kv=heads[1], head_dim=head_dim,
+        head_dim_v=head_dim, device=H200, window_right=right, **fields,
+    )  # fmt: skip
+
+
+def of_workload(workload: Workload) -> Problem:
+    heads = workload.num_heads_q, workload.num_heads_kv
+    right = CAUSAL if workload.causal or workload.window_left >= 0 else FULL
+    return replace(
+        problem_of(workload.batch, workload.seqlen_q, heads, workload.head_dim, right),
+        seqlen_k=workload.seqlen_k, head_dim_v=workload.width_v, window_left=workload.window_left,
+        softcap=workload.softcap, alibi=workload.alibi, sink=workload.sink,
+    )  # fmt: skip
+
+
+def work_of(problem: Problem, config: ForwardConfig) -> Launch:
+    block_d, block_dv = tile_columns(problem)
+    return launch_of(problem, config, COSTS[block_d, block_dv, config.warpgroups, config.BLOCK_N])
+
+
+def sweep() -> list[Problem]:
+    """Calls of all head sizes, masks and lengths whose work tiles make few rounds, and of more."""
+    heads = ((1, 4, 4), (1, 8, 8), (1, 16, 2), (1, 28, 4), (1, 32, 8), (2, 12, 12), (2, 32, 8), (4, 16, 16))
+    lengths = (512, 1000, 1536, 2048, 3072, 4096, 6144, 8192)
+    return [
+        problem_of(batch, seqlen, (heads_q, heads_kv), head_dim, right)
+        for head_dim in (64, 128, 256)
+        for right in (FULL, CAUSAL)
+        for seqlen in lengths
+        for batch, heads_q, heads_kv in heads
+    ]
+
+
+def busiest(problem: Problem, config: ForwardConfig) -> float:
+    """The time of a launch's busiest program, if programs take tiles by the functions of the kernel."""
+    functions = functions_of(work_tiles, schedule)
+    variant = variant_of(problem, config)
+    k = SimpleNamespace(dim=lambda: 4, stride=lambda *_: 0, shape=(1,))
+    launch = schedule_of(problem, variant, k)  # type: ignore[arg-type]
+    programs = min(variant.PROGRAMS * H200.multiprocessors, launch.num_tiles)
+    costs = COSTS[variant.BLOCK_D, variant.BLOCK_DV, config.warpgroups, config.BLOCK_N]
+
+    def cost(tile_index: int) -> float:
+        per_head = functions["tiles_of_head"](launch.num_blocks, variant.PAIRED)
+        *_, place = functions["dense_tile"](tile_index, per_head, launch.num_heads, launch.swizzle)
+        work = SimpleNamespace(seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k)
+        total = 0.0
+        for part in range(functions["num_parts"](launch.num_blocks, place, variant.PAIRED)):
+            block = functions["block_of_part"](launch.num_blocks, place, part, variant.PAIRED)
+            begin, end = functions["tile_blocks"](
+                variant, work, block, launch.window_left, launch.window_right
+            )
+            total += costs.tile + costs.block * (end - begin)
+        return total
+
+    if variant.QUEUED:
+        busy = [0.0] * programs
+        for tile_index in range(launch.num_tiles):
+            heapq.heapreplace(busy, busy[0] + cost(tile_index))
+        return max(busy)
+    own = (range(functions["num_own_tiles"](p, programs, launch.num_tiles)) for p in range(programs))
+    order = functions["serpentine_order"]
+    return max(sum(cost(order(t, p, programs)) for t in turns) for p, turns in enumerate(own))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_estimate_follows_the_schedule_of_the_kernel(seed: int) -> None:
+    draw = random.Random(seed)
+    group, heads_kv = draw.choice((1, 2, 8)), draw.randint(1, 6)
+    problem = problem_of(
+        draw.randint(1, 3), draw.randint(1, 3000), (group * heads_kv, heads_kv), draw.choice((64, 128, 256)),
+        draw.choice((FULL, CAUSAL)),
+    )  # fmt: skip
+    problem = replace(problem, seqlen_k=draw.choice((problem.seqlen_q, draw.randint(1, 5000))))
+    if draw.random() < 0.3:
+        problem = replace(problem, window_left=draw.randint(0, 700))
+    for config in alternatives(of_tables(problem)):
+        estimated = microseconds(work_of(problem, config)) - rounds.LAUNCH
+        assert estimated == pytest.approx(busiest(problem, config), rel=1e-9)
+
+
+def has_few_tiles(problem: Problem) -> bool:
+    """Whether a call has so few work tiles that its time is estimated."""
+    work = work_of(problem, of_tables(problem))
+    tiles = math.ceil(len(work.blocks) / 2) if work.paired else len(work.blocks)
+    return tiles * work.heads < ENOUGH_ROUNDS * work.programs
+
+
+def measured() -> list[tuple[Problem, float]]:
+    """Plain calls at head_dim 64, 128 and 256 that were measured on an H200, in microseconds."""
+    workloads = {workload.name: workload for workload in select(("paper", "shapes"))}
+    found = []
+    for path in sorted(RESULTS.glob("2026-11-23-h200-*-forward*.json")):
+        for cell in json.loads(path.read_text())["cells"]:
+            workload = workloads[cell["workload"]]
+            assert workload.shape == cell["shape"]
+            sizes = workload.head_dim, workload.width_v
+            if sizes in ((64, 64), (128, 128), (256, 256)) and not workload.changes_scores:
+                found.append((of_workload(workload), 1e3 * cell["results"]["flashtile"]["ms"]))
+    return found
+
+
+def order_of(problem: Problem, config: ForwardConfig) -> str:
+    variant = variant_of(problem, config)
+    return "pairs" if variant.PAIRED else "queue" if variant.QUEUED else "single"
+
+
+def label_of(problem: Problem, config: ForwardConfig) -> str:
+    """The name of a configuration in the record, such as ``128x64 pairs``."""
+    return f"{config.BLOCK_M}x{config.BLOCK_N} {order_of(problem, config)}"
+
+
+def measured_alternatives() -> list[tuple[Problem, dict[str, float]]]:
+    """Calls with few work tiles, and microseconds of each alternative by its label; the table's first."""
+    cells = json.loads((RESULTS / "2026-11-27-h200-rounds.json").read_text())["forward"]
+    return [
+        (
+            problem_of(
+                cell["batch"], cell["seqlen"], tuple(cell["heads"]), cell["head_dim"],
+                CAUSAL if cell["causal"] else FULL,
+            ),
+            cell["us"],
+        )
+        for cell in cells
+    ]  # fmt: skip
+
+
+def assert_close(errors: list[float]) -> None:
+    assert math.sqrt(sum(error**2 for error in errors) / len(errors)) < 0.05
+    within = [abs(error) < 0.1 for error in errors]
+    assert sum(within) > 0.95 * len(within)
+
+
+def test_estimates_are_close_to_measured_times() -> None:
+    """Calls with more work tiles keep the table's configuration, so their time is never estimated."""
+    few = [(problem, time) for problem, time in measured() if has_few_tiles(problem)]
+    assert len(few) == 66
+    assert_close([microseconds(work_of(problem, of_tables(problem))) / time - 1 for problem, time in few])
+
+
+def test_estimates_of_alternatives_are_close_to_measured_times() -> None:
+    errors = []
+    for problem, times in measured_alternatives():
+        configs = {label_of(problem, config): config for config in alternatives(of_tables(problem))}
+        assert next(iter(times)) == label_of(problem, of_tables(problem))
+        errors += [microseconds(work_of(problem, configs[name])) / time - 1 for name, time in times.items()]
+    assert len(errors) == 194
+    assert_close(errors)
+
+
+def test_the_choice_is_nearly_the_fastest_that_was_measured() -> None:
+    ratios = []
+    for problem, times in measured_alternatives():
+        time = times[label_of(problem, choose(problem))]
+        assert time <= 1.02 * next(iter(times.values()))
+        ratios.append(time / min(times.values()))
+    assert len(ratios) == 63
+    assert max(ratios) < 1.03
+    assert math.prod(ratios) ** (1 / len(ratios)) < 1.003
+
+
+@pytest.mark.parametrize(
+    ("problem", "before", "after"),
+    [
+        (problem_of(1, 4096, (16, 2), 64), (192, "pairs"), (128, "single")),
+        (problem_of(1, 4096, (8, 8), 64), (192, "pairs"), (128, "single")),
+        (problem_of(2, 1536, (12, 12), 64), (128, "pairs"), (192, "single")),
+        (problem_of(1, 3072, (16, 2), 64), (128, "pairs"), (192, "pairs")),
+        (problem_of(1, 2048, (16, 16), 64, FULL), (192, "single"), (128, "single")),
+        (problem_of(2, 1536, (12, 12), 128), (128, "pairs"), (128, "single")),
+        (problem_of(1, 3072, (16, 2), 256), (128, "pairs"), (128, "single")),
+        (problem_of(2, 3072, (12, 12), 256), (128, "pairs"), (128, "single")),
+        (problem_of(4, 4096, (16, 16), 64), (192, "pairs"), (192, "single")),
+        (problem_of(1, 2048, (28, 4), 128), (128, "pairs"), (128, "queue")),
+        (problem_of(1, 1024, (8, 8), 128), (128, "single"), (64, "single")),
+        (problem_of(1, 1024, (8, 8), 64), (128, "single"), (64, "single")),
+        (problem_of(1, 1024, (8, 8), 256, FULL), (128, "single"), (64, "single")),
+    ],
+)
+def test_few_work_tiles(problem: Problem, before: tuple[int, str], after: tuple[int, str]) -> None:
+    for expected, config in ((before, of_tables(problem)), (after, choose(problem))):
+        assert (config.BLOCK_M, order_of(problem, config)) == expected
+    assert microseconds(work_of(problem, choose(problem))) < 0.97 * microseconds(
+        work_of(problem, of_tables(problem))
+    )
+
+
+def test_the_choice_is_nearly_the_fastest_of_the_sweep() -> None:
+    """Of all alternatives but single tiles, instead of pairs, of more than MAX_SINGLE_BYTES of keys."""
+    changed = 0
+    for problem in sweep():
+        chosen, table = choose(problem), of_tables(problem)
+        assert choose(problem) == chosen
+        work = work_of(problem, table)
+        if not has_few_tiles(problem):
+            assert chosen == table
+            continue
+        changed += chosen != table
+        works = {config: work_of(problem, config) for config in alternatives(table)}
+        times = {
+            config: microseconds(other)
+            for config, other in works.items()
+            if other.paired or not work.paired or allows_single_tiles(problem)
+        }
+        assert times[chosen] <= 1.05 * min(times.values())
+        assert chosen == table or times[chosen] < times[table]
+    assert changed > 50
+
+
+def test_grids_that_fill_the_card_keep_their_configurations() -> None:
+    """FlashAttention's grid keeps them all. Of the other shapes, those named have few work tiles."""
+    changed = {
+        workload.name
+        for workload in select(("paper", "shapes"))
+        if workload.kind == "attention" and choose(of_workload(workload)) != of_tables(of_workload(workload))
+    }
+    assert changed == {
+        "sdxl-self-s4096-d64",
+        "sdxl-self-s1024-d64",
+        "whisper-cross-448x1500-d64",
+        "whisper-decoder-s448",
+        "one-s512",
+        "one-s2048",
+        "one-s4096",
+    }
+
+
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q", "window", "pack"),
+    [
+        ((8, 2), 1, None, 4), ((4, 4), 1, None, 1), ((64, 1), 1, None, 64),
+        ((6, 2), 1, None, 1), ((128, 1), 1, None, 1),  # 3 heads do not divide a tile, and 128 do not fit
+        ((8, 2), 96, None, 4), ((8, 2), 97, None, 1), ((8, 2), 1024, None, 1),  # 3 tiles instead of 4, or 4
+        ((16, 2), 2048, (15, 0), 8), ((16, 2), 2048, (159, 0), 8), ((16, 2), 2048, (160, 0), 1),
+        ((16, 2), 2048, (-1, 0), 1),
+    ],
+)  # fmt: skip
+def test_heads_share_tiles_if_this_saves_a_quarter(
+    heads: tuple[int, int], seqlen_q: int, window: tuple[int, int] | None, pack: int
+) -> None:
+    problem = problem_of(2, 2048, heads, 128, FULL, seqlen_q=seqlen_q)
+    if window is not None:
+        problem = replace(problem, window_left=window[0], window_right=window[1])
+    assert pack_of(problem, 128) == pack
+    assert tile_heads(problem, pack) == 2 * heads[0] // pack
+    if window is not None:  # kernels that do not visit fewer keys then
+        assert pack_of(problem, 128, windows=False) == 1
+    assert pack_of(replace(problem, varlen=True), 128) == 1
+    assert pack_of(replace(problem, bias=True), 128) == 1
+
+
+SUMS = ("BLOCK_N", "LAZY_RESCALE", "Q_IN_REGISTERS")
+"""Fields of a configuration that decide the order in which a row's keys are added up."""
+
+
+def test_the_number_of_sequences_does_not_change_how_rows_are_added_up() -> None:
+    """What the manual says of a sequence in a batch. Blocks of 64 keys, which calls with more sequences have
+    at head_dim 128 below 1024 keys, are the exception that it names."""
+    for problem in sweep():
+        if (problem.head_dim, problem.seqlen_k < 1024, problem.window_right) == (128, True, CAUSAL):
+            continue
+        configs = [choose(replace(problem, batch=batch)) for batch in (1, 2, 5, 64)]
+        assert len({tuple(getattr(config, name) for name in SUMS) for config in configs}) == 1
+
+
+@pytest.mark.parametrize("config", {of_tables(problem) for problem in sweep()}, ids=str)
+def test_alternatives_differ_in_rows_and_order_only(config: ForwardConfig) -> None:
+    first, *others = alternatives(config)
+    assert first == config
+    for other in others:
+        assert [getattr(other, name) for name in SUMS] == [getattr(config, name) for name in SUMS]
+
+
+@pytest.mark.parametrize("change", [{"varlen": True}, {"seqused_k": True}, {"partial": True}, {"bias": True}])
+def test_unknown_lengths_and_modifiers_have_the_configuration_of_the_tables(change: dict[str, bool]) -> None:
+    problem = problem_of(1, 4096, (16, 2), 64)
+    assert choose(problem) != of_tables(problem)
+    problem = replace(problem, **change)  # type: ignore[arg-type]
+    assert choose(problem) == of_tables(problem)
+
+
+def test_many_keys_keep_pairs() -> None:
+    """Programs of single tiles read the keys of all heads at a time."""
+    problem = problem_of(2, 2560, (20, 20), 256)
+    times = [microseconds(work_of(problem, config)) for config in alternatives(of_tables(problem))]
+    assert min(times) < 0.8 * times[0]
+    assert choose(problem) == of_tables(problem)
+
+
+def test_estimates_are_kept_for_a_bounded_number_of_calls() -> None:
+    assert microseconds.cache_info().maxsize == 1024
+
+
+@pytest.mark.parametrize(
+    ("batch", "seqlen", "heads", "single"),
+    [(1, 1024, 8, True), (1, 2048, 8, True), (1, 3072, 16, True), (2, 2048, 16, False), (8, 2048, 8, False)],
+)
+def test_few_blocks_of_dq_are_not_paired(batch: int, seqlen: int, heads: int, single: bool) -> None:
+    config = choose_backward(problem_of(batch, seqlen, (heads, heads), 256))
+    assert (config.paired_below == 0) is single  # type: ignore[attr-defined]
+    for change in ({"window_right": FULL}, {"varlen": True}):
+        plain = choose_backward(replace(problem_of(batch, seqlen, (heads, heads), 256), **change))
+        assert plain.paired_below == 8192  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from flashtile.checks.conversions import (
     as_masking,
     as_offset_pair,
     as_offsets,
-    cast_for_autocast,
+    as_operands,
     check_flag,
     contiguous_qv,
     dense_tree,
@@ -25,7 +25,7 @@ from flashtile.checks.conversions import (
     make_options,
     softmax_max_arguments,
     split_arguments,
-    with_unit_stride,
+    under_autocast,
 )
 from flashtile.checks.decode import check_combine, check_combined_into, check_copy
 from flashtile.checks.e4m3 import widen, widen_tables
@@ -186,11 +186,9 @@ def flash_attn_with_kvcache(
     check_flag("rotary_interleaved", rotary_interleaved)
     check_flag("debug_checks", debug_checks)
     check_flag("return_softmax_lse", return_softmax_lse)
-    if torch._C._is_any_autocast_enabled():
-        q, k, v, qv = cast_for_autocast(k_cache, q, k, v, qv)
+    q, k, v, qv = as_operands(q, k, v, qv, cache=k_cache)
     if not (cu_seqlens_q is cu_seqlens_k_new is None):
         cu_seqlens_q, cu_seqlens_k_new = as_offset_pair(cu_seqlens_q, cu_seqlens_k_new)
-    q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
     descales = new_descales = k_descale, v_descale
     if q_descale is not None or getattr(q, "dtype", None) is FP8:
         scaled = (q_descale, k_descale, v_descale)
@@ -304,8 +302,7 @@ def append_kvcache(
     """
     check_flag("rotary_interleaved", rotary_interleaved)
     check_flag("debug_checks", debug_checks)
-    if torch._C._is_any_autocast_enabled():
-        k, v = cast_for_autocast(k_cache, k, v)
+    k, v = under_autocast(k, v, cache=k_cache)
     cu_seqlens_k_new = as_offsets(cu_seqlens_k_new)
     if max_seqlen_k_new is not None:
         max_seqlen_k_new = as_int("max_seqlen_k_new", max_seqlen_k_new)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from flashtile.checks.arguments import ERRORS, check_choice, check_dense, renamed
 from flashtile.checks.conversions import (
-    apply_autocast,
     as_int,
     as_masking,
     as_offset_pair,
@@ -17,6 +16,7 @@ from flashtile.checks.conversions import (
     check_flag,
     make_options,
     refuse_beyond,
+    under_autocast,
 )
 from flashtile.checks.fp8 import check_attend, check_inputs, check_sequences
 from flashtile.op.refusals import transforming
@@ -228,8 +228,7 @@ def attention(
         >>> q.grad.shape, q.grad.dtype
         (torch.Size([1, 256, 8, 64]), torch.bfloat16)
     """
-    if torch._C._is_any_autocast_enabled():
-        q, k, v = apply_autocast(q, k, v)  # type: ignore[arg-type]
+    q, k, v = under_autocast(q, k, v)
     check_inputs(q, k, v)
     check_flag("rotary_interleaved", rotary_interleaved)
     method, seed = shared_method({"q": q, "k": k, "v": v}, method, hadamard, seed)

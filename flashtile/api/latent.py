@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashtile.checks.arguments import check_qv
 from flashtile.checks.attention import check_call, check_types
-from flashtile.checks.conversions import apply_autocast, with_unit_stride
+from flashtile.checks.conversions import under_autocast
 from flashtile.problems.attention import OptionalTensors, Options
 from flashtile.problems.common import MAX_HEAD_DIM
 
@@ -24,13 +24,11 @@ def join_qv(
     """
     if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
         raise NotImplementedError("qv must be None for q, k and v of float8_e4m3fn, got a tensor")
-    if torch._C._is_any_autocast_enabled():
-        q, k, v = apply_autocast(q, k, v)
-        qv, _, _ = apply_autocast(qv, k, v)
+    (qv,) = under_autocast(qv)
     if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the check of strides
         check_types(q, k, v, extras, options)
     else:
-        check_call(with_unit_stride(q), with_unit_stride(k), with_unit_stride(v), extras, options)
+        check_call(q, k, v, extras, options)
     check_qv(q, v, "v", qv)
     columns = q.shape[-1] + v.shape[-1]
     if columns > MAX_HEAD_DIM:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile.checks.arguments import check_dense
-from flashtile.checks.conversions import apply_autocast, as_float, check_flag
+from flashtile.checks.conversions import as_float, check_flag, under_autocast
 from flashtile.operators.linear import LINEAR, LINEAR_BEFORE_NORM, LINEAR_QKV, NO_GRADIENT
 from flashtile.problems.linear import (
     BeforeNormOptions,
@@ -90,7 +90,7 @@ def linear(
         >>> gated.shape
         torch.Size([2, 1, 48])
     """
-    x, weight, bias = apply_autocast(x, weight, bias)  # type: ignore[arg-type]
+    x, weight, bias = under_autocast(x, weight, bias)
     check_flag("prefetch", prefetch)
     rows = _rows(x)
     residual = _residual_rows(residual, x)
@@ -140,7 +140,7 @@ def linear_before_norm(
         >>> torch.allclose(y, flashtile.linear.linear(found.y, up, norm_weight=norm), atol=1e-3)
         True
     """
-    x, weight, bias = apply_autocast(x, weight, bias)  # type: ignore[arg-type]
+    x, weight, bias = under_autocast(x, weight, bias)
     check_flag("prefetch", prefetch)
     rows = _rows(x)
     tensors = BeforeNormTensors(
@@ -211,7 +211,7 @@ def linear_qkv(
         >>> int(cache[0].abs().sum((-1, -2)).count_nonzero())
         2
     """
-    x, weight, bias = apply_autocast(x, weight, bias)  # type: ignore[arg-type]
+    x, weight, bias = under_autocast(x, weight, bias)
     check_flag("prefetch", prefetch)
     check_flag("rotary_interleaved", rotary_interleaved)
     rows = _rows(x)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from flashtile.checks.arguments import ERRORS, check_dense, check_offset_pair, renamed
-from flashtile.checks.conversions import cast_for_autocast, contiguous_qv, refuse_beyond
+from flashtile.checks.conversions import as_operands, contiguous_qv, refuse_beyond
 from flashtile.checks.values import check_offset_values
 from flashtile.op.operation import is_plain, reads_values
 from flashtile.operators.decode import decode
@@ -34,8 +33,7 @@ def attention_over_pages(
     """Return (out, lse) of ``flash_attn_varlen_func`` with a ``block_table``."""
     cu_seqlens_q, cu_seqlens_k, seqused_k = extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k
     refuse_beyond(extras, options, TAKEN, "with block_table")
-    if torch._C._is_any_autocast_enabled():
-        q, qv = cast_for_autocast(k, q, qv)
+    q, qv = as_operands(q, qv, cache=k)
     for name, tensor in (("q", q), ("block_table", block_table), ("cu_seqlens_q", cu_seqlens_q)):
         check_dense(name, tensor)
     lengths = seqused_k

@@ -180,13 +180,9 @@ def check_head_dim(name: str, tensor: Tensor, most: int = MAX_HEAD_DIM) -> None:
         )
 
 
-class LastStrideError(ValueError):
-    """A tensor's last stride is not 1. Some functions copy such a tensor and call again."""
-
-
 def check_last_stride(name: str, tensor: Tensor) -> None:
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise LastStrideError(
+        raise ValueError(
             f"{name} must have stride 1 in its last dimension, got strides {tuple(tensor.stride())}: "
             f"call {name}.contiguous()"
         )
@@ -237,6 +233,18 @@ def check_qv(q: Tensor, v: Tensor, name_of_v: str, qv: Tensor) -> None:
             f"qv must have shape {expected}, that of q with the head_dim of {name_of_v}, "
             f"got {tuple(qv.shape)}"
         )
+
+
+def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dtype, first: Tensor) -> None:
+    """Raise if a buffer cannot take a result of this shape and dtype."""
+    check_dense(name, buffer)
+    if tuple(buffer.shape) != tuple(shape):
+        raise ValueError(f"{name} must have the result's shape {tuple(shape)}, got {tuple(buffer.shape)}")
+    if buffer.dtype != dtype:
+        raise TypeError(f"{name} must have the result's dtype {dtype}, got {buffer.dtype}")
+    check_device(name, buffer, first)
+    check_last_stride(name, buffer)
+    check_written(name, buffer)
 
 
 def check_groups(q: Tensor, k: Tensor, name_of_k: str) -> None:

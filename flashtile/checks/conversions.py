@@ -7,7 +7,7 @@ before it becomes part of a cache key.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashtile.checks.arguments import as_float, as_int, check_dense, check_offsets, named
 from flashtile.problems.attention import OptionalTensors, Options
-from flashtile.problems.common import MAX_LENGTH, UNLIMITED
+from flashtile.problems.common import DEVICE_TYPES, MAX_LENGTH, UNLIMITED
 from flashtile.problems.masking import Masking
 
 AUTOCAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -147,20 +147,42 @@ def padding_of(mask: Any, q: Any, k: Any) -> tuple[Any, Any]:
     return None, mask[:, 0, 0].expand(q.shape[0], -1)
 
 
-def apply_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast q, k and v to autocast's dtype, if autocast is on for their device.
+def under_autocast(*tensors: Any, cache: Any = None) -> tuple[Any, ...]:
+    """Return q, k and v, cast to autocast's dtype if autocast is on for the device of the first.
 
-    As in torch's own attention, float64 is not cast. Dtypes that flashtile does not support are not cast
-    either.
+    With a KV ``cache``, they are cast to its dtype instead, unless the cache is in FP8. As in torch's own
+    attention, float64 is not cast. Dtypes that flashtile does not support are not cast either.
     """
-    if not isinstance(q, Tensor) or q.device.type not in ("cuda", "cpu"):
-        return q, k, v
-    device_type = q.device.type
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
+    first = tensors[0] if cache is None else cache
+    if not isinstance(first, Tensor) or first.device.type not in DEVICE_TYPES:
+        return tensors
+    device_type = first.device.type
     if not torch.is_autocast_enabled(device_type):
-        return q, k, v
+        return tensors
     dtype = torch.get_autocast_dtype(device_type)
-    cast = [t.to(dtype) if isinstance(t, Tensor) and t.dtype in AUTOCAST_DTYPES else t for t in (q, k, v)]
-    return cast[0], cast[1], cast[2]
+    if cache is not None and cache.dtype != torch.float8_e4m3fn:
+        dtype = cache.dtype
+        if dtype not in AUTOCAST_DTYPES:
+            return tensors
+    casts = [isinstance(t, Tensor) and t.dtype in AUTOCAST_DTYPES for t in tensors]
+    return tuple([t.to(dtype) if cast else t for t, cast in zip(tensors, casts, strict=True)])
+
+
+def as_operands(*tensors: Any, cache: Any = None) -> Sequence[Any]:
+    """Return q, k and v as operations take them: cast under autocast, and with a last stride of 1."""
+    if torch._C._is_any_autocast_enabled():
+        tensors = under_autocast(*tensors, cache=cache)
+    try:
+        for tensor in tensors:
+            if tensor is not None and tensor.stride(-1) != 1:
+                break
+        else:
+            return tensors
+    except Exception:  # not a tensor, or one without strides: later checks refuse it
+        pass
+    return [with_unit_stride(tensor) for tensor in tensors]
 
 
 def as_scores(scores: Any, seqlen_k: Any) -> Any:
@@ -185,6 +207,39 @@ def keys_of_scores(k: Any, cu_seqlens_k: Any, options: Options) -> Any:
     if cu_seqlens_k is not None:
         return options.max_seqlen_k
     return k.shape[1] if isinstance(k, Tensor) and k.dim() == 4 else None
+
+
+def optional_tensors(
+    q: Any,
+    k: Any,
+    options: Options,
+    *,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    mask: Any,
+    key_padding_mask: Any,
+    bias: Any,
+    finds_padding: bool = False,
+    **others: Any,
+) -> OptionalTensors:
+    """Return the optional tensors of a call: int32 offsets, and a mask and bias of four dimensions.
+
+    With ``finds_padding``, a mask that only hides padded keys becomes a key_padding_mask.
+    """
+    cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
+    if mask is not None or bias is not None:
+        seqlen_k = keys_of_scores(k, cu_seqlens_k, options)
+        mask, bias = as_scores(mask, seqlen_k), as_scores(bias, seqlen_k)
+    if finds_padding and mask is not None and key_padding_mask is None:
+        mask, key_padding_mask = padding_of(mask, q, k)
+    return OptionalTensors(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        mask=mask,
+        key_padding_mask=key_padding_mask,
+        bias=bias,
+        **others,
+    )
 
 
 def as_offsets(cu_seqlens: Any) -> Any:
@@ -317,16 +372,3 @@ def dense_tree(tree_mask: Tensor) -> Tensor:
     if tree_mask.dim() == 2:
         tree_mask = tree_mask.unsqueeze(0)
     return tree_mask.contiguous()
-
-
-def cast_for_autocast(k_cache: Tensor, *tensors: Any) -> list[Any]:
-    """Under autocast, cast ``tensors`` to the cache's dtype, or to autocast's dtype for an FP8 cache."""
-    if not isinstance(k_cache, Tensor) or k_cache.device.type not in ("cuda", "cpu"):
-        return list(tensors)
-    device_type = k_cache.device.type
-    if not torch.is_autocast_enabled(device_type):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device_type) if k_cache.dtype == torch.float8_e4m3fn else k_cache.dtype
-    if dtype not in AUTOCAST_DTYPES:
-        return list(tensors)
-    return [t.to(dtype) if isinstance(t, Tensor) and t.dtype in AUTOCAST_DTYPES else t for t in tensors]

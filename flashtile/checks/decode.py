@@ -224,6 +224,47 @@ def check_own_memory(k_cache: Tensor, v_cache: Tensor) -> None:
         raise ValueError(SHARED_MEMORY)
 
 
+def check_shared_prefix(
+    q: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    prefix_seqlens: int | Tensor,
+    cu_prefix_groups: Tensor | None,
+    descales: tuple[Tensor | None, Tensor | None],
+) -> None:
+    """Check what attention over a shared prefix requires in addition to attention over a cache."""
+    check_dense("q", q)
+    if q.dim() != 4:
+        raise ValueError(f"q must have 4 dimensions (batch, seqlen_q, heads, head_dim), got {tuple(q.shape)}")
+    check_dense("block_table", block_table)
+    if block_table.dim() != 2 or block_table.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"block_table must have shape (batch, max_blocks) with batch = {q.shape[0]}, "
+            f"got {tuple(block_table.shape)}"
+        )
+    check_dense("cache_seqlens", cache_seqlens)
+    for name, descale in zip(("k_descale", "v_descale"), descales, strict=True):
+        if isinstance(descale, Tensor) and descale.dim() == 3:
+            raise NotImplementedError(
+                f"{name} must be (heads_kv,) or per page (sequences share pages), got {tuple(descale.shape)}"
+            )
+    groups = 1
+    if cu_prefix_groups is not None:
+        check_dense("cu_prefix_groups", cu_prefix_groups)
+        if cu_prefix_groups.dtype != torch.int32:
+            raise TypeError(f"cu_prefix_groups must be int32, got {cu_prefix_groups.dtype}")
+        if cu_prefix_groups.dim() != 1 or cu_prefix_groups.shape[0] < 2:
+            raise ValueError(
+                f"cu_prefix_groups must have shape (num_groups + 1,), got {tuple(cu_prefix_groups.shape)}"
+            )
+        check_device("cu_prefix_groups", cu_prefix_groups, q)
+        groups = cu_prefix_groups.shape[0] - 1
+    if isinstance(prefix_seqlens, Tensor):
+        check_int32("prefix_seqlens", prefix_seqlens, (groups,), "(num_groups,)", q)
+    else:
+        check_int("prefix_seqlens", prefix_seqlens, 0, MAX_LENGTH)
+
+
 def check_combine(
     out_partial: Tensor, lse_partial: Tensor, tensors: NoTensors, options: CombineOptions
 ) -> None:

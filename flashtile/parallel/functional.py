@@ -14,13 +14,12 @@ from torch.autograd.function import once_differentiable
 from flashtile.checks.arguments import ERRORS, check_choice, check_dense
 from flashtile.checks.attention import check_call
 from flashtile.checks.conversions import (
-    apply_autocast,
     as_masking,
+    as_operands,
     as_seconds,
     check_flag,
     in_memory,
     make_options,
-    with_unit_stride,
 )
 from flashtile.op.operation import PLAIN_TYPES
 from flashtile.parallel.attend import Method, Scores, Shards
@@ -149,9 +148,7 @@ def context_parallel_attention(
     offsets_q, offsets_k = _offsets(cu_seqlens_q, cu_seqlens_k)
     packed = offsets_q is not None
     ranks, meshed = _find_ranks(group, mesh, method)
-    if torch._C._is_any_autocast_enabled():
-        q, k, v = apply_autocast(q, k, v)
-    q, k, v, sink = (in_memory(t) for t in (*map(with_unit_stride, (q, k, v)), sink))
+    q, k, v, sink = (in_memory(t) for t in (*as_operands(q, k, v), sink))
     if packed:
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             check_dense(name, tensor)

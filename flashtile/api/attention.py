@@ -195,8 +195,9 @@ def attention(
     if type(return_lse) is not bool:
         check_flag("return_lse", return_lse)
     form = None if return_attn_weights is False else check_form("return_attn_weights", return_attn_weights)
+    masking = as_masking(causal, window_size, attention_chunk=attention_chunk)
     options = make_options(
-        as_masking(causal, window_size, attention_chunk=attention_chunk),
+        masking,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         softmax_scale=softmax_scale,
@@ -223,10 +224,20 @@ def attention(
         is None
     ):
         extras = optional_tensors(
-            q, k, options, finds_padding=functions is None, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, alibi_slopes=alibi_slopes,
-            sink=sink, mask=mask, key_padding_mask=key_padding_mask, bias=bias,
-        )  # fmt: skip
+            q,
+            k,
+            options,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            seqused_q=seqused_q,
+            seqused_k=seqused_k,
+            alibi_slopes=alibi_slopes,
+            sink=sink,
+            mask=mask,
+            key_padding_mask=key_padding_mask,
+            bias=bias,
+            finds_padding=functions is None,
+        )
     if options.dropout_p != 0.0:
         extras = with_state(q, extras, options, rng_state)
     if qv is not None:
@@ -286,8 +297,9 @@ def flash_attn_func(
     if unknown:
         refuse_unknown("flash_attn_func", unknown)
     _check_flags(return_attn_probs, return_lse)
+    masking = as_masking(causal, window_size)
     options = make_options(
-        as_masking(causal, window_size),
+        masking,
         softmax_scale=softmax_scale,
         softcap=softcap,
         deterministic=deterministic,
@@ -464,8 +476,9 @@ def flash_attn_varlen_func(
     if unknown:
         refuse_unknown("flash_attn_varlen_func", unknown)
     _check_flags(return_attn_probs, return_lse)
+    masking = as_masking(causal, window_size)
     options = make_options(
-        as_masking(causal, window_size),
+        masking,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         softmax_scale=softmax_scale,

@@ -21,13 +21,14 @@ from flashtile.checks.conversions import (
     check_flag,
     contiguous_qv,
     dense_tree,
+    is_batch,
     lengths_tensor,
     make_options,
     softmax_max_arguments,
     split_arguments,
     under_autocast,
 )
-from flashtile.checks.decode import check_combine, check_combined_into, check_copy
+from flashtile.checks.decode import check_combine, check_combined_into, check_copy, check_step
 from flashtile.checks.e4m3 import widen, widen_tables
 from flashtile.operators import decode as operators
 from flashtile.problems.decode import (
@@ -201,12 +202,23 @@ def flash_attn_with_kvcache(
     if softmax_max is not None:
         phi, phi_by_head = softmax_max_arguments(softmax_max)
     tensors = CacheTensors(
-        cache_seqlens, cache_leftpad, cache_batch_idx, block_table, cu_seqlens_q, cu_seqlens_k_new,
-        alibi_slopes, sink, *descales,
-        None if tree_mask is None else dense_tree(tree_mask), None, None, phi_by_head, contiguous_qv(qv),
-    )  # fmt: skip
+        cache_seqlens=cache_seqlens,
+        cache_leftpad=cache_leftpad,
+        cache_batch_idx=cache_batch_idx,
+        block_table=block_table,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        k_descale=descales[0],
+        v_descale=descales[1],
+        tree_mask=None if tree_mask is None else dense_tree(tree_mask),
+        softmax_max=phi_by_head,
+        qv=None if qv is None else contiguous_qv(qv),
+    )
     options = DecodeOptions(
         max_seqlen_q=scores.max_seqlen_q,
+        seqlen_new=k.shape[1] if k is not None and cu_seqlens_k_new is None and is_batch(k) else 0,
         softmax_scale=scores.softmax_scale,
         masking=masking,
         softcap=scores.softcap,
@@ -218,37 +230,32 @@ def flash_attn_with_kvcache(
         debug_checks=debug_checks,
     )
     buffers = () if out is lse is None else (out, lse)
-    if k is None and v is None:
-        if not (rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new is max_seqlen_k_new is None):
-            _refuse_without_k(
-                rotary_cos=rotary_cos,
-                rotary_sin=rotary_sin,
-                rotary_seqlens=rotary_seqlens,
-                cu_seqlens_k_new=cu_seqlens_k_new,
-                max_seqlen_k_new=max_seqlen_k_new,
-            )
+    if k is v is rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new is max_seqlen_k_new is None:
         out, lse = operators.decode((q, k_cache, v_cache), tensors, options, buffers)
         return (out, lse) if return_softmax_lse else out
 
-    if k is None or v is None:
-        missing = "k" if k is None else "v"
-        raise ValueError(f"{missing} must be given with {'v' if k is None else 'k'}, got None")
-    if cache_seqlens is None:
-        raise ValueError("cache_seqlens must give the positions at which k and v are appended, got None")
+    appended = AppendTensors(
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        block_table=block_table,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_seqlens=rotary_seqlens,
+        k_descale=new_descales[0],
+        v_descale=new_descales[1],
+    )
     if max_seqlen_k_new is not None:
         max_seqlen_k_new = as_int("max_seqlen_k_new", max_seqlen_k_new)
-    if rotary_cos is not None and tree_mask is not None:
-        raise ValueError("rotary_cos must be None with tree_mask: rotate by each node's depth beforehand")
-    by_token = masking.hides_by_position
-    appended = AppendTensors(
-        cache_seqlens, None, cache_batch_idx, block_table, cu_seqlens_k_new, rotary_cos, rotary_sin,
-        rotary_seqlens, *new_descales,
-    )  # fmt: skip
     append_options = AppendOptions(
-        max_seqlen_k_new, scores.max_seqlen_q, rotary_interleaved, by_token, backend, debug_checks
+        max_seqlen_k_new=max_seqlen_k_new,
+        max_seqlen_q=scores.max_seqlen_q,
+        rotary_interleaved=rotary_interleaved,
+        rotate_q_by_token=masking.hides_by_position,
+        backend=backend,
+        debug_checks=debug_checks,
     )
-    if cu_seqlens_k_new is None and isinstance(k, Tensor) and k.dim() == 4:
-        options = options._replace(seqlen_new=k.shape[1])
+    check_step(k, v, appended, append_options, tree_mask)
     out, lse = operators.append_and_decode(
         q, k_cache, v_cache, k, v, appended, append_options, tensors, options, buffers
     )
@@ -309,10 +316,23 @@ def append_kvcache(
     if type(cache_seqlens) is int or (cache_seqlens is not None and not isinstance(cache_seqlens, Tensor)):
         cache_seqlens = lengths_tensor(cache_seqlens, "k", k, "cu_seqlens_k_new", cu_seqlens_k_new)
     tensors = AppendTensors(
-        cache_seqlens, slot_mapping, cache_batch_idx, block_table, cu_seqlens_k_new, rotary_cos, rotary_sin,
-        rotary_seqlens, k_descale, v_descale,
-    )  # fmt: skip
-    options = AppendOptions(max_seqlen_k_new, None, rotary_interleaved, False, backend, debug_checks)
+        cache_seqlens=cache_seqlens,
+        slot_mapping=slot_mapping,
+        cache_batch_idx=cache_batch_idx,
+        block_table=block_table,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_seqlens=rotary_seqlens,
+        k_descale=k_descale,
+        v_descale=v_descale,
+    )
+    options = AppendOptions(
+        max_seqlen_k_new=max_seqlen_k_new,
+        rotary_interleaved=rotary_interleaved,
+        backend=backend,
+        debug_checks=debug_checks,
+    )
     operators.append(k_cache, v_cache, k, v, tensors, options)
 
 
@@ -405,9 +425,3 @@ def flash_attn_combine(
     if varlen:
         result, lse = result[0], lse[0]
     return (result if out is None else out.copy_(result)), lse
-
-
-def _refuse_without_k(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(f"{name} must be None without k and v to append, got {type(value).__name__}")

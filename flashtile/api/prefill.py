@@ -51,7 +51,7 @@ def attention_over_pages(
         cu_seqlens_q=cu_seqlens_q,
         alibi_slopes=extras.alibi_slopes,
         sink=extras.sink,
-        qv=contiguous_qv(qv),
+        qv=None if qv is None else contiguous_qv(qv),
     )
     try:
         return decode((q, k, v), tensors, DecodeOptions(**shared_fields(DecodeOptions, options)), buffers)

@@ -358,10 +358,13 @@ def softmax_max_arguments(softmax_max: Any) -> tuple[float | None, Tensor | None
     return as_float("softmax_max", softmax_max, "a number, a tensor or None"), None
 
 
-def contiguous_qv(qv: Tensor | None) -> Tensor | None:
+def is_batch(k: Any) -> bool:
+    """Whether k, if it is valid, is (batch, seqlen_new, heads_kv, head_dim)."""
+    return isinstance(k, Tensor) and k.dim() == 4
+
+
+def contiguous_qv(qv: Tensor) -> Tensor:
     """Return ``qv``, or a contiguous copy of it, because operations over a cache need a contiguous one."""
-    if qv is None:
-        return None
     check_dense("qv", qv)
     return qv.contiguous()
 

@@ -147,6 +147,36 @@ def check_append(
     _check_rotary(k, batch, tensors)
 
 
+def check_step(
+    k: Tensor | None,
+    v: Tensor | None,
+    tensors: AppendTensors,
+    options: AppendOptions,
+    tree_mask: Tensor | None,
+) -> None:
+    """Check what a call that may append and then attends requires in addition to :func:`check_append`."""
+    if k is None and v is None:
+        name, value = next(
+            (name, value)
+            for name, value in (
+                ("rotary_cos", tensors.rotary_cos),
+                ("rotary_sin", tensors.rotary_sin),
+                ("rotary_seqlens", tensors.rotary_seqlens),
+                ("cu_seqlens_k_new", tensors.cu_seqlens_k_new),
+                ("max_seqlen_k_new", options.max_seqlen_k_new),
+            )
+            if value is not None
+        )
+        raise ValueError(f"{name} must be None without k and v to append, got {type(value).__name__}")
+    if k is None or v is None:
+        missing = "k" if k is None else "v"
+        raise ValueError(f"{missing} must be given with {'v' if k is None else 'k'}, got None")
+    if tensors.cache_seqlens is None:
+        raise ValueError("cache_seqlens must give the positions at which k and v are appended, got None")
+    if tensors.rotary_cos is not None and tree_mask is not None:
+        raise ValueError("rotary_cos must be None with tree_mask: rotate by each node's depth beforehand")
+
+
 def check_copy(
     k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
 ) -> None:

@@ -133,8 +133,23 @@ def _quantize(
     """Quantise as :func:`quantize` does. ``names`` maps arguments to the names that errors use for them."""
     offsets = rotary_offset if isinstance(rotary_offset, Tensor) else None
     offset = 0 if isinstance(rotary_offset, Tensor) else as_int("rotary_offset", rotary_offset)
-    tensors = QuantizeTensors(cu_seqlens, seqused, rotary_cos, rotary_sin, offsets, scale)
-    options = QuantizeOptions(role, method, seed, max_seqlen, offset, rotary_interleaved, backend)
+    tensors = QuantizeTensors(
+        cu_seqlens=cu_seqlens,
+        seqused=seqused,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_offsets=offsets,
+        scale=scale,
+    )
+    options = QuantizeOptions(
+        role=role,
+        method=method,
+        seed=seed,
+        max_seqlen=max_seqlen,
+        rotary_offset=offset,
+        rotary_interleaved=rotary_interleaved,
+        backend=backend,
+    )
     try:
         check_dense("x", x)
         learns = x.requires_grad and torch.is_grad_enabled() and not transforming()
@@ -266,7 +281,14 @@ def attention(
             own_backend, _names("v"),
         )  # fmt: skip
     tensors = AttendTensors(
-        scales_of(q), scales_of(k), scales_of(v), cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink
+        q_descale=scales_of(q),
+        k_descale=scales_of(k),
+        v_descale=scales_of(v),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
     )
     stored = AttendOptions(
         **shared_fields(AttendOptions, options),

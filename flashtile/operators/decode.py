@@ -213,6 +213,9 @@ The first one is None if the attention kernel also appends.
 """
 
 
+_ANGLES = "rotary_cos", "rotary_sin", "rotary_seqlens"
+
+
 class _Step(Operation):
     """Attention of one query of each sequence over a cache, after an append of one token.
 
@@ -225,7 +228,7 @@ class _Step(Operation):
     def __init__(self) -> None:
         self.full_name = "append_and_decode"
         self.tensors = "q", "k_cache", "v_cache", "k", "v"
-        self._optional = (*CacheTensors._fields, "rotary_cos", "rotary_sin", "rotary_seqlens")
+        self._optional = (*CacheTensors._fields, *_ANGLES)
         options = (*flat_fields(DecodeOptions), "rotary_interleaved")
         self.arguments = (*self.tensors, *self._optional, *options)
         self._num_tensors = len(self.tensors)
@@ -243,9 +246,11 @@ class _Step(Operation):
         q, k_cache, v_cache, k, v = tensors
         cache_tensors = CacheTensors(*optional[:-3])
         appended = AppendTensors(
-            cache_tensors.cache_seqlens, None, cache_tensors.cache_batch_idx, cache_tensors.block_table, None,
-            *optional[-3:],
-        )  # fmt: skip
+            cache_seqlens=cache_tensors.cache_seqlens,
+            cache_batch_idx=cache_tensors.cache_batch_idx,
+            block_table=cache_tensors.block_table,
+            **dict(zip(_ANGLES, optional[-3:], strict=True)),
+        )
         decode_options = gathered(DecodeOptions, options[:-1])
         append_options = AppendOptions(rotary_interleaved=options[-1], backend=decode_options.backend)
         problems = (
@@ -371,7 +376,7 @@ def _launch_both(
     queries, unrotated = q, appended
     if appended.rotary_cos is not None and (launches is None or launches[0] is not None):
         queries = q.new_empty(q.shape)
-        appended = AppendTensors(*appended[:-3], q, tensors.cu_seqlens_q, queries)
+        appended = appended._replace(q=q, cu_seqlens_q=tensors.cu_seqlens_q, q_rotated=queries)
     cache, new = (queries, k_cache, v_cache, *buffers), (k_cache, v_cache, k, v)
     if launches is None:
         attend.check(*cache, tensors, options)  # before anything is prepared for the append

@@ -17,6 +17,7 @@ from flashtile.checks.values import check_block_lists, check_lengths
 from flashtile.op.operation import PLAIN_TYPES, signatures
 from flashtile.op.registry import extended
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options, Problem
+from flashtile.problems.common import shared_fields
 from flashtile.problems.masks import BACKWARD_LISTS, LISTS, MAX_CAPTURED, Mods
 
 if TYPE_CHECKING:  # `import flashtile` does not import masks, because few programs use them
@@ -42,7 +43,7 @@ mask was made for, are 0 without a block mask.
 FURTHER_DEFAULTS = "", "", 0, 0, 0, 0, 0
 ModifiedOptions: Any = extended("ModifiedOptions", Options, FURTHER_OPTIONS, FURTHER_DEFAULTS)
 
-_NUM_EXTRAS, _NUM_OPTIONS = len(OptionalTensors._fields), len(Options._fields)
+_NUM_EXTRAS = len(OptionalTensors._fields)
 _FIRST_CAPTURED = _NUM_EXTRAS
 _NOT_CAPTURED, _NO_LISTS = (None,) * MAX_CAPTURED, (None,) * len(LISTS)
 
@@ -123,9 +124,9 @@ def learned_of(options: Any) -> tuple[int, ...]:
 
 def plain_part(extras: Any, options: Any) -> tuple[OptionalTensors, Options]:
     """Return the extras and options of a call as if it had no score or mask functions."""
-    given = OptionalTensors(*extras[:_NUM_EXTRAS])
+    given = OptionalTensors(**shared_fields(OptionalTensors, extras))
     nothing = all(tensor is None for tensor in given)
-    return NO_EXTRAS if nothing else given, Options(*options[:_NUM_OPTIONS])
+    return NO_EXTRAS if nothing else given, Options(**shared_fields(Options, options))
 
 
 def pack(gradients: Iterable[Tensor | None]) -> Tensor | None:

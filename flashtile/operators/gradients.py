@@ -68,7 +68,14 @@ def attention_backward(
         dropout_p=dropout_p,
     )
     cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
-    extras = OptionalTensors(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, rng_state=rng_state)
+    extras = OptionalTensors(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        rng_state=rng_state,
+    )
     if all(extra is None for extra in extras):
         extras = NO_EXTRAS
     with torch.no_grad():

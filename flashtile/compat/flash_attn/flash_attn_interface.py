@@ -170,8 +170,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, return_softmax: bool, **named: Any
     options = make_options(
         as_masking(named["causal"], named["window_size"]), **{name: named.get(name) for name in names}
     )
-    offsets = as_offset_pair(named.get("cu_seqlens_q"), named.get("cu_seqlens_k"))
-    extras = OptionalTensors(*offsets, named.get("seqused_k"), named["alibi_slopes"], rng_state=rng_state)
+    cu_seqlens_q, cu_seqlens_k = as_offset_pair(named.get("cu_seqlens_q"), named.get("cu_seqlens_k"))
+    extras = OptionalTensors(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=named.get("seqused_k"),
+        alibi_slopes=named["alibi_slopes"],
+        rng_state=rng_state,
+    )
     signed = signed_probabilities(q, k, v, extras, options)
     return out, lse, _unnormalised(signed, out.dtype), rng_state
 

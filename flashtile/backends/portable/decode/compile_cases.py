@@ -298,7 +298,7 @@ def _append_case(dtype: torch.dtype, capability: tuple[int, int], packed: bool) 
         cu_seqlens_q=offsets, q_rotated=q,
     )  # fmt: skip
     longest = APPEND_ROWS if packed else None
-    options = AppendOptions(longest, longest, rotate_q_by_token=True)
+    options = AppendOptions(max_seqlen_k_new=longest, max_seqlen_q=longest, rotate_q_by_token=True)
     given = (cache, cache, new, new, tensors)
     with compiling_for(capability):
         launch = AppendLaunch(AppendProblem.from_tensors(*given, options))
@@ -314,10 +314,10 @@ def _appending_case(head_dim: int, capability: tuple[int, int]) -> CompileCase:
     queries = meta(1, 1, 4 * heads, head_dim, dtype=bf16)
     lengths, table, angles = meta(1, dtype=int32), meta(1, 4096, dtype=int32), meta(65536, head_dim // 2)
     given = (cache, cache, new, new)
-    tensors = CacheTensors(lengths, block_table=table)
-    appended = AppendTensors(lengths, block_table=table, rotary_cos=angles, rotary_sin=angles)
+    tensors = CacheTensors(cache_seqlens=lengths, block_table=table)
+    appended = AppendTensors(cache_seqlens=lengths, block_table=table, rotary_cos=angles, rotary_sin=angles)
     with compiling_for(capability):
-        problem = DecodeProblem.from_tensors(queries, cache, cache, tensors, DecodeOptions(None, 1))
+        problem = DecodeProblem.from_tensors(queries, cache, cache, tensors, DecodeOptions(seqlen_new=1))
         append = AppendLaunch(AppendProblem.from_tensors(*given, appended, AppendOptions()))
         chosen = config.choose(problem)
         launch = AppendingLaunch(problem, chosen, append)

@@ -201,7 +201,9 @@ def flash_attn_with_kvcache(
     phi = phi_by_head = None
     if softmax_max is not None:
         phi, phi_by_head = softmax_max_arguments(softmax_max)
-    tensors = CacheTensors(
+    # With keywords, a call of a named tuple's class itself takes twice as long.
+    tensors = CacheTensors.__new__(
+        CacheTensors,
         cache_seqlens=cache_seqlens,
         cache_leftpad=cache_leftpad,
         cache_batch_idx=cache_batch_idx,
@@ -216,7 +218,8 @@ def flash_attn_with_kvcache(
         softmax_max=phi_by_head,
         qv=None if qv is None else contiguous_qv(qv),
     )
-    options = DecodeOptions(
+    options = DecodeOptions.__new__(
+        DecodeOptions,
         max_seqlen_q=scores.max_seqlen_q,
         seqlen_new=k.shape[1] if k is not None and cu_seqlens_k_new is None and is_batch(k) else 0,
         softmax_scale=scores.softmax_scale,
@@ -234,7 +237,8 @@ def flash_attn_with_kvcache(
         out, lse = operators.decode((q, k_cache, v_cache), tensors, options, buffers)
         return (out, lse) if return_softmax_lse else out
 
-    appended = AppendTensors(
+    appended = AppendTensors.__new__(
+        AppendTensors,
         cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx,
         block_table=block_table,

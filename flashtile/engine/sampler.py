@@ -109,7 +109,7 @@ def choose(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
     if choice.greedy:
         return logits.argmax(-1)
     if logits.is_cuda:
-        from flashtile.backends.portable.sampling import sample
+        from flashtile.engine.sampling import sample
 
         filtered = choice.any_top_k or choice.any_top_p or choice.any_min_p
         return sample(logits, *choice[:5], positions, filtered)

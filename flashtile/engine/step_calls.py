@@ -90,7 +90,7 @@ def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> lis
         limits: the engine's settings.
         drafts: whether the model is a draft model, which guesses tokens for another model.
     """
-    from flashtile.backends.portable.sampling import sampling_ahead
+    from flashtile.engine.sampling import sampling_ahead
 
     kinds = list(dict.fromkeys((window, config.has_experts(i)) for i, window in enumerate(config.windows)))
     kinds.append(kinds[0])

@@ -76,10 +76,10 @@ def candidates(problem: LinearProblem) -> Iterator[tuple[str, str, list[int], La
     """
     from flashtile.backends import hopper, portable
     from flashtile.backends.hopper import linear as ring
-    from flashtile.backends.hopper.linear import candidates as ring_tiles
+    from flashtile.backends.hopper.linear.config import candidates as ring_tiles
     from flashtile.backends.portable import linear as tiles
-    from flashtile.backends.portable.linear import LinearConfig
-    from flashtile.backends.portable.linear import candidates as portable_tiles
+    from flashtile.backends.portable.linear.config import LinearConfig
+    from flashtile.backends.portable.linear.config import candidates as portable_tiles
 
     for config in portable_tiles(problem):
         yield config.kind, portable.NAME, list(astuple(config)[2:]), tiles.prepare_linear(problem, config)

@@ -33,7 +33,7 @@ def test_tiles_of_whole_waves_are_within_the_error_rule(target, splits, epilogue
     if target.backend != "portable":
         pytest.skip("the flat product in Triton has them")
     from flashtile.backends.portable import linear as portable
-    from flashtile.backends.portable.linear import adapted, tiles_of
+    from flashtile.backends.portable.linear.config import adapted, tiles_of
 
     tiles = []
 
@@ -54,7 +54,8 @@ def test_few_rows_on_cuda_cores_are_within_the_error_rule(target, call, monkeypa
     if target.backend != "portable":
         pytest.skip("the GEMV in Triton computes them")
     from flashtile.backends.portable import linear as portable
-    from flashtile.backends.portable.linear import GEMV, default
+    from flashtile.backends.portable.linear import GEMV
+    from flashtile.backends.portable.linear.config import default
 
     for name in ("configure_linear", "configure_linear_qkv"):
         monkeypatch.setattr(portable, name, lambda problem: default(problem, GEMV))

@@ -16,8 +16,8 @@ from flashtile.backends.common.compile_report import CompileCase, report
 from flashtile.backends.hopper.backward import compile_cases as hopper_backward
 from flashtile.backends.hopper.decode import compile_cases as hopper_decode
 from flashtile.backends.hopper.forward import compile_cases as hopper_forward
-from flashtile.backends.hopper.fp8 import Fp8Variant
 from flashtile.backends.hopper.fp8 import compile_cases as hopper_fp8
+from flashtile.backends.hopper.fp8.config import Fp8Variant
 from flashtile.backends.hopper.linear import compile_cases as hopper_linear
 
 pytestmark = pytest.mark.compile

@@ -31,7 +31,7 @@ def choices(rows: int, device: str) -> Choice:
 
 
 def check(device: str, rows: int, vocab_size: int, dtype: torch.dtype) -> None:
-    from flashtile.backends.portable.sampling import sample
+    from flashtile.engine.sampling import sample
 
     generator = torch.Generator().manual_seed(vocab_size)
     logits = (torch.randn(rows, vocab_size + 3, generator=generator) * 3).to(device, dtype)[:, :vocab_size]
@@ -49,7 +49,7 @@ def check(device: str, rows: int, vocab_size: int, dtype: torch.dtype) -> None:
 
 def check_bad_logits(device: str, vocab_size: int) -> None:
     """NaN of either sign and infinity win, whatever the filters, and rows without them draw as before."""
-    from flashtile.backends.portable.sampling import sample
+    from flashtile.engine.sampling import sample
 
     logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
     bits = torch.tensor([0x7FC00000, -0x400000, 0x7F800000, 0x3F000000], dtype=torch.int32)
@@ -74,7 +74,7 @@ def test_bad_logits_win():
 
 @pytest.mark.interpreter
 def test_logits_may_have_any_strides():
-    from flashtile.backends.portable.sampling import sample
+    from flashtile.engine.sampling import sample
 
     logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
     given = *choices(8, "cpu")[:5], torch.arange(8, dtype=torch.int32), False
@@ -105,7 +105,7 @@ def test_the_kernel_draws_what_torch_draws_on_a_gpu(vocab_size, dtype):
 @pytest.mark.parametrize("filtered", [False, True])
 def test_the_kernel_compiles_without_spills(filtered):
     from flashtile.backends.common.compile_report import CompileCase, report
-    from flashtile.backends.portable.sampling import NUM_WARPS, SamplingVariant, sample_kernel
+    from flashtile.engine.sampling import NUM_WARPS, SamplingVariant, sample_kernel
 
     signature = {
         "logits_ptr": "*bf16", "temperature_ptr": "*fp32", "top_k_ptr": "*i64", "top_p_ptr": "*fp32",

@@ -17,10 +17,9 @@ pytest.importorskip("llguidance")
 if INTERPRETING:
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
-from flashtile.backends.portable import sampling
 from flashtile.backends.portable.linear import kernel
 from flashtile.compilation.calls import calls_of
-from flashtile.engine import LLM, model, runner
+from flashtile.engine import LLM, model, runner, sampling
 from flashtile.engine.device import graph_batch
 from flashtile.engine.llm import _steps_of
 from flashtile.engine.step_calls import calls_of_all

@@ -12,8 +12,8 @@ import torch
 import flashtile
 from flashtile.backends.common.compile_report import architecture
 from flashtile.backends.common.device import Target
-from flashtile.backends.hopper import linear as ring
-from flashtile.backends.portable.linear import (
+from flashtile.backends.hopper.linear import config as ring
+from flashtile.backends.portable.linear.config import (
     LinearConfig,
     adapted,
     choose,

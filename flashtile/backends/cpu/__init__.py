@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.backends.cpu import fused, padded, parts, sink, tiled
+from flashtile.backends.cpu import fused, parts, sink, tiled
 from flashtile.backends.cpu.config import Config, Fused, Tiled
 from flashtile.backends.cpu.config import configure as configure_forward
 from flashtile.backends.cpu.functions import optional_inputs
-from flashtile.backends.cpu.optional_inputs import OptionalInputs
+from flashtile.backends.cpu.parts import OptionalInputs
 from flashtile.backends.cpu.precision import with_exact_products
 from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.reference.attention import sink_gradient
@@ -71,8 +71,8 @@ def _prepare_attend(problem: Problem, config: Config) -> Any:
 
 def _parts_of(problem: Problem, config: Config) -> Any:
     """Return the function that splits a call into dense calls, or None if the call is dense."""
-    if padded.covers(problem) and isinstance(config.forward, Fused):
-        return padded.parts
+    if parts.has_only_padding(problem) and isinstance(config.forward, Fused):
+        return parts.without_padding
     return parts.sequences if problem.varlen or problem.seqused_q or problem.seqused_k else None
 
 

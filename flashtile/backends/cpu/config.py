@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from flashtile.backends.cpu import padded
+from flashtile.backends.cpu import parts
 from flashtile.problems.attention import Problem
 from flashtile.problems.decode import FP8, DecodeProblem
 
@@ -64,7 +64,11 @@ def configure(problem: Problem) -> Config:
     """
     tiled = tiled_config(problem)
     masked = problem.mask or problem.bias or problem.dropout_p > 0 or problem.beyond_window is not None
-    masked = masked or problem.mods is not None or (problem.key_padding_mask and not padded.covers(problem))
+    masked = (
+        masked
+        or problem.mods is not None
+        or (problem.key_padding_mask and not parts.has_only_padding(problem))
+    )
     if masked or not _fused_covers(problem):
         return Config(tiled, tiled, tiled)
     return Config(Fused(_forward_dtype(problem)), Fused(_backward_dtype(problem)), tiled)

@@ -9,7 +9,7 @@ from torch import Tensor
 from flashtile.backends.cpu import banded
 from flashtile.backends.cpu.config import Fused
 from flashtile.backends.cpu.flash import attend, differentiate
-from flashtile.backends.cpu.optional_inputs import OptionalInputs
+from flashtile.backends.cpu.parts import OptionalInputs
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 

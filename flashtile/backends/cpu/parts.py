@@ -1,19 +1,92 @@
-"""Computes a call as several dense calls, its parts.
+"""Calls that are computed as several dense calls, their parts, and the optional inputs of each.
 
 A part is one sequence without its unused tokens, or some rows of several sequences and their keys without
 padding. Rows in no part have out 0, lse -inf and gradient 0. Keys in no part have gradient 0.
+
+Padded keys are left out of the parts where this is exact: without a causal mask always, with one if all keys
+between a sequence's first and its last visible key are visible. Rows up to the last visible key then see a
+causal part of the visible keys, and later rows see all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.optional_inputs import OptionalInputs
+from flashtile.dropout import kept
 from flashtile.problems.attention import OptionalTensors, Problem
+from flashtile.problems.common import UNLIMITED
+
+
+class Dropout(NamedTuple):
+    """Parameters of dropout.
+
+    Which probabilities are dropped depends on the number of their sequence in the whole call. So a call that
+    is computed in parts has the same result. ``first_sequence`` is the number of a part's first sequence.
+    """
+
+    rng_state: Tensor
+    p: float
+    heads_q: int
+    first_sequence: int = 0
+
+    def kept(self, batch: slice, heads: slice, rows: range, keys: range) -> Tensor:
+        """Return (batch, heads, rows, keys) bool: True where a probability is kept."""
+        first = self.first_sequence
+        sequences = range(first + batch.start, first + batch.stop)
+        heads_range = range(heads.start, heads.stop)
+        return kept(self.rng_state, self.p, self.heads_q, sequences, heads_range, rows, keys)
+
+
+class OptionalInputs(NamedTuple):
+    """Optional inputs of a call. Masks broadcast to (batch, heads_q, seqlen_q, seqlen_k); True is visible."""
+
+    alibi_slopes: Tensor | None = None
+    masks: tuple[Tensor, ...] = ()
+    bias: Tensor | None = None
+    dbias: Tensor | None = None
+    """Accumulator for the gradient of the bias; None if that gradient is not needed."""
+    dropout: Dropout | None = None
+    functions: Any = None
+    """:class:`flashtile.backends.cpu.functions.EvaluatedFunctions` of a call with score or mask functions."""
+
+    @classmethod
+    def of(cls, problem: Problem, extras: OptionalTensors, dbias: Tensor | None = None) -> OptionalInputs:
+        masks: tuple[Tensor, ...] = () if extras.mask is None else (extras.mask,)
+        if extras.key_padding_mask is not None:
+            masks += (extras.key_padding_mask[:, None, None],)
+        dropout = None
+        if problem.dropout_p > 0 and extras.rng_state is not None:
+            dropout = Dropout(extras.rng_state, problem.dropout_p, problem.num_heads_q)
+        return cls(extras.alibi_slopes, masks, extras.bias, dbias, dropout)
+
+    def of_sequence(self, b: int, seqlen_q: int, seqlen_k: int) -> OptionalInputs:
+        """Return the inputs of sequence ``b`` only, which has ``seqlen_q`` rows and ``seqlen_k`` keys."""
+        slopes = self.alibi_slopes
+        own_slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
+        masks = tuple(_part(mask, b, seqlen_q, seqlen_k) for mask in self.masks)
+        bias, dbias = (
+            None if tensor is None else _part(tensor, b, seqlen_q, seqlen_k)
+            for tensor in (self.bias, self.dbias)
+        )
+        dropout = self.dropout and self.dropout._replace(first_sequence=b)
+        return OptionalInputs(own_slopes, masks, bias, dbias, dropout)
+
+    @property
+    def may_hide_rows(self) -> bool:
+        """Whether a row may have no visible key although its window contains keys."""
+        return self.masks != () or self.bias is not None
+
+
+def _part(tensor: Tensor, b: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Return a view of one sequence's part of a mask or bias."""
+    own = tensor[b : b + 1] if tensor.shape[0] > 1 else tensor
+    return own[:, :, : seqlen_q if tensor.shape[2] > 1 else 1, :seqlen_k]
 
 
 class Part(NamedTuple):
@@ -164,3 +237,61 @@ def _is_whole(parts: list[Part], problem: Problem) -> bool:
     """Whether the call has a single part, which is the whole call. Always False for packed sequences."""
     everything = slice(0, problem.batch), slice(0, problem.seqlen_q), slice(0, problem.seqlen_k)
     return not problem.varlen and len(parts) == 1 and (*parts[0].queries, parts[0].keys) == everything
+
+
+def has_only_padding(problem: Problem) -> bool:
+    """Whether a problem has key padding and, apart from a causal mask, no other mask, bias or dropout."""
+    distances = problem.alibi or problem.window_left != UNLIMITED or problem.window_right > 0
+    ragged = problem.varlen or problem.seqused_q or problem.seqused_k
+    scores = problem.mask or problem.bias or problem.dropout_p > 0 or problem.beyond_window is not None
+    return problem.key_padding_mask and not (scores or distances or ragged)
+
+
+def without_padding(problem: Problem, extras: OptionalTensors) -> Iterator[Part]:
+    """Yield the dense calls that together compute all sequences with a visible key."""
+    assert extras.key_padding_mask is not None
+    causal = problem.window_right == 0
+    offset = problem.seqlen_k - problem.seqlen_q
+    all_rows = slice(0, problem.seqlen_q)
+    for sequences, first, end, whole in _runs(extras.key_padding_mask):
+        b = sequences.start
+        plain = replace(problem, key_padding_mask=False, batch=sequences.stop - b)
+        keys = slice(first, end) if whole else extras.key_padding_mask[b].nonzero().flatten()
+        if not causal:
+            yield Part(plain, b, sequences, all_rows, keys, OptionalInputs())
+            continue
+        if not whole:
+            optional = OptionalInputs.of(problem, extras).of_sequence(b, problem.seqlen_q, problem.seqlen_k)
+            yield Part(problem, b, sequences, all_rows, slice(None), optional)
+            continue
+        # Row i is aligned with key i + offset. Rows ``start`` to ``stop`` are aligned with visible keys.
+        start, stop = max(0, first - offset), max(0, min(problem.seqlen_q, end - offset))
+        if start < stop:
+            own = slice(first, stop + offset)
+            yield Part(plain, b, sequences, slice(start, stop), own, OptionalInputs())
+        if stop < problem.seqlen_q:
+            everything = replace(plain, window_right=UNLIMITED)
+            yield Part(everything, b, sequences, slice(stop, problem.seqlen_q), keys, OptionalInputs())
+
+
+def _runs(seen: Tensor) -> Iterator[tuple[slice, int, int, bool]]:
+    """Yield (sequences, first key, end of keys, whether all keys between are visible).
+
+    Sequences without a visible key are left out. Adjacent sequences with the same range of keys are yielded
+    together. A sequence with hidden keys within its range is yielded alone.
+    """
+    if seen.numel() == 0:
+        return
+    numbers = seen.to(torch.uint8)
+    first = numbers.argmax(1).tolist()
+    end = (seen.shape[1] - numbers.flip(1).argmax(1)).tolist()
+    counts = seen.sum(1).tolist()
+
+    def keys_of(b: int) -> tuple[int, int, int]:
+        alone = counts[b] != end[b] - first[b]
+        return first[b], end[b], b if alone else -1
+
+    for (start, stop, alone), members in groupby(range(len(counts)), keys_of):
+        run = list(members)
+        if counts[run[0]] > 0:
+            yield slice(run[0], run[-1] + 1), start, stop, alone < 0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flashtile.backends.cpu.blocks import split
 from flashtile.backends.cpu.config import Tiled
-from flashtile.backends.cpu.optional_inputs import OptionalInputs
+from flashtile.backends.cpu.parts import OptionalInputs
 from flashtile.problems.attention import Problem
 from flashtile.problems.masking import Masking
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from flashtile.backends.cpu import reason_against, tiled
 from flashtile.backends.cpu.config import Tiled, tiled_config
 from flashtile.backends.cpu.functions import optional_inputs
-from flashtile.backends.cpu.optional_inputs import OptionalInputs
-from flashtile.backends.cpu.parts import sequences, with_batch
+from flashtile.backends.cpu.parts import OptionalInputs, sequences, with_batch
 from flashtile.backends.cpu.precision import with_exact_products
 from flashtile.problems.attention import WeightsProblem
 

@@ -14,8 +14,8 @@ from compile_record import numbers
 from flashtile.backends.common.compile_report import ARCHITECTURES, KIB
 from flashtile.backends.hopper import fp8 as hopper_fp8
 from flashtile.backends.hopper.compile_cases import HOPPER
-from flashtile.backends.hopper.fp8 import choose, every_row, smem_bytes
 from flashtile.backends.hopper.fp8.compile_cases import PLAIN, compile_cases
+from flashtile.backends.hopper.fp8.config import choose, every_row, smem_bytes
 from flashtile.backends.hopper.fp8.launch import scale_strides
 from flashtile.problems.fp8 import Scales
 from flashtile.problems.fp8_layout import KEY_BLOCK

@@ -24,7 +24,6 @@ from decode_cases import paged
 from flashtile import dropout, testing
 from flashtile.backends.common import device
 from flashtile.backends.hopper import decode as hopper_decode
-from flashtile.backends.hopper import linear as ring
 from flashtile.backends.hopper.backward import config as backward_config
 from flashtile.backends.hopper.backward import dq_accum, wide_launch
 from flashtile.backends.hopper.backward.costs import Splits
@@ -33,6 +32,7 @@ from flashtile.backends.hopper.decode import launch as decode_launch
 from flashtile.backends.hopper.forward import config as forward_config
 from flashtile.backends.hopper.forward import launch as forward_launch
 from flashtile.backends.hopper.forward.config import alternatives, every_row, of_tables
+from flashtile.backends.hopper.linear import config as ring
 from flashtile.backends.hopper.linear.launch import FlatLaunch
 from flashtile.masks import alibi, create_block_mask, mask_mod, window
 from flashtile.problems.attention import Problem

@@ -112,7 +112,7 @@ def test_the_producer_leaves_the_queue_as_it_found_it(num_tiles: int, programs: 
             produce = functions_of(
                 work_tiles, schedule, gl=card, walk_work_tile=walk,
                 num_work_tiles=lambda C, pointers, schedule: num_tiles,
-                work_queue=SimpleNamespace(put=lambda queue, t, tile, warps, put=put: put.append((t, tile))),
+                pipeline=SimpleNamespace(put=lambda queue, t, tile, warps, put=put: put.append((t, tile))),
             )["produce"]  # fmt: skip
             variant = SimpleNamespace(QUEUED=True, HAS_MODS=has_mods, PRODUCER_WARPS=1)
             before = len(taken)

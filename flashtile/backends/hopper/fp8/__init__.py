@@ -1,20 +1,11 @@
 """Attention with q, k and v in e4m3 on NVIDIA's Hopper GPUs, by a Gluon kernel.
 
 Tensors are quantised by the portable backend.
-
-Configurations of the Hopper FP8 kernel: data, chosen by head sizes, mask and the layout of v.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import permutations
-
 from flashtile.backends import hopper
-from flashtile.backends.hopper.config import padded
-from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant
-from flashtile.problems.common import UNLIMITED
 from flashtile.problems.fp8 import Fp8Problem
 
 
@@ -34,6 +25,7 @@ def reason_against(problem: Fp8Problem, explicit: bool) -> str | None:
 
 
 def configure_fp8_attend(problem: Fp8Problem):
+    from flashtile.backends.hopper.fp8.config import choose
 
     return choose(problem)
 
@@ -42,88 +34,3 @@ def prepare_fp8_attend(problem: Fp8Problem, config):
     from flashtile.backends.hopper.fp8.launch import Fp8ForwardLaunch
 
     return Fp8ForwardLaunch(problem, config)
-
-
-@dataclass(frozen=True)
-class Fp8Config(ForwardConfig):
-    """Tile and pipeline of the FP8 forward kernel; the fields are those of the 16-bit kernel.
-
-    BLOCK_N divides 128, the number of keys that share a scale. ``Q_IN_REGISTERS`` is 0 or the padded head
-    size.
-    """
-
-
-@dataclass(frozen=True)
-class Fp8Variant(ForwardVariant):
-    """Compile-time parameters of the FP8 kernel, which takes them as one constant."""
-
-    V_TRANSPOSED: bool
-    """Whether memory holds V^T, with keys in the order of P's registers; else the producer transposes V."""
-    BLOCK_SCALES: bool
-    """Whether each block of a head has a scale; otherwise each head of a sequence has one. Blocks of packed
-    sequences are numbered consecutively."""
-    HAS_Q_SCALE: bool
-    HAS_K_SCALE: bool
-    HAS_V_SCALE: bool
-    Q_SCALE_GROUP: int
-    """Query heads that share a scale of q."""
-
-
-PRODUCER_WARPS = {True: 1, False: 4}
-"""Warps of the producer, by whether memory holds V^T."""
-REGISTERS = {(2, True): (240, 24), (2, False): (232, 40), (3, True): (160, 32), (3, False): (160, 32)}
-"""Registers per thread of (consumers, producer), by (consumer warpgroups, whether memory holds V^T).
-
-A producer that transposes V needs more than 24, and two consumers give them: 232 * 256 + 40 * 128 = 64512,
-the registers at launch. Three consumers leave 65536 - 160 * 384 = 32 * 128."""
-
-F = Fp8Config
-
-# (padded head_dim of q, k and v, windowed, v transposed in memory) -> config; a causal mask is a window.
-# Measured on an H100 with sequences of 4096 and 16384 (docs/measured/fp8.md). Rows with head_dim 256 or
-# untransposed v were not measured; they have the tiles that fit.
-_TABLE: dict[tuple[int, bool, bool], Fp8Config] = {
-    (64, False, True): F(3, 128, PING_PONG=True),
-    (64, True, True): F(3, 128, PING_PONG=True, spill_budget=64, features_spill_budget=240),
-    (64, False, False): F(2, 128, STAGES=4),
-    (64, True, False): F(2, 128, STAGES=4, features_spill_budget=8),
-    (128, False, True): F(2, 128, Q_IN_REGISTERS=128),
-    (128, True, True): F(2, 128, Q_IN_REGISTERS=128, features_spill_budget=8),
-    (128, False, False): F(2, 128, spill_budget=4),
-    (128, True, False): F(2, 128, features_spill_budget=32),  # timed with Triton 3.6, which spills 12 bytes
-    (256, False, True): F(2, 64),
-    (256, True, True): F(2, 64, features_spill_budget=52),
-    (256, False, False): F(2, 64, spill_budget=20),
-    (256, True, False): F(2, 64, features_spill_budget=40),
-}
-_UNEQUAL = {
-    (d, dv): F(2, 128 if max(d, dv) <= 128 else 64, spill_budget=8 if d == 256 else 0)
-    for d, dv in permutations((64, 128, 256), 2)
-}
-"""(padded head_dim of q and k, padded head_dim of v) -> config. They fit, and were not timed."""
-
-
-def choose(problem: Fp8Problem) -> Fp8Config:
-    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    windowed = left != UNLIMITED or right != UNLIMITED
-    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    if block_d != block_dv:
-        return _UNEQUAL[block_d, block_dv]
-    return _TABLE[block_d, windowed, problem.v_transposed]
-
-
-def every_row() -> Iterator[tuple[int, int, bool, bool, Fp8Config]]:
-    """Yield (padded head_dim, padded head_dim_v, windowed, v transposed, config) of each table entry."""
-    for (size, windowed, v_transposed), config in _TABLE.items():
-        yield size, size, windowed, v_transposed, config
-    for (block_d, block_dv), config in _UNEQUAL.items():
-        yield block_d, block_dv, False, True, config
-
-
-def smem_bytes(config: Fp8Config, block_d: int, block_dv: int, v_transposed: bool) -> int:
-    """Return the bytes of shared memory that the kernel's tiles take; barriers take a few dozen more."""
-    q = config.Q_STAGES * config.BLOCK_M * block_d
-    kv = config.STAGES * config.BLOCK_N * (block_d + block_dv)
-    v_rows = 0 if v_transposed else config.STAGES * config.BLOCK_N * block_dv
-    o = 2 * config.BLOCK_M * block_dv
-    return q + kv + v_rows + o

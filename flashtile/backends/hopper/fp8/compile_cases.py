@@ -13,7 +13,7 @@ from flashtile.backends.hopper import compile_cases as shared
 from flashtile.backends.hopper.compile_cases import HOPPER, words
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS
 from flashtile.backends.hopper.forward.schedule import ForwardSchedule, Numbers
-from flashtile.backends.hopper.fp8 import Fp8Config, every_row
+from flashtile.backends.hopper.fp8.config import Fp8Config, every_row
 from flashtile.backends.hopper.fp8.kernel import BlockScaleStrides, Fp8ForwardPointers, fp8_forward_kernel
 from flashtile.backends.hopper.fp8.launch import fp8_forward_variant, views
 from flashtile.problems.fp8 import Fp8Problem, Scales

@@ -11,7 +11,7 @@ from flashtile.backends.hopper.config import LAUNCH_REGISTERS, persistent_progra
 from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.forward.launch import ForwardKernels, Outputs, schedule_of, tile_table
 from flashtile.backends.hopper.forward.schedule import Numbers
-from flashtile.backends.hopper.fp8 import PRODUCER_WARPS, REGISTERS, Fp8Config, Fp8Variant
+from flashtile.backends.hopper.fp8.config import PRODUCER_WARPS, REGISTERS, Fp8Config, Fp8Variant
 from flashtile.backends.hopper.fp8.kernel import BlockScaleStrides, Fp8ForwardPointers, fp8_forward_kernel
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem, Scales

@@ -8,7 +8,7 @@ from dataclasses import replace
 from flashtile.backends.common.compile_report import CompileCase
 from flashtile.backends.common.linear import epilogue_variant
 from flashtile.backends.hopper.compile_cases import HOPPER
-from flashtile.backends.hopper.linear import DEFAULT, MAX_ROWS, TILES, FlatConfig, make
+from flashtile.backends.hopper.linear.config import DEFAULT, MAX_ROWS, TILES, FlatConfig, make
 from flashtile.backends.hopper.linear.kernel import flat_kernel
 from flashtile.backends.hopper.linear.launch import flat_variant
 from flashtile.backends.portable.linear.compile_cases import (

@@ -18,7 +18,7 @@ from flashtile.backends.common.linear import (
     new_output,
     product_pointers,
 )
-from flashtile.backends.hopper.linear import FlatConfig
+from flashtile.backends.hopper.linear.config import FlatConfig
 from flashtile.backends.hopper.linear.kernel import FlatVariant, flat_kernel
 from flashtile.problems.linear import E4M3, LinearProblem
 

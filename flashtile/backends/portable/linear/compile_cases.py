@@ -20,7 +20,7 @@ from flashtile.backends.common.linear import (
 )
 from flashtile.backends.common.tiles import CAPABILITY
 from flashtile.backends.portable.fp8 import NATIVE_CAPABILITY
-from flashtile.backends.portable.linear import (
+from flashtile.backends.portable.linear.config import (
     MAX_FLAT_ROWS,
     LinearConfig,
     adapted,

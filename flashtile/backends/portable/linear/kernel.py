@@ -51,7 +51,7 @@ from flashtile.backends.common.tiles import (
 )
 from flashtile.backends.portable.config import family
 from flashtile.backends.portable.fp8 import is_native
-from flashtile.backends.portable.linear import DEFAULTS, MAX_FLAT_ROWS
+from flashtile.backends.portable.linear.config import DEFAULTS, MAX_FLAT_ROWS
 from flashtile.hardware.linear_table import FLAT
 from flashtile.problems import linear as problem
 

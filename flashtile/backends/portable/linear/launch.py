@@ -24,7 +24,7 @@ from flashtile.backends.common.linear import (
 )
 from flashtile.backends.common.tiles import CAPABILITY
 from flashtile.backends.portable.fp8 import is_native
-from flashtile.backends.portable.linear import LinearConfig, halves, needs_end, tiles_of
+from flashtile.backends.portable.linear.config import LinearConfig, halves, needs_end, tiles_of
 from flashtile.backends.portable.linear.kernel import ProductVariant, Shares, epilogue_kernel, product_kernel
 from flashtile.hardware.linear_table import GEMV, LIBRARY
 from flashtile.problems.linear import E4M3, LinearProblem

@@ -17,7 +17,6 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from flashtile.api.latent import join_qv
 from flashtile.api.prefill import attention_over_pages
 from flashtile.api.weights import check_form, weights_of
 from flashtile.checks.arguments import ERRORS, check_dense, renamed
@@ -26,6 +25,7 @@ from flashtile.checks.conversions import (
     as_offset_pair,
     as_operands,
     check_flag,
+    join_qv,
     make_options,
     optional_tensors,
     refuse_descales,
@@ -655,7 +655,9 @@ def _run(
         if buffers:
             name = "lse" if buffers[0] is None else "out"
             raise NotImplementedError(f"{name} must be None for q, k and v of float8_e4m3fn, got a tensor")
-        return _module("flashtile.api.fp8").attend_descaled(q, k, v, *descales, extras, options)
+        from flashtile.api.fp8 import attend_descaled
+
+        return attend_descaled(q, k, v, *descales, extras, options)
     refuse_descales(*descales, "for q, k and v of float8_e4m3fn")
     if buffers:
         return operators.FORWARD_INTO.write((q, k, v), extras, options, buffers)  # type: ignore[return-value]
@@ -691,17 +693,17 @@ def _flash(
 
 def _masks() -> Any:
     """Return the module that serves score and mask functions, imported at the first use."""
+    if torch.compiler.is_dynamo_compiling():  # Dynamo warns of functions with a cache
+        from flashtile.api import masks
+
+        return masks
     return _module("flashtile.api.masks")
 
 
+@functools.cache
 def _module(name: str) -> Any:
-    """Import a module at its first use. An import statement in each call would take 2 us."""
-    if torch.compiler.is_dynamo_compiling():  # Dynamo warns of functions with a cache
-        return importlib.import_module(name)
-    return _kept_module(name)
-
-
-_kept_module = functools.cache(importlib.import_module)
+    """Import a module. An import statement in each call would take 2 us."""
+    return importlib.import_module(name)
 
 
 def _refuse_with_functions(in_e4m3: torch.dtype | None, descales: Descales, buffers: tuple) -> None:

@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flashtile.checks.arguments import as_float, as_int, check_dense, check_offsets, named
+from flashtile.checks.arguments import as_float, as_int, check_dense, check_offsets, check_qv, named
+from flashtile.checks.attention import check_call, check_types
 from flashtile.problems.attention import OptionalTensors, Options
-from flashtile.problems.common import DEVICE_TYPES, MAX_LENGTH, UNLIMITED
+from flashtile.problems.common import DEVICE_TYPES, MAX_HEAD_DIM, MAX_LENGTH, UNLIMITED
 from flashtile.problems.masking import Masking
 
 AUTOCAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -48,8 +49,7 @@ def as_masking(causal: Any = False, window_size: Any = (UNLIMITED, UNLIMITED), *
             options[name] = as_int(name, value)
     if type(causal) is not bool:
         raise TypeError(f"causal must be True or False, got {named(causal)}")
-    if causal and right <= MAX_LENGTH:  # the check of ranges refuses a larger one
-        right = 0
+    right = 0 if causal and right <= MAX_LENGTH else right  # the check of ranges refuses a larger one
     if not torch.compiler.is_dynamo_compiling():  # which does not use a cache of functools, and warns of it
         try:
             return _kept_masking(window_left=left, window_right=right, **options)
@@ -209,6 +209,33 @@ def keys_of_scores(k: Any, cu_seqlens_k: Any, options: Options) -> Any:
     if cu_seqlens_k is not None:
         return options.max_seqlen_k
     return k.shape[1] if isinstance(k, Tensor) and k.dim() == 4 else None
+
+
+def join_qv(
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor, extras: OptionalTensors, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Return q and k with the columns of qv and v appended. Their product is ``q k^T + qv v^T``.
+
+    These are the queries for v of multi-head latent attention. Both results are differentiable.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as :func:`flashtile.attention`.
+    """
+    if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
+        raise NotImplementedError("qv must be None for q, k and v of float8_e4m3fn, got a tensor")
+    (qv,) = under_autocast(qv)
+    if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the check of strides
+        check_types(q, k, v, extras, options)
+    else:
+        check_call(q, k, v, extras, options)
+    check_qv(q, v, "v", qv)
+    columns = q.shape[-1] + v.shape[-1]
+    if columns > MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"qv needs head_dims of q and v that add up to at most {MAX_HEAD_DIM}, got {q.shape[-1]} and "
+            f"{v.shape[-1]}: flash_attn_with_kvcache takes up to 512 each, without a backward pass"
+        )
+    return torch.cat([q, qv], -1), torch.cat([k, v], -1)
 
 
 def optional_tensors(

@@ -645,25 +645,21 @@ def _run(
         form: the form of the weights that the call also returns.
     """
     in_e4m3 = isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn
-    if functions is not None:
-        _refuse_with_functions(q.dtype if in_e4m3 else None, descales, buffers)
-        return _masks().attend(q, k, v, extras, options, *functions)
-    if in_e4m3:
-        if form is not None:
-            name, got = "return_attn_weights", form[0]
-            raise NotImplementedError(f"{name} must be False for q of {q.dtype}, got {got!r}")
-        if buffers:
-            name = "lse" if buffers[0] is None else "out"
-            raise NotImplementedError(f"{name} must be None for q, k and v of float8_e4m3fn, got a tensor")
-        from flashtile.api.fp8 import attend_descaled
+    if functions is None:
+        if in_e4m3:
+            from flashtile.api.fp8 import attend_descaled
 
-        return attend_descaled(q, k, v, *descales, extras, options)
-    refuse_descales(*descales, "for q, k and v of float8_e4m3fn")
-    if buffers:
-        return operators.FORWARD_INTO.write((q, k, v), extras, options, buffers)  # type: ignore[return-value]
-    if learns_slopes(extras) and _masks().takes_functions(extras, options):
-        return _masks().attend(q, k, v, extras, options, None, None, None)
-    return operators.forward(q, k, v, extras, options)
+            _refuse_with_e4m3(q.dtype, buffers, form)
+            return attend_descaled(q, k, v, *descales, extras, options)
+        refuse_descales(*descales, "for q, k and v of float8_e4m3fn")
+        if buffers:
+            return operators.FORWARD_INTO.write((q, k, v), extras, options, buffers)  # type: ignore[return-value]
+        if not (learns_slopes(extras) and _masks().takes_functions(extras, options)):
+            return operators.forward(q, k, v, extras, options)
+        functions = None, None, None  # kernels for score_mod compute the gradient of the slopes
+    else:
+        _refuse_with_functions(q.dtype if in_e4m3 else None, descales, buffers)
+    return _masks().attend(q, k, v, extras, options, *functions)
 
 
 def _flash(
@@ -704,6 +700,16 @@ def _masks() -> Any:
 def _module(name: str) -> Any:
     """Import a module. An import statement in each call would take 2 us."""
     return importlib.import_module(name)
+
+
+def _refuse_with_e4m3(dtype: torch.dtype, buffers: tuple, form: tuple[str, int] | None) -> None:
+    """Raise for weights, ``out`` or ``lse`` in a call with FP8 inputs."""
+    if form is not None:
+        name = "return_attn_weights"
+        raise NotImplementedError(f"{name} must be False for q of {dtype}, got {form[0]!r}")
+    if buffers:
+        name = "lse" if buffers[0] is None else "out"
+        raise NotImplementedError(f"{name} must be None for q, k and v of float8_e4m3fn, got a tensor")
 
 
 def _refuse_with_functions(in_e4m3: torch.dtype | None, descales: Descales, buffers: tuple) -> None:

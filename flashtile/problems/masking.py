@@ -15,6 +15,7 @@ of ranges, the reference, the CPU backend, and refusals by what supports only wi
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,11 +47,15 @@ class Masking:
 
     @property
     def beyond_window(self) -> str | None:
-        """Name of the first option, other than the window, that may hide a key; None if there is none.
+        """Name of the first option, other than the window, that the mask has; None if there is none.
 
         The effect of such an option depends on more than the distance between row and key.
         """
-        return next((name for name in BEYOND_WINDOW if getattr(self, name)), None)
+        return self.beyond(())
+
+    def beyond(self, known: Collection[str]) -> str | None:
+        """Name of the first option that is neither the window nor ``known``; None if there is none."""
+        return next((name for name in BEYOND_WINDOW if getattr(self, name) and name not in known), None)
 
     @property
     def has_window(self) -> bool:

@@ -53,5 +53,12 @@ def test_a_window_costs_by_the_window():
     assert scores < 4096 * (256 + 128)
 
 
+def test_options_that_a_kernel_does_not_know():
+    assert Masking(window_left=3, window_right=0).beyond_window is None
+    chunked = Masking(window_left=3, attention_chunk=4)
+    assert chunked.beyond_window == chunked.beyond(()) == "attention_chunk"
+    assert chunked.beyond(("attention_chunk",)) is None
+
+
 def test_every_option_has_a_range():
     assert tuple(RANGES) == tuple(Masking.__annotations__)

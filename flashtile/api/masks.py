@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,24 +12,20 @@ from flashtile.checks.attention import check_call
 from flashtile.checks.conversions import refuse_beyond
 from flashtile.masks.block_mask import BlockMask, of_flex_attention
 from flashtile.masks.mods import MaskMod, traced
+from flashtile.masks.program import alibi, behind, composed, parse
 from flashtile.masks.tracing import Trace
 from flashtile.op.refusals import transforming
 from flashtile.operators.attention import forward_with_functions
 from flashtile.operators.functions import Functions, SignedExtras, learns_slopes
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 from flashtile.problems.fp8 import AttendOptions
-from flashtile.problems.mask_program import alibi, composed, parse
-from flashtile.problems.masking import BEYOND_WINDOW
-from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES, behind
+from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES
 
 ALLOWED_EXTRAS = ("alibi_slopes", "sink")
 """The optional tensors that a call with score or mask functions may have, in addition to q, k and v."""
 
-_WITHOUT_FUNCTIONS = attrgetter(
-    *(name for name in Options._fields if name not in AttendOptions._fields),
-    *(f"masking.{name}" for name in BEYOND_WINDOW),
-)
-"""The options that cannot be combined with functions. All are false by default."""
+_WITHOUT_FUNCTIONS = tuple(name for name in Options._fields if name not in AttendOptions._fields)
+"""Options that cannot be combined with functions. All are false by default."""
 _EVERYTHING = (True,)
 """``Program.results`` of a mask function that hides nothing."""
 
@@ -109,7 +104,7 @@ def _with_slopes(given: Functions, slopes: Tensor, offset: int) -> Functions:
 
 def check_with_functions(extras: OptionalTensors, options: Options) -> None:
     """Raise NotImplementedError for an argument that cannot be combined with score or mask functions."""
-    if any(_WITHOUT_FUNCTIONS(options)):
+    if options.masking.beyond_window or any([getattr(options, name) for name in _WITHOUT_FUNCTIONS]):
         refuse_beyond(NO_EXTRAS, options, AttendOptions._fields, "with score_mod, mask_mod or block_mask")
     if extras is NO_EXTRAS:
         return

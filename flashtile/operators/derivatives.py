@@ -16,8 +16,8 @@ from torch import Tensor
 
 from flashtile.masks.block_mask import listed
 from flashtile.masks.evaluate import evaluate
+from flashtile.masks.program import parse
 from flashtile.operators.functions import CAPTURED, ModifiedExtras, captured_of, learned_of, plain_part
-from flashtile.problems.mask_program import parse
 from flashtile.reference import attention as reference
 
 Attend = Callable[..., tuple[Tensor, Tensor]]

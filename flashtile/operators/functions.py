@@ -184,7 +184,7 @@ def check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> 
     if not q.is_cuda:
         return
     from flashtile.masks.evaluate import evaluate
-    from flashtile.problems.mask_program import parse
+    from flashtile.masks.program import parse
 
     captured = [tensor for tensor in captured_of(extras) if tensor is not None]
     batch, heads, rows, keys = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
@@ -205,7 +205,7 @@ def check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> 
 def mods_of(q: Tensor, k: Tensor, extras: Any, options: Any) -> Mods | None:
     if not isinstance(extras, ModifiedExtras):
         return None
-    from flashtile.problems.mask_ranges import positions_of
+    from flashtile.masks.ranges import positions_of
 
     captured = [tensor for tensor in captured_of(extras) if tensor is not None]
     return Mods(

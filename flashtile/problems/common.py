@@ -23,6 +23,8 @@ LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 MAX_HEAD_DIM = 576
 """Largest head size: the 512 latent and 64 rotary columns of multi-head latent attention."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+"""Dtypes of bools and ints in which torch can compute."""
 DEVICE_TYPES = ("cuda", "cpu")
 FLOAT32_MAX = torch.finfo(torch.float32).max
 MAX_LENGTH = 2**31 - 1

@@ -55,7 +55,10 @@ class Masking:
 
     def beyond(self, known: Collection[str]) -> str | None:
         """Name of the first option that is neither the window nor ``known``; None if there is none."""
-        return next((name for name in BEYOND_WINDOW if getattr(self, name) and name not in known), None)
+        for name in BEYOND_WINDOW:
+            if getattr(self, name) and name not in known:
+                return name
+        return None
 
     @property
     def has_window(self) -> bool:

@@ -16,8 +16,8 @@ from flashtile.backends.cpu.config import Tiled
 from flashtile.backends.cpu.parts import OptionalInputs
 from flashtile.backends.cpu.tiled import Chunk
 from flashtile.masks.evaluate import evaluate
+from flashtile.masks.program import Load, Program, derivatives, mask_program, score_program
 from flashtile.problems.attention import Problem
-from flashtile.problems.mask_program import Load, Program, derivatives
 from flashtile.problems.masks import MAX_CAPTURED
 
 Blocks = tuple[list[int], list[int]]
@@ -36,11 +36,11 @@ class EvaluatedFunctions:
             for i, t in enumerate(self.captured)
         ]
         self.loads: tuple[Load, ...] = ()
-        self.score_program: Program | None = mods.score_program
+        self.score_program: Program | None = score_program(mods)
         self.with_gradients = with_gradients
         if self.score_program is not None and with_gradients:
             self.score_program, self.loads = derivatives(self.score_program, frozenset(mods.learned))
-        self.mask_program = mods.mask_program
+        self.mask_program = mask_program(mods)
         self.lists = None if mods.block_size is None else _lists(extras)
 
     def chunks(

@@ -29,7 +29,7 @@ from benchmarks.suite.gate import Oracle
 from benchmarks.suite.inputs import Inputs, make_inputs
 from benchmarks.suite.workload import Workload
 from benchmarks.suite.workloads import select
-from flashtile.backends.common.launch import KernelConfig, padded
+from flashtile.backends.common.config import KernelConfig, padded
 from flashtile.backends.portable import config as attention_config
 from flashtile.backends.portable.decode import config as decode_config
 from flashtile.hardware import timing

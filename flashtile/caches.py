@@ -7,8 +7,9 @@ from collections.abc import Hashable
 from threading import Lock
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
+
+from flashtile.torch_private import is_wrapped_by_transform
 
 
 def outlives_modes(tensor: Tensor) -> bool:
@@ -17,8 +18,7 @@ def outlives_modes(tensor: Tensor) -> bool:
     Tensors made in inference mode cannot be saved for a backward pass. Those made under a FakeTensorMode, or
     another mode whose results have types of their own, and under transforms of ``torch.func`` have no data.
     """
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return type(tensor) is Tensor and not wrapped and not tensor.is_inference()
+    return type(tensor) is Tensor and not is_wrapped_by_transform(tensor) and not tensor.is_inference()
 
 
 class BoundedCache(dict[Any, Any]):

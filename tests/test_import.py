@@ -16,7 +16,8 @@ import flashtile
 
 ROOT = Path(__file__).parents[1]
 BROUGHT = {
-    "flashtile", "flashtile.caches", "flashtile.garbage", "flashtile.version", "flashtile.api",
+    "flashtile", "flashtile.caches", "flashtile.garbage", "flashtile.torch_private", "flashtile.version",
+    "flashtile.api",
     *(f"flashtile.api.{name}" for name in ("attention", "prefill", "weights")),
     "flashtile.checks",
     *(f"flashtile.checks.{name}" for name in ("arguments", "attention", "conversions", "decode", "values")),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flashtile.backends.common.launch import KernelConfig
+from flashtile.backends.common.config import KernelConfig
 from flashtile.hardware.calls import Call
 from flashtile.hardware.cards import Card
 from flashtile.io_model import kernels

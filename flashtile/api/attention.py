@@ -33,7 +33,6 @@ from flashtile.checks.conversions import (
 )
 from flashtile.operators import attention as operators
 from flashtile.operators.dropout import with_state
-from flashtile.operators.functions import learns_slopes
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 
 # Names of these arguments in the packed functions, for error messages.
@@ -119,8 +118,8 @@ def attention(
             its own chunk (as in Llama 4 and FlashAttention-3). ``causal`` hides the later keys of the chunk.
         softcap: if > 0, scores become ``softcap * tanh(scores / softcap)`` before bias and mask.
         alibi_slopes: (heads_q,) or (batch, heads_q) float32; adds ``-slope * |i + seqlen_k - seqlen_q - j|``
-            to the score of query i and key j. If the slopes require grad, the kernels for score_mod compute
-            ALiBi. The call may then have only arguments that can be combined with score_mod.
+            to the score of query i and key j. Learnable, if the call has only arguments that can be combined
+            with score_mod, because the kernels for score_mod compute the gradient.
         sink: (heads_q,) float32 or q's dtype, learnable: one logit per head that joins the softmax of every
             row, like a key without a value. It is not scaled and never masked (attention sinks, Xiao et al.
             2023, arXiv:2309.17453, in the form of gpt-oss). -inf means no sink.
@@ -645,21 +644,18 @@ def _run(
         form: the form of the weights that the call also returns.
     """
     in_e4m3 = isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn
-    if functions is None:
-        if in_e4m3:
-            from flashtile.api.fp8 import attend_descaled
-
-            _refuse_with_e4m3(q.dtype, buffers, form)
-            return attend_descaled(q, k, v, *descales, extras, options)
-        refuse_descales(*descales, "for q, k and v of float8_e4m3fn")
-        if buffers:
-            return operators.FORWARD_INTO.write((q, k, v), extras, options, buffers)  # type: ignore[return-value]
-        if not (learns_slopes(extras) and _masks().takes_functions(extras, options)):
-            return operators.forward(q, k, v, extras, options)
-        functions = None, None, None  # kernels for score_mod compute the gradient of the slopes
-    else:
+    if functions is not None:
         _refuse_with_functions(q.dtype if in_e4m3 else None, descales, buffers)
-    return _masks().attend(q, k, v, extras, options, *functions)
+        return _masks().attend(q, k, v, extras, options, *functions)
+    if in_e4m3:
+        from flashtile.api.fp8 import attend_descaled
+
+        _refuse_with_e4m3(q.dtype, buffers, form)
+        return attend_descaled(q, k, v, *descales, extras, options)
+    refuse_descales(*descales, "for q, k and v of float8_e4m3fn")
+    if buffers:
+        return operators.FORWARD_INTO.write((q, k, v), extras, options, buffers)  # type: ignore[return-value]
+    return operators.forward(q, k, v, extras, options)
 
 
 def _flash(

@@ -8,24 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.checks.attention import check_call
-from flashtile.checks.conversions import refuse_beyond
+from flashtile.checks.attention import check_with_functions
 from flashtile.masks.block_mask import BlockMask, of_flex_attention
 from flashtile.masks.mods import MaskMod, traced
-from flashtile.masks.program import alibi, behind, composed, parse
+from flashtile.masks.program import behind
 from flashtile.masks.tracing import Trace
-from flashtile.op.refusals import transforming
 from flashtile.operators.attention import forward_with_functions
-from flashtile.operators.functions import Functions, SignedExtras, learns_slopes
-from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
-from flashtile.problems.fp8 import AttendOptions
+from flashtile.operators.functions import Functions, SignedExtras
+from flashtile.problems.attention import OptionalTensors, Options
 from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES
 
-ALLOWED_EXTRAS = ("alibi_slopes", "sink")
-"""The optional tensors that a call with score or mask functions may have, in addition to q, k and v."""
-
-_WITHOUT_FUNCTIONS = tuple(name for name in Options._fields if name not in AttendOptions._fields)
-"""Options that cannot be combined with functions. All are false by default."""
 _EVERYTHING = (True,)
 """``Program.results`` of a mask function that hides nothing."""
 
@@ -40,7 +32,7 @@ def attend(
     mask_mod: Any,
     block_mask: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of a call with score or mask functions, a block mask, or learnable ALiBi slopes.
+    """Return (out, lse) of a call with score or mask functions, or a block mask.
 
     Raises:
         TypeError: a function does not compile, or ``block_mask`` is not a block mask.
@@ -50,11 +42,6 @@ def attend(
     check_with_functions(extras, options)
     check_tokens(mask_mod, q, k)
     given = functions(score_mod, mask_mod, block_mask)
-    slopes = extras.alibi_slopes
-    if slopes is not None and learns_slopes(extras):
-        check_call(q, k, v, extras._replace(alibi_slopes=slopes.detach()), options)
-        given = _with_slopes(given, slopes, k.shape[1] - q.shape[1])
-        extras = extras._replace(alibi_slopes=None)
     if given.captured and torch.compiler.is_compiling():
         # torch combines a 0-dim CPU tensor with tensors on any device, but kernels need it on q's device.
         captured = tuple([t if t.dim() else t.to(q.device) for t in given.captured])
@@ -74,47 +61,6 @@ def check_tokens(mask_mod: Any, q: Any, k: Any) -> None:
         return
     if isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4:
         mask_mod.check_lengths(q.shape[1], k.shape[1])
-
-
-def takes_functions(extras: OptionalTensors, options: Options) -> bool:
-    """Whether a ``score_mod`` could be added to a call with these arguments."""
-    if transforming():
-        return False
-    try:
-        check_with_functions(extras, options)
-    except NotImplementedError:
-        return False
-    return True
-
-
-def _with_slopes(given: Functions, slopes: Tensor, offset: int) -> Functions:
-    """Return ``given`` with ALiBi before its ``score_mod``. The slopes become the last captured tensor."""
-    captured = *given.captured, slopes
-    if len(captured) > MAX_CAPTURED or sum(t.dim() for t in captured) > MAX_SIZES:
-        raise ValueError(
-            f"alibi_slopes, which requires grad, must be one of at most {MAX_CAPTURED} tensors of "
-            f"{MAX_SIZES} dimensions that functions read, got {len(captured)} of "
-            f"{sum(t.dim() for t in captured)}"
-        )
-    program = alibi(len(given.captured), offset, slopes.dim() == 2)
-    if given.score_mod:
-        program = composed(program, parse(given.score_mod))
-    return given._replace(captured=captured, score_mod=str(program), soft_cap=0.0, extras=None)
-
-
-def check_with_functions(extras: OptionalTensors, options: Options) -> None:
-    """Raise NotImplementedError for an argument that cannot be combined with score or mask functions."""
-    if options.masking.beyond_window or any([getattr(options, name) for name in _WITHOUT_FUNCTIONS]):
-        refuse_beyond(NO_EXTRAS, options, AttendOptions._fields, "with score_mod, mask_mod or block_mask")
-    if extras is NO_EXTRAS:
-        return
-    for name, tensor in zip(OptionalTensors._fields, extras, strict=True):
-        if tensor is not None and name not in ALLOWED_EXTRAS:
-            hint = "score_mod" if name == "bias" else "mask_mod (flashtile.masks.document, padding)"
-            raise NotImplementedError(
-                f"{name} must be None with score_mod, mask_mod or block_mask, got a tensor: write it "
-                f"in {hint}"
-            )
 
 
 _kept: weakref.WeakKeyDictionary[BlockMask, Functions] = weakref.WeakKeyDictionary()

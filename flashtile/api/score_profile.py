@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtile.checks.arguments import (
     as_int,
@@ -37,6 +36,7 @@ from flashtile.problems.addresses import sequence_lengths
 from flashtile.problems.common import DTYPES, MAX_LENGTH
 from flashtile.problems.masking import CAUSAL, EVERYTHING, Masking, positions
 from flashtile.reference.decode import sequence
+from flashtile.torch_private import TorchDispatchMode
 
 PART = 64
 """Number of keys in a part, a block of adjacent keys of one row. A kernel checks the range of scores for each

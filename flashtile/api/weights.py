@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from flashtile.checks.attention import check_lse
+from flashtile.checks.attention import check_lse, check_with_functions
 from flashtile.checks.conversions import (
     as_int,
     as_masking,
@@ -184,7 +184,7 @@ def weights_of(
     if functions is not None:
         from flashtile.api import masks
 
-        masks.check_with_functions(extras, options)
+        check_with_functions(extras, options)
         masks.check_tokens(functions[1], q, k)
         given = masks.functions(*functions)
         with torch.no_grad():  # captured tensors get no gradient here

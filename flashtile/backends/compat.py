@@ -1,38 +1,33 @@
-"""Access to private names of Triton and torch, and to features that differ between Triton's releases.
+"""Names of Triton that flashtile uses though Triton does not document them, and its releases differ.
 
-This module imports triton, so only code that compiles or launches kernels imports it. Differences in Gluon
-are handled in ``hopper/compat.py``, so that portable kernels import no Gluon.
+Triton documents its language, ``jit``, ``compile`` and Gluon, but neither its driver nor its cache. The rest
+of the package takes such names from here; ``tests/test_private_names.py`` says what breaks without each. They
+are in Triton 3.6 to 3.9.
+
+This module imports triton, so only code that compiles or launches kernels imports it. It imports Gluon's
+names when they are used, because portable kernels need no Gluon. ``hopper/compat.py`` has what differs in
+Gluon.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
+import json
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-
-from flashtile.backends import libcuda
-from flashtile.caches import BoundedCache
-
-cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-"""Return this thread's current device. torch.cuda's function first checks whether CUDA is initialised."""
-cuda_stream: Callable[[int], int] = getattr(
-    torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
-)
-"""Return the address of a device's current stream, without the object that torch.cuda's function creates."""
+from triton.runtime import cache, driver, jit
+from triton.runtime.jit import JITCallable as JITCallable
 
 
 def is_compilable(kernel: Any) -> bool:
@@ -47,6 +42,35 @@ def source_type(kernel: Any) -> type:
 
         return GluonASTSource
     return ASTSource
+
+
+def gluon_function_type() -> Any:
+    """Return the type of functions that Gluon's ``jit`` makes."""
+    from triton.experimental.gluon._runtime import GluonJITFunction
+
+    return GluonJITFunction
+
+
+def gluon_builtin() -> Callable[[Any], Any]:
+    """Return Gluon's decorator of functions that write instructions."""
+    from triton.experimental.gluon.language._core import builtin
+
+    return builtin
+
+
+def gluon_aggregate() -> Callable[[type], Any]:
+    """Return Gluon's decorator of structures of tensors. It has a public name from Triton 3.7 on."""
+    from triton.experimental import gluon
+    from triton.language import core
+
+    return getattr(gluon, "aggregate", None) or core._aggregate
+
+
+def tma_addition() -> Any:
+    """Return the compiler's number for a TMA store that adds."""
+    from triton._C.libtriton import ir
+
+    return ir.DESCRIPTOR_REDUCE_KIND.ADD
 
 
 def compile_for(backend: str, arch: int | str, warp_size: int, source: Any, options: dict[str, Any]) -> Any:
@@ -73,12 +97,12 @@ def compiling_driver(capability: tuple[int, int], only_named: bool = False) -> I
     """
     arch = 10 * capability[0] + capability[1]
     # Triton caches compiled kernels by device index, so each architecture needs indices of its own.
-    driver = SimpleNamespace(
+    compiling = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", arch, 32),
         get_current_device=lambda: -arch - 1000 * only_named,
         get_current_stream=lambda device: 0,
     )
-    token = _compiling.set(driver)
+    token = _compiling.set(compiling)
     try:
         with _shared_driver():
             yield
@@ -93,7 +117,7 @@ def driver_of_torch() -> Iterator[None]:
     Triton's own driver does the same, but its constructor needs a C module, which is built with gcc if it is
     not in Triton's cache. So a driver without that module is active for as long as Triton has none.
     """
-    active = triton.runtime.driver._active
+    active = driver._active
     with contextlib.nullcontext() if active and not isinstance(active, _Driver) else _shared_driver():
         yield
 
@@ -101,19 +125,18 @@ def driver_of_torch() -> Iterator[None]:
 @contextlib.contextmanager
 def _shared_driver() -> Iterator[None]:
     """Inside the context, a :class:`_Driver` is active, until the last thread has left its context."""
-    config = triton.runtime.driver
     with _changing:
-        if not isinstance(config._active, _Driver):
-            config._active = _Driver(config._active)
-        driver = config._active
-        driver.contexts += 1
+        if not isinstance(driver._active, _Driver):
+            driver.set_active(_Driver(driver._active))
+        ours = driver.active
+        ours.contexts += 1
     try:
         yield
     finally:
         with _changing:
-            driver.contexts -= 1
-            if not driver.contexts and config._active is driver:
-                config._active = driver.before
+            ours.contexts -= 1
+            if not ours.contexts and driver.active is ours:
+                driver.set_active(ours.before)
 
 
 _changing = threading.Lock()
@@ -139,9 +162,8 @@ class _Driver:
     @functools.cached_property
     def _torchs(self) -> Any:
         """Driver of the GPU that torch uses."""
-        config = triton.runtime.driver
         if torch.version.hip is not None:
-            return config.default
+            return driver.default
         from triton.backends.driver import GPUDriver
         from triton.backends.nvidia.driver import CudaDriver
 
@@ -150,7 +172,7 @@ class _Driver:
                 GPUDriver.__init__(self)
 
             def __getattr__(self, name: str) -> Any:  # other threads may need the C module meanwhile
-                return getattr(config.default, name)
+                return getattr(driver.default, name)
 
         return Driver()
 
@@ -166,100 +188,6 @@ def tensor_map_dtype(element_type: int) -> int:
 def cuobjdump_path() -> str:
     """Path of Triton's own disassembler (``TRITON_CUOBJDUMP_PATH`` overrides it)."""
     return knobs.nvidia.cuobjdump.path
-
-
-def described(views: tuple, tensors: tuple) -> tuple[list, tuple]:
-    """Return (TMA descriptors, other tensors).
-
-    Each view makes a descriptor from the next tensor, beginning with the first. A view that is None takes no
-    tensor, and its descriptor is None.
-    """
-    rest = iter(tensors)
-    descriptors = [None if view is None else view.of(next(rest)) for view in views]
-    return descriptors, tuple(rest)
-
-
-def launcher(
-    compiled: Any,
-    grid: tuple[int, int, int],
-    tensors: tuple,
-    fixed: tuple,
-    views: tuple = (),
-    pointers: Callable[..., tuple] | None = None,
-) -> Any:
-    """Return ``launch(stream, tensors, further=None)`` for a compiled kernel on the current device.
-
-    Args:
-        tensors: examples of the tensors of later calls. Each call may pass a tensor or its address. With
-            ``further``, which are the last ones, all of them are addresses. The kernel receives addresses,
-            which saves a driver query per tensor.
-        fixed: arguments after the tensors, the same for every launch.
-        views: views that make TMA descriptors of the first tensors. None stands for a descriptor that the
-            call does not use.
-        pointers: structure (NamedTuple type) whose fields are the other tensors. If None, the kernel takes
-            each of the other tensors as an argument.
-
-    Each field of a structure is passed to the driver as a single argument, if this release of Triton allows
-    it (:func:`_for_leaves`). Launch hooks, such as a profiler's, cost nothing if none is set. In
-    Triton's own launch path, they would cost a dictionary and two calls of empty hook chains.
-
-    ``launch.with_fixed(fixed)`` returns a launch with other fixed arguments, for which Triton would compile
-    the same kernel.
-    """
-    hooked = compiled[grid]
-    present = tuple(view for view in views if view is not None)
-    run, types = _for_leaves(compiled)
-    run, maps = _tensor_maps(run, present)
-    kernel = (compiled.function, compiled.packed_metadata, None, None, None)
-    runtime = knobs.runtime
-    first = len(present)
-    of_present = iter([m.all_arguments(t.data_ptr()) for m, t in zip(maps, tensors, strict=False)])
-    of_views = [[None] if view is None else next(of_present) for view in views]
-    of_pointers = types[len(views)] if types and pointers is not None else ()
-    of_fixed = types[len(types) - len(fixed) :]
-    whole = pointers is not None and not of_pointers
-    # From the last to the first, so that replacing one by its fields does not move the others.
-    nested: list[Any] = [(i, Leaves(t)) for i, t in enumerate(of_pointers) if isinstance(t, tuple)][::-1]
-    undescribed = 1 if whole else len(leaves_of(of_pointers, of_pointers) or tensors[first:])
-    count = sum(map(len, of_views)) + undescribed + len(leaves_of(fixed, of_fixed))
-    run, before = _without_wrapper(run, grid, kernel, count)
-    # Each launch copies this list and replaces what differs: the stream, the descriptors and the addresses.
-    arguments: list[Any] = [*grid, None, *before]
-    of_stream, places = len(grid), []
-    for view, numbers in zip(views, of_views, strict=True):
-        if view is not None:
-            places.append(len(arguments))
-        arguments += numbers
-    addresses = slice(len(arguments), len(arguments) + undescribed)
-    arguments += [None] * undescribed
-
-    def with_fixed(fixed: tuple) -> Any:
-        every = [*arguments, *leaves_of(fixed, of_fixed)]
-
-        def launch(stream: int, tensors: tuple, further: tuple | None = None) -> None:
-            are_addresses = further is not None
-            if further:
-                tensors = (*tensors, *further)
-            if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-                launch_by_triton(hooked, stream, tensors, fixed, views, pointers)
-                return
-            now = every.copy()
-            now[of_stream] = stream
-            if places:  # an empty loop would take 0.4 us
-                for place, encoded, tensor in zip(places, maps, tensors, strict=False):
-                    now[place] = encoded[tensor if type(tensor) is int else tensor.data_ptr()]
-            of_others: Any = tensors[first:]
-            if nested or not are_addresses:
-                of_others = [t.data_ptr() if type(t) is Tensor else t for t in of_others]
-            for i, leaves in nested:
-                of_others[i : i + 1] = leaves(of_others[i])
-            now[addresses] = (tuple(of_others),) if whole else of_others
-            run(*now)
-
-        launch.with_fixed = with_fixed  # type: ignore[attr-defined]
-        return launch
-
-    return with_fixed(fixed)
 
 
 def forget_version_of_assembler() -> None:
@@ -278,193 +206,77 @@ def forget_version_of_assembler() -> None:
 
 def forget_function(function: Any) -> None:
     """Let a ``@triton.jit`` function be freed when nothing else uses it. Triton 3.7 lists all functions."""
-    from triton.runtime import jit
-
     name = f"{function.__module__}:{function.fn.__qualname__}"
     getattr(jit, "_triton_jit_function_registry", {}).pop(name, None)
 
 
-def tell_key(key: Callable[[], str]) -> None:
+def digest_function() -> Callable[[], str] | None:
+    """Return Triton's function that computes the digest of its installation, if this release has it."""
+    return getattr(cache, "triton_key", None)
+
+
+def tell_digest(digest: Callable[[], str]) -> None:
     """Give Triton the digest of its installation, which this process then does not compute.
 
     Args:
-        key: returns the digest. It is called once, when Triton first needs the digest.
+        digest: returns the digest. It is called once, when Triton first needs it.
     """
-    from triton.runtime import cache
-
-    if hasattr(cache, "triton_key"):
-        cache.triton_key = functools.cache(key)
+    if digest_function() is not None:
+        cache.triton_key = functools.cache(digest)
 
 
-def load(compiled: Any) -> None:
-    """Load a compiled kernel to the current GPU, and make its launchers, which Triton may have to compile."""
-    if compiled.module is None:  # not loaded yet
-        _for_leaves(compiled)
+def compiler_variables() -> list[tuple[str, str]]:
+    """Return the environment variables that change what Triton compiles, sorted."""
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+
+    return sorted(get_cache_invalidating_env_vars().items())
 
 
-def launch_by_triton(
-    hooked: Callable[..., None],
-    stream: int,
-    tensors: tuple,
-    fixed: tuple,
-    views: tuple,
-    pointers: Callable[..., tuple] | None,
-) -> None:
-    """Launch a kernel so that the hooks of launches are called.
+def compiler_of(target: GPUTarget) -> Any:
+    """Return Triton's compiler for a target, which parses options and has a digest of its own."""
+    from triton.compiler.compiler import make_backend
 
-    ``hooked`` is Triton's compiled kernel, indexed with a grid. The other arguments are those of
-    :func:`launcher`.
+    return make_backend(target)
+
+
+def files_in_cache(name: str, metadata: str) -> dict[str, str]:
+    """Return the paths of an entry of Triton's disk cache, by the files' names; empty without an entry.
+
+    Args:
+        name: digest of all that the kernel depends on, which is the name of the entry.
+        metadata: name of the file that lists the others.
     """
-    descriptors, others = described(views, tensors)
-    given = [t.data_ptr() if type(t) is Tensor else t for t in others]
-    given = given if pointers is None else [pointers(*given)]
-    hooked(*descriptors, *given, *fixed, stream=stream)
+    return cache.get_cache_manager(name).get_group(metadata) or {}
 
 
-def _for_leaves(compiled: Any) -> tuple[Any, tuple]:
-    """Return (launcher, types of the kernel's arguments). The launcher takes structures field by field.
+def compiled_from(source: Any, files: dict[str, str], name: str) -> Any:
+    """Return the compiled kernel whose files have these paths, which it reads at once."""
+    from triton.compiler.compiler import CompiledKernel
 
-    Up to Triton 3.6, Triton's launcher is a C function that parses nested tuples. Passing their leaves as
-    single arguments saves 1 to 5 us (measured on an H200: 3.9 instead of 5.9 us for decoding, 6.4 instead of
-    11.5 us with a block mask).
+    return CompiledKernel(source, files, name)
 
-    The types are those of Triton's signature, in which a structure is a tuple. They are empty if the kernel
-    has no structures. They are also empty if this release of Triton makes launchers differently; the returned
-    launcher then takes whole structures.
+
+class TellsHooks:
+    """Mixin for JIT functions whose constants may be anything: hooks of compilation get their texts.
+
+    Somebody may set a hook, such as vLLM's monitor of compilations. Triton writes the constants as JSON for
+    it, which fails for those that are not numbers or text, such as the variants of our kernels.
     """
-    types = tuple(compiled.src.signature.values())
-    if not any(isinstance(t, tuple) for t in types):
-        return compiled.run, ()
-    leaves = SimpleNamespace(signature=dict(enumerate(leaves_of(types, types))))
+
+    def _call_hook(self, hook: Any, *arguments: Any) -> Any:
+        if not hook:
+            return None
+        call: Any = super()._call_hook  # type: ignore[misc]
+        place = [*inspect.signature(call).parameters].index("constants")  # releases differ in the others
+        given = [hook, *arguments]
+        given[place] = {path: _as_json(value) for path, value in given[place].items()}
+        return call(*given)
+
+
+def _as_json(value: Any) -> Any:
+    """Return ``value`` if JSON can represent it, or else its text."""
     try:
-        return type(compiled.run)(leaves, compiled.metadata), types
-    except (TypeError, AttributeError):
-        return compiled.run, ()
-
-
-def leaves_of(values: Iterable, types: tuple) -> list:
-    """Return ``values`` with each structure replaced by its fields, recursively and in order.
-
-    A value is a structure if its entry in ``types`` is a tuple. Without ``types``, no value is a structure.
-    """
-    if not types:
-        return list(values)
-    found: list = []
-    for value, of_value in zip(values, types, strict=True):
-        if isinstance(of_value, tuple):
-            found += leaves_of(value, of_value)
-        else:
-            found.append(value)
-    return found
-
-
-class Leaves:
-    """Returns the leaves of a structure in a kernel's pointers, whose fields have the given ``types``.
-
-    Most structures have a single level. Their fields are the leaves, and walking through them would cost each
-    launch microseconds. A structure of numbers is usually the same object in all launches of a kernel, so the
-    leaves of the last one are kept.
-    """
-
-    def __init__(self, types: tuple) -> None:
-        self._types = types
-        self._is_flat = not any(isinstance(t, tuple) for t in types)
-        self._has_pointers = any(str(t).startswith(("*", "tensordesc")) for t in leaves_of(types, types))
-        self._last: tuple[Any, Any] = None, None
-
-    def __call__(self, structure: tuple) -> Iterable:
-        if self._is_flat:
-            return structure
-        if self._has_pointers:
-            return leaves_of(structure, self._types)
-        last, leaves = self._last
-        if last is not structure:
-            leaves = leaves_of(structure, self._types)
-            self._last = structure, leaves
-        return leaves
-
-
-class TensorMaps(BoundedCache):
-    """Encoded TMA descriptors of one view, by the address of the tensor. Encoding a descriptor takes 2 us."""
-
-    LIMIT_BYTES = 128 * 1024
-    ENTRY_BYTES = 1024
-    """Upper bound per entry: 128 bytes for the descriptor, the rest for Python objects."""
-
-    def __init__(self, view: Any, encode: Callable[[Any], list] | None) -> None:
-        super().__init__(self.LIMIT_BYTES)
-        self._view = view
-        self._encode = encode
-
-    def all_arguments(self, address: int) -> list[Any]:
-        """Return all kernel arguments of a descriptor: its encoded form, and the view's shape and strides.
-
-        The tensor is on the current device.
-        """
-        descriptor = self._view.of(address)
-        if self._encode is None:
-            return [descriptor]
-        try:
-            arguments = self._encode(descriptor)
-        except RuntimeError:
-            if not libcuda.make_context_current(cuda_device()):
-                raise
-            arguments = self._encode(descriptor)
-        self.store(address, arguments[0], self.ENTRY_BYTES)
-        return arguments
-
-    def __missing__(self, address: int) -> Any:
-        return self.all_arguments(address)[0]
-
-
-def _tensor_maps(run: Any, views: tuple) -> tuple[Any, list[TensorMaps]]:
-    """Return (launcher, a :class:`TensorMaps` for each view).
-
-    Up to Triton 3.7, a Python function around the launcher encodes the TMA descriptors at each launch. The
-    returned launcher bypasses that function and takes encoded descriptors. In other releases of Triton, the
-    launcher takes descriptors that are not encoded.
-    """
-    wrapped = getattr(run, "launch", None)
-    variables = inspect.getclosurevars(wrapped).nonlocals if inspect.isfunction(wrapped) else {}
-    known = set(variables) == {"launcher", "tensordesc_indices", "tensordesc_meta"}
-    # A descriptor without metadata is not encoded as a tensor map.
-    if not known or None in variables["tensordesc_meta"]:
-        return run, [TensorMaps(view, None) for view in views]
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
-    run = copy.copy(run)
-    run.launch = variables["launcher"]
-    return run, [
-        TensorMaps(view, partial(make_tensordesc_arg, metadata=metadata))
-        for view, metadata in zip(views, variables["tensordesc_meta"], strict=True)
-    ]
-
-
-def _without_wrapper(
-    run: Any, grid: tuple[int, int, int], kernel: tuple, count: int
-) -> tuple[Callable[..., None], tuple]:
-    """Return (launcher, the arguments that it takes after the stream and before the kernel's arguments).
-
-    ``count`` is the number of the kernel's arguments.
-
-    Triton's launcher is an object that allocates scratch memory and calls a C function. If a kernel needs no
-    scratch memory, only the stream and the kernel's arguments differ between calls of that function. So the
-    object is called once, with placeholders, to record the other arguments, and the C function is returned.
-    For a Triton that works differently, its own launcher is returned.
-    """
-    handed: list[Any] = []
-    scratch = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
-    if scratch == [0, 0] and hasattr(run, "launch"):
-        asked = copy.copy(run)
-        asked.launch = lambda *given: handed.extend(given)
-        stream, arguments = object(), tuple(object() for _ in range(count))
-        asked(*grid, stream, *kernel, *arguments)
-        if handed[:4] == [*grid, stream]:
-            launch = run.launch
-            if handed[-count:] == [*arguments]:
-                return launch, tuple(handed[4:-count])
-            if handed[-1] == arguments:  # Triton 3.7
-                before = tuple(handed[4:-1])
-                end = 4 + len(before)
-                return lambda *given: launch(*given[:end], given[end:]), before
-    return run, kernel
+        json.dumps(value)
+    except TypeError:
+        return repr(value)
+    return value

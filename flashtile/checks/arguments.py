@@ -25,6 +25,7 @@ from flashtile.problems.common import (
     PREFERENCE,
 )
 from flashtile.problems.masking import RANGES
+from flashtile.torch_private import check_in_graph
 
 ERRORS = (TypeError, ValueError, NotImplementedError)
 
@@ -413,7 +414,7 @@ def check_int(name: str, value: int, least: int, most: int, least_said: str | No
     function, is checked when the graph runs.
     """
     if isinstance(value, torch.SymInt):
-        torch._check(value >= least, lambda: f"{name} must be from {least_said or least} to {most}")
+        check_in_graph(value >= least, lambda: f"{name} must be from {least_said or least} to {most}")
     elif not least <= value <= most:
         raise ValueError(f"{name} must be from {least_said or least} to {most}, got {value}")
 

@@ -30,9 +30,13 @@ from flashtile.checks.arguments import (
     check_tensor,
     looks_transposed,
 )
-from flashtile.problems.attention import OptionalTensors, Options
+from flashtile.problems.attention import NO_EXTRAS, OPTIONS_OF_PLAIN_CALLS, OptionalTensors, Options
 from flashtile.problems.common import DTYPES, MAX_HEAD_DIM
 from flashtile.problems.masks import BACKWARD_LISTS, LISTS
+
+ALLOWED_EXTRAS = ("alibi_slopes", "sink")
+"""The optional tensors that a call with score or mask functions may have, in addition to q, k and v."""
+
 
 
 def check_call(
@@ -89,18 +93,33 @@ def check_call(
 
 
 def check_types(q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, options: Options) -> None:
-    """Check that tensors are dense (TypeError), and that slopes need no gradient (NotImplementedError)."""
+    """Check that tensors are dense (TypeError)."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_dense(name, tensor)
     for name, extra in zip(OptionalTensors._fields, extras, strict=True):
         if extra is not None:
             check_dense(name, extra)
-    slopes = extras.alibi_slopes
-    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "alibi_slopes requires grad, but no gradient is computed for alibi_slopes in a call that cannot "
-            "have a score_mod: alibi_slopes must be detached"
-        )
+
+
+def check_with_functions(extras: OptionalTensors, options: Options) -> None:
+    """Raise NotImplementedError for an argument that cannot be combined with score or mask functions."""
+    where = "with score_mod, mask_mod or block_mask"
+    beyond = options.masking.beyond_window
+    if beyond is not None:
+        got = getattr(options.masking, beyond)
+        raise NotImplementedError(f"{beyond} must be left out {where}, got {got}")
+    for name in OPTIONS_OF_PLAIN_CALLS:
+        value = getattr(options, name)
+        if value:
+            raise NotImplementedError(f"{name} must be left out {where}, got {value}")
+    if extras is NO_EXTRAS:
+        return
+    for name, tensor in zip(OptionalTensors._fields, extras, strict=True):
+        if tensor is not None and name not in ALLOWED_EXTRAS:
+            hint = "score_mod" if name == "bias" else "mask_mod (flashtile.masks.document, padding)"
+            raise NotImplementedError(
+                f"{name} must be None {where}, got a tensor: write it in {hint}"
+            )
 
 
 def _check_masks(q: Tensor, k: Tensor, batch: int, extras: OptionalTensors, options: Options) -> None:

@@ -18,6 +18,7 @@ from flashtile.checks.attention import check_call, check_types
 from flashtile.problems.attention import OptionalTensors, Options
 from flashtile.problems.common import DEVICE_TYPES, MAX_HEAD_DIM, MAX_LENGTH, UNLIMITED
 from flashtile.problems.masking import Masking
+from flashtile.torch_private import is_any_autocast_enabled
 
 AUTOCAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -154,7 +155,7 @@ def under_autocast(*tensors: Any, cache: Any = None) -> tuple[Any, ...]:
     With a KV ``cache``, they are cast to its dtype instead, unless the cache is in FP8. As in torch's own
     attention, float64 is not cast. Dtypes that flashtile does not support are not cast either.
     """
-    if not torch._C._is_any_autocast_enabled():
+    if not is_any_autocast_enabled():
         return tensors
     first = tensors[0] if cache is None else cache
     if not isinstance(first, Tensor) or first.device.type not in DEVICE_TYPES:
@@ -173,7 +174,7 @@ def under_autocast(*tensors: Any, cache: Any = None) -> tuple[Any, ...]:
 
 def as_operands(*tensors: Any, cache: Any = None) -> Sequence[Any]:
     """Return q, k and v as operations take them: cast under autocast, and with a last stride of 1."""
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         tensors = under_autocast(*tensors, cache=cache)
     try:
         for tensor in tensors:

@@ -52,6 +52,7 @@ from flashtile.problems.decode import (
     NoTensors,
 )
 from flashtile.problems.masking import CAUSAL
+from flashtile.torch_private import share_storage
 
 DENSE_CACHE = "(batch, seqlen_cache, heads_kv, head_dim)"
 PAGED_CACHE = "(num_blocks, page_size, heads_kv, head_dim)"
@@ -234,7 +235,7 @@ def _share(a: Tensor, b: Tensor) -> bool:
     """
     if torch.compiler.is_dynamo_compiling() or a.stride() != b.stride():
         return False
-    if not torch._C._is_alias_of(a, b):  # type: ignore[attr-defined]
+    if not share_storage(a, b):
         return False
     steps = sorted(zip(a.stride(), a.shape, b.shape, strict=True), reverse=True)
     distances = {b.storage_offset() - a.storage_offset()}

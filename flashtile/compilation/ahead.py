@@ -137,12 +137,12 @@ def _note_of(task: bytes, folders: str) -> Path:
     ``folders``: the folders of compiled kernels that are in use.
     """
     import triton
-    from triton._C.libtriton import get_cache_invalidating_env_vars
 
     from flashtile.backends.common.kernel_store import fingerprint
+    from flashtile.backends.compat import compiler_variables
 
     sources = [fingerprint(Path(triton.__file__).parent), fingerprint(Path(__file__).parents[1])]
-    others = [__version__, folders, *sorted(get_cache_invalidating_env_vars().items())]
+    others = [__version__, folders, *compiler_variables()]
     digest = hashlib.sha256(task + str((*sources, *others)).encode()).hexdigest()
     return Path(triton.knobs.cache.dir) / "flashtile" / f"{digest}.ahead"
 

@@ -18,7 +18,7 @@ from flashtile.checks.conversions import as_int
 from flashtile.engine.beam import BeamSearch
 from flashtile.engine.detokenizer import Detokenizer
 from flashtile.engine.outputs import CompletionOutput, FlatLogprobs, RequestOutput
-from flashtile.engine.request import Request, Sequence, State
+from flashtile.engine.request import NOT_ERRORS, Request, Sequence, State
 from flashtile.engine.runner import NOT_FINITE, InFlight, Runner
 from flashtile.engine.sampler import Scores, stream_seed
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -298,7 +298,9 @@ class Engine:
                     request.metrics.first_scheduled_time = now
         try:
             return self.runner.launch(schedule)
-        except Exception as error:
+        except NOT_ERRORS:
+            raise
+        except BaseException as error:
             if self.runner.ranks.world > 1:
                 raise  # the other processes may have continued, so the engines no longer agree
             # It is unknown which blocks the failed step wrote, so no request may reuse cached ones.
@@ -371,7 +373,12 @@ class Engine:
                     self._generation_tokens += len(beams.live)
                     beams.advance(self.scheduler)
             else:
-                self._take_token(sequence, tokens[node], scores)
+                try:
+                    self._take_token(sequence, tokens[node], scores)
+                except NOT_ERRORS:
+                    raise
+                except BaseException as error:  # a matcher or the tokenizer failed, maybe by a panic of Rust
+                    self._fail(request, f"{type(error).__name__}: {error}")
 
     def _take_token(self, sequence: Sequence, token: int, scores: Scores | None) -> None:
         request, params = sequence.request, sequence.request.params
@@ -434,8 +441,21 @@ class Engine:
     def _output(self, request: Request) -> RequestOutput | None:
         """Return the output of a request, or None if it is unfinished and only its final output is wanted.
 
-        A finished request is removed from the engine.
+        A finished request is removed from the engine. If the tokenizer fails, the request ends with an error.
         """
+        try:
+            return self._readable_output(request)
+        except NOT_ERRORS:
+            raise
+        except BaseException as error:  # maybe a panic of Rust code
+            request.readable = False
+            message = f"the tokenizer cannot decode the answer: {type(error).__name__}: {error}"
+            self._fail(request, message)
+            for sequence in request.sequences:
+                sequence.finish_reason, sequence.stop_reason = "error", message
+            return self._readable_output(request)
+
+    def _readable_output(self, request: Request) -> RequestOutput | None:
         finished, params = request.finished, request.params
         if params.output_kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
@@ -458,7 +478,7 @@ class Engine:
         request, text, finished = sequence.request, "", sequence.state is State.FINISHED
         first = request.num_prompt
         delta = params.output_kind is RequestOutputKind.DELTA
-        if self.tokenizer is not None and params.detokenize:
+        if self.tokenizer is not None and params.detokenize and request.readable:
             detokenizer = self._detokenizer(sequence)
             # Neither the end token nor anything after a stop text belongs to the answer's text.
             by_token = finished and len(sequence.tokens) > first and sequence.tokens[-1] in request.ends

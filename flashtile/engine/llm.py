@@ -534,7 +534,7 @@ def _steps_of(runner: Runner) -> list[tuple[ModelConfig, Limits, bool]]:
 
 def _import_kernels(device: torch.device) -> None:
     """Import the kernels that the first step needs. Runs in a thread while weights are read."""
-    modules = ["portable.linear.launch", "portable.decode.launch", "portable.decode.append_launch"]
+    modules = ["portable.linear.launch", "portable.decode.launch"]
     if torch.cuda.get_device_capability(device) == (9, 0):
         modules += ["hopper.linear.launch", "hopper.decode.launch"]
     for name in modules:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from flashtile.api.decode import append_kvcache, flash_attn_with_kvcache
@@ -23,6 +22,7 @@ from flashtile.linear import BeforeNorm, linear, linear_before_norm, linear_qkv
 from flashtile.problems.linear import SWIGLU
 from flashtile.reference.decode import rotate
 from flashtile.reference.linear import scaled_weight
+from flashtile.torch_private import FakeTensor
 
 FEW_ROWS = 64
 """Up to this number of tokens, products also add the residual and prepare the result for the next norm."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from enum import Enum
 from typing import Any
@@ -11,6 +12,10 @@ from torch import Tensor
 from flashtile.engine.detokenizer import Detokenizer
 from flashtile.engine.outputs import FlatLogprobs, RequestMetrics
 from flashtile.engine.sampling_params import BeamSearchParams, SamplingParams
+
+NOT_ERRORS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+"""Exceptions that end a task on purpose. Every other BaseException is an error, for example a panic of Rust
+code in a tokenizer."""
 
 
 class State(Enum):
@@ -107,6 +112,7 @@ class Request:
         on_device: the lists of tokens and biases in ``params`` that were used so far, as tensors.
         width: largest number of sequences that the request has at the same time.
         reads_tokens: whether the host must know the last token before the next token can be chosen.
+        readable: whether the tokenizer could decode the answers so far.
     """
 
     def __init__(
@@ -129,7 +135,7 @@ class Request:
         self.prompt_token_ids, self.num_prompt = prompt_token_ids, len(prompt_token_ids)
         self.params, self.beam, self.max_outputs, self.ends = params, beam, max_outputs, ends
         self.seed, self.priority, self.salt = seed, priority, salt
-        self.num_cached_tokens = 0
+        self.num_cached_tokens, self.readable = 0, True
         self.on_device: dict[str, Tensor] = {}
         self.metrics = RequestMetrics(time.monotonic())
         self.prompt_logprobs: FlatLogprobs | None = None

@@ -15,7 +15,6 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashtile.api.decode import copy_blocks
 from flashtile.backends.common.device import is_nvidia
@@ -26,6 +25,7 @@ from flashtile.engine.model import FEW_ROWS, Experts, Model, StepInput
 from flashtile.engine.parallel import Ranks
 from flashtile.engine.weights import random_weights
 from flashtile.op.operation import remembering
+from flashtile.torch_private import FakeTensorMode
 
 if TYPE_CHECKING:  # an engine that compiles nothing, as on a CPU, starts without the modules that compile
     from flashtile.compilation.compiling import Source

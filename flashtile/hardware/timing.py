@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from flashtile.hardware import machine
 from flashtile.hardware.cards import Card, card_of_device
+from flashtile.torch_private import cuda_sleep
 
 MIN_CALLS = 3
 HOST_BATCHES = 7
@@ -84,7 +86,7 @@ def _time_on_gpu(function: Function, rep: float) -> list[float]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         cache.zero_()
         if waits:
-            torch.cuda._sleep(waits)
+            cuda_sleep(waits)
         begin.record()
         function()
         end.record()
@@ -167,7 +169,9 @@ def matmul_ceiling(dtype: str, device: torch.device, rounds: int, rep: float) ->
     if dtype == FP8 and device.type == "cuda":  # on CPUs, the bfloat16 product is measured
         one = torch.ones((), device=device)
         a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
-        multiply = partial(torch._scaled_mm, a, b, scale_a=one, scale_b=one, out_dtype=made_in)
+        per_tensor = functional.ScalingType.TensorWise
+        scales = one, per_tensor, one, per_tensor
+        multiply = partial(functional.scaled_mm, a, b, *scales, output_dtype=made_in)
     return 2 * size**3 / min(median_time(multiply, rep, device) for _ in range(rounds)) * 1e-9
 
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from flashtile.caches import BoundedCache
 from flashtile.op.operation import (
@@ -28,7 +27,6 @@ from flashtile.op.operation import (
     ON,
     SIGNATURE_BYTES,
     any_learns,
-    dispatch_modes,
     environment,
     guard,
     is_dynamo_compiling,
@@ -41,6 +39,7 @@ from flashtile.op.operation import (
 from flashtile.operators import decode as operators
 from flashtile.problems.decode import AppendOptions, AppendTensors, CacheTensors, DecodeOptions
 from flashtile.problems.masking import Masking
+from flashtile.torch_private import in_forward_mode, num_dispatch_modes
 
 INVARIANT_QUERIES = 128
 """Lower bound of ``max_seqlen_q`` for attention over a cache if results must not depend on the batch. For all
@@ -162,8 +161,7 @@ def _address(tensor: Tensor | None) -> Any:
 def _is_eager() -> bool:
     """Whether launches of :data:`_launches` may be used, as far as :attr:`Known.serves` does not say."""
     return (
-        not (is_dynamo_compiling() or dispatch_modes())
-        and forward_ad._current_level < 0
+        not (is_dynamo_compiling() or num_dispatch_modes() or in_forward_mode())
         and environment.get(DEBUG) != ON
     )
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashtile.backends.common.device import is_nvidia
 from flashtile.compilation.calls import Call, calls_of, resized, sizes_between
 from flashtile.integrations.paged import rounded_queries
 from flashtile.op.operation import remembering
+from flashtile.torch_private import FakeTensorMode
 
 WARMUP = "FLASHTILE_WARMUP"
 """Environment variable: with 0, a plug-in compiles each kernel when a request first needs it."""

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.jit import _builtins
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import has_torch_function
@@ -21,6 +20,7 @@ from flashtile.api.attention import attention
 from flashtile.api.padding import MaskPattern, as_booleans, as_mask_or_bias, attend, can_look, recognise
 from flashtile.checks.arguments import ERRORS, check_backend, check_dense, renamed
 from flashtile.integrations.torch import register
+from flashtile.torch_private import torchscript_builtins
 
 __all__ = ["register", "sdpa"]
 
@@ -94,7 +94,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         self._replaced = getattr(F, FUNCTION)
         setattr(F, FUNCTION, self._function)
         if not torch.compiler.is_dynamo_compiling():  # a graph contains no TorchScript
-            _builtins._get_builtin_table()[id(self._function)] = f"aten::{FUNCTION}"
+            torchscript_builtins()[id(self._function)] = f"aten::{FUNCTION}"
 
     def disable(self) -> None:
         """Restore the replaced function.
@@ -106,7 +106,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
             raise RuntimeError(f"torch.nn.functional.{FUNCTION} must be this flashtile.sdpa to disable it")
         setattr(F, FUNCTION, self._replaced)
         if not torch.compiler.is_dynamo_compiling():
-            _builtins._get_builtin_table().pop(id(self._function), None)  # enable() may be in a graph
+            torchscript_builtins().pop(id(self._function), None)  # enable() may be in a graph
         self._replaced = self._last = None
 
     def __enter__(self) -> sdpa:

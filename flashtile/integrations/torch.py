@@ -21,6 +21,7 @@ from flashtile.checks.arguments import ERRORS, renamed
 from flashtile.checks.conversions import with_unit_stride
 from flashtile.operators.dropout import draw_state
 from flashtile.operators.gradients import attention_backward
+from flashtile.torch_private import flash_implementations
 
 NAMES = ("flashtile", "FA3", "FA4")
 """Names under which flashtile can be registered. The last two are those of torch's own implementations."""
@@ -47,60 +48,56 @@ def register(name: str = "flashtile") -> None:
             requires is needed then.
 
     Raises:
-        NotImplementedError: torch is older than 2.11. :class:`flashtile.sdpa` works with older releases.
         ValueError: another ``name``.
 
     Examples:
         >>> import torch.nn.attention
         >>> from flashtile.integrations.torch import register, unregister
-        >>> if hasattr(torch.nn.attention, "restore_flash_attention_impl"):  # torch 2.11 and newer
-        ...     register()
-        ...     assert "flashtile" in torch.nn.attention.list_flash_attention_impls()
-        ...     unregister()
+        >>> register()
+        >>> "flashtile" in torch.nn.attention.list_flash_attention_impls()
+        True
+        >>> unregister()
     """
     if name not in NAMES:
         raise ValueError(f"name must be one of {', '.join(map(repr, NAMES))}, got {name!r}")
-    registry = _registry()
-    original = registry._FLASH_ATTENTION_IMPLS.get(name)
+    original = flash_implementations().get(name)
     if not isinstance(original, _Activation):
-        registry.register_flash_attention_impl(name, register_fn=_Activation(original))
+        torch.nn.attention.register_flash_attention_impl(name, register_fn=_Activation(original))
 
 
 def unregister() -> None:
     """Undo :func:`register` for every name, and deactivate flashtile if it is active."""
-    registry = _registry()
-    active = registry._FLASH_ATTENTION_ACTIVE
-    if active is not None and isinstance(active[1], Kernels):
-        registry.restore_flash_attention_impl()
-    known = registry._FLASH_ATTENTION_IMPLS
+    known = flash_implementations()
+    active = torch.nn.attention.current_flash_attention_impl()
     for name, found in list(known.items()):
         if isinstance(found, _Activation):
+            if name == active and found.is_active:
+                torch.nn.attention.restore_flash_attention_impl()
             del known[name]
             if found.original is not None:
                 known[name] = found.original
-
-
-def _registry() -> Any:
-    import torch.nn.attention as attention
-
-    if not hasattr(attention, "restore_flash_attention_impl"):
-        text = f"torch must be 2.11 or newer for register(), got {torch.__version__}: use flashtile.sdpa"
-        raise NotImplementedError(text)
-    return attention._registry
 
 
 class _Activation:
     """The function that torch calls to activate flashtile.
 
     Attributes:
-        original: the function registered before under the same name, or None.
+        original: the function registered before under the same name, or None. It may still be active.
+        is_active: whether torch has called this function, and has not deactivated flashtile since.
     """
 
     def __init__(self, original: Callable[..., Any] | None) -> None:
         self.original = original
+        self.is_active = False
 
-    def __call__(self) -> Kernels:
-        return Kernels()
+    def __call__(self) -> _Activation:
+        self._kernels, self.is_active = Kernels(), True
+        return self
+
+    def remove(self) -> None:
+        """Restore torch's kernels. torch calls this method."""
+        self._kernels.remove()
+        self.is_active = False
 
 
 class Kernels:

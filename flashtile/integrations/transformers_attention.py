@@ -38,6 +38,7 @@ from flashtile.op.operation import SIGNATURE_BYTES, is_plain, launch_cache, sign
 from flashtile.operators.decode import DECODE
 from flashtile.problems.common import shared_fields
 from flashtile.problems.decode import MAX_HEAD_DIM, CacheTensors, DecodeOptions
+from flashtile.torch_private import is_any_autocast_enabled
 
 IN_CONFIG = {
     "dropout_p": "dropout_p (attention_dropout or attention_probs_dropout_prob in the model's config)"
@@ -188,7 +189,7 @@ def _kind_of_step(
         not is_plain((query, key, value))
         or type(scaling) is not float
         or torch.is_grad_enabled()
-        or torch._C._is_any_autocast_enabled()
+        or is_any_autocast_enabled()
         or dropout
         or s_aux is not None
         or given("output_attentions")
@@ -240,7 +241,7 @@ def _step(q: Tensor, k: Tensor, v: Tensor, options: Options, cache_leftpad: Tens
     """
     scale, softcap, window, causal = (options[name] for name in _OF_STEP)
     usual = type(scale) is float and q.stride(3) == k.stride(3) == v.stride(3) == 1
-    if not usual or torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+    if not usual or torch.compiler.is_compiling() or is_any_autocast_enabled():
         return flash_attn_with_kvcache(q, k, v, cache_leftpad=cache_leftpad, **options)
     optional = DECODE.nothing
     if cache_leftpad is not None or "sink" in options:

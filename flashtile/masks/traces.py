@@ -28,13 +28,12 @@ Under ``torch.compile`` nothing is cached, because Dynamo inlines the function a
 from __future__ import annotations
 
 import builtins
-import contextlib
 import dis
 import functools
 import math
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +41,7 @@ from torch import Tensor
 
 from flashtile.masks.tracing import FUNCTIONS, PLAIN_TENSORS, Trace, apart, trace
 from flashtile.masks.triton_functions import STAND_INS
+from flashtile.torch_private import outside_of_fake_mode
 
 _CONSTANTS = frozenset(
     (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device)
@@ -171,24 +171,13 @@ def kept(kind: str, function: Callable[..., Any]) -> Trace:
 def _keep(kind: str, function: Callable[..., Any], own: Any) -> Trace:
     """Trace a function. Cache the trace as an attribute of the function if all that it read is guarded."""
     guards = _guards_of(function)  # before the function runs, because running may change what it reads
-    with _outside_of_fake_mode():
+    with outside_of_fake_mode():  # as in ``explain``: a function may read numbers of its tensors
         made = trace(kind, function)
     if guards is not None and made.properties is not None:
         guards.tensors = tuple((tensor, tensor.ndim, tensor.dtype) for tensor in made.tensors)
         guards.properties = made.properties
         own[_KEY[kind]] = _Kept(guards, made)
     return made
-
-
-@contextlib.contextmanager
-def _outside_of_fake_mode() -> Iterator[None]:
-    """Let a function read numbers of its tensors although a FakeTensorMode is active, as in ``explain``."""
-    fake = torch._C._unset_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    try:
-        yield
-    finally:
-        if fake is not None:
-            torch._C._set_dispatch_mode(fake)
 
 
 def _guards_of(function: Any) -> _Guards | None:

@@ -28,6 +28,7 @@ from flashtile.masks.program import LOAD, Builder, Name, Operand, Program, soft_
 from flashtile.masks.ranges import without_identities
 from flashtile.masks.triton_functions import in_torch
 from flashtile.problems.common import DTYPES, WHOLE
+from flashtile.torch_private import comptime, run_at_trace_time, version_of
 
 SIGNATURES = {
     "score_mod": ("score", "b", "h", "q", "kv"),
@@ -130,16 +131,15 @@ def _refuse_hidden_change(placeholder: Tensor) -> None:
     Functions such as torch.relu_ and torch.fill_ bypass __torch_function__ under Dynamo. Only the version of
     Dynamo's fake tensor tells that they were called.
     """
-    from torch._dynamo.comptime import comptime
 
     def check(context: Any) -> None:
-        if context.get_local("placeholder").as_fake()._version:
+        if version_of(context.get_local("placeholder").as_fake()):
             context.graph_break(
                 "torch.compile does not show a function in place, such as torch.relu_(score): use the "
                 "method, score.relu_(), or a function that returns a new value"
             )
 
-    comptime(check)
+    comptime()(check)
 
 
 _HOW = {
@@ -193,11 +193,9 @@ def _may_be_a_number(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not tensor.requires_grad
 
 
+@run_at_trace_time
 def _name_of(function: Any) -> str:
     return str(function.__name__)
-
-
-_name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)

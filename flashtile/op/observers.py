@@ -7,8 +7,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
+
+from flashtile.torch_private import (
+    FakeTensor,
+    FunctionalTensor,
+    dispatch_modes,
+    num_dispatch_modes,
+    run_at_trace_time,
+)
 
 
 def forward_flops(scores: int, num_heads_q: int, head_dim: int, head_dim_v: int) -> int:
@@ -71,10 +77,9 @@ def tell_observers(operation: Observed, tensors: tuple[Any, ...]) -> None:
     if torch.compiler.is_dynamo_compiling():  # counters observe the traced graph
         tell_dtensors(operation, tensors)
         return
-    if operation.flops is not None and torch._C._len_torch_dispatch_stack():
-        from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-        for mode in _get_current_dispatch_mode_stack():
+    if operation.flops is not None and num_dispatch_modes():
+        # A counter copies torch's registry when it is made, so a registration may come too late for it.
+        for mode in dispatch_modes():
             registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
             if registry is not None:
                 registry.setdefault(operation.operator.overloadpacket, partial(_count_flops, operation))
@@ -97,6 +102,7 @@ def _count_flops(operation: Observed, *arguments: Any, **unused: Any) -> int:
     return operation.flops(*tensors, optional, options)
 
 
+@run_at_trace_time
 def _register_sharding(name: str) -> None:
     """Register the sharding rules of an operation with DTensor, unless they are registered already.
 
@@ -114,8 +120,3 @@ def _register_sharding(name: str) -> None:
 
     register_sharding(operation.operator)(rules)
     _sharded.pop(name, None)
-
-
-# This attribute makes torch.compile run the function at trace time instead of tracing it. It is set here and
-# not by torch.compiler.assume_constant_result, because importing the compiler takes seconds.
-_register_sharding._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
@@ -48,6 +47,15 @@ from flashtile.op.registry import (
 from flashtile.op.selection import on_target, select
 from flashtile.problems.common import address_of
 from flashtile.problems.newest import newest_call
+from flashtile.torch_private import (
+    FakeTensorMode,
+    detect_fake_mode,
+    has_no_memory,
+    in_forward_mode,
+    innermost_transform,
+    num_dispatch_modes,
+    tensor_guards,
+)
 
 Tensors = tuple[Any, ...]
 """The tensors that every call of an operation has, in order; None for an omitted tensor."""
@@ -61,15 +69,13 @@ PLAIN_TYPES = (Tensor, Parameter)
 """Tensor types whose operations run unchanged. Other subclasses may override operations."""
 
 # Bound at import, because every call uses them.
-dispatch_modes = torch._C._len_torch_dispatch_stack
-transform = torch._C._functorch.peek_interpreter_stack
-tracing = torch._C._get_tracing_state
-tell_written = torch._C._increment_version
+is_tracing = torch.jit.is_tracing
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+tell_written = torch.autograd.graph.increment_version
 """Raise the versions of several tensors that kernels have written. Autograd may have saved the old values.
 
 torch leaves out tensors that were made in inference mode, which have no version.
 """
-is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 # If a name is missing, os.environ.get raises and catches two errors, which takes 0.8 us.
 environment = os.environ._data  # type: ignore[attr-defined]
@@ -207,7 +213,7 @@ class Operation:
     def _refuse_without_memory(self, tensors: Tensors) -> None:
         """Refuse torch's zero tensors: they have no memory, so a kernel would read from address 0."""
         for name, tensor in zip(self.names, tensors, strict=False):
-            if tensor is not None and tensor._is_zerotensor():
+            if tensor is not None and has_no_memory(tensor):
                 raise ValueError(
                     f"{name} must have memory, got a tensor of torch._efficientzerotensor, which has none: "
                     f"pass {name}.clone()"
@@ -410,10 +416,10 @@ def is_plain(required: tuple[Tensor, ...], *optional: Iterable[Tensor | None]) -
                 return False
     return (
         (required[0].is_cuda or required[0].is_cpu)  # the other tensors must be on the same device
-        and dispatch_modes() == 0
-        and transform() is None
-        and forward_ad._current_level < 0
-        and tracing() is None
+        and num_dispatch_modes() == 0
+        and innermost_transform() is None
+        and not in_forward_mode()
+        and not is_tracing()
     )
 
 
@@ -451,16 +457,10 @@ def guard(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
     """
     expected = _compared(tensors)
     try:  # torch.compile's guards do the same in C++, without a tuple for each property
-        kind: Any = torch._C._dynamo.guards.TensorGuards
-        guards = kind(
-            *tensors,
-            dynamic_dims_sizes=[list(t.shape) for t in tensors],
-            dynamic_dims_strides=[list(t.stride()) for t in tensors],
-        )
-        check: Callable[..., bool] = guards.check
+        check = tensor_guards(tensors)
         if check(*tensors):
             return check
-    except Exception:  # they are private, so another release of torch may have others
+    except Exception:  # another release of torch may have others
         pass
     return lambda *given: is_plain(given) and _compared(given) == expected
 
@@ -536,9 +536,6 @@ def describing(*arguments: Any) -> Iterator[Described]:
     Yields a list of (operation, problem, requested backend). The recorded calls return fake tensors. If
     ``arguments`` contain fake tensors, the FakeTensorMode of these tensors is used.
     """
-    from torch._guards import detect_fake_mode
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     described: Described = []
     token = _described.set(described)
     try:

@@ -14,6 +14,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from flashtile.torch_private import (
+    Transform,
+    TransformType,
+    break_graph,
+    in_forward_mode,
+    innermost_transform,
+    interpreter,
+    unwrapped,
+)
+
 Named = list[tuple[str, Any]]
 
 
@@ -24,8 +34,8 @@ def transforming() -> bool:
     """
     if torch.compiler.is_dynamo_compiling():
         return False
-    transform = torch._C._functorch.peek_interpreter_stack()
-    return transform is not None and transform.key() != torch._C._functorch.TransformType.Functionalize
+    transform = innermost_transform()
+    return transform is not None and transform.key() != TransformType.Functionalize
 
 
 def leave_graph_of_gradients() -> None:
@@ -34,14 +44,9 @@ def leave_graph_of_gradients() -> None:
     ``torch.func`` cannot differentiate custom operators within a graph. After the break, everything under the
     transform runs eagerly.
     """
-    functorch = torch._C._functorch
-    # While Dynamo traces this line, the stack is not None even if no transform is active.
-    if not isinstance(functorch.peek_interpreter_stack(), functorch.CInterpreter):
-        return
-    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
-
-    if retrieve_current_functorch_interpreter().key() != functorch.TransformType.Vmap:
-        torch._dynamo.graph_break("gradients by torch.func are computed outside of graphs")
+    # While Dynamo traces this line, the transform is not None even if none is active.
+    if isinstance(innermost_transform(), Transform) and interpreter().key() != TransformType.Vmap:
+        break_graph("gradients by torch.func are computed outside of graphs")
 
 
 def carries_tangents(tensors: Iterable[Tensor | None]) -> bool:
@@ -49,14 +54,14 @@ def carries_tangents(tensors: Iterable[Tensor | None]) -> bool:
 
     If transforms of ``torch.func`` wrap a tensor, the tensors inside the wrappers are checked as well.
     """
-    if forward_ad._current_level < 0 or torch.compiler.is_dynamo_compiling():
+    if not in_forward_mode() or torch.compiler.is_dynamo_compiling():
         return False
     return _first(_carries_tangent, [("", t) for t in tensors]) is not None
 
 
 def refuse_tangents(names: Iterable[str], tensors: Iterable[Tensor | None]) -> None:
     """Raise NotImplementedError for the first of ``tensors`` that carries a tangent."""
-    if forward_ad._current_level < 0:
+    if not in_forward_mode():
         return
     name = _first(_carries_tangent, list(zip(names, tensors, strict=False)))
     if name is not None:
@@ -107,22 +112,13 @@ def _first(holds: Callable[[Tensor], bool], named: Named) -> str | None:
     Each active transform of ``torch.func`` wraps the tensors once more. ``holds`` is called with the tensors
     at every level of wrapping, except the wrappers of vmap.
     """
-    transform = torch._C._functorch.peek_interpreter_stack() if transforming() else None
-    if transform is None or transform.key() != torch._C._functorch.TransformType.Vmap:
+    transform = innermost_transform() if transforming() else None
+    if transform is None or transform.key() != TransformType.Vmap:
         for name, tensor in named:
             if isinstance(tensor, Tensor) and holds(tensor):
                 return name
     if transform is None:
         return None
-    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
-
     level = transform.level()
-    with retrieve_current_functorch_interpreter().lower():
-        return _first(holds, [(name, _unwrapped(tensor, level)) for name, tensor in named])
-
-
-def _unwrapped(tensor: Any, level: int) -> Any:
-    """Unwrap ``tensor`` by one level, to what the enclosing transform sees."""
-    if isinstance(tensor, Tensor) and torch._C._functorch.maybe_get_level(tensor) == level:
-        return torch._C._functorch.get_unwrapped(tensor)
-    return tensor
+    with interpreter().lower():
+        return _first(holds, [(name, unwrapped(tensor, level)) for name, tensor in named])

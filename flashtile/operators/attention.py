@@ -12,7 +12,7 @@ from flashtile.checks.conversions import with_unit_stride
 from flashtile.op.into import Into, Result
 from flashtile.op.observers import backward_flops, count_scores, forward_flops, tell_observers
 from flashtile.op.operation import Operation, any_learns, is_plain, on_meta, signatures
-from flashtile.op.refusals import carries_tangents, refuse_tangents, transforming
+from flashtile.op.refusals import carries_tangents, transforming
 from flashtile.op.registry import register_autograd
 from flashtile.operators import functions
 from flashtile.operators.functions import (
@@ -26,9 +26,10 @@ from flashtile.operators.functions import (
 )
 from flashtile.operators.shardings import backward_shardings, forward_shardings
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
+from flashtile.torch_private import is_batched_gradient
 
-_LEARNING = ("q", "k", "v", "sink", "bias", *CAPTURED)
-"""The tensors that may have gradients, in the order in which launches return the gradients."""
+_LEARNING = ("q", "k", "v", "sink", "bias", "alibi_slopes", *CAPTURED)
+"""The tensors that may have gradients."""
 
 
 def _forward_results(
@@ -93,8 +94,10 @@ class ForwardOperation(Operation):
             return ()
         q, k, v = tensors
         out, lse = self.fake(*map(on_meta, tensors), extras, options)
-        if extras.bias is not None and extras.bias.requires_grad:
+        if _learns(extras.bias):
             options = options._replace(bias_grad=True)
+        if _learns(extras.alibi_slopes):
+            extras, options = functions.learning_slopes(q, k, extras, options)
         return ((BACKWARD, (out, None, q, k, v, out, lse), extras, options),)
 
 
@@ -165,17 +168,22 @@ def forward(
     calls go through the torch operator.
     """
     tensors = (q, k, v)
-    if is_plain(tensors, extras) and (extras.alibi_slopes is None or not extras.alibi_slopes.requires_grad):
-        if torch.is_grad_enabled() and (
+    if not is_plain(tensors, extras):
+        return _watched(tensors, extras, options)
+    if torch.is_grad_enabled():
+        slopes = extras.alibi_slopes
+        if _learns(slopes):
+            functions.check_learned_slopes(extras, options)
+        elif not (
             q.requires_grad
             or k.requires_grad
             or v.requires_grad
             or _learns(extras.sink)
             or _learns(extras.bias)
         ):
-            return FlashAttention.apply(extras, options, q, k, v, extras.sink, extras.bias)
-        return FORWARD.launch(tensors, extras, options)
-    return _watched(tensors, extras, options)
+            return FORWARD.launch(tensors, extras, options)
+        return FlashAttention.apply(extras, options, q, k, v, extras.sink, extras.bias, slopes)
+    return FORWARD.launch(tensors, extras, options)
 
 
 def forward_with_functions(
@@ -184,15 +192,19 @@ def forward_with_functions(
     """Compute (out, lse) of a call with ``score_mod``, ``mask_mod`` or ``block_mask``."""
     tensors = (q, k, v)
     options = ModifiedOptions._make((*plain_options, *functions.further_options(given)))
-    sink = plain_extras.sink
+    sink, slopes = plain_extras.sink, plain_extras.alibi_slopes
     has_kept_extras = given.extras is not None and plain_extras is NO_EXTRAS
-    if has_kept_extras and is_plain(tensors) and not _needs_gradients(tensors, None, options):
+    if has_kept_extras and is_plain(tensors) and not _needs_gradients(tensors, options):
         return FORWARD.launch(tensors, given.extras, options)
     extras = functions.with_functions(plain_extras, given)
     if not is_plain(tensors, extras):
         return _watched(tensors, extras, options)
-    if _needs_gradients(tensors, sink, options):
-        return FlashAttention.apply(extras, options, q, k, v, sink, None, *given.captured)
+    if _needs_gradients(tensors, options, sink, slopes):
+        if _learns(slopes):
+            # Kernels serve more calls with one program than with a program and ALiBi of their own.
+            extras, options = functions.learning_slopes(q, k, extras, options)
+        captured = functions.captured_of(extras)
+        return FlashAttention.apply(extras, options, q, k, v, sink, None, None, *captured)
     if given.lists:
         extras = functions.without_backward_lists(extras)
     return FORWARD.launch(tensors, extras, options)
@@ -210,7 +222,6 @@ def _watched(tensors: tuple[Tensor, Tensor, Tensor], extras: Any, options: Any) 
     if has_tangents:
         from flashtile.operators import derivatives
 
-        refuse_tangents(OptionalTensors._fields, extras._replace(sink=None, bias=None))
         return derivatives.plain(*tensors, extras, options)
     if isinstance(extras, ModifiedExtras):
         raise NotImplementedError(
@@ -224,11 +235,15 @@ def _watched(tensors: tuple[Tensor, Tensor, Tensor], extras: Any, options: Any) 
     return transforms.Forward.apply(BACKWARD, *FORWARD.flat(tensors, extras, options))
 
 
-def _needs_gradients(tensors: tuple[Tensor, Tensor, Tensor], sink: Tensor | None, options: Any) -> bool:
+def _needs_gradients(tensors: tuple[Tensor, Tensor, Tensor], options: Any, *optional: Tensor | None) -> bool:
     """Whether a call with score or mask functions needs a backward pass."""
     q, k, v = tensors
     return torch.is_grad_enabled() and bool(
-        options.learned or q.requires_grad or k.requires_grad or v.requires_grad or _learns(sink)
+        options.learned
+        or q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (optional and any(map(_learns, optional)))
     )
 
 
@@ -243,8 +258,8 @@ class FlashAttention(torch.autograd.Function):
     def forward(ctx: Any, extras, options, q, k, v, *learning):
         """Compute (out, lse).
 
-        ``learning`` repeats sink, bias and the captured tensors of ``extras``, because autograd sees only
-        tensors that are arguments.
+        ``learning`` repeats sink, bias, slopes and the captured tensors of ``extras``, because autograd sees
+        only tensors that are arguments.
         """
         out, lse = FORWARD.launch((q, k, v), extras, options)
         _save(ctx, q, k, v, out, lse, extras, options)
@@ -252,12 +267,12 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout, dlse):
-        return (None, None, *_gradients(ctx, dout, dlse, 6))
+        return (None, None, *_gradients(ctx, dout, dlse, 6, 7))
 
 
 def batched(gradient: Tensor | None) -> bool:
     """Whether the gradient stands for several vector-Jacobian products (``is_grads_batched=True``)."""
-    return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
+    return gradient is not None and is_batched_gradient(gradient)
 
 
 def _setup_context(ctx, inputs, output):
@@ -267,7 +282,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _operator_backward(ctx, dout, dlse):
-    found = _gradients(ctx, dout, dlse, FORWARD.arguments.index("bias"))
+    found = _gradients(ctx, dout, dlse, *map(FORWARD.arguments.index, ("bias", "alibi_slopes")))
     of_name = dict(zip(_LEARNING, found, strict=False))
     return tuple(of_name.get(name) for name in FORWARD.arguments)
 
@@ -281,10 +296,10 @@ def _save(ctx, q, k, v, out, lse, extras, options):
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, dout, dlse, bias):
-    """Return the gradients of q, k, v, sink, bias and captured tensors, in the order of ``_LEARNING``.
+def _gradients(ctx, dout, dlse, bias, slopes):
+    """Return the gradients of ``_LEARNING``, of captured tensors at least of those that need one.
 
-    ``bias`` is the index of the bias among the inputs of the autograd node.
+    ``bias`` and ``slopes`` are indices among the inputs of the autograd node.
     """
     if dout is None and dlse is None:
         return (None,) * len(_LEARNING)
@@ -292,9 +307,16 @@ def _gradients(ctx, dout, dlse, bias):
     saved, extras = tensors[:5], NO_EXTRAS if len(tensors) == 5 else extras_of(tensors[5:])
     bias_grad = extras.bias is not None and ctx.needs_input_grad[bias]
     options = ctx.options._replace(bias_grad=True) if bias_grad else ctx.options
+    learns_slopes = extras.alibi_slopes is not None and ctx.needs_input_grad[slopes]
+    if learns_slopes:
+        extras, options = functions.learning_slopes(*saved[:2], extras, options)
     plain = is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled()
     if plain and not batched(dout) and not batched(dlse):
-        return BACKWARD.launch((dout, dlse, *saved), extras, options)
+        results = BACKWARD.launch((dout, dlse, *saved), extras, options)
+        if learns_slopes:
+            last = 5 + learned_of(options)[-1]
+            return *results[:5], results[last], *results[5:last]
+        return *results[:5], None, *results[5:]
     given = (dout, dlse, *saved)
     if transforming() or carries_tangents((dout, dlse)):
         from flashtile.operators import transforms
@@ -305,14 +327,15 @@ def _gradients(ctx, dout, dlse, bias):
         # With create_graph=True, BACKWARD.traced records a node for the second derivative.
         *gradients, dsink, dbias = BACKWARD.traced(given, extras, options)
     of_captured = functions.unpack(dbias, extras, options)
+    dslopes = of_captured.popitem()[1] if learns_slopes else None
     dsink = None if extras.sink is None else dsink
-    return *gradients, dsink, dbias if bias_grad else None, *map(of_captured.get, CAPTURED)
+    return *gradients, dsink, dbias if bias_grad else None, dslopes, *map(of_captured.get, CAPTURED)
 
 
 def _second_derivative(ctx, *cotangents):
     from flashtile.operators import transforms
 
-    return transforms.second_derivative(BACKWARD, ctx, *cotangents)
+    return transforms.second_derivative(BACKWARD, ctx, ctx.needs_input_grad, *cotangents)
 
 
 def _save_for_second(ctx, inputs, output):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flashtile.op.registry import define, implement
 from flashtile.problems.attention import OptionalTensors, Options
+from flashtile.torch_private import activation_memory_budget
 
 
 def with_state(
@@ -52,11 +53,10 @@ def _draw_for_both_passes(q: Tensor) -> Tensor:
     Raises:
         NotImplementedError: the budget is 0. Graphs then save only their inputs, against any policy.
     """
-    from torch._functorch import config
     from torch.fx.traceback import get_current_meta, preserve_node_meta
     from torch.utils.checkpoint import CheckpointPolicy
 
-    if config.activation_memory_budget == 0 and torch.is_grad_enabled():
+    if activation_memory_budget() == 0 and torch.is_grad_enabled():
         raise NotImplementedError(
             "rng_state must be given with dropout_p under torch.compile if activation_memory_budget is 0, "
             "got None: the backward pass would draw another state"

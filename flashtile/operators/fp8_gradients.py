@@ -39,7 +39,7 @@ def attend(
     """
     sources = tuple(x.source if isinstance(x, Quantized) else x for x in operands)
     refuse_tangents("qkv", sources)
-    if torch.is_grad_enabled() and _learns((*sources, tensors.sink)):
+    if torch.is_grad_enabled() and _learns((*sources, *tensors)):
         if transforming():
             refuse_transformed_gradients(NO_GRADIENT, (*"qkv", "sink"), (*sources, tensors.sink))
         for name, tensor in tensors._asdict().items():

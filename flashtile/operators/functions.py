@@ -12,13 +12,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.checks.attention import check_call, check_captured, check_lists, check_types
+from flashtile.checks.attention import (
+    check_call,
+    check_captured,
+    check_lists,
+    check_types,
+    check_with_functions,
+)
 from flashtile.checks.values import check_block_lists, check_lengths
 from flashtile.op.operation import PLAIN_TYPES, signatures
 from flashtile.op.registry import extended
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options, Problem
 from flashtile.problems.common import shared_fields
-from flashtile.problems.masks import BACKWARD_LISTS, LISTS, MAX_CAPTURED, Mods
+from flashtile.problems.masks import BACKWARD_LISTS, LISTS, MAX_CAPTURED, MAX_SIZES, Mods
 
 if TYPE_CHECKING:  # `import flashtile` does not import masks, because few programs use them
     from flashtile.masks.tracing import Trace
@@ -103,6 +109,10 @@ def captured_of(extras: Any) -> tuple[Tensor | None, ...]:
     return extras[_FIRST_CAPTURED : _FIRST_CAPTURED + MAX_CAPTURED]
 
 
+def _captured(extras: Any) -> list[Tensor]:
+    return [tensor for tensor in captured_of(extras) if tensor is not None]
+
+
 def extras_of(tensors: Sequence[Tensor | None]) -> Any:
     """Return ``tensors`` as OptionalTensors or ModifiedExtras, chosen by their number; NO_EXTRAS if empty."""
     if not tensors:
@@ -110,10 +120,41 @@ def extras_of(tensors: Sequence[Tensor | None]) -> Any:
     return (OptionalTensors if len(tensors) == _NUM_EXTRAS else ModifiedExtras)._make(tensors)
 
 
-def learns_slopes(extras: OptionalTensors) -> bool:
-    """Whether the ALiBi slopes need a gradient, which only kernels with a ``score_mod`` compute."""
-    slopes = extras.alibi_slopes
-    return isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled()
+def check_learned_slopes(extras: Any, options: Any) -> None:
+    """Raise for a call in which slopes get no gradient: only kernels with a ``score_mod`` compute it."""
+    try:
+        check_with_functions(*plain_part(extras, options))
+    except NotImplementedError:
+        raise NotImplementedError(
+            "alibi_slopes requires grad, but no gradient is computed for alibi_slopes in a call that cannot "
+            "have a score_mod: alibi_slopes must be detached"
+        ) from None
+    captured = [*_captured(extras), extras.alibi_slopes]
+    if len(captured) > MAX_CAPTURED or sum(t.dim() for t in captured) > MAX_SIZES:
+        raise ValueError(
+            f"alibi_slopes, which requires grad, must be one of at most {MAX_CAPTURED} tensors of "
+            f"{MAX_SIZES} dimensions that functions read, got {len(captured)} of "
+            f"{sum(t.dim() for t in captured)}"
+        )
+
+
+def learning_slopes(q: Tensor, k: Tensor, extras: Any, options: Any) -> tuple[Any, Any]:
+    """Return (extras, options) of a backward pass that computes the gradient of ``alibi_slopes``.
+
+    ALiBi becomes a program in front of the ``score_mod``, and the slopes become the last captured tensor.
+    """
+    from flashtile.masks.program import alibi, composed, parse
+
+    check_learned_slopes(extras, options)
+    captured, slopes = _captured(extras), extras.alibi_slopes
+    program = alibi(len(captured), int(k.shape[1] - q.shape[1]), slopes.dim() == 2)
+    if getattr(options, "score_mod", ""):
+        program = composed(program, parse(options.score_mod))
+    further = ModifiedExtras(*extras)._replace(
+        alibi_slopes=None, **dict(zip(CAPTURED, (*captured, slopes), strict=False))
+    )
+    learned = getattr(options, "learned", 0) | 1 << len(captured)
+    return further, ModifiedOptions(*options)._replace(score_mod=str(program), learned=learned)
 
 
 def learned_of(options: Any) -> tuple[int, ...]:
@@ -151,6 +192,7 @@ def unpack(packed: Tensor | None, extras: Any, options: Any) -> dict[str, Tensor
 
 def check(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
     """Raise for a call that no backend could compute."""
+    _check_learned(extras, options)
     check_call(q, k, v, *plain_part(extras, options))
     if not isinstance(extras, ModifiedExtras):
         return
@@ -160,7 +202,14 @@ def check(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
 
 
 def check_traced(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
+    _check_learned(extras, options)
     check_types(q, k, v, *plain_part(extras, options))
+
+
+def _check_learned(extras: Any, options: Any) -> None:
+    slopes = extras.alibi_slopes
+    if isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled():
+        check_learned_slopes(extras, options)
 
 
 def check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
@@ -186,7 +235,7 @@ def check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> 
     from flashtile.masks.evaluate import evaluate
     from flashtile.masks.program import parse
 
-    captured = [tensor for tensor in captured_of(extras) if tensor is not None]
+    captured = _captured(extras)
     batch, heads, rows, keys = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
     for kind, text in (("score_mod", options.score_mod), ("mask_mod", options.mask_mod)):
         if not text:
@@ -207,7 +256,7 @@ def mods_of(q: Tensor, k: Tensor, extras: Any, options: Any) -> Mods | None:
         return None
     from flashtile.masks.ranges import positions_of
 
-    captured = [tensor for tensor in captured_of(extras) if tensor is not None]
+    captured = _captured(extras)
     return Mods(
         options.score_mod,
         options.mask_mod,

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from flashtile.op.operation import Operation
 from flashtile.op.refusals import carries_tangents
-from flashtile.op.registry import flat, flat_fields, gathered
+from flashtile.op.registry import flat_fields, gathered
 from flashtile.operators import derivatives
-from flashtile.operators.functions import extras_of, pack, unpack
+from flashtile.operators.functions import extras_of, learning_slopes, pack, unpack
 from flashtile.problems.attention import OptionalTensors, Options
 
 _NUM_EXTRAS, _NUM_OPTIONS = len(OptionalTensors._fields), len(flat_fields(Options))
 _BIAS = OptionalTensors._fields.index("bias")
+_SLOPES = OptionalTensors._fields.index("alibi_slopes")
 _WITHOUT_BATCH = OptionalTensors._fields.index("sink")
 """Index of the first field of OptionalTensors that need not have a batch dimension."""
 
@@ -41,9 +42,12 @@ def backward(operation: Operation, *arguments: Any) -> Any:
     return dq, dk, dv, dsink, pack(of_learned.values()) if of_learned else dbias
 
 
-def second_derivative(operation: Operation, ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
+def second_derivative(
+    operation: Operation, ctx: Any, needed: tuple[bool, ...], *cotangents: Any
+) -> tuple[Tensor | None, ...]:
     """Differentiate ``flashtile::backward``, and return the gradients of its arguments.
 
+    ``needed`` has one entry per given argument: the dispatcher omits arguments that have their default.
     ``cotangents`` are the gradients of its results. The arguments out and lse get None. Their effect
     is included in the gradients of q, k, v and the other tensors, from which out and lse are computed.
     """
@@ -57,9 +61,7 @@ def second_derivative(operation: Operation, ctx: Any, *cotangents: Any) -> tuple
         attend, [*cotangents[:3], *asked], dout, dlse, (*others, *learned.values())
     )
     of_name = dict(zip(("dout", "dlse", *"qkv", *learned), (ddout, ddlse, *found), strict=True))
-    # One gradient per given argument: the dispatcher omits arguments that have their default.
-    given = zip(operation.arguments, ctx.needs_input_grad, strict=False)
-    return tuple(of_name.get(name) for name, _ in given)
+    return tuple(of_name.get(name) for name, _ in zip(operation.arguments, needed, strict=False))
 
 
 def save_for_second(operation: Operation, ctx: Any, inputs: Any, output: Any) -> None:
@@ -88,11 +90,19 @@ class Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout, dlse):
+        given, extras = ctx.saved_tensors[:5], OptionalTensors(*ctx.saved_tensors[5:])
         options = gathered(Options, ctx.options)._replace(bias_grad=ctx.needs_input_grad[4 + _BIAS])
-        *gradients, dsink, dbias = backward(ctx.operation, dout, dlse, *ctx.saved_tensors, *flat(options))
+        learns_slopes = ctx.needs_input_grad[4 + _SLOPES]
+        if learns_slopes:
+            extras, options = learning_slopes(*given[:2], extras, options)
+        arguments = ctx.operation.flat((dout, dlse, *given), extras, options)
+        *gradients, dsink, dbias = backward(ctx.operation, *arguments)
+        of_captured = unpack(dbias, extras, options)
         of_extras = OptionalTensors(
-            sink=dsink if ctx.has_sink else None, bias=dbias if options.bias_grad else None
-        )  # fmt: skip
+            sink=dsink if ctx.has_sink else None,
+            bias=dbias if options.bias_grad else None,
+            alibi_slopes=of_captured.popitem()[1] if learns_slopes else None,
+        )
         return None, *gradients, *of_extras, *(None,) * len(ctx.options)
 
     @staticmethod
@@ -112,7 +122,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents):
-        return None, *second_derivative(ctx.operation, ctx, *cotangents)[:-1]
+        return None, *second_derivative(ctx.operation, ctx, ctx.needs_input_grad[1:], *cotangents)
 
     @staticmethod
     def vmap(info, in_dims, operation, *arguments):

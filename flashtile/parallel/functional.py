@@ -31,6 +31,7 @@ from flashtile.parallel.ranks import TIMEOUT, Alone, Ranks, check_mesh, ranks_of
 from flashtile.parallel.ring import Ring
 from flashtile.parallel.ulysses import Ulysses, in_order, keys_shared
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
+from flashtile.torch_private import never_compiled
 
 SEQUENCE, HEADS = 1, 2
 """Dimensions of DTensors (batch, seqlen, heads, head_dim)."""
@@ -166,15 +167,9 @@ def context_parallel_attention(
     return (out, lse) if return_lse else out
 
 
+@never_compiled("the ranks of context_parallel_attention compare their calls on the host")
 def _call_in_eager_mode(*arguments: Any, **named: Any) -> Any:
     return torch.compiler.disable(context_parallel_attention)(*arguments, **named)
-
-
-# torch.compiler.disable as a decorator would import the compiler, which takes seconds.
-_call_in_eager_mode._torchdynamo_disable = True  # type: ignore[attr-defined]
-_call_in_eager_mode._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-    "the ranks of context_parallel_attention compare their calls on the host"
-)
 
 
 def _is_distributed(q: Any) -> bool:

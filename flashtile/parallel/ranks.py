@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flashtile.torch_private import flattened, store_of
+
 TIMEOUT = 600.0
 """Default time that a rank waits for the others, in seconds."""
 
@@ -62,7 +64,7 @@ class Ranks:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._global = dist.get_process_group_ranks(group)
-        self._store = dist.distributed_c10d._get_process_group_store(group)
+        self._store = store_of(group)
         self._round = 0
         self._agreed: dict[str, dict[str, tuple[Any, ...]]] = {}
 
@@ -228,7 +230,7 @@ def ranks_of(group: Any = None, mesh: Any = None) -> Ranks:
     """Return the :class:`Ranks` of a group, or of all ranks of a mesh. Each group has one such object."""
     if mesh is not None:
         check_mesh(group, mesh)
-        group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+        group = mesh.get_group() if mesh.ndim == 1 else flattened(mesh).get_group()
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("group needs torch.distributed: call torch.distributed.init_process_group first")
     if group is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile.parallel.ranks import Ranks
+from flashtile.torch_private import symmetric_memory
 
 if TYPE_CHECKING:
     from flashtile.backends.portable.exchange import ExchangeVariant
@@ -86,8 +87,7 @@ def mapped_memory(words: int, group: Any, device: torch.device) -> tuple[Tensor,
     """
     # A program that fails while it uses multicast can leave the host's GPUs unusable.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    from torch.distributed import _symmetric_memory as symmetric
-
+    symmetric = symmetric_memory()
     memory = symmetric.empty(words, dtype=torch.int64, device=device)
     memory.zero_()
     torch.cuda.synchronize(device)  # other ranks may write right after the rendezvous

@@ -48,6 +48,9 @@ class OptionalTensors(NamedTuple):
     seqused_q: Tensor | None = None
 
 
+OPTIONS_OF_PLAIN_CALLS = "dropout_p", "bias_grad", "partial"
+"""Options that cannot be combined with score and mask functions or FP8. All are false by default."""
+
 NEEDS_GENERAL_MASK = ("mask", "key_padding_mask", "bias", "dropout_p", *BEYOND_WINDOW, "seqused_q")
 """Arguments whose effect on a score depends on more than the distance between row and key."""
 

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from flashtile.torch_private import FakeTensor
 
 UNLIMITED = -1
 """A window side without a limit (FlashAttention's convention)."""

@@ -75,10 +75,7 @@ def attention(
         bias=bias,
         rng_state=rng_state,
     )
-    if isinstance(alibi_slopes, Tensor):  # detach, because the check refuses slopes that require grad
-        check_call(q, k, v, extras._replace(alibi_slopes=alibi_slopes.detach()), options)
-    else:
-        check_call(q, k, v, extras, options)
+    check_call(q, k, v, extras, options)
     problem = Problem.from_tensors(q, k, v, extras, options)
     if upcast is not None:
         q, k, v = q.to(upcast), k.to(upcast), v.to(upcast)

@@ -26,6 +26,7 @@ from torch import Tensor
 from flashtile.api import attention as functional
 from flashtile.reference import attention as reference
 from flashtile.rounding import SCORE_UNITS, finite, largest, product, rms, scale_of, score_noise
+from flashtile.torch_private import negated_view
 
 __all__ = [
     "CANCELLED_UNITS",
@@ -347,7 +348,7 @@ def random_tensor(
     if layout == "overlapping":
         return normal(*rows, heads + head_dim - 1).unfold(-1, head_dim, 1)
     if layout == "negated":
-        return torch._neg_view(normal(*shape))
+        return negated_view(normal(*shape))
     raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
 
 

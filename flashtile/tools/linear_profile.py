@@ -148,7 +148,7 @@ def measure_shape(
             try:
                 operands.check(launch, m)
                 us = operands.time(launch, m)
-            except (triton.runtime.errors.OutOfResources, ArithmeticError) as error:
+            except (triton.OutOfResources, ArithmeticError) as error:
                 say(f"{N} x {K}, {m} rows: {kind} {backend} {config} is left out: {error}")
                 continue
             if kind not in best or us < best[kind]["us"]:
@@ -219,7 +219,7 @@ def compile_share(
     for (N, K), kernels in itertools.groupby(own, key=lambda kernel: kernel[:2]):
         operands = ProfiledOperands(N, K, dtype, weight_dtype, device, once=True)
         for _, _, m, launch in kernels:
-            with suppress(triton.runtime.errors.OutOfResources):
+            with suppress(triton.OutOfResources):
                 launch(operands.x[:m], operands.weights[0], operands.given)
         del operands  # before those of the next shape are made
     torch.cuda.synchronize(device)

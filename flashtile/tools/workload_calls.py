@@ -9,7 +9,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
 from flashtile.checks.arguments import check_choice
@@ -19,6 +18,7 @@ from flashtile.engine.config import ModelConfig, model_folder, parse_config, rea
 from flashtile.engine.step_calls import Limits, step_calls
 from flashtile.files import as_path
 from flashtile.op.operation import remembering
+from flashtile.torch_private import FakeTensorMode
 
 PURPOSES = ("training", "serving", "both")
 """Purposes for which the kernels of a model are compiled."""

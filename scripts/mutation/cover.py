@@ -38,6 +38,10 @@ class Lines:
         if sys.version_info >= (3, 12):
             sys.monitoring.restart_events()
 
+    def count_anew(self) -> None:
+        """Trace further calls of functions that were called ``often``, and keep what was recorded."""
+        self._calls.clear()
+
     def seen(self) -> dict[str, list[int]]:
         """Return the recorded line numbers by file, relative to the checkout."""
         return {name.removeprefix(self._root): sorted(lines) for name, lines in self.files.items() if lines}
@@ -150,6 +154,7 @@ class Recorder:
         self.tests[nodeid] = {}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
+        self._lines.count_anew()  # a subtest may run lines that those before it did not
         if not report.passed:
             self.tests[report.nodeid]["failed"] = "skipped" if report.skipped else "failed"
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from benchmarks.suite.gate import Oracle
 from benchmarks.suite.inputs import make_inputs
 from benchmarks.suite.workloads import select
-from flashtile.backends.common.launch import KernelConfig
+from flashtile.backends.common.config import KernelConfig
 
 pytestmark = pytest.mark.interpreter
 tune = script_runner.load("benchmarks/tune.py")

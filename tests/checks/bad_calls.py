@@ -479,5 +479,4 @@ CALLS = [
     *TENSORS, *SHAPES, *PACKED, *LENGTHS, *OPTIONS, *FLASH_ATTN_ONLY, *ALIBI, *SINK, *USED, *MASKS, *BIAS,
     *STATE, *MERGE,
 ]
-PAIRS = [(function, call) for call in CALLS for function in call.functions]
 # fmt: on

@@ -1,5 +1,5 @@
-"""Bad calls of the decoding functions: the error names the argument, what it got and what is allowed, and no
-cache is written before it."""
+"""Bad calls of the decoding functions raise an error that names the argument, what it got and what is
+allowed, and write nothing to a cache."""
 
 from __future__ import annotations
 
@@ -214,27 +214,26 @@ def assert_refused(function, arguments, error, words):
         assert word in str(caught.value), f"{word!r} is not in {caught.value}"
 
 
-@pytest.mark.parametrize("i", range(len(CALLS)), ids=lambda i: f"{i}-{'-'.join(CALLS[i][1])}")
-def test_bad_calls_are_refused_before_anything_is_written(i):
-    good, changes, error, words = CALLS[i]
-    arguments = good | changes
-    for name in ("k", "v"):  # what would be written shows
-        if isinstance(arguments.get(name), torch.Tensor):
-            arguments[name] = torch.ones_like(arguments[name])
-    assert_refused(flashtile.flash_attn_with_kvcache, arguments, error, words)
-    for name in ("k_cache", "v_cache"):
-        cache = arguments[name]
-        if isinstance(cache, torch.Tensor) and cache.device.type == "cpu" and cache.numel():
-            assert not cache.float().any()
+def test_bad_calls_are_refused_before_anything_is_written(subtests):
+    for good, changes, error, words in CALLS:
+        with subtests.test(words[0]):
+            arguments = good | changes
+            for name in ("k", "v"):  # ones, because the caches hold zeros
+                if isinstance(arguments.get(name), torch.Tensor):
+                    arguments[name] = torch.ones_like(arguments[name])
+            assert_refused(flashtile.flash_attn_with_kvcache, arguments, error, words)
+            for name in ("k_cache", "v_cache"):
+                cache = arguments[name]
+                if isinstance(cache, torch.Tensor) and cache.device.type == "cpu" and cache.numel():
+                    assert not cache.float().any()
 
 
-@pytest.mark.parametrize(
-    "good", [DENSE, APPEND, PAGED, PAGED_APPEND, ROTARY, VARLEN, FP8_CALL, TREE], ids=lambda g: "-".join(g)
-)
-def test_good_calls_run(good):
-    flashtile.flash_attn_with_kvcache(
-        **{n: a.clone() if isinstance(a, torch.Tensor) else a for n, a in good.items()}
-    )
+def test_good_calls_run(subtests):
+    for good in (DENSE, APPEND, PAGED, PAGED_APPEND, ROTARY, VARLEN, FP8_CALL, TREE):
+        with subtests.test("-".join(good)):
+            flashtile.flash_attn_with_kvcache(
+                **{n: a.clone() if isinstance(a, torch.Tensor) else a for n, a in good.items()}
+            )
 
 
 SLOTS = {"k_cache": pages_of(), "v_cache": pages_of(), "k": rand(3, HKV, D), "v": rand(3, HKV, D),
@@ -252,11 +251,6 @@ BAD_SLOTS = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "error", "words"), BAD_SLOTS, ids=str)
-def test_bad_slots(changes, error, words):
-    assert_refused(flashtile.append_kvcache, SLOTS | changes, error, words)
-
-
 COPY = {"k_cache": pages_of(), "v_cache": pages_of(), "block_pairs": int64([0, 1], [0, 2])}
 BAD_COPIES = [
     ({"block_pairs": [[0, 1]]}, TypeError, ("block_pairs must be a torch.Tensor",)),
@@ -271,11 +265,6 @@ BAD_COPIES = [
     ({"k_descale": rand(HKV), "v_descale": rand(HKV)}, ValueError, ("k_descale", "(9, 2)", "(2,)")),
     ({"k_cache": rand(PAGE, HKV, D)}, ValueError, ("k_cache must have shape", "(4, 2, 16)")),
 ]
-
-
-@pytest.mark.parametrize(("changes", "error", "words"), BAD_COPIES, ids=str)
-def test_bad_copies(changes, error, words):
-    assert_refused(flashtile.copy_blocks, COPY | changes, error, words)
 
 
 COMBINE = {"out_partial": rand(3, B, SQ, H, D), "lse_partial": rand(3, B, SQ, H)}
@@ -297,11 +286,6 @@ BAD_COMBINES = [
     ({"out_dtype": "float16"}, TypeError, ("out_dtype must be a torch.dtype", "str")),
     ({"out_dtype": torch.int8}, TypeError, ("out_dtype must be float16", "torch.int8")),
 ]
-
-
-@pytest.mark.parametrize(("changes", "error", "words"), BAD_COMBINES, ids=str)
-def test_bad_combines(changes, error, words):
-    assert_refused(flashtile.flash_attn_combine, COMBINE | changes, error, words)
 
 
 PREFIX = {name: PAGED[name] for name in ("q", "k_cache", "v_cache")} | {
@@ -355,21 +339,15 @@ WRONG_TENSORS = {
 
 @pytest.mark.parametrize("reads_data", [True, False], ids=["", "as-on-a-gpu"])
 @pytest.mark.parametrize("good", [PREFIX, PREFIX_GROUPS], ids=["one-group", "groups"])
-@pytest.mark.parametrize("name", WRONG_TENSORS)
-def test_wrong_arguments_of_a_shared_prefix_are_named(name, good, reads_data, monkeypatch):
+def test_wrong_arguments_of_a_shared_prefix_are_named(good, reads_data, monkeypatch, subtests):
     if not reads_data:
         monkeypatch.setattr(cascade, "reads_values", lambda *arguments: False)
     function = flashtile.flash_attn_with_shared_prefix
     function(**good)
-    for value in WRONG_TENSORS[name]:
-        with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
-            function(**good | {name: value})
-
-
-@pytest.mark.parametrize(("changes", "error", "words"), BAD_PREFIXES, ids=str)
-def test_bad_prefixes(changes, error, words):
-    flashtile.flash_attn_with_shared_prefix(**PREFIX)
-    assert_refused(flashtile.flash_attn_with_shared_prefix, PREFIX | changes, error, words)
+    for name, values in WRONG_TENSORS.items():
+        for i, value in enumerate(values):
+            with subtests.test(f"{name} {i}"), pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
+                function(**good | {name: value})
 
 
 def over_one_memory():
@@ -393,17 +371,16 @@ WRITES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("which", over_one_memory())
 @pytest.mark.parametrize("name", WRITES)
-def test_caches_of_one_memory_are_not_written(name, which, known):
-    """Of a known signature, too: launches are kept by shapes and strides, which say nothing of addresses."""
+def test_caches_of_one_memory_are_not_written(name, fresh_launches, subtests):
+    """Also if the signature is known, which has shapes and strides but no addresses."""
     function, arguments = WRITES[name]
-    if known:
-        function(**arguments | {"k_cache": pages_of(), "v_cache": pages_of()})
-    k_cache, v_cache, words = over_one_memory()[which]
-    with pytest.raises(ValueError, match=words):
-        function(**arguments | {"k_cache": k_cache, "v_cache": v_cache})
+    for known in (False, True):
+        if known:
+            function(**arguments | {"k_cache": pages_of(), "v_cache": pages_of()})
+        for which, (k_cache, v_cache, words) in over_one_memory().items():
+            with subtests.test(which, known=known), pytest.raises(ValueError, match=words):
+                function(**arguments | {"k_cache": k_cache, "v_cache": v_cache})
 
 
 @pytest.mark.parametrize(
@@ -469,22 +446,32 @@ BAD_PAGES = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "error", "words"), BAD_PAGES, ids=str)
-def test_bad_calls_over_pages_name_the_arguments_of_the_function(changes, error, words):
-    flashtile.flash_attn_varlen_func(**PAGES_CALL)
-    assert_refused(flashtile.flash_attn_varlen_func, PAGES_CALL | changes, error, words)
+@pytest.mark.parametrize(
+    ("function", "good", "table"),
+    [
+        (flashtile.append_kvcache, SLOTS, BAD_SLOTS),
+        (flashtile.copy_blocks, COPY, BAD_COPIES),
+        (flashtile.flash_attn_combine, COMBINE, BAD_COMBINES),
+        (flashtile.flash_attn_with_shared_prefix, PREFIX, BAD_PREFIXES),
+        (flashtile.flash_attn_varlen_func, PAGES_CALL, BAD_PAGES),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_bad_calls_name_the_arguments_of_the_function(function, good, table, subtests):
+    function(**good)  # its launch must not serve a bad call
+    for changes, error, words in table:
+        with subtests.test(words[0]):
+            assert_refused(function, good | changes, error, words)
 
 
 @pytest.mark.parametrize("name", [*WRITES, "flash_attn_combine"])
-@pytest.mark.parametrize(
-    ("backend", "error"), [("x", ValueError), ("", ValueError), (3, TypeError), (["cpu"], TypeError)]
-)
-def test_a_backend_that_is_none(name, backend, error):
+def test_a_backend_that_is_none(name, subtests):
     function, arguments = WRITES.get(name) or (flashtile.flash_attn_combine, COMBINE)
     if name in WRITES:
         arguments = arguments | {"k_cache": pages_of(), "v_cache": pages_of()}
-    with pytest.raises(error, match=r"^backend must be None or"):
-        function(**arguments, backend=backend)
+    for backend, error in (("x", ValueError), ("", ValueError), (3, TypeError), (["cpu"], TypeError)):
+        with subtests.test(repr(backend)), pytest.raises(error, match=r"^backend must be None or"):
+            function(**arguments, backend=backend)
 
 
 def test_lengths_of_an_append_name_its_arguments():

@@ -1,4 +1,4 @@
-"""Every code block of the README and the docs is held to the code; every relative link leads somewhere."""
+"""Code blocks of the README and the docs run or name what exists, and relative links lead somewhere."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from walk import walk
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -27,24 +29,24 @@ ORIGINALS = [
         or document.with_name(document.stem + TRANSLATED).exists()
     )
 ]
-"""Pages that are there in Chinese, too: any may be, the algorithms' all must be."""
+"""Pages with a Chinese translation. Every page of the algorithms must have one."""
 
 NEEDS_GPU = "# needs a GPU\n"
 """First line of a Python block that the CPU cannot run."""
 
 NEEDS_PACKAGE = re.compile(r"# needs (\w+)\n")
-"""Likewise, of one that needs the package of that name."""
+"""First line of a block that needs a package."""
 NEEDS_MODEL = "# needs a model\n"
-"""Likewise, of one that reads ``flashtile-demo/model``; a small one stands there in the tests. None runs on
-a GPU, whose memory an engine takes and other tests share."""
+"""First line of a block that reads ``flashtile-demo/model``, which is a small model in the tests. It does not
+run on a GPU, because an engine would take the memory that other tests share."""
 NEEDS_SERVER = "# needs a server\n"
-"""First line of one that the server's own tests run."""
+"""First line of a block that the tests of the server run."""
 
 LANGUAGES = {"python", "bash", "text", ""}
-"""What a block may be: Python runs, shell commands are checked, the rest is no code."""
+"""Languages of blocks: Python runs, shell commands are checked, and text is neither."""
 
 READ_ONLY_COMMANDS = {"info", "explain"}
-"""Commands that take no time and leave nothing behind: they run as they stand."""
+"""Commands that run in the tests, because they are quick and write no file."""
 
 
 def blocks(document: Path, language: str) -> list[tuple[int, str]]:
@@ -56,18 +58,17 @@ def blocks(document: Path, language: str) -> list[tuple[int, str]]:
     ]
 
 
-def documents_with(language: str, needle: str = "") -> list:
-    """Parameters: the documents with a block of ``language`` that holds ``needle``; a translation has those
-    of its original."""
+def documents_with(language: str, needle: str = "") -> list[Path]:
+    """The documents with a block of ``language`` that contains ``needle``, without translations."""
     return [
-        pytest.param(document, id=NAMES[document])
+        document
         for document in DOCUMENTS
         if document not in TRANSLATIONS and any(needle in code for _, code in blocks(document, language))
     ]
 
 
 def run_python(document: Path, *, gpu: bool) -> None:
-    """In order, in one namespace: later blocks build on earlier ones, as a reader does."""
+    """Run the blocks of a page in order and in one namespace, because later blocks use earlier ones."""
     namespace: dict[str, object] = {"__name__": "__main__"}
     for line, code in blocks(document, "python"):
         # Blank lines in front make tracebacks point to the document's own lines.
@@ -84,7 +85,7 @@ def run_python(document: Path, *, gpu: bool) -> None:
 
 
 def wrote_model(folder: Path) -> bool:
-    """Put a small random model where ``flashtile demo`` leaves one; False without the extra "engine"."""
+    """Write a small random model as ``flashtile demo`` does, or return False without the extra "engine"."""
     if find_spec("safetensors") is None or find_spec("tokenizers") is None:
         return False
     from flashtile.tools.demo.llama import Llama, save_llama, sized
@@ -94,7 +95,7 @@ def wrote_model(folder: Path) -> bool:
 
 
 def shell_commands(document: Path) -> list[list[str]]:
-    """The commands of its bash blocks, as words; comments and continued lines resolved."""
+    """The commands of a page's bash blocks, each a list of words, without comments."""
     text = "\n".join(code for _, code in blocks(document, "bash")).replace("\\\n", " ")
     commands = [shlex.split(line, comments=True) for line in text.splitlines()]
     return [without_variables(command) for command in commands if command]
@@ -112,7 +113,7 @@ def make_targets() -> set[str]:
 
 
 def anchors(document: Path) -> set[str]:
-    """What ``#...`` may name in a document: its headings, as code hosts and the site spell them."""
+    """The anchors of a page: its headings, spelled as code hosts and the site do."""
     text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
@@ -122,30 +123,30 @@ def test_readme_shows_python():
     assert len(blocks(ROOT / "README.md", "python")) >= 2
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES.get)
+@walk("document", DOCUMENTS)
 def test_fences_are_of_known_languages(document):
-    """A block that no test looks at must say that it is text."""
+    """A block that no test reads must say that it is text."""
     text = re.sub(r"^````.*?^````$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
     opening = re.findall(r"^ *```(.*)$", text, re.MULTILINE)[::2]
     assert set(opening) <= LANGUAGES
 
 
-@pytest.mark.parametrize("document", documents_with("python"))
+@pytest.mark.parametrize("document", documents_with("python"), ids=NAMES.get)
 def test_python_blocks_run(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_python(document, gpu=torch.cuda.is_available())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("document", documents_with("python", "cuda"))
+@pytest.mark.parametrize("document", documents_with("python", "cuda"), ids=NAMES.get)
 def test_python_blocks_run_on_a_gpu(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_python(document, gpu=True)
 
 
-@pytest.mark.parametrize("document", documents_with("bash"))
+@walk("document", documents_with("bash"))
 def test_shell_commands_exist(document):
-    """Programs, make targets, scripts, extras and the options of ``flashtile``."""
+    """Programs, make targets, scripts, extras, and options of ``flashtile``."""
     typer_main = pytest.importorskip("typer.main")
     from benchmarks.suite.command import application as benchmarks_application
     from flashtile.cli import application
@@ -203,14 +204,14 @@ FILE = r"(?<![\w/.-])(?:benchmarks|docs/scripts|examples|scripts|tests)/[\w/]+\.
 """A program or test of the repository, named by its path from the root."""
 
 
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.name != "CHANGELOG.md"], ids=NAMES.get)
+@walk("document", [d for d in DOCUMENTS if d.name != "CHANGELOG.md"])
 def test_scripts_in_the_text_exist(document):
-    """Except for the changes, which name what there was."""
+    """The changelog may name scripts of earlier versions."""
     scripts = set(re.findall(FILE, document.read_text()))
     assert [script for script in scripts if not (ROOT / script).exists()] == []
 
 
-@pytest.mark.parametrize("document", documents_with("bash", "flashtile "))
+@walk("document", documents_with("bash", "flashtile "))
 def test_read_only_commands_run(document):
     testing = pytest.importorskip("typer.testing")
     from flashtile.cli import application
@@ -221,7 +222,7 @@ def test_read_only_commands_run(document):
             assert result.exit_code == 0, result.output
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES.get)
+@walk("document", DOCUMENTS)
 def test_links_lead_somewhere(document):
     broken = []
     text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -232,14 +233,14 @@ def test_links_lead_somewhere(document):
     assert broken == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES.get)
+@walk("document", DOCUMENTS)
 def test_named_make_targets_exist(document):
     assert set(re.findall(r"`make ([a-z-]+)", document.read_text())) <= make_targets()
 
 
 @pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
 def test_measured_speeds_are_those_of_the_linked_run(name):
-    """Every TFLOP/s in the tables (the whole numbers) is one of the JSON beside them, rounded."""
+    """Every whole number in the tables is a TFLOP/s of the linked JSON, rounded."""
     measured = re.search(r"<!-- measured -->(.*)<!-- /measured -->", (ROOT / name).read_text(), re.DOTALL)
     assert measured is not None
     linked = re.findall(r"\]\((benchmarks/results/[^)/]+\.json)\)", measured[1])
@@ -289,7 +290,7 @@ def test_every_subject_of_experiments_is_in_the_index():
     assert subjects == {path.stem for path in EXPERIMENTS}
 
 
-@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+@walk("path", EXPERIMENTS)
 def test_every_experiment_says_what_was_decided(path):
     experiments = json.loads(path.read_text())["experiments"]
     assert all(re.search(r"\d", experiment["conclusion"]) for experiment in experiments)
@@ -318,7 +319,7 @@ def test_rows_of_experiments_have_a_case_each(monkeypatch):
 
 
 def contents(page: Path) -> dict[str, list]:
-    """What a translation shares with its original: all but the words."""
+    """The parts of a page that a translation must share with its original: all but the words."""
     text = page.read_text()
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     formulas = re.findall(r"\$\$.*?\$\$|\$[^$]+\$", prose, re.DOTALL)
@@ -336,18 +337,18 @@ def contents(page: Path) -> dict[str, list]:
     }
 
 
-@pytest.mark.parametrize("english", ORIGINALS, ids=NAMES.get)
+@walk("english", ORIGINALS)
 def test_a_chinese_page_says_what_the_english_one_says(english):
-    """Its code, commands, formulas, links and numbers; as many sections, points and rows."""
+    """The same code, commands, formulas, links and numbers, and as many sections, list items and rows."""
     chinese = english.with_name(english.stem + TRANSLATED)
     assert chinese in DOCUMENTS, "every page of the algorithms has one"
     assert contents(chinese) == contents(english)
     assert f"]({chinese.name})" in english.read_text()
 
 
-@pytest.mark.parametrize("page", TRANSLATIONS, ids=NAMES.get)
+@walk("page", TRANSLATIONS)
 def test_a_chinese_page_leads_to_chinese_pages(page):
-    """Where there are such, but for its own original."""
+    """Links lead to translations where they exist, except for the link to the page's own original."""
     targets = {page.parent / link for link in re.findall(r"\]\(([^)#:\s]+\.md)", page.read_text())}
     elsewhere = {target for target in targets if target.with_name(target.stem + TRANSLATED).exists()}
     assert elsewhere == {page.with_name(page.name.replace(TRANSLATED, ".md"))}

@@ -28,6 +28,7 @@ from flashtile.engine import llm as llm_module
 from flashtile.engine.config import parse_config
 from flashtile.engine.runner import NO_TOKEN
 from flashtile.engine.scheduler import COPY, SchedulerOutput
+from flashtile.engine.tokenizer import ByteTokenizer
 
 SMALL = {"num_gpu_blocks_override": 12, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
 
@@ -104,6 +105,53 @@ def test_a_step_that_fails_ends_its_requests_and_no_other(monkeypatch):
     assert output.num_cached_tokens == 0  # what the failed step computed is not found again
     assert output.outputs[0].token_ids == greedy("llama3", 14)[0][:6]
     assert engine.scheduler.manager.sequences == ()
+
+
+class Panic(BaseException):
+    """A panic of Rust code arrives as an exception that is no Exception."""
+
+
+def panic(*_):
+    raise Panic("index out of bounds")
+
+
+KINDS = {
+    "final": SamplingParams(temperature=0, max_tokens=6, output_kind=RequestOutputKind.FINAL_ONLY),
+    "delta": SamplingParams(temperature=0, max_tokens=6, output_kind=RequestOutputKind.DELTA),
+    "stops": SamplingParams(temperature=0, max_tokens=6, stop=["no such text"]),
+    "beams": BeamSearchParams(2, 6),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_panic_of_the_tokenizer_ends_one_request(kind, overlaps, monkeypatch):
+    """The other requests go on, and so does the engine."""
+    llm = load("llama3", async_scheduling=overlaps)
+    engine, others = llm.engine, SamplingParams(temperature=0, max_tokens=6, detokenize=False)
+    engine.tokenizer = ByteTokenizer()
+    monkeypatch.setattr(engine.tokenizer, "stream", panic)
+    engine.add_request("fails", prompts()[0], KINDS[kind])
+    engine.add_request("goes on", prompts()[1], others)
+    ends = {}
+    while engine.has_unfinished:
+        ends |= {output.request_id: output for output in engine.step() if output.finished}
+    answer = ends["fails"].outputs[0]
+    assert answer.finish_reason == "error"
+    assert "Panic: index out of bounds" in answer.stop_reason
+    assert ends["goes on"].outputs[0].token_ids == greedy("llama3", 14)[1][:6]
+    assert engine.scheduler.manager.sequences == ()
+
+
+def test_a_panic_of_a_step_ends_its_requests(monkeypatch):
+    llm = load("llama3")
+    llm.engine.add_request("a", prompts()[0], SamplingParams(temperature=0, max_tokens=6))
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner.model, "hidden", panic)
+        (failed,) = llm.engine.step()
+    assert "Panic" in failed.outputs[0].stop_reason
+    (output,) = llm.generate([prompts()[0]], SamplingParams(temperature=0, max_tokens=6))
+    assert output.outputs[0].token_ids == greedy("llama3", 14)[0][:6]
 
 
 def test_a_step_that_fails_ends_those_whose_memory_it_was_to_move(monkeypatch):

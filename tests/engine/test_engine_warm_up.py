@@ -21,7 +21,7 @@ from flashtile.backends.portable.linear import kernel
 from flashtile.compilation.calls import calls_of
 from flashtile.engine import LLM, model, runner, sampling
 from flashtile.engine.device import graph_batch
-from flashtile.engine.llm import _steps_of
+from flashtile.engine.llm import _import_kernels, _steps_of
 from flashtile.engine.step_calls import calls_of_all
 from needed_kernels import kernel_of, kernels, traffic
 
@@ -107,3 +107,8 @@ def test_no_captured_step_needs_a_kernel_that_the_warm_up_lacks(tmp_path, name):
     used |= kernels(calls_of(remembered))
     listed = calls_of_all(_steps_of(llm.engine.runner))
     assert used - kernels(listed) == set()
+
+
+def test_modules_that_are_imported_ahead_exist(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    _import_kernels(torch.device("cuda"))

@@ -168,9 +168,7 @@ def _plain(rng, form, varlen, sizes, tensors, options, fixed, last="return_lse=T
     ):
         ours = "flashtile.flash_attn_varlen_func"
     if rng.random() < 0.2:
-        # Learned slopes get no gradient through vmap, which is a known fault.
-        maps = not varlen and "alibi_slopes" not in tensors
-        ways = [way for way in SURROUNDINGS if way != "vmap" or maps]
+        ways = [way for way in SURROUNDINGS if way != "vmap" or not varlen]
         ours = f"surrounded({ours}, {rng.choice(ways)!r}, {rng.randrange(4)})"
     body = BODY.format(names="NAMES", positional="q, k, v", ours=ours, exact="oracle.attention", last=last)
     return Call(body, sizes, spelled(tensors), tuple(options), fixed)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.attention.flex_attention as flex
@@ -90,11 +90,8 @@ def surrounded(call, how: str, seed: int = 0):
     """Return a function like ``call`` that is called in one of SURROUNDINGS, none of which changes its results."""
 
     def in_thread(*tensors, **options):
-        results = []
-        thread = threading.Thread(target=lambda: results.append(call(*tensors, **options)))
-        thread.start()
-        thread.join()
-        return results[0]
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call, *tensors, **options).result()
 
     def with_default_device(*tensors, **options):
         with torch.device("meta"):

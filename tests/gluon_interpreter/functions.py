@@ -80,7 +80,7 @@ class Functions:
 
 
 class _Module:
-    """A module that a kernel uses, as in ``work_queue.put``; its attributes are translated on access."""
+    """A module that a kernel uses, as in ``pipeline.put``; its attributes are translated on access."""
 
     def __init__(self, functions: Functions, module: ModuleType) -> None:
         self._functions, self._module = functions, module

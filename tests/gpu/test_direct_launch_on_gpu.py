@@ -21,12 +21,13 @@ import torch, triton
 from triton.runtime import build
 import flashtile
 from flashtile import testing
-from flashtile.backends import compat, libcuda
+from flashtile.backends import libcuda
+from flashtile.backends.common import direct_launch
 
 def nothing(*arguments, **more):
     raise AssertionError("a C module is built, or Triton launches")
 
-build._build = compat.launcher = nothing
+build._build = direct_launch.by_triton = nothing
 load, loaded = libcuda.load, []
 libcuda.load = lambda name, *more: loaded.append(name) or load(name, *more)
 

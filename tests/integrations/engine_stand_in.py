@@ -70,7 +70,7 @@ def plugin(name: str, modules: dict[str, ModuleType]) -> Iterator[ModuleType]:
     package, engine = importlib.import_module(name), name.rpartition(".")[2]
 
     def forget() -> None:
-        for inner in ("ahead", "backend", "mla", "releases"):
+        for inner in ("ahead", "backend", "mla", "private", "releases"):
             sys.modules.pop(f"{name}.{inner}", None)
             vars(package).pop(inner, None)
 

@@ -19,9 +19,6 @@ from flashtile.integrations.torch import KERNELS, Kernels, register, unregister
 from small_calls import dense, slopes, varlen
 
 aten = torch.ops.aten
-registry = pytest.mark.skipif(
-    not hasattr(torch.nn.attention, "restore_flash_attention_impl"), reason="torch has no registry"
-)
 pages = pytest.mark.skipif(
     not hasattr(aten, "_flash_attention_forward_no_dropout_inplace"), reason="torch is older than 2.13"
 )
@@ -139,7 +136,6 @@ def test_fp8_with_scales(on_cpu):
     assert torch.equal(lse, expected_lse)
 
 
-@registry
 def test_varlen_attn_and_its_gradients_in_a_compiled_graph(on_cpu):
     """torch's public function, with symbolic lengths."""
     from torch.nn.attention.varlen import varlen_attn
@@ -197,7 +193,6 @@ def test_what_no_kernel_computes_is_refused_by_the_names_of_aten(on_cpu):
         through_flash(*tensors, **lengths | {"max_seqlen_q": 1})
 
 
-@registry
 def test_activation_replaces_torch_s_kernels_until_it_is_restored():
     def kernels() -> int:
         names = [name for name in KERNELS if hasattr(aten, name.split(".")[0])]
@@ -221,13 +216,6 @@ def test_activation_replaces_torch_s_kernels_until_it_is_restored():
     assert sdpa.register is register
 
 
-def test_an_older_torch_is_named(monkeypatch):
-    monkeypatch.delattr(torch.nn.attention, "restore_flash_attention_impl", raising=False)
-    with pytest.raises(NotImplementedError, match=r"^torch must be 2\.11 or newer for register\(\), got "):
-        register()
-
-
-@registry
 def test_flashtile_takes_the_place_of_torch_s_own_implementation_until_unregister():
     from torch.nn.attention import _registry
 
@@ -246,7 +234,6 @@ def test_flashtile_takes_the_place_of_torch_s_own_implementation_until_unregiste
         register("FA2")
 
 
-@registry
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("head_dim", "is_causal", "gqa"), list(itertools.product([64, 72], [False, True], [False, True]))

@@ -209,6 +209,11 @@ def test_slopes_that_cannot_learn_are_refused_at_every_call() -> None:
     with pytest.raises(NotImplementedError, match="alibi_slopes requires grad"):
         flashtile.attention(q, q, q, alibi_slopes=slopes, **beside)
     with pytest.raises(NotImplementedError, match="alibi_slopes requires grad"):
-        torch.func.grad(lambda s: flashtile.attention(q, q, q, alibi_slopes=s).sum())(slopes.detach())
+        torch.func.grad(lambda s: flashtile.attention(q, q, q, alibi_slopes=s, **beside).sum())(
+            slopes.detach()
+        )
+    hidden = torch.func.vmap(lambda s: flashtile.attention(q, q, q, alibi_slopes=s, **beside))
+    with pytest.raises(NotImplementedError, match="alibi_slopes requires grad"):
+        hidden(slopes[None]).sum().backward()
     assert not flashtile.attention(q, q, q, alibi_slopes=slopes.detach()).requires_grad
     assert flashtile.flash_attn_func(q, q, q, alibi_slopes=slopes).requires_grad

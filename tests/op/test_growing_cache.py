@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from flashtile import flash_attn_with_kvcache
-from flashtile.backends import compat, portable
+from flashtile import flash_attn_with_kvcache, torch_private
+from flashtile.backends import portable
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.portable.decode import config, launch
 from flashtile.caches import BoundedCache
@@ -43,8 +43,8 @@ def kernels(monkeypatch, fresh_launches):
         self._run(FIRST, tensors)
 
     monkeypatch.setattr(CachedLaunch, "_compile", compile_kernel)
-    monkeypatch.setattr(compat, "cuda_device", lambda: None)
-    monkeypatch.setattr(compat, "cuda_stream", lambda index: 0)
+    monkeypatch.setattr(torch_private, "cuda_device", lambda: None)
+    monkeypatch.setattr(torch_private, "cuda_stream", lambda index: 0)
     monkeypatch.setattr(portable, "reason_of_device", lambda *arguments: None)
     monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)

@@ -192,13 +192,36 @@ def test_packed_sequences_have_tangents():
     assert_same((tangent,), (expected,))
 
 
-def test_what_has_no_derivative_is_still_named():
-    q, k, v = dense()
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True, "softcap": 2.0}, {"mask": torch.ones(1, 1, 9, 12).tril(2).bool()}]
+)
+def test_slopes_have_tangents(options):
+    given = (slopes(),), (torch.ones(4),)
+
+    def tangents(attention):
+        tensors = dense(dtype=torch.float64)
+        return torch.func.jvp(lambda s: attention(*tensors, alibi_slopes=s, **options), *given)
+
+    ours, expected = map(tangents, (partial(flashtile.attention, return_lse=True), reference.attention))
+    for a, e in zip(ours, expected, strict=True):
+        assert_same(a, e)
+
+
+def test_slopes_have_tangents_with_a_score_mod():
+    q, k, v = dense(dtype=torch.float64)
+    options = {"score_mod": lambda s, b, h, i, j: s * (1 + h)}
+    given = slopes(), torch.ones(4)
+    expected = torch.func.jvp(
+        lambda s: reference.attention(q, k, v, alibi_slopes=s, **options)[0], given[:1], given[1:]
+    )
     with forward_ad.dual_level():
-        dual = forward_ad.make_dual(slopes(), slopes())
-        with pytest.raises(NotImplementedError, match="alibi_slopes must carry no tangents"):
-            flashtile.attention(q, k, v, alibi_slopes=dual)
-        with pytest.raises(NotImplementedError, match="alibi_slopes must carry no tangents"):
-            flashtile.attention(q, k, v, alibi_slopes=dual, score_mod=masks.softcap(2.0))
-        with pytest.raises(ValueError, match="v has leading shape"):
-            flashtile.attention(forward_ad.make_dual(q, q), k[:1], v)
+        dual = forward_ad.make_dual(*given)
+        assert_same(
+            forward_ad.unpack_dual(flashtile.attention(q, k, v, alibi_slopes=dual, **options)), expected
+        )
+
+
+def test_a_call_with_tangents_is_checked():
+    q, k, v = dense()
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="v has leading shape"):
+        flashtile.attention(forward_ad.make_dual(q, q), k[:1], v)

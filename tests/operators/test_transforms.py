@@ -80,6 +80,46 @@ def test_vmap_equals_a_loop(in_dims, slopes_shape):
         assert_same((gradient[i],), torch.autograd.grad(expected[0].square().sum(), q))
 
 
+@pytest.mark.parametrize("slopes_dim", [None, 0])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "sink": slopes(), "softcap": 2.0}])
+@pytest.mark.parametrize("way", ["backward", "grad", "compiled"])
+def test_slopes_learn_under_vmap(way, options, slopes_dim):
+    """vmap hides from the call that slopes require a gradient."""
+    q, k, v = (torch.stack([t, t / 2]).double() for t in dense())
+    learned = (slopes() if slopes_dim is None else slopes("cpu", 2, 4)).requires_grad_()
+    each = (learned, learned) if slopes_dim is None else learned
+    expected = sum(
+        reference.attention(*sample, alibi_slopes=of_sample, **options)[0].square().sum()
+        for *sample, of_sample in zip(q, k, v, each, strict=True)
+    )
+
+    def loss(x):
+        def attend(*sample):
+            return flashtile.attention(*sample[:3], alibi_slopes=sample[3], **options)
+
+        return torch.func.vmap(attend, in_dims=(0, 0, 0, slopes_dim))(q, k, v, x).square().sum()
+
+    if way == "grad":
+        gradient = torch.func.grad(loss)(learned.detach())
+    else:
+        run = torch.compile(loss, backend="aot_eager") if way == "compiled" else loss
+        gradient = torch.autograd.grad(run(learned), learned)[0]
+    assert_same((gradient,), torch.autograd.grad(expected, learned))
+
+
+@pytest.mark.parametrize(
+    "differentiate", [torch.func.hessian, lambda f: torch.func.jacrev(torch.func.jacrev(f))]
+)
+def test_second_derivatives_of_slopes(differentiate):
+    tensors, learned = dense(batch=1, seqlen_q=3, seqlen_k=5, dtype=torch.float64), slopes()
+
+    def derivative(attention):
+        return differentiate(lambda s: attention(*tensors, alibi_slopes=s)[0].square().sum())(learned)
+
+    ours, expected = map(derivative, (partial(flashtile.attention, return_lse=True), reference.attention))
+    assert_same((ours,), (expected,))
+
+
 @pytest.mark.parametrize("sink_dim", [None, 0])
 def test_vmap_of_sinks_equals_a_loop(sink_dim):
     """The gradient of a sink that samples share is still one for each of them."""

@@ -89,15 +89,13 @@ def _use_stored_digest(longest_hashing: float) -> None:
 
     If none is stored when Triton needs it, wait for it, at most ``longest_hashing`` seconds from now on.
     """
-    from triton.runtime import cache
-
     from flashtile.backends.common.kernel_store import stored_key
-    from flashtile.backends.compat import tell_key
+    from flashtile.backends.compat import digest_function, tell_digest
 
-    compute: Any = getattr(cache, "triton_key", None)
+    compute: Any = digest_function()
     end = time.monotonic() + longest_hashing
     stored = stored_key()
-    tell_key(lambda: stored or stored_key(end) or compute())
+    tell_digest(lambda: stored or stored_key(end) or compute())
 
 
 def compile_handed(key: str, source: bytes, descriptor: int | None) -> None:

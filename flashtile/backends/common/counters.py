@@ -16,7 +16,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from flashtile.backends import compat
+from flashtile import torch_private
 from flashtile.caches import BoundedCache
 
 RESERVED = 2**18
@@ -62,7 +62,7 @@ def zeroed_counters(device: torch.device, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, device=device) if taken is None else taken
     if device.index not in _reserves:
         _reserves[device.index] = _Reserve(device)
-    key = (device.index, compat.cuda_stream(device.index))
+    key = (device.index, torch_private.cuda_stream(device.index))
     counters = _of_stream.get(key)
     if counters is None or counters.shape[0] < count:
         fresh = torch.zeros(max(count, LEAST), dtype=torch.int32, device=device)

@@ -15,7 +15,6 @@ from typing import Any
 
 import triton as plain_triton
 from triton import knobs
-from triton.runtime.jit import JITFunction
 
 _CONTINUED = (")", "]", "}", "#")
 """First characters of lines that do not end a function, though they are not indented."""
@@ -114,7 +113,7 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-class DeviceFunction(Deferred, JITFunction):
+class DeviceFunction(Deferred, plain_triton.JITFunction):
     """A ``@triton.jit`` function that reads its source when it is needed."""
 
 

@@ -1,4 +1,4 @@
-"""Launches of compiled kernels by the CUDA driver itself (:mod:`libcuda`), without Triton's launchers.
+"""Launches of compiled kernels: by the CUDA driver itself (:mod:`libcuda`), or by Triton where it has to be.
 
 Triton's launchers are C modules, which are built with gcc when they are not in Triton's cache. For kernels
 from a folder of compiled kernels, this would be most of the time of a first call.
@@ -13,15 +13,18 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain, islice
 from operator import itemgetter
 from typing import Any
 
+from torch import Tensor
 from triton import knobs
 
+from flashtile import torch_private
 from flashtile.backends import compat, libcuda
+from flashtile.caches import BoundedCache
 
 FORMATS = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q",
@@ -52,11 +55,20 @@ def launcher(
     views: tuple = (),
     pointers: Callable[..., tuple] | None = None,
 ) -> Any:
-    """Return a launch like that of :func:`compat.launcher`, or None for a kernel that only Triton can launch.
+    """Return ``launch(stream, tensors, further=None)``, or None for a kernel that only Triton can launch.
 
-    Launches that pass ``further`` always divide the addresses in the same place.
+    Each call may pass a tensor or its address. With ``further``, which are the last ones, all of them are
+    addresses, which always divide in the same place. ``launch.with_fixed(fixed)`` returns a launch with other
+    fixed arguments, for which Triton would compile the same kernel.
 
-    ``index`` is the index of the current device. The other arguments are those of :func:`compat.launcher`.
+    Args:
+        index: index of the current device, on which the kernel is launched.
+        tensors: examples of the tensors of later calls.
+        fixed: arguments after the tensors, the same for every launch.
+        views: views that make TMA descriptors of the first tensors. None stands for a descriptor that the
+            call does not use.
+        pointers: structure (NamedTuple type) whose fields are the other tensors. If None, the kernel takes
+            each of the other tensors as an argument.
     """
     if 0 in grid or not _is_plain(compiled.metadata) or not libcuda.is_usable():
         return None
@@ -68,7 +80,7 @@ def launcher(
     if pointers is not None:
         (of_tensors,) = of_tensors
     described = [m.all_arguments(t.data_ptr())[1:] for m, t in zip(maps, tensors, strict=False)]
-    leaves = compat.leaves_of(of_tensors, of_tensors), compat.leaves_of(of_fixed, of_fixed)
+    leaves = leaves_of(of_tensors, of_tensors), leaves_of(of_fixed, of_fixed)
     try:
         layout = _Layout([len(shape_and_strides) // 2 for shape_and_strides in described], *leaves)
     except KeyError:  # a type without a format
@@ -85,14 +97,12 @@ def launcher(
     parts: tuple = ()
 
     def with_fixed(fixed: tuple) -> Any:
-        same = layout.pack_fixed(numbers, compat.leaves_of(fixed, of_fixed))
+        same = layout.pack_fixed(numbers, leaves_of(fixed, of_fixed))
 
         def launch(stream: int, tensors: tuple, further: tuple | None = None) -> None:
             nonlocal parts
             if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-                libcuda.make_context_current(index)  # Triton encodes descriptors without one
-                every = (*tensors, *(further or ()))
-                compat.launch_by_triton(compiled[grid], stream, every, fixed, views, pointers)
+                by_triton(compiled, index, grid, fixed, views, pointers)(stream, tensors, further)
                 return
             try:  # threads that launch at the same time have different frames
                 frame = frames.pop()
@@ -133,6 +143,43 @@ def launcher(
     return with_fixed(fixed)
 
 
+def by_triton(
+    compiled: Any,
+    index: int,
+    grid: tuple[int, int, int],
+    fixed: tuple,
+    views: tuple = (),
+    pointers: Callable[..., tuple] | None = None,
+) -> Any:
+    """Return a launch like that of :func:`launcher`, by Triton, which calls the hooks of launches."""
+    triton_launch = compiled[grid]
+
+    def with_fixed(fixed: tuple) -> Any:
+        def launch(stream: int, tensors: tuple, further: tuple | None = None) -> None:
+            if views:
+                libcuda.make_context_current(index)  # Triton encodes descriptors without one
+            descriptors, others = described(views, (*tensors, *(further or ())))
+            given = [t.data_ptr() if type(t) is Tensor else t for t in others]
+            structures = given if pointers is None else [pointers(*given)]
+            triton_launch(*descriptors, *structures, *fixed, stream=stream)
+
+        launch.with_fixed = with_fixed  # type: ignore[attr-defined]
+        return launch
+
+    return with_fixed(fixed)
+
+
+def described(views: tuple, tensors: tuple) -> tuple[list, tuple]:
+    """Return (TMA descriptors, other tensors).
+
+    Each view makes a descriptor from the next tensor, beginning with the first. A view that is None takes no
+    tensor, and its descriptor is None.
+    """
+    rest = iter(tensors)
+    descriptors = [None if view is None else view.of(next(rest)) for view in views]
+    return descriptors, tuple(rest)
+
+
 def load(compiled: Any, index: int) -> bool:
     """Load a kernel to the current device, ``index``. Return False if only Triton can launch it."""
     return _is_plain(compiled.metadata) and libcuda.is_usable() and _loaded(compiled, index) is not None
@@ -160,13 +207,44 @@ def _loaded(compiled: Any, index: int) -> libcuda.Kernel | None:
         return _kernels[key]
 
 
-def _tensor_maps(metadata: Any, views: tuple) -> list[compat.TensorMaps] | None:
+class TensorMaps(BoundedCache):
+    """Encoded TMA descriptors of one view, by the address of the tensor. Encoding a descriptor takes 2 us."""
+
+    LIMIT_BYTES = 128 * 1024
+    ENTRY_BYTES = 1024
+    """Upper bound per entry: 128 bytes for the descriptor, the rest for Python objects."""
+
+    def __init__(self, view: Any, encode: Callable[[Any], list]) -> None:
+        super().__init__(self.LIMIT_BYTES)
+        self._view = view
+        self._encode = encode
+
+    def all_arguments(self, address: int) -> list[Any]:
+        """Return all kernel arguments of a descriptor: its encoded form, and the view's shape and strides.
+
+        The tensor is on the current device.
+        """
+        descriptor = self._view.of(address)
+        try:
+            arguments = self._encode(descriptor)
+        except RuntimeError:
+            if not libcuda.make_context_current(torch_private.cuda_device()):
+                raise
+            arguments = self._encode(descriptor)
+        self.store(address, arguments[0], self.ENTRY_BYTES)
+        return arguments
+
+    def __missing__(self, address: int) -> Any:
+        return self.all_arguments(address)[0]
+
+
+def _tensor_maps(metadata: Any, views: tuple) -> list[TensorMaps] | None:
     """Return the TMA descriptors of each view, or None if the kernel does not take such descriptors."""
     present = [view for view in views if view is not None]
     found = getattr(metadata, "tensordesc_meta", None) or []
     if len(found) != len(present) or None in found or any(each.get("fp4_padded", True) for each in found):
         return None
-    return [compat.TensorMaps(*pair) for pair in zip(present, map(_encoder, found, present), strict=True)]
+    return [TensorMaps(*pair) for pair in zip(present, map(_encoder, found, present), strict=True)]
 
 
 def _encoder(metadata: dict[str, Any], view: Any) -> Callable[[Any], list[Any]]:
@@ -182,9 +260,51 @@ def _encoder(metadata: dict[str, Any], view: Any) -> Callable[[Any], list[Any]]:
     return lambda descriptor: [encode(descriptor.base.data_ptr()), *shape, *strides]
 
 
+def leaves_of(values: Iterable, types: tuple) -> list:
+    """Return ``values`` with each structure replaced by its fields, recursively and in order.
+
+    A value is a structure if its entry in ``types`` is a tuple. Without ``types``, no value is a structure.
+    """
+    if not types:
+        return list(values)
+    found: list = []
+    for value, of_value in zip(values, types, strict=True):
+        if isinstance(of_value, tuple):
+            found += leaves_of(value, of_value)
+        else:
+            found.append(value)
+    return found
+
+
+class Leaves:
+    """Returns the leaves of a structure in a kernel's pointers, whose fields have the given ``types``.
+
+    Most structures have a single level. Their fields are the leaves, and walking through them would cost each
+    launch microseconds. A structure of numbers is usually the same object in all launches of a kernel, so the
+    leaves of the last one are kept.
+    """
+
+    def __init__(self, types: tuple) -> None:
+        self._types = types
+        self._is_flat = not any(isinstance(t, tuple) for t in types)
+        self._has_pointers = any(str(t).startswith(("*", "tensordesc")) for t in leaves_of(types, types))
+        self._last: tuple[Any, Any] = None, None
+
+    def __call__(self, structure: tuple) -> Iterable:
+        if self._is_flat:
+            return structure
+        if self._has_pointers:
+            return leaves_of(structure, self._types)
+        last, leaves = self._last
+        if last is not structure:
+            leaves = leaves_of(structure, self._types)
+            self._last = structure, leaves
+        return leaves
+
+
 def _values(types: tuple, pick: Callable[[Any], Any]) -> Callable[[tuple], list]:
     """Return a function from the tensors of a launch to the values of parameters. ``pick`` picks leaves."""
-    nested = [(i, compat.Leaves(t)) for i, t in enumerate(types) if isinstance(t, tuple)][::-1]
+    nested = [(i, Leaves(t)) for i, t in enumerate(types) if isinstance(t, tuple)][::-1]
     if not nested:
         return lambda tensors: [t if type(t) is int else t.data_ptr() for t in pick(tensors)]
 

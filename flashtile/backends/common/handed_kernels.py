@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from triton import knobs
-from triton.runtime.jit import JITCallable
+
+from flashtile.backends.compat import JITCallable
 
 LONGEST_WAIT = 300.0
 """Seconds after which a process compiles a kernel though another process holds the kernel's lock. While 50

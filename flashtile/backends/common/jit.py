@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import json
 import threading
 from collections.abc import Callable
 from functools import cached_property
@@ -12,6 +10,7 @@ from typing import Any
 import triton
 from triton import knobs
 
+from flashtile.backends import compat
 from flashtile.backends.common.deferred import Deferred, DeviceFunction
 from flashtile.backends.common.first_calls import load_or_compile
 from flashtile.backends.common.keys import function_key, source_of, value_text
@@ -35,7 +34,7 @@ class _Newest(dict):
             super().__setitem__(key, value)
 
 
-class _Kept:
+class _Kept(compat.TellsHooks):
     """Mixin for JIT functions that :func:`load_or_compile` compiles.
 
     ``do_not_specialize`` also applies to the integers of tuples.
@@ -75,29 +74,6 @@ class _Kept:
 
         return _Newest(), _Newest(), *others, bind
 
-    def _call_hook(self, hook: Any, *arguments: Any) -> Any:
-        """Call a compilation hook that somebody set, such as vLLM's monitor of compilations.
-
-        Triton writes the constants as JSON for it, which fails for those that are not numbers or text, such
-        as the variants of our kernels. The hook gets the text of such a constant.
-        """
-        if not hook:
-            return None
-        call: Any = super()._call_hook  # type: ignore[misc]
-        place = [*inspect.signature(call).parameters].index("constants")  # releases differ in the others
-        given = [hook, *arguments]
-        given[place] = {path: described(value) for path, value in given[place].items()}
-        return call(*given)
-
-
-def described(value: Any) -> Any:
-    """Return ``value`` if JSON can represent it, or else its text."""
-    try:
-        json.dumps(value)
-    except TypeError:
-        return repr(value)
-    return value
-
 
 def unspecialized(value: Any, kind: Any, key: Any) -> tuple[Any, Any]:
     """Return Triton's (type, specialisation key) of an argument, without specialising on integer values.
@@ -127,9 +103,8 @@ def kernel(**options: Any) -> Callable[[Callable], Any]:
 
 def gluon_kernel(**options: Any) -> Callable[[Callable], Any]:
     """Return a decorator like :func:`kernel`, for Gluon."""
-    from triton.experimental.gluon._runtime import GluonJITFunction
 
-    class KeptGluonFunction(_Kept, Deferred, GluonJITFunction):
+    class KeptGluonFunction(_Kept, Deferred, compat.gluon_function_type()):  # type: ignore[misc]
         """A Gluon function that is compiled when it is launched."""
 
     return lambda function: KeptGluonFunction(function, **options)

@@ -1,22 +1,22 @@
-"""Look-up of compiled kernels in Triton's disk cache, without reading Triton's whole installation.
+"""Where compiled kernels are found (:func:`find`), so that they need not be compiled again: first in folders
+that ``flashtile compile`` made, then in Triton's disk cache.
 
-The name of a cache entry depends on the kernel's source and options, and on ``triton_key``: a digest of every
-file of Triton's compiler, including the 400 to 500 MB of libtriton.so. In Triton, each process computes that
-digest before its first launch. But file sizes and modification times suffice to tell whether files changed,
-as for a .pyc. So ``triton_key`` is stored in the cache under a digest of sizes and times. The name of the
-entry is then built from the stored ``triton_key``, as in Triton. All other cases fall back to Triton: no
-stored key, no entry of this name, an entry that cannot be read, or a Triton that names entries differently.
-Triton is told the stored key before it compiles, so only the first process that compiles computes it.
+*Folders* are made on one machine, without a GPU, and used on another. A folder has ``index.json`` and two
+files for each kernel, its compressed binary and its metadata. The index has the versions of flashtile and
+Triton that made the kernels, and the SHA-256 digest of every file. A kernel is loaded only if its files have
+those digests, so a damaged file means that the kernel is compiled as usual. A folder contains code that will
+be run, so it is refused if users other than its owner may write to it. Its kernels are found by
+:func:`key_of`, which depends on the kernel's source, its arguments and options and on the target, but neither
+on the path of Triton's installation nor on the version of Python.
 
-Folders of compiled kernels, which are made on one machine, without a GPU, and used on another.
-
-A folder has ``index.json`` and two files for each kernel, its compressed binary and its metadata. The index
-has the versions of flashtile and Triton that made the kernels, and the SHA-256 digest of every file. A kernel
-is loaded only if its files have those digests, so a damaged file means that the kernel is compiled as usual.
-A folder contains code that will be run, so it is refused if users other than its owner may write to it.
-
-Kernels are found by :func:`key_of`, which depends on the kernel's source, its arguments and options and on
-the target, but neither on the path of Triton's installation nor on the version of Python.
+*Triton's cache* is read without reading Triton's whole installation. The name of a cache entry depends on the
+kernel's source and options, and on ``triton_key``: a digest of every file of Triton's compiler, including the
+400 to 500 MB of libtriton.so. In Triton, each process computes that digest before its first launch. But file
+sizes and modification times suffice to tell whether files changed, as for a .pyc. So ``triton_key`` is stored
+in the cache under a digest of sizes and times. The name of the entry is then built from the stored
+``triton_key``, as in Triton. All other cases fall back to Triton: no stored key, no entry of this name, an
+entry that cannot be read, or a Triton that names entries differently. Triton is told the stored key before it
+compiles, so only the first process that compiles computes it.
 """
 
 from __future__ import annotations
@@ -67,18 +67,14 @@ def find(src: Any, target: Any, options: dict | None) -> Any:
 
 def key_in_folders(src: Any, target: Any, options: dict | None) -> str:
     """Return the key of a kernel (:func:`key_of`) with options that are not parsed."""
-    from triton.compiler.compiler import make_backend
-
-    parsed, variables = _parsed(src, make_backend(target), options)
+    parsed, variables = _parsed(src, compat.compiler_of(target), options)
     return key_of(src, target, parsed, variables)
 
 
 def _parsed(src: Any, backend: Any, options: dict | None) -> tuple[Any, list[tuple[str, str]]]:
     """Return the compiler's parsed options, and the environment variables that change what it compiles."""
-    from triton._C.libtriton import get_cache_invalidating_env_vars
-
     parsed = backend.parse_options(dict(options or {}, **src.parse_options()))
-    return parsed, sorted(get_cache_invalidating_env_vars().items())
+    return parsed, compat.compiler_variables()
 
 
 def load_or_compile_alone(src: Any, target: Any, options: dict | None, **more: Any) -> Any:
@@ -139,19 +135,16 @@ def _compiler_files(installation: Path) -> Iterator[Path]:
 def _load(src: Any, target: Any, options: dict | None, key_file: Path) -> Any:
     """Return the compiled kernel from Triton's disk cache, or None if there is no readable entry for it."""
     try:
-        from triton.compiler.compiler import CompiledKernel, make_backend
-        from triton.runtime.cache import get_cache_manager
-
         triton_key = _read_key(key_file)
         if triton_key is None:
             return None
-        backend = make_backend(target)
+        backend = compat.compiler_of(target)
         parsed, variables = _parsed(src, backend, options)
         key = f"{triton_key}-{src.hash()}-{backend.hash()}-{parsed.hash()}-{variables}"
         name = hashlib.sha256(key.encode()).hexdigest()
         metadata = f"{src.name[:150]}.json"
-        group = get_cache_manager(name).get_group(metadata) or {}
-        return CompiledKernel(src, group, name) if metadata in group else None
+        files = compat.files_in_cache(name, metadata)
+        return compat.compiled_from(src, files, name) if metadata in files else None
     except Exception:  # the caller falls back to triton.compile, which reports a lasting error
         return None
 
@@ -169,17 +162,18 @@ def _keep_key(key_file: Path) -> None:
     Several processes may do this at the same time.
     """
     try:
-        from triton.runtime.cache import triton_key
-
+        compute = compat.digest_function()
+        if compute is None:
+            return
         with _computing:  # Triton keeps the key, but two threads would both compute it
             stored = _read_key(key_file)
             if stored is not None:
-                compat.tell_key(lambda: stored)
+                compat.tell_digest(lambda: stored)
                 return
-            key = triton_key()
+            key = compute()
         key_file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(key_file, f"{_digest(key)} {key}")
-    except (ImportError, OSError):  # this Triton has no such function, or the cache cannot be written
+    except OSError:  # the cache cannot be written
         return
 
 
@@ -265,8 +259,6 @@ class CompiledFolder:
         digests = self.files.get(key)
         if digests is None:
             return None
-        from triton.compiler.compiler import CompiledKernel
-
         try:
             import lzma  # some builds of Python lack it
 
@@ -275,7 +267,7 @@ class CompiledFolder:
                 group = {"kernel.json": metadata, "kernel.cubin": lzma.decompress(binary)}
                 for name, content in group.items():
                     Path(place, name).write_bytes(content)
-                return CompiledKernel(src, {name: str(Path(place, name)) for name in group}, key)
+                return compat.compiled_from(src, {name: str(Path(place, name)) for name in group}, key)
         except (ImportError, *_DAMAGED) as error:
             logger.warning("%s: %s is compiled again: %s", self.path, src.name, error)
             return None

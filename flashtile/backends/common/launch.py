@@ -1,139 +1,27 @@
-"""Configuration of a kernel, and helpers for launches that all backends with kernels share.
+"""Launches that keep their compiled kernel, for all backends that have kernels.
 
-Launches that keep their compiled kernel.
-
-Triton's own launch path binds and specialises every argument at every call, which takes 17 us. A cached
-launch took 7 us in the same measurement, and has become faster since.
+A :class:`CachedLaunch` is one kernel with its grid, scalars and constants, for tensors of one signature. Its
+first call compiles the kernel; later calls pass pointers. Triton's own launch path binds and specialises
+every argument at every call, which takes 17 us. A cached launch took 7 us in the same measurement, and has
+become faster since.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from flashtile import torch_private
 from flashtile.backends import compat
 from flashtile.backends.common import direct_launch
+from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.device import is_nvidia
 from flashtile.garbage import uncollected
-from flashtile.problems.attention import Problem
-
-
-@dataclass(frozen=True)
-class KernelConfig:
-    """Tile and launch of one kernel.
-
-    ``spill_budget`` is the number of bytes of register spills that is accepted for plain and causal problems,
-    after measurement. ``features_spill_budget`` is the number for problems that have soft-cap, ALiBi, windows
-    and unused keys at once.
-    """
-
-    BLOCK_M: int
-    BLOCK_N: int
-    num_warps: int
-    num_stages: int
-    spill_budget: int = 0
-    features_spill_budget: int = 0
-
-
-RAGGED_ROWS = 2**30
-"""Rows of a ragged descriptor (``tma.ragged_view``), and the maximum number of rows of its tensor."""
-
-
-class TokenStrides(NamedTuple):
-    """Strides of q, k, v or a cache, in elements.
-
-    ``batch`` is the stride between pages in a paged cache, and 0 for packed sequences.
-    """
-
-    batch: Any
-    token: Any
-    head: Any
-
-
-def token_strides(tensor: Tensor) -> TokenStrides:
-    """Return the strides of a tensor (batch, seqlen, heads, head_dim) or (total, heads, head_dim)."""
-    return TokenStrides(tensor.stride(0) if tensor.dim() == 4 else 0, tensor.stride(-3), tensor.stride(-2))
-
-
-def is_aligned(tensor: Tensor) -> bool:
-    """Whether Triton loads rows of ``tensor`` asynchronously.
-
-    The address must be a multiple of 16 bytes, and all strides but the last multiples of 16 elements.
-    """
-    return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
-
-
-def padded(head_dim: int, least: int = 16) -> int:
-    """Return ``head_dim`` rounded up to a power of two, at least ``least``."""
-    return max(least, 1 << (head_dim - 1).bit_length())
-
-
-def tile_widths(head_dim: int, head_dim_v: int, aligned: bool, least: int = 16) -> tuple[int, int]:
-    """Return the columns of the tiles of k and of v: head sizes rounded up to powers of two.
-
-    ``aligned``: whether Triton loads both asynchronously (:func:`is_aligned`).
-
-    Tiles that are not loaded asynchronously share one address in shared memory. If their swizzles also
-    differ, the descriptors of Q K^T and P V differ in the upper half only. ptxas 12.8, which Triton 3.6 and
-    3.7 bring, then takes the upper half for P V from registers that hold something else, so P V reads out of
-    range. Such tiles get equal widths, which gives them equal swizzles. Heads of one column need 64 columns:
-    their tokens may lie side by side in memory, and Triton then stores the tile of k transposed, in rows of
-    BLOCK_N keys, which have the swizzle of 64 columns, 128 bytes. Triton 3.8 (ptxas 12.9) needs none of this.
-    """
-    width, width_v = padded(head_dim, least), padded(head_dim_v, least)
-    if not aligned:
-        width = width_v = max(width, width_v, 64 if min(head_dim, head_dim_v) == 1 else 0)
-    return width, width_v
-
-
-def has_score_mod(problem: Problem) -> bool:
-    """Whether a score is more than the product q k^T times a positive scale.
-
-    The largest score of a row then need not belong to the row's largest product.
-    """
-    return problem.softcap > 0 or problem.alibi or problem.bias or problem.softmax_scale <= 0
-
-
-def outer_stride(tensor: Tensor | None) -> int:
-    """Return the stride of the first dimension, from one sequence to the next, in elements.
-
-    It is 0 if ``tensor`` is None, or if it has one dimension, because all sequences then share it.
-    """
-    return tensor.stride(0) if tensor is not None and tensor.dim() > 1 else 0
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
-def allocator(
-    like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, zeroed: bool = False
-) -> Callable[[Tensor], Tensor]:
-    """Return the fastest torch function that allocates contiguous memory of this shape and dtype.
-
-    The function takes a tensor that has the shape, strides and dtype of ``like``. It allocates on the device
-    of that tensor.
-    """
-    if (like.shape, like.stride(), like.dtype) == (shape, contiguous_strides(shape), dtype):
-        return torch.zeros_like if zeroed else torch.empty_like
-    # The shape is passed as separate arguments: parsing a tuple takes twice as long.
-    if zeroed:
-        return lambda tensor: tensor.new_zeros(*shape, dtype=dtype)
-    return lambda tensor: tensor.new_empty(*shape, dtype=dtype)
-
-
-def largest_divisor(number: int, most: int) -> int:
-    """Return the largest divisor of ``number`` >= 1 that is at most ``most``; 1 if ``most`` is below 1."""
-    return next(size for size in range(max(min(most, number), 1), 0, -1) if number % size == 0)
-
 
 NUM_WARPS = 4
 """Default number of warps, for kernels without a configuration."""
@@ -231,8 +119,8 @@ class CachedLaunch:
 
     def __call__(self, device: torch.device, *tensors: Any) -> None:
         run, index = self._run, self._index
-        if run is not None and compat.cuda_device() == index:
-            run(compat.cuda_stream(index), tensors)
+        if run is not None and torch_private.cuda_device() == index:
+            run(torch_private.cuda_stream(index), tensors)
         elif (recorded := _recorded.get()) is not None:
             recorded.append((self, tensors))
         elif device.type == "cuda" and torch.cuda.current_device() != device.index:
@@ -247,7 +135,7 @@ class CachedLaunch:
         Requires :attr:`takes_addresses`.
         """
         index: Any = self._index
-        return compat.cuda_stream(index) if compat.cuda_device() == index else None
+        return torch_private.cuda_stream(index) if torch_private.cuda_device() == index else None
 
     def by_address(self, stream: int, addresses: tuple, further: tuple = ()) -> None:
         """Launch the kernel on a :meth:`stream` with nothing but addresses, which saves host time.
@@ -261,12 +149,13 @@ class CachedLaunch:
         """Compile the kernel if necessary, launch it, and keep the launch."""
         run = self._direct_launch(device, tensors)
         if run is not None:
-            run(compat.cuda_stream(device.index), tensors)
+            run(torch_private.cuda_stream(device.index), tensors)
         else:
             compiled = self.kernel[self._grid](*self.arguments(tensors), **self.options)
             if compiled is None:  # Triton's interpreter has run the kernel
                 return
-            run = compat.launcher(compiled, self._grid, tensors, self._fixed, self._views, self._pointers)
+            given = (self._grid, self._fixed, self._views, self._pointers)
+            run = direct_launch.by_triton(compiled, device.index, *given)
         # The index comes first: another thread that sees ``_run`` must also see ``_index``.
         self._index = device.index
         self._run = run
@@ -310,13 +199,13 @@ class CachedLaunch:
         """
         with compat.driver_of_torch():
             compiled = self.compile_ahead(tensors)
-        if not direct_launch.load(compiled, compat.cuda_device()):
-            compat.load(compiled)
+        if not direct_launch.load(compiled, torch_private.cuda_device()):
+            compiled[self._grid]  # Triton loads it
 
     def arguments(self, tensors: tuple) -> tuple:
         """Return the kernel's arguments for these tensors."""
         pointers = self._pointers
-        descriptors, others = compat.described(self._views, tensors)
+        descriptors, others = direct_launch.described(self._views, tensors)
         return (*descriptors, *(others if pointers is None else (pointers(*others),)), *self._fixed)
 
 

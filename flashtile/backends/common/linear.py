@@ -4,10 +4,12 @@ A *place* is an output column, or a pair of output columns. The plain epilogue h
 row of W. SwiGLU has two sums per place, because gate and up give one output. Rotary embedding also has two
 sums per place, because it rotates a pair of columns. The program then computes both and ``HALVES`` is 2.
 
-The functions of this module create no tensors. Gluon kernels, whose tensors have layouts, can therefore call
-them as Triton kernels do.
+The order is that of the device functions: scale, factor of the norm, bias (:func:`scaled`); then the
+residual, or SwiGLU, or rotary embedding and the cache; one rounding; the store. They create no tensors. Gluon
+kernels, whose tensors have layouts, can therefore call them as Triton kernels do.
 
-Conversion of a call's tensors to the arguments of a product's kernel and its epilogue.
+The functions from :func:`epilogue_variant` on convert a call's tensors to the arguments of a product's
+kernel.
 """
 
 from __future__ import annotations
@@ -169,7 +171,7 @@ def scaled(sums, row, inside, factor, pointers, E: tl.constexpr):
     """Multiply each sum by the scale of its row of W and by the factor of its row of x, and add the bias."""
     if E.CHANNEL_SCALES:
         sums = sums * tl.load(pointers.scales + row, mask=inside, other=0.0)
-    if E.NORM or E.X_SCALES:
+    if E.NORM or E.X_SCALES:  # a factor per row of x commutes with the product, so it comes after it
         sums = sums * factor
     if E.BIAS:
         sums = sums + tl.load(pointers.bias + row, mask=inside, other=0.0).to(tl.float32)
@@ -208,6 +210,7 @@ def load_squares(part, m, first, parts, rows, squares):
 
     ``first + part`` [n, 1] are the indices of those programs. For indices from ``parts`` on, the result is 0.
     """
+    # .cg: other multiprocessors wrote them, and an L1 cache is not told.
     at = (first + part) * rows + m
     return tl.load(squares + at, mask=first + part < parts, other=0.0, cache_modifier=".cg")
 
@@ -231,7 +234,7 @@ def store_places(out, place, end, m, call, E: tl.constexpr):
         at = m.to(tl.int64) * strides.residual + place
         out = out + tl.load(pointers.residual + at, mask=inside, other=0.0).to(tl.float32)
     at = m.to(tl.int64) * strides.y + place
-    y = out.to(pointers.y.dtype.element_ty)
+    y = out.to(pointers.y.dtype.element_ty)  # the following norm squares what is stored, as torch would
     tl.store(pointers.y + at, y, mask=inside)
     return y
 
@@ -280,6 +283,7 @@ def store_pairs(first, second, place, end, m, factor, to, call, E: tl.constexpr)
     """
     pointers = call.pointers
     inside = place < end
+    # Both rows of W have scales and biases of their own.
     first_row = row_of(place, 0, call.places, E)
     second_row = row_of(place, 1, call.places, E)
     first = scaled(first, first_row, inside, factor, pointers, E)
@@ -308,6 +312,7 @@ def store_heads(first, second, place, end, m, to, call, E: tl.constexpr):
     is_k = (head >= sizes.heads_q) & (head < sizes.heads_q + sizes.heads_kv)
     is_v = head >= sizes.heads_q + sizes.heads_kv
     if HALF > 0:
+        # Values are not rotated, nor are columns behind ROTARY_DIM: cos 1, sin 0.
         seen = (to.position >= 0) & (to.position < sizes.angles)
         turned = inside & (is_q | is_k) & (within < HALF) & seen
         at = to.position.to(tl.int64) * HALF + within
@@ -317,7 +322,7 @@ def store_heads(first, second, place, end, m, to, call, E: tl.constexpr):
     first_column = column_of(within, 0, E)
     second_column = column_of(within, 1, E)
     dtype: tl.constexpr = pointers.y.dtype.element_ty
-    first = first.to(dtype)
+    first = first.to(dtype)  # the only rounding
     second = second.to(dtype)
 
     y = pointers.y + m.to(tl.int64) * call.strides.y + head * E.HEAD_DIM

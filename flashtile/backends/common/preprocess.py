@@ -20,9 +20,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from flashtile.backends.common.config import padded
 from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
-from flashtile.backends.common.launch import CachedLaunch, padded
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tiles import LOG2_E, Matrix, load_tile, row_of_head, row_of_token, sequence
 from flashtile.problems.attention import OptionalTensors, Problem
 
@@ -114,6 +115,7 @@ def preprocess_kernel(pointers, lse_factor, lengths, C: tl.constexpr):
     num_heads_q, seqlen_q = lengths.num_heads_q, lengths.seqlen_q
     num_blocks = tl.cdiv(seqlen_q, PAD) * (PAD // C.BLOCK_M)
     pid = tl.program_id(0)
+    # Counters and the accumulator of dQ are zeroed here, which saves launches of their own.
     if pointers.counters is not None and pid == 0:
         for first in range(0, lengths.num_counters, COUNTERS_AT_ONCE):
             place = first + tl.arange(0, COUNTERS_AT_ONCE)
@@ -134,6 +136,7 @@ def preprocess_kernel(pointers, lse_factor, lengths, C: tl.constexpr):
     dout_rows = Matrix(pointers.dout + tile_offset, stride, len_q)
     o = load_tile(out_rows, row_start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, True, False, ONCE=True)
     do = load_tile(dout_rows, row_start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, True, False, ONCE=True)
+    # The products are in float32, whatever the dtype of out and dout.
     neg_delta_rows = -tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     rows = tl.arange(0, C.BLOCK_M)
     inside = row_start + rows < len_q
@@ -142,7 +145,7 @@ def preprocess_kernel(pointers, lse_factor, lengths, C: tl.constexpr):
     lse_rows = tl.load(pointers.lse + lse_offset + rows, mask=inside, other=-float("inf"))
     if C.LIMITS_LSE:
         lse_rows = tl.where(tl.abs(lse_rows) >= LARGE_LSE, -float("inf"), lse_rows)
-    empty = lse_rows == -float("inf")
+    empty = lse_rows == -float("inf")  # P = exp2(S + neg_lse) is 0 only with -inf, not with its negative
     offset = statistics_offset(b, head, start_q, num_heads_q, lengths.padded_rows, C.VARLEN) + row_start
     neg_lse_rows = tl.where(empty, lse_rows, -lse_rows * lse_factor)
     if pointers.sink is not None:
@@ -160,6 +163,7 @@ def preprocess_kernel(pointers, lse_factor, lengths, C: tl.constexpr):
     if pointers.sink is not None:
         score = tl.load(pointers.sink + head).to(tl.float32)
         p = tl.exp2((score - tl.where(empty, float("inf"), lse_rows)) * LOG2_E)
+        # Parts instead of atomic additions: torch sums them in a fixed order.
         tl.store(pointers.dsink + pid, tl.sum(p * neg_delta_rows, 0))
 
 

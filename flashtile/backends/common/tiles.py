@@ -1,18 +1,16 @@
-"""Step functions that kernels of all backends share: addresses of sequences, and loads of tiles.
+"""Steps that kernels of all backends share: where a sequence lies and how its tiles are loaded, conversions
+from and to e4m3, and dependent launches.
 
-Conversions between FP8 e4m3 and wider dtypes, in hardware or by integer operations.
+*e4m3* (Micikevicius et al. 2022, arXiv:2209.05433) is FP8 with a sign, four exponent bits with bias 7 and
+three mantissa bits. Its largest value is 448, NaN is 0x7F, and there are no infinities. GPUs convert it in
+hardware from compute capability 8.9 on; for older GPUs and the interpreter, the functions named ``bits`` and
+``number`` do it with integer operations.
 
-The hardware conversion needs compute capability 8.9 or higher; older GPUs and the interpreter use integer
-operations. e4m3 (Micikevicius et al. 2022, arXiv:2209.05433) has a sign, four exponent bits with bias 7 and
-three mantissa bits. Its largest value is 448, NaN is 0x7F, and there are no infinities.
-
-Programmatic dependent launch (compute capability 9.0 and up): a kernel's programs start before the
-previous kernel has ended.
-
-Code before :func:`wait_for_dependencies` overlaps with the previous kernel, so it may only read memory that
-no kernel writes. Every kernel that is launched this way has to wait: otherwise the kernel after it could read
-memory that an earlier kernel has not written yet. In a kernel that is launched as usual, these functions do
-nothing.
+*Programmatic dependent launch* (compute capability 9.0 and up): a kernel's programs start before the previous
+kernel has ended. Code before :func:`wait_for_dependencies` overlaps with the previous kernel, so it may only
+read memory that no kernel writes. Every kernel that is launched this way has to wait: otherwise the kernel
+after it could read memory that an earlier kernel has not written yet. In a kernel that is launched as usual,
+these functions do nothing.
 """
 
 from typing import Any, NamedTuple

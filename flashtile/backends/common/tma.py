@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashtile.backends.common.launch import RAGGED_ROWS
+from flashtile.backends.common.config import RAGGED_ROWS
 
 MAX_EXTENT = 2**31 - 2**16
 """Extent of a dimension whose end TMA need not check. Extents must be below 2^31."""

@@ -10,6 +10,7 @@ import torch
 from flashtile.backends.cpu import parts
 from flashtile.problems.attention import Problem
 from flashtile.problems.decode import FP8, DecodeProblem
+from flashtile.torch_private import has_fast_products
 
 TILE_ELEMENTS = 512 * 1024
 """Scores of one tile of ``Tiled``, 2 MiB in float32. 128K to 1M are equally fast (Zen 4, head_dim 64)."""
@@ -131,9 +132,7 @@ def _multiplies_fast(dtype: torch.dtype) -> bool:
     """Whether this build of torch has fast matrix products in the 16-bit ``dtype`` on this processor."""
     if not torch.backends.mkldnn.is_available():
         return False
-    if dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return has_fast_products(dtype)
 
 
 def tiled_config(problem: Problem) -> Tiled:

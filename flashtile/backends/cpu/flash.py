@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu.blocks import split
-
-_kernel = torch._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+from flashtile.torch_private import cpu_flash_backward, cpu_flash_forward
 
 CONVERTED_ELEMENTS = 2 * 1024 * 1024
 """Elements of k that are converted to another dtype at a time, 8 MiB in float32. The allocator then reuses
@@ -60,7 +58,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Call the kernel. All tensors are (batch, heads, seqlen, head_dim) of one dtype."""
-    out, lse = _kernel(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    out, lse = cpu_flash_forward(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     if (causal or bias is not None or k.shape[2] < NARROW_TILE) and not lse.all():
         _restore(out, lse, q, k, causal, scale, bias)
     return out, lse
@@ -186,5 +184,5 @@ def _one_backward(
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     by_heads = (t.transpose(1, 2) for t in (dout, q, k, v, out))
-    dq, dk, dv = _backward(*by_heads, lse, 0.0, causal, attn_mask=bias, scale=scale)
+    dq, dk, dv = cpu_flash_backward(*by_heads, lse, 0.0, causal, attn_mask=bias, scale=scale)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

@@ -6,7 +6,6 @@ occur in calls of 16-bit tensors, whose bounds of error assume exact factors.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +13,7 @@ from typing import Any
 import torch
 
 EXACT = "ieee"
-_get = functools.partial(torch._C._get_fp32_precision_getter, "mkldnn", "matmul")
-_set = functools.partial(torch._C._set_fp32_precision_setter, "mkldnn", "matmul")
+_products = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 _lock = threading.Lock()
 _running = 0
@@ -32,9 +30,9 @@ def with_exact_products(launch: Callable[..., Any]) -> Callable[..., Any]:
         global _running, _before
         with _lock:
             if _running == 0:
-                _before = _get()
+                _before = _products.fp32_precision
                 if _before != EXACT:
-                    _set(EXACT)
+                    _products.fp32_precision = EXACT
             _running += 1
         try:
             return launch(*arguments)
@@ -42,6 +40,6 @@ def with_exact_products(launch: Callable[..., Any]) -> Callable[..., Any]:
             with _lock:
                 _running -= 1
                 if _running == 0 and _before != EXACT:
-                    _set(_before)
+                    _products.fp32_precision = _before
 
     return run

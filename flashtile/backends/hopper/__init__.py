@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 
+from flashtile.backends.common.config import RAGGED_ROWS
 from flashtile.backends.common.device import capability, is_nvidia
-from flashtile.backends.common.launch import RAGGED_ROWS
 from flashtile.problems.attention import Problem
 from flashtile.problems.decode import DecodeProblem
 

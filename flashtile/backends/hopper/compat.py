@@ -5,29 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import triton
-from triton._C.libtriton import ir
 from triton.experimental import gluon as plain_gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
-from triton.language import core
 
 from flashtile.backends.common.deferred import Decorators, Deferred, source_text
+from flashtile.backends.compat import gluon_aggregate, gluon_builtin, gluon_function_type, tma_addition
 
 
-class GluonFunction(Deferred, GluonJITFunction):
+class GluonFunction(Deferred, gluon_function_type()):  # type: ignore[misc]
     """A ``@gluon.jit`` function that reads its source when it is needed."""
 
 
 gluon: Any = Decorators(plain_gluon, GluonFunction)
-_aggregate = getattr(plain_gluon, "aggregate", None) or core._aggregate
+_ADDITION = tma_addition()
 
 
 def aggregate(cls: type) -> Any:
     """Decorate a class as Gluon's ``aggregate`` does. The types of its fields are part of kernels' keys."""
-    made = _aggregate(cls)
+    made: Any = gluon_aggregate()(cls)
     made.__annotations__ = cls.__annotations__
     return made
 
@@ -37,7 +34,7 @@ def primitive(function: Any) -> Any:
 
     Its source is part of kernels' keys.
     """
-    made: Any = builtin(function)
+    made: Any = gluon_builtin()(function)
     made.text = source_text(function)
     return made
 
@@ -54,8 +51,8 @@ VIEWS_SPAN_TILES = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3
 @primitive
 def _async_add(desc, coord, src, _semantic=None):
     """Add a tile in shared memory to global memory by TMA. Triton 3.6 and 3.7 have no function for this."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+    coord = [_semantic.to_tensor(each).handle for each in coord]
+    _semantic.builder.create_async_tma_reduce(_ADDITION, desc.handle, coord, src.handle)
 
 
 async_add = getattr(tma, "async_atomic_add", None) or _async_add
@@ -67,5 +64,5 @@ def reinterpret(memory, dtype, shape, layout, _semantic=None):
 
     Gluon's own method for this has different names in different releases.
     """
-    dtype, layout = core._unwrap_if_constexpr(dtype), core._unwrap_if_constexpr(layout)
-    return _semantic.memdesc_reinterpret(memory, dtype, [core._unwrap_if_constexpr(n) for n in shape], layout)
+    given = [each.value if isinstance(each, gl.constexpr) else each for each in (dtype, layout, *shape)]
+    return _semantic.memdesc_reinterpret(memory, given[0], given[2:], given[1])

@@ -11,13 +11,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashtile.backends.common import launch
+from flashtile.backends.common import config as common_config
 from flashtile.backends.hopper import config
 from flashtile.backends.hopper.compat import gluon
 from flashtile.problems import common
 
 WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
-RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
+RAGGED_ROWS = gl.constexpr(common_config.RAGGED_ROWS)
 LOG2_E = gl.constexpr(common.LOG2_E)
 LN_2 = gl.constexpr(1 / common.LOG2_E)
 

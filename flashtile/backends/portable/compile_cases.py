@@ -15,7 +15,8 @@ from torch import Tensor
 from flashtile.backends.common import tiles
 from flashtile.backends.common.compile_cases import case_of, launches_of, meta
 from flashtile.backends.common.compile_report import CompileCase, architecture
-from flashtile.backends.common.launch import Launched, padded
+from flashtile.backends.common.config import padded
+from flashtile.backends.common.launch import Launched
 from flashtile.backends.portable import all_reduce, fits
 from flashtile.backends.portable.attention.functions import CAPTURED
 from flashtile.backends.portable.attention.launch import PortableBackwardLaunch, PortableForwardLaunch
@@ -28,7 +29,7 @@ from flashtile.backends.portable.config import (
     row_for,
     row_with_functions,
 )
-from flashtile.backends.portable.weights.launch import WeightsLaunch, of_forward
+from flashtile.backends.portable.weights.kernel import WeightsLaunch, of_forward
 from flashtile.problems.attention import OptionalTensors, Problem, WeightsProblem
 from flashtile.problems.masks import LISTS, Mods
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flashtile.backends.common.config import KernelConfig, padded
 from flashtile.backends.common.device import Target, capability
-from flashtile.backends.common.launch import KernelConfig, padded
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 

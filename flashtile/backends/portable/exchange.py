@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from flashtile.backends.common.config import padded
 from flashtile.backends.common.jit import kernel
-from flashtile.backends.common.launch import padded
 from flashtile.backends.common.tiles import LN_2
 from flashtile.backends.portable.decode.combine import Slots, sum_splits
 from flashtile.backends.portable.decode.schedule import normalised, store_rows

@@ -1,4 +1,8 @@
-"""First and last key of each sequence under a padding mask, computed on the device."""
+"""First and last key of each sequence under a padding mask, computed on the device.
+
+Attention masks every block of such a call, but visits only blocks within these bounds, which the host does
+not know.
+"""
 
 import torch
 import triton.language as tl

@@ -1,4 +1,8 @@
-"""Merges two float32 results over different keys, in one pass over out that also rounds it."""
+"""Merges two float32 results over different keys, in one pass over out that also rounds it.
+
+One program owns ROWS tokens of one head: load both results and their lse, weigh them by exp(lse - max), add,
+round, store.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashtile.backends.common.config import padded
 from flashtile.backends.common.jit import kernel
-from flashtile.backends.common.launch import padded
 from flashtile.backends.common.tiles import LN_2, LOG2_E
 
 ROWS = 16
@@ -43,6 +47,7 @@ def merge_kernel(
     b = (pid // num_heads // blocks).to(tl.int64)
     exists = token < tokens
     more_token = token - start
+    # Tokens without a second result get lse -inf for it, so their first result is only rounded.
     has_more = exists & (more_token >= 0) & (more_token < more_tokens)
     column = tl.arange(0, C.BLOCK_D)[None, :]
     row = (b * tokens + token) * num_heads + head
@@ -57,6 +62,8 @@ def merge_kernel(
     more_lse_row = more_lse + (b * num_heads + head) * more_tokens + more_token
     first_lse = tl.load(lse_row, mask=exists, other=-float("inf")) * LOG2_E
     second_lse = tl.load(more_lse_row, mask=has_more, other=-float("inf")) * LOG2_E
+    # The softmax of two numbers, the log-sum-exps. A row that saw no key on either side has -inf and -inf:
+    # both weights are then 0, and out is 0.
     largest = tl.maximum(first_lse, second_lse)
     shift = tl.where(largest == -float("inf"), 0.0, largest)
     first_weight = tl.exp2(first_lse - shift)

@@ -148,6 +148,7 @@ def store_tile(
     """
     rows = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
+    # 64 bits for the start, a scalar; 32 bits for the offsets within the tile, which are many.
     pointers = base + start.to(tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
     inside = (start + rows < length)[:, None] & (columns < HEAD_DIM)[None, :]
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
@@ -193,7 +194,7 @@ def cap_and_bias(
         capped = tanh(scores / softcap)
         scores = softcap * capped
         softcap_grad = 1 - capped * capped
-    else:
+    else:  # a bias, and ALiBi, are constants of the derivative
         softcap_grad = tl.full([], 1.0, tl.float32)
     if HAS_ALIBI:
         scores = scores - slope * tl.abs(distance).to(tl.float32)
@@ -235,10 +236,14 @@ def softmax_step(scores, row_max, scale_log2, HAS_SCORE_MOD: tl.constexpr, MASKE
         new_max = tl.maximum(row_max, tl.max(scores, 1))
     else:
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+    # -inf: the row has seen no key yet, and -inf - (-inf) is NaN. In a loop without a mask every row sees
+    # keys.
     if MASKED:
-        shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # -inf: the row has seen no key yet
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
     else:
         shift = new_max
+    # Raw products are scaled within the exponent: one FMA per score. The maximum is scaled once per row,
+    # which a positive scale allows, because it keeps the order of the products.
     if HAS_SCORE_MOD:
         p = tl.exp2(scores - shift[:, None])
     else:
@@ -262,10 +267,14 @@ def log2_factor(top):
 @triton.jit
 def natural_softmax_step(scores, row_max):
     """Take a step of the online softmax as :func:`softmax_step` does, for scores in natural units."""
+    # Not scores * log2(e) before the maximum: LLVM contracts that product into the FMA of the exponent, but
+    # not in the maximum. Rounded differently, P of a row of large scores would leave the range of 16 bits.
     top = tl.max(scores, 1)
     new_max = tl.maximum(row_max, top * log2_factor(top))
     shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-    factor = tl.where(tl.abs(new_max) < 2 * LARGE, LOG2_E, 2.0)
+    factor = tl.where(
+        tl.abs(new_max) < 2 * LARGE, LOG2_E, 2.0
+    )  # that of new_max, which log2_factor has scaled
     p = tl.exp2(scores * factor[:, None] - shift[:, None])
     return p, new_max, tl.exp2(row_max - shift)
 

@@ -13,9 +13,9 @@ from typing import Any
 from aiohttp import web
 
 from flashtile.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from flashtile.engine.request import NOT_ERRORS
 from flashtile.engine.sampling_params import BeamSearchParams
 from flashtile.engine.server.errors import (
-    NOT_ERRORS,
     ApiError,
     error_event,
     internal_error,

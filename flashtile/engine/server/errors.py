@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Collection
 from typing import Any
 
 from aiohttp import web
-
-NOT_ERRORS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
-"""Exceptions that end a task on purpose. Every other BaseException is an error, for example a panic of Rust
-code in a tokenizer."""
 
 
 class ApiError(Exception):

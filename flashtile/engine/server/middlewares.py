@@ -14,7 +14,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from flashtile.engine.async_llm import EngineDeadError
-from flashtile.engine.server.errors import NOT_ERRORS, ApiError, internal_error, json_response
+from flashtile.engine.request import NOT_ERRORS
+from flashtile.engine.server.errors import ApiError, internal_error, json_response
 from flashtile.engine.server.listener import Listener
 from flashtile.engine.server.service import Limits
 

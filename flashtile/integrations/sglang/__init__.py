@@ -1,12 +1,15 @@
 """flashtile as SGLang's attention backend ``flashtile``, which SGLang finds through an entry point.
 
 :mod:`~flashtile.integrations.sglang.backend` is the backend, which is imported when it is selected.
+:mod:`~flashtile.integrations.sglang.private` has the names that are not of SGLang's interface for backends.
 """
 
 from __future__ import annotations
 
 import re
 from typing import Any
+
+from flashtile.integrations.sglang import private
 
 NAME = "flashtile"
 """The backend's name on SGLang's command line."""
@@ -43,13 +46,12 @@ def register() -> None:
     if (0, 0, 0) < release < OLDEST:  # a checkout without tags has version (0, 0, 0)
         raise NotImplementedError(f"sglang must be 0.5.23 or newer, got {version.__version__}")
 
-    from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     for names in (
-        choices.ATTENTION_BACKEND_CHOICES,
-        choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
-        choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+        private.ATTENTION_BACKEND_CHOICES,
+        private.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+        private.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
     ):
         if NAME not in names:
             names.append(NAME)

@@ -15,17 +15,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from torch import Tensor
 
 from flashtile.compilation.calls import Call
 from flashtile.integrations.paged import INVARIANT_QUERIES, PagedAttention, Step, rounded_queries
 from flashtile.integrations.paged_calls import StepLimits, calls_in, step_calls, warm_up
+from flashtile.integrations.sglang.private import (
+    AttentionArch,
+    AttentionType,
+    KVWriteLoc,
+    SWAKVPool,
+    get_exec,
+    get_parallel,
+    get_spec,
+    output_of,
+)
 from flashtile.problems.decode import FP8, MAX_HEAD_DIM
 
 logger = logging.getLogger("flashtile.sglang")
@@ -226,7 +231,7 @@ class Backend(AttentionBackend):
             self._warm_up(known, number, q, sinks)
         step = metadata.window_step if known.has_window_pool else metadata.step
         assert step is not None
-        out = forward_batch._attn_output
+        out = output_of(forward_batch)
         if out is None:
             out = q.new_empty(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
         pool = self.token_to_kv_pool

@@ -2,12 +2,15 @@
 
 :mod:`~flashtile.integrations.vllm.backend` is the backend, which vLLM imports when it is selected.
 :mod:`~flashtile.integrations.vllm.mla` is the backend of models with multi-head latent attention.
-:mod:`~flashtile.integrations.vllm.releases` contains what differs between vLLM's releases.
+:mod:`~flashtile.integrations.vllm.releases` contains what differs between vLLM's releases,
+:mod:`~flashtile.integrations.vllm.private` the names that are not of vLLM's interface for backends.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from flashtile.integrations.vllm import private
 
 OLDEST = (0, 25)
 """The oldest release of vLLM that is supported."""
@@ -32,7 +35,6 @@ def register() -> None:
     """
     try:
         from vllm import version
-        from vllm.v1.attention.backends.mla.prefill import registry
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     except ModuleNotFoundError as error:
         if error.name != "vllm":
@@ -44,7 +46,7 @@ def register() -> None:
     if (0, 0) < release < OLDEST:  # a checkout without tags has version (0, 0)
         raise NotImplementedError(f"vllm must be 0.25 or newer, got {version.__version__}")
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.Backend")
-    registry.register_mla_prefill_backend(registry.MLAPrefillBackendEnum.CUSTOM, f"{__name__}.mla.Prefill")
+    private.register_mla_prefill_backend(private.MLAPrefillBackendEnum.CUSTOM, f"{__name__}.mla.Prefill")
 
 
 def __getattr__(name: str) -> Any:

@@ -31,6 +31,7 @@ from flashtile.api.attention import flash_attn_func, flash_attn_varlen_func
 from flashtile.integrations.paged import INVARIANT_QUERIES, PagedAttention, Step, rounded_queries
 from flashtile.integrations.vllm import releases
 from flashtile.integrations.vllm.ahead import Group, warm_up
+from flashtile.integrations.vllm.private import scales_of, scales_on_host
 from flashtile.problems.decode import FP8, MAX_HEAD_DIM
 
 FP8_DTYPES = ("fp8", "fp8_e4m3")
@@ -350,9 +351,10 @@ class Impl(AttentionImpl[Metadata], PagedAttention):
         """
         if self.scales is None:
             return NO_SCALES
-        if layer._k_scale.numel() == self.num_kv_heads:
-            return layer._k_scale.view(-1), layer._v_scale.view(-1)
-        given = layer._k_scale_float, layer._v_scale_float
+        of_keys, of_values = scales_of(layer)
+        if of_keys.numel() == self.num_kv_heads:
+            return of_keys.view(-1), of_values.view(-1)
+        given = scales_on_host(layer)
         if given != self._filled:
             for scale, number in zip(self.scales, given, strict=True):
                 scale.fill_(number)

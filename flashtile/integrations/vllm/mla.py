@@ -10,18 +10,19 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from torch import Tensor
-from vllm.model_executor.layers.attention.mla_attention import (
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from flashtile.api.attention import flash_attn_varlen_func
+from flashtile.integrations.vllm.backend import DTYPES, Common
+from flashtile.integrations.vllm.private import (
     MLACommonBackend,
     MLACommonImpl,
     MLACommonMetadata,
     MLACommonMetadataBuilder,
+    MLAPrefillBackend,
     QueryLenSupport,
+    prompts_of,
 )
-from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
-
-from flashtile.api.attention import flash_attn_varlen_func
-from flashtile.integrations.vllm.backend import DTYPES, Common
 from flashtile.operators import decode as operators
 from flashtile.problems.decode import CacheTensors, DecodeOptions
 from flashtile.problems.masking import CAUSAL
@@ -148,7 +149,7 @@ class Prefill(MLAPrefillBackend):
         """
         if output_scale is not None:
             raise NotImplementedError("output_scale must be None, got a tensor")
-        step = self._prefill_metadata
+        step = prompts_of(self)
         offsets, most = step.query_start_loc, step.max_query_len
         return self._attend((q, k, v), (offsets, offsets, most, most), True, return_softmax_lse, out)
 
@@ -169,7 +170,7 @@ class Prefill(MLAPrefillBackend):
         if chunk is not None:
             lengths = chunk.query_start_loc, chunk.cu_seq_lens, chunk.max_query_len, chunk.max_seq_len
         else:
-            step = self._prefill_metadata
+            step = prompts_of(self)
             context = step.chunked_context
             ends, most = context.cu_seq_lens[chunk_idx], context.max_seq_lens[chunk_idx]
             lengths = step.query_start_loc, ends, step.max_query_len, most

@@ -11,6 +11,8 @@ from torch import Tensor
 from vllm import version
 from vllm.v1.attention.backend import AttentionCGSupport
 
+from flashtile.integrations.vllm import private
+
 RELEASE: tuple[int, int] = version.__version_tuple__[:2]
 """Major and minor number of the installed vLLM. A checkout without tags counts as the newest, (99, 0)."""
 if RELEASE == (0, 0):
@@ -33,9 +35,7 @@ def stride_order(with_layers: bool) -> tuple[int, ...]:
     Args:
         with_layers: whether the cache has a leading dimension of layers.
     """
-    from vllm.v1.attention.backends.utils import get_kv_cache_layout
-
-    heads_first = get_kv_cache_layout() == "HND"
+    heads_first = private.get_kv_cache_layout() == "HND"
     if IS_PACKED:
         if with_layers:
             return (1, 2, 0, 3, 4) if heads_first else (1, 0, 3, 2, 4)

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashtile.torch_private import UNNAMED_MOVES, TorchDispatchMode
 
 _aten = torch.ops.aten
 
@@ -20,7 +21,7 @@ ELEMENTWISE = frozenset(
 REDUCTIONS = frozenset({_aten.sum, _aten.amax})
 MOVES = frozenset(
     {
-        _aten._to_copy, _aten._unsafe_view, _aten.alias, _aten.cat, _aten.clone, _aten.copy_, _aten.detach,
+        *UNNAMED_MOVES, _aten.alias, _aten.cat, _aten.clone, _aten.copy_, _aten.detach,
         _aten.empty, _aten.expand, _aten.full, _aten.index, _aten.masked_fill, _aten.new_full,
         _aten.new_zeros, _aten.permute, _aten.scalar_tensor, _aten.select, _aten.slice, _aten.squeeze,
         _aten.stack, _aten.t, _aten.transpose, _aten.unsqueeze, _aten.view, _aten.where, _aten.zeros,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from flashtile.backends.common.launch import padded
+from flashtile.backends.common.config import padded
 from flashtile.backends.portable.config import family_of_capability
 from flashtile.backends.portable.decode.config import (
     NARROW,

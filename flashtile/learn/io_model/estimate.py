@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flashtile.backends.common.launch import padded
+from flashtile.backends.common.config import padded
 from flashtile.backends.portable import fits
 from flashtile.backends.portable.config import Config, row_for
 from flashtile.hardware.calls import Call

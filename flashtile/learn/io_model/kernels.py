@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
-from flashtile.backends.common.launch import KernelConfig, padded
+from flashtile.backends.common.config import KernelConfig, padded
 from flashtile.backends.cpu.blocks import split
 from flashtile.hardware.calls import Call
 from flashtile.hardware.cards import KIB, Card

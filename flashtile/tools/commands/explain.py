@@ -9,7 +9,6 @@ import torch
 import typer
 from rich.console import Console
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashtile.api import explain as explanations
 from flashtile.api.decode import flash_attn_with_kvcache
@@ -38,6 +37,7 @@ from flashtile.learn.io_model.tables import (
 from flashtile.problems import common
 from flashtile.problems.common import UNLIMITED
 from flashtile.tools.commands.options import Device, bad_parameters, console, parse_device
+from flashtile.torch_private import FakeTensorMode
 
 HERE = "here"
 DTYPES = (*(str(dtype).removeprefix("torch.") for dtype in common.DTYPES), FP8)

@@ -27,6 +27,7 @@ from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 from triton.runtime import build
 
 import flashtile
+from flashtile import torch_private
 from flashtile.backends import compat, libcuda
 from flashtile.backends.common import direct_launch, first_calls, jit, kernel_store
 from flashtile.backends.common.device import Target, compiling_for
@@ -73,8 +74,9 @@ def compare(name: str, launch: CachedLaunch, tensors: tuple, others: tuple[tuple
     sizes = libcuda.parameter_sizes(compiled.name, compiled.kernel)
     fake.fake_parameters(len(sizes), (ctypes.c_uint * len(sizes))(*sizes))
     as_triton_runs(compiled)
-    given = (launch._grid, tensors, launch._fixed, launch._views, launch._pointers)
-    ours, theirs = direct_launch.launcher(compiled, 0, *given), compat.launcher(compiled, *given)
+    given = launch._fixed, launch._views, launch._pointers
+    ours = direct_launch.launcher(compiled, 0, launch._grid, tensors, *given)
+    theirs = direct_launch.by_triton(compiled, 0, launch._grid, *given)
     assert ours is not None, (name, sizes, compiled.src.signature)
     draw = torch.Generator().manual_seed(1)
 
@@ -155,7 +157,7 @@ def decode_call() -> list:
 
 
 def same() -> None:
-    compat.cuda_device = lambda: 0
+    torch_private.cuda_device = lambda: 0
     triton.runtime.driver.set_active(SimpleNamespace(utils=CudaUtils()))
     if triton.__version__.startswith("3.6"):  # it does not clear a bit that a bug of older drivers sets
         fake.fake_driver_version(13020)
@@ -193,10 +195,10 @@ def nothing_is_built(*arguments: Any, **more: Any) -> None:
 
 def like_an_h200(current: list[int]) -> None:
     """Let torch have GPUs like an H200, on which ``current`` holds the current device."""
-    torch.cuda.current_device = compat.cuda_device = lambda: current[0]
+    torch.cuda.current_device = torch_private.cuda_device = lambda: current[0]
     torch.cuda.get_device_capability = lambda device=None: H200.capability
     torch.cuda.current_stream = lambda device=None: SimpleNamespace(cuda_stream=50 + current[0])
-    compat.cuda_stream = lambda index: 50 + index
+    torch_private.cuda_stream = lambda index: 50 + index
 
 
 def folder(path: Path) -> None:

@@ -28,6 +28,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton
 from triton import knobs
 
+from flashtile import torch_private
 from flashtile.backends import compat, libcuda
 from flashtile.backends.common import direct_launch
 from flashtile.backends.common.tma import View
@@ -385,7 +386,7 @@ def of_a_descriptor(driver: Driver) -> tuple[Compiled, tuple]:
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
 def test_a_thread_without_a_context_gets_that_of_the_device(driver, monkeypatch, is_first):
     """Also if the thread loads the kernel, and for descriptors that are not encoded yet."""
-    monkeypatch.setattr(compat, "cuda_device", lambda: 3)
+    monkeypatch.setattr(torch_private, "cuda_device", lambda: 3)
     compiled, tensors = of_a_descriptor(driver)
     prepare = partial(direct_launch.launcher, compiled, 3, GRID, tensors, (5,), (VIEW,))
     launch = None if is_first else prepare()
@@ -420,9 +421,8 @@ def test_hooks_of_launches_find_a_context(driver, monkeypatch):
     assert len(compiled.hooked) == 1
 
 
-def test_descriptors_that_triton_encodes_find_a_context(driver, monkeypatch):
-    """Its launchers are used with drivers before CUDA 12.0."""
-    monkeypatch.setattr(compat, "cuda_device", lambda: 3)
+def test_descriptors_are_encoded_in_a_context(driver, monkeypatch):
+    monkeypatch.setattr(torch_private, "cuda_device", lambda: 3)
 
     def encode(descriptor: Any) -> list:
         if not driver.context():
@@ -431,7 +431,7 @@ def test_descriptors_that_triton_encodes_find_a_context(driver, monkeypatch):
             raise RuntimeError("Triton Error [CUDA]: invalid argument")
         return [descriptor.base.data_ptr()]
 
-    maps = compat.TensorMaps(VIEW, encode)
+    maps = direct_launch.TensorMaps(VIEW, encode)
     assert in_a_thread(lambda: (maps[16], driver.context())) == (16, 103)
     for run in (in_a_thread, lambda function: function()):
         with pytest.raises(RuntimeError, match="invalid argument"):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import dis
 import importlib.util
 import itertools
 import os
 import sys
-from types import ModuleType
+import textwrap
+from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any
 
 import pytest
@@ -21,6 +25,14 @@ from flashtile.backends.common import keys
 CONSTANTS = """
 import triton.language as tl
 WIDTH = tl.constexpr(16)
+
+
+def num_programs():
+    return object()
+
+
+def dtype():
+    return object()
 """
 MODULE = """
 from dataclasses import dataclass, field
@@ -92,6 +104,10 @@ def limit():
     return 64
 
 
+num_programs = key_constants.num_programs
+# A Python function that no kernel calls. It has the name of a function of Triton that one calls.
+
+
 @triton.constexpr_function
 def of_numbers(n):
     return of_others(n) + NUMBERS["a"][0]
@@ -124,7 +140,7 @@ def written(x, _semantic=None):
 
 @deferred.jit
 def scaled(x, N: tl.constexpr = DEFAULT):
-    return x * SCALE * N * key_constants.WIDTH
+    return (x * SCALE * N * key_constants.WIDTH).to(x.dtype)
 
 
 @deferred.jit
@@ -146,7 +162,7 @@ def made(number):
 def kernel(x_ptr, pair, C: tl.constexpr):
     x = scaled(tl.load(x_ptr)) + of_numbers(C.SIZE)
     pair = Pair(x, 1)
-    tl.store(x_ptr, written(x) + pair.first)
+    tl.store(x_ptr, written(x) + pair.first + tl.num_programs(0))
 
 
 @jit.gluon_kernel()
@@ -230,6 +246,33 @@ def test_what_compilation_can_read_changes_the_key(module_of, change):
     assert hashes(module_of()) == before  # in another file, with other objects
     assert (MODULE + CONSTANTS).count(change[0]) == 1
     assert hashes(module_of(*change)) != before
+
+
+def paths_by_dis(code: CodeType) -> set[tuple[str, ...]]:
+    found, path, unseen = set(), (), set(code.co_names)
+    for each in dis.get_instructions(code):
+        if each.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):
+            path = *(path or ("",)), each.argval
+        elif each.opname not in ("CACHE", "EXTENDED_ARG"):
+            path = (each.argval,) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME") else ()
+        found.add(path if path[:1] != ("",) else ("", path[-1]))
+        unseen.difference_update(path)
+    inner = (paths_by_dis(value) for value in code.co_consts if isinstance(value, CodeType))
+    return found.union(*inner, {(name,) for name in unseen})
+
+
+@pytest.mark.parametrize("module", [keys, argparse, textwrap], ids=lambda module: module.__name__)
+def test_names_are_read_as_dis_reads_them(module):
+    """The numbers of names in instructions differ between versions of Python."""
+    code = compile(Path(module.__file__).read_text(), module.__name__, "exec")
+    found = set(keys._paths(code))
+    assert found <= paths_by_dis(code)
+    assert {name for path in found for name in path if name} == _names(code)
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (_names(value) for value in code.co_consts if isinstance(value, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 @pytest.mark.parametrize("change", REFUSED, ids=[new.strip() for _, new in REFUSED])

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from flashtile.backends import compat
+from flashtile import torch_private
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.portable.decode import config
 from flashtile.backends.portable.decode import launch as decode_launch
@@ -44,8 +44,8 @@ def launched(monkeypatch) -> list[tuple]:
         self._run, self._index = run, 0
 
     monkeypatch.setattr(CachedLaunch, "_compile", compile_nothing)
-    monkeypatch.setattr(compat, "cuda_device", lambda: 0)
-    monkeypatch.setattr(compat, "cuda_stream", lambda index: 0)
+    monkeypatch.setattr(torch_private, "cuda_device", lambda: 0)
+    monkeypatch.setattr(torch_private, "cuda_stream", lambda index: 0)
     return launches
 
 
@@ -151,7 +151,7 @@ def test_layers_of_a_step_share_memory(launched, monkeypatch):
     assert 0 < few._scratch_bytes < many._scratch_bytes
 
     def partial(launch: DecodeLaunch, stream: int = 0) -> int:
-        monkeypatch.setattr(compat, "cuda_stream", lambda index: stream)
+        monkeypatch.setattr(torch_private, "cuda_stream", lambda index: stream)
         launched.clear()
         launch.by_address(queries[0], (1, 2, 3, 4), addresses(tensors), memory)
         return launched[0][1][5]
@@ -181,10 +181,10 @@ def test_another_device_is_made_current(launched, monkeypatch):
         def __exit__(self, *error: object) -> None:
             current[0] = self.before
 
-    monkeypatch.setattr(compat, "cuda_device", lambda: current[0])
+    monkeypatch.setattr(torch_private, "cuda_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", On)
     streams: list[int] = []
-    monkeypatch.setattr(compat, "cuda_stream", lambda index: streams.append(current[0]) or 7)
+    monkeypatch.setattr(torch_private, "cuda_stream", lambda index: streams.append(current[0]) or 7)
     q, (k, v) = torch.randn(3, 1, HEADS, DIM), torch.randn(2, BLOCKS, PAGE, HEADS_KV, DIM)
     lengths, table = torch.tensor([5, 40, 0], dtype=torch.int32), torch.zeros(3, 8, dtype=torch.int32)
     tensors = CacheTensors(lengths, block_table=table)

@@ -337,7 +337,7 @@ def test_padding_is_left_out(monkeypatch, causal, keys, multiplied) -> None:
         seen.append((k.shape[0], k.shape[2]))
         return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, *arguments, **options)
 
-    monkeypatch.setattr(flash, "_kernel", forward)
+    monkeypatch.setattr(flash, "cpu_flash_forward", forward)
     options: dict[str, Any] = {"causal": causal, "key_padding_mask": mask}
     found = flashtile.attention(q, k, v, return_lse=True, **options)
     assert set(seen) == set(multiplied)

@@ -41,6 +41,7 @@ from flashtile.backends.hopper.forward.rounds import ENOUGH_ROUNDS
 from flashtile.problems.attention import Problem
 from flashtile.problems.masks import Mods
 from kernels_as_python import functions_of
+from walk import walk
 
 FULL = {"window_right": -1}
 
@@ -118,7 +119,7 @@ def ends_by_the_kernel(problem: Problem, config: BackwardConfig) -> float:
     return max(busy) + convert
 
 
-@pytest.mark.parametrize("seed", range(40))
+@walk("seed", range(40))
 def test_the_estimate_follows_the_schedule_of_the_kernel(seed: int) -> None:
     draw = random.Random(seed)
     group, heads_kv, seqlen_q = draw.choice((1, 2, 4)), draw.randint(1, 6), draw.randint(1, 3000)
@@ -155,9 +156,9 @@ def ends_with_lists(problem: Problem, config: BackwardConfig, steps: list[int]) 
     return max(busy), total * launch.heads / launch.programs
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("prompt", [1024, 4096])
-@pytest.mark.parametrize("heads_kv", [4, 8, 16])
+@walk("head_dim", [64, 128])
+@walk("prompt", [1024, 4096])
+@walk("heads_kv", [4, 8, 16])
 def test_programs_end_together_although_all_rows_see_a_prompt(
     head_dim: int, prompt: int, heads_kv: int
 ) -> None:
@@ -243,7 +244,7 @@ def test_the_choice_is_nearly_the_fastest_that_was_measured() -> None:
     assert max(ratios) < 1.01
 
 
-@pytest.mark.parametrize(
+@walk(
     ("problem", "expected"),
     [
         (problem_of(32, 512, (32, 32), 64), "M64 1x1"),

@@ -39,6 +39,7 @@ from flashtile.backends.hopper.config import tile_widths
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.problems.masks import Mods
 from kernels_as_python import functions_of, make_work_tile
+from walk import walk
 
 KIB = 1024
 BARRIERS = KIB
@@ -91,8 +92,8 @@ gradient_head = as_python(backward_schedule, "gradient_head")
 WINDOWS = [(-1, -1), (-1, 0), (3, 0), (0, 0), (20, 5), (-1, 9), (7, -1), (0, -1), (16, 16), (100, 100)]
 LENGTHS = [(1, 1), (17, 40), (40, 17), (32, 64), (64, 32), (33, 65), (64, 8), (1, 70), (70, 5), (48, 48)]
 BLOCKS = [(8, 16), (16, 16), (16, 8)]
-every_mask = pytest.mark.parametrize("window", WINDOWS)
-every_length = pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
+every_mask = walk("window", WINDOWS)
+every_length = walk(("seqlen_q", "seqlen_k"), LENGTHS)
 
 
 def variant(block_m: int, block_n: int, window: tuple[int, int] = (-1, -1), **more: Any) -> SimpleNamespace:
@@ -150,7 +151,7 @@ def test_every_pair_of_blocks_is_met_once(
         assert steps[:cut] == [m for m in needed if m not in whole]
 
 
-@pytest.mark.parametrize(("block_m", "block_n"), BLOCKS)
+@walk(("block_m", "block_n"), BLOCKS)
 def test_without_a_mask_nothing_is_cut(block_m: int, block_n: int) -> None:
     """The kernel for calls that need no mask has none: not of the last rows either."""
     for seqlen_q, blocks in itertools.product((1, 7, 16, 33), (1, 3)):
@@ -160,8 +161,8 @@ def test_without_a_mask_nothing_is_cut(block_m: int, block_n: int) -> None:
             assert (cut, steps) == (0, list(range(ceil_div(seqlen_q, block_m))))
 
 
-@pytest.mark.parametrize("change", [{}, {"seqlen_k": 500}, {"window_right": 0}, {"window_left": 5}])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@walk("change", [{}, {"seqlen_k": 500}, {"window_right": 0}, {"window_left": 5}])
+@walk("head_dim", [64, 128, 256])
 def test_variants_are_masked_where_something_is_cut(change: dict[str, int], head_dim: int) -> None:
     problem = replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim, **change)
     C = variant_of(problem, choose(problem))
@@ -212,7 +213,7 @@ def make_schedule(
     )
 
 
-@pytest.mark.parametrize(("batch", "heads", "blocks"), [(1, 1, 1), (2, 3, 5), (3, 1, 8)])
+@walk(("batch", "heads", "blocks"), [(1, 1, 1), (2, 3, 5), (3, 1, 8)])
 def test_every_work_tile_of_equal_lengths(batch: int, heads: int, blocks: int) -> None:
     schedule = make_schedule(blocks, heads, 40, 16 * blocks - 3, swizzle=2)  # which is not looked at
     tile_indices = range(batch * heads * blocks)
@@ -234,10 +235,10 @@ def test_sequences_may_come_before_heads() -> None:
     )
 
 
-@pytest.mark.parametrize(("batch", "heads", "blocks"), [(1, 1, 1), (2, 3, 5), (3, 2, 8)])
-@pytest.mark.parametrize("last", [1, 2, 6])
-@pytest.mark.parametrize("row_splits", [1, 2])
-@pytest.mark.parametrize("listed", [False, True])
+@walk(("batch", "heads", "blocks"), [(1, 1, 1), (2, 3, 5), (3, 2, 8)])
+@walk("last", [1, 2, 6])
+@walk("row_splits", [1, 2])
+@walk("listed", [False, True])
 def test_every_work_tile_under_a_causal_mask_or_a_block_mask(
     batch: int, heads: int, blocks: int, last: int, row_splits: int, listed: bool
 ) -> None:
@@ -257,7 +258,7 @@ def test_every_work_tile_under_a_causal_mask_or_a_block_mask(
     assert len(found) == row_splits * len(expected)
 
 
-@pytest.mark.parametrize(
+@walk(
     ("batch", "heads", "blocks", "swizzle"), [(1, 1, 1, 1), (2, 3, 5, 2), (3, 4, 3, 1), (3, 2, 8, 6)]
 )
 def test_every_work_tile_when_deterministic(batch: int, heads: int, blocks: int, swizzle: int) -> None:
@@ -272,8 +273,8 @@ def test_every_work_tile_when_deterministic(batch: int, heads: int, blocks: int,
     ]
 
 
-@pytest.mark.parametrize(("deterministic", "swizzle"), [(False, 1), (True, 1), (True, 2), (True, 4)])
-@pytest.mark.parametrize("seqused_k", [False, True])
+@walk(("deterministic", "swizzle"), [(False, 1), (True, 1), (True, 2), (True, 4)])
+@walk("seqused_k", [False, True])
 def test_every_work_tile_of_variable_lengths(deterministic: bool, swizzle: int, seqused_k: bool) -> None:
     lengths, heads, block_n = [(7, 33), (0, 5), (20, 16), (9, 48)], 4, 16
     C = variant(8, block_n, DETERMINISTIC=deterministic, VARLEN=True, SEQUSED=seqused_k)
@@ -371,9 +372,9 @@ def test_shares_of_heads_have_the_keys_of_their_group() -> None:
     assert len(loaded) == 12
 
 
-@pytest.mark.parametrize("programs", [1, 3, 7, 40])
-@pytest.mark.parametrize(("swizzle", "row_splits"), [(1, 1), (2, 1), (6, 1), (1, 2), (3, 4)])
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (20, -1), (12, 5)])
+@walk("programs", [1, 3, 7, 40])
+@walk(("swizzle", "row_splits"), [(1, 1), (2, 1), (6, 1), (1, 2), (3, 4)])
+@walk("window", [(-1, -1), (-1, 0), (20, -1), (12, 5)])
 def test_nobody_waits_forever_for_the_order_of_additions(
     programs: int, swizzle: int, row_splits: int, window: tuple[int, int]
 ) -> None:
@@ -429,9 +430,9 @@ def test_interleaved_heads_leave_room_in_the_l2_cache() -> None:
     assert swizzle(seqlen_q=4096, window_left=64, window_right=64) == 4
 
 
-@pytest.mark.parametrize("seqlen", [64, 512, 4096, 2**20])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("deterministic", [False, True])
+@walk("seqlen", [64, 512, 4096, 2**20])
+@walk("causal", [False, True])
+@walk("deterministic", [False, True])
 def test_resident_heads(seqlen: int, causal: bool, deterministic: bool) -> None:
     """Those at work have room twice, and interleaved heads do not wait for one another."""
     problem = replace(PROBLEM, batch=64, seqlen_q=seqlen, seqlen_k=seqlen, deterministic=deterministic)
@@ -451,7 +452,7 @@ def test_resident_heads(seqlen: int, causal: bool, deterministic: bool) -> None:
     assert resident_heads(problem, everywhere, swizzle, 132) == heads
 
 
-@pytest.mark.parametrize("seqlen", [64, 512, 4096, 2**20])
+@walk("seqlen", [64, 512, 4096, 2**20])
 def test_heads_of_a_block_mask_do_not_wait_for_one_another(seqlen: int) -> None:
     """Interleaved heads end together, so a head that waited for another one of them might wait for ever."""
     problem = replace(PROBLEM, batch=8, seqlen_q=seqlen, seqlen_k=seqlen, mods=Mods(block_size=(128, 128)))
@@ -461,7 +462,7 @@ def test_heads_of_a_block_mask_do_not_wait_for_one_another(seqlen: int) -> None:
     assert last == 8 * problem.num_heads_kv or last * ceil_div(seqlen, 128) >= 8 * 132
 
 
-@pytest.mark.parametrize("block_m", [64, 128])
+@walk("block_m", [64, 128])
 def test_padded_rows_of_sequences_never_meet(block_m: int) -> None:
     """A block of rows of one sequence adds to no row of another."""
     assert ROW_PAD % block_m == 0
@@ -480,7 +481,7 @@ def test_padded_rows_of_sequences_never_meet(block_m: int) -> None:
     assert max(blocks) < num_padded_rows(max(lengths), start, len(lengths), True) // block_m
 
 
-@pytest.mark.parametrize("columns", [32, 64, 128])
+@walk("columns", [32, 64, 128])
 def test_sums_are_stored_in_the_order_of_the_accumulator(columns: int) -> None:
     """Register i of lane l in warp w of wgmma's D has row 16 w + 8 (i / 2 % 2) + l / 4 and column
     8 (i / 4) + 2 (l % 4) + i % 2 (PTX, "wgmma.mma_async", figure of matrix D)."""
@@ -493,7 +494,7 @@ def test_sums_are_stored_in_the_order_of_the_accumulator(columns: int) -> None:
         assert stored[(i // 2) * 2 * threads + 2 * thread + i % 2] == tile[row, column]
 
 
-@pytest.mark.parametrize("columns", [32, 64])
+@walk("columns", [32, 64])
 def test_chunks_give_back_what_they_were_given(columns: int) -> None:
     tile = torch.arange(64 * columns).reshape(64, columns)
     chunks = as_python(backward_wide_dkv, "in_chunks")(tile)
@@ -525,7 +526,7 @@ def test_every_head_size_has_a_configuration_that_fits() -> None:
 @pytest.mark.compile
 @pytest.mark.thorough
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled")
-@pytest.mark.parametrize("sizes", [(64, 128), (256, 128), (512, 512)])
+@walk("sizes", [(64, 128), (256, 128), (512, 512)])
 def test_memory_is_what_the_compiler_says(sizes: tuple[int, int]) -> None:
     """Tiles as the table has them, barriers beside. Parts in float32 leave through as much as 16 bits do."""
     config = choose(replace(PROBLEM, head_dim=sizes[0], head_dim_v=sizes[1]))

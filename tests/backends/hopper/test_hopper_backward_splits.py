@@ -21,6 +21,7 @@ from flashtile.backends.hopper.backward.sum_parts import SumParts
 from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.io_model import find_card
 from flashtile.problems.attention import Problem
+from walk import walk
 
 H200 = Target("H200", (9, 0), 132)
 
@@ -48,8 +49,8 @@ def tiles_of(problem: Problem) -> int:
     return problem.batch * problem.num_heads_kv * -(-problem.seqlen_k // config.BLOCK_N) * config.parts
 
 
-@pytest.mark.parametrize("lengths", [(100, 100), (70, 130), (130, 70)])
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (20, 0), (9, 30)])
+@walk("lengths", [(100, 100), (70, 130), (130, 70)])
+@walk("window", [(-1, -1), (-1, 0), (20, 0), (9, 30)])
 def test_steps_are_blocks_of_rows_that_see_a_key(lengths: tuple[int, int], window: tuple[int, int]) -> None:
     (rows, keys), (left, right) = lengths, window
     problem = problem_of(1, rows, (1, 1), seqlen_k=keys, window_left=left, window_right=right)
@@ -60,8 +61,8 @@ def test_steps_are_blocks_of_rows_that_see_a_key(lengths: tuple[int, int], windo
     assert steps == tuple(len(block.unique()) for block in blocks)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("causal", [False, True])
+@walk("head_dim", [64, 128, 256])
+@walk("causal", [False, True])
 def test_work_tiles_that_fill_the_card_stay_whole(head_dim: int, causal: bool) -> None:
     """All of FlashAttention's grid: 16384 tokens, heads times head_dim 2048. And models on one card."""
     mask = {"window_right": 0 if causal else -1}
@@ -73,8 +74,8 @@ def test_work_tiles_that_fill_the_card_stay_whole(head_dim: int, causal: bool) -
     assert splits_of(problem_of(4, 4096, (32, 8), head_dim, **mask)) == Splits()
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(
+@walk("deterministic", [False, True])
+@walk(
     ("batch", "seqlen", "heads"),
     [(1, 8192, (8, 1)), (1, 4096, (28, 4)), (2, 4096, (8, 1)), (1, 2048, (8, 2)), (1, 512, (16, 1))],
 )
@@ -137,10 +138,10 @@ def test_explain_shows_the_splits() -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(
+@walk(
     ("sizes", "heads", "parts"), [((64, 64), 2, 2), ((72, 128), 1, 5), ((256, 40), 3, 8)]
 )
-@pytest.mark.parametrize("varlen", [False, True])
+@walk("varlen", [False, True])
 def test_parts_are_added_in_one_order(sizes: tuple[int, int], heads: int, parts: int, varlen: bool) -> None:
     """To the bit, over rows that fill no block."""
     batch, seqlen = 2, 13

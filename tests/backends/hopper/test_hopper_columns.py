@@ -14,6 +14,7 @@ from flashtile.backends.hopper import layouts
 from flashtile.backends.hopper.backward.wide_launch import gradient_columns
 from flashtile.backends.hopper.config import padded
 from kernels_as_python import functions_of
+from walk import walk
 
 
 class Tile:
@@ -30,7 +31,7 @@ class Tile:
         return Tile(self.values.permute(order))
 
 
-@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+@walk("head_dim", range(8, 257, 8))
 def test_accumulators_have_the_columns_that_there_are(head_dim: int) -> None:
     """In steps of 64, and what leaves together is of one of them."""
     gl = SimpleNamespace(
@@ -41,8 +42,8 @@ def test_accumulators_have_the_columns_that_there_are(head_dim: int) -> None:
     assert all(width % gradient_columns(head_dim) == 0 for width in widths)
 
 
-@pytest.mark.parametrize("head_dim", range(8, 257, 8))
-@pytest.mark.parametrize("use_acc", [False, True])
+@walk("head_dim", range(8, 257, 8))
+@walk("use_acc", [False, True])
 def test_product_of_rows(head_dim: int, use_acc: bool) -> None:
     multiplied: list[int] = []
 

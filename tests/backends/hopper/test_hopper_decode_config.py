@@ -21,6 +21,7 @@ from flashtile.backends.hopper.decode.launch import (
     recorded_tile,
 )
 from flashtile.problems.decode import FP8, DecodeProblem
+from walk import walk
 
 PAGED = DecodeProblem(
     batch=8, seqlen_q=8, total_q=64, num_heads_q=32, num_heads_kv=8, head_dim=128, head_dim_v=128,
@@ -35,7 +36,7 @@ def of(batch: int, seqlen_q: int, **more: Any) -> DecodeProblem:
     return replace(PAGED, batch=batch, seqlen_q=seqlen_q, total_q=batch * seqlen_q, **more)
 
 
-@pytest.mark.parametrize(
+@walk(
     ("problem", "programs_per_sm", "programs"),
     [
         (of(1, 8), 2, 264),
@@ -61,7 +62,7 @@ def test_programs(problem: DecodeProblem, programs_per_sm: int, programs: int | 
     assert (balanced_programs(problem, config) if is_stream_k(problem, config) else None) == programs
 
 
-@pytest.mark.parametrize(
+@walk(
     ("problem", "serves"),
     [
         (of(32, 4), True),
@@ -89,8 +90,8 @@ def test_few_rows(problem: DecodeProblem, serves: bool) -> None:
     assert decode.reason_against(problem, explicit=True) is None
 
 
-@pytest.mark.parametrize("width", [64, 128, 256])
-@pytest.mark.parametrize("least", [1, 4])
+@walk("width", [64, 128, 256])
+@walk("least", [1, 4])
 def test_combining_tiles(width: int, least: int) -> None:
     """Few parts of a work tile are loaded at a time, and a combining program loads few elements."""
     for programs in (108, 128, 132, 264):

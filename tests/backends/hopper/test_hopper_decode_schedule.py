@@ -32,6 +32,7 @@ from flashtile.backends.hopper.decode.work import (
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.combine import CombinePointers, CombineVariant
 from flashtile.backends.portable.decode.schedule import DecodeLengths, Splits
+from walk import walk
 
 pytestmark = pytest.mark.interpreter
 
@@ -160,8 +161,8 @@ def expected_cover(keys=LENGTHS):
     return covered
 
 
-@pytest.mark.parametrize("one_by_one", [False, True])
-@pytest.mark.parametrize("programs", [7, TILES + 3])
+@walk("one_by_one", [False, True])
+@walk("programs", [7, TILES + 3])
 def test_balanced_programs_and_what_joins_their_parts(programs, one_by_one):
     """With fewer programs than work tiles, and with more."""
     run_balanced(programs, LENGTHS, one_by_one)
@@ -253,7 +254,7 @@ def fill_table(slots, num_splits, programs, variant):
     return partial, partial[floats:].view(torch.int32).view(rows, WIDTH)
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
+@walk("num_splits", [1, 3])
 def test_the_queue_has_each_split_once_long_sequences_first(num_splits):
     variant = replace(VARIANT, SPLIT=num_splits > 1)
     slots = TILES * num_splits
@@ -271,7 +272,7 @@ def test_the_queue_has_each_split_once_long_sequences_first(num_splits):
         assert tile == -1 or slot in range(first, first + num_splits * M_BLOCKS, M_BLOCKS)
 
 
-@pytest.mark.parametrize(("programs", "one_by_one"), [(2, False), (12, True), (20, False)])
+@walk(("programs", "one_by_one"), [(2, False), (12, True), (20, False)])
 def test_the_table_divides_what_is_long(programs, one_by_one):
     """31 n_blocks of one m_block beside 6, 3, 1 and 1 of others: enough for two programs as they are, and not
     for twelve or twenty."""

@@ -24,6 +24,7 @@ from flashtile.backends.hopper.backward.dq_accum import AccumSizes, DqAccum
 from flashtile.backends.hopper.backward.schedule import BackwardPointers, BackwardSchedule
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from kernels_as_python import functions_of, make_work_tile
+from walk import walk
 
 ROWS = 64
 BLOCK_N = 128
@@ -308,21 +309,21 @@ def test_equal_lengths(
     run((of_each,) * batch, 4, *shape, *programs)
 
 
-@pytest.mark.parametrize("lengths", PACKED)
-@pytest.mark.parametrize(("programs", "resident"), [(1, 1), (3, 2), (4, 100)])
+@walk("lengths", PACKED)
+@walk(("programs", "resident"), [(1, 1), (3, 2), (4, 100)])
 def test_variable_lengths(lengths: tuple[tuple[int, int], ...], programs: int, resident: int) -> None:
     run(lengths, 5, 2, 128, 64, programs, resident, varlen=True)
 
 
-@pytest.mark.parametrize("row_splits", [2, 4])
-@pytest.mark.parametrize(("programs", "resident"), [(1, 1), (3, 1), (5, 100)])
+@walk("row_splits", [2, 4])
+@walk(("programs", "resident"), [(1, 1), (3, 1), (5, 100)])
 def test_rows_that_programs_share(programs: int, resident: int, row_splits: int) -> None:
     """A head is complete when all shares of its blocks of keys are."""
     run(((300, 500),) * 2, 3, 2, 128, 64, programs, resident, row_splits=row_splits)
     run(PACKED[0], 3, 2, 64, 128, programs, resident, varlen=True, row_splits=row_splits)
 
 
-@pytest.mark.parametrize(("swizzle", "resident"), [(1, 1), (2, 2), (4, 8), (8, 8)])
+@walk(("swizzle", "resident"), [(1, 1), (2, 2), (4, 8), (8, 8)])
 def test_in_one_order(swizzle: int, resident: int) -> None:
     run(((200, 400),) * 4, 4, 1, 128, 64, 3, resident, swizzle)
 

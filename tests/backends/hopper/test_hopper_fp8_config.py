@@ -19,6 +19,7 @@ from flashtile.backends.hopper.fp8.config import choose, every_row, smem_bytes
 from flashtile.backends.hopper.fp8.launch import scale_strides
 from flashtile.problems.fp8 import Scales
 from flashtile.problems.fp8_layout import KEY_BLOCK
+from walk import walk
 
 BARRIERS = KIB
 PROBLEM = replace(PLAIN, head_dim=128, head_dim_v=128)
@@ -41,8 +42,8 @@ def test_shared_memory_is_what_the_kernel_allocates() -> None:
         assert expected <= found <= expected + BARRIERS
 
 
-@pytest.mark.parametrize("varlen", [False, True])
-@pytest.mark.parametrize("block_scales", [False, True])
+@walk("varlen", [False, True])
+@walk("block_scales", [False, True])
 def test_each_scale_has_its_own_strides(varlen: bool, block_scales: bool) -> None:
     problem = replace(PROBLEM, varlen=varlen, block_scales=block_scales)
     every = ("batch", "head", "block")
@@ -63,10 +64,10 @@ def test_every_row_reads_one_scale_a_block() -> None:
         assert config.STAGES >= 2
 
 
-@pytest.mark.parametrize("v_transposed", [False, True])
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 144, 256])
-@pytest.mark.parametrize("head_dim_v", [8, 64, 72, 128, 200, 256])
-@pytest.mark.parametrize("right", [-1, 0, 100])
+@walk("v_transposed", [False, True])
+@walk("head_dim", [16, 64, 80, 128, 144, 256])
+@walk("head_dim_v", [8, 64, 72, 128, 200, 256])
+@walk("right", [-1, 0, 100])
 def test_every_problem_has_a_row(head_dim: int, head_dim_v: int, right: int, v_transposed: bool) -> None:
     problem = replace(
         PROBLEM, head_dim=head_dim, head_dim_v=head_dim_v, window_right=right, v_transposed=v_transposed

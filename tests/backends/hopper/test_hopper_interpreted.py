@@ -538,6 +538,31 @@ def test_decode(name: str) -> None:
     check_decode(*decode_cases.build(DECODE[name], BF16, "cpu"))
 
 
+@pytest.mark.parametrize("call", ["attention", "score_mod", "decode", "splits"])
+def test_a_sink_may_be_any_number(call: str) -> None:
+    """Its product with log2(e) may be infinite. lse is the sink, if that is larger or the only score."""
+    sink = torch.tensor([3e38, -3e38, 1e30, 0.5])
+    q = torch.randn(1, 6, 4, 64, dtype=BF16)
+    k, v = torch.randn(2, 1, 4, 2, 64, dtype=BF16).unbind()  # two rows have no key
+    common: dict[str, Any] = {"causal": True, "backend": "hopper", "sink": sink}
+    with interpreted():
+        if call in ("decode", "splits"):
+            out, lse = flashtile.flash_attn_with_kvcache(
+                q, k, v, num_splits=1 + (call == "splits"), return_softmax_lse=True, **common
+            )
+        else:
+            mod = (lambda s, b, h, i, j: s + 0.5 * i) if call == "score_mod" else None
+            out, lse = flashtile.attention(q, k, v, return_lse=True, score_mod=mod, **common)
+    assert out.isfinite().all()
+    assert out[:, :, [0, 2]].eq(0).all()
+    assert out[:, :2].eq(0).all()
+    assert out[:, 2:, [1, 3]].ne(0).all()
+    for head in (0, 2):
+        assert lse[:, head].eq(sink[head]).all()
+    assert lse[:, :, :2].eq(sink[:, None]).all()
+    assert lse[:, 1, 2:].abs().amax() < 10
+
+
 @pytest.mark.parametrize("splits", [{}, pytest.param({"num_splits": 3}, marks=exhaustive)], ids=str)
 @pytest.mark.parametrize(
     ("page_size", "seqlen_q"),

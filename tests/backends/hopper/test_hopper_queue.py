@@ -14,6 +14,7 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton
 
 from flashtile.backends.hopper import pipeline
 from kernels_as_python import functions_of
+from walk import walk
 
 PATIENCE = 20.0
 """Seconds after which a partition that waits is said to hang."""
@@ -87,7 +88,7 @@ def make_queue(readers: int) -> SimpleNamespace:
     return queue
 
 
-@pytest.mark.parametrize("readers", [1, 3])
+@walk("readers", [1, 3])
 def test_every_reader_takes_every_tile_in_order(readers: int) -> None:
     queue, tiles = make_queue(readers), [7 * t + 3 for t in range(40)]
     taken: list[list[int]] = [[] for _ in range(readers)]

@@ -42,6 +42,7 @@ from flashtile.backends.hopper.forward.rounds import (
 )
 from flashtile.problems.attention import Problem
 from kernels_as_python import functions_of
+from walk import walk
 
 H200 = Target("H200", (9, 0), 132)
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -118,7 +119,7 @@ def busiest(problem: Problem, config: ForwardConfig) -> float:
     return max(sum(cost(order(t, p, programs)) for t in turns) for p, turns in enumerate(own))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@walk("seed", range(40))
 def test_the_estimate_follows_the_schedule_of_the_kernel(seed: int) -> None:
     draw = random.Random(seed)
     group, heads_kv = draw.choice((1, 2, 8)), draw.randint(1, 6)
@@ -214,7 +215,7 @@ def test_the_choice_is_nearly_the_fastest_that_was_measured() -> None:
     assert math.prod(ratios) ** (1 / len(ratios)) < 1.003
 
 
-@pytest.mark.parametrize(
+@walk(
     ("problem", "before", "after"),
     [
         (problem_of(1, 4096, (16, 2), 64), (192, "pairs"), (128, "single")),
@@ -280,7 +281,7 @@ def test_grids_that_fill_the_card_keep_their_configurations() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@walk(
     ("heads", "seqlen_q", "window", "pack"),
     [
         ((8, 2), 1, None, 4), ((4, 4), 1, None, 1), ((64, 1), 1, None, 64),
@@ -318,7 +319,7 @@ def test_the_number_of_sequences_does_not_change_how_rows_are_added_up() -> None
         assert len({tuple(getattr(config, name) for name in SUMS) for config in configs}) == 1
 
 
-@pytest.mark.parametrize("config", {of_tables(problem) for problem in sweep()}, ids=str)
+@walk("config", {of_tables(problem) for problem in sweep()})
 def test_alternatives_differ_in_rows_and_order_only(config: ForwardConfig) -> None:
     first, *others = alternatives(config)
     assert first == config
@@ -326,7 +327,7 @@ def test_alternatives_differ_in_rows_and_order_only(config: ForwardConfig) -> No
         assert [getattr(other, name) for name in SUMS] == [getattr(config, name) for name in SUMS]
 
 
-@pytest.mark.parametrize("change", [{"varlen": True}, {"seqused_k": True}, {"partial": True}, {"bias": True}])
+@walk("change", [{"varlen": True}, {"seqused_k": True}, {"partial": True}, {"bias": True}])
 def test_unknown_lengths_and_modifiers_have_the_configuration_of_the_tables(change: dict[str, bool]) -> None:
     problem = problem_of(1, 4096, (16, 2), 64)
     assert choose(problem) != of_tables(problem)
@@ -346,7 +347,7 @@ def test_estimates_are_kept_for_a_bounded_number_of_calls() -> None:
     assert microseconds.cache_info().maxsize == 1024
 
 
-@pytest.mark.parametrize(
+@walk(
     ("batch", "seqlen", "heads", "single"),
     [(1, 1024, 8, True), (1, 2048, 8, True), (1, 3072, 16, True), (2, 2048, 16, False), (8, 2048, 8, False)],
 )

@@ -33,6 +33,7 @@ from flashtile.backends.hopper.forward.config import (
 from flashtile.backends.hopper.forward.launch import variant_of
 from flashtile.problems.attention import Problem
 from kernels_as_python import functions_of
+from walk import walk
 
 KIB = 1024
 
@@ -41,8 +42,8 @@ def as_python(function: Any) -> Callable:
     return functions_of(work_tiles, schedule)[function.fn.__name__]
 
 
-@pytest.mark.parametrize("num_tiles", [0, 1, 5, 131, 132, 133, 1000, 2048])
-@pytest.mark.parametrize("programs", [1, 7, 132])
+@walk("num_tiles", [0, 1, 5, 131, 132, 133, 1000, 2048])
+@walk("programs", [1, 7, 132])
 def test_every_work_tile_is_computed_once(num_tiles: int, programs: int) -> None:
     serpentine_order, num_own_tiles = as_python(schedule.serpentine_order), as_python(schedule.num_own_tiles)
     taken = [
@@ -62,7 +63,7 @@ def test_serpentine_order() -> None:
     ]
 
 
-@pytest.mark.parametrize("num_tiles", [0, 1, 131, 132, 133, 1000])
+@walk("num_tiles", [0, 1, 131, 132, 133, 1000])
 def test_every_work_tile_is_taken_from_the_queue_once(num_tiles: int) -> None:
     """Programs that come free in any order; the last one leaves the counter as it found it."""
     row = [0, 0]
@@ -89,7 +90,7 @@ def test_every_work_tile_is_taken_from_the_queue_once(num_tiles: int) -> None:
     assert row == [0, 0]  # the first is the number of rows of a table
 
 
-@pytest.mark.parametrize(("num_tiles", "programs"), [(1, 1), (3, 3), (10, 3), (2, 5)])
+@walk(("num_tiles", "programs"), [(1, 1), (3, 3), (10, 3), (2, 5)])
 def test_the_producer_leaves_the_queue_as_it_found_it(num_tiles: int, programs: int) -> None:
     """With modifiers. Otherwise each launch has a new counter."""
     for has_mods in (True, False):
@@ -126,7 +127,7 @@ def test_the_producer_leaves_the_queue_as_it_found_it(num_tiles: int, programs: 
         assert row == [0, 0 if has_mods else num_tiles]
 
 
-@pytest.mark.parametrize("kind", ["causal", "window", "leftpad", "tree", "all"])
+@walk("kind", ["causal", "window", "leftpad", "tree", "all"])
 def test_blocks_of_the_cache_without_a_mask(kind: str) -> None:
     """A warpgroup masks exactly the last block of keys and those that one of its rows does not see whole."""
     draw = random.Random(kind)
@@ -172,10 +173,10 @@ def test_blocks_of_the_cache_without_a_mask(kind: str) -> None:
     assert unmasked > 200
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("varlen", [False, True])
-@pytest.mark.parametrize("seqlen", [512, 4096, 16384])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@walk("causal", [False, True])
+@walk("varlen", [False, True])
+@walk("seqlen", [512, 4096, 16384])
+@walk("head_dim", [64, 128, 256])
 def test_pairs_and_queues(head_dim: int, seqlen: int, varlen: bool, causal: bool) -> None:
     problem = replace(
         PLAIN,
@@ -201,8 +202,8 @@ def test_pairs_and_queues(head_dim: int, seqlen: int, varlen: bool, causal: bool
     assert without.PAIRED is (causal and (varlen or seqlen < config.paired_below))
 
 
-@pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize(("blocks", "heads", "batch", "swizzle"), [(1, 3, 2, 1), (5, 4, 2, 8), (8, 6, 1, 2)])
+@walk("paired", [False, True])
+@walk(("blocks", "heads", "batch", "swizzle"), [(1, 3, 2, 1), (5, 4, 2, 8), (8, 6, 1, 2)])
 def test_every_block_is_computed_once(
     paired: bool, blocks: int, heads: int, batch: int, swizzle: int
 ) -> None:
@@ -215,7 +216,7 @@ def test_every_block_is_computed_once(
     assert found == Counter(itertools.product(range(batch), range(heads), range(blocks)))
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 7, 8, 128])
+@walk("blocks", [1, 2, 7, 8, 128])
 def test_pairs_cost_the_same(blocks: int) -> None:
     """Under a causal mask of a square, block m costs m + 1; the middle of an odd number stays alone."""
     costs = []
@@ -229,8 +230,8 @@ def test_pairs_cost_the_same(blocks: int) -> None:
 WINDOWS = [(-1, -1), (-1, 0), (3, 0), (0, 0), (20, 5), (-1, 9), (7, -1)]
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (17, 40), (40, 17), (33, 64), (64, 8), (5, 0)])
+@walk("window", WINDOWS)
+@walk(("seqlen_q", "seqlen_k"), [(1, 1), (17, 40), (40, 17), (33, 64), (64, 8), (5, 0)])
 def test_key_blocks_are_those_of_the_mask(window: tuple[int, int], seqlen_q: int, seqlen_k: int) -> None:
     left, right = window
     sides = (left >= 0, right >= 0)
@@ -283,7 +284,7 @@ def test_tiles_fit_shared_memory() -> None:
         assert smem_bytes(config, block_d, block_dv) + barriers <= ARCHITECTURES["sm_90a"].shared_limit
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@walk("head_dim", [64, 128, 256])
 def test_windows_are_served_as_sequences_of_as_many_keys(head_dim: int) -> None:
     """A tile's work is what its rows see, whatever lies outside of their window."""
     problem = Problem(
@@ -319,10 +320,10 @@ def test_whole_blocks_of_keys_are_not_taken_for_granted_where_few_are_used() -> 
         assert not variant_of(replace(problem, **change), config, has_queue=False).EVEN_N
 
 
-@pytest.mark.parametrize(
+@walk(
     "window", [{"window_right": 0}, {"window_left": 99}, {"window_left": 99, "window_right": 9}]
 )
-@pytest.mark.parametrize("has_queue", [True, False])
+@walk("has_queue", [True, False])
 def test_windowed_calls_share_a_kernel_whether_or_not_their_last_block_is_whole(window, has_queue) -> None:
     lengths = [replace(PLAIN, seqlen_q=length, seqlen_k=length, **window) for length in (1024, 1023)]
     whole, partial = (variant_of(problem, choose(problem), has_queue) for problem in lengths)
@@ -330,7 +331,7 @@ def test_windowed_calls_share_a_kernel_whether_or_not_their_last_block_is_whole(
     assert not whole.EVEN_N
 
 
-@pytest.mark.parametrize(
+@walk(
     ("change", "pack"),
     [
         ({"window_left": 127}, 8),
@@ -347,7 +348,7 @@ def test_groups_share_tiles_of_short_windows(change: dict, pack: int) -> None:
     assert variant_of(problem, choose(problem), has_queue=False).PACK == 1
 
 
-@pytest.mark.parametrize(
+@walk(
     ("sizes", "tiles"),
     [
         ((192, 128), (192, 128, 3, 1)),
@@ -372,7 +373,7 @@ def test_columns_of_tiles(sizes: tuple[int, int], tiles: tuple[int, int, int, in
         assert tile_columns(replace(problem, **change))[1] == padded(sizes[1])
 
 
-@pytest.mark.parametrize("head_dim_v", [*range(72, 97, 8), *range(136, 193, 8)])
+@walk("head_dim_v", [*range(72, 97, 8), *range(136, 193, 8)])
 def test_columns_of_two_accumulators(head_dim_v: int) -> None:
     wide, columns = accumulators(96 if head_dim_v <= 96 else 192, head_dim_v)
     assert (wide, columns) in itertools.product((64, 128), (16, 32, 64))

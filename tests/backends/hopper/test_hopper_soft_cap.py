@@ -13,6 +13,7 @@ from flashtile.backends.hopper.compile_cases import PLAIN
 from flashtile.backends.hopper.forward.config import choose
 from flashtile.backends.hopper.forward.launch import variant_of
 from flashtile.backends.hopper.modifiers import EXPONENTIAL
+from walk import walk
 
 INSTRUCTIONS = {
     "mul": torch.mul,
@@ -48,8 +49,8 @@ def test_the_exponential_form_is_tanh():
     assert ends[2].isnan()
 
 
-@pytest.mark.parametrize("softcap", [0.0, 30.0])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@walk("softcap", [0.0, 30.0])
+@walk("dtype", [BF16, FP16])
 def test_bfloat16_takes_the_hardwares(dtype, softcap):
     problem = replace(PLAIN, dtype=dtype, softcap=softcap)
     assert (dtype == BF16 and softcap > 0) == variant_of(problem, choose(problem)).TANH_APPROX

@@ -21,6 +21,7 @@ from flashtile.backends.hopper.refusals import reason_against_mods, reason_again
 from flashtile.problems.attention import Problem
 from flashtile.problems.masks import Mods
 from kernels_as_python import functions_of
+from walk import walk
 
 HEADS = 2
 
@@ -83,7 +84,7 @@ def some_mask(seed: int, entries: int) -> Any:
     return mask
 
 
-@pytest.mark.parametrize("seed", range(8))
+@walk("seed", range(8))
 def test_every_listed_block_is_visited_once(seed: int) -> None:
     draw = random.Random(seed)
     parts_q, parts_k = draw.choice([1, 2]), draw.choice([1, 2])
@@ -218,19 +219,19 @@ REFUSED_BACKWARD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SERVED)
+@walk("name", SERVED)
 def test_served(name: str) -> None:
     assert reason_against_mods(SERVED[name]) is None
     assert reason_against_mods_backward(SERVED[name]) is None
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@walk("name", REFUSED)
 def test_refused(name: str) -> None:
     problem, reason = REFUSED[name]
     assert reason in str(reason_against_mods(problem))
 
 
-@pytest.mark.parametrize("name", REFUSED_BACKWARD)
+@walk("name", REFUSED_BACKWARD)
 def test_refused_backward(name: str) -> None:
     problem, reason = REFUSED_BACKWARD[name]
     assert reason_against_mods(problem) is None

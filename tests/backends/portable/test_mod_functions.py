@@ -11,6 +11,7 @@ from flashtile import masks
 from flashtile.masks.mods import traced
 from flashtile.masks.program import kernel_sizes, numbers_of
 from flashtile.problems.masks import MAX_SIZES, Mods
+from walk import walk
 
 functions = pytest.importorskip("flashtile.backends.portable.attention.functions")
 
@@ -21,7 +22,7 @@ def mods_of(kind: str, mod: object) -> tuple[Mods, list[int]]:
     return mods, kernel_sizes(mods, trace.tensors)
 
 
-@pytest.mark.parametrize("gluon", [False, True])
+@walk("gluon", [False, True])
 def test_other_numbers_need_no_other_function(gluon: bool) -> None:
     short, of_short = mods_of("mask_mod", masks.window(100, 5))
     long, of_long = mods_of("mask_mod", masks.window(3000, 70))

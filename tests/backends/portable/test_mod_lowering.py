@@ -19,6 +19,7 @@ from flashtile.masks.operations import OPERATIONS, Operation
 from flashtile.masks.program import Builder, Name, derivatives, kernel_sizes
 from flashtile.masks.ranges import positions_of
 from flashtile.problems.masks import Mods
+from walk import walk
 
 functions = pytest.importorskip("flashtile.backends.portable.attention.functions")
 
@@ -111,14 +112,14 @@ def both(function: Callable[..., Any]) -> tuple[list[Tensor], list[Tensor]]:
     return results(program, scores(), tensors), results(new, scores(), tensors)
 
 
-@pytest.mark.parametrize("name", EXACT)
+@walk("name", EXACT)
 def test_values_and_derivatives_are_the_same(name: str) -> None:
     expected, found = both(EXACT[name])
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", APPROXIMATE)
+@walk("name", APPROXIMATE)
 def test_logarithms_in_arithmetic_are_approximate(name: str) -> None:
     assert functions.LOG2 in lines_of(APPROXIMATE[name])
     expected, found = both(APPROXIMATE[name])
@@ -205,8 +206,8 @@ def test_masks_compare_distances_with_arguments_of_the_launch() -> None:
     assert "captured.size_15 <" not in mask_text(sliding(2**31 - 1, 0))
 
 
-@pytest.mark.parametrize("number", [0, 1, -5, 100, 2**29 - 1, 1 - 2**29, 2**29, -(2**29), 2**31 - 1])
-@pytest.mark.parametrize("name", ["lt", "le", "gt", "ge", "eq", "ne"])
+@walk("number", [0, 1, -5, 100, 2**29 - 1, 1 - 2**29, 2**29, -(2**29), 2**31 - 1])
+@walk("name", ["lt", "le", "gt", "ge", "eq", "ne"])
 def test_comparisons_of_distances_at_the_longest_lengths(name: str, number: int) -> None:
     """Positions up to 2 ** 30 are ints of 32 bits, as are the two parts of a distance."""
     compare = getattr(operator, name)

@@ -9,14 +9,15 @@ import pytest
 pytest.importorskip("triton")
 
 from flashtile.backends.portable.tiles import block_range, chunk_range
+from walk import walk
 
 WINDOWS = [(-1, -1), (-1, 0), (3, 0), (0, 0), (20, 5), (-1, 9), (7, -1), (0, -1), (100, 100)]
 LENGTHS = [(1, 1), (1, 70), (70, 1), (17, 40), (40, 17), (32, 64), (64, 8), (5, 0), (48, 48)]
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
-@pytest.mark.parametrize(("block_m", "block_n"), [(8, 16), (16, 8)])
+@walk("window", WINDOWS)
+@walk(("seqlen_q", "seqlen_k"), LENGTHS)
+@walk(("block_m", "block_n"), [(8, 16), (16, 8)])
 def test_blocks_are_those_of_the_window(
     window: tuple[int, int], seqlen_q: int, seqlen_k: int, block_m: int, block_n: int
 ) -> None:
@@ -40,7 +41,7 @@ def test_blocks_are_those_of_the_window(
             assert not any(seen) or first <= block < last
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 7, 100])
+@walk("chunk", [1, 4, 7, 100])
 def test_chunks_are_those_of_the_positions(chunk: int) -> None:
     for start, end in itertools.combinations(range(-3, 20), 2):
         first, last = chunk_range.fn(start, end, chunk)

@@ -32,9 +32,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashtile.backends.common.config import contiguous_strides
 from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import gluon_kernel, kernel
-from flashtile.backends.common.launch import CachedLaunch, contiguous_strides
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tma import View, cells_view, dense_view
 from flashtile.backends.hopper.backward.config import BackwardVariant
 from flashtile.backends.hopper.backward.kernel import BackwardDescriptors, BackwardNumbers, soft_cap

@@ -22,8 +22,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from flashtile.backends.common.config import largest_divisor
 from flashtile.backends.common.device import multiprocessors
-from flashtile.backends.common.launch import largest_divisor
 from flashtile.backends.hopper.backward.preprocess import dense_batch
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
 from flashtile.backends.hopper.forward.rounds import ENOUGH_ROUNDS, WORTHWHILE

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.launch import CachedLaunch, contiguous_strides, has_score_mod, outer_stride
+from flashtile.backends.common.config import contiguous_strides, has_score_mod, outer_stride
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tma import View, cells_view, dense_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.backward.bias_gradient import BiasGradient, writes_ds
 from flashtile.backends.hopper.backward.config import (

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.launch import CachedLaunch, allocator
+from flashtile.backends.common.config import allocator
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.preprocess import num_padded_rows, preprocess_launch, preprocess_rows
 from flashtile.problems.attention import OptionalTensors, Problem
 

@@ -12,9 +12,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from flashtile.backends.common.config import padded
 from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
-from flashtile.backends.common.launch import CachedLaunch, padded
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.problems.attention import Problem
 
 BLOCK = 1024

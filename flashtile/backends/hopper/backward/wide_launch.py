@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.backends.common.config import contiguous_strides
 from flashtile.backends.common.counters import zeroed_counters
-from flashtile.backends.common.launch import CachedLaunch, contiguous_strides
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tma import View, dense_view, ragged_view
 from flashtile.backends.hopper.backward import launch as backward
 from flashtile.backends.hopper.backward.config import (

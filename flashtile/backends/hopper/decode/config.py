@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import torch
 
+from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.device import multiprocessors
-from flashtile.backends.common.launch import KernelConfig
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, ModifierFlags, padded
 from flashtile.backends.portable.config import precision_of
 from flashtile.backends.portable.decode.config import NARROW, DecodeConfig, bytes_to_read

@@ -52,7 +52,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from flashtile.backends.common import launch
+from flashtile.backends.common import config as common_config
 from flashtile.backends.common.jit import gluon_kernel
 from flashtile.backends.hopper import pipeline
 from flashtile.backends.hopper.compat import (
@@ -78,8 +78,10 @@ from flashtile.backends.hopper.forward.kernel import (
     Rows,
     SoftmaxState,
     Tree,
+    at_least,
     attend_blocks,
     finish_blocks,
+    finite_log2,
     quad_sums,
     scale_rows,
     skip_blocks,
@@ -93,7 +95,7 @@ from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.attend import in_cache
 from flashtile.backends.portable.decode.schedule import sequence_of, window_at
 
-RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
+RAGGED_ROWS = gl.constexpr(common_config.RAGGED_ROWS)
 WARPS = gl.constexpr(2)
 """Warps of a loader of k, or of v."""
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))
@@ -1017,7 +1019,7 @@ def store_part(C: gl.constexpr, o, m, sums, v_scale, part, own, call):
     """
     factor = gl.full([WARPGROUP_ROWS], 1.0, gl.float32, m.type.layout)
     if C.SINK:  # the sink is added once per row: here, or when parts are combined
-        sink = gl.load(call.pointers.sink + own.head).to(gl.float32) * LOG2_E
+        sink = finite_log2(gl.load(call.pointers.sink + own.head).to(gl.float32) * LOG2_E)
         top = gl.maximum(m, sink)
         shift = gl.where(top == float("-inf"), 0.0, top)
         with_sink = sums * gl.exp2(m - shift) + gl.exp2(sink - shift)
@@ -1054,7 +1056,10 @@ def store_whole(C: gl.constexpr, o, lse, work, rows, call):
     else:
         tokens = b.to(gl.int64) * lengths.seqlen_q + rows.token
         lse_rows = (b.to(gl.int64) * num_heads_q + rows.head) * lengths.seqlen_q + rows.token
-    gl.store(call.pointers.lse + lse_rows, lse * LN_2, mask=rows.exists)
+    lse = lse * LN_2
+    if C.SINK:
+        lse = at_least(lse, gl.load(call.pointers.sink + rows.head).to(gl.float32))
+    gl.store(call.pointers.lse + lse_rows, lse, mask=rows.exists)
     store_rows(C, call.pointers.out, tokens * num_heads_q + rows.head, rows.exists, o)
 
 

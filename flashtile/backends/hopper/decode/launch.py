@@ -10,8 +10,9 @@ import torch
 import triton
 from torch import Tensor
 
+from flashtile.backends.common.config import token_strides
 from flashtile.backends.common.device import multiprocessors
-from flashtile.backends.common.launch import CachedLaunch, token_strides
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tma import View, packed_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded, score_numbers
 from flashtile.backends.hopper.decode.combine import (

@@ -409,7 +409,10 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     # lse is stored while the last P V is in flight.
     o, l, m = state
     sums = gl.convert_layout(gl.sum(l, 1), row_layout)
-    store_lse(C, to_natural(C, m) + gl.log(sums), work, head, positions, pointers, schedule)
+    lse = to_natural(C, m) + gl.log(sums)
+    if C.SINK:
+        lse = at_least(lse, gl.load(pointers.sink + head).to(gl.float32))
+    store_lse(C, lse, work, head, positions, pointers, schedule)
     o = finish_blocks(C, v, i, o)
     i = skip_blocks(own.begin - n_begin, i, k, v, ping_pong, W, bias, C.HAS_BIAS, C.K_BY_PARTS)
     kept = 1.0
@@ -495,7 +498,7 @@ def first_state(C: gl.constexpr, head, pointers):
     m = gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
     if C.SINK:
         sink = gl.load(pointers.sink + head).to(gl.float32)
-        m = sink * to_log2(C, sink, LOG2_E)
+        m = finite_log2(sink * to_log2(C, sink, LOG2_E))
     o = zero_output(C)
     # quad_sums of zeros, not zeros, so that l has the layout that quad_sums returns in the loop
     l = quad_sums(gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout))
@@ -1004,6 +1007,8 @@ def mask(
 # The online softmax. A probability takes one FMA and one exp2, because softmax_scale and log2(e) form one
 # factor, scale_log2.
 
+MAX_FLOAT = gl.constexpr(3.4028234663852886e38)
+
 LAG_LOG2 = gl.constexpr(8.0)
 """Log2 of the largest P with LAZY_RESCALE. P has the same relative error as if it were at most 1, and is far
 from the largest fp16."""
@@ -1047,6 +1052,25 @@ def to_log2(C: gl.constexpr, top, scale_log2):
     if has_natural_scores(C):
         scale_log2 = gl.where(gl.abs(top) < LARGE, scale_log2, 2.0)
     return scale_log2
+
+
+@gluon.jit
+def finite_log2(sink):
+    """Return ``sink``, a score in log2 units, or the largest float in place of infinity.
+
+    The conversion of a large sink to log2 units overflows, and a difference of infinities would be NaN. So
+    large a sink is larger than all scores, whatever its value. :func:`at_least` then returns it as lse.
+    """
+    return gl.where(sink == float("inf"), MAX_FLOAT, sink)
+
+
+@gluon.jit
+def at_least(lse, sink):
+    """Return the maximum of lse and the sink, both in natural units. NaN remains NaN.
+
+    The sink is part of lse, which is less only if the sink's value in log2 units is not a float.
+    """
+    return gl.where(lse < sink, sink, lse)
 
 
 @gluon.jit

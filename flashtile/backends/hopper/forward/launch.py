@@ -9,14 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.backends.common.config import allocator, contiguous_strides, has_score_mod, outer_stride
 from flashtile.backends.common.counters import zeroed_counters
-from flashtile.backends.common.launch import (
-    CachedLaunch,
-    allocator,
-    contiguous_strides,
-    has_score_mod,
-    outer_stride,
-)
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tma import (
     View,
     cells_view,

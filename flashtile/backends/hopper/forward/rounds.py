@@ -14,8 +14,8 @@ from functools import lru_cache
 from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
+from flashtile.backends.common.config import largest_divisor
 from flashtile.backends.common.device import multiprocessors
-from flashtile.backends.common.launch import largest_divisor
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, column_splits, modifiers_of
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED

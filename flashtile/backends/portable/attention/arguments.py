@@ -4,7 +4,7 @@ from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from flashtile.backends.common.launch import TokenStrides
+from flashtile.backends.common.config import TokenStrides
 from flashtile.problems.attention import OptionalTensors
 
 

@@ -1,22 +1,37 @@
-"""dQ of FlashAttention-2's backward pass (Dao 2023, arXiv:2307.08691, Algorithm 2) in portable Triton.
+"""FlashAttention-2's backward pass (Dao 2023, arXiv:2307.08691, Algorithm 2) in portable Triton.
 
-One program owns BLOCK_M rows of one query head and walks the keys that they reach, as the forward pass does:
-S = Q K^T, P = exp(S - lse), dP = dO V^T, dS = P * (dP - delta), dQ += dS K. Recomputing S and dP here and in
-``backward_dkdv`` takes seven products instead of five, but the gradients need no atomics.
+``common.preprocess`` runs first and leaves two floats per row, which the loops add instead of subtract::
 
-dK and dV of FlashAttention-2's backward pass (Dao 2023, arXiv:2307.08691, Algorithm 2) in portable Triton.
+    neg_lse   = -lse log2(e)              P  = 2^(S + neg_lse)
+    neg_delta = dlse - rowsum(dO * O)     dS = P * (dP + neg_delta)      dlse minus the paper's D
 
-One program owns BLOCK_N keys of one key/value head. It walks the rows of every query head of its group that
-reach these keys, so the gradients of GQA are summed in registers. It recomputes probabilities transposed:
-S^T = K Q^T, P^T = exp(S^T - lse), dV += P^T dO, dP^T = V dO^T, dS^T = P^T * (dP^T - delta), dK += dS^T Q.
-There are no atomics: one program sums each gradient, in one order.
+dkdv_kernel, one program per BLOCK_N keys of a key/value head::
 
-The gradient of an additive bias: dS = P * (dP - delta), summed over the bias's broadcast dimensions.
+    load K, V;  dK = dV = 0
+    for each query head of the group:     GQA: the gradients of the group are summed in registers
+        for each row block:               dkdv_blocks; everything transposed
+            load Q, neg_lse     S^T = K Q^T -> P^T
+            load dO             dV += P^T dO
+            load neg_delta      dP^T = V dO^T;   dS^T = P^T * (dP^T + neg_delta);   dK += dS^T Q
+    store scale dK, dV
 
-One program owns BLOCK_M by BLOCK_N elements of the bias. It walks the sequences, query heads and, if the bias
-is the same for all rows, blocks of rows that share these elements. It loads its elements of the bias once. It
-recomputes P and dP, which takes two products more than the gradients of q, k and v alone. In return each sum
-has one fixed order, and neither atomics nor dS in memory are needed.
+dq_kernel, one program per BLOCK_M rows of a query head::
+
+    load Q, dO, neg_lse, neg_delta;  dQ = 0
+    for each key block:                   dq_blocks
+            load K, V           S = Q K^T -> P;   dP = dO V^T;   dS = P * (dP + neg_delta);   dQ += dS K
+    store scale dQ
+
+Algorithm 2 adds to dQ in memory, from programs that own keys: five products. Two kernels recompute S and dP,
+which makes seven. In return there are no atomics and no fp32 buffer of dQ; one program sums each gradient in
+one order, so results are the same bits in every run; and each loop has its own tile.
+
+Transposed, P^T and dS^T are the left operands of dV and dK. They stay in the registers in which the products
+left them, and never pass through shared memory.
+
+dbias_kernel, one program per BLOCK_M by BLOCK_N elements of the bias: dS, summed over all sequences, heads
+and (if the bias is the same for all rows) rows that share the elements. It recomputes P and dP, two products
+more than the gradients of q, k and v alone. In return each sum has one order, and dS is never in memory.
 """
 
 from typing import Any, NamedTuple
@@ -32,34 +47,196 @@ from flashtile.backends.portable.attention.arguments import (
     ScoreIndices,
     attention_pointers,
 )
-from flashtile.backends.portable.attention.program import (
+from flashtile.backends.portable.attention.steps import (
     block_at,
+    dropout_mask,
     find_sequence,
+    kept_or_zero,
     keys_of,
+    load_broadcast,
+    load_state,
+    modify_scores,
     own_keys,
     own_row,
     own_rows,
     queries_of,
     reached_keys,
     reaching_rows,
+    score_indices,
     statistics_of,
     values_of,
+    visible_scores,
     walk,
     walked_block,
 )
-from flashtile.backends.portable.attention.scores import (
-    add_gradients,
-    dropout_mask,
-    kept_or_zero,
-    load_broadcast,
-    load_state,
-    modify_scores,
-    score_indices,
-    visible_scores,
-)
-from flashtile.backends.portable.tiles import chunk_range, first_token, store_tile
+from flashtile.backends.portable.tiles import cap_and_bias, chunk_range, first_token, store_tile
+
+DkdvPointers = attention_pointers("DkdvPointers", "q k v dout neg_lse neg_delta dk dv", __name__)
+
+
+@kernel(do_not_specialize=("pointers", "padded_rows", "lengths"))
+def dkdv_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexpr):
+    """Compute dk and dv of BLOCK_N keys of a head per program.
+
+    Grid: (blocks of keys * key/value heads * batch,). Shapes are those of the forward kernel. dout, dk and dv
+    are contiguous. ``common.preprocess`` has written neg_lse and neg_delta. dk and dv of keys that
+    ``seqused_k`` excludes are not written. A block mask has a list of row blocks for each key block.
+    """
+    seed, rng_offset = load_state(pointers.rng_state, C)
+    call = AttentionCall(pointers, strides, lengths, numbers, seed, rng_offset)
+    sequence, head_kv, start = own_keys(call, C)
+    if start >= sequence.len_k:
+        return
+    num_heads_q, num_heads_kv = lengths.num_heads_q, lengths.num_heads_q // lengths.group_size
+
+    # Prologue. Of q and dout only the first token's address: the head changes in the loop.
+    q_token = first_token(pointers.q, strides.q, sequence.b, sequence.start_q)
+    k = keys_of(sequence, head_kv, call)
+    v = values_of(sequence, head_kv, call)
+    dout_row = pointers.dout + own_row(sequence, call, C) * C.HEAD_DIM_V
+    key = row_of_token(sequence.b, sequence.start_k, num_heads_kv, lengths.seqlen_k, C.VARLEN) + head_kv
+    BLOCK_N: tl.constexpr = C.BLOCK_N  # Triton does not accept a field of C in a shape
+    BLOCK_D: tl.constexpr = C.BLOCK_D
+    BLOCK_DV: tl.constexpr = C.BLOCK_DV
+    k_tile = load_tile(k, start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_N, C.WIDE)
+    v_tile = load_tile(v, start, C.BLOCK_N, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_N, C.WIDE)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+
+    # Main loop, once for each query head that shares these keys.
+    reaching = reaching_rows(start, sequence, call, C)
+    for g in range(lengths.group_size):
+        head = head_kv * lengths.group_size + g
+        block = block_at(start, sequence, head, call, C)
+        q = Matrix(q_token + head.to(tl.int64) * strides.q.head, strides.q.token, sequence.len_q)
+        dout = Matrix(dout_row + head * C.HEAD_DIM_V, num_heads_q * C.HEAD_DIM_V, sequence.len_q)
+        statistics = statistics_of(sequence, head, padded_rows, call, C)
+        inputs = (k_tile, v_tile, q, dout, pointers.neg_lse + statistics, pointers.neg_delta + statistics)
+        dk, dv = walk(dkdv_blocks, (dk, dv), inputs, reaching, block, call, True, C)
+
+    # Epilogue. Factors that are the same for all terms multiply the sums once.
+    if C.HAS_DROPOUT:
+        dv = dv * numbers.keep_scale
+    store_tile(
+        pointers.dk + key * C.HEAD_DIM, start, sequence.len_k, num_heads_kv * C.HEAD_DIM,
+        dk * numbers.softmax_scale, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D,
+    )  # fmt: skip
+    store_tile(
+        pointers.dv + key * C.HEAD_DIM_V, start, sequence.len_k, num_heads_kv * C.HEAD_DIM_V, dv, C.BLOCK_N,
+        C.HEAD_DIM_V, C.BLOCK_DV,
+    )  # fmt: skip
+
+
+@triton.jit
+def dkdv_blocks(
+    state, inputs, first, last, listed, block, call, WINDOWED: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """Add row blocks ``first`` to ``last`` (exclusive) of one query head to dk, dv of the keys of ``block``.
+
+    ``inputs``: tiles of k and v, a :class:`Matrix` for each of q and dout, and pointers to neg_lse and
+    neg_delta of the first row. Rows past the end have neg_lse -inf and so probability 0. So scores are
+    masked only for a window or a general mask (WINDOWED).
+    """
+    dk, dv = state
+    k, v, q, dout, neg_lse, neg_delta = inputs
+    for m in range(first, last):
+        start = walked_block(listed, m, q.length, C.BLOCK_M, C) * C.BLOCK_M
+        q_tile = load_tile(q, start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_M, C.WIDE)
+        neg_lse_rows = load_statistics(neg_lse, start, q.length, -float("inf"), listed, C)
+        scores = tl.dot(k, tl.trans(q_tile), input_precision=C.PRECISION)  # S^T [BLOCK_N, BLOCK_M]
+        if C.HAS_SCORE_MOD or WINDOWED:
+            keys = block.start + tl.arange(0, C.BLOCK_N)
+            rows = start + tl.arange(0, C.BLOCK_M)
+            at = score_indices(block, rows, keys, KEYS_FIRST=True)
+        # P needs no maximum: lse is known, and no score exceeds it. Rows past the end have neg_lse -inf, so
+        # their P is 0 as it is.
+        if C.HAS_SCORE_MOD:
+            scores, score_grad = modify_scores(scores, at, block, call, C)
+            p = tl.exp2(scores + neg_lse_rows[None, :])
+        else:
+            p = tl.exp2(scores * call.numbers.scale_log2 + neg_lse_rows[None, :])
+        if WINDOWED:
+            p = tl.where(visible_scores(at, call, C), p, 0.0)
+        if C.GUARD_SCORES:  # SCORE_MOD may return NaN for rows past the end
+            p = tl.where(neg_lse_rows[None, :] == -float("inf"), 0.0, p)
+        dout_tile = load_tile(dout, start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_M, False)
+        kept_p = p  # what multiplied V in the forward pass; dS needs P without dropout
+        if C.HAS_DROPOUT:
+            kept = dropout_mask(block, start, block.start, call, True, C)
+            kept_p = kept_or_zero(p, kept, call)
+        kept_p = kept_p.to(dout_tile.dtype)
+        dv = tl.dot(kept_p, dout_tile, dv, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_DV]
+        # neg_delta is loaded late: it broadcasts along columns, so each thread holds many of its values.
+        neg_delta_rows = load_statistics(neg_delta, start, q.length, 0.0, listed, C)
+        dp = tl.dot(v, tl.trans(dout_tile), input_precision=C.PRECISION)  # dP^T [BLOCK_N, BLOCK_M]
+        if C.HAS_DROPOUT:
+            dp = tl.where(kept, dp * call.numbers.keep_scale, 0.0)
+        ds = p * (dp + neg_delta_rows[None, :])
+        if C.HAS_SOFTCAP or C.SCORE_MOD is not None:
+            ds = ds * score_grad
+        if C.GUARD_FACTORS:  # score_grad need not be finite where a score is hidden, and 0 * inf is NaN
+            ds = tl.where(p == 0.0, 0.0, ds)
+        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_D]
+    return dk, dv
+
+
+@triton.jit
+def load_statistics(pointer, start, length, other, listed, C: tl.constexpr):
+    """Load neg_lse or neg_delta of BLOCK_M rows from ``start`` on.
+
+    Blocks that a block mask lists may extend past the end of the statistics. Rows from ``length`` on then get
+    ``other``.
+    """
+    if listed is None:  # in Triton 3.6, adding the start to the rows instead of the pointer spills registers
+        return tl.load(pointer + start + tl.arange(0, C.BLOCK_M))
+    else:
+        rows = start + tl.arange(0, C.BLOCK_M)
+        return tl.load(pointer + rows, mask=rows < length, other=other)
+
 
 DqPointers = attention_pointers("DqPointers", "q k v dout neg_lse neg_delta dq", __name__)
+
+
+@kernel(do_not_specialize=("pointers", "padded_rows", "lengths"))
+def dq_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexpr):
+    """Compute dq of BLOCK_M rows of a head per program.
+
+    Grid: (blocks of rows * heads * batch,). Shapes are those of the forward kernel. dout and dq are
+    contiguous. ``common.preprocess`` has written neg_lse and neg_delta. With C.ADD_GRADIENTS, the kernel also
+    adds to the fp32 gradients of captured tensors.
+    """
+    seed, rng_offset = load_state(pointers.rng_state, C)
+    call = AttentionCall(pointers, strides, lengths, numbers, seed, rng_offset)
+    sequence, head, head_kv, start = own_rows(call, C)
+    if start >= sequence.len_q:
+        return
+
+    # Prologue.
+    q = queries_of(sequence, head, call)
+    k = keys_of(sequence, head_kv, call)
+    v = values_of(sequence, head_kv, call)
+    row = own_row(sequence, call, C) + head
+    block = block_at(start, sequence, head, call, C)
+    BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton does not accept a field of C in a shape
+    BLOCK_D: tl.constexpr = C.BLOCK_D
+    q_tile = load_tile(q, start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_M, C.WIDE)
+    dout = Matrix(pointers.dout + row * C.HEAD_DIM_V, lengths.num_heads_q * C.HEAD_DIM_V, sequence.len_q)
+    dout_tile = load_tile(dout, start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_M, False)
+    statistics = statistics_of(sequence, head, padded_rows, call, C)
+    statistics += start + tl.arange(0, C.BLOCK_M)
+    # No mask: statistics are padded to whole blocks, with neg_lse -inf past the end.
+    neg_lse = tl.load(pointers.neg_lse + statistics)
+    neg_delta = tl.load(pointers.neg_delta + statistics)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    # Main loop and epilogue.
+    reached = reached_keys(start, sequence, call, C)
+    inputs = (q_tile, dout_tile, neg_lse, neg_delta, k, v)
+    dq = walk(dq_blocks, dq, inputs, reached, block, call, False, C)
+    store_tile(
+        pointers.dq + row * C.HEAD_DIM, start, sequence.len_q,
+        lengths.num_heads_q * C.HEAD_DIM, dq * numbers.softmax_scale, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -100,168 +277,19 @@ def dq_blocks(
             dp = tl.where(kept, dp * call.numbers.keep_scale, 0.0)
         ds = p * (dp + neg_delta[:, None])
         if C.ADD_GRADIENTS is not None:
-            add_gradients(ds, products, at, block, call, C)
+            # The function takes scores as SCORE_MOD does, so they are computed from the products again.
+            # dkdv_kernel visits the same scores and must not add them a second time.
+            unmodified, _ = cap_and_bias(
+                products, at.distance, block.slope, call.numbers.softmax_scale, call.numbers.softcap,
+                C.HAS_SOFTCAP, C.HAS_ALIBI,
+            )  # fmt: skip
+            C.ADD_GRADIENTS(ds, unmodified, at.b, at.head, at.rows, at.keys, call.pointers.captured)
         if C.HAS_SOFTCAP or C.SCORE_MOD is not None:
             ds = ds * score_grad
         if C.GUARD_FACTORS:  # score_grad need not be finite where a score is hidden
             ds = tl.where(p == 0.0, 0.0, ds)
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_D]
     return dq
-
-
-@kernel(do_not_specialize=("pointers", "padded_rows", "lengths"))
-def dq_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexpr):
-    """Compute dq of BLOCK_M rows of a head per program.
-
-    Grid: (blocks of rows * heads * batch,). Shapes are those of the forward kernel. dout and dq are
-    contiguous. ``common.preprocess`` has written neg_lse and neg_delta. With C.ADD_GRADIENTS, the kernel also
-    adds to the fp32 gradients of captured tensors.
-    """
-    seed, rng_offset = load_state(pointers.rng_state, C)
-    call = AttentionCall(pointers, strides, lengths, numbers, seed, rng_offset)
-    sequence, head, head_kv, start = own_rows(call, C)
-    if start >= sequence.len_q:
-        return
-    q = queries_of(sequence, head, call)
-    k = keys_of(sequence, head_kv, call)
-    v = values_of(sequence, head_kv, call)
-    row = own_row(sequence, call, C) + head
-    block = block_at(start, sequence, head, call, C)
-
-    BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton does not accept a field of C in a shape
-    BLOCK_D: tl.constexpr = C.BLOCK_D
-    q_tile = load_tile(q, start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_M, C.WIDE)
-    dout = Matrix(pointers.dout + row * C.HEAD_DIM_V, lengths.num_heads_q * C.HEAD_DIM_V, sequence.len_q)
-    dout_tile = load_tile(dout, start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_M, False)
-    statistics = statistics_of(sequence, head, padded_rows, call, C)
-    statistics += start + tl.arange(0, C.BLOCK_M)
-    neg_lse = tl.load(pointers.neg_lse + statistics)
-    neg_delta = tl.load(pointers.neg_delta + statistics)
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    reached = reached_keys(start, sequence, call, C)
-    inputs = (q_tile, dout_tile, neg_lse, neg_delta, k, v)
-    dq = walk(dq_blocks, dq, inputs, reached, block, call, False, C)
-    store_tile(
-        pointers.dq + row * C.HEAD_DIM, start, sequence.len_q,
-        lengths.num_heads_q * C.HEAD_DIM, dq * numbers.softmax_scale, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D,
-    )  # fmt: skip
-
-
-DkdvPointers = attention_pointers("DkdvPointers", "q k v dout neg_lse neg_delta dk dv", __name__)
-
-
-@triton.jit
-def load_statistics(pointer, start, length, other, listed, C: tl.constexpr):
-    """Load neg_lse or neg_delta of BLOCK_M rows from ``start`` on.
-
-    Blocks that a block mask lists may extend past the end of the statistics. Rows from ``length`` on then get
-    ``other``.
-    """
-    if listed is None:  # in Triton 3.6, adding the start to the rows instead of the pointer spills registers
-        return tl.load(pointer + start + tl.arange(0, C.BLOCK_M))
-    else:
-        rows = start + tl.arange(0, C.BLOCK_M)
-        return tl.load(pointer + rows, mask=rows < length, other=other)
-
-
-@triton.jit
-def dkdv_blocks(
-    state, inputs, first, last, listed, block, call, WINDOWED: tl.constexpr, C: tl.constexpr
-):  # fmt: skip
-    """Add row blocks ``first`` to ``last`` (exclusive) of one query head to dk, dv of the keys of ``block``.
-
-    ``inputs``: tiles of k and v, a :class:`Matrix` for each of q and dout, and pointers to neg_lse and
-    neg_delta of the first row. Rows past the end have neg_lse -inf and so probability 0. So scores are
-    masked only for a window or a general mask (WINDOWED).
-    """
-    dk, dv = state
-    k, v, q, dout, neg_lse, neg_delta = inputs
-    for m in range(first, last):
-        start = walked_block(listed, m, q.length, C.BLOCK_M, C) * C.BLOCK_M
-        q_tile = load_tile(q, start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_M, C.WIDE)
-        neg_lse_rows = load_statistics(neg_lse, start, q.length, -float("inf"), listed, C)
-        scores = tl.dot(k, tl.trans(q_tile), input_precision=C.PRECISION)  # S^T [BLOCK_N, BLOCK_M]
-        if C.HAS_SCORE_MOD or WINDOWED:
-            keys = block.start + tl.arange(0, C.BLOCK_N)
-            rows = start + tl.arange(0, C.BLOCK_M)
-            at = score_indices(block, rows, keys, KEYS_FIRST=True)
-        if C.HAS_SCORE_MOD:
-            scores, score_grad = modify_scores(scores, at, block, call, C)
-            p = tl.exp2(scores + neg_lse_rows[None, :])
-        else:
-            p = tl.exp2(scores * call.numbers.scale_log2 + neg_lse_rows[None, :])
-        if WINDOWED:
-            p = tl.where(visible_scores(at, call, C), p, 0.0)
-        if C.GUARD_SCORES:  # SCORE_MOD may return NaN for rows past the end
-            p = tl.where(neg_lse_rows[None, :] == -float("inf"), 0.0, p)
-        dout_tile = load_tile(dout, start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_M, False)
-        kept_p = p
-        if C.HAS_DROPOUT:
-            kept = dropout_mask(block, start, block.start, call, True, C)
-            kept_p = kept_or_zero(p, kept, call)
-        kept_p = kept_p.to(dout_tile.dtype)
-        dv = tl.dot(kept_p, dout_tile, dv, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_DV]
-        # neg_delta is loaded late: it broadcasts along columns, so each thread holds many of its values.
-        neg_delta_rows = load_statistics(neg_delta, start, q.length, 0.0, listed, C)
-        dp = tl.dot(v, tl.trans(dout_tile), input_precision=C.PRECISION)  # dP^T [BLOCK_N, BLOCK_M]
-        if C.HAS_DROPOUT:
-            dp = tl.where(kept, dp * call.numbers.keep_scale, 0.0)
-        ds = p * (dp + neg_delta_rows[None, :])
-        if C.HAS_SOFTCAP or C.SCORE_MOD is not None:
-            ds = ds * score_grad
-        if C.GUARD_FACTORS:  # score_grad need not be finite where a score is hidden
-            ds = tl.where(p == 0.0, 0.0, ds)
-        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_D]
-    return dk, dv
-
-
-@kernel(do_not_specialize=("pointers", "padded_rows", "lengths"))
-def dkdv_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexpr):
-    """Compute dk and dv of BLOCK_N keys of a head per program.
-
-    Grid: (blocks of keys * key/value heads * batch,). Shapes are those of the forward kernel. dout, dk and dv
-    are contiguous. ``common.preprocess`` has written neg_lse and neg_delta. dk and dv of keys that
-    ``seqused_k`` excludes are not written. A block mask has a list of row blocks for each key block.
-    """
-    seed, rng_offset = load_state(pointers.rng_state, C)
-    call = AttentionCall(pointers, strides, lengths, numbers, seed, rng_offset)
-    sequence, head_kv, start = own_keys(call, C)
-    if start >= sequence.len_k:
-        return
-    num_heads_q, num_heads_kv = lengths.num_heads_q, lengths.num_heads_q // lengths.group_size
-    q_token = first_token(pointers.q, strides.q, sequence.b, sequence.start_q)
-    k = keys_of(sequence, head_kv, call)
-    v = values_of(sequence, head_kv, call)
-    dout_row = pointers.dout + own_row(sequence, call, C) * C.HEAD_DIM_V
-    key = row_of_token(sequence.b, sequence.start_k, num_heads_kv, lengths.seqlen_k, C.VARLEN) + head_kv
-
-    BLOCK_N: tl.constexpr = C.BLOCK_N  # Triton does not accept a field of C in a shape
-    BLOCK_D: tl.constexpr = C.BLOCK_D
-    BLOCK_DV: tl.constexpr = C.BLOCK_DV
-    k_tile = load_tile(k, start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_N, C.WIDE)
-    v_tile = load_tile(v, start, C.BLOCK_N, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_N, C.WIDE)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    reaching = reaching_rows(start, sequence, call, C)
-    for g in range(lengths.group_size):
-        head = head_kv * lengths.group_size + g
-        block = block_at(start, sequence, head, call, C)
-        q = Matrix(q_token + head.to(tl.int64) * strides.q.head, strides.q.token, sequence.len_q)
-        dout = Matrix(dout_row + head * C.HEAD_DIM_V, num_heads_q * C.HEAD_DIM_V, sequence.len_q)
-        statistics = statistics_of(sequence, head, padded_rows, call, C)
-        inputs = (k_tile, v_tile, q, dout, pointers.neg_lse + statistics, pointers.neg_delta + statistics)
-        dk, dv = walk(dkdv_blocks, (dk, dv), inputs, reaching, block, call, True, C)
-
-    if C.HAS_DROPOUT:
-        dv = dv * numbers.keep_scale
-    store_tile(
-        pointers.dk + key * C.HEAD_DIM, start, sequence.len_k, num_heads_kv * C.HEAD_DIM,
-        dk * numbers.softmax_scale, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D,
-    )  # fmt: skip
-    store_tile(
-        pointers.dv + key * C.HEAD_DIM_V, start, sequence.len_k, num_heads_kv * C.HEAD_DIM_V, dv, C.BLOCK_N,
-        C.HEAD_DIM_V, C.BLOCK_DV,
-    )  # fmt: skip
 
 
 DbiasPointers = attention_pointers("DbiasPointers", "q k v dout neg_lse neg_delta dbias", __name__)
@@ -274,62 +302,6 @@ class BiasSizes(NamedTuple):
     bias_batch: Any
     bias_heads: Any
     bias_rows: Any
-
-
-@triton.jit
-def is_reached(row_start, key_start, sequence, call, C: tl.constexpr):
-    """Return whether any row of a tile may see any of its keys, judged by lengths, window and chunks.
-
-    The tile has BLOCK_M rows from ``row_start`` on and BLOCK_N keys from ``key_start`` on.
-    """
-    lengths = call.lengths
-    offset = sequence.len_k - sequence.len_q
-    reached = (row_start < sequence.len_q) & (key_start < sequence.len_k)
-    if C.HAS_RIGHT:
-        reached = reached & (key_start <= row_start + C.BLOCK_M - 1 + offset + lengths.window_right)
-    if C.HAS_LEFT:
-        reached = reached & (key_start + C.BLOCK_N > row_start + offset - lengths.window_left)
-    if C.HAS_CHUNK:
-        chunk_start, chunk_end = chunk_range(
-            row_start + offset, row_start + C.BLOCK_M + offset, lengths.attention_chunk
-        )
-        reached = reached & (key_start < chunk_end) & (key_start + C.BLOCK_N > chunk_start)
-    return reached
-
-
-@triton.jit
-def bias_gradient(bias, row_start, key_start, sequence, head, padded_rows, call, C: tl.constexpr):
-    """Return dS [BLOCK_M, BLOCK_N] of one head. ``bias``: the tile of the bias, [BLOCK_M, BLOCK_N]."""
-    head_kv = head // call.lengths.group_size
-    block = block_at(row_start, sequence, head, call, C)
-    rows = row_start + tl.arange(0, C.BLOCK_M)
-    keys = key_start + tl.arange(0, C.BLOCK_N)
-    q = queries_of(sequence, head, call)
-    row = own_row(sequence, call, C) + head
-    dout = Matrix(
-        call.pointers.dout + row * C.HEAD_DIM_V, call.lengths.num_heads_q * C.HEAD_DIM_V, sequence.len_q
-    )
-    k, v = keys_of(sequence, head_kv, call), values_of(sequence, head_kv, call)
-    statistics = statistics_of(sequence, head, padded_rows, call, C) + rows
-    q_tile = load_tile(q, row_start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_M, C.WIDE)
-    k_tile = load_tile(k, key_start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_N, C.WIDE)
-    v_tile = load_tile(v, key_start, C.BLOCK_N, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_N, C.WIDE)
-    dout_tile = load_tile(dout, row_start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_M, False)
-    neg_lse = tl.load(call.pointers.neg_lse + statistics)
-    neg_delta = tl.load(call.pointers.neg_delta + statistics)
-    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-    dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=C.PRECISION)
-    at = score_indices(block, rows, keys, KEYS_FIRST=False)
-    scores, _ = modify_scores(scores, at, block, call, C, bias)
-    p = tl.exp2(scores + neg_lse[:, None])
-    p = tl.where(visible_scores(at, call, C), p, 0.0)
-    if C.HAS_DROPOUT:
-        kept = dropout_mask(block, row_start, key_start, call, False, C)
-        dp = tl.where(kept, dp * call.numbers.keep_scale, 0.0)
-    ds = p * (dp + neg_delta[:, None])
-    if not C.EVEN_N:
-        ds = tl.where((keys < sequence.len_k)[None, :], ds, 0.0)
-    return ds
 
 
 @kernel(do_not_specialize=("pointers", "sizes", "padded_rows", "lengths"))
@@ -374,8 +346,20 @@ def dbias_kernel(pointers, sizes, padded_rows, strides, lengths, numbers, C: tl.
         first = find_sequence(own_sequence + i, call, C)
         for m in range(blocks):
             row_start = (own_block + m) * BLOCK_M
+            # Whether any row of the tile may see any of its keys, by lengths, window and chunks.
+            offset = first.len_k - first.len_q
+            reached = (row_start < first.len_q) & (key_start < first.len_k)
+            if C.HAS_RIGHT:
+                reached = reached & (key_start <= row_start + C.BLOCK_M - 1 + offset + lengths.window_right)
+            if C.HAS_LEFT:
+                reached = reached & (key_start + C.BLOCK_N > row_start + offset - lengths.window_left)
+            if C.HAS_CHUNK:
+                chunk_start, chunk_end = chunk_range(
+                    row_start + offset, row_start + C.BLOCK_M + offset, lengths.attention_chunk
+                )
+                reached = reached & (key_start < chunk_end) & (key_start + C.BLOCK_N > chunk_start)
             # A loop of zero rounds instead of a branch: the accumulator stays in its registers.
-            for n in range(tl.where(is_reached(row_start, key_start, first, call, C), rounds, 0)):
+            for n in range(tl.where(reached, rounds, 0)):
                 b = own_sequence + i + n // heads
                 sequence = AttentionSequence(b, first.start_q, first.start_k, first.len_q, first.len_k)
                 ds += bias_gradient(
@@ -394,3 +378,38 @@ def dbias_kernel(pointers, sizes, padded_rows, strides, lengths, numbers, C: tl.
         tl.store(addresses, ds.to(dtype), mask=inside)
     else:
         tl.store(elements, tl.sum(ds, 0).to(dtype), mask=keys < lengths.seqlen_k)
+
+
+@triton.jit
+def bias_gradient(bias, row_start, key_start, sequence, head, padded_rows, call, C: tl.constexpr):
+    """Return dS [BLOCK_M, BLOCK_N] of one head. ``bias``: the tile of the bias, [BLOCK_M, BLOCK_N]."""
+    head_kv = head // call.lengths.group_size
+    block = block_at(row_start, sequence, head, call, C)
+    rows = row_start + tl.arange(0, C.BLOCK_M)
+    keys = key_start + tl.arange(0, C.BLOCK_N)
+    q = queries_of(sequence, head, call)
+    row = own_row(sequence, call, C) + head
+    dout = Matrix(
+        call.pointers.dout + row * C.HEAD_DIM_V, call.lengths.num_heads_q * C.HEAD_DIM_V, sequence.len_q
+    )
+    k, v = keys_of(sequence, head_kv, call), values_of(sequence, head_kv, call)
+    statistics = statistics_of(sequence, head, padded_rows, call, C) + rows
+    q_tile = load_tile(q, row_start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_M, C.WIDE)
+    k_tile = load_tile(k, key_start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_N, C.WIDE)
+    v_tile = load_tile(v, key_start, C.BLOCK_N, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_N, C.WIDE)
+    dout_tile = load_tile(dout, row_start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_M, False)
+    neg_lse = tl.load(call.pointers.neg_lse + statistics)
+    neg_delta = tl.load(call.pointers.neg_delta + statistics)
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+    dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=C.PRECISION)
+    at = score_indices(block, rows, keys, KEYS_FIRST=False)
+    scores, _ = modify_scores(scores, at, block, call, C, bias)
+    p = tl.exp2(scores + neg_lse[:, None])
+    p = tl.where(visible_scores(at, call, C), p, 0.0)
+    if C.HAS_DROPOUT:
+        kept = dropout_mask(block, row_start, key_start, call, False, C)
+        dp = tl.where(kept, dp * call.numbers.keep_scale, 0.0)
+    ds = p * (dp + neg_delta[:, None])
+    if not C.EVEN_N:  # the last tile of keys; rows past the end have P 0
+        ds = tl.where((keys < sequence.len_k)[None, :], ds, 0.0)
+    return ds

@@ -1,4 +1,11 @@
-"""Programs of scores and masks as ``@triton.jit`` functions, which the attention kernels call on whole tiles.
+"""Functions of the user (score_mod, mask_mod) in the attention kernels: from a traced program to the
+arguments of a launch::
+
+    Program                a traced function: lines of operations on scalars (problems.mask_program)
+    -> lowered             cheaper operations with the same results, for Hopper's kernels
+    -> _Writer             source text of a ``@triton.jit`` function, which kernels call on whole tiles
+    -> with_functions      the kernel's variant with these functions
+    -> FunctionPointers    at each call: captured tensors, their gradients, and the lists of a block mask
 
 Each function is generated as source text, and its name contains a digest of the text. A kernel's key contains
 the text and the steps that it calls (:mod:`~flashtile.backends.common.keys`). So the same program finds the
@@ -14,7 +21,7 @@ the results of :func:`column_function`.
 Numbers that are added or compared are arguments of the kernel (``numbers_of``), so that a window of another
 length needs no new compilation. With ``fixed`` they are literals, for kernels without registers to spare.
 
-Rewrites a traced score_mod into operations that are cheaper in Hopper's kernels.
+Lowering rewrites a score_mod in two ways:
 
 * What is computed from a distance of query and key and becomes a float is computed in float32 from the start,
   where this gives the same number. A distance is then one addition, and its absolute value is free.
@@ -22,8 +29,6 @@ Rewrites a traced score_mod into operations that are cheaper in Hopper's kernels
   arithmetic. Where it is compared, rounded or takes part in anything else, it stays as exact as it was.
 
 The operations ``DISTANCE`` and ``LOG2`` exist in lowered programs only.
-
-Additional arguments that a user's functions and a block mask need at the launch of an attention kernel.
 """
 
 from __future__ import annotations
@@ -43,8 +48,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flashtile.backends import compat
+from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.deferred import triton
-from flashtile.backends.common.launch import CachedLaunch, KernelConfig
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.portable.attention.arguments import AttentionVariant
 from flashtile.backends.portable.tiles import tanh
 from flashtile.caches import BoundedCache

@@ -1,4 +1,9 @@
-"""Launchers of the attention kernels: conversion of tensors to kernel arguments."""
+"""Launches of the attention kernels, each for tensors of one signature.
+
+The first call derives a kernel's constants and numbers from the problem, the configuration and the tensors
+(:func:`attention_kernel`). Later calls allocate results and pass tensors. What no program writes is filled
+before the launch: unused tokens, and calls in which no row sees a key.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends.common.launch import (
-    CachedLaunch,
+from flashtile.backends.common.config import (
     KernelConfig,
     allocator,
     has_score_mod,
@@ -20,6 +24,7 @@ from flashtile.backends.common.launch import (
     tile_widths,
     token_strides,
 )
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.preprocess import num_padded_rows, preprocess_launch, preprocess_rows
 from flashtile.backends.portable.attention.arguments import (
     AttentionLengths,
@@ -119,6 +124,7 @@ def _is_wide(tensor: Tensor | None) -> bool:
     if tensor is None:
         return False
     _, _, row, key = _score_strides(tensor)
+    # 128 is the largest tile: addresses of a partial tile are computed before they are masked.
     return (tensor.shape[2] + 128) * row + (tensor.shape[3] + 128) * key >= 2**31
 
 

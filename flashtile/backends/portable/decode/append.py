@@ -1,13 +1,22 @@
-"""Appends new keys and values to the cache in place. The same launch applies rotary embedding to the keys,
-and to the queries of the call, and quantises to FP8.
+"""The kernels that change the cache in place: one appends new keys and values, one copies blocks.
 
-Rotary embedding (Su et al. 2021, arXiv:2104.09864) rotates pairs of columns in float32 and rounds once. Pairs
-are adjacent columns if interleaved, else ROTARY_DIM / 2 apart. A program owns ROWS tokens of one head.
+append_kernel, one program per ROWS tokens of one head::
 
-Copies blocks of the cache: all pairs of a step, for all layers, keys and values, in one launch.
+    which tokens                     of a sequence, or of all sequences packed (tokens_of)
+    where they go in the cache       page and offset, or row (place_of); without a valid place: not written
+    load k, its partner columns, cos, sin;  load v
+    k = rotate k                     in float32
+    round to the dtype of k and v;  quantise, if the cache is in FP8
+    store k;  store v
 
-Copy-on-write (Kwon et al. 2023, arXiv:2309.06180, section 4.4) makes pairs of source and destination when
-sequences that share a block diverge. Bytes are copied unchanged.
+Programs after those of the new tokens rotate the queries of the call into a tensor of their own, so a step
+needs no other launch for rotary embedding (Su et al. 2021, arXiv:2104.09864). Pairs of rotated columns are
+adjacent if interleaved, else ROTARY_DIM / 2 apart. The attention kernel calls :func:`append_tokens` and
+:func:`load_rotated` where it appends itself.
+
+copy_kernel copies all pairs of blocks of a step, for all layers, keys and values, in one launch: one program
+per BLOCK rows of a block. Copy-on-write (Kwon et al. 2023, arXiv:2309.06180, section 4.4) makes such pairs
+when sequences that share a block diverge.
 """
 
 from dataclasses import dataclass
@@ -122,114 +131,26 @@ class AppendLengths(NamedTuple):
     """Programs for the new keys and values; later programs rotate queries."""
 
 
-@triton.jit
-def load_rotated(base, row_offsets, exists, positions, pointers, rotary_rows, C: tl.constexpr):
-    """Load rows [ROWS, BLOCK_D] in float32 and rotate their first ROTARY_DIM columns by position."""
-    HALF: tl.constexpr = C.ROTARY_DIM // 2
-    columns = tl.arange(0, C.BLOCK_D)
-    inside = exists[:, None] & (columns < C.HEAD_DIM)[None, :]
-    x = tl.load(base + row_offsets[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    if HALF > 0:
-        if C.INTERLEAVED:
-            partner = columns ^ 1
-            frequency = columns // 2
-            first = columns % 2 == 0
-        else:
-            partner = tl.where(columns < HALF, columns + HALF, columns - HALF)
-            frequency = columns % HALF
-            first = columns < HALF
-        in_rotary = columns < C.ROTARY_DIM
-        at_partner = base + row_offsets[:, None] + partner[None, :]
-        other = tl.load(at_partner, mask=exists[:, None] & in_rotary[None, :], other=0.0).to(tl.float32)
-        in_table = (exists & (positions >= 0) & (positions < rotary_rows))[:, None] & in_rotary[None, :]
-        angles = positions.to(tl.int64)[:, None] * HALF + frequency[None, :]
-        cos = tl.load(pointers.rotary_cos + angles, mask=in_table, other=1.0).to(tl.float32)
-        sin = tl.load(pointers.rotary_sin + angles, mask=in_table, other=0.0).to(tl.float32)
-        x = x * cos + tl.where(first, -1.0, 1.0)[None, :] * other * sin
-    return x
+@kernel(do_not_specialize=("lengths",))
+def append_kernel(pointers, strides, lengths, C: tl.constexpr):
+    """Append new tokens and rotate queries. Grid: (programs of new tokens + programs of queries,).
 
+    For new tokens, and for queries, there are (blocks of ROWS tokens * heads) programs per sequence. Packed
+    tokens count as one sequence.
 
-@triton.jit
-def as_cached(x, dtype: tl.constexpr, scale, C: tl.constexpr):
-    """Round x to the new tokens' ``dtype``, then quantise it if the cache is in FP8."""
-    x = x.to(dtype)
-    if C.QUANTISED:
-        x = x.to(tl.float32) / scale
-        x = tl.clamp(x, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
-    if C.E4M3_BITS:
-        x = encode_bits(x)
-    return x
-
-
-@triton.jit
-def tokens_of(program, heads, cu_seqlens, seqlen, total, batch, VARLEN: tl.constexpr, C: tl.constexpr):
-    """Return (head, sequence, position in the sequence, first row of the sequence, exists) of ROWS tokens.
-
-    These are the tokens of one program, and ``exists`` is False for tokens past the end. The sequence and its
-    first row are scalars, or one number per token if VARLEN. Packed tokens are divided among programs
-    regardless of sequences, so that unequal lengths leave no program idle.
+    k and v are (batch, seqlen_new, heads_kv, ...). If VARLEN or HAS_SLOTS, they have no batch dimension. With
+    HAS_SLOTS, they are one sequence of total_new tokens. q is laid out in the same way. q_out has the shape
+    of q and is contiguous.
     """
-    ROWS: tl.constexpr = C.ROWS
-    head = program % heads
-    if VARLEN:
-        rows = program // heads * ROWS + tl.arange(0, ROWS)
-        b = tl.zeros([ROWS], tl.int32)
-        for start in range(0, batch, C.SEQUENCES):
-            sequences = start + tl.arange(0, C.SEQUENCES)
-            ends = tl.load(cu_seqlens + 1 + sequences, mask=sequences < batch, other=total)
-            b += tl.sum((ends[None, :] <= rows[:, None]).to(tl.int32), axis=1)
-        exists = (rows < total) & (b < batch)
-        first = tl.load(cu_seqlens + b, mask=exists, other=0)
-        tokens = rows - first
-        exists = exists & (first >= 0) & (tokens >= 0) & (tokens < seqlen)
-        b = tl.where(exists, b, 0)
-    else:
-        blocks = tl.cdiv(seqlen, ROWS)
-        b = program // heads // blocks
-        tokens = program // heads % blocks * ROWS + tl.arange(0, ROWS)
-        first = tl.zeros([], tl.int32)
-        exists = tokens < seqlen
-    return head, b, tokens, first.to(tl.int64), exists
-
-
-@triton.jit
-def place_of(tokens, positions, exists, b, pointers, lengths, C: tl.constexpr):
-    """Return (page, offset in the page, whether both are valid) of each token.
-
-    In a dense cache, the row of the sequence takes the place of the page.
-    """
-    ROWS: tl.constexpr = C.ROWS
-    if C.HAS_SLOTS:
-        size = lengths.capacity if C.PAGE_SIZE == 0 else C.PAGE_SIZE
-        slot = tl.load(pointers.slot_mapping + tokens, mask=exists, other=-1).to(tl.int64)
-        written = exists & (slot >= 0)
-        page = slot // size
-        place = slot % size
-    else:
-        written = exists & (positions >= 0) & (positions < lengths.capacity)
-        if C.PAGE_SIZE == 0:
-            row = b
-            if C.HAS_BATCH_IDX:
-                row = tl.load(pointers.cache_batch_idx + b)
-            page = tl.zeros([ROWS], tl.int64) + row
-            place = positions.to(tl.int64)
-        else:
-            table = pointers.block_table + b.to(tl.int64) * lengths.table_stride
-            page = tl.load(table + positions // C.PAGE_SIZE, mask=written, other=-1).to(tl.int64)
-            place = (positions % C.PAGE_SIZE).to(tl.int64)
-    written = written & (page >= 0) & (page < lengths.num_blocks)
-    return page, place, written
-
-
-@triton.jit
-def start_of_rotation(b, pointers, C: tl.constexpr):
-    """Return the rotary position of the first new token, and of the first query, of sequence ``b``."""
-    position = b * 0
-    if C.HAS_ROTARY_SEQLENS:
-        position += tl.load(pointers.rotary_seqlens + b)
-    elif C.HAS_LENGTHS:
-        position += tl.load(pointers.cache_seqlens + b)
-    return position
+    program = tl.program_id(0)
+    if program < lengths.new_programs:
+        head, b, tokens, first, exists = tokens_of(
+            program, lengths.num_heads_kv, pointers.cu_seqlens_k_new, lengths.seqlen_new, lengths.total_new,
+            lengths.batch, C.VARLEN, C,
+        )  # fmt: skip
+        append_tokens(head, b, tokens, first, exists, pointers, strides, lengths, C)
+    elif C.ROTATE_Q:
+        rotate_queries(program - lengths.new_programs, pointers, strides, lengths, C)
 
 
 @triton.jit
@@ -238,6 +159,7 @@ def append_tokens(head, b, tokens, first, exists, pointers, strides, lengths, C:
 
     The first five arguments are what :func:`tokens_of` returns.
     """
+    # The new tokens of a sequence follow those that the cache has.
     positions = tokens
     if C.HAS_LENGTHS:
         positions += tl.load(pointers.cache_seqlens + b)
@@ -254,7 +176,7 @@ def append_tokens(head, b, tokens, first, exists, pointers, strides, lengths, C:
     if C.DESCALE == "block" or C.DESCALE == "sequence":
         owner = page
         if C.DESCALE == "sequence":
-            owner = page * 0 + b
+            owner = page * 0 + b  # one number per token, as the pages are
         k_scales = pointers.k_descale + owner * lengths.k_descale_stride + head
         k_scale = tl.load(k_scales, mask=written, other=1.0)[:, None]
         v_scales = pointers.v_descale + owner * lengths.v_descale_stride + head
@@ -272,7 +194,9 @@ def append_tokens(head, b, tokens, first, exists, pointers, strides, lengths, C:
     v = tl.load(pointers.v + v_rows[:, None] + columns[None, :], mask=inside, other=0.0)
     v_places = page * strides.v_cache_batch + place * strides.v_cache_token + head64 * strides.v_cache_head
     v = as_cached(v, pointers.v.dtype.element_ty, v_scale, C)
-    # Stores come last: the compiler moves no load before a store, which might write what the load reads.
+    # Stores come last: the compiler moves no load before a store, which might write what the load reads. In
+    # the attention kernel, whose next loads wait for this, 3,300 cycles went by until the first keys came, by
+    # the stalls in the machine code; now 1,620.
     store_rows(pointers.k_cache, k_places, written, k, C.HEAD_DIM, C.BLOCK_D)
     store_rows(pointers.v_cache, v_places, written, v, C.HEAD_DIM_V, C.BLOCK_DV)
 
@@ -297,26 +221,119 @@ def rotate_queries(program, pointers, strides, lengths, C: tl.constexpr):
     store_rows(pointers.q_out, offsets, exists, q, C.HEAD_DIM, C.BLOCK_D)
 
 
-@kernel(do_not_specialize=("lengths",))
-def append_kernel(pointers, strides, lengths, C: tl.constexpr):
-    """Append new tokens and rotate queries. Grid: (programs of new tokens + programs of queries,).
+@triton.jit
+def tokens_of(program, heads, cu_seqlens, seqlen, total, batch, VARLEN: tl.constexpr, C: tl.constexpr):
+    """Return (head, sequence, position in the sequence, first row of the sequence, exists) of ROWS tokens.
 
-    For new tokens, and for queries, there are (blocks of ROWS tokens * heads) programs per sequence. Packed
-    tokens count as one sequence.
-
-    k and v are (batch, seqlen_new, heads_kv, ...). If VARLEN or HAS_SLOTS, they have no batch dimension. With
-    HAS_SLOTS, they are one sequence of total_new tokens. q is laid out in the same way. q_out has the shape
-    of q and is contiguous.
+    These are the tokens of one program, and ``exists`` is False for tokens past the end. The sequence and its
+    first row are scalars, or one number per token if VARLEN. Packed tokens are divided among programs
+    regardless of sequences, so that unequal lengths leave no program idle.
     """
-    program = tl.program_id(0)
-    if program < lengths.new_programs:
-        head, b, tokens, first, exists = tokens_of(
-            program, lengths.num_heads_kv, pointers.cu_seqlens_k_new, lengths.seqlen_new, lengths.total_new,
-            lengths.batch, C.VARLEN, C,
-        )  # fmt: skip
-        append_tokens(head, b, tokens, first, exists, pointers, strides, lengths, C)
-    elif C.ROTATE_Q:
-        rotate_queries(program - lengths.new_programs, pointers, strides, lengths, C)
+    ROWS: tl.constexpr = C.ROWS
+    head = program % heads
+    if VARLEN:
+        rows = program // heads * ROWS + tl.arange(0, ROWS)
+        b = tl.zeros([ROWS], tl.int32)
+        # The sequence of a row is the number of sequences that end at or before it.
+        for start in range(0, batch, C.SEQUENCES):
+            sequences = start + tl.arange(0, C.SEQUENCES)
+            ends = tl.load(cu_seqlens + 1 + sequences, mask=sequences < batch, other=total)
+            b += tl.sum((ends[None, :] <= rows[:, None]).to(tl.int32), axis=1)
+        exists = (rows < total) & (b < batch)  # rows after the last sequence are padding
+        first = tl.load(cu_seqlens + b, mask=exists, other=0)
+        tokens = rows - first
+        # Offsets are data on the device. Wrong ones may give positions outside of the sequence.
+        exists = exists & (first >= 0) & (tokens >= 0) & (tokens < seqlen)
+        b = tl.where(exists, b, 0)
+    else:
+        blocks = tl.cdiv(seqlen, ROWS)
+        b = program // heads // blocks
+        tokens = program // heads % blocks * ROWS + tl.arange(0, ROWS)
+        first = tl.zeros([], tl.int32)
+        exists = tokens < seqlen
+    return head, b, tokens, first.to(tl.int64), exists
+
+
+@triton.jit
+def place_of(tokens, positions, exists, b, pointers, lengths, C: tl.constexpr):
+    """Return (page, offset in the page, whether both are valid) of each token.
+
+    In a dense cache, the row of the sequence takes the place of the page.
+    """
+    ROWS: tl.constexpr = C.ROWS
+    if C.HAS_SLOTS:
+        size = lengths.capacity if C.PAGE_SIZE == 0 else C.PAGE_SIZE
+        slot = tl.load(pointers.slot_mapping + tokens, mask=exists, other=-1).to(tl.int64)  # -1: not cached
+        written = exists & (slot >= 0)
+        page = slot // size
+        place = slot % size
+    else:
+        written = exists & (positions >= 0) & (positions < lengths.capacity)
+        if C.PAGE_SIZE == 0:
+            row = b
+            if C.HAS_BATCH_IDX:
+                row = tl.load(pointers.cache_batch_idx + b)
+            page = tl.zeros([ROWS], tl.int64) + row
+            place = positions.to(tl.int64)
+        else:
+            table = pointers.block_table + b.to(tl.int64) * lengths.table_stride
+            page = tl.load(table + positions // C.PAGE_SIZE, mask=written, other=-1).to(tl.int64)
+            place = (positions % C.PAGE_SIZE).to(tl.int64)
+    # The caller's mistake must not write to memory that is not the cache's.
+    written = written & (page >= 0) & (page < lengths.num_blocks)
+    return page, place, written
+
+
+@triton.jit
+def start_of_rotation(b, pointers, C: tl.constexpr):
+    """Return the rotary position of the first new token, and of the first query, of sequence ``b``."""
+    position = b * 0
+    if C.HAS_ROTARY_SEQLENS:
+        position += tl.load(pointers.rotary_seqlens + b)
+    elif C.HAS_LENGTHS:
+        position += tl.load(pointers.cache_seqlens + b)
+    return position
+
+
+@triton.jit
+def load_rotated(base, row_offsets, exists, positions, pointers, rotary_rows, C: tl.constexpr):
+    """Load rows [ROWS, BLOCK_D] in float32 and rotate their first ROTARY_DIM columns by position."""
+    HALF: tl.constexpr = C.ROTARY_DIM // 2
+    columns = tl.arange(0, C.BLOCK_D)
+    inside = exists[:, None] & (columns < C.HEAD_DIM)[None, :]
+    x = tl.load(base + row_offsets[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    if HALF > 0:
+        if C.INTERLEAVED:
+            partner = columns ^ 1
+            frequency = columns // 2
+            first = columns % 2 == 0
+        else:
+            partner = tl.where(columns < HALF, columns + HALF, columns - HALF)
+            frequency = columns % HALF
+            first = columns < HALF
+        in_rotary = columns < C.ROTARY_DIM
+        # Loaded a second time instead of exchanged, because another thread may hold the partner column.
+        at_partner = base + row_offsets[:, None] + partner[None, :]
+        other = tl.load(at_partner, mask=exists[:, None] & in_rotary[None, :], other=0.0).to(tl.float32)
+        # Positions beyond the tables are not rotated: cos 1, sin 0.
+        in_table = (exists & (positions >= 0) & (positions < rotary_rows))[:, None] & in_rotary[None, :]
+        angles = positions.to(tl.int64)[:, None] * HALF + frequency[None, :]
+        cos = tl.load(pointers.rotary_cos + angles, mask=in_table, other=1.0).to(tl.float32)
+        sin = tl.load(pointers.rotary_sin + angles, mask=in_table, other=0.0).to(tl.float32)
+        x = x * cos + tl.where(first, -1.0, 1.0)[None, :] * other * sin
+    return x
+
+
+@triton.jit
+def as_cached(x, dtype: tl.constexpr, scale, C: tl.constexpr):
+    """Round x to the new tokens' ``dtype``, then quantise it if the cache is in FP8."""
+    x = x.to(dtype)
+    if C.QUANTISED:
+        x = x.to(tl.float32) / scale
+        x = tl.clamp(x, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
+    if C.E4M3_BITS:
+        x = encode_bits(x)
+    return x
 
 
 @dataclass(frozen=True)
@@ -374,6 +391,45 @@ class CopyLengths(NamedTuple):
     """Programs per pair and layer."""
 
 
+@kernel(do_not_specialize=("lengths",))
+def copy_kernel(pointers, strides, lengths, C: tl.constexpr):
+    """Copy blocks of the caches, with their scales, to other blocks of the same caches.
+
+    Grid: (programs per block * layers * pairs,). Each program copies BLOCK rows of a block. Caches are
+    (layers, num_blocks, page_size, heads, HEAD_DIM); ``pairs`` (n, 2) are source and destination blocks. A
+    pair with a block outside of the cache is skipped.
+    """
+    program = tl.program_id(0)
+    part = program % lengths.parts
+    layer = (program // lengths.parts % lengths.num_layers).to(tl.int64)
+    pair = (program // lengths.parts // lengths.num_layers).to(tl.int64)
+    pair_at = pointers.pairs + pair * lengths.pair_stride
+    source = tl.load(pair_at).to(tl.int64)
+    destination = tl.load(pair_at + lengths.pair_column_stride).to(tl.int64)
+    num_blocks = lengths.num_blocks
+    # Pairs are data on the device that no host has checked.
+    if (source >= 0) & (source < num_blocks) & (destination >= 0) & (destination < num_blocks):
+        k = pointers.k + layer * strides.k_stride_l
+        copy_rows(
+            k, source * strides.k_stride_b, destination * strides.k_stride_b, strides.k_stride_s,
+            strides.k_stride_h, part * C.BLOCK, lengths, C.HEAD_DIM, C.BLOCK_D, C.BLOCK,
+        )  # fmt: skip
+        v = pointers.v + layer * strides.v_stride_l
+        copy_rows(
+            v, source * strides.v_stride_b, destination * strides.v_stride_b, strides.v_stride_s,
+            strides.v_stride_h, part * C.BLOCK, lengths, C.HEAD_DIM_V, C.BLOCK_DV, C.BLOCK,
+        )  # fmt: skip
+        if C.HAS_DESCALES and part == 0:
+            copy_scales(
+                pointers.k_descale + layer * lengths.k_descale_stride_l, source * lengths.k_descale_stride_b,
+                destination * lengths.k_descale_stride_b, lengths.num_heads, C.BLOCK_HEADS,
+            )  # fmt: skip
+            copy_scales(
+                pointers.v_descale + layer * lengths.v_descale_stride_l, source * lengths.v_descale_stride_b,
+                destination * lengths.v_descale_stride_b, lengths.num_heads, C.BLOCK_HEADS,
+            )  # fmt: skip
+
+
 @triton.jit
 def copy_rows(
     base, source, destination, stride_s, stride_h, first, lengths, HEAD_DIM: tl.constexpr,
@@ -397,41 +453,3 @@ def copy_scales(base, source, destination, num_heads, BLOCK_HEADS: tl.constexpr)
     inside = heads < num_heads
     scale = tl.load(base + heads + source, mask=inside)
     tl.store(base + heads + destination, scale, mask=inside)
-
-
-@kernel(do_not_specialize=("lengths",))
-def copy_kernel(pointers, strides, lengths, C: tl.constexpr):
-    """Copy blocks of the caches, with their scales, to other blocks of the same caches.
-
-    Grid: (programs per block * layers * pairs,). Each program copies BLOCK rows of a block. Caches are
-    (layers, num_blocks, page_size, heads, HEAD_DIM); ``pairs`` (n, 2) are source and destination blocks. A
-    pair with a block outside of the cache is skipped.
-    """
-    program = tl.program_id(0)
-    part = program % lengths.parts
-    layer = (program // lengths.parts % lengths.num_layers).to(tl.int64)
-    pair = (program // lengths.parts // lengths.num_layers).to(tl.int64)
-    pair_at = pointers.pairs + pair * lengths.pair_stride
-    source = tl.load(pair_at).to(tl.int64)
-    destination = tl.load(pair_at + lengths.pair_column_stride).to(tl.int64)
-    num_blocks = lengths.num_blocks
-    if (source >= 0) & (source < num_blocks) & (destination >= 0) & (destination < num_blocks):
-        k = pointers.k + layer * strides.k_stride_l
-        copy_rows(
-            k, source * strides.k_stride_b, destination * strides.k_stride_b, strides.k_stride_s,
-            strides.k_stride_h, part * C.BLOCK, lengths, C.HEAD_DIM, C.BLOCK_D, C.BLOCK,
-        )  # fmt: skip
-        v = pointers.v + layer * strides.v_stride_l
-        copy_rows(
-            v, source * strides.v_stride_b, destination * strides.v_stride_b, strides.v_stride_s,
-            strides.v_stride_h, part * C.BLOCK, lengths, C.HEAD_DIM_V, C.BLOCK_DV, C.BLOCK,
-        )  # fmt: skip
-        if C.HAS_DESCALES and part == 0:
-            copy_scales(
-                pointers.k_descale + layer * lengths.k_descale_stride_l, source * lengths.k_descale_stride_b,
-                destination * lengths.k_descale_stride_b, lengths.num_heads, C.BLOCK_HEADS,
-            )  # fmt: skip
-            copy_scales(
-                pointers.v_descale + layer * lengths.v_descale_stride_l, source * lengths.v_descale_stride_b,
-                destination * lengths.v_descale_stride_b, lengths.num_heads, C.BLOCK_HEADS,
-            )  # fmt: skip

@@ -1,33 +1,43 @@
-"""Arguments and constants of the kernel that attends to a cache.
-
-:mod:`schedule` defines *n_block* and *work tile*.
-
-Loads and prefetches of a sequence's keys and values, by its block table or from a dense cache.
-
-A *page* is a block of a paged cache, an *n_block* a tile of BLOCK_N keys of one sequence. Entries of the
-block table are read only for visible keys.
-
-The unified maximum of FlashDecoding++ (Hong et al. 2023, arXiv:2311.01282, section 3), on GPUs.
-
-The number subtracted from scores need not be their maximum. Any number phi gives the same quotient, as long
-as no sum overflows or is so small that it has lost bits. With phi given, no maximum is computed and nothing
-is rescaled. The sums are checked once, at the end of a work tile. If they are out of range, the same program
-computes the tile again with the online softmax.
-
-Steps of attention over a cache: products with its keys and values, scores, the online softmax.
-
-:mod:`schedule` defines *n_block* and *work tile*.
-
-Attention of few query rows over a cache: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023) in portable
+"""Attention of few query rows over a cache: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023) in portable
 Triton.
 
-Its time is bound by reading the cache. The cache is read only once, because all query heads of a key/value
-head and all query tokens form one tile of rows. A program walks its share of the n_blocks (:mod:`schedule`)
-with an online softmax. If it computes a whole work tile, it writes the result to ``out``. Otherwise it leaves
-a normalised partial result, with its log-sum-exp in base 2, for :mod:`combine`.
+Its time is bound by reading the cache, so the cache is read once: all query heads of a key/value head and all
+query tokens form one tile of rows. The work is a list of *n_blocks* (BLOCK_N keys of one sequence and head),
+which :mod:`schedule` divides among the programs; it also defines *m_block* and *work tile*. Two kinds of
+grid::
 
-The cache is dense or in pages (PagedAttention, Kwon et al. 2023, arXiv:2309.06180; :mod:`cache`). The loop
-over its n_blocks is in :mod:`steps`.
+    STREAM_K    attend_balanced     an equal, contiguous share of all n_blocks, over any number of work tiles
+    otherwise   attend_split        one split of one work tile, which depends on its own length only
+
+    work tiles      |   A    |        B        |  C |           three sequences, one head
+    n_blocks        0  1  2  3  4  5  6  7  8  9  10 11
+    share of        -- 0 --  -- 1 --  -- 2 --  --- 3 ---        four programs of a stream-K grid
+
+For each of its work tiles a program (attend_work_tile) takes these steps::
+
+    load lengths                                       where the keys are
+    load Q, scales, the block table of n_blocks 0, 1   all at once, then a barrier
+    m = -inf, l = 0, acc = 0
+    for each n_block n:                                attend_n_blocks: the forward pass' inner loop
+        load the block table of n + 2                  two ahead of the keys that it leads to
+        load K by table;  S = Q K^T;  mask;  online softmax: P, m, l, alpha
+        load V by table;  acc = alpha acc + P V
+    whole work tile:   out = acc / l, lse              sink and prior results are added here
+    part of one:       normalised partial result and its log-sum-exp in base 2, for :mod:`combine`
+
+With PREFETCH, loads run ahead of this order: before the preceding kernel has ended (prefetch_first), and two
+n_blocks before the end of each work tile (prefetch_next), so that memory stays busy while lengths and tables
+are loaded.
+
+The cache is dense or in *pages* (PagedAttention, Kwon et al. 2023, arXiv:2309.06180). Entries of the block
+table are read only for keys that a row sees. Pages and lengths from the caller are clamped to the cache; an
+invalid one makes the result of its work tile NaN.
+
+The unified maximum (FlashDecoding++, Hong et al. 2023, arXiv:2311.01282, section 3): the number subtracted
+from scores need not be their maximum. Any number phi gives the same quotient, as long as no sum overflows or
+is so small that it has lost bits. With phi given, no maximum is computed and nothing is rescaled. The sums
+are checked once, at the end of a work tile. If they are out of range, the same program computes the tile
+again with the online softmax.
 """
 
 from dataclasses import dataclass
@@ -54,6 +64,7 @@ from flashtile.backends.portable.decode.schedule import (
     reach_of,
     sequence_of,
     share_start,
+    split_size,
     store_results,
     store_rows,
     stream_k_start,
@@ -81,8 +92,7 @@ class DecodeVariant(Layout):
     HAS_SCORE_MOD: bool
     """Whether scores are more than raw products times a positive scale, so that their order may differ."""
     SOFTMAX_MAX: str
-    """Kind of unified maximum (:mod:`unified_max`): "none", "number" (one for all heads) or "head" (one for
-    each query head)."""
+    """Kind of unified maximum: "none", "number" (one for all heads) or "head" (one for each query head)."""
     DESCALE: str
     """Scales of the cache: "none", "head" (one per head), "block" (per head of each page, or of each row of a
     dense cache) or "sequence" (per head of each sequence)."""
@@ -160,23 +170,6 @@ class DecodePointers(NamedTuple):
     qv: Any
 
 
-class DecodeStrides(NamedTuple):
-    """Strides between sequences (or pages), tokens and heads, in elements.
-
-    The fields are flat: after a branch, Triton 3.6 forgets a stride of 1 in a structure within a structure.
-    """
-
-    q_batch: Any
-    q_token: Any
-    q_head: Any
-    k_batch: Any
-    k_token: Any
-    k_head: Any
-    v_batch: Any
-    v_token: Any
-    v_head: Any
-
-
 class OuterStrides(NamedTuple):
     """Strides between sequences (for scales of an FP8 cache: pages or sequences), in elements; 0 if all
     share one entry. The kernel is not specialized on their values, since no wide load depends on them."""
@@ -213,6 +206,523 @@ class DecodeCall(NamedTuple):
     new_strides: Any
     """:class:`append.AppendStrides` of the new tokens, or None, like ``new_lengths``."""
     new_lengths: Any
+
+
+@kernel(do_not_specialize=("outer", "lengths", "num_blocks", "splits", "new_lengths"))
+def decode_kernel(
+    pointers, strides, outer, lengths, numbers, num_blocks, splits, new_strides, new_lengths, C: tl.constexpr
+):
+    """Compute attention over a cache, after appending a new token of each sequence if C.APPEND is given.
+
+    A program stores the results ``out`` and ``lse`` of each work tile that it computes alone. Of a work tile
+    that several programs share, each program stores a partial result.
+
+    Grid: (teams * HEADS_PER_TEAM,) if STREAM_K, else (m_blocks * splits * heads_kv * batch,).
+
+    q is (batch, seqlen_q, heads_q, HEAD_DIM), or (total_q, heads_q, HEAD_DIM) when VARLEN. Caches are (rows,
+    capacity, heads_kv, ...) or (num_blocks, PAGE_SIZE, heads_kv, ...). out is like q, with HEAD_DIM_V
+    columns. lse is (batch, heads_q, seqlen_q) or (heads_q, total_q). out and lse are contiguous. Partial
+    results are float32: outputs (slots, partial_rows, HEAD_DIM_V), then log-sum-exps (slots, partial_rows).
+    """
+    call = DecodeCall(
+        pointers, strides, outer, lengths, numbers, num_blocks, splits, new_strides, new_lengths
+    )
+    program = tl.program_id(0)
+    if C.PREFETCH != 0:
+        prefetch_first(program, call, C)
+    if C.PDL:
+        # The kernel may reach this point before its predecessor has ended. Data that it has read before this
+        # wait only served to choose what to prefetch. Dependent kernels read lengths as soon as they start.
+        # They are therefore launched after this wait: here, or later by a program that prefetches.
+        tl.extra.cuda.gdc_wait()
+        if C.PREFETCH == 0:
+            tl.extra.cuda.gdc_launch_dependents()
+    if C.STREAM_K:
+        attend_balanced(program, call, C)
+    else:
+        attend_split(program, call, C)
+
+
+@triton.jit
+def attend_balanced(program, call, C: tl.constexpr):
+    """Do the work of a program in a stream-K grid: attend to an equal, contiguous share of all n_blocks."""
+    HEADS: tl.constexpr = C.HEADS_PER_TEAM
+    pointers, lengths = call.pointers, call.lengths
+    team = program // HEADS
+    teams = tl.num_programs(0) // HEADS
+    total, position, m_block, m_block_start = stream_k_start(
+        tl.arange(0, C.SCAN_BLOCK), team, teams, pointers, lengths, C
+    )
+    end = share_start(team + 1, teams, total)
+    # The condition is not checked before the first iteration. So values that do not depend on the lengths are
+    # computed while the lengths are loaded.
+    more = tl.full([], True, tl.int1)
+    while more:
+        work, nth, m_block_end = work_tile_at(program, position, m_block, m_block_start, pointers, lengths, C)
+        count = min(work.n_blocks - nth, end - position)
+        position += count
+        more = position < end
+        # If a team covers all heads, every work tile of a program is in a new m_block. The next m_block is
+        # then known before the lengths are loaded.
+        finished = (position >= m_block_end) | C.ONE_TEAM
+        m_block += finished.to(tl.int32)
+        m_block_start = tl.where(finished, m_block_end, m_block_start)
+        next_work, next_first = work, nth
+        if C.PREFETCH != 0:
+            next_work, next_first, _ = work_tile_at(
+                program, position, m_block, m_block_start, pointers, lengths, C
+            )
+            next_first = next_work.keys.first // C.BLOCK_N + next_first
+        if count > 0:
+            # A program has two slots for partial results: one for a work tile that an earlier program began,
+            # and one for a work tile that it begins itself.
+            slot = 2 * program + (nth == 0).to(tl.int32)
+            attend_work_tile(
+                work, work.keys.first // C.BLOCK_N + nth, count, slot, count == work.n_blocks, next_work,
+                next_first, more, call, C,
+            )  # fmt: skip
+
+
+@triton.jit
+def attend_split(program, call, C: tl.constexpr):
+    """Do the work of a program in a grid without stream-K: attend to one split of a work tile.
+
+    The split depends only on the length of the tile's sequence. The m_blocks of a sequence run concurrently
+    and share keys in the L2 cache; the last ones start first, because they see the most keys.
+    """
+    lengths, splits = call.lengths, call.splits
+    m_blocks, num_splits = lengths.m_blocks_per_sequence, splits.num_splits
+    m = m_blocks - 1 - program % m_blocks
+    split = (program // m_blocks) % num_splits
+    head_kv = program // (m_blocks * num_splits) % lengths.num_heads_kv
+    b = program // (m_blocks * num_splits * lengths.num_heads_kv)
+    sequence = load_sequence(b, True, call.pointers, lengths, C)
+    num_rows, keys, n_blocks = reach_of(m, sequence, lengths, C)
+    each = n_blocks
+    if C.SPLIT:
+        each = split_size(n_blocks, splits)
+    nth = split * each
+    if nth < n_blocks:
+        work = WorkTile(b * m_blocks + m, head_kv, sequence, num_rows, keys, n_blocks)
+        attend_work_tile(
+            work, keys.first // C.BLOCK_N + nth, min(each, n_blocks - nth), program, each >= n_blocks, work,
+            nth, False, call, C,
+        )  # fmt: skip
+
+
+@triton.jit
+def attend_work_tile(
+    work, first, count, slot, whole, next_work_tile, next_first, more, call, C: tl.constexpr
+):
+    """Attend to ``count`` n_blocks of a work tile, from n_block ``first`` on.
+
+    If ``whole``, these n_blocks are the whole work tile, and the result goes to ``out``. Otherwise it goes to
+    ``slot`` of the partial results. If ``more``, the program continues with ``next_work_tile`` from n_block
+    ``next_first`` on, and the first n_blocks of that work tile are prefetched.
+    """
+    pointers, lengths, outer = call.pointers, call.lengths, call.outer
+    sequence = work.sequence
+
+    # Prologue: whatever depends on the lengths alone, in one round trip to memory.
+    b, m = sequence_of(work.m_block, lengths, C)
+    b = b.to(tl.int64)
+    index = tl.arange(0, C.BLOCK_M)
+    exists = index < work.num_rows
+    tokens, heads = heads_of_rows(m * C.BLOCK_M + index, work.head_kv, lengths, C)
+    rows = Rows(b, sequence.start_q, tokens, heads, exists)
+    cache = cache_of(work, first, call, C)
+    next_cache = cache
+    if C.PREFETCH != 0:  # the next work tile's block table is loaded with this one's, long before its keys
+        next_cache = cache_of(next_work_tile, next_first, call, C)
+    q, qv = load_queries(rows, call, C)
+    tree_rows = tokens
+    slope = tl.zeros([], tl.float32)
+    if C.HAS_ALIBI:
+        slopes = pointers.alibi_slopes + b * outer.alibi_stride + heads
+        slope = tl.load(slopes, mask=exists, other=0.0)[:, None]
+    # Scales per head and per sequence are numbers of the work tile. Those per block come with the keys.
+    k_scale = tl.full([], 1.0, tl.float32)
+    v_scale = k_scale
+    if C.DESCALE == "head":
+        k_scale = tl.load(pointers.k_descale + work.head_kv)
+        v_scale = tl.load(pointers.v_descale + work.head_kv)
+    if C.DESCALE == "sequence":
+        k_scale = tl.load(pointers.k_descale + b * outer.k_descale_stride + work.head_kv)
+        v_scale = tl.load(pointers.v_descale + b * outer.v_descale_stride + work.head_kv)
+    if C.HAS_TREE:
+        tree_rows = pointers.tree_mask + b * outer.tree_stride + tokens * lengths.seqlen_q
+    if C.SOFTMAX_MAX != "none":
+        phi = call.numbers.softmax_max
+        if C.SOFTMAX_MAX == "head":
+            phi = tl.load(pointers.softmax_max + heads, mask=exists, other=0.0)
+        shift = tl.floor(phi * LOG2_E + 0.5)  # in log2 units; an integer, so that its exp2 is exact
+    faults = find_faults(cache, first, first + count, work.keys, C)
+    if C.APPEND is not None:
+        APPEND: tl.constexpr = C.APPEND
+        # Only the program of the last n_block writes the token, and no other program reads it.
+        if first + count == work.keys.first // C.BLOCK_N + work.n_blocks:
+            token = tl.arange(0, APPEND.ROWS)
+            append_tokens(
+                work.head_kv, b, token, tl.zeros([], tl.int64), token == 0, pointers.new, call.new_strides,
+                call.new_lengths, APPEND,
+            )  # fmt: skip
+    # The first loads of a work tile are issued together. Without a barrier, the compiler would move each load
+    # to its use, and their latencies would add up. The barrier also orders the stores of the new token before
+    # the loads of the cache by other threads.
+    tl.debug_barrier()
+    dtype: tl.constexpr = pointers.q.dtype.element_ty
+    IN_FLOAT16: tl.constexpr = C.E4M3 and dtype != tl.float32
+    if IN_FLOAT16:
+        # Products with a cache in e4m3 are in float16: the conversion is exact and cheap, while bfloat16
+        # would take the slowest conversion unit. Dividing q by the power of two at or below the largest
+        # element of its row brings it into float16's range. The quotient is exact, except for elements that
+        # are more than 2^24 times smaller than the largest.
+        q = q.to(tl.float32)
+        largest = tl.max(tl.abs(q), 1)
+        q_scale = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        q_scale = tl.where(q_scale == 0.0, 1.0, q_scale)
+        q = (q / q_scale[:, None]).to(tl.float16)
+        k_scale = (k_scale * q_scale)[:, None]
+    next_work = NextWork(next_cache, next_first, next_work_tile.keys, more)
+    offset = sequence.len_k - sequence.len_q
+    left, right = window_at((tokens + offset)[:, None], sequence.leftpad, lengths)
+    score_rows = ScoreRows(tokens, offset, slope, k_scale, tree_rows, sequence.len_q, left, right)
+    last = first + count
+
+    # Main loop.
+    if C.SOFTMAX_MAX == "none":
+        acc, row_max, row_sum = attend_n_blocks(
+            q, first, last, work.keys, cache, faults, next_work, score_rows, call, dtype, C, C.PREFETCH, qv
+        )
+    else:
+        acc, _, row_sum = attend_n_blocks(
+            q, first, last, work.keys, cache, faults, next_work, score_rows, call, dtype, C, C.PREFETCH, qv,
+            shift,
+        )  # fmt: skip
+        row_max = shift + tl.zeros_like(row_sum)
+        OPERAND: tl.constexpr = dtype if C.DESCALE == "block" else q.dtype
+        if is_in_range(acc, row_sum, exists, count * C.BLOCK_N, OPERAND) == 0:
+            # Compute the cache and the faults again. This is rare, and values that are kept for this case
+            # would occupy registers in the first loop.
+            again = cache_of(work, first, call, C)
+            faults = find_faults(again, first, last, work.keys, C)
+            acc, row_max, row_sum = attend_n_blocks(
+                q, first, last, work.keys, again, faults, next_work, score_rows, call, dtype, C, 0, qv
+            )
+        if C.HAS_SINK or C.HAS_PRIOR:
+            # Make row_sum 1 and row_max the log-sum-exp (base 2), as if by the online softmax. What is added
+            # then may have scores far from phi. Rows without keys keep the sum 0.
+            empty = row_sum == 0.0
+            total = tl.where(empty, 1.0, row_sum)
+            new_max = tl.where(empty, -float("inf"), row_max + tl.log2(total))
+            acc, row_max, row_sum = acc / total[:, None], new_max, tl.where(empty, 0.0, 1.0)
+
+    # Epilogue.
+    if C.DESCALE == "head" or C.DESCALE == "sequence":
+        acc = acc * v_scale
+    # Results over other keys (``prior_out``) and the sink are added once: here if the work tile is whole,
+    # otherwise where its partial results are combined.
+    if C.HAS_PRIOR:  # noqa: SIM102 - HAS_PRIOR is a constant, ``whole`` is not
+        if whole:
+            acc, row_max, row_sum = with_prior(
+                acc, row_max, row_sum, pointers.prior_out, pointers.prior_lse, rows, lengths, C
+            )
+    out, lse = normalised(acc, row_max, row_sum)
+    if whole:
+        store_results(pointers, out, lse, rows, lengths, C)
+    elif C.SPLIT:
+        splits = call.splits
+        partial_row = slot.to(tl.int64) * splits.partial_rows + index
+        offsets = partial_row * C.HEAD_DIM_V
+        store_rows(pointers.partial, offsets, exists, out, C.HEAD_DIM_V, C.BLOCK_DV)
+        partial_lse = pointers.partial + splits.slots.to(tl.int64) * splits.partial_rows * C.HEAD_DIM_V
+        tl.store(partial_lse + partial_row, lse, mask=exists)
+
+
+@triton.jit
+def load_queries(rows, call, C: tl.constexpr):
+    """Load (q [BLOCK_M, BLOCK_D], qv [BLOCK_M, BLOCK_DV]). Without qv, return (q, q).
+
+    If C.APPEND has rotary embedding, q is rotated.
+    """
+    pointers, strides, lengths = call.pointers, call.strides, call.lengths
+    tokens = rows.start_q.to(tl.int64) + rows.tokens
+    columns = tl.arange(0, C.BLOCK_D)
+    offsets = rows.b * strides.q_batch + tokens * strides.q_token
+    offsets += rows.heads.to(tl.int64) * strides.q_head
+    q = tl.load(
+        pointers.q + offsets[:, None] + columns[None, :],
+        mask=rows.exists[:, None] & (columns < C.HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    if C.APPEND is not None:
+        APPEND: tl.constexpr = C.APPEND
+        if APPEND.ROTARY_DIM > 0:
+            dtype: tl.constexpr = q.dtype
+            new, rotary_rows = pointers.new, call.new_lengths.rotary_rows
+            positions = rows.tokens * 0 + start_of_rotation(rows.b, new, APPEND)
+            q = load_rotated(pointers.q, offsets, rows.exists, positions, new, rotary_rows, APPEND)
+            q = q.to(dtype)
+    qv = q
+    if C.HAS_QV:
+        columns_v = tl.arange(0, C.BLOCK_DV)
+        first_row = rows.start_q if C.VARLEN else rows.b * lengths.seqlen_q
+        num_heads_q = lengths.num_heads_kv * lengths.group_size
+        qv_rows = (first_row.to(tl.int64) + rows.tokens) * num_heads_q + rows.heads
+        qv = tl.load(
+            pointers.qv + qv_rows[:, None] * C.HEAD_DIM_V + columns_v[None, :],
+            mask=rows.exists[:, None] & (columns_v < C.HEAD_DIM_V)[None, :],
+            other=0.0,
+        )
+    return q, qv
+
+
+class ScoreRows(NamedTuple):
+    """Properties of a tile's rows that scores depend on: [BLOCK_M], or a scalar for all rows."""
+
+    tokens: Any
+    offset: Any
+    """len_k - len_q: token i stands at key i + offset."""
+    slope: Any
+    k_scale: Any
+    tree_rows: Any
+    """Pointers to the tokens' rows of the tree mask."""
+    len_q: Any
+    left: Any
+    """Maximum number of keys that a token sees before its position; ``right``: after it. Scalars or [BLOCK_M,
+    1]."""
+    right: Any
+
+
+class NextWork(NamedTuple):
+    """The work tile that a program attends to after the present one."""
+
+    cache: Any
+    n_block: Any
+    keys: Any
+    exists: Any
+
+
+@triton.jit
+def attend_n_blocks(
+    q, first, last, keys, cache, faults, next_work, rows, call, dtype: tl.constexpr, C: tl.constexpr,
+    PREFETCH: tl.constexpr, qv, shift=None,
+):  # fmt: skip
+    """Attend to ``keys`` in n_blocks ``first`` to ``last`` (exclusive).
+
+    Returns (acc [BLOCK_M, BLOCK_DV], row_max [BLOCK_M], row_sum [BLOCK_M]). Sums are NaN if ``faults`` of
+    :func:`find_faults` are not 0, or if a page is not in the cache.
+
+    ``dtype`` is the dtype of the call's queries. If pages have scales, values are multiplied by the scales
+    and rounded to ``dtype``. If ``shift`` is given, it is subtracted from scores instead of their maximum.
+    ``qv`` [BLOCK_M, BLOCK_DV]: queries that are multiplied by the values, if C.HAS_QV.
+    """
+    PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    BLOCK_DV: tl.constexpr = C.BLOCK_DV
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    operand: tl.constexpr = q.dtype
+    q_odd = tl.zeros([], tl.float32)  # a dummy, unless the cache is read in pairs of columns
+    acc_odd = q_odd
+    if C.E4M3_PAIRS:
+        q, q_odd = tl.split(tl.reshape(q, [BLOCK_M, C.BLOCK_D // 2, 2]))
+        acc = tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)
+        acc_odd = tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    row_sum = 0.0
+    if C.faults_ahead:  # with a fault the sum begins as NaN, and stays NaN
+        row_sum = tl.where(faults == 0, 0.0, float("nan"))
+    if C.sums_late:
+        row_sum += tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    else:
+        if C.faults_ahead:
+            row_sum = tl.sum(row_sum, 0)
+        row_sum += tl.zeros([BLOCK_M], tl.float32)
+    # Block-table entries are loaded two n_blocks ahead of their keys, so that the latencies of both loads do
+    # not add up. Triton could pipeline both loads, but then entries and keys would share the stages, and half
+    # as many bytes of keys would be in flight.
+    current, upcoming = cache.pages
+    if PAGE_SIZE != 0:
+        given = current
+        current = in_cache(given, cache.num_blocks)
+        if not C.faults_ahead:
+            faults = faults | (given ^ current)
+    for n in range(first, last):
+        if PREFETCH != 0:
+            prefetch_next(n, first, last, next_work, call.strides, PREFETCH, C)
+        start = n * C.BLOCK_N
+        positions = start + tl.arange(0, C.BLOCK_N)
+        seen = is_seen(positions, keys, C)
+        page = cache.row
+        if PAGE_SIZE != 0:
+            page = page_of_keys(current, C)
+            current = in_cache(upcoming, cache.num_blocks)
+            if not C.faults_ahead:
+                faults = faults | (upcoming ^ current)
+            upcoming = load_pages(cache.block_table, n + 2, keys, C)
+        k, v, k_offsets, v_offsets = rows_of_n_block(cache, page, start, call.strides, C)
+        products = multiply_keys(q, q_odd, k, k_offsets, seen, C)  # [BLOCK_M, BLOCK_N]
+        if C.HAS_QV:
+            v_tile = load_rows(v, v_offsets, seen, C.HEAD_DIM_V, C.BLOCK_DV)  # loaded once for both products
+            products = tl.dot(qv, tl.trans(v_tile), products, input_precision=C.PRECISION)
+        v_scale = 1.0
+        if C.DESCALE == "block":
+            # A scalar of the page, or one number for each key: [1, BLOCK_N] for k, [BLOCK_N, 1] for v.
+            k_scale = tl.load(cache.k_descale + page.to(tl.int64) * call.outer.k_descale_stride)
+            v_scale = tl.load(cache.v_descale + page.to(tl.int64) * call.outer.v_descale_stride)
+            if PAGE_SIZE != 0 and not C.one_page:
+                k_scale = k_scale[None, :]
+                v_scale = v_scale[:, None]
+            products = products * k_scale
+
+        # Scores, -inf where a row does not see a key; in log2 units if HAS_SCORE_MOD, else raw products.
+        scores = products
+        distance = positions[None, :] - (rows.tokens + rows.offset)[:, None]
+        if C.HAS_SCORE_MOD:
+            scores, _ = apply_score_mod(
+                scores * rows.k_scale, distance, rows.slope, call.numbers.softmax_scale, call.numbers.softcap,
+                C.HAS_SOFTCAP, C.HAS_ALIBI,
+            )  # fmt: skip
+        allowed = visible(distance, rows.left, rows.right, C.HAS_LEFT, C.HAS_RIGHT)
+        allowed = allowed & seen[None, :]
+        if C.HAS_TREE:  # the mask covers the query tokens among the keys; keys before them are visible
+            columns = (positions - rows.offset)[None, :]
+            in_tree = (columns >= 0) & (columns < rows.len_q) & (rows.tokens < rows.len_q)[:, None]
+            allowed = allowed & (tl.load(rows.tree_rows[:, None] + columns, mask=in_tree, other=1) != 0)
+        scores = tl.where(allowed, scores, -float("inf"))
+
+        # Softmax. Sums over columns are late (sums_late) where they would be an exchange between warps.
+        if shift is not None:
+            p = shifted_exponentials(scores, shift, call.numbers.scale_log2, C, dtype)
+            if C.sums_late:
+                row_sum += p
+            else:
+                row_sum += tl.sum(p, 1)
+        else:
+            p, row_max, alpha = softmax_step(scores, row_max, call.numbers.scale_log2, C.HAS_SCORE_MOD, True)
+            if C.sums_late:
+                row_sum = row_sum * alpha[:, None] + p
+            else:
+                row_sum = row_sum * alpha + tl.sum(p, 1)
+            acc = acc * alpha[:, None]
+            if C.E4M3_PAIRS:
+                acc_odd = acc_odd * alpha[:, None]
+        if C.HAS_QV:
+            acc = tl.dot(p.to(operand), v_tile, acc, input_precision=C.PRECISION)
+        else:
+            acc, acc_odd = add_values(acc, acc_odd, p, v, v_offsets, seen, v_scale, operand, dtype, C)
+    if C.E4M3_PAIRS:
+        acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_DV])
+    if C.sums_late:
+        row_sum = tl.sum(row_sum, 1)
+    if not C.faults_ahead:
+        if PAGE_SIZE != 0 and not C.one_page:
+            faults = tl.max((faults != 0).to(tl.int32), 0)
+        row_sum = tl.where(faults == 0, row_sum, float("nan"))
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def multiply_keys(q, q_odd, base, offsets, seen, C: tl.constexpr):
+    """Return the raw products [BLOCK_M, BLOCK_N] of queries with the keys at ``offsets``."""
+    if C.E4M3_PAIRS:
+        # Loads of operands from shared memory can transpose 16-bit elements, but not bytes. So the cache is
+        # read in pairs, and Q K^T is the sum over even columns and over odd columns.
+        pairs = load_rows(base, offsets, seen, C.HEAD_DIM // 2, C.BLOCK_D // 2)
+        even, odd = split_pairs(pairs, C.E4M3_BITS)
+        products = tl.dot(q, tl.trans(even.to(q.dtype)), input_precision=C.PRECISION)
+        odd = tl.trans(odd.to(q.dtype))
+        products = tl.dot(q_odd, odd, products, input_precision=C.PRECISION)
+    else:
+        k = load_rows(base, offsets, seen, C.HEAD_DIM, C.BLOCK_D)
+        k = tl.trans(as_dtype(k, q.dtype, C))
+        products = tl.dot(q, k, input_precision=C.PRECISION)
+    return products
+
+
+@triton.jit
+def add_values(
+    acc, acc_odd, p, base, offsets, seen, page_scale, dtype: tl.constexpr, scaled_dtype: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Return (acc + p V, acc_odd + p V_odd) for the values at ``offsets``.
+
+    Operands are in ``dtype``, or in ``scaled_dtype`` if values are multiplied by the scales of their pages.
+    V_odd are the odd columns if E4M3_PAIRS; otherwise ``acc_odd`` is unused.
+    """
+    SCALED: tl.constexpr = C.DESCALE == "block"
+    operand: tl.constexpr = scaled_dtype if SCALED else dtype
+    if C.E4M3_PAIRS:
+        pairs = load_rows(base, offsets, seen, C.HEAD_DIM_V // 2, C.BLOCK_DV // 2)
+        v, v_odd = split_pairs(pairs, C.E4M3_BITS)
+        if SCALED:
+            v_odd = v_odd.to(tl.float32) * page_scale
+        acc_odd = tl.dot(p.to(operand), v_odd.to(operand), acc_odd, input_precision=C.PRECISION)
+    else:
+        v = as_dtype(load_rows(base, offsets, seen, C.HEAD_DIM_V, C.BLOCK_DV), dtype, C)
+    if SCALED:
+        v = v.to(tl.float32) * page_scale
+    return tl.dot(p.to(operand), v.to(operand), acc, input_precision=C.PRECISION), acc_odd
+
+
+@triton.jit
+def as_dtype(tile, dtype: tl.constexpr, C: tl.constexpr):
+    """Convert a tile of k or v to ``dtype``. The cache must not be viewed as pairs of elements."""
+    if C.E4M3_BITS:
+        tile = decode_bits(tile)
+    return tile.to(dtype)
+
+
+MIN_SUM = tl.constexpr(2.0**-32)
+"""Least accepted sum of a row's exponentials: terms that exp2 flushes to zero are below 2^-94 of it."""
+MAX_SUM = tl.constexpr(2.0**120)
+MIN_MEAN_FLOAT16 = tl.constexpr(2.0**-10)
+"""Least accepted mean of the exponentials if they are rounded to float16, which has fewer bits below 2^-14.
+Above 2^16 float16 is infinite, and so are the sums of values."""
+MAX_FLOAT32 = tl.constexpr(2.0**16)
+"""Bound on float32 sums and on their inverse, so that the logarithm is as exact as with online softmax."""
+MIN_VALUE = tl.constexpr(2.0**-60)
+"""Least accepted magnitude of the largest output sum of a tile. Smaller sums may lack terms that were flushed
+to zero."""
+
+
+@triton.jit
+def shifted_exponentials(scores, shift, scale_log2, C: tl.constexpr, dtype: tl.constexpr):
+    """Return exp2(scores - shift). Scores are in log2 units if C.HAS_SCORE_MOD, else raw products."""
+    if C.SOFTMAX_MAX == "head":  # otherwise a scalar
+        shift = shift[:, None]
+    if not C.HAS_SCORE_MOD:
+        scores = scores * scale_log2
+    if dtype == tl.float32:
+        # The difference of a score near zero and a large shift would lose bits of the score.
+        p = tl.exp2(scores) * tl.exp2(-shift)
+    else:
+        p = tl.exp2(scores - shift)
+    return p
+
+
+@triton.jit
+def is_in_range(acc, row_sum, exists, keys, operand: tl.constexpr):
+    """Return whether acc and row_sum are as exact as with the online softmax, in all rows: one bool.
+
+    acc [BLOCK_M, BLOCK_DV] and row_sum [BLOCK_M] are sums over ``keys`` keys. A row_sum of 0 is out of range:
+    the row may have seen no key, or its terms may have been flushed to zero.
+    """
+    least = MIN_SUM
+    most = MAX_SUM
+    if operand == tl.float16:
+        least = keys.to(tl.float32) * MIN_MEAN_FLOAT16
+    elif operand == tl.float32:
+        least = 1 / MAX_FLOAT32
+        most = MAX_FLOAT32
+    sums = (row_sum >= least) & (row_sum <= most)  # False for NaN
+    size = tl.abs(acc)
+    size = tl.where(size <= MAX_SUM, size, float("inf"))  # also NaN, which tl.max would drop
+    largest = tl.max(tl.max(tl.where(exists[:, None], size, 0.0), 1), 0)
+    right = tl.min((sums | (exists == 0)).to(tl.int32), 0) != 0
+    return right & (largest >= MIN_VALUE) & (largest <= MAX_SUM)
 
 
 class Cache(NamedTuple):
@@ -283,7 +793,7 @@ def load_pages(block_table, n, keys, C: tl.constexpr, EARLY: tl.constexpr = Fals
     PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
     CACHE: tl.constexpr = ".cg" if EARLY else ""
     start = n * C.BLOCK_N
-    if PAGE_SIZE % C.BLOCK_N == 0:
+    if C.one_page:
         return tl.load(block_table + start // PAGE_SIZE, mask=start < keys.end, other=0, cache_modifier=CACHE)
     elif C.BLOCK_N % PAGE_SIZE == 0:
         columns = n * (C.BLOCK_N // PAGE_SIZE) + tl.arange(0, C.BLOCK_N // PAGE_SIZE)
@@ -300,15 +810,67 @@ def load_pages(block_table, n, keys, C: tl.constexpr, EARLY: tl.constexpr = Fals
 @triton.jit
 def page_of_keys(page, C: tl.constexpr):
     """Convert the result of :func:`load_pages` to one page for the n_block, or one per key [BLOCK_N]."""
-    ONE_PAGE: tl.constexpr = C.PAGE_SIZE % C.BLOCK_N == 0
     if C.PAGE_SIZE != 0:
-        if ONE_PAGE or C.WIDE:
+        # Offsets of rows have 64 bits if the cache needs them (WIDE). A page that holds the whole n_block is
+        # a scalar, and always has them.
+        if C.one_page or C.WIDE:
             page = page.to(tl.int64)
-        if C.BLOCK_N % C.PAGE_SIZE == 0 and not ONE_PAGE:
+        if C.BLOCK_N % C.PAGE_SIZE == 0 and not C.one_page:
             PAGES: tl.constexpr = C.BLOCK_N // C.PAGE_SIZE
             page = tl.broadcast_to(page[:, None], [PAGES, C.PAGE_SIZE])
             page = tl.reshape(page, [C.BLOCK_N])
     return page
+
+
+@triton.jit
+def rows_of_n_block(cache, page, start, strides, C: tl.constexpr):
+    """Return (k, v, k_offsets, v_offsets) of the n_block whose first key is ``start``.
+
+    k and v are pointers. k_offsets and v_offsets [BLOCK_N] are the offsets of the n_block's rows from these
+    pointers, in elements.
+    """
+    k = cache.k
+    v = cache.v
+    PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
+    position = tile_index(C.BLOCK_N, C.WIDE)
+    if PAGE_SIZE == 0:
+        k += page * strides.k_batch + start.to(tl.int64) * strides.k_token
+        v += page * strides.v_batch + start.to(tl.int64) * strides.v_token
+        k_offsets = position * strides.k_token
+        v_offsets = position * strides.v_token
+    elif C.one_page:
+        within = (start % PAGE_SIZE).to(tl.int64)
+        k += page * strides.k_batch + within * strides.k_token
+        v += page * strides.v_batch + within * strides.v_token
+        k_offsets = position * strides.k_token
+        v_offsets = position * strides.v_token
+    else:
+        if C.BLOCK_N % PAGE_SIZE != 0:
+            position += start
+        position = position % PAGE_SIZE
+        k_offsets = page * strides.k_batch + position * strides.k_token
+        v_offsets = page * strides.v_batch + position * strides.v_token
+    return k, v, k_offsets, v_offsets
+
+
+@triton.jit
+def load_rows(base, offsets, seen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load rows [BLOCK_N, BLOCK_D] of a cache at ``offsets``; zeros where not ``seen``."""
+    columns = tl.arange(0, BLOCK_D)
+    # Keys that no row sees are not loaded: they may lie beyond the sequence, or outside of the window.
+    inside = seen[:, None]
+    if HEAD_DIM != BLOCK_D:
+        inside = inside & (columns < HEAD_DIM)[None, :]
+    return tl.load(base + offsets[:, None] + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def is_seen(positions, keys, C: tl.constexpr):
+    """Return which positions are among ``keys``, the keys that at least one row of a work tile sees."""
+    seen = positions < keys.end
+    if C.HAS_LEFT or C.HAS_LEFTPAD:
+        seen = seen & (positions >= keys.first)
+    return seen
 
 
 @triton.jit
@@ -351,53 +913,49 @@ def find_faults(cache, first, last, keys, C: tl.constexpr):
 
 
 @triton.jit
-def is_seen(positions, keys, C: tl.constexpr):
-    """Return which positions are among ``keys``, the keys that at least one row of a work tile sees."""
-    seen = positions < keys.end
-    if C.HAS_LEFT or C.HAS_LEFTPAD:
-        seen = seen & (positions >= keys.first)
-    return seen
+def prefetch_first(program, call, C: tl.constexpr):
+    """Prefetch the n_blocks with which a program probably begins.
 
-
-@triton.jit
-def rows_of_n_block(cache, page, start, strides, C: tl.constexpr):
-    """Return (k, v, k_offsets, v_offsets) of the n_block whose first key is ``start``.
-
-    k and v are pointers. k_offsets and v_offsets [BLOCK_N] are the offsets of the n_block's rows from these
-    pointers, in elements.
+    An earlier kernel may still be writing the lengths and tables, so they may be wrong. All reads stay within
+    the tensors, even if lengths and tables have invalid values. The values that are read only select which
+    part of the cache is prefetched to the L2 cache. Since all writes go through L2, no stale data remains.
     """
-    k = cache.k
-    v = cache.v
-    PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
-    position = tile_index(C.BLOCK_N, C.WIDE)
-    if PAGE_SIZE == 0:
-        k += page * strides.k_batch + start.to(tl.int64) * strides.k_token
-        v += page * strides.v_batch + start.to(tl.int64) * strides.v_token
-        k_offsets = position * strides.k_token
-        v_offsets = position * strides.v_token
-    elif PAGE_SIZE % C.BLOCK_N == 0:
-        within = (start % PAGE_SIZE).to(tl.int64)
-        k += page * strides.k_batch + within * strides.k_token
-        v += page * strides.v_batch + within * strides.v_token
-        k_offsets = position * strides.k_token
-        v_offsets = position * strides.v_token
-    else:
-        if C.BLOCK_N % PAGE_SIZE != 0:
-            position += start
-        position = position % PAGE_SIZE
-        k_offsets = page * strides.k_batch + position * strides.k_token
-        v_offsets = page * strides.v_batch + position * strides.v_token
-    return k, v, k_offsets, v_offsets
+    HEADS: tl.constexpr = C.HEADS_PER_TEAM
+    pointers, lengths = call.pointers, call.lengths
+    team = program // HEADS
+    teams = tl.num_programs(0) // HEADS
+    total, position, m_block, m_block_start = stream_k_start(
+        tl.arange(0, C.SCAN_BLOCK), team, teams, pointers, lengths, C, True
+    )
+    work, nth, _ = work_tile_at(program, position, m_block, m_block_start, pointers, lengths, C, True)
+    n = work.keys.first // C.BLOCK_N + nth
+    cache = cache_of(work, n, call, C, True)
+    if position < share_start(team + 1, teams, total):  # the share is not empty
+        for i in tl.static_range(2):
+            page = cache.row
+            if C.PAGE_SIZE != 0:
+                page = cache.pages[i]
+            prefetch_n_block(cache, page, n + i, work.keys, call.strides, C)
 
 
 @triton.jit
-def load_rows(base, offsets, seen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load rows [BLOCK_N, BLOCK_D] of a cache at ``offsets``; zeros where not ``seen``."""
-    columns = tl.arange(0, BLOCK_D)
-    inside = seen[:, None]
-    if HEAD_DIM != BLOCK_D:
-        inside = inside & (columns < HEAD_DIM)[None, :]
-    return tl.load(base + offsets[:, None] + columns[None, :], mask=inside, other=0.0)
+def prefetch_next(n, first, last, next_work, strides, PREFETCH: tl.constexpr, C: tl.constexpr):
+    """Prefetch the first two n_blocks of the program's next work tile.
+
+    The loop over n_blocks calls this function in each iteration ``n``. Two consecutive iterations prefetch
+    one n_block each: they begin at ``last - PREFETCH``, or at ``first`` if the loop is shorter. In a
+    program's last work tile, these two iterations launch the dependent kernels instead.
+    """
+    # Not earlier: what the GPU reads within a work tile would evict it from L2 again.
+    i = n - tl.maximum(first, last - PREFETCH)
+    if (i == 0) | (i == 1):
+        if next_work.exists:
+            page = next_work.cache.row
+            if C.PAGE_SIZE != 0:
+                page = tl.where(i == 0, next_work.cache.pages[0], next_work.cache.pages[1])
+            prefetch_n_block(next_work.cache, page, next_work.n_block + i, next_work.keys, strides, C)
+        else:  # this is the last work tile: the combining programs may start
+            tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -419,6 +977,7 @@ def prefetch_n_block(cache, page, n, keys, strides, C: tl.constexpr):
 @triton.jit
 def prefetch_rows(base, offsets, seen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Prefetch the rows of a cache at ``offsets`` to the L2 cache, where ``seen``."""
+    # One instruction for each sector of 32 bytes, the unit in which L2 is filled.
     SECTOR: tl.constexpr = 256 // base.dtype.element_ty.primitive_bitwidth
     SECTORS: tl.constexpr = max(BLOCK_D // SECTOR, 1)
     columns = tl.arange(0, SECTORS) * SECTOR
@@ -444,639 +1003,3 @@ def not_hoisted(number):
     return tl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1
     )
-
-
-MIN_SUM = tl.constexpr(2.0**-32)
-"""Least accepted sum of a row's exponentials: terms that exp2 flushes to zero are below 2^-94 of it."""
-MAX_SUM = tl.constexpr(2.0**120)
-MIN_MEAN_FLOAT16 = tl.constexpr(2.0**-10)
-"""Least accepted mean of the exponentials if they are rounded to float16, which has fewer bits below 2^-14.
-Above 2^16 float16 is infinite, and so are the sums of values."""
-MAX_FLOAT32 = tl.constexpr(2.0**16)
-"""Bound on float32 sums and on their inverse, so that the logarithm is as exact as with online softmax."""
-MIN_VALUE = tl.constexpr(2.0**-60)
-"""Least accepted magnitude of the largest output sum of a tile. Smaller sums may lack terms that were flushed
-to zero."""
-
-
-@triton.jit
-def load_shift(number, pointer, heads, exists, C: tl.constexpr):
-    """Load phi, the number to subtract from scores, in log2 units: a scalar or [BLOCK_M].
-
-    phi is rounded to an integer, so that its exp2 is exact.
-    """
-    phi = number
-    if C.SOFTMAX_MAX == "head":
-        phi = tl.load(pointer + heads, mask=exists, other=0.0)
-    return tl.floor(phi * LOG2_E + 0.5)
-
-
-@triton.jit
-def shifted_exponentials(scores, shift, scale_log2, C: tl.constexpr, dtype: tl.constexpr):
-    """Return exp2(scores - shift). Scores are in log2 units if C.HAS_SCORE_MOD, else raw products."""
-    if C.SOFTMAX_MAX == "head":
-        shift = shift[:, None]
-    if not C.HAS_SCORE_MOD:
-        scores = scores * scale_log2
-    if dtype == tl.float32:
-        # The difference of a score near zero and a large shift would lose bits of the score.
-        p = tl.exp2(scores) * tl.exp2(-shift)
-    else:
-        p = tl.exp2(scores - shift)
-    return p
-
-
-@triton.jit
-def is_in_range(acc, row_sum, exists, keys, operand: tl.constexpr):
-    """Return whether acc and row_sum are as exact as with the online softmax, in all rows: one bool.
-
-    acc [BLOCK_M, BLOCK_DV] and row_sum [BLOCK_M] are sums over ``keys`` keys. A row_sum of 0 is out of range:
-    the row may have seen no key, or its terms may have been flushed to zero.
-    """
-    least = MIN_SUM
-    most = MAX_SUM
-    if operand == tl.float16:
-        least = keys.to(tl.float32) * MIN_MEAN_FLOAT16
-    elif operand == tl.float32:
-        least = 1 / MAX_FLOAT32
-        most = MAX_FLOAT32
-    sums = (row_sum >= least) & (row_sum <= most)  # False for NaN
-    size = tl.abs(acc)
-    size = tl.where(size <= MAX_SUM, size, float("inf"))
-    largest = tl.max(tl.max(tl.where(exists[:, None], size, 0.0), 1), 0)
-    right = tl.min((sums | (exists == 0)).to(tl.int32), 0) != 0
-    return right & (largest >= MIN_VALUE) & (largest <= MAX_SUM)
-
-
-@triton.jit
-def as_online(acc, row_max, row_sum):
-    """Return (acc, row_max, row_sum) rescaled so that row_sum is 1 and row_max is the log-sum-exp in base 2.
-
-    Rows without keys keep row_sum 0. A sink or the results over other keys can then be added, even if their
-    scores are far from phi, the number that was subtracted from scores.
-    """
-    empty = row_sum == 0.0
-    total = tl.where(empty, 1.0, row_sum)
-    new_max = tl.where(empty, -float("inf"), row_max + tl.log2(total))
-    return acc / total[:, None], new_max, tl.where(empty, 0.0, 1.0)
-
-
-class ScoreRows(NamedTuple):
-    """Properties of a tile's rows that scores depend on: [BLOCK_M], or a scalar for all rows."""
-
-    tokens: Any
-    offset: Any
-    """len_k - len_q: token i stands at key i + offset."""
-    slope: Any
-    k_scale: Any
-    tree_rows: Any
-    """Pointers to the tokens' rows of the tree mask."""
-    len_q: Any
-    left: Any
-    """Maximum number of keys that a token sees before its position; ``right``: after it. Scalars or [BLOCK_M,
-    1]."""
-    right: Any
-
-
-class NextWork(NamedTuple):
-    """The work tile that a program attends to after the present one."""
-
-    cache: Any
-    n_block: Any
-    keys: Any
-    exists: Any
-
-
-@triton.jit
-def as_float16(q):
-    """Return (q / scale in float16, scale [BLOCK_M]).
-
-    The quotient is exact, except for elements that are more than 2^24 times smaller than the largest of their
-    row. With q in float16, the cache is converted from e4m3 to float16, which is exact and cheap. Conversion
-    to bfloat16 would use the slowest conversion unit.
-    """
-    q = q.to(tl.float32)
-    largest = tl.max(tl.abs(q), 1)
-    # Keep only the exponent: the largest power of two up to ``largest``.
-    scale = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    scale = tl.where(scale == 0.0, 1.0, scale)
-    return (q / scale[:, None]).to(tl.float16), scale
-
-
-@triton.jit
-def as_dtype(tile, dtype: tl.constexpr, C: tl.constexpr):
-    """Convert a tile of k or v to ``dtype``. The cache must not be viewed as pairs of elements."""
-    if C.E4M3_BITS:
-        tile = decode_bits(tile)
-    return tile.to(dtype)
-
-
-@triton.jit
-def multiply_keys(q, q_odd, base, offsets, seen, C: tl.constexpr):
-    """Return the raw products [BLOCK_M, BLOCK_N] of queries with the keys at ``offsets``."""
-    if C.E4M3_PAIRS:
-        pairs = load_rows(base, offsets, seen, C.HEAD_DIM // 2, C.BLOCK_D // 2)
-        even, odd = split_pairs(pairs, C.E4M3_BITS)
-        products = tl.dot(q, tl.trans(even.to(q.dtype)), input_precision=C.PRECISION)
-        odd = tl.trans(odd.to(q.dtype))
-        products = tl.dot(q_odd, odd, products, input_precision=C.PRECISION)
-    else:
-        k = load_rows(base, offsets, seen, C.HEAD_DIM, C.BLOCK_D)
-        k = tl.trans(as_dtype(k, q.dtype, C))
-        products = tl.dot(q, k, input_precision=C.PRECISION)
-    return products
-
-
-@triton.jit
-def add_values(
-    acc, acc_odd, p, base, offsets, seen, page_scale, dtype: tl.constexpr, scaled_dtype: tl.constexpr,
-    C: tl.constexpr,
-):  # fmt: skip
-    """Return (acc + p V, acc_odd + p V_odd) for the values at ``offsets``.
-
-    Operands are in ``dtype``, or in ``scaled_dtype`` if values are multiplied by the scales of their pages.
-    V_odd are the odd columns if E4M3_PAIRS; otherwise ``acc_odd`` is unused.
-    """
-    SCALED: tl.constexpr = C.DESCALE == "block"
-    operand: tl.constexpr = scaled_dtype if SCALED else dtype
-    if C.E4M3_PAIRS:
-        pairs = load_rows(base, offsets, seen, C.HEAD_DIM_V // 2, C.BLOCK_DV // 2)
-        v, v_odd = split_pairs(pairs, C.E4M3_BITS)
-        if SCALED:
-            v_odd = v_odd.to(tl.float32) * page_scale
-        acc_odd = tl.dot(p.to(operand), v_odd.to(operand), acc_odd, input_precision=C.PRECISION)
-    else:
-        v = as_dtype(load_rows(base, offsets, seen, C.HEAD_DIM_V, C.BLOCK_DV), dtype, C)
-    if SCALED:
-        v = v.to(tl.float32) * page_scale
-    return tl.dot(p.to(operand), v.to(operand), acc, input_precision=C.PRECISION), acc_odd
-
-
-@triton.jit
-def score_keys(products, positions, seen, rows, numbers, C: tl.constexpr):
-    """Turn raw products [BLOCK_M, BLOCK_N] into scores, -inf where masked; in log2 units if HAS_SCORE_MOD."""
-    scores = products
-    distance = positions[None, :] - (rows.tokens + rows.offset)[:, None]
-    if C.HAS_SCORE_MOD:
-        scores, _ = apply_score_mod(
-            scores * rows.k_scale, distance, rows.slope, numbers.softmax_scale, numbers.softcap,
-            C.HAS_SOFTCAP, C.HAS_ALIBI,
-        )  # fmt: skip
-    allowed = visible(distance, rows.left, rows.right, C.HAS_LEFT, C.HAS_RIGHT)
-    allowed = allowed & seen[None, :]
-    if C.HAS_TREE:
-        columns = (positions - rows.offset)[None, :]
-        in_tree = (columns >= 0) & (columns < rows.len_q) & (rows.tokens < rows.len_q)[:, None]
-        allowed = allowed & (tl.load(rows.tree_rows[:, None] + columns, mask=in_tree, other=1) != 0)
-    return tl.where(allowed, scores, -float("inf"))
-
-
-@triton.jit
-def start_sums(q, faults, C: tl.constexpr):
-    """Return (q, odd columns of q, odd columns of acc, acc, row_max, row_sum) before the first n_block.
-
-    If E4M3_PAIRS, q and acc have only the even columns. Otherwise the odd columns are unused.
-    """
-    BLOCK_M: tl.constexpr = C.BLOCK_M
-    BLOCK_N: tl.constexpr = C.BLOCK_N
-    BLOCK_DV: tl.constexpr = C.BLOCK_DV
-    q_odd = tl.zeros([], tl.float32)
-    acc_odd = q_odd
-    if C.E4M3_PAIRS:
-        q, q_odd = tl.split(tl.reshape(q, [BLOCK_M, C.BLOCK_D // 2, 2]))
-        acc = tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)
-        acc_odd = tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    # With a fault the sum begins as NaN, and stays NaN.
-    row_sum = 0.0
-    if C.faults_ahead:
-        row_sum = tl.where(faults == 0, 0.0, float("nan"))
-    if C.sums_late:
-        row_sum += tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    else:
-        if C.faults_ahead:
-            row_sum = tl.sum(row_sum, 0)
-        row_sum += tl.zeros([BLOCK_M], tl.float32)
-    return q, q_odd, acc_odd, acc, row_max, row_sum
-
-
-@triton.jit
-def prefetch_next(n, first, last, next_work, strides, PREFETCH: tl.constexpr, C: tl.constexpr):
-    """Prefetch the first two n_blocks of the program's next work tile.
-
-    The loop over n_blocks calls this function in each iteration ``n``. Two consecutive iterations prefetch
-    one n_block each: they begin at ``last - PREFETCH``, or at ``first`` if the loop is shorter. In a
-    program's last work tile, these two iterations launch the dependent kernels instead.
-    """
-    i = n - tl.maximum(first, last - PREFETCH)
-    if (i == 0) | (i == 1):
-        if next_work.exists:
-            page = next_work.cache.row
-            if C.PAGE_SIZE != 0:
-                page = tl.where(i == 0, next_work.cache.pages[0], next_work.cache.pages[1])
-            prefetch_n_block(next_work.cache, page, next_work.n_block + i, next_work.keys, strides, C)
-        else:
-            tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def load_page_scales(cache, page, outer, C: tl.constexpr):
-    """Load the scales of k and v by page: scalars if an n_block lies in one page, else one number per key.
-
-    The numbers per key are [1, BLOCK_N] for k and [BLOCK_N, 1] for v.
-    """
-    k_scale = tl.load(cache.k_descale + page.to(tl.int64) * outer.k_descale_stride)
-    v_scale = tl.load(cache.v_descale + page.to(tl.int64) * outer.v_descale_stride)
-    if C.PAGE_SIZE != 0 and not C.one_page:
-        k_scale = k_scale[None, :]
-        v_scale = v_scale[:, None]
-    return k_scale, v_scale
-
-
-@triton.jit
-def attend_n_blocks(
-    q, first, last, keys, cache, faults, next_work, rows, call, dtype: tl.constexpr, C: tl.constexpr,
-    PREFETCH: tl.constexpr, qv, shift=None,
-):  # fmt: skip
-    """Attend to ``keys`` in n_blocks ``first`` to ``last`` (exclusive).
-
-    Returns (acc [BLOCK_M, BLOCK_DV], row_max [BLOCK_M], row_sum [BLOCK_M]). Sums are NaN if ``faults`` of
-    :func:`find_faults` are not 0, or if a page is not in the cache.
-
-    ``dtype`` is the dtype of the call's queries. If pages have scales, values are multiplied by the scales
-    and rounded to ``dtype``. If ``shift`` is given, it is subtracted from scores instead of their maximum.
-    ``qv`` [BLOCK_M, BLOCK_DV]: queries that are multiplied by the values, if C.HAS_QV.
-    """
-    PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
-    BLOCK_M: tl.constexpr = C.BLOCK_M
-    BLOCK_DV: tl.constexpr = C.BLOCK_DV
-    operand: tl.constexpr = q.dtype
-    q, q_odd, acc_odd, acc, row_max, row_sum = start_sums(q, faults, C)
-    # Block-table entries are loaded two n_blocks ahead of their keys, so that the latencies of both loads do
-    # not add up.
-    current, upcoming = cache.pages
-    if PAGE_SIZE != 0:
-        given = current
-        current = in_cache(given, cache.num_blocks)
-        if not C.faults_ahead:
-            faults = faults | (given ^ current)
-    for n in range(first, last):
-        if PREFETCH != 0:
-            prefetch_next(n, first, last, next_work, call.strides, PREFETCH, C)
-        start = n * C.BLOCK_N
-        positions = start + tl.arange(0, C.BLOCK_N)
-        seen = is_seen(positions, keys, C)
-        page = cache.row
-        if PAGE_SIZE != 0:
-            page = page_of_keys(current, C)
-            current = in_cache(upcoming, cache.num_blocks)
-            if not C.faults_ahead:
-                faults = faults | (upcoming ^ current)
-            upcoming = load_pages(cache.block_table, n + 2, keys, C)
-        k, v, k_offsets, v_offsets = rows_of_n_block(cache, page, start, call.strides, C)
-        products = multiply_keys(q, q_odd, k, k_offsets, seen, C)  # [BLOCK_M, BLOCK_N]
-        if C.HAS_QV:
-            v_tile = load_rows(v, v_offsets, seen, C.HEAD_DIM_V, C.BLOCK_DV)  # loaded once for both products
-            products = tl.dot(qv, tl.trans(v_tile), products, input_precision=C.PRECISION)
-        v_scale = 1.0
-        if C.DESCALE == "block":
-            k_scale, v_scale = load_page_scales(cache, page, call.outer, C)
-            products = products * k_scale
-        scores = score_keys(products, positions, seen, rows, call.numbers, C)
-        if shift is not None:
-            p = shifted_exponentials(scores, shift, call.numbers.scale_log2, C, dtype)
-            if C.sums_late:
-                row_sum += p
-            else:
-                row_sum += tl.sum(p, 1)
-        else:
-            p, row_max, alpha = softmax_step(scores, row_max, call.numbers.scale_log2, C.HAS_SCORE_MOD, True)
-            if C.sums_late:
-                row_sum = row_sum * alpha[:, None] + p
-            else:
-                row_sum = row_sum * alpha + tl.sum(p, 1)
-            acc = acc * alpha[:, None]
-            if C.E4M3_PAIRS:
-                acc_odd = acc_odd * alpha[:, None]
-        if C.HAS_QV:
-            acc = tl.dot(p.to(operand), v_tile, acc, input_precision=C.PRECISION)
-        else:
-            acc, acc_odd = add_values(acc, acc_odd, p, v, v_offsets, seen, v_scale, operand, dtype, C)
-    if C.E4M3_PAIRS:
-        acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_DV])
-    if C.sums_late:
-        row_sum = tl.sum(row_sum, 1)
-    if not C.faults_ahead:
-        if PAGE_SIZE != 0 and not C.one_page:
-            faults = tl.max((faults != 0).to(tl.int32), 0)
-        row_sum = tl.where(faults == 0, row_sum, float("nan"))
-    return acc, row_max, row_sum
-
-
-@triton.jit
-def rows_of(work, lengths, C: tl.constexpr):
-    """Return (index [BLOCK_M] of each row in the work tile, the :class:`Rows` of the work tile)."""
-    b, m = sequence_of(work.m_block, lengths, C)
-    b = b.to(tl.int64)
-    index = tl.arange(0, C.BLOCK_M)
-    exists = index < work.num_rows
-    tokens, heads = heads_of_rows(m * C.BLOCK_M + index, work.head_kv, lengths, C)
-    return index, Rows(b, work.sequence.start_q, tokens, heads, exists)
-
-
-@triton.jit
-def load_queries(rows, call, C: tl.constexpr):
-    """Load (q [BLOCK_M, BLOCK_D], qv [BLOCK_M, BLOCK_DV]). Without qv, return (q, q).
-
-    If C.APPEND has rotary embedding, q is rotated.
-    """
-    pointers, strides, lengths = call.pointers, call.strides, call.lengths
-    tokens = rows.start_q.to(tl.int64) + rows.tokens
-    columns = tl.arange(0, C.BLOCK_D)
-    offsets = rows.b * strides.q_batch + tokens * strides.q_token
-    offsets += rows.heads.to(tl.int64) * strides.q_head
-    q = tl.load(
-        pointers.q + offsets[:, None] + columns[None, :],
-        mask=rows.exists[:, None] & (columns < C.HEAD_DIM)[None, :],
-        other=0.0,
-    )
-    if C.APPEND is not None:
-        APPEND: tl.constexpr = C.APPEND
-        if APPEND.ROTARY_DIM > 0:
-            dtype: tl.constexpr = q.dtype
-            new, rotary_rows = pointers.new, call.new_lengths.rotary_rows
-            positions = rows.tokens * 0 + start_of_rotation(rows.b, new, APPEND)
-            q = load_rotated(pointers.q, offsets, rows.exists, positions, new, rotary_rows, APPEND)
-            q = q.to(dtype)
-    qv = q
-    if C.HAS_QV:
-        columns_v = tl.arange(0, C.BLOCK_DV)
-        first_row = rows.start_q if C.VARLEN else rows.b * lengths.seqlen_q
-        num_heads_q = lengths.num_heads_kv * lengths.group_size
-        qv_rows = (first_row.to(tl.int64) + rows.tokens) * num_heads_q + rows.heads
-        qv = tl.load(
-            pointers.qv + qv_rows[:, None] * C.HEAD_DIM_V + columns_v[None, :],
-            mask=rows.exists[:, None] & (columns_v < C.HEAD_DIM_V)[None, :],
-            other=0.0,
-        )
-    return q, qv
-
-
-@triton.jit
-def append_token(b, head_kv, call, C: tl.constexpr):
-    """Write the new token of sequence ``b`` to the cache, for one key/value head.
-
-    Only the program that attends to the last n_block of the work tile calls this function. No other program
-    reads the token's key and value.
-    """
-    APPEND: tl.constexpr = C.APPEND
-    token = tl.arange(0, APPEND.ROWS)
-    first = tl.zeros([], tl.int64)
-    append_tokens(
-        head_kv, b, token, first, token == 0, call.pointers.new, call.new_strides, call.new_lengths, APPEND
-    )
-
-
-@triton.jit
-def load_scales(head_kv, b, pointers, outer, C: tl.constexpr):
-    """Load the scales of (k, v) if they are per head or per sequence. Otherwise both are 1 here."""
-    k_scale = tl.full([], 1.0, tl.float32)
-    v_scale = k_scale
-    if C.DESCALE == "head":
-        k_scale = tl.load(pointers.k_descale + head_kv)
-        v_scale = tl.load(pointers.v_descale + head_kv)
-    if C.DESCALE == "sequence":
-        k_scale = tl.load(pointers.k_descale + b * outer.k_descale_stride + head_kv)
-        v_scale = tl.load(pointers.v_descale + b * outer.v_descale_stride + head_kv)
-    return k_scale, v_scale
-
-
-@triton.jit
-def store_work_tile(acc, row_max, row_sum, index, rows, slot, whole, call, C: tl.constexpr):
-    """Normalise and write the sums that a program has computed over n_blocks of a work tile.
-
-    If these n_blocks are the whole work tile (``whole``), the result goes to ``out``. Otherwise it goes to
-    ``slot`` of the partial results.
-    """
-    pointers, lengths, splits = call.pointers, call.lengths, call.splits
-    # The caller's results over other keys (``prior_out``) must be added only once: here if the work tile
-    # is whole, and otherwise where the partial results are combined.
-    if C.HAS_PRIOR:  # noqa: SIM102 - HAS_PRIOR is a constant, ``whole`` is not
-        if whole:
-            acc, row_max, row_sum = with_prior(
-                acc, row_max, row_sum, pointers.prior_out, pointers.prior_lse, rows, lengths, C
-            )
-    out, lse = normalised(acc, row_max, row_sum)
-    if whole:
-        store_results(pointers, out, lse, rows, lengths, C)
-    elif C.SPLIT:
-        partial_row = slot.to(tl.int64) * splits.partial_rows + index
-        offsets = partial_row * C.HEAD_DIM_V
-        store_rows(pointers.partial, offsets, rows.exists, out, C.HEAD_DIM_V, C.BLOCK_DV)
-        partial_lse = pointers.partial + splits.slots.to(tl.int64) * splits.partial_rows * C.HEAD_DIM_V
-        tl.store(partial_lse + partial_row, lse, mask=rows.exists)
-
-
-@triton.jit
-def attend_work_tile(
-    work, first, count, slot, whole, next_work_tile, next_first, more, call, C: tl.constexpr
-):
-    """Attend to ``count`` n_blocks of a work tile, from n_block ``first`` on.
-
-    If ``whole``, these n_blocks are the whole work tile, and the result goes to ``out``. Otherwise it goes to
-    ``slot`` of the partial results. If ``more``, the program continues with ``next_work_tile`` from n_block
-    ``next_first`` on, and the first n_blocks of that work tile are prefetched.
-    """
-    pointers, lengths = call.pointers, call.lengths
-    sequence = work.sequence
-    index, rows = rows_of(work, lengths, C)
-    cache = cache_of(work, first, call, C)
-    next_cache = cache
-    if C.PREFETCH != 0:
-        next_cache = cache_of(next_work_tile, next_first, call, C)
-    q, qv = load_queries(rows, call, C)
-    tree_rows = rows.tokens
-    slope = tl.zeros([], tl.float32)
-    if C.HAS_ALIBI:
-        slopes = pointers.alibi_slopes + rows.b * call.outer.alibi_stride + rows.heads
-        slope = tl.load(slopes, mask=rows.exists, other=0.0)[:, None]
-    k_scale, v_scale = load_scales(work.head_kv, rows.b, pointers, call.outer, C)
-    if C.HAS_TREE:
-        tree_rows = pointers.tree_mask + rows.b * call.outer.tree_stride + rows.tokens * lengths.seqlen_q
-    if C.SOFTMAX_MAX != "none":
-        shift = load_shift(call.numbers.softmax_max, pointers.softmax_max, rows.heads, rows.exists, C)
-    faults = find_faults(cache, first, first + count, work.keys, C)
-    if C.APPEND is not None:  # noqa: SIM102 - APPEND is a constant, the other condition is not
-        if first + count == work.keys.first // C.BLOCK_N + work.n_blocks:
-            append_token(rows.b, work.head_kv, call, C)
-    # The first loads of a work tile are issued together. Without a barrier, the compiler would move each load
-    # to its use, and their latencies would add up. The barrier also orders the stores of the new token before
-    # the loads of the cache by other threads.
-    tl.debug_barrier()
-    dtype: tl.constexpr = pointers.q.dtype.element_ty
-    IN_FLOAT16: tl.constexpr = C.E4M3 and dtype != tl.float32
-    if IN_FLOAT16:
-        q, q_scale = as_float16(q)
-        k_scale = (k_scale * q_scale)[:, None]
-    next_work = NextWork(next_cache, next_first, next_work_tile.keys, more)
-    offset = sequence.len_k - sequence.len_q
-    left, right = window_at((rows.tokens + offset)[:, None], sequence.leftpad, lengths)
-    score_rows = ScoreRows(rows.tokens, offset, slope, k_scale, tree_rows, sequence.len_q, left, right)
-    last = first + count
-    if C.SOFTMAX_MAX == "none":
-        acc, row_max, row_sum = attend_n_blocks(
-            q, first, last, work.keys, cache, faults, next_work, score_rows, call, dtype, C, C.PREFETCH, qv
-        )
-    else:
-        acc, _, row_sum = attend_n_blocks(
-            q, first, last, work.keys, cache, faults, next_work, score_rows, call, dtype, C, C.PREFETCH, qv,
-            shift,
-        )  # fmt: skip
-        row_max = shift + tl.zeros_like(row_sum)
-        OPERAND: tl.constexpr = dtype if C.DESCALE == "block" else q.dtype
-        if is_in_range(acc, row_sum, rows.exists, count * C.BLOCK_N, OPERAND) == 0:
-            # Compute the cache and the faults again. This is rare, and values that are kept for this case
-            # would occupy registers in the first loop.
-            again = cache_of(work, first, call, C)
-            faults = find_faults(again, first, last, work.keys, C)
-            acc, row_max, row_sum = attend_n_blocks(
-                q, first, last, work.keys, again, faults, next_work, score_rows, call, dtype, C, 0, qv
-            )
-        if C.HAS_SINK or C.HAS_PRIOR:
-            acc, row_max, row_sum = as_online(acc, row_max, row_sum)
-    if C.DESCALE == "head" or C.DESCALE == "sequence":
-        acc = acc * v_scale
-    store_work_tile(acc, row_max, row_sum, index, rows, slot, whole, call, C)
-
-
-@triton.jit
-def prefetch_first(program, call, C: tl.constexpr):
-    """Prefetch the n_blocks with which a program probably begins.
-
-    An earlier kernel may still be writing the lengths and tables, so they may be wrong. All reads stay within
-    the tensors, even if lengths and tables have invalid values. The values that are read only select which
-    part of the cache is prefetched to the L2 cache. Since all writes go through L2, no stale data remains.
-    """
-    HEADS: tl.constexpr = C.HEADS_PER_TEAM
-    pointers, lengths = call.pointers, call.lengths
-    team = program // HEADS
-    teams = tl.num_programs(0) // HEADS
-    total, position, m_block, m_block_start = stream_k_start(
-        tl.arange(0, C.SCAN_BLOCK), team, teams, pointers, lengths, C, True
-    )
-    work, nth, _ = work_tile_at(program, position, m_block, m_block_start, pointers, lengths, C, True)
-    n = work.keys.first // C.BLOCK_N + nth
-    cache = cache_of(work, n, call, C, True)
-    if position < share_start(team + 1, teams, total):
-        for i in tl.static_range(2):
-            page = cache.row
-            if C.PAGE_SIZE != 0:
-                page = cache.pages[i]
-            prefetch_n_block(cache, page, n + i, work.keys, call.strides, C)
-
-
-@triton.jit
-def attend_balanced(program, call, C: tl.constexpr):
-    """Do the work of a program in a stream-K grid: attend to an equal, contiguous share of all n_blocks."""
-    HEADS: tl.constexpr = C.HEADS_PER_TEAM
-    pointers, lengths = call.pointers, call.lengths
-    team = program // HEADS
-    teams = tl.num_programs(0) // HEADS
-    total, position, m_block, m_block_start = stream_k_start(
-        tl.arange(0, C.SCAN_BLOCK), team, teams, pointers, lengths, C
-    )
-    end = share_start(team + 1, teams, total)
-    # The condition is not checked before the first iteration. So values that do not depend on the lengths are
-    # computed while the lengths are loaded.
-    more = tl.full([], True, tl.int1)
-    while more:
-        work, nth, m_block_end = work_tile_at(program, position, m_block, m_block_start, pointers, lengths, C)
-        count = min(work.n_blocks - nth, end - position)
-        position += count
-        more = position < end
-        # If a team covers all heads, every work tile of a program is in a new m_block. The next m_block is
-        # then known before the lengths are loaded.
-        finished = (position >= m_block_end) | C.ONE_TEAM
-        m_block += finished.to(tl.int32)
-        m_block_start = tl.where(finished, m_block_end, m_block_start)
-        next_work, next_first = work, nth
-        if C.PREFETCH != 0:
-            next_work, next_first, _ = work_tile_at(
-                program, position, m_block, m_block_start, pointers, lengths, C
-            )
-            next_first = next_work.keys.first // C.BLOCK_N + next_first
-        if count > 0:
-            # A program has two slots for partial results: one for a work tile that an earlier program began,
-            # and one for a work tile that it begins itself.
-            slot = 2 * program + (nth == 0).to(tl.int32)
-            attend_work_tile(
-                work, work.keys.first // C.BLOCK_N + nth, count, slot, count == work.n_blocks, next_work,
-                next_first, more, call, C,
-            )  # fmt: skip
-
-
-@triton.jit
-def attend_split(program, call, C: tl.constexpr):
-    """Do the work of a program in a grid without stream-K: attend to one split of a work tile.
-
-    The split depends only on the length of the tile's sequence. The m_blocks of a sequence run concurrently
-    and share keys in the L2 cache; the last ones start first, because they see the most keys.
-    """
-    lengths, splits = call.lengths, call.splits
-    m_blocks, num_splits = lengths.m_blocks_per_sequence, splits.num_splits
-    m = m_blocks - 1 - program % m_blocks
-    split = (program // m_blocks) % num_splits
-    head_kv = program // (m_blocks * num_splits) % lengths.num_heads_kv
-    b = program // (m_blocks * num_splits * lengths.num_heads_kv)
-    sequence = load_sequence(b, True, call.pointers, lengths, C)
-    num_rows, keys, n_blocks = reach_of(m, sequence, lengths, C)
-    if C.SPLIT:
-        each = splits.split_n_blocks
-        if splits.split_n_blocks == 0:
-            each = max((n_blocks + num_splits - 1) // num_splits, 1)
-    else:
-        each = n_blocks
-    nth = split * each
-    if nth < n_blocks:
-        work = WorkTile(b * m_blocks + m, head_kv, sequence, num_rows, keys, n_blocks)
-        attend_work_tile(
-            work, keys.first // C.BLOCK_N + nth, min(each, n_blocks - nth), program, each >= n_blocks, work,
-            nth, False, call, C,
-        )  # fmt: skip
-
-
-@kernel(do_not_specialize=("outer", "lengths", "num_blocks", "splits", "new_lengths"))
-def decode_kernel(
-    pointers, strides, outer, lengths, numbers, num_blocks, splits, new_strides, new_lengths, C: tl.constexpr
-):
-    """Compute attention over a cache, after appending a new token of each sequence if C.APPEND is given.
-
-    A program stores the results ``out`` and ``lse`` of each work tile that it computes alone. Of a work tile
-    that several programs share, each program stores a partial result.
-
-    Grid: (teams * HEADS_PER_TEAM,) if STREAM_K, else (m_blocks * splits * heads_kv * batch,).
-
-    q is (batch, seqlen_q, heads_q, HEAD_DIM), or (total_q, heads_q, HEAD_DIM) when VARLEN. Caches are (rows,
-    capacity, heads_kv, ...) or (num_blocks, PAGE_SIZE, heads_kv, ...). out is like q, with HEAD_DIM_V
-    columns. lse is (batch, heads_q, seqlen_q) or (heads_q, total_q). out and lse are contiguous. Partial
-    results are float32: outputs (slots, partial_rows, HEAD_DIM_V), then log-sum-exps (slots, partial_rows).
-    """
-    call = DecodeCall(
-        pointers, strides, outer, lengths, numbers, num_blocks, splits, new_strides, new_lengths
-    )
-    program = tl.program_id(0)
-    if C.PREFETCH != 0:
-        prefetch_first(program, call, C)
-    if C.PDL:
-        # The kernel may reach this point before its predecessor has ended. Data that it has read before this
-        # wait only served to choose what to prefetch. Dependent kernels read lengths as soon as they start.
-        # They are therefore launched after this wait: here, or later by a program that prefetches.
-        tl.extra.cuda.gdc_wait()
-        if C.PREFETCH == 0:
-            tl.extra.cuda.gdc_launch_dependents()
-    if C.STREAM_K:
-        attend_balanced(program, call, C)
-    else:
-        attend_split(program, call, C)

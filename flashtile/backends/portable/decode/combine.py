@@ -1,7 +1,22 @@
 """Combines partial results of one softmax over different keys: the second half of Flash-Decoding.
 
-It is deterministic: one program sums a row, in the order of the keys. :mod:`schedule` defines *work tile* and
+The attention kernel leaves, in *slots* of scratch memory, normalised results over disjoint keys with their
+log-sum-exps in base 2. One program owns ROWS rows of a work tile::
+
+    find the work tile, and the slots of its splits     while attention still runs, if PDL
+    wait for the attention kernel
+    m = -inf, l = 0, acc = 0
+    for SPLITS splits at a time:                        in the order of the keys: same bits in every run
+        load out_i, lse_i                               together, so that their latencies overlap
+        m' = max(m, lse_i);  w_i = 2^(lse_i - m');  alpha = 2^(m - m')
+        l = alpha l + sum w_i;  acc = alpha acc + sum w_i out_i
+    out = acc / l, lse                                  prior results and the sink are added here
+
+With stream-K, every program has two slots: 2 p for a work tile that an earlier team began, 2 p + 1 for one
+that it begins itself. Otherwise a slot is a split of a work tile. :mod:`schedule` defines *work tile* and
 *team*.
+
+``combine_given_kernel`` does the same for partial results of the caller, in the caller's layout.
 """
 
 from dataclasses import dataclass
@@ -22,6 +37,7 @@ from flashtile.backends.portable.decode.schedule import (
     reach_of,
     sequence_of,
     share_of,
+    split_size,
     store_results,
     store_rows,
     stream_k_start,
@@ -47,16 +63,6 @@ class CombineVariant(Layout):
     """Splits that a program loads at a time."""
     ONE_BY_ONE: bool
     """Whether these splits are loaded as SPLITS tiles of rows, for few splits (:func:`sum_few_splits`)."""
-
-
-@dataclass(frozen=True)
-class CombineGivenVariant:
-    """Constants of the kernel for the caller's partial results."""
-
-    HEAD_DIM_V: int
-    BLOCK_DV: int
-    ROWS: int
-    SPLITS: int
 
 
 class CombinePointers(NamedTuple):
@@ -90,6 +96,116 @@ class Parts(NamedTuple):
     first_extra: Any
 
 
+@kernel(do_not_specialize=("lengths", "splits", "teams", "row_blocks"))
+def combine_kernel(pointers, lengths, splits, teams, row_blocks, C: tl.constexpr):
+    """Combine the partial results of ``decode_kernel``.
+
+    ``teams``: number of teams of that kernel's stream-K grid; 0 for other grids.
+
+    Grid: (row blocks * work tiles,) if BY_WORK_TILE, else (row blocks * boundaries,). A row block is ROWS
+    rows of a work tile. A boundary separates the shares of two programs that process the same heads in
+    adjacent teams. Large batches have fewer boundaries than work tiles.
+    """
+    if C.PDL:  # the next step's attention may take free multiprocessors; it waits for the end of this kernel
+        tl.extra.cuda.gdc_launch_dependents()
+    row_block = tl.program_id(0) % row_blocks
+    unit = tl.program_id(0) // row_blocks
+    if C.STREAM_K:
+        parts = stream_k_parts(unit, teams, pointers, lengths, C)
+    else:
+        parts = split_parts(unit, pointers, lengths, splits, C)
+    if C.PDL:
+        # Every program waits for the attention kernel, even without partial results to combine. Otherwise
+        # this kernel could end first, and the next kernel in the stream would start too early.
+        tl.extra.cuda.gdc_wait()
+    first_row = row_block * C.ROWS
+    # A work tile of one part is whole: the attention kernel has written its result.
+    if (parts.count > 1) & (first_row < parts.num_rows):
+        combine_rows(parts, first_row, pointers, lengths, splits, C)
+
+
+@triton.jit
+def stream_k_parts(unit, teams, pointers, lengths, C: tl.constexpr):
+    """Return the :class:`Parts` (partial results) of one work tile from a stream-K grid of ``teams`` teams.
+
+    If BY_WORK_TILE, this is work tile ``unit``. Otherwise ``unit`` is the number of a program, and the result
+    is for the work tile within which the share of this program ends. A program of the next team continues
+    that work tile. ``Parts.count`` is 0 if the share ends between two work tiles, or if the share of an
+    earlier team also ends within the work tile.
+    """
+    HEADS: tl.constexpr = C.HEADS_PER_TEAM
+    if C.BY_WORK_TILE:
+        m_block = unit // lengths.num_heads_kv
+        head_kv = unit % lengths.num_heads_kv
+        total, m_block_start = locate_m_block(m_block, pointers, lengths, C)
+    else:
+        head_kv = unit % HEADS
+        total, position, m_block, m_block_start = stream_k_start(
+            tl.arange(0, C.SCAN_BLOCK), unit // HEADS + 1, teams, pointers, lengths, C
+        )
+    b, m = sequence_of(m_block, lengths, C)
+    sequence = load_sequence(b, m_block < lengths.m_blocks, pointers, lengths, C)
+    num_rows, _, n_blocks = reach_of(m, sequence, lengths, C)
+    if not (C.BY_WORK_TILE or C.ONE_TEAM):  # which of the m_block's groups of heads the position is in
+        head_kv += (position - m_block_start) // tl.maximum(n_blocks, 1) * HEADS
+    first_position = m_block_start + head_kv // HEADS * n_blocks
+    first_team = share_of(first_position, teams, total)
+    splits = share_of(first_position + tl.maximum(n_blocks, 1) - 1, teams, total) - first_team + 1
+    # If several boundaries divide a work tile, the program of the first boundary combines it.
+    if n_blocks == 0 or (not C.BY_WORK_TILE and first_team != unit // HEADS):
+        splits = 0
+    # The first part is in the second slot of its program (first_extra 1), all others in the first slot.
+    start = 2 * (first_team * HEADS + head_kv % HEADS)
+    return Parts(b, m, head_kv, sequence.start_q, num_rows, splits, start, 2 * HEADS, 1)
+
+
+@triton.jit
+def split_parts(unit, pointers, lengths, splits, C: tl.constexpr):
+    """Return the partial results of work tile ``unit`` as :class:`Parts`, if the grid is not stream-K."""
+    m_blocks, num_splits = lengths.m_blocks_per_sequence, splits.num_splits
+    m = m_blocks - 1 - unit % m_blocks
+    head_kv = unit // m_blocks % lengths.num_heads_kv
+    b = unit // (m_blocks * lengths.num_heads_kv)
+    sequence = load_sequence(b, True, pointers, lengths, C)
+    num_rows, _, n_blocks = reach_of(m, sequence, lengths, C)
+    each = split_size(n_blocks, splits)
+    count = (n_blocks + each - 1) // each
+    # Slots are numbered as the attention kernel's programs, in which m_blocks vary fastest, then splits.
+    start = (unit // m_blocks) * num_splits * m_blocks
+    start += unit % m_blocks
+    return Parts(b, m, head_kv, sequence.start_q, num_rows, count, start, m_blocks, 0)
+
+
+@triton.jit
+def combine_rows(parts, first_row, pointers, lengths, splits, C: tl.constexpr):
+    """Combine the partial results for ROWS rows of a work tile, and store the combined results.
+
+    The first of these rows is ``first_row``.
+    """
+    index = first_row + tl.arange(0, C.ROWS)
+    exists = index < parts.num_rows
+    row = parts.m * C.BLOCK_M + index
+    tokens, heads = heads_of_rows(row, parts.head_kv, lengths, C)
+    # All outputs come first, then all log-sum-exps.
+    partial_lse = pointers.partial + splits.slots.to(tl.int64) * splits.partial_rows * C.HEAD_DIM_V
+    partial_out = pointers.partial + index * C.HEAD_DIM_V
+    partial_lse += index
+    slots = Slots(
+        parts.start, parts.step, parts.first_extra, splits.partial_rows * C.HEAD_DIM_V, splits.partial_rows
+    )
+    if C.ONE_BY_ONE:
+        acc, row_max, row_sum = sum_few_splits(partial_out, partial_lse, exists, parts.count, slots, C)
+    else:
+        acc, row_max, row_sum = sum_splits(partial_out, partial_lse, exists, parts.count, slots, False, C)
+    rows = Rows(parts.b, parts.start_q, tokens, heads, exists)
+    if C.HAS_PRIOR:
+        acc, row_max, row_sum = with_prior(
+            acc, row_max, row_sum, pointers.prior_out, pointers.prior_lse, rows, lengths, C
+        )
+    out, lse = normalised(acc, row_max, row_sum)
+    store_results(pointers, out, lse, rows, lengths, C)
+
+
 class Slots(NamedTuple):
     """Slots of a row's splits: slot ``start + i * step`` for split i, plus ``first_extra`` for split 0."""
 
@@ -99,38 +215,6 @@ class Slots(NamedTuple):
     out_stride: Any
     """Elements from one slot to the next."""
     lse_stride: Any
-
-
-class GivenPointers(NamedTuple):
-    """The caller's partial results, and the combined results."""
-
-    out_partial: Any
-    lse_partial: Any
-    out: Any
-    lse: Any
-
-
-class GivenStrides(NamedTuple):
-    """Strides of the caller's partial results between splits, sequences, tokens and heads, in elements."""
-
-    out_stride_split: Any
-    out_stride_b: Any
-    out_stride_s: Any
-    out_stride_h: Any
-    lse_stride_split: Any
-    lse_stride_b: Any
-    lse_stride_s: Any
-    lse_stride_h: Any
-
-
-class GivenSizes(NamedTuple):
-    """Integers of the caller's partial results. The kernel is not specialized on their values."""
-
-    splits: Any
-    seqlen: Any
-    num_heads: Any
-    rows: Any
-    """batch * seqlen * heads."""
 
 
 @triton.jit
@@ -170,7 +254,7 @@ def sum_splits(out_rows, lse_rows, exists, splits, slots, NATURAL: tl.constexpr,
         # A partial result over no keys has an arbitrary output.
         out = tl.where((lse == -float("inf"))[:, :, None], 0.0, out)
         new_max = tl.maximum(row_max, tl.max(lse, 0))
-        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # -inf - (-inf) would be NaN
         weight = tl.exp2(lse - shift[None, :])
         alpha = tl.exp2(row_max - shift)
         acc = acc * alpha[:, None] + tl.sum(out * weight[:, :, None], 0)
@@ -224,112 +308,46 @@ def sum_few_splits(out_rows, lse_rows, exists, splits, slots, C: tl.constexpr):
     return acc, row_max, row_sum
 
 
-@triton.jit
-def combine_rows(parts, first_row, pointers, lengths, splits, C: tl.constexpr):
-    """Combine the partial results for ROWS rows of a work tile, and store the combined results.
+@dataclass(frozen=True)
+class CombineGivenVariant:
+    """Constants of the kernel for the caller's partial results."""
 
-    The first of these rows is ``first_row``.
-    """
-    index = first_row + tl.arange(0, C.ROWS)
-    exists = index < parts.num_rows
-    row = parts.m * C.BLOCK_M + index
-    tokens, heads = heads_of_rows(row, parts.head_kv, lengths, C)
-    partial_lse = pointers.partial + splits.slots.to(tl.int64) * splits.partial_rows * C.HEAD_DIM_V
-    partial_out = pointers.partial + index * C.HEAD_DIM_V
-    partial_lse += index
-    slots = Slots(
-        parts.start, parts.step, parts.first_extra, splits.partial_rows * C.HEAD_DIM_V, splits.partial_rows
-    )
-    if C.ONE_BY_ONE:
-        acc, row_max, row_sum = sum_few_splits(partial_out, partial_lse, exists, parts.count, slots, C)
-    else:
-        acc, row_max, row_sum = sum_splits(partial_out, partial_lse, exists, parts.count, slots, False, C)
-    rows = Rows(parts.b, parts.start_q, tokens, heads, exists)
-    if C.HAS_PRIOR:
-        acc, row_max, row_sum = with_prior(
-            acc, row_max, row_sum, pointers.prior_out, pointers.prior_lse, rows, lengths, C
-        )
-    out, lse = normalised(acc, row_max, row_sum)
-    store_results(pointers, out, lse, rows, lengths, C)
+    HEAD_DIM_V: int
+    BLOCK_DV: int
+    ROWS: int
+    SPLITS: int
 
 
-@triton.jit
-def stream_k_parts(unit, teams, pointers, lengths, C: tl.constexpr):
-    """Return the :class:`Parts` (partial results) of one work tile from a stream-K grid of ``teams`` teams.
+class GivenPointers(NamedTuple):
+    """The caller's partial results, and the combined results."""
 
-    If BY_WORK_TILE, this is work tile ``unit``. Otherwise ``unit`` is the number of a program, and the result
-    is for the work tile within which the share of this program ends. A program of the next team continues
-    that work tile. ``Parts.count`` is 0 if the share ends between two work tiles, or if the share of an
-    earlier team also ends within the work tile.
-    """
-    HEADS: tl.constexpr = C.HEADS_PER_TEAM
-    if C.BY_WORK_TILE:
-        m_block = unit // lengths.num_heads_kv
-        head_kv = unit % lengths.num_heads_kv
-        total, m_block_start = locate_m_block(m_block, pointers, lengths, C)
-    else:
-        head_kv = unit % HEADS
-        total, position, m_block, m_block_start = stream_k_start(
-            tl.arange(0, C.SCAN_BLOCK), unit // HEADS + 1, teams, pointers, lengths, C
-        )
-    b, m = sequence_of(m_block, lengths, C)
-    sequence = load_sequence(b, m_block < lengths.m_blocks, pointers, lengths, C)
-    num_rows, _, n_blocks = reach_of(m, sequence, lengths, C)
-    if not (C.BY_WORK_TILE or C.ONE_TEAM):
-        head_kv += (position - m_block_start) // tl.maximum(n_blocks, 1) * HEADS
-    first_position = m_block_start + head_kv // HEADS * n_blocks
-    first_team = share_of(first_position, teams, total)
-    splits = share_of(first_position + tl.maximum(n_blocks, 1) - 1, teams, total) - first_team + 1
-    # If several boundaries divide a work tile, the program of the first boundary combines it.
-    if n_blocks == 0 or (not C.BY_WORK_TILE and first_team != unit // HEADS):
-        splits = 0
-    start = 2 * (first_team * HEADS + head_kv % HEADS)
-    return Parts(b, m, head_kv, sequence.start_q, num_rows, splits, start, 2 * HEADS, 1)
+    out_partial: Any
+    lse_partial: Any
+    out: Any
+    lse: Any
 
 
-@triton.jit
-def split_parts(unit, pointers, lengths, splits, C: tl.constexpr):
-    """Return the partial results of work tile ``unit`` as :class:`Parts`, if the grid is not stream-K."""
-    m_blocks, num_splits = lengths.m_blocks_per_sequence, splits.num_splits
-    m = m_blocks - 1 - unit % m_blocks
-    head_kv = unit // m_blocks % lengths.num_heads_kv
-    b = unit // (m_blocks * lengths.num_heads_kv)
-    sequence = load_sequence(b, True, pointers, lengths, C)
-    num_rows, _, n_blocks = reach_of(m, sequence, lengths, C)
-    each = splits.split_n_blocks
-    if splits.split_n_blocks == 0:
-        each = max((n_blocks + num_splits - 1) // num_splits, 1)
-    count = (n_blocks + each - 1) // each
-    start = (unit // m_blocks) * num_splits * m_blocks
-    start += unit % m_blocks
-    return Parts(b, m, head_kv, sequence.start_q, num_rows, count, start, m_blocks, 0)
+class GivenStrides(NamedTuple):
+    """Strides of the caller's partial results between splits, sequences, tokens and heads, in elements."""
+
+    out_stride_split: Any
+    out_stride_b: Any
+    out_stride_s: Any
+    out_stride_h: Any
+    lse_stride_split: Any
+    lse_stride_b: Any
+    lse_stride_s: Any
+    lse_stride_h: Any
 
 
-@kernel(do_not_specialize=("lengths", "splits", "teams", "row_blocks"))
-def combine_kernel(pointers, lengths, splits, teams, row_blocks, C: tl.constexpr):
-    """Combine the partial results of ``decode_kernel``.
+class GivenSizes(NamedTuple):
+    """Integers of the caller's partial results. The kernel is not specialized on their values."""
 
-    ``teams``: number of teams of that kernel's stream-K grid; 0 for other grids.
-
-    Grid: (row blocks * work tiles,) if BY_WORK_TILE, else (row blocks * boundaries,). A row block is ROWS
-    rows of a work tile. A boundary separates the shares of two programs that process the same heads in
-    adjacent teams. Large batches have fewer boundaries than work tiles.
-    """
-    if C.PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    row_block = tl.program_id(0) % row_blocks
-    unit = tl.program_id(0) // row_blocks
-    if C.STREAM_K:
-        parts = stream_k_parts(unit, teams, pointers, lengths, C)
-    else:
-        parts = split_parts(unit, pointers, lengths, splits, C)
-    if C.PDL:
-        # Every program waits for the attention kernel, even without partial results to combine. Otherwise
-        # this kernel could end first, and the next kernel in the stream would start too early.
-        tl.extra.cuda.gdc_wait()
-    first_row = row_block * C.ROWS
-    if (parts.count > 1) & (first_row < parts.num_rows):
-        combine_rows(parts, first_row, pointers, lengths, splits, C)
+    splits: Any
+    seqlen: Any
+    num_heads: Any
+    rows: Any
+    """batch * seqlen * heads."""
 
 
 @kernel(do_not_specialize=("sizes",))

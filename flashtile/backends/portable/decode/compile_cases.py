@@ -11,6 +11,7 @@ import torch
 
 from flashtile.backends.common.compile_cases import case_of, launches_of, meta
 from flashtile.backends.common.compile_report import CompileCase, architecture, types_of
+from flashtile.backends.common.config import QkvStrides
 from flashtile.backends.common.device import compiling_for
 from flashtile.backends.common.launch import NUM_WARPS
 from flashtile.backends.portable.config import family_of_capability
@@ -18,7 +19,6 @@ from flashtile.backends.portable.decode import config, launch
 from flashtile.backends.portable.decode.attend import (
     DecodeNumbers,
     DecodePointers,
-    DecodeStrides,
     OuterStrides,
     decode_kernel,
 )
@@ -41,6 +41,7 @@ from flashtile.backends.portable.decode.launch import (
 )
 from flashtile.backends.portable.decode.schedule import DecodeLengths, Splits
 from flashtile.backends.portable.exchange import exchange_kernel, exchange_variant
+from flashtile.problems.common import UNLIMITED
 from flashtile.problems.decode import (
     FP8,
     AppendOptions,
@@ -179,9 +180,13 @@ def _attention_case(
         cache = torch.uint16
     elif cache == FP8 and not native:
         cache = torch.uint8
-    compiled_for = launch.decode_variant(
-        problem, chosen, native_e4m3=native, pairs=pairs, pdl=capability >= 90, wide=False, aligned=True
-    )
+    left, right = launch.effective_window(problem)
+    plan = launch.Plan(
+        cache, left != UNLIMITED, right != UNLIMITED, True, False, False, launch.is_stream_k(problem, chosen),
+        0, launch.softmax_max_kind(problem, chosen), 0,
+    )  # fmt: skip
+    with compiling_for(divmod(capability, 10)):
+        compiled_for = launch.decode_variant(problem, chosen, plan)
     elements = _TYPES[problem.dtype]
     pointers = types_of(
         DecodePointers,
@@ -215,7 +220,7 @@ def _attention_case(
         kernel=decode_kernel,
         signature={
             "pointers": pointers,
-            "strides": types_of(DecodeStrides, "i32"),
+            "strides": types_of(QkvStrides, "i32"),
             "outer": types_of(OuterStrides, "i32"),
             "lengths": types_of(
                 DecodeLengths, "i32", attention_chunk="i32" if problem.attention_chunk else None

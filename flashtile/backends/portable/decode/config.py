@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flashtile.backends.common.launch import KernelConfig, padded
+from flashtile.backends.common.config import KernelConfig, padded
 from flashtile.backends.portable.config import family, precision_of
 from flashtile.problems.decode import DecodeProblem
 

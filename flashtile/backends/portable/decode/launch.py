@@ -1,13 +1,17 @@
-"""Plan of a call over a cache: operands, grids, variants and tiles of its kernels.
+"""Launches of the decoding kernels. Each serves tensors of one signature.
 
-:mod:`schedule` defines *m_block*, *n_block*, *work tile* and *team*.
+At the first call of a launch, the problem, the configuration and the tensors decide a :class:`Plan` (kind of
+grid, programs, operands); the plan gives the variant, which is the kernel's constants, and the numbers of the
+launch. Later calls only allocate results and pass tensors::
 
-Launchers of attention over a cache and of combining: conversion of tensors to kernel arguments.
+    first call     plan_of -> decode_variant -> CachedLaunch of attention
+                                             -> combine_tile -> combine_variant -> CachedLaunch of combining
+    later calls    allocate out, lse, partial results; launch attention; launch combining, if work is split
 
-Each is for tensors of one signature. Grids, sizes of partial results and constants are computed at its first
-call.
-
-Launchers of the kernels that change the cache: append and copy of blocks.
+Two ways to a launch save host time where a step is shorter than its launches:
+:meth:`DecodeLaunch.by_address`, for the layers of a model that call with the same shapes, and
+:meth:`DecodeLaunch.with_cache_length`, for a dense cache that has grown. :mod:`schedule` defines *m_block*,
+*n_block*, *work tile* and *team*.
 """
 
 from __future__ import annotations
@@ -22,9 +26,8 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends.common.device import capability, multiprocessors
-from flashtile.backends.common.launch import (
-    CachedLaunch,
+from flashtile.backends.common.config import (
+    QkvStrides,
     allocator,
     is_aligned,
     largest_divisor,
@@ -33,6 +36,8 @@ from flashtile.backends.common.launch import (
     tile_widths,
     token_strides,
 )
+from flashtile.backends.common.device import capability, multiprocessors
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.portable.config import family
 from flashtile.backends.portable.decode.append import (
     AppendLengths,
@@ -49,7 +54,6 @@ from flashtile.backends.portable.decode.append import (
 from flashtile.backends.portable.decode.attend import (
     DecodeNumbers,
     DecodePointers,
-    DecodeStrides,
     DecodeVariant,
     OuterStrides,
     decode_kernel,
@@ -79,7 +83,8 @@ from flashtile.problems.decode import (
 )
 
 SCAN_BLOCKS = 1, 32, 256, 1024
-"""Numbers of m_blocks that a stream-K program may read at a time. They are few, because each is a kernel."""
+"""Numbers of m_blocks that a stream-K program may read at a time. They are few, because each is a kernel: at
+256 sequences, Llama-3-8B in vLLM needs 88 kernels, and needed 210 when sizes were many."""
 MAX_HEADS_PER_TEAM = 8
 """With 256 bytes per token and head, this many heads fill two pages of DRAM."""
 
@@ -172,14 +177,16 @@ def keys_seen(problem: DecodeProblem) -> int:
 
 
 def layout(problem: DecodeProblem, config: DecodeConfig, stream_k: bool) -> dict[str, Any]:
-    """Return the fields of :class:`schedule.Layout`, by name.
-
-    ``stream_k``: whether the grid is stream-K. In other grids, programs do not scan m_blocks.
-    """
+    """Return the fields of :class:`schedule.Layout`, by name. ``stream_k``: :func:`is_stream_k`."""
     left, right = effective_window(problem)
-    m_blocks = problem.batch * m_blocks_of(problem, config) if stream_k else 1
+    m_blocks = heads = 1
+    if stream_k:  # in other grids, programs do not scan m_blocks
+        m_blocks = problem.batch * m_blocks_of(problem, config)
+        # For tiles of few rows, reading adjacent heads together saves time. For taller tiles, a team is one
+        # head: the grid consists of whole teams, so larger teams would leave multiprocessors idle.
+        if config.tile.BLOCK_M <= NARROW:
+            heads = largest_divisor(problem.num_heads_kv, MAX_HEADS_PER_TEAM)
     scan = next((block for block in SCAN_BLOCKS if m_blocks <= block), SCAN_BLOCKS[-1])
-    heads = heads_per_team(problem, config)
     return {
         "HAS_LENGTHS": problem.lengths,
         "HAS_LEFTPAD": problem.leftpad,
@@ -208,17 +215,6 @@ def grid_size(problem: DecodeProblem, config: DecodeConfig) -> int:
     few = work_tiles <= count and most_n_blocks <= few_n_blocks * count
     few = few and has_dependent_launch(problem.device)
     return count if few else count * config.programs_per_sm
-
-
-def heads_per_team(problem: DecodeProblem, config: DecodeConfig) -> int:
-    """Return the number of adjacent key/value heads per team, a divisor of ``num_heads_kv``.
-
-    For tiles of few rows, reading adjacent heads together saves time. For taller tiles, a team is one head:
-    the grid consists of whole teams, so larger teams would leave multiprocessors idle.
-    """
-    if not is_stream_k(problem, config) or config.tile.BLOCK_M > NARROW:
-        return 1
-    return largest_divisor(problem.num_heads_kv, MAX_HEADS_PER_TEAM)
 
 
 def num_splits_of(problem: DecodeProblem, config: DecodeConfig) -> tuple[int, int]:
@@ -285,23 +281,57 @@ def softmax_max_kind(problem: DecodeProblem, config: DecodeConfig) -> str:
     return "none" if problem.softmax_max is None else "number"
 
 
-def decode_variant(
-    problem: DecodeProblem,
-    config: DecodeConfig,
-    *,
-    native_e4m3: bool,
-    pairs: bool,
-    pdl: bool,
-    wide: bool,
-    aligned: bool,
-) -> DecodeVariant:
-    stream_k = is_stream_k(problem, config)
-    e4m3 = problem.cache_dtype == FP8
-    bound_by_bytes = stream_k and config.tile.BLOCK_M == NARROW and problem.dtype.itemsize < 4
+class Plan(NamedTuple):
+    """What kernels and grids depend on, of the length and the strides of a cache.
+
+    Launches of one problem with equal plans can use the same compiled kernels, if the cache grows.
+    """
+
+    stored: torch.dtype
+    """Dtype of the caches as the kernel reads them (:func:`as_operands`)."""
+    has_left: bool
+    has_right: bool
+    aligned: bool
+    """Whether k and v are aligned for asynchronous loads. If not, their tiles get the same width."""
+    wide: bool
+    """Whether offsets into the cache need 64 bits."""
+    wide_bytes: bool
+    """Whether a cache has 2 GiB or more, for which Triton compiles other kernels on AMD's GPUs."""
+    stream_k: bool
+    programs: int
+    """Programs of a stream-K grid, before they are divided into teams."""
+    softmax_max: str
+    split_capacity: int
+    """The capacity, if it decides the number of splits; else 0."""
+
+
+def plan_of(problem: DecodeProblem, config: DecodeConfig, k_cache: Tensor, v_cache: Tensor) -> Plan:
+    """Return the plan of a call. The caches are operands (:func:`as_operands`)."""
+    left, right = effective_window(problem)
+    longest = max(extent(k_cache), extent(v_cache))
+    return Plan(
+        k_cache.dtype, left != UNLIMITED, right != UNLIMITED,
+        problem.head_dim_v % 16 == 0 and is_aligned(k_cache) and is_aligned(v_cache), longest >= 2**31,
+        longest * k_cache.element_size() >= 2**31, is_stream_k(problem, config), grid_size(problem, config),
+        softmax_max_kind(problem, config), problem.split_size and problem.capacity,
+    )  # fmt: skip
+
+
+def extent(cache: Tensor) -> int:
+    """Return the distance from the cache's first element to its last, plus one tile of rows, in elements."""
+    size, stride = cache.shape, cache.stride()
+    last = sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    return last + MAX_BLOCK_N * stride[1]
+
+
+def decode_variant(problem: DecodeProblem, config: DecodeConfig, plan: Plan) -> DecodeVariant:
+    e4m3, pairs = problem.cache_dtype == FP8, plan.stored == torch.uint16
+    pdl = has_dependent_launch(problem.device)
+    bound_by_bytes = plan.stream_k and config.tile.BLOCK_M == NARROW and problem.dtype.itemsize < 4
     least = MIN_PAIRED_WIDTH if pairs else 16  # half a row must still be wide enough for a product
-    block_d, block_dv = tile_widths(problem.head_dim, problem.head_dim_v, aligned, least)
+    block_d, block_dv = tile_widths(problem.head_dim, problem.head_dim_v, plan.aligned, least)
     return DecodeVariant(
-        **layout(problem, config, stream_k),
+        **layout(problem, config, plan.stream_k),
         PAGE_SIZE=problem.page_size,
         HAS_BATCH_IDX=problem.batch_idx,
         HAS_SOFTCAP=problem.softcap > 0,
@@ -311,18 +341,18 @@ def decode_variant(
         HAS_PRIOR=problem.prior,
         HAS_QV=problem.qv,
         HAS_SCORE_MOD=problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0 or e4m3,
-        SOFTMAX_MAX=softmax_max_kind(problem, config),
+        SOFTMAX_MAX=plan.softmax_max,
         DESCALE=problem.descale,
         E4M3=e4m3,
-        E4M3_BITS=e4m3 and not native_e4m3,
+        E4M3_BITS=e4m3 and not converts_e4m3(problem.device),
         E4M3_PAIRS=pairs,
-        STREAM_K=stream_k,
-        SPLIT=stream_k or problem.num_splits > 1 or problem.split_size > 0,
+        STREAM_K=plan.stream_k,
+        SPLIT=plan.stream_k or num_splits_of(problem, config)[0] > 1,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
-        WIDE=wide,
+        WIDE=plan.wide,
         PDL=pdl,
         PREFETCH=PREFETCH if pdl and bound_by_bytes else 0,
         PRECISION=config.precision,
@@ -405,23 +435,8 @@ def combine_variant(
     )
 
 
-def aligned(problem: DecodeProblem, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether k and v are aligned for asynchronous loads.
-
-    If they are not, :func:`decode_variant` gives the tiles of k and v the same width.
-    """
-    return problem.head_dim_v % 16 == 0 and is_aligned(k_cache) and is_aligned(v_cache)
-
-
-def extent(cache: Tensor) -> int:
-    """Return the distance from the cache's first element to its last, plus one tile of rows, in elements."""
-    size, stride = cache.shape, cache.stride()
-    last = sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-    return last + MAX_BLOCK_N * stride[1]
-
-
-def strides_of(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> DecodeStrides:
-    return DecodeStrides(*token_strides(q), *token_strides(k_cache), *token_strides(v_cache))
+def strides_of(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> QkvStrides:
+    return QkvStrides(*token_strides(q), *token_strides(k_cache), *token_strides(v_cache))
 
 
 def outer_strides_of(tensors: CacheTensors) -> OuterStrides:
@@ -451,7 +466,7 @@ def is_capturing(tensor: Tensor) -> bool:
 class DecodeScalars(NamedTuple):
     """Arguments of the attention kernel that are not tensors, in its order."""
 
-    strides: DecodeStrides
+    strides: QkvStrides
     outer: OuterStrides
     lengths: DecodeLengths
     numbers: DecodeNumbers
@@ -488,7 +503,7 @@ class DecodeLaunch:
         self._combine: CachedLaunch | None = None
         self._addresses: tuple[Any, tuple] = None, ()
         """Addresses of the last call by address, and those of them that the combining kernel takes."""
-        self._by_capacity: tuple = ()
+        self._plan: Plan | None = None
         self._scalars: DecodeScalars | None = None
         self._combine_scalars: tuple = ()
         """Scalars of the combining kernel except the lengths, which both kernels share."""
@@ -614,7 +629,7 @@ class DecodeLaunch:
         problem = copy.copy(self._problem)  # takes 4 us; replace() takes 20 us
         object.__setattr__(problem, "capacity", k_cache.shape[1])
         caches = self._operands(k_cache, v_cache)
-        if self._decided(problem, *caches) != self._by_capacity:
+        if plan_of(problem, self._config, *caches) != self._plan:
             return None
         left, right = effective_window(problem)
         capacity = problem.capacity if problem.num_blocks else 0
@@ -633,21 +648,6 @@ class DecodeLaunch:
         other._problem, other._scalars, other._attend, other._combine = problem, scalars, attend, combine
         return other
 
-    def _decided(self, problem: DecodeProblem, k_cache: Tensor, v_cache: Tensor) -> tuple:
-        """Return the properties of kernels and grids that depend on the length and strides of a dense cache.
-
-        A launch for another length can use the same compiled kernels if these properties are the same.
-        """
-        config = self._config
-        left, right = effective_window(problem)
-        longest = max(extent(k_cache), extent(v_cache))
-        return (
-            left != UNLIMITED, right != UNLIMITED, aligned(problem, k_cache, v_cache), longest >= 2**31,
-            longest * k_cache.element_size() >= 2**31, is_stream_k(problem, config),
-            grid_size(problem, config), softmax_max_kind(problem, config),
-            problem.split_size and problem.capacity, k_cache.dtype,
-        )  # fmt: skip
-
     def _operands(self, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
         return as_operands(k_cache, v_cache, self._config)
 
@@ -663,25 +663,15 @@ class DecodeLaunch:
     ) -> tuple[CachedLaunch, CachedLaunch | None]:
         """Return the attention kernel and, if it leaves partial results, the kernel that combines them."""
         problem, config = self._problem, self._config
-        stream_k = is_stream_k(problem, config)
+        self._plan = plan = plan_of(problem, config, k_cache, v_cache)
+        variant = decode_variant(problem, config, plan)
+        lengths = lengths_of(problem, config)
+        work_tiles = lengths.m_blocks * problem.num_heads_kv
         num_splits, split_n_blocks = num_splits_of(problem, config)
-        work_tiles = problem.batch * m_blocks_of(problem, config) * problem.num_heads_kv
         programs, teams = work_tiles * num_splits, 0
-        if stream_k:
-            team = heads_per_team(problem, config)
-            teams = max(1, grid_size(problem, config) // team)
-            programs = teams * team
-        variant = decode_variant(
-            problem,
-            config,
-            native_e4m3=converts_e4m3(self._device),
-            pairs=k_cache.dtype == torch.uint16,
-            pdl=has_dependent_launch(self._device),
-            wide=any(extent(cache) >= 2**31 for cache in (k_cache, v_cache)),
-            aligned=aligned(problem, k_cache, v_cache),
-        )
-        if num_splits == 1 and not stream_k:
-            variant = replace(variant, SPLIT=False)
+        if plan.stream_k:
+            teams = max(1, plan.programs // variant.HEADS_PER_TEAM)
+            programs = teams * variant.HEADS_PER_TEAM
         new_strides, new_lengths = None, None
         if self._append is not None:
             of_append, new_strides, new_lengths = self._append
@@ -695,19 +685,18 @@ class DecodeLaunch:
         self._scalars = scalars = DecodeScalars(
             strides_of(q, k_cache, v_cache),
             outer_strides_of(tensors),
-            lengths_of(problem, config),
+            lengths,
             DecodeNumbers(scale, scale * LOG2_E, problem.softcap, softmax_max),
             max(problem.num_blocks, 1),
             Splits(
                 partial_rows=min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size),
-                slots=2 * programs if stream_k else programs,
+                slots=2 * programs if plan.stream_k else programs,
                 num_splits=num_splits,
                 split_n_blocks=split_n_blocks,
             ),
             new_strides=new_strides,
             new_lengths=new_lengths,
         )
-        self._by_capacity = self._decided(problem, k_cache, v_cache)
         # With dependent launch, a kernel may start before the previous kernel has ended. It then waits on the
         # device until the previous kernel has ended.
         options: dict[str, Any] = {"launch_pdl": True} if variant.PDL else {}
@@ -719,32 +708,24 @@ class DecodeLaunch:
             return attend, None
         slots, rows = scalars.splits.slots, scalars.splits.partial_rows
         self._partials = round_up(slots * rows * (problem.head_dim_v + 1), 64)
-        return attend, self._prepare_combine(scalars, work_tiles, programs, teams, options)
 
-    def _prepare_combine(
-        self, scalars: DecodeScalars, work_tiles: int, programs: int, teams: int, options: dict[str, Any]
-    ) -> CachedLaunch:
-        """Return the kernel that combines the partial results of ``programs`` programs.
-
-        ``teams``: number of teams of a stream-K grid; 0 for other grids.
-        """
-        problem, config = self._problem, self._config
         tile = combine_tile(problem, config, triton.cdiv(programs, work_tiles) if teams else None)
+        # One program for the rows of a work tile, or for a boundary between two teams: whatever is less.
         by_work_tile = not teams or work_tiles < programs
         units = work_tiles if by_work_tile else programs - programs // teams
-        row_blocks = triton.cdiv(scalars.splits.partial_rows, tile.rows)
-        pdl = has_dependent_launch(self._device)
+        row_blocks = triton.cdiv(rows, tile.rows)
         self._combine_scalars = (scalars.splits, teams, row_blocks)
-        return CachedLaunch(
+        combine = CachedLaunch(
             combine_kernel,
             units * row_blocks,
-            (scalars.lengths, *self._combine_scalars),
-            (combine_variant(problem, config, tile, teams > 0, by_work_tile, pdl),),
+            (lengths, *self._combine_scalars),
+            (combine_variant(problem, config, tile, plan.stream_k, by_work_tile, variant.PDL),),
             None,
             pointers=CombinePointers,
             num_warps=tile.num_warps,
             **options,
         )
+        return attend, combine
 
 
 class AppendingLaunch:

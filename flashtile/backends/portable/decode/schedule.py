@@ -3,7 +3,14 @@
 Query rows are packed: row ``r`` of a sequence is token ``r // group_size``, query head ``r % group_size``
 of its group. So all query heads of a key/value head form one tile. BLOCK_M rows of a sequence are an
 *m_block*, BLOCK_N keys an *n_block*. m_blocks are numbered consecutively through the batch. A *work tile* is
-an m_block and a key/value head.
+an m_block and a key/value head::
+
+    m_block        0      1           2         of sequences with 2, 3 and 1 n_blocks, 4 heads in teams of 2
+    heads 0, 1     a a    c c c       e
+    heads 2, 3     b b    d d d       f         a..f: the n_blocks of a group of heads in one m_block
+
+    list           a a b b c c c d d d e f      12 n_blocks of 2 heads each, for 3 teams of 2 programs
+    team           0 0 0 0 1 1 1 1 2 2 2 2      a partial result of d from team 1, and one from team 2
 
 If STREAM_K, programs work in *teams* of HEADS_PER_TEAM, one program per head of a group of adjacent heads.
 Keys of these heads are adjacent in memory and are read at about the same time. The n_blocks of all work tiles
@@ -20,7 +27,9 @@ Lengths are read from device memory by every program: no host synchronisation, a
 serves growing sequences. They are int32 tensors in ``pointers``, None where a call does not use one:
 ``cache_seqlens``, ``cache_leftpad``, ``cu_seqlens_q`` and ``cu_seqlens_k_new``.
 
-Normalisation and stores of results, for the attention kernel and the combining kernel.
+The attention kernel and the combining kernel both find their work here, and store their results here: the
+functions from :func:`with_prior` on normalise rows, and add what the caller has computed over other keys and
+the sink.
 """
 
 from dataclasses import dataclass
@@ -122,7 +131,7 @@ def sequence_of(m_block, lengths, C: tl.constexpr):
     If ONE_M_BLOCK, this takes no division.
     """
     b = m_block
-    m = m_block * 0
+    m = m_block * 0  # 0 as a scalar or a vector, like m_block
     if not C.ONE_M_BLOCK:
         b = m_block // lengths.m_blocks_per_sequence
         m = m_block % lengths.m_blocks_per_sequence
@@ -145,6 +154,7 @@ def load_sequence(b, exists, pointers, lengths, C: tl.constexpr, EARLY: tl.const
     len_q is 0 where ``exists`` is False. Lengths are clamped to the tensors; invalid lengths set ``fault``.
     EARLY: an earlier kernel may still be writing the lengths, so they must not be kept in the L1 cache.
     """
+    # All loads are independent, so their latencies overlap. .cg reads L2 and leaves no line in L1.
     CACHE: tl.constexpr = ".cg" if EARLY else ""
     start_q = b * 0
     leftpad = b * 0
@@ -166,6 +176,8 @@ def load_sequence(b, exists, pointers, lengths, C: tl.constexpr, EARLY: tl.const
         cu_seqlens_k_new = pointers.cu_seqlens_k_new + b
         len_k += tl.load(cu_seqlens_k_new + 1, mask=exists, other=0, cache_modifier=CACHE)
         len_k -= tl.load(cu_seqlens_k_new, mask=exists, other=0, cache_modifier=CACHE)
+    # Clamped lengths lead to memory of the cache. ``fault`` keeps that they were wrong, and makes the result
+    # NaN.
     if C.HAS_LENGTHS or C.VARLEN_NEW:
         given = len_k
         len_k = tl.minimum(tl.maximum(given, 0), lengths.capacity)
@@ -205,6 +217,8 @@ def reach_of(m, sequence, lengths, C: tl.constexpr):
     offset = sequence.len_k - sequence.len_q
     first = sequence.leftpad
     end = sequence.len_k
+    # Rows of an m_block are ordered by token: the first row's window begins first, and the last row's ends
+    # last.
     if C.HAS_LEFT:
         position = row // lengths.group_size + offset
         left, _ = window_at(position, sequence.leftpad, lengths)
@@ -248,11 +262,21 @@ def share_of(position, teams, total):
     """Return the team that takes the n_block at ``position``: the inverse of :func:`share_start`."""
     each = total // teams
     more = total % teams
+    # The first ``more`` teams have each + 1 n_blocks.
     if position < more * (each + 1):
         team = position // (each + 1)
     else:
         team = more + (position - more * (each + 1)) // max(each, 1)
     return team
+
+
+@triton.jit
+def split_size(n_blocks, splits):
+    """Return the n_blocks per split of a work tile with ``n_blocks``, in a grid without stream-K."""
+    each = splits.split_n_blocks
+    if splits.split_n_blocks == 0:
+        each = max((n_blocks + splits.num_splits - 1) // splits.num_splits, 1)
+    return each
 
 
 @triton.jit
@@ -295,6 +319,7 @@ def stream_k_start(index, team, teams, pointers, lengths, C: tl.constexpr, EARLY
     """
     m_block = team * 0
     m_block_start = team * 0
+    # The total decides where the share begins, so lengths are read twice, unless one scan holds them all.
     if C.ONE_SCAN:
         n_blocks = count_n_blocks(index, pointers, lengths, C, EARLY)
         total = tl.sum(n_blocks)
@@ -327,7 +352,7 @@ def work_tile_at(
     position where the m_block ends). The m_block's first n_block is at position ``m_block_start``.
     """
     HEADS: tl.constexpr = C.HEADS_PER_TEAM
-    m_block = tl.minimum(m_block, lengths.m_blocks - 1)
+    m_block = tl.minimum(m_block, lengths.m_blocks - 1)  # after the last work tile, this one is not used
     b, m = sequence_of(m_block, lengths, C)
     sequence = load_sequence(b, True, pointers, lengths, C, EARLY)
     num_rows, keys, n_blocks = reach_of(m, sequence, lengths, C)
@@ -384,8 +409,9 @@ def with_prior(acc, row_max, row_sum, prior_out, prior_lse, rows, lengths, C: tl
     # prior_out is not initialised for rows without keys.
     inside = (rows.exists & (lse != -float("inf")))[:, None] & (columns < C.HEAD_DIM_V)[None, :]
     out = tl.load(prior_out + offsets[:, None] + columns[None, :], mask=inside, other=0.0)
+    # One more step of the online softmax, with lse as the maximum and 1 as the sum.
     new_max = tl.maximum(row_max, lse)
-    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+    shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # -inf - (-inf) would be NaN
     factor = tl.exp2(row_max - shift)
     weight = tl.exp2(lse - shift)
     return acc * factor[:, None] + out * weight[:, None], new_max, row_sum * factor + weight
@@ -422,7 +448,7 @@ def store_results(pointers, out, lse, rows, lengths, C: tl.constexpr):
 
     ``lse`` is a logarithm to base 2. The natural logarithm is stored, unless ``pointers.lse`` is None.
     """
-    if C.HAS_SINK:
+    if C.HAS_SINK:  # in natural units: the product of a large sink and log2(e) may be infinite
         sink = tl.load(pointers.sink + rows.heads, mask=rows.exists, other=0.0)
         out, lse = with_sink(out, lse * LN_2, sink)
     num_heads_q = lengths.num_heads_kv * lengths.group_size

@@ -1,10 +1,23 @@
 """FlashAttention-3's FP8 forward (Shah et al. 2024, arXiv:2407.08608, section 3.3) in portable Triton.
 
-The loop is that of :mod:`flashtile.backends.portable.attention.forward`. Operands of the products are e4m3. A
-tile of scores is multiplied by the scales of its rows and keys and by the softmax scale; P is scaled by 2**8
-and rounded to e4m3. With scales per block, the accumulator is in units of the current block's scale of v. The
-factor that corrects the accumulator for a new maximum includes the ratio of the previous unit to the current
-unit. So P uses all of e4m3's range.
+One program owns BLOCK_M rows of one query head, as in :mod:`flashtile.backends.portable.attention.forward`.
+Operands of both products are e4m3, with a scale for each head or for each block of rows and keys::
+
+    load Q and its scales s_q
+    m = -inf, l = 0, acc = 0, unit = 0
+    for each key block, with scales s_k and s_v:
+        load K      S = (Q K^T) s_q s_k scale
+                    m' = max(m, rowmax S);  P = 2^8 exp(S - m');  alpha = exp(m - m');  l = alpha l + rowsum P
+                    unit' = s_v;  acc = alpha acc (unit / unit')
+        load V      acc = acc + e4m3(P) V
+    out = acc unit / l;  lse
+
+P is at most 1, and e4m3 loses bits below 2^-6. The factor 2^8 moves P up: 1 becomes 256, within e4m3's range.
+It is in acc and in l, so out needs no correction.
+
+The accumulator is in units of the current block's scale of v, instead of multiplying V or P by that scale: V
+stays e4m3, and P keeps the whole range. The change of unit is a part of the factor that corrects the
+accumulator for a new maximum, so it costs no product.
 
 If v is stored transposed, k's rows are read in v's key order, so that P's columns need no permutation.
 """
@@ -33,7 +46,7 @@ from flashtile.problems import fp8_layout
 
 QUERY_BLOCK = tl.constexpr(fp8_layout.QUERY_BLOCK)
 KEY_BLOCK = tl.constexpr(fp8_layout.KEY_BLOCK)
-P_EXPONENT = tl.constexpr(8.0)
+P_EXPONENT = tl.constexpr(float(fp8_layout.P_EXPONENT))
 SMALLEST_RATIO = tl.constexpr(1 / fp8_layout.LARGEST_RATIO)
 
 
@@ -78,20 +91,6 @@ class Fp8AttendPointers(NamedTuple):
     sink: Any
 
 
-class Fp8Strides(NamedTuple):
-    """Strides of the inputs. For a transposed v, ``v_token`` is the stride from one feature to the next."""
-
-    q_batch: Any
-    q_token: Any
-    q_head: Any
-    k_batch: Any
-    k_token: Any
-    k_head: Any
-    v_batch: Any
-    v_token: Any
-    v_head: Any
-
-
 class Fp8ScaleStrides(NamedTuple):
     """Elements from the scales of one sequence and head to those of the next.
 
@@ -128,196 +127,6 @@ class Fp8Numbers(NamedTuple):
 
     softmax_scale: Any
     softcap: Any
-
-
-class Fp8Operands(NamedTuple):
-    """A tile of queries, and where the keys and values of its sequence and head begin."""
-
-    q: Any
-    q_scale: Any
-    """[BLOCK_M]"""
-    slope: Any
-    k_base: Any
-    v_base: Any
-    k_scale_base: Any
-    v_scale_base: Any
-    row_start: Any
-    offset: Any
-    """len_k - len_q: row i stands at key i + offset."""
-    len_k: Any
-
-
-class Fp8Accumulator(NamedTuple):
-    """Running results of the rows. acc is in units of ``v_unit``; ``v_largest``: v's largest scale so far."""
-
-    acc: Any
-    row_max: Any
-    row_sum: Any
-    v_unit: Any
-    v_largest: Any
-
-
-@triton.jit
-def as_operand(tile, NATIVE: tl.constexpr):
-    """Convert a tile to the dtype of the products' operands.
-
-    If NATIVE, the tile and the operands are e4m3. Otherwise the tile has the bits of e4m3 numbers, and the
-    operands are float16, which represents these numbers exactly.
-    """
-    if NATIVE:
-        return tile
-    else:
-        return decode_number(tile).to(tl.float16)
-
-
-@triton.jit
-def round_p(p, NATIVE: tl.constexpr):
-    """Round P (float32, at most 448) to the nearest e4m3. Without NATIVE, return the result as float16."""
-    if NATIVE:
-        return p.to(tl.float8e4nv)
-    else:
-        return as_operand(encode_bits(p), NATIVE)
-
-
-@triton.jit
-def load_rows(
-    base,
-    rows,
-    length,
-    stride,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    """Load ``rows`` as operands of a product, [rows, BLOCK_D].
-
-    Rows from ``length`` on are 0, and so are columns from HEAD_DIM on.
-    """
-    columns = tl.arange(0, BLOCK_D)
-    inside = (rows < length)[:, None]
-    if HEAD_DIM < BLOCK_D:
-        inside = inside & (columns < HEAD_DIM)[None, :]
-    pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
-    return as_operand(tl.load(pointers, mask=inside, other=0.0), NATIVE)
-
-
-@triton.jit
-def load_columns(
-    base,
-    start,
-    keys,
-    length,
-    columns,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MASKED: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    """Load a tile [keys, BLOCK_D] of v, stored transposed as [HEAD_DIM, columns], from column ``start`` on.
-
-    Columns after the last key of the sequence are 0 in memory. Columns of keys that ``seqused_k`` excludes
-    may have other values, so with MASKED they are replaced by 0.
-    """
-    features = tl.arange(0, BLOCK_D)
-    places = start + tl.arange(0, keys.shape[0])
-    pointers = base + features.to(tl.int64)[:, None] * columns + places[None, :]
-    inside = (features < HEAD_DIM)[:, None]
-    if MASKED:
-        tile = tl.load(pointers, mask=inside & (keys < length)[None, :], other=0.0)
-    elif HEAD_DIM < BLOCK_D:
-        tile = tl.load(pointers, mask=inside, other=0.0)
-    else:
-        tile = tl.load(pointers)
-    return tl.trans(as_operand(tile, NATIVE))
-
-
-@triton.jit
-def load_scale(base, offset):
-    """Load a scale; 1.0 without scales."""
-    if base is None:
-        return 1.0
-    else:
-        return tl.load(base + offset)
-
-
-@triton.jit
-def attend_blocks(
-    state, first, last, operands, strides, lengths, numbers, MASKED: tl.constexpr, C: tl.constexpr
-):
-    """Add key blocks ``first`` to ``last`` (exclusive) to ``state``, an :class:`Fp8Accumulator`."""
-    acc, row_max, row_sum, v_unit, v_largest = state
-    for n in range(first, last):
-        start = n * C.BLOCK_N
-        keys = start + tl.arange(0, C.BLOCK_N)
-        if C.TRANSPOSED:
-            keys = start + key_of_column(tl.arange(0, C.BLOCK_N))
-        k = load_rows(operands.k_base, keys, operands.len_k, strides.k_token, C.HEAD_DIM, C.BLOCK_D, C.NATIVE)
-        scores = tl.dot(operands.q, tl.trans(k))  # [BLOCK_M, BLOCK_N]
-        scale_block = start // KEY_BLOCK if C.BLOCK_SCALES else 0
-        k_scale = load_scale(operands.k_scale_base, scale_block) * numbers.softmax_scale
-        row_scale = operands.q_scale * k_scale
-        rows = operands.row_start + tl.arange(0, C.BLOCK_M) + operands.offset
-        distance = keys[None, :] - rows[:, None]
-        if C.HAS_SOFTCAP or C.HAS_ALIBI:
-            scores = scores * row_scale[:, None]
-            scores, _ = apply_score_mod(
-                scores, distance, operands.slope, 1.0, numbers.softcap, C.HAS_SOFTCAP, C.HAS_ALIBI
-            )
-        else:
-            scores = scores * (row_scale * LOG2_E)[:, None]
-        if MASKED:
-            seen = visible(distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
-            scores = tl.where(seen & (keys < operands.len_k)[None, :], scores, -float("inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # a row that has met no key yet
-        p = tl.exp2(scores - (shift - P_EXPONENT)[:, None])
-        alpha = tl.exp2(row_max - shift)
-        row_sum = row_sum * alpha + tl.sum(p, 1)
-        row_max = new_max
-        if C.BLOCK_SCALES:
-            v_scale = tl.load(operands.v_scale_base + scale_block)
-            v_largest = tl.maximum(v_largest, v_scale)
-            unit = tl.maximum(v_scale, v_largest * SMALLEST_RATIO)
-            p = p * (v_scale / unit)  # the factor is 1 if scales differ by less than LARGEST_RATIO
-            alpha = alpha * (v_unit / unit)
-            v_unit = unit
-        if C.TRANSPOSED:
-            v = load_columns(
-                operands.v_base, start, keys, operands.len_k, strides.v_token, C.HEAD_DIM_V, C.BLOCK_DV,
-                MASKED, C.NATIVE,
-            )  # fmt: skip
-        else:
-            v = load_rows(
-                operands.v_base, keys, operands.len_k, strides.v_token, C.HEAD_DIM_V, C.BLOCK_DV, C.NATIVE
-            )
-        acc = tl.dot(round_p(p, C.NATIVE), v, acc * alpha[:, None])  # [BLOCK_M, BLOCK_DV]
-    return Fp8Accumulator(acc, row_max, row_sum, v_unit, v_largest)
-
-
-@triton.jit
-def store_result(state, v_scale_base, b, head, row_start, start_q, len_q, pointers, lengths, C: tl.constexpr):
-    """Normalise the rows of a block, and write them to out and lse."""
-    BLOCK_M: tl.constexpr = C.BLOCK_M
-    acc, row_max, row_sum, v_unit, _ = state
-    if not C.BLOCK_SCALES:
-        v_unit = load_scale(v_scale_base, 0)
-    row_max -= P_EXPONENT
-    empty = row_sum == 0.0
-    row_sum = tl.where(empty, 1.0, row_sum)
-    out = tl.where(empty[:, None], 0.0, acc * (v_unit / row_sum)[:, None])
-    lse = tl.where(empty, -float("inf"), row_max * LN_2 + tl.log(row_sum))
-    if pointers.sink is not None:
-        out, lse = with_sink(out, lse, tl.load(pointers.sink + head))
-    out_base, lse_base = result_bases(
-        pointers.out, pointers.lse, b, head, start_q, lengths.num_heads_q, lengths.seqlen_q,
-        lengths.total_q, C.HEAD_DIM_V, C.VARLEN,
-    )  # fmt: skip
-    store_tile(
-        out_base, row_start, len_q, lengths.num_heads_q * C.HEAD_DIM_V, out, C.BLOCK_M, C.HEAD_DIM_V,
-        C.BLOCK_DV,
-    )  # fmt: skip
-    rows = row_start + tl.arange(0, BLOCK_M)
-    tl.store(lse_base + rows, lse, mask=rows < len_q)
 
 
 @kernel(do_not_specialize=("scale_strides", "lengths"))
@@ -394,16 +203,203 @@ def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.cons
         tl.zeros([], tl.float32),
     )
 
+    # Main loop.
     first, full_first, full_last, last = block_range(
         row_start, min(row_start + BLOCK_M, len_q), offset, len_k, lengths.window_left, lengths.window_right,
         C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
     )  # fmt: skip
     # Three ranges of blocks: the left edge of the window, blocks within the window, and the right edge or the
-    # end of the sequence.
+    # end of the sequence. Only the edges are masked.
     for RUN in tl.static_range(3):
         if RUN != 0 or C.HAS_LEFT:
             begin = first if RUN == 0 else (full_first if RUN == 1 else full_last)
             end = full_first if RUN == 0 else (full_last if RUN == 1 else last)
             state = attend_blocks(state, begin, end, operands, strides, lengths, numbers, RUN != 1, C)
 
-    store_result(state, v_scale_base, b, head, row_start, start_q, len_q, pointers, lengths, C)
+    # Epilogue.
+    acc, row_max, row_sum, v_unit, _ = state
+    if not C.BLOCK_SCALES:
+        v_unit = load_scale(v_scale_base, 0)
+    row_max -= P_EXPONENT  # the sums have the factor 2^8 of P, and lse must not
+    empty = row_sum == 0.0
+    row_sum = tl.where(empty, 1.0, row_sum)
+    out = tl.where(empty[:, None], 0.0, acc * (v_unit / row_sum)[:, None])
+    lse = tl.where(empty, -float("inf"), row_max * LN_2 + tl.log(row_sum))
+    if pointers.sink is not None:
+        out, lse = with_sink(out, lse, tl.load(pointers.sink + head))
+    out_base, lse_base = result_bases(
+        pointers.out, pointers.lse, b, head, start_q, lengths.num_heads_q, lengths.seqlen_q,
+        lengths.total_q, C.HEAD_DIM_V, C.VARLEN,
+    )  # fmt: skip
+    store_tile(
+        out_base, row_start, len_q, lengths.num_heads_q * C.HEAD_DIM_V, out, C.BLOCK_M, C.HEAD_DIM_V,
+        C.BLOCK_DV,
+    )  # fmt: skip
+    tl.store(lse_base + rows, lse, mask=rows < len_q)
+
+
+class Fp8Operands(NamedTuple):
+    """A tile of queries, and where the keys and values of its sequence and head begin."""
+
+    q: Any
+    q_scale: Any
+    """[BLOCK_M]"""
+    slope: Any
+    k_base: Any
+    v_base: Any
+    k_scale_base: Any
+    v_scale_base: Any
+    row_start: Any
+    offset: Any
+    """len_k - len_q: row i stands at key i + offset."""
+    len_k: Any
+
+
+class Fp8Accumulator(NamedTuple):
+    """Running results of the rows. acc is in units of ``v_unit``; ``v_largest``: v's largest scale so far."""
+
+    acc: Any
+    row_max: Any
+    row_sum: Any
+    v_unit: Any
+    v_largest: Any
+
+
+@triton.jit
+def attend_blocks(
+    state, first, last, operands, strides, lengths, numbers, MASKED: tl.constexpr, C: tl.constexpr
+):
+    """Add key blocks ``first`` to ``last`` (exclusive) to ``state``, an :class:`Fp8Accumulator`."""
+    acc, row_max, row_sum, v_unit, v_largest = state
+    for n in range(first, last):
+        start = n * C.BLOCK_N
+        keys = start + tl.arange(0, C.BLOCK_N)
+        if C.TRANSPOSED:
+            keys = start + key_of_column(tl.arange(0, C.BLOCK_N))
+        k = load_rows(operands.k_base, keys, operands.len_k, strides.k_token, C.HEAD_DIM, C.BLOCK_D, C.NATIVE)
+        scores = tl.dot(operands.q, tl.trans(k))  # [BLOCK_M, BLOCK_N]
+        scale_block = start // KEY_BLOCK if C.BLOCK_SCALES else 0
+        k_scale = load_scale(operands.k_scale_base, scale_block) * numbers.softmax_scale
+        row_scale = operands.q_scale * k_scale
+        rows = operands.row_start + tl.arange(0, C.BLOCK_M) + operands.offset
+        distance = keys[None, :] - rows[:, None]
+        if C.HAS_SOFTCAP or C.HAS_ALIBI:
+            scores = scores * row_scale[:, None]
+            scores, _ = apply_score_mod(
+                scores, distance, operands.slope, 1.0, numbers.softcap, C.HAS_SOFTCAP, C.HAS_ALIBI
+            )
+        else:
+            # Scales differ from row to row, so they cannot be folded into the exponent as one number.
+            scores = scores * (row_scale * LOG2_E)[:, None]
+        if MASKED:
+            seen = visible(distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
+            scores = tl.where(seen & (keys < operands.len_k)[None, :], scores, -float("inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # a row that has met no key yet
+        p = tl.exp2(scores - (shift - P_EXPONENT)[:, None])
+        alpha = tl.exp2(row_max - shift)
+        row_sum = row_sum * alpha + tl.sum(p, 1)
+        row_max = new_max
+        if C.BLOCK_SCALES:
+            v_scale = tl.load(operands.v_scale_base + scale_block)
+            v_largest = tl.maximum(v_largest, v_scale)
+            # The bound keeps the ratio of two units finite, and with it the accumulator, if a block with a
+            # tiny scale follows one with a large scale.
+            unit = tl.maximum(v_scale, v_largest * SMALLEST_RATIO)
+            p = p * (v_scale / unit)  # the factor is 1 if scales differ by less than LARGEST_RATIO
+            alpha = alpha * (v_unit / unit)
+            v_unit = unit
+        if C.TRANSPOSED:
+            v = load_columns(
+                operands.v_base, start, keys, operands.len_k, strides.v_token, C.HEAD_DIM_V, C.BLOCK_DV,
+                MASKED, C.NATIVE,
+            )  # fmt: skip
+        else:
+            v = load_rows(
+                operands.v_base, keys, operands.len_k, strides.v_token, C.HEAD_DIM_V, C.BLOCK_DV, C.NATIVE
+            )
+        acc = tl.dot(round_p(p, C.NATIVE), v, acc * alpha[:, None])  # [BLOCK_M, BLOCK_DV]
+    return Fp8Accumulator(acc, row_max, row_sum, v_unit, v_largest)
+
+
+@triton.jit
+def load_rows(
+    base,
+    rows,
+    length,
+    stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Load ``rows`` as operands of a product, [rows, BLOCK_D].
+
+    Rows from ``length`` on are 0, and so are columns from HEAD_DIM on.
+    """
+    columns = tl.arange(0, BLOCK_D)
+    inside = (rows < length)[:, None]
+    if HEAD_DIM < BLOCK_D:
+        inside = inside & (columns < HEAD_DIM)[None, :]
+    pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    return as_operand(tl.load(pointers, mask=inside, other=0.0), NATIVE)
+
+
+@triton.jit
+def load_columns(
+    base,
+    start,
+    keys,
+    length,
+    columns,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Load a tile [keys, BLOCK_D] of v, stored transposed as [HEAD_DIM, columns], from column ``start`` on.
+
+    Columns after the last key of the sequence are 0 in memory. Columns of keys that ``seqused_k`` excludes
+    may have other values, so with MASKED they are replaced by 0.
+    """
+    features = tl.arange(0, BLOCK_D)
+    places = start + tl.arange(0, keys.shape[0])
+    pointers = base + features.to(tl.int64)[:, None] * columns + places[None, :]
+    inside = (features < HEAD_DIM)[:, None]
+    if MASKED:
+        tile = tl.load(pointers, mask=inside & (keys < length)[None, :], other=0.0)
+    elif HEAD_DIM < BLOCK_D:
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tl.trans(as_operand(tile, NATIVE))
+
+
+@triton.jit
+def load_scale(base, offset):
+    """Load a scale; 1.0 without scales."""
+    if base is None:
+        return 1.0
+    else:
+        return tl.load(base + offset)
+
+
+@triton.jit
+def as_operand(tile, NATIVE: tl.constexpr):
+    """Convert a tile to the dtype of the products' operands.
+
+    If NATIVE, the tile and the operands are e4m3. Otherwise the tile has the bits of e4m3 numbers, and the
+    operands are float16, which represents these numbers exactly.
+    """
+    if NATIVE:
+        return tile
+    else:
+        return decode_number(tile).to(tl.float16)
+
+
+@triton.jit
+def round_p(p, NATIVE: tl.constexpr):
+    """Round P (float32, at most 448) to the nearest e4m3. Without NATIVE, return the result as float16."""
+    if NATIVE:
+        return p.to(tl.float8e4nv)
+    else:
+        return as_operand(encode_bits(p), NATIVE)

@@ -1,7 +1,5 @@
-"""Launcher of the FP8 attention kernel.
-
-Launcher of the quantisation kernel.
-"""
+"""Launches of the two FP8 kernels, each for tensors of one signature: attention over e4m3, and
+quantisation."""
 
 from __future__ import annotations
 
@@ -12,21 +10,21 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends.common.launch import (
-    CachedLaunch,
+from flashtile.backends.common.config import (
     KernelConfig,
+    QkvStrides,
     TokenStrides,
     outer_stride,
     padded,
     token_strides,
 )
+from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.portable.fp8.attend import (
     Fp8AttendPointers,
     Fp8AttendVariant,
     Fp8Lengths,
     Fp8Numbers,
     Fp8ScaleStrides,
-    Fp8Strides,
     attend_kernel,
 )
 from flashtile.backends.portable.fp8.quantize import (
@@ -137,7 +135,7 @@ class Fp8AttendLaunch:
     ) -> CachedLaunch:
         problem = self._problem
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-        strides = Fp8Strides(*token_strides(q), *token_strides(k), *self._strides_of_v(v))
+        strides = QkvStrides(*token_strides(q), *token_strides(k), *self._strides_of_v(v))
         scale_strides = Fp8ScaleStrides(
             *(stride for scale in tensors.scales for stride in self._strides_of_scale(scale))
         )

@@ -5,8 +5,15 @@ block of rows of a head has a scale. *Incoherent processing*: q and k are multip
 matrix, which consists of random signs and a Hadamard matrix. This spreads outliers over all columns and
 leaves q k^T unchanged.
 
-One program owns one block of one head. The sums of the transform have a fixed order, and no multiplication is
-fused with an addition. So the result equals that of :mod:`flashtile.reference.fp8` to the bit.
+One program owns one block of one head, and reads it once::
+
+    load the rows, and rotate pairs of columns          three ways to load the two columns of a pair
+    multiply by random signs and the Hadamard matrix    log2(columns) stages of sums and differences
+    find the largest magnitude -> scale                 one pass; two, if several blocks share a scale
+    multiply, round to e4m3, store                      v transposed, in the key order of the second product
+
+The sums of the transform have a fixed order, and no multiplication is fused with an addition
+(``enable_fp_fusion=False``). So the result equals that of :mod:`flashtile.reference.fp8` to the bit.
 """
 
 from dataclasses import dataclass
@@ -21,9 +28,8 @@ from flashtile.backends.portable.tiles import used_length
 from flashtile.problems import fp8_layout
 
 SMALLEST_LARGEST = tl.constexpr(fp8_layout.SMALLEST_LARGEST)
-HEADROOM = tl.constexpr(2.0**-8)
+HEADROOM = tl.constexpr(fp8_layout.HEADROOM)
 """x is multiplied by this factor, so that every sum of 256 finite numbers is finite."""
-
 ONE_PASS, LARGEST_ONLY, LARGEST_GIVEN = (tl.constexpr(i) for i in range(3))
 """Passes of the kernel. One scale per block takes one pass. One scale for several blocks takes two passes:
 the first finds the largest magnitude, the second quantises. If the caller gives the scale, only the second
@@ -107,50 +113,112 @@ class QuantizeNumbers(NamedTuple):
     """Factor of the Hadamard transform; 1 without it."""
 
 
-@triton.jit
-def key_of_column(column):
-    """Return the index of the key in ``column`` of a stored V^T, as ``fp8_layout.key_order`` does."""
-    within = (column & 16) | ((column & 2) << 2) | ((column & 12) >> 1) | (column & 1)
-    return (column & -32) | within
+@kernel(do_not_specialize=("lengths", "scale_strides", "numbers"))
+def quantize_kernel(pointers, strides, lengths, scale_strides, numbers, C: tl.constexpr):
+    """Quantise one block of one head of x to e4m3. Grid: (heads * blocks * batch,).
 
+    Heads vary fastest, because they are adjacent in memory. x has shape [batch, seqlen, num_heads, HEAD_DIM],
+    or [total, num_heads, HEAD_DIM] if VARLEN. ``quantized`` has the same shape with STORED_HEAD_DIM columns,
+    or [batch, num_heads, HEAD_DIM, columns] if TRANSPOSED, without the batch if VARLEN. Its dtype is e4m3 if
+    NATIVE, else uint8 with the bits of e4m3.
 
-@triton.jit
-def sign_of_column(column, seed):
-    """Return the random sign of each column, -1.0 or 1.0, as ``fp8_layout.hadamard_signs`` does.
-
-    MurmurHash3's 32-bit finaliser (Appleby 2011) gives one word for every 32 columns. Each bit of the word is
-    the sign bit of one column.
+    ``scale_strides`` are the strides of scales and largest. In ONE_PASS, the scales of a head are contiguous,
+    and there is one for each block. If VARLEN, blocks are numbered over all sequences as in
+    ``flashtile.problems.fp8_layout``. seqused, cos and sin [rotary_rows, ROTARY_DIM / 2] and rotary_offsets
+    [batch] may be None.
     """
-    h = (column >> 5).to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32)
-    h = (h ^ (h >> 16)) * 0x85EBCA6B
-    h = (h ^ (h >> 13)) * 0xC2B2AE35
-    h = (h ^ (h >> 16)) << (31 - (column & 31)).to(tl.uint32)
-    return ((h & 0x80000000) | 0x3F800000).to(tl.float32, bitcast=True)
+    num_blocks = tl.cdiv(lengths.seqlen, C.BLOCK_M)
+    pid = tl.program_id(0)
+    head = pid % lengths.num_heads
+    block = (pid // lengths.num_heads) % num_blocks
+    b = (pid // lengths.num_heads) // num_blocks
+
+    start, length = sequence(pointers.cu_seqlens, b, lengths.seqlen, lengths.total, C.VARLEN)
+    used = used_length(pointers.seqused, b, length)
+    place = Place(b, block, start, length)
+    b64, head64 = b.to(tl.int64), head.to(tl.int64)
+    if C.PASS == LARGEST_GIVEN:
+        scale_at = b64 * scale_strides.scale_stride_b + head64 * scale_strides.scale_stride_h
+        largest = tl.maximum(tl.load(pointers.largest + scale_at), SMALLEST_LARGEST)
+        scale = tl.div_rn(largest, E4M3_MAX) * numbers.normalizer
+        tl.store(pointers.scales + scale_at, scale, mask=block == 0)  # also if the sequence has no rows
+    if block * C.BLOCK_M >= length:
+        return
+
+    row = block * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
+    if C.TRANSPOSED:  # rows are loaded in the order in which they are stored as columns
+        row = block * C.BLOCK_M + key_of_column(tl.arange(0, C.BLOCK_M))
+    column = tl.arange(0, C.BLOCK_D)
+    signs = (
+        sign_of_column(column, numbers.seed) * HEADROOM
+    )  # the normalizer of the scale takes the factor back
+    x_rows = pointers.x + b64 * strides.x_batch + start * strides.x_token
+    x_rows += row.to(tl.int64)[:, None] * strides.x_token + head64 * strides.x_head
+    in_use = (row < used)[:, None]
+    position = row
+    if pointers.cos is not None:
+        offset = numbers.rotary_offset
+        if pointers.rotary_offsets is not None:
+            offset += tl.load(pointers.rotary_offsets + b)
+        # Rows past the end of the sequence also load angles, so positions are clamped to the tables.
+        position = tl.minimum(tl.maximum(row + offset, 0), numbers.rotary_rows - 1)
+    if C.HALVES:
+        x = rotate_all(x_rows, position, in_use, pointers.cos, pointers.sin, C.BLOCK_D // 2)
+    else:
+        x_ptrs = x_rows + column[None, :]
+        inside = in_use
+        if C.HEAD_DIM < C.BLOCK_D:
+            inside = inside & (column < C.HEAD_DIM)[None, :]
+        x = tl.load(x_ptrs, mask=inside, other=0.0)  # [BLOCK_M, BLOCK_D]
+        if pointers.cos is not None:
+            HALF: tl.constexpr = C.ROTARY_DIM // 2
+            if C.INTERLEAVED:
+                x = x.to(tl.float32)
+                x = rotate_neighbours(x, position, in_use, pointers.cos, pointers.sin, HALF)
+            else:
+                x = rotate_halves(x, x_ptrs, position, in_use, column, pointers.cos, pointers.sin, HALF)
+    if C.TRANSFORM_STAGES > 0:
+        x = hadamard(x.to(tl.float32) * signs[None, :], C.TRANSFORM_STAGES)
+    store_block(x, row, column, head, place, pointers, strides, lengths, scale_strides, numbers, C)
 
 
 @triton.jit
-def swap_columns(x, APART: tl.constexpr):
-    """Swap the columns of x [rows, columns] whose indices differ only in the bit ``APART``."""
-    ROWS: tl.constexpr = x.shape[0]
-    COLUMNS: tl.constexpr = x.shape[1]
-    # The sum of a pair minus one element is the other element. Integer arithmetic makes this exact. Triton
-    # computes the sum by exchanging registers within a warp.
-    pairs = x.to(tl.int32, bitcast=True).reshape([ROWS, COLUMNS // (2 * APART), 2, APART])
-    others = tl.sum(pairs, 2, keep_dims=True) - pairs
-    return others.reshape([ROWS, COLUMNS]).to(tl.float32, bitcast=True)
+def rotate_all(x_rows, position, inside, cos_ptr, sin_ptr, HALF: tl.constexpr):
+    """Load rows of 2 * HALF columns, and rotate their pairs of columns (i, i + HALF).
 
-
-@triton.jit
-def hadamard(x, STAGES: tl.constexpr):
-    """Multiply x [rows, 2**STAGES] by Sylvester's Hadamard matrix, whose elements are 1 and -1.
-
-    Each stage replaces pairs of columns by their sum and their difference.
+    Both halves are loaded separately, so that one thread has both elements of a pair. ``x_rows``: pointers to
+    the first element of each row.
     """
-    column = tl.arange(0, 1 << STAGES)
-    for stage in tl.static_range(STAGES):
-        sign = tl.where((column & (1 << stage)) == 0, 1.0, -1.0)
-        x = tl.fma(x, tl.broadcast_to(sign[None, :], x.shape), swap_columns(x, 1 << stage))
-    return x
+    ROWS: tl.constexpr = position.shape[0]
+    pair = tl.arange(0, HALF)[None, :]
+    angle = position[:, None] * HALF + pair
+    cos = tl.load(cos_ptr + angle, mask=inside, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=inside, other=0.0).to(tl.float32)
+    x_ptrs = x_rows + pair
+    a = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(x_ptrs + HALF, mask=inside, other=0.0).to(tl.float32)
+    return tl.join(a * cos - b * sin, b * cos + a * sin).trans(0, 2, 1).reshape([ROWS, 2 * HALF])
+
+
+@triton.jit
+def rotate_halves(x, x_ptrs, position, inside, column, cos_ptr, sin_ptr, HALF: tl.constexpr):
+    """Rotate the pairs of columns (i, i + HALF) of x by the angles of ``position``.
+
+    x has been loaded from ``x_ptrs``. The other element of each pair is loaded again, because another thread
+    holds it.
+    """
+    rotated = inside & (column < 2 * HALF)[None, :]
+    first = column < HALF
+    away = tl.where(first, HALF, -HALF)
+    pair = tl.where(first, column, column - HALF)
+    if HALF % 8 == 0:  # hints: eight adjacent columns have adjacent partners, so loads are vectors
+        pair = tl.max_contiguous(tl.multiple_of(pair, 8), 8)
+        away = tl.max_constancy(tl.multiple_of(away, 8), 8)
+    other = tl.load(x_ptrs + away[None, :], mask=rotated, other=0.0).to(tl.float32)
+    angle = position[:, None] * HALF + pair[None, :]
+    cos = tl.load(cos_ptr + angle, mask=rotated, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=rotated, other=0.0).to(tl.float32)
+    return x.to(tl.float32) * cos + tl.where(first[None, :], -other, other) * sin
 
 
 @triton.jit
@@ -174,68 +242,42 @@ def rotate_neighbours(x, position, inside, cos_ptr, sin_ptr, HALF: tl.constexpr)
 
 
 @triton.jit
-def rotate_halves(x, x_ptrs, position, inside, column, cos_ptr, sin_ptr, HALF: tl.constexpr):
-    """Rotate the pairs of columns (i, i + HALF) of x by the angles of ``position``.
+def sign_of_column(column, seed):
+    """Return the random sign of each column, -1.0 or 1.0, as ``fp8_layout.hadamard_signs`` does.
 
-    x has been loaded from ``x_ptrs``. The other element of each pair is loaded again, because another thread
-    holds it.
+    MurmurHash3's 32-bit finaliser (Appleby 2011) gives one word for every 32 columns. Each bit of the word is
+    the sign bit of one column.
     """
-    rotated = inside & (column < 2 * HALF)[None, :]
-    first = column < HALF
-    away = tl.where(first, HALF, -HALF)
-    pair = tl.where(first, column, column - HALF)
-    if HALF % 8 == 0:
-        pair = tl.max_contiguous(tl.multiple_of(pair, 8), 8)
-        away = tl.max_constancy(tl.multiple_of(away, 8), 8)
-    other = tl.load(x_ptrs + away[None, :], mask=rotated, other=0.0).to(tl.float32)
-    angle = position[:, None] * HALF + pair[None, :]
-    cos = tl.load(cos_ptr + angle, mask=rotated, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + angle, mask=rotated, other=0.0).to(tl.float32)
-    return x.to(tl.float32) * cos + tl.where(first[None, :], -other, other) * sin
+    h = (column >> 5).to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32)
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    h = (h ^ (h >> 16)) << (31 - (column & 31)).to(tl.uint32)
+    return ((h & 0x80000000) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def rotate_all(x_rows, position, inside, cos_ptr, sin_ptr, HALF: tl.constexpr):
-    """Load rows of 2 * HALF columns, and rotate their pairs of columns (i, i + HALF).
+def hadamard(x, STAGES: tl.constexpr):
+    """Multiply x [rows, 2**STAGES] by Sylvester's Hadamard matrix, whose elements are 1 and -1.
 
-    Both halves are loaded separately, so that one thread has both elements of a pair. ``x_rows``: pointers to
-    the first element of each row.
+    Each stage replaces pairs of columns by their sum and their difference.
     """
-    ROWS: tl.constexpr = position.shape[0]
-    pair = tl.arange(0, HALF)[None, :]
-    angle = position[:, None] * HALF + pair
-    cos = tl.load(cos_ptr + angle, mask=inside, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + angle, mask=inside, other=0.0).to(tl.float32)
-    x_ptrs = x_rows + pair
-    a = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(x_ptrs + HALF, mask=inside, other=0.0).to(tl.float32)
-    return tl.join(a * cos - b * sin, b * cos + a * sin).trans(0, 2, 1).reshape([ROWS, 2 * HALF])
+    column = tl.arange(0, 1 << STAGES)
+    for stage in tl.static_range(STAGES):
+        sign = tl.where((column & (1 << stage)) == 0, 1.0, -1.0)
+        x = tl.fma(x, tl.broadcast_to(sign[None, :], x.shape), swap_columns(x, 1 << stage))
+    return x
 
 
 @triton.jit
-def largest_magnitude(x):
-    """Return the largest magnitude in x as float32. It is not finite if x contains an infinity.
-
-    16-bit elements are compared as integers, by their bits, because float32 would take twice the registers.
-    """
-    if x.dtype == tl.float32:
-        largest = tl.max(tl.max(tl.abs(x), 1), 0)
-    else:
-        bits = x.to(tl.int16, bitcast=True) & 0x7FFF
-        largest = tl.max(tl.max(bits, 1), 0).to(tl.int16).to(x.dtype, bitcast=True).to(tl.float32)
-    return largest
-
-
-@triton.jit
-def finite_or_nan(x):
-    """Replace infinities of x by NaN."""
-    return tl.where(tl.abs(x) < float("inf"), x, float("nan"))
-
-
-@triton.jit
-def saturated(x):
-    """Clamp x to the range of e4m3, as the conversion in hardware does. NaN stays NaN."""
-    return tl.where(x > E4M3_MAX, E4M3_MAX, tl.where(x < -E4M3_MAX, -E4M3_MAX, x))
+def swap_columns(x, APART: tl.constexpr):
+    """Swap the columns of x [rows, columns] whose indices differ only in the bit ``APART``."""
+    ROWS: tl.constexpr = x.shape[0]
+    COLUMNS: tl.constexpr = x.shape[1]
+    # The sum of a pair minus one element is the other element. Integer arithmetic makes this exact. Triton
+    # computes the sum by exchanging registers within a warp.
+    pairs = x.to(tl.int32, bitcast=True).reshape([ROWS, COLUMNS // (2 * APART), 2, APART])
+    others = tl.sum(pairs, 2, keep_dims=True) - pairs
+    return others.reshape([ROWS, COLUMNS]).to(tl.float32, bitcast=True)
 
 
 class Place(NamedTuple):
@@ -272,14 +314,17 @@ def store_block(
     else:
         largest = tl.maximum(largest, SMALLEST_LARGEST)
         number = place.block
-        if C.VARLEN:
+        if C.VARLEN:  # numbers of different sequences never meet, and none needs the lengths before it
             number += (place.start // C.BLOCK_M).to(tl.int32) + place.b
         if C.PASS == ONE_PASS:
             scale = tl.div_rn(largest, E4M3_MAX) * numbers.normalizer
             tl.store(pointers.scales + scale_at + number, scale)
+        # div_rn, because the plain division of GPUs is not rounded as the CPU's is.
         scaled = x.to(tl.float32) * tl.div_rn(E4M3_MAX, largest)
-        if C.PASS == LARGEST_GIVEN and not C.NATIVE:  # the caller may have given a scale that is too small
-            scaled = saturated(scaled)
+        if C.PASS == LARGEST_GIVEN and not C.NATIVE:
+            # The caller may have given a scale that is too small. Clamp as the conversion in hardware does;
+            # NaN stays NaN.
+            scaled = tl.where(scaled > E4M3_MAX, E4M3_MAX, tl.where(scaled < -E4M3_MAX, -E4M3_MAX, scaled))
         values = scaled.to(tl.float8e4nv) if C.NATIVE else encode_bits(scaled)
         if C.TRANSPOSED:
             at = number.to(tl.int64) * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
@@ -297,67 +342,28 @@ def store_block(
             tl.store(out, values, mask=inside)
 
 
-@kernel(do_not_specialize=("lengths", "scale_strides", "numbers"))
-def quantize_kernel(pointers, strides, lengths, scale_strides, numbers, C: tl.constexpr):
-    """Quantise one block of one head of x to e4m3. Grid: (heads * blocks * batch,).
+@triton.jit
+def largest_magnitude(x):
+    """Return the largest magnitude in x as float32. It is not finite if x contains an infinity.
 
-    Heads vary fastest, because they are adjacent in memory. x has shape [batch, seqlen, num_heads, HEAD_DIM],
-    or [total, num_heads, HEAD_DIM] if VARLEN. ``quantized`` has the same shape with STORED_HEAD_DIM columns,
-    or [batch, num_heads, HEAD_DIM, columns] if TRANSPOSED, without the batch if VARLEN. Its dtype is e4m3 if
-    NATIVE, else uint8 with the bits of e4m3.
-
-    ``scale_strides`` are the strides of scales and largest. In ONE_PASS, the scales of a head are contiguous,
-    and there is one for each block. If VARLEN, blocks are numbered over all sequences as in
-    ``flashtile.problems.fp8_layout``. seqused, cos and sin [rotary_rows, ROTARY_DIM / 2] and rotary_offsets
-    [batch] may be None.
+    16-bit elements are compared as integers, by their bits, because float32 would take twice the registers.
     """
-    num_blocks = tl.cdiv(lengths.seqlen, C.BLOCK_M)
-    pid = tl.program_id(0)
-    head = pid % lengths.num_heads
-    block = (pid // lengths.num_heads) % num_blocks
-    b = (pid // lengths.num_heads) // num_blocks
-
-    start, length = sequence(pointers.cu_seqlens, b, lengths.seqlen, lengths.total, C.VARLEN)
-    used = used_length(pointers.seqused, b, length)
-    place = Place(b, block, start, length)
-    b64, head64 = b.to(tl.int64), head.to(tl.int64)
-    if C.PASS == LARGEST_GIVEN:
-        scale_at = b64 * scale_strides.scale_stride_b + head64 * scale_strides.scale_stride_h
-        largest = tl.maximum(tl.load(pointers.largest + scale_at), SMALLEST_LARGEST)
-        scale = tl.div_rn(largest, E4M3_MAX) * numbers.normalizer
-        tl.store(pointers.scales + scale_at, scale, mask=block == 0)  # also if the sequence has no rows
-    if block * C.BLOCK_M >= length:
-        return
-
-    row = block * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
-    if C.TRANSPOSED:
-        row = block * C.BLOCK_M + key_of_column(tl.arange(0, C.BLOCK_M))
-    column = tl.arange(0, C.BLOCK_D)
-    signs = sign_of_column(column, numbers.seed) * HEADROOM
-    x_rows = pointers.x + b64 * strides.x_batch + start * strides.x_token
-    x_rows += row.to(tl.int64)[:, None] * strides.x_token + head64 * strides.x_head
-    in_use = (row < used)[:, None]
-    position = row
-    if pointers.cos is not None:
-        offset = numbers.rotary_offset
-        if pointers.rotary_offsets is not None:
-            offset += tl.load(pointers.rotary_offsets + b)
-        position = tl.minimum(tl.maximum(row + offset, 0), numbers.rotary_rows - 1)
-    if C.HALVES:
-        x = rotate_all(x_rows, position, in_use, pointers.cos, pointers.sin, C.BLOCK_D // 2)
+    if x.dtype == tl.float32:
+        largest = tl.max(tl.max(tl.abs(x), 1), 0)
     else:
-        x_ptrs = x_rows + column[None, :]
-        inside = in_use
-        if C.HEAD_DIM < C.BLOCK_D:
-            inside = inside & (column < C.HEAD_DIM)[None, :]
-        x = tl.load(x_ptrs, mask=inside, other=0.0)  # [BLOCK_M, BLOCK_D]
-        if pointers.cos is not None:
-            HALF: tl.constexpr = C.ROTARY_DIM // 2
-            if C.INTERLEAVED:
-                x = x.to(tl.float32)
-                x = rotate_neighbours(x, position, in_use, pointers.cos, pointers.sin, HALF)
-            else:
-                x = rotate_halves(x, x_ptrs, position, in_use, column, pointers.cos, pointers.sin, HALF)
-    if C.TRANSFORM_STAGES > 0:
-        x = hadamard(x.to(tl.float32) * signs[None, :], C.TRANSFORM_STAGES)
-    store_block(x, row, column, head, place, pointers, strides, lengths, scale_strides, numbers, C)
+        bits = x.to(tl.int16, bitcast=True) & 0x7FFF
+        largest = tl.max(tl.max(bits, 1), 0).to(tl.int16).to(x.dtype, bitcast=True).to(tl.float32)
+    return largest
+
+
+@triton.jit
+def finite_or_nan(x):
+    """Replace infinities of x by NaN."""
+    return tl.where(tl.abs(x) < float("inf"), x, float("nan"))
+
+
+@triton.jit
+def key_of_column(column):
+    """Return the index of the key in ``column`` of a stored V^T, as ``fp8_layout.key_order`` does."""
+    within = (column & 16) | ((column & 2) << 2) | ((column & 12) >> 1) | (column & 1)
+    return (column & -32) | within

@@ -1,17 +1,28 @@
 """Products for few rows of x, y [M, N] = x [M, K] W [N, K]^T, with fused epilogues (FlashDecoding++, Hong et
 al. 2023, arXiv:2311.01282, section 4).
 
-A program multiplies BLOCK_N rows of W over all of K or a split of it. *Flat* (DOT): rows of W are the first
-operand of the tensor cores. Rows of x are the second, so M is padded to at least 8 instead of 64. *GEMV*:
-products are computed on the CUDA cores, and summed over columns of K only at the end. The last program to
-arrive adds the splits of a tile in a fixed order, so that sums are reproducible. A *place* is an output
-column, or a pair of them (:mod:`flashtile.backends.common.linear`).
+Such a product is bound by reading W, so W is read once. product_kernel, one program for BLOCK_N rows of W,
+BLOCK_M rows of x, and a split of K::
 
-Products of a mixture of experts: each row of x with the weight of its expert.
+    prefetch the first AHEAD blocks of W to L2          W is no result of a kernel: before the wait
+    wait for the previous kernel, let the next start    with dependent launch
+    load the inputs of the epilogue                     their latency overlaps with the product
+    for each block of K:    load W, x;  acc += W x^T    multiply_flat or multiply_gemv
+    one split:    epilogue, store                       finish: norm, scales, bias, SwiGLU, rotary, residual
+    several:      store acc; the last program to arrive adds all splits in their order, then the epilogue
 
-The rows are sorted by expert, and each program multiplies a tile of one expert's rows by the flat product of
-:mod:`flashtile.backends.portable.linear.kernel`. How many rows an expert has is known on the device only, so
-the grid has room for every distribution of the rows, and programs without rows end at once.
+*Flat* (DOT): rows of W are the first operand of the tensor cores. Rows of x are the second, so M is padded to
+at least 8 instead of 64. *GEMV*: products are computed on the CUDA cores, and summed over columns of K only
+at the end. RMSNorm of x needs no pass of its own: the loop also sums the squares of x, and the epilogue
+multiplies by the factor. A *place* is an output column, or a pair of them
+(:mod:`flashtile.backends.common.linear`).
+
+epilogue_kernel applies the same epilogues to a product of torch, for more rows.
+
+grouped_kernel is the flat product for a mixture of experts: each row of x with the weight of its expert. The
+rows are sorted by expert, and each program multiplies a tile of one expert's rows. How many rows an expert
+has is known on the device only, so the grid has room for every distribution of the rows, and programs without
+rows end at once.
 """
 
 from __future__ import annotations
@@ -23,7 +34,6 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.device import Target
@@ -54,6 +64,7 @@ from flashtile.backends.portable.fp8 import is_native
 from flashtile.backends.portable.linear.config import DEFAULTS, MAX_FLAT_ROWS
 from flashtile.hardware.linear_table import FLAT
 from flashtile.problems import linear as problem
+from flashtile.torch_private import FakeTensor
 
 SCALE_BLOCK = tl.constexpr(problem.SCALE_BLOCK)
 LINE = tl.constexpr(128)
@@ -96,32 +107,91 @@ class Shares(NamedTuple):
     tiles: Any
 
 
-@triton.jit
-def load_weights(pointers, row, mine, k, depth, C: tl.constexpr):
-    """Load a block [BLOCK_N, BLOCK_K] of W in the dtype that it is stored in."""
-    addresses = pointers.w + row.to(tl.int64)[:, None] * depth.w_stride + k[None, :]
-    mask = mine[:, None]
-    if not C.EVEN_K:
-        mask = mask & (k < depth.K)[None, :]
-    return tl.load(addresses, mask=mask, other=0.0, eviction_policy="evict_first")
+@kernel(do_not_specialize=("shares", "places", "sizes"))
+def product_kernel(
+    pointers, depth, shares, eps, places, strides, cache_strides, sizes, C: tl.constexpr, E: tl.constexpr
+):
+    """Multiply x by W^T and apply the epilogue.
 
-
-@triton.jit
-def as_numbers(w, dtype: tl.constexpr, C: tl.constexpr):
-    """Convert W to ``dtype``, which represents e4m3 exactly."""
-    if C.E4M3_BITS:
-        return decode_number(w).to(dtype)
-    elif w.dtype == tl.float8e4nv and dtype == tl.bfloat16:
-        return to_bfloat16(w)
+    Grid: (tiles of W * blocks of BLOCK_M rows of x * splits of K,); splits vary fastest.
+    ``partial`` has room for the sums of every split of every tile. ``arrived`` holds a counter for each tile,
+    followed by a counter for each block of rows of x. All counters are 0 before and after the kernel.
+    """
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    STEP: tl.constexpr = BLOCK_N // C.HALVES
+    call = EpilogueCall(pointers, places, strides, cache_strides, sizes)
+    K, M, splits, tiles = depth.K, sizes.M, shares.splits, shares.tiles
+    part = tl.program_id(0)
+    split = part % splits
+    tile = part // splits
+    start = edge_of(tile % tiles, tiles, places, C)
+    stop = edge_of(tile % tiles + 1, tiles, places, C)
+    m = tile // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    i = tl.arange(0, BLOCK_N)
+    place = start + i % STEP
+    mine = place < stop
+    row = row_of(place, i // STEP, places, E)
+    blocks = tl.cdiv(K, C.BLOCK_K)
+    first = blocks * split // splits
+    last = blocks * (split + 1) // splits
+    if C.AHEAD > 0:
+        PER_LINE: tl.constexpr = LINE // (pointers.w.dtype.element_ty.primitive_bitwidth // 8)
+        lines = first * C.BLOCK_K + tl.arange(0, C.AHEAD * C.BLOCK_K // PER_LINE) * PER_LINE
+        # Addresses stay within W, because a prefetch has no mask.
+        lines = tl.minimum(lines, K - 1)
+        safe = tl.where(mine, row, 0).to(tl.int64)
+        prefetch(pointers.w + safe[:, None] * depth.w_stride + lines[None, :])
+    if C.DEPENDENT:
+        wait_for_dependencies()
+        launch_dependents()
+    # Load the inputs of the epilogue early, so that their latency overlaps with the product.
+    factor = tl.zeros([BLOCK_M], tl.float32)
+    if E.X_SCALES:
+        factor = tl.load(pointers.x_scale + m, mask=m < M, other=0.0)
+    to = load_destinations(m[None, :], pointers, sizes, E)
+    if C.DOT:
+        sums, square = multiply_flat(row, mine, m, first, last, pointers, depth, shares, M, C, E)
     else:
-        return w.to(dtype)
+        sums, square = multiply_gemv(row, mine, m, first, last, pointers, depth, shares, M, C, E)
+    blocks_arrived = pointers.arrived
+    if E.NEXT_NORM:
+        blocks_arrived += tl.num_programs(0) // splits
+    if not C.SPLIT:
+        if E.NORM:
+            factor = tl.rsqrt(square / K + eps)
+        finish(sums, factor, to, start, stop, m, tile, tiles, blocks_arrived, call, C, E)
+    else:
+        PART: tl.constexpr = (BLOCK_N + 1) * BLOCK_M
+        parts = pointers.partial + tile.to(tl.int64) * splits * PART
+        own_sums, own_square = split_at(parts, split, C)
+        tl.store(own_sums, sums)
+        tl.store(own_square, square)
+        # All threads have stored before the program counts as arrived: the barrier orders them within the
+        # program, and acq_rel orders their stores before the loads of the program that arrives last.
+        tl.debug_barrier()
+        before = tl.atomic_add(pointers.arrived + tile, 1, sem="acq_rel", scope="gpu")
+        if before == splits - 1:
+            tl.store(pointers.arrived + tile, 0)  # for the next launch, which shares the counters
+            sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            square = tl.zeros([BLOCK_M], tl.float32)
+            for p in range(splits):
+                its_sums, its_square = split_at(parts, p, C)
+                # .cg: other multiprocessors wrote them, and an L1 cache is not told.
+                sums += tl.load(its_sums, cache_modifier=".cg")
+                square += tl.load(its_square, cache_modifier=".cg")
+            if E.NORM:
+                factor = tl.rsqrt(square / K + eps)
+            finish(sums, factor, to, start, stop, m, tile, tiles, blocks_arrived, call, C, E)
 
 
 @triton.jit
-def block_scales(pointers, row, mine, k_start, shares):
-    """Return [BLOCK_N]: for each row of W, the scale of the block of W that contains column ``k_start``."""
-    at = (row // SCALE_BLOCK).to(tl.int64) * shares.scale_stride + k_start // SCALE_BLOCK
-    return tl.load(pointers.block_scale + at, mask=mine, other=0.0)
+def edge_of(tile, tiles, places, C: tl.constexpr):
+    """Return the first place (output column, or pair of columns) of a tile.
+
+    The sizes of two tiles differ by at most C.UNIT places.
+    """
+    return (places.to(tl.int64) // C.UNIT * tile // tiles).to(tl.int32) * C.UNIT
 
 
 @triton.jit
@@ -150,8 +220,9 @@ def multiply_flat(
             wide = x.to(tl.float32)
             squares += wide * wide
             weight = tl.load(pointers.norm_weight + k, mask=k < depth.K, other=0.0).to(tl.float32)
-            x = (wide * weight[:, None]).to(x.dtype)
+            x = (wide * weight[:, None]).to(x.dtype)  # the norm's factor follows in the epilogue
         if C.BLOCK_SCALES:
+            # A block of K never spans two blocks of scales, so one scale per row multiplies its products.
             scale = block_scales(pointers, row + missing, mine, block * BLOCK_K, shares)
             acc += tl.dot(as_numbers(w, x.dtype, C), x) * scale[:, None]
         else:
@@ -186,12 +257,42 @@ def multiply_gemv(row, mine, m, first, last, pointers, depth, shares, M, C: tl.c
 
 
 @triton.jit
-def edge_of(tile, tiles, places, C: tl.constexpr):
-    """Return the first place (output column, or pair of columns) of a tile.
+def load_weights(pointers, row, mine, k, depth, C: tl.constexpr):
+    """Load a block [BLOCK_N, BLOCK_K] of W in the dtype that it is stored in."""
+    addresses = pointers.w + row.to(tl.int64)[:, None] * depth.w_stride + k[None, :]
+    mask = mine[:, None]
+    if not C.EVEN_K:
+        mask = mask & (k < depth.K)[None, :]
+    # W is read once, so it is the first that the caches evict. x is read by all programs.
+    return tl.load(addresses, mask=mask, other=0.0, eviction_policy="evict_first")
 
-    The sizes of two tiles differ by at most C.UNIT places.
-    """
-    return (places.to(tl.int64) // C.UNIT * tile // tiles).to(tl.int32) * C.UNIT
+
+@triton.jit
+def as_numbers(w, dtype: tl.constexpr, C: tl.constexpr):
+    """Convert W to ``dtype``, which represents e4m3 exactly."""
+    if C.E4M3_BITS:
+        return decode_number(w).to(dtype)
+    elif w.dtype == tl.float8e4nv and dtype == tl.bfloat16:
+        return to_bfloat16(w)
+    else:
+        return w.to(dtype)
+
+
+@triton.jit
+def block_scales(pointers, row, mine, k_start, shares):
+    """Return [BLOCK_N]: for each row of W, the scale of the block of W that contains column ``k_start``."""
+    at = (row // SCALE_BLOCK).to(tl.int64) * shares.scale_stride + k_start // SCALE_BLOCK
+    return tl.load(pointers.block_scale + at, mask=mine, other=0.0)
+
+
+@triton.jit
+def split_at(parts, p, C: tl.constexpr):
+    """Return pointers for the sums [BLOCK_N, BLOCK_M] and squares [BLOCK_M] of split ``p`` of a tile."""
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    PART: tl.constexpr = (BLOCK_N + 1) * BLOCK_M
+    at = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    return parts + p * PART + at, parts + p * PART + BLOCK_N * BLOCK_M + tl.arange(0, BLOCK_M)
 
 
 @triton.jit
@@ -226,7 +327,7 @@ def leave_factor(square, m, tile, tiles, arrived, call, BLOCK_M: tl.constexpr):
     index = tl.arange(0, BLOCK_M)
     squares = call.pointers.squares + tile // tiles * tiles * BLOCK_M
     tl.store(squares + tile % tiles * BLOCK_M + index, square)
-    tl.debug_barrier()
+    tl.debug_barrier()  # as for the splits of product_kernel
     if tl.atomic_add(arrived + tile // tiles, 1, sem="acq_rel", scope="gpu") == tiles - 1:
         tl.store(arrived + tile // tiles, 0)
         part = tl.arange(0, PARTS)[:, None]
@@ -234,99 +335,6 @@ def leave_factor(square, m, tile, tiles, arrived, call, BLOCK_M: tl.constexpr):
         for first in range(0, tiles, PARTS):
             total += tl.sum(load_squares(part, index[None, :], first, tiles, BLOCK_M, squares), 0)
         store_factor(total, m, call)
-
-
-@triton.jit
-def split_at(parts, p, C: tl.constexpr):
-    """Return pointers for the sums [BLOCK_N, BLOCK_M] and squares [BLOCK_M] of split ``p`` of a tile."""
-    BLOCK_N: tl.constexpr = C.BLOCK_N
-    BLOCK_M: tl.constexpr = C.BLOCK_M
-    PART: tl.constexpr = (BLOCK_N + 1) * BLOCK_M
-    at = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-    return parts + p * PART + at, parts + p * PART + BLOCK_N * BLOCK_M + tl.arange(0, BLOCK_M)
-
-
-@triton.jit
-def add_splits(parts, splits, C: tl.constexpr):
-    """Return (sums, sums of squares) of a tile, added over all its splits of K in a fixed order."""
-    BLOCK_N: tl.constexpr = C.BLOCK_N
-    BLOCK_M: tl.constexpr = C.BLOCK_M
-    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    square = tl.zeros([BLOCK_M], tl.float32)
-    for p in range(splits):
-        its_sums, its_square = split_at(parts, p, C)
-        sums += tl.load(its_sums, cache_modifier=".cg")
-        square += tl.load(its_square, cache_modifier=".cg")
-    return sums, square
-
-
-@kernel(do_not_specialize=("shares", "places", "sizes"))
-def product_kernel(
-    pointers, depth, shares, eps, places, strides, cache_strides, sizes, C: tl.constexpr, E: tl.constexpr
-):
-    """Multiply x by W^T and apply the epilogue.
-
-    Grid: (tiles of W * blocks of BLOCK_M rows of x * splits of K,); splits vary fastest.
-    ``partial`` has room for the sums of every split of every tile. ``arrived`` holds a counter for each tile,
-    followed by a counter for each block of rows of x. All counters are 0 before and after the kernel.
-    """
-    BLOCK_N: tl.constexpr = C.BLOCK_N
-    BLOCK_M: tl.constexpr = C.BLOCK_M
-    STEP: tl.constexpr = BLOCK_N // C.HALVES
-    call = EpilogueCall(pointers, places, strides, cache_strides, sizes)
-    K, M, splits, tiles = depth.K, sizes.M, shares.splits, shares.tiles
-    part = tl.program_id(0)
-    split = part % splits
-    tile = part // splits
-    start = edge_of(tile % tiles, tiles, places, C)
-    stop = edge_of(tile % tiles + 1, tiles, places, C)
-    m = tile // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    i = tl.arange(0, BLOCK_N)
-    place = start + i % STEP
-    mine = place < stop
-    row = row_of(place, i // STEP, places, E)
-    blocks = tl.cdiv(K, C.BLOCK_K)
-    first = blocks * split // splits
-    last = blocks * (split + 1) // splits
-    if C.AHEAD > 0:
-        PER_LINE: tl.constexpr = LINE // (pointers.w.dtype.element_ty.primitive_bitwidth // 8)
-        lines = first * C.BLOCK_K + tl.arange(0, C.AHEAD * C.BLOCK_K // PER_LINE) * PER_LINE
-        lines = tl.minimum(lines, K - 1)
-        safe = tl.where(mine, row, 0).to(tl.int64)
-        prefetch(pointers.w + safe[:, None] * depth.w_stride + lines[None, :])
-    if C.DEPENDENT:
-        wait_for_dependencies()
-        launch_dependents()
-    # Load the inputs of the epilogue early, so that their latency overlaps with the product.
-    factor = tl.zeros([BLOCK_M], tl.float32)
-    if E.X_SCALES:
-        factor = tl.load(pointers.x_scale + m, mask=m < M, other=0.0)
-    to = load_destinations(m[None, :], pointers, sizes, E)
-    if C.DOT:
-        sums, square = multiply_flat(row, mine, m, first, last, pointers, depth, shares, M, C, E)
-    else:
-        sums, square = multiply_gemv(row, mine, m, first, last, pointers, depth, shares, M, C, E)
-    blocks_arrived = pointers.arrived
-    if E.NEXT_NORM:
-        blocks_arrived += tl.num_programs(0) // splits
-    if not C.SPLIT:
-        if E.NORM:
-            factor = tl.rsqrt(square / K + eps)
-        finish(sums, factor, to, start, stop, m, tile, tiles, blocks_arrived, call, C, E)
-    else:
-        PART: tl.constexpr = (BLOCK_N + 1) * BLOCK_M
-        parts = pointers.partial + tile.to(tl.int64) * splits * PART
-        own_sums, own_square = split_at(parts, split, C)
-        tl.store(own_sums, sums)
-        tl.store(own_square, square)
-        tl.debug_barrier()
-        before = tl.atomic_add(pointers.arrived + tile, 1, sem="acq_rel", scope="gpu")
-        if before == splits - 1:
-            tl.store(pointers.arrived + tile, 0)
-            sums, square = add_splits(parts, splits, C)
-            if E.NORM:
-                factor = tl.rsqrt(square / K + eps)
-            finish(sums, factor, to, start, stop, m, tile, tiles, blocks_arrived, call, C, E)
 
 
 @kernel(do_not_specialize=("sizes",))
@@ -414,6 +422,8 @@ def grouped_kernel(
     blocks = tl.where(exists, tl.cdiv(end - begin, BLOCK_M), 0)
     after = tl.cumsum(blocks, 0)
     before = after - blocks
+    # Which expert's rows the block has: counts of blocks by expert, summed up. Every program finds it by
+    # itself, so no kernel has to prepare a list.
     if block < tl.sum(blocks, 0):
         mine = (before <= block) & (block < after)
         number = tl.sum(tl.where(mine, expert, 0), 0)

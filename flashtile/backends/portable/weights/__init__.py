@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashtile.backends import portable
-from flashtile.backends.common.launch import padded
+from flashtile.backends.common.config import padded
 from flashtile.problems.attention import WeightsProblem
 
 __all__ = ["configure_weights", "prepare_weights", "reason_against"]
@@ -38,7 +38,7 @@ def reason_of_top(problem: WeightsProblem) -> str | None:
 
 
 def configure_weights(problem: WeightsProblem):
-    from flashtile.backends.portable.weights.launch import choose
+    from flashtile.backends.portable.weights.kernel import choose
 
     return choose(problem)
 
@@ -48,6 +48,6 @@ def prepare_weights(problem: WeightsProblem, config):
 
     ``indices`` is None unless the problem's form is "top".
     """
-    from flashtile.backends.portable.weights.launch import WeightsLaunch
+    from flashtile.backends.portable.weights.kernel import WeightsLaunch
 
     return WeightsLaunch(problem, config)

@@ -80,8 +80,8 @@ def flat_fields(options: type[Any]) -> tuple[str, ...]:
 def flat(options: Any) -> tuple:
     """Return the values of :func:`flat_fields`."""
     values: list[Any] = []
-    for value in options:
-        if isinstance(value, Masking):
+    for field, value in zip(options._fields, options, strict=True):
+        if field == MASKING:  # not by its type, because the module may have been imported again
             values += [getattr(value, name) for name in MASKING_FIELDS]
         else:
             values.append(value)

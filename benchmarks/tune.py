@@ -85,11 +85,11 @@ def describe(workload: Workload, inputs: Inputs) -> tuple[Any, CacheTensors]:
     """Return (problem, decoding's tensors except q and the caches) of a workload's call."""
     qkv = inputs.q, inputs.k, inputs.v
     if workload.cache is None:
-        options = Options(causal=workload.causal, window_left=workload.window_left, softcap=workload.softcap)
+        options = Options(masking=workload.masking, softcap=workload.softcap)
         return Problem.from_tensors(*qkv, options=options), CacheTensors()
     table = inputs.block_tables[0] if inputs.block_tables else None
     tensors = CacheTensors(cache_seqlens=inputs.cache_seqlens, block_table=table, **inputs.descales)
-    return DecodeProblem.from_tensors(*qkv, tensors, DecodeOptions(causal=workload.causal)), tensors
+    return DecodeProblem.from_tensors(*qkv, tensors, DecodeOptions(masking=workload.masking)), tensors
 
 
 def calls(candidate: Candidate, workload: Workload, inputs: Inputs) -> list[Callable[[], dict[str, Tensor]]]:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 BROUGHT = {
     "flashtile", "flashtile.caches", "flashtile.garbage", "flashtile.torch_private", "flashtile.version",
     "flashtile.api",
-    *(f"flashtile.api.{name}" for name in ("attention", "latent", "prefill", "weights")),
+    *(f"flashtile.api.{name}" for name in ("attention", "prefill", "weights")),
     "flashtile.checks",
     *(f"flashtile.checks.{name}" for name in ("arguments", "attention", "conversions", "decode", "values")),
     "flashtile.op",
@@ -28,7 +28,7 @@ BROUGHT = {
     "flashtile.problems",
     *(
         f"flashtile.problems.{name}"
-        for name in ("addresses", "attention", "common", "decode", "masks", "newest")
+        for name in ("addresses", "attention", "common", "decode", "masking", "masks", "newest")
     ),
 }  # fmt: skip
 """The modules that ``import flashtile`` imports. Each costs every program time, also those without a call."""

@@ -198,8 +198,8 @@ def _attend_rows(
 ) -> Tensor:
     """Return out (rows, group, head_dim) of query rows; the first row is aligned with key ``position``."""
     rows, group = q.shape[:2]
-    window = (workload.window_left, workload.window_right)
-    seen = reference.visible(rows, k.shape[0], *window, q.device, position)
+    own = range(position, position + rows)
+    seen = workload.masking.visible(own, range(k.shape[0]), q.device)
     # The query heads of a group have the same keys and values, so they are computed as rows of a single head.
     hidden = ~seen.repeat_interleave(group, 0)
     bias = column = None

@@ -26,6 +26,7 @@ from flashtile import masks
 from flashtile.api import attention as functional
 from flashtile.hardware import machine
 from flashtile.problems.common import UNLIMITED
+from flashtile.problems.masking import positions
 from flashtile.reference import attention as reference
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -365,7 +366,7 @@ def hidden_scores(
     if workload.window_left == workload.window_right == UNLIMITED:
         return None
     seqlens = lengths or (workload.seqlen_q, workload.seqlen_k)
-    seen = reference.visible(*seqlens, workload.window_left, workload.window_right, inputs.q.device)
+    seen = workload.masking.visible(positions(*seqlens), range(seqlens[1]), inputs.q.device)
     return None if bool(seen.all()) else ~seen
 
 

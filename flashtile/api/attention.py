@@ -12,32 +12,28 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
 
-from flashtile.api.latent import join_qv
 from flashtile.api.prefill import attention_over_pages
 from flashtile.api.weights import check_form, weights_of
-from flashtile.checks.arguments import ERRORS, LastStrideError, check_dense, renamed
+from flashtile.checks.arguments import ERRORS, check_dense, renamed
 from flashtile.checks.conversions import (
-    apply_autocast,
+    as_masking,
     as_offset_pair,
-    as_scores,
+    as_operands,
     check_flag,
-    keys_of_scores,
+    join_qv,
     make_options,
-    padding_of,
+    optional_tensors,
     refuse_descales,
     refuse_unknown,
-    with_unit_stride,
 )
 from flashtile.operators import attention as operators
-from flashtile.operators.dropout import draw_state
+from flashtile.operators.dropout import with_state
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
-from flashtile.torch_private import is_any_autocast_enabled
 
 # Names of these arguments in the packed functions, for error messages.
 _OF_KV = {"k": "kv", "v": "kv"}
@@ -198,11 +194,22 @@ def attention(
     if type(return_lse) is not bool:
         check_flag("return_lse", return_lse)
     form = None if return_attn_weights is False else check_form("return_attn_weights", return_attn_weights)
+    masking = as_masking(causal, window_size, attention_chunk=attention_chunk)
     options = make_options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend,
-        dropout_p, attention_chunk,
-    )  # fmt: skip
-    extras = NO_EXTRAS
+        masking,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        deterministic=deterministic,
+        backend=backend,
+        dropout_p=dropout_p,
+    )
+    q, k, v = as_operands(q, k, v)
+    functions = None
+    if not (score_mod is mask_mod is block_mask is None):
+        functions = score_mod, mask_mod, block_mask
+    extras = NO_EXTRAS  # recognised by identity; most calls have none of these nine
     if not (
         cu_seqlens_q
         is cu_seqlens_k
@@ -215,37 +222,29 @@ def attention(
         is seqused_q
         is None
     ):
-        cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
-        if mask is not None or bias is not None:
-            seqlen_k = keys_of_scores(k, cu_seqlens_k, options)
-            mask, bias = as_scores(mask, seqlen_k), as_scores(bias, seqlen_k)
-        if (
-            mask is not None
-            and key_padding_mask is None
-            and score_mod is None
-            and mask_mod is None
-            and block_mask is None
-        ):
-            mask, key_padding_mask = padding_of(mask, q, k)
-        extras = OptionalTensors(
-            cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias,
+        extras = optional_tensors(
+            q,
+            k,
+            options,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
             seqused_q=seqused_q,
-        )  # fmt: skip
+            seqused_k=seqused_k,
+            alibi_slopes=alibi_slopes,
+            sink=sink,
+            mask=mask,
+            key_padding_mask=key_padding_mask,
+            bias=bias,
+            finds_padding=functions is None,
+        )
     if options.dropout_p != 0.0:
-        extras = _with_state(extras, options, q, rng_state)
-    buffers = () if out is lse is None else (out, lse)
-    descales = (q_descale, k_descale, v_descale)
-    attend: Any = operators.forward
+        extras = with_state(q, extras, options, rng_state)
     if qv is not None:
         q, k = join_qv(q, k, v, qv, extras, options)
-    if score_mod is not None or mask_mod is not None or block_mask is not None:
-        _check_with_functions(q, descales, buffers)
-        attend = partial(_masks().attend, score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask)
-    if form is not None and isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
-        raise NotImplementedError(f"return_attn_weights must be False for q of {q.dtype}, got {form[0]!r}")
-    out, lse = _call(q, k, v, extras, options, descales, buffers, attend)
+    descales, buffers = (q_descale, k_descale, v_descale), () if out is lse is None else (out, lse)
+    out, lse = _run(q, k, v, extras, options, descales, buffers, functions, form)
     if form is not None:
-        weights = weights_of(q, k, lse, extras, options, form, score_mod, mask_mod, block_mask)
+        weights = weights_of(q, k, lse, extras, options, form, functions)
         return (out, lse, weights) if return_lse else (out, weights)
     return (out, lse) if return_lse else out
 
@@ -297,23 +296,21 @@ def flash_attn_func(
     if unknown:
         refuse_unknown("flash_attn_func", unknown)
     _check_flags(return_attn_probs, return_lse)
+    masking = as_masking(causal, window_size)
     options = make_options(
-        None, None, softmax_scale, causal, window_size, softcap, deterministic, backend, dropout_p
+        masking,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        deterministic=deterministic,
+        backend=backend,
+        dropout_p=dropout_p,
     )
-    extras = (
-        NO_EXTRAS if alibi_slopes is sink is None else OptionalTensors(alibi_slopes=alibi_slopes, sink=sink)
-    )
-    if options.dropout_p != 0.0:
-        extras = _with_state(extras, options, q)
-    if qv is not None:
-        q, k = join_qv(q, k, v, qv, extras, options)
-    buffers = () if out is lse is None else (out, lse)
-    out, lse = _call(q, k, v, extras, options, (q_descale, k_descale, v_descale), buffers)
-    if return_attn_probs and options.dropout_p != 0.0:
-        from flashtile.api.probabilities import signed_probabilities
-
-        return out, lse, signed_probabilities(q, k, v, extras, options)
-    return _result(out, lse, return_attn_probs, return_lse)
+    q, k, v = as_operands(q, k, v)
+    extras = NO_EXTRAS
+    if not (alibi_slopes is sink is None):
+        extras = OptionalTensors(alibi_slopes=alibi_slopes, sink=sink)
+    descales, buffers = (q_descale, k_descale, v_descale), () if out is lse is None else (out, lse)
+    return _flash(q, k, v, qv, extras, options, descales, buffers, return_attn_probs, return_lse)
 
 
 def flash_attn_kvpacked_func(
@@ -478,31 +475,35 @@ def flash_attn_varlen_func(
     if unknown:
         refuse_unknown("flash_attn_varlen_func", unknown)
     _check_flags(return_attn_probs, return_lse)
+    masking = as_masking(causal, window_size)
     options = make_options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend,
-        dropout_p,
-    )  # fmt: skip
+        masking,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        deterministic=deterministic,
+        backend=backend,
+        dropout_p=dropout_p,
+    )
     cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
-    extras = OptionalTensors(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
-    if options.dropout_p != 0.0:
-        extras = _with_state(extras, options, q)
-    buffers = () if out is lse is None else (out, lse)
+    extras = OptionalTensors(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+    )
+    descales, buffers = (q_descale, k_descale, v_descale), () if out is lse is None else (out, lse)
     if block_table is not None:
-        refuse_descales(q_descale, k_descale, v_descale, "without block_table")
-        q = with_unit_stride(q)
+        refuse_descales(*descales, "without block_table")
         out, lse = attention_over_pages(q, k, v, block_table, extras, options, buffers, qv)
         return _result(out, lse, return_attn_probs, return_lse)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise TypeError(f"{name} must be an int32 torch.Tensor, got None: use flash_attn_func without it")
-    if qv is not None:
-        q, k = join_qv(q, k, v, qv, extras, options)
-    out, lse = _call(q, k, v, extras, options, (q_descale, k_descale, v_descale), buffers)
-    if return_attn_probs and options.dropout_p != 0.0:
-        from flashtile.api.probabilities import signed_probabilities
-
-        return out, lse, signed_probabilities(q, k, v, extras, options)
-    return _result(out, lse, return_attn_probs, return_lse)
+    q, k, v = as_operands(q, k, v)
+    return _flash(q, k, v, qv, extras, options, descales, buffers, return_attn_probs, return_lse)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -620,58 +621,66 @@ def flash_attn_varlen_qkvpacked_func(
         raise renamed(error, _OF_QKV | _OF_BOTH) from None
 
 
-def _call(
+Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""FlashAttention-3's scales of q, k and v in e4m3."""
+
+
+def _run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     extras: OptionalTensors,
     options: Options,
-    descales: tuple[Tensor | None, Tensor | None, Tensor | None],
-    buffers: tuple,
-    attend: Callable[..., tuple[Tensor, Tensor]] = operators.forward,
+    descales: Descales = (None, None, None),
+    buffers: tuple = (),
+    functions: tuple | None = None,
+    form: tuple[str, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Call ``attend``, an operation that allocates its results, or write into ``buffers`` if they are given.
+    """Run a call whose arguments are normalised, by the operation for its kind.
 
-    Inputs are cast for autocast, and copied if their last stride is not 1.
+    Args:
+        buffers: (out, lse), which receive the results, or () if the operation shall allocate them.
+        functions: (score_mod, mask_mod, block_mask).
+        form: the form of the weights that the call also returns.
     """
-    if is_any_autocast_enabled():
-        q, k, v = apply_autocast(q, k, v)
-    others: Any = (extras, options, descales, buffers, attend)
-    if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the check of strides
-        return _attend(with_unit_stride(q), with_unit_stride(k), with_unit_stride(v), *others)
-    try:
-        return _attend(q, k, v, *others)
-    except LastStrideError:  # strides are checked only after a failure, to save host time in valid calls
-        copied = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
-        if copied[0] is q and copied[1] is k and copied[2] is v:
-            raise
-    return _attend(*copied, *others)
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extras: OptionalTensors,
-    options: Options,
-    descales: tuple[Tensor | None, Tensor | None, Tensor | None],
-    buffers: tuple,
-    attend: Callable[..., tuple[Tensor, Tensor]],
-) -> tuple[Tensor, Tensor]:
-    if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
+    in_e4m3 = isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn
+    if functions is not None:
+        _refuse_with_functions(q.dtype if in_e4m3 else None, descales, buffers)
+        return _masks().attend(q, k, v, extras, options, *functions)
+    if in_e4m3:
         from flashtile.api.fp8 import attend_descaled
 
-        if buffers:
-            name = "lse" if buffers[0] is None else "out"
-            raise NotImplementedError(f"{name} must be None for q, k and v of float8_e4m3fn, got a tensor")
+        _refuse_with_e4m3(q.dtype, buffers, form)
         return attend_descaled(q, k, v, *descales, extras, options)
     refuse_descales(*descales, "for q, k and v of float8_e4m3fn")
     if buffers:
-        out, lse = operators.FORWARD_INTO.write((q, k, v), extras, options, buffers)
-        assert out is not None
-        assert lse is not None
-        return out, lse
-    return attend(q, k, v, extras, options)
+        return operators.FORWARD_INTO.write((q, k, v), extras, options, buffers)  # type: ignore[return-value]
+    return operators.forward(q, k, v, extras, options)
+
+
+def _flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None,
+    extras: OptionalTensors,
+    options: Options,
+    descales: Descales,
+    buffers: tuple,
+    return_attn_probs: bool,
+    return_lse: bool,
+) -> Tensor | Any:
+    """Run a call of one of FlashAttention-2's functions, and return what it returns."""
+    if options.dropout_p != 0.0:
+        extras = with_state(q, extras, options)
+    if qv is not None:
+        q, k = join_qv(q, k, v, qv, extras, options)
+    out, lse = _run(q, k, v, extras, options, descales, buffers)
+    if return_attn_probs and options.dropout_p != 0.0:
+        from flashtile.api.probabilities import signed_probabilities
+
+        return out, lse, signed_probabilities(q, k, v, extras, options)
+    return _result(out, lse, return_attn_probs, return_lse)
 
 
 def _masks() -> Any:
@@ -689,31 +698,26 @@ def _module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def _check_with_functions(
-    q: Tensor, descales: tuple[Tensor | None, Tensor | None, Tensor | None], buffers: tuple
-) -> None:
+def _refuse_with_e4m3(dtype: torch.dtype, buffers: tuple, form: tuple[str, int] | None) -> None:
+    """Raise for weights, ``out`` or ``lse`` in a call with FP8 inputs."""
+    if form is not None:
+        name = "return_attn_weights"
+        raise NotImplementedError(f"{name} must be False for q of {dtype}, got {form[0]!r}")
+    if buffers:
+        name = "lse" if buffers[0] is None else "out"
+        raise NotImplementedError(f"{name} must be None for q, k and v of float8_e4m3fn, got a tensor")
+
+
+def _refuse_with_functions(in_e4m3: torch.dtype | None, descales: Descales, buffers: tuple) -> None:
     """Raise for FP8 inputs, descales, ``out`` or ``lse`` in a call with score or mask functions."""
-    if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
+    if in_e4m3 is not None:
         raise NotImplementedError(
-            f"q must be float16 or wider with score_mod, mask_mod or block_mask, got {q.dtype}"
+            f"q must be float16 or wider with score_mod, mask_mod or block_mask, got {in_e4m3}"
         )
     refuse_descales(*descales, "without score_mod, mask_mod or block_mask")
     if buffers:
         name = "lse" if buffers[0] is None else "out"
         raise NotImplementedError(f"{name} must be None with score_mod, mask_mod or block_mask, got a tensor")
-
-
-def _with_state(
-    extras: OptionalTensors, options: Options, q: Tensor, rng_state: Tensor | None = None
-) -> OptionalTensors:
-    """Return ``extras`` with dropout's random state.
-
-    If ``rng_state`` is None and there is dropout, the state is drawn from torch's generator. If dropout_p is
-    invalid, nothing is drawn, and a later check raises.
-    """
-    if rng_state is None and isinstance(q, Tensor) and 0 < options.dropout_p < 1:
-        rng_state = draw_state(q)
-    return extras if rng_state is None else extras._replace(rng_state=rng_state)
 
 
 def _check_flags(return_attn_probs: bool, return_lse: bool) -> None:

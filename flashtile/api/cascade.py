@@ -12,15 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.checks.arguments import ERRORS, check_dense, check_device, check_int, check_int32, renamed
-from flashtile.checks.conversions import as_int, cast_for_autocast, check_flag, make_options, split_arguments
-from flashtile.checks.decode import check_decode
+from flashtile.checks.arguments import ERRORS, renamed
+from flashtile.checks.conversions import (
+    as_int,
+    as_masking,
+    check_flag,
+    make_options,
+    split_arguments,
+    under_autocast,
+)
+from flashtile.checks.decode import check_decode, check_shared_prefix
 from flashtile.checks.values import check_prefix_values
 from flashtile.op.operation import is_plain, reads_values
 from flashtile.operators.decode import DECODE, decode
-from flashtile.problems.common import MAX_LENGTH
+from flashtile.problems.common import shared_fields
 from flashtile.problems.decode import CacheTensors, DecodeOptions
-from flashtile.torch_private import is_any_autocast_enabled
+from flashtile.problems.masking import EVERYTHING
 
 
 def flash_attn_with_shared_prefix(
@@ -84,28 +91,22 @@ def flash_attn_with_shared_prefix(
         ... )
         >>> torch.testing.assert_close(out, alone)
     """
-    masking = make_options(None, None, softmax_scale, causal, (-1, -1), softcap, False, backend)
+    shared = make_options(as_masking(causal), softmax_scale=softmax_scale, softcap=softcap, backend=backend)
     check_flag("return_softmax_lse", return_softmax_lse)
     check_flag("debug_checks", debug_checks)
     num_splits, split_size = split_arguments(num_splits, split_size)
-    if is_any_autocast_enabled():
-        (q,) = cast_for_autocast(k_cache, q)
-    _check(q, block_table, cache_seqlens)
-    for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
-        if isinstance(descale, Tensor) and descale.dim() == 3:
-            raise NotImplementedError(
-                f"{name} must be (heads_kv,) or per page (sequences share pages), got {tuple(descale.shape)}"
-            )
+    (q,) = under_autocast(q, cache=k_cache)
+    if not isinstance(prefix_seqlens, Tensor):
+        prefix_seqlens = as_int("prefix_seqlens", prefix_seqlens)
+    descales = k_descale, v_descale
+    check_shared_prefix(q, block_table, cache_seqlens, prefix_seqlens, cu_prefix_groups, descales)
     batch, seqlen_q, heads, head_dim = q.shape
     of_groups, of_sequences = _prefixes(q, prefix_seqlens, cu_prefix_groups)
     options = DecodeOptions(
-        softmax_scale=masking.softmax_scale,
-        causal=masking.causal,
-        softcap=masking.softcap,
+        **shared_fields(DecodeOptions, shared),
         num_splits=num_splits,
         split_size=split_size,
         return_lse=return_softmax_lse or lse is not None,
-        backend=backend,
         debug_checks=debug_checks,
     )
     own = CacheTensors(
@@ -119,7 +120,7 @@ def flash_attn_with_shared_prefix(
         check_prefix_values(q, k_cache, block_table, cache_seqlens, of_groups, cu_prefix_groups, causal)
 
     if batch > 0:
-        of_prefix = options._replace(causal=False, partial=True, return_lse=True)
+        of_prefix = options._replace(masking=EVERYTHING, partial=True, return_lse=True)
         if cu_prefix_groups is None:
             rows, table, offsets = q.reshape(1, batch * seqlen_q, heads, head_dim), block_table[:1], None
         else:
@@ -151,41 +152,18 @@ def flash_attn_with_shared_prefix(
     return (out, lse) if return_softmax_lse else out
 
 
-def _check(q: Tensor, block_table: Tensor, cache_seqlens: Tensor) -> None:
-    check_dense("q", q)
-    if q.dim() != 4:
-        raise ValueError(f"q must have 4 dimensions (batch, seqlen_q, heads, head_dim), got {tuple(q.shape)}")
-    check_dense("block_table", block_table)
-    if block_table.dim() != 2 or block_table.shape[0] != q.shape[0]:
-        raise ValueError(
-            f"block_table must have shape (batch, max_blocks) with batch = {q.shape[0]}, "
-            f"got {tuple(block_table.shape)}"
-        )
-    check_dense("cache_seqlens", cache_seqlens)
-
-
-def _prefixes(q: Tensor, prefix_seqlens: Any, cu_prefix_groups: Any) -> tuple[Tensor, Tensor | None]:
+def _prefixes(
+    q: Tensor, prefix_seqlens: int | Tensor, cu_prefix_groups: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Return the prefix length of each group, (num_groups,), and of each sequence, (batch,), both int32.
 
     The second is None if it depends on the values of ``cu_prefix_groups``.
     """
-    groups, batch = 1, q.shape[0]
-    if cu_prefix_groups is not None:
-        check_dense("cu_prefix_groups", cu_prefix_groups)
-        if cu_prefix_groups.dtype != torch.int32:
-            raise TypeError(f"cu_prefix_groups must be int32, got {cu_prefix_groups.dtype}")
-        if cu_prefix_groups.dim() != 1 or cu_prefix_groups.shape[0] < 2:
-            raise ValueError(
-                f"cu_prefix_groups must have shape (num_groups + 1,), got {tuple(cu_prefix_groups.shape)}"
-            )
-        check_device("cu_prefix_groups", cu_prefix_groups, q)
-        groups = cu_prefix_groups.shape[0] - 1
+    batch = q.shape[0]
     if not isinstance(prefix_seqlens, Tensor):
-        length = as_int("prefix_seqlens", prefix_seqlens)
-        check_int("prefix_seqlens", length, 0, MAX_LENGTH)
-        lengths = torch.full((max(groups, batch),), length, dtype=torch.int32, device=q.device)
+        groups = 1 if cu_prefix_groups is None else cu_prefix_groups.shape[0] - 1
+        lengths = torch.full((max(groups, batch),), prefix_seqlens, dtype=torch.int32, device=q.device)
         return lengths[:groups], lengths[:batch]
-    check_int32("prefix_seqlens", prefix_seqlens, (groups,), "(num_groups,)", q)
     if cu_prefix_groups is None:
         return prefix_seqlens, prefix_seqlens.expand(batch).contiguous()
     return prefix_seqlens, None

@@ -14,19 +14,21 @@ from torch import Tensor
 
 from flashtile.checks.conversions import (
     as_int,
+    as_masking,
     as_offset_pair,
     as_offsets,
-    cast_for_autocast,
+    as_operands,
     check_flag,
     contiguous_qv,
     dense_tree,
+    is_batch,
     lengths_tensor,
     make_options,
     softmax_max_arguments,
     split_arguments,
-    with_unit_stride,
+    under_autocast,
 )
-from flashtile.checks.decode import check_combine, check_combined_into, check_copy
+from flashtile.checks.decode import check_combine, check_combined_into, check_copy, check_step
 from flashtile.checks.e4m3 import widen, widen_tables
 from flashtile.operators import decode as operators
 from flashtile.problems.decode import (
@@ -40,7 +42,6 @@ from flashtile.problems.decode import (
     DecodeOptions,
     NoTensors,
 )
-from flashtile.torch_private import is_any_autocast_enabled
 
 
 def flash_attn_with_kvcache(
@@ -179,18 +180,16 @@ def flash_attn_with_kvcache(
         (torch.Size([3, 1, 8, 64]), True)
         >>> cache_seqlens += 1  # the call does not change the lengths
     """
-    masking = make_options(
-        max_seqlen_q, None, softmax_scale, causal, window_size, softcap, False, backend,
-        attention_chunk=attention_chunk,
-    )  # fmt: skip
+    masking = as_masking(causal, window_size, attention_chunk=attention_chunk)
+    scores = make_options(
+        masking, max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, softcap=softcap, backend=backend
+    )
     check_flag("rotary_interleaved", rotary_interleaved)
     check_flag("debug_checks", debug_checks)
     check_flag("return_softmax_lse", return_softmax_lse)
-    if is_any_autocast_enabled():
-        q, k, v, qv = cast_for_autocast(k_cache, q, k, v, qv)
+    q, k, v, qv = as_operands(q, k, v, qv, cache=k_cache)
     if not (cu_seqlens_q is cu_seqlens_k_new is None):
         cu_seqlens_q, cu_seqlens_k_new = as_offset_pair(cu_seqlens_q, cu_seqlens_k_new)
-    q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
     descales = new_descales = k_descale, v_descale
     if q_descale is not None or getattr(q, "dtype", None) is FP8:
         scaled = (q_descale, k_descale, v_descale)
@@ -202,49 +201,65 @@ def flash_attn_with_kvcache(
     phi = phi_by_head = None
     if softmax_max is not None:
         phi, phi_by_head = softmax_max_arguments(softmax_max)
-    tensors = CacheTensors(
-        cache_seqlens, cache_leftpad, cache_batch_idx, block_table, cu_seqlens_q, cu_seqlens_k_new,
-        alibi_slopes, sink, *descales,
-        None if tree_mask is None else dense_tree(tree_mask), None, None, phi_by_head, contiguous_qv(qv),
-    )  # fmt: skip
-    options = DecodeOptions(
-        masking.max_seqlen_q, 0, masking.softmax_scale, masking.causal, masking.window_left,
-        masking.window_right, masking.softcap, num_splits, split_keys, False,
-        return_softmax_lse or lse is not None, phi, backend, debug_checks, masking.attention_chunk,
-    )  # fmt: skip
+    # With keywords, a call of a named tuple's class itself takes twice as long.
+    tensors = CacheTensors.__new__(
+        CacheTensors,
+        cache_seqlens=cache_seqlens,
+        cache_leftpad=cache_leftpad,
+        cache_batch_idx=cache_batch_idx,
+        block_table=block_table,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        k_descale=descales[0],
+        v_descale=descales[1],
+        tree_mask=None if tree_mask is None else dense_tree(tree_mask),
+        softmax_max=phi_by_head,
+        qv=None if qv is None else contiguous_qv(qv),
+    )
+    options = DecodeOptions.__new__(
+        DecodeOptions,
+        max_seqlen_q=scores.max_seqlen_q,
+        seqlen_new=k.shape[1] if k is not None and cu_seqlens_k_new is None and is_batch(k) else 0,
+        softmax_scale=scores.softmax_scale,
+        masking=masking,
+        softcap=scores.softcap,
+        num_splits=num_splits,
+        split_size=split_keys,
+        return_lse=return_softmax_lse or lse is not None,
+        phi=phi,
+        backend=backend,
+        debug_checks=debug_checks,
+    )
     buffers = () if out is lse is None else (out, lse)
-    if k is None and v is None:
-        if not (rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new is max_seqlen_k_new is None):
-            _refuse_without_k(
-                rotary_cos=rotary_cos,
-                rotary_sin=rotary_sin,
-                rotary_seqlens=rotary_seqlens,
-                cu_seqlens_k_new=cu_seqlens_k_new,
-                max_seqlen_k_new=max_seqlen_k_new,
-            )
+    if k is v is rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new is max_seqlen_k_new is None:
         out, lse = operators.decode((q, k_cache, v_cache), tensors, options, buffers)
         return (out, lse) if return_softmax_lse else out
 
-    if k is None or v is None:
-        missing = "k" if k is None else "v"
-        raise ValueError(f"{missing} must be given with {'v' if k is None else 'k'}, got None")
-    if cache_seqlens is None:
-        raise ValueError("cache_seqlens must give the positions at which k and v are appended, got None")
+    appended = AppendTensors.__new__(
+        AppendTensors,
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        block_table=block_table,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_seqlens=rotary_seqlens,
+        k_descale=new_descales[0],
+        v_descale=new_descales[1],
+    )
     if max_seqlen_k_new is not None:
         max_seqlen_k_new = as_int("max_seqlen_k_new", max_seqlen_k_new)
-    if rotary_cos is not None and tree_mask is not None:
-        raise ValueError("rotary_cos must be None with tree_mask: rotate by each node's depth beforehand")
-    by_token = masking.causal or masking.window_left >= 0 or masking.window_right >= 0
-    by_token = by_token or masking.attention_chunk > 0
-    appended = AppendTensors(
-        cache_seqlens, None, cache_batch_idx, block_table, cu_seqlens_k_new, rotary_cos, rotary_sin,
-        rotary_seqlens, *new_descales,
-    )  # fmt: skip
     append_options = AppendOptions(
-        max_seqlen_k_new, masking.max_seqlen_q, rotary_interleaved, by_token, backend, debug_checks
+        max_seqlen_k_new=max_seqlen_k_new,
+        max_seqlen_q=scores.max_seqlen_q,
+        rotary_interleaved=rotary_interleaved,
+        rotate_q_by_token=masking.hides_by_position,
+        backend=backend,
+        debug_checks=debug_checks,
     )
-    if cu_seqlens_k_new is None and isinstance(k, Tensor) and k.dim() == 4:
-        options = options._replace(seqlen_new=k.shape[1])
+    check_step(k, v, appended, append_options, tree_mask)
     out, lse = operators.append_and_decode(
         q, k_cache, v_cache, k, v, appended, append_options, tensors, options, buffers
     )
@@ -298,18 +313,30 @@ def append_kvcache(
     """
     check_flag("rotary_interleaved", rotary_interleaved)
     check_flag("debug_checks", debug_checks)
-    if is_any_autocast_enabled():
-        k, v = cast_for_autocast(k_cache, k, v)
+    k, v = under_autocast(k, v, cache=k_cache)
     cu_seqlens_k_new = as_offsets(cu_seqlens_k_new)
     if max_seqlen_k_new is not None:
         max_seqlen_k_new = as_int("max_seqlen_k_new", max_seqlen_k_new)
     if type(cache_seqlens) is int or (cache_seqlens is not None and not isinstance(cache_seqlens, Tensor)):
         cache_seqlens = lengths_tensor(cache_seqlens, "k", k, "cu_seqlens_k_new", cu_seqlens_k_new)
     tensors = AppendTensors(
-        cache_seqlens, slot_mapping, cache_batch_idx, block_table, cu_seqlens_k_new, rotary_cos, rotary_sin,
-        rotary_seqlens, k_descale, v_descale,
-    )  # fmt: skip
-    options = AppendOptions(max_seqlen_k_new, None, rotary_interleaved, False, backend, debug_checks)
+        cache_seqlens=cache_seqlens,
+        slot_mapping=slot_mapping,
+        cache_batch_idx=cache_batch_idx,
+        block_table=block_table,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_seqlens=rotary_seqlens,
+        k_descale=k_descale,
+        v_descale=v_descale,
+    )
+    options = AppendOptions(
+        max_seqlen_k_new=max_seqlen_k_new,
+        rotary_interleaved=rotary_interleaved,
+        backend=backend,
+        debug_checks=debug_checks,
+    )
     operators.append(k_cache, v_cache, k, v, tensors, options)
 
 
@@ -402,9 +429,3 @@ def flash_attn_combine(
     if varlen:
         result, lse = result[0], lse[0]
     return (result if out is None else out.copy_(result)), lse
-
-
-def _refuse_without_k(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(f"{name} must be None without k and v to append, got {type(value).__name__}")

@@ -9,25 +9,26 @@ from torch import Tensor
 
 from flashtile.checks.arguments import ERRORS, check_choice, check_dense, renamed
 from flashtile.checks.conversions import (
-    apply_autocast,
     as_int,
+    as_masking,
     as_offset_pair,
     as_offsets,
     check_flag,
     make_options,
     refuse_beyond,
+    under_autocast,
 )
 from flashtile.checks.fp8 import check_attend, check_inputs, check_sequences
 from flashtile.op.refusals import transforming
 from flashtile.operators import attention as operators
 from flashtile.operators.fp8 import ATTEND, QUANTIZE, refuse_gradient
 from flashtile.operators.fp8_gradients import StraightThrough, attend
-from flashtile.problems.attention import EXTRAS_OF_ALL, OPTIONS_OF_ALL, OptionalTensors, Options
+from flashtile.problems.attention import OptionalTensors, Options
+from flashtile.problems.common import shared_fields
 from flashtile.problems.fp8 import AttendOptions, AttendTensors, QuantizeOptions, QuantizeTensors
 from flashtile.problems.fp8_layout import METHODS, ROLES
 from flashtile.problems.quantized import Quantized, sequences
 from flashtile.reference.fp8 import descaled
-from flashtile.torch_private import is_any_autocast_enabled
 
 QUANTIZING = ("portable", "cpu")
 """Backends that can quantise."""
@@ -132,8 +133,23 @@ def _quantize(
     """Quantise as :func:`quantize` does. ``names`` maps arguments to the names that errors use for them."""
     offsets = rotary_offset if isinstance(rotary_offset, Tensor) else None
     offset = 0 if isinstance(rotary_offset, Tensor) else as_int("rotary_offset", rotary_offset)
-    tensors = QuantizeTensors(cu_seqlens, seqused, rotary_cos, rotary_sin, offsets, scale)
-    options = QuantizeOptions(role, method, seed, max_seqlen, offset, rotary_interleaved, backend)
+    tensors = QuantizeTensors(
+        cu_seqlens=cu_seqlens,
+        seqused=seqused,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_offsets=offsets,
+        scale=scale,
+    )
+    options = QuantizeOptions(
+        role=role,
+        method=method,
+        seed=seed,
+        max_seqlen=max_seqlen,
+        rotary_offset=offset,
+        rotary_interleaved=rotary_interleaved,
+        backend=backend,
+    )
     try:
         check_dense("x", x)
         learns = x.requires_grad and torch.is_grad_enabled() and not transforming()
@@ -227,8 +243,7 @@ def attention(
         >>> q.grad.shape, q.grad.dtype
         (torch.Size([1, 256, 8, 64]), torch.bfloat16)
     """
-    if is_any_autocast_enabled():
-        q, k, v = apply_autocast(q, k, v)  # type: ignore[arg-type]
+    q, k, v = under_autocast(q, k, v)
     check_inputs(q, k, v)
     check_flag("rotary_interleaved", rotary_interleaved)
     method, seed = shared_method({"q": q, "k": k, "v": v}, method, hadamard, seed)
@@ -238,7 +253,13 @@ def attention(
     check_sequences(q, cu_seqlens_q, cu_seqlens_k, seqused_k)
     check_flag("return_lse", return_lse)
     options = make_options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend
+        as_masking(causal, window_size),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        deterministic=deterministic,
+        backend=backend,
     )
     own_backend = backend if backend in QUANTIZING else None
     if isinstance(q, Tensor):
@@ -260,10 +281,22 @@ def attention(
             own_backend, _names("v"),
         )  # fmt: skip
     tensors = AttendTensors(
-        scales_of(q), scales_of(k), scales_of(v), cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink
+        q_descale=scales_of(q),
+        k_descale=scales_of(k),
+        v_descale=scales_of(v),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
     )
-    of_all: tuple[Any, ...] = (*options[:OPTIONS_OF_ALL], q.dtype, q.shape[-1], True, method == "block")
-    stored = AttendOptions(*of_all)
+    stored = AttendOptions(
+        **shared_fields(AttendOptions, options),
+        out_dtype=q.dtype,
+        head_dim=q.shape[-1],
+        v_transposed=True,
+        block_scales=method == "block",
+    )
     try:
         out, lse = attend((q, k, v), tensors, stored)
     except ERRORS as error:
@@ -286,20 +319,21 @@ def attend_descaled(
     out is bfloat16. The gradients are those of the stored e4m3 numbers, before multiplication by their
     scales. Autograd rounds them to e4m3, unless the tensor's ``grad_dtype`` is another dtype.
 
-    FP8 kernels have no ``attention_chunk`` and ``seqused_q``. Calls with one of them are computed in
-    bfloat16, on the tensors multiplied by their scales.
+    FP8 kernels hide keys only by a window, and have no ``seqused_q``. Other calls are computed in bfloat16,
+    on the tensors multiplied by their scales.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_dense(name, x)
-    in_e4m3 = options.attention_chunk == 0 and extras.seqused_q is None
-    plain = (extras, options) if in_e4m3 else (
-        extras._replace(seqused_q=None), options._replace(attention_chunk=0)
-    )  # fmt: skip
-    refuse_beyond(*plain, "for q, k and v of float8_e4m3fn")
+    in_e4m3 = options.masking.beyond_window is None and extras.seqused_q is None
+    masking = as_masking(window_size=options.masking.arguments()["window_size"])
+    plain = extras._replace(seqused_q=None), options._replace(masking=masking)
+    taken = (*AttendTensors._fields, *AttendOptions._fields)
+    refuse_beyond(*plain, taken, "for q, k and v of float8_e4m3fn")
     descales = q_descale, k_descale, v_descale
-    tensors = AttendTensors(*descales, *extras[:EXTRAS_OF_ALL])
-    of_all: tuple[Any, ...] = (*options[:OPTIONS_OF_ALL], torch.bfloat16, q.shape[-1])
-    stored = AttendOptions(*of_all)
+    tensors = AttendTensors(*descales, **shared_fields(AttendTensors, extras))
+    stored = AttendOptions(
+        **shared_fields(AttendOptions, plain[1]), out_dtype=torch.bfloat16, head_dim=q.shape[-1]
+    )
     if in_e4m3:
         return attend((q, k, v), tensors, stored)
     check_attend(q, k, v, tensors, stored)
@@ -362,7 +396,7 @@ def _query_offset(
         offset = k.shape[1] - q.shape[1]
         if offset >= 0:
             return offset
-        if not (options.causal or options.window_right == 0):
+        if options.masking.window_right != 0:
             raise ValueError(
                 f"rotary_cos must be None, or causal True, where queries outnumber keys: the first {-offset} "
                 f"of {q.shape[1]} queries stand before position 0"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile.checks.arguments import check_dense
-from flashtile.checks.conversions import apply_autocast, as_float, check_flag
+from flashtile.checks.conversions import as_float, check_flag, under_autocast
 from flashtile.operators.linear import LINEAR, LINEAR_BEFORE_NORM, LINEAR_QKV, NO_GRADIENT
 from flashtile.problems.linear import (
     BeforeNormOptions,
@@ -90,14 +90,22 @@ def linear(
         >>> gated.shape
         torch.Size([2, 1, 48])
     """
-    x, weight, bias = apply_autocast(x, weight, bias)  # type: ignore[arg-type]
+    x, weight, bias = under_autocast(x, weight, bias)
     check_flag("prefetch", prefetch)
     rows = _rows(x)
     residual = _residual_rows(residual, x)
     tensors = LINEAR.nothing
     if not (bias is weight_scale is norm_weight is x_scale is residual is None):
-        tensors = LinearTensors(bias, weight_scale, norm_weight, x_scale, residual)
-    options = LinearOptions(activation, _as_eps("norm_eps", norm_eps), prefetch, backend)
+        tensors = LinearTensors(
+            bias=bias,
+            weight_scale=weight_scale,
+            norm_weight=norm_weight,
+            x_scale=x_scale,
+            residual=residual,
+        )
+    options = LinearOptions(
+        activation=activation, norm_eps=_as_eps("norm_eps", norm_eps), prefetch=prefetch, backend=backend
+    )
     out = LINEAR((rows, weight), tensors, options)
     return out if rows is x else out.view(*x.shape[:-1], out.shape[-1])
 
@@ -140,14 +148,23 @@ def linear_before_norm(
         >>> torch.allclose(y, flashtile.linear.linear(found.y, up, norm_weight=norm), atol=1e-3)
         True
     """
-    x, weight, bias = apply_autocast(x, weight, bias)  # type: ignore[arg-type]
+    x, weight, bias = under_autocast(x, weight, bias)
     check_flag("prefetch", prefetch)
     rows = _rows(x)
     tensors = BeforeNormTensors(
-        bias, weight_scale, norm_weight, x_scale, _residual_rows(residual, x), next_norm_weight
+        bias=bias,
+        weight_scale=weight_scale,
+        norm_weight=norm_weight,
+        x_scale=x_scale,
+        residual=_residual_rows(residual, x),
+        next_norm_weight=next_norm_weight,
     )
-    eps, next_eps = _as_eps("norm_eps", norm_eps), _as_eps("next_norm_eps", next_norm_eps)
-    options = BeforeNormOptions(eps, next_eps, prefetch, backend)
+    options = BeforeNormOptions(
+        norm_eps=_as_eps("norm_eps", norm_eps),
+        next_norm_eps=_as_eps("next_norm_eps", next_norm_eps),
+        prefetch=prefetch,
+        backend=backend,
+    )
     y, scaled, factor = LINEAR_BEFORE_NORM((rows, weight), tensors, options)
     if rows is not x:
         shape = (*x.shape[:-1], y.shape[-1])
@@ -211,15 +228,28 @@ def linear_qkv(
         >>> int(cache[0].abs().sum((-1, -2)).count_nonzero())
         2
     """
-    x, weight, bias = apply_autocast(x, weight, bias)  # type: ignore[arg-type]
+    x, weight, bias = under_autocast(x, weight, bias)
     check_flag("prefetch", prefetch)
     check_flag("rotary_interleaved", rotary_interleaved)
     rows = _rows(x)
     tensors = QkvTensors(
-        bias, weight_scale, norm_weight, x_scale, positions, slot_mapping, block_table, rotary_cos, rotary_sin
+        bias=bias,
+        weight_scale=weight_scale,
+        norm_weight=norm_weight,
+        x_scale=x_scale,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        block_table=block_table,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
     )
     given = (rows, weight, k_cache, v_cache)
-    options = QkvOptions(rotary_interleaved, _as_eps("norm_eps", norm_eps), prefetch, backend)
+    options = QkvOptions(
+        rotary_interleaved=rotary_interleaved,
+        norm_eps=_as_eps("norm_eps", norm_eps),
+        prefetch=prefetch,
+        backend=backend,
+    )
     if torch.is_grad_enabled():
         for name, tensor in zip(LINEAR_QKV.names, (*given, *tensors), strict=True):
             if isinstance(tensor, Tensor) and tensor.requires_grad:

@@ -11,11 +11,12 @@ from torch import Tensor
 from flashtile.checks.attention import check_with_functions
 from flashtile.masks.block_mask import BlockMask, of_flex_attention
 from flashtile.masks.mods import MaskMod, traced
+from flashtile.masks.program import behind
 from flashtile.masks.tracing import Trace
 from flashtile.operators.attention import forward_with_functions
 from flashtile.operators.functions import Functions, SignedExtras
 from flashtile.problems.attention import OptionalTensors, Options
-from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES, behind
+from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES
 
 _EVERYTHING = (True,)
 """``Program.results`` of a mask function that hides nothing."""

@@ -7,9 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from flashtile.checks.arguments import check_dense, check_dtype, check_same_dtype
-
-LSE_DTYPES = (torch.float32, torch.float64)
+from flashtile.checks.attention import check_states
 
 
 def merge_states(
@@ -44,7 +42,7 @@ def merge_states(
         >>> torch.testing.assert_close(out, flashtile.attention(q, k, v))
     """
     outs, lses = (out_a, out_b, *more[::2]), (lse_a, lse_b, *more[1::2])
-    _check(outs, lses)
+    check_states(outs, lses)
     lses = tuple(lse.masked_fill(lse == torch.inf, -torch.inf) for lse in lses)
     largest = functools.reduce(torch.maximum, lses).detach()
     empty = largest == -torch.inf
@@ -64,38 +62,6 @@ def merge_states(
 def _over_heads(weight: Tensor) -> Tensor:
     """Reshape (batch, heads, seqlen) or (heads, total) to the layout of out, with a last dimension of 1."""
     return weight.transpose(-1, -2).unsqueeze(-1)
-
-
-def _check(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
-    if len(outs) != len(lses):
-        raise ValueError(f"more must hold pairs of out and lse, got {len(outs) + len(lses) - 4} tensors")
-    (out_a, *_), (lse_a, *_) = outs, lses
-    suffixes = ["a", "b", *(str(i) for i in range(2, len(outs)))]  # pairs in `more` are out_2, lse_2, ...
-    named = [(f"out_{i}", out) for i, out in zip(suffixes, outs, strict=True)]
-    named += [(f"lse_{i}", lse) for i, lse in zip(suffixes, lses, strict=True)]
-    for name, tensor in named:
-        check_dense(name, tensor)
-        if tensor.device != out_a.device:
-            raise ValueError(
-                f"{name} is on {tensor.device}, but out_a is on {out_a.device}: they must be on one device"
-            )
-    if out_a.dim() not in (3, 4):
-        allowed = "(batch, seqlen, heads, head_dim) or (total, heads, head_dim)"
-        raise ValueError(f"out_a must have shape {allowed}, got {tuple(out_a.shape)}")
-    check_dtype("out_a", out_a)
-    check_dtype("lse_a", lse_a, LSE_DTYPES)
-    *rows, heads, _ = out_a.shape
-    expected = (heads, *rows) if len(rows) == 1 else (rows[0], heads, rows[1])
-    if tuple(lse_a.shape) != expected:
-        raise ValueError(f"lse_a must have shape {expected} to match out_a, got {tuple(lse_a.shape)}")
-    for name, tensor in named:
-        first_name, first = ("out_a", out_a) if name.startswith("out") else ("lse_a", lse_a)
-        if tensor.shape != first.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, but {first_name} has {tuple(first.shape)}: "
-                "they must be equal"
-            )
-        check_same_dtype(name, tensor, first_name, first)
 
 
 def merge_into(

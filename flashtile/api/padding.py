@@ -13,8 +13,7 @@ from flashtile.checks.arguments import check_dense, check_device, check_dtype, c
 from flashtile.checks.conversions import as_int
 from flashtile.checks.values import check_between
 from flashtile.op.operation import is_plain, reads_values
-from flashtile.problems.common import DTYPES, MAX_LENGTH
-from flashtile.problems.mask_operations import WHOLE
+from flashtile.problems.common import DTYPES, MAX_LENGTH, WHOLE
 
 
 class Packed(NamedTuple):

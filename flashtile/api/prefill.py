@@ -5,19 +5,19 @@ from __future__ import annotations
 from torch import Tensor
 
 from flashtile.checks.arguments import ERRORS, check_dense, check_offset_pair, renamed
-from flashtile.checks.conversions import cast_for_autocast, contiguous_qv, refuse_beyond
+from flashtile.checks.conversions import as_operands, contiguous_qv, refuse_beyond
 from flashtile.checks.values import check_offset_values
 from flashtile.op.operation import is_plain, reads_values
 from flashtile.operators.decode import decode
 from flashtile.problems.attention import OptionalTensors, Options
-from flashtile.problems.common import MAX_LENGTH
+from flashtile.problems.common import MAX_LENGTH, shared_fields
 from flashtile.problems.decode import CacheTensors, DecodeOptions
-from flashtile.torch_private import is_any_autocast_enabled
 
-MASKING = (
-    "max_seqlen_q", "softmax_scale", "causal", "window_left", "window_right", "softcap", "backend"
+TAKEN = (
+    "cu_seqlens_k", "max_seqlen_k", "seqused_k", "deterministic", *CacheTensors._fields,
+    *DecodeOptions._fields,
 )  # fmt: skip
-"""Fields that ``Options`` and ``DecodeOptions`` share."""
+"""Optional tensors and options of attention that may be given with ``block_table``."""
 
 
 def attention_over_pages(
@@ -31,10 +31,9 @@ def attention_over_pages(
     qv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of ``flash_attn_varlen_func`` with a ``block_table``."""
-    cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, *_ = extras
-    refuse_beyond(extras, options, "with block_table")
-    if is_any_autocast_enabled():
-        q, qv = cast_for_autocast(k, q, qv)
+    cu_seqlens_q, cu_seqlens_k, seqused_k = extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k
+    refuse_beyond(extras, options, TAKEN, "with block_table")
+    q, qv = as_operands(q, qv, cache=k)
     for name, tensor in (("q", q), ("block_table", block_table), ("cu_seqlens_q", cu_seqlens_q)):
         check_dense(name, tensor)
     lengths = seqused_k
@@ -50,13 +49,12 @@ def attention_over_pages(
         cache_seqlens=lengths,
         block_table=block_table,
         cu_seqlens_q=cu_seqlens_q,
-        alibi_slopes=alibi_slopes,
-        sink=sink,
-        qv=contiguous_qv(qv),
+        alibi_slopes=extras.alibi_slopes,
+        sink=extras.sink,
+        qv=None if qv is None else contiguous_qv(qv),
     )
-    masking = {name: getattr(options, name) for name in MASKING}
     try:
-        return decode((q, k, v), tensors, DecodeOptions(**masking), buffers)
+        return decode((q, k, v), tensors, DecodeOptions(**shared_fields(DecodeOptions, options)), buffers)
     except ERRORS as error:
         of_lengths = "cu_seqlens_k" if seqused_k is None else "seqused_k"
         raise renamed(error, {"k_cache": "k", "v_cache": "v", "cache_seqlens": of_lengths}) from None

@@ -49,9 +49,9 @@ def signed_probabilities(
     """Return :func:`probabilities` in float32 or wider, with a minus sign where dropout dropped them."""
     assert extras.rng_state is not None
     found = probabilities(
-        q, k, v, **extras._replace(rng_state=None)._asdict(), max_seqlen_q=options.max_seqlen_q,
-        max_seqlen_k=options.max_seqlen_k, softmax_scale=options.softmax_scale, causal=options.causal,
-        window_size=(options.window_left, options.window_right), softcap=options.softcap,
+        q, k, v, **extras._replace(rng_state=None)._asdict(), **options.masking.arguments(),
+        max_seqlen_q=options.max_seqlen_q, max_seqlen_k=options.max_seqlen_k,
+        softmax_scale=options.softmax_scale, softcap=options.softcap,
         upcast=torch.promote_types(q.dtype, torch.float32),
     )  # fmt: skip
     with torch.no_grad():

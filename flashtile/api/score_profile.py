@@ -28,13 +28,13 @@ from flashtile.checks.arguments import (
     is_choice,
     named,
 )
-from flashtile.checks.conversions import make_options
+from flashtile.checks.conversions import as_masking, make_options
 from flashtile.operators.attention import FORWARD
 from flashtile.operators.decode import DECODE
 from flashtile.operators.functions import ModifiedExtras
 from flashtile.problems.addresses import sequence_lengths
-from flashtile.problems.common import DTYPES, MAX_LENGTH, UNLIMITED
-from flashtile.reference.attention import visible
+from flashtile.problems.common import DTYPES, MAX_LENGTH
+from flashtile.problems.masking import CAUSAL, EVERYTHING, Masking, positions
 from flashtile.reference.decode import sequence
 from flashtile.torch_private import TorchDispatchMode
 
@@ -126,7 +126,7 @@ def profile_scores(
         >>> flashtile.profile_scores(50 * q, k).pays  # scores of +-200
         False
     """
-    options = make_options(None, None, softmax_scale, causal, (UNLIMITED, UNLIMITED), softcap, False, None)
+    options = make_options(as_masking(causal), softmax_scale=softmax_scale, softcap=softcap)
     check_score_options(options)
     if not is_choice(dtype, (None, *DTYPES)):
         raise TypeError(f"dtype must be None or one of {', '.join(map(str, DTYPES))}, got {named(dtype)}")
@@ -139,8 +139,7 @@ def profile_scores(
         q, (k,) = model_or_q, arguments
         _check_tensors(q, k)
         for q_rows, k_rows in zip(q, k, strict=True):
-            right = 0 if causal else UNLIMITED
-            parts.add(q_rows, k_rows, options.softmax_scale, options.softcap, UNLIMITED, right)
+            parts.add(q_rows, k_rows, options.softmax_scale, options.softcap, options.masking)
     else:
         if not callable(model_or_q):
             raise TypeError(f"model_or_q must be a torch.Tensor or a function, got {named(model_or_q)}")
@@ -177,7 +176,7 @@ class _Parts:
         self.largest: list[Tensor] = []
         self.least = math.inf
 
-    def add(self, q: Tensor, k: Tensor, scale: float | None, softcap: float, left: int, right: int) -> None:
+    def add(self, q: Tensor, k: Tensor, scale: float | None, softcap: float, masking: Masking) -> None:
         """Add one sequence: q (seqlen_q, heads_q, head_dim) and k (seqlen_k, heads_kv, head_dim)."""
         seqlen_q, seqlen_k = q.shape[0], k.shape[0]
         if seqlen_q == 0 or seqlen_k == 0:
@@ -185,7 +184,7 @@ class _Parts:
         self.dtype = q.dtype if self.dtype is None else self.dtype
         count = min(seqlen_q, self.max_rows)
         rows = torch.linspace(0, seqlen_q - 1, count, dtype=torch.float64, device=q.device).long()
-        seen = visible(seqlen_q, seqlen_k, left, right, q.device)[rows]
+        seen = masking.visible(positions(seqlen_q, seqlen_k), range(seqlen_k), q.device)[rows]
         group = q.shape[1] // k.shape[1]
         means, largest = [], []
         for head in range(q.shape[1]):
@@ -257,9 +256,7 @@ class _Dispatched(TorchDispatchMode):
             # Calls with score or mask functions are not profiled.
             given = () if isinstance(extras, ModifiedExtras) else _sequences(q, k, extras)
             for q_rows, k_rows in given:
-                right = 0 if options.causal else options.window_right
-                window = options.window_left, right
-                self._parts.add(q_rows, k_rows, options.softmax_scale, options.softcap, *window)
+                self._parts.add(q_rows, k_rows, options.softmax_scale, options.softcap, options.masking)
         elif function is DECODE.operator:
             (q, k_cache, _), tensors, options = DECODE.split(arguments)
             offsets = tensors.cu_seqlens_q
@@ -269,8 +266,7 @@ class _Dispatched(TorchDispatchMode):
                 k = sequence(k_cache, b, length, tensors, tensors.k_descale, torch.float32)
                 if tensors.cache_leftpad is not None:
                     k = k[int(tensors.cache_leftpad[b]) :]
-                window = options.window_left, 0 if options.causal else options.window_right
-                self._parts.add(q_rows, k, options.softmax_scale, options.softcap, *window)
+                self._parts.add(q_rows, k, options.softmax_scale, options.softcap, options.masking)
         return function(*arguments, **(keywords or {}))
 
 
@@ -289,9 +285,9 @@ class _Functions(TorchFunctionMode):
             q, k = (given[name].flatten(0, -4).transpose(1, 2) for name in ("query", "key"))
             # Only square causal masks are applied here, because SDPA aligns others to the top left. With any
             # other mask, hidden scores are profiled as well.
-            right = 0 if given.get("is_causal") and q.shape[1] == k.shape[1] else UNLIMITED
+            masking = CAUSAL if given.get("is_causal") and q.shape[1] == k.shape[1] else EVERYTHING
             for q_rows, k_rows in zip(q, k, strict=True):
-                self._parts.add(q_rows, k_rows, given.get("scale"), 0.0, UNLIMITED, right)
+                self._parts.add(q_rows, k_rows, given.get("scale"), 0.0, masking)
         return function(*arguments, **keywords)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from flashtile.api.attention import attention
-from flashtile.checks.arguments import check_dense
+from flashtile.checks.attention import check_segments
 from flashtile.masks.trees import create_tree_mask
 
 
@@ -63,13 +63,7 @@ def tree_attention(
         >>> alone = flashtile.attention(q[None, path], k[None, path], v[None, path], causal=True)
         >>> torch.testing.assert_close(out[path], alone[0])
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_dense(name, tensor)
-        if tensor.dim() != 3 or tensor.shape[0] != q.shape[0]:
-            raise ValueError(
-                f"{name} must have shape (total, heads, head_dim), with the total of q, got shape "
-                f"{tuple(tensor.shape)}"
-            )
+    check_segments(q, k, v)
     block_mask = create_tree_mask(cu_seqlens, parent, q.shape[0], q.device)
     result = attention(
         q[None], k[None], v[None], softmax_scale=softmax_scale, softcap=softcap, sink=sink,

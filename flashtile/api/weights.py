@@ -12,24 +12,20 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from flashtile.checks.arguments import check_dense
-from flashtile.checks.attention import check_with_functions
+from flashtile.checks.attention import check_lse, check_with_functions
 from flashtile.checks.conversions import (
-    apply_autocast,
     as_int,
-    as_offset_pair,
-    as_scores,
-    keys_of_scores,
+    as_masking,
+    as_operands,
     make_options,
+    optional_tensors,
     refuse_unknown,
-    with_unit_stride,
 )
 from flashtile.op.operation import Operation
 from flashtile.op.registry import extended
 from flashtile.operators import functions as of_functions
 from flashtile.operators.functions import FURTHER_DEFAULTS, FURTHER_OPTIONS, ModifiedExtras
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options, WeightsProblem
-from flashtile.torch_private import is_any_autocast_enabled
 
 MAX_TOP = 128
 """Largest number of weights per row that the kernels keep in registers."""
@@ -126,18 +122,23 @@ def attention_weights(
         refuse_unknown("attention_weights", unknown)
     checked = check_form("form", form)
     options = make_options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, False, backend, 0.0,
-        attention_chunk,
+        as_masking(causal, window_size, attention_chunk=attention_chunk),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        backend=backend,
+    )
+    extras = optional_tensors(
+        q, k, options, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
+        seqused_k=seqused_k, alibi_slopes=alibi_slopes, mask=mask, key_padding_mask=key_padding_mask,
+        bias=bias,
     )  # fmt: skip
-    cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
-    seqlen_k = keys_of_scores(k, cu_seqlens_k, options)
-    mask, bias = as_scores(mask, seqlen_k), as_scores(bias, seqlen_k)
-    extras = OptionalTensors(
-        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, None, mask, key_padding_mask, bias,
-        seqused_q=seqused_q,
-    )  # fmt: skip
-    mods = score_mod, mask_mod, block_mask
-    return weights_of(q, k, lse, extras, options, checked, *mods)
+    q, k = as_operands(q, k)
+    functions = None
+    if not (score_mod is mask_mod is block_mask is None):
+        functions = score_mod, mask_mod, block_mask
+    return weights_of(q, k, lse, extras, options, checked, functions)
 
 
 def check_form(name: str, form: Form) -> tuple[str, int]:
@@ -168,26 +169,24 @@ def weights_of(
     extras: OptionalTensors,
     options: Options,
     form: tuple[str, int],
-    score_mod: Any = None,
-    mask_mod: Any = None,
-    block_mask: Any = None,
+    functions: tuple | None = None,
 ) -> Tensor | TopWeights:
-    """Compute :func:`attention_weights` for the extras and options of a call, ignoring its dropout."""
-    if is_any_autocast_enabled():
-        q, k, _ = apply_autocast(q, k, k)
-    q, k = with_unit_stride(q), with_unit_stride(k)
+    """Compute :func:`attention_weights` for normalised arguments of a call, ignoring its dropout.
+
+    ``functions``: (score_mod, mask_mod, block_mask).
+    """
     slopes = extras.alibi_slopes
     extras = extras._replace(
         sink=None, rng_state=None, alibi_slopes=slopes.detach() if isinstance(slopes, Tensor) else slopes
     )
     options = options._replace(dropout_p=0.0, deterministic=False)
     own: Any = WeightsOptions(*options, *form)
-    if score_mod is not None or mask_mod is not None or block_mask is not None:
+    if functions is not None:
         from flashtile.api import masks
 
         check_with_functions(extras, options)
-        masks.check_tokens(mask_mod, q, k)
-        given = masks.functions(score_mod, mask_mod, block_mask)
+        masks.check_tokens(functions[1], q, k)
+        given = masks.functions(*functions)
         with torch.no_grad():  # captured tensors get no gradient here
             own = ModifiedWeightsOptions(*own, *of_functions.further_options(given))
         extras = of_functions.with_functions(extras, given)
@@ -200,14 +199,7 @@ def weights_of(
 
 def _check(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> None:
     of_functions.check(q, k, k, extras, options)
-    check_dense("lse", lse)
-    expected = _describe(q, k, lse, extras, options)
-    if tuple(lse.shape) != expected.lse_shape:
-        raise ValueError(f"lse must have shape {expected.lse_shape}, got {tuple(lse.shape)}")
-    if lse.dtype != expected.lse_dtype:
-        raise TypeError(f"lse must be {expected.lse_dtype}, got {lse.dtype}")
-    if lse.device != q.device:
-        raise ValueError(f"lse is on {lse.device}, not on {q.device}: all must be on one device")
+    check_lse(lse, q, extras.cu_seqlens_q is not None)
 
 
 def _describe(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> WeightsProblem:

@@ -23,8 +23,8 @@ from flashtile.problems.common import (
     MAX_HEAD_DIM,
     MAX_LENGTH,
     PREFERENCE,
-    UNLIMITED,
 )
+from flashtile.problems.masking import RANGES
 from flashtile.torch_private import check_in_graph
 
 ERRORS = (TypeError, ValueError, NotImplementedError)
@@ -181,13 +181,9 @@ def check_head_dim(name: str, tensor: Tensor, most: int = MAX_HEAD_DIM) -> None:
         )
 
 
-class LastStrideError(ValueError):
-    """A tensor's last stride is not 1. Some functions copy such a tensor and call again."""
-
-
 def check_last_stride(name: str, tensor: Tensor) -> None:
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise LastStrideError(
+        raise ValueError(
             f"{name} must have stride 1 in its last dimension, got strides {tuple(tensor.stride())}: "
             f"call {name}.contiguous()"
         )
@@ -238,6 +234,18 @@ def check_qv(q: Tensor, v: Tensor, name_of_v: str, qv: Tensor) -> None:
             f"qv must have shape {expected}, that of q with the head_dim of {name_of_v}, "
             f"got {tuple(qv.shape)}"
         )
+
+
+def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dtype, first: Tensor) -> None:
+    """Raise if a buffer cannot take a result of this shape and dtype."""
+    check_dense(name, buffer)
+    if tuple(buffer.shape) != tuple(shape):
+        raise ValueError(f"{name} must have the result's shape {tuple(shape)}, got {tuple(buffer.shape)}")
+    if buffer.dtype != dtype:
+        raise TypeError(f"{name} must have the result's dtype {dtype}, got {buffer.dtype}")
+    check_device(name, buffer, first)
+    check_last_stride(name, buffer)
+    check_written(name, buffer)
 
 
 def check_groups(q: Tensor, k: Tensor, name_of_k: str) -> None:
@@ -419,14 +427,14 @@ def as_int_within(name: str, value: Any, least: int, most: int) -> Any:
 
 
 def check_score_options(options: Any) -> None:
-    """Check softmax_scale, softcap, window and backend, the options that all kinds of calls have."""
+    """Check softmax_scale, softcap, masking and backend, the options that all kinds of calls have."""
     scale, softcap = options.softmax_scale, options.softcap
     if scale is not None and not abs(scale) <= FLOAT32_MAX:  # in this form the condition also rejects NaN
         raise ValueError(f"softmax_scale must be finite in float32, got {scale}")
     if not 0 <= softcap <= FLOAT32_MAX:
         raise ValueError(f"softcap must be finite in float32 and at least 0 (0 turns it off), got {softcap}")
-    for name, side in (("window_size[0]", options.window_left), ("window_size[1]", options.window_right)):
-        check_int(name, side, UNLIMITED, MAX_LENGTH, "-1 (unlimited)")
+    for name, (argument, least, meaning) in RANGES.items():
+        check_int(argument, getattr(options.masking, name), least, MAX_LENGTH, meaning)
     check_backend(options.backend)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +18,6 @@ from flashtile.checks.arguments import (
     check_equal,
     check_groups,
     check_heads_tensor,
-    check_int,
     check_int32,
     check_last_stride,
     check_longest,
@@ -29,13 +30,13 @@ from flashtile.checks.arguments import (
     check_tensor,
     looks_transposed,
 )
-from flashtile.problems.attention import NO_EXTRAS, OPTIONS_OF_ALL, OptionalTensors, Options
-from flashtile.problems.common import DTYPES, MAX_HEAD_DIM, MAX_LENGTH
+from flashtile.problems.attention import NO_EXTRAS, OPTIONS_OF_PLAIN_CALLS, OptionalTensors, Options
+from flashtile.problems.common import DTYPES, MAX_HEAD_DIM
+from flashtile.problems.masks import BACKWARD_LISTS, LISTS
 
 ALLOWED_EXTRAS = ("alibi_slopes", "sink")
 """The optional tensors that a call with score or mask functions may have, in addition to q, k and v."""
 
-_DEFAULTS = Options()[OPTIONS_OF_ALL:]
 
 
 def check_call(
@@ -87,7 +88,6 @@ def check_call(
     check_slopes(alibi_slopes, batch, q)
     check_sink(sink, q)
     _check_masks(q, k, batch, extras, options)
-    check_int("attention_chunk", options.attention_chunk, 0, MAX_LENGTH, "0 (off)")
     _check_dropout(extras.rng_state, options.dropout_p, q)
     check_score_options(options)
 
@@ -103,20 +103,22 @@ def check_types(q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, option
 
 def check_with_functions(extras: OptionalTensors, options: Options) -> None:
     """Raise NotImplementedError for an argument that cannot be combined with score or mask functions."""
-    if extras is NO_EXTRAS and options[OPTIONS_OF_ALL:] == _DEFAULTS:
-        return
-    for name, default in zip(Options._fields[OPTIONS_OF_ALL:], _DEFAULTS, strict=True):
+    where = "with score_mod, mask_mod or block_mask"
+    beyond = options.masking.beyond_window
+    if beyond is not None:
+        got = getattr(options.masking, beyond)
+        raise NotImplementedError(f"{beyond} must be left out {where}, got {got}")
+    for name in OPTIONS_OF_PLAIN_CALLS:
         value = getattr(options, name)
-        if value != default:
-            raise NotImplementedError(
-                f"{name} must be left out with score_mod, mask_mod or block_mask, got {value}"
-            )
+        if value:
+            raise NotImplementedError(f"{name} must be left out {where}, got {value}")
+    if extras is NO_EXTRAS:
+        return
     for name, tensor in zip(OptionalTensors._fields, extras, strict=True):
         if tensor is not None and name not in ALLOWED_EXTRAS:
             hint = "score_mod" if name == "bias" else "mask_mod (flashtile.masks.document, padding)"
             raise NotImplementedError(
-                f"{name} must be None with score_mod, mask_mod or block_mask, got a tensor: write it "
-                f"in {hint}"
+                f"{name} must be None {where}, got a tensor: write it in {hint}"
             )
 
 
@@ -153,3 +155,126 @@ def _check_dropout(rng_state: Tensor | None, dropout_p: float, q: Tensor) -> Non
         raise ValueError(f"rng_state must have shape (2,), (seed, offset), got {tuple(rng_state.shape)}")
     check_device("rng_state", rng_state, q)
     check_last_stride("rng_state", rng_state)
+
+
+def check_results(dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, v: Tensor, packed: bool) -> None:
+    """Check the results of a forward pass, and the gradient of out."""
+    *rows, heads, _ = q.shape
+    shape = *rows, heads, v.shape[-1]
+    check_result("dout", dout, shape, q.dtype, q)
+    check_result("out", out, shape, q.dtype, q)
+    check_lse(lse, q, packed)
+
+
+def check_lse(lse: Tensor, q: Tensor, packed: bool) -> None:
+    """Check the log-sum-exp that a forward pass returned."""
+    *rows, heads, _ = q.shape
+    shape = (heads, *rows) if packed else (rows[0], heads, rows[1])
+    check_result("lse", lse, shape, torch.float64 if q.dtype == torch.float64 else torch.float32, q)
+
+
+def check_result(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor) -> None:
+    check_dense(name, tensor)
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
+    if tensor.device != q.device:
+        raise ValueError(f"{name} is on {tensor.device}, not on {q.device}: all must be on one device")
+
+
+def check_captured(q: Tensor, captured: Iterable[Tensor | None]) -> None:
+    """Check the tensors that score and mask functions read."""
+    for tensor in captured:
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(
+                f"score_mod or mask_mod reads a tensor on {tensor.device}, but q is on {q.device}"
+            )
+        if tensor is not None and tensor.numel() == 0:
+            raise ValueError(
+                f"score_mod or mask_mod reads a tensor without elements, of shape {tuple(tensor.shape)}"
+            )
+
+
+def check_lists(q: Tensor, k: Tensor, extras: Any, options: Any) -> None:
+    """Check the lists of a block mask, which are fields of ``extras``."""
+    lengths = q.shape[1], k.shape[1]
+    made_for = options.mask_seqlen_q, options.mask_seqlen_k
+    if made_for != lengths:
+        raise ValueError(
+            f"block_mask was made for {made_for[0]} queries and {made_for[1]} keys, but q has {lengths[0]} "
+            f"and k {lengths[1]}: make one for these lengths"
+        )
+    if extras.kv_num_blocks.dim() != 3:
+        shape = tuple(extras.kv_num_blocks.shape)
+        raise ValueError(
+            f"block_mask.kv_num_blocks must have 3 dimensions (batch, heads, blocks), got {shape}"
+        )
+    batch, heads = extras.kv_num_blocks.shape[:2]
+    if batch not in (1, q.shape[0]) or heads not in (1, q.shape[2]):
+        raise ValueError(
+            f"block_mask must be of batch 1 or {q.shape[0]} and of 1 or {q.shape[2]} heads, got "
+            f"{batch} and {heads}"
+        )
+    blocks_q, blocks_kv = -(-q.shape[1] // options.block_q), -(-k.shape[1] // options.block_kv)
+    for name in LISTS:
+        tensor = getattr(extras, name)
+        if tensor is None and name in LISTS[-BACKWARD_LISTS:]:
+            continue
+        own, others = (blocks_q, blocks_kv) if "kv" in name else (blocks_kv, blocks_q)
+        shape = (batch, heads, own) if "num" in name else (batch, heads, own, others)
+        if tensor.dtype != torch.int32:
+            raise TypeError(f"block_mask.{name} must be int32, got {tensor.dtype}")
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"block_mask.{name} must have shape {shape} for {q.shape[1]} queries and {k.shape[1]} keys, "
+                f"got {tuple(tensor.shape)}"
+            )
+        if tensor.device != q.device:
+            raise ValueError(f"block_mask is on {tensor.device}, but q is on {q.device}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"block_mask.{name} must be contiguous, got strides {tuple(tensor.stride())}")
+
+
+def check_states(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
+    """Check that results of attention, which are to be merged, match each other."""
+    if len(outs) != len(lses):
+        raise ValueError(f"more must hold pairs of out and lse, got {len(outs) + len(lses) - 4} tensors")
+    (out_a, *_), (lse_a, *_) = outs, lses
+    suffixes = ["a", "b", *(str(i) for i in range(2, len(outs)))]  # pairs in `more` are out_2, lse_2, ...
+    named = [(f"out_{i}", out) for i, out in zip(suffixes, outs, strict=True)]
+    named += [(f"lse_{i}", lse) for i, lse in zip(suffixes, lses, strict=True)]
+    for name, tensor in named:
+        check_dense(name, tensor)
+        if tensor.device != out_a.device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, but out_a is on {out_a.device}: they must be on one device"
+            )
+    if out_a.dim() not in (3, 4):
+        allowed = "(batch, seqlen, heads, head_dim) or (total, heads, head_dim)"
+        raise ValueError(f"out_a must have shape {allowed}, got {tuple(out_a.shape)}")
+    check_dtype("out_a", out_a)
+    check_dtype("lse_a", lse_a, (torch.float32, torch.float64))
+    *rows, heads, _ = out_a.shape
+    expected = (heads, *rows) if len(rows) == 1 else (rows[0], heads, rows[1])
+    if tuple(lse_a.shape) != expected:
+        raise ValueError(f"lse_a must have shape {expected} to match out_a, got {tuple(lse_a.shape)}")
+    for name, tensor in named:
+        first_name, first = ("out_a", out_a) if name.startswith("out") else ("lse_a", lse_a)
+        if tensor.shape != first.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, but {first_name} has {tuple(first.shape)}: "
+                "they must be equal"
+            )
+        check_same_dtype(name, tensor, first_name, first)
+
+
+def check_segments(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check that q, k and v hold the tokens of the same packed segments."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_dense(name, tensor)
+        if tensor.dim() != 3 or tensor.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"{name} must have shape (total, heads, head_dim), with the total of q, got shape "
+                f"{tuple(tensor.shape)}"
+            )

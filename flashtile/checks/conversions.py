@@ -6,32 +6,27 @@ before it becomes part of a cache key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from flashtile.checks.arguments import as_float, as_int, check_dense, check_offsets, named
-from flashtile.problems.attention import EXTRAS_OF_ALL, OPTIONS_OF_ALL, OptionalTensors, Options
-from flashtile.problems.common import MAX_LENGTH, UNLIMITED
+from flashtile.checks.arguments import as_float, as_int, check_dense, check_offsets, check_qv, named
+from flashtile.checks.attention import check_call, check_types
+from flashtile.problems.attention import OptionalTensors, Options
+from flashtile.problems.common import DEVICE_TYPES, MAX_HEAD_DIM, MAX_LENGTH, UNLIMITED
+from flashtile.problems.masking import Masking
+from flashtile.torch_private import is_any_autocast_enabled
 
 AUTOCAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def make_options(
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    deterministic: bool,
-    backend: str | None,
-    dropout_p: float = 0.0,
-    attention_chunk: int = 0,
-) -> Options:
-    """Convert arguments to their exact types, and return them as Options. Ranges are checked later.
+def as_masking(causal: Any = False, window_size: Any = (UNLIMITED, UNLIMITED), **options: Any) -> Masking:
+    """Convert the arguments that hide keys by position to a Masking. Ranges are checked later.
+
+    ``options`` are the options of :class:`Masking` other than the window.
 
     Raises:
         TypeError: an argument does not have the type that :func:`flashtile.attention` states.
@@ -50,6 +45,40 @@ def make_options(
         left = UNLIMITED
     if right < UNLIMITED:
         right = UNLIMITED
+    for name, value in options.items():
+        if type(value) is not int:
+            options[name] = as_int(name, value)
+    if type(causal) is not bool:
+        raise TypeError(f"causal must be True or False, got {named(causal)}")
+    right = 0 if causal and right <= MAX_LENGTH else right  # the check of ranges refuses a larger one
+    if not torch.compiler.is_dynamo_compiling():  # which does not use a cache of functools, and warns of it
+        try:
+            return _kept_masking(window_left=left, window_right=right, **options)
+        except TypeError:  # a symbolic number, which is not hashable
+            pass
+    return Masking(window_left=left, window_right=right, **options)
+
+
+_kept_masking = functools.lru_cache(maxsize=1024)(Masking)
+"""Maskings by their options. Making one takes longer than all other conversions of a call."""
+
+
+def make_options(
+    masking: Masking,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    backend: str | None = None,
+    dropout_p: float = 0.0,
+) -> Options:
+    """Convert arguments to their exact types, and return them as Options. Ranges are checked later.
+
+    Raises:
+        TypeError: an argument does not have the type that :func:`flashtile.attention` states.
+    """
     if max_seqlen_q is not None and type(max_seqlen_q) is not int:
         max_seqlen_q = as_int("max_seqlen_q", max_seqlen_q)
     if max_seqlen_k is not None and type(max_seqlen_k) is not int:
@@ -60,20 +89,23 @@ def make_options(
         softcap = as_float("softcap", softcap, "a number")
     if type(dropout_p) is not float:
         dropout_p = as_float("dropout_p", dropout_p, "a number")
-    if type(attention_chunk) is not int:
-        attention_chunk = as_int("attention_chunk", attention_chunk)
-    if type(causal) is not bool:
-        raise TypeError(f"causal must be True or False, got {named(causal)}")
     if type(deterministic) is not bool:
         raise TypeError(f"deterministic must be True or False, got {named(deterministic)}")
     if backend is not None and type(backend) is not str:
         raise TypeError(f"backend must be None or a backend's name, got {named(backend)}")
     if not deterministic:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    return Options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, left, right, softcap, deterministic, backend,
-        dropout_p, attention_chunk,
-    )  # fmt: skip
+    return Options.__new__(  # with keywords, a call of the class itself takes twice as long
+        Options,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale,
+        masking=masking,
+        softcap=softcap,
+        deterministic=deterministic,
+        backend=backend,
+        dropout_p=dropout_p,
+    )
 
 
 MAX_SECONDS = 2**31 - 1
@@ -117,20 +149,43 @@ def padding_of(mask: Any, q: Any, k: Any) -> tuple[Any, Any]:
     return None, mask[:, 0, 0].expand(q.shape[0], -1)
 
 
-def apply_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast q, k and v to autocast's dtype, if autocast is on for their device.
+def under_autocast(*tensors: Any, cache: Any = None) -> tuple[Any, ...]:
+    """Return q, k and v, cast to autocast's dtype if autocast is on for the device of the first.
 
-    As in torch's own attention, float64 is not cast. Dtypes that flashtile does not support are not cast
-    either.
+    With a KV ``cache``, they are cast to its dtype instead, unless the cache is in FP8. As in torch's own
+    attention, float64 is not cast. Dtypes that flashtile does not support are not cast either.
     """
-    if not isinstance(q, Tensor) or q.device.type not in ("cuda", "cpu"):
-        return q, k, v
-    device_type = q.device.type
+    if not is_any_autocast_enabled():
+        return tensors
+    first = tensors[0] if cache is None else cache
+    if not isinstance(first, Tensor) or first.device.type not in DEVICE_TYPES:
+        return tensors
+    device_type = first.device.type
     if not torch.is_autocast_enabled(device_type):
-        return q, k, v
+        return tensors
     dtype = torch.get_autocast_dtype(device_type)
-    cast = [t.to(dtype) if isinstance(t, Tensor) and t.dtype in AUTOCAST_DTYPES else t for t in (q, k, v)]
-    return cast[0], cast[1], cast[2]
+    if cache is not None and cache.dtype != torch.float8_e4m3fn:
+        dtype = cache.dtype
+        if dtype not in AUTOCAST_DTYPES:
+            return tensors
+    casts = [isinstance(t, Tensor) and t.dtype in AUTOCAST_DTYPES for t in tensors]
+    return tuple([t.to(dtype) if cast else t for t, cast in zip(tensors, casts, strict=True)])
+
+
+def as_operands(*tensors: Any, cache: Any = None) -> Sequence[Any]:
+    """Return q, k and v as operations take them: cast under autocast, and with a last stride of 1."""
+    if is_any_autocast_enabled():
+        tensors = under_autocast(*tensors, cache=cache)
+    try:
+        for tensor in tensors:
+            # is_contiguous() takes a third of the time of stride(-1)
+            if tensor is not None and not tensor.is_contiguous() and tensor.stride(-1) != 1:
+                break
+        else:
+            return tensors
+    except Exception:  # not a tensor, or one without strides: later checks refuse it
+        pass
+    return [with_unit_stride(tensor) for tensor in tensors]
 
 
 def as_scores(scores: Any, seqlen_k: Any) -> Any:
@@ -155,6 +210,66 @@ def keys_of_scores(k: Any, cu_seqlens_k: Any, options: Options) -> Any:
     if cu_seqlens_k is not None:
         return options.max_seqlen_k
     return k.shape[1] if isinstance(k, Tensor) and k.dim() == 4 else None
+
+
+def join_qv(
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor, extras: OptionalTensors, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Return q and k with the columns of qv and v appended. Their product is ``q k^T + qv v^T``.
+
+    These are the queries for v of multi-head latent attention. Both results are differentiable.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as :func:`flashtile.attention`.
+    """
+    if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
+        raise NotImplementedError("qv must be None for q, k and v of float8_e4m3fn, got a tensor")
+    (qv,) = under_autocast(qv)
+    if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the check of strides
+        check_types(q, k, v, extras, options)
+    else:
+        check_call(q, k, v, extras, options)
+    check_qv(q, v, "v", qv)
+    columns = q.shape[-1] + v.shape[-1]
+    if columns > MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"qv needs head_dims of q and v that add up to at most {MAX_HEAD_DIM}, got {q.shape[-1]} and "
+            f"{v.shape[-1]}: flash_attn_with_kvcache takes up to 512 each, without a backward pass"
+        )
+    return torch.cat([q, qv], -1), torch.cat([k, v], -1)
+
+
+def optional_tensors(
+    q: Any,
+    k: Any,
+    options: Options,
+    *,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    mask: Any,
+    key_padding_mask: Any,
+    bias: Any,
+    finds_padding: bool = False,
+    **others: Any,
+) -> OptionalTensors:
+    """Return the optional tensors of a call: int32 offsets, and a mask and bias of four dimensions.
+
+    With ``finds_padding``, a mask that only hides padded keys becomes a key_padding_mask.
+    """
+    cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
+    if mask is not None or bias is not None:
+        seqlen_k = keys_of_scores(k, cu_seqlens_k, options)
+        mask, bias = as_scores(mask, seqlen_k), as_scores(bias, seqlen_k)
+    if finds_padding and mask is not None and key_padding_mask is None:
+        mask, key_padding_mask = padding_of(mask, q, k)
+    return OptionalTensors(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        mask=mask,
+        key_padding_mask=key_padding_mask,
+        bias=bias,
+        **others,
+    )
 
 
 def as_offsets(cu_seqlens: Any) -> Any:
@@ -213,16 +328,20 @@ def refuse_descales(
     raise ValueError(f"{name} must be None, got a tensor: {name} is only accepted {allowed}")
 
 
-def refuse_beyond(extras: OptionalTensors, options: Options, where: str) -> None:
-    """Raise NotImplementedError for an option or tensor that only :func:`flashtile.attention` supports.
+def refuse_beyond(extras: OptionalTensors, options: Options, taken: Collection[str], where: str) -> None:
+    """Raise NotImplementedError for an option or tensor that is given and not among the ``taken``.
 
-    In the message, ``where`` names the kind of call that does not support it.
+    Of masks by position, only the window is taken. In the message, ``where`` names the kind of call.
     """
-    for name in Options._fields[OPTIONS_OF_ALL:]:
-        if getattr(options, name) != Options._field_defaults[name]:
-            raise NotImplementedError(f"{name} must be left out {where}, got {getattr(options, name)}")
-    for name in OptionalTensors._fields[EXTRAS_OF_ALL:]:
-        if getattr(extras, name) is not None:
+    beyond = options.masking.beyond_window
+    if beyond is not None:
+        got = getattr(options.masking, beyond)
+        raise NotImplementedError(f"{beyond} must be left out {where}, got {got}")
+    for name, value in options._asdict().items():
+        if name not in taken and value != Options._field_defaults[name]:
+            raise NotImplementedError(f"{name} must be left out {where}, got {value}")
+    for name, tensor in extras._asdict().items():
+        if name not in taken and tensor is not None:
             raise NotImplementedError(f"{name} must be left out {where}, got a tensor")
 
 
@@ -269,10 +388,13 @@ def softmax_max_arguments(softmax_max: Any) -> tuple[float | None, Tensor | None
     return as_float("softmax_max", softmax_max, "a number, a tensor or None"), None
 
 
-def contiguous_qv(qv: Tensor | None) -> Tensor | None:
+def is_batch(k: Any) -> bool:
+    """Whether k, if it is valid, is (batch, seqlen_new, heads_kv, head_dim)."""
+    return isinstance(k, Tensor) and k.dim() == 4
+
+
+def contiguous_qv(qv: Tensor) -> Tensor:
     """Return ``qv``, or a contiguous copy of it, because operations over a cache need a contiguous one."""
-    if qv is None:
-        return None
     check_dense("qv", qv)
     return qv.contiguous()
 
@@ -283,16 +405,3 @@ def dense_tree(tree_mask: Tensor) -> Tensor:
     if tree_mask.dim() == 2:
         tree_mask = tree_mask.unsqueeze(0)
     return tree_mask.contiguous()
-
-
-def cast_for_autocast(k_cache: Tensor, *tensors: Any) -> list[Any]:
-    """Under autocast, cast ``tensors`` to the cache's dtype, or to autocast's dtype for an FP8 cache."""
-    if not isinstance(k_cache, Tensor) or k_cache.device.type not in ("cuda", "cpu"):
-        return list(tensors)
-    device_type = k_cache.device.type
-    if not torch.is_autocast_enabled(device_type):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device_type) if k_cache.dtype == torch.float8_e4m3fn else k_cache.dtype
-    if dtype not in AUTOCAST_DTYPES:
-        return list(tensors)
-    return [t.to(dtype) if isinstance(t, Tensor) and t.dtype in AUTOCAST_DTYPES else t for t in tensors]

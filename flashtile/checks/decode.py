@@ -36,7 +36,7 @@ from flashtile.checks.arguments import (
     is_choice,
     named,
 )
-from flashtile.problems.common import DTYPES, MAX_LENGTH, UNLIMITED
+from flashtile.problems.common import DTYPES, MAX_LENGTH
 from flashtile.problems.decode import (
     FP8,
     MAX_HEAD_DIM,
@@ -51,6 +51,7 @@ from flashtile.problems.decode import (
     DecodeOptions,
     NoTensors,
 )
+from flashtile.problems.masking import CAUSAL
 from flashtile.torch_private import share_storage
 
 DENSE_CACHE = "(batch, seqlen_cache, heads_kv, head_dim)"
@@ -147,6 +148,36 @@ def check_append(
     _check_rotary(k, batch, tensors)
 
 
+def check_step(
+    k: Tensor | None,
+    v: Tensor | None,
+    tensors: AppendTensors,
+    options: AppendOptions,
+    tree_mask: Tensor | None,
+) -> None:
+    """Check what a call that may append and then attends requires in addition to :func:`check_append`."""
+    if k is None and v is None:
+        name, value = next(
+            (name, value)
+            for name, value in (
+                ("rotary_cos", tensors.rotary_cos),
+                ("rotary_sin", tensors.rotary_sin),
+                ("rotary_seqlens", tensors.rotary_seqlens),
+                ("cu_seqlens_k_new", tensors.cu_seqlens_k_new),
+                ("max_seqlen_k_new", options.max_seqlen_k_new),
+            )
+            if value is not None
+        )
+        raise ValueError(f"{name} must be None without k and v to append, got {type(value).__name__}")
+    if k is None or v is None:
+        missing = "k" if k is None else "v"
+        raise ValueError(f"{missing} must be given with {'v' if k is None else 'k'}, got None")
+    if tensors.cache_seqlens is None:
+        raise ValueError("cache_seqlens must give the positions at which k and v are appended, got None")
+    if tensors.rotary_cos is not None and tree_mask is not None:
+        raise ValueError("rotary_cos must be None with tree_mask: rotate by each node's depth beforehand")
+
+
 def check_copy(
     k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
 ) -> None:
@@ -224,6 +255,47 @@ def check_own_memory(k_cache: Tensor, v_cache: Tensor) -> None:
         raise ValueError(SHARED_MEMORY)
 
 
+def check_shared_prefix(
+    q: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    prefix_seqlens: int | Tensor,
+    cu_prefix_groups: Tensor | None,
+    descales: tuple[Tensor | None, Tensor | None],
+) -> None:
+    """Check what attention over a shared prefix requires in addition to attention over a cache."""
+    check_dense("q", q)
+    if q.dim() != 4:
+        raise ValueError(f"q must have 4 dimensions (batch, seqlen_q, heads, head_dim), got {tuple(q.shape)}")
+    check_dense("block_table", block_table)
+    if block_table.dim() != 2 or block_table.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"block_table must have shape (batch, max_blocks) with batch = {q.shape[0]}, "
+            f"got {tuple(block_table.shape)}"
+        )
+    check_dense("cache_seqlens", cache_seqlens)
+    for name, descale in zip(("k_descale", "v_descale"), descales, strict=True):
+        if isinstance(descale, Tensor) and descale.dim() == 3:
+            raise NotImplementedError(
+                f"{name} must be (heads_kv,) or per page (sequences share pages), got {tuple(descale.shape)}"
+            )
+    groups = 1
+    if cu_prefix_groups is not None:
+        check_dense("cu_prefix_groups", cu_prefix_groups)
+        if cu_prefix_groups.dtype != torch.int32:
+            raise TypeError(f"cu_prefix_groups must be int32, got {cu_prefix_groups.dtype}")
+        if cu_prefix_groups.dim() != 1 or cu_prefix_groups.shape[0] < 2:
+            raise ValueError(
+                f"cu_prefix_groups must have shape (num_groups + 1,), got {tuple(cu_prefix_groups.shape)}"
+            )
+        check_device("cu_prefix_groups", cu_prefix_groups, q)
+        groups = cu_prefix_groups.shape[0] - 1
+    if isinstance(prefix_seqlens, Tensor):
+        check_int32("prefix_seqlens", prefix_seqlens, (groups,), "(num_groups,)", q)
+    else:
+        check_int("prefix_seqlens", prefix_seqlens, 0, MAX_LENGTH)
+
+
 def check_combine(
     out_partial: Tensor, lse_partial: Tensor, tensors: NoTensors, options: CombineOptions
 ) -> None:
@@ -284,7 +356,6 @@ def _check_options(options: DecodeOptions) -> None:
         raise ValueError(
             f"softmax_max must be from {-MAX_SOFTMAX_MAX} to {MAX_SOFTMAX_MAX}, got {options.phi}"
         )
-    check_int("attention_chunk", options.attention_chunk, 0, MAX_LENGTH, "0 (off)")
     check_int("num_splits", options.num_splits, 0, MAX_SPLITS)
     check_int("split_size", options.split_size, 0, MAX_LENGTH)
     if options.num_splits > 0 and options.split_size > 0:
@@ -308,12 +379,12 @@ def _check_tree(
         )
     check_device("tree_mask", mask, q)
     check_contiguous("tree_mask", mask)
-    window = (options.window_left, options.window_right)
-    if options.causal or window != (UNLIMITED, UNLIMITED):
-        given = "causal=True" if options.causal else f"window_size={window}"
+    masking = options.masking
+    if masking.has_window:
+        given = "causal=True" if masking == CAUSAL else f"window_size={masking.arguments()['window_size']}"
         raise ValueError(f"tree_mask cannot be combined with causal or window_size, got {given}")
-    if options.attention_chunk:
-        raise ValueError(f"attention_chunk must be 0 with tree_mask, got {options.attention_chunk}")
+    if name := masking.beyond_window:
+        raise ValueError(f"{name} must be 0 with tree_mask, got {getattr(masking, name)}")
     if tensors.alibi_slopes is not None:
         raise ValueError(
             "alibi_slopes must be None with tree_mask, because a node's position in the cache is not its "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
+from flashtile.problems.masking import Masking
 
 ELEMENT_BYTES = {
     "float8_e4m3fn": 1,
@@ -91,6 +92,10 @@ class Call:
         shared = (field.name for field in fields(cls) if field.name not in NOT_OF_PROBLEMS)
         dtype = str(problem.dtype).removeprefix("torch.")
         return cls(**{name: getattr(problem, name) for name in shared}, dtype=dtype)
+
+    @property
+    def masking(self) -> Masking:
+        return Masking(window_left=self.window_left, window_right=self.window_right)
 
     @property
     def width_v(self) -> int:

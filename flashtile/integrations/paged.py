@@ -38,6 +38,7 @@ from flashtile.op.operation import (
 )
 from flashtile.operators import decode as operators
 from flashtile.problems.decode import AppendOptions, AppendTensors, CacheTensors, DecodeOptions
+from flashtile.problems.masking import Masking
 from flashtile.torch_private import in_forward_mode, num_dispatch_modes
 
 INVARIANT_QUERIES = 128
@@ -48,6 +49,8 @@ MAX_INVARIANT_HEAD = 128
 kernel rescales all rows of a tile when one row needs it, so results depend on how a prompt is cut into
 chunks. The portable kernel, which rescales each row by itself, is used instead."""
 APPEND_OPTIONS = AppendOptions()
+OF_LAYER = "alibi_slopes", "sink", "k_descale", "v_descale"
+"""The optional tensors of a call that belong to the layer. The others belong to the step."""
 
 MAX_KNOWN = 8
 """Maximum number of launches of a layer in a step, for tensors of different signatures."""
@@ -109,9 +112,12 @@ class Step:
     _prepared: StepTensors | None = field(default=None, init=False, repr=False, compare=False)
 
     def tensors(self, *of_layer: Tensor | None) -> CacheTensors:
-        """Return the tensors of a call: those of the step, and alibi_slopes, sink and scales of the layer."""
+        """Return the tensors of a call: those of the step and, if given, of the layer (:data:`OF_LAYER`)."""
         starts = None if self.is_one_query_each else self.query_start_loc  # query i belongs to sequence i
-        return CacheTensors(self.seq_lens, None, None, self.block_table, starts, None, *of_layer)
+        further = dict(zip(OF_LAYER, of_layer, strict=False))
+        return CacheTensors(
+            cache_seqlens=self.seq_lens, block_table=self.block_table, cu_seqlens_q=starts, **further
+        )
 
     def prepared(self) -> StepTensors | None:
         """Return the step as launches take it, which is made once for all layers; None for fake tensors.
@@ -227,8 +233,8 @@ class PagedAttention:
             return_lse=False,
             backend="portable" if wide and torch.cuda.is_available() else None,
         )
-        self.causal_options = options._replace(causal=True, window_left=window, window_right=0)
-        self.options = options._replace(window_left=window, window_right=window)
+        self.causal_options = options._replace(masking=Masking(window_left=window, window_right=0))
+        self.options = options._replace(masking=Masking(window_left=window, window_right=window))
         self.sizes = sizes
         self._options_of: dict[tuple[bool, int | None], tuple[DecodeOptions, object]] = {}
         """Options by (causal, max_query_len). There are few, because max_query_len is a power of two."""
@@ -277,7 +283,7 @@ class PagedAttention:
                     tensors: tuple = prepared.addresses
                     if of_layer:
                         further = [*map(_address, of_layer)]
-                        tensors = (*tensors[:6], *further, *tensors[10:])
+                        tensors = prepared.addresses._replace(**dict(zip(OF_LAYER, further, strict=True)))
                     if not (at | keys_at | values_at | to_at) & 15 and _aligned(further) == aligned:
                         launch.by_address(out, (at, keys_at, values_at, to_at), tensors, prepared.memory)
                         return

@@ -25,7 +25,7 @@ from flashtile.api.attention import attention
 from flashtile.api.decode import flash_attn_with_kvcache
 from flashtile.api.padding import as_mask_or_bias
 from flashtile.checks.arguments import renamed
-from flashtile.checks.conversions import make_options
+from flashtile.checks.conversions import as_masking, make_options
 from flashtile.integrations.transformers_masks import (
     Padding,
     documents_of,
@@ -36,6 +36,7 @@ from flashtile.integrations.transformers_masks import (
 from flashtile.integrations.transformers_private import collects_weights, is_quantized
 from flashtile.op.operation import SIGNATURE_BYTES, is_plain, launch_cache, signatures
 from flashtile.operators.decode import DECODE
+from flashtile.problems.common import shared_fields
 from flashtile.problems.decode import MAX_HEAD_DIM, CacheTensors, DecodeOptions
 from flashtile.torch_private import is_any_autocast_enabled
 
@@ -255,11 +256,8 @@ _OF_STEP = "softmax_scale", "softcap", "window_size", "causal"
 def _options_of_step(
     softmax_scale: float, softcap: float, window_size: tuple[int, int], causal: bool
 ) -> DecodeOptions:
-    made = make_options(None, None, softmax_scale, causal, window_size, softcap, False, None)
-    return DecodeOptions(
-        softmax_scale=made.softmax_scale, causal=made.causal, window_left=made.window_left,
-        window_right=made.window_right, softcap=made.softcap, return_lse=False,
-    )  # fmt: skip
+    made = make_options(as_masking(causal, window_size), softmax_scale=softmax_scale, softcap=softcap)
+    return DecodeOptions(**shared_fields(DecodeOptions, made), return_lse=False)
 
 
 def _is_step(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:

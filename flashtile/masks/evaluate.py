@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.problems.mask_operations import OPERATIONS
-from flashtile.problems.mask_program import LOAD, Line, Name, Program
+from flashtile.masks.operations import OPERATIONS
+from flashtile.masks.program import LOAD, Line, Name, Program
 
 
 def evaluate(

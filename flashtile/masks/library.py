@@ -16,8 +16,7 @@ from torch import Tensor
 
 from flashtile.checks.arguments import as_float, as_int, check_dense, check_int
 from flashtile.masks.mods import MaskMod, Mod, ScoreMod
-from flashtile.problems.common import FLOAT32_MAX, MAX_LENGTH
-from flashtile.problems.mask_operations import WHOLE
+from flashtile.problems.common import FLOAT32_MAX, MAX_LENGTH, WHOLE
 
 _P = ParamSpec("_P")
 _M = TypeVar("_M", bound=Mod)

@@ -22,12 +22,12 @@ from torch.overrides import TorchFunctionMode
 
 from flashtile.checks import arguments
 from flashtile.checks.arguments import check_dense
+from flashtile.masks import operations, program
+from flashtile.masks.operations import FLOATS, INTS, promoted, promoted_int, range_of
+from flashtile.masks.program import LOAD, Builder, Name, Operand, Program, soft_cap_of
+from flashtile.masks.ranges import without_identities
 from flashtile.masks.triton_functions import in_torch
-from flashtile.problems import mask_operations, mask_program
-from flashtile.problems.common import DTYPES
-from flashtile.problems.mask_operations import FLOATS, INTS, WHOLE, promoted, promoted_int, range_of
-from flashtile.problems.mask_program import LOAD, Builder, Name, Operand, Program, soft_cap_of
-from flashtile.problems.mask_ranges import without_identities
+from flashtile.problems.common import DTYPES, WHOLE
 from flashtile.torch_private import comptime, is_compiler_loaded, run_at_trace_time, version_of
 
 SIGNATURES = {
@@ -38,7 +38,7 @@ SIGNATURES = {
 
 _MACHINERY = (
     *(str(Path(__file__).with_name(f"{name}.py")) for name in ("tracing", "triton_functions", "mods")),
-    *(str(module.__file__) for module in (arguments, mask_operations, mask_program)),
+    *(str(module.__file__) for module in (arguments, operations, program)),
 )
 _LIBRARIES = (*_MACHINERY, str(Path(torch.__file__).parent))
 """Files of flashtile and torch, whose lines are not shown in errors."""

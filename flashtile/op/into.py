@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.checks.arguments import check_dense, check_device, check_last_stride, check_written
+from flashtile.checks.arguments import check_buffer
 from flashtile.op.operation import Operation, is_plain, tell_written
 from flashtile.op.refusals import transforming
 
@@ -132,18 +132,6 @@ class Into(Operation):
 
     def _without_buffers(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments[: self._first], *arguments[-2:])
-
-
-def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dtype, first: Tensor) -> None:
-    """Raise if a buffer cannot take a result of this shape and dtype."""
-    check_dense(name, buffer)
-    if tuple(buffer.shape) != tuple(shape):
-        raise ValueError(f"{name} must have the result's shape {tuple(shape)}, got {tuple(buffer.shape)}")
-    if buffer.dtype != dtype:
-        raise TypeError(f"{name} must have the result's dtype {dtype}, got {buffer.dtype}")
-    check_device(name, buffer, first)
-    check_last_stride(name, buffer)
-    check_written(name, buffer)
 
 
 class LaunchInto:

@@ -34,7 +34,16 @@ from flashtile.op.refusals import (
     transforming,
     without_backward,
 )
-from flashtile.op.registry import define, implement, register_autograd, register_fake, schema
+from flashtile.op.registry import (
+    define,
+    flat,
+    flat_fields,
+    gathered,
+    implement,
+    register_autograd,
+    register_fake,
+    schema,
+)
 from flashtile.op.selection import on_target, select
 from flashtile.problems.common import address_of
 from flashtile.problems.newest import newest_call
@@ -143,18 +152,17 @@ class Operation:
         self._check_values, self._check_traced = check_values, check_traced or check
         self.tensors, self.nothing, self.options, self.results = tensors, optional, options, results
         self._num_tensors = len(tensors)
-        self._num_optional, self._num_options = len(optional._fields), len(options._fields)
+        self._num_optional, self._num_options = len(optional._fields), len(flat_fields(options))
         extended_to = extended_to or (type(optional), options)
         self._extended_to = extended_to
         self.names = tuple(n.rstrip("?") for n in tensors) + extended_to[0]._fields
         self._written = tuple(self.names.index(n) for n in mutates)
-        self.arguments = self.flat(self.names[: len(tensors)], *(fields._fields for fields in extended_to))
+        every_optional, every_option = extended_to[0]._fields, flat_fields(extended_to[1])
+        self.arguments = self._arranged(self.names[: len(tensors)], every_optional, every_option)
         """Names of the operator's arguments."""
-        self._defaults = tuple(
-            fields._field_defaults[name]
-            for fields, first in zip(extended_to, (self._num_optional, self._num_options), strict=True)
-            for name in fields._fields[first:]
-        )
+        further = *every_optional[self._num_optional :], *every_option[self._num_options :]
+        known = extended_to[0]._field_defaults | extended_to[1]._field_defaults
+        self._defaults = tuple(known[name] for name in further)
         self.launches = launch_cache()
         operator = self.full_name
         text = schema(operator, tensors, type(optional), options, results, mutates, extended_to)
@@ -315,6 +323,9 @@ class Operation:
 
     def flat(self, tensors: Tensors, optional: Any, options: Any) -> tuple:
         """Return the operator's arguments in the order of its schema."""
+        return self._arranged(tensors, optional, flat(options))
+
+    def _arranged(self, tensors: Any, optional: Any, options: tuple) -> tuple:
         first, second = self._num_optional, self._num_options
         return (*tensors, *optional[:first], *options[:second], *optional[first:], *options[second:])
 
@@ -337,9 +348,11 @@ class Operation:
         if any(value is not None and (isinstance(value, Tensor) or value) for value in further):
             wide, wide_options = self._extended_to
             end = len(wide._fields) - self._num_optional
-            return tensors, wide(*optional, *further[:end]), wide_options(*options, *further[end:])
+            every_option = gathered(wide_options, (*options, *further[end:]))
+            return tensors, wide(*optional, *further[:end]), every_option
         given = any(tensor is not None for tensor in optional)
-        return tensors, type(self.nothing)(*optional) if given else self.nothing, self.options(*options)
+        optional = type(self.nothing)(*optional) if given else self.nothing
+        return tensors, optional, gathered(self.options, options)
 
     def returned(self, results: Any, tensors: Tensors) -> Any:
         """Return the results of a launch, with each None replaced by an empty tensor for the operator."""

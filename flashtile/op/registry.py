@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
 import torch
+
+from flashtile.problems.masking import Masking
 
 _TYPES = {
     "Tensor": "Tensor",
@@ -41,12 +44,16 @@ def schema(
     kinds |= {n: _schema_type(kind) for n, kind in optional.__annotations__.items()}
     for i, written in enumerate(mutates):
         kinds[written] = kinds[written].replace("Tensor", f"Tensor({chr(ord('a') + i)}!)")
-    kinds |= {n: _schema_type(kind) for n, kind in options.__annotations__.items()}
+    for n, kind in options.__annotations__.items():
+        if n == MASKING:
+            kinds |= {name: _schema_type(kind) for name, kind in Masking.__annotations__.items()}
+        else:
+            kinds[n] = _schema_type(kind)
     arguments = [f"{kind} {n}" for n, kind in kinds.items()]
-    for fields in extended_to:
-        for n, kind in fields.__annotations__.items():
-            if n not in kinds:
-                arguments.append(f"{_schema_type(kind)} {n}={fields._field_defaults[n]!r}".replace("'", '"'))
+    for wide in extended_to:
+        for n, kind in wide.__annotations__.items():
+            if n not in kinds and n != MASKING:
+                arguments.append(f"{_schema_type(kind)} {n}={wide._field_defaults[n]!r}".replace("'", '"'))
     returned = ", ".join(["Tensor"] * results)
     return f"{name}({', '.join(arguments)}) -> ({returned})"
 
@@ -58,6 +65,36 @@ def _schema_type(annotation: Any) -> str:
     """
     kind, *none = str(getattr(annotation, "__forward_arg__", annotation)).split(" | ")
     return _TYPES[kind] + "?" * len(none)
+
+
+MASKING = "masking"
+"""The field of options that holds a :class:`Masking`. An operator has the fields of the Masking instead."""
+MASKING_FIELDS = tuple(field.name for field in fields(Masking))
+
+
+def flat_fields(options: type[Any]) -> tuple[str, ...]:
+    """Return the names of the operator's arguments that the fields of ``options`` become."""
+    return tuple(n for name in options._fields for n in (MASKING_FIELDS if name == MASKING else (name,)))
+
+
+def flat(options: Any) -> tuple:
+    """Return the values of :func:`flat_fields`."""
+    values: list[Any] = []
+    for field, value in zip(options._fields, options, strict=True):
+        if field == MASKING:  # not by its type, because the module may have been imported again
+            values += [getattr(value, name) for name in MASKING_FIELDS]
+        else:
+            values.append(value)
+    return tuple(values)
+
+
+def gathered(options: type[Any], values: tuple) -> Any:
+    """Return the ``options`` whose :func:`flat` values are ``values``."""
+    named = dict(zip(flat_fields(options), values, strict=True))
+    if MASKING in options._fields:
+        masking = {name: named.pop(name) for name in MASKING_FIELDS}
+        named[MASKING] = Masking(**masking)
+    return options(**named)
 
 
 def extended(name: str, base: Any, more: dict[str, str], defaults: tuple[Any, ...] = ()) -> Any:

@@ -212,26 +212,27 @@ def forward_with_functions(
 
 def _watched(tensors: tuple[Tensor, Tensor, Tensor], extras: Any, options: Any) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) of a call that is not plain (:func:`is_plain`)."""
-    if transforming():  # a dimension that vmap maps over may leave strides that the caller cannot see
+    is_transformed = transforming()
+    if is_transformed:  # a dimension that vmap maps over may leave strides that the caller cannot see
         extras = extras._make(map(with_unit_stride, extras))
-    if carries_tangents((*tensors, *extras)):
-        FORWARD.check(*tensors, extras, options)
+    has_tangents = carries_tangents((*tensors, *extras))
+    if not (is_transformed or has_tangents):
+        return FORWARD.traced(tensors, extras, options)
+    FORWARD.check(*tensors, extras, options)
+    if has_tangents:
         from flashtile.operators import derivatives
 
         return derivatives.plain(*tensors, extras, options)
-    if not transforming():
-        return FORWARD.traced(tensors, extras, options)
     if isinstance(extras, ModifiedExtras):
         raise NotImplementedError(
             "score_mod, mask_mod and block_mask must be None under transforms of torch.func that have no "
             "tangents: call flashtile.attention without them, or outside of the transform"
         )
-    FORWARD.check(*tensors, extras, options)
     from flashtile.operators import transforms
 
     for operation in (FORWARD, BACKWARD):
         tell_observers(operation, (*tensors, *extras))
-    return transforms.Forward.apply(BACKWARD, *tensors, *extras, *options)
+    return transforms.Forward.apply(BACKWARD, *FORWARD.flat(tensors, extras, options))
 
 
 def _needs_gradients(tensors: tuple[Tensor, Tensor, Tensor], options: Any, *optional: Tensor | None) -> bool:

@@ -37,6 +37,7 @@ from flashtile.op.refusals import (
     transforming,
     without_backward,
 )
+from flashtile.op.registry import flat, flat_fields, gathered
 from flashtile.op.selection import on_target, select
 from flashtile.problems.addresses import sequence_lengths
 from flashtile.problems.common import MAX_LENGTH
@@ -212,20 +213,23 @@ The first one is None if the attention kernel also appends.
 """
 
 
+_ANGLES = "rotary_cos", "rotary_sin", "rotary_seqlens"
+
+
 class _Step(Operation):
     """Attention of one query of each sequence over a cache, after an append of one token.
 
     It has no torch operator. It lists the kernels that such calls need in addition to those of an append and
     of attention, for compiling ahead. ``optional`` are the tensors of :class:`CacheTensors`, then rotary_cos,
-    rotary_sin and rotary_seqlens. ``options`` are the fields of :class:`DecodeOptions`, then
+    rotary_sin and rotary_seqlens. ``options`` are :class:`DecodeOptions`, as arguments of an operator, then
     rotary_interleaved.
     """
 
     def __init__(self) -> None:
         self.full_name = "append_and_decode"
         self.tensors = "q", "k_cache", "v_cache", "k", "v"
-        self._optional = (*CacheTensors._fields, "rotary_cos", "rotary_sin", "rotary_seqlens")
-        options = (*DecodeOptions._fields, "rotary_interleaved")
+        self._optional = (*CacheTensors._fields, *_ANGLES)
+        options = (*flat_fields(DecodeOptions), "rotary_interleaved")
         self.arguments = (*self.tensors, *self._optional, *options)
         self._num_tensors = len(self.tensors)
         OPERATIONS[self.full_name] = self
@@ -242,10 +246,12 @@ class _Step(Operation):
         q, k_cache, v_cache, k, v = tensors
         cache_tensors = CacheTensors(*optional[:-3])
         appended = AppendTensors(
-            cache_tensors.cache_seqlens, None, cache_tensors.cache_batch_idx, cache_tensors.block_table, None,
-            *optional[-3:],
-        )  # fmt: skip
-        decode_options = DecodeOptions(*options[:-1])
+            cache_seqlens=cache_tensors.cache_seqlens,
+            cache_batch_idx=cache_tensors.cache_batch_idx,
+            block_table=cache_tensors.block_table,
+            **dict(zip(_ANGLES, optional[-3:], strict=True)),
+        )
+        decode_options = gathered(DecodeOptions, options[:-1])
         append_options = AppendOptions(rotary_interleaved=options[-1], backend=decode_options.backend)
         problems = (
             AppendProblem.from_tensors(k_cache, v_cache, k, v, appended, append_options),
@@ -370,7 +376,7 @@ def _launch_both(
     queries, unrotated = q, appended
     if appended.rotary_cos is not None and (launches is None or launches[0] is not None):
         queries = q.new_empty(q.shape)
-        appended = AppendTensors(*appended[:-3], q, tensors.cu_seqlens_q, queries)
+        appended = appended._replace(q=q, cu_seqlens_q=tensors.cu_seqlens_q, q_rotated=queries)
     cache, new = (queries, k_cache, v_cache, *buffers), (k_cache, v_cache, k, v)
     if launches is None:
         attend.check(*cache, tensors, options)  # before anything is prepared for the append
@@ -407,7 +413,7 @@ def _note_step(
     q, k_cache = given[:2]
     if q.shape[1] == options.seqlen_new == 1 and k_cache.element_size() == 2 and not buffers:
         angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens
-        STEP.note(given, (*tensors, *angles), (*options, append_options.rotary_interleaved), joined)
+        STEP.note(given, (*tensors, *angles), (*flat(options), append_options.rotary_interleaved), joined)
 
 
 def _trace_both(

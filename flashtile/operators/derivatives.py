@@ -16,8 +16,8 @@ from torch import Tensor
 
 from flashtile.masks.block_mask import listed
 from flashtile.masks.evaluate import evaluate
+from flashtile.masks.program import parse
 from flashtile.operators.functions import CAPTURED, ModifiedExtras, captured_of, learned_of, plain_part
-from flashtile.problems.mask_program import parse
 from flashtile.reference import attention as reference
 
 Attend = Callable[..., tuple[Tensor, Tensor]]
@@ -36,9 +36,8 @@ def plain(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> tuple[T
     given, _ = plain_part(extras, options)
     out, lse = reference.attention(
         q, k, v, **given._asdict(), max_seqlen_q=options.max_seqlen_q, max_seqlen_k=options.max_seqlen_k,
-        softmax_scale=options.softmax_scale, causal=options.causal,
-        window_size=(options.window_left, options.window_right), attention_chunk=options.attention_chunk,
-        softcap=options.softcap, dropout_p=options.dropout_p, upcast=wide, **_functions(extras, options),
+        softmax_scale=options.softmax_scale, **options.masking.arguments(), softcap=options.softcap,
+        dropout_p=options.dropout_p, upcast=wide, **_functions(extras, options),
     )  # fmt: skip
     return out if options.partial else out.to(q.dtype), lse
 

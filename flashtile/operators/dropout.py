@@ -1,4 +1,4 @@
-"""The operator that draws the random state of dropout."""
+"""The random state of dropout, and the operator that draws it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,20 @@ import torch
 from torch import Tensor
 
 from flashtile.op.registry import define, implement
+from flashtile.problems.attention import OptionalTensors, Options
 from flashtile.torch_private import activation_memory_budget
+
+
+def with_state(
+    q: Tensor, extras: OptionalTensors, options: Options, rng_state: Tensor | None = None
+) -> OptionalTensors:
+    """Return ``extras`` with ``rng_state``. If it is None and there is dropout, it is drawn.
+
+    If dropout_p is invalid, nothing is drawn, and a later check raises.
+    """
+    if rng_state is None and isinstance(q, Tensor) and 0 < options.dropout_p < 1:
+        rng_state = draw_state(q)
+    return extras if rng_state is None else extras._replace(rng_state=rng_state)
 
 
 def draw_state(q: Tensor) -> Tensor:

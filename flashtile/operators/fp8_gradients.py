@@ -19,7 +19,7 @@ from torch import Tensor
 from flashtile.op.refusals import refuse_tangents, refuse_transformed_gradients, transforming
 from flashtile.operators.attention import BACKWARD, batched
 from flashtile.operators.fp8 import ATTEND, NO_GRADIENT, refuse_gradient
-from flashtile.problems.attention import EXTRAS_OF_ALL, OptionalTensors
+from flashtile.problems.attention import OptionalTensors
 from flashtile.problems.fp8 import AttendOptions, AttendTensors, QuantizeOptions, QuantizeTensors
 from flashtile.problems.quantized import Quantized
 from flashtile.reference.decode import turn
@@ -74,7 +74,7 @@ class Fp8Attention(torch.autograd.Function):
             x.scales if isinstance(x, Quantized) else descale
             for x, descale in zip(operands, tensors.scales, strict=True)
         ]
-        ctx.save_for_backward(*values, *scales, out, lse, *tensors.extras[:EXTRAS_OF_ALL])
+        ctx.save_for_backward(*values, *scales, out, lse, *tensors.extras)
         ctx.fields = [_fields_of(x) if isinstance(x, Quantized) else None for x in operands]
         ctx.options = options
         ctx.set_materialize_grads(False)

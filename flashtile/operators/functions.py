@@ -12,11 +12,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.checks.attention import check_call, check_types, check_with_functions
+from flashtile.checks.attention import (
+    check_call,
+    check_captured,
+    check_lists,
+    check_types,
+    check_with_functions,
+)
 from flashtile.checks.values import check_block_lists, check_lengths
 from flashtile.op.operation import PLAIN_TYPES, signatures
 from flashtile.op.registry import extended
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options, Problem
+from flashtile.problems.common import shared_fields
 from flashtile.problems.masks import BACKWARD_LISTS, LISTS, MAX_CAPTURED, MAX_SIZES, Mods
 
 if TYPE_CHECKING:  # `import flashtile` does not import masks, because few programs use them
@@ -42,7 +49,7 @@ mask was made for, are 0 without a block mask.
 FURTHER_DEFAULTS = "", "", 0, 0, 0, 0, 0
 ModifiedOptions: Any = extended("ModifiedOptions", Options, FURTHER_OPTIONS, FURTHER_DEFAULTS)
 
-_NUM_EXTRAS, _NUM_OPTIONS = len(OptionalTensors._fields), len(Options._fields)
+_NUM_EXTRAS = len(OptionalTensors._fields)
 _FIRST_CAPTURED = _NUM_EXTRAS
 _NOT_CAPTURED, _NO_LISTS = (None,) * MAX_CAPTURED, (None,) * len(LISTS)
 
@@ -136,7 +143,7 @@ def learning_slopes(q: Tensor, k: Tensor, extras: Any, options: Any) -> tuple[An
 
     ALiBi becomes a program in front of the ``score_mod``, and the slopes become the last captured tensor.
     """
-    from flashtile.problems.mask_program import alibi, composed, parse
+    from flashtile.masks.program import alibi, composed, parse
 
     check_learned_slopes(extras, options)
     captured, slopes = _captured(extras), extras.alibi_slopes
@@ -158,9 +165,9 @@ def learned_of(options: Any) -> tuple[int, ...]:
 
 def plain_part(extras: Any, options: Any) -> tuple[OptionalTensors, Options]:
     """Return the extras and options of a call as if it had no score or mask functions."""
-    given = OptionalTensors(*extras[:_NUM_EXTRAS])
+    given = OptionalTensors(**shared_fields(OptionalTensors, extras))
     nothing = all(tensor is None for tensor in given)
-    return NO_EXTRAS if nothing else given, Options(*options[:_NUM_OPTIONS])
+    return NO_EXTRAS if nothing else given, Options(**shared_fields(Options, options))
 
 
 def pack(gradients: Iterable[Tensor | None]) -> Tensor | None:
@@ -189,56 +196,9 @@ def check(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
     check_call(q, k, v, *plain_part(extras, options))
     if not isinstance(extras, ModifiedExtras):
         return
-    for tensor in captured_of(extras):
-        if tensor is not None and tensor.device != q.device:
-            raise ValueError(
-                f"score_mod or mask_mod reads a tensor on {tensor.device}, but q is on {q.device}"
-            )
-        if tensor is not None and tensor.numel() == 0:
-            raise ValueError(
-                f"score_mod or mask_mod reads a tensor without elements, of shape {tuple(tensor.shape)}"
-            )
+    check_captured(q, captured_of(extras))
     if options.block_q:
-        _check_lists(q, k, extras, options)
-
-
-def _check_lists(q: Tensor, k: Tensor, extras: Any, options: Any) -> None:
-    lengths = q.shape[1], k.shape[1]
-    made_for = options.mask_seqlen_q, options.mask_seqlen_k
-    if made_for != lengths:
-        raise ValueError(
-            f"block_mask was made for {made_for[0]} queries and {made_for[1]} keys, but q has {lengths[0]} "
-            f"and k {lengths[1]}: make one for these lengths"
-        )
-    if extras.kv_num_blocks.dim() != 3:
-        shape = tuple(extras.kv_num_blocks.shape)
-        raise ValueError(
-            f"block_mask.kv_num_blocks must have 3 dimensions (batch, heads, blocks), got {shape}"
-        )
-    batch, heads = extras.kv_num_blocks.shape[:2]
-    if batch not in (1, q.shape[0]) or heads not in (1, q.shape[2]):
-        raise ValueError(
-            f"block_mask must be of batch 1 or {q.shape[0]} and of 1 or {q.shape[2]} heads, got "
-            f"{batch} and {heads}"
-        )
-    blocks_q, blocks_kv = -(-q.shape[1] // options.block_q), -(-k.shape[1] // options.block_kv)
-    for name in LISTS:
-        tensor = getattr(extras, name)
-        if tensor is None and name in LISTS[-BACKWARD_LISTS:]:
-            continue
-        own, others = (blocks_q, blocks_kv) if "kv" in name else (blocks_kv, blocks_q)
-        shape = (batch, heads, own) if "num" in name else (batch, heads, own, others)
-        if tensor.dtype != torch.int32:
-            raise TypeError(f"block_mask.{name} must be int32, got {tensor.dtype}")
-        if tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"block_mask.{name} must have shape {shape} for {q.shape[1]} queries and {k.shape[1]} keys, "
-                f"got {tuple(tensor.shape)}"
-            )
-        if tensor.device != q.device:
-            raise ValueError(f"block_mask is on {tensor.device}, but q is on {q.device}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"block_mask.{name} must be contiguous, got strides {tuple(tensor.stride())}")
+        check_lists(q, k, extras, options)
 
 
 def check_traced(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
@@ -273,7 +233,7 @@ def check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> 
     if not q.is_cuda:
         return
     from flashtile.masks.evaluate import evaluate
-    from flashtile.problems.mask_program import parse
+    from flashtile.masks.program import parse
 
     captured = _captured(extras)
     batch, heads, rows, keys = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
@@ -294,7 +254,7 @@ def check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> 
 def mods_of(q: Tensor, k: Tensor, extras: Any, options: Any) -> Mods | None:
     if not isinstance(extras, ModifiedExtras):
         return None
-    from flashtile.problems.mask_ranges import positions_of
+    from flashtile.masks.ranges import positions_of
 
     captured = _captured(extras)
     return Mods(

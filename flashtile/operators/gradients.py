@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.checks.arguments import check_dense
-from flashtile.checks.attention import check_call
-from flashtile.checks.conversions import as_offset_pair, make_options
+from flashtile.checks.attention import check_call, check_results
+from flashtile.checks.conversions import as_masking, as_offset_pair, make_options
 from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors
 
@@ -59,35 +58,30 @@ def attention_backward(
         True
     """
     options = make_options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend,
-        dropout_p,
-    )  # fmt: skip
+        as_masking(causal, window_size),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        deterministic=deterministic,
+        backend=backend,
+        dropout_p=dropout_p,
+    )
     cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
-    extras = OptionalTensors(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, rng_state=rng_state)
+    extras = OptionalTensors(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        rng_state=rng_state,
+    )
     if all(extra is None for extra in extras):
         extras = NO_EXTRAS
     with torch.no_grad():
         check_call(q, k, v, extras, options)
         FORWARD.check_values((q, k, v), extras, options)
-        _check_results(dout, out, lse, q, v, cu_seqlens_q is not None)
+        check_results(dout, out, lse, q, v, cu_seqlens_q is not None)
         tensors = (dout, None, q, k, v, out.contiguous(), lse.contiguous())
         dq, dk, dv, dsink, _ = BACKWARD(tensors, extras, options)
         return dq, dk, dv, None if sink is None else dsink
-
-
-def _check_results(dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, v: Tensor, packed: bool) -> None:
-    *rows, heads, _ = q.shape
-    shape = (*rows, heads, v.shape[-1])
-    for name, tensor, expected, dtype in (
-        ("dout", dout, shape, q.dtype),
-        ("out", out, shape, q.dtype),
-        ("lse", lse, (heads, *rows) if packed else (rows[0], heads, rows[1]), None),
-    ):
-        check_dense(name, tensor)
-        if tuple(tensor.shape) != tuple(expected):
-            raise ValueError(f"{name} must have shape {tuple(expected)}, got {tuple(tensor.shape)}")
-        allowed = dtype or (torch.float64 if q.dtype == torch.float64 else torch.float32)
-        if tensor.dtype != allowed:
-            raise TypeError(f"{name} must be {allowed}, got {tensor.dtype}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}, not on {q.device}: all must be on one device")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flashtile.op.registry import flat
 from flashtile.problems.attention import OptionalTensors, Options
 
 Rules = list[tuple[list[Any], list[Any]]]
@@ -21,7 +22,7 @@ def forward_shardings(q: Any, k: Any, v: Any, extras: OptionalTensors, options: 
     q, k, v and ``extras`` (the optional tensors) are DTensor specs.
     """
     return [
-        ([rows, lse], [rows, rows, rows, *of_extras, *(None,) * len(options)])
+        ([rows, lse], [rows, rows, rows, *of_extras, *(None,) * len(flat(options))])
         for rows, lse, of_extras, _, _ in _placements(q, k, v, extras)
     ]
 
@@ -43,7 +44,7 @@ def backward_shardings(
     rules: Rules = []
     for rows, of_lse, of_extras, dsink, dbias in _placements(q, k, v, extras):
         gradients = [None if dout is None else rows, None if dlse is None else of_lse]
-        arguments = [*gradients, rows, rows, rows, rows, of_lse, *of_extras, *(None,) * len(options)]
+        arguments = [*gradients, rows, rows, rows, rows, of_lse, *of_extras, *(None,) * len(flat(options))]
         rules.append(([rows, rows, rows, dsink, dbias if options.bias_grad else Replicate()], arguments))
     return rules
 

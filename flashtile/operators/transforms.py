@@ -15,11 +15,12 @@ from torch import Tensor
 
 from flashtile.op.operation import Operation
 from flashtile.op.refusals import carries_tangents
+from flashtile.op.registry import flat_fields, gathered
 from flashtile.operators import derivatives
 from flashtile.operators.functions import extras_of, learning_slopes, pack, unpack
 from flashtile.problems.attention import OptionalTensors, Options
 
-_NUM_EXTRAS = len(OptionalTensors._fields)
+_NUM_EXTRAS, _NUM_OPTIONS = len(OptionalTensors._fields), len(flat_fields(Options))
 _BIAS = OptionalTensors._fields.index("bias")
 _SLOPES = OptionalTensors._fields.index("alibi_slopes")
 _WITHOUT_BATCH = OptionalTensors._fields.index("sink")
@@ -73,7 +74,7 @@ def save_for_second(operation: Operation, ctx: Any, inputs: Any, output: Any) ->
 class Forward(torch.autograd.Function):
     """Compute (out, lse) under a transform of ``torch.func``.
 
-    Its arguments are the operation ``BACKWARD``, q, k, v, and the fields of OptionalTensors and Options.
+    Its arguments are the operation ``BACKWARD`` and those of the operator ``forward``.
     """
 
     @staticmethod
@@ -90,7 +91,7 @@ class Forward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout, dlse):
         given, extras = ctx.saved_tensors[:5], OptionalTensors(*ctx.saved_tensors[5:])
-        options = Options(*ctx.options)._replace(bias_grad=ctx.needs_input_grad[4 + _BIAS])
+        options = gathered(Options, ctx.options)._replace(bias_grad=ctx.needs_input_grad[4 + _BIAS])
         learns_slopes = ctx.needs_input_grad[4 + _SLOPES]
         if learns_slopes:
             extras, options = learning_slopes(*given[:2], extras, options)
@@ -134,7 +135,7 @@ def _vmap(
     """Apply ``operator`` to all samples of a vmap. Return its results, and the sample dimension of each.
 
     The dimension is None for a result that all samples share. ``arguments`` are ``num_tensors`` tensors with
-    a batch dimension (or None), then the fields of OptionalTensors and Options. Calls with score or mask
+    a batch dimension (or None), then the fields of OptionalTensors and the options. Calls with score or mask
     functions have more fields after these.
     """
     tensors, rest = arguments[:num_tensors], arguments[num_tensors:]
@@ -142,7 +143,7 @@ def _vmap(
     dims: tuple[int | None, ...] = in_dims[:num_tensors]
     dim_of = dict(zip(OptionalTensors._fields, in_dims[num_tensors:], strict=False))
     _refuse_varlen(extras.cu_seqlens_q)
-    if len(options) > len(Options._fields) or any(extra is not None for extra in extras[_WITHOUT_BATCH:]):
+    if len(options) > _NUM_OPTIONS or any(extra is not None for extra in extras[_WITHOUT_BATCH:]):
         return _one_by_one(operator, samples, in_dims, arguments)
     flat = []
     for tensor, dim in zip(tensors, dims, strict=True):

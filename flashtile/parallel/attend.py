@@ -19,6 +19,7 @@ from flashtile.parallel.blocks import Block, Mask, Packed, Pair, pair_of
 from flashtile.parallel.layout import Piece, tokens_of
 from flashtile.parallel.ranks import Ranks
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
+from flashtile.problems.masking import Masking
 from flashtile.reference.attention import sink_gradient
 
 
@@ -38,8 +39,7 @@ class Scores:
             max_seqlen_q=longest_q,
             max_seqlen_k=longest_k,
             softmax_scale=self.softmax_scale,
-            window_left=block.left,
-            window_right=block.right,
+            masking=Masking(window_left=block.left, window_right=block.right),
             softcap=self.softcap,
             deterministic=self.deterministic,
             backend=self.backend,

@@ -19,7 +19,7 @@ from flashtile.checks.arguments import (
     check_int32,
     check_score_options,
 )
-from flashtile.checks.conversions import as_seconds, check_flag, make_options, with_unit_stride
+from flashtile.checks.conversions import as_masking, as_seconds, check_flag, make_options, with_unit_stride
 from flashtile.checks.decode import check_cache
 from flashtile.operators.decode import DECODE
 from flashtile.parallel.ranks import TIMEOUT, Ranks, as_bytes, num_bytes, ranks_of
@@ -157,8 +157,8 @@ def context_parallel_decode(
     if merge == "symmetric":
         check_symmetric(q)
         check_dense("v_cache", v_cache)
-    masking = make_options(None, None, softmax_scale, causal, (-1, -1), softcap, False, backend)
-    check_score_options(masking)
+    scores = make_options(as_masking(causal), softmax_scale=softmax_scale, softcap=softcap, backend=backend)
+    check_score_options(scores)
     check_cache(q, k_cache, v_cache, block_table)
     if k is not None or v is not None:
         _check_new(q, k, v)
@@ -170,7 +170,7 @@ def context_parallel_decode(
     same = {
         "the shape of q": tuple(q.shape), "dtype": str(q.dtype), "interleave": interleave, "merge": merge,
         "new tokens": None if k is None else tuple(k.shape), "sink": sink is not None, "causal": causal,
-        "softmax_scale": masking.softmax_scale, "softcap": masking.softcap,
+        "softmax_scale": scores.softmax_scale, "softcap": scores.softcap,
     }  # fmt: skip
     if not q.is_cuda:  # reading lengths on a GPU would synchronise
         same["cache_seqlens"] = tuple(cache_seqlens.tolist())
@@ -200,7 +200,7 @@ def context_parallel_decode(
         sink=sink if ranks.rank == 0 else None, k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
     options = DecodeOptions(
-        softmax_scale=masking.softmax_scale, softcap=masking.softcap, partial=True, backend=backend
+        softmax_scale=scores.softmax_scale, softcap=scores.softcap, partial=True, backend=backend
     )
     out, lse = DECODE((rows, k_cache, v_cache), own, options)
     out = out.view(batch, seqlen_q, heads, out.shape[-1])

@@ -14,12 +14,12 @@ from torch.autograd.function import once_differentiable
 from flashtile.checks.arguments import ERRORS, check_choice, check_dense
 from flashtile.checks.attention import check_call
 from flashtile.checks.conversions import (
-    apply_autocast,
+    as_masking,
+    as_operands,
     as_seconds,
     check_flag,
     in_memory,
     make_options,
-    with_unit_stride,
 )
 from flashtile.op.operation import PLAIN_TYPES
 from flashtile.parallel.attend import Method, Scores, Shards
@@ -31,7 +31,7 @@ from flashtile.parallel.ranks import TIMEOUT, Alone, Ranks, check_mesh, ranks_of
 from flashtile.parallel.ring import Ring
 from flashtile.parallel.ulysses import Ulysses, in_order, keys_shared
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
-from flashtile.torch_private import is_any_autocast_enabled, never_compiled
+from flashtile.torch_private import never_compiled
 
 SEQUENCE, HEADS = 1, 2
 """Dimensions of DTensors (batch, seqlen, heads, head_dim)."""
@@ -130,7 +130,13 @@ def context_parallel_attention(
             backend=backend,
         )  # fmt: skip
     check_flag("return_lse", return_lse)
-    options = make_options(None, None, softmax_scale, causal, window_size, softcap, deterministic, backend)
+    options = make_options(
+        as_masking(causal, window_size),
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        deterministic=deterministic,
+        backend=backend,
+    )
     check_choice("layout", layout, LAYOUTS)
     check_choice("method", method, METHODS)
     timeout = as_seconds("timeout", timeout)
@@ -143,9 +149,7 @@ def context_parallel_attention(
     offsets_q, offsets_k = _offsets(cu_seqlens_q, cu_seqlens_k)
     packed = offsets_q is not None
     ranks, meshed = _find_ranks(group, mesh, method)
-    if is_any_autocast_enabled():
-        q, k, v = apply_autocast(q, k, v)
-    q, k, v, sink = (in_memory(t) for t in (*map(with_unit_stride, (q, k, v)), sink))
+    q, k, v, sink = (in_memory(t) for t in (*as_operands(q, k, v), sink))
     if packed:
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             check_dense(name, tensor)
@@ -389,8 +393,7 @@ def _mask(call: _Call, options: Options) -> Mask:
     for name, starts, total in (("cu_seqlens_q", starts_q, total_q), ("cu_seqlens_k", starts_k, total_k)):
         if starts[-1] != total:
             raise ValueError(f"{name} must end at the {total} tokens of all ranks together, got {starts[-1]}")
-    right = 0 if options.causal else options.window_right
-    return Mask(options.window_left, right, starts_q, starts_k)
+    return Mask(options.masking.window_left, options.masking.window_right, starts_q, starts_k)
 
 
 def _sharing(call: _Call, layout: str, mask: Mask) -> Sharing:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.problems.common import UNLIMITED, Results, address_of
+from flashtile.problems.common import Results, address_of, passed_on
+from flashtile.problems.masking import BEYOND_WINDOW, EVERYTHING, Masking
 from flashtile.problems.masks import Mods
 
 
@@ -21,14 +22,11 @@ class Options(NamedTuple):
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     softmax_scale: float | None = None
-    causal: bool = False
-    window_left: int = UNLIMITED
-    window_right: int = UNLIMITED
+    masking: Masking = EVERYTHING
     softcap: float = 0.0
     deterministic: bool = False
     backend: str | None = None
     dropout_p: float = 0.0
-    attention_chunk: int = 0
     bias_grad: bool = False
     """Whether the bias gets a gradient; used only by the backward pass."""
     partial: bool = False
@@ -50,12 +48,10 @@ class OptionalTensors(NamedTuple):
     seqused_q: Tensor | None = None
 
 
-EXTRAS_OF_ALL = OptionalTensors._fields.index("sink") + 1
-"""Number of leading fields of ``OptionalTensors`` that attention in FP8 also has."""
-OPTIONS_OF_ALL = Options._fields.index("backend") + 1
-"""Number of leading fields of ``Options`` that attention in FP8 also has."""
+OPTIONS_OF_PLAIN_CALLS = "dropout_p", "bias_grad", "partial"
+"""Options that cannot be combined with score and mask functions or FP8. All are false by default."""
 
-NEEDS_GENERAL_MASK = ("mask", "key_padding_mask", "bias", "dropout_p", "attention_chunk", "seqused_q")
+NEEDS_GENERAL_MASK = ("mask", "key_padding_mask", "bias", "dropout_p", *BEYOND_WINDOW, "seqused_q")
 """Arguments whose effect on a score depends on more than the distance between row and key."""
 
 NO_EXTRAS = OptionalTensors()
@@ -63,13 +59,10 @@ NO_EXTRAS = OptionalTensors()
 
 
 @dataclass(frozen=True)
-class Problem(Results):
-    """Description of an attention call. Lengths are in tokens; a window side of -1 is unlimited.
+class Problem(Masking, Results):
+    """Description of an attention call: its mask by position, and all else that decides how it is computed.
 
-    Bool fields such as ``alibi`` say whether the call has that argument. ``causal`` is folded into the window
-    (``window_right = 0``). Masks are aligned to the bottom right: query row ``i`` of a sequence is at
-    position ``p = i + seqlen_k - seqlen_q``. It sees keys ``p - window_left`` to ``p + window_right``, both
-    included.
+    Lengths are in tokens. Bool fields such as ``alibi`` say whether the call has that argument.
     """
 
     batch: int
@@ -84,8 +77,6 @@ class Problem(Results):
     dtype: torch.dtype
     device: torch.device
     softmax_scale: float
-    window_left: int = UNLIMITED
-    window_right: int = UNLIMITED
     softcap: float = 0.0
     alibi: bool = False
     sink: bool = False
@@ -96,7 +87,6 @@ class Problem(Results):
     key_padding_mask: bool = False
     bias: bool = False
     dropout_p: float = 0.0
-    attention_chunk: int = 0
     seqused_q: bool = False
     bias_grad: bool = False
     """Whether the backward pass computes the gradient of the bias."""
@@ -127,17 +117,6 @@ class Problem(Results):
         """Dtype of out and of the gradients of q, k and v."""
         return self.lse_dtype if self.partial else self.dtype
 
-    @property
-    def causal(self) -> bool:
-        return self.window_right == 0 and self.window_left == UNLIMITED
-
-    def effective_window(self, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-        """Return the window's (left, right), with -1 for a side that hides no key at these lengths."""
-        return (
-            UNLIMITED if self.window_left >= seqlen_k - 1 else self.window_left,
-            UNLIMITED if self.window_right >= seqlen_q - 1 else self.window_right,
-        )
-
     @classmethod
     def from_tensors(
         cls,
@@ -161,7 +140,7 @@ class Problem(Results):
             total_q, total_k = batch * seqlen_q, batch * seqlen_k
         varlen, used = extras.cu_seqlens_q is not None, extras.seqused_k is not None
         scale = options.softmax_scale
-        fields: dict[str, Any] = {
+        fields: dict[str, Any] = passed_on(cls, extras, options) | {
             "batch": batch,
             "seqlen_q": seqlen_q,
             "seqlen_k": seqlen_k,
@@ -174,22 +153,8 @@ class Problem(Results):
             "dtype": q.dtype,
             "device": q.device,
             "softmax_scale": q.shape[-1] ** -0.5 if scale is None else float(scale),
-            "window_left": int(options.window_left),
-            "window_right": 0 if options.causal else int(options.window_right),
-            "softcap": float(options.softcap),
             "alibi": extras.alibi_slopes is not None,
-            "sink": extras.sink is not None,
             "varlen": varlen,
-            "seqused_k": used,
-            "deterministic": bool(options.deterministic),
-            "mask": extras.mask is not None,
-            "key_padding_mask": extras.key_padding_mask is not None,
-            "bias": extras.bias is not None,
-            "dropout_p": float(options.dropout_p),
-            "attention_chunk": int(options.attention_chunk),
-            "seqused_q": extras.seqused_q is not None,
-            "bias_grad": options.bias_grad,
-            "partial": bool(options.partial),
             "tma_obstacle": find_tma_obstacle(q, k, v, used and not varlen),
             "bias_obstacle": None if extras.bias is None else find_bias_obstacle(extras.bias, q.dtype),
         }

@@ -24,6 +24,8 @@ LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 MAX_HEAD_DIM = 576
 """Largest head size: the 512 latent and 64 rotary columns of multi-head latent attention."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+"""Dtypes of bools and ints in which torch can compute."""
 DEVICE_TYPES = ("cuda", "cpu")
 FLOAT32_MAX = torch.finfo(torch.float32).max
 MAX_LENGTH = 2**31 - 1
@@ -46,6 +48,22 @@ def address_of(tensor: Tensor) -> int | torch.SymInt:
         except RuntimeError:  # wrapped by a transform
             pass
     return tensor.storage_offset() * tensor.element_size()
+
+
+def shared_fields(cls: Any, values: Any) -> dict[str, Any]:
+    """Return those fields of ``values``, a named tuple, that ``cls`` has as well."""
+    fields = cls._fields if hasattr(cls, "_fields") else cls.__dataclass_fields__
+    return {name: value for name, value in values._asdict().items() if name in fields}
+
+
+def passed_on(cls: Any, tensors: Any, options: Any) -> dict[str, Any]:
+    """Return those fields of the description ``cls`` that are passed on without a thought.
+
+    These are options of the same name, and bools that say whether the tensor of the same name is given.
+    """
+    given = {name: tensor is not None for name, tensor in shared_fields(cls, tensors).items()}
+    masking = vars(options.masking) if hasattr(options, "masking") else {}
+    return given | masking | shared_fields(cls, options)
 
 
 class Results:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from flashtile.problems.attention import find_tma_obstacle
-from flashtile.problems.common import UNLIMITED, Results
+from flashtile.problems.common import Results, passed_on
+from flashtile.problems.masking import EVERYTHING, Masking
 
 MAX_HEAD_DIM = 512
 MAX_SPLITS = 256
@@ -55,9 +56,7 @@ class DecodeOptions(NamedTuple):
     seqlen_new: int = 0
     """Number of new tokens of each sequence, which are in the cache but not counted in ``cache_seqlens``."""
     softmax_scale: float | None = None
-    causal: bool = False
-    window_left: int = UNLIMITED
-    window_right: int = UNLIMITED
+    masking: Masking = EVERYTHING
     softcap: float = 0.0
     num_splits: int = 0
     split_size: int = 0
@@ -68,8 +67,6 @@ class DecodeOptions(NamedTuple):
     """``softmax_max``, if the caller gave one number instead of a tensor."""
     backend: str | None = None
     debug_checks: bool = False
-    attention_chunk: int = 0
-    """Positions of a chunk: a query sees only keys of its own chunk. 0: no chunks."""
 
 
 class AppendTensors(NamedTuple):
@@ -129,15 +126,14 @@ class CopyOptions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DecodeProblem(Results):
+class DecodeProblem(Masking, Results):
     """Description of attention over a KV cache. The queries are the last tokens of each sequence.
 
     Lengths are in tokens. Bool fields such as ``alibi`` say whether the call has that argument.
 
     The keys of sequence b are positions ``cache_leftpad[b] <= j < L[b]``, where ``L[b]`` is
     ``cache_seqlens[b]`` plus the number of appended tokens. Query i is at position ``i + L[b] - seqlen_q``.
-    Windows and ALiBi use the distance from this position. A window side of -1 is unlimited; causal is
-    ``window_right = 0``. Chunks of ``attention_chunk`` positions (0: none) begin at ``cache_leftpad[b]``.
+    Windows and ALiBi use the distance from this position. Chunks begin at ``cache_leftpad[b]``.
     """
 
     batch: int
@@ -156,8 +152,6 @@ class DecodeProblem(Results):
     out_dtype: torch.dtype
     device: torch.device
     softmax_scale: float
-    window_left: int = UNLIMITED
-    window_right: int = UNLIMITED
     softcap: float = 0.0
     alibi: bool = False
     sink: bool = False
@@ -176,7 +170,6 @@ class DecodeProblem(Results):
     softmax_max: float | None = None  # subtracted from scores; None: their maximum
     softmax_max_by_head: bool = False  # a tensor holds one softmax_max per head instead
     qv: bool = False  # scores include the products of qv and v
-    attention_chunk: int = 0
 
     @classmethod
     def from_tensors(
@@ -192,7 +185,7 @@ class DecodeProblem(Results):
         head_dim = q.shape[-1]
         scale = options.softmax_scale
         columns = head_dim if tensors.qv is None else head_dim + v_cache.shape[-1]
-        return cls(
+        return cls(**passed_on(cls, tensors, options) | dict(
             batch=batch,
             seqlen_q=seqlen_q,
             total_q=q.shape[0] if varlen else batch * seqlen_q,
@@ -203,17 +196,12 @@ class DecodeProblem(Results):
             capacity=capacity(k_cache, tensors.block_table),
             page_size=0 if tensors.block_table is None else k_cache.shape[1],
             num_blocks=k_cache.shape[0],
-            seqlen_new=options.seqlen_new,
             dtype=q.dtype,
             cache_dtype=k_cache.dtype,
             out_dtype=out_dtype(q, options),
             device=q.device,
             softmax_scale=columns**-0.5 if scale is None else scale,
-            window_left=options.window_left,
-            window_right=0 if options.causal else options.window_right,
-            softcap=options.softcap,
             alibi=tensors.alibi_slopes is not None,
-            sink=tensors.sink is not None,
             leftpad=tensors.cache_leftpad is not None,
             batch_idx=tensors.cache_batch_idx is not None,
             tree=tensors.tree_mask is not None,
@@ -222,15 +210,10 @@ class DecodeProblem(Results):
             varlen_new=tensors.cu_seqlens_k_new is not None,
             lengths=tensors.cache_seqlens is not None,
             descale=descale_kind(tensors.k_descale),
-            num_splits=options.num_splits,
-            split_size=options.split_size,
-            return_lse=options.return_lse,
             tma_obstacle=find_obstacle_in_cache(q, k_cache, v_cache),
             softmax_max=options.phi,
             softmax_max_by_head=tensors.softmax_max is not None,
-            qv=tensors.qv is not None,
-            attention_chunk=options.attention_chunk,
-        )
+        ))
 
 
 class AppendProblem(NamedTuple):
@@ -289,7 +272,7 @@ class AppendProblem(NamedTuple):
             longest = options.max_seqlen_q
             seqlen_q = q.shape[1] if longest is None else longest
         cos = tensors.rotary_cos
-        return cls(
+        return cls(**passed_on(cls, tensors, options) | dict(
             batch=batch,
             seqlen_new=seqlen_new,
             total_new=k.shape[0] if slots or varlen else batch * seqlen_new,
@@ -307,15 +290,12 @@ class AppendProblem(NamedTuple):
             varlen=varlen,
             descale=descale_kind(tensors.k_descale),
             rotary_dim=0 if cos is None else 2 * cos.shape[1],
-            rotary_interleaved=options.rotary_interleaved,
             rotary_rows=0 if cos is None else cos.shape[0],
-            rotary_seqlens=tensors.rotary_seqlens is not None,
             seqlen_q=seqlen_q,
             total_q=0 if q is None else q.shape[:-2].numel(),
             num_heads_q=0 if q is None else q.shape[-2],
             varlen_q=tensors.cu_seqlens_q is not None,
-            rotate_q_by_token=options.rotate_q_by_token,
-        )
+        ))
 
 
 class CombineProblem(NamedTuple):

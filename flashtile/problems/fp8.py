@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile.problems import fp8_layout as layout
-from flashtile.problems.attention import OPTIONS_OF_ALL, OptionalTensors, Options, Problem
+from flashtile.problems.attention import OptionalTensors, Options, Problem
+from flashtile.problems.common import passed_on, shared_fields
+from flashtile.problems.masking import Masking
 
 
 class Scales(NamedTuple):
@@ -66,18 +68,16 @@ class AttendTensors(NamedTuple):
 
     @property
     def extras(self) -> OptionalTensors:
-        return OptionalTensors(*self[3:])
+        return OptionalTensors(**shared_fields(OptionalTensors, self))
 
 
 class AttendOptions(NamedTuple):
-    """The options of an attention call in FP8: the first fields of ``Options``, and four further fields."""
+    """The options of an attention call in FP8: fields of ``Options``, and four further fields."""
 
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     softmax_scale: float | None
-    causal: bool
-    window_left: int
-    window_right: int
+    masking: Masking
     softcap: float
     deterministic: bool
     backend: str | None
@@ -89,8 +89,7 @@ class AttendOptions(NamedTuple):
 
     @property
     def shared(self) -> Options:
-        of_all: tuple[Any, ...] = self[:OPTIONS_OF_ALL]
-        return Options(*of_all)
+        return Options(**shared_fields(Options, self))
 
 
 @dataclass(frozen=True)
@@ -183,16 +182,14 @@ class QuantizeProblem:
     @classmethod
     def from_tensors(cls, x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions) -> QuantizeProblem:
         """Describe a call that :func:`flashtile.checks.fp8.check_quantize` has accepted."""
-        cu_seqlens, seqused, cos, *_ = tensors
+        cu_seqlens, _, cos, *_ = tensors
         varlen = cu_seqlens is not None
         if cu_seqlens is not None:
             assert options.max_seqlen is not None
             batch, seqlen, total = cu_seqlens.shape[0] - 1, options.max_seqlen, x.shape[0]
         else:
             batch, seqlen, total = x.shape[0], x.shape[1], x.shape[0] * x.shape[1]
-        return cls(
-            role=options.role,
-            method=options.method,
+        return cls(**passed_on(cls, tensors, options) | dict(
             batch=batch,
             seqlen=seqlen,
             total=total,
@@ -200,14 +197,10 @@ class QuantizeProblem:
             head_dim=x.shape[-1],
             dtype=x.dtype,
             device=x.device,
-            seed=options.seed,
             varlen=varlen,
-            seqused=seqused is not None,
             rotary_dim=0 if cos is None else 2 * cos.shape[1],
-            rotary_interleaved=options.rotary_interleaved,
-            rotary_offset=options.rotary_offset,
             scale_given=tensors.scale is not None,
-        )
+        ))
 
 
 @dataclass(frozen=True)

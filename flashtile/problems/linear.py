@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.problems.common import address_of
+from flashtile.problems.common import address_of, passed_on
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -168,7 +168,6 @@ class LinearProblem:
         """Describe a call that :func:`flashtile.checks.linear.check_linear` has accepted."""
         return cls(
             epilogue=options.activation or PLAIN,
-            residual=tensors.residual is not None,
             **_product(x, weight, tensors, options),
         )
 
@@ -178,9 +177,7 @@ class LinearProblem:
     ) -> LinearProblem:
         """Describe a call that :func:`flashtile.checks.linear.check_before_norm` has accepted."""
         return cls(
-            residual=tensors.residual is not None,
             next_norm=True,
-            next_norm_eps=options.next_norm_eps,
             **_product(x, weight, tensors, options),
         )
 
@@ -210,7 +207,7 @@ def _product(x: Tensor, weight: Tensor, tensors: Any, options: Any) -> dict[str,
     """Return the fields of :class:`LinearProblem` that all kinds of calls have."""
     scale = tensors.weight_scale
     rows = [x, weight] if tensors.norm_weight is None else [x, weight, tensors.norm_weight]
-    return {
+    return passed_on(LinearProblem, tensors, options) | {
         "M": x.shape[0],
         "N": weight.shape[0],
         "K": weight.shape[1],
@@ -218,11 +215,7 @@ def _product(x: Tensor, weight: Tensor, tensors: Any, options: Any) -> dict[str,
         "weight_dtype": weight.dtype,
         "device": x.device,
         "norm": tensors.norm_weight is not None,
-        "norm_eps": options.norm_eps,
-        "bias": tensors.bias is not None,
-        "x_scale": tensors.x_scale is not None,
         "scales": "none" if scale is None else "channel" if scale.dim() == 1 else "block",
-        "prefetch": options.prefetch,
         "aligned": all(_aligned(t) for t in rows),
     }
 

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from flashtile import dropout
 from flashtile.checks.attention import check_call
+from flashtile.checks.conversions import as_masking
 from flashtile.problems.attention import OptionalTensors, Options, Problem
+from flashtile.problems.masking import positions
 
 
 def attention(
@@ -30,7 +32,6 @@ def attention(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
@@ -44,6 +45,7 @@ def attention(
     block_mask: Any = None,
     upcast: torch.dtype | None = None,
     round_p: Callable[[Tensor], Tensor] | None = None,
+    **masking: int,
 ) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) by definition, with the arguments and conventions of :func:`flashtile.attention`.
 
@@ -51,15 +53,28 @@ def attention(
         upcast: dtype of all arithmetic and of out. float64 gives an exact reference for inputs of lower
             precision. None: the dtype of q, as in a plain PyTorch program. lse is at least float32.
         round_p: function applied to the probabilities before they multiply v; it does not affect lse.
+        masking: the other options of :class:`flashtile.problems.masking.Masking`.
     """
     options = Options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap, dropout_p=dropout_p,
-        attention_chunk=attention_chunk,
-    )  # fmt: skip
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale,
+        masking=as_masking(causal, window_size, **masking),
+        softcap=softcap,
+        dropout_p=dropout_p,
+    )
     extras = OptionalTensors(
-        cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias, rng_state,
-        seqused_q,
-    )  # fmt: skip
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        mask=mask,
+        key_padding_mask=key_padding_mask,
+        bias=bias,
+        rng_state=rng_state,
+    )
     check_call(q, k, v, extras, options)
     problem = Problem.from_tensors(q, k, v, extras, options)
     if upcast is not None:
@@ -74,9 +89,7 @@ def attention(
 
     def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, b: int | None = None) -> Any:
         """Compute (out, lse) of dense q, k, v, for sequence ``b``, or for all sequences if ``b`` is None."""
-        seen = visible(q.shape[1], k.shape[1], problem.window_left, problem.window_right, q.device)
-        if attention_chunk > 0:
-            seen = seen & same_chunk(q.shape[1], k.shape[1], attention_chunk, q.device)
+        seen = problem.visible(positions(q.shape[1], k.shape[1]), range(k.shape[1]), q.device)
         for one in masks:
             seen = seen & cells_of(one, b, q.shape[1], k.shape[1])
         grids = _grids(q, k)
@@ -290,34 +303,6 @@ def _grids(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, rows, heads, _ = q.shape
     b, h, i, j = (torch.arange(n, device=q.device) for n in (batch, heads, rows, k.shape[1]))
     return b[:, None, None, None], h[:, None, None], i[:, None], j
-
-
-def visible(
-    seqlen_q: int,
-    seqlen_k: int,
-    window_left: int,
-    window_right: int,
-    device=None,
-    position: int | None = None,
-) -> Tensor:
-    """Return (seqlen_q, seqlen_k) bool: the keys that each query sees. A window side of -1 is unlimited.
-
-    ``position`` is the key with which the first query is aligned, as for :func:`distance`.
-    """
-    offset = distance(seqlen_q, seqlen_k, device, position)
-    seen = torch.ones_like(offset, dtype=torch.bool)
-    if window_left >= 0:
-        seen &= offset >= -window_left
-    if window_right >= 0:
-        seen &= offset <= window_right
-    return seen
-
-
-def same_chunk(seqlen_q: int, seqlen_k: int, attention_chunk: int, device=None) -> Tensor:
-    """Return (seqlen_q, seqlen_k) bool: the keys in the same chunk of positions as each query."""
-    own = torch.arange(seqlen_q, device=device) + seqlen_k - seqlen_q
-    keys = torch.arange(seqlen_k, device=device)
-    return (own // attention_chunk)[:, None] == keys // attention_chunk
 
 
 def distance(seqlen_q: int, seqlen_k: int, device=None, position: int | None = None) -> Tensor:

@@ -10,9 +10,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from flashtile.checks.conversions import as_masking
 from flashtile.problems.addresses import descales_of, destinations, locate, new_tokens
 from flashtile.problems.decode import FP8, FP8_MAX, AppendOptions, AppendTensors, CacheTensors
-from flashtile.reference.attention import masked, same_chunk, visible
+from flashtile.problems.masking import positions
+from flashtile.reference.attention import masked
 
 
 def attention_with_kvcache(
@@ -44,12 +46,13 @@ def attention_with_kvcache(
     v_descale: Tensor | None = None,
     tree_mask: Tensor | None = None,
     qv: Tensor | None = None,
-    attention_chunk: int = 0,
     upcast: torch.dtype | None = None,
+    **options: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute (out, lse, k_cache, v_cache) by definition; the caches are copies with k and v appended.
 
-    The arguments are those of :func:`flashtile.flash_attn_with_kvcache`. Appended keys and values are rounded
+    The arguments are those of :func:`flashtile.flash_attn_with_kvcache`, ``options`` the other options of
+    :class:`flashtile.problems.masking.Masking`. Appended keys and values are rounded
     to the cache's dtype, and rotated queries to q's dtype. Attention is then computed in ``upcast``, or in
     q's dtype if it is None. out has the same dtype. lse is float64 if ``upcast`` or q's dtype is float64,
     otherwise float32.
@@ -57,18 +60,30 @@ def attention_with_kvcache(
     if isinstance(cache_seqlens, int):
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-    left, right = window_size
-    right = 0 if causal else right
+    masking = as_masking(causal, window_size, **options)
     lengths = cache_seqlens
     if k is not None and v is not None:
         assert cache_seqlens is not None
         tensors = AppendTensors(
-            cache_seqlens, None, cache_batch_idx, block_table, cu_seqlens_k_new, rotary_cos, rotary_sin,
-            rotary_seqlens, k_descale, v_descale, q, cu_seqlens_q,
-        )  # fmt: skip
-        by_token = left >= 0 or right >= 0 or attention_chunk > 0
-        options = AppendOptions(max_seqlen_k_new, None, rotary_interleaved, by_token)
-        k_cache, v_cache = append(k_cache, v_cache, k, v, tensors, options)
+            cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx,
+            block_table=block_table,
+            cu_seqlens_k_new=cu_seqlens_k_new,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            rotary_seqlens=rotary_seqlens,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            q=q,
+            cu_seqlens_q=cu_seqlens_q,
+        )
+        by_token = masking.hides_by_position
+        appending = AppendOptions(
+            max_seqlen_k_new=max_seqlen_k_new,
+            rotary_interleaved=rotary_interleaved,
+            rotate_q_by_token=by_token,
+        )
+        k_cache, v_cache = append(k_cache, v_cache, k, v, tensors, appending)
         if rotary_cos is not None:
             rotated = rotate_appended(q, cu_seqlens_q, tensors, rotary_interleaved, by_token)
             q_rows = q.flatten(0, -3).clone()
@@ -89,7 +104,7 @@ def attention_with_kvcache(
     out = rows.new_zeros((*rows.shape[:-1], v_cache.shape[-1]), dtype=compute)
     lse = rows.new_full((rows.shape[1], rows.shape[0]), -torch.inf, dtype=lse_dtype)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    places = CacheTensors(None, None, cache_batch_idx, block_table)
+    places = CacheTensors(cache_batch_idx=cache_batch_idx, block_table=block_table)
     for b, (start, end) in enumerate(pairwise(starts)):
         length = None if lengths is None else int(lengths[b])
         k_b = sequence(k_cache, b, length, places, k_descale, compute)
@@ -97,15 +112,15 @@ def attention_with_kvcache(
         if qv is not None:
             k_b = torch.cat([k_b, v_b], -1)
         seqlen_q, seqlen_k = end - start, k_b.shape[0]
-        seen = visible(seqlen_q, seqlen_k, left, right, q.device)
+        leftpad = 0 if cache_leftpad is None else min(int(cache_leftpad[b]), seqlen_k)
+        # Positions are counted from the first key, at which the first chunk begins.
+        own = positions(seqlen_q, seqlen_k - leftpad)
+        seen = masking.visible(own, range(-leftpad, seqlen_k - leftpad), q.device)
         if tree_mask is not None:
             mask = tree_mask if tree_mask.dim() == 2 else tree_mask[min(b, tree_mask.shape[0] - 1)]
             tree = min(seqlen_q, seqlen_k)
             seen[:, seqlen_k - tree :] = mask[:seqlen_q, seqlen_q - tree : seqlen_q]
-        leftpad = 0 if cache_leftpad is None else min(int(cache_leftpad[b]), seqlen_k)
         seen[:, :leftpad] = False
-        if attention_chunk > 0:
-            seen[:, leftpad:] &= same_chunk(seqlen_q, seqlen_k - leftpad, attention_chunk, q.device)
         slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[b]
         out[start:end], lse[:, start:end] = masked(
             rows[start:end].to(compute), k_b, v_b, scale, seen, lse_dtype, slopes=slopes, softcap=softcap,

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 import flashtile
 from cases import BF16, CASES, FP16, Case, Inputs
 from flashtile import fp8
-from flashtile.checks.conversions import make_options
+from flashtile.checks.conversions import as_masking
 from flashtile.operators import fp8 as operators
-from flashtile.problems.attention import EXTRAS_OF_ALL, OPTIONS_OF_ALL, OptionalTensors
 from flashtile.problems.fp8 import AttendOptions, AttendTensors, Scales
 from flashtile.problems.fp8_layout import E4M3, KEY_BLOCK, MAX_HEAD_DIM, hadamard_signs
 from flashtile.reference import fp8 as reference
@@ -153,11 +152,12 @@ def attend_into_float16(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flashtile.attention` of e4m3, whose bfloat16 Triton's interpreter cannot compute."""
     scales = Scales(*(tensors.pop(f"{name}_descale", None) for name in "qkv"))
-    options = make_options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, False, backend
-    )
-    beside = AttendTensors(*scales, *OptionalTensors(**tensors)[:EXTRAS_OF_ALL])
-    return operators.ATTEND((q, k, v), beside, AttendOptions(*options[:OPTIONS_OF_ALL], FP16, q.shape[-1]))
+    options = AttendOptions(
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale,
+        masking=as_masking(causal, window_size), softcap=softcap, deterministic=False, backend=backend,
+        out_dtype=FP16, head_dim=q.shape[-1],
+    )  # fmt: skip
+    return operators.ATTEND((q, k, v), AttendTensors(*scales, **tensors), options)
 
 
 E4M3_ATTENTION = attend_into_float16 if INTERPRETING else flashtile.attention

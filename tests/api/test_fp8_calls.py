@@ -12,10 +12,13 @@ from torch import Tensor
 import flashtile
 from flashtile import fp8
 from flashtile.op import operation
+from flashtile.op.registry import flat
 from flashtile.operators import fp8 as operators
-from flashtile.problems.attention import EXTRAS_OF_ALL, NO_EXTRAS, OPTIONS_OF_ALL, Options
-from flashtile.problems.fp8 import AttendOptions, QuantizeOptions, QuantizeTensors, Scales
+from flashtile.problems.attention import Options
+from flashtile.problems.common import shared_fields
+from flashtile.problems.fp8 import AttendOptions, AttendTensors, QuantizeOptions, QuantizeTensors
 from flashtile.problems.fp8_layout import E4M3
+from flashtile.problems.masking import CAUSAL
 from flashtile.reference import fp8 as reference
 from walk import walk
 
@@ -232,11 +235,12 @@ def test_operators_pass_opcheck() -> None:
     values = QuantizeOptions("v", "head", None, 5, 0, False, None)
     packed = QuantizeTensors(cu_seqlens=int32(0, 4, 9))
     torch.library.opcheck(quantize, (x_of()[0], *packed, *values), test_utils=of_e4m3)
-    attend = AttendOptions(*Options(causal=True)[:OPTIONS_OF_ALL], BF16, D)
-    scales = Scales(torch.ones(B, HKV), None, torch.ones(B, HKV))
+    shared = shared_fields(AttendOptions, Options(masking=CAUSAL))
+    attend = AttendOptions(**shared, out_dtype=BF16, head_dim=D)
+    scales = AttendTensors(q_descale=torch.ones(B, HKV), v_descale=torch.ones(B, HKV))
     torch.library.opcheck(
         torch.ops.flashtile.fp8_attend.default,
-        (*E4M3_CALL.values(), *scales, *NO_EXTRAS[:EXTRAS_OF_ALL], *attend),
+        (*E4M3_CALL.values(), *scales, *flat(attend)),
         test_utils=of_e4m3,
     )
 

@@ -17,6 +17,7 @@ import flashtile
 from flashtile import fp8
 from flashtile.checks.conversions import make_options
 from flashtile.compat.flash_attn.flash_attn_interface import _flash_attn_varlen_forward
+from flashtile.problems.masking import EVERYTHING
 from flashtile.reference import attention as reference
 from walk import walk
 
@@ -320,14 +321,13 @@ def test_nothing_to_attend_to(seqlen_q, seqlen_k, batch):
 
 
 def test_torchs_own_switch_makes_gradients_deterministic():
-    arguments = (None, None, None, False, (-1, -1), 0.0)
-    assert not make_options(*arguments, False, None).deterministic
+    assert not make_options(EVERYTHING).deterministic
     torch.use_deterministic_algorithms(True)
     try:
-        assert make_options(*arguments, False, None).deterministic
+        assert make_options(EVERYTHING).deterministic
     finally:
         torch.use_deterministic_algorithms(False)
-    assert make_options(*arguments, True, None).deterministic
+    assert make_options(EVERYTHING, deterministic=True).deterministic
 
 
 def looks(q_shape, k_shape=None):

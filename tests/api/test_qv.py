@@ -9,7 +9,7 @@ import torch
 
 import flashtile
 from flashtile import testing
-from flashtile.api import latent
+from flashtile.checks.conversions import join_qv
 from flashtile.compat import flash_attn_interface as flash_attention_3
 from flashtile.io_model import find_card
 from flashtile.problems.attention import NO_EXTRAS, Options
@@ -197,7 +197,7 @@ def test_errors_in_a_graph_name_the_argument(monkeypatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
     _, k, v, qv = latent_tensors()
     with pytest.raises(TypeError, match=r"q must be a torch\.Tensor, got int"):
-        latent.join_qv(3, k, v, qv, NO_EXTRAS, Options())  # type: ignore[arg-type]
+        join_qv(3, k, v, qv, NO_EXTRAS, Options())  # type: ignore[arg-type]
 
 
 def test_pages_under_autocast() -> None:

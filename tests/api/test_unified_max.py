@@ -333,6 +333,16 @@ class TestProfile:
             assert profile.softmax_max == pytest.approx(expected.softmax_max, abs=1e-4), name
             assert profile.least == pytest.approx(expected.least, abs=1e-4), name
 
+    def test_chunks_are_sequences_of_their_own(self):
+        q, k = self.make(dtype=FP32)
+        k[:, :128] *= 9.0  # scores that no query of the second chunk sees
+        profile = flashtile.profile_scores(
+            lambda x: flashtile.attention(x, k, k, causal=True, attention_chunk=128), q
+        )
+        apart = flashtile.profile_scores(*(t.reshape(2, 128, *t.shape[2:]) for t in (q, k)))
+        assert profile.softmax_max == pytest.approx(apart.softmax_max, abs=1e-4)
+        assert profile.least == pytest.approx(apart.least, abs=1e-4)
+
     def test_a_part_that_fills_the_range_is_in_it(self):
         assert _best(torch.tensor([0.0]), torch.tensor([3.0]), 1.0, 2.0) == (1.0, 0.0)
         assert _best(torch.tensor([0.0]), torch.tensor([3.5]), 1.0, 2.0)[1] == 1.0

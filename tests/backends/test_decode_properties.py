@@ -16,6 +16,7 @@ from decode_cases import DecodeCase, build
 from flashtile.backends.cpu.decode.attend import TILE_ELEMENTS, attend
 from flashtile.operators import decode as operators
 from flashtile.problems.decode import FP8, CacheTensors, DecodeOptions, DecodeProblem
+from flashtile.problems.masking import CAUSAL
 from flashtile.testing import decode as testing
 
 pytestmark = pytest.mark.numerical
@@ -166,7 +167,7 @@ def test_memory_does_not_grow_with_the_scores(paged):
     tensors = CacheTensors(block_table=torch.arange(length // 16, dtype=torch.int32)[None])
     if not paged:
         k_cache, tensors = k_cache.view(1, length, 1, 16), CacheTensors()
-    problem = DecodeProblem.from_tensors(q, k_cache, k_cache, tensors, DecodeOptions(causal=True))
+    problem = DecodeProblem.from_tensors(q, k_cache, k_cache, tensors, DecodeOptions(masking=CAUSAL))
     with Largest(k_cache) as largest:
         attend(problem, q, k_cache, k_cache, tensors)
     assert 4 * TILE_ELEMENTS / 2 < largest.nbytes <= 8 * TILE_ELEMENTS

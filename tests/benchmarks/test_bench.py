@@ -34,6 +34,7 @@ from benchmarks.suite.peers import PeerCall
 from benchmarks.suite.workloads import WORKLOADS, Workload
 from flashtile.hardware import timing
 from flashtile.problems.common import UNLIMITED
+from flashtile.problems.masking import positions
 from flashtile.reference import attention as reference
 from walk import walk
 
@@ -130,7 +131,7 @@ class TestWorkloads:
     @walk("workload", SHORT)
     def test_visible_pairs_are_those_of_the_mask(self, workload):
         pairs = sum(
-            count * int(reference.visible(*lengths, workload.window_left, workload.window_right).sum())
+            count * int(workload.masking.visible(positions(*lengths), range(lengths[1])).sum())
             for lengths, count in Counter(workload.sequences).items()
         )
         whole = workload.causal and workload.window_left == UNLIMITED and workload.lengths is None

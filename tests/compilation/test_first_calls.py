@@ -39,6 +39,7 @@ from flashtile.compilation.compiling import launches
 from flashtile.op.operation import OPERATIONS, remembering
 from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.problems.attention import NO_EXTRAS, Options
+from flashtile.problems.masking import CAUSAL
 from flashtile.problems.newest import newest_call
 
 WORKER = Path(compile_worker.__file__)
@@ -473,7 +474,7 @@ def test_a_call_on_a_gpu_is_repeated_with_its_backward_pass(on_h200, learns):
     with FakeTensorMode():
         q, k, v = (torch.empty(1, 128, 2, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
         k.requires_grad_(learns)
-        FORWARD.prepare((q, k, v), NO_EXTRAS, Options(softmax_scale=0.125, causal=True))
+        FORWARD.prepare((q, k, v), NO_EXTRAS, Options(softmax_scale=0.125, masking=CAUSAL))
     recorded = repeated()
     names = [launch.kernel.__name__ for launch, _ in recorded]
     assert names == ["forward_kernel", *["preprocess_kernel", "backward_kernel"] * learns]

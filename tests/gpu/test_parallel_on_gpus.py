@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flashtile.checks.conversions import as_masking
 from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.problems.attention import NO_EXTRAS, Options
 from flashtile.testing import poisoned_memory
@@ -16,14 +17,14 @@ two = pytest.mark.skipif(not CUDA or torch.cuda.device_count() < 2, reason="need
 
 @pytest.mark.parametrize("backend", ["hopper", "portable"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("mask", [{"causal": True}, {"window_left": 300, "window_right": 70}, {}])
+@pytest.mark.parametrize("mask", [{"causal": True}, {"window_size": (300, 70)}, {}])
 def test_partial_results_are_not_rounded(backend, head_dim, mask):
     if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no GPU of compute capability 9.0")
     torch.manual_seed(0)
     q, dout = torch.randn(2, 2, 1001, 4, head_dim, device="cuda", dtype=torch.bfloat16).unbind()
     k, v = torch.randn(2, 2, 777, 2, head_dim, device="cuda", dtype=torch.bfloat16).unbind()
-    options = Options(**mask, backend=backend)
+    options = Options(masking=as_masking(**mask), backend=backend)
     with poisoned_memory():
         rounded, lse = FORWARD.launch((q, k, v), NO_EXTRAS, options)
         out, same = FORWARD.launch((q, k, v), NO_EXTRAS, options._replace(partial=True))

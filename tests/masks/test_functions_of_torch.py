@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flashtile.masks.evaluate import evaluate
 from flashtile.masks.mods import traced
+from flashtile.masks.program import derivatives, kernel_sizes
 from flashtile.masks.tracing import FUNCTIONS
-from flashtile.problems.mask_program import derivatives
 from flashtile.problems.masks import Mods
 from walk import walk
 
@@ -145,7 +145,7 @@ def in_a_kernel(text: str, x: Tensor, y: Tensor) -> Tensor:
 
     mods = Mods(score_mod=str(program_of(text, x, y)), ranks=(1, 1))
     function = functions.score_function(mods)
-    sizes = dict(zip(functions.SIZES, mods.kernel_sizes((x, y)), strict=True))
+    sizes = dict(zip(functions.SIZES, kernel_sizes(mods, (x, y)), strict=True))
     absent = dict.fromkeys(functions.Captured._fields)
     captured = functions.Captured(**absent | sizes | {"tensor_0": x, "tensor_1": y})
 

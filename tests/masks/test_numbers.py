@@ -10,11 +10,11 @@ import torch
 
 import flashtile
 from flashtile import masks, testing
+from flashtile.masks import ranges as of_ranges
 from flashtile.masks.mods import traced
-from flashtile.problems import mask_ranges
-from flashtile.problems.mask_operations import OPERATIONS
-from flashtile.problems.mask_program import Line, Name, variables
-from flashtile.problems.mask_ranges import POSITIONS, positions_of, wide_lines
+from flashtile.masks.operations import OPERATIONS
+from flashtile.masks.program import Line, Name, variables
+from flashtile.masks.ranges import POSITIONS, positions_of, wide_lines
 from flashtile.reference import attention as reference
 from targets import Target
 from walk import walk
@@ -226,7 +226,7 @@ def test_ranges_of_ints_hold_every_result(operation: str) -> None:
     for operands in itertools.product(ranges, repeat=count):
         inside = itertools.product(*(range(low, high + 1) for low, high in operands))
         found = {results[numbers] for numbers in inside if numbers in results}
-        low, high = mask_ranges._range(line, [*operands])
+        low, high = of_ranges._range(line, [*operands])
         assert not found or (low <= min(found) and max(found) <= high), (operands, low, high, found)
 
 

@@ -22,11 +22,11 @@ from flashtile.api import masks as functional
 from flashtile.masks.block_mask import of_flex_attention
 from flashtile.masks.evaluate import evaluate
 from flashtile.masks.mods import traced
+from flashtile.masks.operations import INTS, OPERATIONS
+from flashtile.masks.program import derivatives, parse
 from flashtile.operators import functions as operators
 from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.problems.attention import NO_EXTRAS, Options
-from flashtile.problems.mask_operations import INTS, OPERATIONS
-from flashtile.problems.mask_program import derivatives, parse
 from flashtile.problems.masks import MAX_CAPTURED
 from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
 from walk import walk

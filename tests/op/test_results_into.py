@@ -8,6 +8,7 @@ import torch
 import flashtile
 from cases import BF16, FP32
 from decode_cases import CASES, build
+from flashtile.op.registry import flat
 from flashtile.problems.decode import CacheTensors, DecodeOptions
 from targets import TARGETS
 from walk import walk
@@ -244,7 +245,7 @@ def test_opcheck():
     buffers = torch.zeros_like(q), torch.zeros(LSE)
     operator = torch.ops.flashtile.decode_into.default
     assert operator._schema.returns == []  # what it writes has no second name in a graph
-    torch.library.opcheck(operator, (q, *cache, *buffers, *beside, *DecodeOptions()))
+    torch.library.opcheck(operator, (q, *cache, *buffers, *beside, *flat(DecodeOptions())))
 
 
 def test_explained_as_the_call_itself():

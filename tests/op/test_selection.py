@@ -19,6 +19,7 @@ from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.problems.attention import NO_EXTRAS, Options, Problem
 from flashtile.problems.common import PREFERENCE
 from flashtile.problems.decode import find_obstacle_in_cache
+from flashtile.problems.masking import CAUSAL
 from walk import walk
 
 pytestmark = pytest.mark.quick
@@ -31,7 +32,7 @@ def tensors():
 
 @pytest.fixture
 def problem(tensors):
-    return Problem.from_tensors(*tensors, options=Options(causal=True))
+    return Problem.from_tensors(*tensors, options=Options(masking=CAUSAL))
 
 
 def backend_double(name, reason=None, explicit_reason=None):
@@ -78,16 +79,16 @@ def test_configurations_are_frozen_and_repeatable(name, problem):
 
 
 def test_problems_are_hashable_descriptions(tensors, problem):
-    same = Problem.from_tensors(*(t.clone() for t in tensors), options=Options(causal=True))
+    same = Problem.from_tensors(*(t.clone() for t in tensors), options=Options(masking=CAUSAL))
     assert same == problem
     assert hash(same) == hash(problem)
-    assert problem.causal
+    assert problem.window_right == 0
     assert (problem.window_left, problem.window_right) == (-1, 0)
     assert problem.softmax_scale == 0.25
     assert problem.out_shape == (2, 5, 4, 16)
     assert problem.lse_shape == (2, 4, 5)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        problem.causal = False
+        problem.window_right = -1
 
 
 def test_first_that_serves_is_chosen(backends, problem):
@@ -167,7 +168,7 @@ def test_explain_on_the_cpu(tensors, monkeypatch):
     explanation = flashtile.explain(*tensors, causal=True)
     assert explanation.backend == "cpu"
     assert explanation.config == selection.load_part("cpu", FORWARD).configure_forward(explanation.problem)
-    assert explanation.problem == Problem.from_tensors(*tensors, options=Options(causal=True))
+    assert explanation.problem == Problem.from_tensors(*tensors, options=Options(masking=CAUSAL))
     assert list(explanation.reasons_against) == ["hopper", "portable"]
     assert "GPU" in explanation.reasons_against["portable"]
 

@@ -10,6 +10,7 @@ from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 import flashtile
+from flashtile.op.registry import flat
 from flashtile.problems.attention import NO_EXTRAS, Options
 from flashtile.reference import attention as reference
 from small_calls import DEVICES, OPTIONS, assert_same, dense, results, results_with_backward, slopes, varlen
@@ -255,7 +256,7 @@ def gradient_with_graph(call, q, k, v):
 
 def test_second_derivative_through_the_operator():
     def call(q, k, v):
-        return torch.ops.flashtile.forward(q, k, v, *NO_EXTRAS, *Options())[0]
+        return torch.ops.flashtile.forward(q, k, v, *NO_EXTRAS, *flat(Options()))[0]
 
     tensors = dense(grad=True)
     ours, expected = (

@@ -10,6 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flashtile
 from cases import FP32
 from decode_cases import CASES, build
+from flashtile.checks.conversions import as_masking
+from flashtile.op.registry import flat
 from flashtile.operators import decode as operators
 from flashtile.problems.decode import (
     AppendOptions,
@@ -68,8 +70,10 @@ DECODE = (
 @pytest.mark.parametrize("name", DECODE)
 def test_opcheck_decode(name):
     (q, k_cache, v_cache, *_), arguments = call(name)
-    options = DecodeOptions(max_seqlen_q=arguments.get("max_seqlen_q"), causal=arguments.get("causal", False))
-    torch.library.opcheck(ops.decode.default, (q, k_cache, v_cache, *cache_tensors(arguments), *options))
+    masking = as_masking(arguments.get("causal", False))
+    options = DecodeOptions(max_seqlen_q=arguments.get("max_seqlen_q"), masking=masking)
+    given = q, k_cache, v_cache, *cache_tensors(arguments), *flat(options)
+    torch.library.opcheck(ops.decode.default, given)
 
 
 @pytest.mark.parametrize("name", ["append-paged", "append-ragged", "rotary", "append-batch-idx"])

@@ -15,8 +15,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
+from flashtile.op.registry import flat
 from flashtile.operators import attention as operators
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
+from flashtile.problems.masking import CAUSAL, Masking
 from flashtile.reference import attention as reference
 from small_calls import DEVICES, OPTIONS, assert_same, dense, results, slopes, varlen
 
@@ -45,31 +47,36 @@ def operator_calls(device):
     ragged, keywords = varlen(device)
     offsets = keywords["cu_seqlens_q"], keywords["cu_seqlens_k"]
     return {
-        "dense": (*dense(device), *NO_EXTRAS, *Options()),
+        "dense": (*dense(device), *NO_EXTRAS, *flat(Options())),
         "causal-alibi": (
             *dense(device),
             *OptionalTensors(alibi_slopes=slopes(device)),
-            *Options(causal=True),
+            *flat(Options(masking=CAUSAL)),
         ),
-        "window-softcap": (*dense(device), *NO_EXTRAS, *Options(window_left=3, softcap=2.0)),
+        "window-softcap": (
+            *dense(device), *NO_EXTRAS, *flat(Options(masking=Masking(window_left=3), softcap=2.0)),
+        ),
         "heads-first": (
             *(t.transpose(1, 2).contiguous().transpose(1, 2) for t in dense(device)),
             *NO_EXTRAS,
-            *Options(),
+            *flat(Options()),
         ),
         "strided": (
             *(t[:, ::2] for t in dense(device)),
             *OptionalTensors(alibi_slopes=slopes(device, 2, 4)),
-            *Options(),
+            *flat(Options()),
         ),
-        "sink": (*dense(device), *OptionalTensors(sink=slopes(device)), *Options(causal=True)),
-        "cells": (*dense(device), *cells(device), *Options(causal=True)),
-        "used": (*dense(device), *OptionalTensors(seqused_k=used_keys(device)), *Options(window_right=1)),
-        "no-rows": (*dense(device, seqlen_q=0), *NO_EXTRAS, *Options()),
+        "sink": (*dense(device), *OptionalTensors(sink=slopes(device)), *flat(Options(masking=CAUSAL))),
+        "cells": (*dense(device), *cells(device), *flat(Options(masking=CAUSAL))),
+        "used": (
+            *dense(device), *OptionalTensors(seqused_k=used_keys(device)),
+            *flat(Options(masking=Masking(window_right=1))),
+        ),
+        "no-rows": (*dense(device, seqlen_q=0), *NO_EXTRAS, *flat(Options())),
         "varlen": (
             *ragged,
             *OptionalTensors(*offsets),
-            *Options(max_seqlen_q=6, max_seqlen_k=6, causal=True),
+            *flat(Options(max_seqlen_q=6, max_seqlen_k=6, masking=CAUSAL)),
         ),
     }
 
@@ -108,8 +115,8 @@ def test_opcheck_backward(name, given, device):
 def test_gradients_are_contiguous_whatever_the_layout(dtype):
     """The operator's fake, which a graph is made of, says so."""
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in dense(dtype=dtype))
-    out, lse = torch.ops.flashtile.forward(q, k, v, *NO_EXTRAS, *Options())
-    gradients = torch.ops.flashtile.backward(out, None, q, k, v, out, lse, *NO_EXTRAS, *Options())
+    out, lse = torch.ops.flashtile.forward(q, k, v, *NO_EXTRAS, *flat(Options()))
+    gradients = torch.ops.flashtile.backward(out, None, q, k, v, out, lse, *NO_EXTRAS, *flat(Options()))
     assert all(t.is_contiguous() for t in (out, lse, *gradients))
 
 
@@ -131,7 +138,7 @@ def test_a_graph_refuses_what_the_call_refuses():
     """An operator without data, as a graph is made of it, sees the same checks."""
     q, k, v = (t.to("meta") for t in dense())
     with pytest.raises(ValueError, match="k has head_dim 8, but q has"):
-        torch.ops.flashtile.forward(q, k[..., :8], v, *NO_EXTRAS, *Options())
+        torch.ops.flashtile.forward(q, k[..., :8], v, *NO_EXTRAS, *flat(Options()))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -394,9 +401,9 @@ def test_jit_trace_records_the_operator():
 def test_direct_path_and_operator_agree_bitwise(grad):
     """The eager short cut is the operator without the dispatcher."""
     tensors = dense(grad=grad)
-    options = Options(causal=True)
+    options = Options(masking=CAUSAL)
     direct = operators.forward(*tensors, NO_EXTRAS, options)
-    dispatched = torch.ops.flashtile.forward(*tensors, *NO_EXTRAS, *options)
+    dispatched = torch.ops.flashtile.forward(*tensors, *NO_EXTRAS, *flat(options))
     for a, b in zip(direct, dispatched, strict=True):
         assert torch.equal(a, b)
     if grad:

@@ -10,6 +10,7 @@ import flashtile.testing
 from flashtile.api import merge
 from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
+from flashtile.problems.masking import CAUSAL
 from targets import Target
 
 pytestmark = pytest.mark.numerical
@@ -27,7 +28,7 @@ def test_they_are_not_rounded(target: Target):
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
     exact = flashtile.reference.attention.attention(*leaves, causal=True)[0]
     right = [exact, *torch.autograd.grad(exact, leaves, dout.double())]
-    options = Options(causal=True, backend=target.backend, partial=True)
+    options = Options(masking=CAUSAL, backend=target.backend, partial=True)
     out, lse = FORWARD.launch((q, k, v), NO_EXTRAS, options)
     tensors = (dout, None, q, k, v, out.half(), lse)
     found = [out, *BACKWARD.launch(tensors, NO_EXTRAS, options)[:3]]

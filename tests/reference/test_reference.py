@@ -45,26 +45,6 @@ def test_torch_agrees(causal: bool, group: int) -> None:
     torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
-@walk("left", [-1, 0, 2, 9])
-@walk("right", [-1, 0, 1, 9])
-@walk("lengths", [(4, 7), (7, 4), (5, 5), (1, 3), (0, 2), (2, 0)])
-def test_visible(left: int, right: int, lengths: tuple[int, int]) -> None:
-    seqlen_q, seqlen_k = lengths
-    seen = reference.visible(seqlen_q, seqlen_k, left, right)
-    assert seen.shape == lengths
-    for i in range(seqlen_q):
-        for j in range(seqlen_k):
-            distance = j - (i + seqlen_k - seqlen_q)
-            left_allows, right_allows = left < 0 or distance >= -left, right < 0 or distance <= right
-            assert seen[i, j] == (left_allows and right_allows)
-
-
-def test_causal_of_unequal_lengths() -> None:
-    """The masks that FlashAttention's documentation draws: 2 queries of 5 keys, 5 queries of 2 keys."""
-    assert reference.visible(2, 5, -1, 0).int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
-    assert reference.visible(5, 2, -1, 0).int().tolist() == [[0, 0], [0, 0], [0, 0], [1, 0], [1, 1]]
-
-
 DIFFERENTIABLE = {
     "full": {},
     "causal": {"causal": True},

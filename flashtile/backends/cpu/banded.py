@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
+from flashtile.backends.cpu.blocks import split
 from flashtile.backends.cpu.config import Fused
 from flashtile.backends.cpu.flash import attend, differentiate
 from flashtile.problems.attention import Problem
-from flashtile.problems.common import UNLIMITED
+from flashtile.problems.masking import Masking, positions
 
 
 def forward(
@@ -90,13 +90,14 @@ def _tiles(
 ) -> Iterator[_Tile]:
     batch, seqlen_q = q.shape[:2]
     seqlen_k = k.shape[1]
-    window = problem.effective_window(seqlen_q, seqlen_k)
+    masking: Masking = problem
     offset = seqlen_k - seqlen_q
-    all_rows = visible_rows(seqlen_q, seqlen_k, *window)
+    own = masking.row_range(positions(seqlen_q, seqlen_k), range(seqlen_k))
+    all_rows = range(own.start - offset, own.stop - offset)
     if not all_rows:
         return
     block_m = min(config.BLOCK_M, len(all_rows))
-    distances = _distances(window, all_rows, block_m, seqlen_k, offset)
+    distances = _distances(masking, own, block_m, seqlen_k)
     heads_kv = range(k.shape[2])
     if alibi_slopes is None:
         parts = [(slice(0, batch), heads_kv)]
@@ -109,11 +110,12 @@ def _tiles(
     for sequence, part in parts:
         heads_q = slice(part.start * problem.group_size, part.stop * problem.group_size)
         slopes = None if alibi_slopes is None else alibi_slopes.expand(batch, -1)[sequence.start, heads_q]
-        table = _table(window, distances, block_m, slopes, config.compute_dtype)
+        table = _table(masking, distances, block_m, slopes, config.compute_dtype)
         for rows in split(all_rows, block_m):
-            keys = visible_keys(rows, seqlen_k, offset, *window)
-            unbiased = slopes is None and sees_all(rows, keys, offset, *window)
-            first = keys.start - (rows.start + offset) - distances.start
+            at = range(rows.start + offset, rows.stop + offset)
+            keys = masking.key_range(at, range(seqlen_k))
+            unbiased = slopes is None and masking.sees_all(at, keys)
+            first = keys.start - at.start - distances.start
             yield _Tile(
                 (sequence, _slice(rows), heads_q),
                 (sequence, _slice(keys), _slice(part)),
@@ -122,32 +124,31 @@ def _tiles(
             )
 
 
-def _distances(window: tuple[int, int], rows: range, block_m: int, seqlen_k: int, offset: int) -> range:
-    """Return the range of distances from a block's first row to the keys that the block's rows may see."""
-    left, right = window
-    start = -(rows.stop - 1 + offset) if left == UNLIMITED else -left
-    stop = seqlen_k - (rows.start + offset) if right == UNLIMITED else block_m + right
-    return range(start, stop)
+def _distances(masking: Masking, rows: range, block_m: int, seqlen_k: int) -> range:
+    """Return the range of distances from a block's first row to the keys that the block's rows may see.
+
+    ``rows`` are the positions of all rows.
+    """
+    farthest = range(-(rows.stop - 1), seqlen_k - rows.start)
+    return masking.key_range(range(block_m), farthest)
 
 
 def _table(
-    window: tuple[int, int], distances: range, block_m: int, slopes: Tensor | None, dtype: torch.dtype
+    masking: Masking, distances: range, block_m: int, slopes: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Return a table of the biases for a block of rows, (1, heads or 1, block_m, distances).
 
     Its last dimension is the distance of a key from the block's first row.
     """
-    own = torch.arange(block_m, dtype=torch.int32, device="cpu")[:, None]
-    distance = torch.arange(distances.start, distances.stop, dtype=torch.int32, device="cpu") - own
+    rows = range(block_m)  # what a window hides, and ALiBi, depend on distances alone
     if slopes is None:
-        table = torch.zeros((1, 1, *distance.shape), dtype=dtype, device="cpu")
+        table = torch.zeros((1, 1, block_m, len(distances)), dtype=dtype, device="cpu")
     else:
+        own = torch.arange(block_m, dtype=torch.int32, device="cpu")[:, None]
+        distance = torch.arange(distances.start, distances.stop, dtype=torch.int32, device="cpu") - own
         table = -slopes[None, :, None, None].to(dtype) * distance.abs().to(dtype)
-    left, right = window
-    if left != UNLIMITED:
-        table.masked_fill_(distance < -left, -torch.inf)
-    if right != UNLIMITED:
-        table.masked_fill_(distance > right, -torch.inf)
+    if masking.has_window:
+        table.masked_fill_(masking.visible(rows, distances).logical_not_(), -torch.inf)
     return table
 
 

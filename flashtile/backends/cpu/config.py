@@ -64,7 +64,7 @@ def configure(problem: Problem) -> Config:
     If sequences are packed, the problem's lengths are those of the longest sequence.
     """
     tiled = tiled_config(problem)
-    masked = problem.mask or problem.bias or problem.dropout_p > 0 or problem.attention_chunk > 0
+    masked = problem.mask or problem.bias or problem.dropout_p > 0 or problem.beyond_window is not None
     masked = (
         masked
         or problem.mods is not None
@@ -82,9 +82,10 @@ def configure_decode(problem: DecodeProblem) -> Fused | None:
     whole cache costs more than the products (three times as much on a Xeon with AVX512-BF16, 2048 keys).
     """
     one_query = problem.seqlen_q == 1 and not problem.varlen and problem.batch > 0
+    in_one_range = problem.beyond(("attention_chunk",)) is None  # a window and a chunk leave adjacent keys
     extras = problem.alibi or problem.sink or problem.tree or problem.prior or problem.qv
     extras = extras or problem.descale == "sequence"
-    if not one_query or extras or not _fused_covers(problem):
+    if not (one_query and in_one_range) or extras or not _fused_covers(problem):
         return None
     wide = problem.dtype != problem.out_dtype or problem.cache_dtype == FP8
     return Fused(problem.lse_dtype if wide else _product_dtype(problem))

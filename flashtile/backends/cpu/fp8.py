@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.blocks import hidden_keys, sees_all, split, visible_keys, visible_rows
+from flashtile.backends.cpu.blocks import split
 from flashtile.backends.cpu.parts import spans
 from flashtile.backends.cpu.precision import with_exact_products
 from flashtile.problems.attention import OptionalTensors
@@ -161,14 +161,13 @@ def _attend_rows(
     """Return (out, lse) of some rows: (heads_kv, group, rows, head_dim_v) and (heads_kv, group, rows, 1)."""
     seqlen_q, seqlen_k = one.q.shape[2], one.k.shape[2]
     offset = seqlen_k - seqlen_q
-    window = problem.effective_window(seqlen_q, seqlen_k)
+    at = range(rows.start + offset, rows.stop + offset)
     q, q_scale = (t[:, :, rows.start : rows.stop] for t in (one.q, one.q_scale))
     row_max = torch.full_like(q_scale, -torch.inf)
     row_sum = torch.zeros_like(q_scale)
     acc = q.new_zeros((*q.shape[:3], one.v.shape[-1]))
     unit = largest = q.new_zeros((problem.num_heads_kv, 1, 1, 1))
-    seen_rows = visible_rows(seqlen_q, seqlen_k, *window)
-    reached = visible_keys(rows, seqlen_k, offset, *window) if len(seen_rows) else range(0)
+    reached = problem.key_range(at, range(seqlen_k))
     for j in range(reached.start // KEY_BLOCK, num_blocks(reached.stop, KEY_BLOCK)):
         keys = range(j * KEY_BLOCK, min((j + 1) * KEY_BLOCK, seqlen_k))
         if not keys:
@@ -176,7 +175,7 @@ def _attend_rows(
         block = slice(keys.start, keys.stop)
         k_scale, v_scale = (t[..., j, None, None] for t in (one.k_scale, one.v_scale))
         scores = q @ one.k[:, :, block].mT
-        scores = _masked_scores(problem, one, scores, q_scale, k_scale, rows, keys, offset, window)
+        scores = _masked_scores(problem, one, scores, q_scale, k_scale, at, keys)
         new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
         shift = new_max.masked_fill(new_max == -torch.inf, 0.0)
         p = torch.exp2(scores - shift + P_EXPONENT)
@@ -211,21 +210,18 @@ def _masked_scores(
     k_scale: Tensor,
     rows: range,
     keys: range,
-    offset: int,
-    window: tuple[int, int],
 ) -> Tensor:
-    """Turn e4m3 products q k^T, (heads_kv, group, rows, keys), into masked scores in log2 units."""
-    left, right = window
-    own = torch.arange(rows.start + offset, rows.stop + offset, device="cpu")
-    distance = torch.arange(keys.start, keys.stop, device="cpu") - own[:, None]
+    """Turn e4m3 products q k^T, (heads_kv, group, rows, keys), into masked scores in log2 units.
+
+    ``rows`` are the positions of the rows.
+    """
     scores = scores * (q_scale * (k_scale * problem.softmax_scale))
     if problem.softcap > 0:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     if one.slopes is not None:
-        scores = scores - one.slopes * distance.abs()
+        own = torch.arange(rows.start, rows.stop, device="cpu")[:, None]
+        scores = scores - one.slopes * (torch.arange(keys.start, keys.stop, device="cpu") - own).abs()
     scores = scores * LOG2_E
-    if sees_all(rows, keys, offset, left, right):
+    if problem.sees_all(rows, keys):
         return scores
-    hidden = hidden_keys(distance, left, right)
-    assert hidden is not None
-    return scores.masked_fill(hidden, -torch.inf)
+    return scores.masked_fill(~problem.visible(rows, keys), -torch.inf)

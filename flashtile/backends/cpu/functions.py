@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.blocks import split, visible_keys
+from flashtile.backends.cpu.blocks import split
 from flashtile.backends.cpu.config import Tiled
 from flashtile.backends.cpu.parts import OptionalInputs
 from flashtile.backends.cpu.tiled import Chunk
 from flashtile.masks.evaluate import evaluate
+from flashtile.masks.program import Load, Program, derivatives, mask_program, score_program
 from flashtile.problems.attention import Problem
-from flashtile.problems.mask_program import Load, Program, derivatives
 from flashtile.problems.masks import MAX_CAPTURED
 
 Blocks = tuple[list[int], list[int]]
@@ -36,11 +36,11 @@ class EvaluatedFunctions:
             for i, t in enumerate(self.captured)
         ]
         self.loads: tuple[Load, ...] = ()
-        self.score_program: Program | None = mods.score_program
+        self.score_program: Program | None = score_program(mods)
         self.with_gradients = with_gradients
         if self.score_program is not None and with_gradients:
             self.score_program, self.loads = derivatives(self.score_program, frozenset(mods.learned))
-        self.mask_program = mods.mask_program
+        self.mask_program = mask_program(mods)
         self.lists = None if mods.block_size is None else _lists(extras)
 
     def chunks(
@@ -118,7 +118,7 @@ class FunctionChunk(Chunk):
         if self.functions.lists is None:
             yield from super().key_blocks(rows)
             return
-        within = visible_keys(rows, self.seqlen_k, self.offset, *self.window)
+        within = self.visible_keys(rows)
         partial, full = self._listed(rows)
         for n in (*full, *partial):
             keys = range(max(n * self.block_n, within.start), min((n + 1) * self.block_n, within.stop))

@@ -243,7 +243,7 @@ def has_only_padding(problem: Problem) -> bool:
     """Whether a problem has key padding and, apart from a causal mask, no other mask, bias or dropout."""
     distances = problem.alibi or problem.window_left != UNLIMITED or problem.window_right > 0
     ragged = problem.varlen or problem.seqused_q or problem.seqused_k
-    scores = problem.mask or problem.bias or problem.dropout_p > 0 or problem.attention_chunk > 0
+    scores = problem.mask or problem.bias or problem.dropout_p > 0 or problem.beyond_window is not None
     return problem.key_padding_mask and not (scores or distances or ragged)
 
 

@@ -15,18 +15,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.blocks import (
-    chunks_of,
-    hidden_keys,
-    same_chunk,
-    sees_all,
-    split,
-    visible_keys,
-    visible_rows,
-)
+from flashtile.backends.cpu.blocks import split
 from flashtile.backends.cpu.config import Tiled
 from flashtile.backends.cpu.parts import OptionalInputs
 from flashtile.problems.attention import Problem
+from flashtile.problems.masking import Masking
 
 
 def forward(
@@ -195,7 +188,7 @@ class Chunk:
         self.batch, self.heads_kv = batch, heads_kv
         self.heads_q = heads_q or slice(heads_kv.start * group, heads_kv.stop * group)
         self.softmax_scale, self.softcap = problem.softmax_scale, problem.softcap
-        self.window = problem.effective_window(q.shape[1], k.shape[1])
+        self.masking: Masking = problem
         self.seqlen_q, self.seqlen_k = q.shape[1], k.shape[1]
         self.offset = self.seqlen_k - self.seqlen_q
         self.block_m = max(1, config.BLOCK_M // group)
@@ -205,8 +198,7 @@ class Chunk:
         self.k, self.v = (self.keys_of(t).to(self.dtype).contiguous().flatten(0, 1) for t in (k, v))
         self.minus_slopes: Tensor | None = None
         self.optional = optional
-        self.attention_chunk = problem.attention_chunk
-        self.may_hide_rows = optional.may_hide_rows or self.attention_chunk > 0
+        self.may_hide_rows = optional.may_hide_rows or problem.beyond_window is not None
         if optional.alibi_slopes is not None:
             slopes = optional.alibi_slopes.expand(q.shape[0], -1)[batch, self.heads_q]
             self.minus_slopes = -slopes.to(self.dtype).reshape(-1, group, 1, 1)
@@ -214,17 +206,20 @@ class Chunk:
         self.buffers: dict[str, Tensor] = {}
 
     def visible_rows(self) -> range:
-        return visible_rows(self.seqlen_q, self.seqlen_k, *self.window)
+        rows = self.masking.row_range(self.positions(range(self.seqlen_q)), range(self.seqlen_k))
+        return range(rows.start - self.offset, rows.stop - self.offset)
+
+    def positions(self, rows: range) -> range:
+        return range(rows.start + self.offset, rows.stop + self.offset)
+
+    def visible_keys(self, rows: range) -> range:
+        return self.masking.key_range(self.positions(rows), range(self.seqlen_k))
 
     def row_blocks(self) -> Iterator[range]:
         return split(self.visible_rows(), self.block_m)
 
     def key_blocks(self, rows: range) -> Iterator[range]:
-        keys = visible_keys(rows, self.seqlen_k, self.offset, *self.window)
-        if self.attention_chunk > 0:
-            start, end = chunks_of(rows, self.offset, self.attention_chunk)
-            keys = range(max(keys.start, start), min(keys.stop, end))
-        return split(keys, self.block_n)
+        return split(self.visible_keys(rows), self.block_n)
 
     def keys_of(self, tensor: Tensor) -> Tensor:
         """View this chunk's part of k, v, dk or dv as (sequences, heads_kv, seqlen_k, head_dim)."""
@@ -284,8 +279,6 @@ class Chunk:
         The mask broadcasts to the shape of :meth:`by_heads`.
         """
         parts = [self.broadcast(mask, rows, keys) for mask in self.optional.masks]
-        if self.attention_chunk > 0:
-            parts.append(same_chunk(rows, keys, self.offset, self.attention_chunk))
         return functools.reduce(torch.logical_and, parts) if parts else None
 
     def kept(self, rows: range, keys: range) -> Tensor | None:
@@ -319,23 +312,18 @@ class Chunk:
         else:
             torch.baddbmm(added, q, k, alpha=self.softmax_scale, out=tile)
 
-        edge = not sees_all(rows, keys, self.offset, *self.window)
-        hidden = None
-        if edge or self.minus_slopes is not None:
-            own = torch.arange(
-                rows.start + self.offset, rows.stop + self.offset, dtype=self.dtype, device="cpu"
-            )
+        at = self.positions(rows)
+        if self.minus_slopes is not None:
+            own = torch.arange(at.start, at.stop, dtype=self.dtype, device="cpu")
             distance = torch.arange(keys.start, keys.stop, dtype=self.dtype, device="cpu") - own[:, None]
-            hidden = hidden_keys(distance, *self.window) if edge else None
-            if self.minus_slopes is not None:
-                by_head = tile.view(-1, self.group, len(rows), len(keys))
-                by_head.addcmul_(self.minus_slopes, distance.abs_())
+            by_head = tile.view(-1, self.group, len(rows), len(keys))
+            by_head.addcmul_(self.minus_slopes, distance.abs_())
         by_heads = self.by_heads(tile, rows, keys)
         if self.optional.bias is not None:
             by_heads += self.broadcast(self.optional.bias, rows, keys)
         self.modify(tile, rows, keys)
-        if hidden is not None:
-            by_heads.masked_fill_(hidden, -torch.inf)
+        if not self.masking.sees_all(at, keys):
+            by_heads.masked_fill_(self.masking.visible(at, keys).logical_not_(), -torch.inf)
         if seen is not None:
             by_heads.masked_fill_(~seen, -torch.inf)
         return tile

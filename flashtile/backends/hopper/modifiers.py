@@ -379,7 +379,7 @@ CapturedTensors = namedtuple(  # type: ignore[misc]
     [f"tensor_{i}" for i in range(MAX_CAPTURED)] + [f"size_{i}" for i in range(MAX_SIZES)],
 )
 """Contiguous tensors that functions read (0 for those that a call lacks), then the sizes of all their
-dimensions in order. The last fields hold the integers of ``Mods.numbers`` instead of sizes."""
+dimensions in order. The last fields hold the integers of ``numbers_of`` instead of sizes."""
 
 
 class FunctionArguments(NamedTuple):
@@ -551,14 +551,15 @@ class FunctionTensors:
             kv_lists_of,
             q_lists_of,
         )
+        from flashtile.masks.program import kernel_sizes, numbers_of
 
         captured = captured_of(extras)
         self._captured_of, self._lists_of = captured_of, q_lists_of if by_keys else kv_lists_of
-        self._sizes = mods.kernel_sizes(captured)
+        self._sizes = kernel_sizes(mods, captured)
         self._list_sizes = None if mods.block_size is None else extras.kv_num_blocks.shape[:2]
         self._has_captured = any(tensor is not None for tensor in captured)
         self._without_captured: Any = 0
-        if mods.numbers:
+        if numbers_of(mods):
             self._without_captured = CapturedTensors(*(0,) * len(captured), *self._sizes)
 
     def __call__(self, extras: Any, missing: Tensor, by_address: bool) -> tuple[Any, Any, list]:

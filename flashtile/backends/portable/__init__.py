@@ -9,8 +9,11 @@ import torch
 
 from flashtile.backends.common.device import Target, capability, is_nvidia
 from flashtile.problems.attention import Problem
+from flashtile.problems.masking import Masking
 
 NAME = "portable"
+KNOWN_MASKING = ("attention_chunk",)
+"""Options that hide keys by position, other than the window, that the kernels have."""
 LARGE_SHARED_MEMORY = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
 """Compute capabilities with at least 160 KiB of shared memory per block; others have at most 99 KiB."""
 
@@ -27,7 +30,7 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
     """
     reason = reason_of_device(problem.device, {problem.dtype}, explicit) or reason_of_dtypes({problem.dtype})
     if reason is None:
-        reason = _reason_of_width(problem)
+        reason = reason_of_masking(problem) or _reason_of_width(problem)
     if reason is None and problem.mods is not None and problem.mods.learned and problem.deterministic:
         return "it adds to the gradients of captured tensors in any order, not deterministically"
     size = None if problem.mods is None else problem.mods.block_size
@@ -36,6 +39,12 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
             f"blocks of block_mask must be multiples of 16 queries and keys, they are {size[0]} by {size[1]}"
         )
     return reason
+
+
+def reason_of_masking(problem: Masking) -> str | None:
+    """Why the kernels do not hide the keys that a problem hides by position; None if they do."""
+    unknown = problem.beyond(KNOWN_MASKING)
+    return None if unknown is None else f"it has no {unknown}"
 
 
 def fits(gpu: tuple[int, int], element_bytes: int, head_dim: int) -> bool:

@@ -10,8 +10,7 @@ from flashtile.api.padding import pad, unpad
 from flashtile.checks.arguments import check_dense, check_device, check_dtype, renaming
 from flashtile.checks.values import check_between
 from flashtile.op.operation import is_plain, reads_values
-from flashtile.problems.common import DTYPES
-from flashtile.problems.mask_operations import WHOLE
+from flashtile.problems.common import DTYPES, WHOLE
 
 __all__ = [
     "index_first_axis",

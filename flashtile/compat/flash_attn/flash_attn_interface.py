@@ -22,7 +22,7 @@ from flashtile.api import attention as functions
 from flashtile.api.decode import flash_attn_with_kvcache
 from flashtile.api.probabilities import signed_probabilities
 from flashtile.checks.arguments import check_dense
-from flashtile.checks.conversions import as_int, as_offset_pair, make_options
+from flashtile.checks.conversions import as_int, as_masking, as_offset_pair, make_options
 from flashtile.operators.dropout import draw_state
 from flashtile.operators.gradients import attention_backward
 from flashtile.problems.attention import OptionalTensors
@@ -166,12 +166,18 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, return_softmax: bool, **named: Any
     out, lse = functions.attention(q, k, v, **named, rng_state=rng_state, return_lse=True)
     if not return_softmax or rng_state is None:
         return out, lse, None, rng_state
+    names = "max_seqlen_q", "max_seqlen_k", "softmax_scale", "softcap", "dropout_p"
     options = make_options(
-        named.get("max_seqlen_q"), named.get("max_seqlen_k"), named["softmax_scale"], named["causal"],
-        named["window_size"], named["softcap"], False, None, named["dropout_p"],
-    )  # fmt: skip
-    offsets = as_offset_pair(named.get("cu_seqlens_q"), named.get("cu_seqlens_k"))
-    extras = OptionalTensors(*offsets, named.get("seqused_k"), named["alibi_slopes"], rng_state=rng_state)
+        as_masking(named["causal"], named["window_size"]), **{name: named.get(name) for name in names}
+    )
+    cu_seqlens_q, cu_seqlens_k = as_offset_pair(named.get("cu_seqlens_q"), named.get("cu_seqlens_k"))
+    extras = OptionalTensors(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=named.get("seqused_k"),
+        alibi_slopes=named["alibi_slopes"],
+        rng_state=rng_state,
+    )
     signed = signed_probabilities(q, k, v, extras, options)
     return out, lse, _unnormalised(signed, out.dtype), rng_state
 

@@ -25,6 +25,7 @@ from flashtile.integrations.vllm.private import (
 )
 from flashtile.operators import decode as operators
 from flashtile.problems.decode import CacheTensors, DecodeOptions
+from flashtile.problems.masking import CAUSAL
 
 
 class LatentBackend(Common, MLACommonBackend):
@@ -84,7 +85,7 @@ class LatentImpl(MLACommonImpl[MLACommonMetadata]):
         super().__init__(*arguments, **named)
         # vLLM's __new__ sets need_to_return_lse_for_decode.
         self.options = DecodeOptions(
-            softmax_scale=self.scale, causal=True, return_lse=self.need_to_return_lse_for_decode
+            softmax_scale=self.scale, masking=CAUSAL, return_lse=self.need_to_return_lse_for_decode
         )
 
     def forward_mqa(

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.blocks import hidden_keys, sees_all, split, visible_keys
+from flashtile.backends.cpu.blocks import split
 from flashtile.checks.attention import check_call
+from flashtile.checks.conversions import as_masking
 from flashtile.learn.algorithms.memory import Array, Memory, Sram, SramExceededError
 from flashtile.problems.attention import NO_EXTRAS, Options, Problem
+from flashtile.problems.masking import EVERYTHING, Masking
 
 LOWEST = torch.finfo(torch.float32).min
 """Initial running maximum: finite, so that exp(-inf - LOWEST) of a hidden score is 0 and not NaN."""
@@ -19,31 +21,26 @@ LOWEST = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True)
 class Mask:
-    """Mask of one head, aligned to the bottom right of the score matrix.
-
-    A query attends to its own position, ``left`` keys before it and ``right`` keys after it; -1 is unlimited.
-    """
+    """Mask of one head, aligned to the bottom right of the score matrix."""
 
     seqlen_q: int
     seqlen_k: int
-    left: int = -1
-    right: int = -1
+    masking: Masking = EVERYTHING
 
     def sees_any(self, rows: range, keys: range) -> bool:
         """Whether any score of the tile (rows, keys) is visible. FlashAttention-2 skips hidden tiles."""
-        seen = visible_keys(rows, self.seqlen_k, self.seqlen_k - self.seqlen_q, self.left, self.right)
-        return max(seen.start, keys.start) < min(seen.stop, keys.stop)
+        return len(self.masking.key_range(self._positions(rows), keys)) > 0
 
     def hide(self, scores: Tensor, rows: range, keys: range) -> Tensor:
         """Return a tile of scores (rows, keys) with -inf where a query does not attend to a key."""
-        offset = self.seqlen_k - self.seqlen_q
-        if sees_all(rows, keys, offset, self.left, self.right):
+        own = self._positions(rows)
+        if self.masking.sees_all(own, keys):
             return scores
-        own = torch.arange(rows.start, rows.stop, device=scores.device)[:, None] + offset
-        hidden = hidden_keys(
-            torch.arange(keys.start, keys.stop, device=scores.device) - own, self.left, self.right
-        )
-        return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+        return scores.masked_fill(~self.masking.visible(own, keys, scores.device), -torch.inf)
+
+    def _positions(self, rows: range) -> range:
+        offset = self.seqlen_k - self.seqlen_q
+        return range(rows.start + offset, rows.stop + offset)
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ def place(
         memory.place("K", k, element_bytes),
         memory.place("V", v, element_bytes),
         problem.softmax_scale,
-        Mask(q.shape[0], k.shape[0], *problem.effective_window(q.shape[0], k.shape[0])),
+        Mask(q.shape[0], k.shape[0], problem),
     )
 
 
@@ -126,8 +123,7 @@ def check(
             )
         if tensor.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"{name} must be float32 or float64, got {tensor.dtype}")
-    left, right = window_size
-    options = Options(softmax_scale=softmax_scale, causal=causal, window_left=left, window_right=right)
+    options = Options(softmax_scale=softmax_scale, masking=as_masking(causal, window_size))
     one_head = (q[None, :, None], k[None, :, None], v[None, :, None])
     check_call(*one_head, NO_EXTRAS, options)
     return Problem.from_tensors(*one_head, options=options)

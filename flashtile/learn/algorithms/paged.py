@@ -20,6 +20,7 @@ from torch import Tensor
 from flashtile.learn.algorithms import flash2
 from flashtile.learn.algorithms.call import Head, Mask, blocks, check, store_results
 from flashtile.learn.algorithms.memory import Memory, Sram, SramExceededError
+from flashtile.problems.masking import CAUSAL
 
 TABLE_ENTRY_BYTES = 4
 
@@ -88,7 +89,7 @@ class PagedCache:
         Q = memory.place(f"Q.{sequence}", q)
         O = memory.empty(f"O.{sequence}", Q.rows, self.V.cols, like=q)
         LSE = memory.empty(f"lse.{sequence}", Q.rows, 1, like=q)
-        call = Head(Q, self.K, self.V, scale, Mask(Q.rows, length, right=0))
+        call = Head(Q, self.K, self.V, scale, Mask(Q.rows, length, CAUSAL))
         pages = torch.tensor(self.tables[sequence], device=q.device)[:, None]
         table = memory.place(f"table.{sequence}", pages, TABLE_ENTRY_BYTES)
 

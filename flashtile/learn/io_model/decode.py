@@ -16,7 +16,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from flashtile.backends.common.config import padded
-from flashtile.backends.cpu.blocks import visible_keys
 from flashtile.backends.portable.config import family_of_capability
 from flashtile.backends.portable.decode.config import (
     NARROW,
@@ -28,8 +27,9 @@ from flashtile.backends.portable.decode.config import (
 from flashtile.hardware.calls import Call
 from flashtile.hardware.cards import Card
 from flashtile.learn.algorithms.paged import TABLE_ENTRY_BYTES
-from flashtile.learn.io_model.kernels import L2_SHARE, STATISTIC_BYTES, KernelTraffic, counted, reach
+from flashtile.learn.io_model.kernels import L2_SHARE, STATISTIC_BYTES, KernelTraffic, blocks_of, counted
 from flashtile.problems.common import UNLIMITED
+from flashtile.problems.masking import positions
 
 if TYPE_CHECKING:
     from flashtile.backends.hopper.decode.config import HopperDecodeConfig
@@ -59,7 +59,7 @@ def kernels_of(call: Call, card: Card) -> list[KernelTraffic]:
     key_bytes = (call.head_dim + call.width_v) * call.cache_element_bytes
     walked = sum(len(tile.blocks) * count for tile, count in tiles) * heads * block
     seen = [
-        (visible_keys(range(seqlen_q), seqlen_k, seqlen_k - seqlen_q, call.window_left, UNLIMITED), count)
+        (call.masking.key_range(positions(seqlen_q, seqlen_k), range(seqlen_k)), count)
         for (seqlen_q, seqlen_k), count in counted(call.sequences)
     ]
     distinct = sum(len(keys) * count for keys, count in seen) * call.num_heads_kv
@@ -139,12 +139,11 @@ def tiles_of(call: Call, lengths: tuple[int, int], config: DecodeConfig, pack: i
     """Yield the query tiles of one sequence for ``pack`` query heads that share a key head."""
     seqlen_q, seqlen_k = lengths
     rows, step = seqlen_q * pack, config.tile.BLOCK_M
-    window = (call.window_left, call.window_right)
     for first in range(0, rows, step):
         last = min(first + step, rows)
-        tokens = first // pack, -(-last // pack)
-        seen = reach(*tokens, seqlen_k - seqlen_q, seqlen_k, *window, config.tile.BLOCK_N)
-        yield QueryTile(last - first, seen)
+        own = positions(seqlen_q, seqlen_k)[first // pack : -(-last // pack)]
+        seen = call.masking.key_range(own, range(seqlen_k))
+        yield QueryTile(last - first, blocks_of(seen, config.tile.BLOCK_N))
 
 
 def _even_part(tiles: list[QueryTile], programs: int) -> int:

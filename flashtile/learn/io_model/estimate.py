@@ -13,7 +13,7 @@ from flashtile.hardware.cards import Card
 from flashtile.learn.algorithms import flash1, flash2
 from flashtile.learn.algorithms.memory import Memory
 from flashtile.learn.io_model import closed_forms, decode, hopper, kernels
-from flashtile.problems.common import MAX_HEAD_DIM, UNLIMITED
+from flashtile.problems.common import MAX_HEAD_DIM
 
 PASSES = ("forward", "backward")
 
@@ -178,8 +178,7 @@ def portable_config(call: Call, card: Card) -> Config:
         )
     if not fits(card.capability, call.element_bytes, widest):
         raise ValueError(f"head_dim {widest} in {call.dtype} does not fit the shared memory of {card.name}")
-    windowed = call.window_left != UNLIMITED or call.window_right != UNLIMITED
-    return row_for(card.capability, call.element_bytes, padded(widest), windowed)
+    return row_for(card.capability, call.element_bytes, padded(widest), call.masking.has_window)
 
 
 def _costs(call: Call, card: Card, which: str) -> Iterator[Counted]:

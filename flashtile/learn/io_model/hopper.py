@@ -217,7 +217,6 @@ def _problem(call: Call) -> Problem:
         Options(
             max_seqlen_q=call.seqlen_q if call.lengths else None,
             max_seqlen_k=call.seqlen_k if call.lengths else None,
-            window_left=call.window_left,
-            window_right=call.window_right,
+            masking=call.masking,
         ),
     )

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from flashtile.backends.common.config import KernelConfig, padded
+from flashtile.backends.cpu.blocks import split
 from flashtile.hardware.calls import Call
 from flashtile.hardware.cards import KIB, Card
 from flashtile.learn.io_model.l2 import Stream, dram_blocks
 from flashtile.problems.common import UNLIMITED
+from flashtile.problems.masking import positions
 
 L2_SHARE = 0.5
 """Share of L2 that is available to blocks read by all SMs. Each half of L2 keeps its own copy of such blocks.
@@ -112,7 +114,7 @@ def residents(kernel: str, call: Call, tile: KernelConfig, card: Card) -> int:
     }[kernel]
     shared = (owned + max(1, tile.num_stages) * walked) * call.element_bytes
     threads = tile.num_warps * 32
-    masked = call.window_left != UNLIMITED or call.window_right != UNLIMITED
+    masked = call.masking.has_window
     # fp32 operands are split into tf32 parts in registers.
     split = owned + walked if call.element_bytes == 4 else 0
     registers = (sums + 1.5 * scores * rows * keys + split) / threads + (64 if masked else 48)
@@ -121,19 +123,13 @@ def residents(kernel: str, call: Call, tile: KernelConfig, card: Card) -> int:
     return max(1, min(32, fits))
 
 
-def reach(
-    start: int, end: int, offset: int, length: int, window_back: int, window_ahead: int, block: int
-) -> range:
-    """Return the range of key blocks that the queries ``start <= i < end`` attend to.
+def blocks_of(seen: range, block: int) -> range:
+    """Return the numbers of the blocks of ``block`` rows or keys that kernels visit for the range ``seen``.
 
-    Query ``i`` attends to the keys from ``i + offset - window_back`` to ``i + offset + window_ahead``, of
-    ``length`` keys. A window of -1 is unlimited. ``block`` is the number of keys in a block. With the roles
-    of queries and keys exchanged, the result is the range of query blocks that attend to some keys.
+    If the range is empty, they may visit one block.
     """
-    first = 0 if window_back == UNLIMITED else max(0, start + offset - window_back)
-    after = length if window_ahead == UNLIMITED else min(length, max(0, end + offset + window_ahead))
-    last = -(-after // block)
-    return range(min(first // block, last), last)
+    last = -(-seen.stop // block)
+    return range(min(seen.start // block, last), last)
 
 
 def walks(
@@ -144,14 +140,13 @@ def walks(
     With ``by_keys``, return the query blocks that attend to each key block. ``lengths`` and ``blocks`` are
     (of queries, of keys), for one sequence.
     """
-    window = (call.window_left, call.window_right)
-    if by_keys:  # seen from the keys, the window is mirrored
-        lengths, blocks, window = lengths[::-1], blocks[::-1], window[::-1]
-    (own, other), (block, other_block) = lengths, blocks
-    return [
-        reach(start, min(start + block, own), other - own, other, *window, other_block)
-        for start in range(0, own, block)
-    ]
+    seqlen_q, seqlen_k = lengths
+    rows, keys, offset = positions(*lengths), range(seqlen_k), seqlen_k - seqlen_q
+    if not by_keys:
+        seen = (call.masking.key_range(part, keys) for part in split(rows, blocks[0]))
+        return [blocks_of(part, blocks[1]) for part in seen]
+    seen = (call.masking.row_range(rows, part) for part in split(keys, blocks[1]))
+    return [blocks_of(range(part.start - offset, part.stop - offset), blocks[0]) for part in seen]
 
 
 def _traffic(

@@ -13,6 +13,7 @@ from torch import Tensor
 from flashtile.api import explain as explanations
 from flashtile.api.decode import flash_attn_with_kvcache
 from flashtile.backends.common.device import capability
+from flashtile.checks.conversions import as_masking
 from flashtile.hardware.timing import FP8
 from flashtile.learn.io_model import (
     CARDS,
@@ -197,9 +198,11 @@ def explain(
                 flash_attn_with_kvcache, q, cache(head_dim), cache(head_dim_v or head_dim),
                 cache_seqlens=count(batch), block_table=table, **shared,
             )  # fmt: skip
+            masking = as_masking(causal, (window_left, window_right))
             call = Call(
-                batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, head_dim_v, dtype, window_left,
-                0 if causal else window_right, page_size=page_size, cache_dtype=cache_dtype,
+                batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, head_dim_v, dtype,
+                window_left=masking.window_left, window_right=masking.window_right, page_size=page_size,
+                cache_dtype=cache_dtype,
             )  # fmt: skip
     costed = verbose or card_name is not None
     if card is not None and (costed or memory):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashtile import flash_attn_func
-from flashtile.problems.common import UNLIMITED
+from flashtile.problems.masking import CAUSAL, positions
 from flashtile.reference import attention as reference
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -42,7 +42,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def later_keys(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
     """Return (seqlen_q, seqlen_k) bool, True for keys that a causal query must not attend to."""
-    return ~reference.visible(seqlen_q, seqlen_k, UNLIMITED, 0, device)
+    return ~CAUSAL.visible(positions(seqlen_q, seqlen_k), range(seqlen_k), device)
 
 
 ATTENTIONS: dict[str, Attention] = {"flashtile": flashtile, "standard": standard, "sdpa": sdpa}

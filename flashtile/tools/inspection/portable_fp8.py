@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashtile.backends.portable.fp8 import NATIVE_CAPABILITY
 from flashtile.backends.portable.fp8.launch import HEAD_DIMS, Fp8AttendLaunch, QuantizeLaunch, row
+from flashtile.problems.common import shared_fields
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem, QuantizeProblem, QuantizeTensors
 from flashtile.problems.fp8_layout import E4M3, KEY_BLOCK, QUERY_BLOCK, num_blocks, num_blocks_varlen
 from flashtile.tools.inspection.portable import inputs_of
@@ -128,4 +129,14 @@ def attended(problem: Fp8Problem) -> tuple[Tensor, Tensor, Tensor, AttendTensors
     if problem.v_transposed:
         columns = scales[1].shape[-1] * KEY_BLOCK
         v = meta(*first, problem.num_heads_kv, problem.head_dim_v, columns, dtype=E4M3)
-    return q, k, v, AttendTensors(scales[0], scales[1], scales[1], *extras[:5])
+    return (
+        q,
+        k,
+        v,
+        AttendTensors(
+            q_descale=scales[0],
+            k_descale=scales[1],
+            v_descale=scales[1],
+            **shared_fields(AttendTensors, extras),
+        ),
+    )

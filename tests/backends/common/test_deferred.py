@@ -97,11 +97,12 @@ def test_every_jit_function_of_the_kernels_is_deferred():
 
 def test_a_kernel_that_is_found_constructs_no_other_function():
     """Its key is known when only the kernel itself has been constructed, and no large module is imported."""
+    from flashtile.op.registry import flat, flat_fields
     from flashtile.operators.attention import FORWARD
     from flashtile.problems.attention import NO_EXTRAS, Options
 
     assert NO_EXTRAS is FORWARD.nothing
-    options = tuple(zip(Options._fields, Options(), strict=True))
+    options = tuple(zip(flat_fields(Options), flat(Options()), strict=True))
     done = subprocess.run(
         [sys.executable, "-c", FIRST_CALL.replace("{options}", repr(options))],
         capture_output=True, text=True, check=False,

@@ -23,6 +23,7 @@ from flashtile.problems.decode import (
     DecodeOptions,
     DecodeProblem,
 )
+from flashtile.problems.masking import CAUSAL
 
 HEADS, HEADS_KV, DIM, PAGE, BLOCKS = 4, 2, 32, 16, 24
 
@@ -70,7 +71,7 @@ def test_attention(launched, name, packed):
         cache_seqlens=torch.tensor([5, 40, 0], dtype=torch.int32),
         block_table=torch.zeros(3, 8, dtype=torch.int32), cu_seqlens_q=starts, **more,
     )  # fmt: skip
-    options = DecodeOptions(max_seqlen_q=2 if packed else None, causal=True, return_lse=False, **given)
+    options = DecodeOptions(max_seqlen_q=2 if packed else None, masking=CAUSAL, return_lse=False, **given)
     problem = DecodeProblem.from_tensors(q, k, v, tensors, options)
     launch, out = DecodeLaunch(problem, config.choose(problem)), torch.full_like(q, torch.nan)
     assert not launch.has_addresses
@@ -122,7 +123,7 @@ def test_steps_in_turns(launched):
     q, (k, v) = torch.randn(3, 1, HEADS, DIM), torch.randn(2, BLOCKS, PAGE, HEADS_KV, DIM)
     tensors = CacheTensors(torch.tensor([5, 40, 0], dtype=torch.int32))
     tensors = tensors._replace(block_table=torch.zeros(3, 8, dtype=torch.int32))
-    problem = DecodeProblem.from_tensors(q, k, v, tensors, DecodeOptions(causal=True, return_lse=False))
+    problem = DecodeProblem.from_tensors(q, k, v, tensors, DecodeOptions(masking=CAUSAL, return_lse=False))
     launch = DecodeLaunch(problem, config.choose(problem))
     launch(q, k, v, tensors, torch.empty_like(q))
     launched.clear()
@@ -141,9 +142,9 @@ def test_layers_of_a_step_share_memory(launched, monkeypatch):
     (k, v), table = torch.randn(2, BLOCKS, PAGE, HEADS_KV, DIM), torch.zeros(3, 8, dtype=torch.int32)
     tensors = CacheTensors(torch.tensor([5, 40, 0], dtype=torch.int32))._replace(block_table=table)
     queries = [torch.randn(3, n, HEADS, DIM) for n in (1, 4)]
-    made = []
+    made, options = [], DecodeOptions(masking=CAUSAL, return_lse=False)
     for q in queries:
-        problem = DecodeProblem.from_tensors(q, k, v, tensors, DecodeOptions(causal=True, return_lse=False))
+        problem = DecodeProblem.from_tensors(q, k, v, tensors, options)
         made.append(DecodeLaunch(problem, config.choose(problem)))
         made[-1](q, k, v, tensors, torch.empty_like(q))
     (few, many), memory = made, {}
@@ -187,7 +188,7 @@ def test_another_device_is_made_current(launched, monkeypatch):
     q, (k, v) = torch.randn(3, 1, HEADS, DIM), torch.randn(2, BLOCKS, PAGE, HEADS_KV, DIM)
     lengths, table = torch.tensor([5, 40, 0], dtype=torch.int32), torch.zeros(3, 8, dtype=torch.int32)
     tensors = CacheTensors(lengths, block_table=table)
-    problem = DecodeProblem.from_tensors(q, k, v, tensors, DecodeOptions(causal=True, return_lse=False))
+    problem = DecodeProblem.from_tensors(q, k, v, tensors, DecodeOptions(masking=CAUSAL, return_lse=False))
     attend = DecodeLaunch(problem, config.choose(problem))
     attend(q, k, v, tensors, torch.empty_like(q))
     slots = AppendTensors(slot_mapping=torch.arange(3))
@@ -242,7 +243,7 @@ def test_kernels_write_every_row_of_a_sequence(monkeypatch, num_splits):
         block_table=torch.arange(25, dtype=torch.int32).view(5, 5) % BLOCKS,
         cu_seqlens_q=torch.tensor([0, 1, 3, 5, 5, 7], dtype=torch.int32),
     )
-    options = DecodeOptions(max_seqlen_q=2, causal=True, return_lse=False, num_splits=num_splits)
+    options = DecodeOptions(max_seqlen_q=2, masking=CAUSAL, return_lse=False, num_splits=num_splits)
     problem = DecodeProblem.from_tensors(q, k, v, tensors, options)
     out, lse = torch.full_like(q, torch.nan), torch.full((HEADS, 9), torch.nan)
     DecodeLaunch(problem, config.choose(problem))(q, k, v, tensors, out, lse)

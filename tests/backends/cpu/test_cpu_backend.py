@@ -14,10 +14,12 @@ from cases import Case
 from flashtile import testing
 from flashtile.backends import cpu
 from flashtile.backends.cpu import banded, flash
-from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
+from flashtile.backends.cpu.blocks import split
 from flashtile.backends.cpu.config import Config, Fused, Tiled
+from flashtile.checks.conversions import as_masking
 from flashtile.linear import linear
 from flashtile.problems.attention import OptionalTensors, Options, Problem
+from flashtile.problems.masking import CAUSAL, Masking
 from flashtile.reference import attention as reference
 from walk import walk
 
@@ -30,8 +32,8 @@ LENGTHS = ((1, 1), (7, 7), (9, 4), (4, 9), (12, 1), (1, 12), (20, 6))
 def using(**configs: Fused | Tiled):
     """:func:`flashtile.attention` by the CPU backend, with some fields of its configuration replaced."""
 
-    def attention(q, k, v, *, return_lse, alibi_slopes=None, window_size=(-1, -1), **options):
-        options = Options(**options, window_left=window_size[0], window_right=window_size[1])
+    def attention(q, k, v, *, return_lse, alibi_slopes=None, causal=False, window_size=(-1, -1), **options):
+        options = Options(**options, masking=as_masking(causal, window_size))
         problem = Problem.from_tensors(q, k, v, OptionalTensors(alibi_slopes=alibi_slopes), options)
         config = dataclasses.replace(cpu.configure_forward(problem), **configs)
         return _WithConfig.apply(q, k, v, alibi_slopes, problem, config)
@@ -69,35 +71,9 @@ def configuration(q, k, v, alibi_slopes=None, **options) -> Config:
     return cpu.configure_forward(Problem.from_tensors(q, k, v, extras, Options(**options)))
 
 
-class TestBlocks:
-    @walk("window", WINDOWS)
-    @walk("lengths", LENGTHS)
-    def test_ranges_agree_with_the_mask(self, lengths: tuple[int, int], window: tuple[int, int]) -> None:
-        seqlen_q, seqlen_k = lengths
-        offset = seqlen_k - seqlen_q
-        seen = reference.visible(seqlen_q, seqlen_k, *window)
-        assert list(visible_rows(*lengths, *window)) == seen.any(1).nonzero().flatten().tolist()
-        for rows in split(visible_rows(*lengths, *window), 3):
-            of_block = seen[rows.start : rows.stop]
-            keys = visible_keys(rows, seqlen_k, offset, *window)
-            assert list(keys) == of_block.any(0).nonzero().flatten().tolist()
-            for block in split(keys, 2):
-                tile = of_block[:, block.start : block.stop]
-                assert sees_all(rows, block, offset, *window) == bool(tile.all())
-
-    def test_split_covers_once(self) -> None:
-        assert [list(block) for block in split(range(3, 10), 3)] == [[3, 4, 5], [6, 7, 8], [9]]
-        assert list(split(range(3, 3), 3)) == []
-
-    def test_no_keys_no_rows(self) -> None:
-        assert len(visible_rows(5, 0, -1, -1)) == 0
-
-    def test_a_window_costs_by_the_window(self) -> None:
-        def scores(window: int) -> int:
-            blocks = split(range(4096), 128)
-            return sum(len(rows) * len(visible_keys(rows, 4096, 0, window, 0)) for rows in blocks)
-
-        assert scores(256) < 4096 * (256 + 128)
+def test_split_covers_once() -> None:
+    assert [list(block) for block in split(range(3, 10), 3)] == [[3, 4, 5], [6, 7, 8], [9]]
+    assert list(split(range(3, 3), 3)) == []
 
 
 class TestConfigure:
@@ -105,9 +81,9 @@ class TestConfigure:
         "options",
         [
             {},
-            {"causal": True},
-            {"window_left": 5},
-            {"window_left": 9, "window_right": 3},
+            {"masking": CAUSAL},
+            {"masking": Masking(window_left=5)},
+            {"masking": Masking(window_left=9, window_right=3)},
             {"softmax_scale": 0.3},
         ],
     )

@@ -19,7 +19,8 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton
 from flashtile.backends import hopper
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.hopper import fp8 as hopper_fp8
-from flashtile.problems.attention import EXTRAS_OF_ALL, OptionalTensors, Problem
+from flashtile.problems.attention import OptionalTensors, Problem
+from flashtile.problems.common import shared_fields
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem, Scales
 
 PATIENCE = 20.0
@@ -72,7 +73,7 @@ def fp8(scales: Scales, varlen: bool = True) -> Callable[[], object]:
     if not varlen:
         q, k, v = (t.unflatten(0, (BATCH, ROWS)) for t in (q, k, v))
     extras = EXTRAS if varlen else OptionalTensors()
-    return lambda: launch(q, k, v, AttendTensors(*scales, *extras[:EXTRAS_OF_ALL]))
+    return lambda: launch(q, k, v, AttendTensors(*scales, **shared_fields(AttendTensors, extras)))
 
 
 CALLS = {

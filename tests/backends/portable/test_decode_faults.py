@@ -26,6 +26,7 @@ from flashtile.problems.decode import (
     DecodeOptions,
     DecodeProblem,
 )
+from flashtile.problems.masking import Masking
 
 pytestmark = pytest.mark.interpreter
 
@@ -155,9 +156,10 @@ def test_entries_that_no_key_needs_may_hold_anything():
     for b, length in enumerate(LENGTHS):
         tensors.block_table[b, -(-length // 4) :] = 2**30
     torch.testing.assert_close(attend(*call, tensors), expected, rtol=0, atol=0)
-    expected = attend(*call, tensors, window_left=5)
+    window = Masking(window_left=5)
+    expected = attend(*call, tensors, masking=window)
     tensors.block_table[0, :8] = -1  # the first query stands at key 38 and sees from 33 on, of page 8
-    torch.testing.assert_close(attend(*call, tensors, window_left=5), expected, rtol=0, atol=0)
+    torch.testing.assert_close(attend(*call, tensors, masking=window), expected, rtol=0, atol=0)
     # A sequence of nothing but padding has no keys, though its last page has some of its positions.
     out, lse = attend(*call, tensors._replace(cache_leftpad=int32(40, 0, LENGTHS[2])))
     tensors.block_table[2, :] = -1

@@ -15,9 +15,9 @@ from torch import Tensor
 from flashtile import masks
 from flashtile.masks.evaluate import evaluate
 from flashtile.masks.mods import traced
-from flashtile.problems.mask_operations import OPERATIONS, Operation
-from flashtile.problems.mask_program import Builder, Name, derivatives
-from flashtile.problems.mask_ranges import positions_of
+from flashtile.masks.operations import OPERATIONS, Operation
+from flashtile.masks.program import Builder, Name, derivatives, kernel_sizes
+from flashtile.masks.ranges import positions_of
 from flashtile.problems.masks import Mods
 from walk import walk
 
@@ -226,7 +226,7 @@ def test_comparisons_of_distances_at_the_longest_lengths(name: str, number: int)
         exec(source, names)
         found = names[source[4 : source.index("(")]](
             torch.tensor(0), torch.tensor(1), q.int(), kv.int(),
-            SimpleNamespace(**{f"size_{i}": size for i, size in enumerate(mods.kernel_sizes(()))}),
+            SimpleNamespace(**{f"size_{i}": size for i, size in enumerate(kernel_sizes(mods, ()))}),
             SimpleNamespace(threads=(q - kv - register).int(), registers=register.int()), (),
         )  # fmt: skip
         assert torch.equal(found.expand(9, 9, 4), mask(0, 1, q, kv).expand(9, 9, 4)), source

@@ -38,7 +38,7 @@ from flashtile.learn.io_model.estimate import DECODING, FLASH1, FLASH2, FLASHTIL
 from flashtile.learn.io_model.memory import at_length, longest_prompt
 from flashtile.learn.io_model.tables import about_copied_totals, why_flash1_is_slower
 from flashtile.problems.attention import Problem
-from flashtile.reference import attention as reference
+from flashtile.problems.masking import Masking, positions
 from flashtile.tools.commands.explain import explain
 from walk import walk
 
@@ -50,7 +50,8 @@ class TestCalls:
     def test_visible_pairs_are_those_of_the_mask(self):
         lengths, sides = (0, 1, 3, 8, 13), (-1, 0, 2, 5, 30)
         for seqlen_q, seqlen_k, left, right in itertools.product(lengths, lengths, sides, sides):
-            expected = int(reference.visible(seqlen_q, seqlen_k, left, right).sum())
+            masking = Masking(window_left=left, window_right=right)
+            expected = int(masking.visible(positions(seqlen_q, seqlen_k), range(seqlen_k)).sum())
             assert visible_pairs(seqlen_q, seqlen_k, left, right) == expected, (
                 seqlen_q,
                 seqlen_k,

@@ -12,6 +12,7 @@ import pytest
 from flashtile.backends.portable.config import row
 from flashtile.io_model import Call, find_card, kernels
 from flashtile.learn.io_model.l2 import Stream, dram_blocks
+from flashtile.problems.masking import Masking
 from walk import walk
 
 H100 = find_card("h100")
@@ -21,7 +22,7 @@ def tiles(call: Call):
     return row("hopper", call.element_bytes, call.head_dim, call.window_right != -1)
 
 
-class TestReach:
+class TestBlocks:
     def test_is_the_block_range_of_the_kernels(self):
         tiles_module = pytest.importorskip("flashtile.backends.portable.tiles")
         block_range = tiles_module.block_range.fn
@@ -33,8 +34,9 @@ class TestReach:
                 first, _, _, last = block_range(
                     start, end, offset, length, back, ahead, back != -1, ahead != -1, 8
                 )
-                found = kernels.reach(start, end, offset, length, back, ahead, 8)
-                assert list(found) == list(range(first, last))
+                masking = Masking(window_left=back, window_right=ahead)
+                seen = masking.key_range(range(start + offset, end + offset), range(length))
+                assert list(kernels.blocks_of(seen, 8)) == list(range(first, last))
 
 
 class TestL2:

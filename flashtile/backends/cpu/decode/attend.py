@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.blocks import chunks_of, hidden_keys, same_chunk, split, visible_keys
+from flashtile.backends.cpu.blocks import split
 from flashtile.backends.cpu.decode.cache import lengths_of, pages_of, tokens_of_pages, tokens_of_row
 from flashtile.problems.decode import CacheTensors, CombineProblem, DecodeProblem
 
@@ -166,13 +166,9 @@ class _Sequence:
 
         Scores are (heads_kv, group * rows, keys). The blocks cover the keys that any of ``rows`` sees.
         """
-        window = self.problem.window_left, self.problem.window_right
-        seen = visible_keys(rows, self.seqlen_k, self.offset, *window)
-        if self.problem.attention_chunk > 0:
-            chunks = chunks_of(rows, self.offset - self.first_key, self.problem.attention_chunk)
-            start, end = (position + self.first_key for position in chunks)
-            seen = range(max(seen.start, start), min(seen.stop, end))
-        seen = range(max(seen.start, self.first_key), seen.stop)
+        first = self.first_key
+        seen = self.problem.key_range(self._positions(rows), range(self.seqlen_k - first))
+        seen = range(seen.start + first, seen.stop + first)
         for keys in split(seen, max(256, TILE_ELEMENTS // (q.shape[0] * q.shape[1]))):
             k = self._gather(self.k_cache, self.k_descale, keys)
             if self.qv is not None:
@@ -225,22 +221,24 @@ class _Sequence:
         if problem.softcap > 0:
             scores.div_(problem.softcap).tanh_().mul_(problem.softcap)
         by_head = scores.view(problem.num_heads_q, len(rows), len(keys))
-        own = torch.arange(rows.start, rows.stop, device="cpu") + self.offset
-        distance = torch.arange(keys.start, keys.stop, device="cpu") - own[:, None]
+        own, at = self._positions(rows), range(keys.start - self.first_key, keys.stop - self.first_key)
         if self.slopes is not None:
-            by_head.sub_(self.slopes.to(self.dtype)[:, None, None] * distance.abs())
-        if self.tree is None:
-            hidden = hidden_keys(distance, self.problem.window_left, self.problem.window_right)
-        else:
+            row = torch.arange(own.start, own.stop, device="cpu")[:, None]
+            distance = (torch.arange(at.start, at.stop, device="cpu") - row).abs()
+            by_head.sub_(self.slopes.to(self.dtype)[:, None, None] * distance)
+        hidden = None
+        if self.tree is not None:
             hidden = self._hidden_by_tree(rows, keys)
+        elif not problem.sees_all(own, at):
+            hidden = ~problem.visible(own, at)
         if hidden is not None:
             by_head.masked_fill_(hidden, -torch.inf)
-        if problem.attention_chunk > 0:
-            first = self.first_key
-            from_first = range(keys.start - first, keys.stop - first)
-            own_chunk = same_chunk(rows, from_first, self.offset - first, problem.attention_chunk)
-            by_head.masked_fill_(~own_chunk, -torch.inf)
         return scores
+
+    def _positions(self, rows: range) -> range:
+        """Return the positions of rows, counted from the first key, at which the first chunk begins."""
+        offset = self.offset - self.first_key
+        return range(rows.start + offset, rows.stop + offset)
 
     def _hidden_by_tree(self, rows: range, keys: range) -> Tensor | None:
         start = max(keys.start, self.offset)  # the first key of this tile that belongs to the tree

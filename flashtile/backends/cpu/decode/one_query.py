@@ -16,12 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.blocks import split, visible_keys
+from flashtile.backends.cpu.blocks import split
 from flashtile.backends.cpu.config import Fused
 from flashtile.backends.cpu.decode.attend import combine
 from flashtile.backends.cpu.decode.cache import lengths_of, pages_of, tokens_of_pages, tokens_of_row
 from flashtile.backends.cpu.flash import attend_by_heads
 from flashtile.problems.decode import CacheTensors, DecodeProblem
+from flashtile.problems.masking import positions
 
 PIECE_ELEMENTS = 256 * 1024
 """Maximum elements of a piece's keys, and of its values. Gathered pieces stay in the L2 cache."""
@@ -184,11 +185,9 @@ def _seen(problem: DecodeProblem, given: CacheTensors, together: bool) -> Iterat
         while together and stop < problem.batch and bounds[stop] == bounds[first]:
             stop += 1
         length, leftpad = bounds[first]
-        seen = visible_keys(range(1), length, length - 1, problem.window_left, problem.window_right)
-        start = max(seen.start, leftpad)
-        if problem.attention_chunk > 0:
-            start = max(start, length - 1 - (length - 1 - leftpad) % problem.attention_chunk)
-        yield range(first, stop), range(start, max(seen.stop, leftpad))
+        # Positions are counted from the first key, at which the first chunk begins.
+        seen = problem.key_range(positions(1, length - leftpad), range(length - leftpad))
+        yield range(first, stop), range(seen.start + leftpad, seen.stop + leftpad)
         first = stop
 
 

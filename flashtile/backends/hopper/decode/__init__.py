@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from flashtile.backends import hopper
+from flashtile.backends import hopper, portable
 from flashtile.problems.decode import FP8, DecodeProblem
 
 PORTABLE_ROWS = 16
@@ -21,7 +21,7 @@ def reason_against(problem: DecodeProblem, explicit: bool) -> str | None:
     """Why this backend does not serve the problem; None if it does."""
     from flashtile.backends.hopper.decode.config import serves_few_rows, serves_heads
 
-    reason = hopper.reason_of_device(problem)
+    reason = hopper.reason_of_device(problem) or portable.reason_of_masking(problem)
     if reason is not None:
         return reason
     if problem.dtype not in (torch.float16, torch.bfloat16):

@@ -18,7 +18,7 @@ function creates would need a layout of its own, so functions for Gluon (``gluon
 (:class:`~flashtile.backends.hopper.modifiers.Distances`) and, for a mask, ``columns``, which holds
 the results of :func:`column_function`.
 
-Numbers that are added or compared are arguments of the kernel (``Mods.numbers``), so that a window of another
+Numbers that are added or compared are arguments of the kernel (``numbers_of``), so that a window of another
 length needs no new compilation. With ``fixed`` they are literals, for kernels without registers to spare.
 
 Lowering rewrites a score_mod in two ways:
@@ -54,8 +54,7 @@ from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.portable.attention.arguments import AttentionVariant
 from flashtile.backends.portable.tiles import tanh
 from flashtile.caches import BoundedCache
-from flashtile.problems.attention import OptionalTensors, Problem
-from flashtile.problems.mask_program import (
+from flashtile.masks.program import (
     LOAD,
     Builder,
     Line,
@@ -66,8 +65,13 @@ from flashtile.problems.mask_program import (
     derivatives,
     is_finite,
     is_variable,
+    kernel_sizes,
+    mask_program,
+    numbers_of,
+    score_program,
 )
-from flashtile.problems.mask_ranges import Range, ranges, wide_lines
+from flashtile.masks.ranges import Range, ranges, wide_lines
+from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES, Mods
 
 
@@ -195,7 +199,7 @@ def score_function(mods: Mods, gluon: bool = False, fixed: bool = False, shared:
     The function is ``(scores, b, head, rows, keys, captured) -> (new scores, derivative)``, where the
     derivative is that of the new scores with respect to the given scores.
     """
-    program = mods.score_program
+    program = score_program(mods)
     if program is None:
         return None
     both, _ = derivatives(program)
@@ -211,7 +215,7 @@ def score_function(mods: Mods, gluon: bool = False, fixed: bool = False, shared:
 def guards(mods: Mods) -> dict[str, Any]:
     """Return the variant's GUARD fields: whether ``score_mod`` or its derivative may be NaN or infinite. A
     function that stays finite gets no guard, which saves registers."""
-    program = mods.score_program
+    program = score_program(mods)
     if program is None:
         return {"GUARD_SCORES": False, "GUARD_FACTORS": False}
     both, _ = derivatives(program)
@@ -227,7 +231,7 @@ def mask_function(mods: Mods, gluon: bool = False, fixed: bool = False, shared: 
 
     ``seen`` broadcasts to the tile. For Gluon it may be a scalar.
     """
-    program = mods.mask_program
+    program = mask_program(mods)
     if program is None:
         return None
     writer = _Writer(program, mods, gluon, fixed, shared)
@@ -246,7 +250,7 @@ def column_function(mods: Mods) -> Any:
 
     It returns a tuple of the elements of captured tensors that ``mask_mod`` loads for each key.
     """
-    program = mods.mask_program
+    program = mask_program(mods)
     if program is None or not _column_loads(program):
         return None
     loads = Builder(program.lines).finish(*_column_loads(program))
@@ -270,7 +274,7 @@ def gradient_function(mods: Mods) -> Any:
     The function is ``(ds, scores, b, head, rows, keys, captured)``, where ``ds`` [rows, keys] is the gradient
     of the modified scores. It adds to the gradient of each element that ``score_mod`` read.
     """
-    program = mods.score_program
+    program = score_program(mods)
     if program is None or not mods.learned:
         return None
     both, loads = derivatives(program, frozenset(mods.learned))
@@ -312,7 +316,7 @@ class _Writer:
         self.columns: tuple[Name, ...] = ()
         """Names of the loads that the function gets as ``columns``."""
         self.first_size = [sum(mods.ranks[:i]) for i in range(len(mods.ranks) + 1)]
-        self.numbers = () if fixed else mods.numbers
+        self.numbers = () if fixed else numbers_of(mods)
         self.wide = wide_lines(program, mods.positions)
         self.distances = {
             line.name: line.operands
@@ -726,7 +730,7 @@ class FunctionPointers:
         mods = problem.mods
         assert mods is not None
         self._mods = mods
-        self._sizes = mods.kernel_sizes(_captured_of(extras))
+        self._sizes = kernel_sizes(mods, _captured_of(extras))
         self._list_sizes: Sequence[int] = ()
         if mods.block_size is not None:
             self._list_sizes = [max(size, 1) for size in extras.kv_num_blocks.shape[:2]]

@@ -13,6 +13,8 @@ def reason_against(
     dtypes = {getattr(problem, name, problem.dtype) for name in ("dtype", "cache_dtype")}
     computed = set() if isinstance(problem, CopyProblem) else dtypes  # a copy moves bits
     reason = portable.reason_of_device(problem.device, computed, explicit)
+    if reason is None and isinstance(problem, DecodeProblem):
+        reason = portable.reason_of_masking(problem)
     return reason or portable.reason_of_dtypes(dtypes - {FP8})
 
 

@@ -19,11 +19,14 @@ Walther, *Evaluating Derivatives*, 2008, chapter 3).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from flashtile.masks.operations import OPERATIONS, kind_of_number
 from flashtile.problems.common import cached
-from flashtile.problems.mask_operations import OPERATIONS, kind_of_number
+from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES, Mods
 
 INPUTS = {"score": "float", "b": "int", "h": "int", "q": "int", "kv": "int"}
 """Inputs that every program may read, and their kinds."""
@@ -307,3 +310,42 @@ def renumbered(program: Program, tensors: dict[int, int]) -> Program:
         for line in program.lines
     )
     return program._replace(lines=tuple(lines))
+
+
+def score_program(mods: Mods) -> Program | None:
+    return parse(mods.score_mod) if mods.score_mod else None
+
+
+def mask_program(mods: Mods) -> Program | None:
+    return parse(mods.mask_mod) if mods.mask_mod else None
+
+
+@cached
+def numbers_of(mods: Mods) -> tuple[int, ...]:
+    """Return ints in the programs that are launch arguments of the kernel instead of compile-time constants.
+
+    They are the first ``MAX_SIZES - sum(ranks)`` distinct ints that :func:`variables` yields, first for
+    score_mod and then for mask_mod.
+    """
+    programs = (program for program in (score_program(mods), mask_program(mods)) if program is not None)
+    found = dict.fromkeys(number for program in programs for number in variables(program))
+    return tuple(found)[: MAX_SIZES - sum(mods.ranks)]
+
+
+def kernel_sizes(mods: Mods, captured: Iterable[Tensor | None]) -> list[int]:
+    """Return the ``MAX_SIZES`` int arguments of a launch.
+
+    They are the sizes of the captured tensors, then zeros, then :func:`numbers_of` in reverse order.
+    """
+    sizes = [size for tensor in captured if tensor is not None for size in tensor.shape]
+    numbers = numbers_of(mods)
+    return sizes + [0] * (MAX_SIZES - len(sizes) - len(numbers)) + [*reversed(numbers)]
+
+
+@cached
+def behind(text: str, first: int) -> str:
+    """Add ``first`` to the indices of a mask program's captured tensors, and return the program's text.
+
+    The list of captured tensors then starts with ``first`` tensors of another program.
+    """
+    return str(renumbered(parse(text), {i: first + i for i in range(MAX_CAPTURED)}))

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flashtile.masks.operations import INTS, kind_of_number, range_of
+from flashtile.masks.program import INPUTS, LOAD, Builder, Line, Name, Operand, Program
 from flashtile.problems.common import MAX_LENGTH, POSITIONS
-from flashtile.problems.mask_operations import INTS, kind_of_number, range_of
-from flashtile.problems.mask_program import INPUTS, LOAD, Builder, Line, Name, Operand, Program
 
 _INT32, _INT64 = range_of("int32"), range_of("int")
 

@@ -1,6 +1,6 @@
 """The operations of programs: how torch computes them, the kinds of their results, and their derivatives.
 
-A program is the traced form of a score or mask function (:mod:`flashtile.problems.mask_program`).
+A program is the traced form of a score or mask function (:mod:`flashtile.masks.program`).
 
 Ints are 64-bit. Where torch computes in a narrower dtype, a conversion such as ``int8`` follows.
 
@@ -22,8 +22,6 @@ from torch import Tensor
 
 from flashtile.problems.common import DTYPES
 
-WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-"""Dtypes of captured bool and int tensors: all in which torch can compute."""
 INTS = {
     "uint8": torch.uint8, "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int": torch.int64,
 }  # fmt: skip

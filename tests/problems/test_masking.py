@@ -1,0 +1,64 @@
+"""The rule of a mask, and the ranges that kernels take from it, against the definition score by score."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from flashtile.backends.cpu.blocks import split
+from flashtile.problems.masking import CAUSAL, RANGES, Masking, positions
+
+LENGTHS = ((1, 1), (7, 7), (9, 4), (4, 9), (12, 1), (1, 12), (20, 6), (0, 2), (5, 0))
+WINDOWS = ((-1, -1), (-1, 0), (0, 0), (3, -1), (-1, 4), (5, 2), (100, 100))
+
+
+def sees(masking: Masking, row: int, key: int) -> bool:
+    left, right, chunk = masking.window_left, masking.window_right, masking.attention_chunk
+    within = (left == -1 or key >= row - left) and (right == -1 or key <= row + right)
+    return within and (chunk == 0 or key // chunk == row // chunk)
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 3, 5])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_ranges_agree_with_the_rule(window, chunk):
+    masking = Masking(window_left=window[0], window_right=window[1], attention_chunk=chunk)
+    for lengths, first in itertools.product(LENGTHS, (0, 2)):
+        rows, keys = positions(*lengths), range(min(first, lengths[1]), lengths[1])
+        seen = masking.visible(rows, keys)
+        assert seen.tolist() == [[sees(masking, row, key) for key in keys] for row in rows]
+        assert masking.sees_all(rows, keys) == bool(seen.all())
+        with_keys = [row for row in rows if any(sees(masking, row, key) for key in keys)]
+        assert set(with_keys) <= set(masking.row_range(rows, keys))
+        for few in split(rows, 3):
+            reached = [key for key in keys if any(sees(masking, row, key) for row in few)]
+            assert set(reached) <= set(masking.key_range(few, keys))
+            if reached and not chunk:  # a row that sees no key of its chunk may widen the range
+                assert list(masking.key_range(few, keys)) == reached
+        if not chunk:
+            assert list(masking.row_range(rows, keys)) == with_keys
+
+
+def test_causal_of_unequal_lengths():
+    """The masks that FlashAttention's documentation draws: 2 queries of 5 keys, 5 queries of 2 keys."""
+    seen = CAUSAL.visible(positions(2, 5), range(5)), CAUSAL.visible(positions(5, 2), range(2))
+    assert seen[0].int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert seen[1].int().tolist() == [[0, 0], [0, 0], [0, 0], [1, 0], [1, 1]]
+
+
+def test_a_window_costs_by_the_window():
+    masking = Masking(window_left=256, window_right=0)
+    blocks = split(range(4096), 128)
+    scores = sum(len(rows) * len(masking.key_range(rows, range(4096))) for rows in blocks)
+    assert scores < 4096 * (256 + 128)
+
+
+def test_options_that_a_kernel_does_not_know():
+    assert Masking(window_left=3, window_right=0).beyond_window is None
+    chunked = Masking(window_left=3, attention_chunk=4)
+    assert chunked.beyond_window == chunked.beyond(()) == "attention_chunk"
+    assert chunked.beyond(("attention_chunk",)) is None
+
+
+def test_every_option_has_a_range():
+    assert tuple(RANGES) == tuple(Masking.__annotations__)

@@ -42,7 +42,7 @@ def test_numbers_stand_behind_the_sizes_of_captured_tensors() -> None:
 def test_numbers_without_a_place_stay_in_the_text() -> None:
     trace = traced("mask_mod", lambda b, h, q, kv: (q > 10) & (q > 20) & (q > 30) & (kv < 40))
     program = Mods(mask_mod=trace.text, ranks=(MAX_SIZES - 1,))
-    assert program.numbers == (10,)
+    assert numbers_of(program) == (10,)
     text = functions.mask_function(program).src
     assert f"size_{MAX_SIZES - 1}" in text
     assert "30" in text

@@ -38,7 +38,6 @@ ALLOWED_EXTRAS = ("alibi_slopes", "sink")
 """The optional tensors that a call with score or mask functions may have, in addition to q, k and v."""
 
 
-
 def check_call(
     q: Tensor,
     k: Tensor,
@@ -117,9 +116,7 @@ def check_with_functions(extras: OptionalTensors, options: Options) -> None:
     for name, tensor in zip(OptionalTensors._fields, extras, strict=True):
         if tensor is not None and name not in ALLOWED_EXTRAS:
             hint = "score_mod" if name == "bias" else "mask_mod (flashtile.masks.document, padding)"
-            raise NotImplementedError(
-                f"{name} must be None {where}, got a tensor: write it in {hint}"
-            )
+            raise NotImplementedError(f"{name} must be None {where}, got a tensor: write it in {hint}")
 
 
 def _check_masks(q: Tensor, k: Tensor, batch: int, extras: OptionalTensors, options: Options) -> None:

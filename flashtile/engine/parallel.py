@@ -170,7 +170,7 @@ class ProcessRanks(Ranks):
 
 class DirectCollectives:
     """Collectives by one kernel that writes into the memory of all processes, without NCCL
-    (:mod:`flashtile.backends.portable.all_reduce`).
+    (:mod:`flashtile.engine.all_reduce`).
 
     Args:
         capacity: maximum size of a tensor, in 32-bit words.
@@ -178,7 +178,7 @@ class DirectCollectives:
     """
 
     def __init__(self, rank: int, capacity: int, memories: Tensor, kept: Any):
-        from flashtile.backends.portable.all_reduce import PROGRAMS
+        from flashtile.engine.all_reduce import PROGRAMS
 
         self._rank, self._capacity, self._memories, self._kept = rank, capacity, memories, kept
         self._calls = torch.zeros(PROGRAMS, dtype=torch.int64, device=memories.device)
@@ -191,7 +191,7 @@ class DirectCollectives:
         """
         if device.type != "cuda" or torch.version.hip is not None:
             return None
-        from flashtile.backends.portable.all_reduce import memory_words
+        from flashtile.engine.all_reduce import memory_words
         from flashtile.parallel.symmetric import mapped_memory
 
         capacity, found = ONE_SHOT_BYTES // 4 // ranks.world, None
@@ -207,7 +207,7 @@ class DirectCollectives:
         return 0 < x.nbytes <= 4 * self._capacity and x.nbytes % 4 == 0 and x.dtype != torch.float64
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, result: str = "sum") -> Tensor:
-        from flashtile.backends.portable.all_reduce import FIRST, JOIN, SUM, all_reduce
+        from flashtile.engine.all_reduce import FIRST, JOIN, SUM, all_reduce
 
         kind = {"sum": SUM, "first": FIRST, "join": JOIN}[result].value
         x, residual = x.contiguous(), None if residual is None else residual.contiguous()

@@ -268,7 +268,7 @@ def _merged(
         part of the heads.
     """
     if shared is not None:
-        from flashtile.backends.portable.exchange import exchange
+        from flashtile.parallel.exchange import exchange
 
         out, lse = exchange(out.contiguous(), lse.contiguous(), *shared, dtype, timeout)
         return out, lse.transpose(1, 2)

@@ -13,11 +13,11 @@ from flashtile.parallel.ranks import Ranks
 from flashtile.torch_private import symmetric_memory
 
 if TYPE_CHECKING:
-    from flashtile.backends.portable.exchange import ExchangeVariant
+    from flashtile.parallel.exchange import ExchangeVariant
 
 
 class Shared(NamedTuple):
-    """Arguments of :func:`flashtile.backends.portable.exchange.exchange` other than rows, dtype and timeout.
+    """Arguments of :func:`flashtile.parallel.exchange.exchange` other than rows, dtype and timeout.
 
     Attributes:
         memories: (ranks,) int64, the address of each rank's memory.
@@ -98,7 +98,7 @@ def mapped_memory(words: int, group: Any, device: torch.device) -> tuple[Tensor,
 
 
 def _met(ranks: Ranks, capacity: int, head_dim: int, device: torch.device) -> tuple[Shared, Any]:
-    from flashtile.backends.portable.exchange import exchange_variant, memory_words
+    from flashtile.parallel.exchange import exchange_variant, memory_words
 
     variant = exchange_variant(ranks.size, capacity, head_dim)
     try:

@@ -185,35 +185,38 @@ class DecodeProblem(Masking, Results):
         head_dim = q.shape[-1]
         scale = options.softmax_scale
         columns = head_dim if tensors.qv is None else head_dim + v_cache.shape[-1]
-        return cls(**passed_on(cls, tensors, options) | dict(
-            batch=batch,
-            seqlen_q=seqlen_q,
-            total_q=q.shape[0] if varlen else batch * seqlen_q,
-            num_heads_q=q.shape[-2],
-            num_heads_kv=k_cache.shape[-2],
-            head_dim=head_dim,
-            head_dim_v=v_cache.shape[-1],
-            capacity=capacity(k_cache, tensors.block_table),
-            page_size=0 if tensors.block_table is None else k_cache.shape[1],
-            num_blocks=k_cache.shape[0],
-            dtype=q.dtype,
-            cache_dtype=k_cache.dtype,
-            out_dtype=out_dtype(q, options),
-            device=q.device,
-            softmax_scale=columns**-0.5 if scale is None else scale,
-            alibi=tensors.alibi_slopes is not None,
-            leftpad=tensors.cache_leftpad is not None,
-            batch_idx=tensors.cache_batch_idx is not None,
-            tree=tensors.tree_mask is not None,
-            prior=tensors.prior_out is not None,
-            varlen=varlen,
-            varlen_new=tensors.cu_seqlens_k_new is not None,
-            lengths=tensors.cache_seqlens is not None,
-            descale=descale_kind(tensors.k_descale),
-            tma_obstacle=find_obstacle_in_cache(q, k_cache, v_cache),
-            softmax_max=options.phi,
-            softmax_max_by_head=tensors.softmax_max is not None,
-        ))
+        return cls(
+            **passed_on(cls, tensors, options)
+            | dict(
+                batch=batch,
+                seqlen_q=seqlen_q,
+                total_q=q.shape[0] if varlen else batch * seqlen_q,
+                num_heads_q=q.shape[-2],
+                num_heads_kv=k_cache.shape[-2],
+                head_dim=head_dim,
+                head_dim_v=v_cache.shape[-1],
+                capacity=capacity(k_cache, tensors.block_table),
+                page_size=0 if tensors.block_table is None else k_cache.shape[1],
+                num_blocks=k_cache.shape[0],
+                dtype=q.dtype,
+                cache_dtype=k_cache.dtype,
+                out_dtype=out_dtype(q, options),
+                device=q.device,
+                softmax_scale=columns**-0.5 if scale is None else scale,
+                alibi=tensors.alibi_slopes is not None,
+                leftpad=tensors.cache_leftpad is not None,
+                batch_idx=tensors.cache_batch_idx is not None,
+                tree=tensors.tree_mask is not None,
+                prior=tensors.prior_out is not None,
+                varlen=varlen,
+                varlen_new=tensors.cu_seqlens_k_new is not None,
+                lengths=tensors.cache_seqlens is not None,
+                descale=descale_kind(tensors.k_descale),
+                tma_obstacle=find_obstacle_in_cache(q, k_cache, v_cache),
+                softmax_max=options.phi,
+                softmax_max_by_head=tensors.softmax_max is not None,
+            )
+        )
 
 
 class AppendProblem(NamedTuple):
@@ -272,30 +275,33 @@ class AppendProblem(NamedTuple):
             longest = options.max_seqlen_q
             seqlen_q = q.shape[1] if longest is None else longest
         cos = tensors.rotary_cos
-        return cls(**passed_on(cls, tensors, options) | dict(
-            batch=batch,
-            seqlen_new=seqlen_new,
-            total_new=k.shape[0] if slots or varlen else batch * seqlen_new,
-            num_heads_kv=k_cache.shape[-2],
-            head_dim=k_cache.shape[-1],
-            head_dim_v=v_cache.shape[-1],
-            capacity=capacity(k_cache, tensors.block_table),
-            page_size=0 if tensors.block_table is None else k_cache.shape[1],
-            num_blocks=k_cache.shape[0],
-            dtype=k.dtype,
-            cache_dtype=k_cache.dtype,
-            device=k.device,
-            slots=slots,
-            batch_idx=tensors.cache_batch_idx is not None,
-            varlen=varlen,
-            descale=descale_kind(tensors.k_descale),
-            rotary_dim=0 if cos is None else 2 * cos.shape[1],
-            rotary_rows=0 if cos is None else cos.shape[0],
-            seqlen_q=seqlen_q,
-            total_q=0 if q is None else q.shape[:-2].numel(),
-            num_heads_q=0 if q is None else q.shape[-2],
-            varlen_q=tensors.cu_seqlens_q is not None,
-        ))
+        return cls(
+            **passed_on(cls, tensors, options)
+            | dict(
+                batch=batch,
+                seqlen_new=seqlen_new,
+                total_new=k.shape[0] if slots or varlen else batch * seqlen_new,
+                num_heads_kv=k_cache.shape[-2],
+                head_dim=k_cache.shape[-1],
+                head_dim_v=v_cache.shape[-1],
+                capacity=capacity(k_cache, tensors.block_table),
+                page_size=0 if tensors.block_table is None else k_cache.shape[1],
+                num_blocks=k_cache.shape[0],
+                dtype=k.dtype,
+                cache_dtype=k_cache.dtype,
+                device=k.device,
+                slots=slots,
+                batch_idx=tensors.cache_batch_idx is not None,
+                varlen=varlen,
+                descale=descale_kind(tensors.k_descale),
+                rotary_dim=0 if cos is None else 2 * cos.shape[1],
+                rotary_rows=0 if cos is None else cos.shape[0],
+                seqlen_q=seqlen_q,
+                total_q=0 if q is None else q.shape[:-2].numel(),
+                num_heads_q=0 if q is None else q.shape[-2],
+                varlen_q=tensors.cu_seqlens_q is not None,
+            )
+        )
 
 
 class CombineProblem(NamedTuple):

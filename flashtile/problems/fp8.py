@@ -189,18 +189,21 @@ class QuantizeProblem:
             batch, seqlen, total = cu_seqlens.shape[0] - 1, options.max_seqlen, x.shape[0]
         else:
             batch, seqlen, total = x.shape[0], x.shape[1], x.shape[0] * x.shape[1]
-        return cls(**passed_on(cls, tensors, options) | dict(
-            batch=batch,
-            seqlen=seqlen,
-            total=total,
-            num_heads=x.shape[-2],
-            head_dim=x.shape[-1],
-            dtype=x.dtype,
-            device=x.device,
-            varlen=varlen,
-            rotary_dim=0 if cos is None else 2 * cos.shape[1],
-            scale_given=tensors.scale is not None,
-        ))
+        return cls(
+            **passed_on(cls, tensors, options)
+            | dict(
+                batch=batch,
+                seqlen=seqlen,
+                total=total,
+                num_heads=x.shape[-2],
+                head_dim=x.shape[-1],
+                dtype=x.dtype,
+                device=x.device,
+                varlen=varlen,
+                rotary_dim=0 if cos is None else 2 * cos.shape[1],
+                scale_given=tensors.scale is not None,
+            )
+        )
 
 
 @dataclass(frozen=True)

@@ -305,9 +305,7 @@ def test_tokens_after_the_last_sequence(ragged):
         assert gradient[:7].abs().sum() > 0
 
 
-@walk(
-    ("seqlen_q", "seqlen_k", "batch"), [(0, 5, 2), (5, 0, 2), (0, 0, 2), (5, 5, 0), (1, 1, 1), (4, 1, 1)]
-)
+@walk(("seqlen_q", "seqlen_k", "batch"), [(0, 5, 2), (5, 0, 2), (0, 0, 2), (5, 5, 0), (1, 1, 1), (4, 1, 1)])
 def test_nothing_to_attend_to(seqlen_q, seqlen_k, batch):
     q = torch.randn(batch, seqlen_q, 4, 8, requires_grad=True)
     k, v = (torch.randn(batch, seqlen_k, 2, 8, requires_grad=True) for _ in "kv")

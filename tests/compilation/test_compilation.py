@@ -238,7 +238,6 @@ def test_a_step_of_fake_tensors_lists_the_kernel_that_also_appends():
     assert kernels(calls_of(real)) <= kernels(calls_of(fake))
 
 
-
 def test_what_is_compiled_for_a_model(tmp_path):
     path = tmp_path / "a-model.json"
     path.write_text(json.dumps(GEMMA))

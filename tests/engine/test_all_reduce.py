@@ -17,7 +17,7 @@ def test_sums_of_what_all_ranks_have_written(monkeypatch, ranks, dtype):
     """Ranks take turns here. So that none waits for one that comes later, each call is made twice: at first
     every word says that it is of this call and results are of no use, and then all is there. What the call
     before was given must stay: another rank may still read it."""
-    from flashtile.backends.portable import all_reduce as module
+    from flashtile.engine import all_reduce as module
 
     torch.manual_seed(0)
     capacity = 1024
@@ -46,7 +46,7 @@ def test_sums_of_what_all_ranks_have_written(monkeypatch, ranks, dtype):
 
 def test_it_waits_for_every_word(monkeypatch):
     """Half of the other rank's words are there at first, the rest come when it has received this rank's."""
-    from flashtile.backends.portable import all_reduce as module
+    from flashtile.engine import all_reduce as module
 
     monkeypatch.setattr(module, "PROGRAMS", 1)
     capacity = words = 64
@@ -81,8 +81,8 @@ def test_it_waits_for_every_word(monkeypatch):
 def test_a_rank_is_waited_for_in_nanoseconds_of_64_bits():
     """The interpreter has no clock, so this looks at what the kernels are given."""
     from flashtile.backends.common.launch import recording
-    from flashtile.backends.portable.all_reduce import all_reduce
-    from flashtile.backends.portable.exchange import exchange, exchange_variant
+    from flashtile.engine.all_reduce import all_reduce
+    from flashtile.parallel.exchange import exchange, exchange_variant
 
     part, numbers = torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)
     out, lse = torch.zeros(1, 2, 4, 16), torch.zeros(1, 2, 4)
@@ -100,7 +100,7 @@ def test_a_rank_is_waited_for_in_nanoseconds_of_64_bits():
 
 @pytest.mark.parametrize("result", ["FIRST", "JOIN"])
 def test_bits_of_the_first_rank_and_parts_side_by_side(result):
-    from flashtile.backends.portable import all_reduce as module
+    from flashtile.engine import all_reduce as module
 
     memory = torch.zeros(2, module.memory_words(2, 64), dtype=torch.int64)
     memories = torch.tensor([part.data_ptr() for part in memory])
@@ -115,7 +115,7 @@ def test_bits_of_the_first_rank_and_parts_side_by_side(result):
 
 def test_the_engine_takes_it_for_what_fits():
     """One rank, which hears itself alone."""
-    from flashtile.backends.portable.all_reduce import memory_words
+    from flashtile.engine.all_reduce import memory_words
     from flashtile.engine.parallel import DirectCollectives
 
     memory = torch.zeros(memory_words(1, 64), dtype=torch.int64)

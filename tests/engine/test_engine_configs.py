@@ -192,9 +192,7 @@ def test_layers_of_gemma_3_with_a_window_have_their_own_frequencies(values):
 
 
 @walk("kind", ["longrope", "su", "yarn"])
-@walk(
-    "more", [{}, {"attention_factor": 1.5}, {"factor": 6.0}, {"original_max_position_embeddings": 32}]
-)
+@walk("more", [{}, {"attention_factor": 1.5}, {"factor": 6.0}, {"original_max_position_embeddings": 32}])
 def test_longrope_chooses_its_factors_by_the_longest_sequence(kind, more):
     factors = {
         f"{name}_factor": [start + i / 8 for i in range(16)]

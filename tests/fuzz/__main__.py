@@ -85,7 +85,11 @@ def run(options: argparse.Namespace, seed: int) -> int:
 def supervise(options: argparse.Namespace, seed: int) -> int:
     """Run calls in a process, and in another one whenever it has died, until the time is up."""
     until, code = time.monotonic() + options.seconds, 0
-    own = ["--device", options.device, *(word for name in options.family or () for word in ("--family", name))]
+    own = [
+        "--device",
+        options.device,
+        *(word for name in options.family or () for word in ("--family", name)),
+    ]
     own += [] if options.calls is None else ["--calls", str(options.calls)]
     while (seconds := until - time.monotonic()) > 0 or code == 0:
         with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +99,10 @@ def supervise(options: argparse.Namespace, seed: int) -> int:
             if found in (0, 1):
                 return max(code, found)
             code = 1
-            print(f"fuzz: a process has ended with code {found} (seed {seed}); its last calls again:", flush=True)
+            print(
+                f"fuzz: a process has ended with code {found} (seed {seed}); its last calls again:",
+                flush=True,
+            )
             repeat_last(log, options.device)
         seed += NEXT_SEED
     return code

@@ -269,4 +269,15 @@ def _report(name: str, key: str, call: Call, found: tuple[str, str], outcome: Ou
     say(f"\n--- {name}, {text.strip()}\n{call}\n")
 
 
-__all__ = ["ERRORS", "Call", "Lacking", "Outcome", "Poisoned", "drawn_call", "fails_again", "failure", "run", "shrink"]
+__all__ = [
+    "ERRORS",
+    "Call",
+    "Lacking",
+    "Outcome",
+    "Poisoned",
+    "drawn_call",
+    "fails_again",
+    "failure",
+    "run",
+    "shrink",
+]

@@ -43,9 +43,7 @@ def argument(value: Any, is_constant: bool) -> Any:
 class Interpreter:
     """Runs kernels. Each launch has its own seed, which is ``seed`` plus the number of earlier launches."""
 
-    def __init__(
-        self, seed: int = 0, functions: Functions | None = None, ordered_sums: bool = False
-    ) -> None:
+    def __init__(self, seed: int = 0, functions: Functions | None = None, ordered_sums: bool = False) -> None:
         self._seed, self._ordered_sums = seed, ordered_sums
         self._functions = Functions() if functions is None else functions
         self.launched: list[str] = []

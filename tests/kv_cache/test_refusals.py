@@ -126,9 +126,7 @@ def test_select_with_a_tensor_of_parents():
     assert beams.select(np.array([1, 2]), np.array([0]))[0] == 1
 
 
-@walk(
-    "arguments", [([1.5, 2.5],), ([1, 2], "salt"), (torch.zeros(0),), (torch.tensor([True]),), ([2**70],)]
-)
+@walk("arguments", [([1.5, 2.5],), ([1, 2], "salt"), (torch.zeros(0),), (torch.tensor([True]),), ([2**70],)])
 def test_a_refused_prompt_takes_no_row(arguments):
     prompts = BlockManager(10, 1, max_sequences=1, max_seqlen=24)
     with pytest.raises((TypeError, ValueError), match=r"(tokens|salt) must be"):

@@ -91,9 +91,7 @@ def test_narrow_ints_are_torchs(target: Target, name: str) -> None:
     ]
     b, h = torch.arange(2, device=device)[:, None, None, None], torch.arange(2, device=device)[:, None, None]
     mask = NARROW[name](b, h, i[:, None], j, *tables).expand(lengths)
-    q, k, v = (
-        testing.random_tensor((2, n, 2, 16), torch.float32, device, seed=n) for n in (8, 16, 16)
-    )
+    q, k, v = (testing.random_tensor((2, n, 2, 16), torch.float32, device, seed=n) for n in (8, 16, 16))
     expected = flashtile.attention(q, k, v, mask=mask, backend=target.backend)
 
     def function(b, h, i, j):

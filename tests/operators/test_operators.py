@@ -54,7 +54,9 @@ def operator_calls(device):
             *flat(Options(masking=CAUSAL)),
         ),
         "window-softcap": (
-            *dense(device), *NO_EXTRAS, *flat(Options(masking=Masking(window_left=3), softcap=2.0)),
+            *dense(device),
+            *NO_EXTRAS,
+            *flat(Options(masking=Masking(window_left=3), softcap=2.0)),
         ),
         "heads-first": (
             *(t.transpose(1, 2).contiguous().transpose(1, 2) for t in dense(device)),
@@ -69,7 +71,8 @@ def operator_calls(device):
         "sink": (*dense(device), *OptionalTensors(sink=slopes(device)), *flat(Options(masking=CAUSAL))),
         "cells": (*dense(device), *cells(device), *flat(Options(masking=CAUSAL))),
         "used": (
-            *dense(device), *OptionalTensors(seqused_k=used_keys(device)),
+            *dense(device),
+            *OptionalTensors(seqused_k=used_keys(device)),
             *flat(Options(masking=Masking(window_right=1))),
         ),
         "no-rows": (*dense(device, seqlen_q=0), *NO_EXTRAS, *flat(Options())),

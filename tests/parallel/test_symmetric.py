@@ -22,7 +22,7 @@ def test_ranks_merge_what_all_have_written(head_dim):
     """Three ranks take turns here. So that none waits for one that comes later, each call is made twice: at
     first all flags are up and results are of no use, and then all is there. What the call before was given
     must stay."""
-    from flashtile.backends.portable.exchange import exchange, exchange_variant, memory_words
+    from flashtile.parallel.exchange import exchange, exchange_variant, memory_words
 
     torch.manual_seed(0)
     ranks, batch, seqlen, heads = 3, 2, 3, 4
@@ -65,7 +65,7 @@ def test_ranks_merge_what_all_have_written(head_dim):
 def test_sizes_of_an_exchange(ranks, capacity, programs, rows, splits):
     """At most 128 programs wait for each other, and results of at most 8 ranks are loaded at a time."""
     pytest.importorskip("triton")
-    from flashtile.backends.portable.exchange import exchange_variant, memory_words
+    from flashtile.parallel.exchange import exchange_variant, memory_words
 
     variant = exchange_variant(ranks, capacity, 24)
     expected = {"RANKS": ranks, "PROGRAMS": programs, "SLOT": capacity * 25, "HEAD_DIM_V": 24, "BLOCK_DV": 32}

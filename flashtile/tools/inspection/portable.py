@@ -14,7 +14,7 @@ from torch import Tensor
 from flashtile.backends.common import tiles
 from flashtile.backends.common.config import padded
 from flashtile.backends.common.launch import Launched
-from flashtile.backends.portable import all_reduce, fits
+from flashtile.backends.portable import fits
 from flashtile.backends.portable.attention.functions import CAPTURED
 from flashtile.backends.portable.attention.launch import PortableBackwardLaunch, PortableForwardLaunch
 from flashtile.backends.portable.config import (
@@ -26,6 +26,7 @@ from flashtile.backends.portable.config import (
     row_with_functions,
 )
 from flashtile.backends.portable.weights.kernel import WeightsLaunch, of_forward
+from flashtile.engine import all_reduce
 from flashtile.problems.attention import OptionalTensors, Problem, WeightsProblem
 from flashtile.problems.masks import LISTS, Mods
 from flashtile.tools.inspection.recording import case_of, launches_of, meta

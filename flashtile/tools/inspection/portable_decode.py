@@ -25,7 +25,7 @@ from flashtile.backends.portable.decode.launch import (
     CopyLaunch,
     DecodeLaunch,
 )
-from flashtile.backends.portable.exchange import exchange, exchange_variant
+from flashtile.parallel.exchange import exchange, exchange_variant
 from flashtile.problems.decode import (
     FP8,
     AppendOptions,

@@ -16,6 +16,7 @@ from benchmarks.suite import mods
 from flashtile.hardware.calls import Call
 from flashtile.hardware.timing import FP8
 from flashtile.problems.common import UNLIMITED
+from flashtile.problems.masking import Masking
 
 L2_BYTES = 1e9
 """Bytes of KV caches to rotate over, so each cache has left the GPU's L2 cache when it is read again."""
@@ -93,6 +94,10 @@ class Workload:
         if self.weights:
             return "weights"
         return "decode" if self.cache is not None else "fp8" if self.fp8 else "attention"
+
+    @property
+    def masking(self) -> Masking:
+        return Masking(window_left=self.window_left, window_right=0 if self.causal else UNLIMITED)
 
     @property
     def torch_dtype(self) -> torch.dtype:

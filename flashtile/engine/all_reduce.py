@@ -9,6 +9,7 @@ NCCL calls this protocol LL (low latency). It doubles the bytes, which hardly ma
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -197,7 +198,7 @@ def all_reduce(
     variant, num_warps = all_reduce_variant(
         ranks, words, result, part.element_size() == 2, residual is not None, dependent
     )
-    options = {"launch_pdl": True} if dependent else {}
+    options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
     scalars = (rank, words, words // rows, capacity, int(min(timeout, 1e9) * 1e9))
     launch = CachedLaunch(
         all_reduce_kernel, PROGRAMS, scalars, (variant,), None, num_warps=num_warps, **options

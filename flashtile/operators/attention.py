@@ -309,7 +309,7 @@ def _gradients(ctx, dout, dlse, bias, slopes):
     options = ctx.options._replace(bias_grad=True) if bias_grad else ctx.options
     learns_slopes = extras.alibi_slopes is not None and ctx.needs_input_grad[slopes]
     if learns_slopes:
-        extras, options = functions.learning_slopes(*saved[:2], extras, options)
+        extras, options = functions.learning_slopes(saved[0], saved[1], extras, options)
     plain = is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled()
     if plain and not batched(dout) and not batched(dlse):
         results = BACKWARD.launch((dout, dlse, *saved), extras, options)

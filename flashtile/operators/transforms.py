@@ -94,7 +94,7 @@ class Forward(torch.autograd.Function):
         options = gathered(Options, ctx.options)._replace(bias_grad=ctx.needs_input_grad[4 + _BIAS])
         learns_slopes = ctx.needs_input_grad[4 + _SLOPES]
         if learns_slopes:
-            extras, options = learning_slopes(*given[:2], extras, options)
+            extras, options = learning_slopes(given[0], given[1], extras, options)
         arguments = ctx.operation.flat((dout, dlse, *given), extras, options)
         *gradients, dsink, dbias = backward(ctx.operation, *arguments)
         of_captured = unpack(dbias, extras, options)

@@ -167,9 +167,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, return_softmax: bool, **named: Any
     if not return_softmax or rng_state is None:
         return out, lse, None, rng_state
     names = "max_seqlen_q", "max_seqlen_k", "softmax_scale", "softcap", "dropout_p"
-    options = make_options(
-        as_masking(named["causal"], named["window_size"]), **{name: named.get(name) for name in names}
-    )
+    own: dict[str, Any] = {name: named.get(name) for name in names}
+    options = make_options(as_masking(named["causal"], named["window_size"]), **own)
     cu_seqlens_q, cu_seqlens_k = as_offset_pair(named.get("cu_seqlens_q"), named.get("cu_seqlens_k"))
     extras = OptionalTensors(
         cu_seqlens_q=cu_seqlens_q,

@@ -99,11 +99,11 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         combine = only(combine_recorded_kernel, _cases(problem, choose(problem)), tensor_cores=False)
         unit = "work tile" if combine.constants["C"].BY_WORK_TILE else "program"
         yield replace(combine, name=f"hopper decode combine by {unit}")
-    for kernel, name, rows in (
+    for kernel, name, sizes in (
         (table_kernel, "table", _CHUNK | {"batch": 40, "total_q": 40960}),
         (combine_divided_kernel, "combine of a table", _DIVIDED),
     ):
-        problem = replace(_PAGED, **rows)
+        problem = replace(_PAGED, **sizes)
         cases = _cases(problem, choose(problem))
         yield only(kernel, cases, name=f"hopper decode {name}", tensor_cores=False)
 

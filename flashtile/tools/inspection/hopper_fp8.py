@@ -12,7 +12,7 @@ from flashtile.backends.hopper import CAPABILITY
 from flashtile.backends.hopper.fp8.config import Fp8Config, every_row
 from flashtile.backends.hopper.fp8.kernel import fp8_forward_kernel
 from flashtile.backends.hopper.fp8.launch import Fp8ForwardLaunch
-from flashtile.problems.fp8 import AttendTensors, Fp8Problem
+from flashtile.problems.fp8 import Fp8Problem
 from flashtile.tools.inspection import hopper
 from flashtile.tools.inspection.hopper import HOPPER, words
 from flashtile.tools.inspection.portable_fp8 import attended
@@ -52,7 +52,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
 def _case(problem: Fp8Problem, config: Fp8Config, scaled: bool = True) -> CompileCase:
     q, k, v, tensors = attended(problem)
     if not scaled:
-        tensors = AttendTensors(*[None] * 3, *tensors[3:])
+        tensors = tensors._replace(q_descale=None, k_descale=None, v_descale=None)
     sizes, tile = f"{problem.head_dim}/{problem.head_dim_v}", f"{config.BLOCK_M}x{config.BLOCK_N}"
     features = "features" if problem.softcap else "causal" if problem.window_right == 0 else "full"
     more = words(

@@ -247,7 +247,13 @@ def _all_reduce_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
     """Yield the case that adds one row of 4096 elements and a residual, and the one that joins rows."""
     row, rows = meta(1, 2**12, dtype=torch.bfloat16), meta(8, 2**15, dtype=torch.bfloat16)
     memories, calls = meta(2, dtype=torch.int64), meta(all_reduce.PROGRAMS, dtype=torch.int64)
-    shared = {"memories": memories, "calls": calls, "rank": 0, "capacity": 2**17, "timeout": 60.0}
+    shared: dict[str, Any] = {
+        "memories": memories,
+        "calls": calls,
+        "rank": 0,
+        "capacity": 2**17,
+        "timeout": 60.0,
+    }
     for name, part, residual, result in (
         ("1 row", row, row, all_reduce.SUM),
         ("join", rows, None, all_reduce.JOIN),

@@ -39,6 +39,7 @@ from flashtile.problems.decode import (
     CopyTensors,
     DecodeOptions,
     DecodeProblem,
+    NoTensors,
 )
 from flashtile.tools.inspection.recording import TYPE_NAMES, case_of, cases_of, launches_of, meta, only
 from flashtile.tools.inspection.report import CompileCase, architecture
@@ -206,7 +207,7 @@ def _combine_cases(
 
 def _combine_given_case(capability: tuple[int, int]) -> CompileCase:
     out, lse = meta(16, 8, 1, 32, 128), meta(16, 8, 1, 32)
-    problem = CombineProblem.from_tensors(out, lse, None, CombineOptions(torch.bfloat16))
+    problem = CombineProblem.from_tensors(out, lse, NoTensors(), CombineOptions(torch.bfloat16))
     (launched,) = launches_of(capability, partial(CombineLaunch(problem), out, lse))
     return case_of(launched, "decode combine given", tensor_cores=False)
 

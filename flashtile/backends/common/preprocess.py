@@ -136,7 +136,7 @@ def preprocess_kernel(pointers, lse_factor, lengths, C: tl.constexpr):
     dout_rows = Matrix(pointers.dout + tile_offset, stride, len_q)
     o = load_tile(out_rows, row_start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, True, False, ONCE=True)
     do = load_tile(dout_rows, row_start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, True, False, ONCE=True)
-    # The products are in float32, whatever the dtype of out and dout.
+    # The products are in float32 for every dtype of out and dout.
     neg_delta_rows = -tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     rows = tl.arange(0, C.BLOCK_M)
     inside = row_start + rows < len_q

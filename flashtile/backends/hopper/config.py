@@ -1,4 +1,4 @@
-"""What all Hopper kernels share on the host: registers, widths of tiles, flags of modifiers, numbers.
+"""Host side of all Hopper kernels: registers, widths of tiles, flags of modifiers, numbers.
 
 The tables of configurations are in ``forward``, ``backward``, ``decode``, ``fp8`` and ``linear``.
 """

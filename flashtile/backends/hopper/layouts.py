@@ -1,4 +1,4 @@
-"""What all Hopper kernels share on the device: constants, register layouts, parts of a tile's columns.
+"""Device side of all Hopper kernels: constants, register layouts, parts of a tile's columns.
 
 Products skip columns of zeros, and stores take a few columns at a time through a small tile of shared memory.
 """

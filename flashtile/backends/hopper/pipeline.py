@@ -132,7 +132,7 @@ def make_ping_pong(COUNT: gl.constexpr):
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=1)
-    mbarrier.arrive(barriers.index(0), count=1)  # nobody comes before partition 0 in its first turn
+    mbarrier.arrive(barriers.index(0), count=1)  # partition 0 waits for no other in its first turn
     return PingPong(barriers, COUNT)
 
 

@@ -314,7 +314,7 @@ def convert_part(C: gl.constexpr, chunks, accum_desc, i, key_head, part, pointer
             )
         first = c * GROUPS % 4 * 16 + c * GROUPS // 4 * VECTOR
         inside = (row < rows - first) & (column < accum.sizes.row_vectors)
-        # Streamed (.cs): nobody here reads dQ again, and ``dq_accum`` should stay in the L2 cache.
+        # Streamed (.cs): this kernel does not read dQ again, and ``dq_accum`` should stay in the L2 cache.
         gl.store(dq + first * row_vectors * VECTOR + elements, values, mask=inside, cache_modifier=".cs")
         i += 1
     return i

@@ -1073,7 +1073,7 @@ def finite_log2(sink):
     """Return ``sink``, a score in log2 units, or the largest float in place of infinity.
 
     The conversion of a large sink to log2 units overflows, and a difference of infinities would be NaN. So
-    large a sink is larger than all scores, whatever its value. :func:`at_least` then returns it as lse.
+    large a sink is larger than all scores. :func:`at_least` then returns it as lse.
     """
     return gl.where(sink == float("inf"), MAX_FLOAT, sink)
 

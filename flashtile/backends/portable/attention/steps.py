@@ -1,4 +1,4 @@
-"""What the attention kernels share: which tiles a program visits, and how products become scores.
+"""Steps of all attention kernels: which tiles a program visits, and how products become scores.
 
 Every program owns a tile of rows or of keys, loads it once, and *walks* the tiles of the other sequence::
 

@@ -323,7 +323,7 @@ def attend_work_tile(
     pointers, lengths, outer = call.pointers, call.lengths, call.outer
     sequence = work.sequence
 
-    # Prologue: whatever depends on the lengths alone, in one round trip to memory.
+    # Prologue: all that depends on the lengths alone, in one round trip to memory.
     b, m = sequence_of(work.m_block, lengths, C)
     b = b.to(tl.int64)
     index = tl.arange(0, C.BLOCK_M)

@@ -282,7 +282,7 @@ def softmax_max_kind(problem: DecodeProblem, config: DecodeConfig) -> str:
 
 
 class Plan(NamedTuple):
-    """What kernels and grids depend on, of the length and the strides of a cache.
+    """Properties of the length and the strides of a cache that decide kernels and grids.
 
     Launches of one problem with equal plans can use the same compiled kernels, if the cache grows.
     """
@@ -710,7 +710,7 @@ class DecodeLaunch:
         self._partials = round_up(slots * rows * (problem.head_dim_v + 1), 64)
 
         tile = combine_tile(problem, config, triton.cdiv(programs, work_tiles) if teams else None)
-        # One program for the rows of a work tile, or for a boundary between two teams: whatever is less.
+        # One program for the rows of a work tile, or for a boundary between two teams: the fewer of the two.
         by_work_tile = not teams or work_tiles < programs
         units = work_tiles if by_work_tile else programs - programs // teams
         row_blocks = triton.cdiv(rows, tile.rows)

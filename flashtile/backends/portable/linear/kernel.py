@@ -144,7 +144,7 @@ def product_kernel(
         prefetch(pointers.w + safe[:, None] * depth.w_stride + lines[None, :])
     if C.DEPENDENT:
         wait_for_dependencies()
-        # At once: letting the next kernel in when the last of W has been asked for was slower everywhere.
+        # At once: to start the next kernel after the last load of W was slower for all shapes measured.
         launch_dependents()
     # Load the inputs of the epilogue early, so that their latency overlaps with the product.
     factor = tl.zeros([BLOCK_M], tl.float32)

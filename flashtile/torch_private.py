@@ -10,6 +10,7 @@ a function if ``import torch`` does not import their modules.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +32,8 @@ num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Return the number of active dispatch modes, such as fake tensors and FLOP counters."""
 dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
 """Return the active dispatch modes."""
+is_traced: Callable[[], Any] = torch._C._get_tracing_state
+"""Return the state of ``torch.jit.trace``, or None. ``torch.jit.is_tracing`` makes three calls in Python."""
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for some type of device.
 
@@ -154,6 +157,15 @@ check_in_graph: Callable[..., None] = torch._check
 """Raise an error unless a condition on sizes holds. It becomes part of a graph that is being traced."""
 UNNAMED_MOVES = torch.ops.aten._to_copy, torch.ops.aten._unsafe_view
 """Operators that a dispatch mode sees for ``Tensor.to`` and for some products of matrices."""
+
+matmul_precision: Callable[[], str] = functools.partial(
+    torch._C._get_fp32_precision_getter, "mkldnn", "matmul"
+)
+"""Return the precision of products of float32 on the CPU. The public property takes two calls in Python."""
+set_matmul_precision: Callable[[str], Any] = functools.partial(
+    torch._C._set_fp32_precision_setter, "mkldnn", "matmul"
+)
+"""Set this precision."""
 
 # Devices.
 

@@ -207,7 +207,7 @@ def attention(
     )
     q, k, v = as_operands(q, k, v)
     functions = None
-    if not (score_mod is mask_mod is block_mask is None):
+    if score_mod is not None or mask_mod is not None or block_mask is not None:
         functions = score_mod, mask_mod, block_mask
     extras = NO_EXTRAS  # recognised by identity; most calls have none of these nine
     if not (

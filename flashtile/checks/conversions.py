@@ -45,9 +45,9 @@ def as_masking(causal: Any = False, window_size: Any = (UNLIMITED, UNLIMITED), *
         left = UNLIMITED
     if right < UNLIMITED:
         right = UNLIMITED
-    for name, value in options.items():
-        if type(value) is not int:
-            options[name] = as_int(name, value)
+    for name in options:
+        if type(options[name]) is not int:
+            options[name] = as_int(name, options[name])
     if type(causal) is not bool:
         raise TypeError(f"causal must be True or False, got {named(causal)}")
     right = 0 if causal and right <= MAX_LENGTH else right  # the check of ranges refuses a larger one

@@ -53,6 +53,7 @@ from flashtile.torch_private import (
     has_no_memory,
     in_forward_mode,
     innermost_transform,
+    is_traced,
     num_dispatch_modes,
     tensor_guards,
 )
@@ -69,7 +70,6 @@ PLAIN_TYPES = (Tensor, Parameter)
 """Tensor types whose operations run unchanged. Other subclasses may override operations."""
 
 # Bound at import, because every call uses them.
-is_tracing = torch.jit.is_tracing
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 tell_written = torch.autograd.graph.increment_version
 """Raise the versions of several tensors that kernels have written. Autograd may have saved the old values.
@@ -419,7 +419,7 @@ def is_plain(required: tuple[Tensor, ...], *optional: Iterable[Tensor | None]) -
         and num_dispatch_modes() == 0
         and innermost_transform() is None
         and not in_forward_mode()
-        and not is_tracing()
+        and not is_traced()
     )
 
 

@@ -22,6 +22,7 @@ from flashtile.checks.conversions import (
     make_options,
 )
 from flashtile.op.operation import PLAIN_TYPES
+from flashtile.op.registry import flat, flat_fields
 from flashtile.parallel.attend import Method, Scores, Shards
 from flashtile.parallel.blocks import Mask
 from flashtile.parallel.gather import AllGather
@@ -332,7 +333,11 @@ def _agree(
         "cu_seqlens_k": offsets_k,
         "sink": sink is not None,
         "whether gradients are wanted": learns,
-        **{name: value for name, value in options._asdict().items() if name not in ("backend", "partial")},
+        **{
+            name: value
+            for name, value in zip(flat_fields(Options), flat(options), strict=True)
+            if name not in ("backend", "partial")
+        },
     }
     own = {"tokens of q": q.shape[1], "tokens of k": k.shape[1]}
     result = ranks.agree(same, own, timeout, q.device)

@@ -45,8 +45,8 @@ from needed_kernels import kernels
 
 H200, A100 = Target("H200", (9, 0), 132), Target("A100", (8, 0), 108)
 DEFAULTS = (
-    ("causal", False), ("window_left", -1), ("window_right", -1), ("softcap", 0.0), ("deterministic", False),
-    ("dropout_p", 0.0), ("attention_chunk", 0), ("bias_grad", False), ("partial", False),
+    ("window_left", -1), ("window_right", -1), ("attention_chunk", 0), ("softcap", 0.0),
+    ("deterministic", False), ("dropout_p", 0.0), ("bias_grad", False), ("partial", False),
 )  # fmt: skip
 CACHE = Signature((8, 16, 2, 64), (2048, 128, 64, 1), "bfloat16")
 NEW = Signature((3, 1, 2, 64), (128, 128, 64, 1), "bfloat16")
@@ -78,7 +78,7 @@ def recorded(path: Path) -> list[Call]:
 def test_the_calls_of_a_program_are_recorded_once_each(tmp_path):
     calls = recorded(tmp_path / "calls.json")
     assert [call.operation for call in calls] == ["forward", "backward", "append_kvcache", "decode"]
-    assert dict(calls[0].arguments)["causal"] is True
+    assert dict(calls[0].arguments)["window_right"] == 0
     assert dict(calls[1].arguments)["dout"] == Signature((1, 32, 2, 64), (4096, 128, 64, 1), "float32")
     assert recorded(tmp_path / "again.json") == calls  # though launches for them are prepared now
 
@@ -215,7 +215,7 @@ def test_layers_train_with_all_that_their_model_has():
     """Windows, soft caps and sinks."""
     for config, window, softcap, sinks in ((GEMMA, 4095, 50.0, 0), (GPT_OSS, 127, 0.0, 1)):
         calls = [dict(call.arguments) for call in model_calls(parse_config(config), "training")]
-        causal = [call for call in calls if call["causal"]]
+        causal = [call for call in calls if call["window_right"] == 0]
         assert {call["window_left"] for call in causal} == {window, -1}
         assert {call["softcap"] for call in causal} == {softcap}
         assert {"sink" in call for call in causal} == {bool(sinks)}

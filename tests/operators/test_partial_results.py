@@ -60,7 +60,7 @@ def test_tokens_of_no_sequence_are_zero(target: Target):
 def test_the_operators_know_their_dtypes():
     q = torch.randn(1, 8, 2, 16, dtype=torch.bfloat16)
     options = Options(partial=True)
-    arguments = (q, q, q, *NO_EXTRAS, *options)
+    arguments = FORWARD.flat((q, q, q), NO_EXTRAS, options)
     torch.library.opcheck(FORWARD.operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -10,10 +10,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from flashtile.torch_private import matmul_precision, set_matmul_precision
 
 EXACT = "ieee"
-_products = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 _lock = threading.Lock()
 _running = 0
@@ -30,9 +29,9 @@ def with_exact_products(launch: Callable[..., Any]) -> Callable[..., Any]:
         global _running, _before
         with _lock:
             if _running == 0:
-                _before = _products.fp32_precision
+                _before = matmul_precision()
                 if _before != EXACT:
-                    _products.fp32_precision = EXACT
+                    set_matmul_precision(EXACT)
             _running += 1
         try:
             return launch(*arguments)
@@ -40,6 +39,6 @@ def with_exact_products(launch: Callable[..., Any]) -> Callable[..., Any]:
             with _lock:
                 _running -= 1
                 if _running == 0 and _before != EXACT:
-                    _products.fp32_precision = _before
+                    set_matmul_precision(_before)
 
     return run

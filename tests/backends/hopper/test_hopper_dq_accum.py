@@ -22,7 +22,6 @@ from flashtile.backends.hopper.backward import schedule as backward_schedule
 from flashtile.backends.hopper.backward.dq_accum import AccumSizes, DqAccum
 from flashtile.backends.hopper.backward.schedule import BackwardPointers, BackwardSchedule
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
-from flashtile.tools.inspection.report import types_of
 from kernels_as_python import functions_of, make_work_tile
 from walk import walk
 
@@ -222,7 +221,7 @@ def run(
     )
     counters = torch.zeros(2 + 2 * total_heads, dtype=torch.int64)
     present = {"table": Pointer(table), "counters": Pointer(counters)}
-    pointers = types_of(BackwardPointers, None, **present)
+    pointers = BackwardPointers(*map(present.get, BackwardPointers._fields))
     sizes = AccumSizes(
         row_blocks=rows // block_m,
         total_heads=total_heads,

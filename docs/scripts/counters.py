@@ -100,4 +100,5 @@ def predict(row: dict[str, Any], card: Card) -> kernels.KernelTraffic:
     if row["kernel"] in ("preprocess", "prepare"):  # "prepare" in documents of 2026-11
         return kernels.preprocess(call, card)
     model = {"forward": kernels.forward, "dkdv": kernels.dkdv, "dq": kernels.dq}[row["kernel"]]
-    return model(call, KernelConfig(**row["tile"]), card)
+    tile = {name: row["tile"][name] for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")}
+    return model(call, KernelConfig(**tile), card)

@@ -333,6 +333,7 @@ def _agree(
         "cu_seqlens_k": offsets_k,
         "sink": sink is not None,
         "whether gradients are wanted": learns,
+        "causal": options.masking.window_right == 0,  # named before the window that it becomes
         **{
             name: value
             for name, value in zip(flat_fields(Options), flat(options), strict=True)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from flashtile.backends.cpu.blocks import split
 from flashtile.checks.attention import check_call
-from flashtile.checks.conversions import as_masking
 from flashtile.learn.algorithms.memory import Array, Memory, Sram, SramExceededError
 from flashtile.problems.attention import NO_EXTRAS, Options, Problem
 from flashtile.problems.masking import EVERYTHING, Masking
@@ -123,7 +122,9 @@ def check(
             )
         if tensor.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"{name} must be float32 or float64, got {tensor.dtype}")
-    options = Options(softmax_scale=softmax_scale, masking=as_masking(causal, window_size))
+    left, right = window_size
+    masking = Masking(window_left=left, window_right=0 if causal else right)
+    options = Options(softmax_scale=softmax_scale, masking=masking)
     one_head = (q[None, :, None], k[None, :, None], v[None, :, None])
     check_call(*one_head, NO_EXTRAS, options)
     return Problem.from_tensors(*one_head, options=options)

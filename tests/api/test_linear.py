@@ -57,8 +57,7 @@ def test_few_rows_on_cuda_cores_are_within_the_error_rule(target, call, monkeypa
     if target.backend != "portable":
         pytest.skip("the GEMV in Triton computes them")
     from flashtile.backends.portable import linear as portable
-    from flashtile.backends.portable.linear import GEMV
-    from flashtile.backends.portable.linear.config import default
+    from flashtile.backends.portable.linear.config import GEMV, default
 
     for name in ("configure_linear", "configure_linear_qkv"):
         monkeypatch.setattr(portable, name, lambda problem: default(problem, GEMV))

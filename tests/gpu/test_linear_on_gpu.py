@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtile.backends.hopper.linear import config as ring
+from flashtile.backends.hopper import linear as ring
 from flashtile.linear import linear, linear_before_norm, linear_qkv
 from flashtile.problems.linear import E4M3, LinearTensors
 from linear_calls import CALLS, Call, check, describe, make_inputs

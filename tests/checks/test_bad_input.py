@@ -84,6 +84,11 @@ def assert_refused(call, function, arguments):
         assert word in str(caught.value), f"{word!r} is not in {caught.value}"
 
 
+def test_there_are_hundreds():
+    assert len({(function, call.name) for call in CALLS for function in call.functions}) >= 600
+    assert len({call.name for call in CALLS}) >= 250
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_good_call_passes(function, launched):
     FUNCTIONS[function](**good(function))

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from flashtile.backends.cpu.blocks import split
-from flashtile.problems.masking import CAUSAL, RANGES, Masking, positions
+from flashtile.problems.masking import CAUSAL, RANGES, Masking, positions, split
 
 LENGTHS = ((1, 1), (7, 7), (9, 4), (4, 9), (12, 1), (1, 12), (20, 6), (0, 2), (5, 0))
 WINDOWS = ((-1, -1), (-1, 0), (0, 0), (3, -1), (-1, 4), (5, 2), (100, 100))

@@ -1,8 +1,8 @@
 """Kernels that a launch needs: found on disk, or compiled, for a first call in several processes at once.
 
-The story of a first call, whose kernels nobody has compiled:
+The story of a first call, whose kernels have not been compiled before:
 
-1. Triton needs the first kernel, and asks :func:`load_or_compile`. Neither a folder of compiled kernels nor
+1. Triton needs the first kernel, and calls :func:`load_or_compile`. Neither a folder of compiled kernels nor
    Triton's cache has it (``kernel_store``).
 2. The program takes the *lock* of this kernel (:class:`KernelLock`, :func:`alone`), a file in Triton's cache
    that one process holds while it compiles the kernel. So if several programs need a kernel at the same time,
@@ -10,14 +10,14 @@ The story of a first call, whose kernels nobody has compiled:
    it compiles the kernel.
 3. The call is *repeated* on torch's "meta" device, with the backward pass that will follow
    (``problems/newest.py``). Its launches are recorded, and each is followed up to the point where Triton
-   would compile (:func:`only_naming`). So the program knows the call's other kernels (:func:`_missing`).
+   would compile (:func:`only_naming`). This gives the other kernels of the call (:func:`_missing`).
 4. Their sources are *pickled*, with JIT functions as names, and *handed* to new processes with their locks
    (:func:`_start`). A process (``compile_worker.py``) imports flashtile with an empty torch, and compares the
    *key* of each kernel with the program's. If they are equal, it compiles the kernel into Triton's cache.
 5. Meanwhile the program compiles the first kernel. It then finds the others in the cache, and waits at their
    locks for those that are not ready.
 
-Whatever fails in 3 and 4 costs only time: the program then compiles the kernels itself.
+A failure in 3 or 4 costs only time: the program then compiles the kernels itself.
 """
 
 from __future__ import annotations

@@ -203,6 +203,7 @@ class MaskConstants:
     HAS_RIGHT: bool
     HAS_CHUNK: bool
 
+
 EVERYTHING = Masking()
 CAUSAL = Masking(window_right=0)
 

@@ -491,7 +491,7 @@ class ScoreRows(NamedTuple):
     """Pointers to the tokens' rows of the tree mask."""
     len_q: Any
     window: Any
-    """How far a token sees (:func:`~flashtile.backends.portable.masking.window_at`): scalars or [BLOCK_M, 1]."""
+    """How far a token sees, as ``window_at`` returns it: scalars or [BLOCK_M, 1]."""
 
 
 class NextWork(NamedTuple):

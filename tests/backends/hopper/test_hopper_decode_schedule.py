@@ -96,7 +96,8 @@ def int32(*numbers):
 
 def lengths():
     return DecodeLengths(
-        len(LENGTHS) * M_BLOCKS, M_BLOCKS, HEADS, PACK, max(QUERIES), 0, sum(QUERIES), 4096, KernelMask(-1, 0),
+        len(LENGTHS) * M_BLOCKS, M_BLOCKS, HEADS, PACK, max(QUERIES), 0, sum(QUERIES), 4096,
+        KernelMask(-1, 0),
     )  # fmt: skip
 
 

@@ -12,15 +12,16 @@ import pytest
 pytest.importorskip("triton")
 
 from flashtile.backends.portable import masking as device
-from flashtile.problems.masking import EVERYTHING, Masking
+from flashtile.problems.masking import BEYOND_WINDOW, EVERYTHING, Masking
 from kernels_as_python import functions_of
 from walk import walk
 
 LENGTHS = [(1, 1), (1, 70), (70, 1), (17, 40), (40, 17), (32, 64), (64, 8), (5, 0), (48, 48)]
 WINDOWS = [(-1, -1), (-1, 0), (3, 0), (0, 0), (20, 5), (-1, 9), (7, -1), (0, -1), (100, 100)]
+OPTIONS = ({}, *({name: size} for name in BEYOND_WINDOW for size in (1, 4, 7, 100)))
 MASKINGS = [
-    Masking(window_left=left, window_right=right, attention_chunk=chunk)
-    for (left, right), chunk in itertools.product(WINDOWS, (0, 1, 4, 7, 100))
+    Masking(window_left=left, window_right=right, **options)
+    for (left, right), options in itertools.product(WINDOWS, OPTIONS)
 ]
 
 
@@ -96,7 +97,7 @@ def test_blocks_are_those_of_the_masking(
         for n in range(others // block + 2):
             part = seen[start:end, n * block : (n + 1) * block]
             whole = part.shape[1] == block and bool(part.all())
-            assert whole is (full_first <= n < full_last)
+            assert not masking.in_one_range or whole is (full_first <= n < full_last)
             assert not part.any() or first <= n < last
 
 

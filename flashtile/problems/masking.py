@@ -76,36 +76,28 @@ class Masking:
         return self.beyond(ADJACENT) is None
 
     def effective_window(self, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-        """Return the window's (left, right), with -1 for a side that hides no key at these lengths.
+        """Return the window's (left, right), with -1 for a side that hides no key at these lengths."""
+        mask = self.for_kernels(seqlen_q, seqlen_k)
+        return mask.window_left, mask.window_right
 
-        A chunk limits both sides: no row sees a key that is a chunk away.
+    def for_kernels(self, seqlen_q: int, seqlen_k: int) -> KernelMask:
+        """Return the options as kernels take them, without those that hide no key at these lengths.
+
+        The lengths are those of the longest sequence. Chunks also limit the window: no row sees a key that is
+        a chunk away.
         """
-        left, right, chunk = self.window_left, self.window_right, self.effective_chunk(seqlen_q, seqlen_k)
-        if chunk is not None:
-            left, right = (chunk - 1 if side == UNLIMITED else min(side, chunk - 1) for side in (left, right))
-            return left, UNLIMITED if seqlen_q == 1 else right
-        return (
-            UNLIMITED if left >= seqlen_k - 1 else left,
-            UNLIMITED if right >= seqlen_q - 1 else right,
-        )
-
-    def effective_chunk(self, seqlen_q: int, seqlen_k: int) -> int | None:
-        """Return the size of a chunk, at most ``seqlen_k``; None if chunks hide no key at these lengths.
-
-        The lengths are those of the longest sequence.
-        """
-        chunk, most = self.attention_chunk, max(seqlen_k, 1)
+        left, right, chunk, most = self.window_left, self.window_right, self.attention_chunk, max(seqlen_k, 1)
         # If there are more queries than keys, the first queries come before all keys, and no key is in their
         # chunk. So a chunk that covers all keys may still hide them from these queries. It hides none if
         # there is one query, or if the window hides all keys after a query.
-        if chunk == 0 or (chunk >= most and (self.window_right == 0 or seqlen_q == 1)):
-            return None
-        return min(chunk, most)
-
-    def for_kernels(self, seqlen_q: int, seqlen_k: int) -> KernelMask:
-        """Return the options as kernels take them. The lengths are those of the longest sequence."""
-        left, right = self.effective_window(seqlen_q, seqlen_k)
-        return KernelMask(left, right, self.effective_chunk(seqlen_q, seqlen_k))
+        if chunk == 0 or (chunk >= most and (right == 0 or seqlen_q == 1)):
+            return KernelMask(
+                UNLIMITED if left >= seqlen_k - 1 else left,
+                UNLIMITED if right >= seqlen_q - 1 else right,
+            )
+        chunk = min(chunk, most)
+        left, right = (chunk - 1 if side == UNLIMITED else min(side, chunk - 1) for side in (left, right))
+        return KernelMask(left, UNLIMITED if seqlen_q == 1 else right, chunk)
 
     def visible(self, rows: range, keys: range, device: Any = "cpu") -> Tensor:
         """Return (rows, keys) bool, True where a row sees a key. Rows and keys are ranges of positions."""

@@ -201,8 +201,7 @@ def explain(
             masking = as_masking(causal, (window_left, window_right))
             call = Call(
                 batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, head_dim_v, dtype,
-                window_left=masking.window_left, window_right=masking.window_right, page_size=page_size,
-                cache_dtype=cache_dtype,
+                page_size=page_size, cache_dtype=cache_dtype, **vars(masking),
             )  # fmt: skip
     costed = verbose or card_name is not None
     if card is not None and (costed or memory):

@@ -32,6 +32,7 @@ from flashtile.backends.hopper.backward.costs import l2_swizzle, last_heads, res
 from flashtile.backends.hopper.backward.launch import backward_variant
 from flashtile.backends.hopper.config import tile_widths
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.problems.masking import KernelMask
 from flashtile.problems.masks import Mods
 from flashtile.tools.inspection.attention import GROUPED, hopper_backward_cases
 from flashtile.tools.inspection.report import ARCHITECTURES, report
@@ -115,7 +116,7 @@ def work_of(place: int, seqlen_q: int, seqlen_k: int) -> SimpleNamespace:
 
 def steps_of(C: SimpleNamespace, work: SimpleNamespace, window: tuple[int, int]) -> tuple[list[int], int]:
     """(blocks of rows in the order of the steps, how many of the first are cut)."""
-    begin, end, full_begin, full_end = row_blocks(C, work, *window)
+    begin, end, full_begin, full_end = row_blocks(C, work, KernelMask(*window))
     cut, count, before, full = step_order(begin, end, full_begin, full_end)
     return [block_of_step(j, begin, end, cut, before, full) for j in range(count)], cut
 
@@ -204,8 +205,7 @@ def make_schedule(
         num_heads=heads,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
-        window_left=left,
-        window_right=right,
+        mask=KernelMask(left, right),
         **fields,
     )
 

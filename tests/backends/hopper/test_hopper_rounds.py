@@ -105,9 +105,7 @@ def busiest(problem: Problem, config: ForwardConfig) -> float:
         total = 0.0
         for part in range(functions["num_parts"](launch.num_blocks, place, variant.PAIRED)):
             block = functions["block_of_part"](launch.num_blocks, place, part, variant.PAIRED)
-            begin, end = functions["tile_blocks"](
-                variant, work, block, launch.window_left, launch.window_right
-            )
+            begin, end = functions["tile_blocks"](variant, work, block, launch.mask)
             total += costs.tile + costs.block * (end - begin)
         return total
 

@@ -32,6 +32,7 @@ from flashtile.backends.hopper.forward.config import (
 from flashtile.backends.hopper.forward.launch import forward_variant
 from flashtile.backends.hopper.forward.rounds import plan_of
 from flashtile.problems.attention import Problem
+from flashtile.problems.masking import KernelMask
 from flashtile.tools.inspection.attention import GROUPED
 from flashtile.tools.inspection.report import ARCHITECTURES
 from kernels_as_python import functions_of
@@ -144,9 +145,9 @@ def test_blocks_of_the_cache_without_a_mask(kind: str) -> None:
         leftpad = draw.randint(0, len_k - 1) if kind == "leftpad" else 0
         variant = SimpleNamespace(
             BLOCK_M=128, PACK=pack, BLOCK_N=block_n, HAS_LEFT=kind == "window", HAS_TREE=kind == "tree",
-            HAS_RIGHT=kind in ("causal", "window"), HAS_LEFTPAD=kind == "leftpad",
+            HAS_RIGHT=kind in ("causal", "window"), HAS_CHUNK=False, HAS_LEFTPAD=kind == "leftpad",
         )  # fmt: skip
-        lengths = SimpleNamespace(window_left=left, window_right=right, attention_chunk=None)
+        lengths = SimpleNamespace(mask=KernelMask(left, right))
         sequence = SimpleNamespace(len_q=len_q, len_k=len_k, leftpad=leftpad)
         blocks, offset = -(-len_k // block_n), len_k - len_q
         for m_block, warpgroup in itertools.product(range(-(-len_q * pack // 128)), (0, 1)):
@@ -236,18 +237,13 @@ WINDOWS = [(-1, -1), (-1, 0), (3, 0), (0, 0), (20, 5), (-1, 9), (7, -1)]
 @walk(("seqlen_q", "seqlen_k"), [(1, 1), (17, 40), (40, 17), (33, 64), (64, 8), (5, 0)])
 def test_key_blocks_are_those_of_the_mask(window: tuple[int, int], seqlen_q: int, seqlen_k: int) -> None:
     left, right = window
-    sides = (left >= 0, right >= 0)
-    rows_of_block, block_n = 16, 8
+    mask, rows_of_block, block_n = KernelMask(left, right), 16, 8
+    two_heads = SimpleNamespace(BLOCK_M=2 * rows_of_block, PACK=2, BLOCK_N=block_n, **mask.constants)
     for first in range(0, seqlen_q, rows_of_block):
         last = min(first + rows_of_block, seqlen_q) - 1
-        begin, end = as_python(schedule.key_blocks)(
-            first, last, seqlen_q, seqlen_k, left, right, *sides, block_n
-        )
+        begin, end = as_python(schedule.key_blocks)(two_heads, first, last, seqlen_q, seqlen_k, mask)
         work = SimpleNamespace(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-        two_heads = SimpleNamespace(
-            BLOCK_M=2 * rows_of_block, PACK=2, BLOCK_N=block_n, HAS_LEFT=sides[0], HAS_RIGHT=sides[1]
-        )
-        of_tile = as_python(schedule.tile_blocks)(two_heads, work, first // rows_of_block, left, right)
+        of_tile = as_python(schedule.tile_blocks)(two_heads, work, first // rows_of_block, mask)
         assert of_tile == (begin, end)
         seen = [keys_of(row, seqlen_q, seqlen_k, left, right) for row in range(first, last + 1)]
         needed = {key // block_n for keys in seen for key in keys}
@@ -258,7 +254,7 @@ def test_key_blocks_are_those_of_the_mask(window: tuple[int, int], seqlen_q: int
         for part in range(first, last + 1, 4):
             part_last = min(part + 3, last)
             own = as_python(schedule.own_blocks)(
-                part, part_last, begin, end, seqlen_q, seqlen_k, left, right, *sides, block_n
+                two_heads, part, part_last, begin, end, seqlen_q, seqlen_k, mask
             )
             my_begin, my_end, full_begin, full_end = own
             mine = seen[part - first : part_last - first + 1]

@@ -4,7 +4,7 @@ A *place* is an output column, or a pair of output columns. The plain epilogue h
 row of W. SwiGLU has two sums per place, because gate and up give one output. Rotary embedding also has two
 sums per place, because it rotates a pair of columns. The program then computes both and ``HALVES`` is 2.
 
-The order is that of the device functions: scale, factor of the norm, bias (:func:`scaled`); then the
+The order is that of the device functions: scale, factor of the norm, bias (:func:`scale_sums`); then the
 residual, or SwiGLU, or rotary embedding and the cache; one rounding; the store. They create no tensors. Gluon
 kernels, whose tensors have layouts, can therefore call them as Triton kernels do.
 
@@ -167,7 +167,7 @@ def row_of(place, half, places, E: tl.constexpr):
 
 
 @triton.jit
-def scaled(sums, row, inside, factor, pointers, E: tl.constexpr):
+def scale_sums(sums, row, inside, factor, pointers, E: tl.constexpr):
     """Multiply each sum by the scale of its row of W and by the factor of its row of x, and add the bias."""
     if E.CHANNEL_SCALES:
         sums = sums * tl.load(pointers.scales + row, mask=inside, other=0.0)
@@ -186,7 +186,7 @@ def store_sums(sums, place, end, m, factor, call, E: tl.constexpr):
     [1, rows] has the rows of x, and ``factor`` [1, rows] the factor of each row.
     """
     inside = place < end
-    sums = scaled(sums, place, inside, factor, call.pointers, E)
+    sums = scale_sums(sums, place, inside, factor, call.pointers, E)
     return store_places(sums, place, end, m, call, E)
 
 
@@ -263,8 +263,8 @@ def load_destinations(m, pointers, sizes, E: tl.constexpr):
     if E.EPILOGUE != ROTARY:  # SwiGLU reads no destinations; all branches return the same structure
         return Destinations(position, position, position, position)
     elif E.HAS_SLOTS:
-        # A slot of -1 marks padding, as in vLLM. Pages past the cache are not written, since the host does
-        # not read the slots.
+        # Neither a negative slot is written, as in vLLM, nor one past the cache's pages: the host does not
+        # read the slots.
         slot = tl.load(pointers.slots + m, mask=m < sizes.M, other=-1).to(tl.int64)
         written = slot >= 0
         page = slot // E.PAGE_SIZE
@@ -292,8 +292,8 @@ def store_pairs(first, second, place, end, m, factor, to, call, E: tl.constexpr)
     # Both rows of W have scales and biases of their own.
     first_row = row_of(place, 0, call.places, E)
     second_row = row_of(place, 1, call.places, E)
-    first = scaled(first, first_row, inside, factor, pointers, E)
-    second = scaled(second, second_row, inside, factor, pointers, E)
+    first = scale_sums(first, first_row, inside, factor, pointers, E)
+    second = scale_sums(second, second_row, inside, factor, pointers, E)
     if E.EPILOGUE == SWIGLU:
         store_places(first / (1.0 + tl.exp(-first)) * second, place, end, m, call, E)  # silu(gate) * up
     else:

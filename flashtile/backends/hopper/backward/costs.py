@@ -84,9 +84,9 @@ class SeenRows(NamedTuple):
     begin: int
     end: int
     full_begin: int
-    """All rows of blocks [full_begin, full_end) see all keys, and their steps need no mask. There are none if the
-    sequence ends within the block of keys and the mask has edges. Without edges, the mask of the keys past
-    the end costs little, so these steps count as unmasked."""
+    """All rows of blocks [full_begin, full_end) see all keys, and their steps need no mask. There are none if
+    the sequence ends within the block of keys and the mask has edges. Without edges, the mask of the keys
+    past the end costs little, so these steps count as unmasked."""
     full_end: int
 
     def share(self, index: int, count: int) -> SeenRows:

@@ -254,7 +254,8 @@ def backward_kernel(
 @gluon.jit
 def wait_for_preprocess():
     """Wait for the preprocess kernel: with programmatic dependent launch, programs start before it ends."""
-    # The result is not used, but inline assembly must have one.
+    # The result is not used, but inline assembly must have one. ``tiles.wait_for_dependencies`` is the same
+    # wait with another form of it, which gives this kernel other register numbers.
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(1)], dtype=gl.int32, is_pure=False,
         pack=1,
@@ -484,7 +485,7 @@ def step(
     q_tile = q.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_D])
     do_tile = do.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_DV])
     # The accumulator starts at -lse in units of raw products (an idea of ThunderKittens): the product does
-    # the subtraction. With HAS_SCORE_MOD, lse has another unit, and the product starts at 0.
+    # the subtraction. With HAS_SCORE_MOD, scores are more than scaled products, so the product starts at 0.
     scores = product_of_rows(my_k, q_tile, start, C.HEAD_DIM, not C.HAS_SCORE_MOD)
     # Issued behind S, so that the tensor cores have dQ to do while this warpgroup computes P. Each of the two
     # slots of dS is filled every other step, so its phase is the parity of half the step's number.
@@ -538,7 +539,8 @@ def step(
     start = row_of(C, shared.neg_lse.index(q.wait(i + more)), s_layout) + zeros
     # Nothing stays in flight: ptxas serialises products whose accumulators cross an iteration.
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
-    # dO was free after dV, but an earlier release would need a wait of its own. Q is read by dK.
+    # dO was free after dV, but an earlier release would need a wait of its own. Q is read by dK. The loads of
+    # -lse and -delta from these slots are complete as well: products have used their values.
     do.release(i)
     q.release(i)
     return StepState(dk, dv, start)
@@ -566,6 +568,7 @@ def dq_product(C: gl.constexpr, W: gl.constexpr, ds, k):
     used.
     """
     COLUMNS: gl.constexpr = C.BLOCK_D // 2 if C.BLOCK_M == WARPGROUP_ROWS else C.BLOCK_D
+    # The product ignores these zeros: dQ of each step is added up in memory, not in registers.
     zero = gl.full([WARPGROUP_ROWS, COLUMNS], 0.0, gl.float32, accumulator_layout(COLUMNS))
     ds_q = ds if C.STORES_DS else ds.permute((1, 0))
     if C.BLOCK_M == WARPGROUP_ROWS:
@@ -601,6 +604,7 @@ def key_modifiers(C: gl.constexpr, W: gl.constexpr, work, g, bias, blocks, point
     if C.HAS_MODS:
         arguments = function_arguments(work, query_head(C, work, g, schedule), pointers.captured)
     if C.HAS_DROPOUT:
+        # Counted over all sequences, so that each has random numbers of its own.
         head = (work.sequence * schedule.num_heads + work.head) * group_size(C, schedule) + g
         first = work.tile_in_head * C.BLOCK_N + W * WARPGROUP_ROWS
         generator = generator_of(head, first, pointers, schedule)

@@ -48,8 +48,8 @@ def sum_rows(
     column = tl.arange(0, BLOCK_D)[None, :]
     inside = (row < rows) & (column < WIDTH)
     elements = parts + row * (num_parts * WIDTH) + column
-    # One load in flight. With four (commit f7f2fdac), a call took 34.9 instead of 36.7 us; that form waits
-    # for a run of all GPU tests.
+    # One load in flight. With four, a call took 34.9 instead of 36.7 us, but that form has not passed all GPU
+    # tests yet.
     total = tl.load(elements, mask=inside, other=0.0)
     for part in range(1, num_parts):
         total += tl.load(elements + part * WIDTH, mask=inside, other=0.0)

@@ -119,6 +119,7 @@ def preprocess_kernel(pointers, lse_factor, lengths, C: tl.constexpr):
     # Counters and the accumulator of dQ are zeroed here, which saves launches of their own. The next kernel
     # is a dependent launch, without a trigger here: it starts as programs end. A trigger at the start gained
     # nothing.
+    # One program zeroes all counters: the next kernel waits for the end of this one.
     if pointers.counters is not None and pid == 0:
         for first in range(0, lengths.num_counters, COUNTERS_AT_ONCE):
             place = first + tl.arange(0, COUNTERS_AT_ONCE)

@@ -243,7 +243,8 @@ def consumer(
         bias.wait(t)  # here, because a tile without rounds is also stored through the memory of the bias
         ds = gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, gl.float32, layout)
         for _ in range(tile.rounds):
-            # S first: wgmma completes in order, so P can be computed while dP is in flight.
+            # S first: wgmma completes in order, so P can be computed while dP is in flight. Both start from
+            # 0: that they start at -lse and -delta, as in the backward kernel, was not measured here.
             s = product(C, W, C.HEAD_DIM, ring, keys, i, layout)
             dp = product(C, W, C.HEAD_DIM_V, ring, keys, i + 1, layout)
             # Loaded before the release of their slots. An arrival does not wait for loads, so TMA could
@@ -383,7 +384,8 @@ class ZeroHidden:
 
 
 GRADIENT_STAGES = {64: 5, 128: 3}
-"""Stages of ``gradient_kernel``, by the number of columns of its operands: as many as shared memory holds."""
+"""Stages of ``gradient_kernel``, by the number of columns of its operands: as many as shared memory holds.
+Each product has a slot, so the number need not be even. The backward takes no bias for wider heads."""
 
 
 def writes_ds(problem: Problem, bias: Tensor) -> bool:
@@ -401,6 +403,7 @@ def writes_ds(problem: Problem, bias: Tensor) -> bool:
 
 def has_own_gradient(problem: Problem) -> bool:
     """Return whether ``gradient_kernel`` supports the shapes of a call. If not, the portable kernel runs."""
+    # One ring holds q, k, dO and v, so all have the same number of columns.
     dense = not (problem.varlen or problem.seqused_k)
     return (
         dense

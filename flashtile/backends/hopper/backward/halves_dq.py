@@ -239,7 +239,7 @@ def rows_of_block(C: gl.constexpr, block):
 def start_scores(C: gl.constexpr, i, tiles):
     """Start the product S = Q K^T of step ``i``, and return its accumulator."""
     s = gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, gl.float32, accumulator_layout(C.BLOCK_N))
-    return product_of_tiles(tiles.q.tiles, tiles.k, i, 0, s, C.HEAD_DIM)
+    return product_of_tiles(tiles.q.tiles, tiles.k, i, 0, s, C.HEAD_DIM)  # 0: the left half is written last
 
 
 @gluon.jit
@@ -288,6 +288,7 @@ def gradient_tile(C: gl.constexpr, tiles, dq_desc, work, block, i, j, call):
     n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
     neg_delta = load_statistics(C, work, rows_of_block(C, block), call).neg_delta
     COLUMNS: gl.constexpr = dq_desc.block_type.shape[-1]
+    # The left half has 256 columns, and this one the rest, in steps of 64; none if head_dim is at most 256.
     dq = zero_sums(C.HEAD_DIM - COLUMNS) if C.HEAD_DIM > COLUMNS else ()
     # Prologue and epilogue need no code: a step begins with dP and ends with its dQ. P brings the mask with
     # it, so the number of the block of keys is not needed.
@@ -337,10 +338,12 @@ def store_half(C: gl.constexpr, PART: gl.constexpr, dq_desc, work, block, j, sum
     """Store a half of dQ by TMA, through the shared memory of the ``j``-th block of q or dO; release that."""
     COLUMNS: gl.constexpr = dq_desc.block_type.shape[-1]
     tile = tile_of(channel.tiles.index(0))
-    if len(sums) > 0:  # the right half of dQ may have no columns
+    if len(sums) > 0:  # the right half of dQ has no columns if only head_dim_v is over 256
         for n in gl.static_range(len(sums)):
             columns_of(tile, sums, n).store((sums[n] * scale).to(dq_desc.dtype))
-        fence_async_shared()  # TMA reads through the asynchronous proxy, which does not see plain stores
+        # TMA reads through the asynchronous proxy, which does not see plain stores. For the stores of the
+        # other warps the compiler has a barrier in front of the TMA store.
+        fence_async_shared()
         store_rows(C, dq_desc, work, block * C.BLOCK_M, channel.tiles.index(0), PART * COLUMNS)
         tma.store_wait(0)  # the producer loads the next rows into this memory
     channel.release(j)

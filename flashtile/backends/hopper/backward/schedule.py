@@ -218,7 +218,7 @@ def sequence_of(C: gl.constexpr, head, block, pointers, schedule):
             sequence = head // schedule.num_heads
             head = head % schedule.num_heads
         start_q = tile_in_head * 0  # 0 as a tensor, and below the lengths as tensors: as they are in a table
-        start_k = sequence * schedule.batch_rows_k
+        start_k = sequence * schedule.batch_rows_k  # gaps between the sequences of k are counted
         seqlen_q = schedule.seqlen_q + start_q
         seqlen_k = schedule.seqlen_k + start_q
         blocks = schedule.num_blocks + start_q
@@ -383,6 +383,7 @@ def dq_order(C: gl.constexpr, work, m, schedule):
     """With DETERMINISTIC: return how many blocks of keys add to block ``m`` of dQ before this work tile.
 
     Blocks of later keys add first. So the result counts all later blocks that some row of block ``m`` sees.
+    There is no block mask: a deterministic call with one has the portable kernels.
     """
     first = m * C.BLOCK_M
     last = min(first + C.BLOCK_M, work.seqlen_q) - 1

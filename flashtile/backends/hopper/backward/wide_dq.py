@@ -125,7 +125,7 @@ def dq_kernel(
     do = make_channel(do_desc, 2, 1, 1)
     k = make_channel(k_desc, C.STAGES, 2, 1)
     # With 256 columns, q and dO leave shared memory for three blocks of k and v: two of k, which is needed
-    # for longer, and one of v.
+    # for longer, and one of v. Equal widths are 256 here, because the main kernel has the smaller ones.
     V_STAGES: gl.constexpr = 1 if C.BLOCK_D == C.BLOCK_DV else 2
     v = make_channel(v_desc, V_STAGES, 2, 1)
     # Consumers have 240 registers a thread: dQ takes 128 of them, S and dP 32 each.
@@ -270,7 +270,9 @@ def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work
     for part in gl.static_range(len(dq)):
         # softmax_scale multiplies the sums once, before they are rounded.
         columns_of(q_tile, dq, part).store((dq[part] * numbers.scale).to(dq_desc.dtype))
-    fence_async_shared()  # TMA reads through the asynchronous proxy, which does not see plain stores
+    # TMA reads through the asynchronous proxy, which does not see plain stores. For the stores of the other
+    # warps the compiler has a barrier in front of the TMA store.
+    fence_async_shared()
     store_rows(C, dq_desc, work, first, q.tiles.index(W))
     tma.store_wait(0)  # the next q is loaded into this memory
     q.release(2 * j + W)

@@ -337,12 +337,12 @@ def zero_hidden_kernel(
     program = tl.program_id(0)
     first = program % row_blocks * BLOCK
     rows = first + tl.arange(0, BLOCK)
+    # Zeros for blocks in which the last row hides a key on the left, and for blocks in which the first row
+    # hides one on the right. The other rows hide fewer keys of a block.
     dbias += (program // row_blocks).to(tl.int64) * seqlen_q * seqlen_k
     key_blocks = tl.cdiv(seqlen_k, BLOCK)
     offset = seqlen_k - seqlen_q
     begin = 0
-    # Blocks in which the last row hides a key on the left, and below those in which the first row hides one
-    # on the right. The other rows hide fewer keys of a block.
     if HAS_LEFT:
         hidden = tl.maximum(first + BLOCK - 1 + offset - window_left, 0)
         begin = tl.minimum(tl.cdiv(hidden, BLOCK), key_blocks)

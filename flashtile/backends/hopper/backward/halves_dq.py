@@ -192,19 +192,19 @@ def score_tile(C: gl.constexpr, tiles, dq_desc, work, block, i, j, call):
     """
     # Prologue: S and P of the first step, which has no dS of a step before.
     n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
-    row_block = score_rows(C, work, block, call)
+    own = score_rows(C, work, block, call)
     COLUMNS: gl.constexpr = dq_desc.block_type.shape[-1]
     dq = gl.full([WARPGROUP_ROWS, COLUMNS], 0.0, gl.float32, accumulator_layout(COLUMNS))
     tiles.q.wait(j)
     s = warpgroup_mma_wait(0, deps=[start_scores(C, i, tiles)])
-    pass_weights(C, i, n_end - 1, s, row_block, tiles, call.numbers)
+    pass_weights(C, i, n_end - 1, s, own, tiles, call.numbers)
     # Main loop: S of this step, then dQ of the step before, whose dS ``gradients`` has computed meanwhile.
     for n in range(n_end - 2, n_begin - 1, -1):
         i += 1
         s = start_scores(C, i, tiles)
         dq = start_dq(i - 1, dq, tiles)
         s = warpgroup_mma_wait(1, deps=[s])  # dQ of the step before may stay in flight during P
-        pass_weights(C, i, n, s, row_block, tiles, call.numbers)
+        pass_weights(C, i, n, s, own, tiles, call.numbers)
         dq = finish_dq(i - 1, dq, tiles)
     # Epilogue: dQ of the last step.
     dq = finish_dq(i, start_dq(i, dq, tiles), tiles)

@@ -81,7 +81,6 @@ def backward_variant(problem: Problem, config: BackwardConfig, bias: Tensor | No
     block_d, block_dv = tile_widths(problem)
     flags = modifier_flags(problem, fixed=True)
     masked = left != UNLIMITED or right != UNLIMITED or not even
-    # -lse may start the product only if scores are the raw products times a scale that is not tiny.
     scaled = has_score_mod(problem) or problem.softmax_scale < SMALLEST_SCALE
     if problem.mods is not None:  # without a block mask, a block of it is one of the kernel
         size_q, size_kv = problem.mods.block_size or (config.BLOCK_M, config.BLOCK_N)
@@ -95,7 +94,7 @@ def backward_variant(problem: Problem, config: BackwardConfig, bias: Tensor | No
         HAS_RIGHT=right != UNLIMITED,
         SOFTCAP=problem.softcap > 0,
         ALIBI=problem.alibi,
-        HAS_SCORE_MOD=scaled,
+        HAS_SCORE_MOD=scaled,  # if not, scores are scaled products, which may start at -lse
         EVEN_N=even,
         MASKED=masked,
         DETERMINISTIC=problem.deterministic,

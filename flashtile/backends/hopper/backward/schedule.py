@@ -190,6 +190,27 @@ def blocks_of_head(C: gl.constexpr, pointers, schedule):
 
 
 @gluon.jit
+def own_part(C: gl.constexpr, tile_index):
+    """Return which of COLUMN_SPLITS parts of the columns of dK and dV a work tile computes."""
+    return tile_index % C.COLUMN_SPLITS
+
+
+@gluon.jit
+def own_share(C: gl.constexpr, tile_index, schedule):
+    """Return which share of the query rows a work tile visits."""
+    return tile_index // C.COLUMN_SPLITS & ((1 << row_shift(C, schedule)) - 1)
+
+
+@gluon.jit
+def gradient_head(C: gl.constexpr, tile_index, work, schedule):
+    """Return the head of dK and dV that a work tile writes.
+
+    Work tiles that share keys write their partial sums as different heads, which ``sum_parts`` adds up.
+    """
+    return (work.head << row_shift(C, schedule)) + own_share(C, tile_index, schedule)
+
+
+@gluon.jit
 def sequence_of(C: gl.constexpr, head, block, pointers, schedule):
     """Return (work tile for block ``block`` of a key head, number of blocks in the work tile's sequence).
 
@@ -227,27 +248,6 @@ def sequence_of(C: gl.constexpr, head, block, pointers, schedule):
     return WorkTile(sequence, head, head_kv, tile_in_head, start_q, start_k, seqlen_q, seqlen_k), blocks
 
 
-@gluon.jit
-def own_part(C: gl.constexpr, tile_index):
-    """Return which of COLUMN_SPLITS parts of the columns of dK and dV a work tile computes."""
-    return tile_index % C.COLUMN_SPLITS
-
-
-@gluon.jit
-def own_share(C: gl.constexpr, tile_index, schedule):
-    """Return which share of the query rows a work tile visits."""
-    return tile_index // C.COLUMN_SPLITS & ((1 << row_shift(C, schedule)) - 1)
-
-
-@gluon.jit
-def gradient_head(C: gl.constexpr, tile_index, work, schedule):
-    """Return the head of dK and dV that a work tile writes.
-
-    Work tiles that share keys write their partial sums as different heads, which ``sum_parts`` adds up.
-    """
-    return (work.head << row_shift(C, schedule)) + own_share(C, tile_index, schedule)
-
-
 # The query rows of a work tile.
 
 
@@ -256,11 +256,11 @@ def row_blocks(C: gl.constexpr, work, left, right):
     """Return (begin, end, full_begin, full_end), bounds of the blocks of query rows of a work tile.
 
     Only rows of blocks [begin, end) see keys of the work tile. All rows of blocks [full_begin, full_end) see
-    all of its keys. This is the mirror image of the forward's ``key_blocks``.
+    all of its keys. This is the mirror image of the forward's ``key_blocks``: keys and queries change places,
+    and so do left and right.
     """
     first = work.tile_in_head * C.BLOCK_N
     last = min(first + C.BLOCK_N, work.seqlen_k) - 1
-    # Keys and queries change places, and so do left and right.
     begin, end, full_begin, full_end = key_range(
         first, last, work.seqlen_k, work.seqlen_q, right, left, C.HAS_RIGHT, C.HAS_LEFT
     )
@@ -284,8 +284,8 @@ def own_row_blocks(C: gl.constexpr, tile_index, work, schedule):
     If several work tiles divide the blocks of rows, [begin, end) is the share of this one.
     """
     begin, end, full_begin, full_end = row_blocks(C, work, schedule.window_left, schedule.window_right)
-    # [full_begin, full_end) stays that of all rows: step_order clamps it to the share.
     if C.SHARED:
+        # [full_begin, full_end) stays that of all rows: step_order clamps it to the share.
         share = own_share(C, tile_index, schedule)
         count = end - begin
         end = begin + (count * (share + 1) >> schedule.row_shift)
@@ -383,7 +383,8 @@ def dq_order(C: gl.constexpr, work, m, schedule):
     """With DETERMINISTIC: return how many blocks of keys add to block ``m`` of dQ before this work tile.
 
     Blocks of later keys add first. So the result counts all later blocks that some row of block ``m`` sees.
-    There is no block mask: a deterministic call with one has the portable kernels.
+    Programs that share a block of keys have different rows or heads, so they count once. There is no block mask:
+    a deterministic call with one has the portable kernels.
     """
     first = m * C.BLOCK_M
     last = min(first + C.BLOCK_M, work.seqlen_q) - 1
@@ -391,8 +392,6 @@ def dq_order(C: gl.constexpr, work, m, schedule):
         first, last, work.seqlen_q, work.seqlen_k, schedule.window_left, schedule.window_right, C.HAS_LEFT,
         C.HAS_RIGHT,
     )  # fmt: skip
-    # The last block of keys that the rows see adds first, so its order is 0. Programs that share the keys of
-    # a block have different rows or heads, and so do not count here.
     return (end - 1) // C.BLOCK_N - work.tile_in_head
 
 

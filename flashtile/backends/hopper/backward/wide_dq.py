@@ -212,8 +212,6 @@ def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work
     q, do, k, v = channels
     schedule, numbers = call.schedule, call.numbers
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
-    # The producer loads what the whole block of rows sees, [n_begin, n_end). This warpgroup's rows may see
-    # less.
     n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
     first = block * C.BLOCK_M + W * WARPGROUP_ROWS
     last = min(first + WARPGROUP_ROWS, work.seqlen_q) - 1
@@ -230,6 +228,7 @@ def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work
     # A warpgroup without rows, or whose rows see no key, visits no block and releases all. Its dQ is 0.
     some = (first <= last) & (begin < end)
     my_end = min((end + C.BLOCK_N - 1) // C.BLOCK_N, n_end) if some else n_end
+    # [n_begin, n_end) is what the producer loads, for the whole block of rows. These rows may see less of it.
     my_begin = begin // C.BLOCK_N if some else n_end
     full_begin = (full_begin + C.BLOCK_N - 1) // C.BLOCK_N
     full_end = full_end // C.BLOCK_N

@@ -383,8 +383,8 @@ def dq_order(C: gl.constexpr, work, m, schedule):
     """With DETERMINISTIC: return how many blocks of keys add to block ``m`` of dQ before this work tile.
 
     Blocks of later keys add first. So the result counts all later blocks that some row of block ``m`` sees.
-    Programs that share a block of keys have different rows or heads, so they count once. There is no block mask:
-    a deterministic call with one has the portable kernels.
+    Programs that share a block of keys have different rows or heads, so they count once. There is no block
+    mask: a deterministic call with one has the portable kernels.
     """
     first = m * C.BLOCK_M
     last = min(first + C.BLOCK_M, work.seqlen_q) - 1

@@ -598,7 +598,7 @@ def load_n_block(
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [GATHER_WARPS.value], [0]))
 """Layout of one value per key, over the warps of a loader."""
 KEYS_AT_ONCE = gl.constexpr(32)
-"""Keys whose addresses a thread holds at a time."""
+"""Keys that a loader copies at a time. Not measured against other numbers."""
 
 
 @gluon.jit

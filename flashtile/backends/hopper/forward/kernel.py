@@ -804,9 +804,7 @@ def block_scores(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, ro
 
 
 @gluon.jit
-def prepare_block(
-    C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, rows, i, n, s_layout: gl.constexpr
-):
+def prepare_block(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, rows, i, n, s_layout: gl.constexpr):
     """Return the :class:`Block` of the tile's block number ``n``, the ``i``-th in the rings.
 
     It is called between the issue of Q K^T and the wait for S, which hides its loads and its arithmetic. With

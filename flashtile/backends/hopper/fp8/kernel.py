@@ -268,25 +268,20 @@ def load_values(C: gl.constexpr, v_desc, work, n, i, v, v_rows):
     """
     if C.V_TRANSPOSED:
         slot = v.acquire(i)
-        mbarrier.expect(v.full.index(slot), v_desc.block_type.nbytes)
-        load_transposed(C, v_desc, work, n, v.full.index(slot), v.tiles.index(slot))
+        barrier, tile = v.full.index(slot), v.tiles.index(slot)
+        mbarrier.expect(barrier, v_desc.block_type.nbytes)
+        head, column = work.head_kv, n * C.BLOCK_N
+        if C.VARLEN:  # V^T of a packed sequence begins at a block of its own, numbered as in tile_scales
+            first = work.start_k // KEY_BLOCK + work.sequence
+            async_load(v_desc, [head, 0, first * KEY_BLOCK + column], barrier, tile)
+        else:
+            async_load(v_desc, [work.sequence, head, 0, column], barrier, tile)
     else:
         # The slot is free: this partition has transposed its previous contents. All warps had fenced before
         # they met at the arrival (transpose_values), so TMA writes after their loads.
         slot = i % C.STAGES
         mbarrier.expect(v_rows.full.index(slot), v_desc.block_type.nbytes)
         load_keys(C, v_desc, work, n, v_rows.full.index(slot), v_rows.tiles.index(slot))
-
-
-@gluon.jit
-def load_transposed(C: gl.constexpr, desc, work, n, barrier, tile):
-    """Issue the TMA load of block ``n`` of V^T into ``tile``."""
-    head, column = work.head_kv, n * C.BLOCK_N
-    if C.VARLEN:  # V^T of a packed sequence begins at a block of its own, numbered as in tile_scales
-        first = work.start_k // KEY_BLOCK + work.sequence
-        async_load(desc, [head, 0, first * KEY_BLOCK + column], barrier, tile)
-    else:
-        async_load(desc, [work.sequence, head, 0, column], barrier, tile)
 
 
 @gluon.jit

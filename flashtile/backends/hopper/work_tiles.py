@@ -69,7 +69,7 @@ def key_range(
 
     All rows see keys [full_begin, full_end). No row sees a key outside [begin, end).
     """
-    offset = seqlen_k - seqlen_q  # the last query is at the position of the last key
+    offset = seqlen_k - seqlen_q
     begin = 0
     end = seqlen_k
     full_begin = 0

@@ -848,7 +848,6 @@ def blocks_of_warpgroup(C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, 
     if C.HAS_LEFTPAD:  # memory before a sequence's first key may hold anything
         padded = (sequence.leftpad + C.BLOCK_N - 1) // C.BLOCK_N
         full_begin = min(max(full_begin, padded), full_end)
-    # A compile-time condition: None is part of the type of ``lengths``.
     if lengths.attention_chunk is not None:  # edges of chunks cut blocks as well; own_blocks ignores them
         offset = sequence.len_k - sequence.len_q
         left, _ = window_at(last + offset, sequence.leftpad, lengths)
@@ -875,7 +874,7 @@ def visible_rows(C: gl.constexpr, work, own, slope, call):
     last_key = gl.full([WARPGROUP_ROWS], 0, gl.int32, in_keys.type.layout) + sequence.len_k - 1
     if C.HAS_RIGHT:
         last_key = gl.minimum(in_keys + right, last_key)
-    tree = 0  # no tree; and no modifiers, the last 0 below
+    tree = 0
     if C.HAS_TREE:
         b, _ = sequence_of(work.m_block, lengths, C)
         row = gl.where(own.exists, own.token * lengths.seqlen_q, -1)

@@ -60,7 +60,6 @@ class ForwardSchedule(NamedTuple):
     batch_rows_k: Any
     """Rows from the start of one sequence of k to the next; read only if ``seqused_k`` shortens sequences."""
     window_left: Any
-    """Keys to the left of its position that a row sees; read only with HAS_LEFT. The right likewise."""
     window_right: Any
     alibi_stride: Any
     """Elements from the slopes of one sequence to those of the next; 0 if all sequences share them."""
@@ -278,8 +277,7 @@ def own_blocks(
     # At least one block, even for rows that see no key: the loops then need no case for it.
     end = min(max((end + BLOCK_N - 1) // BLOCK_N, n_begin + 1), n_end)
     begin = min(max(begin // BLOCK_N, n_begin), end - 1)
-    # Only a block of which every row sees all keys is full: round the end down, the beginning up. The last
-    # block is never full: the prologue of the loop masks it.
+    # The last block is never full: the prologue of the loop masks it.
     full_end = min(max(full_end // BLOCK_N, begin), end - 1)
     full_begin = min(max((full_begin + BLOCK_N - 1) // BLOCK_N, begin), full_end)
     return OwnBlocks(begin, end, full_begin, full_end)
@@ -302,11 +300,11 @@ def tile_blocks(C: gl.constexpr, work, block, left, right):
 def own_range(C: gl.constexpr, W: gl.constexpr, work, block, schedule):
     """Return (first row, last row, n_begin, n_end, own) of warpgroup W.
 
-    The whole tile visits key blocks n_begin to n_end - 1 (:func:`tile_blocks`). ``own`` is the range that the
-    rows of the warpgroup see, as :class:`OwnBlocks`.
+    Rows are tokens: with PACK > 1, PACK rows of the tile have the same mask. The whole tile visits key blocks
+    n_begin to n_end - 1 (:func:`tile_blocks`). ``own`` is the range that the rows of the warpgroup see, as
+    :class:`OwnBlocks`.
     """
     n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
-    # With PACK > 1, rows here are tokens: PACK rows of the tile have the same mask.
     first = (block * C.BLOCK_M + W * WARPGROUP_ROWS) // C.PACK
     last = min(first + WARPGROUP_ROWS // C.PACK, work.seqlen_q) - 1
     own = own_blocks(
@@ -319,9 +317,9 @@ def own_range(C: gl.constexpr, W: gl.constexpr, work, block, schedule):
 @gluon.jit
 def whole_end(C: gl.constexpr, work, last, begin, end, schedule):
     """Return ``end``, or ``end`` - 1 if a warpgroup's rows see at most the first half of the last block."""
-    # The last row sees the most keys to the right. The only block stays whole: the main loop needs one.
     last_key = min(last + work.seqlen_k - work.seqlen_q + schedule.window_right, work.seqlen_k - 1)
     half = last_key < (end - 1) * C.BLOCK_N + C.BLOCK_N // 2 and end - 1 > begin
+    # A block that is the only one stays whole, because attend_blocks needs one.
     return end - 1 if half else end
 
 

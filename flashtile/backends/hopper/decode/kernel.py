@@ -831,8 +831,9 @@ def rows_of_warpgroup(C: gl.constexpr, W: gl.constexpr, work, lengths, layout: g
 def blocks_of_warpgroup(C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, lengths):
     """Return the n_blocks in [n_begin, n_end) that the rows of warpgroup W see, as :class:`OwnBlocks`.
 
-    A warpgroup without valid rows gets one masked n_block, so it needs no special case: the loops take at
-    least one block.
+    To the edges of the forward come padding, chunks and trees: blocks that they may cut are not full. A
+    warpgroup without valid rows gets one masked n_block, so it needs no special case: the loops take at least
+    one block.
     """
     _, m = sequence_of(work.m_block, lengths, C)
     first_row = m * C.BLOCK_M + W * WARPGROUP_ROWS
@@ -844,7 +845,6 @@ def blocks_of_warpgroup(C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, 
         first, last, n_begin, n_end, sequence.len_q, sequence.len_k, lengths.window_left,
         lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
     )  # fmt: skip
-    # Below, edges that the forward does not have: blocks that they may cut are not full.
     if C.HAS_LEFTPAD:  # memory before a sequence's first key may hold anything
         padded = (sequence.leftpad + C.BLOCK_N - 1) // C.BLOCK_N
         full_begin = min(max(full_begin, padded), full_end)

@@ -398,8 +398,8 @@ def loader(C: gl.constexpr, V: gl.constexpr, LOADER: gl.constexpr, queue, querie
             t += 1
             if FIRST:
                 # The first tile of a program is that of its number, so the counter starts after these. The
-                # latency of the atomic is hidden: consumers still work on what is loaded.
-                # An index past the last work tile ends all partitions.
+                # latency of the atomic is hidden: consumers still work on what is loaded. An index past the
+                # last work tile ends all partitions.
                 tile_index = programs + gl.atomic_add(call.table + 1, 1)
                 pipeline.put(queue, t, tile_index, C.LOADER_WARPS)
             else:
@@ -426,7 +426,9 @@ def load_part(C: gl.constexpr, V: gl.constexpr, LOADER: gl.constexpr, part, i, j
     outside = fault
     descale = call.pointers.v_descale if V else call.pointers.k_descale
     descale_stride = call.outer.v_descale_stride if V else call.outer.k_descale_stride
-    if FIRST and C.PAGE_SIZE != 0:  # one fault for each lane; the first block gives it its type
+    # One fault for each lane. The first block is looked at here, and again in the loop, because a loop keeps the
+    # type of a variable.
+    if FIRST and C.PAGE_SIZE != 0:
         if C.GATHER:
             last = load_key_pages(C, entry, n_end - 1, work.keys)
             outside = last ^ in_cache(last, cache.num_blocks)
@@ -785,7 +787,8 @@ def attend_part(C: gl.constexpr, W: gl.constexpr, part, i, j, q, k, v, faults, c
     if C.E4M3:
         k_scale, v_scale = scales_of_head(C, work, call)
         q_tile, numbers = query_operand(C, q_tile, k, k_scale, numbers, row_layout)
-    # No columns of q are in registers, and no ping-pong (0): neither was measured in decoding.
+    # No columns of q are in registers; no half blocks and no ping-pong (0). None of these was measured in
+    # decoding.
     tile = QueryTile(q_tile, q_tile, k, v, 0, rows, numbers)
     state, i = attend_blocks(C, W, tile, SoftmaxState(o, l, m), i, blocks)
     q.release(j)  # all S are complete; the last P V may be in flight

@@ -1284,7 +1284,7 @@ def store_lse(C: gl.constexpr, lse, work, head, positions, pointers, schedule):
 
     Work tiles that divide the columns of v store the same lse.
     """
-    if C.VARLEN:
+    if C.VARLEN:  # int64: heads times tokens may exceed 2 ** 31
         rows = head.to(gl.int64) * schedule.total_q + work.start_q + positions
     else:
         heads = schedule.num_heads // C.COLUMN_SPLITS * C.PACK  # query heads: num_heads counts the schedule's

@@ -383,7 +383,7 @@ def produce(C: gl.constexpr, LOAD: gl.constexpr, queue, arguments, call):
     """The producer's loop: call :func:`walk_work_tile` for each work tile of its program.
 
     The producer takes work tiles from the work queue's counter, or in a fixed order. Returns the number of
-    blocks of keys that it has loaded.
+    blocks of keys that it has loaded, for the FP8 producer, which then transposes the last one.
     """
     num_tiles = num_work_tiles(C, call.pointers, call.schedule)
     if C.QUEUED:

@@ -426,8 +426,8 @@ def load_part(C: gl.constexpr, V: gl.constexpr, LOADER: gl.constexpr, part, i, j
     outside = fault
     descale = call.pointers.v_descale if V else call.pointers.k_descale
     descale_stride = call.outer.v_descale_stride if V else call.outer.k_descale_stride
-    # One fault for each lane. The first block is looked at here, and again in the loop, because a loop keeps the
-    # type of a variable.
+    # One fault for each lane. The first block is looked at here, and again in the loop, because a loop keeps
+    # the type of a variable.
     if FIRST and C.PAGE_SIZE != 0:
         if C.GATHER:
             last = load_key_pages(C, entry, n_end - 1, work.keys)

@@ -7,6 +7,8 @@ many rows the search takes longer than combining. Here the attention kernel says
   tile. If there are fewer programs than work tiles, there is one for each program: only the last work tile
   that a program begins can be continued by others.
 * With a work queue, the queue's table lists the work tiles that were divided.
+
+All other work tiles, also those whose rows see no key, were written by the attention kernel itself.
 """
 
 from typing import Any, NamedTuple

@@ -359,7 +359,7 @@ def loader(C: gl.constexpr, V: gl.constexpr, LOADER: gl.constexpr, queue, querie
 
     A loader is a partition of one warp, or of two warps if GATHER. Two loaders share a block that takes many
     TMA loads, because one warp issues loads of small pages too slowly. The first loader of k also loads q,
-    and takes work tiles from the queue for all partitions.
+    which S needs together with the first keys, and takes work tiles from the queue for all partitions.
 
     Every partition finds the work tile of an index by itself. If the first loader found it and told the
     others, calls of 64 rows took 3 % less time, but those of 256 and more 4 to 6 % more.
@@ -804,7 +804,7 @@ def attend_part(C: gl.constexpr, W: gl.constexpr, part, i, j, q, k, v, faults, c
     # out and lse NaN, also after parts have been combined.
     fault = pipeline.take(faults, j, 4) | work.sequence.fault
     sums = gl.where(fault == 0, sums, float("nan"))
-    store_result(C, o[0], m, sums, v_scale, part, own, call)
+    store_result(C, o[0], m, sums, v_scale, part, own, call)  # one accumulator: BLOCK_DV is a power of two
     return i
 
 
@@ -957,7 +957,8 @@ def replace_tile(C: gl.constexpr, V: gl.constexpr, raw, i, tile, arrived, in_use
     """Wait for the ``i``-th tile in the channel ``raw``, and write it in 16 bits over ``tile``.
 
     The slot of ``raw`` is then released. With KEY_SCALES, values are multiplied by the scales of their keys.
-    A tile of k is not scaled: its scales are copied from ``arrived`` to ``in_use``, for the scores.
+    A tile of k is not scaled, which keeps it exact in float16: its scales are copied from ``arrived`` to
+    ``in_use``, for the scores.
     """
     N: gl.constexpr = tile.shape[0]
     WIDTH: gl.constexpr = tile.shape[1]
@@ -1122,7 +1123,10 @@ def store_whole(C: gl.constexpr, o, lse, work, rows, call):
 
 @gluon.jit
 def store_partial(C: gl.constexpr, o, lse, slot, rows, call):
-    """Store o and lse (base 2) to ``slot`` of the partial results (``portable.decode.combine``)."""
+    """Store o and lse to ``slot`` of the partial results (``portable.decode.combine``).
+
+    lse stays in base 2, in which combining takes its exponentials.
+    """
     splits = call.splits
     partial = call.pointers.partial
     partial_rows = slot.to(gl.int64) * splits.partial_rows + rows.index

@@ -198,8 +198,9 @@ def queued_tile(C: tl.constexpr, tile_index, table, lengths, splits, WIDTH: tl.c
     m_block, sequence, part, parts = load_row(table + (1 + row) * WIDTH)
     b, m = sequence_of(m_block, lengths, C)
     num_rows, keys, n_blocks = reach_of(m, sequence, lengths, C)
-    each = n_blocks
-    # Fixed splits: the slot that the portable combining kernel reads, by sequence, head, split and m_block.
+    each = n_blocks  # of a part: all, unless work tiles are divided below
+    # Fixed splits: the slot that the portable combining kernel reads, by sequence, head, split, and m_block
+    # (from the last).
     # With DIVIDES, slots are entries of the queue, which ``combine_divided_kernel`` counts in the same way.
     last = lengths.m_blocks_per_sequence - 1 - m
     slot = ((b * lengths.num_heads_kv + head_kv) * splits.num_splits + split) * lengths.m_blocks_per_sequence

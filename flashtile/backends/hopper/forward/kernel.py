@@ -428,6 +428,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     if C.LISTED:  # blocks are numbered by their order in the block mask's list, the masked ones last
         listed = modifiers.blocks  # type: ignore[attr-defined]
         n_begin, n_end = 0, listed.count
+        # Without masked blocks the last block is full as well: the prologue looks at is_full.
         own = OwnBlocks(0, listed.count, 0, listed.count - listed.masked_count)
     elif C.MASK_MOD is not None:  # any key may be hidden: no block is full, all go through the masked loop
         own = OwnBlocks(own.begin, own.end, own.begin, own.begin)
@@ -1120,7 +1121,7 @@ def online_softmax(C: gl.constexpr, s, m, scale_log2):
     elif has_natural_scores(C):
         factor = gl.where(is_large(m_new), 2.0, scale_log2)
         p = gl.exp2(gl.fma(s, factor[:, None], -shift[:, None]))
-    else:
+    else:  # one FMA, as above: floating-point fusion is on
         p = gl.exp2(s * scale_log2 - shift[:, None])
     return p, m_new, gl.exp2(m - shift)
 

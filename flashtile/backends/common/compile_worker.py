@@ -104,7 +104,7 @@ def compile_handed(key: str, source: bytes, descriptor: int | None) -> None:
     Nothing is compiled if the kernel has another key in this process.
 
     Args:
-        key: key of the kernel (:func:`compiled_folder.key_of`).
+        key: key of the kernel (:func:`kernel_store.key_of`).
         source: the kernel as bytes (:func:`pickled`).
         descriptor: :attr:`KernelLock.descriptor`, which this process has inherited. None: this process locks
             the kernel itself.

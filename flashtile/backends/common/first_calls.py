@@ -102,7 +102,7 @@ def only_naming() -> Iterator[dict[str, tuple[Any, Any, Any]]]:
     """Inside the context, no kernel is compiled or loaded. The context ends at the first one.
 
     The dictionary then has (source, target, options) of this kernel under its key
-    (:func:`compiled_folder.key_of`). It is empty if this process already uses the kernel.
+    (:func:`kernel_store.key_of`). It is empty if this process already uses the kernel.
     """
     named: dict[str, tuple[Any, Any, Any]] = {}
     token = _named.set(named)

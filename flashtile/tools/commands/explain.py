@@ -155,7 +155,7 @@ def explain(
     def tensor(seqlen: int, number: int, width: int) -> Tensor:
         rows = (batch * seqlen,) if varlen else (batch, seqlen)
         if math.prod((*rows, number, width)) >= 2**63:
-            raise typer.BadParameter(f"{batch} x {seqlen} x {number} x {width} elements are no tensor")
+            raise typer.BadParameter(f"{batch} x {seqlen} x {number} x {width} elements do not fit a tensor")
         return torch.empty((*rows, number, width), dtype=getattr(torch, dtype), device=place)
 
     def count(number: int) -> Tensor:

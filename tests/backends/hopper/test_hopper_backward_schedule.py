@@ -34,8 +34,7 @@ from flashtile.backends.hopper.config import tile_widths
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.problems.masking import KernelMask
 from flashtile.problems.masks import Mods
-from flashtile.tools.inspection.hopper import PLAIN
-from flashtile.tools.inspection.hopper_backward import compile_cases
+from flashtile.tools.inspection.attention import GROUPED, hopper_backward_cases
 from flashtile.tools.inspection.report import ARCHITECTURES, report
 from kernels_as_python import functions_of, make_work_tile
 from walk import walk
@@ -43,7 +42,7 @@ from walk import walk
 KIB = 1024
 BARRIERS = KIB
 """More than barriers, and what partitions are handed at the start, take of shared memory."""
-PROBLEM = replace(PLAIN, seqlen_q=512, seqlen_k=512, head_dim=128, head_dim_v=128)
+PROBLEM = replace(GROUPED, seqlen_q=512, seqlen_k=512, head_dim=128, head_dim_v=128)
 
 
 class Memory:
@@ -532,7 +531,7 @@ def test_memory_is_what_the_compiler_says(sizes: tuple[int, int]) -> None:
     else:
         tiles = (tile_bytes.of_backward(config, *sizes),)
     name = f"head_dim {sizes[0]}/{sizes[1]} "
-    compiled = [report(case, "sm_90a").shared for case in compile_cases("sm_90a") if name in case.name]
+    compiled = [report(case, "sm_90a").shared for case in hopper_backward_cases() if name in case.name]
     for ours, theirs in zip(tiles, compiled, strict=True):
         assert ours < theirs < ours + BARRIERS
 

@@ -33,7 +33,7 @@ from flashtile.backends.hopper.forward.launch import forward_variant
 from flashtile.backends.hopper.forward.rounds import plan_of
 from flashtile.problems.attention import Problem
 from flashtile.problems.masking import KernelMask
-from flashtile.tools.inspection.hopper import PLAIN
+from flashtile.tools.inspection.attention import GROUPED
 from flashtile.tools.inspection.report import ARCHITECTURES
 from kernels_as_python import functions_of
 from walk import walk
@@ -182,7 +182,7 @@ def test_blocks_of_the_cache_without_a_mask(kind: str) -> None:
 @walk("head_dim", [64, 128, 256])
 def test_pairs_and_queues(head_dim: int, seqlen: int, varlen: bool, causal: bool) -> None:
     problem = replace(
-        PLAIN,
+        GROUPED,
         head_dim=head_dim,
         head_dim_v=head_dim,
         seqlen_q=seqlen,
@@ -311,7 +311,7 @@ def test_windows_are_served_as_sequences_of_as_many_keys(head_dim: int) -> None:
 
 
 def test_whole_blocks_of_keys_are_not_taken_for_granted_where_few_are_used() -> None:
-    problem = replace(PLAIN, seqlen_k=1024)
+    problem = replace(GROUPED, seqlen_k=1024)
     config = choose(problem)
     assert forward_variant(problem, plan_of(problem, config, "dq")).EVEN_N
     for change in ({"seqused_k": True}, {"varlen": True}, {"seqlen_k": 1023}):
@@ -323,7 +323,7 @@ def test_whole_blocks_of_keys_are_not_taken_for_granted_where_few_are_used() -> 
 @walk("window", [{"window_right": 0}, {"window_left": 99}, {"window_left": 99, "window_right": 9}])
 @walk("kernel", ["forward", "fp8", "dq"])
 def test_windowed_calls_share_a_kernel_whether_or_not_their_last_block_is_whole(window, kernel) -> None:
-    lengths = [replace(PLAIN, seqlen_q=length, seqlen_k=length, **window) for length in (1024, 1023)]
+    lengths = [replace(GROUPED, seqlen_q=length, seqlen_k=length, **window) for length in (1024, 1023)]
     whole, partial = (
         forward_variant(problem, plan_of(problem, choose(problem), kernel)) for problem in lengths
     )
@@ -342,7 +342,7 @@ def test_windowed_calls_share_a_kernel_whether_or_not_their_last_block_is_whole(
     ],
 )
 def test_groups_share_tiles_of_short_windows(change: dict, pack: int) -> None:
-    problem = replace(PLAIN, window_right=0, **{"num_heads_kv": 1} | change)
+    problem = replace(GROUPED, window_right=0, **{"num_heads_kv": 1} | change)
     variant = forward_variant(problem, plan_of(problem, choose(problem)))
     assert pack == variant.PACK
     assert plan_of(problem, choose(problem), "fp8").pack == 1
@@ -363,7 +363,7 @@ def test_groups_share_tiles_of_short_windows(change: dict, pack: int) -> None:
     ],
 )
 def test_columns_of_tiles(sizes: tuple[int, int], tiles: tuple[int, int, int, int]) -> None:
-    problem = replace(PLAIN, head_dim=sizes[0], head_dim_v=sizes[1])
+    problem = replace(GROUPED, head_dim=sizes[0], head_dim_v=sizes[1])
     assert tile_columns(problem) == tiles[:2]
     variant = forward_variant(problem, plan_of(problem, choose(problem)))
     assert tiles == (variant.BLOCK_D, variant.BLOCK_DV, variant.D_PARTS, variant.DV_PARTS)
@@ -386,7 +386,7 @@ def test_columns_of_two_accumulators(head_dim_v: int) -> None:
 
 
 def test_no_pairs_where_every_block_has_a_multiprocessor() -> None:
-    problem = replace(PLAIN, window_right=0, batch=1, num_heads_q=1, num_heads_kv=1)
+    problem = replace(GROUPED, window_right=0, batch=1, num_heads_q=1, num_heads_kv=1)
     for blocks, paired in ((INTERPRETER_MULTIPROCESSORS, False), (INTERPRETER_MULTIPROCESSORS + 1, True)):
         problem = replace(problem, seqlen_q=128 * blocks, seqlen_k=128 * blocks)
         assert forward_variant(problem, plan_of(problem, of_tables(problem))).PAIRED is paired

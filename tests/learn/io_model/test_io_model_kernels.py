@@ -174,7 +174,7 @@ class TestKernels:
 @pytest.mark.compile
 @pytest.mark.thorough
 def test_residents_are_those_of_the_compiled_kernels():
-    from flashtile.tools.inspection.portable import compile_cases
+    from flashtile.tools.inspection.attention import compile_cases
     from flashtile.tools.inspection.report import report
 
     calls = itertools.product(("forward", "dkdv", "dq"), ("64 causal", "128 full"))

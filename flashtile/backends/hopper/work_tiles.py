@@ -78,6 +78,7 @@ time."""
 @triton.jit
 def lengths(cu_seqlens, sequence, total, mask):
     """Return (first row, number of rows) of sequences, clamped to the ``total`` rows of the tensor."""
+    # The host never reads cu_seqlens, so nothing has checked them. Clamped, they lead to rows of the tensor.
     start = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence, mask=mask, other=0), 0), total)
     end = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence + 1, mask=mask, other=0), start), total)
     return start, end - start
@@ -133,6 +134,7 @@ def tile_table_kernel(
     b = tl.program_id(0)
     start_q, seqlen_q = lengths(cu_seqlens_q, b, total_q, True)
     start_k, seqlen_k = key_lengths(cu_seqlens_k, seqused_k, b, total_k, True, SEQUSED)
+    # Each program finds its rows of the table by comparing its length with all others, which takes no sort.
     rank = 0
     total = 0
     for first in range(0, batch, CHUNK):
@@ -141,12 +143,13 @@ def tile_table_kernel(
         _, others_q = lengths(cu_seqlens_q, j, total_q, inside)
         _, others_k = key_lengths(cu_seqlens_k, seqused_k, j, total_k, inside, SEQUSED)
         counts = tl.where(inside, num_tiles(others_q, num_blocks, PAIRED, BLOCK_M), 0)
-        before = (others_k > seqlen_k) | ((others_k == seqlen_k) & (j < b))
+        before = (others_k > seqlen_k) | ((others_k == seqlen_k) & (j < b))  # equal ones by number
         rank += tl.sum(tl.where(before, counts, 0))
         total += tl.sum(counts)
     if b == 0:
         tl.store(table, tl.minimum(total, capacity))
         tl.store(table + 1, 0)
+    # At most the capacity: with invalid cu_seqlens, sequences may overlap and have more tiles than the table.
     count = tl.minimum(num_tiles(seqlen_q, num_blocks, PAIRED, BLOCK_M), capacity - rank)
     for first in range(0, count, CHUNK):
         tile = first + tl.arange(0, CHUNK)

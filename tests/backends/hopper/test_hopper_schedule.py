@@ -134,9 +134,9 @@ def test_the_producer_leaves_the_queue_as_it_found_it(num_tiles: int, programs: 
 def test_blocks_of_the_cache_without_a_mask(kind: str) -> None:
     """A warpgroup masks exactly the last block of keys and those that one of its rows does not see whole."""
     draw = random.Random(kind)
-    own_range = functions_of(
+    blocks_of = functions_of(
         schedule, decode_kernel, sequence_of=lambda m_block, lengths, C: (0, m_block), WARPGROUP_ROWS=64
-    )["own_range"]
+    )["blocks_of_warpgroup"]
     unmasked = 0
     for _ in range(300):
         pack, block_n, len_k = draw.choice((1, 4)), draw.choice((16, 64)), draw.randint(1, 700)
@@ -153,7 +153,7 @@ def test_blocks_of_the_cache_without_a_mask(kind: str) -> None:
         for m_block, warpgroup in itertools.product(range(-(-len_q * pack // 128)), (0, 1)):
             num_rows = min(len_q * pack - m_block * 128, 128)
             work = SimpleNamespace(m_block=m_block, num_rows=num_rows, sequence=sequence)
-            begin, end, *full = own_range(variant, warpgroup, work, 0, blocks, lengths)
+            begin, end, *full = blocks_of(variant, warpgroup, work, 0, blocks, lengths)
             first = m_block * 128 + warpgroup * 64
             tokens = {row // pack for row in range(first, min(first + 64, m_block * 128 + num_rows))}
             low, high = [leftpad] * len(tokens), [len_k] * len(tokens)

@@ -19,7 +19,9 @@ from flashtile.problems.attention import Problem
 from flashtile.problems.masking import MaskConstants
 
 POSTPROCESS_WARPS = 2
-"""Number of postprocess warps, which convert ``dq_accum`` to dQ."""
+"""Number of postprocess warps, which convert ``dq_accum`` to dQ. With the producer and ``accumulate_dq`` they
+fill a warpgroup. As two partitions of one warp each, a call at head_dim 128 and a length of 512 took 497
+instead of 466 us."""
 POSTPROCESS_CHUNK = 1024
 """Floats of ``dq_accum`` that the postprocess warps convert at a time."""
 POSTPROCESS_STAGES = 3

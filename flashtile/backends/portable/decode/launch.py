@@ -267,7 +267,7 @@ class Plan(NamedTuple):
 
     stored: torch.dtype
     """Dtype of the caches as the kernel reads them (:func:`as_operands`)."""
-    mask: dict[str, bool]
+    mask: dict[str, Any]
     """The constants of the mask (:class:`~flashtile.problems.masking.MaskConstants`)."""
     aligned: bool
     """Whether k and v are aligned for asynchronous loads. If not, their tiles get the same width."""

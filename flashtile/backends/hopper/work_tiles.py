@@ -62,28 +62,6 @@ def num_work_tiles(C: gl.constexpr, pointers, schedule):
 
 
 @gluon.jit
-def key_range(
-    first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr
-):
-    """Return (begin, end, full_begin, full_end) for query rows first_row to last_row.
-
-    All rows see keys [full_begin, full_end). No row sees a key outside [begin, end).
-    """
-    offset = seqlen_k - seqlen_q
-    begin = 0
-    end = seqlen_k
-    full_begin = 0
-    full_end = seqlen_k
-    if HAS_RIGHT:
-        end = max(min(end, last_row + offset + right + 1), 0)
-        full_end = max(min(full_end, first_row + offset + right + 1), 0)
-    if HAS_LEFT:
-        begin = max(first_row + offset - left, 0)
-        full_begin = max(last_row + offset - left, 0)
-    return begin, end, full_begin, full_end
-
-
-@gluon.jit
 def slope_of(C: gl.constexpr, work, head, pointers, schedule):
     """Return ALiBi's slope of a query head, in log2 units; 0.0 without ALiBi."""
     slope = 0.0

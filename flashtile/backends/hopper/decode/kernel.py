@@ -96,10 +96,12 @@ from flashtile.backends.hopper.forward.kernel import (
 from flashtile.backends.hopper.forward.schedule import Numbers, OwnBlocks, own_blocks
 from flashtile.backends.hopper.inline_asm import to_16_bit
 from flashtile.backends.hopper.layouts import LN_2, LOG2_E, RAGGED_ROWS, WARPGROUP_ROWS, accumulator_layout
+from flashtile.backends.hopper.masking import key_bounds
 from flashtile.backends.hopper.pipeline import Channel, make_channel, make_ring
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.attend import in_cache
-from flashtile.backends.portable.decode.schedule import sequence_of, window_at
+from flashtile.backends.portable.decode.schedule import sequence_of
+from flashtile.backends.portable.masking import window_at
 
 GATHER_WARPS = gl.constexpr(2)
 """Warps of a loader that copies keys one by one. Four were as fast within noise."""
@@ -845,16 +847,15 @@ def blocks_of_warpgroup(C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, 
     last = (first_row + min(num_rows, WARPGROUP_ROWS) - 1) // C.PACK
     sequence = work.sequence
     begin, end, full_begin, full_end = own_blocks(
-        first, last, n_begin, n_end, sequence.len_q, sequence.len_k, lengths.window_left,
-        lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
-    )  # fmt: skip
+        C, first, last, n_begin, n_end, sequence.len_q, sequence.len_k, lengths.mask
+    )
     if C.HAS_LEFTPAD:  # memory before a sequence's first key may hold anything
         padded = (sequence.leftpad + C.BLOCK_N - 1) // C.BLOCK_N
         full_begin = min(max(full_begin, padded), full_end)
-    if lengths.attention_chunk is not None:  # edges of chunks cut blocks as well; own_blocks ignores them
+    if C.HAS_CHUNK:  # edges of chunks cut blocks as well; own_blocks ignores them
         offset = sequence.len_k - sequence.len_q
-        left, _ = window_at(last + offset, sequence.leftpad, lengths)
-        _, right = window_at(first + offset, sequence.leftpad, lengths)
+        left, _ = window_at(last + offset, sequence.leftpad, lengths.mask, C)
+        _, right = window_at(first + offset, sequence.leftpad, lengths.mask, C)
         full_end = min(full_end, max((first + offset + right + 1) // C.BLOCK_N, begin))
         full_begin = min(max(full_begin, (last + offset - left + C.BLOCK_N - 1) // C.BLOCK_N), full_end)
     if C.HAS_TREE:  # the tree mask applies from the first new token on
@@ -873,17 +874,13 @@ def visible_rows(C: gl.constexpr, work, own, slope, call):
     sequence, lengths = work.sequence, call.lengths
     offset = sequence.len_k - sequence.len_q
     in_keys = own.token + offset
-    left, right = window_at(in_keys, sequence.leftpad, lengths)
-    last_key = gl.full([WARPGROUP_ROWS], 0, gl.int32, in_keys.type.layout) + sequence.len_k - 1
-    if C.HAS_RIGHT:
-        last_key = gl.minimum(in_keys + right, last_key)
+    first_key, last_key = key_bounds(C, in_keys, sequence.leftpad, sequence.len_k, lengths.mask)
     tree = 0
     if C.HAS_TREE:
         b, _ = sequence_of(work.m_block, lengths, C)
         row = gl.where(own.exists, own.token * lengths.seqlen_q, -1)
         mask_of_sequence = call.pointers.tree_mask + b.to(gl.int64) * call.outer.tree_stride
         tree = Tree(mask_of_sequence, row, offset, sequence.len_q)  # type: ignore[assignment]
-    first_key = in_keys - left
     if C.HAS_LEFTPAD:
         first_key = gl.maximum(first_key, sequence.leftpad)
     return Rows(in_keys, first_key, last_key, slope, tree, 0)

@@ -84,6 +84,7 @@ from flashtile.backends.hopper.layouts import (
     product_of_rows,
     store_part,
 )
+from flashtile.backends.hopper.masking import hide_by_bounds, key_bounds
 from flashtile.backends.hopper.modifiers import (
     Modifiers,
     drop,
@@ -242,7 +243,7 @@ def loaded_blocks(C: gl.constexpr, work, block, call):
 
     With a block mask they are positions in ``listed``, the list of the rows. Otherwise ``listed`` is 0.
     """
-    n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
+    n_begin, n_end = tile_blocks(C, work, block, call.schedule.mask)
     listed = 0
     if C.LISTED:
         listed = listed_keys(C, 1, work, block, call.pointers.lists)  # 1: the producer's warps
@@ -508,10 +509,8 @@ def row_modifiers(C: gl.constexpr, work, block, first, bias, pointers, schedule)
 def mask_rows(C: gl.constexpr, work, positions, slope, schedule, modifiers=0):
     """Return the :class:`Rows` of query rows. ``positions``: the index of each row in its sequence."""
     in_keys = positions + work.seqlen_k - work.seqlen_q
-    last_key = gl.full([WARPGROUP_ROWS], 0, gl.int32, positions.type.layout) + work.seqlen_k - 1
-    if C.HAS_RIGHT:
-        last_key = gl.minimum(in_keys + schedule.window_right, last_key)
-    return Rows(in_keys, in_keys - schedule.window_left, last_key, slope, 0, modifiers)
+    first_key, last_key = key_bounds(C, in_keys, 0, work.seqlen_k, schedule.mask)
+    return Rows(in_keys, first_key, last_key, slope, 0, modifiers)
 
 
 @gluon.jit
@@ -1077,11 +1076,7 @@ def mask(
     keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))[None, :]
     if C.MASK_MOD is not None:
         s = hide_scores(C, s, n, is_full, rows, columns, s_layout, PARTIAL)
-    if C.MASK_MOD is None or not C.LISTED or not C.EVEN_N:
-        # The block's first key is subtracted from the row's bound: one subtraction for a row, none for a key.
-        s = gl.where(keys <= (rows.last_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
-    if C.HAS_LEFT:
-        s = gl.where(keys >= (rows.first_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
+    s = hide_by_bounds(C, s, keys, n * C.BLOCK_N, rows)
     if C.HAS_TREE:
         tree = rows.tree
         columns = keys + (n * C.BLOCK_N - tree.first_key)

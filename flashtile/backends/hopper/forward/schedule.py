@@ -21,7 +21,8 @@ from triton.experimental.gluon import language as gl
 from flashtile.backends.hopper import pipeline
 from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.layouts import WARPGROUP_ROWS
-from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TAKEN, WorkTile, key_range, num_work_tiles
+from flashtile.backends.hopper.masking import key_range
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TAKEN, WorkTile, num_work_tiles
 
 
 class ForwardPointers(NamedTuple):
@@ -59,8 +60,8 @@ class ForwardSchedule(NamedTuple):
     total_q: Any
     batch_rows_k: Any
     """Rows from the start of one sequence of k to the next; read only if ``seqused_k`` shortens sequences."""
-    window_left: Any
-    window_right: Any
+    mask: Any
+    """A :class:`~flashtile.problems.masking.KernelMask`."""
     alibi_stride: Any
     """Elements from the slopes of one sequence to those of the next; 0 if all sequences share them."""
     kv_group: Any = 1
@@ -245,55 +246,45 @@ def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
 
 
 @gluon.jit
-def key_blocks(
-    first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):  # fmt: skip
+def key_blocks(C: gl.constexpr, first_row, last_row, seqlen_q, seqlen_k, mask):
     """Return (begin, end), the blocks of keys that at least one of the rows sees (:func:`key_range`).
 
     There is at least one block, so that prologue and epilogue need no case for none. If the rows see no key,
     the result is the block past the last key, which loads as zeros and is masked as a whole.
     """
-    begin, end, _, _ = key_range(first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
-    n_begin = begin // BLOCK_N
-    n_end = (end + BLOCK_N - 1) // BLOCK_N
-    behind = (seqlen_k + BLOCK_N - 1) // BLOCK_N
+    begin, end, _, _ = key_range(C, first_row, last_row, seqlen_q, seqlen_k, mask)
+    n_begin = begin // C.BLOCK_N
+    n_end = (end + C.BLOCK_N - 1) // C.BLOCK_N
+    behind = (seqlen_k + C.BLOCK_N - 1) // C.BLOCK_N
     none = begin >= end
     return behind if none else n_begin, behind + 1 if none else n_end
 
 
 @gluon.jit
-def own_blocks(
-    first_row, last_row, n_begin, n_end, seqlen_q, seqlen_k, left, right, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
+def own_blocks(C: gl.constexpr, first_row, last_row, n_begin, n_end, seqlen_q, seqlen_k, mask):
     """Return the blocks of keys that rows [first_row, last_row] see, as :class:`OwnBlocks`.
 
     They are limited to the blocks [n_begin, n_end) of the tile.
     """
-    begin, end, full_begin, full_end = key_range(
-        first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
-    )
+    begin, end, full_begin, full_end = key_range(C, first_row, last_row, seqlen_q, seqlen_k, mask)
     # At least one block, even for rows that see no key: the loops then need no case for it.
-    end = min(max((end + BLOCK_N - 1) // BLOCK_N, n_begin + 1), n_end)
-    begin = min(max(begin // BLOCK_N, n_begin), end - 1)
+    end = min(max((end + C.BLOCK_N - 1) // C.BLOCK_N, n_begin + 1), n_end)
+    begin = min(max(begin // C.BLOCK_N, n_begin), end - 1)
     # The last block is never full: the prologue of the loop masks it.
-    full_end = min(max(full_end // BLOCK_N, begin), end - 1)
-    full_begin = min(max((full_begin + BLOCK_N - 1) // BLOCK_N, begin), full_end)
+    full_end = min(max(full_end // C.BLOCK_N, begin), end - 1)
+    full_begin = min(max((full_begin + C.BLOCK_N - 1) // C.BLOCK_N, begin), full_end)
     return OwnBlocks(begin, end, full_begin, full_end)
 
 
 @gluon.jit
-def tile_blocks(C: gl.constexpr, work, block, left, right):
+def tile_blocks(C: gl.constexpr, work, block, mask):
     """Return (n_begin, n_end), the range of blocks of keys that a tile visits.
 
     The producer loads these blocks, and every consumer releases each of them.
     """
     first = block * (C.BLOCK_M // C.PACK)
     last = min(first + C.BLOCK_M // C.PACK, work.seqlen_q) - 1
-    return key_blocks(
-        first, last, work.seqlen_q, work.seqlen_k, left, right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N
-    )
+    return key_blocks(C, first, last, work.seqlen_q, work.seqlen_k, mask)
 
 
 @gluon.jit
@@ -304,20 +295,17 @@ def own_range(C: gl.constexpr, W: gl.constexpr, work, block, schedule):
     n_begin to n_end - 1 (:func:`tile_blocks`). ``own`` is the range that the rows of the warpgroup see, as
     :class:`OwnBlocks`.
     """
-    n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
+    n_begin, n_end = tile_blocks(C, work, block, schedule.mask)
     first = (block * C.BLOCK_M + W * WARPGROUP_ROWS) // C.PACK
     last = min(first + WARPGROUP_ROWS // C.PACK, work.seqlen_q) - 1
-    own = own_blocks(
-        first, last, n_begin, n_end, work.seqlen_q, work.seqlen_k, schedule.window_left,
-        schedule.window_right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
-    )  # fmt: skip
+    own = own_blocks(C, first, last, n_begin, n_end, work.seqlen_q, work.seqlen_k, schedule.mask)
     return first, last, n_begin, n_end, own
 
 
 @gluon.jit
 def whole_end(C: gl.constexpr, work, last, begin, end, schedule):
     """Return ``end``, or ``end`` - 1 if a warpgroup's rows see at most the first half of the last block."""
-    last_key = min(last + work.seqlen_k - work.seqlen_q + schedule.window_right, work.seqlen_k - 1)
+    last_key = min(last + work.seqlen_k - work.seqlen_q + schedule.mask.window_right, work.seqlen_k - 1)
     half = last_key < (end - 1) * C.BLOCK_N + C.BLOCK_N // 2 and end - 1 > begin
     # A block that is the only one stays whole, because attend_blocks needs one.
     return end - 1 if half else end

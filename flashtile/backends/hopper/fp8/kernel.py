@@ -238,7 +238,7 @@ def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
     q, k, v, v_rows = channels
     q_desc, k_desc, v_desc = descs
     schedule = call.schedule
-    n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
+    n_begin, n_end = tile_blocks(C, work, block, schedule.mask)
     for n in range(n_end - 1, n_begin - 1, -1):
         slot = k.acquire(i)
         mbarrier.expect(k.full.index(slot), k_desc.block_type.nbytes)

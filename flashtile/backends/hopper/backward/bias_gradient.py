@@ -64,18 +64,17 @@ from flashtile.backends.hopper.layouts import (
     count_products,
     product_of_rows,
 )
+from flashtile.backends.hopper.masking import hide_by_window
 from flashtile.backends.hopper.modifiers import own_sizes
 from flashtile.backends.hopper.pipeline import make_channel, make_ring
 from flashtile.problems.attention import Problem
-from flashtile.problems.common import UNLIMITED
+from flashtile.problems.masking import MaskConstants
 
 
 @dataclass(frozen=True)
-class BiasGradientVariant:
+class BiasGradientVariant(MaskConstants):
     """Compile-time parameters of the kernel of the bias's gradient."""
 
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
     SOFTCAP: bool
     HAS_SCORE_MOD: bool
     """Scores are more than raw products times a positive scale (``BackwardVariant``)."""
@@ -108,8 +107,8 @@ class BiasGradientSizes(NamedTuple):
     """Size of the bias in the batch dimension: 1 if all sequences share one bias."""
     bias_heads: Any
     """Size of the bias in the dimension of heads: 1 if all query heads share one bias."""
-    window_left: Any
-    window_right: Any
+    mask: Any
+    """A :class:`~flashtile.problems.masking.KernelMask`."""
     offset: Any
     """seqlen_k - seqlen_q."""
 
@@ -169,9 +168,9 @@ def find_tile(C: gl.constexpr, tile_index, sizes):
     # A tile that the mask hides has no terms; the consumer stores its zeros.
     position = row + sizes.offset
     if C.HAS_RIGHT:
-        rounds = gl.where(key > position + C.BLOCK_M - 1 + sizes.window_right, 0, rounds)
+        rounds = gl.where(key > position + C.BLOCK_M - 1 + sizes.mask.window_right, 0, rounds)
     if C.HAS_LEFT:
-        rounds = gl.where(key + C.BLOCK_N <= position - sizes.window_left, 0, rounds)
+        rounds = gl.where(key + C.BLOCK_N <= position - sizes.mask.window_left, 0, rounds)
     return BiasTile(rest // sizes.bias_heads, rest % sizes.bias_heads, row, key, rounds)
 
 
@@ -303,11 +302,7 @@ def hide(C: gl.constexpr, W: gl.constexpr, ds, tile, sizes, layout: gl.constexpr
     rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, layout))
     keys = gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(0, layout))[None, :]
     positions = rows + (tile.row + W * WARPGROUP_ROWS + sizes.offset - tile.key)
-    if C.HAS_RIGHT:
-        ds = gl.where(keys <= (positions + sizes.window_right)[:, None], ds, 0.0)
-    if C.HAS_LEFT:
-        ds = gl.where(keys >= (positions - sizes.window_left)[:, None], ds, 0.0)
-    return ds
+    return hide_by_window(C, ds, keys, positions, sizes.mask)
 
 
 # Blocks that the backward kernel skips, where it writes the gradient.
@@ -317,16 +312,14 @@ ZERO_BLOCK = 128
 """Rows and keys of a block that is zeroed; no block of the backward is larger."""
 
 
-@kernel(do_not_specialize=("seqlen_q", "row_blocks", "window_left", "window_right"))
+@kernel(do_not_specialize=("seqlen_q", "row_blocks", "mask"))
 def zero_hidden_kernel(
     dbias,
     seqlen_q,
     seqlen_k,
     row_blocks,
-    window_left,
-    window_right,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
+    mask,
+    C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write zeros to all blocks of ``dbias`` in which a mask hides scores.
@@ -343,12 +336,12 @@ def zero_hidden_kernel(
     key_blocks = tl.cdiv(seqlen_k, BLOCK)
     offset = seqlen_k - seqlen_q
     begin = 0
-    if HAS_LEFT:
-        hidden = tl.maximum(first + BLOCK - 1 + offset - window_left, 0)
+    if C.HAS_LEFT:
+        hidden = tl.maximum(first + BLOCK - 1 + offset - mask.window_left, 0)
         begin = tl.minimum(tl.cdiv(hidden, BLOCK), key_blocks)
         zero_blocks(dbias, rows, 0, begin, seqlen_q, seqlen_k, BLOCK)
-    if HAS_RIGHT:
-        end = tl.maximum(first + offset + window_right + 1, 0) // BLOCK
+    if C.HAS_RIGHT:
+        end = tl.maximum(first + offset + mask.window_right + 1, 0) // BLOCK
         zero_blocks(dbias, rows, tl.maximum(begin, end), key_blocks, seqlen_q, seqlen_k, BLOCK)
 
 
@@ -366,13 +359,13 @@ class ZeroHidden:
     """Launch that zeroes hidden blocks of contiguous gradients of one signature."""
 
     def __init__(self, problem: Problem) -> None:
-        left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+        mask = problem.for_kernels(problem.seqlen_q, problem.seqlen_k)
         row_blocks = triton.cdiv(problem.seqlen_q, ZERO_BLOCK)
         self._kernel = CachedLaunch(
             zero_hidden_kernel,
             problem.batch * problem.num_heads_q * row_blocks,
-            (problem.seqlen_q, problem.seqlen_k, row_blocks, left, right),
-            (left != UNLIMITED, right != UNLIMITED, ZERO_BLOCK),
+            (problem.seqlen_q, problem.seqlen_k, row_blocks, mask),
+            (MaskConstants(**mask.constants), ZERO_BLOCK),
             None,
         )
 
@@ -492,11 +485,9 @@ def gradient_variant_of(problem: Problem, has_score_mod: bool) -> BiasGradientVa
 
     ``has_score_mod`` is HAS_SCORE_MOD of the backward kernel's variant.
     """
-    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     columns = padded_columns(problem.head_dim)
     return BiasGradientVariant(
-        HAS_LEFT=left != UNLIMITED,
-        HAS_RIGHT=right != UNLIMITED,
+        **problem.for_kernels(problem.seqlen_q, problem.seqlen_k).constants,
         SOFTCAP=problem.softcap > 0,
         HAS_SCORE_MOD=has_score_mod,
         HEAD_DIM=problem.head_dim,
@@ -511,7 +502,6 @@ def gradient_variant_of(problem: Problem, has_score_mod: bool) -> BiasGradientVa
 
 def gradient_sizes(problem: Problem, variant: BiasGradientVariant, bias: Tensor) -> BiasGradientSizes:
     """Return the integer arguments of ``gradient_kernel``."""
-    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     batch, heads, rows, keys = bias.shape
     blocks = math.ceil(rows / variant.BLOCK_M), math.ceil(keys / variant.BLOCK_N)
     return BiasGradientSizes(
@@ -523,8 +513,7 @@ def gradient_sizes(problem: Problem, variant: BiasGradientVariant, bias: Tensor)
         group=problem.group_size,
         bias_batch=batch,
         bias_heads=heads,
-        window_left=left,
-        window_right=right,
+        mask=problem.for_kernels(problem.seqlen_q, problem.seqlen_k),
         offset=problem.seqlen_k - problem.seqlen_q,
     )
 

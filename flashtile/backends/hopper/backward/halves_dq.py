@@ -59,8 +59,9 @@ from flashtile.backends.hopper.layouts import (
     columns_of,
     zero_sums,
 )
+from flashtile.backends.hopper.masking import key_range
 from flashtile.backends.hopper.pipeline import make_channel, make_ring
-from flashtile.backends.hopper.work_tiles import key_range, slope_of
+from flashtile.backends.hopper.work_tiles import slope_of
 
 
 class HalvesTiles(NamedTuple):
@@ -138,7 +139,7 @@ def producer(C: gl.constexpr, tiles, descs, call):
 @gluon.jit
 def load_tile(C: gl.constexpr, tiles, descs, work, block, i, j, call):
     """Load all that the consumers need for one block of query rows; returns the new ``i``."""
-    n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
+    n_begin, n_end = tile_blocks(C, work, block, call.schedule.mask)
     # The right halves come first: ``scores`` reads them only for S, and ``gradients`` soon after for its dQ.
     # The left half of k waits for dQ of ``scores``, a step later.
     for n in range(n_end - 1, n_begin - 1, -1):
@@ -191,7 +192,7 @@ def score_tile(C: gl.constexpr, tiles, dq_desc, work, block, i, j, call):
     ``i`` counts the program's steps and ``j`` its blocks of rows. Returns the new ``i``.
     """
     # Prologue: S and P of the first step, which has no dS of a step before.
-    n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
+    n_begin, n_end = tile_blocks(C, work, block, call.schedule.mask)
     own = score_rows(C, work, block, call)
     COLUMNS: gl.constexpr = dq_desc.block_type.shape[-1]
     dq = gl.full([WARPGROUP_ROWS, COLUMNS], 0.0, gl.float32, accumulator_layout(COLUMNS))
@@ -218,10 +219,7 @@ def score_rows(C: gl.constexpr, work, block, call):
     schedule = call.schedule
     first = block * C.BLOCK_M
     last = min(first + C.BLOCK_M, work.seqlen_q) - 1
-    _, _, full_begin, full_end = key_range(
-        first, last, work.seqlen_q, work.seqlen_k, schedule.window_left, schedule.window_right, C.HAS_LEFT,
-        C.HAS_RIGHT,
-    )  # fmt: skip
+    _, _, full_begin, full_end = key_range(C, first, last, work.seqlen_q, work.seqlen_k, schedule.mask)
     row = rows_of_block(C, block)
     rows = mask_rows(C, work, row, slope_of(C, work, work.head, call.pointers, schedule), schedule)
     neg_lse = load_statistics(C, work, row, call).neg_lse
@@ -285,7 +283,7 @@ def finish_dq(i, dq, tiles):
 @gluon.jit
 def gradient_tile(C: gl.constexpr, tiles, dq_desc, work, block, i, j, call):
     """``gradients``: compute dS of 64 query rows and the right half of their dQ. Returns the new ``i``."""
-    n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
+    n_begin, n_end = tile_blocks(C, work, block, call.schedule.mask)
     neg_delta = load_statistics(C, work, rows_of_block(C, block), call).neg_delta
     COLUMNS: gl.constexpr = dq_desc.block_type.shape[-1]
     # The left half has 256 columns, and this one the rest, in steps of 64; none if head_dim is at most 256.

@@ -95,6 +95,7 @@ from flashtile.backends.hopper.layouts import (
     product_of_rows,
     store_part,
 )
+from flashtile.backends.hopper.masking import hide_by_window
 from flashtile.backends.hopper.modifiers import (
     Modifiers,
     drop,
@@ -740,11 +741,7 @@ def mask_keys(C: gl.constexpr, W: gl.constexpr, p, m, work, schedule, s_layout: 
         p = gl.where(seen | is_full, p, 0.0)
     if not C.EVEN_N:
         p = gl.where(keys < work.seqlen_k, p, 0.0)
-    if C.HAS_RIGHT:
-        p = gl.where(keys <= rows + schedule.window_right, p, 0.0)
-    if C.HAS_LEFT:
-        p = gl.where(keys >= rows - schedule.window_left, p, 0.0)
-    return p
+    return hide_by_window(C, p, keys, rows, schedule.mask)
 
 
 @gluon.jit

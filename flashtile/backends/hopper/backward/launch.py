@@ -65,7 +65,7 @@ from flashtile.backends.hopper.modifiers import (
 )
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TileTable
 from flashtile.problems.attention import OptionalTensors, Problem
-from flashtile.problems.common import LOG2_E, UNLIMITED
+from flashtile.problems.common import LOG2_E
 from flashtile.problems.masks import MAX_CAPTURED
 
 SMALLEST_SCALE = 1e-6
@@ -74,13 +74,13 @@ SMALLEST_SCALE = 1e-6
 
 def backward_variant(problem: Problem, config: BackwardConfig, bias: Tensor | None = None) -> BackwardVariant:
     """Return the variant that the kernels are compiled for."""
-    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    mask = problem.for_kernels(problem.seqlen_q, problem.seqlen_k)
     even = not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0
     # A causal mask hides the keys past the end from all rows. The steps of a block mask's list apply no mask.
-    even |= right == 0 and not has_lists(problem)
+    even |= mask.window_right == 0 and not has_lists(problem)
     block_d, block_dv = tile_widths(problem)
     flags = modifier_flags(problem, fixed=True)
-    masked = left != UNLIMITED or right != UNLIMITED or not even
+    masked = any(mask.constants.values()) or not even
     scaled = has_score_mod(problem) or problem.softmax_scale < SMALLEST_SCALE
     if problem.mods is not None:  # without a block mask, a block of it is one of the kernel
         size_q, size_kv = problem.mods.block_size or (config.BLOCK_M, config.BLOCK_N)
@@ -90,8 +90,7 @@ def backward_variant(problem: Problem, config: BackwardConfig, bias: Tensor | No
     return BackwardVariant(
         VARLEN=problem.varlen,
         SEQUSED=problem.seqused_k,
-        HAS_LEFT=left != UNLIMITED,
-        HAS_RIGHT=right != UNLIMITED,
+        **mask.constants,
         SOFTCAP=problem.softcap > 0,
         ALIBI=problem.alibi,
         HAS_SCORE_MOD=scaled,  # if not, scores are scaled products, which may start at -lse
@@ -150,7 +149,6 @@ def schedule_of(
     num_blocks = math.ceil(problem.seqlen_k / config.BLOCK_N)
     table = key_tile_table(problem, config.BLOCK_N)
     tiles = problem.batch * num_blocks if table is None else table.capacity
-    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     return BackwardSchedule(
         num_tiles=tiles * problem.num_heads_kv,
         num_blocks=num_blocks,
@@ -161,8 +159,7 @@ def schedule_of(
         seqlen_q=problem.seqlen_q,
         seqlen_k=problem.seqlen_k,
         batch_rows_k=rows_between_sequences(k),
-        window_left=left,
-        window_right=right,
+        mask=problem.for_kernels(problem.seqlen_q, problem.seqlen_k),
         alibi_stride=outer_stride(alibi_slopes),
         swizzle=swizzle,
         **modifier_integers(problem, bias),

@@ -30,8 +30,9 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.common import preprocess
 from flashtile.backends.hopper.compat import gluon
+from flashtile.backends.hopper.masking import key_range
 from flashtile.backends.hopper.modifiers import listed_rows, visited_block
-from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, WorkTile, key_range, num_work_tiles
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, WorkTile, num_work_tiles
 
 ROW_PAD = gl.constexpr(preprocess.ROW_PAD)
 
@@ -72,8 +73,8 @@ class BackwardSchedule(NamedTuple):
     seqlen_k: Any
     batch_rows_k: Any
     """Rows from the start of one sequence of k to the next; read only if ``seqused_k`` shortens sequences."""
-    window_left: Any
-    window_right: Any
+    mask: Any
+    """A :class:`~flashtile.problems.masking.KernelMask`."""
     alibi_stride: Any
     """Elements from the slopes of one sequence to those of the next; 0 if all sequences share them."""
     swizzle: Any
@@ -252,7 +253,7 @@ def sequence_of(C: gl.constexpr, head, block, pointers, schedule):
 
 
 @gluon.jit
-def row_blocks(C: gl.constexpr, work, left, right):
+def row_blocks(C: gl.constexpr, work, mask):
     """Return (begin, end, full_begin, full_end), bounds of the blocks of query rows of a work tile.
 
     Only rows of blocks [begin, end) see keys of the work tile. All rows of blocks [full_begin, full_end) see
@@ -262,7 +263,7 @@ def row_blocks(C: gl.constexpr, work, left, right):
     first = work.tile_in_head * C.BLOCK_N
     last = min(first + C.BLOCK_N, work.seqlen_k) - 1
     begin, end, full_begin, full_end = key_range(
-        first, last, work.seqlen_k, work.seqlen_q, right, left, C.HAS_RIGHT, C.HAS_LEFT
+        C, first, last, work.seqlen_k, work.seqlen_q, mask, MIRRORED=True
     )
     none = (begin >= end) | (first > last)
     begin = begin // C.BLOCK_M
@@ -283,7 +284,7 @@ def own_row_blocks(C: gl.constexpr, tile_index, work, schedule):
 
     If several work tiles divide the blocks of rows, [begin, end) is the share of this one.
     """
-    begin, end, full_begin, full_end = row_blocks(C, work, schedule.window_left, schedule.window_right)
+    begin, end, full_begin, full_end = row_blocks(C, work, schedule.mask)
     if C.SHARED:
         # [full_begin, full_end) stays that of all rows: step_order clamps it to the share.
         share = own_share(C, tile_index, schedule)
@@ -388,10 +389,7 @@ def dq_order(C: gl.constexpr, work, m, schedule):
     """
     first = m * C.BLOCK_M
     last = min(first + C.BLOCK_M, work.seqlen_q) - 1
-    _, end, _, _ = key_range(
-        first, last, work.seqlen_q, work.seqlen_k, schedule.window_left, schedule.window_right, C.HAS_LEFT,
-        C.HAS_RIGHT,
-    )  # fmt: skip
+    _, end, _, _ = key_range(C, first, last, work.seqlen_q, work.seqlen_k, schedule.mask)
     return (end - 1) // C.BLOCK_N - work.tile_in_head
 
 

@@ -75,7 +75,6 @@ from flashtile.backends.hopper.backward.schedule import (
     row_list,
 )
 from flashtile.backends.hopper.compat import async_load, gluon, reinterpret
-from flashtile.backends.hopper.forward.kernel import least
 from flashtile.backends.hopper.inline_asm import to_16_bit, to_fp32, wait_for_numbers
 from flashtile.backends.hopper.layouts import (
     WARPGROUP_ROWS,
@@ -458,7 +457,7 @@ def product_of_tiles(resident, ring, i, own, acc, HEAD_DIM: gl.constexpr):
             acc = product_of_rows(resting, moving, acc, HEAD_DIM - COLUMNS, False)
         moving = tile_of(ring.tiles.index(ring.wait(4 * i + 1 - write)))
         resting = tile_of(resident.index(1 - half + zero))
-        return product_of_rows(resting, moving, acc, least(HEAD_DIM, COLUMNS), HEAD_DIM > COLUMNS)
+        return product_of_rows(resting, moving, acc, min(HEAD_DIM, COLUMNS), HEAD_DIM > COLUMNS)
 
 
 @gluon.jit

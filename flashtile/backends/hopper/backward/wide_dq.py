@@ -66,9 +66,10 @@ from flashtile.backends.hopper.layouts import (
     product_of_rows,
     zero_sums,
 )
+from flashtile.backends.hopper.masking import key_range
 from flashtile.backends.hopper.modifiers import key_block, load_columns, modify_scores
 from flashtile.backends.hopper.pipeline import make_channel
-from flashtile.backends.hopper.work_tiles import key_range, slope_of
+from flashtile.backends.hopper.work_tiles import slope_of
 
 
 class DqPointers(NamedTuple):
@@ -212,19 +213,10 @@ def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work
     q, do, k, v = channels
     schedule, numbers = call.schedule, call.numbers
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
-    n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
+    n_begin, n_end = tile_blocks(C, work, block, schedule.mask)
     first = block * C.BLOCK_M + W * WARPGROUP_ROWS
     last = min(first + WARPGROUP_ROWS, work.seqlen_q) - 1
-    begin, end, full_begin, full_end = key_range(
-        first,
-        last,
-        work.seqlen_q,
-        work.seqlen_k,
-        schedule.window_left,
-        schedule.window_right,
-        C.HAS_LEFT,
-        C.HAS_RIGHT,
-    )
+    begin, end, full_begin, full_end = key_range(C, first, last, work.seqlen_q, work.seqlen_k, schedule.mask)
     # A warpgroup without rows, or whose rows see no key, visits no block and releases all. Its dQ is 0.
     some = (first <= last) & (begin < end)
     my_end = min((end + C.BLOCK_N - 1) // C.BLOCK_N, n_end) if some else n_end

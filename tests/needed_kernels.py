@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import flashtile
 from flashtile.backends.common.device import Target
-from flashtile.backends.common.first_calls import only_naming
-from flashtile.backends.common.handed_kernels import unpickled
+from flashtile.backends.common.first_calls import only_naming, unpickled
 from flashtile.backends.compat import compiling_driver
 from flashtile.compilation.compiling import _wanted
 from flashtile.engine.sampling_params import BeamSearchParams

@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashtile.backends.common.config import KernelConfig, TokenStrides, padded, token_strides
-from flashtile.backends.common.deferred import triton
-from flashtile.backends.common.jit import kernel
+from flashtile.backends.common.jit import kernel, triton
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tiles import Matrix, load_tile
 from flashtile.backends.portable.tiles import head_of, store_tile

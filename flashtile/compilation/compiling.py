@@ -145,8 +145,7 @@ def _wanted(
     calls: list[Source], targets: list[Target], progress: Progress = lambda *counts: None
 ) -> tuple[Wanted, list[Failure]]:
     """Return the kernels of calls, and a failure for each call without kernels."""
-    from flashtile.backends.common.first_calls import only_naming
-    from flashtile.backends.common.handed_kernels import pickled
+    from flashtile.backends.common.first_calls import only_naming, pickled
     from flashtile.backends.compat import compiling_driver
 
     wanted: Wanted = {}
@@ -196,7 +195,7 @@ def _results(
 
         def compiled(key: str, source: bytes) -> tuple[str, Any]:
             """Compile a kernel in the process of this thread. If it has died, a new one takes its place."""
-            from flashtile.backends.common.handed_kernels import opening, send, start_worker
+            from flashtile.backends.common.first_calls import opening, send, start_worker
 
             worker: Any = getattr(own, "worker", None)
             try:

@@ -16,9 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.device import capability
-from flashtile.backends.common.jit import kernel
+from flashtile.backends.common.jit import kernel, triton
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tiles import CAPABILITY, launch_dependents, wait_for_dependencies
 

@@ -11,8 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from flashtile.backends.common.deferred import triton
-from flashtile.backends.common.jit import kernel
+from flashtile.backends.common.jit import kernel, triton
 from flashtile.backends.common.launch import CachedLaunch, Launched
 
 NUM_WARPS = 16

@@ -16,7 +16,7 @@ of ranges, the reference, the CPU backend, and refusals by what supports only wi
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -203,3 +203,9 @@ CAUSAL = Masking(window_right=0)
 def positions(seqlen_q: int, seqlen_k: int) -> range:
     """Return the positions of the rows of a sequence, which are aligned with its last keys."""
     return range(seqlen_k - seqlen_q, seqlen_k)
+
+
+def split(extent: range, size: int) -> Iterator[range]:
+    """Split rows or keys into blocks of ``size``; the last one may be shorter."""
+    for start in range(extent.start, extent.stop, size):
+        yield range(start, min(start + size, extent.stop))

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flashtile
 from cases import BF16, FP16, FP32, FP64
 from decode_cases import DecodeCase, build
-from flashtile.backends.cpu.decode.attend import TILE_ELEMENTS, attend
+from flashtile.backends.cpu.decode import TILE_ELEMENTS, attend_tiles
 from flashtile.operators import decode as operators
 from flashtile.problems.decode import FP8, CacheTensors, DecodeOptions, DecodeProblem
 from flashtile.problems.masking import CAUSAL
@@ -169,7 +169,7 @@ def test_memory_does_not_grow_with_the_scores(paged):
         k_cache, tensors = k_cache.view(1, length, 1, 16), CacheTensors()
     problem = DecodeProblem.from_tensors(q, k_cache, k_cache, tensors, DecodeOptions(masking=CAUSAL))
     with Largest(k_cache) as largest:
-        attend(problem, q, k_cache, k_cache, tensors)
+        attend_tiles(problem, q, k_cache, k_cache, tensors)
     assert 4 * TILE_ELEMENTS / 2 < largest.nbytes <= 8 * TILE_ELEMENTS
 
 

@@ -27,7 +27,7 @@ pytest.importorskip("triton")
 if INTERPRETING:
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
-from flashtile.backends.common import compile_worker, handed_kernels, kernel_store
+from flashtile.backends.common import compile_worker, first_calls, kernel_store
 from flashtile.backends.common.device import Target
 from flashtile.backends.common.kernel_store import INDEX, VARIABLE, CompiledFolder, in_use, use_compiled
 from flashtile.backends.compat import compiling_driver
@@ -389,13 +389,13 @@ def test_a_kernel_is_not_whole_if_the_index_is_damaged(folder, tmp_path, damage)
 @pytest.fixture
 def started(monkeypatch):
     """The processes that compile."""
-    processes, start = [], handed_kernels.start_worker
+    processes, start = [], first_calls.start_worker
 
     def noted(*given):
         processes.append(start(*given))
         return processes[-1]
 
-    monkeypatch.setattr(handed_kernels, "start_worker", noted)
+    monkeypatch.setattr(first_calls, "start_worker", noted)
     return processes
 
 
@@ -447,7 +447,7 @@ def test_the_number_of_processes_that_compile(monkeypatch, cores, workers, count
 
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setattr(compiling, "ThreadPoolExecutor", Pool)
-    monkeypatch.setattr(handed_kernels, "start_worker", start_worker)
+    monkeypatch.setattr(first_calls, "start_worker", start_worker)
     found = dict(compiling._results({"a": b"kernel", "b": b"kernel"}, None, workers))
     assert found == dict.fromkeys("ab", "no process was started: no process")
     assert pools == [count]
@@ -456,7 +456,7 @@ def test_the_number_of_processes_that_compile(monkeypatch, cores, workers, count
 
 def test_a_compiler_that_dies_is_told(tmp_path, monkeypatch):
     (tmp_path / "compile_worker.py").write_text("import os\nos._exit(3)\n")
-    monkeypatch.setattr(handed_kernels, "__file__", str(tmp_path / "handed_kernels.py"))
+    monkeypatch.setattr(first_calls, "__file__", str(tmp_path / "first_calls.py"))
     done = compile_calls([APPEND], [H200, A100], tmp_path / "kernels", workers=1)
     assert done.kernels == 0
     assert ["its process has ended with code 3" in failure.reason for failure in done.failures] == [True] * 2

@@ -29,9 +29,9 @@ import triton
 from test_compilation import A100, APPEND, H200, compilations  # noqa: F401 - a fixture
 from triton.runtime import cache as triton_cache
 
-from flashtile.backends.common import compile_worker, first_calls, handed_kernels, jit, kernel_store
+from flashtile.backends.common import compile_worker, first_calls, jit, kernel_store
 from flashtile.backends.common.device import compiling_for
-from flashtile.backends.common.handed_kernels import KernelLock, opening, pickled, send, start_worker
+from flashtile.backends.common.first_calls import KernelLock, opening, pickled, send, start_worker
 from flashtile.backends.common.launch import recording
 from flashtile.backends.compat import compiling_driver
 from flashtile.compilation.calls import Call, Signature, calls_of
@@ -101,7 +101,7 @@ def test_the_other_kernels_of_a_call_compile_in_a_process(started, compilations,
 @pytest.mark.compile
 def test_a_kernel_is_compiled_here_if_its_process_dies(started, compilations, monkeypatch, tmp_path):  # noqa: F811
     (tmp_path / "compile_worker.py").write_text("import os\nos._exit(1)\n")
-    monkeypatch.setattr(handed_kernels, "__file__", str(tmp_path / "handed_kernels.py"))
+    monkeypatch.setattr(first_calls, "__file__", str(tmp_path / "first_calls.py"))
     kernels = compile_both(launch_of(APPEND), launch_of(COPY))
     assert [process.wait() for process in started] == [1]
     assert [src.name for src, *_ in compilations] == [kernel.src.name for kernel in kernels]
@@ -162,7 +162,7 @@ def test_kernels_that_wait_for_their_process_are_not_locked(started, monkeypatch
     """Also if a process was forked while they were locked, whose descriptors are copies."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "compile_worker.py").write_text("import os\nos._exit(1)\n")
-    monkeypatch.setattr(handed_kernels, "__file__", str(tmp_path / "handed_kernels.py"))
+    monkeypatch.setattr(first_calls, "__file__", str(tmp_path / "first_calls.py"))
     keys, copies = [], []
     hand = first_calls._hand
 
@@ -221,7 +221,7 @@ def test_users_who_share_a_cache_share_its_locks(cache, umask, mode):
 
 
 def test_nobody_waits_for_ever(cache, monkeypatch):
-    monkeypatch.setattr(handed_kernels, "LONGEST_WAIT", 0.0)
+    monkeypatch.setattr(first_calls, "LONGEST_WAIT", 0.0)
     lock = KernelLock("kernel")
     assert lock.acquire()
     with first_calls.alone("kernel", None):
@@ -355,7 +355,7 @@ KEYS = """
 import pickle, runpy, sys
 *program, _, given = pickle.load(sys.stdin.buffer)
 runpy.run_path(sys.argv[1])["without_torch"](*program)
-from flashtile.backends.common.handed_kernels import unpickled
+from flashtile.backends.common.first_calls import unpickled
 from flashtile.backends.common.kernel_store import key_in_folders
 found = [key_in_folders(*unpickled(source)) for source in given]
 import torch
@@ -390,8 +390,7 @@ import hashlib, pickle, runpy, sys
 *program, _, given = pickle.load(sys.stdin.buffer)
 runpy.run_path(sys.argv[1])["without_torch"](*program)
 import triton
-from flashtile.backends.common.handed_kernels import unpickled
-from flashtile.backends.common.first_calls import load_or_compile
+from flashtile.backends.common.first_calls import load_or_compile, unpickled
 compile_, compiled = triton.compile, []
 triton.compile = lambda src, **more: compiled.append(src) or compile_(src, **more)
 kernel = load_or_compile(*unpickled(given))

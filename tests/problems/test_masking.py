@@ -7,8 +7,7 @@ import itertools
 import pytest
 import torch
 
-from flashtile.backends.cpu.blocks import split
-from flashtile.problems.masking import BEYOND_WINDOW, CAUSAL, RANGES, Masking, positions
+from flashtile.problems.masking import BEYOND_WINDOW, CAUSAL, RANGES, Masking, positions, split
 from fuzz.oracle import seen_by
 from walk import walk
 

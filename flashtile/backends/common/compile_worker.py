@@ -1,4 +1,4 @@
-"""Process that compiles kernels (``handed_kernels.start_worker``). It imports no torch, which takes seconds.
+"""Process that compiles kernels (``first_calls.start_worker``). It imports no torch, which takes seconds.
 
 An empty class stands for each name of torch that flashtile's modules use. Kernels do not depend on these
 classes: a kernel is compiled only if its key is the same as in the program, which has torch.
@@ -110,7 +110,7 @@ def compile_handed(key: str, source: bytes, descriptor: int | None) -> None:
             the kernel itself.
     """
     from flashtile.backends.common import kernel_store
-    from flashtile.backends.common.handed_kernels import KernelLock, unpickled
+    from flashtile.backends.common.first_calls import KernelLock, unpickled
 
     lock = KernelLock(key, descriptor)
     if descriptor is None and not lock.acquire():
@@ -135,8 +135,7 @@ def compile_into(key: str, source: bytes, folder: str | None) -> dict[str, str]:
     """
     from triton import knobs
 
-    from flashtile.backends.common.first_calls import load_or_compile
-    from flashtile.backends.common.handed_kernels import unpickled
+    from flashtile.backends.common.first_calls import load_or_compile, unpickled
     from flashtile.backends.common.kernel_store import key_in_folders, write_kernel
 
     kernel = unpickled(source)

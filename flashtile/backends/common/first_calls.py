@@ -1,25 +1,41 @@
 """Kernels that a launch needs: found on disk, or compiled, for a first call in several processes at once.
 
-When the first kernel of a call must be compiled, the call is repeated on torch's "meta" device, with the
-backward pass that will follow, to find its other kernels. New processes compile these kernels into Triton's
-cache (``compile_worker.py``), while the program compiles the first. It then finds the others in the cache,
-and waits for those that are not ready.
+The story of a first call, whose kernels have not been compiled before:
 
-Each kernel has a lock, a file in Triton's cache, which a process holds while it compiles the kernel. So if
-several programs need a kernel at the same time, only one compiles it. If its process ends without a result,
-the lock is free, and a process that waits for it compiles the kernel.
+1. Triton needs the first kernel, and calls :func:`load_or_compile`. Neither a folder of compiled kernels nor
+   Triton's cache has it (``kernel_store``).
+2. The program takes the *lock* of this kernel (:class:`KernelLock`, :func:`alone`), a file in Triton's cache
+   that one process holds while it compiles the kernel. So if several programs need a kernel at the same time,
+   only one compiles it. If its process ends without a result, the lock is free, and a process that waits for
+   it compiles the kernel.
+3. The call is *repeated* on torch's "meta" device, with the backward pass that will follow
+   (``problems/newest.py``). Its launches are recorded, and each is followed up to the point where Triton
+   would compile (:func:`only_naming`). This gives the other kernels of the call (:func:`_missing`).
+4. Their sources are *pickled*, with JIT functions as names, and *handed* to new processes with their locks
+   (:func:`_start`). A process (``compile_worker.py``) imports flashtile with an empty torch, and compares the
+   *key* of each kernel with the program's. If they are equal, it compiles the kernel into Triton's cache.
+5. Meanwhile the program compiles the first kernel. It then finds the others in the cache, and waits at their
+   locks for those that are not ready.
+
+A failure in 3 or 4 costs only time: the program then compiles the kernels itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import io
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextvars import ContextVar
+from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +44,8 @@ from triton import knobs
 
 from flashtile.backends.common import kernel_store
 from flashtile.backends.common.device import Target, compiling_for, multiprocessors
-from flashtile.backends.common.handed_kernels import KernelLock, opening, pickled, send, start_worker
 from flashtile.backends.common.launch import recording
+from flashtile.backends.compat import JITCallable
 from flashtile.hardware.machine import usable_cores
 from flashtile.problems.newest import newest_call
 
@@ -45,6 +61,12 @@ ANNOUNCED_AFTER = 2.0
 """Seconds of compilation after which a line says what is compiled."""
 QUIET = "FLASHTILE_QUIET"
 """Environment variable: 1 hides the line that says what is compiled."""
+LONGEST_WAIT = 300.0
+"""Seconds after which a process compiles a kernel though another process holds the kernel's lock. While 50
+programs start on two cores, one compilation takes more than a minute."""
+
+POLLED_EVERY = 0.005
+"""Seconds between two attempts to lock a kernel."""
 
 logger = logging.getLogger("flashtile.kernels")
 
@@ -95,6 +117,38 @@ _named: ContextVar[dict[str, tuple[Any, Any, Any]] | None] = ContextVar("named_k
 
 
 @contextlib.contextmanager
+def _announced(name: str) -> Iterator[None]:
+    """Print a line to a terminal if a kernel compiles for longer than ANNOUNCED_AFTER."""
+    if os.environ.get(QUIET) == "1" or not _has_terminal():
+        yield
+        return
+    line = f"flashtile: compiling {name}; `flashtile compile` does it ahead of time ({QUIET}=1 hides this)"
+    timer = threading.Timer(ANNOUNCED_AFTER, print, (line,), {"file": sys.stderr})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _has_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # None in a program that was started without stderr, or closed
+        return False
+
+
+def _is_observed() -> bool:
+    """Whether a setting or a hook of Triton requires that ``triton.compile`` is called for every kernel."""
+    return bool(
+        knobs.compilation.always_compile
+        or knobs.compilation.listener is not None
+        or knobs.runtime.add_stages_inspection_hook is not None
+    )
+
+
+@contextlib.contextmanager
 def alone(key: str, target: Any) -> Iterator[None]:
     """Hold the lock of a kernel inside the context, and start processes for the other kernels of its call.
 
@@ -114,6 +168,60 @@ def alone(key: str, target: Any) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+class KernelLock:
+    """Lock of a kernel: a file in Triton's cache that one process locks. It is freed if that process ends.
+
+    Attributes:
+        descriptor: file descriptor of the locked file, or None if the lock is not held. A process that
+            inherits the descriptor also holds the lock.
+    """
+
+    def __init__(self, key: str, descriptor: int | None = None) -> None:
+        self.key, self.descriptor = key, descriptor
+
+    def acquire(self) -> bool:
+        """Try to take the lock, without waiting. Return whether this process holds it now.
+
+        Raises:
+            ImportError, OSError: this system has no such locks, or the cache cannot be written.
+        """
+        import fcntl  # Windows does not have it
+
+        path = Path(knobs.cache.dir) / "flashtile_locks" / self.key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # less the umask, as all files of the cache
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self.descriptor = descriptor
+        return True
+
+    def wait(self) -> None:
+        """Wait until this process holds the lock, but not longer than LONGEST_WAIT."""
+        end = time.monotonic() + LONGEST_WAIT
+        while time.monotonic() < end and not self.acquire():
+            time.sleep(POLLED_EVERY)
+
+    def release(self) -> None:
+        """Free the lock, even if another process has inherited it."""
+        if self.descriptor is not None:
+            import fcntl
+
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # a process forked meanwhile has a copy
+            self.close()
+
+    def close(self) -> None:
+        """Close the descriptor. A process that has inherited it still holds the lock."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
 
 
 def _start(target: Any) -> None:
@@ -194,33 +302,89 @@ def _attend(process: subprocess.Popen, tasks: list[tuple]) -> None:
     process.wait()
 
 
-@contextlib.contextmanager
-def _announced(name: str) -> Iterator[None]:
-    """Print a line to a terminal if a kernel compiles for longer than ANNOUNCED_AFTER."""
-    if os.environ.get(QUIET) == "1" or not _has_terminal():
-        yield
-        return
-    line = f"flashtile: compiling {name}; `flashtile compile` does it ahead of time ({QUIET}=1 hides this)"
-    timer = threading.Timer(ANNOUNCED_AFTER, print, (line,), {"file": sys.stderr})
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def start_worker(
+    environment: dict[str, str], inherited: tuple[int, ...] = (), stderr: int | None = None
+) -> subprocess.Popen:
+    """Start a process that compiles kernels.
+
+    Messages go to it by :func:`send`: first :func:`opening`, then tasks, and None to end it. It also ends
+    when its stdin is closed. A task is a name in ``compile_worker.TASKS`` with the function's arguments. For
+    each task, stdout has a pickled answer: the function's result, or the text of its error.
+
+    Args:
+        environment: environment variables to add to those of this process.
+        inherited: file descriptors that the process inherits.
+        stderr: as in ``Popen``. What compilers print goes there.
+    """
+    return subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("compile_worker.py"))], pass_fds=inherited,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env={**os.environ, **environment},
+    )  # fmt: skip
 
 
-def _has_terminal() -> bool:
-    try:
-        return sys.stderr.isatty()
-    except (AttributeError, ValueError):  # None in a program that was started without stderr, or closed
-        return False
+def opening(longest_hashing: float = 0.0) -> tuple:
+    """Return the first message for a process that compiles kernels.
+
+    ``longest_hashing``: seconds that it waits for the stored digest of Triton's installation, before it
+    computes the digest itself.
+    """
+    paths = [path for path in sys.path if isinstance(path, str)]
+    return paths, str(Path(__file__).parents[2]), longest_hashing
 
 
-def _is_observed() -> bool:
-    """Whether a setting or a hook of Triton requires that ``triton.compile`` is called for every kernel."""
-    return bool(
-        knobs.compilation.always_compile
-        or knobs.compilation.listener is not None
-        or knobs.runtime.add_stages_inspection_hook is not None
-    )
+def send(process: subprocess.Popen, *messages: Any) -> None:
+    """Send messages to a process that compiles kernels.
+
+    Raises:
+        OSError: the process has ended.
+    """
+    assert process.stdin is not None
+    for message in messages:
+        pickle.dump(message, process.stdin)
+    process.stdin.flush()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickler that writes a JIT function of flashtile or Triton as its module and name.
+
+    A function that flashtile has generated is written as its source text. Other JIT functions raise a
+    PicklingError.
+    """
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, JITCallable):
+            return None
+        function = obj.fn
+        module, name = function.__module__, function.__qualname__
+        if function.__code__.co_filename.startswith("<flashtile "):
+            return module, "", obj.src
+        if not module.startswith(("flashtile.", "triton.")) or _imported(module, name) is not obj:
+            raise pickle.PicklingError(f"{module}.{name} cannot be imported")
+        return module, name, ""
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, pid: Any) -> Any:
+        module, name, text = pid
+        return _imported(module, name) if name else _imported(module, "function_of")(text)
+
+
+def _imported(module: str, name: str) -> Any:
+    return reduce(getattr, name.split("."), importlib.import_module(module))
+
+
+def pickled(source: tuple[Any, Any, dict]) -> bytes:
+    """Return the source, target and options of a kernel as bytes.
+
+    Raises:
+        pickle.PicklingError: the kernel has a function that another process cannot import.
+    """
+    file = io.BytesIO()
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(source)
+    return file.getvalue()
+
+
+def unpickled(source: bytes) -> tuple[Any, Any, dict]:
+    """Return what :func:`pickled` was given."""
+    found: tuple[Any, Any, dict] = _Unpickler(io.BytesIO(source)).load()
+    return found

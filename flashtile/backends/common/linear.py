@@ -21,7 +21,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from flashtile.backends.common.deferred import triton
+from flashtile.backends.common.jit import triton
 from flashtile.problems import linear as kinds
 from flashtile.problems.linear import LinearProblem
 

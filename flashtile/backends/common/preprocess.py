@@ -21,8 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashtile.backends.common.config import padded
-from flashtile.backends.common.deferred import triton
-from flashtile.backends.common.jit import kernel
+from flashtile.backends.common.jit import kernel, triton
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tiles import LOG2_E, Matrix, load_tile, row_of_head, row_of_token, sequence
 from flashtile.problems.attention import OptionalTensors, Problem

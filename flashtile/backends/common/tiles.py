@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from flashtile.backends.common.deferred import triton
+from flashtile.backends.common.jit import triton
 from flashtile.problems import common, fp8_layout
 
 LOG2_E = tl.constexpr(common.LOG2_E)

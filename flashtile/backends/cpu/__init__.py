@@ -1,21 +1,29 @@
-"""CPU backend: torch's flash kernel if it covers the call, otherwise a tiled online softmax in torch."""
+"""CPU backend: torch's flash kernel if it covers the call, otherwise a tiled online softmax in torch.
+
+A call is split into dense calls where it has to be (``parts``), and each of them goes to torch's kernel
+(``flash``) or to tiles (``tiled``, with score and mask functions ``functions``), as ``config`` decides. Sinks
+are added to the finished result.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from flashtile.backends.cpu import fused, parts, sink, tiled
+from flashtile.backends.cpu import flash, parts, tiled
 from flashtile.backends.cpu.config import Config, Fused, Tiled
 from flashtile.backends.cpu.config import configure as configure_forward
 from flashtile.backends.cpu.functions import optional_inputs
 from flashtile.backends.cpu.parts import OptionalInputs
-from flashtile.backends.cpu.precision import with_exact_products
 from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.reference.attention import sink_gradient
+from flashtile.torch_private import matmul_precision, set_matmul_precision
 
 __all__ = [
     "NAME",
@@ -25,16 +33,18 @@ __all__ = [
     "prepare_backward",
     "prepare_forward",
     "reason_against",
+    "with_exact_products",
 ]
 
 NAME = "cpu"
+EXACT = "ieee"
 configure_backward = configure_forward
 
 
-def reason_against(problem: Problem, explicit: bool) -> str | None:
-    """Why this backend does not serve the problem; None if it does."""
+def reason_against(problem: Any, explicit: bool) -> str | None:
+    """Why this backend does not serve a problem of any operation; None if it does."""
     if problem.device.type != "cpu":
-        return f"it computes on the CPU, q is on {problem.device}"
+        return f"it computes on the CPU, the tensors are on {problem.device}"
     return None
 
 
@@ -48,7 +58,7 @@ def prepare_forward(problem: Problem, config: Config) -> Any:
 
     def launch(q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors) -> tuple[Tensor, Tensor]:
         out, lse = attend(q, k, v, extras)
-        sink.join(out, lse, extras)
+        _join_sink(out, lse, extras)
         return out, lse
 
     return launch
@@ -58,14 +68,14 @@ def _prepare_attend(problem: Problem, config: Config) -> Any:
     """Return a function ``(q, k, v, extras) -> (out, lse)`` that ignores the sink."""
 
     def dense(own: Problem, q: Tensor, k: Tensor, v: Tensor, optional: OptionalInputs) -> Any:
-        chosen = config.backward_lse if optional.masks else config.forward
+        chosen = config.backward_lse if optional.masks else config.forward  # a part may need a mask
         return _module(chosen).forward(own, chosen, q, k, v, optional)
 
     parts_of = _parts_of(problem, config)
     if parts_of is not None:
         return partial(parts.forward, dense, parts_of, problem)
     if isinstance(config.forward, Fused):
-        return fused.prepare_dense_forward(problem, config.forward)
+        return flash.prepare_dense_forward(problem, config.forward)  # decides once, as most calls come here
     return lambda q, k, v, extras: dense(problem, q, k, v, optional_inputs(problem, extras))
 
 
@@ -74,6 +84,30 @@ def _parts_of(problem: Problem, config: Config) -> Any:
     if parts.has_only_padding(problem) and isinstance(config.forward, Fused):
         return parts.without_padding
     return parts.sequences if problem.varlen or problem.seqused_q or problem.seqused_k else None
+
+
+def _join_sink(out: Tensor, lse: Tensor, extras: OptionalTensors) -> None:
+    """Add the sink to out (..., heads, head_dim) and lse (..., heads, rows), in place.
+
+    A sink is one score per head without a value: ``lse' = log(exp(lse) + exp(sink))`` and
+    ``out' = out exp(lse - lse')``. In terms of out' and lse', the gradients of q, k and v have the same form
+    as without a sink, so neither kernel needs to know of it. Rows that belong to no sequence or are unused
+    have no sink: out stays 0 and lse stays -inf.
+    """
+    assert extras.sink is not None
+    joined = torch.logaddexp(lse, extras.sink.to(lse.dtype)[:, None])
+    used, offsets = extras.seqused_q, extras.cu_seqlens_q
+    if used is not None or offsets is not None:
+        rows = torch.arange(lse.shape[-1], device="cpu")
+        if offsets is None:
+            unused = (rows >= used[:, None])[:, None]
+        else:
+            ends = offsets[1:] if used is None else offsets[:-1] + used
+            unused = ~((rows >= offsets[:-1, None]) & (rows < ends[:, None])).any(0)
+        joined.masked_fill_(unused, -torch.inf)
+    weight = torch.exp(lse - joined).masked_fill_(joined == -torch.inf, 0.0)
+    out *= weight.mT[..., None]
+    lse.copy_(joined)
 
 
 def prepare_backward(problem: Problem, config: Config) -> Any:
@@ -87,6 +121,7 @@ def prepare_backward(problem: Problem, config: Config) -> Any:
 
     def dense(own: Problem, dout: Tensor, dlse: Tensor | None, *tensors: Any) -> Any:
         *_, optional = tensors
+        # torch's kernel has no argument for the gradient of lse.
         chosen = config.backward if dlse is None and not optional.masks else config.backward_lse
         return _module(chosen).backward(own, chosen, dout, dlse, *tensors)
 
@@ -114,7 +149,11 @@ def _widened(problem: Problem) -> tuple[Problem, Config]:
 
 
 def _wide(launch: Any) -> Any:
-    """Return ``launch`` with all tensors before ``extras`` cast to float32, so that results are float32."""
+    """Return ``launch`` with all tensors before ``extras`` cast to float32, so that results are float32.
+
+    Partial results are merged later. If they were rounded to 16 bits before, the merged one would be rounded
+    twice.
+    """
 
     def widened(*arguments: Any) -> Any:
         *tensors, extras = arguments
@@ -124,4 +163,36 @@ def _wide(launch: Any) -> Any:
 
 
 def _module(config: Fused | Tiled) -> Any:
-    return fused if isinstance(config, Fused) else tiled
+    return flash if isinstance(config, Fused) else tiled
+
+
+_lock = threading.Lock()
+_running = 0
+_before = EXACT
+
+
+def with_exact_products(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``launch``, run with exact products of float32. The setting of the process is restored after it.
+
+    ``torch.set_float32_matmul_precision("medium")`` rounds the factors of such products to bfloat16. They
+    also occur in calls of 16-bit tensors, whose bounds of error assume exact factors. Threads share the
+    setting, so the last of the launches that run at the same time restores it.
+    """
+
+    def run(*arguments: Any) -> Any:
+        global _running, _before
+        with _lock:  # setting it costs more than asking, so most calls only ask
+            if _running == 0:
+                _before = matmul_precision()
+                if _before != EXACT:
+                    set_matmul_precision(EXACT)
+            _running += 1
+        try:
+            return launch(*arguments)
+        finally:
+            with _lock:
+                _running -= 1
+                if _running == 0 and _before != EXACT:
+                    set_matmul_precision(_before)
+
+    return run

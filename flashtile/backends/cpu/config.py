@@ -64,13 +64,10 @@ def configure(problem: Problem) -> Config:
     If sequences are packed, the problem's lengths are those of the longest sequence.
     """
     tiled = tiled_config(problem)
-    masked = problem.mask or problem.bias or problem.dropout_p > 0 or problem.beyond_window is not None
-    masked = (
-        masked
-        or problem.mods is not None
-        or (problem.key_padding_mask and not parts.has_only_padding(problem))
-    )
-    if masked or not _fused_covers(problem):
+    # What torch's kernel lacks, or takes only as one tensor of all scores.
+    per_score = problem.mask or problem.bias or problem.dropout_p > 0 or problem.mods is not None
+    padded = problem.key_padding_mask and not parts.has_only_padding(problem)
+    if per_score or padded or problem.beyond_window is not None or not _fused_covers(problem):
         return Config(tiled, tiled, tiled)
     return Config(Fused(_forward_dtype(problem)), Fused(_backward_dtype(problem)), tiled)
 
@@ -121,7 +118,11 @@ def _backward_dtype(problem: Problem) -> torch.dtype:
 
 
 def _product_dtype(problem: Problem | DecodeProblem) -> torch.dtype:
-    """Return the inputs' dtype, or float32 if 16 bits are slow on this processor or too coarse for ALiBi."""
+    """Return the inputs' dtype, or float32 if 16 bits are slow on this processor or too coarse for ALiBi.
+
+    ALiBi is a bias in the dtype of computation, and a slope times a distance of thousands of keys has more
+    than the 8 or 11 bits of a 16-bit mantissa.
+    """
     if problem.dtype == problem.lse_dtype or problem.alibi or not _multiplies_fast(problem.dtype):
         return problem.lse_dtype
     return problem.dtype
@@ -135,6 +136,11 @@ def _multiplies_fast(dtype: torch.dtype) -> bool:
 
 
 def tiled_config(problem: Problem) -> Tiled:
+    """Return tiles of at most 256 rows and 512 keys, and as many heads as fill TILE_ELEMENTS.
+
+    Short calls get short tiles, and thereby more heads in one batched product. Only the size of a tile
+    was measured, not its sides.
+    """
     BLOCK_N = min(512, max(problem.seqlen_k, 1))
     BLOCK_M = min(256, max(problem.seqlen_q * problem.group_size, 1))
     TILE_HEADS = max(1, TILE_ELEMENTS // (BLOCK_M * BLOCK_N))

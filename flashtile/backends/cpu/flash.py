@@ -1,15 +1,32 @@
-"""torch's flash kernel for the CPU in this library's layout, on transposed views of q, k, v and out.
+"""Attention by torch's flash kernel for the CPU: one call, or one per block of rows where it lacks the mask.
 
-The kernel's causal mask is aligned to the top left. This equals bottom-right alignment only if there are as
-many queries as keys.
+Why this kernel: the two products alone take 0.37 of standard attention's time, it takes 0.44, and the best
+loop of torch functions takes 0.55 (one Zen 4 core, fp32, S 4096; benchmarks/results/experiments/cpu.json).
+Why torch's private function: ``scaled_dot_product_attention`` runs the same kernel, but returns no lse.
+
+The kernel has one mask, causal, which is aligned to the top left. This equals bottom-right alignment only if
+there are as many queries as keys. For other masks by position and for ALiBi, each block of rows attends to
+the keys within its window, with a bias (BLOCK_M, keys): minus the ALiBi slope times the distance, or -inf for
+hidden scores. This bias is constant along diagonals. So the biases of all blocks are views of one table,
+whose columns are the distances from a block's first row.
+
+First comes what a call does (:func:`forward`, :func:`backward`), then its blocks, then the kernel in this
+library's layout.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.blocks import split
+from flashtile.backends.cpu.config import Fused
+from flashtile.backends.cpu.parts import OptionalInputs
+from flashtile.problems.attention import Problem
+from flashtile.problems.common import UNLIMITED
+from flashtile.problems.masking import Masking, positions, split
 from flashtile.torch_private import cpu_flash_backward, cpu_flash_forward
 
 CONVERTED_ELEMENTS = 2 * 1024 * 1024
@@ -18,6 +35,162 @@ memory, which makes one bfloat16 query over 4096 keys 3x as fast (Zen 4)."""
 
 NARROW_TILE = 64
 """At least twice the elements of a vector register. Rows that see as many keys never lose NaN."""
+
+
+def prepare_dense_forward(problem: Problem, config: Fused) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return a function ``(q, k, v, extras) -> (out, lse)`` for tensors with the lengths of ``problem``.
+
+    Decisions that depend on the lengths are made here, not in each call.
+    """
+    causal = _kernel_mask(problem, problem.batch, problem.seqlen_q, problem.seqlen_k)
+    if causal is None or (problem.seqlen_q == 1 and problem.group_size > 1):
+        return lambda q, k, v, extras: forward(problem, config, q, k, v, OptionalInputs.of(problem, extras))
+    dtype, scale = config.compute_dtype, problem.softmax_scale
+    return lambda q, k, v, extras: attend(dtype, q, k, v, causal, scale)
+
+
+def forward(
+    problem: Problem, config: Fused, q: Tensor, k: Tensor, v: Tensor, optional: OptionalInputs
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse); q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, ...)."""
+    dtype, scale, group = config.compute_dtype, problem.softmax_scale, problem.group_size
+    causal = _kernel_mask(problem, q.shape[0], q.shape[1], k.shape[1])
+    if causal is not None and q.shape[1] == 1 and group > 1:
+        # The kernel would read the keys once for each query head. As queries of one head, the query heads of
+        # a group read them once.
+        by_groups = q[:, 0].unflatten(1, (-1, group)).transpose(1, 2)
+        out, lse = attend(dtype, by_groups, k, v, False, scale)
+        return out.transpose(1, 2).reshape(q.shape).detach(), lse.flatten(1)[:, :, None].detach()
+    if causal is not None:
+        return attend(dtype, q, k, v, causal, scale)
+    out = q.new_zeros(q.shape)
+    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=problem.lse_dtype)
+    for block in _blocks(problem, config, q, k, optional.alibi_slopes):
+        out[block.queries], lse[block.statistics] = attend(
+            dtype, q[block.queries], k[block.keys], v[block.keys], False, scale, block.bias
+        )
+    return out, lse
+
+
+def backward(
+    problem: Problem,
+    config: Fused,
+    dout: Tensor,
+    dlse: None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    optional: OptionalInputs,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv), contiguous, from the gradient of out."""
+    dtype, scale = config.compute_dtype, problem.softmax_scale
+    causal = _kernel_mask(problem, q.shape[0], q.shape[1], k.shape[1])
+    if causal is not None:
+        dq, dk, dv = differentiate(dtype, dout, q, k, v, out, lse, causal, scale)
+        if q.dtype == dtype == dk.dtype:
+            return dq, dk, dv
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    dq = q.new_zeros(q.shape)
+    # A key gets a term from each block of rows that sees it, so the sum needs at least float32.
+    dk, dv = (t.new_zeros(t.shape, dtype=problem.lse_dtype) for t in (k, v))
+    for block in _blocks(problem, config, q, k, optional.alibi_slopes):
+        rows, keys = block.queries, block.keys
+        tensors = dout[rows], q[rows], k[keys], v[keys], out[rows], lse[block.statistics]
+        dq[rows], dk_term, dv_term = differentiate(dtype, *tensors, False, scale, block.bias)
+        dk[keys] += dk_term
+        dv[keys] += dv_term
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _kernel_mask(problem: Problem, batch: int, seqlen_q: int, seqlen_k: int) -> bool | None:
+    """Return the kernel's ``is_causal``; None if a length is 0 or the kernel does not support the mask."""
+    if problem.alibi or batch == 0 or seqlen_q == 0 or seqlen_k == 0:
+        return None
+    left, right = problem.effective_window(seqlen_q, seqlen_k)
+    if left != UNLIMITED:
+        return None
+    if right == UNLIMITED:
+        return False
+    return True if right == 0 and seqlen_q == seqlen_k else None
+
+
+class _Block(NamedTuple):
+    """Indices of one call of the kernel, and its bias (1, heads or 1, rows, keys).
+
+    The bias is None if the call needs no bias.
+    """
+
+    queries: tuple[slice, slice, slice]  # into q and out
+    keys: tuple[slice, slice, slice]  # into k and v
+    statistics: tuple[slice, slice, slice]  # into lse
+    bias: Tensor | None
+
+
+def _blocks(
+    problem: Problem, config: Fused, q: Tensor, k: Tensor, alibi_slopes: Tensor | None
+) -> Iterator[_Block]:
+    """Yield the calls of the kernel that compute all rows which see a key."""
+    batch, seqlen_q = q.shape[:2]
+    seqlen_k = k.shape[1]
+    masking: Masking = problem
+    offset = seqlen_k - seqlen_q
+    own = masking.row_range(positions(seqlen_q, seqlen_k), range(seqlen_k))
+    all_rows = range(own.start - offset, own.stop - offset)
+    if not all_rows:
+        return
+    block_m = min(config.BLOCK_M, len(all_rows))
+    # Distances from a block's first row to the keys that its rows see. Within these bounds lie those of all
+    # blocks: the last row is farthest from the first key, and the first row from the last key.
+    distances = masking.key_range(range(block_m), range(-(own.stop - 1), seqlen_k - own.start))
+    heads_kv = range(k.shape[2])
+    if alibi_slopes is None:
+        parts = [(slice(0, batch), heads_kv)]
+    else:
+        # Each head needs its own table of biases. If the slopes differ between sequences, each sequence also
+        # needs its own tables. A few heads are computed at a time, to bound the size of the tables.
+        heads = max(1, config.TABLE_ELEMENTS // (block_m * len(distances) * problem.group_size))
+        sequences = split(range(batch), 1 if alibi_slopes.dim() == 2 else max(1, batch))
+        parts = [(_slice(b), h) for b in sequences for h in split(heads_kv, heads)]
+    for sequence, part in parts:
+        heads_q = slice(part.start * problem.group_size, part.stop * problem.group_size)
+        slopes = None if alibi_slopes is None else alibi_slopes.expand(batch, -1)[sequence.start, heads_q]
+        table = _table(masking, distances, block_m, slopes, config.compute_dtype)
+        for rows in split(all_rows, block_m):
+            at = range(rows.start + offset, rows.stop + offset)
+            keys = masking.key_range(at, range(seqlen_k))
+            unbiased = slopes is None and masking.sees_all(at, keys)
+            first = keys.start - at.start - distances.start
+            yield _Block(
+                (sequence, _slice(rows), heads_q),
+                (sequence, _slice(keys), _slice(part)),
+                (sequence, heads_q, _slice(rows)),
+                None if unbiased else table[:, :, : len(rows), first : first + len(keys)],
+            )
+
+
+def _table(
+    masking: Masking, distances: range, block_m: int, slopes: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return a table of the biases for a block of rows, (1, heads or 1, block_m, distances).
+
+    Its last dimension is the distance of a key from the block's first row.
+    """
+    rows = range(block_m)  # what a window hides, and ALiBi, depend on distances alone
+    if slopes is None:
+        table = torch.zeros((1, 1, block_m, len(distances)), dtype=dtype, device="cpu")
+    else:
+        own = torch.arange(block_m, dtype=torch.int32, device="cpu")[:, None]
+        distance = torch.arange(distances.start, distances.stop, dtype=torch.int32, device="cpu") - own
+        table = -slopes[None, :, None, None].to(dtype) * distance.abs().to(dtype)
+    if masking.has_window:
+        table.masked_fill_(masking.visible(rows, distances).logical_not_(), -torch.inf)
+    return table
+
+
+def _slice(extent: range) -> slice:
+    return slice(extent.start, extent.stop)
 
 
 def attend(
@@ -43,22 +216,18 @@ def attend(
     # The kernel allocates out with the order of q's strides, so a contiguous q makes out contiguous. Rows of
     # q that overlap would even give out a last stride that the kernel ignores.
     q, k, v = q.contiguous().transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out, lse = _forward(q, k, v, causal, scale, bias)
+    out, lse = attend_by_heads(q, k, v, causal, scale, bias)
     # It is detached because autograd forbids in-place changes of a result that is a view.
     out = out.transpose(1, 2).detach()
     return (out if given == dtype else out.to(given)), lse.contiguous()
 
 
-def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) without a mask; all tensors are (batch, heads, seqlen, head_dim) of one dtype."""
-    return _forward(q, k, v, False, scale)
-
-
-def _forward(
+def attend_by_heads(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Call the kernel. All tensors are (batch, heads, seqlen, head_dim) of one dtype."""
     out, lse = cpu_flash_forward(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    # A lost row of NaN has lse 0. Rows that see many keys cannot be lost, so most calls do not look for it.
     if (causal or bias is not None or k.shape[2] < NARROW_TILE) and not lse.all():
         _restore(out, lse, q, k, causal, scale, bias)
     return out, lse

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.blocks import split
+from flashtile.backends.cpu import reason_against, with_exact_products
 from flashtile.backends.cpu.parts import spans
-from flashtile.backends.cpu.precision import with_exact_products
 from flashtile.problems.attention import OptionalTensors
 from flashtile.problems.common import LN_2, LOG2_E
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem, QuantizeProblem, Scales
@@ -32,14 +31,19 @@ from flashtile.problems.fp8_layout import (
     key_order,
     num_blocks,
 )
+from flashtile.problems.masking import split
 from flashtile.reference import fp8 as reference
 
+__all__ = [
+    "configure_fp8_attend",
+    "configure_fp8_quantize",
+    "prepare_fp8_attend",
+    "prepare_fp8_quantize",
+    "reason_against",
+]
 
-def reason_against(problem: Fp8Problem | QuantizeProblem, explicit: bool) -> str | None:
-    """Why this backend does not serve the problem; None if it does."""
-    if problem.device.type != "cpu":
-        return f"it computes on the CPU, the tensors are on {problem.device}"
-    return None
+BLOCK_M = 512
+"""Query rows of a sequence that are computed at a time. Other sizes were not measured."""
 
 
 def configure_fp8_attend(problem: Fp8Problem | QuantizeProblem) -> str:
@@ -55,10 +59,6 @@ def prepare_fp8_attend(problem: Fp8Problem, config: str) -> Any:
 
 def prepare_fp8_quantize(problem: QuantizeProblem, config: str) -> Any:
     return with_exact_products(partial(reference.quantize, problem))
-
-
-BLOCK_M = 512
-"""Query rows of a sequence that are computed at a time."""
 
 
 class _Sequence(NamedTuple):
@@ -122,6 +122,7 @@ def _gather(
     if problem.v_transposed:
         first = first_block(keys.start, b, KEY_BLOCK) * KEY_BLOCK if problem.varlen else 0
         columns = v[..., first : first + num_blocks(seqlen_k, KEY_BLOCK) * KEY_BLOCK].float()
+        # V^T is stored in whole blocks, with its keys in the order of Hopper's registers.
         own_v = torch.empty_like(columns)
         own_v[..., key_order(columns.shape[-1], columns.device)] = columns
         own_v = own_v.mT[:, :seqlen_k]
@@ -178,6 +179,8 @@ def _attend_rows(
         scores = _masked_scores(problem, one, scores, q_scale, k_scale, at, keys)
         new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
         shift = new_max.masked_fill(new_max == -torch.inf, 0.0)
+        # Times 2**8: without it, probabilities of 2**-10 and less would round to 0 in e4m3. row_sum has the
+        # factor as well, so only lse is corrected at the end.
         p = torch.exp2(scores - shift + P_EXPONENT)
         alpha = torch.exp2(row_max - shift)
         row_sum = row_sum * alpha + p.sum(-1, keepdim=True)
@@ -188,8 +191,9 @@ def _attend_rows(
             p = p * (v_scale / new_unit)
             alpha = alpha * (unit / new_unit)
             unit = new_unit
+        # row_sum is of the probabilities before rounding, as in the GPU kernels.
         acc = acc * alpha + p.to(E4M3).float() @ one.v[:, :, block]
-    if not problem.block_scales:
+    if not problem.block_scales:  # one scale a head, so it is applied once, at the end
         unit = one.v_scale[..., :1, None] if seqlen_k else largest
     row_max = row_max - P_EXPONENT
     empty = row_sum == 0

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.blocks import split
 from flashtile.backends.cpu.config import Tiled
 from flashtile.backends.cpu.parts import OptionalInputs
 from flashtile.backends.cpu.tiled import Chunk
 from flashtile.masks.evaluate import evaluate
 from flashtile.masks.program import Load, Program, derivatives, mask_program, score_program
 from flashtile.problems.attention import Problem
+from flashtile.problems.masking import split
 from flashtile.problems.masks import MAX_CAPTURED
 
 Blocks = tuple[list[int], list[int]]
@@ -97,8 +97,8 @@ class FunctionChunk(Chunk):
         """The arguments are those of :class:`Chunk`."""
         super().__init__(*arguments)
         self.functions: EvaluatedFunctions = self.optional.functions
-        self.b = self.batch.start
-        self.may_hide_rows = True
+        self.b = self.batch.start  # one sequence: functions and block lists depend on its number
+        self.may_hide_rows = True  # mask_mod may hide all keys of a row, and so may a score_mod of -inf
         if self.functions.mods.block_size is not None:
             self.block_m, self.block_n = self.functions.mods.block_size
         self._results: list[Any] = []
@@ -120,7 +120,7 @@ class FunctionChunk(Chunk):
             return
         within = self.visible_keys(rows)
         partial, full = self._listed(rows)
-        for n in (*full, *partial):
+        for n in (*full, *partial):  # in any order: the online softmax does not depend on it
             keys = range(max(n * self.block_n, within.start), min((n + 1) * self.block_n, within.stop))
             if keys:
                 yield keys
@@ -135,13 +135,14 @@ class FunctionChunk(Chunk):
         if program is None:
             return None
         if self.functions.lists is not None and keys.start // self.block_n in self._listed(rows)[1]:
-            return None
+            return None  # a full block: mask_mod shows all of it
         (seen,) = evaluate(program, self._inputs(rows, keys), self.functions.captured, self.dtype)
         return torch.as_tensor(seen, device="cpu")
 
     def scores(
         self, q: Tensor, rows: range, keys: range, added: Tensor | None, seen: Tensor | None
     ) -> Tensor:
+        # ``added`` comes after score_mod, which must see the scores themselves.
         tile = super().scores(q, rows, keys, None, seen)
         return tile if added is None else tile.add_(added)
 

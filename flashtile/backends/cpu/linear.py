@@ -9,16 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.precision import with_exact_products
+from flashtile.backends.cpu import reason_against, with_exact_products
 from flashtile.problems.linear import LinearProblem, QkvTensors
 from flashtile.reference.linear import before_norm, epilogue, product, slots_of, turn
 
-
-def reason_against(problem: LinearProblem, explicit: bool) -> str | None:
-    """Why this backend does not serve the problem; None if it does."""
-    if problem.device.type != "cpu":
-        return f"it computes on the CPU, the tensors are on {problem.device}"
-    return None
+__all__ = ["prepare_linear", "prepare_linear_qkv", "reason_against"]
 
 
 def prepare_linear(problem: LinearProblem, config: None) -> Callable[..., Any]:
@@ -46,17 +41,6 @@ def _linear(problem: LinearProblem, x: Tensor, weight: Tensor, given: Any) -> An
     return before_norm(problem, y, given.next_norm_weight) if problem.next_norm else y
 
 
-@torch.inference_mode()  # so that caches made in inference mode can be written outside of it
-def _append(
-    problem: LinearProblem, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor
-) -> None:
-    assert problem.heads is not None
-    token = (slots >= 0).nonzero().squeeze(1)
-    page, place = slots[token] // problem.heads.page_size, slots[token] % problem.heads.page_size
-    k_cache[page, place] = k[token].to(k_cache.dtype)
-    v_cache[page, place] = v[token].to(v_cache.dtype)
-
-
 def _linear_qkv(
     problem: LinearProblem, x: Tensor, weight: Tensor, k_cache: Tensor, v_cache: Tensor, given: QkvTensors
 ) -> Tensor:
@@ -69,5 +53,9 @@ def _linear_qkv(
     )
     angles = given.rotary_cos, given.rotary_sin, given.positions, heads.rotary_interleaved
     slots = slots_of(problem, given.positions, given.slot_mapping, given.block_table)
-    _append(problem, k_cache, v_cache, turn(k, *angles), v, slots)
+    token = (slots >= 0).nonzero().squeeze(1)  # tokens without a slot, such as padding, are not stored
+    page, place = slots[token] // heads.page_size, slots[token] % heads.page_size
+    with torch.inference_mode():  # so that caches made in inference mode can be written outside of it
+        for cache, new in ((k_cache, turn(k, *angles)), (v_cache, v)):
+            cache[page, place] = new[token].to(cache.dtype)
     return turn(q, *angles).to(problem.dtype).contiguous()

@@ -115,6 +115,7 @@ class Part(NamedTuple):
         return self.sequences, slice(None), self.rows
 
     def of_keys(self, tensor: Tensor) -> Tensor:
+        """Return the keys of k or v: a view if they are a range, otherwise a copy."""
         some = tensor[self.sequences]
         return some[:, self.keys] if isinstance(self.keys, slice) else some.index_select(1, self.keys)
 
@@ -141,7 +142,7 @@ def forward(
     ``dense(problem, q, k, v, optional)`` returns (out, lse) of one part.
     """
     parts = list(parts_of(problem, extras))
-    if _is_whole(parts, problem):
+    if _is_whole(parts, problem):  # nothing to copy results into
         return dense(parts[0].problem, q, k, v, parts[0].optional)
     out = q.new_zeros(problem.out_shape)
     lse = q.new_full(problem.lse_shape, -torch.inf, dtype=problem.lse_dtype)
@@ -260,7 +261,7 @@ def without_padding(problem: Problem, extras: OptionalTensors) -> Iterator[Part]
         if not causal:
             yield Part(plain, b, sequences, all_rows, keys, OptionalInputs())
             continue
-        if not whole:
+        if not whole:  # no causal part has these keys, so they are masked in tiles
             optional = OptionalInputs.of(problem, extras).of_sequence(b, problem.seqlen_q, problem.seqlen_k)
             yield Part(problem, b, sequences, all_rows, slice(None), optional)
             continue
@@ -270,6 +271,7 @@ def without_padding(problem: Problem, extras: OptionalTensors) -> Iterator[Part]
             own = slice(first, stop + offset)
             yield Part(plain, b, sequences, slice(start, stop), own, OptionalInputs())
         if stop < problem.seqlen_q:
+            # Rows past the last visible key see all visible keys: a call without a causal mask.
             everything = replace(plain, window_right=UNLIMITED)
             yield Part(everything, b, sequences, slice(stop, problem.seqlen_q), keys, OptionalInputs())
 
@@ -278,15 +280,18 @@ def _runs(seen: Tensor) -> Iterator[tuple[slice, int, int, bool]]:
     """Yield (sequences, first key, end of keys, whether all keys between are visible).
 
     Sequences without a visible key are left out. Adjacent sequences with the same range of keys are yielded
-    together. A sequence with hidden keys within its range is yielded alone.
+    together: a batch without padding is then one call, whose results need not be copied together, which took
+    4 to 12 % (benchmarks/results/experiments/cpu.json). A sequence with hidden keys within its range is
+    yielded alone.
     """
     if seen.numel() == 0:
         return
-    numbers = seen.to(torch.uint8)
+    numbers = seen.to(torch.uint8)  # argmax takes no bool
     first = numbers.argmax(1).tolist()
     end = (seen.shape[1] - numbers.flip(1).argmax(1)).tolist()
     counts = seen.sum(1).tolist()
 
+    # The third element tells a sequence with hidden keys in between from all others, so that it stays alone.
     def keys_of(b: int) -> tuple[int, int, int]:
         alone = counts[b] != end[b] - first[b]
         return first[b], end[b], b if alone else -1

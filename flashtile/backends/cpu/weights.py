@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu import reason_against, tiled
+from flashtile.backends.cpu import reason_against, tiled, with_exact_products
 from flashtile.backends.cpu.config import Tiled, tiled_config
 from flashtile.backends.cpu.functions import optional_inputs
 from flashtile.backends.cpu.parts import OptionalInputs, sequences, with_batch
-from flashtile.backends.cpu.precision import with_exact_products
 from flashtile.problems.attention import WeightsProblem
 
 __all__ = ["configure_weights", "prepare_weights", "reason_against"]
@@ -68,6 +67,7 @@ def _keep(
 
     ``weights`` must contain zeros.
     """
+    # Weights need no values; k stands for v, because a chunk converts both.
     for chunk in tiled.chunks(problem, config, q, k, k, optional):
         for rows in chunk.row_blocks():
             tiles = _tiles(chunk, lse, rows)

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from flashtile.backends.common.deferred import Decorators, Deferred, source_text
+from flashtile.backends.common.jit import Decorators, Deferred, source_text
 from flashtile.backends.compat import gluon_aggregate, gluon_builtin, gluon_function_type, tma_addition
 
 

@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.common.deferred import triton
-from flashtile.backends.common.jit import kernel
+from flashtile.backends.common.jit import kernel, triton
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.hopper.compat import gluon
 from flashtile.backends.hopper.layouts import LOG2_E

@@ -16,7 +16,7 @@ needs its rule in :func:`visible` only.
 
 import triton.language as tl
 
-from flashtile.backends.common.deferred import triton
+from flashtile.backends.common.jit import triton
 
 
 @triton.jit

@@ -6,7 +6,7 @@ aligns them at the bottom right: row ``i`` stands at key ``i + offset``.
 
 import triton.language as tl
 
-from flashtile.backends.common.deferred import triton
+from flashtile.backends.common.jit import triton
 from flashtile.backends.common.tiles import LN_2, LOG2_E, Matrix, row_of_head, row_of_token
 
 LARGE = tl.constexpr(2.0**27)

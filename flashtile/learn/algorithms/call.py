@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.blocks import split
 from flashtile.checks.attention import check_call
 from flashtile.learn.algorithms.memory import Array, Memory, Sram, SramExceededError
 from flashtile.problems.attention import NO_EXTRAS, Options, Problem
-from flashtile.problems.masking import EVERYTHING, Masking
+from flashtile.problems.masking import EVERYTHING, Masking, split
 
 LOWEST = torch.finfo(torch.float32).min
 """Initial running maximum: finite, so that exp(-inf - LOWEST) of a hidden score is 0 and not NaN."""

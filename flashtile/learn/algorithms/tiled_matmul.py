@@ -23,10 +23,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from flashtile.backends.cpu.blocks import split
 from flashtile.learn.algorithms.call import blocks, chosen_blocks
 from flashtile.learn.algorithms.memory import Array, Memory, SramExceededError, Tile
 from flashtile.learn.algorithms.warps import Warps
+from flashtile.problems.masking import split
 
 MAX_BLOCK_K = 16
 WARP_TILES = {

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from flashtile.backends.common.config import KernelConfig, padded
-from flashtile.backends.cpu.blocks import split
 from flashtile.hardware.calls import Call
 from flashtile.hardware.cards import KIB, Card
 from flashtile.learn.io_model.l2 import Stream, dram_blocks
 from flashtile.problems.common import UNLIMITED
-from flashtile.problems.masking import positions
+from flashtile.problems.masking import positions, split
 
 L2_SHARE = 0.5
 """Share of L2 that is available to blocks read by all SMs. Each half of L2 keeps its own copy of such blocks.

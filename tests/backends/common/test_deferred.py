@@ -25,10 +25,10 @@ if INTERPRETING:
 from triton.runtime import jit
 from triton.runtime.jit import JITCallable, JITFunction
 
-from flashtile.backends.common.deferred import Deferred, function_lines, triton
+from flashtile.backends.common.jit import Deferred, function_lines, triton
 
 MODULE = """
-from flashtile.backends.common.deferred import triton
+from flashtile.backends.common.jit import triton
 
 @triton.jit
 def halved(x):
@@ -42,7 +42,7 @@ from flashtile.backends.compat import compiling_driver
 from flashtile.compilation.calls import Call, Signature
 from flashtile.compilation.compiling import launches
 from flashtile.backends.common import first_calls
-from flashtile.backends.common.deferred import Deferred
+from flashtile.backends.common.jit import Deferred
 
 tensor = Signature((1, 256, 2, 128), (65536, 256, 128, 1), "bfloat16")
 call = Call("forward", (("q", tensor), ("k", tensor), ("v", tensor), *{options}))

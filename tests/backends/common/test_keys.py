@@ -46,7 +46,7 @@ from triton.experimental.gluon import language as gl
 
 import key_constants
 from flashtile.backends.common import jit
-from flashtile.backends.common.deferred import triton as deferred
+from flashtile.backends.common.jit import triton as deferred
 from flashtile.backends.hopper.compat import aggregate, gluon, primitive
 
 SCALE = tl.constexpr(2.0)

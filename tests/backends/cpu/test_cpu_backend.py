@@ -13,13 +13,13 @@ import flashtile
 from cases import Case
 from flashtile import testing
 from flashtile.backends import cpu
-from flashtile.backends.cpu import banded, flash
-from flashtile.backends.cpu.blocks import split
+from flashtile.backends.cpu import flash
 from flashtile.backends.cpu.config import Config, Fused, Tiled
+from flashtile.backends.cpu.parts import OptionalInputs
 from flashtile.checks.conversions import as_masking
 from flashtile.linear import linear
 from flashtile.problems.attention import OptionalTensors, Options, Problem
-from flashtile.problems.masking import CAUSAL, Masking
+from flashtile.problems.masking import CAUSAL, Masking, split
 from flashtile.reference import attention as reference
 from walk import walk
 
@@ -139,7 +139,7 @@ class TestConfigure:
 
     def test_other_devices_are_refused(self) -> None:
         problem = Problem.from_tensors(*(t.to("meta") for t in tensors()))
-        assert cpu.reason_against(problem, explicit=True) == "it computes on the CPU, q is on meta"
+        assert cpu.reason_against(problem, explicit=True) == "it computes on the CPU, the tensors are on meta"
         assert cpu.reason_against(dataclasses.replace(problem, device=torch.device("cpu")), True) is None
 
 
@@ -307,13 +307,14 @@ def test_gradients_of_keys_are_summed_in_float32():
     """A key gets a term from each block of rows that sees it; in bfloat16 256 of them would be too coarse."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, 256, 1, 16).bfloat16() for _ in range(4))
-    slopes = torch.zeros(1)
+    slopes = OptionalInputs(alibi_slopes=torch.zeros(1))
     results = []
     for block_m in (256, 1):
-        problem = Problem.from_tensors(q, k, v, OptionalTensors(), Options())
+        extras = OptionalTensors(alibi_slopes=slopes.alibi_slopes)
+        problem = Problem.from_tensors(q, k, v, extras, Options())
         config = Fused(torch.bfloat16, BLOCK_M=block_m)
-        out, lse = banded.forward(problem, config, q, k, v, slopes)
-        results.append(banded.backward(problem, config, dout, q, k, v, out, lse, slopes))
+        out, lse = flash.forward(problem, config, q, k, v, slopes)
+        results.append(flash.backward(problem, config, dout, None, q, k, v, out, lse, slopes))
     for whole, rows in zip(results[0], results[1], strict=True):
         torch.testing.assert_close(rows, whole, rtol=2**-6, atol=2**-6 * whole.abs().max().item())
 

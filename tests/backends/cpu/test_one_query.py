@@ -10,8 +10,7 @@ import torch
 from cases import BF16, FP32
 from decode_cases import CASES, build
 from flashtile import flash_attn_with_kvcache
-from flashtile.backends.cpu.decode import one_query
-from flashtile.backends.cpu.decode.attend import _Sequence
+from flashtile.backends.cpu import decode
 from flashtile.testing import decode as testing
 
 pytestmark = pytest.mark.numerical
@@ -31,14 +30,14 @@ ONE_QUERY = [
 @pytest.mark.parametrize("case", [*ONE_QUERY, SCALED_PAGES], ids=lambda case: case.name)
 def test_a_sequence_in_pieces(monkeypatch, case, dtype):
     """Pieces of 7 keys; no sequence goes by the tiles that serve other calls."""
-    monkeypatch.setattr(one_query, "PIECE_ELEMENTS", 7 * case.heads[1] * case.head_dim)
-    monkeypatch.setattr(_Sequence, "attend", None)
+    monkeypatch.setattr(decode, "PIECE_ELEMENTS", 7 * case.heads[1] * case.head_dim)
+    monkeypatch.setattr(decode, "attend_tiles", None)
     tensors, arguments = build(case, dtype, "cpu")
     testing.check(*tensors, backend="cpu", **arguments)
 
 
 def test_what_torchs_kernel_lacks_goes_by_tiles(monkeypatch):
-    monkeypatch.setattr(one_query, "attend", None)
+    monkeypatch.setattr(decode, "attend_one_query", None)
     for name in ("sink", "softcap", "negative-scale", "odd-head-dims", "ragged-queries"):
         tensors, arguments = build(BY_NAME[name], FP32, "cpu")
         testing.check(*tensors, backend="cpu", **arguments)

@@ -60,7 +60,7 @@ def test_explain_on_a_card_that_is_not_here():
     assert result.output.startswith("forward\nbackend: hopper\n")
     assert "\n\nbackward\nbackend: hopper\nconfig: BackwardConfig(" in result.output
     assert "TMA" not in result.output
-    assert "it computes on the CPU, q is on an H100" in result.output
+    assert "it computes on the CPU, the tensors are on an H100" in result.output
     result = invoke(explain, "--card", "a100", "--dtype", "float16")
     assert result.output.startswith("kernel: forward: portable, tiles of ")
 

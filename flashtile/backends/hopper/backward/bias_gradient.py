@@ -40,8 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.common.config import contiguous_strides
-from flashtile.backends.common.deferred import triton
-from flashtile.backends.common.jit import gluon_kernel, kernel
+from flashtile.backends.common.jit import gluon_kernel, kernel, triton
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tma import View, cells_view, dense_view
 from flashtile.backends.hopper.backward.config import BackwardVariant

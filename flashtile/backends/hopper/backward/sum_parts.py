@@ -13,8 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashtile.backends.common.config import padded
-from flashtile.backends.common.deferred import triton
-from flashtile.backends.common.jit import kernel
+from flashtile.backends.common.jit import kernel, triton
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.problems.attention import Problem
 

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from flashtile.backends.common.deferred import triton
-from flashtile.backends.common.jit import kernel
+from flashtile.backends.common.jit import kernel, triton
 from flashtile.backends.hopper.decode.work import behind_partials, load_row
 from flashtile.backends.portable.decode.combine import Parts, combine_rows
 from flashtile.backends.portable.decode.schedule import (

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from flashtile.backends.common.deferred import triton
-from flashtile.backends.common.jit import kernel
+from flashtile.backends.common.jit import kernel, triton
 from flashtile.backends.portable.decode.schedule import (
     Sequence,
     WorkTile,

@@ -150,49 +150,30 @@ _M128_N128_Q128 = F(2, 128, Q_IN_REGISTERS=128, QUEUED=True)
 _M128_N128_LAZY = F(2, 128, Q_STAGES=2, LAZY_RESCALE=True)
 _M128_N128_LAZY_PING_PONG = replace(_M128_N128_LAZY, PING_PONG=True)
 _M128_N64_LAZY = F(2, 64, STAGES=4, Q_STAGES=2, LAZY_RESCALE=True)
-_D256_N64_O_IN_PARTS = F(2, 64, O_IN_PARTS=True, LAZY_RESCALE=True, paired_below=4096)
-_D256_N64_PINNED = F(2, 64, Q_HOLDS_O=True, LAZY_RESCALE=True, PIN_WAIT=True)
-_D256_N64_Q128_PINNED = replace(_D256_N64_PINNED, Q_IN_REGISTERS=128, PING_PONG=True)
-_D256_N64_Q128 = F(
-    2,
-    64,
-    Q_HOLDS_O=True,
-    Q_IN_REGISTERS=128,
-    LAZY_RESCALE=True,
-    paired_below=4096,
-)
 _M128_N64_SHARED = F(2, 64, STAGES=3, Q_STAGES=2, PROGRAMS=2)
 _M128_N64_SHARED_LAZY = replace(_M128_N64_SHARED, LAZY_RESCALE=True)
-_D192_N64_Q128_PINNED = F(
-    2,
-    64,
-    STAGES=3,
-    Q_HOLDS_O=True,
-    Q_IN_REGISTERS=128,
-    LAZY_RESCALE=True,
-    PIN_WAIT=True,
-)
-_D192_N64_Q128 = replace(_D192_N64_Q128_PINNED, PIN_WAIT=False, paired_below=1024, QUEUED=True)
-_D192_N64_Q128_O_IN_PARTS = replace(
-    _D192_N64_Q128_PINNED, STAGES=2, Q_HOLDS_O=False, O_IN_PARTS=True, PIN_WAIT=False, paired_below=4096
-)
-_D160_N128 = F(2, 128, Q_HOLDS_O=True, paired_below=1024, QUEUED=True)
-_D96_N128 = F(2, 128, Q_STAGES=2, O_IN_PARTS=True, LAZY_RESCALE=True)
-_D192_N128 = F(2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True)
-_D512_N64 = F(
-    2,
-    64,
-    STAGES=1,
-    Q_HOLDS_O=True,
-    Q_IN_REGISTERS=128,
-    LAZY_RESCALE=True,
-    paired_below=4096,
-)
-"""Configuration for head sizes over 256: 224 KiB of shared memory, 128 of them for q."""
 _M64_N128 = F(1, 128, Q_STAGES=2, paired_below=0)
 _M64_N128_LAZY = replace(_M64_N128, LAZY_RESCALE=True)
 _M64_N64_LAZY = F(1, 64, Q_HOLDS_O=True, LAZY_RESCALE=True, paired_below=0)
 _M64_N64_LAZY_Q128 = replace(_M64_N64_LAZY, Q_IN_REGISTERS=128)
+_D96_N128 = F(2, 128, Q_STAGES=2, O_IN_PARTS=True, LAZY_RESCALE=True)
+_D160_N128 = F(2, 128, Q_HOLDS_O=True, paired_below=1024, QUEUED=True)
+_D192_N128 = F(2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True)
+_D192_N64_Q128_PINNED = F(
+    2, 64, STAGES=3, Q_HOLDS_O=True, Q_IN_REGISTERS=128, LAZY_RESCALE=True, PIN_WAIT=True
+)  # fmt: skip
+_D192_N64_Q128 = replace(_D192_N64_Q128_PINNED, PIN_WAIT=False, paired_below=1024, QUEUED=True)
+_D192_N64_Q128_O_IN_PARTS = replace(
+    _D192_N64_Q128_PINNED, STAGES=2, Q_HOLDS_O=False, O_IN_PARTS=True, PIN_WAIT=False, paired_below=4096
+)
+_D256_N64_O_IN_PARTS = F(2, 64, O_IN_PARTS=True, LAZY_RESCALE=True, paired_below=4096)
+_D256_N64_PINNED = F(2, 64, Q_HOLDS_O=True, LAZY_RESCALE=True, PIN_WAIT=True)
+_D256_N64_Q128_PINNED = replace(_D256_N64_PINNED, Q_IN_REGISTERS=128, PING_PONG=True)
+_D256_N64_Q128 = F(2, 64, Q_HOLDS_O=True, Q_IN_REGISTERS=128, LAZY_RESCALE=True, paired_below=4096)
+_D512_N64 = F(
+    2, 64, STAGES=1, Q_HOLDS_O=True, Q_IN_REGISTERS=128, LAZY_RESCALE=True, paired_below=4096
+)  # fmt: skip
+"""Configuration for head sizes over 256: 224 KiB of shared memory, 128 of them for q."""
 PARTIAL = F(2, 128, O_IN_PARTS=True, QUEUED=True, paired_below=4096)
 """Configuration for results in float32 and head sizes up to 128: out is stored in parts, to save memory."""
 PARTIAL_Q = replace(PARTIAL, Q_IN_REGISTERS=128)
@@ -201,44 +182,66 @@ PARTIAL_Q_WINDOWED = replace(PARTIAL_Q, PIN_WAIT=True)
 ANY_LENGTH = 2**31
 
 # (columns of q and k, columns of v, windowed) -> entries (keys, config). The first entry with more keys than
-# a row sees is used. A causal mask is a window. Measured on H100 and H200 for S = 77 to 32760
-# (docs/measured). A config is None where tiles with more columns are faster.
+# a row sees is used. A causal mask is a window. A config is None where tiles with more columns are faster.
+# Measured on H100 and H200 for S = 77 to 32760 (docs/measured). A comment has what was measured against the
+# choice before it, as a ratio of speeds (benchmarks/results/experiments/hopper_forward.json).
 _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig | None], ...]] = {
     (32, 32, False): ((ANY_LENGTH, None),),
-    (32, 32, True): ((4096, _M128_N64_SHARED), (ANY_LENGTH, None)),
-    (64, 64, False): ((320, _M128_N64_SHARED), (ANY_LENGTH, _M192_N128)),
+    (32, 32, True): (
+        (4096, _M128_N64_SHARED),  # two programs share a multiprocessor: 1.157, one 1.048
+        (ANY_LENGTH, None),
+    ),
+    (64, 64, False): (
+        (320, _M128_N64_SHARED),  # 64 images of 197 tokens 1.581, S 257 1.078, but S 384 0.926
+        (ANY_LENGTH, _M192_N128),  # two warpgroups, two stages of q, ping-pong: S 2048 0.86
+    ),
     (64, 64, True): (
-        (640, _M128_N64_SHARED),
-        (4096, _M128_N128_TWO_Q),
-        (ANY_LENGTH, _M192_N128),
+        (640, _M128_N64_SHARED),  # S 512 1.059, but S 2000 0.931
+        (4096, _M128_N128_TWO_Q),  # two warpgroups: S 512 146 -> 234 TFLOP/s, S 2048 358 -> 413
+        (ANY_LENGTH, _M192_N128),  # from S 4096 on three warpgroups are faster
     ),
     (128, 128, False): (
-        (2048, _M128_N128_LAZY),
-        (4096, _M128_N128),
-        (24576, _M128_N128_Q128),
-        (ANY_LENGTH, _M128_N128),
+        (2048, _M128_N128_LAZY),  # a second stage of q, lazy: S 512 1.117, S 1024 1.033
+        (4096, _M128_N128),  # lazy 0.935 to 0.996
+        (24576, _M128_N128_Q128),  # q in registers: 1 to 2 % faster from S 4096 on
+        (ANY_LENGTH, _M128_N128),  # q not in registers: S 32760 1.057
     ),
     (128, 128, True): (
-        (1024, _M128_N64_LAZY),
-        (2048, _M128_N128_LAZY_PING_PONG),
-        (8192, _M128_N128),
+        (1024, _M128_N64_LAZY),  # blocks of 64 keys: S 512 1.036 and 1.045, but S 1024 0.986
+        (2048, _M128_N128_LAZY_PING_PONG),  # ping-pong, lazy: S 512 1.076, S 1024 1.022
+        (8192, _M128_N128),  # q in registers is 2 to 4 % slower in short sequences
         (ANY_LENGTH, _M128_N128_Q128),
     ),
     (256, 256, False): (
-        (1024, _D256_N64_O_IN_PARTS),
-        (8192, _D256_N64_PINNED),
+        (1024, _D256_N64_O_IN_PARTS),  # O by tiles of 64 columns, lazy: S 512 1.070
+        (8192, _D256_N64_PINNED),  # the wait for P V pinned: 0.993 to 1.089, best without a mask
         (ANY_LENGTH, _D256_N64_Q128_PINNED),
     ),
-    (256, 256, True): ((1024, _D256_N64_O_IN_PARTS), (ANY_LENGTH, _D256_N64_Q128)),
-    (192, 128, False): ((ANY_LENGTH, _D192_N128),),
-    (192, 128, True): ((ANY_LENGTH, _D192_N128),),
-    (96, 96, False): ((4096, None), (ANY_LENGTH, _D96_N128)),
-    (96, 96, True): ((4096, replace(_D96_N128, PING_PONG=True)), (ANY_LENGTH, None)),
-    (160, 160, False): ((ANY_LENGTH, _D160_N128),),
-    (160, 160, True): ((ANY_LENGTH, _D160_N128),),
-    (192, 192, False): ((1024, _D192_N64_Q128_O_IN_PARTS), (ANY_LENGTH, _D192_N64_Q128_PINNED)),
-    (192, 192, True): ((1024, _D192_N64_Q128_O_IN_PARTS), (ANY_LENGTH, _D192_N64_Q128)),
-    (512, 512, False): ((ANY_LENGTH, _D512_N64),),
+    (256, 256, True): (
+        (1024, _D256_N64_O_IN_PARTS),  # as without a mask: S 512 1.054
+        (ANY_LENGTH, _D256_N64_Q128),  # q in registers: 2 to 7 % faster; lazy: 0.996 to 1.079
+    ),
+    (192, 128, False): ((ANY_LENGTH, _D192_N128),),  # blocks of 128 keys: S 4096 1.207
+    (192, 128, True): ((ANY_LENGTH, _D192_N128),),  # S 4096 1.195, S 8192 1.229
+    (96, 96, False): (
+        (4096, None),  # tiles of 128 columns: 96 columns were 0.868 to 1.002 for short sequences
+        (ANY_LENGTH, _D96_N128),  # S 4096, D 80: 1.081
+    ),
+    (96, 96, True): (
+        (4096, replace(_D96_N128, PING_PONG=True)),  # with ping-pong, S 2000, D 80 and 96: 1.065, 1.030
+        (ANY_LENGTH, None),  # S 4096, D 96: 0.939
+    ),
+    (160, 160, False): ((ANY_LENGTH, _D160_N128),),  # five boxes of 32 columns: S 4096 1.200
+    (160, 160, True): ((ANY_LENGTH, _D160_N128),),  # S 2000, D 144 1.536, D 160 1.333 with the queue
+    (192, 192, False): (
+        (1024, _D192_N64_Q128_O_IN_PARTS),  # O in parts: S 512 1.063
+        (ANY_LENGTH, _D192_N64_Q128_PINNED),  # pinned without a mask, as at 256 columns
+    ),
+    (192, 192, True): (
+        (1024, _D192_N64_Q128_O_IN_PARTS),
+        (ANY_LENGTH, _D192_N64_Q128),  # with the queue: S 8192 1.048
+    ),
+    (512, 512, False): ((ANY_LENGTH, _D512_N64),),  # other tiles do not fit; not measured against others
     (512, 512, True): ((ANY_LENGTH, _D512_N64),),
 }
 _TABLE |= {
@@ -259,21 +262,24 @@ _OTHER_ROWS: dict[ForwardConfig, tuple[ForwardConfig, ...]] = {
 }
 """Configuration -> configurations with tiles of other rows that compute the same bits. The fields that decide
 the order of a row's sums are equal: ``BLOCK_N``, ``LAZY_RESCALE`` and ``Q_IN_REGISTERS``. Only then may the
-number of sequences choose between them, since the output of a sequence must not depend on the others."""
+number of sequences choose between them, since the output of a sequence must not depend on the others.
+
+Tiles of 64 rows, for one sequence of 1024 with 8 heads, in us: head_dim 64 causal 15.0 instead of 17.6, 128
+causal 19.0 instead of 22.4, 256 causal 28.1 instead of 30.9, 64 full 14.4 instead of 20.3."""
 # Modifiers -> configs for head sizes up to 64, 128 and, with functions, 256. All have two consumers: a 16-bit
 # tile of a bias then fits in registers, and blocks of block masks consist of tiles of 128 rows. Other
 # combinations of modifiers are refused.
 _MODIFIED: dict[tuple[str, ...], tuple[ForwardConfig, ...]] = {
-    ("functions",): (
+    ("functions",): (  # blocks of 64 keys: 947 instead of 827 us for a causal mask_mod
         F(2, 128, Q_STAGES=2, QUEUED=True),
         F(2, 128, QUEUED=True),
         F(2, 64, O_IN_PARTS=True, LAZY_RESCALE=True, QUEUED=True),
     ),
-    ("dropout",): (
+    ("dropout",): (  # lazy rescaling, three warpgroups, and another choice of PIN_WAIT were slower
         F(2, 128, Q_STAGES=2, PIN_WAIT=True, QUEUED=True, paired_below=4096),
         F(2, 128, QUEUED=True, paired_below=4096),
     ),
-    ("bias",): (
+    ("bias",): (  # three warpgroups with blocks of 64 keys took 1.51 to 1.67 times the time without a bias
         F(2, 128, Q_STAGES=2, BIAS_STAGES=2, paired_below=4096, QUEUED=True),
         F(2, 128, paired_below=4096, QUEUED=True),
     ),
@@ -290,8 +296,8 @@ larger by this factor."""
 
 # (columns of q and k, of v) -> (keys, config), for masks with both edges. Searched before _TABLE.
 _BOTH_EDGES: dict[tuple[int, int], tuple[tuple[int, ForwardConfig], ...]] = {
-    (64, 64): ((512, _M128_N64_SHARED_LAZY),),
-    (128, 128): ((2048, _M128_N64_LAZY),),
+    (64, 64): ((512, _M128_N64_SHARED_LAZY),),  # a window of 128 with packed heads: 1.167, not lazy 1.143
+    (128, 128): ((2048, _M128_N64_LAZY),),  # 1.035; a window of 4096 0.881
 }
 
 

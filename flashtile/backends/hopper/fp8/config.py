@@ -48,17 +48,20 @@ the registers at launch. Three consumers leave 65536 - 160 * 384 = 32 * 128."""
 F = Fp8Config
 
 # (padded head_dim of q, k and v, windowed, v transposed in memory) -> config; a causal mask is a window.
-# Measured on an H100 with sequences of 4096 and 16384 (docs/measured/fp8.md). Rows with head_dim 256 or
-# untransposed v were not measured; they have the tiles that fit.
+# A comment has TFLOP/s on an H100 at a sequence length of 16384 (benchmarks/results/experiments/fp8.json).
+# Rows without one were not measured; they have the tiles that fit.
 _TABLE: dict[tuple[int, bool, bool], Fp8Config] = {
-    (64, False, True): F(3, 128, PING_PONG=True),
-    (64, True, True): F(3, 128, PING_PONG=True),
+    (64, False, True): F(
+        3, 128, PING_PONG=True
+    ),  # 632; without ping-pong 636; two warpgroups, four stages 549
+    (64, True, True): F(3, 128, PING_PONG=True),  # causal 620; 615; 544
     (64, False, False): F(2, 128, STAGES=4),
     (64, True, False): F(2, 128, STAGES=4),
-    (128, False, True): F(2, 128, Q_IN_REGISTERS=128),
-    (128, True, True): F(2, 128, Q_IN_REGISTERS=128),
-    (128, False, False): F(2, 128),
-    (128, True, False): F(2, 128),
+    (128, False, True): F(2, 128, Q_IN_REGISTERS=128),  # 889; q in shared memory 883; with ping-pong 876
+    (128, True, True): F(2, 128, Q_IN_REGISTERS=128),  # causal 862; 860; 845
+    # Four stages 868, causal 829; blocks of 64 keys 713, 638; three warpgroups 748, 815.
+    (128, False, False): F(2, 128),  # 716
+    (128, True, False): F(2, 128),  # causal 731
     (256, False, True): F(2, 64),
     (256, True, True): F(2, 64),
     (256, False, False): F(2, 64),

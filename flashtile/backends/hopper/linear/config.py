@@ -39,7 +39,8 @@ DEFAULT: dict[tuple[int, int], Tile] = {
     (8, 1): (16, 128, 4, 3),
     (16, 1): (32, 128, 3, 2),
 }
-"""(BLOCK_M, bytes of an element of W) -> tile."""
+"""(BLOCK_M, bytes of an element of W) -> tile, the first of TILES: for shapes that no table has measured, and
+for measured tiles that do not fit. Why these are first is not recorded."""
 TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
     (8, 2): (
         (16, 64, 8, 2), (16, 128, 4, 2), (32, 128, 5, 1), (32, 64, 9, 1), (16, 64, 5, 3), (16, 128, 3, 3),

@@ -38,8 +38,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from flashtile.backends.common.deferred import triton
-from flashtile.backends.common.jit import kernel
+from flashtile.backends.common.jit import kernel, triton
 from flashtile.backends.common.tiles import Matrix, load_tile, row_of_token
 from flashtile.backends.portable.attention.arguments import (
     AttentionCall,

@@ -22,8 +22,7 @@ FlashAttention.
 
 import triton.language as tl
 
-from flashtile.backends.common.deferred import triton
-from flashtile.backends.common.jit import kernel
+from flashtile.backends.common.jit import kernel, triton
 from flashtile.backends.common.tiles import load_tile
 from flashtile.backends.portable.attention.arguments import AttentionCall, attention_pointers
 from flashtile.backends.portable.attention.steps import (

@@ -49,7 +49,7 @@ from torch import Tensor
 
 from flashtile.backends import compat
 from flashtile.backends.common.config import KernelConfig
-from flashtile.backends.common.deferred import triton
+from flashtile.backends.common.jit import triton
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.portable.attention.arguments import AttentionVariant
 from flashtile.backends.portable.tiles import tanh

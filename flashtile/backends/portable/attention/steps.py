@@ -21,7 +21,7 @@ aligns them at the bottom right: row ``i`` stands at key ``i + offset``.
 
 import triton.language as tl
 
-from flashtile.backends.common.deferred import triton
+from flashtile.backends.common.jit import triton
 from flashtile.backends.common.preprocess import statistics_offset
 from flashtile.backends.common.tiles import LOG2_E, row_of_token, sequence
 from flashtile.backends.portable.attention.arguments import AttentionSequence, Block, ScoreIndices

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from flashtile.backends.common.deferred import triton
-from flashtile.backends.common.jit import kernel
+from flashtile.backends.common.jit import kernel, triton
 from flashtile.backends.common.tiles import E4M3_MAX, encode_bits
 from flashtile.backends.portable.decode.schedule import store_rows
 

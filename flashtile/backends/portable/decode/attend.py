@@ -45,8 +45,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from flashtile.backends.common.deferred import triton
-from flashtile.backends.common.jit import kernel
+from flashtile.backends.common.jit import kernel, triton
 from flashtile.backends.common.tiles import LOG2_E, decode_bits, split_pairs, tile_index
 from flashtile.backends.portable.decode.append import (
     AppendVariant,

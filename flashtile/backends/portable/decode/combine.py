@@ -28,8 +28,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from flashtile.backends.common.deferred import triton
-from flashtile.backends.common.jit import kernel
+from flashtile.backends.common.jit import kernel, triton
 from flashtile.backends.common.tiles import LN_2, LOG2_E
 from flashtile.backends.portable.decode.schedule import (
     Layout,

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from flashtile.backends.common.deferred import triton
+from flashtile.backends.common.jit import triton
 from flashtile.backends.common.tiles import LN_2, LOG2_E
 from flashtile.backends.portable.masking import window_at
 from flashtile.backends.portable.tiles import with_sink

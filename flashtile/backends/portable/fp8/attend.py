@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from flashtile.backends.common.deferred import triton
-from flashtile.backends.common.jit import kernel
+from flashtile.backends.common.jit import kernel, triton
 from flashtile.backends.common.tiles import LN_2, LOG2_E, decode_number, encode_bits, sequence
 from flashtile.backends.portable.fp8.quantize import key_of_column
 from flashtile.backends.portable.masking import block_range, visible, window_at

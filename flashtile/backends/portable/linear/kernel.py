@@ -35,9 +35,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.device import Target
-from flashtile.backends.common.jit import kernel
+from flashtile.backends.common.jit import kernel, triton
 from flashtile.backends.common.launch import CachedLaunch, Launched
 from flashtile.backends.common.linear import (
     PLAIN,

@@ -22,8 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashtile.backends.common.config import KernelConfig, padded
-from flashtile.backends.common.deferred import triton
-from flashtile.backends.common.jit import kernel
+from flashtile.backends.common.jit import kernel, triton
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tiles import LOG2_E, load_tile, row_of_head
 from flashtile.backends.portable import configure_forward

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from flashtile.checks.attention import check_lse, check_with_functions
+from flashtile.checks.attention import check_lse
 from flashtile.checks.conversions import (
     as_int,
     as_masking,
@@ -135,10 +135,11 @@ def attention_weights(
         bias=bias,
     )  # fmt: skip
     q, k = as_operands(q, k)
-    functions = None
-    if not (score_mod is mask_mod is block_mask is None):
-        functions = score_mod, mask_mod, block_mask
-    return weights_of(q, k, lse, extras, options, checked, functions)
+    if score_mod is not None or mask_mod is not None or block_mask is not None:
+        from flashtile.api import masks
+
+        extras, options = masks.with_functions(q, k, extras, options, score_mod, mask_mod, block_mask)
+    return weights_of(q, k, lse, extras, options, checked)
 
 
 def check_form(name: str, form: Form) -> tuple[str, int]:
@@ -169,30 +170,20 @@ def weights_of(
     extras: OptionalTensors,
     options: Options,
     form: tuple[str, int],
-    functions: tuple | None = None,
 ) -> Tensor | TopWeights:
-    """Compute :func:`attention_weights` for normalised arguments of a call, ignoring its dropout.
-
-    ``functions``: (score_mod, mask_mod, block_mask).
-    """
+    """Compute :func:`attention_weights` for normalised arguments of a call, ignoring its dropout."""
     slopes = extras.alibi_slopes
     extras = extras._replace(
         sink=None, rng_state=None, alibi_slopes=slopes.detach() if isinstance(slopes, Tensor) else slopes
     )
-    options = options._replace(dropout_p=0.0, deterministic=False)
-    own: Any = WeightsOptions(*options, *form)
-    if functions is not None:
-        from flashtile.api import masks
-
-        check_with_functions(extras, options)
-        masks.check_tokens(functions[1], q, k)
-        given = masks.functions(*functions)
-        with torch.no_grad():  # captured tensors get no gradient here
-            own = ModifiedWeightsOptions(*own, *of_functions.further_options(given))
-        extras = of_functions.with_functions(extras, given)
-    elif all(tensor is None for tensor in extras):
-        extras = NO_EXTRAS
-    found = WEIGHTS((q, k, lse), extras, own)
+    own = options._asdict() | {"dropout_p": 0.0, "deterministic": False, "form": form[0], "top": form[1]}
+    if isinstance(extras, ModifiedExtras):
+        of_weights = ModifiedWeightsOptions(**own | {"learned": 0})  # captured tensors get no gradient here
+    else:
+        of_weights = WeightsOptions(**own)
+        if all(tensor is None for tensor in extras):
+            extras = NO_EXTRAS
+    found = WEIGHTS((q, k, lse), extras, of_weights)
     weights, indices = found
     return TopWeights(weights, indices) if form[0] == "top" else weights
 

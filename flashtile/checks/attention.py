@@ -86,8 +86,33 @@ def check_call(
     check_int32("seqused_k", seqused_k, (batch,), "(batch,)", q)
     check_slopes(alibi_slopes, batch, q)
     check_sink(sink, q)
-    _check_masks(q, k, batch, extras, options)
-    _check_dropout(extras.rng_state, options.dropout_p, q)
+    mask, bias, padding, rng_state = extras.mask, extras.bias, extras.key_padding_mask, extras.rng_state
+    seqlen_q, seqlen_k = (options.max_seqlen_q, options.max_seqlen_k) if packed else (q.shape[1], k.shape[1])
+    scores = (batch, q.shape[-2], seqlen_q, seqlen_k)
+    if mask is not None:
+        if mask.is_floating_point():
+            raise TypeError(f"mask must be bool, got {mask.dtype}: numbers that are added to scores are bias")
+        check_dtype("mask", mask, (torch.bool,))
+        check_broadcast("mask", mask, scores, packed, q)
+    if bias is not None:
+        check_dtype("bias", bias, (torch.float32, q.dtype))
+        check_broadcast("bias", bias, scores, packed, q)
+    if padding is not None and packed:
+        raise NotImplementedError(
+            "key_padding_mask must be None with cu_seqlens_k, because packed sequences have no padding "
+            "(seqused_k gives the number of keys in use), got a tensor"
+        )
+    shapes, dtypes = ((batch, seqlen_k),), (torch.bool,)
+    check_tensor("key_padding_mask", padding, shapes, "(batch, seqlen_k)", q, dtypes, any_strides=True)
+    check_share("dropout_p", options.dropout_p)
+    if rng_state is not None:
+        check_dtype("rng_state", rng_state, (torch.int64,))
+        if tuple(rng_state.shape) != (2,):
+            raise ValueError(f"rng_state must have shape (2,), (seed, offset), got {tuple(rng_state.shape)}")
+        check_device("rng_state", rng_state, q)
+        check_last_stride("rng_state", rng_state)
+    elif options.dropout_p > 0:
+        raise ValueError(f"rng_state must be given with dropout_p = {options.dropout_p}, got None")
     check_score_options(options)
 
 
@@ -117,41 +142,6 @@ def check_with_functions(extras: OptionalTensors, options: Options) -> None:
         if tensor is not None and name not in ALLOWED_EXTRAS:
             hint = "score_mod" if name == "bias" else "mask_mod (flashtile.masks.document, padding)"
             raise NotImplementedError(f"{name} must be None {where}, got a tensor: write it in {hint}")
-
-
-def _check_masks(q: Tensor, k: Tensor, batch: int, extras: OptionalTensors, options: Options) -> None:
-    packed = extras.cu_seqlens_q is not None
-    seqlen_q, seqlen_k = (options.max_seqlen_q, options.max_seqlen_k) if packed else (q.shape[1], k.shape[1])
-    if extras.mask is not None:
-        if extras.mask.is_floating_point():
-            dtype = extras.mask.dtype
-            raise TypeError(f"mask must be bool, got {dtype}: numbers that are added to scores are bias")
-        check_dtype("mask", extras.mask, (torch.bool,))
-        check_broadcast("mask", extras.mask, (batch, q.shape[-2], seqlen_q, seqlen_k), packed, q)
-    if extras.bias is not None:
-        check_dtype("bias", extras.bias, (torch.float32, q.dtype))
-        check_broadcast("bias", extras.bias, (batch, q.shape[-2], seqlen_q, seqlen_k), packed, q)
-    padding = extras.key_padding_mask
-    if padding is not None and packed:
-        raise NotImplementedError(
-            "key_padding_mask must be None with cu_seqlens_k, because packed sequences have no padding "
-            "(seqused_k gives the number of keys in use), got a tensor"
-        )
-    shapes, dtypes = ((batch, seqlen_k),), (torch.bool,)
-    check_tensor("key_padding_mask", padding, shapes, "(batch, seqlen_k)", q, dtypes, any_strides=True)
-
-
-def _check_dropout(rng_state: Tensor | None, dropout_p: float, q: Tensor) -> None:
-    check_share("dropout_p", dropout_p)
-    if rng_state is None:
-        if dropout_p > 0:
-            raise ValueError(f"rng_state must be given with dropout_p = {dropout_p}, got None")
-        return
-    check_dtype("rng_state", rng_state, (torch.int64,))
-    if tuple(rng_state.shape) != (2,):
-        raise ValueError(f"rng_state must have shape (2,), (seed, offset), got {tuple(rng_state.shape)}")
-    check_device("rng_state", rng_state, q)
-    check_last_stride("rng_state", rng_state)
 
 
 def check_results(dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, v: Tensor, packed: bool) -> None:

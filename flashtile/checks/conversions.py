@@ -328,6 +328,41 @@ def refuse_descales(
     raise ValueError(f"{name} must be None, got a tensor: {name} is only accepted {allowed}")
 
 
+def check_kind(
+    q: Any,
+    descales: tuple[Tensor | None, ...],
+    buffers: tuple[Tensor | None, ...],
+    has_functions: bool = False,
+    form: tuple[str, int] | None = None,
+) -> bool:
+    """Raise for an argument that calls in FP8, or with score or mask functions, do not have.
+
+    Args:
+        descales: q_descale, k_descale and v_descale.
+        buffers: (out, lse), or () if neither is given.
+        form: the form of the weights that the call also returns, or None.
+
+    Returns:
+        Whether the call is in FP8.
+    """
+    in_e4m3 = isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn
+    where = "for q, k and v of float8_e4m3fn"
+    if has_functions:
+        where = "with score_mod, mask_mod or block_mask"
+        if in_e4m3:
+            raise NotImplementedError(f"q must be float16 or wider {where}, got {q.dtype}")
+        refuse_descales(*descales, "without score_mod, mask_mod or block_mask")
+    elif not in_e4m3:
+        refuse_descales(*descales, where)
+        return False
+    elif form is not None:
+        raise NotImplementedError(f"return_attn_weights must be False for q of {q.dtype}, got {form[0]!r}")
+    if buffers:
+        name = "lse" if buffers[0] is None else "out"
+        raise NotImplementedError(f"{name} must be None {where}, got a tensor")
+    return in_e4m3
+
+
 def refuse_beyond(extras: OptionalTensors, options: Options, taken: Collection[str], where: str) -> None:
     """Raise NotImplementedError for an option or tensor that is given and not among the ``taken``.
 

@@ -17,10 +17,10 @@ from flashtile.op.registry import register_autograd
 from flashtile.operators import functions
 from flashtile.operators.functions import (
     CAPTURED,
-    Functions,
     ModifiedExtras,
     ModifiedOptions,
     SignedExtras,
+    captured_of,
     extras_of,
     learned_of,
 )
@@ -160,58 +160,37 @@ BACKWARD = BackwardOperation(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, options: Options
+    q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any, buffers: tuple[Tensor | None, ...] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of a call without score and mask functions.
+    """Compute (out, lse).
 
     A plain call (:func:`is_plain`) is launched directly, under an autograd node if it needs gradients. Other
-    calls go through the torch operator.
+    calls go through the torch operator, or have a formula of their own under transforms of ``torch.func``.
+
+    Args:
+        extras, options: OptionalTensors and Options; with score or mask functions, ModifiedExtras and
+            ModifiedOptions.
+        buffers: (out, lse), which receive the results; None, or (): new memory. Not with functions.
     """
     tensors = (q, k, v)
-    if not is_plain(tensors, extras):
-        return _watched(tensors, extras, options)
-    if torch.is_grad_enabled():
-        slopes = extras.alibi_slopes
-        if _learns(slopes):
-            functions.check_learned_slopes(extras, options)
-        elif not (
-            q.requires_grad
-            or k.requires_grad
-            or v.requires_grad
-            or _learns(extras.sink)
-            or _learns(extras.bias)
-        ):
-            return FORWARD.launch(tensors, extras, options)
-        return FlashAttention.apply(extras, options, q, k, v, extras.sink, extras.bias, slopes)
-    return FORWARD.launch(tensors, extras, options)
+    if buffers:
+        return FORWARD_INTO.write(tensors, extras, options, buffers)  # type: ignore[return-value]
+    # The lists of a block mask that was signed are plain, and integers.
+    unsigned = extras.captured if type(extras) is SignedExtras else extras
+    if is_plain(tensors, unsigned):
+        if torch.is_grad_enabled() and any_learns(tensors, unsigned):
+            if _learns(extras.alibi_slopes):
+                if isinstance(extras, ModifiedExtras):
+                    # Kernels serve more calls with one program than with a program and ALiBi of their own.
+                    extras, options = functions.learning_slopes(q, k, extras, options)
+                else:
+                    functions.check_learned_slopes(extras, options)
+            learning = extras.sink, extras.bias, extras.alibi_slopes, *captured_of(extras)
+            return FlashAttention.apply(extras, options, q, k, v, *learning)
+        if type(extras) is not OptionalTensors:
+            extras = functions.without_backward_lists(extras)
+        return FORWARD.launch(tensors, extras, options)
 
-
-def forward_with_functions(
-    q: Tensor, k: Tensor, v: Tensor, plain_extras: OptionalTensors, plain_options: Options, given: Functions
-) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of a call with ``score_mod``, ``mask_mod`` or ``block_mask``."""
-    tensors = (q, k, v)
-    options = ModifiedOptions._make((*plain_options, *functions.further_options(given)))
-    sink, slopes = plain_extras.sink, plain_extras.alibi_slopes
-    has_kept_extras = given.extras is not None and plain_extras is NO_EXTRAS
-    if has_kept_extras and is_plain(tensors) and not _needs_gradients(tensors, options):
-        return FORWARD.launch(tensors, given.extras, options)
-    extras = functions.with_functions(plain_extras, given)
-    if not is_plain(tensors, extras):
-        return _watched(tensors, extras, options)
-    if _needs_gradients(tensors, options, sink, slopes):
-        if _learns(slopes):
-            # Kernels serve more calls with one program than with a program and ALiBi of their own.
-            extras, options = functions.learning_slopes(q, k, extras, options)
-        captured = functions.captured_of(extras)
-        return FlashAttention.apply(extras, options, q, k, v, sink, None, None, *captured)
-    if given.lists:
-        extras = functions.without_backward_lists(extras)
-    return FORWARD.launch(tensors, extras, options)
-
-
-def _watched(tensors: tuple[Tensor, Tensor, Tensor], extras: Any, options: Any) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of a call that is not plain (:func:`is_plain`)."""
     is_transformed = transforming()
     if is_transformed:  # a dimension that vmap maps over may leave strides that the caller cannot see
         extras = extras._make(map(with_unit_stride, extras))
@@ -233,18 +212,6 @@ def _watched(tensors: tuple[Tensor, Tensor, Tensor], extras: Any, options: Any) 
     for operation in (FORWARD, BACKWARD):
         tell_observers(operation, (*tensors, *extras))
     return transforms.Forward.apply(BACKWARD, *FORWARD.flat(tensors, extras, options))
-
-
-def _needs_gradients(tensors: tuple[Tensor, Tensor, Tensor], options: Any, *optional: Tensor | None) -> bool:
-    """Whether a call with score or mask functions needs a backward pass."""
-    q, k, v = tensors
-    return torch.is_grad_enabled() and bool(
-        options.learned
-        or q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (optional and any(map(_learns, optional)))
-    )
 
 
 def _learns(extra: Tensor | None) -> bool:

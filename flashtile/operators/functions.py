@@ -55,27 +55,33 @@ _NOT_CAPTURED, _NO_LISTS = (None,) * MAX_CAPTURED, (None,) * len(LISTS)
 
 
 class SignedExtras(ModifiedExtras):
-    """Extras that are built once for many forward calls: captured tensors and a block mask's lists.
+    """Extras that are built once for many calls: captured tensors and a block mask's lists.
 
-    The tensors are as those of a plain call (:func:`flashtile.op.operation.is_plain`). The signature of
-    the lists is computed again only if their addresses change.
+    The tensors are as those of a plain call (:func:`flashtile.op.operation.is_plain`). The signature of the
+    lists that the forward pass reads is computed again only if their addresses change.
     """
 
     captured: tuple[Tensor, ...]
     lists: tuple[Tensor, ...]
+    """Lists that the forward pass reads."""
+    of_forward: SignedExtras
+    """The same extras without the lists that only the backward pass reads."""
     signed: tuple[list[int], str] = ([], "")
     """Addresses of the lists, and their signature as a string, because Python caches a string's hash."""
 
     @classmethod
     def of(cls, captured: tuple[Tensor, ...], lists: tuple[Tensor, ...]) -> SignedExtras | None:
         """Return the extras; None if a call with these tensors is not plain."""
-        lists = lists[:-BACKWARD_LISTS]
         if any(type(tensor) not in PLAIN_TYPES or tensor.is_neg() for tensor in (*captured, *lists)):
             return None
-        absent = _NOT_CAPTURED[len(captured) :]
-        made = cls._make((*NO_EXTRAS, *captured, *absent, *lists, *_NO_LISTS[:BACKWARD_LISTS]))
-        made.captured, made.lists = captured, lists
+        own, read = (*NO_EXTRAS, *captured, *_NOT_CAPTURED[len(captured) :]), lists[:-BACKWARD_LISTS]
+        made = tuple.__new__(cls, (*own, *lists))
+        made.of_forward = tuple.__new__(cls, (*own, *read, *_NO_LISTS[:BACKWARD_LISTS]))
+        for extras in (made, made.of_forward):
+            extras.captured, extras.lists = captured, read
         return made
+
+    _make = ModifiedExtras._make  # a copy with other tensors is not signed
 
     def signature(self) -> tuple:
         addresses = [tensor.data_ptr() for tensor in self.lists]
@@ -102,7 +108,7 @@ class Functions(NamedTuple):
     mask: Trace | None
     """The trace whose text is ``mask_mod``."""
     extras: SignedExtras | None = None
-    """Extras of a forward call whose only optional arguments are functions, cached for the next such call."""
+    """Extras of a call whose only optional arguments are functions, cached for the next such call."""
 
 
 def captured_of(extras: Any) -> tuple[Tensor | None, ...]:
@@ -273,22 +279,23 @@ def describe(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> Prob
     return Problem.from_tensors(q, k, v, *plain_part(extras, options), mods=mods)
 
 
-def with_functions(extras: OptionalTensors, functions: Functions) -> Any:
-    """Return all optional tensors of a call with score or mask functions, as one named tuple."""
-    captured, lists = functions.captured, functions.lists
-    tensors = *extras, *captured, *_NOT_CAPTURED[len(captured) :], *(lists or _NO_LISTS)
-    return ModifiedExtras._make(tensors)
-
-
-def further_options(functions: Functions) -> tuple:
-    """Return the values of the options that only calls with score or mask functions have."""
-    captured, _, score_mod, mask_mod, block_size, lengths, *_ = functions
+def with_functions(extras: OptionalTensors, options: Options, functions: Functions) -> tuple[Any, Any]:
+    """Return (extras, options) of a call with score or mask functions: all tensors, and all options."""
+    captured, lists, score_mod, mask_mod, block_size, lengths, *_ = functions
     learned = 0
     if captured and torch.is_grad_enabled():
         learned = sum(1 << i for i, t in enumerate(captured) if t.requires_grad and t.is_floating_point())
-    return score_mod, mask_mod, learned, *block_size, *lengths
+    modified = ModifiedOptions._make((*options, score_mod, mask_mod, learned, *block_size, *lengths))
+    if functions.extras is not None and extras is NO_EXTRAS:
+        return functions.extras, modified
+    tensors = *extras, *captured, *_NOT_CAPTURED[len(captured) :], *(lists or _NO_LISTS)
+    return ModifiedExtras._make(tensors), modified
 
 
 def without_backward_lists(extras: Any) -> Any:
     """Return the extras without those lists of the block mask that only the backward pass reads."""
+    if type(extras) is SignedExtras:
+        return extras.of_forward
+    if extras.kv_num_blocks is None:
+        return extras
     return ModifiedExtras._make((*extras[:-BACKWARD_LISTS], *_NO_LISTS[:BACKWARD_LISTS]))

@@ -232,7 +232,8 @@ def attention(
             bias=bias,
             finds_padding=not has_functions,
         )
-    descales, buffers = (q_descale, k_descale, v_descale), () if out is lse is None else (out, lse)
+    descales = () if q_descale is k_descale is v_descale is None else (q_descale, k_descale, v_descale)
+    buffers = () if out is lse is None else (out, lse)
     in_e4m3 = check_kind(q, descales, buffers, has_functions, form)
     if options.dropout_p != 0.0:
         extras = with_state(q, extras, options, rng_state)
@@ -314,7 +315,8 @@ def flash_attn_func(
     extras = NO_EXTRAS
     if not (alibi_slopes is sink is None):
         extras = OptionalTensors(alibi_slopes=alibi_slopes, sink=sink)
-    descales, buffers = (q_descale, k_descale, v_descale), () if out is lse is None else (out, lse)
+    descales = () if q_descale is k_descale is v_descale is None else (q_descale, k_descale, v_descale)
+    buffers = () if out is lse is None else (out, lse)
     return _flash(q, k, v, qv, extras, options, descales, buffers, return_attn_probs, return_lse)
 
 
@@ -499,9 +501,11 @@ def flash_attn_varlen_func(
         alibi_slopes=alibi_slopes,
         sink=sink,
     )
-    descales, buffers = (q_descale, k_descale, v_descale), () if out is lse is None else (out, lse)
+    descales = () if q_descale is k_descale is v_descale is None else (q_descale, k_descale, v_descale)
+    buffers = () if out is lse is None else (out, lse)
     if block_table is not None:
-        refuse_descales(*descales, "without block_table")
+        if descales:
+            refuse_descales(*descales, "without block_table")
         out, lse = attention_over_pages(q, k, v, block_table, extras, options, buffers, qv)
         return _result(out, lse, return_attn_probs, return_lse)
     if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -633,7 +637,7 @@ def _flash(
     qv: Tensor | None,
     extras: OptionalTensors,
     options: Options,
-    descales: tuple[Tensor | None, Tensor | None, Tensor | None],
+    descales: tuple[Tensor | None, ...],
     buffers: tuple,
     return_attn_probs: bool,
     return_lse: bool,

@@ -308,11 +308,13 @@ def attend_descaled(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    descales: tuple[Tensor | None, Tensor | None, Tensor | None],
+    descales: tuple[Tensor | None, ...],
     extras: OptionalTensors,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) for row-major e4m3 tensors with FlashAttention-3's ``descales`` (batch, heads_kv).
+    """Return (out, lse) for row-major e4m3 tensors with FlashAttention-3's scales (batch, heads_kv).
+
+    ``descales`` are those of q, k and v, or () if there are none.
 
     out is bfloat16. The gradients are those of the stored e4m3 numbers, before multiplication by their
     scales. Autograd rounds them to e4m3, unless the tensor's ``grad_dtype`` is another dtype.
@@ -327,6 +329,7 @@ def attend_descaled(
     plain = extras._replace(seqused_q=None), options._replace(masking=masking)
     taken = (*AttendTensors._fields, *AttendOptions._fields)
     refuse_beyond(*plain, taken, "for q, k and v of float8_e4m3fn")
+    descales = descales or (None, None, None)
     tensors = AttendTensors(*descales, **shared_fields(AttendTensors, extras))
     stored = AttendOptions(
         **shared_fields(AttendOptions, plain[1]), out_dtype=torch.bfloat16, head_dim=q.shape[-1]

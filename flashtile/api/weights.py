@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from flashtile.checks.attention import check_lse
+from flashtile.checks.attention import check_forward, check_lse, check_traced
 from flashtile.checks.conversions import (
     as_int,
     as_masking,
@@ -22,10 +22,17 @@ from flashtile.checks.conversions import (
     refuse_unknown,
 )
 from flashtile.op.operation import Operation
-from flashtile.op.registry import extended
-from flashtile.operators import functions as of_functions
-from flashtile.operators.functions import FURTHER_DEFAULTS, FURTHER_OPTIONS, ModifiedExtras
-from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options, WeightsProblem
+from flashtile.operators.functions import check_values
+from flashtile.problems.attention import (
+    FURTHER_DEFAULTS,
+    FURTHER_OPTIONS,
+    NO_EXTRAS,
+    ModifiedExtras,
+    OptionalTensors,
+    Options,
+    WeightsProblem,
+)
+from flashtile.problems.common import extended
 
 MAX_TOP = 128
 """Largest number of weights per row that the kernels keep in registers."""
@@ -189,26 +196,20 @@ def weights_of(
 
 
 def _check(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> None:
-    of_functions.check(q, k, k, extras, options)
+    check_forward(q, k, k, extras, options)
     check_lse(lse, q, extras.cu_seqlens_q is not None)
 
 
-def _describe(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> WeightsProblem:
-    own = {"form": options.form, "top": options.top, "mods": of_functions.mods_of(q, k, extras, options)}
-    problem: Any = WeightsProblem.from_tensors(q, k, k, *of_functions.plain_part(extras, options), **own)
-    return problem
-
-
 def _fake(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> tuple[Tensor, Tensor | None]:
-    problem = _describe(q, k, lse, extras, options)
+    problem = WEIGHTS.describe(q, k, lse, extras, options)
     weights = q.new_empty(problem.weights_shape, dtype=problem.weights_dtype)
     indices = q.new_empty(problem.weights_shape, dtype=torch.int64) if options.form == "top" else None
     return weights, indices
 
 
-def _with_keys_as_values(check: Callable[..., None]) -> Callable[..., None]:
-    """Adapt a check for the tensors q, k and v to q, k and lse, by passing k as v."""
-    return lambda q, k, lse, extras, options: check(q, k, k, extras, options)
+def _with_keys_as_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adapt a function of the tensors q, k and v to q, k and lse, by passing k as v."""
+    return lambda q, k, lse, extras, options: function(q, k, k, extras, options)
 
 
 WEIGHTS = Operation(
@@ -219,10 +220,10 @@ WEIGHTS = Operation(
     extended_to=(ModifiedExtras, ModifiedWeightsOptions),
     results=2,
     check=_check,
-    describe=_describe,
+    describe=_with_keys_as_values(WeightsProblem.from_tensors),
     fake=_fake,
-    check_values=_with_keys_as_values(of_functions.check_values),
-    check_traced=_with_keys_as_values(of_functions.check_traced),
+    check_values=_with_keys_as_values(check_values),
+    check_traced=_with_keys_as_values(check_traced),
     part="weights",
     no_gradient=_NO_GRADIENT,
 )

@@ -30,9 +30,15 @@ from flashtile.checks.arguments import (
     check_tensor,
     looks_transposed,
 )
-from flashtile.problems.attention import NO_EXTRAS, OPTIONS_OF_PLAIN_CALLS, OptionalTensors, Options
+from flashtile.problems.attention import (
+    NO_EXTRAS,
+    OPTIONS_OF_PLAIN_CALLS,
+    ModifiedExtras,
+    OptionalTensors,
+    captured_of,
+)
 from flashtile.problems.common import DTYPES, MAX_HEAD_DIM
-from flashtile.problems.masks import BACKWARD_LISTS, LISTS
+from flashtile.problems.masks import BACKWARD_LISTS, LISTS, MAX_CAPTURED, MAX_SIZES
 
 ALLOWED_EXTRAS = ("alibi_slopes", "sink")
 """The optional tensors that a call with score or mask functions may have, in addition to q, k and v."""
@@ -42,14 +48,16 @@ def check_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    extras: OptionalTensors,
-    options: Options,
+    extras: Any,
+    options: Any,
     dtypes: tuple[torch.dtype, ...] = DTYPES,
     most: int = MAX_HEAD_DIM,
 ) -> None:
     """Check the arguments of an attention call.
 
     Args:
+        extras, options: OptionalTensors and Options; with score or mask functions, ModifiedExtras and
+            ModifiedOptions.
         dtypes: allowed dtypes of q, k and v.
         most: the largest head_dim.
 
@@ -114,18 +122,58 @@ def check_call(
     elif options.dropout_p > 0:
         raise ValueError(f"rng_state must be given with dropout_p = {options.dropout_p}, got None")
     check_score_options(options)
+    if isinstance(extras, ModifiedExtras):
+        check_captured(q, captured_of(extras))
+        if options.block_q:
+            check_lists(q, k, extras, options)
 
 
-def check_types(q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, options: Options) -> None:
+def check_forward(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
+    """Raise for a call that no backend could compute, or whose slopes would get no gradient."""
+    _check_slopes(extras, options)
+    check_call(q, k, v, extras, options)
+
+
+def check_traced(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
+    """Do that part of :func:`check_forward` that ``torch.compile`` traces."""
+    _check_slopes(extras, options)
+    check_types(q, k, v, extras, options)
+
+
+def _check_slopes(extras: Any, options: Any) -> None:
+    slopes = extras.alibi_slopes
+    if isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled():
+        check_learned_slopes(extras, options)
+
+
+def check_learned_slopes(extras: Any, options: Any) -> None:
+    """Raise for a call in which slopes get no gradient: only kernels with a ``score_mod`` compute it."""
+    try:
+        check_with_functions(extras, options)
+    except NotImplementedError:
+        raise NotImplementedError(
+            "alibi_slopes requires grad, but no gradient is computed for alibi_slopes in a call that cannot "
+            "have a score_mod: alibi_slopes must be detached"
+        ) from None
+    captured = [*(tensor for tensor in captured_of(extras) if tensor is not None), extras.alibi_slopes]
+    if len(captured) > MAX_CAPTURED or sum(t.dim() for t in captured) > MAX_SIZES:
+        raise ValueError(
+            f"alibi_slopes, which requires grad, must be one of at most {MAX_CAPTURED} tensors of "
+            f"{MAX_SIZES} dimensions that functions read, got {len(captured)} of "
+            f"{sum(t.dim() for t in captured)}"
+        )
+
+
+def check_types(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
     """Check that tensors are dense (TypeError)."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_dense(name, tensor)
-    for name, extra in zip(OptionalTensors._fields, extras, strict=True):
+    for name, extra in zip(OptionalTensors._fields, extras, strict=False):
         if extra is not None:
             check_dense(name, extra)
 
 
-def check_with_functions(extras: OptionalTensors, options: Options) -> None:
+def check_with_functions(extras: Any, options: Any) -> None:
     """Raise NotImplementedError for an argument that cannot be combined with score or mask functions."""
     where = "with score_mod, mask_mod or block_mask"
     beyond = options.masking.beyond_window
@@ -138,7 +186,7 @@ def check_with_functions(extras: OptionalTensors, options: Options) -> None:
             raise NotImplementedError(f"{name} must be left out {where}, got {value}")
     if extras is NO_EXTRAS:
         return
-    for name, tensor in zip(OptionalTensors._fields, extras, strict=True):
+    for name, tensor in zip(OptionalTensors._fields, extras, strict=False):
         if tensor is not None and name not in ALLOWED_EXTRAS:
             hint = "score_mod" if name == "bias" else "mask_mod (flashtile.masks.document, padding)"
             raise NotImplementedError(f"{name} must be None {where}, got a tensor: write it in {hint}")

@@ -338,7 +338,7 @@ def check_kind(
     """Raise for an argument that calls in FP8, or with score or mask functions, do not have.
 
     Args:
-        descales: q_descale, k_descale and v_descale.
+        descales: (q_descale, k_descale, v_descale), or () if none is given.
         buffers: (out, lse), or () if neither is given.
         form: the form of the weights that the call also returns, or None.
 
@@ -346,20 +346,23 @@ def check_kind(
         Whether the call is in FP8.
     """
     in_e4m3 = isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn
-    where = "for q, k and v of float8_e4m3fn"
+    name = "lse" if buffers and buffers[0] is None else "out"
     if has_functions:
-        where = "with score_mod, mask_mod or block_mask"
+        functions = "score_mod, mask_mod or block_mask"
         if in_e4m3:
-            raise NotImplementedError(f"q must be float16 or wider {where}, got {q.dtype}")
-        refuse_descales(*descales, "without score_mod, mask_mod or block_mask")
-    elif not in_e4m3:
-        refuse_descales(*descales, where)
-        return False
-    elif form is not None:
-        raise NotImplementedError(f"return_attn_weights must be False for q of {q.dtype}, got {form[0]!r}")
-    if buffers:
-        name = "lse" if buffers[0] is None else "out"
-        raise NotImplementedError(f"{name} must be None {where}, got a tensor")
+            raise NotImplementedError(f"q must be float16 or wider with {functions}, got {q.dtype}")
+        if descales:
+            refuse_descales(*descales, f"without {functions}")
+        if buffers:
+            raise NotImplementedError(f"{name} must be None with {functions}, got a tensor")
+    elif in_e4m3:
+        if form is not None:
+            got = repr(form[0])
+            raise NotImplementedError(f"return_attn_weights must be False for q of {q.dtype}, got {got}")
+        if buffers:
+            raise NotImplementedError(f"{name} must be None for q, k and v of float8_e4m3fn, got a tensor")
+    elif descales:
+        refuse_descales(*descales, "for q, k and v of float8_e4m3fn")
     return in_e4m3
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.checks.attention import check_forward, check_learned_slopes, check_traced
 from flashtile.checks.conversions import with_unit_stride
 from flashtile.op.into import Into, Result
 from flashtile.op.observers import backward_flops, count_scores, forward_flops, tell_observers
@@ -15,17 +16,20 @@ from flashtile.op.operation import Operation, any_learns, is_plain, on_meta, sig
 from flashtile.op.refusals import carries_tangents, transforming
 from flashtile.op.registry import register_autograd
 from flashtile.operators import functions
-from flashtile.operators.functions import (
+from flashtile.operators.functions import SignedExtras
+from flashtile.operators.shardings import backward_shardings, forward_shardings
+from flashtile.problems.attention import (
     CAPTURED,
+    NO_EXTRAS,
     ModifiedExtras,
     ModifiedOptions,
-    SignedExtras,
+    OptionalTensors,
+    Options,
+    Problem,
     captured_of,
     extras_of,
     learned_of,
 )
-from flashtile.operators.shardings import backward_shardings, forward_shardings
-from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 from flashtile.torch_private import is_batched_gradient
 
 _LEARNING = ("q", "k", "v", "sink", "bias", "alibi_slopes", *CAPTURED)
@@ -135,11 +139,11 @@ FORWARD = ForwardOperation(
     options=Options,
     results=2,
     extended_to=(ModifiedExtras, ModifiedOptions),
-    check=functions.check,
-    describe=functions.describe,
+    check=check_forward,
+    describe=Problem.from_tensors,
     fake=_fake_forward,
     check_values=functions.check_values,
-    check_traced=functions.check_traced,
+    check_traced=check_traced,
     flops=_forward_flops,
     shardings=forward_shardings,
 )
@@ -152,7 +156,7 @@ BACKWARD = BackwardOperation(
     extended_to=(ModifiedExtras, ModifiedOptions),
     results=5,
     check=lambda *arguments: None,  # the forward pass checked what it saved
-    describe=lambda *arguments: functions.describe(*of_forward(*arguments)),
+    describe=lambda *arguments: Problem.from_tensors(*of_forward(*arguments)),
     fake=_fake_backward,
     flops=_backward_flops,
     shardings=backward_shardings,
@@ -184,7 +188,7 @@ def forward(
                     # Kernels serve more calls with one program than with a program and ALiBi of their own.
                     extras, options = functions.learning_slopes(q, k, extras, options)
                 else:
-                    functions.check_learned_slopes(extras, options)
+                    check_learned_slopes(extras, options)
             learning = extras.sink, extras.bias, extras.alibi_slopes, *captured_of(extras)
             return FlashAttention.apply(extras, options, q, k, v, *learning)
         if type(extras) is not OptionalTensors:

@@ -17,7 +17,7 @@ from torch import Tensor
 from flashtile.masks.block_mask import listed
 from flashtile.masks.evaluate import evaluate
 from flashtile.masks.program import parse
-from flashtile.operators.functions import CAPTURED, ModifiedExtras, captured_of, learned_of, plain_part
+from flashtile.problems.attention import CAPTURED, ModifiedExtras, captured_of, learned_of
 from flashtile.reference import attention as reference
 
 Attend = Callable[..., tuple[Tensor, Tensor]]
@@ -33,8 +33,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> tuple[T
     The results have the dtypes of the kernels' results.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    given = plain_part(extras, options)
-    out, lse = reference.of_call(q, k, v, *given, upcast=wide, **_functions(extras, options))
+    out, lse = reference.of_call(q, k, v, extras, options, upcast=wide, **_functions(extras, options))
     return out if options.partial else out.to(q.dtype), lse
 
 

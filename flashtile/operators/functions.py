@@ -1,56 +1,31 @@
-"""Attention with score and mask functions: its additional tensors and options, its checks and its problem.
-
-A call with score or mask functions has more fields than ``OptionalTensors`` and ``Options``: captured
-tensors, the lists of a block mask, and the functions' programs as text.
-"""
+"""Attention with score and mask functions: the arguments of its operations, and checks of their values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashtile.checks.attention import (
-    check_call,
-    check_captured,
-    check_lists,
-    check_types,
-    check_with_functions,
-)
+from flashtile.checks.attention import check_learned_slopes
 from flashtile.checks.values import check_block_lists, check_lengths
 from flashtile.op.operation import PLAIN_TYPES, signatures
-from flashtile.op.registry import extended
-from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options, Problem
-from flashtile.problems.common import shared_fields
-from flashtile.problems.masks import BACKWARD_LISTS, LISTS, MAX_CAPTURED, MAX_SIZES, Mods
+from flashtile.problems.attention import (
+    CAPTURED,
+    NO_EXTRAS,
+    ModifiedExtras,
+    ModifiedOptions,
+    OptionalTensors,
+    Options,
+    captured_of,
+    learned_of,
+)
+from flashtile.problems.masks import BACKWARD_LISTS, LISTS, MAX_CAPTURED
 
 if TYPE_CHECKING:  # `import flashtile` does not import masks, because few programs use them
     from flashtile.masks.tracing import Trace
 
-CAPTURED = tuple(f"captured_{i}" for i in range(MAX_CAPTURED))
-
-_FURTHER_TENSORS = dict.fromkeys((*CAPTURED, *LISTS), "Tensor | None")
-ModifiedExtras: Any = extended(
-    "ModifiedExtras", OptionalTensors, _FURTHER_TENSORS, (None,) * len(_FURTHER_TENSORS)
-)
-"""All tensors of a call except q, k and v: attention's extras, captured tensors, a block mask's lists."""
-
-FURTHER_OPTIONS = {
-    "score_mod": "str", "mask_mod": "str", "learned": "int", "block_q": "int", "block_kv": "int",
-    "mask_seqlen_q": "int", "mask_seqlen_k": "int",
-}  # fmt: skip
-"""Options that only calls with score or mask functions have.
-
-Bit i of ``learned`` is set if captured tensor i needs a gradient. Block sizes, and the lengths that the block
-mask was made for, are 0 without a block mask.
-"""
-FURTHER_DEFAULTS = "", "", 0, 0, 0, 0, 0
-ModifiedOptions: Any = extended("ModifiedOptions", Options, FURTHER_OPTIONS, FURTHER_DEFAULTS)
-
-_NUM_EXTRAS = len(OptionalTensors._fields)
-_FIRST_CAPTURED = _NUM_EXTRAS
 _NOT_CAPTURED, _NO_LISTS = (None,) * MAX_CAPTURED, (None,) * len(LISTS)
 
 
@@ -111,39 +86,6 @@ class Functions(NamedTuple):
     """Extras of a call whose only optional arguments are functions, cached for the next such call."""
 
 
-def captured_of(extras: Any) -> tuple[Tensor | None, ...]:
-    return extras[_FIRST_CAPTURED : _FIRST_CAPTURED + MAX_CAPTURED]
-
-
-def _captured(extras: Any) -> list[Tensor]:
-    return [tensor for tensor in captured_of(extras) if tensor is not None]
-
-
-def extras_of(tensors: Sequence[Tensor | None]) -> Any:
-    """Return ``tensors`` as OptionalTensors or ModifiedExtras, chosen by their number; NO_EXTRAS if empty."""
-    if not tensors:
-        return NO_EXTRAS
-    return (OptionalTensors if len(tensors) == _NUM_EXTRAS else ModifiedExtras)._make(tensors)
-
-
-def check_learned_slopes(extras: Any, options: Any) -> None:
-    """Raise for a call in which slopes get no gradient: only kernels with a ``score_mod`` compute it."""
-    try:
-        check_with_functions(*plain_part(extras, options))
-    except NotImplementedError:
-        raise NotImplementedError(
-            "alibi_slopes requires grad, but no gradient is computed for alibi_slopes in a call that cannot "
-            "have a score_mod: alibi_slopes must be detached"
-        ) from None
-    captured = [*_captured(extras), extras.alibi_slopes]
-    if len(captured) > MAX_CAPTURED or sum(t.dim() for t in captured) > MAX_SIZES:
-        raise ValueError(
-            f"alibi_slopes, which requires grad, must be one of at most {MAX_CAPTURED} tensors of "
-            f"{MAX_SIZES} dimensions that functions read, got {len(captured)} of "
-            f"{sum(t.dim() for t in captured)}"
-        )
-
-
 def learning_slopes(q: Tensor, k: Tensor, extras: Any, options: Any) -> tuple[Any, Any]:
     """Return (extras, options) of a backward pass that computes the gradient of ``alibi_slopes``.
 
@@ -152,7 +94,7 @@ def learning_slopes(q: Tensor, k: Tensor, extras: Any, options: Any) -> tuple[An
     from flashtile.masks.program import alibi, composed, parse
 
     check_learned_slopes(extras, options)
-    captured, slopes = _captured(extras), extras.alibi_slopes
+    captured, slopes = [t for t in captured_of(extras) if t is not None], extras.alibi_slopes
     program = alibi(len(captured), int(k.shape[1] - q.shape[1]), slopes.dim() == 2)
     if getattr(options, "score_mod", ""):
         program = composed(program, parse(options.score_mod))
@@ -161,19 +103,6 @@ def learning_slopes(q: Tensor, k: Tensor, extras: Any, options: Any) -> tuple[An
     )
     learned = getattr(options, "learned", 0) | 1 << len(captured)
     return further, ModifiedOptions(*options)._replace(score_mod=str(program), learned=learned)
-
-
-def learned_of(options: Any) -> tuple[int, ...]:
-    """Return the indices of captured tensors that need a gradient."""
-    bits = getattr(options, "learned", 0)
-    return tuple(i for i in range(MAX_CAPTURED) if bits >> i & 1)
-
-
-def plain_part(extras: Any, options: Any) -> tuple[OptionalTensors, Options]:
-    """Return the extras and options of a call as if it had no score or mask functions."""
-    given = OptionalTensors(**shared_fields(OptionalTensors, extras))
-    nothing = all(tensor is None for tensor in given)
-    return NO_EXTRAS if nothing else given, Options(**shared_fields(Options, options))
 
 
 def pack(gradients: Iterable[Tensor | None]) -> Tensor | None:
@@ -194,28 +123,6 @@ def unpack(packed: Tensor | None, extras: Any, options: Any) -> dict[str, Tensor
     tensors = [getattr(extras, name) for name in names]
     parts = packed.split([tensor.numel() for tensor in tensors])
     return {n: p.reshape(t.shape).to(t.dtype) for n, p, t in zip(names, parts, tensors, strict=True)}
-
-
-def check(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
-    """Raise for a call that no backend could compute."""
-    _check_learned(extras, options)
-    check_call(q, k, v, *plain_part(extras, options))
-    if not isinstance(extras, ModifiedExtras):
-        return
-    check_captured(q, captured_of(extras))
-    if options.block_q:
-        check_lists(q, k, extras, options)
-
-
-def check_traced(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
-    _check_learned(extras, options)
-    check_types(q, k, v, *plain_part(extras, options))
-
-
-def _check_learned(extras: Any, options: Any) -> None:
-    slopes = extras.alibi_slopes
-    if isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled():
-        check_learned_slopes(extras, options)
 
 
 def check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
@@ -241,7 +148,7 @@ def check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> 
     from flashtile.masks.evaluate import evaluate
     from flashtile.masks.program import parse
 
-    captured = _captured(extras)
+    captured = [tensor for tensor in captured_of(extras) if tensor is not None]
     batch, heads, rows, keys = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
     for kind, text in (("score_mod", options.score_mod), ("mask_mod", options.mask_mod)):
         if not text:
@@ -255,28 +162,6 @@ def check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> 
                 "kv": torch.arange(keys, device=q.device),
             }
             evaluate(parse(text), inputs, captured, kind=kind, check=True)
-
-
-def mods_of(q: Tensor, k: Tensor, extras: Any, options: Any) -> Mods | None:
-    if not isinstance(extras, ModifiedExtras):
-        return None
-    from flashtile.masks.ranges import positions_of
-
-    captured = _captured(extras)
-    return Mods(
-        options.score_mod,
-        options.mask_mod,
-        learned_of(options),
-        tuple(tensor.dim() for tensor in captured),
-        (options.block_q, options.block_kv) if options.block_q else None,
-        extras.kv_num_blocks.shape[1] if options.block_q else 1,
-        positions_of(q.shape[1], k.shape[1]),
-    )
-
-
-def describe(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> Problem:
-    mods = mods_of(q, k, extras, options)
-    return Problem.from_tensors(q, k, v, *plain_part(extras, options), mods=mods)
 
 
 def with_functions(extras: OptionalTensors, options: Options, functions: Functions) -> tuple[Any, Any]:

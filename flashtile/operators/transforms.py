@@ -17,8 +17,8 @@ from flashtile.op.operation import Operation
 from flashtile.op.refusals import carries_tangents
 from flashtile.op.registry import flat_fields, gathered
 from flashtile.operators import derivatives
-from flashtile.operators.functions import extras_of, learning_slopes, pack, unpack
-from flashtile.problems.attention import OptionalTensors, Options
+from flashtile.operators.functions import learning_slopes, pack, unpack
+from flashtile.problems.attention import OptionalTensors, Options, extras_of
 
 _NUM_EXTRAS, _NUM_OPTIONS = len(OptionalTensors._fields), len(flat_fields(Options))
 _BIAS = OptionalTensors._fields.index("bias")

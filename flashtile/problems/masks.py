@@ -25,6 +25,15 @@ BACKWARD_LISTS = 4
 """Number of lists at the end of ``LISTS`` that only the backward pass reads."""
 
 
+def positions_of(seqlen_q: int, seqlen_k: int) -> int:
+    """Return the upper bound of positions for which a kernel is compiled.
+
+    It is half of ``POSITIONS``, or the next power of two for longer sequences. Up to there, float32 holds a
+    distance of two positions exactly, even after a moderate offset is added.
+    """
+    return max(POSITIONS // 2, 1 << (max(seqlen_q, seqlen_k, 1) - 1).bit_length())
+
+
 @dataclass(frozen=True)
 class Mods:
     """The score and mask functions of a call, as texts of programs (:mod:`flashtile.masks.program`).

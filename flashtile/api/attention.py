@@ -29,8 +29,8 @@ from flashtile.checks.conversions import (
     refuse_descales,
     refuse_unknown,
 )
-from flashtile.operators.attention import forward
 from flashtile.operators.dropout import with_state
+from flashtile.operators.gradients import forward
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 
 # Names of these arguments in the packed functions, for error messages.

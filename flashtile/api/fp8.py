@@ -20,9 +20,9 @@ from flashtile.checks.conversions import (
 )
 from flashtile.checks.fp8 import check_attend, check_inputs, check_sequences
 from flashtile.op.refusals import transforming
-from flashtile.operators.attention import forward
 from flashtile.operators.fp8 import ATTEND, QUANTIZE, refuse_gradient
 from flashtile.operators.fp8_gradients import StraightThrough, attend
+from flashtile.operators.gradients import forward
 from flashtile.problems.attention import OptionalTensors, Options
 from flashtile.problems.common import shared_fields
 from flashtile.problems.fp8 import AttendOptions, AttendTensors, QuantizeOptions, QuantizeTensors

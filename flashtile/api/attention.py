@@ -192,8 +192,9 @@ def attention(
     if type(return_lse) is not bool:
         check_flag("return_lse", return_lse)
     form = None if return_attn_weights is False else check_form("return_attn_weights", return_attn_weights)
+    masking = as_masking(causal, window_size, attention_chunk=attention_chunk)
     options = make_options(
-        as_masking(causal, window_size, attention_chunk=attention_chunk),
+        masking,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         softmax_scale=softmax_scale,

@@ -40,7 +40,7 @@ class SignedExtras(ModifiedExtras):
     lists: tuple[Tensor, ...]
     """Lists that the forward pass reads."""
     of_forward: SignedExtras
-    """The same extras without the lists that only the backward pass reads."""
+    """Extras for a call that needs no backward pass, without the lists that only that pass reads."""
     signed: tuple[list[int], str] = ([], "")
     """Addresses of the lists, and their signature as a string, because Python caches a string's hash."""
 

@@ -16,7 +16,6 @@ from flashtile.operators import functions
 from flashtile.operators.functions import SignedExtras
 from flashtile.operators.shardings import backward_shardings, forward_shardings
 from flashtile.problems.attention import (
-    CAPTURED,
     NO_EXTRAS,
     ModifiedExtras,
     ModifiedOptions,
@@ -25,6 +24,7 @@ from flashtile.problems.attention import (
     Problem,
     learned_of,
 )
+from flashtile.problems.masks import CAPTURED
 
 
 def _forward_results(

@@ -17,7 +17,8 @@ from torch import Tensor
 from flashtile.masks.block_mask import listed
 from flashtile.masks.evaluate import evaluate
 from flashtile.masks.program import parse
-from flashtile.problems.attention import CAPTURED, ModifiedExtras, captured_of, learned_of
+from flashtile.problems.attention import ModifiedExtras, captured_of, learned_of
+from flashtile.problems.masks import CAPTURED
 from flashtile.reference import attention as reference
 
 Attend = Callable[..., tuple[Tensor, Tensor]]

@@ -12,7 +12,6 @@ from flashtile.checks.attention import check_learned_slopes
 from flashtile.checks.values import check_block_lists, check_lengths
 from flashtile.op.operation import PLAIN_TYPES, signatures
 from flashtile.problems.attention import (
-    CAPTURED,
     NO_EXTRAS,
     ModifiedExtras,
     ModifiedOptions,
@@ -21,7 +20,7 @@ from flashtile.problems.attention import (
     captured_of,
     learned_of,
 )
-from flashtile.problems.masks import BACKWARD_LISTS, LISTS, MAX_CAPTURED
+from flashtile.problems.masks import BACKWARD_LISTS, CAPTURED, LISTS, MAX_CAPTURED
 
 if TYPE_CHECKING:  # `import flashtile` does not import masks, because few programs use them
     from flashtile.masks.tracing import Trace

@@ -25,7 +25,6 @@ from flashtile.operators import functions
 from flashtile.operators.attention import BACKWARD, FORWARD, FORWARD_INTO
 from flashtile.operators.functions import SignedExtras
 from flashtile.problems.attention import (
-    CAPTURED,
     NO_EXTRAS,
     ModifiedExtras,
     OptionalTensors,
@@ -33,6 +32,7 @@ from flashtile.problems.attention import (
     extras_of,
     learned_of,
 )
+from flashtile.problems.masks import CAPTURED
 from flashtile.torch_private import is_batched_gradient
 
 _LEARNING = ("q", "k", "v", "sink", "bias", "alibi_slopes", *CAPTURED)

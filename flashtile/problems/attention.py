@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtile.problems.common import Results, address_of, extended, passed_on
 from flashtile.problems.masking import BEYOND_WINDOW, EVERYTHING, Masking
-from flashtile.problems.masks import LISTS, MAX_CAPTURED, Mods, positions_of
+from flashtile.problems.masks import CAPTURED, LISTS, MAX_CAPTURED, Mods, positions_of
 
 
 class Options(NamedTuple):
@@ -58,8 +58,6 @@ NEEDS_GENERAL_MASK = ("mask", "key_padding_mask", "bias", "dropout_p", *BEYOND_W
 NO_EXTRAS = OptionalTensors()
 """The value for calls with only q, k and v. It is recognised by identity, which is the fastest test."""
 
-
-CAPTURED = tuple(f"captured_{i}" for i in range(MAX_CAPTURED))
 
 _FURTHER_TENSORS = dict.fromkeys((*CAPTURED, *LISTS), "Tensor | None")
 ModifiedExtras: Any = extended(

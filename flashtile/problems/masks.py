@@ -8,6 +8,8 @@ from flashtile.problems.common import POSITIONS
 
 MAX_CAPTURED = 8
 """Maximum number of tensors that the functions of a call may read."""
+CAPTURED = tuple(f"captured_{i}" for i in range(MAX_CAPTURED))
+"""Names of these tensors."""
 
 MAX_SIZES = 16
 """Maximum total number of dimensions of the captured tensors of a call.

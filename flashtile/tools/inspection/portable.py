@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
@@ -15,7 +14,6 @@ from flashtile.backends.common import tiles
 from flashtile.backends.common.config import padded
 from flashtile.backends.common.launch import Launched
 from flashtile.backends.portable import fits
-from flashtile.backends.portable.attention.functions import CAPTURED
 from flashtile.backends.portable.attention.launch import PortableBackwardLaunch, PortableForwardLaunch
 from flashtile.backends.portable.config import (
     HEAD_DIMS,
@@ -27,7 +25,7 @@ from flashtile.backends.portable.config import (
 )
 from flashtile.backends.portable.weights.kernel import WeightsLaunch, of_forward
 from flashtile.engine import all_reduce
-from flashtile.problems.attention import OptionalTensors, Problem, WeightsProblem
+from flashtile.problems.attention import ModifiedExtras, OptionalTensors, Problem, WeightsProblem
 from flashtile.problems.masks import LISTS, Mods
 from flashtile.tools.inspection.recording import case_of, launches_of, meta
 from flashtile.tools.inspection.report import CompileCase, architecture
@@ -89,7 +87,6 @@ _WITH_GENERAL_MASKS = (("hopper", 2, 64), ("hopper", 2, 128))
 _PREPROCESS = "preprocess"
 _KERNELS = ("forward", "dkdv", "dq", "dbias", _PREPROCESS)
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_Extras: Any = namedtuple("_Extras", (*OptionalTensors._fields, *CAPTURED, *LISTS))  # type: ignore[misc]
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
@@ -126,7 +123,7 @@ def inputs_of(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Any]:
     extras: Any = OptionalTensors(**given)
     if problem.mods is not None:
         given |= _tensors_of_functions(problem.mods, scores)
-        extras = _Extras(**dict.fromkeys(_Extras._fields) | given)
+        extras = ModifiedExtras(**given)
     of_q, of_k = (
         ((problem.total_q,), (problem.total_k,))
         if problem.varlen

@@ -1,4 +1,7 @@
-"""Attention as operations: the forward and the backward pass, which :mod:`.gradients` connects."""
+"""Attention as operations: the forward and the backward pass.
+
+:mod:`flashtile.operators.gradients` connects them.
+"""
 
 from __future__ import annotations
 

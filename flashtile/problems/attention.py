@@ -63,10 +63,7 @@ _FURTHER_TENSORS = dict.fromkeys((*CAPTURED, *LISTS), "Tensor | None")
 ModifiedExtras: Any = extended(
     "ModifiedExtras", OptionalTensors, _FURTHER_TENSORS, (None,) * len(_FURTHER_TENSORS)
 )
-"""The optional tensors of a call with score or mask functions, which has captured tensors and lists as well.
-
-The lists are those of a block mask.
-"""
+"""All optional tensors of a call with functions, also those that they capture and a block mask's lists."""
 
 FURTHER_OPTIONS = {
     "score_mod": "str", "mask_mod": "str", "learned": "int", "block_q": "int", "block_kv": "int",

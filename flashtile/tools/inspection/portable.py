@@ -25,7 +25,13 @@ from flashtile.backends.portable.config import (
 )
 from flashtile.backends.portable.weights.kernel import WeightsLaunch, of_forward
 from flashtile.engine import all_reduce
-from flashtile.problems.attention import ModifiedExtras, OptionalTensors, Problem, WeightsProblem
+from flashtile.problems.attention import (
+    NO_EXTRAS,
+    ModifiedExtras,
+    OptionalTensors,
+    Problem,
+    WeightsProblem,
+)
 from flashtile.problems.masks import LISTS, Mods
 from flashtile.tools.inspection.recording import case_of, launches_of, meta
 from flashtile.tools.inspection.report import CompileCase, architecture
@@ -123,7 +129,7 @@ def inputs_of(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Any]:
     extras: Any = OptionalTensors(**given)
     if problem.mods is not None:
         given |= _tensors_of_functions(problem.mods, scores)
-        extras = ModifiedExtras(**given)
+        extras = ModifiedExtras(*NO_EXTRAS)._replace(**given)
     of_q, of_k = (
         ((problem.total_q,), (problem.total_k,))
         if problem.varlen

@@ -55,10 +55,11 @@ def forward(
     tensors = (q, k, v)
     if buffers:
         return FORWARD_INTO.write(tensors, extras, options, buffers)  # type: ignore[return-value]
-    # The lists of a block mask that was signed are plain, and integers.
-    unsigned = extras.captured if type(extras) is SignedExtras else extras
-    if is_plain(tensors, unsigned):
-        if torch.is_grad_enabled() and any_learns(tensors, unsigned):
+    given = () if extras is NO_EXTRAS else extras
+    if type(extras) is SignedExtras:  # the lists of its block mask are plain, and integers
+        given = extras.captured
+    if is_plain(tensors, given):
+        if torch.is_grad_enabled() and any_learns(tensors, given):
             if any_learns([extras.alibi_slopes]):
                 if isinstance(extras, ModifiedExtras):
                     # Kernels serve more calls with one program than with a program and ALiBi of their own.

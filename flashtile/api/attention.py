@@ -505,8 +505,7 @@ def flash_attn_varlen_func(
     descales = () if q_descale is k_descale is v_descale is None else (q_descale, k_descale, v_descale)
     buffers = () if out is lse is None else (out, lse)
     if block_table is not None:
-        if descales:
-            refuse_descales(*descales, "without block_table")
+        refuse_descales(descales, "without block_table")
         out, lse = attention_over_pages(q, k, v, block_table, extras, options, buffers, qv)
         return _result(out, lse, return_attn_probs, return_lse)
     if cu_seqlens_q is None or cu_seqlens_k is None:

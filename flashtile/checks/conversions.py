@@ -314,18 +314,14 @@ def as_seconds(name: str, value: Any) -> float:
     return seconds
 
 
-def refuse_descales(
-    q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None, allowed: str
-) -> None:
-    """Raise ValueError if a scale is given.
+def refuse_descales(descales: tuple[Tensor | None, ...], allowed: str) -> None:
+    """Raise ValueError if one of ``descales`` (q_descale, k_descale, v_descale) is given.
 
     The message ends with ``allowed``, which says which calls accept scales.
     """
-    if q_descale is k_descale is v_descale is None:
-        return
-    given = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    name = next(name for name, descale in given.items() if descale is not None)
-    raise ValueError(f"{name} must be None, got a tensor: {name} is only accepted {allowed}")
+    for name, descale in zip(("q_descale", "k_descale", "v_descale"), descales, strict=False):
+        if descale is not None:
+            raise ValueError(f"{name} must be None, got a tensor: {name} is only accepted {allowed}")
 
 
 def check_kind(
@@ -352,7 +348,7 @@ def check_kind(
         if in_e4m3:
             raise NotImplementedError(f"q must be float16 or wider with {functions}, got {q.dtype}")
         if descales:
-            refuse_descales(*descales, f"without {functions}")
+            refuse_descales(descales, f"without {functions}")
         if buffers:
             raise NotImplementedError(f"{name} must be None with {functions}, got a tensor")
     elif in_e4m3:
@@ -362,7 +358,7 @@ def check_kind(
         if buffers:
             raise NotImplementedError(f"{name} must be None for q, k and v of float8_e4m3fn, got a tensor")
     elif descales:
-        refuse_descales(*descales, "for q, k and v of float8_e4m3fn")
+        refuse_descales(descales, "for q, k and v of float8_e4m3fn")
     return in_e4m3
 
 

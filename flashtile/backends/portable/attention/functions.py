@@ -72,7 +72,7 @@ from flashtile.masks.program import (
 )
 from flashtile.masks.ranges import Range, ranges, wide_lines
 from flashtile.problems.attention import OptionalTensors, Problem
-from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES, Mods
+from flashtile.problems.masks import CAPTURED, MAX_CAPTURED, MAX_SIZES, Mods
 
 
 @triton.jit
@@ -654,7 +654,6 @@ def _without_condition(line: Line) -> tuple[Operand, ...]:
     return line.operands[1:] if line.operation == "where" else line.operands
 
 
-CAPTURED = tuple(f"captured_{i}" for i in range(MAX_CAPTURED))
 SIZES = tuple(f"size_{i}" for i in range(MAX_SIZES))
 
 

@@ -169,21 +169,7 @@ def tanh(x):
 
 
 @triton.jit
-def apply_score_mod(
-    scores, distance, slope, softmax_scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr
-):
-    """Apply soft-cap and ALiBi to raw products: return (scores in log2 units, the soft-cap's derivative).
-
-    ``distance`` is the position of the key minus that of the row, with the layout of ``scores``.
-    """
-    scores, softcap_grad = cap_and_bias(
-        scores, distance, slope, softmax_scale, softcap, HAS_SOFTCAP, HAS_ALIBI
-    )
-    return scores * LOG2_E, softcap_grad
-
-
-@triton.jit
-def cap_and_bias(
+def softcap_and_alibi(
     scores, distance, slope, softmax_scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr
 ):
     """Apply soft-cap and ALiBi to raw products: return (scores, the soft-cap's derivative).

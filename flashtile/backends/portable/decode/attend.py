@@ -72,7 +72,7 @@ from flashtile.backends.portable.decode.schedule import (
     with_prior,
     work_tile_at,
 )
-from flashtile.backends.portable.tiles import apply_score_mod, softmax_step, visible
+from flashtile.backends.portable.tiles import softcap_and_alibi, softmax_step, visible
 
 
 @dataclass(frozen=True)
@@ -583,10 +583,11 @@ def attend_n_blocks(
         scores = products
         distance = positions[None, :] - (rows.tokens + rows.offset)[:, None]
         if C.HAS_SCORE_MOD:
-            scores, _ = apply_score_mod(
+            scores, _ = softcap_and_alibi(
                 scores * rows.k_scale, distance, rows.slope, call.numbers.softmax_scale, call.numbers.softcap,
                 C.HAS_SOFTCAP, C.HAS_ALIBI,
             )  # fmt: skip
+            scores = scores * LOG2_E
         allowed = visible(distance, rows.left, rows.right, C.HAS_LEFT, C.HAS_RIGHT)
         allowed = allowed & seen[None, :]
         if C.HAS_TREE:  # the mask covers the query tokens among the keys; keys before them are visible

@@ -32,11 +32,11 @@ from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.tiles import LN_2, LOG2_E, decode_number, encode_bits, sequence
 from flashtile.backends.portable.fp8.quantize import key_of_column
 from flashtile.backends.portable.tiles import (
-    apply_score_mod,
     block_range,
     load_slope,
     result_bases,
     row_block,
+    softcap_and_alibi,
     store_tile,
     used_length,
     visible,
@@ -285,9 +285,10 @@ def attend_blocks(
         distance = keys[None, :] - rows[:, None]
         if C.HAS_SOFTCAP or C.HAS_ALIBI:
             scores = scores * row_scale[:, None]
-            scores, _ = apply_score_mod(
+            scores, _ = softcap_and_alibi(
                 scores, distance, operands.slope, 1.0, numbers.softcap, C.HAS_SOFTCAP, C.HAS_ALIBI
             )
+            scores = scores * LOG2_E
         else:
             # Scales differ from row to row, so they cannot be folded into the exponent as one number.
             scores = scores * (row_scale * LOG2_E)[:, None]

@@ -194,8 +194,8 @@ def load_statistics(pointer, start, length, other, listed, C: tl.constexpr):
     ``other``.
     """
     if listed is None:
-        # One wide address. With the start added to the rows instead, as below, dkdv_kernel spilled 776 instead
-        # of 68 bytes in Triton 3.6.
+        # One wide address. With the start added to the rows instead, as below, Triton 3.6 spilled 776 instead
+        # of 68 bytes in dkdv_kernel.
         return tl.load(pointer + start + tl.arange(0, C.BLOCK_M))
     else:
         rows = start + tl.arange(0, C.BLOCK_M)

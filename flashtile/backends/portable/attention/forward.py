@@ -107,7 +107,7 @@ def forward_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
         out_tile = out_tile * numbers.keep_scale
     natural_max = to_natural(row_max, C.has_natural_scores)
     lse_rows = tl.where(empty, -float("inf"), natural_max + tl.log(tl.where(empty, 1.0, row_sum)))
-    # Last, so that a large sink costs the probabilities no bits: as the first maximum it would shrink every P.
+    # Last, so that a large sink costs the probabilities no bits: as a maximum it would shrink every P.
     if pointers.sink is not None:
         out_tile, lse_rows = with_sink(out_tile, lse_rows, tl.load(pointers.sink + head))
     out_base, lse_base = result_bases(

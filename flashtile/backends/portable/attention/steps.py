@@ -377,9 +377,9 @@ def dropout_mask(block, row_start, key_start, call, KEYS_FIRST: tl.constexpr, C:
     else:
         rows, row, keys, column = rows[:, None], row[:, None], keys[None, :], column[None, :]
     word = random_bits(key, rows, keys, row >= 8)
-    # Keys j and j + 8 share a half word, whose bytes are exchanged for j + 8. Numbers of 15 bits, made by this
-    # exchange, cost 2 to 8 % over numbers of 7. Reversing whole words takes fewer instructions, but spilled at
-    # D 128.
+    # Keys j and j + 8 share a half word, whose bytes are exchanged for j + 8. The exchange makes numbers of
+    # 15 bits, which cost 2 to 8 % over numbers of 7 (H200). Reversing whole words takes fewer instructions,
+    # but spilled at D 128.
     exchanged = ((word & 0x00FF00FF) << 8) | ((word >> 8) & 0x00FF00FF)
     # An even key has bits 0 to 14, an odd one bits 16 to 30. They are shifted up to the highest bit. The bits
     # below them do not change the comparison.

@@ -64,6 +64,8 @@ from flashtile.backends.portable.tiles import (
 ForwardPointers = attention_pointers("ForwardPointers", "q k v out lse", __name__)
 
 
+# ``pointers`` hold integers as well: sizes of a block mask's lists and of captured tensors. One kernel serves
+# all of them, as it serves all lengths.
 @kernel(do_not_specialize=("pointers", "lengths"))
 def forward_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
     """Compute out and lse of BLOCK_M rows of a head per program.

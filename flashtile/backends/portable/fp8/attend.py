@@ -159,8 +159,8 @@ def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.cons
     k_base = pointers.k + b64 * strides.k_batch + start_k * strides.k_token
     k_base += head64 * strides.k_head
     v_base = pointers.v + b64 * strides.v_batch + head64 * strides.v_head
-    # Index of the sequence's first block of scales. Blocks are numbered through all packed sequences. With +
-    # b no two sequences share a number, and none needs the lengths before it.
+    # Index of the sequence's first block of scales. Blocks are numbered through all packed sequences. ``b``
+    # keeps the numbers of two sequences apart, without the lengths of those before.
     first_q = tl.zeros([], tl.int64)
     first_k = tl.zeros([], tl.int64)
     if C.VARLEN:
@@ -278,7 +278,7 @@ def attend_blocks(
         keys = start + tl.arange(0, C.BLOCK_N)
         if C.TRANSPOSED:  # column i of S and P is then the key in column i of V^T
             keys = start + key_of_column(tl.arange(0, C.BLOCK_N))
-        # Masked also in unmasked ranges. Not measured against loads without a mask.
+        # Rows past the end are masked in every range. Not measured against loads without a mask.
         k = load_rows(operands.k_base, keys, operands.len_k, strides.k_token, C.HEAD_DIM, C.BLOCK_D, C.NATIVE)
         scores = tl.dot(operands.q, tl.trans(k))  # [BLOCK_M, BLOCK_N]
         scale_block = start // KEY_BLOCK if C.BLOCK_SCALES else 0

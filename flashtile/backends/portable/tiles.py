@@ -261,6 +261,7 @@ def natural_softmax_step(scores, row_max):
     # not in the maximum. Rounded differently, P of a row of large scores would leave the range of 16 bits.
     top = tl.max(scores, 1)
     new_max = tl.maximum(row_max, top * log2_factor(top))
+    # In loops without a mask as well: a bias or score_mod may be -inf for all keys of a row.
     shift = tl.where(new_max == -float("inf"), 0.0, new_max)
     # Which factor made new_max, it says itself: scores below LARGE become less than 2 LARGE in magnitude, as
     # log2(e) is 1.44, others become at least 2 LARGE.

@@ -5,7 +5,9 @@
     neg_lse   = -lse log2(e)              P  = 2^(S + neg_lse)
     neg_delta = dlse - rowsum(dO * O)     dS = P * (dP + neg_delta)      dlse minus the paper's D
 
-dlse is the gradient of lse. It enters here because d lse / d S = P, so it costs no pass of its own.
+dlse is the gradient of lse. It enters here because d lse / d S = P, so it costs no pass of its own. Scores
+are in log2 units in every call. In calls with a bias or score_mod, rows with an lse of 2^24 or more have P 0,
+because such an lse may err by 1 (``preprocess.LARGE_LSE``).
 
 dkdv_kernel, one program per BLOCK_N keys of a key/value head::
 
@@ -425,6 +427,7 @@ def bias_gradient(bias, row_start, key_start, sequence, head, padded_rows, call,
     if C.HAS_DROPOUT:
         kept = dropout_mask(block, row_start, key_start, call, KEYS_FIRST=False, C=C)
         dp = tl.where(kept, dp * call.numbers.keep_scale, 0.0)
+    # No GUARD_SCORES or GUARD_FACTORS: a call with a score_mod has no bias.
     ds = p * (dp + neg_delta[:, None])
     if not C.EVEN_N:  # the last tile of keys; rows past the end have P 0
         ds = tl.where((keys < sequence.len_k)[None, :], ds, 0.0)

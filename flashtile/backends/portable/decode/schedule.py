@@ -254,7 +254,8 @@ def count_n_blocks(m_blocks, pointers, lengths, C: tl.constexpr, EARLY: tl.const
 def share_start(team, teams, total):
     """Return the first n_block of ``team``'s share of ``total``.
 
-    The first ``total % teams`` teams take one n_block more than the others.
+    The first ``total % teams`` teams take one n_block more than the others. All arguments are integers, so
+    Python can call this function as ``share_start.fn``, and the next one likewise.
     """
     return team * (total // teams) + min(team, total % teams)
 

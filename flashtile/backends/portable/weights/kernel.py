@@ -269,6 +269,7 @@ def of_forward(problem: WeightsProblem, config: Config) -> WeightsConfig:
     tile = config.forward
     if problem.form == "top":
         keys = max(tile.BLOCK_N, padded(problem.top)) if problem.mods is None else tile.BLOCK_N
+        # Fewer rows keep the entries in registers; 16 are the least of a product.
         most = max(16, KEYS_A_THREAD * 32 * tile.num_warps // max(keys, padded(problem.top)))
         tile = replace(tile, BLOCK_M=min(tile.BLOCK_M, most), BLOCK_N=keys)
     return WeightsConfig(tile, config.precision)

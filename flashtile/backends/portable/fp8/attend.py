@@ -152,13 +152,14 @@ def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.cons
         return
     offset = len_k - len_q
 
+    # Prologue: where the heads of q, k and v begin, and their scales.
     b64 = b.to(tl.int64)
-    head64 = head_kv.to(tl.int64)
+    head_kv64 = head_kv.to(tl.int64)
     q_base = pointers.q + b64 * strides.q_batch + start_q * strides.q_token
     q_base += head.to(tl.int64) * strides.q_head
     k_base = pointers.k + b64 * strides.k_batch + start_k * strides.k_token
-    k_base += head64 * strides.k_head
-    v_base = pointers.v + b64 * strides.v_batch + head64 * strides.v_head
+    k_base += head_kv64 * strides.k_head
+    v_base = pointers.v + b64 * strides.v_batch + head_kv64 * strides.v_head
     # Index of the sequence's first block of scales. Blocks are numbered through all packed sequences. ``b``
     # keeps the numbers of two sequences apart, without the lengths of those before.
     first_q = tl.zeros([], tl.int64)
@@ -172,6 +173,7 @@ def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.cons
         v_base += start_k * strides.v_token
 
     rows = row_start + tl.arange(0, BLOCK_M)
+    # A tensor without scales has None here, which load_scale takes for 1.
     q_scale_base = pointers.q_scale
     k_scale_base = pointers.k_scale
     v_scale_base = pointers.v_scale

@@ -126,7 +126,8 @@ def product_kernel(
     STEP: tl.constexpr = BLOCK_N // C.HALVES
     call = EpilogueCall(pointers, places, strides, cache_strides, sizes)
     K, M, splits, tiles = depth.K, sizes.M, shares.splits, shares.tiles
-    # ``tile`` counts the tiles of W through all blocks of rows of x.
+
+    # Prologue. ``tile`` counts the tiles of W through all blocks of rows of x.
     part = tl.program_id(0)
     split = part % splits
     tile = part // splits
@@ -136,31 +137,37 @@ def product_kernel(
     # Rows of W in the tile: the first half of all pairs, then the second half (finish splits them again).
     i = tl.arange(0, BLOCK_N)
     place = start + i % STEP
-    mine = place < stop
+    in_tile = place < stop
     row = row_of(place, i // STEP, places, E)
     blocks = tl.cdiv(K, C.BLOCK_K)
     first = blocks * split // splits
     last = blocks * (split + 1) // splits
+
     if C.AHEAD > 0:
         PER_LINE: tl.constexpr = LINE // (pointers.w.dtype.element_ty.primitive_bitwidth // 8)
         lines = first * C.BLOCK_K + tl.arange(0, C.AHEAD * C.BLOCK_K // PER_LINE) * PER_LINE
         # One prefetch for each line of the L2 cache. Addresses stay within W, because a prefetch has no mask.
         lines = tl.minimum(lines, K - 1)
-        safe = tl.where(mine, row, 0).to(tl.int64)
+        safe = tl.where(in_tile, row, 0).to(tl.int64)
         prefetch(pointers.w + safe[:, None] * depth.w_stride + lines[None, :])
     if C.DEPENDENT:
         wait_for_dependencies()
         # At once: to start the next kernel after the last load of W was slower for all shapes measured.
         launch_dependents()
-    # Load the inputs of the epilogue early, so that their latency overlaps with the product.
+    # Load the inputs of the epilogue early, so that their latency overlaps with the product. ``factor``
+    # multiplies the sums of a row of x: its scale, or the norm's factor, which is known after the loop.
     factor = tl.zeros([BLOCK_M], tl.float32)
     if E.X_SCALES:
         factor = tl.load(pointers.x_scale + m, mask=m < M, other=0.0)
     to = load_destinations(m[None, :], pointers, sizes, E)
+
+    # Main loop.
     if C.DOT:
-        sums, square = multiply_flat(row, mine, m, first, last, pointers, depth, shares, M, C, E)
+        sums, square = multiply_flat(row, in_tile, m, first, last, pointers, depth, shares, M, C, E)
     else:
-        sums, square = multiply_gemv(row, mine, m, first, last, pointers, depth, shares, M, C, E)
+        sums, square = multiply_gemv(row, in_tile, m, first, last, pointers, depth, shares, M, C, E)
+
+    # Epilogue: at once, or by the last program of the tile's splits.
     blocks_arrived = pointers.arrived
     if E.NEXT_NORM:  # its counters follow those of the tiles
         blocks_arrived += tl.num_programs(0) // splits
@@ -206,7 +213,7 @@ def edge_of(tile, tiles, places, C: tl.constexpr):
 
 @triton.jit
 def multiply_flat(
-    row, mine, m, first, last, pointers, depth, shares, M, C: tl.constexpr, E: tl.constexpr, missing=0
+    row, in_tile, m, first, last, pointers, depth, shares, M, C: tl.constexpr, E: tl.constexpr, missing=0
 ):  # fmt: skip
     """Return (sums [BLOCK_N, BLOCK_M], sums of squares of x [BLOCK_M]) over K blocks ``first`` to ``last``.
 
@@ -223,7 +230,7 @@ def multiply_flat(
     x_rows = pointers.x + m.to(tl.int64)[None, :] * depth.x_stride
     for block in tl.range(first, last, num_stages=C.STAGES):
         k = block * BLOCK_K + tl.arange(0, BLOCK_K)
-        w = load_weights(pointers, row, mine, k, depth, C)
+        w = load_weights(pointers, row, in_tile, k, depth, C)
         inside = (m < M)[None, :]
         if not C.EVEN_K:
             inside = inside & (k < depth.K)[:, None]
@@ -235,7 +242,7 @@ def multiply_flat(
             x = (wide * weight[:, None]).to(x.dtype)  # the norm's factor follows in the epilogue
         if C.BLOCK_SCALES:
             # A block of K never spans two blocks of scales, so one scale per row multiplies its products.
-            scale = block_scales(pointers, row + missing, mine, block * BLOCK_K, shares)
+            scale = block_scales(pointers, row + missing, in_tile, block * BLOCK_K, shares)
             acc += tl.dot(as_numbers(w, x.dtype, C), x) * scale[:, None]
         else:
             acc = tl.dot(as_numbers(w, x.dtype, C), x, acc)
@@ -243,7 +250,7 @@ def multiply_flat(
 
 
 @triton.jit
-def multiply_gemv(row, mine, m, first, last, pointers, depth, shares, M, C: tl.constexpr, E: tl.constexpr):
+def multiply_gemv(row, in_tile, m, first, last, pointers, depth, shares, M, C: tl.constexpr, E: tl.constexpr):
     """Compute the results of :func:`multiply_flat` on the CUDA cores."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
@@ -254,7 +261,7 @@ def multiply_gemv(row, mine, m, first, last, pointers, depth, shares, M, C: tl.c
     x_rows = pointers.x + m.to(tl.int64)[:, None] * depth.x_stride
     for block in tl.range(first, last, num_stages=C.STAGES):
         k = block * BLOCK_K + tl.arange(0, BLOCK_K)
-        w = as_numbers(load_weights(pointers, row, mine, k, depth, C), tl.float32, C)
+        w = as_numbers(load_weights(pointers, row, in_tile, k, depth, C), tl.float32, C)
         inside = (m < M)[:, None]
         if not C.EVEN_K:
             inside = inside & (k < depth.K)[None, :]
@@ -264,16 +271,16 @@ def multiply_gemv(row, mine, m, first, last, pointers, depth, shares, M, C: tl.c
             weight = tl.load(pointers.norm_weight + k, mask=k < depth.K, other=0.0).to(tl.float32)
             x = x * weight[None, :]
         if C.BLOCK_SCALES:
-            w = w * block_scales(pointers, row, mine, block * BLOCK_K, shares)[:, None]
+            w = w * block_scales(pointers, row, in_tile, block * BLOCK_K, shares)[:, None]
         acc += w[:, None, :] * x[None, :, :]
     return tl.sum(acc, 2), tl.sum(squares, 1)
 
 
 @triton.jit
-def load_weights(pointers, row, mine, k, depth, C: tl.constexpr):
+def load_weights(pointers, row, in_tile, k, depth, C: tl.constexpr):
     """Load a block [BLOCK_N, BLOCK_K] of W in the dtype that it is stored in."""
     addresses = pointers.w + row.to(tl.int64)[:, None] * depth.w_stride + k[None, :]
-    mask = mine[:, None]
+    mask = in_tile[:, None]
     if not C.EVEN_K:
         mask = mask & (k < depth.K)[None, :]
     # W is read once, so it is the first that the caches evict. x is read by all programs.
@@ -292,10 +299,10 @@ def as_numbers(w, dtype: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def block_scales(pointers, row, mine, k_start, shares):
+def block_scales(pointers, row, in_tile, k_start, shares):
     """Return [BLOCK_N]: for each row of W, the scale of the block of W that contains column ``k_start``."""
     at = (row // SCALE_BLOCK).to(tl.int64) * shares.scale_stride + k_start // SCALE_BLOCK
-    return tl.load(pointers.block_scale + at, mask=mine, other=0.0)
+    return tl.load(pointers.block_scale + at, mask=in_tile, other=0.0)
 
 
 @triton.jit
@@ -441,11 +448,11 @@ def grouped_kernel(
     after = tl.cumsum(blocks, 0)
     before = after - blocks
     if block < tl.sum(blocks, 0):  # the grid has room for any distribution of the rows
-        # One expert is True in ``mine``; the sums pick its numbers.
-        mine = (before <= block) & (block < after)
-        number = tl.sum(tl.where(mine, expert, 0), 0)
-        stop = tl.sum(tl.where(mine, end, 0), 0)
-        start = tl.sum(tl.where(mine, begin + (block - before) * BLOCK_M, 0), 0)
+        # One expert is True in ``chosen``; the sums pick its numbers.
+        chosen = (before <= block) & (block < after)
+        number = tl.sum(tl.where(chosen, expert, 0), 0)
+        stop = tl.sum(tl.where(chosen, end, 0), 0)
+        start = tl.sum(tl.where(chosen, begin + (block - before) * BLOCK_M, 0), 0)
         m = start + tl.arange(0, BLOCK_M)
         inside = m < stop
         row = tl.load(pointers.rows + m, mask=inside, other=0).to(tl.int32)

@@ -36,6 +36,7 @@ from flashtile.compilation.calls import Call, Signature, calls_of, read_calls, r
 from flashtile.compilation.compiling import Compiled, Failure, _end, _wanted, compile_calls, launches
 from flashtile.engine.config import parse_config
 from flashtile.op.operation import remembering
+from flashtile.problems.masking import EVERYTHING
 from flashtile.tools import warmup as warmups
 from flashtile.tools.commands import compile as command
 from flashtile.tools.commands.compile import _calls as calls_of_command
@@ -45,8 +46,8 @@ from needed_kernels import kernels
 
 H200, A100 = Target("H200", (9, 0), 132), Target("A100", (8, 0), 108)
 DEFAULTS = (
-    ("window_left", -1), ("window_right", -1), ("attention_chunk", 0), ("softcap", 0.0),
-    ("deterministic", False), ("dropout_p", 0.0), ("bias_grad", False), ("partial", False),
+    *vars(EVERYTHING).items(), ("softcap", 0.0), ("deterministic", False), ("dropout_p", 0.0),
+    ("bias_grad", False), ("partial", False),
 )  # fmt: skip
 CACHE = Signature((8, 16, 2, 64), (2048, 128, 64, 1), "bfloat16")
 NEW = Signature((3, 1, 2, 64), (128, 128, 64, 1), "bfloat16")

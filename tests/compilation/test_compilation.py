@@ -12,6 +12,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,11 +37,19 @@ from flashtile.compilation.calls import Call, Signature, calls_of, read_calls, r
 from flashtile.compilation.compiling import Compiled, Failure, _end, _wanted, compile_calls, launches
 from flashtile.engine.config import parse_config
 from flashtile.op.operation import remembering
+from flashtile.engine.step_calls import Limits, step_calls
 from flashtile.tools import warmup as warmups
+from flashtile.tools import workload_calls
 from flashtile.tools.commands import compile as command
 from flashtile.tools.commands.compile import _calls as calls_of_command
 from flashtile.tools.warmup import warmup
-from flashtile.tools.workload_calls import model_calls
+from flashtile.tools.workload_calls import (
+    TRAINING_HEADS,
+    documented,
+    heads_of,
+    model_calls,
+    training_calls,
+)
 from needed_kernels import kernels
 
 H200, A100 = Target("H200", (9, 0), 132), Target("A100", (8, 0), 108)
@@ -238,16 +247,16 @@ def test_a_step_of_fake_tensors_lists_the_kernel_that_also_appends():
     assert kernels(calls_of(real)) <= kernels(calls_of(fake))
 
 
-def test_what_is_compiled_for_a_model(tmp_path):
-    path = tmp_path / "a-model.json"
+def test_what_is_compiled_for_a_model(tmp_path, monkeypatch):
+    path, config = tmp_path / "a-model.json", parse_config(GEMMA)
     path.write_text(json.dumps(GEMMA))
-    training, serving, both = (
-        {call for call in calls_of_command([], [path], purpose, []) if isinstance(call, Call)}
-        for purpose in ("training", "serving", "both")
-    )
-    assert training
-    assert serving
-    assert training | serving == both
+    training, serving = (replace(APPEND, operation=name) for name in ("training", "serving"))
+    given = {}
+    monkeypatch.setattr(workload_calls, "training_calls", lambda *args: given.update(training=args) or [training])
+    monkeypatch.setattr(workload_calls, "step_calls", lambda *args: given.update(serving=args) or [serving])
+    wanted = {"training": [training], "serving": [serving], "both": [training, serving]}
+    assert {purpose: calls_of_command([], [path], purpose, []) for purpose in wanted} == wanted
+    assert given == {"training": (heads_of(config),), "serving": (config, Limits(1024))}
 
 
 @pytest.mark.parametrize(
@@ -578,10 +587,6 @@ def test_from_a_script_to_a_folder(tmp_path):
 
 
 def test_calls_of_models_have_kernels():
-    from flashtile.compilation.compiling import launches
-    from flashtile.engine.step_calls import Limits, step_calls
-    from flashtile.tools.workload_calls import TRAINING_HEADS, documented, heads_of, training_calls
-
     config = parse_config(GEMMA)
     training = training_calls(heads_of(config))
     limits = Limits(1024, max_num_seqs=4, max_num_batched_tokens=64)

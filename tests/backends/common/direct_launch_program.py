@@ -142,15 +142,15 @@ def of_types() -> None:
 
 def call_of(**options: Any) -> list:
     with remembering() as remembered, FakeTensorMode():
-        q, k, v = (torch.empty(1, 512, 4, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        q, k, v = (torch.empty(1, 512, 4, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         flashtile.attention(q, k, v, **options).sum().backward()
     return calls_of(remembered)
 
 
 def decode_call() -> list:
     with remembering() as remembered, FakeTensorMode():
-        q = torch.empty(2, 1, 8, 128, dtype=torch.bfloat16)
-        cache = torch.empty(2, 4096, 2, 128, dtype=torch.bfloat16)
+        q = torch.empty(2, 1, 8, 64, dtype=torch.bfloat16)
+        cache = torch.empty(2, 4096, 2, 64, dtype=torch.bfloat16)
         used = torch.empty(2, dtype=torch.int32)
         flashtile.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=used)
     return calls_of(remembered)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.suite.documents import source_commit
 from flashtile import flash_attn_func, fp8
 from flashtile.hardware import machine
 from flashtile.tools.demo.corpus import Corpus, python_library, sample_batch
@@ -150,7 +151,7 @@ def main() -> None:
     }
     document = {
         "schema": 1, "kind": "fp8_gradients", "date": str(datetime.date.today()),
-        "versions": machine.versions(), "source": machine.source_commit(),
+        "versions": machine.versions(), "source": source_commit(),
         "device": machine.describe_device(torch.device("cpu")),
         "shape": {"batch": BATCH, "seqlen": SEQLEN, "heads": HEADS, "head_dim": HEAD_DIM},
         "model": {"steps": MODEL.steps, "batch": MODEL.batch, "seqlen": MODEL.seqlen, "mean_of_steps": CURVE},

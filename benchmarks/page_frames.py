@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from playwright.sync_api import sync_playwright
 
+from benchmarks.suite.documents import source_commit
 from flashtile.hardware import machine
 from flashtile.learn.visualizer.page import write_page
 from flashtile.learn.visualizer.settings import grid
@@ -89,7 +90,7 @@ def main() -> None:
         size = write_page(page_file, list(grid()), workers=1)
         document = {
             "schema": 1, "kind": "page_frames", "date": str(datetime.date.today()),
-            "versions": machine.versions(), "source": machine.source_commit(),
+            "versions": machine.versions(), "source": source_commit(),
             "device": machine.describe_device(torch.device("cpu")), "page_bytes": size,
             "frames": measure(page_file, arguments.seconds),
         }  # fmt: skip

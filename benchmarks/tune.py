@@ -27,6 +27,7 @@ from torch import Tensor
 
 from benchmarks.suite.gate import Oracle
 from benchmarks.suite.inputs import Inputs, make_inputs
+from benchmarks.suite.timing import release_memory
 from benchmarks.suite.workload import Workload
 from benchmarks.suite.workloads import select
 from flashtile.backends.common.config import KernelConfig, padded
@@ -174,7 +175,7 @@ def tune(kernel: str, series: list[Workload], rep: float) -> list[dict[str, Any]
             row = rows.setdefault(candidate, asdict(candidate) | {"series": workload.series, "times": {}})
             row["times"][workload.name] = time_candidate(candidate, workload, inputs, oracle, rep)
         del inputs, oracle
-        timing.release_memory(torch.device("cuda"))
+        release_memory(torch.device("cuda"))
 
     def mean(row: dict[str, Any]) -> float:
         return math.prod(found.get("us", math.inf) for found in row["times"].values())

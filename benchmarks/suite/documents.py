@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import flashtile
 from flashtile.files import replace_file
 
 FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -155,3 +157,24 @@ def unit_of(cells: Sequence[dict[str, Any]]) -> str:
     """Return "gbps" if all cells are bound by reading keys and values, as in decoding; else "tflops"."""
     decoding = all(cell["seqlen_k"] >= DECODE_RATIO * max(1, cell["seqlen_q"]) for cell in cells)
     return "gbps" if decoding else "tflops"
+
+
+def source_commit() -> dict[str, Any] | None:
+    """Return the commit of the git checkout that flashtile is imported from, and whether it is modified.
+
+    The result is {"commit": hash, "dirty": bool}, or None if flashtile is not imported from a checkout.
+    """
+    root = Path(flashtile.__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    commands = (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+    try:
+        commit, changes = (
+            subprocess.run(
+                ["git", "-C", str(root), *command], capture_output=True, text=True, check=True, timeout=20
+            ).stdout.strip()
+            for command in commands
+        )
+    except (subprocess.SubprocessError, OSError):
+        return None
+    return {"commit": commit, "dirty": changes != ""}

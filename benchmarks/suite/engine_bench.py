@@ -23,9 +23,9 @@ from rich.table import Table
 
 from benchmarks.suite.engine_peers import CONTENDERS, Contender, Flashtile, seconds_of
 from benchmarks.suite.model_bench import SMALL_MODEL, cells_table, check_peers, new_document
+from benchmarks.suite.timing import release_memory
 from flashtile.engine.config import read_config
 from flashtile.engine.weights import parameters, random_weights
-from flashtile.hardware import timing
 from flashtile.learn.io_model.models import Model, find_model
 
 NAME = "engine"
@@ -168,7 +168,7 @@ def run(
                 cells[workload]["results"][kind.name] = result
                 after_cell(document)
             gc.collect()
-            timing.release_memory(device)
+            release_memory(device)
     for workload, cell in cells.items():
         cell["floor_ms"] = floor_bytes(workload) / document["read_tbps"] * 1e-9
         compare(cell["results"])

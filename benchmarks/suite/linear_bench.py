@@ -17,7 +17,8 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.suite.model_bench import SMALL_MODEL, cells_table, check_peers, new_document
-from flashtile.hardware.timing import capture, median_time, release_memory, replay_time
+from benchmarks.suite.timing import release_memory
+from flashtile.hardware.timing import capture, median_time, replay_time
 from flashtile.learn.io_model import find_model
 from flashtile.linear import linear
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from benchmarks.suite.documents import source_commit
 from flashtile.hardware import machine
 from flashtile.hardware.timing import copy_ceiling
 
@@ -58,7 +59,7 @@ def new_document(
         "kind": kind,
         "versions": machine.versions(),
         "device": machine.describe_device(device),
-        "source": machine.source_commit(),
+        "source": source_commit(),
         "read_tbps": read_tbps,
         "cells": cells,
     }

@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from benchmarks.suite import documents
 from benchmarks.suite.report import by_pass, headline, scale, taken_apart
 from flashtile.learn.io_model.tables import format_bytes, format_tokens
-from flashtile.tools.charts import INK, SIZE, as_svg, figure_of, length_axis, operation_bars
+from flashtile.tools.page import INK, SIZE, as_svg, figure_of, length_axis, operation_bars
 
 ABSENT = {"wrong": "wrong", "refused": "", "out of memory": "OOM", "failed": "failed"}
 """Text that replaces a bar."""

@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.suite.contestants import kind_of
+from benchmarks.suite.documents import source_commit
 from benchmarks.suite.gate import Oracle
 from benchmarks.suite.inputs import Inputs, make_inputs
 from benchmarks.suite.operations import Operations
 from benchmarks.suite.peers import Flashtile, Peer, PeerCall
+from benchmarks.suite.timing import issue_time, release_memory
 from benchmarks.suite.workload import Workload
 from benchmarks.suite.workloads import PASSES, small_call
 from flashtile import testing
@@ -111,7 +113,7 @@ def run(
         for cell in measure_workload(workload, contestants, settings):
             document["cells"].append(cell)
             after_cell(document)
-        timing.release_memory(settings.device)
+        release_memory(settings.device)
     return document
 
 
@@ -124,7 +126,7 @@ def describe_run(contestants: Sequence[Peer], settings: Settings) -> dict[str, A
         "schema": SCHEMA,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": versions,
-        "source": machine.source_commit(),
+        "source": source_commit(),
         "device": machine.describe_device(settings.device),
         "settings": {
             "passes": list(settings.passes),
@@ -298,7 +300,7 @@ def host_time(peer: Peer, device: torch.device, kind: str = "attention") -> dict
         else:
             inputs = make_inputs(workload, device)
             with _timed_function(peer.prepare(workload, inputs), inputs, "forward") as function:
-                microseconds = timing.issue_time(function, device)
+                microseconds = issue_time(function, device)
     return {"status": entry.status, "reason": entry.reason, "us": microseconds, "call": workload.shape}
 
 
@@ -340,7 +342,7 @@ def _contained(entry: Entry, device: torch.device) -> Iterator[None]:
             refused = "No available kernel" in str(error) or "can't allocate memory" in str(error)
             entry.reject(REFUSED if refused else FAILED, reason)
     try:
-        timing.release_memory(device)
+        release_memory(device)
         timing.synchronize(device)
     except RuntimeError as error:
         raise RuntimeError(f"{entry.peer.name} left {device} unusable: {_first_line(error)}") from error

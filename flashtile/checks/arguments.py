@@ -24,7 +24,7 @@ from flashtile.problems.common import (
     MAX_LENGTH,
     PREFERENCE,
 )
-from flashtile.problems.masking import RANGES
+from flashtile.problems.masking import RANGES, Masking
 from flashtile.torch_private import check_in_graph
 
 ERRORS = (TypeError, ValueError, NotImplementedError)
@@ -436,6 +436,14 @@ def check_score_options(options: Any) -> None:
     for name, (argument, least, meaning) in RANGES.items():
         check_int(argument, getattr(options.masking, name), least, MAX_LENGTH, meaning)
     check_backend(options.backend)
+
+
+def check_only_window(masking: Masking, where: str) -> None:
+    """Check that the mask has no option but the window; ``where`` names the kind of call, for the message."""
+    beyond = masking.beyond_window
+    if beyond is not None:
+        got = getattr(masking, beyond)
+        raise NotImplementedError(f"{beyond} must be left out {where}, got {got}")
 
 
 def check_share(name: str, value: float) -> None:

@@ -22,6 +22,7 @@ from flashtile.checks.arguments import (
     check_last_stride,
     check_longest,
     check_offset_pair,
+    check_only_window,
     check_same_dtype,
     check_score_options,
     check_share,
@@ -103,10 +104,7 @@ def check_types(q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, option
 def check_with_functions(extras: OptionalTensors, options: Options) -> None:
     """Raise NotImplementedError for an argument that cannot be combined with score or mask functions."""
     where = "with score_mod, mask_mod or block_mask"
-    beyond = options.masking.beyond_window
-    if beyond is not None:
-        got = getattr(options.masking, beyond)
-        raise NotImplementedError(f"{beyond} must be left out {where}, got {got}")
+    check_only_window(options.masking, where)
     for name in OPTIONS_OF_PLAIN_CALLS:
         value = getattr(options, name)
         if value:

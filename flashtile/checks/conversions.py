@@ -13,7 +13,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flashtile.checks.arguments import as_float, as_int, check_dense, check_offsets, check_qv, named
+from flashtile.checks.arguments import (
+    as_float,
+    as_int,
+    check_dense,
+    check_offsets,
+    check_only_window,
+    check_qv,
+    named,
+)
 from flashtile.checks.attention import check_call, check_types
 from flashtile.problems.attention import OptionalTensors, Options
 from flashtile.problems.common import DEVICE_TYPES, MAX_HEAD_DIM, MAX_LENGTH, UNLIMITED
@@ -333,10 +341,7 @@ def refuse_beyond(extras: OptionalTensors, options: Options, taken: Collection[s
 
     Of masks by position, only the window is taken. In the message, ``where`` names the kind of call.
     """
-    beyond = options.masking.beyond_window
-    if beyond is not None:
-        got = getattr(options.masking, beyond)
-        raise NotImplementedError(f"{beyond} must be left out {where}, got {got}")
+    check_only_window(options.masking, where)
     for name, value in options._asdict().items():
         if name not in taken and value != Options._field_defaults[name]:
             raise NotImplementedError(f"{name} must be left out {where}, got {value}")

@@ -50,7 +50,12 @@ class Detokenizer:
         self.shown = 0
         self.begin: int | None = 0 if reasoning is None else None  # of the content; None: it has not begun
         self.searched = 0  # stop texts that end before it are not looked for
-        self._progress = iter(()) if reasoning is None else self._follow(reasoning)
+        # Each step keeps ``begin`` where the content begins, as far as the text tells.
+        self._progress: Iterator[None] = iter(())
+        if reasoning == "harmony":
+            self._progress = self._follow_messages()
+        elif reasoning is not None:
+            self._progress = self._follow_thought(reasoning == "begun")
 
     def read(self, tokens: Sequence[int], search: bool = True) -> str | None:
         """Append the text of the answer's next tokens. If ``search``, look for stop texts.
@@ -97,12 +102,6 @@ class Detokenizer:
         self.text = self.text[: at + len(stop) if self.keep_stop else at]
         self.held = 0
         return stop
-
-    def _follow(self, reasoning: str) -> Iterator[None]:
-        """Keep ``begin`` where the content begins. Each step reads the text that is new."""
-        if reasoning == "harmony":
-            return self._follow_messages()
-        return self._follow_thought(reasoning == "begun")
 
     def _follow_thought(self, begun: bool) -> Iterator[None]:
         while not begun and THINK.startswith(start := self.text.lstrip()[: len(THINK)]):

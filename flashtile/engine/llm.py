@@ -19,7 +19,7 @@ from flashtile.checks.arguments import as_int_within, is_choice
 from flashtile.checks.conversions import as_float, as_int, check_flag
 from flashtile.engine.config import IN_VLLM, ConfigError, ModelConfig, model_folder, read_config, read_json
 from flashtile.engine.core import Engine, EngineStats, Prompt
-from flashtile.engine.memory import memory_left
+from flashtile.engine.memory import bytes_of_block, bytes_of_tables, memory_left
 from flashtile.engine.model import Model
 from flashtile.engine.outputs import RequestOutput
 from flashtile.engine.parallel import ALONE, ProcessRanks, Ranks, check_divides, local_device
@@ -31,7 +31,7 @@ from flashtile.engine.step_calls import Limits, warm_up
 from flashtile.engine.tokenizer import Tokenizer, load_tokenizer
 from flashtile.engine.weights import open_weights, random_weights, with_checkpoint_head
 from flashtile.hardware import machine
-from flashtile.kv_cache import BlockManager, PagedKVCache
+from flashtile.kv_cache import BlockManager
 
 logger = logging.getLogger("flashtile.engine")
 
@@ -170,15 +170,15 @@ class LLM:
             draft = load(speculation.model, draft_config, ALONE)
             windows += draft_config.windows
         size = as_int_within("block_size", block_size, 1, 1024)
-        block_bytes = _block_bytes(network, size, cache_dtype)
+        block_bytes = bytes_of_block(network, size, cache_dtype)
         if draft is not None:
-            block_bytes += _block_bytes(draft, size, self.dtype)
+            block_bytes += bytes_of_block(draft, size, self.dtype)
         if num_gpu_blocks_override is not None:
             blocks = as_int_within("num_gpu_blocks_override", num_gpu_blocks_override, 2, 2**30)
         else:
             if kv_cache_memory_bytes is None:
                 memory = memory_left(network, budget, size, utilization)
-                memory -= _table_bytes(network, length, seqs, size, memory // block_bytes)
+                memory -= bytes_of_tables(network, length, seqs, size, memory // block_bytes)
             else:
                 memory = as_int("kv_cache_memory_bytes", kv_cache_memory_bytes)
             blocks = min(seqs * -(-length // size) + 1, memory // block_bytes)
@@ -467,24 +467,6 @@ def _fitting_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
             f"got {tokenizer.vocab_size}"
         )
     return tokenizer
-
-
-def _block_bytes(model: Model, size: int, dtype: torch.dtype) -> int:
-    config = model.config
-    return PagedKVCache.block_bytes(config.num_layers, size, model.kv_heads, config.head_dim, dtype=dtype)
-
-
-def _table_bytes(model: Model, length: int, seqs: int, block_size: int, blocks: int) -> int:
-    """Return the size in bytes of the rotary tables and the block table, which are allocated after the cache.
-
-    Returns 0 on a CPU, whose memory is not measured.
-    """
-    if model.embedding.device.type == "cpu":
-        return 0
-    positions = max(0, min(length, blocks * block_size))
-    rows = seqs + 1  # the block table has one more row, for padding sequences
-    tables = len(model.config.ropes) * model.config.head_dim
-    return 4 * (positions * tables + rows * -(-positions // block_size))
 
 
 def _cache_dtype(name: Any, dtype: torch.dtype) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Sizing of the KV cache: the memory that weights and the largest step leave free."""
+"""Sizing of the KV cache: bytes of a block, and the memory that weights and the largest step leave free."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ import copy
 import torch
 
 from flashtile.engine.model import Experts, Model, StepInput
+from flashtile.kv_cache import PagedKVCache
 
 CPU_CACHE_BYTES = 2**30
 """Bytes of the KV cache on a CPU, unless ``kv_cache_memory_bytes`` is given."""
 GRAPH_BYTES = 2**29
 """Bytes reserved for CUDA graphs."""
+
+
+def bytes_of_block(model: Model, size: int, dtype: torch.dtype) -> int:
+    """Return the bytes of the keys and values of ``size`` tokens in all layers of this rank."""
+    config = model.config
+    return PagedKVCache.block_bytes(config.num_layers, size, model.kv_heads, config.head_dim, dtype=dtype)
 
 
 def memory_left(model: Model, max_num_batched_tokens: int, block_size: int, utilization: float) -> int:
@@ -32,6 +39,19 @@ def memory_left(model: Model, max_num_batched_tokens: int, block_size: int, util
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return int(free - (1 - utilization) * total - work - GRAPH_BYTES)
+
+
+def bytes_of_tables(model: Model, length: int, seqs: int, block_size: int, blocks: int) -> int:
+    """Return the size in bytes of the rotary tables and the block table, which are allocated after the cache.
+
+    Returns 0 on a CPU, whose memory is not measured.
+    """
+    if model.embedding.device.type == "cpu":
+        return 0
+    positions = max(0, min(length, blocks * block_size))
+    rows = seqs + 1  # the block table has one more row, for padding sequences
+    tables = len(model.config.ropes) * model.config.head_dim
+    return 4 * (positions * tables + rows * -(-positions // block_size))
 
 
 @torch.inference_mode()

@@ -114,7 +114,11 @@ def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> lis
         for pairs in (1, 2, 64):
             copy_blocks(k_cache, v_cache, torch.zeros(pairs, 2, dtype=torch.int64, device="cpu"))
     found = calls_of(remembered)
-    chunks = dict.fromkeys(resized(call, 1, 2, 2) for call in found if _is_chunk(call))
+    chunks: dict[Call, None] = {}  # calls over several queries of a sequence that have no tree of guesses
+    for call in found:
+        names = {name for name, _ in call.arguments}
+        if "cu_seqlens_q" in names and "tree_mask" not in names:
+            chunks[resized(call, 1, 2, 2)] = None
     further = [resized(call, *sizes) for call in chunks for sizes in _chunks(limits)]
     logits = dict.fromkeys((dtype, torch.float32))  # float32 after penalties
     sampling = [functools.partial(sampling_ahead, one, config.vocab_size) for one in logits]
@@ -135,11 +139,6 @@ def _expert_products(model: Model, dtype: torch.dtype) -> list[Source]:
         )
         for one, gather in ((experts.gate_up, True), (experts.down, False))
     ]  # fmt: skip
-
-
-def _is_chunk(call: Call) -> bool:
-    names = {name for name, _ in call.arguments}
-    return "cu_seqlens_q" in names and "tree_mask" not in names
 
 
 def _chunks(limits: Limits) -> Iterator[tuple[int, int, int]]:

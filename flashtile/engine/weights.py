@@ -275,11 +275,6 @@ def may_have_scales(config: ModelConfig, name: str, parameter: Parameter) -> boo
     return bool(config.scales) and of_layer
 
 
-def shape_of_scales(config: ModelConfig, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the scales of a matrix in e4m3: one for each row, or for each block."""
-    return tuple(-(-size // SCALE_BLOCK) for size in shape) if config.scales == "block" else shape[:1]
-
-
 def scaled_matrix(name: str) -> str | None:
     """Return the name of the matrix whose scales are called ``name``, or None if these are no scales."""
     return next((name.removesuffix(end) for end in SCALE_SUFFIXES if name.endswith(f"weight{end}")), None)
@@ -338,7 +333,8 @@ def random_weights(
         fan_in = shape[-2] if ".experts." in name and len(shape) == 3 else shape[-1]
         std = 1.0 if name == EMBEDDING else fan_in**-0.5
         if name != matrix:
-            return torch.full(shape_of_scales(config, shape), std, device=device)
+            blocks, rows = tuple(-(-size // SCALE_BLOCK) for size in shape), shape[:1]
+            return torch.full(blocks if config.scales == "block" else rows, std, device=device)
         values = torch.randn(shape, generator=generator, device=device, dtype=dtype)
         if dtype != torch.float32 and may_have_scales(config, name, parameter):
             return values.to(torch.float8_e4m3fn)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
-from flashtile.problems.masking import Masking
+from flashtile.problems.masking import RANGES, Masking, positions
 
 ELEMENT_BYTES = {
     "float8_e4m3fn": 1,
@@ -24,8 +24,10 @@ NOT_OF_PROBLEMS = ("dtype", "lengths", "page_size", "cache_dtype")
 
 
 @dataclass(frozen=True)
-class Call:
+class Call(Masking):
     """Description of an attention call on ``batch`` sequences of one length, or of different ``lengths``.
+
+    Options of the mask (:class:`~flashtile.problems.masking.Masking`) are passed by name.
 
     Args:
         batch: number of sequences.
@@ -35,6 +37,7 @@ class Call:
         dtype: name of a torch dtype.
         window_left, window_right: keys that a row sees before and after its own position, aligned to the
             bottom right; -1 is unlimited. Causal is ``window_right = 0``.
+        attention_chunk: size of the chunks of positions to which rows are limited; 0 is off.
         lengths: (seqlen_q, seqlen_k) of each sequence. None: all sequences have seqlen_q and seqlen_k.
         page_size: tokens per page of the key/value cache, 0 for a dense cache; None if there is no cache.
         cache_dtype: name of the cache's dtype; defaults to ``dtype``.
@@ -57,19 +60,17 @@ class Call:
     head_dim: int
     head_dim_v: int | None = None
     dtype: str = "bfloat16"
-    window_left: int = UNLIMITED
-    window_right: int = UNLIMITED
     lengths: tuple[tuple[int, int], ...] | None = None
     page_size: int | None = None
     cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
         least = {"batch": 0, "seqlen_q": 0, "seqlen_k": 0}
-        least |= {"window_left": UNLIMITED, "window_right": UNLIMITED}
+        least |= {name: allowed.least for name, allowed in RANGES.items()}
         for name in ("num_heads_q", "num_heads_kv", "head_dim", "head_dim_v", *least):
             value, smallest = getattr(self, name), least.get(name, 1)
             if value is not None and value < smallest:
-                allowed = "-1 (unlimited) or more" if smallest < 0 else f"at least {smallest}"
+                allowed = f"{RANGES[name].meaning} or more" if name in RANGES else f"at least {smallest}"
                 raise ValueError(f"{name} must be {allowed}, got {value}")
         if self.num_heads_q % self.num_heads_kv:
             raise ValueError(
@@ -95,7 +96,8 @@ class Call:
 
     @property
     def masking(self) -> Masking:
-        return Masking(window_left=self.window_left, window_right=self.window_right)
+        """The mask alone."""
+        return Masking(**{name: getattr(self, name) for name in RANGES})
 
     @property
     def width_v(self) -> int:
@@ -140,8 +142,16 @@ class Call:
 
         The diagonal is counted.
         """
-        window = (self.window_left, self.window_right)
-        return self.num_heads_q * sum(visible_pairs(*lengths, *window) for lengths in self.sequences)
+        return self.num_heads_q * sum(self._visible_pairs(*lengths) for lengths in self.sequences)
+
+    def _visible_pairs(self, seqlen_q: int, seqlen_k: int) -> int:
+        """Number of visible pairs of one sequence and head."""
+        if self.beyond_window is None:
+            return visible_pairs(seqlen_q, seqlen_k, self.window_left, self.window_right)
+        keys, rows = range(seqlen_k), (range(at, at + 1) for at in positions(seqlen_q, seqlen_k))
+        if self.in_one_range:
+            return sum(len(self.key_range(row, keys)) for row in rows)
+        return sum(int(self.visible(row, keys).sum()) for row in rows)
 
     @property
     def q_bytes(self) -> int:

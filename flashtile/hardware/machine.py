@@ -77,19 +77,6 @@ def describe_device(device: torch.device) -> dict[str, Any]:
     }
 
 
-def source_commit() -> dict[str, Any] | None:
-    """Return the commit of the git checkout that flashtile is imported from, and whether it is modified.
-
-    The result is {"commit": hash, "dirty": bool}, or None if flashtile is not imported from a checkout.
-    """
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
-    changes = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-    return None if commit is None else {"commit": commit, "dirty": changes is None or changes != ""}
-
-
 def free_memory() -> int | None:
     """Return the number of bytes that a new process could allocate without swapping; None if unknown."""
     try:
@@ -128,16 +115,12 @@ def find_device(name: str | None) -> torch.device:
 def _driver_version() -> str | None:
     if not torch.cuda.is_available():
         return None
-    text = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return text.splitlines()[0].strip() if text else None
-
-
-def _output(*command: str) -> str | None:
-    """Run a command and return its stripped standard output, or None if the command is missing or fails."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.split()
     except (subprocess.SubprocessError, OSError):
         return None
+    return found[0] if found else None
 
 
 def _cpu_name() -> str:

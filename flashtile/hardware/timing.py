@@ -19,10 +19,6 @@ from flashtile.hardware.cards import Card, card_of_device
 from flashtile.torch_private import cuda_sleep
 
 MIN_CALLS = 3
-HOST_BATCHES = 7
-"""Number of batches of calls. The host time of a call is the median of the batches' mean times."""
-HOST_CALLS = {"cuda": 200, "cpu": 20}
-"""Number of calls per batch. It is less than CUDA can queue, so that the host never waits for the GPU."""
 CEILING_SIZE = {"cuda": 8192, "cpu": 2048}
 """Rows and columns of the matrices of :func:`matmul_ceiling`."""
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
@@ -130,19 +126,6 @@ def replay_time(graph: torch.cuda.CUDAGraph, rep: float) -> float:
     return mean(max(1, math.ceil(rep / mean(2))))
 
 
-def issue_time(function: Function, device: torch.device) -> float:
-    """Return the host time of a call in microseconds, without waiting for the GPU."""
-    batches, calls = [], HOST_CALLS[device.type]
-    for batch in range(HOST_BATCHES + 1):
-        start = time.perf_counter()
-        for _ in range(calls):
-            function()
-        if batch:  # the first batch compiles and warms up
-            batches.append((time.perf_counter() - start) / calls * 1e6)
-        synchronize(device)
-    return statistics.median(batches)
-
-
 def peak_allocated(function: Function, device: torch.device) -> int:
     """Return the peak number of bytes that a call and its results take in torch's CUDA allocator."""
     gc.collect()
@@ -222,13 +205,6 @@ def measured_card(device: torch.device, dtypes: Sequence[str], rep: float = 25.0
         device_name=described["name"],
         source="measured here: a matrix product and a copy",
     )
-
-
-def release_memory(device: torch.device) -> None:
-    """Free cached memory that no tensor uses."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def synchronize(device: torch.device) -> None:

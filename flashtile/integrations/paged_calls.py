@@ -118,11 +118,6 @@ def chunk_sizes(limits: StepLimits) -> Iterator[Sizes]:
         for batch in sizes_between(1, min(limits.max_num_seqs, budget - shortest + 1), PARTS):
             fewest, most = batch - 1 + shortest, min(batch * longest, budget)
             if fewest <= most:
-                for tokens in _spread(fewest, most):
+                ratio = most / fewest
+                for tokens in sorted({round(fewest * ratio ** (i / PARTS)) for i in range(PARTS + 1)}):
                     yield batch, tokens, longest
-
-
-def _spread(fewest: int, most: int) -> list[int]:
-    """Return numbers from ``fewest`` to ``most``, in a geometric series."""
-    ratio = most / fewest
-    return sorted({round(fewest * ratio ** (i / PARTS)) for i in range(PARTS + 1)})

@@ -124,8 +124,12 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
             options["sink"] = s_aux.to(q.dtype)
         if dropout:
             options["dropout_p"] = dropout
-        if torch.is_grad_enabled() and _is_deterministic(others.get("deterministic")):
-            options["deterministic"] = True
+        if torch.is_grad_enabled():
+            requested = others.get("deterministic")
+            if requested is None:
+                requested = os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1"
+            if requested:
+                options["deterministic"] = True
         try:
             if by_blocks:
                 return _under_blocks(q, k, v, attention_mask, options, others)
@@ -341,7 +345,11 @@ def _sequences(
             return None
         if torch.compiler.is_compiling():  # compiled code cannot read the numbers on the host
             documents = documents_of(numbers)
-            return attention(q, k, v, mask_mod=_same_document(documents), **options)
+
+            def same_document(batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
+                return documents[batch, q_idx] == documents[batch, kv_idx]
+
+            return attention(q, k, v, mask_mod=same_document, **options)
         packing = packing_of(numbers, module)
         if packing is None:
             return None
@@ -370,11 +378,6 @@ def _numbers(q: Tensor, k: Tensor, mask: Tensor | None, others: dict[str, Any]) 
         return mask if mask.dim() == 3 and not (numbered and torch.compiler.is_compiling()) else None
     packed = len(q) == 1 < q.shape[1] == k.shape[1]
     return positions if packed and positions is not None and positions.shape == q.shape[:2] else None
-
-
-def _same_document(documents: Tensor) -> Callable[..., Any]:
-    """Return a ``mask_mod`` for ``documents`` (batch, seqlen)."""
-    return lambda batch, head, q_idx, kv_idx: documents[batch, q_idx] == documents[batch, kv_idx]
 
 
 def _under_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options) -> Tensor | Any:
@@ -479,8 +482,3 @@ def _in_dtype_of_weights(module: Any, *tensors: Tensor) -> list[Tensor]:
         weights = (layer.weight for layer in module.modules() if isinstance(layer, torch.nn.Linear))
         dtype = next((weight.dtype for weight in weights), torch.float32)
     return [tensor.to(dtype) for tensor in tensors]
-
-
-def _is_deterministic(requested: bool | None) -> bool:
-    """Whether the call, or Transformers' environment variable, requests a deterministic backward pass."""
-    return os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1" if requested is None else bool(requested)

@@ -113,8 +113,12 @@ class BlockPool(ArraysWithViews):
         return len(self.free) + len(self.cached)
 
     def allocate(self) -> int:
-        """Allocate a block and return it. It has one reference."""
-        block = self.free.pop() if self.free else self._evict()
+        """Allocate a block and return it. It has one reference. Without a free block, evict a cached one."""
+        if self.free:
+            block = self.free.pop()
+        else:
+            block, _ = self.cached.popitem(last=False)
+            del self.block_of[self.hash_of.pop(block)]
         self.refs[block] = 1
         return block
 
@@ -171,12 +175,6 @@ class BlockPool(ArraysWithViews):
         self.cached.clear()
         self.release(blocks)
         return len(blocks)
-
-    def _evict(self) -> int:
-        block, _ = self.cached.popitem(last=False)
-        del self.block_of[self.hash_of.pop(block)]
-        self.refs[block] = 0
-        return block
 
 
 def block_hashes(tokens: array[int], block_size: int, salt: bytes = b"") -> Iterator[bytes]:

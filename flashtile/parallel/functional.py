@@ -357,26 +357,24 @@ def _method(
     scale = call.head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
     scores = Scores(scale, options.softcap, options.deterministic, options.backend)
     if mesh is not None and mesh.ndim == 2:
-        return _in_two_dimensions(call, mesh, pieces_q, pieces_k, mask, scores, timeout)
+        ring, inner = (ranks_of(mesh.get_group(dim)) for dim in (0, 1))
+        of_groups = [slice(i * inner.size, (i + 1) * inner.size) for i in range(ring.size)]
+        own = of_groups[ring.rank]
+        shards = Shards(inner, pieces_q[own], pieces_k[own], mask, scores, timeout)
+        groups_q, groups_k = (tuple(of[group] for group in of_groups) for of in (pieces_q, pieces_k))
+        return _ulysses(call, inner, groups_q, groups_k, ring, shards)
     if method == "auto":
-        method = choose(_sharing(call, layout, mask), ranks.size, *setting_of(call.device, ranks.size)).method
+        sharing = Sharing(
+            call.batch, sum(call.lengths_q), call.heads_q, call.heads_kv, call.head_dim, call.head_dim_v,
+            str(call.dtype).removeprefix("torch."), mask.left, mask.right, layout, call.backward,
+        )  # fmt: skip
+        method = choose(sharing, ranks.size, *setting_of(call.device, ranks.size)).method
     shards = Shards(ranks, pieces_q, pieces_k, mask, scores, timeout)
     if method == "ring":
         return Ring(shards)
     if method == "allgather":
         return AllGather(shards)
     return _ulysses(call, ranks, (pieces_q,), (pieces_k,), Alone(), shards)
-
-
-def _in_two_dimensions(
-    call: _Call, mesh: Any, pieces_q: tuple, pieces_k: tuple, mask: Mask, scores: Scores, timeout: float
-) -> Method:
-    ring, inner = (ranks_of(mesh.get_group(dim)) for dim in (0, 1))
-    of_groups = [slice(i * inner.size, (i + 1) * inner.size) for i in range(ring.size)]
-    own = of_groups[ring.rank]
-    shards = Shards(inner, pieces_q[own], pieces_k[own], mask, scores, timeout)
-    groups_q, groups_k = (tuple(of[group] for group in of_groups) for of in (pieces_q, pieces_k))
-    return _ulysses(call, inner, groups_q, groups_k, ring, shards)
 
 
 def _ulysses(
@@ -400,13 +398,6 @@ def _mask(call: _Call, options: Options) -> Mask:
         if starts[-1] != total:
             raise ValueError(f"{name} must end at the {total} tokens of all ranks together, got {starts[-1]}")
     return Mask(options.masking.window_left, options.masking.window_right, starts_q, starts_k)
-
-
-def _sharing(call: _Call, layout: str, mask: Mask) -> Sharing:
-    return Sharing(
-        call.batch, sum(call.lengths_q), call.heads_q, call.heads_kv, call.head_dim, call.head_dim_v,
-        str(call.dtype).removeprefix("torch."), mask.left, mask.right, layout, call.backward,
-    )  # fmt: skip
 
 
 def _offsets(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ positions.
 To add an option, add a field to :class:`Masking`, its range to :data:`RANGES`, and its rule to
 :meth:`Masking.visible`, :meth:`Masking.sees_all` and :meth:`Masking.key_range`. Schemas of operators, checks
 of ranges, the reference, the CPU backend, and refusals by what supports only windows follow from these.
+:class:`KernelMask` and :class:`MaskConstants` are the same options as kernels take them.
 """
 
 from __future__ import annotations
@@ -69,12 +70,34 @@ class Masking:
         """Whether any option may hide a key."""
         return self.has_window or self.beyond_window is not None
 
+    @property
+    def in_one_range(self) -> bool:
+        """Whether the keys that a row sees are adjacent."""
+        return self.beyond(ADJACENT) is None
+
     def effective_window(self, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
         """Return the window's (left, right), with -1 for a side that hides no key at these lengths."""
-        return (
-            UNLIMITED if self.window_left >= seqlen_k - 1 else self.window_left,
-            UNLIMITED if self.window_right >= seqlen_q - 1 else self.window_right,
-        )
+        mask = self.for_kernels(seqlen_q, seqlen_k)
+        return mask.window_left, mask.window_right
+
+    def for_kernels(self, seqlen_q: int, seqlen_k: int) -> KernelMask:
+        """Return the options as kernels take them, without those that hide no key at these lengths.
+
+        The lengths are those of the longest sequence. Chunks also limit the window: no row sees a key that is
+        a chunk away.
+        """
+        left, right, chunk, most = self.window_left, self.window_right, self.attention_chunk, max(seqlen_k, 1)
+        # If there are more queries than keys, the first queries come before all keys, and no key is in their
+        # chunk. So a chunk that covers all keys may still hide them from these queries. It hides none if
+        # there is one query, or if the window hides all keys after a query.
+        if chunk == 0 or (chunk >= most and (right == 0 or seqlen_q == 1)):
+            return KernelMask(
+                UNLIMITED if left >= seqlen_k - 1 else left,
+                UNLIMITED if right >= seqlen_q - 1 else right,
+            )
+        chunk = min(chunk, most)
+        left, right = (chunk - 1 if side == UNLIMITED else min(side, chunk - 1) for side in (left, right))
+        return KernelMask(left, UNLIMITED if seqlen_q == 1 else right, chunk)
 
     def visible(self, rows: range, keys: range, device: Any = "cpu") -> Tensor:
         """Return (rows, keys) bool, True where a row sees a key. Rows and keys are ranges of positions."""
@@ -140,6 +163,38 @@ RANGES = {
 
 BEYOND_WINDOW = tuple(name for name in RANGES if not name.startswith("window_"))
 """Options whose effect depends on more than the distance between row and key. 0 turns each of them off."""
+
+ADJACENT = ("attention_chunk",)
+"""Those of :data:`BEYOND_WINDOW` with which the keys that a row sees are adjacent, as with a window."""
+
+
+class KernelMask(NamedTuple):
+    """The options of a :class:`Masking` as kernels take them. Kernels are not specialized on their values."""
+
+    window_left: Any
+    """-1 if the left side hides no key (HAS_LEFT is False). Chunks limit both sides."""
+    window_right: Any
+    attention_chunk: Any = None
+    """None without chunks: such kernels have no parameter for it."""
+
+    @property
+    def constants(self) -> dict[str, bool]:
+        """The fields of :class:`MaskConstants`."""
+        return {
+            "HAS_LEFT": self.window_left != UNLIMITED,
+            "HAS_RIGHT": self.window_right != UNLIMITED,
+            "HAS_CHUNK": self.attention_chunk is not None,
+        }
+
+
+@dataclass(frozen=True)
+class MaskConstants:
+    """Which options of :class:`KernelMask` hide keys: constants that a kernel is compiled for."""
+
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_CHUNK: bool
+
 
 EVERYTHING = Masking()
 CAUSAL = Masking(window_right=0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -60,16 +59,13 @@ def warmup(
     given: Sources
     if model is not None:
         given = partial(model_calls, read_model(model), purpose)
+    elif isinstance(calls, (str, os.PathLike)):
+        given = read_calls(calls)
     else:
-        given = read_calls(calls) if isinstance(calls, (str, os.PathLike)) else _checked(calls)
+        given = list(calls) if isinstance(calls, Iterable) else [calls]
+        if not all(isinstance(call, Call) for call in given):
+            raise TypeError(f"calls must be a path or recorded calls, got {type(calls).__name__}")
     found = torch.device(device or "cuda")
     if found.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
         raise ValueError(f"device must be an NVIDIA GPU of this machine, got {found}")
     return compile_in_process(given, target_of(found), workers)
-
-
-def _checked(calls: Any) -> list[Call]:
-    given = list(calls) if isinstance(calls, Iterable) else [calls]
-    if not all(isinstance(call, Call) for call in given):
-        raise TypeError(f"calls must be a path or recorded calls, got {type(calls).__name__}")
-    return given

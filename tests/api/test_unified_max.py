@@ -242,7 +242,7 @@ def test_short_caches_take_the_online_softmax(monkeypatch):
     """Eight blocks of keys at least: with fewer, the check costs more than is saved."""
     pytest.importorskip("triton")
     from flashtile.backends.portable.decode import config, launch
-    from flashtile.tools.inspection.portable_decode import PAGED
+    from flashtile.tools.inspection.decode import PAGED
 
     monkeypatch.undo()
     row = config.row("hopper", 2, config.NARROW, 128)

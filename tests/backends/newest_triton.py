@@ -14,18 +14,11 @@ import triton
 from spills import accepted
 
 from flashtile.backends.hopper.fp8.config import Fp8Variant
-from flashtile.tools.inspection import (
-    hopper_backward,
-    hopper_decode,
-    hopper_forward,
-    hopper_fp8,
-    hopper_linear,
-)
-from flashtile.tools.inspection.report import CompileCase, report
+from flashtile.tools.inspection.cases import every_case
+from flashtile.tools.inspection.report import HOPPER, CompileCase, report
 
 pytestmark = pytest.mark.compile
 
-HOPPER = "sm_90a"
 MORE_SPILLS = 1280
 """Bytes of register spills beyond those accepted, which are what the releases of the measurements spill.
 Triton 3.9.0 spills up to 1236 more."""
@@ -33,9 +26,7 @@ Triton 3.9.0 spills up to 1236 more."""
 
 def representative_cases() -> list:
     chosen = {}
-    cases: list[CompileCase] = []
-    for module in (hopper_forward, hopper_backward, hopper_fp8, hopper_decode, hopper_linear):
-        cases += module.compile_cases(HOPPER)
+    cases = [case for case in every_case(HOPPER) if case.name.startswith("hopper ")]
     for case in cases:
         variant = case.constants.get("C")
         block_d, block_dv, parts, *others = (

@@ -160,7 +160,7 @@ TOLD_BY_OTHERS = {kernel_of(case) for case in CASES[HOPPER]} - {
 """Kernels of which every case differs little from another kernel's."""
 OF_EACH = {kernel: (HOPPER, case.name) for kernel, case in of_each_kernel().items()}
 FEW = {case for kernel, case in OF_EACH.items() if kernel not in TOLD_BY_OTHERS}
-FEW.add((HOPPER, "decode bf16 head_dim 128 rows 16 chunk"))  # chunks are an argument, which no constant shows
+FEW.add((HOPPER, "decode bf16 head_dim 128 rows 16 chunk"))  # the only one with chunks
 THOROUGH = {*OF_EACH.values()} | telling()
 
 

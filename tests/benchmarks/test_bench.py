@@ -31,8 +31,8 @@ from benchmarks.suite import (
 from benchmarks.suite.command import bench
 from benchmarks.suite.inputs import Inputs, make_inputs
 from benchmarks.suite.peers import PeerCall
+from benchmarks.suite.timing import HOST_CALLS
 from benchmarks.suite.workloads import WORKLOADS, Workload
-from flashtile.hardware import timing
 from flashtile.problems.common import UNLIMITED
 from flashtile.problems.masking import positions
 from flashtile.reference import attention as reference
@@ -443,7 +443,7 @@ class TestRunner:
             assert [row["result"] for row in result["gate"]] == list(gate.RESULTS[:compared])
 
     def test_host_time(self, monkeypatch):
-        monkeypatch.setitem(timing.HOST_CALLS, "cpu", 1)
+        monkeypatch.setitem(HOST_CALLS, "cpu", 1)
         found = runner.host_time(peers.Flashtile(), CPU)
         assert found["status"] == "ok"
         assert found["us"] > 0

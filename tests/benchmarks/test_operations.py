@@ -17,7 +17,7 @@ from benchmarks.suite.operations import Operations
 from benchmarks.suite.peers import Flashtile
 from benchmarks.suite.report_page import render_page
 from flashtile.hardware import timing
-from flashtile.tools import charts
+from flashtile.tools import page
 from flashtile.tools.demo.operations import DROP, DROPOUT, FIRST, MASK, NAMES, SECOND, SOFTMAX, compared_times
 from walk import walk
 
@@ -129,7 +129,7 @@ def test_bars_have_the_heights_of_the_times():
 
 
 def _bars(cell):
-    figure = charts.figure_of(lambda axes: charts.operation_bars(axes, cell, "flashtile"), "")
+    figure = page.figure_of(lambda axes: page.operation_bars(axes, cell, "flashtile"), "")
     (axes,) = figure.axes
     bars = [(bar.get_x() > 0.5, bar.get_y(), bar.get_height()) for bar in axes.patches]
     return bars, [label.get_text() for label in axes.get_xticklabels()]

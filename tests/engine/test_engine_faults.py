@@ -23,6 +23,7 @@ from flashtile.engine import (
     EngineDeadError,
     RequestOutputKind,
     SamplingParams,
+    memory,
 )
 from flashtile.engine import llm as llm_module
 from flashtile.engine.config import parse_config
@@ -563,13 +564,13 @@ def test_memory_of_the_tables_is_not_the_caches(monkeypatch):
     runner, options = llm.engine.runner, (64, 8, 4)
     on_gpu = SimpleNamespace(embedding=torch.empty(0, device="meta"), config=llm.model_config)
     tables = sum(table.nbytes for table in runner.model.rotary) + runner.block_table.nbytes
-    assert llm_module._table_bytes(on_gpu, *options, 2**18) == tables
-    assert llm_module._table_bytes(on_gpu, *options, 8) == tables // 2  # no longer than the cache
-    assert llm_module._table_bytes(runner.model, *options, 2**18) == 0
+    assert memory.bytes_of_tables(on_gpu, *options, 2**18) == tables
+    assert memory.bytes_of_tables(on_gpu, *options, 8) == tables // 2  # no longer than the cache
+    assert memory.bytes_of_tables(runner.model, *options, 2**18) == 0
     left = 2**18 - tables
-    monkeypatch.setattr(llm_module, "_table_bytes", lambda *_: tables)
+    monkeypatch.setattr(llm_module, "bytes_of_tables", lambda *_: tables)
     pool = load("llama3", block_size=4, max_num_seqs=8, max_model_len=64).engine.scheduler.manager.pool
-    assert pool.num_blocks == left // llm_module._block_bytes(runner.model, 4, torch.float32)
+    assert pool.num_blocks == left // memory.bytes_of_block(runner.model, 4, torch.float32)
     assert pool.num_blocks < llm.engine.scheduler.manager.pool.num_blocks
 
 

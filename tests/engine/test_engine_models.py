@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 from engine_models import MODELS, VOCABULARY, folder, greedy, load, prompts, transformers_model
 
-from flashtile.engine import LLM, BeamSearchParams, SamplingParams, families
+from flashtile.engine import LLM, BeamSearchParams, SamplingParams
 from flashtile.engine.families import FAMILIES
 from flashtile.engine.memory import run_one_layer
 from flashtile.engine.model import FEW_ROWS, Matrix, Norm
@@ -43,13 +41,8 @@ WAYS = {
 }  # fmt: skip
 
 
-def test_every_family_is_a_short_file_and_compared_with_transformers():
+def test_every_family_is_compared_with_transformers():
     assert {one["model_type"] for one in MODELS.values()} == {*FAMILIES}
-    paths = {path.stem: path for path in Path(families.__file__).parent.glob("*.py")}
-    assert {*paths} == {"__init__", "family", *FAMILIES}
-    for name, family in FAMILIES.items():
-        assert len(paths[name].read_text().splitlines()) <= 120
-        assert import_module(f"flashtile.engine.families.{name}").FAMILY is family
 
 
 WAYS_OF_ALL, WITH_ALL_WAYS = ("plain", "chunks"), ("llama3", "gemma2", "gpt_oss", "qwen3_moe")

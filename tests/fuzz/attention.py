@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from random import Random
 
+from flashtile.problems.masking import BEYOND_WINDOW
 from fuzz.prelude import SURROUNDINGS
 from fuzz.runner import Call
 
@@ -59,8 +60,9 @@ def masking(rng: Random) -> list[str]:
     return [text for share, text in drawn if rng.random() < share]
 
 
-def chunked(rng: Random) -> list[str]:
-    return [f"attention_chunk={rng.choice([1, 3, 16])}"] if rng.random() < 0.1 else []
+def by_position(rng: Random, names: tuple[str, ...] = BEYOND_WINDOW) -> list[str]:
+    """Draw options of the mask other than the window, as texts."""
+    return [f"{name}={rng.choice([1, 3, 16])}" for name in names if rng.random() < 0.1]
 
 
 def lengths(rng: Random, count: int, most: int) -> list[int]:
@@ -108,7 +110,7 @@ def extras(rng: Random, sizes: dict[str, int], varlen: bool, of_k: list[int] | N
     if rng.random() < 0.15 and not varlen:
         tensors["_there"] = f"rand(batch, seqlen_k, device=device, seed=25) > {rng.choice([-1.0, 0.0])}"
         options.append("key_padding_mask=_there")
-    options += chunked(rng)
+    options += by_position(rng)
     if rng.random() < 0.1:
         tensors["qv"] = (
             f"rand({'total_q' if varlen else 'batch, seqlen_q'}, heads, head_dim_v, dtype=dtype, device=device, seed=26)"
@@ -164,7 +166,7 @@ def _plain(rng, form, varlen, sizes, tensors, options, fixed, last="return_lse=T
     elif (
         varlen
         and rng.random() < 0.3
-        and not any(o.startswith(("mask", "bias", "seqused", "attention_chunk")) for o in options)
+        and not any(o.startswith(("mask", "bias", "seqused", *BEYOND_WINDOW)) for o in options)
     ):
         ours = "flashtile.flash_attn_varlen_func"
     if rng.random() < 0.2:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from random import Random
 
+from flashtile.problems.masking import BEYOND_WINDOW
 from fuzz import prelude
 from fuzz.runner import Call
 
@@ -14,6 +15,7 @@ PACKED = {
     "cu_seqlens_q": "offsets(5, 5)", "cu_seqlens_k": "offsets(7, 7)", "max_seqlen_q": "5", "max_seqlen_k": "7",
 }  # fmt: skip
 MASKING = {"softmax_scale": "0.3", "causal": "True", "window_size": "(3, 1)", "softcap": "2.0"}
+BY_POSITION = dict.fromkeys(BEYOND_WINDOW, "3")
 EXTRAS = {"alibi_slopes": "rand(4)", "sink": "rand(4)"}
 CACHE = {"q": "rand(2, 1, 4, 16)", "k_cache": "rand(6, 4, 2, 16)", "v_cache": "rand(6, 4, 2, 16)"}
 TABLE = {"block_table": "ints([0, 1], [2, 3])", "cache_seqlens": "ints(5, 3)"}
@@ -31,7 +33,7 @@ GOOD: dict[str, dict[str, str]] = {
     "flashtile.attention": {
         "q": Q, "k": K, "v": V, **MASKING, **EXTRAS, "dropout_p": "0.1", "rng_state": "torch.tensor([1, 2])",
         "mask": "torch.ones(2, 4, 5, 7).bool()", "key_padding_mask": "torch.ones(2, 7).bool()", "bias": "rand(1, 4, 5, 7)",
-        "attention_chunk": "3", "deterministic": "False", "return_lse": "True", "seqused_q": "ints(3, 5)", "seqused_k": "ints(3, 5)",
+        **BY_POSITION, "deterministic": "False", "return_lse": "True", "seqused_q": "ints(3, 5)", "seqused_k": "ints(3, 5)",
     },
     "flashtile.attention ": {"q": Q, "k": K, "v": V, "score_mod": "masks.softcap(2.0)", "mask_mod": "masks.causal()"},
     "flashtile.attention  ": {
@@ -47,7 +49,7 @@ GOOD: dict[str, dict[str, str]] = {
     "flashtile.attention_weights": {"q": Q, "k": K, "lse": "rand(2, 4, 5)", "form": "'full'", **MASKING},
     "flashtile.flash_attn_with_kvcache": {
         **CACHE, **TABLE, **MASKING, **EXTRAS, "k": "rand(2, 1, 2, 16)", "v": "rand(2, 1, 2, 16)", **ROTARY, "rotary_seqlens": "ints(3, 5)",
-        "num_splits": "2", "return_softmax_lse": "True", "softmax_max": "1.0", "debug_checks": "True", "attention_chunk": "3",
+        "num_splits": "2", "return_softmax_lse": "True", "softmax_max": "1.0", "debug_checks": "True", **BY_POSITION,
     },
     "flashtile.append_kvcache": {
         "k_cache": CACHE["k_cache"], "v_cache": CACHE["v_cache"], "k": "rand(2, 1, 2, 16)", "v": "rand(2, 1, 2, 16)", **TABLE, **ROTARY,
@@ -104,7 +106,7 @@ GOOD: dict[str, dict[str, str]] = {
         "include_stop_str_in_output": "True",
     },
     "flashtile.attention_weights ": {
-        "q": f"{Q}.flatten(0, 1)", "k": f"{K}.flatten(0, 1)", "lse": "rand(4, 10)", "form": "3", **PACKED, "attention_chunk": "3",
+        "q": f"{Q}.flatten(0, 1)", "k": f"{K}.flatten(0, 1)", "lse": "rand(4, 10)", "form": "3", **PACKED, **BY_POSITION,
     },
     "flashtile.attention_weights  ": {
         "q": Q, "k": K, "lse": "rand(2, 4, 5)", "form": "'columns'", "score_mod": "masks.softcap(2.0)", "mask_mod": "masks.causal()",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from fuzz.attention import chunked, dtype_for, masking, sizes_for, spelled
+from flashtile.problems.masking import BEYOND_WINDOW
+from fuzz.attention import by_position, dtype_for, masking, sizes_for, spelled
 from fuzz.runner import Call
 
 CALL = """def call(attend, NAMES):
@@ -58,7 +59,7 @@ def _cache(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
     tensors = {"q": "rand(batch, seqlen_q, heads, head_dim, dtype=dtype, device=device, seed=1)"}
     made, options, lengths = cache(rng, sizes, new, paged)
     tensors |= made
-    more = masking(rng) + chunked(rng)
+    more = masking(rng) + by_position(rng)
     if new:
         text = f"rand(batch, {new}, heads_kv, head_dim{{}}, dtype=dtype, device=device, seed={{}})"
         tensors |= {"k": text.format("", 2), "v": text.format("_v", 3)}
@@ -76,7 +77,7 @@ def _cache(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
                 if rng.random() < 0.3:
                     more.append(f"rotary_seqlens={_ints([rng.randint(0, 90) for _ in lengths])}")
     if rng.random() < 0.15 and not new:
-        more = [o for o in more if not o.startswith(("causal", "window", "attention_chunk"))]
+        more = [o for o in more if not o.startswith(("causal", "window", *BEYOND_WINDOW))]
         shape = rng.choice(["seqlen_q, seqlen_q", "batch, seqlen_q, seqlen_q"])
         options[0] = (
             options[0]
@@ -114,7 +115,7 @@ def _fp8(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
         tensors["_scales"] = "rand(2, heads_kv, device=device, seed=9).abs()"
         options.append("k_descale=_scales[0], v_descale=_scales[1]")
     body = CALL.format(ours="flashtile.flash_attn_with_kvcache", exact="oracle.with_kvcache")
-    return Call(body, sizes, spelled(tensors), (*options, *masking(rng), *chunked(rng)), fixed)
+    return Call(body, sizes, spelled(tensors), (*options, *masking(rng), *by_position(rng)), fixed)
 
 
 def _prefix(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
@@ -220,7 +221,8 @@ def _metadata(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call
     sizes["head_dim_v"] = sizes["head_dim"]
     made, options, _ = cache(rng, sizes, 0, rng.random() < 0.5)
     tensors = {"q": "rand(batch, seqlen_q, heads, head_dim, dtype=dtype, device=device, seed=1)", **made}
-    options = [o.replace("block_table", "page_table") for o in options] + masking(rng) + chunked(rng)
+    options = [o.replace("block_table", "page_table") for o in options] + masking(rng)
+    options += by_position(rng, ("attention_chunk",))
     exact = "lambda *t, page_table=None, **o: oracle.with_kvcache(*t, block_table=page_table, **o)"
     body = CALL.format(ours="flash_attn_interface.flash_attn_with_kvcache", exact=exact)
     return Call(body, sizes, spelled(tensors), tuple(options), fixed)

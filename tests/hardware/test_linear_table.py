@@ -224,7 +224,7 @@ def test_hopper_takes_the_tile_that_was_the_fastest_for_the_shape():
 @pytest.mark.compile
 def test_the_end_of_a_flat_product_stores_many_places_at_once():
     """Which the compiler does only where it knows that tiles and rows of the output begin at multiples."""
-    from flashtile.tools.inspection.portable_linear import compile_cases
+    from flashtile.tools.inspection.linear import compile_cases
 
     case = next(case for case in compile_cases("sm_90a") if "flat before norm" in case.name)
     ptx = case.compile(architecture("sm_90a")).asm["ptx"]

@@ -1,41 +1,42 @@
-"""The rule of a mask, and the ranges that kernels take from it, against the definition score by score."""
+"""The rule of a mask, and the ranges that kernels take from it, against the oracle of the random calls."""
 
 from __future__ import annotations
 
 import itertools
 
 import pytest
+import torch
 
 from flashtile.backends.cpu.blocks import split
-from flashtile.problems.masking import CAUSAL, RANGES, Masking, positions
+from flashtile.problems.masking import BEYOND_WINDOW, CAUSAL, RANGES, Masking, positions
+from fuzz.oracle import seen_by
+from walk import walk
 
 LENGTHS = ((1, 1), (7, 7), (9, 4), (4, 9), (12, 1), (1, 12), (20, 6), (0, 2), (5, 0))
 WINDOWS = ((-1, -1), (-1, 0), (0, 0), (3, -1), (-1, 4), (5, 2), (100, 100))
 
 
-def sees(masking: Masking, row: int, key: int) -> bool:
-    left, right, chunk = masking.window_left, masking.window_right, masking.attention_chunk
-    within = (left == -1 or key >= row - left) and (right == -1 or key <= row + right)
-    return within and (chunk == 0 or key // chunk == row // chunk)
+OPTIONS = ({}, *({name: size} for name in BEYOND_WINDOW for size in (1, 3, 5)))
 
 
-@pytest.mark.parametrize("chunk", [0, 1, 3, 5])
+@walk("options", OPTIONS)
 @pytest.mark.parametrize("window", WINDOWS)
-def test_ranges_agree_with_the_rule(window, chunk):
-    masking = Masking(window_left=window[0], window_right=window[1], attention_chunk=chunk)
+def test_ranges_agree_with_the_rule(window, options):
+    masking = Masking(window_left=window[0], window_right=window[1], **options)
     for lengths, first in itertools.product(LENGTHS, (0, 2)):
         rows, keys = positions(*lengths), range(min(first, lengths[1]), lengths[1])
         seen = masking.visible(rows, keys)
-        assert seen.tolist() == [[sees(masking, row, key) for key in keys] for row in rows]
+        assert torch.equal(seen, seen_by(*lengths, **masking.arguments())[:, keys.start :])
         assert masking.sees_all(rows, keys) == bool(seen.all())
-        with_keys = [row for row in rows if any(sees(masking, row, key) for key in keys)]
+        with_keys = [row for row, sees in zip(rows, seen, strict=True) if sees.any()]
         assert set(with_keys) <= set(masking.row_range(rows, keys))
         for few in split(rows, 3):
-            reached = [key for key in keys if any(sees(masking, row, key) for row in few)]
+            part = seen[few.start - rows.start : few.stop - rows.start]
+            reached = [key for key, is_seen in zip(keys, part.T, strict=True) if is_seen.any()]
             assert set(reached) <= set(masking.key_range(few, keys))
-            if reached and not chunk:  # a row that sees no key of its chunk may widen the range
+            if reached and not options:  # a row that sees no key of its chunk may widen the range
                 assert list(masking.key_range(few, keys)) == reached
-        if not chunk:
+        if not options:
             assert list(masking.row_range(rows, keys)) == with_keys
 
 

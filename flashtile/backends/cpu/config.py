@@ -82,10 +82,9 @@ def configure_decode(problem: DecodeProblem) -> Fused | None:
     whole cache costs more than the products (three times as much on a Xeon with AVX512-BF16, 2048 keys).
     """
     one_query = problem.seqlen_q == 1 and not problem.varlen and problem.batch > 0
-    in_one_range = problem.beyond(("attention_chunk",)) is None  # a window and a chunk leave adjacent keys
     extras = problem.alibi or problem.sink or problem.tree or problem.prior or problem.qv
     extras = extras or problem.descale == "sequence"
-    if not (one_query and in_one_range) or extras or not _fused_covers(problem):
+    if not (one_query and problem.in_one_range) or extras or not _fused_covers(problem):
         return None
     wide = problem.dtype != problem.out_dtype or problem.cache_dtype == FP8
     return Fused(problem.lse_dtype if wide else _product_dtype(problem))

@@ -37,6 +37,7 @@ def load_row_tiles(C: gl.constexpr, bias, desc, work, block, n, i, schedule):
     mbarrier.expect(barrier, C.WARPGROUPS * desc.block_type.nbytes)
     # A bias that sequences or heads share has one of them: index 0.
     sequence, head = min(work.sequence, schedule.bias_batch - 1), min(work.head, schedule.bias_heads - 1)
+    # A tile for each warpgroup, so that each reads one of its own rows; one barrier for all of them.
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
     for w in gl.static_range(WARPGROUPS):
         row = block * C.BLOCK_M + w * WARPGROUP_ROWS
@@ -53,7 +54,7 @@ def read_rows(C: gl.constexpr, W: gl.constexpr, bias, i, WIDTH: gl.constexpr, la
     """
     slot = bias.wait(i)
     tile = bias.tiles.index(slot * C.WARPGROUPS + W).reshape([WARPGROUP_ROWS, C.BLOCK_N])
-    if WIDTH < C.BLOCK_N:
+    if WIDTH < C.BLOCK_N:  # a masked block may be computed in parts (``forward.kernel.attend_masked``)
         tile = tile.slice(0, WIDTH, dim=1)
     return tile.load(layout)
 
@@ -64,7 +65,7 @@ def over_ds(C: gl.constexpr, desc, ds):
 
     The channel has two slots, which occupy the memory of dS. With STORES_DS, ``accumulate_dq`` also reads dS.
     """
-    SQUARES: gl.constexpr = 4 * C.BLOCK_M // SQUARE
+    SQUARES: gl.constexpr = 4 * C.BLOCK_M // SQUARE  # two slots, of two warpgroups of 64 keys each
     # Shared memory is full, and a tile of the bias has the size of dS, whose memory is free until dS is
     # stored.
     squares = reinterpret(ds, ds.dtype, [SQUARES] + desc.block_type.shape, desc.layout)
@@ -100,7 +101,7 @@ def load_key_tiles(C: gl.constexpr, bias, desc, work, head, row, i, schedule):
 
     This is the ``i``-th write to the channel of the bias.
     """
-    slot = bias.acquire(i)
+    slot = bias.acquire(i)  # every reader has released dS of step i - 2
     barrier = bias.full.index(slot)
     SQUARES: gl.constexpr = C.BLOCK_M // SQUARE
     mbarrier.expect(barrier, 2 * SQUARES * desc.block_type.nbytes)
@@ -118,6 +119,8 @@ def read_keys(C: gl.constexpr, W: gl.constexpr, bias, i, layout: gl.constexpr):
 
     The result is [64 keys, BLOCK_M rows], in 16 bits.
     """
+    # No wait for these loads before the memory is overwritten: that is dS of the same warpgroup, by plain
+    # stores.
     slot = bias.wait(i)
     if C.BLOCK_M == SQUARE:
         return read_square(C, W, 0, bias, slot, layout)
@@ -138,6 +141,7 @@ def store_ds(C: gl.constexpr, bias, gradient_desc, ds_full, work, head, row, i):
     """
     slot = i & 1
     mbarrier.wait(ds_full.index(slot), (i >> 1) & 1)  # consumers have fenced their stores of dS for TMA
+    # Plain stores, not additions: each element of the bias belongs to one score, and so to one step.
     SQUARES: gl.constexpr = C.BLOCK_M // SQUARE
     for w in gl.static_range(2):
         for c in gl.static_range(SQUARES):

@@ -138,6 +138,7 @@ def copy_registers(p):
     Call this function after the wait for the previous product, which reads its operand from the same
     registers. The assembler does not move the copy to another place in the code.
     """
+    # Not pure: the compiler would move a pure copy, or remove it.
     IN_REGISTER: gl.constexpr = 32 // p.dtype.primitive_bitwidth
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=IN_REGISTER
@@ -145,7 +146,7 @@ def copy_registers(p):
 
 
 RESCALED_TOGETHER = gl.constexpr(16)
-"""Numbers that :func:`rescale` multiplies, or skips, after one branch."""
+"""Numbers that :func:`rescale` multiplies, or skips, after one branch. Not measured against others."""
 
 
 @gluon.constexpr_function
@@ -193,6 +194,7 @@ def rescale(o, alpha):
     # ``vote`` makes the flag equal in a warp, so the branch is uniform (bra.uni) and no thread waits for
     # another.
     o_row: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    # Operands 0 to 15 are results and inputs at once: if the products are skipped, O is in its registers.
     return gl.inline_asm_elementwise(
         rescale_asm(RESCALED_TOGETHER),
         rescale_constraints(RESCALED_TOGETHER),

@@ -115,6 +115,7 @@ def list_index(lists, sequence, head, own, num_own):
 @gluon.jit
 def index_of(listed, count, entry, WARPS: gl.constexpr):
     """Return the index of ``entry`` among the first ``count`` entries of a list; -1 if it is not there."""
+    # Each warp has all entries, so the maximum below needs no exchange between warps.
     layout: gl.constexpr = gl.BlockedLayout([SEARCHED // 32], [32], [WARPS], [0])
     found = count * 0 - 1
     for first in range(0, count, SEARCHED):
@@ -146,12 +147,13 @@ def listed_keys(C: gl.constexpr, WARPS: gl.constexpr, work, block, lists):
     num_own = (work.seqlen_q + C.MASK_BLOCK - 1) // C.MASK_BLOCK
     index = list_index(lists, work.sequence, work.head, block * C.BLOCK_M // C.MASK_BLOCK, num_own)
     partial, num_partial, full, num_full = read_lists(lists, index, num_others)
-    ends_full = num_partial * 0
+    ends_full = num_partial * 0  # a number of the kernel like the results below, not a constant
     first_full = ends_full
     if not C.EVEN_N:  # the block in which the sequence ends is masked, even if it is listed as full
         found = index_of(full, num_full, num_others - 1, WARPS)
         ends_full = 1 if found >= 0 else 0
         first_full = max(found, 0)
+    # At least one, so that the loops need no case for none: see is_empty.
     count = max((num_partial + num_full) * C.TILES_PER_MASK_BLOCK, 1)
     masked = (num_partial + ends_full) * C.TILES_PER_MASK_BLOCK
     is_empty = num_partial + num_full == 0
@@ -174,6 +176,7 @@ def listed_rows(C: gl.constexpr, work, head, lists):
     masked = num_partial * C.TILES_PER_MASK_BLOCK
     if not C.EVEN_N:  # the block of keys in which the sequence ends is masked for all rows
         masked = count if (work.tile_in_head + 1) * C.BLOCK_N > work.seqlen_k else masked
+    # Nothing changes places, and an empty list stays empty (num_partial < 0 is never true).
     return BlockList(count, masked, partial, full, num_partial, num_partial * 0, num_others, num_partial < 0)
 
 
@@ -300,7 +303,7 @@ def generator_of(head_of_batch, start, pointers, schedule):
     low, high = (seed & 0xFFFFFFFF).to(gl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(gl.uint32)
     counter = (offset & 0xFFFFFFFF).to(gl.uint32)
     key, first_query, first_key = philox(low, high, head_of_batch.to(gl.uint32), counter)
-    limit = schedule.drop_threshold.to(gl.uint32) * 0x10001
+    limit = schedule.drop_threshold.to(gl.uint32) * 0x10001  # in both halves: one comparison for two numbers
     return Generator(key, first_query, first_key, start, limit)
 
 

@@ -62,28 +62,6 @@ def num_work_tiles(C: gl.constexpr, pointers, schedule):
 
 
 @gluon.jit
-def key_range(
-    first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr
-):
-    """Return (begin, end, full_begin, full_end) for query rows first_row to last_row.
-
-    All rows see keys [full_begin, full_end). No row sees a key outside [begin, end).
-    """
-    offset = seqlen_k - seqlen_q
-    begin = 0
-    end = seqlen_k
-    full_begin = 0
-    full_end = seqlen_k
-    if HAS_RIGHT:
-        end = max(min(end, last_row + offset + right + 1), 0)
-        full_end = max(min(full_end, first_row + offset + right + 1), 0)
-    if HAS_LEFT:
-        begin = max(first_row + offset - left, 0)
-        full_begin = max(last_row + offset - left, 0)
-    return begin, end, full_begin, full_end
-
-
-@gluon.jit
 def slope_of(C: gl.constexpr, work, head, pointers, schedule):
     """Return ALiBi's slope of a query head, in log2 units; 0.0 without ALiBi."""
     slope = 0.0
@@ -100,6 +78,7 @@ time."""
 @triton.jit
 def lengths(cu_seqlens, sequence, total, mask):
     """Return (first row, number of rows) of sequences, clamped to the ``total`` rows of the tensor."""
+    # The host never reads cu_seqlens, so nothing has checked them. Clamped, they lead to rows of the tensor.
     start = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence, mask=mask, other=0), 0), total)
     end = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence + 1, mask=mask, other=0), start), total)
     return start, end - start
@@ -155,6 +134,7 @@ def tile_table_kernel(
     b = tl.program_id(0)
     start_q, seqlen_q = lengths(cu_seqlens_q, b, total_q, True)
     start_k, seqlen_k = key_lengths(cu_seqlens_k, seqused_k, b, total_k, True, SEQUSED)
+    # Each program finds its rows of the table by comparing its length with all others, which takes no sort.
     rank = 0
     total = 0
     for first in range(0, batch, CHUNK):
@@ -163,12 +143,13 @@ def tile_table_kernel(
         _, others_q = lengths(cu_seqlens_q, j, total_q, inside)
         _, others_k = key_lengths(cu_seqlens_k, seqused_k, j, total_k, inside, SEQUSED)
         counts = tl.where(inside, num_tiles(others_q, num_blocks, PAIRED, BLOCK_M), 0)
-        before = (others_k > seqlen_k) | ((others_k == seqlen_k) & (j < b))
+        before = (others_k > seqlen_k) | ((others_k == seqlen_k) & (j < b))  # equal ones by number
         rank += tl.sum(tl.where(before, counts, 0))
         total += tl.sum(counts)
     if b == 0:
         tl.store(table, tl.minimum(total, capacity))
         tl.store(table + 1, 0)
+    # At most the capacity: with invalid cu_seqlens, sequences may overlap and have more tiles than the table.
     count = tl.minimum(num_tiles(seqlen_q, num_blocks, PAIRED, BLOCK_M), capacity - rank)
     for first in range(0, count, CHUNK):
         tile = first + tl.arange(0, CHUNK)

@@ -9,11 +9,9 @@ import torch
 
 from flashtile.backends.common.device import Target, capability, is_nvidia
 from flashtile.problems.attention import Problem
-from flashtile.problems.masking import Masking
+from flashtile.problems.masking import KernelMask, Masking
 
 NAME = "portable"
-KNOWN_MASKING = ("attention_chunk",)
-"""Options that hide keys by position, other than the window, that the kernels have."""
 LARGE_SHARED_MEMORY = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
 """Compute capabilities with at least 160 KiB of shared memory per block; others have at most 99 KiB."""
 
@@ -43,7 +41,7 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
 
 def reason_of_masking(problem: Masking) -> str | None:
     """Why the kernels do not hide the keys that a problem hides by position; None if they do."""
-    unknown = problem.beyond(KNOWN_MASKING)
+    unknown = problem.beyond(KernelMask._fields)
     return None if unknown is None else f"it has no {unknown}"
 
 

@@ -1,4 +1,4 @@
-"""Step functions shared by several families of kernels: block ranges, addresses of heads, scores.
+"""Step functions shared by several families of kernels: rows of a program, addresses of heads, scores.
 
 A *row* is a query position and a *key* a key position within one sequence; ``offset = seqlen_k - seqlen_q``
 aligns them at the bottom right: row ``i`` stands at key ``i + offset``.
@@ -11,62 +11,6 @@ from flashtile.backends.common.tiles import LN_2, LOG2_E, Matrix, row_of_head, r
 
 LARGE = tl.constexpr(2.0**27)
 """From this magnitude on, scores of fp32 differ by at least 16, or not at all."""
-
-
-@triton.jit
-def block_range(
-    start,
-    end,
-    offset,
-    length,
-    back,
-    ahead,
-    HAS_BACK: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Return the key blocks in the window of query positions ``start`` to ``end`` - 1, or vice versa.
-
-    The window of position i covers positions ``i + offset - back`` to ``i + offset + ahead`` of the other
-    sequence (keys for a query, queries for a key), which has ``length`` positions. Returns (first,
-    full_first, full_last, last):
-
-    - Blocks [first, last) are in the window of at least one position.
-    - Blocks [full_first, full_last) are in the windows of all positions and within the sequence, so they need
-      no mask.
-
-    All arguments and results are integers, so Python can call this function as ``block_range.fn``.
-    """
-    reach_start = 0
-    full_start = 0
-    reach_end = length
-    full_end = length
-    if HAS_BACK:
-        reach_start = max(0, start + offset - back)
-        full_start = max(0, end - 1 + offset - back)
-    if HAS_AHEAD:
-        reach_end = min(length, max(0, end + offset + ahead))
-        full_end = min(length, max(0, start + offset + ahead + 1))
-    last = (reach_end + BLOCK - 1) // BLOCK
-    full_first = min((full_start + BLOCK - 1) // BLOCK, last)
-    first = min(reach_start // BLOCK, full_first)
-    full_last = min(max(full_end // BLOCK, full_first), last)
-    return first, full_first, full_last, last
-
-
-@triton.jit
-def chunk_range(start, end, attention_chunk):
-    """Return the range [first, last) of the positions in all chunks that contain ``start`` to ``end`` - 1.
-
-    A chunk is ``attention_chunk`` consecutive positions.
-    """
-    first = max(start, 0)
-    first -= first % attention_chunk
-    last = max(end - 1, 0)
-    last += attention_chunk - last % attention_chunk
-    if end <= 0:
-        last = first
-    return first, last
 
 
 @triton.jit
@@ -200,22 +144,6 @@ def cap_and_bias(
     if HAS_ALIBI:
         scores = scores - slope * tl.abs(distance).to(tl.float32)
     return scores, softcap_grad
-
-
-@triton.jit
-def visible(distance, back, ahead, HAS_BACK: tl.constexpr, HAS_AHEAD: tl.constexpr):
-    """Whether a key is in the window, from ``back`` keys before the row to ``ahead`` keys after it.
-
-    ``distance`` is the position of the key minus that of the row.
-    """
-    if HAS_BACK and HAS_AHEAD:
-        return (distance >= -back) & (distance <= ahead)
-    elif HAS_BACK:
-        return distance >= -back
-    elif HAS_AHEAD:
-        return distance <= ahead
-    else:
-        return tl.full(distance.shape, True, tl.int1)
 
 
 @triton.jit

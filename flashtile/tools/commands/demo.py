@@ -19,8 +19,8 @@ from flashtile.learn.visualizer.settings import grid
 from flashtile.tools.commands.options import Device, finite, output_folder, parse_device, progress_bar
 from flashtile.tools.demo import exactness, operations, scaling
 from flashtile.tools.demo.corpus import Corpus, python_library
-from flashtile.tools.demo.llama import Llama, sized
-from flashtile.tools.demo.results import Results, Training, inspect_setting, natural_dtype, write
+from flashtile.tools.demo.llama import Llama, save_llama, sized
+from flashtile.tools.demo.report import Results, Training, inspect_setting, natural_dtype, write
 from flashtile.tools.demo.training import (
     TrainingConfig,
     TrainingResult,
@@ -37,6 +37,15 @@ PAGE = "visualize.html"
 MODEL = "model"
 PROMPT = b"class Reader:\n    def __init__(self"
 SAMPLE_BYTES = 600
+SERVED_PROMPTS = (
+    PROMPT.decode(),
+    "class Reader:\n    def __init__(self, path):\n        ",
+    "import os\nimport ",
+)
+"""Prompts for the engine. The second begins like the first, so the prefix cache has the blocks of its
+beginning."""
+MAX_TOKENS = 64
+"""Largest number of tokens of an answer of the engine."""
 QUICK = TrainingConfig(sized(layers=2, heads=2, embed=32), batch=4, seqlen=64, warm_up=10)
 TWIN_SHARE = 0.4
 MAX_TWIN_STEPS = 100
@@ -150,20 +159,48 @@ def measure_operations(console: Console, workload: scaling.ScalingWorkload) -> d
 
 
 def run_engine(console: Console, model: Llama, config: TrainingConfig, folder: Path) -> None:
-    """Save the trained model to ``folder`` for ``flashtile generate``, and print answers of the engine."""
+    """Save the trained model to ``folder`` for ``flashtile generate``, and print two answers to each prompt.
+
+    Their time and memory follow.
+    """
     console.rule("serving the model: continuous batching over paged keys and values", align="left")
     try:
-        from flashtile.tools.demo.serving import serve
+        from flashtile.engine import LLM, SamplingParams
 
-        outputs, costs = serve(model, folder, config.seqlen, config.device)
+        save_llama(model, folder, config.seqlen)
     except ModuleNotFoundError as error:
         console.print(f"left out without {error.name} (pip install 'flashtile[engine]')", markup=False)
         return
-    for output in outputs:
-        for answer in output.outputs:
-            console.print(output.prompt or "", end="", markup=False, highlight=False, style="dim")
-            console.print(answer.text, markup=False, highlight=False)
-    for line in costs:
+    llm = LLM(folder, device=config.device, block_size=8, max_num_seqs=8, warmup=False)
+    longest = max(1, config.seqlen // 2)
+    prompts = [prompt[:longest] for prompt in SERVED_PROMPTS]
+    max_tokens = min(MAX_TOKENS, config.seqlen - longest)
+    params = SamplingParams(n=2, temperature=0.7, seed=1, max_tokens=max_tokens)
+    llm.generate(prompts[0], SamplingParams(temperature=0, max_tokens=1))  # fills the prefix cache
+    engine, manager = llm.engine, llm.engine.scheduler.manager
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+    finished: dict[int, Any] = {}
+    blocks, start = 0, time.perf_counter()
+    while engine.has_unfinished:
+        outputs = engine.step()
+        blocks = max(blocks, manager.usage().blocks)
+        finished |= {int(output.request_id): output for output in outputs if output.finished}
+    seconds = time.perf_counter() - start
+    answers = [(finished[i].prompt, answer) for i in range(len(prompts)) for answer in finished[i].outputs]
+    for prompt, answer in answers:
+        console.print(prompt or "", end="", markup=False, highlight=False, style="dim")
+        console.print(answer.text, markup=False, highlight=False)
+    tokens = sum(len(answer.token_ids) for _, answer in answers)
+    metrics = [output.metrics for output in finished.values()]
+    saved = 1 - sum(one.blocks for one in metrics) / sum(one.unshared_blocks for one in metrics)
+    cached = sum(output.num_cached_tokens for output in finished.values())
+    for line in (
+        f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.0f} tokens/s), {len(answers)} answers to "
+        f"{len(prompts)} prompts",
+        f"at most {blocks} blocks of {manager.block_size} tokens; sharing saved {saved:.0%}, and {cached} "
+        "tokens of prompts were found in the prefix cache",
+    ):
         console.print(line, markup=False)
     console.print(f"to write more: flashtile generate {folder} 'def '", markup=False, soft_wrap=True)
 

@@ -158,7 +158,7 @@ def explain(
     def tensor(seqlen: int, number: int, width: int) -> Tensor:
         rows = (batch * seqlen,) if varlen else (batch, seqlen)
         if math.prod((*rows, number, width)) >= 2**63:
-            raise typer.BadParameter(f"{batch} x {seqlen} x {number} x {width} elements are no tensor")
+            raise typer.BadParameter(f"{batch} x {seqlen} x {number} x {width} elements do not fit a tensor")
         return torch.empty((*rows, number, width), dtype=getattr(torch, dtype), device=place)
 
     def count(number: int) -> Tensor:
@@ -204,8 +204,7 @@ def explain(
             masking = as_masking(causal, (window_left, window_right))
             call = Call(
                 batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, head_dim_v, dtype,
-                window_left=masking.window_left, window_right=masking.window_right, page_size=page_size,
-                cache_dtype=cache_dtype,
+                page_size=page_size, cache_dtype=cache_dtype, **vars(masking),
             )  # fmt: skip
     typer.echo(explanation.details if verbose else explanation)
     unmeasured = explanation.backend == "portable" and capability(explanation.problem.device) != MEASURED

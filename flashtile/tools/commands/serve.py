@@ -131,7 +131,7 @@ def serve(
         from flashtile.engine.config import model_folder, read_config
         from flashtile.engine.server.formats import check_parsers
         from flashtile.engine.server.listener import tls_context
-        from flashtile.engine.server.replicas.process import end_with_stdin
+        from flashtile.engine.server.replicas import end_with_stdin
         from flashtile.engine.server.run import Server
         from flashtile.engine.server.run import serve as run
         from flashtile.engine.server.service import Limits
@@ -211,8 +211,7 @@ def _serve_replicas(
     arguments: list[str], environments: list[dict[str, str]], limits: Any, host: str, port: int,
     shutdown_timeout: float, announce: Callable[[int], None],
 ) -> NoReturn:  # fmt: skip
-    from flashtile.engine.server.replicas.front import serve_replicas
-    from flashtile.engine.server.replicas.process import Replica
+    from flashtile.engine.server.replicas import Replica, serve_replicas
 
     replicas = [Replica(i, command_of(arguments), environment) for i, environment in enumerate(environments)]
     try:

@@ -55,10 +55,7 @@ class LlamaConfig:
         return 32 * max(1, round(self.embed * 8 / 3 / 32))
 
 
-def sized(layers: int, heads: int, embed: int) -> LlamaConfig:
-    """Return a :class:`LlamaConfig`."""
-    return LlamaConfig(layers, heads, embed)
-
+sized = LlamaConfig
 
 PRESETS = {
     "tiny": sized(3, 4, 128),

@@ -2,31 +2,8 @@
 
 from __future__ import annotations
 
-from flashtile.tools.inspection import (
-    hopper_backward,
-    hopper_decode,
-    hopper_forward,
-    hopper_fp8,
-    hopper_linear,
-    portable,
-    portable_decode,
-    portable_fp8,
-    portable_linear,
-)
+from flashtile.tools.inspection import attention, decode, fp8, linear
 from flashtile.tools.inspection.report import CompileCase, architecture
-
-FAMILIES = (
-    hopper_backward,
-    hopper_decode,
-    hopper_forward,
-    hopper_fp8,
-    hopper_linear,
-    portable,
-    portable_decode,
-    portable_fp8,
-    portable_linear,
-)
-"""Modules with a function ``compile_cases(arch)``."""
 
 
 def every_case(arch: str) -> list[CompileCase]:
@@ -36,4 +13,4 @@ def every_case(arch: str) -> list[CompileCase]:
         ValueError: ``arch`` is unknown.
     """
     name = architecture(arch).name
-    return [case for family in FAMILIES for case in family.compile_cases(name)]
+    return [case for family in (attention, decode, fp8, linear) for case in family.compile_cases(name)]

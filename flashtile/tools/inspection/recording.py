@@ -6,7 +6,7 @@ the compiler would receive. So a case cannot differ from the launch that it was 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +29,6 @@ TYPE_NAMES = {
     torch.int64: "i64",
 }
 """Triton's names of dtypes."""
-_NOT_COMPILED = ("enable_fp_fusion", "launch_pdl")
-"""Launch options that a compile case does not have: fusion is the default, launch_pdl changes no code."""
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -60,22 +58,23 @@ def only(kernel: Any, cases: list[CompileCase], **fields: Any) -> CompileCase:
     return replace(case, **fields)
 
 
+def words(named: Mapping[str, Any]) -> list[str]:
+    """Return the names whose value is true."""
+    return [name for name, present in named.items() if present]
+
+
 def case_of(launched: Launched, name: str, **others: Any) -> CompileCase:
     """Return the :class:`CompileCase` of a recorded launch. ``others`` are further fields of the case."""
     launch, tensors = launched
     options = dict(launch.options)
     num_warps, num_stages = options.pop("num_warps"), options.pop("num_stages", 3)
-    others = {"options": _compiled_options(options)} | others
+    fused = options.pop("enable_fp_fusion", True)
+    options.pop("launch_pdl", None)  # it changes no code
+    others = {"options": options if fused else options | {"enable_fp_fusion": False}} | others
     return CompileCase(
         name=name, kernel=launch.kernel, **_arguments(launch, tensors), num_warps=num_warps,
         num_stages=num_stages, **others,
     )  # fmt: skip
-
-
-def _compiled_options(options: dict[str, Any]) -> dict[str, Any]:
-    fused = options.get("enable_fp_fusion", True)
-    kept = {name: value for name, value in options.items() if name not in _NOT_COMPILED}
-    return kept if fused else kept | {"enable_fp_fusion": False}
 
 
 def _arguments(launch: CachedLaunch, tensors: tuple) -> dict[str, Any]:

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 KIB = 1024
+HOPPER = "sm_90a"
+"""The architecture of the kernels in ``backends/hopper``."""
 
 
 @dataclass(frozen=True)

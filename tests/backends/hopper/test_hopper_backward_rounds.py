@@ -38,6 +38,7 @@ from flashtile.backends.hopper.backward.costs import (
 from flashtile.backends.hopper.backward.launch import backward_variant
 from flashtile.backends.hopper.forward.rounds import ENOUGH_ROUNDS
 from flashtile.problems.attention import Problem
+from flashtile.problems.masking import KernelMask
 from flashtile.problems.masks import Mods
 from flashtile.tools.inspection.cases import every_case
 from kernels_as_python import functions_of
@@ -96,7 +97,7 @@ def ends_by_the_kernel(problem: Problem, config: BackwardConfig) -> float:
     numbers = schedule.BackwardSchedule(
         num_tiles=problem.batch * scheduled.num_heads_kv * len(launch.rows), num_blocks=len(launch.rows),
         num_heads=scheduled.num_heads_kv, seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k,
-        batch_rows_k=problem.seqlen_k, window_left=problem.window_left, window_right=problem.window_right,
+        batch_rows_k=problem.seqlen_k, mask=KernelMask(problem.window_left, problem.window_right),
         alibi_stride=0, swizzle=launch.last, group=scheduled.group_size, head_splits=config.HEAD_SPLITS,
         row_shift=config.ROW_SPLITS.bit_length() - 1,
     )  # fmt: skip

@@ -32,9 +32,9 @@ from flashtile.backends.hopper.backward.costs import l2_swizzle, last_heads, res
 from flashtile.backends.hopper.backward.launch import backward_variant
 from flashtile.backends.hopper.config import tile_widths
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.problems.masking import KernelMask
 from flashtile.problems.masks import Mods
-from flashtile.tools.inspection.hopper import PLAIN
-from flashtile.tools.inspection.hopper_backward import compile_cases
+from flashtile.tools.inspection.attention import GROUPED, hopper_backward_cases
 from flashtile.tools.inspection.report import ARCHITECTURES, report
 from kernels_as_python import functions_of, make_work_tile
 from walk import walk
@@ -42,7 +42,7 @@ from walk import walk
 KIB = 1024
 BARRIERS = KIB
 """More than barriers, and what partitions are handed at the start, take of shared memory."""
-PROBLEM = replace(PLAIN, seqlen_q=512, seqlen_k=512, head_dim=128, head_dim_v=128)
+PROBLEM = replace(GROUPED, seqlen_q=512, seqlen_k=512, head_dim=128, head_dim_v=128)
 
 
 class Memory:
@@ -116,7 +116,7 @@ def work_of(place: int, seqlen_q: int, seqlen_k: int) -> SimpleNamespace:
 
 def steps_of(C: SimpleNamespace, work: SimpleNamespace, window: tuple[int, int]) -> tuple[list[int], int]:
     """(blocks of rows in the order of the steps, how many of the first are cut)."""
-    begin, end, full_begin, full_end = row_blocks(C, work, *window)
+    begin, end, full_begin, full_end = row_blocks(C, work, KernelMask(*window))
     cut, count, before, full = step_order(begin, end, full_begin, full_end)
     return [block_of_step(j, begin, end, cut, before, full) for j in range(count)], cut
 
@@ -205,8 +205,7 @@ def make_schedule(
         num_heads=heads,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
-        window_left=left,
-        window_right=right,
+        mask=KernelMask(left, right),
         **fields,
     )
 
@@ -532,7 +531,7 @@ def test_memory_is_what_the_compiler_says(sizes: tuple[int, int]) -> None:
     else:
         tiles = (tile_bytes.of_backward(config, *sizes),)
     name = f"head_dim {sizes[0]}/{sizes[1]} "
-    compiled = [report(case, "sm_90a").shared for case in compile_cases("sm_90a") if name in case.name]
+    compiled = [report(case, "sm_90a").shared for case in hopper_backward_cases() if name in case.name]
     for ours, theirs in zip(tiles, compiled, strict=True):
         assert ours < theirs < ours + BARRIERS
 

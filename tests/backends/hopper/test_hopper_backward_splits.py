@@ -20,7 +20,7 @@ from flashtile.backends.hopper.backward.costs import Splits
 from flashtile.backends.hopper.backward.sum_parts import SumParts
 from flashtile.io_model import find_card
 from flashtile.problems.attention import Problem
-from flashtile.tools.inspection.hopper import PLAIN
+from flashtile.tools.inspection.attention import GROUPED
 from walk import walk
 
 H200 = Target("H200", (9, 0), 132)
@@ -33,7 +33,7 @@ def problem_of(
     seqlen_k = seqlen_k or seqlen_q
     fields: dict[str, Any] = {"window_right": 0} | more
     return replace(
-        PLAIN, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, total_q=batch * seqlen_q,
+        GROUPED, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, total_q=batch * seqlen_q,
         total_k=batch * seqlen_k, num_heads_q=heads[0], num_heads_kv=heads[1], head_dim=head_dim,
         head_dim_v=head_dim, device=H200, **fields,
     )  # fmt: skip
@@ -145,7 +145,7 @@ def test_parts_are_added_in_one_order(sizes: tuple[int, int], heads: int, parts:
     batch, seqlen = 2, 13
     d, dv = sizes
     problem = replace(
-        PLAIN, batch=batch, seqlen_k=seqlen, total_k=batch * seqlen, num_heads_kv=heads, head_dim=d,
+        GROUPED, batch=batch, seqlen_k=seqlen, total_k=batch * seqlen, num_heads_kv=heads, head_dim=d,
         head_dim_v=dv, varlen=varlen,
     )  # fmt: skip
     rows = (batch * seqlen,) if varlen else (batch, seqlen)

@@ -32,6 +32,7 @@ from flashtile.backends.hopper.decode.work import (
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.combine import CombinePointers, CombineVariant
 from flashtile.backends.portable.decode.schedule import DecodeLengths, Splits
+from flashtile.problems.masking import KernelMask
 from walk import walk
 
 pytestmark = pytest.mark.interpreter
@@ -57,6 +58,7 @@ VARIANT = Variant(
     VARLEN_NEW=False,
     HAS_LEFT=False,
     HAS_RIGHT=True,
+    HAS_CHUNK=False,
     BLOCK_M=BLOCK_M,
     BLOCK_N=BLOCK_N,
     SCAN_BLOCK=32,
@@ -94,7 +96,8 @@ def int32(*numbers):
 
 def lengths():
     return DecodeLengths(
-        len(LENGTHS) * M_BLOCKS, M_BLOCKS, HEADS, PACK, max(QUERIES), 0, sum(QUERIES), 4096, -1, 0,
+        len(LENGTHS) * M_BLOCKS, M_BLOCKS, HEADS, PACK, max(QUERIES), 0, sum(QUERIES), 4096,
+        KernelMask(-1, 0),
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from flashtile.backends.hopper.backward import schedule as backward_schedule
 from flashtile.backends.hopper.backward.dq_accum import AccumSizes, DqAccum
 from flashtile.backends.hopper.backward.schedule import BackwardPointers, BackwardSchedule
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.problems.masking import KernelMask
 from kernels_as_python import functions_of, make_work_tile
 from walk import walk
 
@@ -210,7 +211,7 @@ def run(
     )  # fmt: skip
     numbers = BackwardSchedule(
         num_tiles=heads * batch * blocks, num_blocks=blocks, num_heads=heads, seqlen_q=longest_q,
-        seqlen_k=longest_k, batch_rows_k=longest_k, window_left=-1, window_right=-1, alibi_stride=0,
+        seqlen_k=longest_k, batch_rows_k=longest_k, mask=KernelMask(-1, -1), alibi_stride=0,
         swizzle=max(swizzle, 1), group=group, row_shift=row_splits.bit_length() - 1,
     )  # fmt: skip
     memory = torch.zeros(resident * group, rows, block_d)  # by the preprocess kernel

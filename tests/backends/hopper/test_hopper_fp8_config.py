@@ -16,13 +16,12 @@ from flashtile.backends.hopper.fp8.config import choose, every_row
 from flashtile.backends.hopper.fp8.launch import scale_strides
 from flashtile.problems.fp8 import Scales
 from flashtile.problems.fp8_layout import KEY_BLOCK
-from flashtile.tools.inspection.hopper import HOPPER
-from flashtile.tools.inspection.hopper_fp8 import PLAIN, compile_cases
-from flashtile.tools.inspection.report import ARCHITECTURES, KIB, report
+from flashtile.tools.inspection.fp8 import GROUPED, hopper_cases
+from flashtile.tools.inspection.report import ARCHITECTURES, HOPPER, KIB, report
 from walk import walk
 
 BARRIERS = KIB
-PROBLEM = replace(PLAIN, head_dim=128, head_dim_v=128)
+PROBLEM = replace(GROUPED, head_dim=128, head_dim_v=128)
 
 
 def test_every_row_fits_shared_memory() -> None:
@@ -34,7 +33,7 @@ def test_every_row_fits_shared_memory() -> None:
 @pytest.mark.compile
 @pytest.mark.thorough
 def test_shared_memory_is_what_the_kernel_allocates() -> None:
-    cases = {case.name: case for case in compile_cases(HOPPER)}
+    cases = {case.name: case for case in hopper_cases()}
     for v_transposed, name in ((True, "full q in registers"), (False, "full v row by row")):
         config = choose(replace(PROBLEM, v_transposed=v_transposed))
         expected = tile_bytes.of_fp8(config, 128, 128, v_transposed)

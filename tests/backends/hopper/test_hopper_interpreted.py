@@ -41,7 +41,7 @@ from flashtile.problems.fp8_layout import E4M3
 from flashtile.problems.linear import LinearTensors
 from flashtile.testing import decode as decode_testing
 from flashtile.testing import fp8 as fp8_testing
-from flashtile.tools.inspection.hopper import PLAIN
+from flashtile.tools.inspection.attention import GROUPED
 from gluon_interpreter import Edited, interpreted
 from linear_calls import Call
 from listed_calls import LISTED_CALLS, SMALL_SCORES, check_gradients_beside_small_scores, check_small_scores
@@ -464,7 +464,7 @@ def test_every_configuration_of_the_forward(case: Case) -> None:
 def test_alternatives_compute_the_same_bits(head_dim: int, keys: int, causal: bool) -> None:
     """Which of them a call has may depend on its number of sequences, so that of one must not show it."""
     sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "window_right": 0 if causal else -1}
-    table = of_tables(replace(PLAIN, seqlen_q=keys, seqlen_k=keys, **sizes))
+    table = of_tables(replace(GROUPED, seqlen_q=keys, seqlen_k=keys, **sizes))
     q, k, v = (testing.random_tensor((1, 300, h, head_dim), BF16, "cpu", seed=h) for h in (2, 1, 1))
     found = []
     for seed, config in enumerate(alternatives(table)):

@@ -40,7 +40,7 @@ from flashtile.backends.hopper.forward.rounds import (
     plan_of,
 )
 from flashtile.problems.attention import Problem
-from flashtile.tools.inspection.hopper import PLAIN
+from flashtile.tools.inspection.attention import GROUPED
 from kernels_as_python import functions_of
 from walk import walk
 
@@ -54,7 +54,7 @@ def problem_of(
 ) -> Problem:
     fields: dict[str, Any] = {"seqlen_q": seqlen, "seqlen_k": seqlen} | more
     return replace(
-        PLAIN, batch=batch, num_heads_q=heads[0], num_heads_kv=heads[1], head_dim=head_dim,
+        GROUPED, batch=batch, num_heads_q=heads[0], num_heads_kv=heads[1], head_dim=head_dim,
         head_dim_v=head_dim, device=H200, window_right=right, **fields,
     )  # fmt: skip
 
@@ -105,9 +105,7 @@ def busiest(problem: Problem, config: ForwardConfig) -> float:
         total = 0.0
         for part in range(functions["num_parts"](launch.num_blocks, place, variant.PAIRED)):
             block = functions["block_of_part"](launch.num_blocks, place, part, variant.PAIRED)
-            begin, end = functions["tile_blocks"](
-                variant, work, block, launch.window_left, launch.window_right
-            )
+            begin, end = functions["tile_blocks"](variant, work, block, launch.mask)
             total += costs.tile + costs.block * (end - begin)
         return total
 

@@ -32,7 +32,8 @@ from flashtile.backends.hopper.forward.config import (
 from flashtile.backends.hopper.forward.launch import forward_variant
 from flashtile.backends.hopper.forward.rounds import plan_of
 from flashtile.problems.attention import Problem
-from flashtile.tools.inspection.hopper import PLAIN
+from flashtile.problems.masking import KernelMask
+from flashtile.tools.inspection.attention import GROUPED
 from flashtile.tools.inspection.report import ARCHITECTURES
 from kernels_as_python import functions_of
 from walk import walk
@@ -133,9 +134,9 @@ def test_the_producer_leaves_the_queue_as_it_found_it(num_tiles: int, programs: 
 def test_blocks_of_the_cache_without_a_mask(kind: str) -> None:
     """A warpgroup masks exactly the last block of keys and those that one of its rows does not see whole."""
     draw = random.Random(kind)
-    own_range = functions_of(
+    blocks_of = functions_of(
         schedule, decode_kernel, sequence_of=lambda m_block, lengths, C: (0, m_block), WARPGROUP_ROWS=64
-    )["own_range"]
+    )["blocks_of_warpgroup"]
     unmasked = 0
     for _ in range(300):
         pack, block_n, len_k = draw.choice((1, 4)), draw.choice((16, 64)), draw.randint(1, 700)
@@ -144,15 +145,15 @@ def test_blocks_of_the_cache_without_a_mask(kind: str) -> None:
         leftpad = draw.randint(0, len_k - 1) if kind == "leftpad" else 0
         variant = SimpleNamespace(
             BLOCK_M=128, PACK=pack, BLOCK_N=block_n, HAS_LEFT=kind == "window", HAS_TREE=kind == "tree",
-            HAS_RIGHT=kind in ("causal", "window"), HAS_LEFTPAD=kind == "leftpad",
+            HAS_RIGHT=kind in ("causal", "window"), HAS_CHUNK=False, HAS_LEFTPAD=kind == "leftpad",
         )  # fmt: skip
-        lengths = SimpleNamespace(window_left=left, window_right=right, attention_chunk=None)
+        lengths = SimpleNamespace(mask=KernelMask(left, right))
         sequence = SimpleNamespace(len_q=len_q, len_k=len_k, leftpad=leftpad)
         blocks, offset = -(-len_k // block_n), len_k - len_q
         for m_block, warpgroup in itertools.product(range(-(-len_q * pack // 128)), (0, 1)):
             num_rows = min(len_q * pack - m_block * 128, 128)
             work = SimpleNamespace(m_block=m_block, num_rows=num_rows, sequence=sequence)
-            begin, end, *full = own_range(variant, warpgroup, work, 0, blocks, lengths)
+            begin, end, *full = blocks_of(variant, warpgroup, work, 0, blocks, lengths)
             first = m_block * 128 + warpgroup * 64
             tokens = {row // pack for row in range(first, min(first + 64, m_block * 128 + num_rows))}
             low, high = [leftpad] * len(tokens), [len_k] * len(tokens)
@@ -181,7 +182,7 @@ def test_blocks_of_the_cache_without_a_mask(kind: str) -> None:
 @walk("head_dim", [64, 128, 256])
 def test_pairs_and_queues(head_dim: int, seqlen: int, varlen: bool, causal: bool) -> None:
     problem = replace(
-        PLAIN,
+        GROUPED,
         head_dim=head_dim,
         head_dim_v=head_dim,
         seqlen_q=seqlen,
@@ -236,18 +237,13 @@ WINDOWS = [(-1, -1), (-1, 0), (3, 0), (0, 0), (20, 5), (-1, 9), (7, -1)]
 @walk(("seqlen_q", "seqlen_k"), [(1, 1), (17, 40), (40, 17), (33, 64), (64, 8), (5, 0)])
 def test_key_blocks_are_those_of_the_mask(window: tuple[int, int], seqlen_q: int, seqlen_k: int) -> None:
     left, right = window
-    sides = (left >= 0, right >= 0)
-    rows_of_block, block_n = 16, 8
+    mask, rows_of_block, block_n = KernelMask(left, right), 16, 8
+    two_heads = SimpleNamespace(BLOCK_M=2 * rows_of_block, PACK=2, BLOCK_N=block_n, **mask.constants)
     for first in range(0, seqlen_q, rows_of_block):
         last = min(first + rows_of_block, seqlen_q) - 1
-        begin, end = as_python(schedule.key_blocks)(
-            first, last, seqlen_q, seqlen_k, left, right, *sides, block_n
-        )
+        begin, end = as_python(schedule.key_blocks)(two_heads, first, last, seqlen_q, seqlen_k, mask)
         work = SimpleNamespace(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-        two_heads = SimpleNamespace(
-            BLOCK_M=2 * rows_of_block, PACK=2, BLOCK_N=block_n, HAS_LEFT=sides[0], HAS_RIGHT=sides[1]
-        )
-        of_tile = as_python(schedule.tile_blocks)(two_heads, work, first // rows_of_block, left, right)
+        of_tile = as_python(schedule.tile_blocks)(two_heads, work, first // rows_of_block, mask)
         assert of_tile == (begin, end)
         seen = [keys_of(row, seqlen_q, seqlen_k, left, right) for row in range(first, last + 1)]
         needed = {key // block_n for keys in seen for key in keys}
@@ -258,7 +254,7 @@ def test_key_blocks_are_those_of_the_mask(window: tuple[int, int], seqlen_q: int
         for part in range(first, last + 1, 4):
             part_last = min(part + 3, last)
             own = as_python(schedule.own_blocks)(
-                part, part_last, begin, end, seqlen_q, seqlen_k, left, right, *sides, block_n
+                two_heads, part, part_last, begin, end, seqlen_q, seqlen_k, mask
             )
             my_begin, my_end, full_begin, full_end = own
             mine = seen[part - first : part_last - first + 1]
@@ -315,7 +311,7 @@ def test_windows_are_served_as_sequences_of_as_many_keys(head_dim: int) -> None:
 
 
 def test_whole_blocks_of_keys_are_not_taken_for_granted_where_few_are_used() -> None:
-    problem = replace(PLAIN, seqlen_k=1024)
+    problem = replace(GROUPED, seqlen_k=1024)
     config = choose(problem)
     assert forward_variant(problem, plan_of(problem, config, "dq")).EVEN_N
     for change in ({"seqused_k": True}, {"varlen": True}, {"seqlen_k": 1023}):
@@ -327,7 +323,7 @@ def test_whole_blocks_of_keys_are_not_taken_for_granted_where_few_are_used() -> 
 @walk("window", [{"window_right": 0}, {"window_left": 99}, {"window_left": 99, "window_right": 9}])
 @walk("kernel", ["forward", "fp8", "dq"])
 def test_windowed_calls_share_a_kernel_whether_or_not_their_last_block_is_whole(window, kernel) -> None:
-    lengths = [replace(PLAIN, seqlen_q=length, seqlen_k=length, **window) for length in (1024, 1023)]
+    lengths = [replace(GROUPED, seqlen_q=length, seqlen_k=length, **window) for length in (1024, 1023)]
     whole, partial = (
         forward_variant(problem, plan_of(problem, choose(problem), kernel)) for problem in lengths
     )
@@ -346,7 +342,7 @@ def test_windowed_calls_share_a_kernel_whether_or_not_their_last_block_is_whole(
     ],
 )
 def test_groups_share_tiles_of_short_windows(change: dict, pack: int) -> None:
-    problem = replace(PLAIN, window_right=0, **{"num_heads_kv": 1} | change)
+    problem = replace(GROUPED, window_right=0, **{"num_heads_kv": 1} | change)
     variant = forward_variant(problem, plan_of(problem, choose(problem)))
     assert pack == variant.PACK
     assert plan_of(problem, choose(problem), "fp8").pack == 1
@@ -367,7 +363,7 @@ def test_groups_share_tiles_of_short_windows(change: dict, pack: int) -> None:
     ],
 )
 def test_columns_of_tiles(sizes: tuple[int, int], tiles: tuple[int, int, int, int]) -> None:
-    problem = replace(PLAIN, head_dim=sizes[0], head_dim_v=sizes[1])
+    problem = replace(GROUPED, head_dim=sizes[0], head_dim_v=sizes[1])
     assert tile_columns(problem) == tiles[:2]
     variant = forward_variant(problem, plan_of(problem, choose(problem)))
     assert tiles == (variant.BLOCK_D, variant.BLOCK_DV, variant.D_PARTS, variant.DV_PARTS)
@@ -390,7 +386,7 @@ def test_columns_of_two_accumulators(head_dim_v: int) -> None:
 
 
 def test_no_pairs_where_every_block_has_a_multiprocessor() -> None:
-    problem = replace(PLAIN, window_right=0, batch=1, num_heads_q=1, num_heads_kv=1)
+    problem = replace(GROUPED, window_right=0, batch=1, num_heads_q=1, num_heads_kv=1)
     for blocks, paired in ((INTERPRETER_MULTIPROCESSORS, False), (INTERPRETER_MULTIPROCESSORS + 1, True)):
         problem = replace(problem, seqlen_q=128 * blocks, seqlen_k=128 * blocks)
         assert forward_variant(problem, plan_of(problem, of_tables(problem))).PAIRED is paired

@@ -13,7 +13,7 @@ from flashtile.backends.hopper.forward.config import choose
 from flashtile.backends.hopper.forward.launch import forward_variant
 from flashtile.backends.hopper.forward.rounds import plan_of
 from flashtile.backends.hopper.modifiers import EXPONENTIAL
-from flashtile.tools.inspection.hopper import PLAIN
+from flashtile.tools.inspection.attention import GROUPED
 from walk import walk
 
 INSTRUCTIONS = {
@@ -53,7 +53,7 @@ def test_the_exponential_form_is_tanh():
 @walk("softcap", [0.0, 30.0])
 @walk("dtype", [BF16, FP16])
 def test_bfloat16_takes_the_hardwares(dtype, softcap):
-    problem = replace(PLAIN, dtype=dtype, softcap=softcap)
+    problem = replace(GROUPED, dtype=dtype, softcap=softcap)
     assert (dtype == BF16 and softcap > 0) == forward_variant(
         problem, plan_of(problem, choose(problem))
     ).TANH_APPROX

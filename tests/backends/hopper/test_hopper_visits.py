@@ -19,7 +19,7 @@ from flashtile.backends.hopper import modifiers
 from flashtile.backends.hopper.refusals import reason_against_mods, reason_against_mods_backward
 from flashtile.problems.attention import Problem
 from flashtile.problems.masks import Mods
-from flashtile.tools.inspection.hopper import PLAIN
+from flashtile.tools.inspection.attention import GROUPED as PLAIN
 from kernels_as_python import functions_of
 from walk import walk
 

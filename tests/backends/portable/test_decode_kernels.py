@@ -22,6 +22,7 @@ from flashtile.backends.portable.decode.schedule import DecodeLengths, Layout, s
 from flashtile.backends.portable.decode.schedule import share_of as share_of_kernel
 from flashtile.backends.portable.decode.schedule import share_start as share_start_kernel
 from flashtile.problems.decode import FP8, CombineProblem, CopyProblem, CopyTensors
+from flashtile.problems.masking import KernelMask
 from flashtile.testing import decode as testing
 
 share_of, share_start = share_of_kernel.fn, share_start_kernel.fn
@@ -105,13 +106,13 @@ def _starts_kernel(pointers, out, lengths, C: tl.constexpr):
 def test_teams_share_all_n_blocks(lengths, window_left, scan_block, team_heads):
     """Shares are equal but for one tile, and each team finds the sequence that its share begins in."""
     heads, teams, block_n = 3, 7, 16
+    mask = KernelMask(window_left, -1)
     layout = Layout(
         HAS_LENGTHS=True,
         HAS_LEFTPAD=False,
         VARLEN=False,
         VARLEN_NEW=False,
-        HAS_LEFT=window_left >= 0,
-        HAS_RIGHT=False,
+        **mask.constants,
         BLOCK_M=16,
         BLOCK_N=block_n,
         SCAN_BLOCK=scan_block,
@@ -123,7 +124,7 @@ def test_teams_share_all_n_blocks(lengths, window_left, scan_block, team_heads):
     )
     out = torch.zeros(teams, 4, dtype=torch.int32)
     given = Sequences(torch.tensor(lengths, dtype=torch.int32))
-    integers = DecodeLengths(len(lengths), 1, heads, 1, 1, 0, 0, 1000, window_left, 0)
+    integers = DecodeLengths(len(lengths), 1, heads, 1, 1, 0, 0, 1000, mask)
     _starts_kernel[(teams,)](given, out, integers, layout)
 
     starts = [max(0, n - 1 - window_left) if window_left >= 0 else 0 for n in lengths]

@@ -59,7 +59,7 @@ def test_a_compiled_kernel_gets_addresses_in_its_structures():
     """Triton asks the driver about each tensor that it finds there."""
     from flashtile.backends.portable.attention.functions import FunctionPointers, captured_of
     from flashtile.operators.functions import ModifiedExtras
-    from flashtile.tools.inspection.portable import WITH_MODS
+    from flashtile.tools.inspection.attention import WITH_MODS
 
     slopes, counts, indices = torch.rand(8), torch.ones(2, 1, 32), torch.zeros(2, 1, 32, 32)
     given = {"alibi_slopes": slopes, "captured_0": torch.rand(8, 257), "captured_1": torch.zeros(2, 4096)}

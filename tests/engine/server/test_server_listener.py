@@ -20,7 +20,7 @@ from flashtile.engine.server import listener as listener_module
 from flashtile.engine.server import run as run_module
 from flashtile.engine.server.listener import Listener, allowed_connections
 from flashtile.engine.server.middlewares import logged
-from flashtile.engine.server.replicas.front import Front
+from flashtile.engine.server.replicas import Front
 from flashtile.engine.server.service import Limits
 
 

@@ -21,12 +21,18 @@ import typer
 from typer.testing import CliRunner
 
 from flashtile.cli import application
+from flashtile.engine.server import replicas as replicas_module
 from flashtile.engine.server.listener import tls_context
-from flashtile.engine.server.replicas import front as front_module
-from flashtile.engine.server.replicas import process
-from flashtile.engine.server.replicas.front import Front, RequestBody, serve_replicas
-from flashtile.engine.server.replicas.process import Replica
-from flashtile.engine.server.replicas.routing import PIECE, SLACK, Routing, prompt_of
+from flashtile.engine.server.replicas import (
+    PIECE,
+    SLACK,
+    Front,
+    Replica,
+    RequestBody,
+    Routing,
+    prompt_of,
+    serve_replicas,
+)
 from flashtile.engine.server.service import Limits
 from flashtile.tools.commands.options import as_arguments
 from flashtile.tools.commands.serve import environments_of
@@ -194,7 +200,7 @@ def test_the_front_has_tls_and_lets_pages_of_other_origins_read():
 
 
 def test_a_replica_that_dies_is_replaced(monkeypatch):
-    monkeypatch.setattr(process, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(replicas_module, "FIRST_PAUSE", 0.01)
 
     async def run() -> None:
         async with serving() as (front, replicas, client):
@@ -238,7 +244,7 @@ def test_a_replica_that_dies_is_replaced(monkeypatch):
             status, text = await post(client, "hello")
             assert (status, json.loads(text)["error"]["code"]) == (503, "engine_dead")
             assert (await get(client, "/health"))[0] == 503
-        for code, restarts in ((5, process.MAX_FAILURES - 1), (process.BAD_ARGUMENTS, 0)):
+        for code, restarts in ((5, replicas_module.MAX_FAILURES - 1), (replicas_module.BAD_ARGUMENTS, 0)):
             broken = Replica(0, [sys.executable, "-c", f"raise SystemExit({code})"], os.environ)
             broken.start()
             assert not await broken.wait_until_up()
@@ -250,8 +256,8 @@ def test_a_replica_that_dies_is_replaced(monkeypatch):
 
 def test_a_replica_that_is_stopped_is_noticed(monkeypatch):
     """Its process is there, its port is open, and nothing comes."""
-    monkeypatch.setattr(front_module, "CHECK_SECONDS", 0.02)
-    monkeypatch.setattr(front_module, "QUICK_CALL_SECONDS", 0.5)
+    monkeypatch.setattr(replicas_module, "CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(replicas_module, "QUICK_CALL_SECONDS", 0.5)
 
     async def run() -> None:
         async with serving() as (_, replicas, client):
@@ -280,7 +286,7 @@ def test_a_replica_that_is_stopped_is_noticed(monkeypatch):
 
 def test_a_replica_that_is_shut_down_ends_its_calls(monkeypatch):
     """Its health checks fail meanwhile, and other replicas get the new calls, also before the next check."""
-    monkeypatch.setattr(front_module, "CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(replicas_module, "CHECK_SECONDS", 0.02)
 
     async def run() -> None:
         async with serving() as (_, replicas, client):
@@ -292,7 +298,7 @@ def test_a_replica_that_is_shut_down_ends_its_calls(monkeypatch):
             assert (status, json.loads(text)["replica"]) == (200, 0)
             assert not replicas[0].is_up
             assert not replicas[0].hangs
-            monkeypatch.setattr(front_module, "CHECK_SECONDS", 60)
+            monkeypatch.setattr(replicas_module, "CHECK_SECONDS", 60)
             await asyncio.sleep(0.1)  # the last checks
             replicas[0].takes_calls, replicas[1].in_flight = True, SLACK + 2
             status, text = await post(client, "new")
@@ -330,11 +336,11 @@ def test_a_process_that_is_ended_on_purpose_is_no_error(caplog):
 
 
 def test_it_is_said_once_that_a_replica_hangs_and_that_it_answers_again(monkeypatch, caplog):
-    monkeypatch.setattr(front_module, "CHECK_SECONDS", 0)
+    monkeypatch.setattr(replicas_module, "CHECK_SECONDS", 0)
     replica = Replica(0, [], {})
     replica.url = "http://127.0.0.1"
     front = Front([replica], Limits())
-    answers = iter([200, 200, *[0] * (front_module.MAX_FAILED_CHECKS + 2), 200, 200, 200])
+    answers = iter([200, 200, *[0] * (replicas_module.MAX_FAILED_CHECKS + 2), 200, 200, 200])
 
     async def ask(url, path):
         assert (url, path) == (replica.url, "/health")
@@ -354,7 +360,7 @@ def test_it_is_said_once_that_a_replica_hangs_and_that_it_answers_again(monkeypa
 
 
 def test_bodies_are_forwarded_in_pieces_and_only_with_the_key(monkeypatch):
-    monkeypatch.setattr(front_module, "MAX_KEPT_BYTES", 2**17)
+    monkeypatch.setattr(replicas_module, "MAX_KEPT_BYTES", 2**17)
     largest = 2**20
 
     async def run() -> None:
@@ -423,7 +429,7 @@ def test_a_signal_ends_replicas_that_are_still_starting():
 
 def test_a_signal_ends_replicas_that_serve(monkeypatch):
     """Their processes get it, and need not be killed."""
-    monkeypatch.setattr(front_module, "CLOSING_SECONDS", 1.0)
+    monkeypatch.setattr(replicas_module, "CLOSING_SECONDS", 1.0)
     replicas = [
         Replica(i, [sys.executable, "-c", SERVER], {**os.environ, "NUMBER": str(i)}) for i in range(2)
     ]
@@ -494,7 +500,7 @@ def test_a_replica_ends_with_the_task_that_runs_it():
 
 
 def test_a_replica_that_cannot_start_ends_the_others(monkeypatch):
-    monkeypatch.setattr(process, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(replicas_module, "FIRST_PAUSE", 0.01)
     replicas = [
         Replica(0, [sys.executable, "-c", SERVER], {**os.environ, "NUMBER": "0"}),
         Replica(1, [sys.executable, "-c", "raise SystemExit(5)"], os.environ),
@@ -563,9 +569,10 @@ def test_a_client_that_is_gone_gets_no_second_answer(monkeypatch):
 
 def test_a_replica_that_waits_for_its_parent_can_end():
     """With the exit code that it wants: a thread that reads ``sys.stdin`` would abort it."""
-    program = "from flashtile.engine.server.replicas.process import *; import time; end_with_stdin()"
+    program = "from flashtile.engine.server.replicas import *; import time; end_with_stdin()"
     command = [sys.executable, "-c", f"{program}; time.sleep(0.2)"]
-    environment = {**os.environ, process.ORPHAN: "1", "PYTHONPATH": str(Path(process.__file__).parents[4])}
+    folder = str(Path(replicas_module.__file__).parents[3])
+    environment = {**os.environ, replicas_module.ORPHAN: "1", "PYTHONPATH": folder}
     with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as found:
         assert found.wait(60) == 0
 
@@ -575,9 +582,9 @@ def test_a_replica_ends_when_its_parent_does(monkeypatch):
     monkeypatch.setattr(sys, "stdin", os.fdopen(reader[0]))
     own = os.getpid(), signal.SIGTERM
     monkeypatch.setattr(os, "kill", lambda *given: given == own and ended.set())
-    process.end_with_stdin()  # not in the environment of a replica
-    monkeypatch.setenv(process.ORPHAN, "1")
-    process.end_with_stdin()
+    replicas_module.end_with_stdin()  # not in the environment of a replica
+    monkeypatch.setenv(replicas_module.ORPHAN, "1")
+    replicas_module.end_with_stdin()
     assert not ended.is_set()
     os.close(reader[1])
     assert ended.wait(30)

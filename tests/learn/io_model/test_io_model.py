@@ -37,7 +37,7 @@ from flashtile.learn.algorithms.memory import Memory
 from flashtile.learn.io_model.estimate import DECODING, FLASH1, FLASH2, FLASHTILE, LEAST, PASSES, STANDARD
 from flashtile.learn.io_model.memory import at_length, longest_prompt
 from flashtile.learn.io_model.tables import about_copied_totals, why_flash1_is_slower
-from flashtile.problems.attention import Problem
+from flashtile.problems.attention import Options, Problem
 from flashtile.problems.masking import Masking, positions
 from flashtile.tools.commands.explain import explain
 from walk import walk
@@ -58,6 +58,17 @@ class TestCalls:
                 left,
                 right,
             )
+
+    def test_visible_pairs_of_chunks(self):
+        masking = Masking(window_left=5, attention_chunk=4)
+        for seqlen_q, seqlen_k in itertools.product((0, 1, 8, 13), repeat=2):
+            problem = Problem.from_tensors(
+                *(torch.empty(2, n, 3, 8, device="meta") for n in (seqlen_q, seqlen_k, seqlen_k)),
+                options=Options(masking=masking),
+            )
+            seen = masking.visible(positions(seqlen_q, seqlen_k), range(seqlen_k))
+            call = Call.from_problem(problem)
+            assert (call.masking, call.visible_pairs) == (masking, 6 * int(seen.sum()))
 
     def test_large_counts_are_exact(self):
         assert visible_pairs(10**6, 10**6, -1, 0) == 10**6 * (10**6 + 1) // 2

@@ -36,7 +36,7 @@ BAD = [
     ((*EXPLAIN, "--heads", "0"), "--heads"),
     ((*EXPLAIN, "--seqlen-q", "100000000000000000000"), "--seqlen-q"),
     ((*EXPLAIN, "--head-dim", "1000000000000"), "--head-dim"),
-    ((*EXPLAIN, "--batch", "60000", "--seqlen-q", "2147483647", "--heads", "60000"), "are no tensor"),
+    ((*EXPLAIN, "--batch", "60000", "--seqlen-q", "2147483647", "--heads", "60000"), "do not fit a tensor"),
     ((*EXPLAIN, "--heads", "6", "--kv-heads", "4"), "multiple of the 4 heads"),
     ((*EXPLAIN, "--dtype", "int8"), "got 'int8'"),
     ((*EXPLAIN, "--softcap", "nan"), "softcap"),

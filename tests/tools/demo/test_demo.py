@@ -18,12 +18,12 @@ from chromium import axe_violations, launched
 from flashtile.engine.rotary import rotary_frequencies
 from flashtile.hardware.machine import find_device
 from flashtile.tools.commands.demo import demo
-from flashtile.tools.demo import exactness, operations, plots, scaling
+from flashtile.tools.demo import exactness, operations, report, scaling
 from flashtile.tools.demo.attention import ATTENTIONS, standard
 from flashtile.tools.demo.corpus import VALIDATION_EVERY, python_library, sample_batch
 from flashtile.tools.demo.exactness import Check
 from flashtile.tools.demo.llama import ROPE, rotate, sized
-from flashtile.tools.demo.results import Results, Training, claim, findings, inspect_setting, write
+from flashtile.tools.demo.report import Results, Training, claim, findings, inspect_setting, write
 from flashtile.tools.demo.training import (
     FEWEST_STEPS,
     TrainingConfig,
@@ -457,7 +457,7 @@ class Page(HTMLParser):
 
 
 def test_running_mean_takes_the_latest_values():
-    assert plots.running_mean([1.0, 3.0, 5.0, 9.0], 2) == [1.0, 2.0, 4.0, 7.0]
+    assert report.running_mean([1.0, 3.0, 5.0, 9.0], 2) == [1.0, 2.0, 4.0, 7.0]
 
 
 def test_report_is_one_file_that_needs_no_network(results, tmp_path):

@@ -18,7 +18,7 @@ from benchmarks.suite.flash1 import Flash1Launch
 from flashtile.backends.common.device import capability, compiling_for
 from flashtile.backends.common.launch import Launched
 from flashtile.backends.portable.key_bounds import BLOCK, KeyBounds
-from flashtile.tools.inspection.portable import PLAIN
+from flashtile.tools.inspection.attention import PLAIN
 from flashtile.tools.inspection.recording import case_of, launches_of, meta
 
 

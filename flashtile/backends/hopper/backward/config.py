@@ -16,9 +16,12 @@ from flashtile.backends.hopper.config import (
 from flashtile.backends.hopper.forward import rounds as forward_rounds
 from flashtile.backends.hopper.forward.config import ForwardConfig
 from flashtile.problems.attention import Problem
+from flashtile.problems.masking import MaskConstants
 
 POSTPROCESS_WARPS = 2
-"""Number of postprocess warps, which convert ``dq_accum`` to dQ."""
+"""Number of postprocess warps, which convert ``dq_accum`` to dQ. With the producer and ``accumulate_dq`` they
+fill a warpgroup. As two partitions of one warp each, a call at head_dim 128 and a length of 512 took 497
+instead of 466 us."""
 POSTPROCESS_CHUNK = 1024
 """Floats of ``dq_accum`` that the postprocess warps convert at a time."""
 POSTPROCESS_STAGES = 3
@@ -96,7 +99,7 @@ class WideBackwardConfig(BackwardConfig):
 
 
 @dataclass(frozen=True)
-class BackwardVariant(ModifierFlags):
+class BackwardVariant(MaskConstants, ModifierFlags):
     """Compile-time parameters of the backward kernel, which takes them as one constexpr."""
 
     HAS_TREE: ClassVar[bool] = False
@@ -104,8 +107,6 @@ class BackwardVariant(ModifierFlags):
 
     VARLEN: bool
     SEQUSED: bool
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
     SOFTCAP: bool
     ALIBI: bool
     HAS_SCORE_MOD: bool

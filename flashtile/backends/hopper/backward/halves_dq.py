@@ -59,8 +59,9 @@ from flashtile.backends.hopper.layouts import (
     columns_of,
     zero_sums,
 )
+from flashtile.backends.hopper.masking import key_range
 from flashtile.backends.hopper.pipeline import make_channel, make_ring
-from flashtile.backends.hopper.work_tiles import key_range, slope_of
+from flashtile.backends.hopper.work_tiles import slope_of
 
 
 class HalvesTiles(NamedTuple):
@@ -97,8 +98,8 @@ def halves_dq_kernel(
 
     Grid: at most one program per multiprocessor; work tiles are assigned in ``serpentine_order``.
     """
-    # One reader each: ``scores`` multiplies q, ``gradients`` dO. 128 KiB of shared memory leave no second
-    # slot.
+    # Channels have (slots, readers, tiles of a slot). One reader each: ``scores`` multiplies q, ``gradients``
+    # dO. 128 KiB of shared memory leave no second slot.
     q = make_channel(q_desc, 1, 1, 2)
     do = make_channel(do_desc, 1, 1, 2)
     # One half more than of v: k is needed for dQ, a step later than for S.
@@ -110,6 +111,8 @@ def halves_dq_kernel(
     weights = gl.allocate_shared_memory(q_desc.dtype, [2, C.BLOCK_N // 16, 1024], chunks)
     operand: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BLOCK_M, C.BLOCK_N], q_desc.dtype)
     ds = gl.allocate_shared_memory(q_desc.dtype, [2, C.BLOCK_M, C.BLOCK_N], operand)
+    # Two slots each: ``scores`` writes P of the next step while ``gradients`` reads this one, and
+    # ``gradients`` writes dS while dQ of ``scores`` still reads that of the step before.
     tiles = HalvesTiles(q, do, k, v, make_ring(weights, 2, 1), make_ring(ds, 2, 1))
     descs = DqTiles(q_desc, do_desc, k_desc, v_desc)
     call = DqCall(padded_rows, pointers, schedule, numbers)
@@ -136,7 +139,7 @@ def producer(C: gl.constexpr, tiles, descs, call):
 @gluon.jit
 def load_tile(C: gl.constexpr, tiles, descs, work, block, i, j, call):
     """Load all that the consumers need for one block of query rows; returns the new ``i``."""
-    n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
+    n_begin, n_end = tile_blocks(C, work, block, call.schedule.mask)
     # The right halves come first: ``scores`` reads them only for S, and ``gradients`` soon after for its dQ.
     # The left half of k waits for dQ of ``scores``, a step later.
     for n in range(n_end - 1, n_begin - 1, -1):
@@ -167,7 +170,7 @@ def load_halves(C: gl.constexpr, work, block, j, ring, desc):
 def load_half(C: gl.constexpr, PART: gl.constexpr, work, n, i, ring, desc):
     """Load half PART of block ``n`` of k or v by TMA, for step ``i``."""
     COLUMNS: gl.constexpr = desc.block_type.shape[-1]
-    slot = ring.acquire(2 * i + 1 - PART)
+    slot = ring.acquire(2 * i + 1 - PART)  # the right half, 1, is the first write of a step
     full = ring.full.index(slot)
     mbarrier.expect(full, desc.block_type.nbytes)
     load_keys(C, desc, work, n, full, ring.tiles.index(slot), PART * COLUMNS)
@@ -189,7 +192,7 @@ def score_tile(C: gl.constexpr, tiles, dq_desc, work, block, i, j, call):
     ``i`` counts the program's steps and ``j`` its blocks of rows. Returns the new ``i``.
     """
     # Prologue: S and P of the first step, which has no dS of a step before.
-    n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
+    n_begin, n_end = tile_blocks(C, work, block, call.schedule.mask)
     own = score_rows(C, work, block, call)
     COLUMNS: gl.constexpr = dq_desc.block_type.shape[-1]
     dq = gl.full([WARPGROUP_ROWS, COLUMNS], 0.0, gl.float32, accumulator_layout(COLUMNS))
@@ -216,10 +219,7 @@ def score_rows(C: gl.constexpr, work, block, call):
     schedule = call.schedule
     first = block * C.BLOCK_M
     last = min(first + C.BLOCK_M, work.seqlen_q) - 1
-    _, _, full_begin, full_end = key_range(
-        first, last, work.seqlen_q, work.seqlen_k, schedule.window_left, schedule.window_right, C.HAS_LEFT,
-        C.HAS_RIGHT,
-    )  # fmt: skip
+    _, _, full_begin, full_end = key_range(C, first, last, work.seqlen_q, work.seqlen_k, schedule.mask)
     row = rows_of_block(C, block)
     rows = mask_rows(C, work, row, slope_of(C, work, work.head, call.pointers, schedule), schedule)
     neg_lse = load_statistics(C, work, row, call).neg_lse
@@ -237,22 +237,24 @@ def rows_of_block(C: gl.constexpr, block):
 def start_scores(C: gl.constexpr, i, tiles):
     """Start the product S = Q K^T of step ``i``, and return its accumulator."""
     s = gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, gl.float32, accumulator_layout(C.BLOCK_N))
-    return product_of_tiles(tiles.q.tiles, tiles.k, i, 0, s, C.HEAD_DIM)
+    return product_of_tiles(tiles.q.tiles, tiles.k, i, 0, s, C.HEAD_DIM)  # 0: the left half is written last
 
 
 @gluon.jit
-def pass_weights(C: gl.constexpr, i, n, s, block, tiles, numbers):
+def pass_weights(C: gl.constexpr, i, n, s, row_block, tiles, numbers):
     """Compute P of step ``i`` from S, which has been waited for, and pass it to ``gradients``.
 
-    ``n`` is the step's block of keys.
+    ``n`` is the step's block of keys, and ``row_block`` a :class:`RowBlock`.
     """
     s_layout: gl.constexpr = s.type.layout
     tiles.k.release(2 * i)  # the right half; the left half is kept for dQ of this step
-    s, softcap_grad = scores_and_derivative_of_rows(C, s, n, block.rows, numbers, s_layout)
-    s += block.neg_lse[:, None]
+    s, softcap_grad = scores_and_derivative_of_rows(C, s, n, row_block.rows, numbers, s_layout)
+    s += row_block.neg_lse[:, None]
     if C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N:  # noqa: SIM102 - a constexpr condition needs its own if
-        if (n < block.full_begin) | (n >= block.full_end):
-            s = mask(C, s, n, block.rows, s_layout)
+        if (n < row_block.full_begin) | (n >= row_block.full_end):
+            s = mask(C, s, n, row_block.rows, s_layout)
+    # Without the guard of ``weights_of``: there is no score_mod over head_dim 256, and a soft-cap's
+    # derivative is finite.
     p = gl.exp2(s) * softcap_grad
     slot = tiles.weights.acquire(i)
     tiles.weights.tiles.index(slot).store(in_chunks(to_16_bit(p, tiles.q.tiles.dtype)))
@@ -281,10 +283,13 @@ def finish_dq(i, dq, tiles):
 @gluon.jit
 def gradient_tile(C: gl.constexpr, tiles, dq_desc, work, block, i, j, call):
     """``gradients``: compute dS of 64 query rows and the right half of their dQ. Returns the new ``i``."""
-    n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
+    n_begin, n_end = tile_blocks(C, work, block, call.schedule.mask)
     neg_delta = load_statistics(C, work, rows_of_block(C, block), call).neg_delta
     COLUMNS: gl.constexpr = dq_desc.block_type.shape[-1]
+    # The left half has 256 columns, and this one the rest, in steps of 64; none if head_dim is at most 256.
     dq = zero_sums(C.HEAD_DIM - COLUMNS) if C.HEAD_DIM > COLUMNS else ()
+    # Prologue and epilogue need no code: a step begins with dP and ends with its dQ. P brings the mask with
+    # it, so the number of the block of keys is not needed.
     tiles.do.wait(j)
     for _ in range(n_end - n_begin):
         dq = gradient_step(C, i, neg_delta, dq, tiles)
@@ -306,12 +311,16 @@ def gradient_step(C: gl.constexpr, i, neg_delta, dq, tiles):
     tiles.v.release(2 * i)
     tiles.v.release(2 * i + 1)
     p = from_chunks(tiles.weights.tiles.index(tiles.weights.wait(i)).load(chunks), s_layout)
+    # An arrival does not wait for loads, but P is overwritten by plain stores behind this barrier. Only TMA,
+    # through the asynchronous proxy, could overtake them.
     tiles.weights.release(i)
     ds = to_16_bit(to_fp32(p) * (dp + neg_delta[:, None]), dtype)
     slot = tiles.ds.acquire(i)
     tiles.ds.tiles.index(slot).store(ds)
     fence_async_shared()  # the other warpgroup's wgmma reads dS through the asynchronous proxy
     mbarrier.arrive(tiles.ds.full.index(slot), count=1)  # before this half of dQ: ``scores`` waits for dS
+    # Waited for even if this warpgroup has no columns: an arrival before the load would count for the
+    # previous use.
     slot = tiles.k.wait(2 * i)
     if len(dq) > 0:
         dq = add_products(dq, ds, tile_of(tiles.k.tiles.index(slot)))
@@ -327,10 +336,12 @@ def store_half(C: gl.constexpr, PART: gl.constexpr, dq_desc, work, block, j, sum
     """Store a half of dQ by TMA, through the shared memory of the ``j``-th block of q or dO; release that."""
     COLUMNS: gl.constexpr = dq_desc.block_type.shape[-1]
     tile = tile_of(channel.tiles.index(0))
-    if len(sums) > 0:  # the right half of dQ may have no columns
+    if len(sums) > 0:  # the right half of dQ has no columns if only head_dim_v is over 256
         for n in gl.static_range(len(sums)):
             columns_of(tile, sums, n).store((sums[n] * scale).to(dq_desc.dtype))
-        fence_async_shared()  # TMA reads through the asynchronous proxy, which does not see plain stores
+        # TMA reads through the asynchronous proxy, which does not see plain stores. For the stores of the
+        # other warps the compiler has a barrier in front of the TMA store.
+        fence_async_shared()
         store_rows(C, dq_desc, work, block * C.BLOCK_M, channel.tiles.index(0), PART * COLUMNS)
         tma.store_wait(0)  # the producer loads the next rows into this memory
     channel.release(j)

@@ -37,9 +37,11 @@ that, but ptxas then serialises all products. What passes between partitions, an
 dS has two slots, by the step's parity, and no empty barrier: before a consumer writes dS of step i, it has
 waited for ds_full of step i - 1, at which the other arrives only after its dQ of step i - 2 is complete.
 
-``i`` counts the program's steps and ``t`` its work tiles. The module is read from top to bottom: the kernel,
-the producer, a consumer's work tile, its loop over steps, a step, its scores and dS, the loads and stores.
-The two partitions of dQ are in ``dq_accum``, which work tile comes when in ``schedule``.
+``i`` counts the program's steps and ``t`` its work tiles. In a work tile, ``g`` is a query head of the group,
+``j`` a step of that head, and ``m`` the block of query rows that the step visits. ``W`` is the consumer. The
+module is read from top to bottom: the kernel, the producer, a consumer's work tile, its loop over steps, a
+step, its scores and dS, the loads and stores. The two partitions of dQ are in ``dq_accum``, which work tile
+comes when in ``schedule``.
 """
 
 from typing import Any, NamedTuple
@@ -93,6 +95,7 @@ from flashtile.backends.hopper.layouts import (
     product_of_rows,
     store_part,
 )
+from flashtile.backends.hopper.masking import hide_by_window
 from flashtile.backends.hopper.modifiers import (
     Modifiers,
     drop,
@@ -178,12 +181,18 @@ def backward_kernel(
     Grid: at most one program per multiprocessor; each takes work tiles from the work queue.
     ``dq_add_desc`` and ``dq_accum_desc`` describe the same memory. Unused descriptors are None.
     """
+    # All partitions read what the preprocess kernel writes: counters, -lse, -delta, the zeros of dq_accum.
+    # Barriers before this wait, so that their set-up overlaps as well, were not measured.
     wait_for_preprocess()
     scalars = pointers.scalars
     accum = accum_of(scalars.sizes, pointers)
     dtype: gl.constexpr = q_desc.dtype
+    # The two readers are the consumers. S needs only Q, and dP comes half a step later, so Q and dO have
+    # barriers of their own. STAGES is at least 2: a consumer waits for the next Q before it frees this one.
     q = make_channel(q_desc, C.STAGES, 2, 1)
     do = make_channel(do_desc, C.STAGES, 2, 1)
+    # K and V have one slot. At head_dim 128 the tiles of this kernel take 225 of 227 KiB. At head_dim 64 a
+    # second slot changed the speed by a factor of 0.98 to 1.06.
     k = gl.allocate_shared_memory(dtype, [1] + k_desc.block_type.shape, k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [1] + v_desc.block_type.shape, v_desc.layout)
     neg_lse = gl.allocate_shared_memory(
@@ -201,6 +210,7 @@ def backward_kernel(
     bias = 0
     if C.HAS_BIAS:
         bias = bias_tiles.over_ds(C, bias_desc, ds)
+    # A tile for each consumer: its half of dQ in fp32, and 64 columns of dK or dV, which leave in such parts.
     dq_parts = gl.allocate_shared_memory(gl.float32, [2] + dq_add_desc.block_type.shape, dq_add_desc.layout)
     gradient = gl.allocate_shared_memory(dk_desc.dtype, [2] + dk_desc.block_type.shape, dk_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -220,9 +230,13 @@ def backward_kernel(
         gradient,
     )  # fmt: skip
     descs = BackwardDescriptors(q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, bias_desc)
+    # Read by the consumers and accumulate_dq. Postprocess warps take their work from a counter of their own.
     queue = pipeline.make_work_queue(3)
     chunks = make_chunks(dq_accum_desc)
-    # Consumers have 240 registers a thread, the three others 24, as in the forward (``hopper.config``).
+    # The first partition runs in the kernel's own four warps; the two lists are those of the others.
+    # Consumers have 240 registers a thread, the three others 24, as in the forward (``hopper.config``). These
+    # three have four warps together: one warpgroup, the unit in which ``setmaxnreg`` counts. Partitions start
+    # after a barrier of the whole program, so they all see the initialised mbarriers.
     gl.warp_specialize(
         [
             (consumer, (C, 0, queue, shared, dk_desc, dv_desc, pointers)),
@@ -241,6 +255,8 @@ def backward_kernel(
 @gluon.jit
 def wait_for_preprocess():
     """Wait for the preprocess kernel: with programmatic dependent launch, programs start before it ends."""
+    # The result is not used, but inline assembly must have one. ``tiles.wait_for_dependencies`` is the same
+    # wait with another form of it, which gives this kernel other register numbers.
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(1)], dtype=gl.int32, is_pure=False,
         pack=1,
@@ -267,39 +283,49 @@ def producer(C: gl.constexpr, queue, shared, descs, pointers):
     while tile_index < num_tiles:
         work = find_work_tile(C, tile_index, pointers, schedule)
         rows = own_rows(C, tile_index, work, pointers, schedule)
-        following = tile_index
-        mbarrier.wait(shared.kv_empty, (t & 1) ^ 1)  # K and V have one slot: all products of tile t - 1
+        following = tile_index  # a placeholder: the index is taken below, in this loop or after it
+        # K and V have one slot: all products of tile t - 1. Tile 0 waits for the phase before the first,
+        # which counts as complete.
+        mbarrier.wait(shared.kv_empty, (t & 1) ^ 1)
         if rows.begin < rows.end:
+            # One barrier for both, though S could start without V: two barriers were not measured.
             mbarrier.expect(shared.kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
             load_key_block(C, k_desc, work, shared.kv_full, shared.k.index(0))
             load_key_block(C, v_desc, work, shared.kv_full, shared.v.index(0))
         else:  # nothing is multiplied, but the consumers wait for each work tile
             mbarrier.arrive(shared.kv_full, count=1)
         group = group_size(C, schedule)
+        # All rows of a head, then of the next. All heads of a block of rows first, whose dQ lies together,
+        # had 0.91 of the speed at head_dim 64 with 8 query heads per key head.
         for g in range(group):
             head = query_head(C, work, g, schedule)
-            statistics = head_of_batch(C, work, g, schedule)
+            head_in_batch = head_of_batch(C, work, g, schedule)
             for j in range(rows.count):
+                # Before the last loads, which wait for a slot: the atomic takes a microsecond. Taken after
+                # them it cost a tenth of a call without a mask at a length of 512 (286 instead of 316
+                # TFLOP/s).
                 if (g == group - 1) & (j == rows.count - 1):
                     following = gl.atomic_add(pointers.counters, 1)
                     pipeline.put(queue, t + 1, following)
                 m = row_block(C, rows, j)
                 row = m * C.BLOCK_M
-                column = padded_row(C, work, row)
+                padded = padded_row(C, work, row)
                 slot = q.acquire(i)
                 barrier = q.full.index(slot)
+                # -lse and -delta come with the tiles of the same rows, so they need no barriers of their own.
                 mbarrier.expect(barrier, q_desc.block_type.nbytes + neg_lse_desc.block_type.nbytes)
                 load_rows(C, q_desc, work, row, head, barrier, q.tiles.index(slot))
-                async_load(neg_lse_desc, [statistics, column], barrier, shared.neg_lse.index(slot))
+                async_load(neg_lse_desc, [head_in_batch, padded], barrier, shared.neg_lse.index(slot))
                 slot = do.acquire(i)
                 barrier = do.full.index(slot)
                 mbarrier.expect(barrier, do_desc.block_type.nbytes + neg_delta_desc.block_type.nbytes)
                 load_rows(C, do_desc, work, row, head, barrier, do.tiles.index(slot))
-                async_load(neg_delta_desc, [statistics, column], barrier, shared.neg_delta.index(slot))
+                async_load(neg_delta_desc, [head_in_batch, padded], barrier, shared.neg_delta.index(slot))
+                # Last: its slot holds dS of step i - 2, which dQ reads until the middle of step i - 1.
                 if C.HAS_BIAS:
                     bias_tiles.load_key_tiles(C, shared.bias, bias_desc, work, head, row, i, schedule)
                 i += 1
-        if rows.begin >= rows.end:
+        if rows.begin >= rows.end:  # no loads to hide the atomic behind
             following = gl.atomic_add(pointers.counters, 1)
             pipeline.put(queue, t + 1, following)
         t += 1
@@ -320,6 +346,8 @@ def consumer(C: gl.constexpr, W: gl.constexpr, queue, shared, dk_desc, dv_desc, 
     num_tiles = count_tiles(C, pointers, schedule)
     i = 0
     t = 0
+    # The four warps look at the index and keep its slot of the queue until the gradients are stored: it is
+    # read a second time below.
     tile_index = pipeline.peek(queue, t, 4)
     while tile_index < num_tiles:
         work = find_work_tile(C, tile_index, pointers, schedule)
@@ -331,13 +359,13 @@ def consumer(C: gl.constexpr, W: gl.constexpr, queue, shared, dk_desc, dv_desc, 
         modifiers = key_modifiers(C, W, work, 0, shared.bias, listed, pointers, schedule)
         if has_rows(C, ranges, listed):
             dk, dv, i = sum_gradients(C, W, i, work, ranges, modifiers, zeros, dk, dv, shared, pointers)
-        else:
+        else:  # the producer waits for each work tile, loaded or not
             mbarrier.arrive(shared.kv_empty, count=1)
         # Read and computed a second time: kept over the steps, these numbers would need registers.
         tile_index = pipeline.read(queue, t, 4)
         work = find_work_tile(C, tile_index, pointers, schedule)
         head = gradient_head(C, tile_index, work, schedule)
-        if C.HAS_DROPOUT:
+        if C.HAS_DROPOUT:  # the factor 1 / keep of P, applied once to the sum; dK's scale includes it
             dv = dv * numbers.keep_scale
         store_gradient(C, W, dv_desc, work, head, shared.gradient.index(W), dv, schedule)
         store_gradient(C, W, dk_desc, work, head, shared.gradient.index(W), dk * numbers.scale, schedule)
@@ -360,7 +388,8 @@ def sum_gradients(
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_M)
     rows = in_order(C, ranges, modifiers.blocks)
 
-    # Prologue: the first step, which has no dQ of a step before.
+    # Prologue: the first step, which has no dQ of a step before. It has the mask even if its block needs
+    # none, because a fourth copy of a step would be needed otherwise.
     start = row_of(C, shared.neg_lse.index(shared.q.wait(i)), s_layout) + zeros
     last = i + rows.count * group_size(C, schedule) - 1
     m = step_block(rows, 0)
@@ -371,11 +400,13 @@ def sum_gradients(
     i += 1
 
     # Main loop, for each query head of the key head: blocks of rows that the mask cuts, then the others. They
-    # are two loops, because the mask would cost registers and instructions in every step.
+    # are two loops, because the mask would cost registers and instructions in every step (causal, lengths of
+    # 1024 and 16384: 261 -> 280 and 495 -> 557 TFLOP/s).
     for g in range(group_size(C, schedule)):
         slope = slope_of(C, work, query_head(C, work, g, schedule), pointers, schedule)
-        own = key_modifiers(C, W, work, g, modifiers.bias, modifiers.blocks, pointers, schedule)
-        head = QueryHead(slope, own)
+        # Generator and arguments of this head; those of the first are made a second time.
+        of_head = key_modifiers(C, W, work, g, modifiers.bias, modifiers.blocks, pointers, schedule)
+        head = QueryHead(slope, of_head)
         done = max(1 - g, 0)  # 1 for the first head, whose first step was the prologue
         if C.MASKED:
             for j in range(done, rows.masked):
@@ -386,7 +417,7 @@ def sum_gradients(
                 i += 1
             done = max(done, rows.masked)
         for j in range(done, rows.count):
-            m = rows.full - rows.masked + j
+            m = rows.full - rows.masked + j  # step_block of these steps, without its selection
             state = step(C, W, False, False, i, m, min(last - i, 1), work, head, state, shared, scalars)
             i += 1
 
@@ -396,7 +427,8 @@ def sum_gradients(
     ds, k = shared.ds.index(before & 1), shared.k.index(0)
     dq = dq_product(C, W, ds, k.reshape([C.BLOCK_N, C.BLOCK_D]))
     dq = warpgroup_mma_wait(0, deps=[dq])
-    mbarrier.arrive(shared.kv_empty, count=1)  # before dQ is passed on: the next K and V load meanwhile
+    # Before dQ is passed on: the next K and V load meanwhile. V was last read by dP of the last step.
+    mbarrier.arrive(shared.kv_empty, count=1)
     pass_dq(W, shared, dq, before)
     return state.dk, state.dv, i
 
@@ -442,23 +474,27 @@ def step(
     q, do, modifiers, numbers = shared.q, shared.do, head.modifiers, scalars.numbers
     dk, dv, start = state
     # The index is always 0, but to the compiler it depends on the step. Otherwise the compiler would keep the
-    # matrix descriptors of these tiles in 32 registers of every thread.
+    # matrix descriptors of these tiles in 32 registers of every thread (spills of 376 -> 4 bytes, 555 -> 614
+    # TFLOP/s at head_dim 128).
     k = shared.k.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_D])
     v = shared.v.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_DV])
     my_k = k.slice(W * ROWS, ROWS, 0)
     my_v = v.slice(W * ROWS, ROWS, 0)
     zeros = unknown_zeros(C, numbers)
 
-    slot = q.wait(i)
+    slot = q.wait(i)  # also the slot of dO: both rings have STAGES slots and one write a step
     q_tile = q.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_D])
     do_tile = do.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_DV])
     # The accumulator starts at -lse in units of raw products (an idea of ThunderKittens): the product does
-    # the subtraction. With HAS_SCORE_MOD, lse has another unit, and the product starts at 0.
+    # the subtraction. With HAS_SCORE_MOD, scores are more than scaled products, so the product starts at 0.
     scores = product_of_rows(my_k, q_tile, start, C.HEAD_DIM, not C.HAS_SCORE_MOD)
+    # Issued behind S, so that the tensor cores have dQ to do while this warpgroup computes P. Each of the two
+    # slots of dS is filled every other step, so its phase is the parity of half the step's number.
     if not FIRST:
         before = i - 1
         mbarrier.wait(shared.ds_full.index(before & 1), (before >> 1) & 1)
         dq = dq_product(C, W, shared.ds.index(before & 1), k)
+    # Random bits and the bias are brought while S and dQ are in flight.
     bits = 0
     if C.HAS_DROPOUT:
         bits = random_bits(modifiers.dropout, m * C.BLOCK_M, C.BLOCK_M, True, s_layout)
@@ -467,14 +503,17 @@ def step(
         added = bias_tiles.read_keys(C, W, modifiers.bias, i, s_layout)
     scores = warpgroup_mma_wait(0 if FIRST else 1, deps=[scores])  # dQ may stay in flight during P
     p, weights = probabilities(C, W, CUT, scores, added, m, slot, work, head, shared, scalars)
-    # dS is computed from the rounded P, which the product dV needs anyway, in half the registers.
+    # dS is computed from the rounded P, which the product dV needs anyway, in half the registers. With P in
+    # fp32 until then, a thread spilled 888 bytes.
     weights = to_16_bit(weights, dtype)
     p = to_16_bit(p, dtype)
     if C.HAS_DROPOUT:
         p = drop(p, bits, modifiers.dropout, True)
-    do.wait(i)
+    do.wait(i)  # only here: until now, dO could still be loading
     dp_start = row_of(C, shared.neg_delta.index(slot), s_layout) + zeros  # as S starts at -lse
-    p = pin_16_bit(p)  # ptxas would move the wait for dQ before the exponentials, and nothing would overlap
+    # ptxas would move the wait for dQ before the exponentials, and nothing would overlap (head_dim 64, no
+    # mask, lengths of 512 to 16384: 259 to 413 instead of 309 to 540 TFLOP/s).
+    p = pin_16_bit(p)
     if not FIRST:
         dq = warpgroup_mma_wait(0, deps=[dq])
     if C.HAS_BIAS:  # noqa: SIM102 - a constexpr condition needs an if of its own
@@ -482,11 +521,14 @@ def step(
             modifiers.bias.release(i - 1)
     # With dropout dP starts at 0: delta is subtracted where P is dropped as well (score_gradients).
     dp = product_of_rows(my_v, do_tile, dp_start, C.HEAD_DIM_V, not C.HAS_DROPOUT)
+    # S has keys as rows, so its registers are those of the left operand: the conversion moves nothing.
     dv = warpgroup_mma(gl.convert_layout(p, p_operand), do_tile, dv, is_async=True)
     if not FIRST:
         pass_dq(W, shared, dq, i - 1)  # during dP and dV
     dp = warpgroup_mma_wait(1, deps=[dp])  # dV may stay in flight during dS
     ds = score_gradients(C, p, weights, dp, bits, slot, modifiers, shared, numbers)
+    # No empty barrier (module docstring). With a bias, these bytes held what other warps have read of it: the
+    # compiler puts a barrier of the warpgroup between those loads and these stores.
     if C.STORES_DS:
         shared.ds.index(i & 1).slice(W * ROWS, ROWS, 1).permute((1, 0)).store(ds)
     else:
@@ -498,6 +540,8 @@ def step(
     start = row_of(C, shared.neg_lse.index(q.wait(i + more)), s_layout) + zeros
     # Nothing stays in flight: ptxas serialises products whose accumulators cross an iteration.
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+    # dO was free after dV, but an earlier release would need a wait of its own. Q is read by dK. The loads of
+    # -lse and -delta from these slots are complete as well: products have used their values.
     do.release(i)
     q.release(i)
     return StepState(dk, dv, start)
@@ -520,10 +564,12 @@ def unknown_zeros(C: gl.constexpr, numbers):
 def dq_product(C: gl.constexpr, W: gl.constexpr, ds, k):
     """Start the product dS K for warpgroup W's half of dQ, and return its accumulator.
 
-    With BLOCK_M 64 the half has half of the columns. With BLOCK_M 128 it has 64 of the rows. The product is
-    asynchronous: wait for it before the accumulator is used.
+    With BLOCK_M 64 the half has half of the columns, because a warpgroup's product has at least 64 rows. With
+    BLOCK_M 128 it has 64 of the rows. The product is asynchronous: wait for it before the accumulator is
+    used.
     """
     COLUMNS: gl.constexpr = C.BLOCK_D // 2 if C.BLOCK_M == WARPGROUP_ROWS else C.BLOCK_D
+    # The product ignores these zeros: dQ of each step is added up in memory, not in registers.
     zero = gl.full([WARPGROUP_ROWS, COLUMNS], 0.0, gl.float32, accumulator_layout(COLUMNS))
     ds_q = ds if C.STORES_DS else ds.permute((1, 0))
     if C.BLOCK_M == WARPGROUP_ROWS:
@@ -537,9 +583,10 @@ def dq_product(C: gl.constexpr, W: gl.constexpr, ds, k):
 @gluon.jit
 def pass_dq(W: gl.constexpr, shared, dq, i):
     """Pass warpgroup W's half of dQ of step ``i`` to the warp that adds it to ``dq_accum``."""
-    mbarrier.wait(shared.dq_empty.index(W), (i & 1) ^ 1)  # TMA has read dQ of the step before
+    # TMA has read dQ of the step before. A consumer has one buffer, so the phase is the parity of the step.
+    mbarrier.wait(shared.dq_empty.index(W), (i & 1) ^ 1)
     shared.dq.index(W).store(in_register_order(dq))
-    fence_async_shared()
+    fence_async_shared()  # TMA reads dQ through the asynchronous proxy
     mbarrier.arrive(shared.dq_full.index(W), count=1)
 
 
@@ -558,6 +605,7 @@ def key_modifiers(C: gl.constexpr, W: gl.constexpr, work, g, bias, blocks, point
     if C.HAS_MODS:
         arguments = function_arguments(work, query_head(C, work, g, schedule), pointers.captured)
     if C.HAS_DROPOUT:
+        # Counted over all sequences, so that each has random numbers of its own.
         head = (work.sequence * schedule.num_heads + work.head) * group_size(C, schedule) + g
         first = work.tile_in_head * C.BLOCK_N + W * WARPGROUP_ROWS
         generator = generator_of(head, first, pointers, schedule)
@@ -591,8 +639,10 @@ def probabilities(
         p = exponentials(C, s, neg_lse)
     elif C.HAS_BIAS:
         p = gl.exp2(s * numbers.scale_log2 + bias_tiles.in_log2(added))
-    else:
+    else:  # ``s`` is Q K^T - lse / softmax_scale: one multiplication is left before the exponential
         p = gl.exp2(s * numbers.scale_log2)
+    # Rows past the last query have -lse = -inf (``common.preprocess``), so their P is 0 without a mask. Only
+    # their bias may have any value.
     if C.HAS_BIAS:
         p = bias_tiles.hide_rows(C, p, m, work, s_layout)
     if CUT:
@@ -605,10 +655,12 @@ def score_gradients(C: gl.constexpr, p, weights, dp, bits, slot, modifiers, shar
     """Return dS in 16 bits. ``p`` is P after dropout. ``dp`` is dP - delta; with dropout it is only dP."""
     dtype: gl.constexpr = p.dtype
     s_layout: gl.constexpr = dp.type.layout
-    if C.HAS_DROPOUT:  # delta is also subtracted where P is dropped and dP is 0
+    # With r = 1 / keep, dS = P (r D dP - delta) = r (P D dP - P keep delta), D being 0 where P is dropped.
+    # The last factor r is in ``scale``. delta is subtracted where P is dropped as well.
+    if C.HAS_DROPOUT:
         neg_delta = row_of(C, shared.neg_delta.index(slot), s_layout) * numbers.keep
         kept = p
-        if C.SOFTCAP:
+        if C.SOFTCAP:  # otherwise weights are P before dropout, and ``p`` are those that were kept
             kept = drop(weights, bits, modifiers.dropout, True)
         return to_16_bit(to_fp32(kept) * dp + to_fp32(weights) * neg_delta, dtype)
     else:
@@ -689,11 +741,7 @@ def mask_keys(C: gl.constexpr, W: gl.constexpr, p, m, work, schedule, s_layout: 
         p = gl.where(seen | is_full, p, 0.0)
     if not C.EVEN_N:
         p = gl.where(keys < work.seqlen_k, p, 0.0)
-    if C.HAS_RIGHT:
-        p = gl.where(keys <= rows + schedule.window_right, p, 0.0)
-    if C.HAS_LEFT:
-        p = gl.where(keys >= rows - schedule.window_left, p, 0.0)
-    return p
+    return hide_by_window(C, p, keys, rows, schedule.mask)
 
 
 @gluon.jit
@@ -714,6 +762,8 @@ def positions(C: gl.constexpr, W: gl.constexpr, m, work, s_layout: gl.constexpr)
 @gluon.jit
 def load_rows(C: gl.constexpr, desc, work, row, head, barrier, tile, column=0):
     """Load BLOCK_M rows of q or dO by TMA, from ``column`` on; rows past the last query arrive as zeros."""
+    # The coordinates of ``tma.ragged_view``, here and below: TMA sees the end of the tensor where the
+    # sequence ends, although other sequences follow in memory.
     if C.VARLEN:
         end = work.start_q + work.seqlen_q
         async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, head, column], barrier, tile)
@@ -744,7 +794,7 @@ def store_gradient(
     ``start`` of the head. Rows past the last key are not written.
     """
     PART: gl.constexpr = desc.block_type.shape[-1]
-    parts = column_parts(gradient, PART)
+    parts = column_parts(gradient, PART)  # in parts, because shared memory has room for 64 columns
     for n in gl.static_range(gradient.shape[1] // PART):
         tma.store_wait(0)  # the tile may still hold the previous part
         store_part(parts[n], tile)

@@ -65,7 +65,7 @@ from flashtile.backends.hopper.modifiers import (
 )
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TileTable
 from flashtile.problems.attention import OptionalTensors, Problem
-from flashtile.problems.common import LOG2_E, UNLIMITED
+from flashtile.problems.common import LOG2_E
 from flashtile.problems.masks import MAX_CAPTURED
 
 SMALLEST_SCALE = 1e-6
@@ -74,15 +74,15 @@ SMALLEST_SCALE = 1e-6
 
 def backward_variant(problem: Problem, config: BackwardConfig, bias: Tensor | None = None) -> BackwardVariant:
     """Return the variant that the kernels are compiled for."""
-    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    mask = problem.for_kernels(problem.seqlen_q, problem.seqlen_k)
     even = not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0
     # A causal mask hides the keys past the end from all rows. The steps of a block mask's list apply no mask.
-    even |= right == 0 and not has_lists(problem)
+    even |= mask.window_right == 0 and not has_lists(problem)
     block_d, block_dv = tile_widths(problem)
     flags = modifier_flags(problem, fixed=True)
-    masked = left != UNLIMITED or right != UNLIMITED or not even
+    masked = any(mask.constants.values()) or not even
     scaled = has_score_mod(problem) or problem.softmax_scale < SMALLEST_SCALE
-    if problem.mods is not None:
+    if problem.mods is not None:  # without a block mask, a block of it is one of the kernel
         size_q, size_kv = problem.mods.block_size or (config.BLOCK_M, config.BLOCK_N)
         flags |= {"MASK_BLOCK": size_kv, "TILES_PER_MASK_BLOCK": size_q // config.BLOCK_M}
         masked |= flags["HAS_CUTS"]
@@ -90,15 +90,14 @@ def backward_variant(problem: Problem, config: BackwardConfig, bias: Tensor | No
     return BackwardVariant(
         VARLEN=problem.varlen,
         SEQUSED=problem.seqused_k,
-        HAS_LEFT=left != UNLIMITED,
-        HAS_RIGHT=right != UNLIMITED,
+        **mask.constants,
         SOFTCAP=problem.softcap > 0,
         ALIBI=problem.alibi,
-        HAS_SCORE_MOD=scaled,
+        HAS_SCORE_MOD=scaled,  # if not, scores are scaled products, which may start at -lse
         EVEN_N=even,
         MASKED=masked,
         DETERMINISTIC=problem.deterministic,
-        GROUPED=problem.group_size > config.HEAD_SPLITS,
+        GROUPED=problem.group_size > config.HEAD_SPLITS,  # if all heads are divided, each is alone
         SHARED=config.parts > 1,
         COLUMN_SPLITS=config.COLUMN_SPLITS,
         HEAD_DIM=problem.head_dim,
@@ -126,6 +125,7 @@ class DqVariant(ForwardVariant):
 
 def dq_variant(problem: Problem, plan: Plan) -> DqVariant:
     """Return the variant of the kernel of dQ for head sizes over 128, which has the forward's schedule."""
+    # lse contains the sink, so P needs nothing else of it; its own gradient comes from the preprocess kernel.
     variant = replace(forward.forward_variant(problem, plan), SINK=False)
     return DqVariant(**vars(variant), HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v)
 
@@ -149,19 +149,17 @@ def schedule_of(
     num_blocks = math.ceil(problem.seqlen_k / config.BLOCK_N)
     table = key_tile_table(problem, config.BLOCK_N)
     tiles = problem.batch * num_blocks if table is None else table.capacity
-    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     return BackwardSchedule(
         num_tiles=tiles * problem.num_heads_kv,
         num_blocks=num_blocks,
         num_heads=problem.num_heads_kv,
         group=problem.group_size,
         head_splits=config.HEAD_SPLITS,
-        row_shift=config.ROW_SPLITS.bit_length() - 1,
+        row_shift=config.ROW_SPLITS.bit_length() - 1,  # log2 of a power of two
         seqlen_q=problem.seqlen_q,
         seqlen_k=problem.seqlen_k,
         batch_rows_k=rows_between_sequences(k),
-        window_left=left,
-        window_right=right,
+        mask=problem.for_kernels(problem.seqlen_q, problem.seqlen_k),
         alibi_stride=outer_stride(alibi_slopes),
         swizzle=swizzle,
         **modifier_integers(problem, bias),
@@ -174,6 +172,7 @@ def numbers_of(problem: Problem) -> BackwardNumbers:
     With a score_mod, ``scale_log2`` is softmax_scale, without the factor log2(e).
     """
     numbers = BackwardNumbers(scale=problem.softmax_scale, **score_numbers(problem), zero=0.0)
+    # A score_mod takes scores in natural units; the kernel multiplies its result by log2(e).
     if problem.mods is not None and problem.mods.score_mod:
         numbers = numbers._replace(scale_log2=problem.softmax_scale)
     if problem.dropout_p:
@@ -252,7 +251,7 @@ class HopperBackwardLaunch:
         dout, dq, dk, dv, dsink, workspace, neg_lse, neg_delta, counters, dq_accum = kernels.preprocess(
             kernels.last, dout, dlse, q, k, v, out, lse, extras
         )
-        written = dk, dv
+        written = dk, dv  # by the products: the gradients, or their float32 parts
         if kernels.sum_parts is not None:
             written = kernels.sum_parts.allocate(k, v)
         device, seqused_k, alibi_slopes = q.device, extras.seqused_k, extras.alibi_slopes
@@ -263,9 +262,10 @@ class HopperBackwardLaunch:
             # ``_tensors`` must stay alive until the kernel that gets their addresses is launched.
             lists, captured, _tensors = kernels.functions(extras, lse, kernels.products.takes_addresses)
         if kernels.dq is None:
-            dq_semaphores = counters
+            dq_semaphores = counters  # not read unless deterministic, but a pointer
             if kernels.dq_semaphores:
                 dq_semaphores = q.new_zeros(kernels.dq_semaphores, dtype=torch.int32)
+            # dq_accum twice: as halves of dQ to add to, and as chunks to load and zero.
             kernels.products(
                 device, q, k, v, dout, neg_lse, neg_delta, dq_accum, dq_accum, *written, *biases, table,
                 seqused_k, alibi_slopes, counters, dq_semaphores, dq, extras.rng_state, lists, captured,
@@ -298,10 +298,13 @@ class HopperBackwardLaunch:
     def _prepare(self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> BackwardKernels:
         problem, config = self._problem, self._config
         variant = backward_variant(problem, config, extras.bias)
+        # Heads of the schedule, their number and the room for them in dq_accum are those of ``scheduled``;
+        # views and numbers are those of the call.
         scheduled = as_scheduled(problem, config.HEAD_SPLITS)
         swizzle = l2_swizzle(scheduled)
         schedule = schedule_of(scheduled, config, k, extras.alibi_slopes, swizzle, extras.bias)
         programs = persistent_programs(schedule.num_tiles * config.ROW_SPLITS, q.device)
+        # The field ``swizzle`` has two meanings (``schedule.head_and_block``).
         if not variant.DETERMINISTIC:
             last = last_heads(scheduled, variant.BLOCK_N, programs, config.ROW_SPLITS)
             schedule = schedule._replace(swizzle=last)
@@ -324,16 +327,16 @@ class HopperBackwardLaunch:
                 *bias_views(problem, variant, extras.bias),
             ),
             BackwardPointers,
-            maxnreg=LAUNCH_REGISTERS[2],
-            launch_pdl=True,
+            maxnreg=LAUNCH_REGISTERS[2],  # before warp_specialize shares them out
+            launch_pdl=True,  # programs start while the preprocess kernel ends (``wait_for_preprocess``)
         )
         preprocess = Preprocess(
             scheduled,
             has_dlse=dlse is not None,
             lse_factor=LOG2_E if variant.HAS_SCORE_MOD else 1 / problem.softmax_scale,
-            counters=2 + 2 * sizes.total_heads,
+            counters=2 + 2 * sizes.total_heads,  # those of ``dq_accum.accum_of``
             resident_heads=resident,
-            columns=variant.BLOCK_D,
+            columns=variant.BLOCK_D,  # the columns past head_dim as well: dQ is added in whole tiles
         )
         return BackwardKernels(
             preprocess,
@@ -356,6 +359,8 @@ class HopperBackwardLaunch:
         without an order of additions."""
         problem, config = self._problem, self._config
         assert isinstance(config, WideBackwardConfig)
+        # The two kernels divide the call in different ways: by blocks of keys, and as the forward by blocks
+        # of rows.
         plan = plan_of(problem, config.rows, "dq")
         dkv, dq = replace(backward_variant(problem, config), DETERMINISTIC=False), dq_variant(problem, plan)
         of_dkv = wide_views(problem, dkv, config.parts, q, k, v)
@@ -364,7 +369,7 @@ class HopperBackwardLaunch:
         scheduled = as_scheduled(problem, config.HEAD_SPLITS)
         blocks_k = schedule_of(scheduled, config, k, extras.alibi_slopes)
         blocks_q = forward.schedule_of(problem, plan, k, extras.alibi_slopes)
-        per_block = config.ROW_SPLITS * dkv.COLUMN_SPLITS
+        per_block = config.ROW_SPLITS * dkv.COLUMN_SPLITS  # work tiles of a block of keys of a head
         programs = persistent_programs(blocks_k.num_tiles * per_block, q.device)
         last = last_heads(scheduled, dkv.BLOCK_N, programs, per_block)
         compute_dkv = CachedLaunch(
@@ -392,6 +397,7 @@ class HopperBackwardLaunch:
             of_keys = FunctionTensors(problem.mods, extras, by_keys=True)
             of_queries = FunctionTensors(problem.mods, extras, by_keys=False)
         return BackwardKernels(
+            # lse in log2 units, because no product starts at it, and no dq_accum.
             Preprocess(problem, dlse is not None, LOG2_E, counters=1),
             key_tile_table(problem, dkv.BLOCK_N),
             compute_dkv,
@@ -430,10 +436,11 @@ def views(
     view_q = ragged_view if problem.varlen else dense_view
     view_k = ragged_view if problem.varlen or problem.seqused_k else dense_view
     statistics = statistics_view(problem, block_m)
-    tiles = resident * statistics_shape(problem)[1] // WARPGROUP_ROWS
+    tiles = resident * statistics_shape(problem)[1] // WARPGROUP_ROWS  # of 64 rows; rows are padded to 128
     # Each warpgroup adds one half of a block to dQ: half of the columns if the block has 64 rows, 64 of the
     # rows if it has 128.
     columns = d // (2 * WARPGROUP_ROWS // block_m)
+    # Both views are of the order of registers (``dq_accum.in_register_order``): plain, without a swizzle.
     part, chunk = [columns // 4, 256], [d // 8, POSTPROCESS_CHUNK // (8 * d), 64]
     return {
         "q_desc": view_q(q.shape, q.stride(), block_m, d, dtype),
@@ -456,6 +463,7 @@ def gradient_view(problem: Problem, parts: int, shape: tuple[int, ...], columns:
     float32 gradient. Programs that share a block of keys write their partial sums in float32.
     """
     view = ragged_view if problem.varlen or problem.seqused_k else dense_view
+    # Rows per store are those of a warpgroup; the bytes of a row are the same for both dtypes.
     dtype = problem.out_dtype if parts == 1 else torch.float32
     shape = shape_of_parts(shape, parts)
     return view(shape, contiguous_strides(shape), WARPGROUP_ROWS, 2 * columns // dtype.itemsize, dtype)

@@ -1,5 +1,8 @@
 """The first step of the Hopper backward: it allocates the gradients, computes -lse and -delta of each row,
-and zeroes counters and ``dq_accum``."""
+and zeroes counters and ``dq_accum``.
+
+The kernel itself, which other backends share, is ``common.preprocess``.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +47,13 @@ class Preprocess:
         resident_heads: int = 0,
         columns: int = 0,
     ) -> None:
+        # ``dq_accum`` has query heads. ``problem`` is the one that is scheduled (``costs.as_scheduled``),
+        # whose group is a work tile's.
         resident = resident_heads * problem.group_size
         self._kernel = preprocess_launch(problem, has_dlse, lse_factor, counters, columns, resident)
         self._out_dtype = problem.out_dtype
         self._some_unwritten = problem.varlen or problem.seqused_k
+        # The accumulator comes last: it needs no padding, and it is empty for head sizes over 128.
         count = math.prod(statistics_shape(problem))
         accum = resident * statistics_shape(problem)[1] * columns
         self._sizes = [count, count, math.ceil(counters / LINE) * LINE, accum]
@@ -74,7 +80,7 @@ class Preprocess:
         last four results. These four are tensors until ``last``, the last of the later kernels, has been
         compiled. From then on they are addresses.
         """
-        if dout.data_ptr() % 16:
+        if dout.data_ptr() % 16:  # TMA reads from multiples of 16 bytes
             dout = dout.clone()
         allocate = self._allocate
         if allocate is None:
@@ -85,6 +91,8 @@ class Preprocess:
         new_dq, new_dk, new_dv = allocate
         dq, dk, dv = new_dq(q), new_dk(k), new_dv(v)
         workspace = q.new_empty(self._floats, dtype=torch.float32)
+        # Addresses spare a call four views. ``last``, not this kernel, decides: all later ones must be
+        # compiled.
         parts = self._addresses(workspace) if last.takes_addresses else self._tensors(workspace)
         neg_lse, neg_delta, counters, dq_accum = parts
         dsink = preprocess_rows(

@@ -5,10 +5,23 @@ If there are too few work tiles, several programs share a block of keys (``split
 the query heads of a group: the schedule counts each key head ``head_splits`` times, each time with another
 part of its query heads. Only the loads of K and V use the actual key head. ``row_shift`` divides the query
 rows that see the block: ``2 ** row_shift`` consecutive work tiles have the same keys, each with another part
-of the rows.
-COLUMN_SPLITS (``wide_dkv``) divides the columns of dK and dV in the same way.
+of the rows. COLUMN_SPLITS (``wide_dkv``) divides the columns of dK and dV in the same way.
 
-The kernels' functions on integers can be called from Python through ``.fn``.
+A work tile's index is made of its head, its block of keys, its *share* of the rows and its *part* of the
+columns:
+
+    tile_index = ((head * blocks + block << row_shift) + share) * COLUMN_SPLITS + part
+
+The steps of a work tile visit first the blocks of rows that an edge of the mask cuts, then the others. Under
+a causal mask with a window, for example, of the blocks [begin, end) = [3, 9) those from 5 to 7 are not cut:
+
+    block    3    4    5    6    7    8
+             cut  cut  full full full cut      before = 2, full = 5
+    step     0    1    3    4    5    2        masked = 3, count = 6
+
+The module is read from top to bottom: structures; from an index to a work tile; its query rows; the order of
+its steps; heads and rows in memory. The kernels' functions on integers can be called from Python through
+``.fn``.
 """
 
 from typing import Any, NamedTuple
@@ -17,8 +30,9 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.common import preprocess
 from flashtile.backends.hopper.compat import gluon
+from flashtile.backends.hopper.masking import key_range
 from flashtile.backends.hopper.modifiers import listed_rows, visited_block
-from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, WorkTile, key_range, num_work_tiles
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, WorkTile, num_work_tiles
 
 ROW_PAD = gl.constexpr(preprocess.ROW_PAD)
 
@@ -59,8 +73,8 @@ class BackwardSchedule(NamedTuple):
     seqlen_k: Any
     batch_rows_k: Any
     """Rows from the start of one sequence of k to the next; read only if ``seqused_k`` shortens sequences."""
-    window_left: Any
-    window_right: Any
+    mask: Any
+    """A :class:`~flashtile.problems.masking.KernelMask`."""
     alibi_stride: Any
     """Elements from the slopes of one sequence to those of the next; 0 if all sequences share them."""
     swizzle: Any
@@ -98,34 +112,13 @@ class RowBlocks(NamedTuple):
     """A :class:`~flashtile.backends.hopper.modifiers.BlockList`; 0 without a block mask."""
 
 
-@gluon.jit
-def group_size(C: gl.constexpr, schedule):
-    """Return the number of query heads per key head of the schedule. If it is 1, loops over it disappear."""
-    return schedule.group if C.GROUPED else 1
-
-
-@gluon.jit
-def row_shift(C: gl.constexpr, schedule):
-    """Return log2 of the number of parts into which the query rows of a block of keys are divided."""
-    return schedule.row_shift if C.SHARED else 0
+# From an index to a work tile.
 
 
 @gluon.jit
 def count_tiles(C: gl.constexpr, pointers, schedule):
     """Return the number of work tiles of the launch: COLUMN_SPLITS for each part of a block's query rows."""
     return (num_work_tiles(C, pointers, schedule) << row_shift(C, schedule)) * C.COLUMN_SPLITS
-
-
-@gluon.jit
-def own_part(C: gl.constexpr, tile_index):
-    """Return which of COLUMN_SPLITS parts of the columns of dK and dV a work tile computes."""
-    return tile_index % C.COLUMN_SPLITS
-
-
-@gluon.jit
-def own_share(C: gl.constexpr, tile_index, schedule):
-    """Return which share of the query rows a work tile visits."""
-    return tile_index // C.COLUMN_SPLITS & ((1 << row_shift(C, schedule)) - 1)
 
 
 @gluon.jit
@@ -146,13 +139,15 @@ def head_and_block(C: gl.constexpr, tile_index, blocks, schedule):
     tile_index = tile_index // C.COLUMN_SPLITS >> row_shift(C, schedule)
     head = tile_index // blocks
     block = tile_index % blocks
+    # The longest blocks of all heads first passed the rows of all heads through DRAM: 119 to 371 TFLOP/s,
+    # head after head 158 to 486 (causal, head_dim 128, lengths of 512 to 16384).
     if C.DETERMINISTIC:
         in_swizzle = tile_index % (blocks * schedule.swizzle)
         head = tile_index // (blocks * schedule.swizzle) * schedule.swizzle + in_swizzle % schedule.swizzle
         block = in_swizzle // schedule.swizzle
     elif C.LISTED or (C.HAS_RIGHT and not C.HAS_LEFT):
         all_blocks = schedule.num_tiles
-        if C.VARLEN:
+        if C.VARLEN:  # ``num_tiles`` is only an upper bound
             all_blocks = blocks * schedule.num_heads
         first = all_blocks - blocks * schedule.swizzle
         in_last = tile_index - first
@@ -176,6 +171,8 @@ def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
     tile_in_head, seqlen_k = work.tile_in_head, work.seqlen_k
     if C.DETERMINISTIC:
         tile_in_head = blocks - 1 - tile_in_head
+    # Clamped, because the host does not read these lengths. The sequence keeps all of its blocks, since
+    # ``dq_accum`` counts them. Those past the length visit no rows.
     if C.SEQUSED:
         seqlen_k = gl.minimum(gl.maximum(gl.load(pointers.seqused_k + work.sequence), 0), seqlen_k)
     return WorkTile(
@@ -188,9 +185,30 @@ def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
 def blocks_of_head(C: gl.constexpr, pointers, schedule):
     """Return how many blocks of keys a head has: in one sequence, or in all sequences if they are packed."""
     blocks = schedule.num_blocks
-    if C.VARLEN:
+    if C.VARLEN:  # the first number of the table's header
         blocks = gl.load(pointers.table)
     return blocks
+
+
+@gluon.jit
+def own_part(C: gl.constexpr, tile_index):
+    """Return which of COLUMN_SPLITS parts of the columns of dK and dV a work tile computes."""
+    return tile_index % C.COLUMN_SPLITS
+
+
+@gluon.jit
+def own_share(C: gl.constexpr, tile_index, schedule):
+    """Return which share of the query rows a work tile visits."""
+    return tile_index // C.COLUMN_SPLITS & ((1 << row_shift(C, schedule)) - 1)
+
+
+@gluon.jit
+def gradient_head(C: gl.constexpr, tile_index, work, schedule):
+    """Return the head of dK and dV that a work tile writes.
+
+    Work tiles that share keys write their partial sums as different heads, which ``sum_parts`` adds up.
+    """
+    return (work.head << row_shift(C, schedule)) + own_share(C, tile_index, schedule)
 
 
 @gluon.jit
@@ -212,6 +230,8 @@ def sequence_of(C: gl.constexpr, head, block, pointers, schedule):
         blocks = (seqlen_k + C.BLOCK_N - 1) // C.BLOCK_N
     else:
         tile_in_head = block
+        # ``head`` counts over the batch. With a bias that sequences share, all sequences of a head come
+        # before the next head, so that the head's bias stays in the L2 cache.
         if C.SEQUENCES_FIRST:
             sequences = schedule.num_tiles // (schedule.num_blocks * schedule.num_heads)
             sequence = head % sequences
@@ -219,26 +239,31 @@ def sequence_of(C: gl.constexpr, head, block, pointers, schedule):
         else:
             sequence = head // schedule.num_heads
             head = head % schedule.num_heads
-        start_q = tile_in_head * 0
-        start_k = sequence * schedule.batch_rows_k
+        start_q = tile_in_head * 0  # 0 as a tensor, and below the lengths as tensors: as they are in a table
+        start_k = sequence * schedule.batch_rows_k  # gaps between the sequences of k are counted
         seqlen_q = schedule.seqlen_q + start_q
         seqlen_k = schedule.seqlen_k + start_q
         blocks = schedule.num_blocks + start_q
+    # The schedule has head_splits heads for each head of k and v.
     head_kv = head // schedule.head_splits if C.SHARED else head
     return WorkTile(sequence, head, head_kv, tile_in_head, start_q, start_k, seqlen_q, seqlen_k), blocks
 
 
+# The query rows of a work tile.
+
+
 @gluon.jit
-def row_blocks(C: gl.constexpr, work, left, right):
+def row_blocks(C: gl.constexpr, work, mask):
     """Return (begin, end, full_begin, full_end), bounds of the blocks of query rows of a work tile.
 
     Only rows of blocks [begin, end) see keys of the work tile. All rows of blocks [full_begin, full_end) see
-    all of its keys. This is the mirror image of the forward's ``key_blocks``.
+    all of its keys. This is the mirror image of the forward's ``key_blocks``: keys and queries change places,
+    and so do left and right.
     """
     first = work.tile_in_head * C.BLOCK_N
     last = min(first + C.BLOCK_N, work.seqlen_k) - 1
     begin, end, full_begin, full_end = key_range(
-        first, last, work.seqlen_k, work.seqlen_q, right, left, C.HAS_RIGHT, C.HAS_LEFT
+        C, first, last, work.seqlen_k, work.seqlen_q, mask, MIRRORED=True
     )
     none = (begin >= end) | (first > last)
     begin = begin // C.BLOCK_M
@@ -246,6 +271,7 @@ def row_blocks(C: gl.constexpr, work, left, right):
     full_begin = (full_begin + C.BLOCK_M - 1) // C.BLOCK_M
     # Rows past the last query have probability 0 in any case, so the last block of rows needs no mask.
     full_end = (full_end + C.BLOCK_M - 1) // C.BLOCK_M if full_end == work.seqlen_q else full_end // C.BLOCK_M
+    # The block of keys in which the sequence ends: keys past the end are masked in every step.
     partial = first + C.BLOCK_N > work.seqlen_k
     if C.HAS_CUTS:  # any key may be hidden
         full_end = full_begin
@@ -258,8 +284,9 @@ def own_row_blocks(C: gl.constexpr, tile_index, work, schedule):
 
     If several work tiles divide the blocks of rows, [begin, end) is the share of this one.
     """
-    begin, end, full_begin, full_end = row_blocks(C, work, schedule.window_left, schedule.window_right)
+    begin, end, full_begin, full_end = row_blocks(C, work, schedule.mask)
     if C.SHARED:
+        # [full_begin, full_end) stays that of all rows: step_order clamps it to the share.
         share = own_share(C, tile_index, schedule)
         count = end - begin
         end = begin + (count * (share + 1) >> schedule.row_shift)
@@ -267,13 +294,7 @@ def own_row_blocks(C: gl.constexpr, tile_index, work, schedule):
     return begin, end, full_begin, full_end
 
 
-@gluon.jit
-def gradient_head(C: gl.constexpr, tile_index, work, schedule):
-    """Return the head of dK and dV that a work tile writes.
-
-    Work tiles that share keys write their partial sums as different heads, which ``sum_parts`` adds up.
-    """
-    return (work.head << row_shift(C, schedule)) + own_share(C, tile_index, schedule)
+# The order of its steps, and of additions to dQ.
 
 
 @gluon.jit
@@ -283,6 +304,7 @@ def step_order(begin, end, full_begin, full_end):
     The first ``cut`` steps visit the blocks that the mask cuts. These are the first ``before`` blocks, then
     the blocks after the unmasked ones. The other steps visit the unmasked blocks, which begin at ``full``.
     """
+    # Clamped, because a share of the rows may have none of the unmasked blocks.
     full = min(max(full_begin, begin), end)
     full_end = min(max(full_end, full), end)
     before = full - begin
@@ -293,7 +315,7 @@ def step_order(begin, end, full_begin, full_end):
 def block_of_step(j, begin, end, cut, before, full):
     """Return the block of query rows that step ``j`` visits, in the order of :func:`step_order`."""
     in_front = begin + j
-    behind = end - cut + j
+    behind = end - cut + j  # steps [before, cut) end with block end - 1
     whole = full - cut + j
     return whole if j >= cut else (in_front if j < before else behind)
 
@@ -314,7 +336,7 @@ def in_order(C: gl.constexpr, ranges, listed):
     With a block mask the blocks come from ``listed``, the work tile's :func:`row_list`. Otherwise they come
     from ``ranges``, the result of :func:`own_row_blocks`.
     """
-    if C.LISTED:
+    if C.LISTED:  # partial blocks come first in the list, so step j visits position j
         masked = listed.masked_count
         return RowBlocks(0, listed.count, masked, listed.count, masked, masked, listed)
     else:
@@ -334,7 +356,10 @@ def has_rows(C: gl.constexpr, ranges, listed):
 
 @gluon.jit
 def own_rows(C: gl.constexpr, tile_index, work, pointers, schedule):
-    """Return the :class:`RowBlocks` of a work tile."""
+    """Return the :class:`RowBlocks` of a work tile.
+
+    The consumers of the main kernel take its steps apart, because their modifiers hold the list.
+    """
     ranges = own_row_blocks(C, tile_index, work, schedule)
     return in_order(C, ranges, row_list(C, work, pointers, schedule))
 
@@ -359,14 +384,29 @@ def dq_order(C: gl.constexpr, work, m, schedule):
     """With DETERMINISTIC: return how many blocks of keys add to block ``m`` of dQ before this work tile.
 
     Blocks of later keys add first. So the result counts all later blocks that some row of block ``m`` sees.
+    Programs that share a block of keys have different rows or heads, so they count once. There is no block
+    mask: a deterministic call with one has the portable kernels.
     """
     first = m * C.BLOCK_M
     last = min(first + C.BLOCK_M, work.seqlen_q) - 1
-    _, end, _, _ = key_range(
-        first, last, work.seqlen_q, work.seqlen_k, schedule.window_left, schedule.window_right, C.HAS_LEFT,
-        C.HAS_RIGHT,
-    )  # fmt: skip
+    _, end, _, _ = key_range(C, first, last, work.seqlen_q, work.seqlen_k, schedule.mask)
     return (end - 1) // C.BLOCK_N - work.tile_in_head
+
+
+# Heads and rows in memory.
+
+
+@gluon.jit
+def group_size(C: gl.constexpr, schedule):
+    """Return the number of query heads per key head of the schedule. If it is 1, loops over it disappear."""
+    # Other numbers are arguments of the launch: as constants they made a kernel for each ratio of heads.
+    return schedule.group if C.GROUPED else 1
+
+
+@gluon.jit
+def row_shift(C: gl.constexpr, schedule):
+    """Return log2 of the number of parts into which the query rows of a block of keys are divided."""
+    return schedule.row_shift if C.SHARED else 0
 
 
 @gluon.jit
@@ -390,6 +430,6 @@ def padded_row(C: gl.constexpr, work, row):
 
     ``neg_lse``, ``neg_delta`` and ``dq_accum`` have padded rows (``common.preprocess``).
     """
-    if C.VARLEN:
+    if C.VARLEN:  # each sequence begins at a block of its own (``preprocess.statistics_offset``)
         row += (work.start_q // ROW_PAD + work.sequence) * ROW_PAD
     return row

@@ -66,9 +66,10 @@ from flashtile.backends.hopper.layouts import (
     product_of_rows,
     zero_sums,
 )
+from flashtile.backends.hopper.masking import key_range
 from flashtile.backends.hopper.modifiers import key_block, load_columns, modify_scores
 from flashtile.backends.hopper.pipeline import make_channel
-from flashtile.backends.hopper.work_tiles import key_range, slope_of
+from flashtile.backends.hopper.work_tiles import slope_of
 
 
 class DqPointers(NamedTuple):
@@ -118,13 +119,14 @@ def dq_kernel(
     Grid: at most one program per multiprocessor; work tiles are assigned in ``serpentine_order``, or with a
     block mask taken from the work queue, whose counter is in ``pointers.table``.
     """
-    # The channels of q and dO get two writes for each block of rows: 64 rows for each warpgroup. Write number
-    # 2 j + W has warpgroup W's rows of the j-th block that the program computes.
+    # Channels have (slots, readers, tiles of a slot). Those of q and dO get two writes for each block of
+    # rows: 64 rows for each warpgroup. Write number 2 j + W has warpgroup W's rows of the j-th block that the
+    # program computes.
     q = make_channel(q_desc, 2, 1, 1)
     do = make_channel(do_desc, 2, 1, 1)
     k = make_channel(k_desc, C.STAGES, 2, 1)
     # With 256 columns, q and dO leave shared memory for three blocks of k and v: two of k, which is needed
-    # for longer, and one of v.
+    # for longer, and one of v. Equal widths are 256 here, because the main kernel has the smaller ones.
     V_STAGES: gl.constexpr = 1 if C.BLOCK_D == C.BLOCK_DV else 2
     v = make_channel(v_desc, V_STAGES, 2, 1)
     # Consumers have 240 registers a thread: dQ takes 128 of them, S and dP 32 each.
@@ -211,22 +213,14 @@ def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work
     q, do, k, v = channels
     schedule, numbers = call.schedule, call.numbers
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
-    n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
+    n_begin, n_end = tile_blocks(C, work, block, schedule.mask)
     first = block * C.BLOCK_M + W * WARPGROUP_ROWS
     last = min(first + WARPGROUP_ROWS, work.seqlen_q) - 1
-    begin, end, full_begin, full_end = key_range(
-        first,
-        last,
-        work.seqlen_q,
-        work.seqlen_k,
-        schedule.window_left,
-        schedule.window_right,
-        C.HAS_LEFT,
-        C.HAS_RIGHT,
-    )
+    begin, end, full_begin, full_end = key_range(C, first, last, work.seqlen_q, work.seqlen_k, schedule.mask)
     # A warpgroup without rows, or whose rows see no key, visits no block and releases all. Its dQ is 0.
     some = (first <= last) & (begin < end)
     my_end = min((end + C.BLOCK_N - 1) // C.BLOCK_N, n_end) if some else n_end
+    # [n_begin, n_end) is what the producer loads, for the whole block of rows. These rows may see less of it.
     my_begin = begin // C.BLOCK_N if some else n_end
     full_begin = (full_begin + C.BLOCK_N - 1) // C.BLOCK_N
     full_end = full_end // C.BLOCK_N
@@ -237,16 +231,21 @@ def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work
         listed = modifiers.blocks  # type: ignore[attr-defined]
         n_begin, n_end = 0, listed.count
         my_begin, my_end = n_begin, n_end
-        full_begin, full_end = 0, n_end - max(listed.masked_count, 1)  # an empty list's block is masked
+        # The loop counts down, and the masked blocks come first in the list: they have the largest numbers.
+        # An empty list has one block, past the last key, which is masked.
+        full_begin, full_end = 0, n_end - max(listed.masked_count, 1)
     elif C.MASK_MOD is not None:  # any key may be hidden
         full_end = full_begin
 
-    row = first + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout))
-    statistics = load_statistics(C, work, row, call)
+    # Rows past the last query have padded statistics, -lse = -inf, so their dS is 0. They are loaded plainly,
+    # once for a block of rows, and stay in registers.
+    row_numbers = first + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout))
+    statistics = load_statistics(C, work, row_numbers, call)
     slope = slope_of(C, work, work.head, call.pointers, schedule)
-    rows = mask_rows(C, work, row, slope, schedule, modifiers)
+    rows = mask_rows(C, work, row_numbers, slope, schedule, modifiers)
 
-    # Main loop. Blocks that only the other warpgroup sees are released before and after it.
+    # Main loop. Blocks that only the other warpgroup sees are released before and after it: a slot is free
+    # only when both consumers have arrived.
     dq = zero_sums(C.HEAD_DIM)
     i = skip_blocks(C, W, n_end - my_end, i, k, v)
     q.wait(2 * j + W)
@@ -260,10 +259,13 @@ def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work
     do.release(2 * j + W)
     i = skip_blocks(C, W, my_begin - n_begin, i, k, v)
     for part in gl.static_range(len(dq)):
+        # softmax_scale multiplies the sums once, before they are rounded.
         columns_of(q_tile, dq, part).store((dq[part] * numbers.scale).to(dq_desc.dtype))
-    fence_async_shared()  # TMA reads through the asynchronous proxy, which does not see plain stores
+    # TMA reads through the asynchronous proxy, which does not see plain stores. For the stores of the other
+    # warps the compiler has a barrier in front of the TMA store.
+    fence_async_shared()
     store_rows(C, dq_desc, work, first, q.tiles.index(W))
-    tma.store_wait(0)
+    tma.store_wait(0)  # the next q is loaded into this memory
     q.release(2 * j + W)
     return i
 
@@ -279,6 +281,8 @@ def dq_step(C: gl.constexpr, W: gl.constexpr, i, n, cut, rows, statistics, dq, c
     q_tile = q.tiles.index(W + (i >> 30)).reshape([WARPGROUP_ROWS, C.BLOCK_D])
     do_tile = do.tiles.index(W + (i >> 30)).reshape([WARPGROUP_ROWS, C.BLOCK_DV])
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
+    # Both products start from 0. A thread has -lse and -delta of two rows; in ``kernel``, with keys as rows,
+    # it would need those of all its columns, which is why they are in the accumulators there.
     zero = gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout)
     # S first: wgmma completes in order, so P can be computed while dP is in flight.
     k_tile = k.tiles.index(k.wait(i)).reshape([C.BLOCK_N, C.BLOCK_D])
@@ -309,7 +313,7 @@ def dq_step(C: gl.constexpr, W: gl.constexpr, i, n, cut, rows, statistics, dq, c
 @gluon.jit
 def load_statistics(C: gl.constexpr, work, row, call):
     """Load the :class:`Statistics` of rows ``row`` of the work tile's sequence and head."""
-    head = work.head.to(gl.int64)
+    head = work.head.to(gl.int64)  # rows of all heads may be more than 32 bits count
     if not C.VARLEN:
         head += work.sequence * call.schedule.num_heads
     where = head * call.padded_rows + padded_row(C, work, 0) + row

@@ -7,6 +7,8 @@ many rows the search takes longer than combining. Here the attention kernel says
   tile. If there are fewer programs than work tiles, there is one for each program: only the last work tile
   that a program begins can be continued by others.
 * With a work queue, the queue's table lists the work tiles that were divided.
+
+All other work tiles, also those whose rows see no key, were written by the attention kernel itself.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +26,7 @@ from flashtile.backends.portable.decode.schedule import (
 )
 
 RECORD_WIDTH = tl.constexpr(8)
-"""int32 numbers of a partial record."""
+"""int32 numbers of a partial record: the six fields of :class:`PartialRecord`, and two that are not used."""
 
 
 class PartialRecord(NamedTuple):
@@ -42,6 +44,8 @@ class PartialRecord(NamedTuple):
 @triton.jit
 def write_partial_record(partial, record, lengths, splits, C: tl.constexpr):
     """Write ``record`` to its place in the memory after the partial results."""
+    # BY_WORK_TILE: fewer work tiles than programs, so a record for each. Otherwise one for each program,
+    # which may begin several work tiles: the last one overwrites the others, which are complete.
     index = record.program
     if C.BY_WORK_TILE:
         index = record.m_block * lengths.num_heads_kv + record.head_kv
@@ -63,6 +67,7 @@ def combine_recorded_kernel(pointers, lengths, splits, row_blocks, C: tl.constex
     """
     first_row = tl.program_id(0) % row_blocks * C.ROWS
     index = tl.program_id(0) // row_blocks
+    # Programs are placed while attention still runs (start_dependents). All that they read is written by it.
     if C.PDL:
         tl.extra.cuda.gdc_wait()
     record = behind_partials(pointers.partial, splits, C) + index * RECORD_WIDTH
@@ -85,7 +90,8 @@ def combine_recorded_kernel(pointers, lengths, splits, row_blocks, C: tl.constex
     if first_row < num_rows:  # noqa: SIM102 - without rows, ``count`` is uninitialised
         if count > 1:
             # Each program has two slots. The first part of a work tile is in its program's second slot, any
-            # other part is in its program's first slot.
+            # other part is in its program's first slot: first slot 2 * first_program, then steps of 2, and 1
+            # more for part 0.
             parts = Parts(b, m, head_kv, start_q, num_rows, count, 2 * first_program, 2, 1)
             combine_rows(parts, first_row, pointers, lengths, splits, C)
 
@@ -110,9 +116,12 @@ def combine_divided_kernel(pointers, lengths, splits, row_blocks, C: tl.constexp
         m_block, sequence, _, divided = load_row(table + first * WIDTH)
         b, m = sequence_of(m_block, lengths, C)
         num_rows, _, n_blocks = reach_of(m, sequence, lengths, C)
+        # The last m_block of a sequence decides ``divided``. Others may have fewer n_blocks, and empty last
+        # parts.
         each = (n_blocks + divided - 1) // divided
         count = (n_blocks + each - 1) // each
         if (count > 1) & (first_row < num_rows):
+            # Slots are entries of the queue (``work.queued_tile``): rows of the table, heads side by side.
             start = (first - 1) * num_heads_kv + head_kv
             parts = Parts(b, m, head_kv, sequence.start_q, num_rows, count, start, num_heads_kv, 0)
             combine_rows(parts, first_row, pointers, lengths, splits, C)

@@ -239,8 +239,9 @@ class HopperDecodeLaunch(DecodeLaunch):
         assert isinstance(config, HopperDecodeConfig)
         variant = hopper_decode_variant(self._problem, config)
         lengths = lengths_of(problem, config)
-        if variant.HAS_LEFT and lengths.window_left == UNLIMITED:  # HAS_LEFT is due to padding on the left
-            lengths = lengths._replace(window_left=FAR)
+        mask = lengths.mask
+        if variant.HAS_LEFT and mask.window_left == UNLIMITED:  # HAS_LEFT is due to padding on the left
+            lengths = lengths._replace(mask=mask._replace(window_left=FAR))
         programs, splits = self._shares(problem, config, variant, lengths)
         attend = CachedLaunch(
             attend_kernel,

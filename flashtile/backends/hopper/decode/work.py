@@ -1,4 +1,14 @@
-"""Work partitioning of attention over a cache: the parts of work tiles that a program computes."""
+"""Work partitioning of attention over a cache: the parts of work tiles that a program computes.
+
+``portable.decode.schedule`` defines *m_block*, *n_block* and *work tile*. Two ways::
+
+    STREAM_K   balanced_start: an equal share of the list of all n_blocks, or (even_start) of one work tile
+               balanced_tile: the next part of the share; at most two parts are of divided work tiles
+    queue      table_kernel: a row for each m_block, or for each part of a long one, longest sequences first
+               queued_tile: an index from the queue's counter -> row, split, head
+
+The rest of the kernel sees a part as n_blocks [n_begin, n_end) of a work tile, and a slot for its result.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +32,16 @@ from flashtile.backends.portable.decode.schedule import (
 )
 
 CHUNKS = 16, 256
-"""Numbers of sequences whose lengths a program of the table kernel reads at a time: few or many."""
+"""Numbers of sequences whose lengths a program of the table kernel reads at a time: few or many. Only two, so
+that batches of all sizes share two kernels."""
 
 LIMITS = tl.constexpr(16)
 """Number of candidates for the maximum n_blocks of a part that :func:`part_limit` compares."""
 PART_COST = tl.constexpr(3.0)
 """Cost of a part's prologue and epilogue (4.6 us), in n_blocks of 128 keys and rows (1.6 us)."""
 COMBINE_COST = tl.constexpr(8.0)
-"""Cost of storing partial results and combining them, in n_blocks."""
+"""Cost of storing partial results and combining them, in n_blocks: 13 us. Parts cost 9 and 15 us of a call of
+8 sequences of 8192 keys with 8 and 16 tokens."""
 PARTS = tl.constexpr(65536)
 """A row of the work queue's table stores two integers in one: PARTS * (number of parts) + (index of the
 part)."""
@@ -49,7 +61,8 @@ class Start(NamedTuple):
     """Where a stream-K program's share of all n_blocks begins and ends (``schedule.stream_k_start``)."""
 
     total: Any
-    """Number of n_blocks of all shares. If work tiles are divided alike, -1 times that of a part."""
+    """Number of n_blocks of all shares. If work tiles are divided alike (:func:`even_start`), -1 times that
+    of a part: :func:`balanced_tile` tells the two apart by the sign."""
     position: Any
     end: Any
     m_block: Any
@@ -68,7 +81,8 @@ def behind_partials(partial, splits, C: tl.constexpr):
 
 @triton.jit
 def start_dependents():
-    """Allow the next kernel of the stream to start. It waits for the end of this kernel by itself."""
+    """Allow the next kernel of the stream to start (programmatic dependent launch): its programs take free
+    multiprocessors while this kernel still runs. It waits for the end of this kernel by itself."""
     tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -93,9 +107,13 @@ def even_start(index, start, pointers, lengths, C: tl.constexpr):
     program, programs = tl.program_id(0), tl.num_programs(0)
     heads = lengths.num_heads_kv
     counts = count_n_blocks(index, pointers, lengths, C)  # of all heads
+    # Programs for each work tile, and n_blocks for each of them in the longest m_block.
     parts = tl.maximum(programs // (lengths.m_blocks * heads), 1)
     each = (tl.max(counts, 0) // heads + parts - 1) // parts
+    # Only where the grid divides evenly, and where no program gets much more than the mean.
     alike = (parts * lengths.m_blocks * heads == programs) & (each <= start.total / programs + PART_COST)
+    # Programs are ordered by m_block, then head, then part. Positions count from the m_block's first n_block,
+    # so ``m_block_start`` is 0.
     m_block = program // (parts * heads)
     n_blocks = tl.sum(tl.where(index == m_block, counts, 0), 0) // heads
     nth = program % parts * each
@@ -136,6 +154,8 @@ def balanced_tile(C: tl.constexpr, position, start, m_block, m_block_start, poin
     program, programs = tl.program_id(0), tl.num_programs(0)
     work, nth, m_block_end = work_tile_at(program, position, m_block, m_block_start, pointers, lengths, C)
     count = min(work.n_blocks - nth, start.end - position)
+    # The program with the first part knows which others have parts, and records it for combining: those up to
+    # the program of the work tile's last n_block.
     splits = 0
     if nth == 0:
         if start.total < 0:
@@ -146,6 +166,7 @@ def balanced_tile(C: tl.constexpr, position, start, m_block, m_block_start, poin
     finished = position >= m_block_end
     m_block += finished.to(tl.int32)
     m_block_start = tl.where(finished, m_block_end, m_block_start)
+    # Two slots a program: the second for the work tile that it begins, the first for one that it continues.
     slot = 2 * program + (nth == 0).to(tl.int32)
     n_begin = work.keys.first // C.BLOCK_N + nth
     return work, n_begin, n_begin + count, slot, splits, position, m_block, m_block_start
@@ -177,7 +198,10 @@ def queued_tile(C: tl.constexpr, tile_index, table, lengths, splits, WIDTH: tl.c
     m_block, sequence, part, parts = load_row(table + (1 + row) * WIDTH)
     b, m = sequence_of(m_block, lengths, C)
     num_rows, keys, n_blocks = reach_of(m, sequence, lengths, C)
-    each = n_blocks
+    each = n_blocks  # of a part: all, unless work tiles are divided below
+    # Fixed splits: the slot that the portable combining kernel reads, by sequence, head, split, and m_block
+    # (from the last).
+    # With DIVIDES, slots are entries of the queue, which ``combine_divided_kernel`` counts in the same way.
     last = lengths.m_blocks_per_sequence - 1 - m
     slot = ((b * lengths.num_heads_kv + head_kv) * splits.num_splits + split) * lengths.m_blocks_per_sequence
     slot += last
@@ -231,6 +255,8 @@ def part_limit(batch, programs, slots, pointers, lengths, C: tl.constexpr, CHUNK
         longest = tl.maximum(longest, tl.max(n_blocks, 0))
     shares = (2 + index % 2) << (index // 2)  # twice the divisor: 2, 3, 4, 6, 8, 12 ...
     limits = (2 * longest + shares - 1) // shares
+    # For each candidate: n_blocks with the costs of their parts, parts longer than half the limit, and parts
+    # that need a slot.
     load = tl.zeros([LIMITS], tl.float32)
     long_parts = tl.zeros([LIMITS], tl.int32)
     divided = tl.zeros([LIMITS], tl.int32)
@@ -248,6 +274,7 @@ def part_limit(batch, programs, slots, pointers, lengths, C: tl.constexpr, CHUNK
     time = tl.maximum(rounds * (limits + PART_COST), load / programs)
     time += tl.where(divided > 0, COMBINE_COST, 0.0)
     time = tl.where(divided <= slots, time, float("inf"))
+    # The first candidate divides nothing and needs no slot, so one is always left.
     return tl.max(tl.where(-time == tl.max(-time, 0), limits, 0), 0)
 
 
@@ -274,7 +301,7 @@ def table_kernel(
     b = tl.program_id(0)
     mine = load_sequence(b, True, pointers, lengths, C)
     count, my_n_blocks = count_m_blocks(mine, lengths, C)
-    limit = lengths.capacity
+    limit = lengths.capacity  # of keys, and there are never more n_blocks: nothing is divided
     if C.DIVIDES:
         limit = part_limit(batch, programs, splits.slots, pointers, lengths, C, CHUNK)
     my_parts = tl.maximum((my_n_blocks + limit - 1) // limit, 1)
@@ -294,6 +321,8 @@ def table_kernel(
         first_row += tl.sum(tl.where(before, counts * parts, 0))
         total += tl.sum(counts * parts)
         divided += tl.sum(tl.where(parts > 1, counts, 0))
+    # Row 0 is written by one program. The attention kernel waits for the end of this one (wait_for_table), so
+    # it never counts before the counter is 0.
     if b == 0:
         tl.store(table, total)
         tl.store(table + 1, 0)

@@ -20,6 +20,7 @@ from flashtile.backends.hopper.config import (
 from flashtile.backends.hopper.forward.rounds import COSTS, blocks_stand_alone, fastest
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
+from flashtile.problems.masking import MaskConstants
 
 O_PART = 64
 """With ``O_IN_PARTS``: columns of a 16-bit output that one TMA store writes; half as many in float32."""
@@ -76,7 +77,7 @@ class ForwardConfig:
 
 
 @dataclass(frozen=True)
-class ForwardVariant(ModifierFlags):
+class ForwardVariant(MaskConstants, ModifierFlags):
     """Compile-time parameters of the forward kernel, which takes them as one constexpr."""
 
     HAS_TREE: ClassVar[bool] = False
@@ -84,8 +85,6 @@ class ForwardVariant(ModifierFlags):
 
     VARLEN: bool
     SEQUSED: bool
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
     SOFTCAP: bool
     TANH_APPROX: bool
     """Soft-caps use the hardware's tanh (``soft_cap``)."""

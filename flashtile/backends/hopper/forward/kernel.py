@@ -22,11 +22,14 @@ The warpgroups drift apart by themselves, or PING_PONG orders them.
 
 Tiles pass through rings of shared memory (``channels``). Each slot has two mbarriers:
 
-    ring    slots     written by, full after        read by, empty after
-    q       Q_STAGES  TMA, all bytes                all consumers: S of the last block, or O stored from it
-    k       STAGES    TMA, all bytes                all consumers: S of the block is complete
-    v       STAGES    TMA, all bytes                all consumers: P V of the block is complete
-    queue   2         producer, an index            all consumers: the index is read (with QUEUED)
+    ring    slots        written by, full after     read by, empty after
+    q       Q_STAGES     TMA, all bytes             all consumers: S of the last block, or O stored from it
+    k       STAGES       TMA, all bytes             all consumers: S of the block is complete
+    v       STAGES       TMA, all bytes             all consumers: P V of the block is complete
+    bias    BIAS_STAGES  TMA, all bytes             all consumers: the tile is in registers (with HAS_BIAS)
+    queue   2            producer, an index         all consumers: the index is read (with QUEUED)
+
+k and v have rings of their own: in each step the slot of k is free before the softmax, that of v after it.
 
 ``i`` counts the blocks of keys and ``j`` the blocks of queries that have passed through the rings since the
 start of the kernel, so slots and phases follow from them and no ring is reset between work tiles.
@@ -37,6 +40,10 @@ every row sees, those that the left edge cuts. Only cut blocks are masked.
 The module is read from top to bottom: the kernel, the producer, a consumer's block of queries, its loop over
 blocks of keys, then the steps of the loop: products, scores, softmax, and the stores. Which work a program
 gets is in ``schedule``. fp32, and head sizes whose rows TMA cannot address, go to other backends.
+
+``C`` is the variant, :class:`~flashtile.backends.hopper.forward.config.ForwardVariant`, which explains each
+flag. It is constant: a branch on it costs nothing, and the other side is not compiled. Where a variant lacks
+a part (a bias, a queue, a modifier), 0 takes its place.
 """
 
 from typing import Any, NamedTuple
@@ -77,6 +84,7 @@ from flashtile.backends.hopper.layouts import (
     product_of_rows,
     store_part,
 )
+from flashtile.backends.hopper.masking import hide_by_bounds, key_bounds
 from flashtile.backends.hopper.modifiers import (
     Modifiers,
     drop,
@@ -113,6 +121,8 @@ class Output(NamedTuple):
     desc: Any
 
 
+# Lengths are plain numbers: specialised on divisibility by 16, as Triton does, each kernel would be compiled
+# again (3 s) for lengths that differ in it.
 @gluon_kernel(do_not_specialize=("pointers", "schedule"))
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, bias_desc, pointers, schedule, numbers, C: gl.constexpr
@@ -122,11 +132,13 @@ def forward_kernel(
     Work tiles are assigned in ``serpentine_order``, or taken from the work queue, whose counter is in
     ``pointers.table``. Arguments that a call lacks (a bias, a table, slopes, a sink) are None.
     """
-    bias = 0
+    # Rings, as (descriptor, slots, readers, tiles per slot). q and the bias have a tile for each consumer:
+    # its 64 rows, the rows of one wgmma. With Q_HOLDS_O it later stores O from its own tile.
+    bias = 0  # not None: jit functions of Triton 3.6 cannot return a structure that contains None
     if C.HAS_BIAS:
         bias = make_channel(bias_desc, C.BIAS_STAGES, C.WARPGROUPS, C.WARPGROUPS)
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS * C.D_PARTS)
-    if C.K_BY_PARTS:
+    if C.K_BY_PARTS:  # a ring for each part, which is loaded again as soon as its own product is complete
         k = make_channels(k_desc, C.STAGES, C.WARPGROUPS, C.D_PARTS)
     else:
         k = make_channel(k_desc, C.STAGES, C.WARPGROUPS, C.D_PARTS)
@@ -136,15 +148,18 @@ def forward_kernel(
     queue = pipeline.make_work_queue(C.WARPGROUPS) if C.QUEUED else 0
     if C.Q_HOLDS_O:
         o_tiles = q.tiles
-    else:
+    else:  # O_IN_PARTS: one tile is filled while TMA reads the other
         O_TILES: gl.constexpr = 2 * C.WARPGROUPS if C.O_IN_PARTS else C.WARPGROUPS
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, [O_TILES] + o_desc.block_type.shape, o_desc.layout)
     output = Output(o_tiles, o_desc)
     call = ForwardCall(pointers, schedule, numbers)
     descs = ForwardInputs(q_desc, k_desc, v_desc, bias_desc)
-    # The first partition keeps the registers that the others leave (``config``: why 240, 160 and 24). The
-    # lists are written out for each number of consumers: Triton 3.7 loses constants and functions of tuples
-    # that are put together by + or by assignment.
+    # The first partition runs in the four warps with which the kernel is launched, so it is a consumer. The
+    # lists after the functions are warps and registers of the other partitions. The first one keeps the
+    # registers that they leave (``config``: why 240, 160 and 24). All barriers are initialised above, and all
+    # warps meet where the partitions begin.
+    # The lists are written out for each number of consumers: Triton 3.7 loses constants and functions of
+    # tuples that are put together by + or by assignment.
     if C.WARPGROUPS == 1:
         gl.warp_specialize(
             [
@@ -183,19 +198,25 @@ def forward_kernel(
 @gluon.jit
 def producer(C: gl.constexpr, queue, channels, descs, call):
     """One warp that loads all tiles for the consumers: :func:`load_block` for each block of query rows."""
+    # It may end while its last loads are on their way: consumers wait for every tile, also for those that
+    # they do not multiply, and the program's memory lasts until all partitions have ended.
     produce(C, load_block, queue, (channels, descs), call)
 
 
 @gluon.jit
 def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
-    """Load all that the consumers need for one block of query rows; returns the new ``i``."""
+    """Load all that the consumers need for one block of query rows; returns the new ``i``.
+
+    ``schedule.walk_work_tile`` calls it for each block of the program's work tiles.
+    """
     q, k, v, bias = channels
     q_desc, k_desc, v_desc, bias_desc = descs
     schedule = call.schedule
     n_begin, n_end, listed = loaded_blocks(C, work, block, call)
+    # In the order in which a consumer needs the tiles: k and q for S, the bias for the scores, v for P V.
     for n in range(n_end - 1, n_begin - 1, -1):
         key_number = n
-        if C.LISTED:
+        if C.LISTED:  # n is a position in the block mask's list
             key_number, _ = key_block(C, listed, n)
         load_k(C, k, k_desc, work, key_number, i)
         if n == n_end - 1:
@@ -206,8 +227,9 @@ def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
         if not C.K_BY_PARTS:
             load_v(C, v, v_desc, work, key_number, i)
         elif n < n_end - 1:
-            # One slot each: Q K^T of this block frees its parts one by one, before P V of block n + 1 frees
-            # that of v. So the keys of a block are loaded before the values of the block before it.
+            # k and v have one slot each. Q K^T of a block ends before P V of the block before it, so parts of
+            # k are free before v. The next keys are therefore loaded first, and the values follow a block
+            # later: those of block n + 1, the (i - 1)-th in the ring.
             load_v(C, v, v_desc, work, n + 1, i - 1)
         i += 1
     if C.K_BY_PARTS:
@@ -221,10 +243,10 @@ def loaded_blocks(C: gl.constexpr, work, block, call):
 
     With a block mask they are positions in ``listed``, the list of the rows. Otherwise ``listed`` is 0.
     """
-    n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
+    n_begin, n_end = tile_blocks(C, work, block, call.schedule.mask)
     listed = 0
     if C.LISTED:
-        listed = listed_keys(C, 1, work, block, call.pointers.lists)
+        listed = listed_keys(C, 1, work, block, call.pointers.lists)  # 1: the producer's warps
         n_begin, n_end = 0, listed.count
     return n_begin, n_end, listed
 
@@ -236,7 +258,8 @@ def load_q(C: gl.constexpr, q, desc, work, block, j):
     PARTS: gl.constexpr = C.D_PARTS
     COLUMNS: gl.constexpr = C.BLOCK_D // PARTS
     slot = q.acquire(j)
-    # One barrier for all consumers. TMA counts the bytes of rows past the last query, zeros, like the others.
+    # One barrier for all consumers. ``expect`` is the producer's arrival; the phase ends when as many bytes
+    # have come. TMA counts the bytes of rows past the last query, zeros, like the others.
     mbarrier.expect(q.full.index(slot), WARPGROUPS * PARTS * desc.block_type.nbytes)
     for w in gl.static_range(WARPGROUPS):
         for part in gl.static_range(PARTS):
@@ -276,37 +299,41 @@ def load_v(C: gl.constexpr, v, desc, work, n, i):
         load_keys(C, desc, work, n, v.full.index(slot), v_part, column)
 
 
-# With packed sequences, rows are counted from the end of the sequence: in the view (``ragged_view`` in
-# common/tma.py), each sequence ends at row RAGGED_ROWS. TMA then fills rows past the last one with zeros, and
-# does not store them.
+# A sequence may end inside its tensor: packed, or shortened by seqused_k. Its view is then that of
+# ``ragged_view`` (common/tma.py), with rows counted from the end of the sequence. The third coordinate is
+# RAGGED_ROWS, the extent of the view, minus the distance to that end. The first two move the address to the
+# sequence's own rows. TMA then fills rows past the last one with zeros, and does not store them. Zeros are
+# needed: P of a hidden key is 0, and 0 times a NaN that lies behind the sequence would be NaN.
 
 
 @gluon.jit
-def load_keys(C: gl.constexpr, desc, work, n, barrier, slot, column=0):
+def load_keys(C: gl.constexpr, desc, work, n, barrier, tile, column=0):
     """Load block ``n`` of k or v by TMA, from ``column`` on; rows past the last key arrive as zeros."""
     row, head = n * C.BLOCK_N, work.head_kv
     if C.VARLEN or C.SEQUSED:
         end = work.start_k + work.seqlen_k
-        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_k + row, head, column], barrier, slot)
+        async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_k + row, head, column], barrier, tile)
     else:
-        async_load(desc, [work.sequence, row, head, column], barrier, slot)
+        async_load(desc, [work.sequence, row, head, column], barrier, tile)
 
 
 @gluon.jit
 def load_queries(
-    C: gl.constexpr, w: gl.constexpr, desc, work, block, barrier, part, column: gl.constexpr = 0
+    C: gl.constexpr, w: gl.constexpr, desc, work, block, barrier, tile, column: gl.constexpr = 0
 ):
     """Load the query rows of warpgroup ``w`` by TMA, from ``column`` on; rows past the last query arrive as
     zeros."""
+    # A token is PACK rows of a tile. A head of the schedule is one of a query head's COLUMN_SPLITS parts,
+    # which differ in their columns of v and O only: they load the same queries.
     row, head = (block * C.BLOCK_M + w * WARPGROUP_ROWS) // C.PACK, work.head // C.COLUMN_SPLITS
     if C.VARLEN:
         end = work.start_q + work.seqlen_q
         row = RAGGED_ROWS - work.seqlen_q + row
-        async_load(desc, [RAGGED_ROWS, end, row, head, column], barrier, part)
+        async_load(desc, [RAGGED_ROWS, end, row, head, column], barrier, tile)
     elif C.PACK > 1:
-        async_load(desc, [work.sequence, row, head, 0, column], barrier, part)
+        async_load(desc, [work.sequence, row, head, 0, column], barrier, tile)
     else:
-        async_load(desc, [work.sequence, row, head, column], barrier, part)
+        async_load(desc, [work.sequence, row, head, column], barrier, tile)
 
 
 # A consumer: one block of query rows.
@@ -347,12 +374,13 @@ class QueryTile(NamedTuple):
 
     q: Any
     """[64, BLOCK_D] in shared memory; a tuple of tiles if D_PARTS > 1."""
-    q_head: Any
-    """The first Q_IN_REGISTERS columns of q, in registers."""
+    q_registers: Any
+    """The first Q_IN_REGISTERS columns of q, in registers; not read if there are none."""
     k: Any
     v: Any
     """Rings of blocks of keys and values."""
     ping_pong: Any
+    """:class:`~flashtile.backends.hopper.pipeline.PingPong`; 0 without PING_PONG."""
     rows: Any
     """:class:`Rows`."""
     numbers: Any
@@ -365,7 +393,8 @@ class SoftmaxState(NamedTuple):
     o: Any
     """Output, not yet divided by the sums: a tuple of its accumulators, as from :func:`zero_output`."""
     l: Any
-    """[64, 4]: for each row, the sums of the probabilities that each of its four threads holds."""
+    """[64, 4]: for each row, the sums of the probabilities that each of its four threads holds (a thread of
+    wgmma's accumulator has every fourth pair of columns)."""
     m: Any
     """[64]: maximum of the scores, in log2 units."""
 
@@ -381,13 +410,16 @@ def consumer(C: gl.constexpr, W: gl.constexpr, queue, channels, ping_pong, outpu
 def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, work, block, i, j, call):
     """Compute and store out and lse of 64 rows: those of warpgroup W in ``block`` of work tile ``work``.
 
-    Returns the new ``i``.
+    ``schedule.walk_work_tile`` calls it for each block of the program's work tiles. Returns the new ``i``.
     """
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     q, k, v, bias = channels
     pointers, schedule, numbers = call
 
+    # Rows [first, last], the whole tile's blocks [n_begin, n_end), and ``own``, those that these rows see. A
+    # warpgroup whose rows are all past the last query computes like the others: without its work, calls of
+    # 197 to 1024 queries were 0.86 to 1.04 times as fast.
     first, last, n_begin, n_end, own = own_range(C, W, work, block, schedule)
     positions, head = row_positions(C, work, first, row_layout)
     slope = slope_of(C, work, head, pointers, schedule)
@@ -397,28 +429,30 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     if C.LISTED:  # blocks are numbered by their order in the block mask's list, the masked ones last
         listed = modifiers.blocks  # type: ignore[attr-defined]
         n_begin, n_end = 0, listed.count
+        # Without masked blocks the last block is full as well: the prologue looks at is_full.
         own = OwnBlocks(0, listed.count, 0, listed.count - listed.masked_count)
-    elif C.MASK_MOD is not None:  # any key may be hidden
+    elif C.MASK_MOD is not None:  # any key may be hidden: no block is full, all go through the masked loop
         own = OwnBlocks(own.begin, own.end, own.begin, own.begin)
     rows = mask_rows(C, work, positions, slope, schedule, modifiers)
     state = first_state(C, head, pointers)
 
-    # The blocks of the whole tile are [n_begin, n_end); the consumers' own blocks differ under a mask. Each
-    # consumer releases all of them, since a slot is free only after all consumers.
+    # The blocks of the whole tile are [n_begin, n_end); the consumers' own blocks differ under a mask.
     i = skip_blocks(C, W, n_end - own.end, i, k, v, ping_pong, bias)
-    q_part, q_tile, q_head = own_queries(C, W, q, j, s_layout)
-    tile = QueryTile(q_tile, q_head, k, v, ping_pong, rows, numbers)
+    q_part, q_tile, q_registers = own_queries(C, W, q, j, s_layout)
+    tile = QueryTile(q_tile, q_registers, k, v, ping_pong, rows, numbers)
     if C.HAS_RIGHT and C.BLOCK_N > WARPGROUP_ROWS:
-        # Under a causal mask, every other warpgroup sees only the left half of its last 128 keys.
+        # Under a causal mask, every other warpgroup sees only the left half of its last 128 keys: of 128 rows
+        # and keys on the diagonal, rows 0 to 63 see keys 0 to 63. Only that half is multiplied.
         whole = whole_end(C, work, last, own.begin, own.end, schedule)
         HALF: gl.constexpr = C.BLOCK_N // 2
         state, i = attend_masked(C, W, HALF, tile, state, i, own.end, whole)
         own = OwnBlocks(own.begin, whole, own.full_begin, own.full_end)
     state, i = attend_blocks(C, W, tile, state, i, own)
-    if not C.Q_HOLDS_O:
+    if not C.Q_HOLDS_O:  # all S are complete, and the P V in flight does not read q
         q.release(j)
 
-    # lse is stored while the last P V is in flight.
+    # lse is stored while the last P V is in flight. The next block's first Q K^T is not issued here, although
+    # the tensor cores are idle: its S would be 64 more live registers (0.93 to 0.98 times as fast).
     o, l, m = state
     sums = gl.convert_layout(gl.sum(l, 1), row_layout)
     lse = to_natural(C, m) + gl.log(sums)
@@ -428,9 +462,10 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     o = finish_blocks(C, v, i, o)
     i = skip_blocks(C, W, own.begin - n_begin, i, k, v, ping_pong, bias)
     kept = 1.0
-    if C.HAS_DROPOUT:
+    if C.HAS_DROPOUT:  # 1 / (1 - dropout_p) multiplies O once, not each P
         kept = numbers.keep_scale
-    o = each(scale_rows, o, gl.where(sums > 0, kept / sums, 0.0))  # rows that see no key become 0
+    # Rows that see no key become 0. Where a score is NaN, O itself is NaN and stays so.
+    o = each(scale_rows, o, gl.where(sums > 0, kept / sums, 0.0))
     store_tile(C, W, each(cast, o, output.desc.dtype), q, q_part, j, output, work, first)
     return i
 
@@ -474,10 +509,8 @@ def row_modifiers(C: gl.constexpr, work, block, first, bias, pointers, schedule)
 def mask_rows(C: gl.constexpr, work, positions, slope, schedule, modifiers=0):
     """Return the :class:`Rows` of query rows. ``positions``: the index of each row in its sequence."""
     in_keys = positions + work.seqlen_k - work.seqlen_q
-    last_key = gl.full([WARPGROUP_ROWS], 0, gl.int32, positions.type.layout) + work.seqlen_k - 1
-    if C.HAS_RIGHT:
-        last_key = gl.minimum(in_keys + schedule.window_right, last_key)
-    return Rows(in_keys, in_keys - schedule.window_left, last_key, slope, 0, modifiers)
+    first_key, last_key = key_bounds(C, in_keys, 0, work.seqlen_k, schedule.mask)
+    return Rows(in_keys, first_key, last_key, slope, 0, modifiers)
 
 
 @gluon.jit
@@ -523,26 +556,28 @@ def first_state(C: gl.constexpr, head, pointers):
 def own_queries(C: gl.constexpr, W: gl.constexpr, q, j, s_layout: gl.constexpr):
     """Wait for the ``j``-th block in the ring of q, and return the queries of warpgroup W.
 
-    Returns (index of the warpgroup's first tile, tile, head). ``head`` is the first Q_IN_REGISTERS columns of
-    the tile, in registers: a wgmma with its left operand in registers reads only K from shared memory. If
-    D_PARTS > 1, q is divided into D_PARTS tiles of fewer columns, and ``tile`` and ``head`` are tuples. With
-    K_BY_PARTS, ``tile`` is (tiles of the ring, index of the warpgroup's first).
+    Returns (index of the warpgroup's first tile, tile, registers). ``registers`` has the first Q_IN_REGISTERS
+    columns of the tile. A wgmma with its left operand in registers reads only K from shared memory, whose
+    bandwidth limits products of 64 x 64. If D_PARTS > 1, q is divided into D_PARTS tiles of fewer columns,
+    and ``tile`` and ``registers`` are tuples. With K_BY_PARTS, ``tile`` is (tiles of the ring, index of the
+    warpgroup's first), for :func:`start_qk`.
     """
     part = (q.wait(j) * C.WARPGROUPS + W) * C.D_PARTS  # the tiles of a slot: by warpgroup, then by part
     if C.D_PARTS == 1:
         tile = q.tiles.index(part).reshape([WARPGROUP_ROWS, C.BLOCK_D])
     else:
         tile = parts_of(q.tiles, part, C.D_PARTS)
-    head = tile
+    registers = tile
     if C.Q_IN_REGISTERS > 0:
+        # 32 bits of a row share a register: two columns of 16 bits, or four of e4m3 (``fp8.kernel``).
         layout: gl.constexpr = left_operand_layout(s_layout, 32 // q.tiles.dtype.primitive_bitwidth)
         if C.D_PARTS == 1:
-            head = tile.slice(0, C.Q_IN_REGISTERS, dim=1).load(layout)
+            registers = tile.slice(0, C.Q_IN_REGISTERS, dim=1).load(layout)
         else:
-            head = load_parts(tile, C.Q_IN_REGISTERS * C.D_PARTS // C.BLOCK_D, layout)
+            registers = load_parts(tile, C.Q_IN_REGISTERS * C.D_PARTS // C.BLOCK_D, layout)
     if C.K_BY_PARTS:
         tile = (q.tiles, part)
-    return part, tile, head
+    return part, tile, registers
 
 
 @gluon.jit
@@ -572,20 +607,32 @@ def load_parts(tiles, COUNT: gl.constexpr, layout: gl.constexpr):
 def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
     """Attend to all ``blocks`` (:class:`~flashtile.backends.hopper.forward.schedule.OwnBlocks`) of a tile.
 
-    This is the consumer of FlashAttention-3's Algorithm 2. Returns the new state and the new ``i``. Without
-    HAS_LEFT, the last P V is still in flight, so that the caller can store lse meanwhile: the caller then
-    calls :func:`finish_blocks`.
+    This is the consumer of FlashAttention-3's Algorithm 2, over blocks without an edge of the mask::
+
+        wait for Q and K of the last block;  S = Q K^T;  release K;  m, P, l from S     (prologue)
+        for the blocks n before it:
+            issue S = Q K_n^T;  issue O += P V_(n + 1)
+            wait for S;  release K_n;  m, the next P, l from S
+            wait for O;  release V_(n + 1);  O = O * exp(old m - new m)
+        O += P V of the first block                                                    (epilogue)
+
+    Blocks that the right edge cuts come before it, those that the left edge cuts after it, both through
+    :func:`attend_masked`. Returns the new state and the new ``i``. Without HAS_LEFT, the last P V is still in
+    flight, so that the caller can store lse meanwhile: the caller then calls :func:`finish_blocks`.
     """
     begin, end, full_begin, full_end = blocks
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     k, v, ping_pong, rows, numbers = tile.k, tile.v, tile.ping_pong, tile.rows, tile.numbers
+    # HAS_CUTS: a mask function may hide any key. Lists need no loop before: see the main loop.
     CUTS_FIRST: gl.constexpr = C.HAS_RIGHT or C.HAS_TREE or (C.HAS_CUTS and not C.LISTED)
     first = end - 1
     if CUTS_FIRST:
+        # The leftmost of the cut blocks is left to the prologue, which masks anyway. Clamped, because after a
+        # half block ``full_end`` may be ``end``.
         first = min(max(full_end, begin), end - 1)
         state, i = attend_masked(C, W, C.BLOCK_N, tile, state, i, end, first + 1)
 
-    # Prologue: S and P of the first block. An edge of the mask may cut this block, but not those after it.
+    # Prologue: S and P of block ``first``. An edge of the mask may cut this block, but not those after it.
     s, block = block_scores(C, W, C.BLOCK_N, tile, rows, i, first)
     if C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N or C.HAS_CUTS:
         s = mask(C, s, block.n, rows, s_layout, block.is_full, block.columns, not C.LISTED)
@@ -601,27 +648,34 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
     full_begin = min(full_begin, first)
     for n in range(first - 1, full_begin - 1, -1):
         # S = Q K_n^T first: wgmma completes in order, so the softmax of S can begin while P V is in flight.
+        # In ping-pong order, a turn is the issue of both products; the softmax needs no turn.
         if C.PING_PONG:
             ping_pong.wait(W, i)
-        s = start_qk(C, C.BLOCK_N, tile.q, tile.q_head, k, i, s_layout)
+        s = start_qk(C, C.BLOCK_N, tile.q, tile.q_registers, k, i, s_layout)
         o = start_pv(C, p, tile_of_v(C, v, i - 1), o)
         if C.PING_PONG:
             ping_pong.pass_on(W)
         # What modifiers load or draw does not depend on S, and hides behind the products.
         block = Block(n, False, 0, 0, 0)
         if has_modifiers(C):
-            block = visit(C, W, C.BLOCK_N, rows, i, n, s_layout)
-        # The P V that may stay in flight are one wgmma group for each accumulator of O.
+            block = prepare_block(C, W, C.BLOCK_N, rows, i, n, s_layout)
+        # The P V that may stay in flight are one wgmma group for each accumulator of O. K_n is free now: when
+        # it was released together with V below, calls took 0 to 6 % more time.
         s = finish_qk(C, s, k, i, 1 if C.O_RIGHT == 0 else 2)
         if changes_scores(C):
             s = modified(C, s, block, rows, i, numbers, s_layout)
+        # Partial blocks of a block mask are masked here. With a loop of their own, without overlap, masks of
+        # mostly partial blocks took up to 2.5 times as long, and the others gained 2 to 3 %. With EVEN_N all
+        # of these blocks are partial. Otherwise one may be the full block in which the sequence ends.
         if C.LISTED:  # noqa: SIM102 - a constexpr condition needs an if of its own
             if n >= full_end:  # blocks that the block mask does not list as full come first
                 s = mask(C, s, block.n, rows, s_layout, block.is_full, block.columns, C.EVEN_N)
-        # m, P and l of block n.
+        # m, P and l of block n. l sums P in fp32, before it is rounded for P V, and with what dropout drops.
         weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
         l = scale_rows(l, alpha) + quad_sums(weights)
-        if C.PIN_WAIT:  # ptxas would move the wait for P V before the exponentials, where these are few
+        # ptxas may move the wait for P V before the exponentials. Keeping it behind them made calls 0.90 to
+        # 1.09 times as fast, so the table of configurations says where.
+        if C.PIN_WAIT:
             l = pin(l)
         # Only now: P V has had the whole softmax to complete.
         o = finish_pv(o)
@@ -629,6 +683,7 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
         # P V reads its left operand from registers until it is complete, so P is converted after the wait.
         # An earlier conversion would need registers for two P.
         p = as_operand(C, weights, block.bits, rows, v.tiles.dtype)
+        # O is scaled here, with no product in flight. Under the next Q K^T it was 3 to 5 % slower.
         if C.LAZY_RESCALE:
             p = copy_registers(p)  # before the branches of rescale, past which ptxas would delay it
             o = each(rescale, o, alpha)
@@ -660,7 +715,8 @@ def attend_masked(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, s
     """Attend to the first ``WIDTH`` keys of blocks n_from - 1 down to n_to, which an edge of the mask cuts.
 
     Returns the new state and the new ``i``. Q K^T and P V do not overlap here, because such blocks are few.
-    To overlap them, this loop would have to pass P to the main loop, and both would repack P in every step.
+    To overlap them, this loop would have to pass P to the main loop, and both would repack P in every step:
+    with two pipelined loops, causal calls at head_dim 128 reached 513 TFLOP/s instead of 597.
     """
     # The accumulator of half a block has another layout, so rows and statistics are converted. For a whole
     # block the layouts are equal, and the conversions vanish.
@@ -687,9 +743,10 @@ def attend_masked(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, s
 def skip_blocks(C: gl.constexpr, W: gl.constexpr, count, i, k, v, ping_pong=0, bias=0):
     """Release ``count`` blocks of keys that no row of this warpgroup sees, and return the new ``i``.
 
-    With HAS_BIAS, the same number of tiles of the bias is released. With K_BY_PARTS, ``k`` is a tuple of
-    rings. Each block is waited for: a slot's empty barrier counts one arrival of each consumer per use, and
-    an arrival before the load would count for the previous use.
+    A slot is free only after all consumers, so also after those that do not need it. With HAS_BIAS, the same
+    number of tiles of the bias is released. With K_BY_PARTS, ``k`` is a tuple of rings. Each block is waited
+    for: a slot's empty barrier counts one arrival of each consumer per use, and an arrival before the load
+    would count for the previous use.
     """
     for _ in range(count):
         if C.PING_PONG:  # keeps the turns of the warpgroups in step with ``i``
@@ -734,12 +791,12 @@ def block_scores(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, ro
     s_layout: gl.constexpr = accumulator_layout(WIDTH)
     if C.PING_PONG:
         tile.ping_pong.wait(W, i)
-    s = start_qk(C, WIDTH, tile.q, tile.q_head, tile.k, i, s_layout)
+    s = start_qk(C, WIDTH, tile.q, tile.q_registers, tile.k, i, s_layout)
     if C.PING_PONG:
         tile.ping_pong.pass_on(W)
     block = Block(n, False, 0, 0, 0)
     if has_modifiers(C):
-        block = visit(C, W, WIDTH, rows, i, n, s_layout)
+        block = prepare_block(C, W, WIDTH, rows, i, n, s_layout)
     s = finish_qk(C, s, tile.k, i, 0)
     if changes_scores(C):
         s = modified(C, s, block, rows, i, tile.numbers, s_layout)
@@ -747,10 +804,11 @@ def block_scores(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, ro
 
 
 @gluon.jit
-def visit(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, rows, i, n, s_layout: gl.constexpr):
+def prepare_block(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, rows, i, n, s_layout: gl.constexpr):
     """Return the :class:`Block` of the tile's block number ``n``, the ``i``-th in the rings.
 
-    With a block mask, its number among all blocks of keys comes from the list of the block mask.
+    It is called between the issue of Q K^T and the wait for S, which hides its loads and its arithmetic. With
+    a block mask, the number among all blocks of keys comes from the list of the block mask.
     """
     is_full = False
     columns = 0
@@ -774,37 +832,40 @@ def modified(C: gl.constexpr, s, block, rows, i, numbers, s_layout: gl.constexpr
     """Return the scores of ``block`` from the raw products s, and release its tile of the bias."""
     added = block.bias
     if C.HAS_BIAS:
-        # An arrival does not wait for them, and TMA loads the next tile over this.
+        # An arrival does not wait for them, and TMA loads the next tile over this. Without the wait, lse was
+        # wrong by up to 0.1 where slow exponentials delayed the loads.
         added = wait_for_loads(added)
         rows.modifiers.bias.release(i)
     return apply_score_mod(C, s, block.n, rows, numbers, s_layout, added)
 
 
 # The products. S is [64, WIDTH], WIDTH keys in the accumulator of one wgmma. O has one accumulator, or two
-# where BLOCK_DV is no power of two: the left one has O_LEFT columns, the right one O_RIGHT.
+# where BLOCK_DV is no power of two, because shapes in Triton are: the left one has O_LEFT columns, the right
+# one O_RIGHT. Each ``warpgroup_mma`` is one wgmma group, so the counts of waits are numbers of products.
 
 
 @gluon.jit
-def start_qk(C: gl.constexpr, WIDTH: gl.constexpr, q, q_head, k, i, s_layout: gl.constexpr):
+def start_qk(C: gl.constexpr, WIDTH: gl.constexpr, q, q_registers, k, i, s_layout: gl.constexpr):
     """Wait for the ``i``-th block in the ring of k, and start S = Q K^T for its first WIDTH keys. Return S,
     in flight.
 
-    If D_PARTS > 1, ``q`` is the tuple of tiles from :func:`own_queries`, and ``q_head`` that of the tiles in
-    registers. With K_BY_PARTS, ``k`` is a tuple of rings, one for each part.
+    If D_PARTS > 1, ``q`` is the tuple of tiles from :func:`own_queries`, and ``q_registers`` that of the
+    tiles in registers. With K_BY_PARTS, ``k`` is a tuple of rings, one for each part.
     """
-    HEAD: gl.constexpr = C.Q_IN_REGISTERS
+    LOADED: gl.constexpr = C.Q_IN_REGISTERS
+    # ``warpgroup_mma`` takes an accumulator; the first product has use_acc False and does not read it.
     s = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, s_layout)
     if C.D_PARTS == 1:
         k_tile = k.tiles.index(k.wait(i)).reshape([C.BLOCK_N, C.BLOCK_D])
         if WIDTH < C.BLOCK_N:
             k_tile = k_tile.slice(0, WIDTH, dim=0)
-        if HEAD == 0:
+        if LOADED == 0:
             return product_of_rows(q, k_tile, s, C.QK_COLUMNS, False)
         else:  # the columns of q that registers hold, then the others: one accumulator
-            k_head = k_tile.slice(0, HEAD, dim=1).permute((1, 0))
-            s = warpgroup_mma(q_head, k_head, s, use_acc=False, is_async=True)
-            if HEAD < C.QK_COLUMNS:
-                s = product_of_rows(q, k_tile, s, C.QK_COLUMNS, True, HEAD)
+            k_columns = k_tile.slice(0, LOADED, dim=1).permute((1, 0))
+            s = warpgroup_mma(q_registers, k_columns, s, use_acc=False, is_async=True)
+            if LOADED < C.QK_COLUMNS:
+                s = product_of_rows(q, k_tile, s, C.QK_COLUMNS, True, LOADED)
             return s
     else:
         if not C.K_BY_PARTS:  # else each part is waited for where it is multiplied
@@ -823,23 +884,19 @@ def start_qk(C: gl.constexpr, WIDTH: gl.constexpr, q, q_head, k, i, s_layout: gl
             k_part = k_part.reshape([C.BLOCK_N, COLUMNS])
             if WIDTH < C.BLOCK_N:
                 k_part = k_part.slice(0, WIDTH, dim=0)
-            if n * COLUMNS < HEAD:
-                s = warpgroup_mma(q_head[n], k_part.permute((1, 0)), s, use_acc=n > 0, is_async=True)
-            elif n * COLUMNS < C.QK_COLUMNS:
-                s = product_of_rows(q_part, k_part, s, least(C.QK_COLUMNS - n * COLUMNS, COLUMNS), n > 0)
+            if n * COLUMNS < LOADED:
+                s = warpgroup_mma(q_registers[n], k_part.permute((1, 0)), s, use_acc=n > 0, is_async=True)
+            elif n * COLUMNS < C.QK_COLUMNS:  # columns past head_dim are zeros
+                s = product_of_rows(q_part, k_part, s, min(C.QK_COLUMNS - n * COLUMNS, COLUMNS), n > 0)
         return s
-
-
-@gluon.constexpr_function
-def least(a, b):
-    return min(a, b)
 
 
 @gluon.jit
 def finish_qk(C: gl.constexpr, s, k, i, LATER: gl.constexpr):
     """Wait for S, release the ``i``-th block in the ring of k, and return S.
 
-    LATER wgmma groups, which may still be in flight, were started after Q K^T.
+    LATER wgmma groups, which may still be in flight, were started after Q K^T. Groups complete in the order
+    of their start.
     """
     if C.K_BY_PARTS:  # the memory of each part is free as soon as its product is complete
         PARTS: gl.constexpr = C.D_PARTS
@@ -871,7 +928,8 @@ def tile_of_v(C: gl.constexpr, v, i):
             slot += i >> 30  # as in start_qk
         return (v.tiles.index(slot).reshape([C.BLOCK_N, C.BLOCK_DV]),)
     else:
-        # The block is DV_PARTS tiles of COLUMNS columns. O_LEFT of them, side by side, are one right operand.
+        # The block is DV_PARTS tiles of COLUMNS columns, one behind another in memory. The tiles of the first
+        # O_LEFT columns are one right operand, by a view over several tiles (``compat.VIEWS_SPAN_TILES``).
         first = slot * C.DV_PARTS
         COLUMNS: gl.constexpr = C.BLOCK_DV // C.DV_PARTS
         layout: gl.constexpr = gl.NVMMASharedLayout(v.tiles.layout.swizzle_byte_width, 16, 2)
@@ -924,6 +982,9 @@ def zero_output(C: gl.constexpr):
         return (left, gl.full([WARPGROUP_ROWS, C.O_RIGHT], 0.0, gl.float32, accumulator_layout(C.O_RIGHT)))
 
 
+# Steps of O: :func:`each` applies one of ``scale_rows``, ``rescale`` and ``cast`` to its accumulators.
+
+
 @gluon.jit
 def each(function: gl.constexpr, o, x):
     """Return a tuple of ``function(accumulator, x)`` for each accumulator of O."""
@@ -945,6 +1006,17 @@ def cast(x, dtype: gl.constexpr):
 
 
 # Scores: soft-cap, score functions, bias, ALiBi, masks.
+#
+# A score passes through up to three units: the raw product q k (or the tanh of a soft-cap), natural units, in
+# which a SCORE_MOD and a bias are defined, and log2 units, for exp2. The variant decides in which of them the
+# scores reach the softmax:
+#
+#   HAS_SCORE_MOD        log2 units: for ALiBi, and for a softmax scale that is not positive (the maximum of
+#                        the scaled scores is then not the scaled maximum). In decoding also for soft-caps
+#                        and for FP8 caches, whose rows have scales. It does not mean SCORE_MOD.
+#   has_natural_scores   natural units: there is a SCORE_MOD or a bias. scale_log2 is log2(e).
+#   neither              raw products or tanh. scale_log2 has the softmax scale in it, so that a probability
+#                        takes one FMA and one exp2.
 
 LARGE = gl.constexpr(2.0**27)
 """From this magnitude on, scores of fp32 differ by at least 16, or not at all."""
@@ -1004,11 +1076,7 @@ def mask(
     keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))[None, :]
     if C.MASK_MOD is not None:
         s = hide_scores(C, s, n, is_full, rows, columns, s_layout, PARTIAL)
-    if C.MASK_MOD is None or not C.LISTED or not C.EVEN_N:
-        # The block's first key is subtracted from the row's bound: one subtraction for a row, none for a key.
-        s = gl.where(keys <= (rows.last_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
-    if C.HAS_LEFT:
-        s = gl.where(keys >= (rows.first_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
+    s = hide_by_bounds(C, s, keys, n * C.BLOCK_N, rows)
     if C.HAS_TREE:
         tree = rows.tree
         columns = keys + (n * C.BLOCK_N - tree.first_key)
@@ -1018,8 +1086,7 @@ def mask(
     return s
 
 
-# The online softmax. A probability takes one FMA and one exp2, because softmax_scale and log2(e) form one
-# factor, scale_log2.
+# The online softmax.
 
 MAX_FLOAT = gl.constexpr(3.4028234663852886e38)
 
@@ -1035,10 +1102,11 @@ def online_softmax(C: gl.constexpr, s, m, scale_log2):
     With LAZY_RESCALE (FlashAttention-4, Zadouri et al. 2026, arXiv:2603.05451), the maximum m changes only if
     a score exceeds it by LAG_LOG2. P and the sums are in units of 2 ** m, so out and lse do not depend on m.
     """
+    # The factor is positive, so the maximum comes first: one product for a row, not one for each score.
     top = gl.max(s, 1)
     if not C.HAS_SCORE_MOD:
         top = top * to_log2(C, top, scale_log2)
-    if C.LAZY_RESCALE:
+    if C.LAZY_RESCALE:  # the factor below is then exactly 1 for most rows, which ``rescale`` skips
         m_new = gl.where(top > m + LAG_LOG2, top, m)
     else:
         m_new = gl.maximum(m, top)
@@ -1048,7 +1116,7 @@ def online_softmax(C: gl.constexpr, s, m, scale_log2):
     elif has_natural_scores(C):
         factor = gl.where(is_large(m_new), 2.0, scale_log2)
         p = gl.exp2(gl.fma(s, factor[:, None], -shift[:, None]))
-    else:
+    else:  # one FMA, as above: floating-point fusion is on
         p = gl.exp2(s * scale_log2 - shift[:, None])
     return p, m_new, gl.exp2(m - shift)
 
@@ -1057,11 +1125,11 @@ def online_softmax(C: gl.constexpr, s, m, scale_log2):
 def to_log2(C: gl.constexpr, top, scale_log2):
     """Return the factor of rows whose largest score is ``top``, from the softmax's scores to log2 units.
 
-    An FMA computes the exponents of P. It does not round the product that is rounded in the row's maximum, so
-    exponents err by up to 2 ** -24 of the maximum. P then leaves the range of 16 bits if all scores of a row
-    are large, for example -1e9. With a power of two, both are exact. In place of log2(e) it is as good for
-    LARGE scores, because P is about 0 wherever a score differs from the maximum. And it is greater, so the
-    converted maxima keep the order of the scores.
+    It is log2(e), or 2 for LARGE scores in natural units. The maximum of a row is a rounded product. The
+    exponents of P are not: an FMA subtracts the maximum from the exact product. They err by up to 2 ** -24 of
+    the maximum. If all scores of a row are large, for example -1e9, P would leave the range of 16 bits.
+    Products with 2 are exact. In place of log2(e), 2 is as good for LARGE scores: they are equal or differ by
+    16 and more, so P is 1 or about 0. And 2 is greater than log2(e), so converted maxima keep their order.
     """
     if has_natural_scores(C):
         scale_log2 = gl.where(gl.abs(top) < LARGE, scale_log2, 2.0)
@@ -1089,7 +1157,7 @@ def at_least(lse, sink):
 
 @gluon.jit
 def is_large(m):
-    """Whether the maximum ``m`` comes from a LARGE score, so that :func:`to_log2` was 2."""
+    """Whether the maximum ``m``, in log2 units, comes from a LARGE score, so that :func:`to_log2` was 2."""
     return gl.abs(m) >= 2 * LARGE
 
 
@@ -1124,6 +1192,7 @@ def as_operand(C: gl.constexpr, weights, bits, rows, dtype: gl.constexpr):
     p = weights.to(dtype)
     if C.HAS_DROPOUT:
         p = drop(p, bits, rows.modifiers.dropout, False)
+    # The layout of the left accumulator's operand. The right one holds it in the same registers (start_pv).
     return gl.convert_layout(p, left_operand_layout(accumulator_layout(C.O_LEFT)))
 
 
@@ -1138,12 +1207,16 @@ def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, 
     tiles a few columns at a time (O_IN_PARTS), or to a tile of their own. The queries are the ``j``-th block
     in the ring of q, and ``q_part`` is the index of the warpgroup's first tile of q. With Q_HOLDS_O, this
     function releases the block when the stores have read the tiles.
+
+    One thread issues a store, and only it can wait for the store. Behind ``tma.store_wait`` the compiler lets
+    all warps of the partition meet, so each may overwrite the tile then.
     """
     if C.Q_HOLDS_O and C.D_PARTS > 1:
         PART: gl.constexpr = output.desc.block_type.shape[-1]
         parts = output_parts(o, PART)
         for n in gl.static_range(C.BLOCK_DV // PART):
-            store_part(parts[n], q.tiles.index(q_part + n))  # fences for TMA, as below
+            # No wait: all S are complete, so nothing reads these tiles of q any more.
+            store_part(parts[n], q.tiles.index(q_part + n))
             store_rows(C, output.desc, work, first, q.tiles.index(q_part + n), n * PART)
     elif C.O_IN_PARTS:
         # A few columns at a time; the parts alternate between two tiles of shared memory.
@@ -1173,7 +1246,8 @@ def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, 
 
 @gluon.jit
 def output_parts(o, PART: gl.constexpr):
-    """Return O as a tuple of tiles of PART columns, from left to right. The last tile may have fewer."""
+    """Return O as a tuple of tiles of PART columns, from left to right. The last tile may have fewer: the
+    right accumulator, which is never wider than PART."""
     if len(o) == 1:
         return column_parts(o[0], PART)
     else:
@@ -1187,17 +1261,17 @@ def first_column(C: gl.constexpr, work):
 
 
 @gluon.jit
-def store_rows(C: gl.constexpr, desc, work, row, part, column: gl.constexpr = 0):
+def store_rows(C: gl.constexpr, desc, work, row, tile, column: gl.constexpr = 0):
     """Store a warpgroup's rows of the output by TMA, from ``column`` of the work tile's columns on; rows past
     the last query are not written."""
     head, column = work.head // C.COLUMN_SPLITS, first_column(C, work) + column
     if C.VARLEN:
         end = work.start_q + work.seqlen_q
-        async_store(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, head, column], part)
+        async_store(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, head, column], tile)
     elif C.PACK > 1:
-        async_store(desc, [work.sequence, row, head, 0, column], part)
+        async_store(desc, [work.sequence, row, head, 0, column], tile)
     else:
-        async_store(desc, [work.sequence, row, head, column], part)
+        async_store(desc, [work.sequence, row, head, column], tile)
 
 
 @gluon.jit
@@ -1206,10 +1280,10 @@ def store_lse(C: gl.constexpr, lse, work, head, positions, pointers, schedule):
 
     Work tiles that divide the columns of v store the same lse.
     """
-    if C.VARLEN:
+    if C.VARLEN:  # int64: heads times tokens may exceed 2 ** 31
         rows = head.to(gl.int64) * schedule.total_q + work.start_q + positions
     else:
-        heads = schedule.num_heads // C.COLUMN_SPLITS * C.PACK
+        heads = schedule.num_heads // C.COLUMN_SPLITS * C.PACK  # query heads: num_heads counts the schedule's
         head_of_batch = work.sequence.to(gl.int64) * heads + head
         rows = head_of_batch * schedule.seqlen_q + positions
     gl.store(pointers.lse + rows, lse, mask=positions < work.seqlen_q)

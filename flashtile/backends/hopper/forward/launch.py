@@ -54,7 +54,7 @@ from flashtile.backends.hopper.modifiers import (
 )
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TileTable
 from flashtile.problems.attention import OptionalTensors, Problem
-from flashtile.problems.common import LOG2_E, UNLIMITED
+from flashtile.problems.common import LOG2_E
 
 
 def forward_variant(problem: Problem, plan: Plan, bias: Tensor | None = None) -> ForwardVariant:
@@ -64,7 +64,7 @@ def forward_variant(problem: Problem, plan: Plan, bias: Tensor | None = None) ->
     log2 units.
     """
     config = plan.config
-    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    mask_constants = problem.for_kernels(problem.seqlen_q, problem.seqlen_k).constants
     block_d, block_dv = padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)
     columns, scaled = block_d, has_score_mod(problem)
     if plan.kernel == "forward":
@@ -73,7 +73,7 @@ def forward_variant(problem: Problem, plan: Plan, bias: Tensor | None = None) ->
         scaled = problem.alibi or (scaled and not problem.softcap)
     block_dv = min(block_dv, MAX_COLUMNS_OF_V)
     o_left, o_right = accumulators(block_dv, problem.head_dim_v)
-    windowed = left != UNLIMITED or right != UNLIMITED
+    windowed = any(mask_constants.values())
     # A windowed kernel is the same for either answer, so it is always False: more lengths share a kernel.
     even = not (windowed or problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0
     flags = modifier_flags(problem, fixed=False)
@@ -87,8 +87,7 @@ def forward_variant(problem: Problem, plan: Plan, bias: Tensor | None = None) ->
     return ForwardVariant(
         VARLEN=problem.varlen,
         SEQUSED=problem.seqused_k,
-        HAS_LEFT=left != UNLIMITED,
-        HAS_RIGHT=right != UNLIMITED,
+        **mask_constants,
         SOFTCAP=problem.softcap > 0,
         TANH_APPROX=problem.softcap > 0 and problem.dtype == torch.bfloat16,
         ALIBI=problem.alibi,
@@ -161,7 +160,6 @@ def schedule_of(
     """Return the integers of the launch."""
     num_heads = problem.num_heads_q // plan.pack * plan.column_splits
     table = tile_table(problem, plan)
-    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     return ForwardSchedule(
         num_tiles=plan.tiles if table is None else table.capacity * num_heads,
         num_blocks=plan.blocks,
@@ -172,8 +170,7 @@ def schedule_of(
         seqlen_k=problem.seqlen_k,
         total_q=problem.total_q,
         batch_rows_k=rows_between_sequences(k),
-        window_left=left,
-        window_right=right,
+        mask=problem.for_kernels(problem.seqlen_q, problem.seqlen_k),
         alibi_stride=outer_stride(alibi_slopes),
         **modifier_integers(problem, bias),
     )

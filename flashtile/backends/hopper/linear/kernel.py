@@ -10,6 +10,8 @@ al. 2023, arXiv:2311.01282, section 4). Reading W takes most of the time, so mem
   kernel.
 
 Rows of W are the first operand of the tensor cores, and rows of x the second. So M is padded only to 8 or 16.
+Copies are those of threads: a ring of TMA tiles for wgmma, with K divided among programs, reached 0.755 to
+0.773 of the speed of reading at one row, where this kernel reaches 0.922.
 
 A *chunk* is a range of WARPS * BLOCK_K columns of K; a slot of the ring holds one. All warps load and
 multiply: there are no partitions, and the ring needs no mbarriers. A program with two tiles of three chunks
@@ -119,7 +121,8 @@ def flat_kernel(
     chunks = gl.cdiv(K, WARPS * BLOCK_K)
     count = tiles.count * chunks
 
-    # The chunk to load next.
+    # The chunk to load next. It runs ahead of the products, also into the next tile; ``offsets`` and ``mine``
+    # are of its tile and change only with it.
     tile = 0
     chunk = 0
     offsets, mine = weight_rows(tiles, tile, depth, call, C, E)
@@ -141,7 +144,9 @@ def flat_kernel(
         if s < count:
             load_x(s % chunks, s, pointers, ring, depth, M, C)
         async_copy.commit_group()
-    launch_dependents()  # the next kernel may load its weights; it waits for this one's end itself
+    # The next kernel may load its weights; it waits for this one's end itself. After the last loads instead,
+    # chains of products had 0.843 instead of 0.881 of the speed of reading (with an earlier ring).
+    launch_dependents()
 
     # mma, not wgmma: each warp has a part of K, and wgmma would need all four at 64 rows of W. The first axis
     # of the layout is the warps.
@@ -181,6 +186,7 @@ def flat_kernel(
                 if t == 0:  # x is the same for every tile
                     wide = x_tile.to(gl.float32)
                     x_squares += wide * wide
+                # Multiplied again for each tile: x in the ring is as it was given.
                 weight = ring.norm_weight.index(slot).permute((0, 2, 1)).load(x_operand)
                 x_tile = x_tile * weight
             acc = mma_v2(as_numbers(w_tile, x_tile.dtype), x_tile, acc)
@@ -189,6 +195,7 @@ def flat_kernel(
         if E.NORM and t == 0:
             of_x_rows = gl.convert_layout(gl.sum(gl.sum(x_squares, 1), 0), gl.SliceLayout(0, of_sums))
             factor = gl.rsqrt(of_x_rows / K + eps)
+        # The sum over the first axis is that of the warps: the only exchange between them, once a tile.
         square = finish(gl.sum(acc, 0), factor, square, tiles, t, call, C, E)
     if E.NEXT_NORM:
         leave_factor(square, call, C)
@@ -240,6 +247,8 @@ def tiles_of(program, programs, places, C: gl.constexpr):
 
     The places (output columns, or pairs of them) are shared equally: programs differ by at most one place.
     """
+    # Equal shares without sums across programs. In whole tiles and a rest instead of tiles of equal sizes, a
+    # last tile of 3 rows cost 5 us. int64, because the product of places and programs may exceed 32 bits.
     begin = (places.to(gl.int64) * program // programs).to(gl.int32)
     end = (places.to(gl.int64) * (program + 1) // programs).to(gl.int32)
     return FlatTiles(begin, end - begin, gl.cdiv(end - begin, C.BLOCK_N // C.HALVES))
@@ -263,6 +272,7 @@ def weight_rows(tiles, t, depth, call, C: gl.constexpr, E: gl.constexpr):
     STEP: gl.constexpr = C.BLOCK_N // C.HALVES
     i = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     place = edge_of(tiles, t) + i % STEP
+    # The first STEP rows of a tile are the first sums of its places, the others the second ones (``finish``).
     row = row_of(place, i // STEP, call.places, E)[None, :, None]
     offsets = row.to(gl.int64) * depth.w_stride + chunk_columns(C, dtype)
     return offsets, (place < edge_of(tiles, t + 1))[None, :, None]
@@ -286,6 +296,7 @@ def next_chunk(tile, chunk, offsets, mine, chunks, tiles, depth, call, C: gl.con
 def load_weights(offsets, mine, chunk, slot, pointers, ring, depth, C: gl.constexpr, E: gl.constexpr):
     """Start to copy a chunk of W, for the rows of one tile, and, if NORM, a chunk of the norm's weights."""
     copy(pointers.w, offsets, mine, chunk, ring.w.index(slot), depth, C)
+    # The norm's weights do not depend on the previous kernel either.
     if E.NORM:
         columns = chunk_columns(C, pointers.norm_weight.dtype.element_ty)
         copy(pointers.norm_weight, columns, columns >= 0, chunk, ring.norm_weight.index(slot), depth, C)
@@ -325,6 +336,7 @@ def chunk_columns(C: gl.constexpr, dtype: gl.constexpr):
 @gluon.constexpr_function
 def copy_layout(C, dtype):
     """Layout of asynchronous copies of [WARPS, rows, BLOCK_K] into a slot."""
+    # A warp copies the columns that it multiplies: adjacent lanes have adjacent vectors of a row.
     vector = vector_of(dtype)
     vectors = C.BLOCK_K // vector
     lanes = min(vectors, 32)
@@ -354,6 +366,7 @@ def finish(sums, factor, square, tiles, t, call, C: gl.constexpr, E: gl.constexp
     pairs: gl.constexpr = pairs_layout(C)
     layout: gl.constexpr = gl.SliceLayout(2, pairs)
     place = edge_of(tiles, t) + gl.arange(0, STEP, gl.SliceLayout(1, layout))
+    # Places behind the tile's end become the first column past the output, so that one bound hides both.
     place = gl.where(place < edge_of(tiles, t + 1), place, call.places)[:, None]
     end = call.places
     m = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, layout))[None, :]
@@ -362,7 +375,7 @@ def finish(sums, factor, square, tiles, t, call, C: gl.constexpr, E: gl.constexp
         y = store_sums(gl.convert_layout(sums, layout), place, end, m, factor, call, E)
         if E.NEXT_NORM:
             square += gl.sum(store_scaled(y, place, end, m, call), 0)
-    else:
+    else:  # the two sums of a place side by side in a thread, which combines them
         both = sums.reshape([2, STEP, C.BLOCK_M]).permute((1, 2, 0))
         first, second = gl.split(gl.convert_layout(both, pairs))
         to = load_destinations(m, call.pointers, call.sizes, E)
@@ -388,6 +401,7 @@ def leave_factor(square, call, C: gl.constexpr):
     PARTS: gl.constexpr = PARTS_AT_ONCE // BLOCK_M
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // BLOCK_M, BLOCK_M], [C.WARPS, 1], [1, 0])
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+    # Stored without atomics, and added below in the order of programs: the same bits in every run.
     square = gl.convert_layout(square, gl.SliceLayout(0, layout))
     gl.store(call.pointers.squares + gl.program_id(0) * BLOCK_M + m, square)
     partition_barrier()  # all threads have stored before one of them counts the program as arrived

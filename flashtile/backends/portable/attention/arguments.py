@@ -6,15 +6,14 @@ from typing import Any, NamedTuple
 
 from flashtile.backends.common.config import TokenStrides
 from flashtile.problems.attention import OptionalTensors
+from flashtile.problems.masking import MaskConstants
 
 
 @dataclass(frozen=True)
-class AttentionVariant:
+class AttentionVariant(MaskConstants):
     """Constants of a kernel, passed as one argument. Features that a call does not use cost nothing."""
 
     VARLEN: bool
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
     HAS_SOFTCAP: bool
     HAS_ALIBI: bool
     HAS_MASK: bool
@@ -40,7 +39,6 @@ class AttentionVariant:
     """Whether offsets within a tile need 64 bits."""
     WIDE_SCORES: bool
     """Whether offsets within the mask or bias of one head need 64 bits."""
-    HAS_CHUNK: bool
     HAS_DROPOUT: bool
     MASKS_EVERY_BLOCK: bool
     """Whether any block may have hidden keys, so that one loop masks every block."""
@@ -133,10 +131,8 @@ class AttentionLengths(NamedTuple):
     seqlen_k: Any
     total_q: Any
     total_k: Any
-    window_left: Any
-    window_right: Any
-    attention_chunk: Any
-    """Positions per chunk; 0 without chunks."""
+    mask: Any
+    """A :class:`~flashtile.problems.masking.KernelMask`. Without chunks, ``attention_chunk`` is 0."""
     drop_threshold: Any
     """Dropout drops a probability if its 15 random bits are below this threshold."""
 

@@ -69,7 +69,8 @@ from flashtile.backends.portable.attention.steps import (
     walk,
     walked_block,
 )
-from flashtile.backends.portable.tiles import cap_and_bias, chunk_range, first_token, store_tile
+from flashtile.backends.portable.masking import window_at
+from flashtile.backends.portable.tiles import cap_and_bias, first_token, store_tile
 
 DkdvPointers = attention_pointers("DkdvPointers", "q k v dout neg_lse neg_delta dk dv", __name__)
 
@@ -349,18 +350,17 @@ def dbias_kernel(pointers, sizes, padded_rows, strides, lengths, numbers, C: tl.
         first = find_sequence(own_sequence + i, call, C)
         for m in range(blocks):
             row_start = (own_block + m) * BLOCK_M
-            # Whether any row of the tile may see any of its keys, by lengths, window and chunks.
+            # Whether any row of the tile may see any of its keys, by lengths and positions.
             offset = first.len_k - first.len_q
             reached = (row_start < first.len_q) & (key_start < first.len_k)
             if C.HAS_RIGHT:
-                reached = reached & (key_start <= row_start + C.BLOCK_M - 1 + offset + lengths.window_right)
+                position = row_start + C.BLOCK_M - 1 + offset
+                _, right = window_at(position, 0, lengths.mask, C)
+                reached = reached & (key_start <= position + right)
             if C.HAS_LEFT:
-                reached = reached & (key_start + C.BLOCK_N > row_start + offset - lengths.window_left)
-            if C.HAS_CHUNK:
-                chunk_start, chunk_end = chunk_range(
-                    row_start + offset, row_start + C.BLOCK_M + offset, lengths.attention_chunk
-                )
-                reached = reached & (key_start < chunk_end) & (key_start + C.BLOCK_N > chunk_start)
+                position = row_start + offset
+                left, _ = window_at(position, 0, lengths.mask, C)
+                reached = reached & (key_start + C.BLOCK_N > position - left)
             # A loop of zero rounds instead of a branch: the accumulator stays in its registers.
             for n in range(tl.where(reached, rounds, 0)):
                 b = own_sequence + i + n // heads

@@ -55,7 +55,7 @@ from flashtile.backends.portable.config import Config, dbias_tile
 from flashtile.backends.portable.key_bounds import KeyBounds
 from flashtile.dropout import threshold
 from flashtile.problems.attention import OptionalTensors, Problem
-from flashtile.problems.common import LOG2_E, UNLIMITED
+from flashtile.problems.common import LOG2_E
 
 
 def attention_variant(
@@ -72,12 +72,11 @@ def attention_variant(
     ``wide``: whether offsets within a tile of q, k or v need 64 bits; ``aligned``: whether tiles of k and v
     are loaded asynchronously (:func:`is_aligned`).
     """
-    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    mask_constants = problem.for_kernels(problem.seqlen_q, problem.seqlen_k).constants
     block_d, block_dv = tile_widths(problem.head_dim, problem.head_dim_v, aligned)
     return AttentionVariant(
+        **mask_constants,
         VARLEN=problem.varlen,
-        HAS_LEFT=left != UNLIMITED,
-        HAS_RIGHT=right != UNLIMITED,
         HAS_SOFTCAP=problem.softcap > 0,
         HAS_ALIBI=problem.alibi,
         HAS_MASK=problem.mask,
@@ -96,12 +95,11 @@ def attention_variant(
         BLOCK_N=config.BLOCK_N,
         WIDE=wide,
         WIDE_SCORES=_is_wide(mask) or _is_wide(bias),
-        HAS_CHUNK=problem.attention_chunk > 0,
         HAS_DROPOUT=problem.dropout_p > 0,
         MASKS_EVERY_BLOCK=problem.mask
         or problem.key_padding_mask
-        or problem.attention_chunk > 0
-        or problem.mods is not None,
+        or problem.mods is not None
+        or not problem.in_one_range,
         PRECISION=precision,
         SEQUENCES_FIRST=bias is not None and bias.shape[0] == 1 < bias.shape[1],
     )
@@ -129,7 +127,7 @@ def _is_wide(tensor: Tensor | None) -> bool:
 
 
 def _lengths(problem: Problem, alibi_slopes: Tensor | None) -> AttentionLengths:
-    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    of_call = problem.for_kernels(problem.seqlen_q, problem.seqlen_k)
     return AttentionLengths(
         alibi_stride=outer_stride(alibi_slopes),
         num_heads_q=problem.num_heads_q,
@@ -138,10 +136,8 @@ def _lengths(problem: Problem, alibi_slopes: Tensor | None) -> AttentionLengths:
         seqlen_k=problem.seqlen_k,
         total_q=problem.total_q,
         total_k=problem.total_k,
-        window_left=left,
-        window_right=right,
-        # No position lies after the last key, so a chunk longer than seqlen_k acts like one of seqlen_k.
-        attention_chunk=min(problem.attention_chunk, max(problem.seqlen_k, 1)),
+        # These kernels have a parameter for the size of chunks, also without chunks.
+        mask=of_call._replace(attention_chunk=of_call.attention_chunk or 0),
         drop_threshold=threshold(problem.dropout_p),
     )
 

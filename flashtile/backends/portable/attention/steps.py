@@ -12,8 +12,8 @@ Every program owns a tile of rows or of keys, loads it once, and *walks* the til
                   run 0            run 1             run 2
 
 Within STEP the order is that of the definition of attention, and each function is the only one of its kind:
-raw products, :func:`modify_scores` (scale, soft-cap, ALiBi, bias, score_mod), :func:`visible_scores` (window,
-chunk, mask, padding, mask_mod), the exponential of the kernel, :func:`dropout_mask`.
+raw products, :func:`modify_scores` (scale, soft-cap, ALiBi, bias, score_mod), :func:`visible_scores`
+(position, mask, padding, mask_mod), the exponential of the kernel, :func:`dropout_mask`.
 
 A *row* is a query position and a *key* a key position within one sequence; ``offset = seqlen_k - seqlen_q``
 aligns them at the bottom right: row ``i`` stands at key ``i + offset``.
@@ -25,16 +25,14 @@ from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.preprocess import statistics_offset
 from flashtile.backends.common.tiles import LOG2_E, row_of_token, sequence
 from flashtile.backends.portable.attention.arguments import AttentionSequence, Block, ScoreIndices
+from flashtile.backends.portable.masking import block_range, visible, window_at
 from flashtile.backends.portable.tiles import (
-    block_range,
     cap_and_bias,
-    chunk_range,
     head_of,
     load_slope,
     row_block,
     sequence_and_head,
     used_length,
-    visible,
 )
 from flashtile.dropout import KEY_STEPS, SMALL_MULTIPLIER
 
@@ -131,18 +129,14 @@ def reached_keys(start, sequence, call, C: tl.constexpr):
     """
     lengths = call.lengths
     offset = sequence.len_k - sequence.len_q
+    end = min(start + C.BLOCK_M, sequence.len_q)
+    of_first = window_at(start + offset, 0, lengths.mask, C)
+    of_last = window_at(end - 1 + offset, 0, lengths.mask, C)
     first, full_first, full_last, last = block_range(
-        start, min(start + C.BLOCK_M, sequence.len_q), offset, sequence.len_k, lengths.window_left,
-        lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
-    )  # fmt: skip
+        start, end, offset, sequence.len_k, of_first, of_last, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N
+    )
     if C.MASKS_EVERY_BLOCK:
         first, last = clip_to_padding(first, last, call, sequence.b, C.BLOCK_N)
-        if C.HAS_CHUNK:  # only keys that share a chunk with one of the rows
-            chunk_start, chunk_end = chunk_range(
-                start + offset, start + C.BLOCK_M + offset, lengths.attention_chunk
-            )
-            first = max(first, chunk_start // C.BLOCK_N)
-            last = min(last, (chunk_end + C.BLOCK_N - 1) // C.BLOCK_N)
         full_last = first  # any block may have hidden keys: run 2 takes them all
     return first, full_first, full_last, last
 
@@ -158,15 +152,12 @@ def reaching_rows(start, sequence, call, C: tl.constexpr):
     lengths = call.lengths
     offset = sequence.len_k - sequence.len_q
     end = min(start + C.BLOCK_N, sequence.len_k)
+    of_first = window_at(start, 0, lengths.mask, C, MIRRORED=True)
+    of_last = window_at(end - 1, 0, lengths.mask, C, MIRRORED=True)
     first, full_first, full_last, last = block_range(
-        start, end, -offset, sequence.len_q, lengths.window_right, lengths.window_left, C.HAS_RIGHT,
-        C.HAS_LEFT, C.BLOCK_M,
-    )  # fmt: skip
+        start, end, -offset, sequence.len_q, of_first, of_last, C.HAS_RIGHT, C.HAS_LEFT, C.BLOCK_M
+    )
     if C.MASKS_EVERY_BLOCK:
-        if C.HAS_CHUNK:
-            chunk_start, chunk_end = chunk_range(start, end, lengths.attention_chunk)
-            first = max(first, (chunk_start - offset) // C.BLOCK_M)
-            last = min(last, (max(chunk_end - offset, 0) + C.BLOCK_M - 1) // C.BLOCK_M)
         full_last = first
         if call.pointers.key_bounds is not None:  # keys that are all padding: no row needs to be visited
             own = start // C.BLOCK_N
@@ -324,12 +315,7 @@ def load_broadcast(pointer, strides, at, lengths, HAS_ROWS: tl.constexpr, other,
 def visible_scores(at, call, C: tl.constexpr):
     """Return which scores of a tile are visible. The result is arbitrary for keys past the sequence's end."""
     pointers, strides, lengths = call.pointers, call.strides, call.lengths
-    seen = visible(at.distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
-    if C.HAS_CHUNK:
-        # Arbitrary for negative positions, because % of Triton has the sign of the dividend. They see no key.
-        first = at.positions - at.positions % lengths.attention_chunk
-        seen = seen & (at.positions >= 0) & (at.keys >= first)
-        seen = seen & (at.keys - first < lengths.attention_chunk)
+    seen = visible(at.distance, window_at(at.positions, 0, lengths.mask, C), lengths.mask, C)
     if C.HAS_MASK:
         seen = seen & load_broadcast(pointers.mask, strides.mask, at, lengths, C.MASK_HAS_ROWS, False, C)
     if C.HAS_PADDING:

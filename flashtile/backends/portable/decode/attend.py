@@ -68,11 +68,11 @@ from flashtile.backends.portable.decode.schedule import (
     store_results,
     store_rows,
     stream_k_start,
-    window_at,
     with_prior,
     work_tile_at,
 )
-from flashtile.backends.portable.tiles import apply_score_mod, softmax_step, visible
+from flashtile.backends.portable.masking import visible, window_at
+from flashtile.backends.portable.tiles import apply_score_mod, softmax_step
 
 
 @dataclass(frozen=True)
@@ -386,8 +386,8 @@ def attend_work_tile(
         k_scale = (k_scale * q_scale)[:, None]
     next_work = NextWork(next_cache, next_first, next_work_tile.keys, more)
     offset = sequence.len_k - sequence.len_q
-    left, right = window_at((tokens + offset)[:, None], sequence.leftpad, lengths)
-    score_rows = ScoreRows(tokens, offset, slope, k_scale, tree_rows, sequence.len_q, left, right)
+    window = window_at((tokens + offset)[:, None], sequence.leftpad, lengths.mask, C)
+    score_rows = ScoreRows(tokens, offset, slope, k_scale, tree_rows, sequence.len_q, window)
     last = first + count
 
     # Main loop.
@@ -490,10 +490,8 @@ class ScoreRows(NamedTuple):
     tree_rows: Any
     """Pointers to the tokens' rows of the tree mask."""
     len_q: Any
-    left: Any
-    """Maximum number of keys that a token sees before its position; ``right``: after it. Scalars or [BLOCK_M,
-    1]."""
-    right: Any
+    window: Any
+    """How far a token sees, as ``window_at`` returns it: scalars or [BLOCK_M, 1]."""
 
 
 class NextWork(NamedTuple):
@@ -587,7 +585,7 @@ def attend_n_blocks(
                 scores * rows.k_scale, distance, rows.slope, call.numbers.softmax_scale, call.numbers.softcap,
                 C.HAS_SOFTCAP, C.HAS_ALIBI,
             )  # fmt: skip
-        allowed = visible(distance, rows.left, rows.right, C.HAS_LEFT, C.HAS_RIGHT)
+        allowed = visible(distance, rows.window, call.lengths.mask, C)
         allowed = allowed & seen[None, :]
         if C.HAS_TREE:  # the mask covers the query tokens among the keys; keys before them are visible
             columns = (positions - rows.offset)[None, :]

@@ -81,6 +81,7 @@ from flashtile.problems.decode import (
     CopyTensors,
     DecodeProblem,
 )
+from flashtile.problems.masking import KernelMask
 
 SCAN_BLOCKS = 1, 32, 256, 1024
 """Numbers of m_blocks that a stream-K program may read at a time. They are few, because each is a kernel: at
@@ -172,13 +173,12 @@ def is_stream_k(problem: DecodeProblem, config: DecodeConfig) -> bool:
 
 def keys_seen(problem: DecodeProblem) -> int:
     """Return the maximum number of keys that the rows of a work tile can see."""
-    left, _ = effective_window(problem)
+    left = mask_of(problem).window_left
     return problem.capacity if left == UNLIMITED else min(problem.capacity, left + problem.seqlen_q)
 
 
 def layout(problem: DecodeProblem, config: DecodeConfig, stream_k: bool) -> dict[str, Any]:
     """Return the fields of :class:`schedule.Layout`, by name. ``stream_k``: :func:`is_stream_k`."""
-    left, right = effective_window(problem)
     m_blocks = heads = 1
     if stream_k:  # in other grids, programs do not scan m_blocks
         m_blocks = problem.batch * m_blocks_of(problem, config)
@@ -187,13 +187,11 @@ def layout(problem: DecodeProblem, config: DecodeConfig, stream_k: bool) -> dict
         if config.tile.BLOCK_M <= NARROW:
             heads = largest_divisor(problem.num_heads_kv, MAX_HEADS_PER_TEAM)
     scan = next((block for block in SCAN_BLOCKS if m_blocks <= block), SCAN_BLOCKS[-1])
-    return {
+    return mask_of(problem).constants | {
         "HAS_LENGTHS": problem.lengths,
         "HAS_LEFTPAD": problem.leftpad,
         "VARLEN": problem.varlen,
         "VARLEN_NEW": problem.varlen_new,
-        "HAS_LEFT": left != UNLIMITED,
-        "HAS_RIGHT": right != UNLIMITED,
         "BLOCK_M": config.tile.BLOCK_M,
         "BLOCK_N": config.tile.BLOCK_N,
         "SCAN_BLOCK": scan,
@@ -231,7 +229,6 @@ def num_splits_of(problem: DecodeProblem, config: DecodeConfig) -> tuple[int, in
 
 def lengths_of(problem: DecodeProblem, config: DecodeConfig) -> DecodeLengths:
     m_blocks = m_blocks_of(problem, config)
-    left, right = effective_window(problem)
     return DecodeLengths(
         m_blocks=problem.batch * m_blocks,
         m_blocks_per_sequence=m_blocks,
@@ -241,32 +238,13 @@ def lengths_of(problem: DecodeProblem, config: DecodeConfig) -> DecodeLengths:
         seqlen_new=problem.seqlen_new,
         total_q=problem.total_q,
         capacity=problem.capacity if problem.num_blocks else 0,
-        window_left=left,
-        window_right=right,
-        attention_chunk=effective_chunk(problem),
+        mask=mask_of(problem),
     )
 
 
-def effective_window(problem: DecodeProblem) -> tuple[int, int]:
-    """Return the window (left, right). A side that hides no key is UNLIMITED. A chunk limits both sides."""
-    left, right, chunk = problem.window_left, problem.window_right, effective_chunk(problem)
-    if chunk is not None:
-        left, right = (chunk - 1 if side == UNLIMITED else min(side, chunk - 1) for side in (left, right))
-        return left, UNLIMITED if problem.seqlen_q == 1 else right
-    return (
-        UNLIMITED if left >= problem.capacity - 1 else left,
-        UNLIMITED if right >= problem.seqlen_q - 1 else right,
-    )
-
-
-def effective_chunk(problem: DecodeProblem) -> int | None:
-    """Return the chunk size, at most the capacity, or None if chunks do not change which keys are visible."""
-    capacity = max(problem.capacity, 1)
-    # If there are more queries than keys, the first queries come before all keys, and no key is in their
-    # chunk. So a chunk that covers all keys may still hide them from these queries. It hides none if there is
-    # one query, or if the window hides all keys after a query.
-    one_chunk = problem.attention_chunk >= capacity and (problem.window_right == 0 or problem.seqlen_q == 1)
-    return None if problem.attention_chunk == 0 or one_chunk else min(problem.attention_chunk, capacity)
+def mask_of(problem: DecodeProblem) -> KernelMask:
+    """Return the mask as kernels take it."""
+    return problem.for_kernels(problem.seqlen_q, problem.capacity)
 
 
 def softmax_max_kind(problem: DecodeProblem, config: DecodeConfig) -> str:
@@ -289,8 +267,8 @@ class Plan(NamedTuple):
 
     stored: torch.dtype
     """Dtype of the caches as the kernel reads them (:func:`as_operands`)."""
-    has_left: bool
-    has_right: bool
+    mask: dict[str, bool]
+    """The constants of the mask (:class:`~flashtile.problems.masking.MaskConstants`)."""
     aligned: bool
     """Whether k and v are aligned for asynchronous loads. If not, their tiles get the same width."""
     wide: bool
@@ -307,10 +285,9 @@ class Plan(NamedTuple):
 
 def plan_of(problem: DecodeProblem, config: DecodeConfig, k_cache: Tensor, v_cache: Tensor) -> Plan:
     """Return the plan of a call. The caches are operands (:func:`as_operands`)."""
-    left, right = effective_window(problem)
     longest = max(extent(k_cache), extent(v_cache))
     return Plan(
-        k_cache.dtype, left != UNLIMITED, right != UNLIMITED,
+        k_cache.dtype, mask_of(problem).constants,
         problem.head_dim_v % 16 == 0 and is_aligned(k_cache) and is_aligned(v_cache), longest >= 2**31,
         longest * k_cache.element_size() >= 2**31, is_stream_k(problem, config), grid_size(problem, config),
         softmax_max_kind(problem, config), problem.split_size and problem.capacity,
@@ -631,12 +608,8 @@ class DecodeLaunch:
         caches = self._operands(k_cache, v_cache)
         if plan_of(problem, self._config, *caches) != self._plan:
             return None
-        left, right = effective_window(problem)
         capacity = problem.capacity if problem.num_blocks else 0
-        lengths = scalars.lengths._replace(
-            capacity=capacity, window_left=left, window_right=right,
-            attention_chunk=effective_chunk(problem),
-        )  # fmt: skip
+        lengths = scalars.lengths._replace(capacity=capacity, mask=mask_of(problem))
         strides, outer = strides_of(q, *caches), outer_strides_of(tensors)
         scalars = scalars._replace(strides=strides, outer=outer, lengths=lengths)
         attend = attend.with_scalars(scalars)

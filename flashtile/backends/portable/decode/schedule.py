@@ -39,7 +39,9 @@ import triton.language as tl
 
 from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.tiles import LN_2, LOG2_E
+from flashtile.backends.portable.masking import window_at
 from flashtile.backends.portable.tiles import with_sink
+from flashtile.problems.masking import MaskConstants
 
 
 class DecodeLengths(NamedTuple):
@@ -58,22 +60,18 @@ class DecodeLengths(NamedTuple):
     total_q: Any
     capacity: Any
     """Maximum number of keys of a sequence."""
-    window_left: Any
-    window_right: Any
-    attention_chunk: Any = None
-    """Positions of a chunk; None: no chunks."""
+    mask: Any
+    """A :class:`~flashtile.problems.masking.KernelMask`."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(MaskConstants):
     """Constants of a kernel about lengths. Features that a call does not use cost nothing."""
 
     HAS_LENGTHS: bool
     HAS_LEFTPAD: bool
     VARLEN: bool
     VARLEN_NEW: bool
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
     BLOCK_M: int
     BLOCK_N: int
     SCAN_BLOCK: int
@@ -190,23 +188,6 @@ def load_sequence(b, exists, pointers, lengths, C: tl.constexpr, EARLY: tl.const
 
 
 @triton.jit
-def window_at(position, leftpad, lengths):
-    """Return (left, right): how many keys before and after its position a query at ``position`` may see.
-
-    Chunks are counted from the first key, at position ``leftpad``.
-    """
-    left = lengths.window_left
-    right = lengths.window_right
-    if lengths.attention_chunk is not None:
-        before = (position - leftpad) % lengths.attention_chunk
-        # Positions are negative if there are more queries than keys.
-        before = tl.where(before < 0, before + lengths.attention_chunk, before)
-        left = tl.minimum(left, before)
-        right = tl.minimum(right, lengths.attention_chunk - 1 - before)
-    return left, right
-
-
-@triton.jit
 def reach_of(m, sequence, lengths, C: tl.constexpr):
     """Return (number of rows, KeyRange that they see, number of n_blocks) for m_block ``m`` of a sequence.
 
@@ -221,11 +202,11 @@ def reach_of(m, sequence, lengths, C: tl.constexpr):
     # last.
     if C.HAS_LEFT:
         position = row // lengths.group_size + offset
-        left, _ = window_at(position, sequence.leftpad, lengths)
+        left, _ = window_at(position, sequence.leftpad, lengths.mask, C)
         first = tl.maximum(first, position - left)
     if C.HAS_RIGHT:
         last_position = (row + num_rows - 1) // lengths.group_size + offset
-        _, right = window_at(last_position, sequence.leftpad, lengths)
+        _, right = window_at(last_position, sequence.leftpad, lengths.mask, C)
         end = tl.minimum(end, last_position + right + 1)
     first = tl.maximum(first, 0)
     if C.HAS_LEFT or C.HAS_LEFTPAD:

@@ -31,18 +31,18 @@ from flashtile.backends.common.deferred import triton
 from flashtile.backends.common.jit import kernel
 from flashtile.backends.common.tiles import LN_2, LOG2_E, decode_number, encode_bits, sequence
 from flashtile.backends.portable.fp8.quantize import key_of_column
+from flashtile.backends.portable.masking import block_range, visible, window_at
 from flashtile.backends.portable.tiles import (
     apply_score_mod,
-    block_range,
     load_slope,
     result_bases,
     row_block,
     store_tile,
     used_length,
-    visible,
     with_sink,
 )
 from flashtile.problems import fp8_layout
+from flashtile.problems.masking import MaskConstants
 
 QUERY_BLOCK = tl.constexpr(fp8_layout.QUERY_BLOCK)
 KEY_BLOCK = tl.constexpr(fp8_layout.KEY_BLOCK)
@@ -51,12 +51,10 @@ SMALLEST_RATIO = tl.constexpr(1 / fp8_layout.LARGEST_RATIO)
 
 
 @dataclass(frozen=True)
-class Fp8AttendVariant:
+class Fp8AttendVariant(MaskConstants):
     """Constants of the kernel."""
 
     VARLEN: bool
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
     HAS_SOFTCAP: bool
     HAS_ALIBI: bool
     BLOCK_SCALES: bool
@@ -118,8 +116,8 @@ class Fp8Lengths(NamedTuple):
     seqlen_k: Any
     total_q: Any
     total_k: Any
-    window_left: Any
-    window_right: Any
+    mask: Any
+    """A :class:`~flashtile.problems.masking.KernelMask`."""
 
 
 class Fp8Numbers(NamedTuple):
@@ -204,10 +202,12 @@ def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.cons
     )
 
     # Main loop.
+    row_end = min(row_start + BLOCK_M, len_q)
+    of_first = window_at(row_start + offset, 0, lengths.mask, C)
+    of_last = window_at(row_end - 1 + offset, 0, lengths.mask, C)
     first, full_first, full_last, last = block_range(
-        row_start, min(row_start + BLOCK_M, len_q), offset, len_k, lengths.window_left, lengths.window_right,
-        C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
-    )  # fmt: skip
+        row_start, row_end, offset, len_k, of_first, of_last, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N
+    )
     # Three ranges of blocks: the left edge of the window, blocks within the window, and the right edge or the
     # end of the sequence. Only the edges are masked.
     for RUN in tl.static_range(3):
@@ -292,7 +292,7 @@ def attend_blocks(
             # Scales differ from row to row, so they cannot be folded into the exponent as one number.
             scores = scores * (row_scale * LOG2_E)[:, None]
         if MASKED:
-            seen = visible(distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
+            seen = visible(distance, window_at(rows[:, None], 0, lengths.mask, C), lengths.mask, C)
             scores = tl.where(seen & (keys < operands.len_k)[None, :], scores, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # a row that has met no key yet

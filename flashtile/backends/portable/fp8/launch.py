@@ -39,7 +39,6 @@ from flashtile.backends.portable.fp8.quantize import (
     QuantizeVariant,
     quantize_kernel,
 )
-from flashtile.problems.common import UNLIMITED
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem, QuantizeProblem, QuantizeTensors
 from flashtile.problems.fp8_layout import E4M3, E4M3_MAX, SMALLEST_LARGEST
 
@@ -83,11 +82,9 @@ def choose(problem: Fp8Problem, native: bool) -> AttendConfig:
 
 
 def fp8_attend_variant(problem: Fp8Problem, config: AttendConfig) -> Fp8AttendVariant:
-    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     return Fp8AttendVariant(
+        **problem.for_kernels(problem.seqlen_q, problem.seqlen_k).constants,
         VARLEN=problem.varlen,
-        HAS_LEFT=left != UNLIMITED,
-        HAS_RIGHT=right != UNLIMITED,
         HAS_SOFTCAP=problem.softcap > 0,
         HAS_ALIBI=problem.alibi,
         BLOCK_SCALES=problem.block_scales,
@@ -134,7 +131,6 @@ class Fp8AttendLaunch:
         self, programs: int, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors
     ) -> CachedLaunch:
         problem = self._problem
-        left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
         strides = QkvStrides(*token_strides(q), *token_strides(k), *self._strides_of_v(v))
         scale_strides = Fp8ScaleStrides(
             *(stride for scale in tensors.scales for stride in self._strides_of_scale(scale))
@@ -148,8 +144,7 @@ class Fp8AttendLaunch:
             seqlen_k=problem.seqlen_k,
             total_q=problem.total_q,
             total_k=problem.total_k,
-            window_left=left,
-            window_right=right,
+            mask=problem.for_kernels(problem.seqlen_q, problem.seqlen_k),
         )
         numbers = Fp8Numbers(problem.softmax_scale, problem.softcap)
         variant = fp8_attend_variant(problem, self._config)

@@ -11,6 +11,8 @@ import torch
 
 from flashtile.backends.common.device import Target
 from flashtile.backends.common.tiles import CAPABILITY
+from flashtile.backends.hopper.linear.config import DEFAULT, MAX_ROWS, TILES, FlatConfig, make
+from flashtile.backends.hopper.linear.launch import FlatLaunch
 from flashtile.backends.portable.linear.config import (
     MAX_FLAT_ROWS,
     LinearConfig,
@@ -33,9 +35,40 @@ from flashtile.problems.linear import (
     QkvTensors,
 )
 from flashtile.tools.inspection.recording import case_of, cases_of, meta
-from flashtile.tools.inspection.report import CompileCase, architecture
+from flashtile.tools.inspection.report import HOPPER, CompileCase, architecture
 
 _HEADS = Heads(32, 8, 128, 128, False, 4096, 16, 1024, 0)
+
+
+def compile_cases(arch: str) -> Iterator[CompileCase]:
+    """Yield the product kernel with default tiles and every epilogue, and kernels of epilogues and experts.
+
+    For Hopper and later GPUs, also yield the candidates that ``flashtile profile`` measures.
+    """
+    capability = divmod(architecture(arch).capability, 10)
+    few = plain_problem(1, capability)
+    for name, ended in {"plain": few, "norm qkv": everything(few)["norm qkv"]}.items():
+        yield _case(f"{name} 1 rows", ended, default(ended, GEMV))
+    for name, ended in everything(plain_problem(16, capability)).items():
+        yield _case(f"{name} 16 rows", ended, default(ended, FLAT))
+    split = plain_problem(64, capability)
+    yield _case(
+        "block scales split 64 rows",
+        replace(split, weight_dtype=E4M3, scales="block", N=1024),
+        adapted(split, FLAT, 64, 128, 4, 3, 4, 0),
+    )
+    if capability >= CAPABILITY:
+        many = plain_problem(MAX_FLAT_ROWS, capability)
+        for problem, kind in ((few, GEMV), (many, FLAT)):
+            for config in candidates(problem):
+                if config.kind == kind:
+                    waves = " whole waves" * config.whole_waves
+                    yield _case(f"profiled{waves} {problem.M} rows", problem, config)
+    ended = everything(few)["norm qkv"]
+    yield replace(recorded(ended, LibraryLaunch(ended)), name="linear epilogue qkv", tensor_cores=False)
+    yield from _experts(capability)
+    if arch == HOPPER:
+        yield from _hopper_cases()
 
 
 def plain_problem(rows: int, capability: tuple[int, int]) -> LinearProblem:
@@ -86,35 +119,6 @@ def _inputs(problem: LinearProblem) -> tuple[Any, ...]:
     return x, weight, LinearTensors(**common, residual=residual)
 
 
-def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Yield the product kernel with default tiles and every epilogue, and kernels of epilogues and experts.
-
-    For Hopper and later GPUs, also yield the candidates that ``flashtile profile`` measures.
-    """
-    capability = divmod(architecture(arch).capability, 10)
-    few = plain_problem(1, capability)
-    for name, ended in {"plain": few, "norm qkv": everything(few)["norm qkv"]}.items():
-        yield _case(f"{name} 1 rows", ended, default(ended, GEMV))
-    for name, ended in everything(plain_problem(16, capability)).items():
-        yield _case(f"{name} 16 rows", ended, default(ended, FLAT))
-    split = plain_problem(64, capability)
-    yield _case(
-        "block scales split 64 rows",
-        replace(split, weight_dtype=E4M3, scales="block", N=1024),
-        adapted(split, FLAT, 64, 128, 4, 3, 4, 0),
-    )
-    if capability >= CAPABILITY:
-        many = plain_problem(MAX_FLAT_ROWS, capability)
-        for problem, kind in ((few, GEMV), (many, FLAT)):
-            for config in candidates(problem):
-                if config.kind == kind:
-                    waves = " whole waves" * config.whole_waves
-                    yield _case(f"profiled{waves} {problem.M} rows", problem, config)
-    ended = everything(few)["norm qkv"]
-    yield replace(recorded(ended, LibraryLaunch(ended)), name="linear epilogue qkv", tensor_cores=False)
-    yield from _experts(capability)
-
-
 def _experts(capability: tuple[int, int]) -> Iterator[CompileCase]:
     """Yield the products of Qwen3-30B-A3B's experts, by way of storing the weight."""
     target = Target("card", capability, 132)
@@ -131,3 +135,28 @@ def _case(name: str, problem: LinearProblem, config: LinearConfig) -> CompileCas
     name = f"linear {config.kind} {name} {tile} warps {config.num_warps} splits {config.splits}"
     case = recorded(problem, ProductLaunch(problem, config))
     return replace(case, name=name, tensor_cores=case.constants["C"].DOT)
+
+
+def _hopper_cases() -> Iterator[CompileCase]:
+    """Yield each tile with the plain epilogue, and the default tile of 16 rows with every other epilogue.
+
+    The tiles that TILES lists for e4m3 weights are compiled with e4m3 weights. The last case has K = 4104,
+    which is 8 times an odd number.
+    """
+    for (rows, width), tiles in TILES.items():
+        name, problem = "plain", plain_problem(rows, (9, 0))
+        if width == 1:
+            name, problem = "e4m3", everything(problem)["e4m3"]
+        for tile in tiles:
+            yield _hopper_case(name, problem, make(problem, tile))
+    most = plain_problem(MAX_ROWS, (9, 0))
+    for name, ended in everything(most).items():
+        if name != "e4m3":
+            yield _hopper_case(name, ended, make(ended, DEFAULT[MAX_ROWS, 2]))
+    yield _hopper_case("K of 8 times an odd number", replace(most, K=4104), make(most, DEFAULT[MAX_ROWS, 2]))
+
+
+def _hopper_case(name: str, problem: LinearProblem, config: FlatConfig) -> CompileCase:
+    tile = f"{config.BLOCK_M}x{config.BLOCK_N}x{config.BLOCK_K} stages {config.num_stages}"
+    name = f"hopper linear {name} {tile} warps {config.num_warps} x {config.programs_per_sm}"
+    return replace(recorded(problem, FlatLaunch(problem, config)), name=name)

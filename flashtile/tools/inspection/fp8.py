@@ -1,4 +1,4 @@
-"""Compile cases of the portable kernels that quantise to FP8, and of attention over FP8 tensors."""
+"""Compile cases of the kernels that quantise to FP8, and of attention over FP8 tensors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from flashtile.backends.hopper import CAPABILITY
+from flashtile.backends.hopper.fp8.config import Fp8Config, every_row
+from flashtile.backends.hopper.fp8.kernel import fp8_forward_kernel
+from flashtile.backends.hopper.fp8.launch import Fp8ForwardLaunch
 from flashtile.backends.portable.fp8 import NATIVE_CAPABILITY
 from flashtile.backends.portable.fp8.launch import HEAD_DIMS, Fp8AttendLaunch, QuantizeLaunch, row
 from flashtile.problems.common import shared_fields
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem, QuantizeProblem, QuantizeTensors
 from flashtile.problems.fp8_layout import E4M3, KEY_BLOCK, QUERY_BLOCK, num_blocks, num_blocks_varlen
-from flashtile.tools.inspection.portable import inputs_of
-from flashtile.tools.inspection.recording import case_of, launches_of, meta
-from flashtile.tools.inspection.report import CompileCase, architecture
+from flashtile.tools.inspection import attention
+from flashtile.tools.inspection.attention import FEATURES, inputs_of
+from flashtile.tools.inspection.recording import case_of, cases_of, launches_of, meta, only, words
+from flashtile.tools.inspection.report import HOPPER, CompileCase, architecture
 
 _QUERIES = QuantizeProblem(
     role="q",
@@ -44,36 +49,12 @@ _QUANTIZED: dict[str, QuantizeProblem] = {
     "v head_dim 256 varlen": replace(_VALUES, head_dim=256, varlen=True),
 }
 
-_PLAIN = Fp8Problem(
-    batch=2,
-    seqlen_q=4096,
-    seqlen_k=4096,
-    total_q=8192,
-    total_k=8192,
-    num_heads_q=8,
-    num_heads_kv=8,
-    head_dim=64,
-    head_dim_v=64,
-    dtype=E4M3,
-    device=torch.device("meta"),
-    softmax_scale=1.0,
-    v_transposed=True,
-    block_scales=True,
-)
-_FEATURES = replace(
-    _PLAIN,
-    varlen=True,
-    seqused_k=True,
-    window_left=64,
-    window_right=64,
-    softcap=1.0,
-    alibi=True,
-    sink=True,
-)
+PLAIN = Fp8Problem(**vars(attention.PLAIN) | {"dtype": E4M3}, v_transposed=True, block_scales=True)
+GROUPED = replace(PLAIN, num_heads_kv=2)
 _ATTENDED: dict[str, tuple[Fp8Problem, tuple[int, ...]]] = {
-    "full": (_PLAIN, HEAD_DIMS),
-    "rows causal": (replace(_PLAIN, v_transposed=False, block_scales=False, window_right=0), (64,)),
-    "features": (_FEATURES, (32,)),
+    "full": (PLAIN, HEAD_DIMS),
+    "rows causal": (replace(PLAIN, v_transposed=False, block_scales=False, window_right=0), (64,)),
+    "features": (replace(PLAIN, **FEATURES, sink=True), (32,)),
 }
 """Problems, and the head sizes that each is compiled for."""
 
@@ -95,6 +76,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                 capability, partial(Fp8AttendLaunch(problem, config), *attended(problem))
             )
             yield case_of(launched, f"fp8 attend head_dim {head_dim} {name}")
+    if arch == HOPPER:
+        yield from hopper_cases()
 
 
 def _quantized(problem: QuantizeProblem) -> tuple[Tensor, QuantizeTensors]:
@@ -129,14 +112,50 @@ def attended(problem: Fp8Problem) -> tuple[Tensor, Tensor, Tensor, AttendTensors
     if problem.v_transposed:
         columns = scales[1].shape[-1] * KEY_BLOCK
         v = meta(*first, problem.num_heads_kv, problem.head_dim_v, columns, dtype=E4M3)
-    return (
-        q,
-        k,
-        v,
-        AttendTensors(
-            q_descale=scales[0],
-            k_descale=scales[1],
-            v_descale=scales[1],
-            **shared_fields(AttendTensors, extras),
-        ),
+    scales_and_lengths = AttendTensors(
+        q_descale=scales[0], k_descale=scales[1], v_descale=scales[1], **shared_fields(AttendTensors, extras)
     )
+    return q, k, v, scales_and_lengths
+
+
+def hopper_cases() -> Iterator[CompileCase]:
+    """Yield the compile cases of each entry of the table of configurations, and two more.
+
+    Entries without a window get a plain case. Entries with a window get a case with all features, and a
+    causal case if v is transposed in memory. Entries for unequal head sizes have only a plain case. The two
+    further cases, at head_dim 128, are a short causal q with several heads per tile, and a call without
+    scales.
+    """
+    for block_d, block_dv, windowed, v_transposed, config in every_row():
+        plain = replace(GROUPED, head_dim=block_d, head_dim_v=block_dv, v_transposed=v_transposed)
+        if not windowed:
+            yield _hopper_case(plain, config)
+            continue
+        if v_transposed:
+            yield _hopper_case(replace(plain, window_right=0), config)
+        everything = replace(plain, varlen=True, window_left=64, window_right=64, softcap=1.0)
+        yield _hopper_case(replace(everything, seqused_k=not v_transposed), config)
+    square = replace(GROUPED, head_dim=128, head_dim_v=128)
+    yield _hopper_case(replace(square, window_right=0, seqlen_q=4, total_q=8), Fp8Config(2, 128))
+    unscaled = replace(square, v_transposed=False, block_scales=False)
+    yield _hopper_case(unscaled, Fp8Config(2, 128), scaled=False)
+
+
+def _hopper_case(problem: Fp8Problem, config: Fp8Config, scaled: bool = True) -> CompileCase:
+    q, k, v, tensors = attended(problem)
+    if not scaled:
+        tensors = tensors._replace(q_descale=None, k_descale=None, v_descale=None)
+    sizes, tile = f"{problem.head_dim}/{problem.head_dim_v}", f"{config.BLOCK_M}x{config.BLOCK_N}"
+    features = "features" if problem.softcap else "causal" if problem.window_right == 0 else "full"
+    more = words(
+        {
+            "ping-pong": config.PING_PONG,
+            "q in registers": config.Q_IN_REGISTERS,
+            "packed": problem.seqlen_q < config.BLOCK_M,
+            "v row by row": not problem.v_transposed,
+            "without scales": not scaled,
+        }
+    )
+    cases = cases_of(CAPABILITY, partial(Fp8ForwardLaunch(problem, config), q, k, v, tensors))
+    name = " ".join((f"hopper fp8 forward head_dim {sizes}", tile, features, *more))
+    return only(fp8_forward_kernel, cases, name=name)

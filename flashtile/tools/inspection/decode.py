@@ -1,4 +1,4 @@
-"""Compile cases of the portable decoding kernels: attention over a cache, combining, append and copy."""
+"""Compile cases of decoding: attention over a cache, combining, appending and copying."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.common.device import Target, compiling_for
+from flashtile.backends.hopper.decode.combine import combine_divided_kernel, combine_recorded_kernel
+from flashtile.backends.hopper.decode.config import HopperDecodeConfig, choose, every_row
+from flashtile.backends.hopper.decode.kernel import attend_kernel
+from flashtile.backends.hopper.decode.launch import HopperDecodeLaunch
+from flashtile.backends.hopper.decode.work import table_kernel
 from flashtile.backends.portable.config import family_of_capability
 from flashtile.backends.portable.decode import config
 from flashtile.backends.portable.decode.attend import decode_kernel
@@ -41,8 +46,8 @@ from flashtile.problems.decode import (
     DecodeProblem,
     NoTensors,
 )
-from flashtile.tools.inspection.recording import TYPE_NAMES, case_of, cases_of, launches_of, meta, only
-from flashtile.tools.inspection.report import CompileCase, architecture
+from flashtile.tools.inspection.recording import TYPE_NAMES, case_of, cases_of, launches_of, meta, only, words
+from flashtile.tools.inspection.report import HOPPER, CompileCase, architecture
 
 PAGED = DecodeProblem(
     batch=8,
@@ -99,6 +104,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     Attention is compiled with each tile that is configured for ``arch``. Some tiles are compiled in several
     variants.
     """
+    if arch == HOPPER:
+        yield from _hopper_cases()
     capability = divmod(architecture(arch).capability, 10)
     family = family_of_capability(*capability)
     for dtype, element_bytes in ((torch.bfloat16, 2), (torch.float32, 4), (FP8, 1)):
@@ -132,13 +139,24 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     if family == "hopper":
         for head_dim in (64, 128):
             yield _appending_case(head_dim, capability)
-    yield _combine_given_case(capability)
+    out, lse = meta(16, 8, 1, 32, 128), meta(16, 8, 1, 32)
+    combine = CombineProblem.from_tensors(out, lse, NoTensors(), CombineOptions(torch.bfloat16))
+    (launched,) = launches_of(capability, partial(CombineLaunch(combine), out, lse))
+    yield case_of(launched, "decode combine given", tensor_cores=False)
     if not architecture(arch).amd:
-        yield _exchange_case(capability)
+        variant = exchange_variant(2, 2048, 128)
+        memories, calls = meta(2, dtype=torch.int64), meta(variant.PROGRAMS, dtype=torch.int64)
+        call = partial(exchange, out[0], lse[0], memories, calls, 0, variant, torch.bfloat16, 60.0)
+        (launched,) = launches_of(capability, call)
+        yield case_of(launched, "decode exchange", tensor_cores=False)
     for dtype in (torch.bfloat16, FP8):
         for packed in (False, True):
             yield _append_case(dtype, capability, packed)
-    yield _copy_case(capability)
+    cache = meta(1, 1024, COPY_TILE // 128 // 8, 8, 128, dtype=torch.bfloat16)
+    copied = (cache, cache, meta(4, 2, dtype=torch.int32), CopyTensors())
+    copy = CopyLaunch(CopyProblem.from_tensors(*copied, CopyOptions()))
+    (launched,) = launches_of(capability, partial(copy, *copied))
+    yield case_of(launched, "decode copy blocks", tensor_cores=False)
 
 
 def inputs_of(problem: DecodeProblem) -> tuple[Tensor, Tensor, Tensor, CacheTensors]:
@@ -205,22 +223,6 @@ def _combine_cases(
         yield only(combine_kernel, cases, name=case_name, tensor_cores=False)
 
 
-def _combine_given_case(capability: tuple[int, int]) -> CompileCase:
-    out, lse = meta(16, 8, 1, 32, 128), meta(16, 8, 1, 32)
-    problem = CombineProblem.from_tensors(out, lse, NoTensors(), CombineOptions(torch.bfloat16))
-    (launched,) = launches_of(capability, partial(CombineLaunch(problem), out, lse))
-    return case_of(launched, "decode combine given", tensor_cores=False)
-
-
-def _exchange_case(capability: tuple[int, int]) -> CompileCase:
-    variant = exchange_variant(2, 2048, 128)
-    memories, calls = meta(2, dtype=torch.int64), meta(variant.PROGRAMS, dtype=torch.int64)
-    out, lse = meta(8, 1, 32, 128), meta(8, 1, 32)
-    call = partial(exchange, out, lse, memories, calls, 0, variant, torch.bfloat16, 60.0)
-    (launched,) = launches_of(capability, call)
-    return case_of(launched, "decode exchange", tensor_cores=False)
-
-
 def _append_case(dtype: torch.dtype, capability: tuple[int, int], packed: bool) -> CompileCase:
     """Return the case of an append kernel that applies rotary embedding to the new keys and to queries.
 
@@ -268,9 +270,86 @@ def _appending_case(head_dim: int, capability: tuple[int, int]) -> CompileCase:
     return case_of(launched, name)
 
 
-def _copy_case(capability: tuple[int, int]) -> CompileCase:
-    cache = meta(1, 1024, COPY_TILE // 128 // 8, 8, 128, dtype=torch.bfloat16)
-    given = (cache, cache, meta(4, 2, dtype=torch.int32), CopyTensors())
-    launch = CopyLaunch(CopyProblem.from_tensors(*given, CopyOptions()))
-    (launched,) = launches_of(capability, partial(launch, *given))
-    return case_of(launched, "decode copy blocks", tensor_cores=False)
+_H100 = Target("H100", (9, 0), 132)
+_HOPPER_PAGED = replace(
+    PAGED,
+    seqlen_q=8,
+    total_q=64,
+    num_blocks=32768,
+    device=_H100,  # type: ignore[arg-type]
+    window_right=0,
+)
+_CHUNK: dict[str, Any] = {"seqlen_q": 1024, "total_q": 8192}
+_DIVIDED: dict[str, Any] = {"seqlen_q": 64, "total_q": 512}
+"""Few blocks of rows and many keys, so that work tiles are divided into parts."""
+_WHOLE: dict[str, Any] = {"batch": 16, "total_q": 128}
+_MANY_SEQUENCES: dict[str, Any] = {"batch": 40, "total_q": 320}
+_HOPPER_FEATURES: dict[str, Any] = {
+    "window_left": 1024,
+    "softcap": 1.0,
+    "alibi": True,
+    "sink": True,
+    "varlen": True,
+    "varlen_new": True,
+    "num_splits": 3,
+}
+_HOPPER_VARIANTS: dict[str, dict[str, Any]] = {
+    "page 1": {"page_size": 1},
+    "padded": {"page_size": 0, "leftpad": True},
+    "page 256": {"page_size": 256},
+    "dense": {"page_size": 0, "batch_idx": True},
+    "tree": {"window_right": -1, "tree": True},
+    "chunk": {"attention_chunk": 8192},
+    "e4m3 by head": {"descale": "head"},
+    "e4m3 by sequence": {"descale": "sequence"},
+    "e4m3 by block, page 1": {"descale": "block", "page_size": 1},
+}
+_E4M3 = ("e4m3 by head", "e4m3 by sequence", "e4m3 by block, page 1")
+_FEW, _MANY = ("padded", "tree"), ("page 1", "page 256", "dense", "chunk")
+"""Variants compiled with at most 64 query rows per sequence and key head, and with more."""
+
+
+def _hopper_cases() -> Iterator[CompileCase]:
+    """Yield a compile case with all features for each configuration (:func:`every_row`).
+
+    Configurations of equal head sizes also have a case without features, and those with head_dim 128 have
+    cases of ``_HOPPER_VARIANTS``. Last come the kernels that combine parts, and the one that fills the table
+    of the work queue.
+    """
+    for block_d, block_dv, cache_dtype, chosen in every_row():
+        problem = replace(_HOPPER_PAGED, head_dim=block_d, head_dim_v=block_dv, cache_dtype=cache_dtype)
+        rows: tuple[dict[str, Any], ...] = ({}, _WHOLE, _CHUNK)
+        problem = next(p for p in (replace(problem, **row) for row in rows) if choose(p) == chosen)
+        fp8 = cache_dtype == FP8
+        features = _HOPPER_FEATURES | ({"descale": "block"} if fp8 else {})
+        if block_d == block_dv:
+            yield _hopper_case(problem, chosen, "e4m3" if fp8 else "page 16")
+        yield _hopper_case(replace(problem, **features), chosen, "e4m3 features" if fp8 else "features")
+        if block_d == block_dv == 128:
+            few = _FEW if problem.seqlen_q == _HOPPER_PAGED.seqlen_q else _MANY
+            for name in _E4M3 if fp8 else few:
+                varied = replace(problem, **_HOPPER_VARIANTS[name])
+                yield _hopper_case(varied, choose(varied), name)
+    for problem in (_HOPPER_PAGED, replace(_HOPPER_PAGED, **_MANY_SEQUENCES)):
+        combine = only(combine_recorded_kernel, _hopper_kernels(problem, choose(problem)), tensor_cores=False)
+        unit = "work tile" if combine.constants["C"].BY_WORK_TILE else "program"
+        yield replace(combine, name=f"hopper decode combine by {unit}")
+    for kernel, name, sizes in (
+        (table_kernel, "table", _CHUNK | {"batch": 40, "total_q": 40960}),
+        (combine_divided_kernel, "combine of a table", _DIVIDED),
+    ):
+        problem = replace(_HOPPER_PAGED, **sizes)
+        cases = _hopper_kernels(problem, choose(problem))
+        yield only(kernel, cases, name=f"hopper decode {name}", tensor_cores=False)
+
+
+def _hopper_kernels(problem: DecodeProblem, config: HopperDecodeConfig) -> list[CompileCase]:
+    return cases_of(_H100, partial(HopperDecodeLaunch(problem, config), *inputs_of(problem)))
+
+
+def _hopper_case(problem: DecodeProblem, config: HopperDecodeConfig, name: str) -> CompileCase:
+    case = only(attend_kernel, _hopper_kernels(problem, config))
+    variant = case.constants["C"]
+    more = words({"stream-K": variant.STREAM_K, "queue": not variant.STREAM_K})
+    head = f"head_dim {variant.BLOCK_D}/{variant.BLOCK_DV} {variant.BLOCK_M}x{variant.BLOCK_N}"
+    return replace(case, name=" ".join(("hopper decode", head, name, *more)))

@@ -1,1 +1,0 @@
-"""Data parallelism: several server processes with the same model, behind one address."""

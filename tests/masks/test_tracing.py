@@ -459,11 +459,18 @@ def _augmented(s, b, h, q, kv):
     return s
 
 
+def _raised(s, b, h, q, kv):
+    t = s**1
+    t += kv
+    return s * t
+
+
 @pytest.mark.parametrize(
     ("function", "same"),
     [
         (_filled, lambda s, b, h, q, kv: s.masked_fill(q < kv, -torch.inf)),
         (_augmented, lambda s, b, h, q, kv: s * 2),
+        (_raised, lambda s, b, h, q, kv: s * (s + kv)),
         (
             lambda s, b, h, q, kv: torch.nn.functional.relu(s, inplace=True) + s,
             lambda s, b, h, q, kv: 2 * torch.relu(s),

@@ -24,7 +24,10 @@ BROUGHT = {
     "flashtile.op",
     *(f"flashtile.op.{n}" for n in ("into", "observers", "operation", "refusals", "registry", "selection")),
     "flashtile.operators",
-    *(f"flashtile.operators.{name}" for name in ("attention", "decode", "dropout", "functions", "shardings")),
+    *(
+        f"flashtile.operators.{name}"
+        for name in ("attention", "decode", "dropout", "functions", "gradients", "shardings")
+    ),
     "flashtile.problems",
     *(
         f"flashtile.problems.{name}"

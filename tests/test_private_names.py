@@ -7,6 +7,7 @@ change it without a word. If a test of this file fails for a new release, it say
 from __future__ import annotations
 
 import ast
+import functools
 import pkgutil
 import re
 import sys
@@ -20,7 +21,12 @@ from flashtile.integrations.sglang import private as private_of_sglang
 from flashtile.integrations.vllm import private as private_of_vllm
 
 ROOT = Path(__file__).parents[1] / "flashtile"
-TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Return the parsed modules of the package by their paths in it."""
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
 
 
 class Library(NamedTuple):
@@ -282,7 +288,10 @@ def defined(tree: ast.Module) -> set[str]:
     return found
 
 
-ALL_DEFINED = set().union(*map(defined, TREES.values()))
+@functools.cache
+def all_defined() -> set[str]:
+    """Return the names that any module of the package defines."""
+    return set().union(*map(defined, trees().values()))
 
 
 def uses(file: str, tree: ast.Module) -> Iterator[Use]:
@@ -339,7 +348,7 @@ def _of_attributes(
         if whole.split(".")[0] in {*LIBRARIES, *sys.stdlib_module_names}:
             return
     of_self = isinstance(root, ast.Name) and root.id in ("self", "cls")
-    known = ALL_DEFINED if of_self and len(chain) == 1 else own
+    known = all_defined() if of_self and len(chain) == 1 else own
     yield from (Use(file, node.lineno, f".{n}", None) for n in chain if is_private(n) and n not in known)
 
 
@@ -357,7 +366,7 @@ def test_private_names_are_in_one_module_for_each_library():
     files = {library.module: name for name, library in LIBRARIES.items()}
     wrong = [
         f"flashtile/{use.file}:{use.line}: {use.name}"
-        for file, tree in TREES.items()
+        for file, tree in trees().items()
         for use in uses(file, tree)
         if file not in files
         or use.library not in (None, files[file])

@@ -9,12 +9,9 @@ several results, without a cast.
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
-import torch
 from torch import Tensor
 
 from flashtile.api.prefill import attention_over_pages
@@ -25,14 +22,15 @@ from flashtile.checks.conversions import (
     as_offset_pair,
     as_operands,
     check_flag,
+    check_kind,
     join_qv,
     make_options,
     optional_tensors,
     refuse_descales,
     refuse_unknown,
 )
-from flashtile.operators import attention as operators
 from flashtile.operators.dropout import with_state
+from flashtile.operators.gradients import forward
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 
 # Names of these arguments in the packed functions, for error messages.
@@ -206,9 +204,7 @@ def attention(
         dropout_p=dropout_p,
     )
     q, k, v = as_operands(q, k, v)
-    functions = None
-    if score_mod is not None or mask_mod is not None or block_mask is not None:
-        functions = score_mod, mask_mod, block_mask
+    has_functions = score_mod is not None or mask_mod is not None or block_mask is not None
     extras = NO_EXTRAS  # recognised by identity; most calls have none of these nine
     if not (
         cu_seqlens_q
@@ -235,16 +231,27 @@ def attention(
             mask=mask,
             key_padding_mask=key_padding_mask,
             bias=bias,
-            finds_padding=functions is None,
+            finds_padding=not has_functions,
         )
+    descales = () if q_descale is k_descale is v_descale is None else (q_descale, k_descale, v_descale)
+    buffers = () if out is lse is None else (out, lse)
+    in_e4m3 = check_kind(q, descales, buffers, has_functions, form)
     if options.dropout_p != 0.0:
         extras = with_state(q, extras, options, rng_state)
     if qv is not None:
         q, k = join_qv(q, k, v, qv, extras, options)
-    descales, buffers = (q_descale, k_descale, v_descale), () if out is lse is None else (out, lse)
-    out, lse = _run(q, k, v, extras, options, descales, buffers, functions, form)
+    if has_functions:
+        import flashtile.api.masks as masks  # few programs use them
+
+        extras, options = masks.with_functions(q, k, extras, options, score_mod, mask_mod, block_mask)
+    if in_e4m3:
+        from flashtile.api.fp8 import attend_descaled
+
+        out, lse = attend_descaled(q, k, v, descales, extras, options)
+    else:
+        out, lse = forward(q, k, v, extras, options, buffers)
     if form is not None:
-        weights = weights_of(q, k, lse, extras, options, form, functions)
+        weights = weights_of(q, k, lse, extras, options, form)
         return (out, lse, weights) if return_lse else (out, weights)
     return (out, lse) if return_lse else out
 
@@ -309,7 +316,8 @@ def flash_attn_func(
     extras = NO_EXTRAS
     if not (alibi_slopes is sink is None):
         extras = OptionalTensors(alibi_slopes=alibi_slopes, sink=sink)
-    descales, buffers = (q_descale, k_descale, v_descale), () if out is lse is None else (out, lse)
+    descales = () if q_descale is k_descale is v_descale is None else (q_descale, k_descale, v_descale)
+    buffers = () if out is lse is None else (out, lse)
     return _flash(q, k, v, qv, extras, options, descales, buffers, return_attn_probs, return_lse)
 
 
@@ -494,9 +502,10 @@ def flash_attn_varlen_func(
         alibi_slopes=alibi_slopes,
         sink=sink,
     )
-    descales, buffers = (q_descale, k_descale, v_descale), () if out is lse is None else (out, lse)
+    descales = () if q_descale is k_descale is v_descale is None else (q_descale, k_descale, v_descale)
+    buffers = () if out is lse is None else (out, lse)
     if block_table is not None:
-        refuse_descales(*descales, "without block_table")
+        refuse_descales(descales, "without block_table")
         out, lse = attention_over_pages(q, k, v, block_table, extras, options, buffers, qv)
         return _result(out, lse, return_attn_probs, return_lse)
     if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -621,43 +630,6 @@ def flash_attn_varlen_qkvpacked_func(
         raise renamed(error, _OF_QKV | _OF_BOTH) from None
 
 
-Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""FlashAttention-3's scales of q, k and v in e4m3."""
-
-
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extras: OptionalTensors,
-    options: Options,
-    descales: Descales = (None, None, None),
-    buffers: tuple = (),
-    functions: tuple | None = None,
-    form: tuple[str, int] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Run a call whose arguments are normalised, by the operation for its kind.
-
-    Args:
-        buffers: (out, lse), which receive the results, or () if the operation shall allocate them.
-        functions: (score_mod, mask_mod, block_mask).
-        form: the form of the weights that the call also returns.
-    """
-    in_e4m3 = isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn
-    if functions is not None:
-        _refuse_with_functions(q.dtype if in_e4m3 else None, descales, buffers)
-        return _masks().attend(q, k, v, extras, options, *functions)
-    if in_e4m3:
-        from flashtile.api.fp8 import attend_descaled
-
-        _refuse_with_e4m3(q.dtype, buffers, form)
-        return attend_descaled(q, k, v, *descales, extras, options)
-    refuse_descales(*descales, "for q, k and v of float8_e4m3fn")
-    if buffers:
-        return operators.FORWARD_INTO.write((q, k, v), extras, options, buffers)  # type: ignore[return-value]
-    return operators.forward(q, k, v, extras, options)
-
-
 def _flash(
     q: Tensor,
     k: Tensor,
@@ -665,59 +637,28 @@ def _flash(
     qv: Tensor | None,
     extras: OptionalTensors,
     options: Options,
-    descales: Descales,
+    descales: tuple[Tensor | None, ...],
     buffers: tuple,
     return_attn_probs: bool,
     return_lse: bool,
 ) -> Tensor | Any:
-    """Run a call of one of FlashAttention-2's functions, and return what it returns."""
+    """Check and run a call of one of FlashAttention-2's functions, and return what it returns."""
+    in_e4m3 = check_kind(q, descales, buffers)
     if options.dropout_p != 0.0:
         extras = with_state(q, extras, options)
     if qv is not None:
         q, k = join_qv(q, k, v, qv, extras, options)
-    out, lse = _run(q, k, v, extras, options, descales, buffers)
+    if in_e4m3:
+        from flashtile.api.fp8 import attend_descaled
+
+        out, lse = attend_descaled(q, k, v, descales, extras, options)
+    else:
+        out, lse = forward(q, k, v, extras, options, buffers)
     if return_attn_probs and options.dropout_p != 0.0:
         from flashtile.api.probabilities import signed_probabilities
 
         return out, lse, signed_probabilities(q, k, v, extras, options)
     return _result(out, lse, return_attn_probs, return_lse)
-
-
-def _masks() -> Any:
-    """Return the module that serves score and mask functions, imported at the first use."""
-    if torch.compiler.is_dynamo_compiling():  # Dynamo warns of functions with a cache
-        from flashtile.api import masks
-
-        return masks
-    return _module("flashtile.api.masks")
-
-
-@functools.cache
-def _module(name: str) -> Any:
-    """Import a module. An import statement in each call would take 2 us."""
-    return importlib.import_module(name)
-
-
-def _refuse_with_e4m3(dtype: torch.dtype, buffers: tuple, form: tuple[str, int] | None) -> None:
-    """Raise for weights, ``out`` or ``lse`` in a call with FP8 inputs."""
-    if form is not None:
-        name = "return_attn_weights"
-        raise NotImplementedError(f"{name} must be False for q of {dtype}, got {form[0]!r}")
-    if buffers:
-        name = "lse" if buffers[0] is None else "out"
-        raise NotImplementedError(f"{name} must be None for q, k and v of float8_e4m3fn, got a tensor")
-
-
-def _refuse_with_functions(in_e4m3: torch.dtype | None, descales: Descales, buffers: tuple) -> None:
-    """Raise for FP8 inputs, descales, ``out`` or ``lse`` in a call with score or mask functions."""
-    if in_e4m3 is not None:
-        raise NotImplementedError(
-            f"q must be float16 or wider with score_mod, mask_mod or block_mask, got {in_e4m3}"
-        )
-    refuse_descales(*descales, "without score_mod, mask_mod or block_mask")
-    if buffers:
-        name = "lse" if buffers[0] is None else "out"
-        raise NotImplementedError(f"{name} must be None with score_mod, mask_mod or block_mask, got a tensor")
 
 
 def _check_flags(return_attn_probs: bool, return_lse: bool) -> None:

@@ -337,7 +337,7 @@ def append_kvcache(
         backend=backend,
         debug_checks=debug_checks,
     )
-    operators.append(k_cache, v_cache, k, v, tensors, options)
+    operators.APPEND((k_cache, v_cache, k, v), tensors, options)
 
 
 def copy_blocks(
@@ -376,7 +376,7 @@ def copy_blocks(
     if k_cache.dim() == 4:
         k_cache, v_cache = k_cache.unsqueeze(0), v_cache.unsqueeze(0)
         tensors = CopyTensors(*(None if t is None else t.unsqueeze(0) for t in tensors))
-    operators.copy_blocks(k_cache, v_cache, block_pairs, tensors, options)
+    operators.COPY((k_cache, v_cache, block_pairs), tensors, options)
 
 
 def flash_attn_combine(

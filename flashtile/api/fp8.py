@@ -20,9 +20,9 @@ from flashtile.checks.conversions import (
 )
 from flashtile.checks.fp8 import check_attend, check_inputs, check_sequences
 from flashtile.op.refusals import transforming
-from flashtile.operators import attention as operators
 from flashtile.operators.fp8 import ATTEND, QUANTIZE, refuse_gradient
 from flashtile.operators.fp8_gradients import StraightThrough, attend
+from flashtile.operators.gradients import forward
 from flashtile.problems.attention import OptionalTensors, Options
 from flashtile.problems.common import shared_fields
 from flashtile.problems.fp8 import AttendOptions, AttendTensors, QuantizeOptions, QuantizeTensors
@@ -308,13 +308,13 @@ def attend_descaled(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
+    descales: tuple[Tensor | None, ...],
     extras: OptionalTensors,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) for row-major e4m3 tensors with FlashAttention-3's scales (batch, heads_kv).
+
+    ``descales`` are those of q, k and v, or () if there are none.
 
     out is bfloat16. The gradients are those of the stored e4m3 numbers, before multiplication by their
     scales. Autograd rounds them to e4m3, unless the tensor's ``grad_dtype`` is another dtype.
@@ -329,7 +329,7 @@ def attend_descaled(
     plain = extras._replace(seqused_q=None), options._replace(masking=masking)
     taken = (*AttendTensors._fields, *AttendOptions._fields)
     refuse_beyond(*plain, taken, "for q, k and v of float8_e4m3fn")
-    descales = q_descale, k_descale, v_descale
+    descales = descales or (None, None, None)
     tensors = AttendTensors(*descales, **shared_fields(AttendTensors, extras))
     stored = AttendOptions(
         **shared_fields(AttendOptions, plain[1]), out_dtype=torch.bfloat16, head_dim=q.shape[-1]
@@ -341,7 +341,7 @@ def attend_descaled(
     offsets = extras.cu_seqlens_q, extras.cu_seqlens_k, extras.cu_seqlens_k
     given = zip((q, k, v), descales, offsets, strict=True)
     q, k, v = (descaled(x.float(), descale, offset).to(torch.bfloat16) for x, descale, offset in given)
-    return operators.forward(q, k, v, extras, options)
+    return forward(q, k, v, extras, options)
 
 
 def shared_method(

@@ -13,7 +13,7 @@ from flashtile.masks.block_mask import BlockMask, of_flex_attention
 from flashtile.masks.mods import MaskMod, traced
 from flashtile.masks.program import behind
 from flashtile.masks.tracing import Trace
-from flashtile.operators.attention import forward_with_functions
+from flashtile.operators import functions as operators
 from flashtile.operators.functions import Functions, SignedExtras
 from flashtile.problems.attention import OptionalTensors, Options
 from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES
@@ -22,25 +22,27 @@ _EVERYTHING = (True,)
 """``Program.results`` of a mask function that hides nothing."""
 
 
-def attend(
+def with_functions(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
     extras: OptionalTensors,
     options: Options,
     score_mod: Any,
     mask_mod: Any,
     block_mask: Any,
-) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of a call with score or mask functions, or a block mask.
+) -> tuple[Any, Any]:
+    """Return (extras, options) of a call with score or mask functions, or a block mask.
 
     Raises:
         TypeError: a function does not compile, or ``block_mask`` is not a block mask.
-        ValueError: ``mask_mod`` and ``block_mask`` are both given, or too many tensors are captured.
+        ValueError: ``mask_mod`` and ``block_mask`` are both given, too many tensors are captured, or q or k
+            has more tokens than ``mask_mod`` is defined for.
         NotImplementedError: an argument cannot be combined with score or mask functions.
     """
     check_with_functions(extras, options)
-    check_tokens(mask_mod, q, k)
+    has_limit = isinstance(mask_mod, MaskMod) and mask_mod.most_tokens is not None
+    if has_limit and isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4:
+        mask_mod.check_lengths(q.shape[1], k.shape[1])
     given = functions(score_mod, mask_mod, block_mask)
     if given.captured and torch.compiler.is_compiling():
         # torch combines a 0-dim CPU tensor with tensors on any device, but kernels need it on q's device.
@@ -49,18 +51,7 @@ def attend(
     if given.soft_cap and not options.softcap and extras.alibi_slopes is None:
         # The kernels have a faster path for soft-capping.
         given, options = given._replace(score_mod=""), options._replace(softcap=given.soft_cap)
-    return forward_with_functions(q, k, v, extras, options, given)
-
-
-def check_tokens(mask_mod: Any, q: Any, k: Any) -> None:
-    """Raise ValueError if q or k has more tokens than ``mask_mod`` is defined for (``most_tokens``).
-
-    Other properties of q and k are checked later.
-    """
-    if not isinstance(mask_mod, MaskMod) or mask_mod.most_tokens is None:
-        return
-    if isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4:
-        mask_mod.check_lengths(q.shape[1], k.shape[1])
+    return operators.with_functions(extras, options, given)
 
 
 _kept: weakref.WeakKeyDictionary[BlockMask, Functions] = weakref.WeakKeyDictionary()

@@ -31,8 +31,8 @@ from flashtile.checks.arguments import (
 from flashtile.checks.conversions import as_masking, make_options
 from flashtile.operators.attention import FORWARD
 from flashtile.operators.decode import DECODE
-from flashtile.operators.functions import ModifiedExtras
 from flashtile.problems.addresses import sequence_lengths
+from flashtile.problems.attention import ModifiedExtras
 from flashtile.problems.common import DTYPES, MAX_LENGTH
 from flashtile.problems.masking import CAUSAL, EVERYTHING, Masking, positions
 from flashtile.reference.decode import sequence

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from flashtile.checks.attention import check_lse, check_with_functions
+from flashtile.checks.attention import check_forward, check_lse, check_traced
 from flashtile.checks.conversions import (
     as_int,
     as_masking,
@@ -22,10 +22,17 @@ from flashtile.checks.conversions import (
     refuse_unknown,
 )
 from flashtile.op.operation import Operation
-from flashtile.op.registry import extended
-from flashtile.operators import functions as of_functions
-from flashtile.operators.functions import FURTHER_DEFAULTS, FURTHER_OPTIONS, ModifiedExtras
-from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options, WeightsProblem
+from flashtile.operators.functions import check_values
+from flashtile.problems.attention import (
+    FURTHER_DEFAULTS,
+    FURTHER_OPTIONS,
+    NO_EXTRAS,
+    ModifiedExtras,
+    OptionalTensors,
+    Options,
+    WeightsProblem,
+)
+from flashtile.problems.common import extended
 
 MAX_TOP = 128
 """Largest number of weights per row that the kernels keep in registers."""
@@ -135,10 +142,11 @@ def attention_weights(
         bias=bias,
     )  # fmt: skip
     q, k = as_operands(q, k)
-    functions = None
-    if not (score_mod is mask_mod is block_mask is None):
-        functions = score_mod, mask_mod, block_mask
-    return weights_of(q, k, lse, extras, options, checked, functions)
+    if score_mod is not None or mask_mod is not None or block_mask is not None:
+        from flashtile.api import masks
+
+        extras, options = masks.with_functions(q, k, extras, options, score_mod, mask_mod, block_mask)
+    return weights_of(q, k, lse, extras, options, checked)
 
 
 def check_form(name: str, form: Form) -> tuple[str, int]:
@@ -169,55 +177,39 @@ def weights_of(
     extras: OptionalTensors,
     options: Options,
     form: tuple[str, int],
-    functions: tuple | None = None,
 ) -> Tensor | TopWeights:
-    """Compute :func:`attention_weights` for normalised arguments of a call, ignoring its dropout.
-
-    ``functions``: (score_mod, mask_mod, block_mask).
-    """
+    """Compute :func:`attention_weights` for normalised arguments of a call, ignoring its dropout."""
     slopes = extras.alibi_slopes
     extras = extras._replace(
         sink=None, rng_state=None, alibi_slopes=slopes.detach() if isinstance(slopes, Tensor) else slopes
     )
-    options = options._replace(dropout_p=0.0, deterministic=False)
-    own: Any = WeightsOptions(*options, *form)
-    if functions is not None:
-        from flashtile.api import masks
-
-        check_with_functions(extras, options)
-        masks.check_tokens(functions[1], q, k)
-        given = masks.functions(*functions)
-        with torch.no_grad():  # captured tensors get no gradient here
-            own = ModifiedWeightsOptions(*own, *of_functions.further_options(given))
-        extras = of_functions.with_functions(extras, given)
-    elif all(tensor is None for tensor in extras):
-        extras = NO_EXTRAS
-    found = WEIGHTS((q, k, lse), extras, own)
+    own = options._asdict() | {"dropout_p": 0.0, "deterministic": False, "form": form[0], "top": form[1]}
+    if isinstance(extras, ModifiedExtras):
+        of_weights = ModifiedWeightsOptions(**own | {"learned": 0})  # captured tensors get no gradient here
+    else:
+        of_weights = WeightsOptions(**own)
+        if all(tensor is None for tensor in extras):
+            extras = NO_EXTRAS
+    found = WEIGHTS((q, k, lse), extras, of_weights)
     weights, indices = found
     return TopWeights(weights, indices) if form[0] == "top" else weights
 
 
 def _check(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> None:
-    of_functions.check(q, k, k, extras, options)
+    check_forward(q, k, k, extras, options)
     check_lse(lse, q, extras.cu_seqlens_q is not None)
 
 
-def _describe(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> WeightsProblem:
-    own = {"form": options.form, "top": options.top, "mods": of_functions.mods_of(q, k, extras, options)}
-    problem: Any = WeightsProblem.from_tensors(q, k, k, *of_functions.plain_part(extras, options), **own)
-    return problem
-
-
 def _fake(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> tuple[Tensor, Tensor | None]:
-    problem = _describe(q, k, lse, extras, options)
+    problem = WEIGHTS.describe(q, k, lse, extras, options)
     weights = q.new_empty(problem.weights_shape, dtype=problem.weights_dtype)
     indices = q.new_empty(problem.weights_shape, dtype=torch.int64) if options.form == "top" else None
     return weights, indices
 
 
-def _with_keys_as_values(check: Callable[..., None]) -> Callable[..., None]:
-    """Adapt a check for the tensors q, k and v to q, k and lse, by passing k as v."""
-    return lambda q, k, lse, extras, options: check(q, k, k, extras, options)
+def _with_keys_as_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adapt a function of the tensors q, k and v to q, k and lse, by passing k as v."""
+    return lambda q, k, lse, extras, options: function(q, k, k, extras, options)
 
 
 WEIGHTS = Operation(
@@ -228,10 +220,10 @@ WEIGHTS = Operation(
     extended_to=(ModifiedExtras, ModifiedWeightsOptions),
     results=2,
     check=_check,
-    describe=_describe,
+    describe=_with_keys_as_values(WeightsProblem.from_tensors),
     fake=_fake,
-    check_values=_with_keys_as_values(of_functions.check_values),
-    check_traced=_with_keys_as_values(of_functions.check_traced),
+    check_values=_with_keys_as_values(check_values),
+    check_traced=_with_keys_as_values(check_traced),
     part="weights",
     no_gradient=_NO_GRADIENT,
 )

@@ -31,9 +31,15 @@ from flashtile.checks.arguments import (
     check_tensor,
     looks_transposed,
 )
-from flashtile.problems.attention import NO_EXTRAS, OPTIONS_OF_PLAIN_CALLS, OptionalTensors, Options
+from flashtile.problems.attention import (
+    NO_EXTRAS,
+    OPTIONS_OF_PLAIN_CALLS,
+    ModifiedExtras,
+    OptionalTensors,
+    captured_of,
+)
 from flashtile.problems.common import DTYPES, MAX_HEAD_DIM
-from flashtile.problems.masks import BACKWARD_LISTS, LISTS
+from flashtile.problems.masks import BACKWARD_LISTS, LISTS, MAX_CAPTURED, MAX_SIZES
 
 ALLOWED_EXTRAS = ("alibi_slopes", "sink")
 """The optional tensors that a call with score or mask functions may have, in addition to q, k and v."""
@@ -43,14 +49,16 @@ def check_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    extras: OptionalTensors,
-    options: Options,
+    extras: Any,
+    options: Any,
     dtypes: tuple[torch.dtype, ...] = DTYPES,
     most: int = MAX_HEAD_DIM,
 ) -> None:
     """Check the arguments of an attention call.
 
     Args:
+        extras, options: OptionalTensors and Options; with score or mask functions, ModifiedExtras and
+            ModifiedOptions.
         dtypes: allowed dtypes of q, k and v.
         most: the largest head_dim.
 
@@ -87,21 +95,86 @@ def check_call(
     check_int32("seqused_k", seqused_k, (batch,), "(batch,)", q)
     check_slopes(alibi_slopes, batch, q)
     check_sink(sink, q)
-    _check_masks(q, k, batch, extras, options)
-    _check_dropout(extras.rng_state, options.dropout_p, q)
+    mask, bias, padding, rng_state = extras.mask, extras.bias, extras.key_padding_mask, extras.rng_state
+    seqlen_q, seqlen_k = (options.max_seqlen_q, options.max_seqlen_k) if packed else (q.shape[1], k.shape[1])
+    scores = (batch, q.shape[-2], seqlen_q, seqlen_k)
+    if mask is not None:
+        if mask.is_floating_point():
+            raise TypeError(f"mask must be bool, got {mask.dtype}: numbers that are added to scores are bias")
+        check_dtype("mask", mask, (torch.bool,))
+        check_broadcast("mask", mask, scores, packed, q)
+    if bias is not None:
+        check_dtype("bias", bias, (torch.float32, q.dtype))
+        check_broadcast("bias", bias, scores, packed, q)
+    if padding is not None and packed:
+        raise NotImplementedError(
+            "key_padding_mask must be None with cu_seqlens_k, because packed sequences have no padding "
+            "(seqused_k gives the number of keys in use), got a tensor"
+        )
+    shapes, dtypes = ((batch, seqlen_k),), (torch.bool,)
+    check_tensor("key_padding_mask", padding, shapes, "(batch, seqlen_k)", q, dtypes, any_strides=True)
+    check_share("dropout_p", options.dropout_p)
+    if rng_state is not None:
+        check_dtype("rng_state", rng_state, (torch.int64,))
+        if tuple(rng_state.shape) != (2,):
+            raise ValueError(f"rng_state must have shape (2,), (seed, offset), got {tuple(rng_state.shape)}")
+        check_device("rng_state", rng_state, q)
+        check_last_stride("rng_state", rng_state)
+    elif options.dropout_p > 0:
+        raise ValueError(f"rng_state must be given with dropout_p = {options.dropout_p}, got None")
     check_score_options(options)
+    if isinstance(extras, ModifiedExtras):
+        check_captured(q, captured_of(extras))
+        if options.block_q:
+            check_lists(q, k, extras, options)
 
 
-def check_types(q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, options: Options) -> None:
+def check_forward(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
+    """Raise for a call that no backend could compute, or whose slopes would get no gradient."""
+    _check_slopes(extras, options)
+    check_call(q, k, v, extras, options)
+
+
+def check_traced(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
+    """Do that part of :func:`check_forward` that ``torch.compile`` traces."""
+    _check_slopes(extras, options)
+    check_types(q, k, v, extras, options)
+
+
+def _check_slopes(extras: Any, options: Any) -> None:
+    slopes = extras.alibi_slopes
+    if isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled():
+        check_learned_slopes(extras, options)
+
+
+def check_learned_slopes(extras: Any, options: Any) -> None:
+    """Raise for a call in which slopes get no gradient: only kernels with a ``score_mod`` compute it."""
+    try:
+        check_with_functions(extras, options)
+    except NotImplementedError:
+        raise NotImplementedError(
+            "alibi_slopes requires grad, but no gradient is computed for alibi_slopes in a call that cannot "
+            "have a score_mod: alibi_slopes must be detached"
+        ) from None
+    captured = [*(tensor for tensor in captured_of(extras) if tensor is not None), extras.alibi_slopes]
+    if len(captured) > MAX_CAPTURED or sum(t.dim() for t in captured) > MAX_SIZES:
+        raise ValueError(
+            f"alibi_slopes, which requires grad, must be one of at most {MAX_CAPTURED} tensors of "
+            f"{MAX_SIZES} dimensions that functions read, got {len(captured)} of "
+            f"{sum(t.dim() for t in captured)}"
+        )
+
+
+def check_types(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
     """Check that tensors are dense (TypeError)."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_dense(name, tensor)
-    for name, extra in zip(OptionalTensors._fields, extras, strict=True):
+    for name, extra in zip(OptionalTensors._fields, extras, strict=False):
         if extra is not None:
             check_dense(name, extra)
 
 
-def check_with_functions(extras: OptionalTensors, options: Options) -> None:
+def check_with_functions(extras: Any, options: Any) -> None:
     """Raise NotImplementedError for an argument that cannot be combined with score or mask functions."""
     where = "with score_mod, mask_mod or block_mask"
     check_only_window(options.masking, where)
@@ -111,45 +184,10 @@ def check_with_functions(extras: OptionalTensors, options: Options) -> None:
             raise NotImplementedError(f"{name} must be left out {where}, got {value}")
     if extras is NO_EXTRAS:
         return
-    for name, tensor in zip(OptionalTensors._fields, extras, strict=True):
+    for name, tensor in zip(OptionalTensors._fields, extras, strict=False):
         if tensor is not None and name not in ALLOWED_EXTRAS:
             hint = "score_mod" if name == "bias" else "mask_mod (flashtile.masks.document, padding)"
             raise NotImplementedError(f"{name} must be None {where}, got a tensor: write it in {hint}")
-
-
-def _check_masks(q: Tensor, k: Tensor, batch: int, extras: OptionalTensors, options: Options) -> None:
-    packed = extras.cu_seqlens_q is not None
-    seqlen_q, seqlen_k = (options.max_seqlen_q, options.max_seqlen_k) if packed else (q.shape[1], k.shape[1])
-    if extras.mask is not None:
-        if extras.mask.is_floating_point():
-            dtype = extras.mask.dtype
-            raise TypeError(f"mask must be bool, got {dtype}: numbers that are added to scores are bias")
-        check_dtype("mask", extras.mask, (torch.bool,))
-        check_broadcast("mask", extras.mask, (batch, q.shape[-2], seqlen_q, seqlen_k), packed, q)
-    if extras.bias is not None:
-        check_dtype("bias", extras.bias, (torch.float32, q.dtype))
-        check_broadcast("bias", extras.bias, (batch, q.shape[-2], seqlen_q, seqlen_k), packed, q)
-    padding = extras.key_padding_mask
-    if padding is not None and packed:
-        raise NotImplementedError(
-            "key_padding_mask must be None with cu_seqlens_k, because packed sequences have no padding "
-            "(seqused_k gives the number of keys in use), got a tensor"
-        )
-    shapes, dtypes = ((batch, seqlen_k),), (torch.bool,)
-    check_tensor("key_padding_mask", padding, shapes, "(batch, seqlen_k)", q, dtypes, any_strides=True)
-
-
-def _check_dropout(rng_state: Tensor | None, dropout_p: float, q: Tensor) -> None:
-    check_share("dropout_p", dropout_p)
-    if rng_state is None:
-        if dropout_p > 0:
-            raise ValueError(f"rng_state must be given with dropout_p = {dropout_p}, got None")
-        return
-    check_dtype("rng_state", rng_state, (torch.int64,))
-    if tuple(rng_state.shape) != (2,):
-        raise ValueError(f"rng_state must have shape (2,), (seed, offset), got {tuple(rng_state.shape)}")
-    check_device("rng_state", rng_state, q)
-    check_last_stride("rng_state", rng_state)
 
 
 def check_results(dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, v: Tensor, packed: bool) -> None:

@@ -331,7 +331,7 @@ class PagedAttention:
         keys, values = self._keys_and_values(cache)
         new = keys, values, key[: slots.shape[0]], value[: slots.shape[0]]
         tensors = AppendTensors(slot_mapping=slots, k_descale=k_scale, v_descale=v_scale)
-        operators.append(*new, tensors, APPEND_OPTIONS)
+        operators.APPEND(new, tensors, APPEND_OPTIONS)
         if is_eager and _may_remember(given, scales):
             launch = operators.APPEND.prepared(new, tensors, APPEND_OPTIONS)
             _remember(kind, launch, given, scales, cache, (keys, values))

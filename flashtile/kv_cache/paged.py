@@ -125,7 +125,7 @@ class PagedKVCache(BlockManager):
         _check_dtype(dtype, device)
         self.dtype = dtype
         if dtype != FP8:
-            refuse_descales(None, k_descale, v_descale, "for a cache of float8_e4m3fn")
+            refuse_descales((None, k_descale, v_descale), "for a cache of float8_e4m3fn")
         elif k_descale is None and v_descale is None:
             k_descale, v_descale = torch.ones(2, layers, heads, dtype=torch.float32, device=device)
         else:

@@ -20,15 +20,6 @@ _INT32, _INT64 = range_of("int32"), range_of("int")
 Range = tuple[int, int]
 
 
-def positions_of(seqlen_q: int, seqlen_k: int) -> int:
-    """Return the upper bound of positions for which a kernel is compiled.
-
-    It is half of ``POSITIONS``, or the next power of two for longer sequences. Up to there, float32 holds a
-    distance of two positions exactly, even after a moderate offset is added.
-    """
-    return max(POSITIONS // 2, 1 << (max(seqlen_q, seqlen_k, 1) - 1).bit_length())
-
-
 def wide_lines(program: Program, positions: int = POSITIONS) -> frozenset[Name]:
     """Return the names of the lines whose ints must be computed in 64 bits.
 

@@ -7,7 +7,6 @@ up the current implementation of an operator.
 
 from __future__ import annotations
 
-from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -95,16 +94,6 @@ def gathered(options: type[Any], values: tuple) -> Any:
         masking = {name: named.pop(name) for name in MASKING_FIELDS}
         named[MASKING] = Masking(**masking)
     return options(**named)
-
-
-def extended(name: str, base: Any, more: dict[str, str], defaults: tuple[Any, ...] = ()) -> Any:
-    """Return a NamedTuple with the fields of ``base`` and ``more``; the last fields have ``defaults``.
-
-    ``more`` maps the name of a field to its type as text.
-    """
-    made: Any = namedtuple(name, (*base._fields, *more), defaults=defaults)  # type: ignore[misc]
-    made.__annotations__ = base.__annotations__ | more
-    return made
 
 
 _NAMESPACE = "flashtile"

@@ -1,4 +1,7 @@
-"""Attention as operations: forward pass, backward pass, and the autograd formula that connects them."""
+"""Attention as operations: the forward and the backward pass.
+
+:mod:`flashtile.operators.gradients` connects them.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.checks.conversions import with_unit_stride
+from flashtile.checks.attention import check_forward, check_traced
 from flashtile.op.into import Into, Result
-from flashtile.op.observers import backward_flops, count_scores, forward_flops, tell_observers
-from flashtile.op.operation import Operation, any_learns, is_plain, on_meta, signatures
-from flashtile.op.refusals import carries_tangents, transforming
-from flashtile.op.registry import register_autograd
+from flashtile.op.observers import backward_flops, count_scores, forward_flops
+from flashtile.op.operation import Operation, any_learns, on_meta, signatures
 from flashtile.operators import functions
-from flashtile.operators.functions import (
-    CAPTURED,
-    Functions,
+from flashtile.operators.functions import SignedExtras
+from flashtile.operators.shardings import backward_shardings, forward_shardings
+from flashtile.problems.attention import (
+    NO_EXTRAS,
     ModifiedExtras,
     ModifiedOptions,
-    SignedExtras,
-    extras_of,
+    OptionalTensors,
+    Options,
+    Problem,
     learned_of,
 )
-from flashtile.operators.shardings import backward_shardings, forward_shardings
-from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
-from flashtile.torch_private import is_batched_gradient
-
-_LEARNING = ("q", "k", "v", "sink", "bias", "alibi_slopes", *CAPTURED)
-"""The tensors that may have gradients."""
+from flashtile.problems.masks import CAPTURED
 
 
 def _forward_results(
@@ -94,9 +92,9 @@ class ForwardOperation(Operation):
             return ()
         q, k, v = tensors
         out, lse = self.fake(*map(on_meta, tensors), extras, options)
-        if _learns(extras.bias):
+        if any_learns([extras.bias]):
             options = options._replace(bias_grad=True)
-        if _learns(extras.alibi_slopes):
+        if any_learns([extras.alibi_slopes]):
             extras, options = functions.learning_slopes(q, k, extras, options)
         return ((BACKWARD, (out, None, q, k, v, out, lse), extras, options),)
 
@@ -135,11 +133,11 @@ FORWARD = ForwardOperation(
     options=Options,
     results=2,
     extended_to=(ModifiedExtras, ModifiedOptions),
-    check=functions.check,
-    describe=functions.describe,
+    check=check_forward,
+    describe=Problem.from_tensors,
     fake=_fake_forward,
     check_values=functions.check_values,
-    check_traced=functions.check_traced,
+    check_traced=check_traced,
     flops=_forward_flops,
     shardings=forward_shardings,
 )
@@ -152,197 +150,8 @@ BACKWARD = BackwardOperation(
     extended_to=(ModifiedExtras, ModifiedOptions),
     results=5,
     check=lambda *arguments: None,  # the forward pass checked what it saved
-    describe=lambda *arguments: functions.describe(*of_forward(*arguments)),
+    describe=lambda *arguments: Problem.from_tensors(*of_forward(*arguments)),
     fake=_fake_backward,
     flops=_backward_flops,
     shardings=backward_shardings,
 )
-
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, options: Options
-) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of a call without score and mask functions.
-
-    A plain call (:func:`is_plain`) is launched directly, under an autograd node if it needs gradients. Other
-    calls go through the torch operator.
-    """
-    tensors = (q, k, v)
-    if not is_plain(tensors, extras):
-        return _watched(tensors, extras, options)
-    if torch.is_grad_enabled():
-        slopes = extras.alibi_slopes
-        if _learns(slopes):
-            functions.check_learned_slopes(extras, options)
-        elif not (
-            q.requires_grad
-            or k.requires_grad
-            or v.requires_grad
-            or _learns(extras.sink)
-            or _learns(extras.bias)
-        ):
-            return FORWARD.launch(tensors, extras, options)
-        return FlashAttention.apply(extras, options, q, k, v, extras.sink, extras.bias, slopes)
-    return FORWARD.launch(tensors, extras, options)
-
-
-def forward_with_functions(
-    q: Tensor, k: Tensor, v: Tensor, plain_extras: OptionalTensors, plain_options: Options, given: Functions
-) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of a call with ``score_mod``, ``mask_mod`` or ``block_mask``."""
-    tensors = (q, k, v)
-    options = ModifiedOptions._make((*plain_options, *functions.further_options(given)))
-    sink, slopes = plain_extras.sink, plain_extras.alibi_slopes
-    has_kept_extras = given.extras is not None and plain_extras is NO_EXTRAS
-    if has_kept_extras and is_plain(tensors) and not _needs_gradients(tensors, options):
-        return FORWARD.launch(tensors, given.extras, options)
-    extras = functions.with_functions(plain_extras, given)
-    if not is_plain(tensors, extras):
-        return _watched(tensors, extras, options)
-    if _needs_gradients(tensors, options, sink, slopes):
-        if _learns(slopes):
-            # Kernels serve more calls with one program than with a program and ALiBi of their own.
-            extras, options = functions.learning_slopes(q, k, extras, options)
-        captured = functions.captured_of(extras)
-        return FlashAttention.apply(extras, options, q, k, v, sink, None, None, *captured)
-    if given.lists:
-        extras = functions.without_backward_lists(extras)
-    return FORWARD.launch(tensors, extras, options)
-
-
-def _watched(tensors: tuple[Tensor, Tensor, Tensor], extras: Any, options: Any) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of a call that is not plain (:func:`is_plain`)."""
-    is_transformed = transforming()
-    if is_transformed:  # a dimension that vmap maps over may leave strides that the caller cannot see
-        extras = extras._make(map(with_unit_stride, extras))
-    has_tangents = carries_tangents((*tensors, *extras))
-    if not (is_transformed or has_tangents):
-        return FORWARD.traced(tensors, extras, options)
-    FORWARD.check(*tensors, extras, options)
-    if has_tangents:
-        from flashtile.operators import derivatives
-
-        return derivatives.plain(*tensors, extras, options)
-    if isinstance(extras, ModifiedExtras):
-        raise NotImplementedError(
-            "score_mod, mask_mod and block_mask must be None under transforms of torch.func that have no "
-            "tangents: call flashtile.attention without them, or outside of the transform"
-        )
-    from flashtile.operators import transforms
-
-    for operation in (FORWARD, BACKWARD):
-        tell_observers(operation, (*tensors, *extras))
-    return transforms.Forward.apply(BACKWARD, *FORWARD.flat(tensors, extras, options))
-
-
-def _needs_gradients(tensors: tuple[Tensor, Tensor, Tensor], options: Any, *optional: Tensor | None) -> bool:
-    """Whether a call with score or mask functions needs a backward pass."""
-    q, k, v = tensors
-    return torch.is_grad_enabled() and bool(
-        options.learned
-        or q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (optional and any(map(_learns, optional)))
-    )
-
-
-def _learns(extra: Tensor | None) -> bool:
-    return extra is not None and extra.requires_grad
-
-
-class FlashAttention(torch.autograd.Function):
-    """The autograd node of a plain call: it takes an eighth of the host time of the operator's own node."""
-
-    @staticmethod
-    def forward(ctx: Any, extras, options, q, k, v, *learning):
-        """Compute (out, lse).
-
-        ``learning`` repeats sink, bias, slopes and the captured tensors of ``extras``, because autograd sees
-        only tensors that are arguments.
-        """
-        out, lse = FORWARD.launch((q, k, v), extras, options)
-        _save(ctx, q, k, v, out, lse, extras, options)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout, dlse):
-        return (None, None, *_gradients(ctx, dout, dlse, 6, 7))
-
-
-def batched(gradient: Tensor | None) -> bool:
-    """Whether the gradient stands for several vector-Jacobian products (``is_grads_batched=True``)."""
-    return gradient is not None and is_batched_gradient(gradient)
-
-
-def _setup_context(ctx, inputs, output):
-    (q, k, v), extras, options = FORWARD.split(inputs)
-    out, lse = output
-    _save(ctx, q, k, v, out, lse, extras, options)
-
-
-def _operator_backward(ctx, dout, dlse):
-    found = _gradients(ctx, dout, dlse, *map(FORWARD.arguments.index, ("bias", "alibi_slopes")))
-    of_name = dict(zip(_LEARNING, found, strict=False))
-    return tuple(of_name.get(name) for name in FORWARD.arguments)
-
-
-def _save(ctx, q, k, v, out, lse, extras, options):
-    if extras is NO_EXTRAS:
-        ctx.save_for_backward(q, k, v, out, lse)
-    else:
-        ctx.save_for_backward(q, k, v, out, lse, *extras)
-    ctx.options = options
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx, dout, dlse, bias, slopes):
-    """Return the gradients of ``_LEARNING``, of captured tensors at least of those that need one.
-
-    ``bias`` and ``slopes`` are indices among the inputs of the autograd node.
-    """
-    if dout is None and dlse is None:
-        return (None,) * len(_LEARNING)
-    tensors = ctx.saved_tensors
-    saved, extras = tensors[:5], NO_EXTRAS if len(tensors) == 5 else extras_of(tensors[5:])
-    bias_grad = extras.bias is not None and ctx.needs_input_grad[bias]
-    options = ctx.options._replace(bias_grad=True) if bias_grad else ctx.options
-    learns_slopes = extras.alibi_slopes is not None and ctx.needs_input_grad[slopes]
-    if learns_slopes:
-        extras, options = functions.learning_slopes(saved[0], saved[1], extras, options)
-    plain = is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled()
-    if plain and not batched(dout) and not batched(dlse):
-        results = BACKWARD.launch((dout, dlse, *saved), extras, options)
-        if learns_slopes:
-            last = 5 + learned_of(options)[-1]
-            return *results[:5], results[last], *results[5:last]
-        return *results[:5], None, *results[5:]
-    given = (dout, dlse, *saved)
-    if transforming() or carries_tangents((dout, dlse)):
-        from flashtile.operators import transforms
-
-        arguments = BACKWARD.flat(given, extras, options)
-        *gradients, dsink, dbias = transforms.backward(BACKWARD, *arguments)
-    else:
-        # With create_graph=True, BACKWARD.traced records a node for the second derivative.
-        *gradients, dsink, dbias = BACKWARD.traced(given, extras, options)
-    of_captured = functions.unpack(dbias, extras, options)
-    dslopes = of_captured.popitem()[1] if learns_slopes else None
-    dsink = None if extras.sink is None else dsink
-    return *gradients, dsink, dbias if bias_grad else None, dslopes, *map(of_captured.get, CAPTURED)
-
-
-def _second_derivative(ctx, *cotangents):
-    from flashtile.operators import transforms
-
-    return transforms.second_derivative(BACKWARD, ctx, ctx.needs_input_grad, *cotangents)
-
-
-def _save_for_second(ctx, inputs, output):
-    from flashtile.operators import transforms
-
-    transforms.save_for_second(BACKWARD, ctx, inputs, output)
-
-
-register_autograd("forward", _operator_backward, _setup_context)
-register_autograd("backward", _second_derivative, _save_for_second)

@@ -107,7 +107,15 @@ def _fake_combine(
 
 
 class _Writing(Writing):
-    """An operation that writes into two caches."""
+    """An operation that writes into two caches. No gradient flows through a cache."""
+
+    def __call__(self, tensors: tuple, optional: Any, options: Any) -> None:
+        if is_plain(tensors, optional):
+            self.launch(tensors, optional, options)
+        else:
+            self.check(*tensors, optional, options)  # outside no_grad, to find tensors that require grad
+            with torch.no_grad():
+                self.traced(tensors, optional, options)
 
     def check_values(self, tensors: tuple, optional: Any, options: Any) -> None:
         check_own_memory(tensors[0], tensors[1])
@@ -436,26 +444,3 @@ def _trace_both(
     with torch.no_grad():
         APPEND.traced((k_cache, v_cache, k, v), appended, append_options)
     return decode((queries, k_cache, v_cache), tensors, options, buffers)
-
-
-def append(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors, options: AppendOptions
-) -> None:
-    """Write k and v into the caches in place; no gradient flows through a cache."""
-    _write(APPEND, (k_cache, v_cache, k, v), tensors, options)
-
-
-def copy_blocks(
-    k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
-) -> None:
-    """Copy blocks within caches that have a leading dimension of layers."""
-    _write(COPY, (k_cache, v_cache, block_pairs), tensors, options)
-
-
-def _write(operation: Operation, tensors: tuple, optional: Any, options: Any) -> None:
-    if is_plain(tensors, optional):
-        operation.launch(tensors, optional, options)
-        return
-    operation.check(*tensors, optional, options)  # outside no_grad, to find tensors that require grad
-    with torch.no_grad():
-        operation.traced(tensors, optional, options)

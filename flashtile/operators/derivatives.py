@@ -1,7 +1,7 @@
 """Forward-mode tangents and second derivatives, computed with standard attention in plain PyTorch.
 
 Kernels compute out, lse and first gradients. Further derivatives are rare and are computed with
-:func:`flashtile.reference.attention.attention` in float32 (float64 for float64 inputs). Several tensors of
+:mod:`flashtile.reference.attention` in float32 (float64 for float64 inputs). Several tensors of
 (batch, heads_q, seqlen_q, seqlen_k) are then in memory.
 """
 
@@ -17,7 +17,8 @@ from torch import Tensor
 from flashtile.masks.block_mask import listed
 from flashtile.masks.evaluate import evaluate
 from flashtile.masks.program import parse
-from flashtile.operators.functions import CAPTURED, ModifiedExtras, captured_of, learned_of, plain_part
+from flashtile.problems.attention import ModifiedExtras, captured_of, learned_of
+from flashtile.problems.masks import CAPTURED
 from flashtile.reference import attention as reference
 
 Attend = Callable[..., tuple[Tensor, Tensor]]
@@ -33,12 +34,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> tuple[T
     The results have the dtypes of the kernels' results.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    given, _ = plain_part(extras, options)
-    out, lse = reference.attention(
-        q, k, v, **given._asdict(), max_seqlen_q=options.max_seqlen_q, max_seqlen_k=options.max_seqlen_k,
-        softmax_scale=options.softmax_scale, **options.masking.arguments(), softcap=options.softcap,
-        dropout_p=options.dropout_p, upcast=wide, **_functions(extras, options),
-    )  # fmt: skip
+    out, lse = reference.of_call(q, k, v, extras, options, upcast=wide, **_functions(extras, options))
     return out if options.partial else out.to(q.dtype), lse
 
 

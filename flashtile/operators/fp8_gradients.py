@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from flashtile.op.refusals import refuse_tangents, refuse_transformed_gradients, transforming
-from flashtile.operators.attention import BACKWARD, batched
+from flashtile.operators.attention import BACKWARD
 from flashtile.operators.fp8 import ATTEND, NO_GRADIENT, refuse_gradient
+from flashtile.operators.gradients import batched
 from flashtile.problems.attention import OptionalTensors
 from flashtile.problems.fp8 import AttendOptions, AttendTensors, QuantizeOptions, QuantizeTensors
 from flashtile.problems.quantized import Quantized

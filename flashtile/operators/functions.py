@@ -1,81 +1,61 @@
-"""Attention with score and mask functions: its additional tensors and options, its checks and its problem.
-
-A call with score or mask functions has more fields than ``OptionalTensors`` and ``Options``: captured
-tensors, the lists of a block mask, and the functions' programs as text.
-"""
+"""Attention with score and mask functions: the arguments of its operations, and checks of their values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashtile.checks.attention import (
-    check_call,
-    check_captured,
-    check_lists,
-    check_types,
-    check_with_functions,
-)
+from flashtile.checks.attention import check_learned_slopes
 from flashtile.checks.values import check_block_lists, check_lengths
 from flashtile.op.operation import PLAIN_TYPES, signatures
-from flashtile.op.registry import extended
-from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options, Problem
-from flashtile.problems.common import shared_fields
-from flashtile.problems.masks import BACKWARD_LISTS, LISTS, MAX_CAPTURED, MAX_SIZES, Mods
+from flashtile.problems.attention import (
+    NO_EXTRAS,
+    ModifiedExtras,
+    ModifiedOptions,
+    OptionalTensors,
+    Options,
+    captured_of,
+    learned_of,
+)
+from flashtile.problems.masks import BACKWARD_LISTS, CAPTURED, LISTS, MAX_CAPTURED
 
 if TYPE_CHECKING:  # `import flashtile` does not import masks, because few programs use them
     from flashtile.masks.tracing import Trace
 
-CAPTURED = tuple(f"captured_{i}" for i in range(MAX_CAPTURED))
-
-_FURTHER_TENSORS = dict.fromkeys((*CAPTURED, *LISTS), "Tensor | None")
-ModifiedExtras: Any = extended(
-    "ModifiedExtras", OptionalTensors, _FURTHER_TENSORS, (None,) * len(_FURTHER_TENSORS)
-)
-"""All tensors of a call except q, k and v: attention's extras, captured tensors, a block mask's lists."""
-
-FURTHER_OPTIONS = {
-    "score_mod": "str", "mask_mod": "str", "learned": "int", "block_q": "int", "block_kv": "int",
-    "mask_seqlen_q": "int", "mask_seqlen_k": "int",
-}  # fmt: skip
-"""Options that only calls with score or mask functions have.
-
-Bit i of ``learned`` is set if captured tensor i needs a gradient. Block sizes, and the lengths that the block
-mask was made for, are 0 without a block mask.
-"""
-FURTHER_DEFAULTS = "", "", 0, 0, 0, 0, 0
-ModifiedOptions: Any = extended("ModifiedOptions", Options, FURTHER_OPTIONS, FURTHER_DEFAULTS)
-
-_NUM_EXTRAS = len(OptionalTensors._fields)
-_FIRST_CAPTURED = _NUM_EXTRAS
 _NOT_CAPTURED, _NO_LISTS = (None,) * MAX_CAPTURED, (None,) * len(LISTS)
 
 
 class SignedExtras(ModifiedExtras):
-    """Extras that are built once for many forward calls: captured tensors and a block mask's lists.
+    """Extras that are built once for many calls: captured tensors and a block mask's lists.
 
-    The tensors are as those of a plain call (:func:`flashtile.op.operation.is_plain`). The signature of
-    the lists is computed again only if their addresses change.
+    The tensors are as those of a plain call (:func:`flashtile.op.operation.is_plain`). The signature of the
+    lists that the forward pass reads is computed again only if their addresses change.
     """
 
     captured: tuple[Tensor, ...]
     lists: tuple[Tensor, ...]
+    """Lists that the forward pass reads."""
+    of_forward: SignedExtras
+    """Extras for a call that needs no backward pass, without the lists that only that pass reads."""
     signed: tuple[list[int], str] = ([], "")
     """Addresses of the lists, and their signature as a string, because Python caches a string's hash."""
 
     @classmethod
     def of(cls, captured: tuple[Tensor, ...], lists: tuple[Tensor, ...]) -> SignedExtras | None:
         """Return the extras; None if a call with these tensors is not plain."""
-        lists = lists[:-BACKWARD_LISTS]
         if any(type(tensor) not in PLAIN_TYPES or tensor.is_neg() for tensor in (*captured, *lists)):
             return None
-        absent = _NOT_CAPTURED[len(captured) :]
-        made = cls._make((*NO_EXTRAS, *captured, *absent, *lists, *_NO_LISTS[:BACKWARD_LISTS]))
-        made.captured, made.lists = captured, lists
+        own, read = (*NO_EXTRAS, *captured, *_NOT_CAPTURED[len(captured) :]), lists[:-BACKWARD_LISTS]
+        made = tuple.__new__(cls, (*own, *lists))
+        made.of_forward = tuple.__new__(cls, (*own, *read, *_NO_LISTS[:BACKWARD_LISTS]))
+        for extras in (made, made.of_forward):
+            extras.captured, extras.lists = captured, read
         return made
+
+    _make = ModifiedExtras._make  # a copy with other tensors is not signed
 
     def signature(self) -> tuple:
         addresses = [tensor.data_ptr() for tensor in self.lists]
@@ -102,40 +82,7 @@ class Functions(NamedTuple):
     mask: Trace | None
     """The trace whose text is ``mask_mod``."""
     extras: SignedExtras | None = None
-    """Extras of a forward call whose only optional arguments are functions, cached for the next such call."""
-
-
-def captured_of(extras: Any) -> tuple[Tensor | None, ...]:
-    return extras[_FIRST_CAPTURED : _FIRST_CAPTURED + MAX_CAPTURED]
-
-
-def _captured(extras: Any) -> list[Tensor]:
-    return [tensor for tensor in captured_of(extras) if tensor is not None]
-
-
-def extras_of(tensors: Sequence[Tensor | None]) -> Any:
-    """Return ``tensors`` as OptionalTensors or ModifiedExtras, chosen by their number; NO_EXTRAS if empty."""
-    if not tensors:
-        return NO_EXTRAS
-    return (OptionalTensors if len(tensors) == _NUM_EXTRAS else ModifiedExtras)._make(tensors)
-
-
-def check_learned_slopes(extras: Any, options: Any) -> None:
-    """Raise for a call in which slopes get no gradient: only kernels with a ``score_mod`` compute it."""
-    try:
-        check_with_functions(*plain_part(extras, options))
-    except NotImplementedError:
-        raise NotImplementedError(
-            "alibi_slopes requires grad, but no gradient is computed for alibi_slopes in a call that cannot "
-            "have a score_mod: alibi_slopes must be detached"
-        ) from None
-    captured = [*_captured(extras), extras.alibi_slopes]
-    if len(captured) > MAX_CAPTURED or sum(t.dim() for t in captured) > MAX_SIZES:
-        raise ValueError(
-            f"alibi_slopes, which requires grad, must be one of at most {MAX_CAPTURED} tensors of "
-            f"{MAX_SIZES} dimensions that functions read, got {len(captured)} of "
-            f"{sum(t.dim() for t in captured)}"
-        )
+    """Extras of a call whose only optional arguments are functions, cached for the next such call."""
 
 
 def learning_slopes(q: Tensor, k: Tensor, extras: Any, options: Any) -> tuple[Any, Any]:
@@ -146,7 +93,7 @@ def learning_slopes(q: Tensor, k: Tensor, extras: Any, options: Any) -> tuple[An
     from flashtile.masks.program import alibi, composed, parse
 
     check_learned_slopes(extras, options)
-    captured, slopes = _captured(extras), extras.alibi_slopes
+    captured, slopes = [t for t in captured_of(extras) if t is not None], extras.alibi_slopes
     program = alibi(len(captured), int(k.shape[1] - q.shape[1]), slopes.dim() == 2)
     if getattr(options, "score_mod", ""):
         program = composed(program, parse(options.score_mod))
@@ -155,19 +102,6 @@ def learning_slopes(q: Tensor, k: Tensor, extras: Any, options: Any) -> tuple[An
     )
     learned = getattr(options, "learned", 0) | 1 << len(captured)
     return further, ModifiedOptions(*options)._replace(score_mod=str(program), learned=learned)
-
-
-def learned_of(options: Any) -> tuple[int, ...]:
-    """Return the indices of captured tensors that need a gradient."""
-    bits = getattr(options, "learned", 0)
-    return tuple(i for i in range(MAX_CAPTURED) if bits >> i & 1)
-
-
-def plain_part(extras: Any, options: Any) -> tuple[OptionalTensors, Options]:
-    """Return the extras and options of a call as if it had no score or mask functions."""
-    given = OptionalTensors(**shared_fields(OptionalTensors, extras))
-    nothing = all(tensor is None for tensor in given)
-    return NO_EXTRAS if nothing else given, Options(**shared_fields(Options, options))
 
 
 def pack(gradients: Iterable[Tensor | None]) -> Tensor | None:
@@ -188,28 +122,6 @@ def unpack(packed: Tensor | None, extras: Any, options: Any) -> dict[str, Tensor
     tensors = [getattr(extras, name) for name in names]
     parts = packed.split([tensor.numel() for tensor in tensors])
     return {n: p.reshape(t.shape).to(t.dtype) for n, p, t in zip(names, parts, tensors, strict=True)}
-
-
-def check(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
-    """Raise for a call that no backend could compute."""
-    _check_learned(extras, options)
-    check_call(q, k, v, *plain_part(extras, options))
-    if not isinstance(extras, ModifiedExtras):
-        return
-    check_captured(q, captured_of(extras))
-    if options.block_q:
-        check_lists(q, k, extras, options)
-
-
-def check_traced(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
-    _check_learned(extras, options)
-    check_types(q, k, v, *plain_part(extras, options))
-
-
-def _check_learned(extras: Any, options: Any) -> None:
-    slopes = extras.alibi_slopes
-    if isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled():
-        check_learned_slopes(extras, options)
 
 
 def check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
@@ -235,7 +147,7 @@ def check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> 
     from flashtile.masks.evaluate import evaluate
     from flashtile.masks.program import parse
 
-    captured = _captured(extras)
+    captured = [tensor for tensor in captured_of(extras) if tensor is not None]
     batch, heads, rows, keys = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
     for kind, text in (("score_mod", options.score_mod), ("mask_mod", options.mask_mod)):
         if not text:
@@ -251,44 +163,23 @@ def check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> 
             evaluate(parse(text), inputs, captured, kind=kind, check=True)
 
 
-def mods_of(q: Tensor, k: Tensor, extras: Any, options: Any) -> Mods | None:
-    if not isinstance(extras, ModifiedExtras):
-        return None
-    from flashtile.masks.ranges import positions_of
-
-    captured = _captured(extras)
-    return Mods(
-        options.score_mod,
-        options.mask_mod,
-        learned_of(options),
-        tuple(tensor.dim() for tensor in captured),
-        (options.block_q, options.block_kv) if options.block_q else None,
-        extras.kv_num_blocks.shape[1] if options.block_q else 1,
-        positions_of(q.shape[1], k.shape[1]),
-    )
-
-
-def describe(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> Problem:
-    mods = mods_of(q, k, extras, options)
-    return Problem.from_tensors(q, k, v, *plain_part(extras, options), mods=mods)
-
-
-def with_functions(extras: OptionalTensors, functions: Functions) -> Any:
-    """Return all optional tensors of a call with score or mask functions, as one named tuple."""
-    captured, lists = functions.captured, functions.lists
-    tensors = *extras, *captured, *_NOT_CAPTURED[len(captured) :], *(lists or _NO_LISTS)
-    return ModifiedExtras._make(tensors)
-
-
-def further_options(functions: Functions) -> tuple:
-    """Return the values of the options that only calls with score or mask functions have."""
-    captured, _, score_mod, mask_mod, block_size, lengths, *_ = functions
+def with_functions(extras: OptionalTensors, options: Options, functions: Functions) -> tuple[Any, Any]:
+    """Return (extras, options) of a call with score or mask functions: all tensors, and all options."""
+    captured, lists, score_mod, mask_mod, block_size, lengths, *_ = functions
     learned = 0
     if captured and torch.is_grad_enabled():
         learned = sum(1 << i for i, t in enumerate(captured) if t.requires_grad and t.is_floating_point())
-    return score_mod, mask_mod, learned, *block_size, *lengths
+    modified = ModifiedOptions._make((*options, score_mod, mask_mod, learned, *block_size, *lengths))
+    if functions.extras is not None and extras is NO_EXTRAS:
+        return functions.extras, modified
+    tensors = *extras, *captured, *_NOT_CAPTURED[len(captured) :], *(lists or _NO_LISTS)
+    return ModifiedExtras._make(tensors), modified
 
 
 def without_backward_lists(extras: Any) -> Any:
     """Return the extras without those lists of the block mask that only the backward pass reads."""
+    if type(extras) is SignedExtras:
+        return extras.of_forward
+    if extras.kv_num_blocks is None:
+        return extras
     return ModifiedExtras._make((*extras[:-BACKWARD_LISTS], *_NO_LISTS[:BACKWARD_LISTS]))

@@ -1,14 +1,179 @@
-"""The backward pass of attention as a function, for callers that keep out and lse, such as ring attention."""
+"""Attention with gradients: the forward pass, its autograd node, and the backward pass as a function.
+
+A call takes the shortest valid path to the operations of :mod:`flashtile.operators.attention`:
+
+    plain                        FORWARD.launch; under the node FlashAttention if a tensor requires grad
+    traced, in modes, subclasses torch.ops.flashtile.forward, whose formulas are registered at the end
+    transforms of torch.func     transforms.Forward
+    tangents                     derivatives.plain
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile.checks.attention import check_call, check_results
-from flashtile.checks.conversions import as_masking, as_offset_pair, make_options
-from flashtile.operators.attention import BACKWARD, FORWARD
-from flashtile.problems.attention import NO_EXTRAS, OptionalTensors
+from flashtile.checks.attention import check_call, check_learned_slopes, check_results
+from flashtile.checks.conversions import as_masking, as_offset_pair, make_options, with_unit_stride
+from flashtile.op.observers import tell_observers
+from flashtile.op.operation import any_learns, is_plain
+from flashtile.op.refusals import carries_tangents, transforming
+from flashtile.op.registry import register_autograd
+from flashtile.operators import functions
+from flashtile.operators.attention import BACKWARD, FORWARD, FORWARD_INTO
+from flashtile.operators.functions import SignedExtras
+from flashtile.problems.attention import (
+    NO_EXTRAS,
+    ModifiedExtras,
+    OptionalTensors,
+    captured_of,
+    extras_of,
+    learned_of,
+)
+from flashtile.problems.masks import CAPTURED
+from flashtile.torch_private import is_batched_gradient
+
+_LEARNING = ("q", "k", "v", "sink", "bias", "alibi_slopes", *CAPTURED)
+"""The tensors that may have gradients."""
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any, buffers: tuple[Tensor | None, ...] = ()
+) -> tuple[Tensor, Tensor]:
+    """Compute (out, lse).
+
+    A plain call (:func:`is_plain`) is launched directly, under an autograd node if it needs gradients. Other
+    calls go through the torch operator, or have a formula of their own under transforms of ``torch.func``.
+
+    Args:
+        extras, options: OptionalTensors and Options; with score or mask functions, ModifiedExtras and
+            ModifiedOptions.
+        buffers: (out, lse), which receive the results; None, or (): new memory. Not with functions.
+    """
+    tensors = (q, k, v)
+    if buffers:
+        return FORWARD_INTO.write(tensors, extras, options, buffers)  # type: ignore[return-value]
+    given = () if extras is NO_EXTRAS else extras
+    if type(extras) is SignedExtras:  # the lists of its block mask are plain, and integers
+        given = extras.captured
+    if is_plain(tensors, given):
+        if torch.is_grad_enabled() and any_learns(tensors, given):
+            if any_learns([extras.alibi_slopes]):
+                if isinstance(extras, ModifiedExtras):
+                    # Kernels serve more calls with one program than with a program and ALiBi of their own.
+                    extras, options = functions.learning_slopes(q, k, extras, options)
+                else:
+                    check_learned_slopes(extras, options)
+            learning = extras.sink, extras.bias, extras.alibi_slopes, *captured_of(extras)
+            return FlashAttention.apply(extras, options, q, k, v, *learning)
+        if type(extras) is not OptionalTensors:
+            extras = functions.without_backward_lists(extras)
+        return FORWARD.launch(tensors, extras, options)
+
+    is_transformed = transforming()
+    if is_transformed:  # a dimension that vmap maps over may leave strides that the caller cannot see
+        extras = extras._make(map(with_unit_stride, extras))
+    has_tangents = carries_tangents((*tensors, *extras))
+    if not (is_transformed or has_tangents):
+        return FORWARD.traced(tensors, extras, options)
+    FORWARD.check(*tensors, extras, options)
+    if has_tangents:
+        from flashtile.operators import derivatives
+
+        return derivatives.plain(*tensors, extras, options)
+    if isinstance(extras, ModifiedExtras):
+        raise NotImplementedError(
+            "score_mod, mask_mod and block_mask must be None under transforms of torch.func that have no "
+            "tangents: call flashtile.attention without them, or outside of the transform"
+        )
+    from flashtile.operators import transforms
+
+    for operation in (FORWARD, BACKWARD):
+        tell_observers(operation, (*tensors, *extras))
+    return transforms.Forward.apply(*FORWARD.flat(tensors, extras, options))
+
+
+class FlashAttention(torch.autograd.Function):
+    """The autograd node of a plain call: it takes an eighth of the host time of the operator's own node."""
+
+    @staticmethod
+    def forward(ctx: Any, extras, options, q, k, v, *learning):
+        """Compute (out, lse).
+
+        ``learning`` repeats sink, bias, slopes and the captured tensors of ``extras``, because autograd sees
+        only tensors that are arguments.
+        """
+        out, lse = FORWARD.launch((q, k, v), extras, options)
+        _save(ctx, q, k, v, out, lse, extras, options)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout, dlse):
+        return (None, None, *_gradients(ctx, dout, dlse, 6, 7))
+
+
+def batched(gradient: Tensor | None) -> bool:
+    """Whether the gradient stands for several vector-Jacobian products (``is_grads_batched=True``)."""
+    return gradient is not None and is_batched_gradient(gradient)
+
+
+def _setup_context(ctx, inputs, output):
+    (q, k, v), extras, options = FORWARD.split(inputs)
+    out, lse = output
+    _save(ctx, q, k, v, out, lse, extras, options)
+
+
+def _operator_backward(ctx, dout, dlse):
+    found = _gradients(ctx, dout, dlse, *map(FORWARD.arguments.index, ("bias", "alibi_slopes")))
+    of_name = dict(zip(_LEARNING, found, strict=False))
+    return tuple(of_name.get(name) for name in FORWARD.arguments)
+
+
+def _save(ctx, q, k, v, out, lse, extras, options):
+    if extras is NO_EXTRAS:
+        ctx.save_for_backward(q, k, v, out, lse)
+    else:
+        ctx.save_for_backward(q, k, v, out, lse, *extras)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, dout, dlse, bias, slopes):
+    """Return the gradients of ``_LEARNING``, of captured tensors at least of those that need one.
+
+    ``bias`` and ``slopes`` are indices among the inputs of the autograd node.
+    """
+    if dout is None and dlse is None:
+        return (None,) * len(_LEARNING)
+    tensors = ctx.saved_tensors
+    saved, extras = tensors[:5], NO_EXTRAS if len(tensors) == 5 else extras_of(tensors[5:])
+    bias_grad = extras.bias is not None and ctx.needs_input_grad[bias]
+    options = ctx.options._replace(bias_grad=True) if bias_grad else ctx.options
+    learns_slopes = extras.alibi_slopes is not None and ctx.needs_input_grad[slopes]
+    if learns_slopes:
+        extras, options = functions.learning_slopes(saved[0], saved[1], extras, options)
+    plain = is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled()
+    if plain and not batched(dout) and not batched(dlse):
+        results = BACKWARD.launch((dout, dlse, *saved), extras, options)
+        if learns_slopes:
+            last = 5 + learned_of(options)[-1]
+            return *results[:5], results[last], *results[5:last]
+        return *results[:5], None, *results[5:]
+    given = (dout, dlse, *saved)
+    if transforming() or carries_tangents((dout, dlse)):
+        from flashtile.operators import transforms
+
+        arguments = BACKWARD.flat(given, extras, options)
+        *gradients, dsink, dbias = transforms.backward(*arguments)
+    else:
+        # With create_graph=True, BACKWARD.traced records a node for the second derivative.
+        *gradients, dsink, dbias = BACKWARD.traced(given, extras, options)
+    of_captured = functions.unpack(dbias, extras, options)
+    dslopes = of_captured.popitem()[1] if learns_slopes else None
+    dsink = None if extras.sink is None else dsink
+    return *gradients, dsink, dbias if bias_grad else None, dslopes, *map(of_captured.get, CAPTURED)
 
 
 def attention_backward(
@@ -85,3 +250,19 @@ def attention_backward(
         tensors = (dout, None, q, k, v, out.contiguous(), lse.contiguous())
         dq, dk, dv, dsink, _ = BACKWARD(tensors, extras, options)
         return dq, dk, dv, None if sink is None else dsink
+
+
+def _second_derivative(ctx, *cotangents):
+    from flashtile.operators import transforms
+
+    return transforms.second_derivative(ctx, ctx.needs_input_grad, *cotangents)
+
+
+def _save_for_second(ctx, inputs, output):
+    from flashtile.operators import transforms
+
+    transforms.save_for_second(ctx, inputs, output)
+
+
+register_autograd("forward", _operator_backward, _setup_context)
+register_autograd("backward", _second_derivative, _save_for_second)

@@ -7,18 +7,17 @@ vmap maps over into the batch of one call, if that is possible.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile.op.operation import Operation
 from flashtile.op.refusals import carries_tangents
 from flashtile.op.registry import flat_fields, gathered
 from flashtile.operators import derivatives
-from flashtile.operators.functions import extras_of, learning_slopes, pack, unpack
-from flashtile.problems.attention import OptionalTensors, Options
+from flashtile.operators.attention import BACKWARD, FORWARD
+from flashtile.operators.functions import learning_slopes, pack, unpack
+from flashtile.problems.attention import OptionalTensors, Options, extras_of
 
 _NUM_EXTRAS, _NUM_OPTIONS = len(OptionalTensors._fields), len(flat_fields(Options))
 _BIAS = OptionalTensors._fields.index("bias")
@@ -27,14 +26,11 @@ _WITHOUT_BATCH = OptionalTensors._fields.index("sink")
 """Index of the first field of OptionalTensors that need not have a batch dimension."""
 
 
-def backward(operation: Operation, *arguments: Any) -> Any:
-    """Compute ``flashtile::backward`` under a transform of ``torch.func``, or with forward-mode tangents.
-
-    ``operation`` is :data:`flashtile.operators.attention.BACKWARD`.
-    """
+def backward(*arguments: Any) -> Any:
+    """Compute ``flashtile::backward`` under a transform of ``torch.func``, or with forward-mode tangents."""
     if not carries_tangents(arguments[:2]):
-        return _Backward.apply(operation, *arguments)
-    (dout, dlse, q, k, v, _, _), extras, options = operation.split(arguments)
+        return _Backward.apply(*arguments)
+    (dout, dlse, q, k, v, _, _), extras, options = BACKWARD.split(arguments)
     attend, learned = derivatives.of_call(extras, options)
     dq, dk, dv, *found = derivatives.gradients(attend, dout, dlse, (q, k, v, *learned.values()))
     of_learned = dict(zip(learned, found, strict=True))
@@ -42,9 +38,7 @@ def backward(operation: Operation, *arguments: Any) -> Any:
     return dq, dk, dv, dsink, pack(of_learned.values()) if of_learned else dbias
 
 
-def second_derivative(
-    operation: Operation, ctx: Any, needed: tuple[bool, ...], *cotangents: Any
-) -> tuple[Tensor | None, ...]:
+def second_derivative(ctx: Any, needed: tuple[bool, ...], *cotangents: Any) -> tuple[Tensor | None, ...]:
     """Differentiate ``flashtile::backward``, and return the gradients of its arguments.
 
     ``needed`` has one entry per given argument: the dispatcher omits arguments that have their default.
@@ -61,29 +55,26 @@ def second_derivative(
         attend, [*cotangents[:3], *asked], dout, dlse, (*others, *learned.values())
     )
     of_name = dict(zip(("dout", "dlse", *"qkv", *learned), (ddout, ddlse, *found), strict=True))
-    return tuple(of_name.get(name) for name, _ in zip(operation.arguments, needed, strict=False))
+    return tuple(of_name.get(name) for name, _ in zip(BACKWARD.arguments, needed, strict=False))
 
 
-def save_for_second(operation: Operation, ctx: Any, inputs: Any, output: Any) -> None:
-    (dout, dlse, q, k, v, _, _), extras, options = operation.split(inputs)
+def save_for_second(ctx: Any, inputs: Any, output: Any) -> None:
+    (dout, dlse, q, k, v, _, _), extras, options = BACKWARD.split(inputs)
     ctx.save_for_backward(dout, dlse, q, k, v, *extras)
     ctx.options = options
     ctx.set_materialize_grads(False)
 
 
 class Forward(torch.autograd.Function):
-    """Compute (out, lse) under a transform of ``torch.func``.
-
-    Its arguments are the operation ``BACKWARD`` and those of the operator ``forward``.
-    """
+    """Compute (out, lse) under a transform of ``torch.func``, from the arguments of the operator."""
 
     @staticmethod
-    def forward(operation, *arguments):
-        return torch.ops.flashtile.forward(*arguments)
+    def forward(*arguments):
+        return FORWARD.operator(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs, output):
-        ctx.operation, q, k, v, *rest = inputs
+        q, k, v, *rest = inputs
         ctx.save_for_backward(q, k, v, *output, *rest[:_NUM_EXTRAS])
         ctx.has_sink = OptionalTensors(*rest[:_NUM_EXTRAS]).sink is not None
         ctx.options = rest[_NUM_EXTRAS:]
@@ -91,42 +82,40 @@ class Forward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout, dlse):
         given, extras = ctx.saved_tensors[:5], OptionalTensors(*ctx.saved_tensors[5:])
-        options = gathered(Options, ctx.options)._replace(bias_grad=ctx.needs_input_grad[4 + _BIAS])
-        learns_slopes = ctx.needs_input_grad[4 + _SLOPES]
+        options = gathered(Options, ctx.options)._replace(bias_grad=ctx.needs_input_grad[3 + _BIAS])
+        learns_slopes = ctx.needs_input_grad[3 + _SLOPES]
         if learns_slopes:
             extras, options = learning_slopes(given[0], given[1], extras, options)
-        arguments = ctx.operation.flat((dout, dlse, *given), extras, options)
-        *gradients, dsink, dbias = backward(ctx.operation, *arguments)
+        *gradients, dsink, dbias = backward(*BACKWARD.flat((dout, dlse, *given), extras, options))
         of_captured = unpack(dbias, extras, options)
         of_extras = OptionalTensors(
             sink=dsink if ctx.has_sink else None,
             bias=dbias if options.bias_grad else None,
             alibi_slopes=of_captured.popitem()[1] if learns_slopes else None,
         )
-        return None, *gradients, *of_extras, *(None,) * len(ctx.options)
+        return *gradients, *of_extras, *(None,) * len(ctx.options)
 
     @staticmethod
-    def vmap(info, in_dims, operation, *arguments):
-        return _vmap(partial(Forward.apply, operation), 3, info.batch_size, in_dims[1:], arguments)
+    def vmap(info, in_dims, *arguments):
+        return _vmap(Forward.apply, len(FORWARD.tensors), info.batch_size, in_dims, arguments)
 
 
 class _Backward(torch.autograd.Function):
     @staticmethod
-    def forward(operation, *arguments):
-        return operation.operator(*arguments)
+    def forward(*arguments):
+        return BACKWARD.operator(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs, output):
-        ctx.operation, *arguments = inputs
-        save_for_second(ctx.operation, ctx, arguments, output)
+        save_for_second(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, *cotangents):
-        return None, *second_derivative(ctx.operation, ctx, ctx.needs_input_grad[1:], *cotangents)
+        return second_derivative(ctx, ctx.needs_input_grad, *cotangents)
 
     @staticmethod
-    def vmap(info, in_dims, operation, *arguments):
-        return _vmap(partial(backward, operation), 7, info.batch_size, in_dims[1:], arguments)
+    def vmap(info, in_dims, *arguments):
+        return _vmap(backward, len(BACKWARD.tensors), info.batch_size, in_dims, arguments)
 
 
 def _vmap(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashtile.problems.common import Results, address_of, passed_on
+from flashtile.problems.common import Results, address_of, extended, passed_on
 from flashtile.problems.masking import BEYOND_WINDOW, EVERYTHING, Masking
-from flashtile.problems.masks import Mods
+from flashtile.problems.masks import CAPTURED, LISTS, MAX_CAPTURED, Mods, positions_of
 
 
 class Options(NamedTuple):
@@ -56,6 +57,60 @@ NEEDS_GENERAL_MASK = ("mask", "key_padding_mask", "bias", "dropout_p", *BEYOND_W
 
 NO_EXTRAS = OptionalTensors()
 """The value for calls with only q, k and v. It is recognised by identity, which is the fastest test."""
+
+
+_FURTHER_TENSORS = dict.fromkeys((*CAPTURED, *LISTS), "Tensor | None")
+ModifiedExtras: Any = extended(
+    "ModifiedExtras", OptionalTensors, _FURTHER_TENSORS, (None,) * len(_FURTHER_TENSORS)
+)
+"""All optional tensors of a call with functions, also those that they capture and a block mask's lists."""
+
+FURTHER_OPTIONS = {
+    "score_mod": "str", "mask_mod": "str", "learned": "int", "block_q": "int", "block_kv": "int",
+    "mask_seqlen_q": "int", "mask_seqlen_k": "int",
+}  # fmt: skip
+"""Options that only calls with score or mask functions have.
+
+The functions are texts of programs. Bit i of ``learned`` is set if captured tensor i needs a gradient. Block
+sizes, and the lengths that the block mask was made for, are 0 without a block mask.
+"""
+FURTHER_DEFAULTS = "", "", 0, 0, 0, 0, 0
+ModifiedOptions: Any = extended("ModifiedOptions", Options, FURTHER_OPTIONS, FURTHER_DEFAULTS)
+
+_NUM_EXTRAS = len(OptionalTensors._fields)
+
+
+def extras_of(tensors: Sequence[Tensor | None]) -> Any:
+    """Return ``tensors`` as OptionalTensors or ModifiedExtras, chosen by their number; NO_EXTRAS if empty."""
+    if not tensors:
+        return NO_EXTRAS
+    return (OptionalTensors if len(tensors) == _NUM_EXTRAS else ModifiedExtras)._make(tensors)
+
+
+def captured_of(extras: Any) -> tuple[Tensor | None, ...]:
+    """Return the tensors that functions capture, in ``MAX_CAPTURED`` places; () without functions."""
+    return extras[_NUM_EXTRAS : _NUM_EXTRAS + MAX_CAPTURED]
+
+
+def learned_of(options: Any) -> tuple[int, ...]:
+    """Return the indices of captured tensors that need a gradient."""
+    bits = getattr(options, "learned", 0)
+    return tuple(i for i in range(MAX_CAPTURED) if bits >> i & 1)
+
+
+def mods_of(q: Tensor, k: Tensor, extras: Any, options: Any) -> Mods | None:
+    """Describe the score and mask functions of a call; None if it has none."""
+    if not isinstance(extras, ModifiedExtras):
+        return None
+    return Mods(
+        options.score_mod,
+        options.mask_mod,
+        learned_of(options),
+        tuple(tensor.dim() for tensor in captured_of(extras) if tensor is not None),
+        (options.block_q, options.block_kv) if options.block_q else None,
+        extras.kv_num_blocks.shape[1] if options.block_q else 1,
+        positions_of(q.shape[1], k.shape[1]),
+    )
 
 
 @dataclass(frozen=True)
@@ -123,13 +178,16 @@ class Problem(Masking, Results):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        extras: OptionalTensors = NO_EXTRAS,
-        options: Options = Options(),  # noqa: B008 - immutable
+        extras: Any = NO_EXTRAS,
+        options: Any = Options(),  # noqa: B008 - immutable
         **others: Any,
     ) -> Problem:
         """Describe a call that :func:`flashtile.checks.attention.check_call` has accepted.
 
-        ``others`` replace fields that are otherwise derived from the arguments.
+        Args:
+            extras, options: OptionalTensors and Options; with score or mask functions, ModifiedExtras and
+                ModifiedOptions.
+            others: fields that are otherwise derived from the arguments.
         """
         if extras.cu_seqlens_q is not None:
             batch = extras.cu_seqlens_q.shape[0] - 1
@@ -154,6 +212,7 @@ class Problem(Masking, Results):
             "device": q.device,
             "softmax_scale": q.shape[-1] ** -0.5 if scale is None else float(scale),
             "alibi": extras.alibi_slopes is not None,
+            "mods": mods_of(q, k, extras, options),
             "varlen": varlen,
             "tma_obstacle": find_tma_obstacle(q, k, v, used and not varlen),
             "bias_obstacle": None if extras.bias is None else find_bias_obstacle(extras.bias, q.dtype),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -64,6 +65,16 @@ def passed_on(cls: Any, tensors: Any, options: Any) -> dict[str, Any]:
     given = {name: tensor is not None for name, tensor in shared_fields(cls, tensors).items()}
     masking = vars(options.masking) if hasattr(options, "masking") else {}
     return given | masking | shared_fields(cls, options)
+
+
+def extended(name: str, base: Any, more: dict[str, str], defaults: tuple[Any, ...] = ()) -> Any:
+    """Return a NamedTuple with the fields of ``base`` and ``more``; the last fields have ``defaults``.
+
+    ``more`` maps the name of a field to its type as text.
+    """
+    made: Any = namedtuple(name, (*base._fields, *more), defaults=defaults)  # type: ignore[misc]
+    made.__annotations__ = base.__annotations__ | more
+    return made
 
 
 class Results:

@@ -178,7 +178,7 @@ class KernelMask(NamedTuple):
     """None without chunks: such kernels have no parameter for it."""
 
     @property
-    def constants(self) -> dict[str, bool]:
+    def constants(self) -> dict[str, Any]:
         """The fields of :class:`MaskConstants`."""
         return {
             "HAS_LEFT": self.window_left != UNLIMITED,

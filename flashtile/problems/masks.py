@@ -8,6 +8,8 @@ from flashtile.problems.common import POSITIONS
 
 MAX_CAPTURED = 8
 """Maximum number of tensors that the functions of a call may read."""
+CAPTURED = tuple(f"captured_{i}" for i in range(MAX_CAPTURED))
+"""Names of these tensors."""
 
 MAX_SIZES = 16
 """Maximum total number of dimensions of the captured tensors of a call.
@@ -23,6 +25,15 @@ LISTS = (
 """Names of a block mask's lists."""
 BACKWARD_LISTS = 4
 """Number of lists at the end of ``LISTS`` that only the backward pass reads."""
+
+
+def positions_of(seqlen_q: int, seqlen_k: int) -> int:
+    """Return the upper bound of positions for which a kernel is compiled.
+
+    It is half of ``POSITIONS``, or the next power of two for longer sequences. Up to there, float32 holds a
+    distance of two positions exactly, even after a moderate offset is added.
+    """
+    return max(POSITIONS // 2, 1 << (max(seqlen_q, seqlen_k, 1) - 1).bit_length())
 
 
 @dataclass(frozen=True)

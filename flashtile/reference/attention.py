@@ -76,16 +76,36 @@ def attention(
         rng_state=rng_state,
     )
     check_call(q, k, v, extras, options)
+    if block_mask is not None:
+        mask_mod = block_mask.mask_mod
+    return of_call(
+        q, k, v, extras, options, score_mod=score_mod, mask_mod=mask_mod, upcast=upcast, round_p=round_p
+    )
+
+
+def of_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: OptionalTensors,
+    options: Options,
+    *,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    upcast: torch.dtype | None = None,
+    round_p: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute (out, lse) as :func:`attention`, for arguments that are normalised and checked."""
+    cu_seqlens_q, cu_seqlens_k = extras.cu_seqlens_q, extras.cu_seqlens_k
+    seqused_q, seqused_k = extras.seqused_q, extras.seqused_k
+    bias, rng_state = extras.bias, extras.rng_state
     problem = Problem.from_tensors(q, k, v, extras, options)
     if upcast is not None:
         q, k, v = q.to(upcast), k.to(upcast), v.to(upcast)
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
-
-    if block_mask is not None:
-        mask_mod = block_mask.mask_mod
-    masks = [] if mask is None else [mask]
-    if key_padding_mask is not None:
-        masks.append(key_padding_mask[:, None, None])
+    masks = [] if extras.mask is None else [extras.mask]
+    if extras.key_padding_mask is not None:
+        masks.append(extras.key_padding_mask[:, None, None])
 
     def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, b: int | None = None) -> Any:
         """Compute (out, lse) of dense q, k, v, for sequence ``b``, or for all sequences if ``b`` is None."""
@@ -98,22 +118,22 @@ def attention(
         modify = None if score_mod is None else lambda scores: _modified(score_mod, scores, seen, grids)
         added = None if bias is None else cells_of(bias, b, q.shape[1], k.shape[1]).to(q.dtype)
         factors = None
-        if dropout_p > 0 and rng_state is not None:
+        if options.dropout_p > 0 and rng_state is not None:
             places = (range(len(q)) if b is None else range(b, b + 1), range(problem.num_heads_q))
             lengths = range(q.shape[1]), range(k.shape[1])
-            mask = dropout.kept(rng_state, dropout_p, problem.num_heads_q, *places, *lengths)
-            factors = mask.to(q.dtype) / (1 - dropout_p)
+            kept = dropout.kept(rng_state, options.dropout_p, problem.num_heads_q, *places, *lengths)
+            factors = kept.to(q.dtype) / (1 - options.dropout_p)
         return masked(
             q, k, v, problem.softmax_scale, seen, lse_dtype, slopes=slopes, bias=added,
-            softcap=problem.softcap, modify=modify, sink=sink, round_p=round_p, factors=factors,
+            softcap=problem.softcap, modify=modify, sink=extras.sink, round_p=round_p, factors=factors,
         )  # fmt: skip
 
     if cu_seqlens_q is None and (seqused_q is seqused_k is None or problem.batch == 0):
-        return attend(q, k, v, alibi_slopes)
+        return attend(q, k, v, extras.alibi_slopes)
 
     outs, lses = [], []
     for b in range(problem.batch):
-        slopes = alibi_slopes
+        slopes = extras.alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes[b : b + 1]
         one_q, one_k, one_v = (

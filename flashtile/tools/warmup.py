@@ -62,8 +62,8 @@ def warmup(
     elif isinstance(calls, (str, os.PathLike)):
         given = read_calls(calls)
     else:
-        given = list(calls) if isinstance(calls, Iterable) else [calls]
-        if not all(isinstance(call, Call) for call in given):
+        given = list(calls) if isinstance(calls, Iterable) else []
+        if not isinstance(calls, Iterable) or not all(isinstance(call, Call) for call in given):
             raise TypeError(f"calls must be a path or recorded calls, got {type(calls).__name__}")
     found = torch.device(device or "cuda")
     if found.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:

@@ -372,7 +372,7 @@ def sums_of_tensor_cores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_the_noise_of_lse_on_a_gpu_bounds_errors_of_scores(head_dim: int) -> None:
     generator = torch.Generator().manual_seed(head_dim)
-    q, k = torch.randn(2, 200_000, head_dim, generator=generator).to(E4M3).double()
+    q, k = torch.randn(2, 12_800_000 // head_dim, head_dim, generator=generator).to(E4M3).double()
     errors = (sums_of_tensor_cores(q, k) - (q * k).sum(1)).abs()
     most = q.norm(dim=1).max() * k.norm(dim=1).max()
     assert testing.SCORE_ERROR_ON_GPU / 4 < errors.max() / most < testing.SCORE_ERROR_ON_GPU

@@ -12,13 +12,16 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import typer
+from click.testing import Result
 from torch._subclasses import FakeTensorMode
+from typer.testing import CliRunner
 
 import flashtile
 from targets import INTERPRETING
@@ -31,17 +34,26 @@ from flashtile.backends.common import compile_worker, first_calls, kernel_store
 from flashtile.backends.common.device import Target
 from flashtile.backends.common.kernel_store import INDEX, VARIABLE, CompiledFolder, in_use, use_compiled
 from flashtile.backends.compat import compiling_driver
+from flashtile.cli import application
 from flashtile.compilation import compiling
 from flashtile.compilation.calls import Call, Signature, calls_of, read_calls, record_calls, write_calls
 from flashtile.compilation.compiling import Compiled, Failure, _end, _wanted, compile_calls, launches
 from flashtile.engine.config import parse_config
+from flashtile.engine.step_calls import Limits, step_calls
 from flashtile.op.operation import remembering
 from flashtile.problems.masking import EVERYTHING
 from flashtile.tools import warmup as warmups
+from flashtile.tools import workload_calls
 from flashtile.tools.commands import compile as command
 from flashtile.tools.commands.compile import _calls as calls_of_command
 from flashtile.tools.warmup import warmup
-from flashtile.tools.workload_calls import model_calls
+from flashtile.tools.workload_calls import (
+    TRAINING_HEADS,
+    documented,
+    heads_of,
+    model_calls,
+    training_calls,
+)
 from needed_kernels import kernels
 
 H200, A100 = Target("H200", (9, 0), 132), Target("A100", (8, 0), 108)
@@ -239,16 +251,18 @@ def test_a_step_of_fake_tensors_lists_the_kernel_that_also_appends():
     assert kernels(calls_of(real)) <= kernels(calls_of(fake))
 
 
-def test_what_is_compiled_for_a_model(tmp_path):
-    path = tmp_path / "a-model.json"
+def test_what_is_compiled_for_a_model(tmp_path, monkeypatch):
+    path, config = tmp_path / "a-model.json", parse_config(GEMMA)
     path.write_text(json.dumps(GEMMA))
-    training, serving, both = (
-        {call for call in calls_of_command([], [path], purpose, []) if isinstance(call, Call)}
-        for purpose in ("training", "serving", "both")
+    training, serving = (replace(APPEND, operation=name) for name in ("training", "serving"))
+    given = {}
+    monkeypatch.setattr(
+        workload_calls, "training_calls", lambda *args: given.update(training=args) or [training]
     )
-    assert training
-    assert serving
-    assert training | serving == both
+    monkeypatch.setattr(workload_calls, "step_calls", lambda *args: given.update(serving=args) or [serving])
+    wanted = {"training": [training], "serving": [serving], "both": [training, serving]}
+    assert {purpose: calls_of_command([], [path], purpose, []) for purpose in wanted} == wanted
+    assert given == {"training": (heads_of(config),), "serving": (config, Limits(1024))}
 
 
 @pytest.mark.parametrize(
@@ -551,6 +565,11 @@ def cli(*arguments: str, environment: dict[str, str] | None = None) -> subproces
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
+def here(*arguments: str) -> Result:
+    """Run a command in this process."""
+    return CliRunner().invoke(application(), arguments)
+
+
 @pytest.mark.compile
 def test_from_a_script_to_a_folder(tmp_path):
     script, calls, kernels = tmp_path / "script.py", tmp_path / "calls.json", tmp_path / "kernels"
@@ -564,8 +583,8 @@ def test_from_a_script_to_a_folder(tmp_path):
     found = cli("record", str(calls), str(script), "--", "2")
     assert found.returncode == 0, found.stderr
     assert [call.operation for call in read_calls(calls)] == ["append_kvcache"]
-    found = cli("compile", str(kernels), "--calls", str(calls), "--arch", "sm_80", "--workers", "1")
-    assert found.returncode == 0
+    found = here("compile", str(kernels), "--calls", str(calls), "--arch", "sm_80", "--workers", "1")
+    assert found.exit_code == 0
     assert found.stderr.splitlines() == [
         "finding the kernels of calls: 0 of 1", "compiling kernels: 0 of 1", "compiling kernels: 1 of 1",
     ]  # fmt: skip
@@ -573,16 +592,13 @@ def test_from_a_script_to_a_folder(tmp_path):
     found = cli("info", environment={VARIABLE: str(kernels)})
     assert "1 for sm_80" in found.stdout
     calls.write_text('{"calls": [{"operation": "sort", "arguments": {}}]}')
-    refused = cli("compile", str(kernels), "--calls", str(calls))
-    assert refused.returncode == 1
+    refused = here("compile", str(kernels), "--calls", str(calls))
+    assert refused.exit_code == 1
     assert refused.stdout.startswith("sort for H200 SXM 141GB: operation must be one of")
 
 
+@pytest.mark.thorough
 def test_calls_of_models_have_kernels():
-    from flashtile.compilation.compiling import launches
-    from flashtile.engine.step_calls import Limits, step_calls
-    from flashtile.tools.workload_calls import TRAINING_HEADS, documented, heads_of, training_calls
-
     config = parse_config(GEMMA)
     training = training_calls(heads_of(config))
     limits = Limits(1024, max_num_seqs=4, max_num_batched_tokens=64)

@@ -45,8 +45,20 @@ def test_every_family_is_compared_with_transformers():
     assert {one["model_type"] for one in MODELS.values()} == {*FAMILIES}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MODELS)
+WAYS_OF_ALL, WITH_ALL_WAYS = ("plain", "chunks"), ("llama3", "gemma2", "gpt_oss", "qwen3_moe")
+"""With ``make test``: the ways of every family, and the families with every way."""
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(
+            name, way, marks=() if way in WAYS_OF_ALL or name in WITH_ALL_WAYS else pytest.mark.thorough
+        )
+        for name in MODELS
+        for way in WAYS
+    ],
+)
 def test_greedy_tokens_are_those_of_transformers(name, way):
     llm = load(name, **WAYS[way])
     outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=LENGTH))

@@ -169,14 +169,23 @@ class Server:
         return used - kernels(representatives(self.listed(), H200)), len(used)
 
 
-@pytest.mark.parametrize("name", MODELS)
+RESEMBLE = ("small heads", "wide heads, soft cap", "shared", "cross attention")
+"""Models whose layers differ little from those of another."""
+
+
+def thorough(names, marked):
+    """Return ``names``, of which ``marked`` run with ``make test-thorough``."""
+    return [pytest.param(name, marks=pytest.mark.thorough) if name in marked else name for name in names]
+
+
+@pytest.mark.parametrize("name", thorough(MODELS, RESEMBLE))
 def test_no_step_needs_a_kernel_that_is_not_listed(newest, name):
     missing, count = Server(newest, name).missing(120)
     assert missing == set()
     assert count > (1 if name == "encoder" else 5)
 
 
-@pytest.mark.parametrize("name", ["llama", "odd heads, alibi"])
+@pytest.mark.parametrize("name", thorough(["llama", "odd heads, alibi"], ["odd heads, alibi"]))
 def test_caches_of_the_oldest_release(name):
     with vllm_stand_in.plugin(modules_of(OLDEST)) as backend:
         assert Server(backend, name).missing(60)[0] == set()
@@ -212,8 +221,15 @@ LARGE = {
 """(heads, heads_kv, head_size, options of the layer), limits of the server."""
 
 
-@pytest.mark.parametrize("gpu", [H200, A100], ids=lambda gpu: gpu.name)
-@pytest.mark.parametrize("name", LARGE)
+LARGE_ON = [(name, gpu) for name in LARGE for gpu in (H200, A100)]
+TELLING = ("gpt-oss", H200), ("llama", A100)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [pytest.param(*one, marks=() if one in TELLING else pytest.mark.thorough) for one in LARGE_ON],
+    ids=[f"{name}-{gpu.name}" for name, gpu in LARGE_ON],
+)
 def test_random_sizes_of_large_servers(newest, name, gpu):
     """Numbers of sequences and tokens, without the steps themselves."""
     (heads, heads_kv, size, options), limits = LARGE[name]
@@ -239,10 +255,10 @@ def test_random_sizes_of_large_servers(newest, name, gpu):
 
 
 def test_representatives_have_the_kernels_of_all_calls(newest):
-    server = Server(newest, "odd heads, alibi")
-    few = representatives(server.listed(), H200)
-    assert len(few) < len(server.listed()) / 4
-    assert kernels(few) == kernels(server.listed())
+    listed = Server(newest, "small heads").listed()
+    few = representatives(listed, H200)
+    assert len(few) < len(listed) / 4
+    assert kernels(few) == kernels(listed)
 
 
 @pytest.fixture

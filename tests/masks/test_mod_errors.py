@@ -419,16 +419,14 @@ def test_reads_of_every_row_are_checked_for_a_card(row: int) -> None:
     table = torch.zeros(1)
     score_mod = masks.score_mod(lambda score, b, h, q_idx, kv_idx: score + table[(q_idx == row).int()])
     given = functional.functions(score_mod, None, None)
-    extras = operators.with_functions(NO_EXTRAS, given)
-    options = operators.ModifiedOptions(*Options(), *operators.further_options(given))
+    extras, options = operators.with_functions(NO_EXTRAS, Options(), given)
     q, k = torch.empty(1, 300, 1, 8), torch.empty(1, 2, 1, 8)
     on_card = SimpleNamespace(is_cuda=True, shape=q.shape, device=q.device, new_zeros=q.new_zeros)
     with pytest.raises(ValueError, match="score_mod reads element 1 of 1, outside of a captured tensor"):
         operators.check_values(on_card, k, k, extras, options)  # type: ignore[arg-type]
     exact = torch.zeros(300, 2)  # an element of each score
     given = functional.functions(lambda s, b, h, q_idx, kv_idx: s + exact[q_idx, kv_idx], None, None)
-    extras = operators.with_functions(NO_EXTRAS, given)
-    options = operators.ModifiedOptions(*Options(), *operators.further_options(given))
+    extras, options = operators.with_functions(NO_EXTRAS, Options(), given)
     operators.check_values(on_card, k, k, extras, options)  # type: ignore[arg-type]
 
 

@@ -14,7 +14,8 @@ from flashtile.masks import ranges as of_ranges
 from flashtile.masks.mods import traced
 from flashtile.masks.operations import OPERATIONS
 from flashtile.masks.program import Line, Name, variables
-from flashtile.masks.ranges import POSITIONS, positions_of, wide_lines
+from flashtile.masks.ranges import POSITIONS, wide_lines
+from flashtile.problems.masks import positions_of
 from flashtile.reference import attention as reference
 from targets import Target
 from walk import walk

@@ -152,8 +152,7 @@ def test_opcheck() -> None:
     block_mask = masks.create_block_mask(mask_mod, 2, None, SEQLEN_Q, SEQLEN_K, BLOCK_SIZE=16)
     bias = torch.randn(HEADS, 15, requires_grad=True)
     given = functional.functions(masks.relative_position(bias), None, block_mask)
-    extras = operators.with_functions(NO_EXTRAS, given)
-    options = operators.ModifiedOptions(*Options(), *operators.further_options(given))
+    extras, options = operators.with_functions(NO_EXTRAS, Options(), given)
     tensors = [torch.randn(2, n, HEADS, 16, requires_grad=True) for n in (SEQLEN_Q, SEQLEN_K, SEQLEN_K)]
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(FORWARD.operator, FORWARD.flat(tensors, extras, options), test_utils=tests)
@@ -225,14 +224,12 @@ def test_block_masks_compiled(create: Any) -> None:
 
 
 def test_a_number_goes_with_tensors_on_any_device_in_a_graph(monkeypatch) -> None:
-    given: list[Any] = []
-    monkeypatch.setattr(functional, "forward_with_functions", lambda *arguments: given.append(arguments[-1]))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     factor, table = torch.tensor(2.0), torch.ones(2, device="meta")
     q = torch.empty(1, 4, 2, 8, device="meta")
     score_mod = masks.score_mod(lambda score, b, h, q_idx, kv_idx: score * factor + table[h])
-    functional.attend(q, q, q, NO_EXTRAS, Options(), score_mod, None, None)
-    assert [t.device.type for t in given[0].captured] == ["meta", "meta"]
+    extras, _ = functional.with_functions(q, q, NO_EXTRAS, Options(), score_mod, None, None)
+    assert [t.device.type for t in extras if t is not None] == ["meta", "meta"]
 
 
 def test_a_number_in_a_tensor_goes_with_tensors_on_any_device() -> None:
@@ -462,11 +459,18 @@ def _augmented(s, b, h, q, kv):
     return s
 
 
+def _raised(s, b, h, q, kv):
+    t = s**1
+    t += kv
+    return s * t
+
+
 @pytest.mark.parametrize(
     ("function", "same"),
     [
         (_filled, lambda s, b, h, q, kv: s.masked_fill(q < kv, -torch.inf)),
         (_augmented, lambda s, b, h, q, kv: s * 2),
+        (_raised, lambda s, b, h, q, kv: s * (s + kv)),
         (
             lambda s, b, h, q, kv: torch.nn.functional.relu(s, inplace=True) + s,
             lambda s, b, h, q, kv: 2 * torch.relu(s),

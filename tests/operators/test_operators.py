@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flashtile
 from flashtile.op.registry import flat
 from flashtile.operators import attention as operators
+from flashtile.operators.gradients import forward
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 from flashtile.problems.masking import CAUSAL, Masking
 from flashtile.reference import attention as reference
@@ -405,7 +406,7 @@ def test_direct_path_and_operator_agree_bitwise(grad):
     """The eager short cut is the operator without the dispatcher."""
     tensors = dense(grad=grad)
     options = Options(masking=CAUSAL)
-    direct = operators.forward(*tensors, NO_EXTRAS, options)
+    direct = forward(*tensors, NO_EXTRAS, options)
     dispatched = torch.ops.flashtile.forward(*tensors, *NO_EXTRAS, *flat(options))
     for a, b in zip(direct, dispatched, strict=True):
         assert torch.equal(a, b)

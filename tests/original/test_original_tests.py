@@ -194,6 +194,7 @@ def test_flash_attention_s_files_import_flashtile(run, tmp_path):
         run("--checkout", tmp_path, "--suite", 3)
 
 
+@pytest.mark.thorough
 def test_files_in_a_package_find_the_helpers_beside_them(run, tmp_path):
     file = flash_attention_tests.FILES[3]
     imports = "import helper\nfrom flash_attn_interface import flash_attn_func\n"
@@ -204,6 +205,7 @@ def test_files_in_a_package_find_the_helpers_beside_them(run, tmp_path):
     assert (code, "| `all` | 1 |" in out) == (0, True)
 
 
+@pytest.mark.thorough
 def test_pytorch_s_files_call_flashtile(run, tmp_path):
     write(tmp_path, "test/test_transformers.py", PYTORCH)
     record = tmp_path / "record.jsonl"

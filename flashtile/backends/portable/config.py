@@ -81,6 +81,7 @@ _TABLE: dict[tuple[str, int, int], tuple[KernelConfig, KernelConfig, KernelConfi
     ("other", 4, 1024): (K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
 }
 HEAD_DIMS = (16, 32, 64, 128, 256, 512, 576)
+"""Head sizes of which each row of the table is compiled in tests. 576 (MLA) is the one with a row of 1024."""
 
 
 def dbias_tile(config: Config) -> KernelConfig:
@@ -88,6 +89,7 @@ def dbias_tile(config: Config) -> KernelConfig:
 
     This kernel holds a tile of each of q, k, v and dout at the same time. Its tile sizes were not timed.
     """
+    # Three stages of dkdv stand for enough shared memory: 128 x 64 in two stages then compile without spills.
     if config.dkdv.num_stages < 3:
         return replace(config.dkdv, num_stages=1)
     return K(128, 64, 8, 2)
@@ -102,6 +104,8 @@ def family(device: torch.device | Target) -> str:
 
 
 def family_of_capability(major: int, minor: int) -> str:
+    # 8.0 and 8.7 have at least 160 KiB of shared memory per block, other GPUs of compute capability 8 have
+    # 99.
     if major in (9, 10):
         return "hopper"
     return "ampere" if (major, minor) in ((8, 0), (8, 7)) else "other"

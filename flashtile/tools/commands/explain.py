@@ -151,6 +151,9 @@ def explain(
     _check_cache_options(context.params, dtype)
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     kv_heads = heads if kv_heads is None else kv_heads
+    costed = verbose or card_name is not None
+    if card is not None and (costed or memory):  # before a configuration is chosen, by costs of every block
+        _check_costed(max(seqlen_q, seqlen_k), dtype, card)
 
     def tensor(seqlen: int, number: int, width: int) -> Tensor:
         rows = (batch * seqlen,) if varlen else (batch, seqlen)
@@ -203,9 +206,6 @@ def explain(
                 batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, head_dim_v, dtype,
                 page_size=page_size, cache_dtype=cache_dtype, **vars(masking),
             )  # fmt: skip
-    costed = verbose or card_name is not None
-    if card is not None and (costed or memory):
-        _check_costed(call, card)
     typer.echo(explanation.details if verbose else explanation)
     unmeasured = explanation.backend == "portable" and capability(explanation.problem.device) != MEASURED
     if costed and unmeasured:
@@ -301,11 +301,11 @@ def _check_cache_options(given: dict[str, Any], dtype: str) -> None:
         raise typer.BadParameter(f"--cache-dtype must be {dtype} or {FP8}, got {cache_dtype!r}")
 
 
-def _check_costed(call: Call, card: Card) -> None:
-    if max(call.seqlen_q, call.seqlen_k) > MAX_COSTED_TOKENS:
-        raise typer.BadParameter(f"costs are counted up to {MAX_COSTED_TOKENS} tokens, got more")
+def _check_costed(tokens: int, dtype: str, card: Card) -> None:
+    if tokens > MAX_COSTED_TOKENS:
+        raise typer.BadParameter(f"costs are counted up to {MAX_COSTED_TOKENS} tokens, got {tokens}")
     with bad_parameters():
-        card.peak_tflops(call.dtype)
+        card.peak_tflops(dtype)
 
 
 def _print_costs(call: Call, card: Card, out: Console) -> None:

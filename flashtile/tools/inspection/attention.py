@@ -6,7 +6,6 @@ Hopper's kernels serve some calls on ``sm_90a``; the portable ones any call on a
 from __future__ import annotations
 
 import itertools
-from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
@@ -44,7 +43,6 @@ from flashtile.backends.hopper.forward.launch import HopperForwardLaunch, forwar
 from flashtile.backends.hopper.forward.rounds import COSTS, plan_of
 from flashtile.backends.hopper.work_tiles import tile_table_kernel
 from flashtile.backends.portable import fits
-from flashtile.backends.portable.attention.functions import CAPTURED
 from flashtile.backends.portable.attention.launch import PortableBackwardLaunch, PortableForwardLaunch
 from flashtile.backends.portable.config import (
     HEAD_DIMS,
@@ -56,7 +54,7 @@ from flashtile.backends.portable.config import (
 )
 from flashtile.backends.portable.weights.kernel import WeightsLaunch, of_forward
 from flashtile.engine import all_reduce
-from flashtile.problems.attention import OptionalTensors, Problem, WeightsProblem
+from flashtile.problems.attention import NO_EXTRAS, ModifiedExtras, OptionalTensors, Problem, WeightsProblem
 from flashtile.problems.common import UNLIMITED
 from flashtile.problems.masks import LISTS, Mods
 from flashtile.tools.inspection.recording import case_of, cases_of, launches_of, meta, only, words
@@ -131,7 +129,6 @@ _WITH_GENERAL_MASKS = (("hopper", 2, 64), ("hopper", 2, 128))
 _PREPROCESS = "preprocess"
 _KERNELS = ("forward", "dkdv", "dq", "dbias", _PREPROCESS)
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_Extras: Any = namedtuple("_Extras", (*OptionalTensors._fields, *CAPTURED, *LISTS))  # type: ignore[misc]
 
 
 def inputs_of(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Any]:
@@ -154,7 +151,7 @@ def inputs_of(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Any]:
     extras: Any = OptionalTensors(**given)
     if problem.mods is not None:
         given |= _tensors_of_functions(problem.mods, scores)
-        extras = _Extras(**dict.fromkeys(_Extras._fields) | given)
+        extras = ModifiedExtras(*NO_EXTRAS)._replace(**given)
     of_q, of_k = (
         ((problem.total_q,), (problem.total_k,))
         if problem.varlen

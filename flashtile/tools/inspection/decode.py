@@ -144,9 +144,9 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     (launched,) = launches_of(capability, partial(CombineLaunch(combine), out, lse))
     yield case_of(launched, "decode combine given", tensor_cores=False)
     if not architecture(arch).amd:
-        variant = exchange_variant(2, 2048, 128)
-        memories, calls = meta(2, dtype=torch.int64), meta(variant.PROGRAMS, dtype=torch.int64)
-        call = partial(exchange, out[0], lse[0], memories, calls, 0, variant, torch.bfloat16, 60.0)
+        exchanged = exchange_variant(2, 2048, 128)
+        memories, calls = meta(2, dtype=torch.int64), meta(exchanged.PROGRAMS, dtype=torch.int64)
+        call = partial(exchange, out[0], lse[0], memories, calls, 0, exchanged, torch.bfloat16, 60.0)
         (launched,) = launches_of(capability, call)
         yield case_of(launched, "decode exchange", tensor_cores=False)
     for dtype in (torch.bfloat16, FP8):

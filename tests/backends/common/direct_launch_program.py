@@ -2,7 +2,7 @@
 
 ``test_direct_launch.py`` runs it in a process of its own:
 
-    direct_launch_program.py same             compares direct launches with Triton's, byte for byte
+    direct_launch_program.py same NAMES       compares direct launches of CALLS with Triton's, byte for byte
     direct_launch_program.py folder FOLDER    launches a kernel of a folder of compiled kernels
 
 Each line of the output is a kernel that was launched as expected.
@@ -142,33 +142,36 @@ def of_types() -> None:
 
 def call_of(**options: Any) -> list:
     with remembering() as remembered, FakeTensorMode():
-        q, k, v = (torch.empty(1, 512, 4, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        q, k, v = (torch.empty(1, 512, 4, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         flashtile.attention(q, k, v, **options).sum().backward()
     return calls_of(remembered)
 
 
 def decode_call() -> list:
     with remembering() as remembered, FakeTensorMode():
-        q = torch.empty(2, 1, 8, 128, dtype=torch.bfloat16)
-        cache = torch.empty(2, 4096, 2, 128, dtype=torch.bfloat16)
+        q = torch.empty(2, 1, 8, 64, dtype=torch.bfloat16)
+        cache = torch.empty(2, 4096, 2, 64, dtype=torch.bfloat16)
         used = torch.empty(2, dtype=torch.int32)
         flashtile.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=used)
     return calls_of(remembered)
 
 
-def same() -> None:
+CALLS = {
+    "plain": lambda: call_of(causal=True),
+    "functions": lambda: call_of(score_mod=lambda s, b, h, i, j: s + (i - j)),
+    "portable": lambda: call_of(backend="portable"),
+    "decode": decode_call,
+}
+
+
+def same(names: list[str]) -> None:
     torch_private.cuda_device = lambda: 0
     triton.runtime.driver.set_active(SimpleNamespace(utils=CudaUtils()))
     if triton.__version__.startswith("3.6"):  # it does not clear a bit that a bug of older drivers sets
         fake.fake_driver_version(13020)
     of_types()
-    for name, calls in (
-        ("plain", call_of(causal=True)),
-        ("functions", call_of(score_mod=lambda s, b, h, i, j: s + (i - j))),
-        ("portable", call_of(backend="portable")),
-        ("decode", decode_call()),
-    ):
-        for call in calls:
+    for name in names:
+        for call in CALLS[name]():
             for launch, tensors in launches(call, H200):
                 compare(f"{name} {launch.kernel.__name__}", launch, tensors)
 
@@ -244,6 +247,6 @@ def folder(path: Path) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "same":
-        same()
+        same(sys.argv[2:])
     else:
         folder(Path(sys.argv[2]))

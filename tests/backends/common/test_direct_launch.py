@@ -65,18 +65,27 @@ def program(folder: Path, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+LAUNCHED = {
+    "plain": ("forward", "preprocess", "backward", "sum_parts"),
+    "functions": ("forward", "preprocess", "backward", "sum_parts"),
+    "portable": ("forward", "preprocess", "dkdv", "dq"),
+    "decode": ("decode", "combine"),
+}
+"""Names of calls, and of their kernels."""
+
+
 @pytest.mark.compile
 @pytest.mark.slow
-def test_the_driver_gets_the_same_from_triton(tmp_path):
+@pytest.mark.parametrize(
+    "names",
+    [("plain", "decode"), pytest.param(("functions", "portable"), marks=pytest.mark.thorough)],
+    ids=" and ".join,
+)
+def test_the_driver_gets_the_same_from_triton(tmp_path, names):
     """Numbers of every type, structures, constants, None and TMA descriptors, each without a context."""
-    lines = program(tmp_path, "same")
-    assert [line.rpartition(" ")[0] for line in lines] == [
-        "types",
-        *(f"plain {name}_kernel" for name in ("forward", "preprocess", "backward", "sum_parts")),
-        *(f"functions {name}_kernel" for name in ("forward", "preprocess", "backward", "sum_parts")),
-        *(f"portable {name}_kernel" for name in ("forward", "preprocess", "dkdv", "dq")),
-        "decode decode_kernel", "decode combine_kernel",
-    ]  # fmt: skip
+    lines = program(tmp_path, "same", *names)
+    kernels = [f"{name} {kernel}_kernel" for name in names for kernel in LAUNCHED[name]]
+    assert [line.rpartition(" ")[0] for line in lines] == ["types", *kernels]
 
 
 @pytest.mark.compile

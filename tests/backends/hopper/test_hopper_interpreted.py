@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -64,8 +64,13 @@ def cases(bases: Variants, variants: Variants) -> Iterator[Case]:
     return cross({name: replace(SMALL, **base) for name, base in bases.items()}, variants)
 
 
-def by_name(all_cases: Iterator[Case]) -> Any:
-    return pytest.mark.parametrize("case", list(all_cases), ids=lambda case: case.name)
+def by_name(all_cases: Iterator[Case], thorough: Container[str] = ()) -> Any:
+    """Parametrise ``case``. Those whose names are in ``thorough`` run with ``make test-thorough``."""
+    marked = [
+        pytest.param(case, id=case.name, marks=pytest.mark.thorough if case.name in thorough else ())
+        for case in all_cases
+    ]
+    return pytest.mark.parametrize("case", marked)
 
 
 FORWARD: Variants = {
@@ -176,7 +181,7 @@ def test_bias(name: str) -> None:
     check(case, seed=len(name), deterministic=deterministic)
 
 
-@by_name(cases(BACKWARD, {"": {}}))
+@by_name(cases(BACKWARD, {"": {}}), {"medium-widest-q", "medium-widest-window", "medium-wide-single"})
 def test_backward(case: Case) -> None:
     check(case)
 

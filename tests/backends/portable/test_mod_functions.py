@@ -58,7 +58,7 @@ def test_what_a_shift_can_do_stays_in_the_text() -> None:
 def test_a_compiled_kernel_gets_addresses_in_its_structures():
     """Triton asks the driver about each tensor that it finds there."""
     from flashtile.backends.portable.attention.functions import FunctionPointers, captured_of
-    from flashtile.operators.functions import ModifiedExtras
+    from flashtile.problems.attention import ModifiedExtras
     from flashtile.tools.inspection.attention import WITH_MODS
 
     slopes, counts, indices = torch.rand(8), torch.ones(2, 1, 32), torch.zeros(2, 1, 32, 32)

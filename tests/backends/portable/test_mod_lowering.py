@@ -17,8 +17,7 @@ from flashtile.masks.evaluate import evaluate
 from flashtile.masks.mods import traced
 from flashtile.masks.operations import OPERATIONS, Operation
 from flashtile.masks.program import Builder, Name, derivatives, kernel_sizes
-from flashtile.masks.ranges import positions_of
-from flashtile.problems.masks import Mods
+from flashtile.problems.masks import Mods, positions_of
 from walk import walk
 
 functions = pytest.importorskip("flashtile.backends.portable.attention.functions")

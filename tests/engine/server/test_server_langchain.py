@@ -1,4 +1,4 @@
-"""LangChain against the server: its loop of tools, an agent of twenty turns, structures."""
+"""LangChain against the server: its loop of tools, an agent of five turns, structures."""
 
 from __future__ import annotations
 
@@ -74,20 +74,20 @@ def test_streamed_calls(server, chat):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_an_agent_of_twenty_turns(server, chat, streamed):
+def test_an_agent_of_five_turns(server, chat, streamed):
     agent = agents.create_agent(chat, [add], system_prompt="Add.")
-    server.script += [*(call("add", a=i, b=1) for i in range(19)), "It is 19."]
+    server.script += [*(call("add", a=i, b=1) for i in range(4)), "It is 4."]
     question, limit = {"messages": [("user", "Count.")]}, {"recursion_limit": 50}
     if streamed:
         pieces = [piece for piece, _ in agent.stream(question, limit, stream_mode="messages")]
         results = [piece.content for piece in pieces if piece.type == "tool"]
-        assert "".join(piece.text for piece in pieces if piece.type == "AIMessageChunk") == "It is 19."
+        assert "".join(piece.text for piece in pieces if piece.type == "AIMessageChunk") == "It is 4."
     else:
         messages = agent.invoke(question, limit)["messages"]
         results = [one.content for one in messages if one.type == "tool"]
-        assert messages[-1].content == "It is 19."
-    assert results == [str(i + 1) for i in range(19)]
-    assert server.asked[-1].count("<tool_call>") == 19
+        assert messages[-1].content == "It is 4."
+    assert results == [str(i + 1) for i in range(4)]
+    assert server.asked[-1].count("<tool_call>") == 4
 
 
 def test_tools_that_must_be_called_and_structures(server, chat):

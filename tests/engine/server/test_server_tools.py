@@ -215,11 +215,11 @@ def test_several_answers_have_calls_of_their_own(server):
     assert len({one["message"]["tool_calls"][0]["id"] for one in choices}) == 2
 
 
-def test_an_agent_of_twenty_turns(server, monkeypatch):
+def test_an_agent_of_six_turns(server, monkeypatch):
     """Each turn adds 1 by a call, half of them streamed; the last answer has no call."""
     monkeypatch.setattr(server.service, "formats", Formats("llama3_json", None))  # the shortest calls
     openai = pytest.importorskip("openai")
-    server.script += [f'{{"name":"add","parameters":{{"a":{i}}}}}' for i in range(19)] + ["It is 19."]
+    server.script += [f'{{"name":"add","parameters":{{"a":{i}}}}}' for i in range(5)] + ["It is 5."]
     messages, total, ids = [USER], 0, set()
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         for turn in itertools.count():
@@ -238,11 +238,11 @@ def test_an_agent_of_twenty_turns(server, monkeypatch):
             total = arguments["a"] + 1
             ids.add(one.id)
             messages.append({"role": "tool", "tool_call_id": one.id, "content": str(total)})
-    assert (turn, total, len(ids), choice.message.content) == (19, 19, 19, "It is 19.")
+    assert (turn, total, len(ids), choice.message.content) == (5, 5, 5, "It is 5.")
     prompt = server.asked[-1]
-    assert prompt.count("<tool_call>") == prompt.count("tool:") == 19
-    assert '"arguments": {"a": 18}' in prompt
-    assert prompt.endswith("</tool_call>;tool:19;assistant:")
+    assert prompt.count("<tool_call>") == prompt.count("tool:") == 5
+    assert '"arguments": {"a": 4}' in prompt
+    assert prompt.endswith("</tool_call>;tool:5;assistant:")
 
 
 @pytest.mark.parametrize(

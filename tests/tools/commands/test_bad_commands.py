@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flashtile import cli
-from flashtile.tools.commands import demo, inspect, options, visualize
+from flashtile.tools.commands import demo, explain, inspect, options, visualize
 from walk import walk
 
 ROOT = Path(__file__).parents[3]
@@ -37,7 +37,6 @@ BAD = [
     ((*EXPLAIN, "--seqlen-q", "100000000000000000000"), "--seqlen-q"),
     ((*EXPLAIN, "--head-dim", "1000000000000"), "--head-dim"),
     ((*EXPLAIN, "--batch", "60000", "--seqlen-q", "2147483647", "--heads", "60000"), "do not fit a tensor"),
-    ((*EXPLAIN, "--seqlen-q", "1000000000", "--card", "h100"), "costs are counted up to"),
     ((*EXPLAIN, "--heads", "6", "--kv-heads", "4"), "multiple of the 4 heads"),
     ((*EXPLAIN, "--dtype", "int8"), "got 'int8'"),
     ((*EXPLAIN, "--softcap", "nan"), "softcap"),
@@ -119,6 +118,13 @@ def test_one_line_and_exit_code_2(run, arguments, said):
     assert error.startswith("flashtile: ")
     assert error.count("\n") == 1
     assert said in error
+
+
+def test_costs_of_too_many_tokens_are_refused_before_a_kernel_is_chosen(run, monkeypatch):
+    monkeypatch.setattr(explain.explanations, "explain", lambda *_, **__: pytest.fail("a kernel is chosen"))
+    code, error = run(*EXPLAIN, "--seqlen-q", "1000000000", "--card", "h100")
+    assert code == 2
+    assert "costs are counted up to 4194304 tokens, got 1000000000" in error
 
 
 @pytest.mark.parametrize(

@@ -374,8 +374,9 @@ def key_step(C: gl.constexpr, i, own, dk, tiles):
     neg_delta = statistics.neg_delta.index(slot).reshape([C.BLOCK_M]).load(gl.SliceLayout(0, s_layout))
     dp = warpgroup_mma_wait(0, deps=[dp])
     # After the release, TMA may overwrite -delta, and an arrival does not wait for loads: 30 of 14,000 passes
-    # had another dK. A thread has a quarter of the BLOCK_M numbers. Without COLUMN_SPLITS no wait is needed.
-    # The producer loads the next q before the next dO, and this step keeps the slot of that q until its end.
+    # had another dK. A thread has a quarter of the BLOCK_M numbers. Without COLUMN_SPLITS no wait is needed:
+    # the producer fills this step's slot of q before that of dO, and q is released only at the end of the
+    # step.
     if C.COLUMN_SPLITS > 1:
         neg_delta = wait_for_numbers(neg_delta, C.BLOCK_M // 4)
     release_tile(C, do, i)

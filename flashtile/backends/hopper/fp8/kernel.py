@@ -268,8 +268,8 @@ def load_values(C: gl.constexpr, v_desc, work, n, i, v, v_rows):
     """
     if C.V_TRANSPOSED:
         slot = v.acquire(i)
+        mbarrier.expect(v.full.index(slot), v_desc.block_type.nbytes)
         barrier, tile = v.full.index(slot), v.tiles.index(slot)
-        mbarrier.expect(barrier, v_desc.block_type.nbytes)
         head, column = work.head_kv, n * C.BLOCK_N
         if C.VARLEN:  # V^T of a packed sequence begins at a block of its own, numbered as in tile_scales
             first = work.start_k // KEY_BLOCK + work.sequence

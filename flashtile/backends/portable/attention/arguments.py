@@ -25,9 +25,10 @@ class AttentionVariant(MaskConstants):
     HAS_SCORE_MOD: bool
     """Whether scores are more than raw products times a positive scale."""
     EVEN_M: bool
-    """Whether all sequences consist of whole blocks of rows."""
+    """Whether all sequences consist of whole blocks of rows, so that no load or store of rows is masked."""
     EVEN_N: bool
-    """Whether all sequences consist of whole blocks of keys."""
+    """Whether all sequences consist of whole blocks of keys. Neither holds for packed sequences, whose
+    lengths the host does not know."""
     HEAD_DIM: int
     HEAD_DIM_V: int
     BLOCK_D: int
@@ -69,7 +70,10 @@ class AttentionVariant(MaskConstants):
 
     @property
     def has_natural_scores(self) -> bool:
-        """Whether the forward has scores in natural units, the units of a bias and of SCORE_MOD."""
+        """Whether the forward has scores in natural units, the units of a bias and of SCORE_MOD.
+
+        Only these can fill whole rows with large finite scores, such as -1e9 (``tiles.log2_factor``).
+        """
         return self.HAS_BIAS or self.SCORE_MOD is not None
 
 
@@ -79,7 +83,7 @@ OPTIONAL = (*OptionalTensors._fields, "key_bounds", "captured", "lists")
 ``key_bounds`` [batch, 2] holds, for each sequence, the first key that is not padding and the index after the
 last such key.
 ``captured`` holds the tensors that a user's functions read, ``lists`` the block mask: see
-:mod:`function_pointers`.
+:class:`functions.Captured` and :class:`functions.Lists`.
 """
 
 
@@ -185,8 +189,8 @@ class ScoreIndices(NamedTuple):
     """Indices of the scores of a tile: sequence, query head, rows and keys.
 
     ``rows`` and ``keys``, positions in their sequence, broadcast against each other to the tile: [BLOCK_M, 1]
-    and [1, BLOCK_N], or [1, BLOCK_M] and [BLOCK_N, 1]. No field may be None: Triton 3.6 cannot return a tuple
-    that holds None.
+    and [1, BLOCK_N], or [1, BLOCK_M] and [BLOCK_N, 1]. No field may be None: a function of Triton 3.6 cannot
+    return a tuple that holds None (3.7 can).
     """
 
     b: Any

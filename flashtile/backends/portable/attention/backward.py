@@ -5,6 +5,10 @@
     neg_lse   = -lse log2(e)              P  = 2^(S + neg_lse)
     neg_delta = dlse - rowsum(dO * O)     dS = P * (dP + neg_delta)      dlse minus the paper's D
 
+dlse is the gradient of lse. It enters here because d lse / d S = P, so it costs no pass of its own. Scores
+are in log2 units in every call. In calls with a bias or score_mod, rows with an lse of 2^24 or more have P 0,
+because such an lse may err by 1 (``preprocess.LARGE_LSE``).
+
 dkdv_kernel, one program per BLOCK_N keys of a key/value head::
 
     load K, V;  dK = dV = 0
@@ -39,6 +43,7 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 from flashtile.backends.common.jit import kernel, triton
+from flashtile.backends.common.preprocess import statistics_offset
 from flashtile.backends.common.tiles import Matrix, load_tile, row_of_token
 from flashtile.backends.portable.attention.arguments import (
     AttentionCall,
@@ -56,20 +61,18 @@ from flashtile.backends.portable.attention.steps import (
     load_state,
     modify_scores,
     own_keys,
-    own_row,
     own_rows,
     queries_of,
     reached_keys,
     reaching_rows,
     score_indices,
-    statistics_of,
     values_of,
     visible_scores,
     walk,
     walked_block,
 )
 from flashtile.backends.portable.masking import window_at
-from flashtile.backends.portable.tiles import cap_and_bias, first_token, store_tile
+from flashtile.backends.portable.tiles import first_token, softcap_and_alibi, store_tile
 
 DkdvPointers = attention_pointers("DkdvPointers", "q k v dout neg_lse neg_delta dk dv", __name__)
 
@@ -93,7 +96,8 @@ def dkdv_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexp
     q_token = first_token(pointers.q, strides.q, sequence.b, sequence.start_q)
     k = keys_of(sequence, head_kv, call)
     v = values_of(sequence, head_kv, call)
-    dout_row = pointers.dout + own_row(sequence, call, C) * C.HEAD_DIM_V
+    row = row_of_token(sequence.b, sequence.start_q, num_heads_q, lengths.seqlen_q, C.VARLEN)
+    dout_row = pointers.dout + row * C.HEAD_DIM_V
     key = row_of_token(sequence.b, sequence.start_k, num_heads_kv, lengths.seqlen_k, C.VARLEN) + head_kv
     BLOCK_N: tl.constexpr = C.BLOCK_N  # Triton does not accept a field of C in a shape
     BLOCK_D: tl.constexpr = C.BLOCK_D
@@ -103,16 +107,18 @@ def dkdv_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexp
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
-    # Main loop, once for each query head that shares these keys.
+    # Main loop, once for each query head that shares these keys. Which rows reach them is the same for all.
     reaching = reaching_rows(start, sequence, call, C)
     for g in range(lengths.group_size):
         head = head_kv * lengths.group_size + g
         block = block_at(start, sequence, head, call, C)
         q = Matrix(q_token + head.to(tl.int64) * strides.q.head, strides.q.token, sequence.len_q)
         dout = Matrix(dout_row + head * C.HEAD_DIM_V, num_heads_q * C.HEAD_DIM_V, sequence.len_q)
-        statistics = statistics_of(sequence, head, padded_rows, call, C)
+        statistics = statistics_offset(
+            sequence.b, head, sequence.start_q, num_heads_q, padded_rows, C.VARLEN
+        )  # fmt: skip
         inputs = (k_tile, v_tile, q, dout, pointers.neg_lse + statistics, pointers.neg_delta + statistics)
-        dk, dv = walk(dkdv_blocks, (dk, dv), inputs, reaching, block, call, True, C)
+        dk, dv = walk(dkdv_blocks, (dk, dv), inputs, reaching, block, call, OWNS_KEYS=True, C=C)
 
     # Epilogue. Factors that are the same for all terms multiply the sums once.
     if C.HAS_DROPOUT:
@@ -129,13 +135,13 @@ def dkdv_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexp
 
 @triton.jit
 def dkdv_blocks(
-    state, inputs, first, last, listed, block, call, WINDOWED: tl.constexpr, C: tl.constexpr
+    state, inputs, first, last, listed, block, call, MASKED: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
     """Add row blocks ``first`` to ``last`` (exclusive) of one query head to dk, dv of the keys of ``block``.
 
     ``inputs``: tiles of k and v, a :class:`Matrix` for each of q and dout, and pointers to neg_lse and
-    neg_delta of the first row. Rows past the end have neg_lse -inf and so probability 0. So scores are
-    masked only for a window or a general mask (WINDOWED).
+    neg_delta of the first row. Scores are MASKED only for a window or a general mask: rows past the end have
+    neg_lse -inf and so probability 0, and dk and dv of keys past the end are not stored.
     """
     dk, dv = state
     k, v, q, dout, neg_lse, neg_delta = inputs
@@ -144,26 +150,27 @@ def dkdv_blocks(
         q_tile = load_tile(q, start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_M, C.WIDE)
         neg_lse_rows = load_statistics(neg_lse, start, q.length, -float("inf"), listed, C)
         scores = tl.dot(k, tl.trans(q_tile), input_precision=C.PRECISION)  # S^T [BLOCK_N, BLOCK_M]
-        if C.HAS_SCORE_MOD or WINDOWED:
+        if C.HAS_SCORE_MOD or MASKED:
             keys = block.start + tl.arange(0, C.BLOCK_N)
             rows = start + tl.arange(0, C.BLOCK_M)
             at = score_indices(block, rows, keys, KEYS_FIRST=True)
-        # Adding neg_lse here, not by starting the product's accumulator with it, whose loads are scattered.
-        # P needs no maximum: lse is known, and no score exceeds it. Rows past the end have neg_lse -inf, so
-        # their P is 0 as it is.
+        # P needs no maximum: lse is known, and no score exceeds it. neg_lse is added here. As the initial
+        # accumulator of the product it would save the addition, but its loads were scattered in the machine
+        # code.
         if C.HAS_SCORE_MOD:
             scores, score_grad = modify_scores(scores, at, block, call, C)
             p = tl.exp2(scores + neg_lse_rows[None, :])
         else:
             p = tl.exp2(scores * call.numbers.scale_log2 + neg_lse_rows[None, :])
-        if WINDOWED:
+        if MASKED:
             p = tl.where(visible_scores(at, call, C), p, 0.0)
-        if C.GUARD_SCORES:  # SCORE_MOD may return NaN for rows past the end
+        if C.GUARD_SCORES:  # SCORE_MOD may return NaN for rows past the end: NaN + -inf is NaN
             p = tl.where(neg_lse_rows[None, :] == -float("inf"), 0.0, p)
+        # dout is contiguous, so offsets within its tile have 32 bits (WIDE False).
         dout_tile = load_tile(dout, start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_M, False)
         kept_p = p  # what multiplied V in the forward pass; dS needs P without dropout
         if C.HAS_DROPOUT:
-            kept = dropout_mask(block, start, block.start, call, True, C)
+            kept = dropout_mask(block, start, block.start, call, KEYS_FIRST=True, C=C)
             kept_p = kept_or_zero(p, kept, call)
         kept_p = kept_p.to(dout_tile.dtype)
         dv = tl.dot(kept_p, dout_tile, dv, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_DV]
@@ -188,7 +195,9 @@ def load_statistics(pointer, start, length, other, listed, C: tl.constexpr):
     Blocks that a block mask lists may extend past the end of the statistics. Rows from ``length`` on then get
     ``other``.
     """
-    if listed is None:  # in Triton 3.6, adding the start to the rows instead of the pointer spills registers
+    if listed is None:
+        # One wide address. With the start added to the rows instead, as below, Triton 3.6 spilled 776 instead
+        # of 68 bytes in dkdv_kernel.
         return tl.load(pointer + start + tl.arange(0, C.BLOCK_M))
     else:
         rows = start + tl.arange(0, C.BLOCK_M)
@@ -216,14 +225,16 @@ def dq_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexpr)
     q = queries_of(sequence, head, call)
     k = keys_of(sequence, head_kv, call)
     v = values_of(sequence, head_kv, call)
-    row = own_row(sequence, call, C) + head
+    row = row_of_token(sequence.b, sequence.start_q, lengths.num_heads_q, lengths.seqlen_q, C.VARLEN) + head
     block = block_at(start, sequence, head, call, C)
     BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton does not accept a field of C in a shape
     BLOCK_D: tl.constexpr = C.BLOCK_D
     q_tile = load_tile(q, start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_M, C.WIDE)
     dout = Matrix(pointers.dout + row * C.HEAD_DIM_V, lengths.num_heads_q * C.HEAD_DIM_V, sequence.len_q)
     dout_tile = load_tile(dout, start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_M, False)
-    statistics = statistics_of(sequence, head, padded_rows, call, C)
+    statistics = statistics_offset(
+        sequence.b, head, sequence.start_q, lengths.num_heads_q, padded_rows, C.VARLEN
+    )  # fmt: skip
     statistics += start + tl.arange(0, C.BLOCK_M)
     # No mask: statistics are padded to whole blocks, with neg_lse -inf past the end. With that, and without
     # masks where lengths divide, dkdv_kernel reaches 527 to 569 instead of 406 to 445 TFLOP/s (H100, D 128).
@@ -234,7 +245,7 @@ def dq_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexpr)
     # Main loop and epilogue.
     reached = reached_keys(start, sequence, call, C)
     inputs = (q_tile, dout_tile, neg_lse, neg_delta, k, v)
-    dq = walk(dq_blocks, dq, inputs, reached, block, call, False, C)
+    dq = walk(dq_blocks, dq, inputs, reached, block, call, OWNS_KEYS=False, C=C)
     store_tile(
         pointers.dq + row * C.HEAD_DIM, start, sequence.len_q,
         lengths.num_heads_q * C.HEAD_DIM, dq * numbers.softmax_scale, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D,
@@ -251,6 +262,7 @@ def dq_blocks(
     v.
     """
     q, dout, neg_lse, neg_delta, k, v = inputs
+    # Unlike rows, keys past the end have no statistics that make P 0, so a partial last block is masked.
     PAST_END: tl.constexpr = MASKED and not C.EVEN_N
     for n in range(first, last):
         start = walked_block(listed, n, k.length, C.BLOCK_N, C) * C.BLOCK_N
@@ -275,13 +287,13 @@ def dq_blocks(
         if C.GUARD_SCORES:  # SCORE_MOD may return NaN for rows past the end
             p = tl.where(neg_lse[:, None] == -float("inf"), 0.0, p)
         if C.HAS_DROPOUT:
-            kept = dropout_mask(block, block.start, start, call, False, C)
+            kept = dropout_mask(block, block.start, start, call, KEYS_FIRST=False, C=C)
             dp = tl.where(kept, dp * call.numbers.keep_scale, 0.0)
         ds = p * (dp + neg_delta[:, None])
         if C.ADD_GRADIENTS is not None:
             # The function takes scores as SCORE_MOD does, so they are computed from the products again.
             # dkdv_kernel visits the same scores and must not add them a second time.
-            unmodified, _ = cap_and_bias(
+            unmodified, _ = softcap_and_alibi(
                 products, at.distance, block.slope, call.numbers.softmax_scale, call.numbers.softcap,
                 C.HAS_SOFTCAP, C.HAS_ALIBI,
             )  # fmt: skip
@@ -321,6 +333,7 @@ def dbias_kernel(pointers, sizes, padded_rows, strides, lengths, numbers, C: tl.
     row_blocks = tl.cdiv(sizes.bias_rows, BLOCK_M)
     pid = tl.program_id(0)
     key_start = (pid % key_blocks) * BLOCK_N
+    # Block of rows, head and sequence *of the bias*: each is 0 where the bias broadcasts.
     own_block = (pid // key_blocks) % row_blocks
     own_head = (pid // (key_blocks * row_blocks)) % sizes.bias_heads
     own_sequence = pid // (key_blocks * row_blocks * sizes.bias_heads)
@@ -331,8 +344,9 @@ def dbias_kernel(pointers, sizes, padded_rows, strides, lengths, numbers, C: tl.
     if not C.BIAS_HAS_ROWS:
         blocks = tl.cdiv(lengths.seqlen_q, BLOCK_M)
 
-    # If all sequences have the same length, one loop covers sequences and heads, so its loads pipeline: 5078
-    # instead of 6054 us for a bias (1, heads, S, S) at S 2048, D 64 on an H200.
+    # If all sequences have the same length, one loop of ``rounds`` covers sequences and heads, so its loads
+    # pipeline: 5078 instead of 6054 us for a bias (1, heads, S, S) at S 2048, D 64 on an H200. The outer loop
+    # over sequences then has one round.
     ALIKE: tl.constexpr = not C.VARLEN and pointers.seqused_q is None and pointers.seqused_k is None
     rounds = heads
     if ALIKE:
@@ -341,10 +355,10 @@ def dbias_kernel(pointers, sizes, padded_rows, strides, lengths, numbers, C: tl.
 
     ds = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     keys = key_start + tl.arange(0, BLOCK_N)
-    own_rows = own_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    # All rows that are summed over share this bias, since it is broadcast along them.
-    own = ScoreIndices(own_sequence, own_head, own_rows[:, None], keys[None, :], 0, 0)
-    own_bias = load_broadcast(pointers.bias, strides.bias, own, lengths, C.BIAS_HAS_ROWS, 0.0, C)
+    bias_rows = own_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Loaded once: all scores that are summed over share these elements. 0, 0: a bias needs no positions.
+    elements_at = ScoreIndices(own_sequence, own_head, bias_rows[:, None], keys[None, :], 0, 0)
+    bias = load_broadcast(pointers.bias, strides.bias, elements_at, lengths, C.BIAS_HAS_ROWS, 0.0, C)
     for i in range(sequences):
         first = find_sequence(own_sequence + i, call, C)
         for m in range(blocks):
@@ -365,18 +379,18 @@ def dbias_kernel(pointers, sizes, padded_rows, strides, lengths, numbers, C: tl.
                 b = own_sequence + i + n // heads
                 sequence = AttentionSequence(b, first.start_q, first.start_k, first.len_q, first.len_k)
                 ds += bias_gradient(
-                    own_bias, row_start, key_start, sequence, own_head + n % heads, padded_rows, call, C
+                    bias, row_start, key_start, sequence, own_head + n % heads, padded_rows, call, C
                 )
 
     row_stride = lengths.seqlen_k
-    if C.EVEN_N:
+    if C.EVEN_N:  # lengths are not specialized, so Triton does not know that rows are aligned
         row_stride = tl.multiple_of(row_stride, 16)
     first_row = (own_sequence.to(tl.int64) * sizes.bias_heads + own_head) * sizes.bias_rows
     elements = pointers.dbias + first_row * row_stride + keys
     dtype: tl.constexpr = pointers.dbias.dtype.element_ty
     if C.BIAS_HAS_ROWS:
-        inside = (own_rows < sizes.bias_rows)[:, None] & (keys < lengths.seqlen_k)[None, :]
-        addresses = elements[None, :] + own_rows.to(tl.int64)[:, None] * row_stride
+        inside = (bias_rows < sizes.bias_rows)[:, None] & (keys < lengths.seqlen_k)[None, :]
+        addresses = elements[None, :] + bias_rows.to(tl.int64)[:, None] * row_stride
         tl.store(addresses, ds.to(dtype), mask=inside)
     else:
         tl.store(elements, tl.sum(ds, 0).to(dtype), mask=keys < lengths.seqlen_k)
@@ -390,12 +404,12 @@ def bias_gradient(bias, row_start, key_start, sequence, head, padded_rows, call,
     rows = row_start + tl.arange(0, C.BLOCK_M)
     keys = key_start + tl.arange(0, C.BLOCK_N)
     q = queries_of(sequence, head, call)
-    row = own_row(sequence, call, C) + head
-    dout = Matrix(
-        call.pointers.dout + row * C.HEAD_DIM_V, call.lengths.num_heads_q * C.HEAD_DIM_V, sequence.len_q
-    )
+    num_heads_q, seqlen_q = call.lengths.num_heads_q, call.lengths.seqlen_q
+    row = row_of_token(sequence.b, sequence.start_q, num_heads_q, seqlen_q, C.VARLEN) + head
+    dout = Matrix(call.pointers.dout + row * C.HEAD_DIM_V, num_heads_q * C.HEAD_DIM_V, sequence.len_q)
     k, v = keys_of(sequence, head_kv, call), values_of(sequence, head_kv, call)
-    statistics = statistics_of(sequence, head, padded_rows, call, C) + rows
+    statistics = statistics_offset(sequence.b, head, sequence.start_q, num_heads_q, padded_rows, C.VARLEN)
+    statistics += rows
     q_tile = load_tile(q, row_start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_M, C.WIDE)
     k_tile = load_tile(k, key_start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_N, C.WIDE)
     v_tile = load_tile(v, key_start, C.BLOCK_N, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_N, C.WIDE)
@@ -407,10 +421,12 @@ def bias_gradient(bias, row_start, key_start, sequence, head, padded_rows, call,
     at = score_indices(block, rows, keys, KEYS_FIRST=False)
     scores, _ = modify_scores(scores, at, block, call, C, bias)
     p = tl.exp2(scores + neg_lse[:, None])
+    # Masked in every tile: one loop visits edges and inner tiles of the window alike.
     p = tl.where(visible_scores(at, call, C), p, 0.0)
     if C.HAS_DROPOUT:
-        kept = dropout_mask(block, row_start, key_start, call, False, C)
+        kept = dropout_mask(block, row_start, key_start, call, KEYS_FIRST=False, C=C)
         dp = tl.where(kept, dp * call.numbers.keep_scale, 0.0)
+    # No GUARD_SCORES or GUARD_FACTORS: a call with a score_mod has no bias.
     ds = p * (dp + neg_delta[:, None])
     if not C.EVEN_N:  # the last tile of keys; rows past the end have P 0
         ds = tl.where((keys < sequence.len_k)[None, :], ds, 0.0)

@@ -5,10 +5,10 @@ the only one that writes these rows, so programs depend on nothing::
 
     load Q                                            once; from here on everything is in registers
     m = -inf, l = 0, acc = 0                          float32
-    for each run (edge | inside | edge):              steps.walk
+    for each run (edge | inside | edge):              steps.walk; edges of the window, or the last key block
         for each key block:                           attend_blocks, the paper's lines 7 to 10
             load K      S = Q K^T
-                        mask, if the run is an edge
+                        mask, if the run is an edge   so blocks inside pay for no comparison
                         m' = max(m, rowmax S);  P = exp(S - m');  alpha = exp(m - m')
                         l = alpha l + rowsum P
             load V      acc = alpha acc + P V
@@ -18,6 +18,16 @@ K and V of the next blocks are in flight during these products: Triton pipelines
 ``num_stages`` buffers of shared memory. The accumulator stays unscaled until the end, and only the
 log-sum-exp is kept for the backward pass, not the maximum and the sum. Both are the paper's changes to
 FlashAttention.
+
+Scores come in three units, by ``C``:
+
+=====================  ===============================  ====================================================
+call                   scores                           step of the online softmax
+=====================  ===============================  ====================================================
+plain                  raw products                     softmax_step scales them within the exponent
+soft-cap, ALiBi        log2 units, by modify_scores     softmax_step, also for a scale of 0 or less
+bias, score_mod        natural units, by modify_scores  natural_softmax_step, exact for rows of large scores
+=====================  ===============================  ====================================================
 """
 
 import triton.language as tl
@@ -53,6 +63,8 @@ from flashtile.backends.portable.tiles import (
 ForwardPointers = attention_pointers("ForwardPointers", "q k v out lse", __name__)
 
 
+# ``pointers`` hold integers as well: sizes of a block mask's lists and of captured tensors. One kernel serves
+# all of them, as it serves all lengths.
 @kernel(do_not_specialize=("pointers", "lengths"))
 def forward_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
     """Compute out and lse of BLOCK_M rows of a head per program.
@@ -75,7 +87,8 @@ def forward_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
     k = keys_of(sequence, head_kv, call)
     v = values_of(sequence, head_kv, call)
     block = block_at(start, sequence, head, call, C)
-    BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton does not accept a field of C in a shape
+    # Triton (3.6 and 3.7) does not accept a field of C in a shape, so the kernels give such fields a name.
+    BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_DV: tl.constexpr = C.BLOCK_DV
     q_tile = load_tile(q, start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_M, C.WIDE)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -85,7 +98,7 @@ def forward_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
     # Main loop.
     reached = reached_keys(start, sequence, call, C)
     acc, row_max, row_sum = walk(
-        attend_blocks, (acc, row_max, row_sum), (q_tile, k, v), reached, block, call, False, C
+        attend_blocks, (acc, row_max, row_sum), (q_tile, k, v), reached, block, call, OWNS_KEYS=False, C=C
     )
 
     # Epilogue. A row that saw no key has the sum 0: out 0 and lse -inf, not 0 / 0.
@@ -93,9 +106,10 @@ def forward_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
     out_tile = acc / tl.where(empty, 1.0, row_sum)[:, None]
     if C.HAS_DROPOUT:  # 1 / (1 - p) multiplies the rows once, instead of every P
         out_tile = out_tile * numbers.keep_scale
-    top = to_natural(row_max, C.has_natural_scores)
-    lse_rows = tl.where(empty, -float("inf"), top + tl.log(tl.where(empty, 1.0, row_sum)))
-    if pointers.sink is not None:  # last, so that a large sink costs the probabilities no bits
+    natural_max = to_natural(row_max, C.has_natural_scores)
+    lse_rows = tl.where(empty, -float("inf"), natural_max + tl.log(tl.where(empty, 1.0, row_sum)))
+    # Last, so that a large sink costs the probabilities no bits: as a maximum it would shrink every P.
+    if pointers.sink is not None:
         out_tile, lse_rows = with_sink(out_tile, lse_rows, tl.load(pointers.sink + head))
     out_base, lse_base = result_bases(
         pointers.out, pointers.lse, sequence.b, head, sequence.start_q, lengths.num_heads_q, lengths.seqlen_q,
@@ -116,9 +130,11 @@ def attend_blocks(
     """Add key blocks ``first`` to ``last`` (exclusive) to the rows' running accumulator, maximum and sum.
 
     ``inputs``: the tile of q [BLOCK_M, BLOCK_D] of ``block``, and a :class:`Matrix` for each of k and v.
+    ``listed``: the list of a block mask that ``first`` to ``last`` count in; None: they count key blocks.
     """
     acc, row_max, row_sum = state
     q, k, v = inputs
+    # Only a masked run holds a partial last block: block_range ends run 1 at the last whole one.
     PAST_END: tl.constexpr = MASKED and not C.EVEN_N
     NATURAL: tl.constexpr = C.has_natural_scores
     for n in range(first, last):
@@ -148,7 +164,7 @@ def attend_blocks(
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         if C.HAS_DROPOUT:
-            p = kept_or_zero(p, dropout_mask(block, block.start, start, call, False, C), call)
+            p = kept_or_zero(p, dropout_mask(block, block.start, start, call, KEYS_FIRST=False, C=C), call)
         # Rows of V past the end load as zeros, since 0 times what lies there could be NaN.
         v_tile = load_tile(v, start, C.BLOCK_N, C.HEAD_DIM_V, C.BLOCK_DV, PAST_END, C.WIDE)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_DV]

@@ -72,7 +72,7 @@ from flashtile.masks.program import (
 )
 from flashtile.masks.ranges import Range, ranges, wide_lines
 from flashtile.problems.attention import OptionalTensors, Problem
-from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES, Mods
+from flashtile.problems.masks import CAPTURED, MAX_CAPTURED, MAX_SIZES, Mods
 
 
 @triton.jit
@@ -239,7 +239,7 @@ def mask_function(mods: Mods, gluon: bool = False, fixed: bool = False, shared: 
         writer.columns = _column_loads(program)
     writer.lines_of_program()
     seen = writer.operand(program.results[0])
-    if not gluon:
+    if not gluon:  # a function of the head alone gives a scalar, and a constant function a Python bool
         seen = f"tl.full((1, 1), True, tl.int1) & {seen}"
     parameters = "b, h, q, kv, captured" + (", distances, columns" if shared else "")
     return writer.function("mask_mod", parameters, f"return {seen}")
@@ -436,10 +436,11 @@ class _Writer:
             # A product with the inverse and the quotient round differently. In a score this is harmless,
             # but a comparison could have another result.
             of_score = kind == "float" and "score" in depends_on(self.program)[x]
+            # The bounds keep the inverse a normal number of float32.
             return f"{text} * ({1 / number!r})" if of_score and 1e-30 < number < 1e30 else None
         if kind != "int" or type(number) is not int:
             return None
-        if number & (number - 1):
+        if number & (number - 1):  # no power of two. Powers round down by shifts and masks, as torch does
             return f"{_CALLS[operation]}_by_positive({text}, {number})"
         if operation == "mod":
             return f"{text} & {number - 1}"
@@ -654,7 +655,6 @@ def _without_condition(line: Line) -> tuple[Operand, ...]:
     return line.operands[1:] if line.operation == "where" else line.operands
 
 
-CAPTURED = tuple(f"captured_{i}" for i in range(MAX_CAPTURED))
 SIZES = tuple(f"size_{i}" for i in range(MAX_SIZES))
 
 

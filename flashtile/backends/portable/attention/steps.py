@@ -7,6 +7,9 @@ Every program owns a tile of rows or of keys, loads it once, and *walks* the til
     reached = reached_keys(start, ...)                       or reaching_rows
     state   = walk(STEP, state, ...)                         STEP is the kernel's inner loop
 
+``call`` holds the arguments of the launch, ``C`` its constants (:mod:`arguments`). ``reached`` are four
+numbers of tiles, between which lie the three runs of the walk::
+
             first    full_first           full_last    last
               | edge, masked | inside, unmasked | edge, masked |
                   run 0            run 1             run 2
@@ -22,16 +25,15 @@ aligns them at the bottom right: row ``i`` stands at key ``i + offset``.
 import triton.language as tl
 
 from flashtile.backends.common.jit import triton
-from flashtile.backends.common.preprocess import statistics_offset
-from flashtile.backends.common.tiles import LOG2_E, row_of_token, sequence
+from flashtile.backends.common.tiles import LOG2_E, sequence
 from flashtile.backends.portable.attention.arguments import AttentionSequence, Block, ScoreIndices
 from flashtile.backends.portable.masking import block_range, visible, window_at
 from flashtile.backends.portable.tiles import (
-    cap_and_bias,
     head_of,
     load_slope,
     row_block,
     sequence_and_head,
+    softcap_and_alibi,
     used_length,
 )
 from flashtile.dropout import KEY_STEPS, SMALL_MULTIPLIER
@@ -89,27 +91,14 @@ def queries_of(sequence, head, call):
 
 @triton.jit
 def keys_of(sequence, head_kv, call):
+    """Return the keys of a key/value head in a sequence, as a :class:`Matrix`."""
     return head_of(call.pointers.k, call.strides.k, sequence.b, sequence.start_k, head_kv, sequence.len_k)
 
 
 @triton.jit
 def values_of(sequence, head_kv, call):
+    """Return the values of a key/value head in a sequence, as a :class:`Matrix`."""
     return head_of(call.pointers.v, call.strides.v, sequence.b, sequence.start_k, head_kv, sequence.len_k)
-
-
-@triton.jit
-def own_row(sequence, call, C: tl.constexpr):
-    """Return the index of the sequence's first row, for head 0, in contiguous tensors shaped like q."""
-    lengths = call.lengths
-    return row_of_token(sequence.b, sequence.start_q, lengths.num_heads_q, lengths.seqlen_q, C.VARLEN)
-
-
-@triton.jit
-def statistics_of(sequence, head, padded_rows, call, C: tl.constexpr):
-    """Return the offset of the rows of ``head`` in the statistics that ``common.preprocess`` wrote."""
-    return statistics_offset(
-        sequence.b, head, sequence.start_q, call.lengths.num_heads_q, padded_rows, C.VARLEN
-    )  # fmt: skip
 
 
 @triton.jit
@@ -164,8 +153,9 @@ def reaching_rows(start, sequence, call, C: tl.constexpr):
             first_keys, last_keys = clip_to_padding(own, own + 1, call, sequence.b, C.BLOCK_N)
             last = first if first_keys >= last_keys else last
     elif not C.HAS_LEFT:
-        # No edge follows: rows past the end have probability 0 without a mask (their neg_lse is -inf), so run
-        # 1 goes through to the end and run 2 is not compiled.
+        # Seen from keys, HAS_LEFT hides the last rows. Without it no edge follows: rows past the end have
+        # probability 0 without a mask (their neg_lse is -inf), so run 1 goes through to the end and run 2 is
+        # not compiled.
         full_last = last
     return first, full_first, full_last, last
 
@@ -190,11 +180,14 @@ def walk(STEP: tl.constexpr, state, inputs, reached, block, call, OWNS_KEYS: tl.
     three ranges: one edge of the window, tiles within the window, and the other edge or the end of the
     sequence. A block mask's full blocks are processed first, by a variant without MASK_MOD.
     """
+    # A partial last block is an edge only for rows: keys past the end need a mask, rows past the end do not.
     FIRST_EDGE: tl.constexpr = C.HAS_RIGHT if OWNS_KEYS else C.HAS_LEFT
     LAST_EDGE: tl.constexpr = C.HAS_LEFT if OWNS_KEYS else (C.HAS_RIGHT or not C.EVEN_N)
     if C.MASK_BLOCK > 0:
-        FULL: tl.constexpr = C.FULL  # Triton 3.6 does not treat the field as a constant
-        # Two loops, because mask_mod is compiled into the second only: full blocks do not pay for it.
+        FULL: tl.constexpr = C.FULL  # for Triton 3.6, which does not treat the field as a constant; 3.7 does
+        # Two loops, because mask_mod is compiled into the second only: full blocks do not pay for it. A block
+        # is full for mask_mod alone. A window, or the end of the keys, may hide scores of it, so it is masked
+        # if the call has either.
         count, listed = listed_blocks(block, call, True, OWNS_KEYS, C)
         state = STEP(state, inputs, 0, count, listed, block, call, FIRST_EDGE or LAST_EDGE, FULL)
         count, listed = listed_blocks(block, call, False, OWNS_KEYS, C)
@@ -202,7 +195,8 @@ def walk(STEP: tl.constexpr, state, inputs, reached, block, call, OWNS_KEYS: tl.
     else:
         first, full_first, full_last, last = reached
         # A run that is empty for every program of the call is not compiled. Without a window and with whole
-        # blocks, only run 1 is left, and it has no mask.
+        # blocks, only run 1 is left, and it has no mask. A run that is compiled may still be empty for a
+        # program: its loop then has no iterations.
         for RUN in tl.static_range(3):
             if (
                 (RUN == 0 and FIRST_EDGE and not C.MASKS_EVERY_BLOCK)
@@ -222,6 +216,7 @@ def listed_blocks(block, call, IS_FULL: tl.constexpr, OWNS_KEYS: tl.constexpr, C
     The number is clamped to the length of the list.
     """
     lists, lengths = call.pointers.lists, call.lengths
+    # ``others`` are mask blocks of the other sequence: a list has room for all of them.
     if OWNS_KEYS:
         num_own = tl.cdiv(lengths.seqlen_k, C.MASK_BLOCK)
         num_others = tl.cdiv(lengths.seqlen_q, C.BLOCK_M * C.TILES_PER_MASK_BLOCK)
@@ -273,8 +268,10 @@ def modify_scores(scores, at, block, call, C: tl.constexpr, bias=None, TO_LOG2: 
     ``at``: the :class:`ScoreIndices` of the tile. ``bias``: the tile of the bias; if None, it is loaded here.
     All kernels of the forward and backward pass modify their scores here and nowhere else.
     """
+    # A new score takes part in the derivative by the chain rule: soft-cap and SCORE_MOD are factors, what is
+    # added (ALiBi, a bias) is none.
     numbers, pointers = call.numbers, call.pointers
-    scores, score_grad = cap_and_bias(
+    scores, score_grad = softcap_and_alibi(
         scores, at.distance, block.slope, numbers.softmax_scale, numbers.softcap, C.HAS_SOFTCAP,
         C.HAS_ALIBI,
     )  # fmt: skip
@@ -355,16 +352,23 @@ def dropout_mask(block, row_start, key_start, call, KEYS_FIRST: tl.constexpr, C:
     head = (block.b * call.lengths.num_heads_q + block.head).to(tl.uint32)
     zero = tl.full([], 0, tl.uint32)
     key, first_row, first_key, _ = tl.philox(call.seed, head, call.rng_offset, zero, zero)
+    # Eight scores share a counter: rows i and i + 8 by keys j, j + 1, j + 8 and j + 9. Of 16 rows there are 8
+    # such pairs, of 16 keys 4 such fours.
     rows, row = units_of(row_start, 8, C.BLOCK_M)
     keys, column = units_of(key_start, 4, C.BLOCK_N)
+    # A key of Philox-2x32 has 32 bits. The other words of the head go into the counters.
     rows, keys = rows ^ first_row, keys ^ first_key
     if KEYS_FIRST:
         rows, row, keys, column = rows[None, :], row[None, :], keys[:, None], column[:, None]
     else:
         rows, row, keys, column = rows[:, None], row[:, None], keys[None, :], column[None, :]
     word = random_bits(key, rows, keys, row >= 8)
+    # Keys j and j + 8 share a half word, whose bytes are exchanged for j + 8. The exchange makes numbers of
+    # 15 bits, which cost 2 to 8 % over numbers of 7 (H200). Reversing whole words takes fewer instructions,
+    # but spilled at D 128.
     exchanged = ((word & 0x00FF00FF) << 8) | ((word >> 8) & 0x00FF00FF)
-    # Shift the number of 15 bits up to the highest bit. The bits below it do not change the comparison.
+    # An even key has bits 0 to 14, an odd one bits 16 to 30. They are shifted up to the highest bit. The bits
+    # below them do not change the comparison.
     number = tl.where(column < 8, word, exchanged) << (17 - column % 2 * 16)
     return number >= (call.lengths.drop_threshold.to(tl.uint32) << 17)
 
@@ -387,10 +391,10 @@ def random_bits(key, word, other, second):
 
     Where ``second`` is True, return the second word instead.
     """
-    for _ in tl.static_range(7):
+    for _ in tl.static_range(7):  # the fewest rounds that passed BigCrush (Salmon et al. 2011)
         product = word.to(tl.uint64) * MULTIPLIER
         word, other = (product >> 32).to(tl.uint32) ^ key ^ other, product.to(tl.uint32)
-        key = tl.add(key, KEY_STEP, sanitize_overflow=False)
+        key = tl.add(key, KEY_STEP, sanitize_overflow=False)  # Philox's key wraps around by definition
     return tl.where(second, other, word)
 
 

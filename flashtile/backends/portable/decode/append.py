@@ -180,6 +180,7 @@ def append_tokens(head, b, tokens, first, exists, pointers, strides, lengths, C:
         k_scale = tl.load(k_scales, mask=written, other=1.0)[:, None]
         v_scales = pointers.v_descale + owner * lengths.v_descale_stride + head
         v_scale = tl.load(v_scales, mask=written, other=1.0)[:, None]
+    # 64 bits, because a cache may have more than 2^31 elements.
     b64 = b.to(tl.int64)
     head64 = head.to(tl.int64)
     rows = first + tokens
@@ -209,6 +210,8 @@ def rotate_queries(program, pointers, strides, lengths, C: tl.constexpr):
         C.VARLEN_Q, C,
     )  # fmt: skip
     positions = tl.zeros([ROWS], tl.int32) + start_of_rotation(b, pointers, C)
+    # Without ROTATE_Q_BY_TOKEN, all queries of a sequence have the position of its first new token, as in
+    # FlashAttention without a causal mask or window.
     if C.ROTATE_Q_BY_TOKEN:
         positions += tokens
     rows = first + tokens
@@ -235,7 +238,7 @@ def tokens_of(program, heads, cu_seqlens, seqlen, total, batch, VARLEN: tl.const
         b = tl.zeros([ROWS], tl.int32)
         # The sequence of a row is the number of sequences that end at or before it. Comparing with all
         # offsets costs 0.2 to 0.5 us. With programs for each sequence, 256 sequences of one token and one of
-        # 4096 took 688 us instead of 13.
+        # 4096 took 688 us instead of 13 (H200).
         for start in range(0, batch, C.SEQUENCES):
             sequences = start + tl.arange(0, C.SEQUENCES)
             ends = tl.load(cu_seqlens + 1 + sequences, mask=sequences < batch, other=total)
@@ -262,7 +265,7 @@ def place_of(tokens, positions, exists, b, pointers, lengths, C: tl.constexpr):
     In a dense cache, the row of the sequence takes the place of the page.
     """
     ROWS: tl.constexpr = C.ROWS
-    if C.HAS_SLOTS:
+    if C.HAS_SLOTS:  # a slot counts tokens through all pages, or through all rows of a dense cache
         size = lengths.capacity if C.PAGE_SIZE == 0 else C.PAGE_SIZE
         slot = tl.load(pointers.slot_mapping + tokens, mask=exists, other=-1).to(tl.int64)  # -1: not cached
         written = exists & (slot >= 0)
@@ -280,7 +283,9 @@ def place_of(tokens, positions, exists, b, pointers, lengths, C: tl.constexpr):
             table = pointers.block_table + b.to(tl.int64) * lengths.table_stride
             page = tl.load(table + positions // C.PAGE_SIZE, mask=written, other=-1).to(tl.int64)
             place = (positions % C.PAGE_SIZE).to(tl.int64)
-    # The caller's mistake must not write to memory that is not the cache's.
+    # The caller's mistake must not write to memory that is not the cache's. Such tokens are dropped without
+    # an error, because pages are data on the device. Attention then gives NaN to a sequence that leaves the
+    # cache.
     written = written & (page >= 0) & (page < lengths.num_blocks)
     return page, place, written
 
@@ -288,7 +293,7 @@ def place_of(tokens, positions, exists, b, pointers, lengths, C: tl.constexpr):
 @triton.jit
 def start_of_rotation(b, pointers, C: tl.constexpr):
     """Return the rotary position of the first new token, and of the first query, of sequence ``b``."""
-    position = b * 0
+    position = b * 0  # 0 as a scalar, or as a vector if VARLEN
     if C.HAS_ROTARY_SEQLENS:
         position += tl.load(pointers.rotary_seqlens + b)
     elif C.HAS_LENGTHS:
@@ -328,8 +333,10 @@ def load_rotated(base, row_offsets, exists, positions, pointers, rotary_rows, C:
 @triton.jit
 def as_cached(x, dtype: tl.constexpr, scale, C: tl.constexpr):
     """Round x to the new tokens' ``dtype``, then quantise it if the cache is in FP8."""
+    # To their dtype first: an e4m3 cache holds what a cache of 16 bits would hold, quantised.
     x = x.to(dtype)
     if C.QUANTISED:
+        # Quantisation saturates, because e4m3 has no infinity and the caller's scale may be too small.
         x = x.to(tl.float32) / scale
         x = tl.clamp(x, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
     if C.E4M3_BITS:
@@ -408,7 +415,8 @@ def copy_kernel(pointers, strides, lengths, C: tl.constexpr):
     source = tl.load(pair_at).to(tl.int64)
     destination = tl.load(pair_at + lengths.pair_column_stride).to(tl.int64)
     num_blocks = lengths.num_blocks
-    # Pairs are data on the device that no host has checked.
+    # Pairs are data on the device that no host has checked. All pairs run at the same time, so no block may
+    # be the source of one pair and the destination of another.
     if (source >= 0) & (source < num_blocks) & (destination >= 0) & (destination < num_blocks):
         k = pointers.k + layer * strides.k_stride_l
         copy_rows(
@@ -420,7 +428,7 @@ def copy_kernel(pointers, strides, lengths, C: tl.constexpr):
             v, source * strides.v_stride_b, destination * strides.v_stride_b, strides.v_stride_s,
             strides.v_stride_h, part * C.BLOCK, lengths, C.HEAD_DIM_V, C.BLOCK_DV, C.BLOCK,
         )  # fmt: skip
-        if C.HAS_DESCALES and part == 0:
+        if C.HAS_DESCALES and part == 0:  # one of the programs that share a block
             copy_scales(
                 pointers.k_descale + layer * lengths.k_descale_stride_l, source * lengths.k_descale_stride_b,
                 destination * lengths.k_descale_stride_b, lengths.num_heads, C.BLOCK_HEADS,
@@ -437,6 +445,7 @@ def copy_rows(
     BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy rows ``first`` to ``first + BLOCK`` of the (page_size * heads) rows of a block."""
+    # Heads vary fastest, as in memory, so that a program's rows are adjacent.
     row = first + tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
     offsets = (row // lengths.num_heads).to(tl.int64) * stride_s

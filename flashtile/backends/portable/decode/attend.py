@@ -6,7 +6,7 @@ query tokens form one tile of rows. The work is a list of *n_blocks* (BLOCK_N ke
 which :mod:`schedule` divides among the programs; it also defines *m_block* and *work tile*. Two kinds of
 grid::
 
-    STREAM_K    attend_balanced     an equal, contiguous share of all n_blocks, over any number of work tiles
+    STREAM_K    attend_stream_k     an equal, contiguous share of all n_blocks, over any number of work tiles
     otherwise   attend_split        one split of one work tile, which depends on its own length only
 
     work tiles      |   A    |        B        |  C |           three sequences, one head
@@ -24,6 +24,8 @@ For each of its work tiles a program (attend_work_tile) takes these steps::
         load V by table;  acc = alpha acc + P V
     whole work tile:   out = acc / l, lse              sink and prior results are added here
     part of one:       normalised partial result and its log-sum-exp in base 2, for :mod:`combine`
+
+*Prior* results are the caller's, over keys that this call does not have, such as a shared prefix.
 
 With PREFETCH, loads run ahead of this order: before the preceding kernel has ended (prefetch_first), and two
 n_blocks before the end of each work tile (prefetch_next), so that memory stays busy while lengths and tables
@@ -71,7 +73,7 @@ from flashtile.backends.portable.decode.schedule import (
     work_tile_at,
 )
 from flashtile.backends.portable.masking import visible, window_at
-from flashtile.backends.portable.tiles import apply_score_mod, softmax_step
+from flashtile.backends.portable.tiles import softcap_and_alibi, softmax_step
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ class DecodeVariant(Layout):
     HAS_QV: bool
     """Whether scores include the products of ``qv`` with the values. Not with a cache in e4m3."""
     HAS_SCORE_MOD: bool
-    """Whether scores are more than raw products times a positive scale, so that their order may differ."""
+    """Whether scores are more than raw products times a positive scale, so that their order may differ. True
+    for e4m3, whose scale differs from row to row."""
     SOFTMAX_MAX: str
     """Kind of unified maximum: "none", "number" (one for all heads) or "head" (one for each query head)."""
     DESCALE: str
@@ -123,8 +126,12 @@ class DecodeVariant(Layout):
 
     @property
     def faults_ahead(self) -> bool:
-        """Whether a work tile's pages are checked before the loop over its n_blocks. Within the loop the
-        check is free for small tiles; for other tiles, the loop has no register to spare."""
+        """Whether a work tile's pages are checked before the loop over its n_blocks.
+
+        Within the loop the check is free for small tiles: 8 sequences of 8192 keys take 70.1 us with it and
+        without (H200). For other tiles, the loop has no register to spare: with the check, e4m3 of head_dim
+        64 had 168 registers instead of 128, and took 41.6 instead of 37.8 us.
+        """
         return self.PAGE_SIZE != 0 and (self.BLOCK_M > 16 or self.E4M3)
 
     @property
@@ -136,7 +143,8 @@ class DecodeVariant(Layout):
     def sums_late(self) -> bool:
         """Whether a row's exponentials are summed over columns only after the last n_block.
 
-        In tiles of few rows, several warps share a row and would have to exchange sums in each n_block.
+        In tiles of few rows, several warps share a row and would have to exchange sums in each n_block. Tiles
+        of 64 rows gained nothing from it.
         """
         return self.BLOCK_M < 64
 
@@ -230,20 +238,21 @@ def decode_kernel(
     if C.PREFETCH != 0:
         prefetch_first(program, call, C)
     if C.PDL:
-        # The kernel may reach this point before its predecessor has ended. Data that it has read before this
-        # wait only served to choose what to prefetch. Dependent kernels read lengths as soon as they start.
-        # They are therefore launched after this wait: here, or later by a program that prefetches.
+        # This point may be reached before the preceding kernel has ended. What was read before the wait has
+        # only chosen what to prefetch, so it may be out of date. The combining kernel reads lengths as soon
+        # as it starts. So it may start only after this wait: here, or later if the program prefetches
+        # (prefetch_next).
         tl.extra.cuda.gdc_wait()
         if C.PREFETCH == 0:
             tl.extra.cuda.gdc_launch_dependents()
     if C.STREAM_K:
-        attend_balanced(program, call, C)
+        attend_stream_k(program, call, C)
     else:
         attend_split(program, call, C)
 
 
 @triton.jit
-def attend_balanced(program, call, C: tl.constexpr):
+def attend_stream_k(program, call, C: tl.constexpr):
     """Do the work of a program in a stream-K grid: attend to an equal, contiguous share of all n_blocks."""
     HEADS: tl.constexpr = C.HEADS_PER_TEAM
     pointers, lengths = call.pointers, call.lengths
@@ -262,19 +271,19 @@ def attend_balanced(program, call, C: tl.constexpr):
         position += count
         more = position < end
         # If a team covers all heads, every work tile of a program is in a new m_block. The next m_block is
-        # then known before the lengths are loaded.
+        # then known before the lengths are loaded. A share that ends within a tile does not need it.
         finished = (position >= m_block_end) | C.ONE_TEAM
         m_block += finished.to(tl.int32)
         m_block_start = tl.where(finished, m_block_end, m_block_start)
-        next_work, next_first = work, nth
+        next_work, next_first = work, nth  # placeholders: loops and calls do not take None
         if C.PREFETCH != 0:
             next_work, next_first, _ = work_tile_at(
                 program, position, m_block, m_block_start, pointers, lengths, C
             )
             next_first = next_work.keys.first // C.BLOCK_N + next_first
-        if count > 0:
-            # A program has two slots for partial results: one for a work tile that an earlier program began,
-            # and one for a work tile that it begins itself.
+        if count > 0:  # a share is empty if there are fewer n_blocks than teams
+            # A program has two slots for partial results: the first for a work tile that an earlier program
+            # began, the second for a work tile that it begins itself. It has at most one of each.
             slot = 2 * program + (nth == 0).to(tl.int32)
             attend_work_tile(
                 work, work.keys.first // C.BLOCK_N + nth, count, slot, count == work.n_blocks, next_work,
@@ -291,7 +300,7 @@ def attend_split(program, call, C: tl.constexpr):
     """
     lengths, splits = call.lengths, call.splits
     m_blocks, num_splits = lengths.m_blocks_per_sequence, splits.num_splits
-    m = m_blocks - 1 - program % m_blocks
+    m = m_blocks - 1 - program % m_blocks  # m_blocks vary fastest, then splits: split_parts relies on it
     split = (program // m_blocks) % num_splits
     head_kv = program // (m_blocks * num_splits) % lengths.num_heads_kv
     b = program // (m_blocks * num_splits * lengths.num_heads_kv)
@@ -330,7 +339,7 @@ def attend_work_tile(
     tokens, heads = heads_of_rows(m * C.BLOCK_M + index, work.head_kv, lengths, C)
     rows = Rows(b, sequence.start_q, tokens, heads, exists)
     cache = cache_of(work, first, call, C)
-    next_cache = cache
+    next_cache = cache  # a placeholder, like tree_rows below: a tuple carried by a loop must not hold None
     if C.PREFETCH != 0:  # the next work tile's block table is loaded with this one's, long before its keys
         next_cache = cache_of(next_work_tile, next_first, call, C)
     q, qv = load_queries(rows, call, C)
@@ -354,11 +363,13 @@ def attend_work_tile(
         phi = call.numbers.softmax_max
         if C.SOFTMAX_MAX == "head":
             phi = tl.load(pointers.softmax_max + heads, mask=exists, other=0.0)
-        shift = tl.floor(phi * LOG2_E + 0.5)  # in log2 units; an integer, so that its exp2 is exact
+        # In log2 units; an integer, so that its exp2 is exact (shifted_exponentials needs it for float32).
+        shift = tl.floor(phi * LOG2_E + 0.5)
     faults = find_faults(cache, first, first + count, work.keys, C)
     if C.APPEND is not None:
         APPEND: tl.constexpr = C.APPEND
-        # Only the program of the last n_block writes the token, and no other program reads it.
+        # Only the program of the last n_block writes the token, and no other program reads it: all rows of a
+        # key head are in one work tile (launch.appends).
         if first + count == work.keys.first // C.BLOCK_N + work.n_blocks:
             token = tl.arange(0, APPEND.ROWS)
             append_tokens(
@@ -379,6 +390,7 @@ def attend_work_tile(
         # are more than 2^24 times smaller than the largest.
         q = q.to(tl.float32)
         largest = tl.max(tl.abs(q), 1)
+        # The exponent alone, as a float32: a power of two. 0 means that the row is 0 or subnormal.
         q_scale = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         q_scale = tl.where(q_scale == 0.0, 1.0, q_scale)
         q = (q / q_scale[:, None]).to(tl.float16)
@@ -400,11 +412,11 @@ def attend_work_tile(
             shift,
         )  # fmt: skip
         row_max = shift + tl.zeros_like(row_sum)
-        OPERAND: tl.constexpr = dtype if C.DESCALE == "block" else q.dtype
+        OPERAND: tl.constexpr = dtype if C.DESCALE == "block" else q.dtype  # what P was rounded to
         if is_in_range(acc, row_sum, exists, count * C.BLOCK_N, OPERAND) == 0:
             # Compute the cache and the faults again. This is rare, and values that are kept for this case
             # would occupy registers in the first loop. If all tiles came here, a call would take 1.5 to 2
-            # times as long.
+            # times as long. PREFETCH is 0: the first loop has prefetched and launched the dependents.
             again = cache_of(work, first, call, C)
             faults = find_faults(again, first, last, work.keys, C)
             acc, row_max, row_sum = attend_n_blocks(
@@ -419,7 +431,7 @@ def attend_work_tile(
             acc, row_max, row_sum = acc / total[:, None], new_max, tl.where(empty, 0.0, 1.0)
 
     # Epilogue.
-    if C.DESCALE == "head" or C.DESCALE == "sequence":
+    if C.DESCALE == "head" or C.DESCALE == "sequence":  # one number: once here, instead of in each n_block
         acc = acc * v_scale
     # Results over other keys (``prior_out``) and the sink are added once: here if the work tile is whole,
     # otherwise where its partial results are combined.
@@ -432,6 +444,7 @@ def attend_work_tile(
     if whole:
         store_results(pointers, out, lse, rows, lengths, C)
     elif C.SPLIT:
+        # Normalised, so that combining needs one number per row instead of a maximum and a sum.
         splits = call.splits
         partial_row = slot.to(tl.int64) * splits.partial_rows + index
         offsets = partial_row * C.HEAD_DIM_V
@@ -523,7 +536,7 @@ def attend_n_blocks(
     operand: tl.constexpr = q.dtype
     q_odd = tl.zeros([], tl.float32)  # a dummy, unless the cache is read in pairs of columns
     acc_odd = q_odd
-    if C.E4M3_PAIRS:
+    if C.E4M3_PAIRS:  # even and odd columns of q, and of the output, each by itself (multiply_keys)
         q, q_odd = tl.split(tl.reshape(q, [BLOCK_M, C.BLOCK_D // 2, 2]))
         acc = tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)
         acc_odd = tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)
@@ -531,9 +544,9 @@ def attend_n_blocks(
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = 0.0
-    if C.faults_ahead:  # with a fault the sum begins as NaN, and stays NaN
+    if C.faults_ahead:  # with a fault the sum begins as NaN, and stays NaN: [BLOCK_N], like the faults
         row_sum = tl.where(faults == 0, 0.0, float("nan"))
-    if C.sums_late:
+    if C.sums_late:  # a sum for each row and column of the tile
         row_sum += tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     else:
         if C.faults_ahead:
@@ -541,7 +554,8 @@ def attend_n_blocks(
         row_sum += tl.zeros([BLOCK_M], tl.float32)
     # Block-table entries are loaded two n_blocks ahead of their keys, so that the latencies of both loads do
     # not add up. Triton could pipeline both loads, but then entries and keys would share the stages, and half
-    # as many bytes of keys would be in flight.
+    # as many bytes of keys would be in flight. Entries are clamped to the cache before they become addresses;
+    # given ^ clamped is not 0 if one was invalid.
     current, upcoming = cache.pages
     if PAGE_SIZE != 0:
         given = current
@@ -554,7 +568,7 @@ def attend_n_blocks(
         start = n * C.BLOCK_N
         positions = start + tl.arange(0, C.BLOCK_N)
         seen = is_seen(positions, keys, C)
-        page = cache.row
+        page = cache.row  # in a dense cache, the row of the sequence takes the place of the page
         if PAGE_SIZE != 0:
             page = page_of_keys(current, C)
             current = in_cache(upcoming, cache.num_blocks)
@@ -563,7 +577,7 @@ def attend_n_blocks(
             upcoming = load_pages(cache.block_table, n + 2, keys, C)
         k, v, k_offsets, v_offsets = rows_of_n_block(cache, page, start, call.strides, C)
         products = multiply_keys(q, q_odd, k, k_offsets, seen, C)  # [BLOCK_M, BLOCK_N]
-        if C.HAS_QV:  # latent attention: scores have two terms, q k^T and qv v^T
+        if C.HAS_QV:  # latent attention (MLA): scores have two terms, q k^T and qv v^T
             v_tile = load_rows(v, v_offsets, seen, C.HEAD_DIM_V, C.BLOCK_DV)  # loaded once for both products
             products = tl.dot(qv, tl.trans(v_tile), products, input_precision=C.PRECISION)
         v_scale = 1.0
@@ -580,10 +594,11 @@ def attend_n_blocks(
         scores = products
         distance = positions[None, :] - (rows.tokens + rows.offset)[:, None]
         if C.HAS_SCORE_MOD:
-            scores, _ = apply_score_mod(
+            scores, _ = softcap_and_alibi(
                 scores * rows.k_scale, distance, rows.slope, call.numbers.softmax_scale, call.numbers.softcap,
                 C.HAS_SOFTCAP, C.HAS_ALIBI,
             )  # fmt: skip
+            scores = scores * LOG2_E
         allowed = visible(distance, rows.window, call.lengths.mask, C)
         allowed = allowed & seen[None, :]
         if C.HAS_TREE:  # the mask covers the query tokens among the keys; keys before them are visible
@@ -592,8 +607,8 @@ def attend_n_blocks(
             allowed = allowed & (tl.load(rows.tree_rows[:, None] + columns, mask=in_tree, other=1) != 0)
         scores = tl.where(allowed, scores, -float("inf"))
 
-        # Softmax. Sums over columns are late (sums_late) where they would be an exchange between warps. In
-        # taller tiles they are not, and late sums gained nothing.
+        # Softmax. Sums over columns are late (sums_late) where they would be an exchange between warps. The
+        # maximum cannot be late: P needs it.
         if shift is not None:
             p = shifted_exponentials(scores, shift, call.numbers.scale_log2, C, dtype)
             if C.sums_late:
@@ -620,6 +635,7 @@ def attend_n_blocks(
     if not C.faults_ahead:
         if PAGE_SIZE != 0 and not C.one_page:
             faults = tl.max((faults != 0).to(tl.int32), 0)
+        # NaN in the sum reaches out and lse, and combining keeps it.
         row_sum = tl.where(faults == 0, row_sum, float("nan"))
     return acc, row_max, row_sum
 
@@ -677,13 +693,16 @@ def as_dtype(tile, dtype: tl.constexpr, C: tl.constexpr):
 
 
 MIN_SUM = tl.constexpr(2.0**-32)
-"""Least accepted sum of a row's exponentials: terms that exp2 flushes to zero are below 2^-94 of it."""
+"""Least accepted sum of a row's exponentials: terms that exp2 flushes to zero, below 2^-126, are below 2^-94
+of it."""
 MAX_SUM = tl.constexpr(2.0**120)
+"""Largest accepted sum, of exponentials and of values. float32 overflows from 2^128 on."""
 MIN_MEAN_FLOAT16 = tl.constexpr(2.0**-10)
 """Least accepted mean of the exponentials if they are rounded to float16, which has fewer bits below 2^-14.
 Above 2^16 float16 is infinite, and so are the sums of values."""
-MAX_FLOAT32 = tl.constexpr(2.0**16)
-"""Bound on float32 sums and on their inverse, so that the logarithm is as exact as with online softmax."""
+MAX_SUM_FLOAT32 = tl.constexpr(2.0**16)
+"""Bound on sums, and on their inverse, if operands are float32: the logarithm is then as exact as with the
+online softmax."""
 MIN_VALUE = tl.constexpr(2.0**-60)
 """Least accepted magnitude of the largest output sum of a tile. Smaller sums may lack terms that were flushed
 to zero."""
@@ -708,16 +727,16 @@ def shifted_exponentials(scores, shift, scale_log2, C: tl.constexpr, dtype: tl.c
 def is_in_range(acc, row_sum, exists, keys, operand: tl.constexpr):
     """Return whether acc and row_sum are as exact as with the online softmax, in all rows: one bool.
 
-    acc [BLOCK_M, BLOCK_DV] and row_sum [BLOCK_M] are sums over ``keys`` keys. A row_sum of 0 is out of range:
-    the row may have seen no key, or its terms may have been flushed to zero.
+    acc [BLOCK_M, BLOCK_DV] and row_sum [BLOCK_M] are sums over at most ``keys`` keys. A row_sum of 0 is out
+    of range: the row may have seen no key, or its terms may have been flushed to zero.
     """
     least = MIN_SUM
     most = MAX_SUM
     if operand == tl.float16:
         least = keys.to(tl.float32) * MIN_MEAN_FLOAT16
     elif operand == tl.float32:
-        least = 1 / MAX_FLOAT32
-        most = MAX_FLOAT32
+        least = 1 / MAX_SUM_FLOAT32
+        most = MAX_SUM_FLOAT32
     sums = (row_sum >= least) & (row_sum <= most)  # False for NaN
     size = tl.abs(acc)
     size = tl.where(size <= MAX_SUM, size, float("inf"))  # also NaN, which tl.max would drop
@@ -752,7 +771,8 @@ class Cache(NamedTuple):
 def cache_of(work, n, call, C: tl.constexpr, EARLY: tl.constexpr = False):
     """Return the :class:`Cache` of a work tile, for a loop over its n_blocks from ``n`` on.
 
-    EARLY: an earlier kernel may still be writing the tables, so they must not be kept in the L1 cache.
+    EARLY: an earlier kernel may still be writing the tables, so they must not be kept in the L1 cache. The
+    modifier .cg reads them from L2.
     """
     pointers, strides, outer = call.pointers, call.strides, call.outer
     b, _ = sequence_of(work.m_block, call.lengths, C)
@@ -762,7 +782,7 @@ def cache_of(work, n, call, C: tl.constexpr, EARLY: tl.constexpr = False):
     if C.HAS_BATCH_IDX:
         given = tl.load(pointers.cache_batch_idx + b, cache_modifier=".cg" if EARLY else "")
         row = in_cache(given, call.num_blocks)
-        fault = fault | (given ^ row)
+        fault = fault | (given ^ row)  # not 0 if clamping changed it
         row = row.to(tl.int64)
     block_table = b
     pages = (b, b)
@@ -794,7 +814,9 @@ def load_pages(block_table, n, keys, C: tl.constexpr, EARLY: tl.constexpr = Fals
     PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
     CACHE: tl.constexpr = ".cg" if EARLY else ""
     start = n * C.BLOCK_N
-    # As few entries as possible: one per page instead of one per key saved 288 of 2184 instructions.
+    # As few entries as possible: one per page instead of one per key saved 288 of 2184 instructions. The loop
+    # loads entries up to two n_blocks past its end: the mask hides them. keys.first needs no comparison here,
+    # because the loop's first n_block, and with it the page, holds that key.
     if C.one_page:
         return tl.load(block_table + start // PAGE_SIZE, mask=start < keys.end, other=0, cache_modifier=CACHE)
     elif C.BLOCK_N % PAGE_SIZE == 0:
@@ -835,6 +857,7 @@ def rows_of_n_block(cache, page, start, strides, C: tl.constexpr):
     v = cache.v
     PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
     position = tile_index(C.BLOCK_N, C.WIDE)
+    # If all rows are in one page, it goes into the pointer, a scalar of 64 bits, and offsets stay small.
     if PAGE_SIZE == 0:
         k += page * strides.k_batch + start.to(tl.int64) * strides.k_token
         v += page * strides.v_batch + start.to(tl.int64) * strides.v_token
@@ -847,7 +870,7 @@ def rows_of_n_block(cache, page, start, strides, C: tl.constexpr):
         k_offsets = position * strides.k_token
         v_offsets = position * strides.v_token
     else:
-        if C.BLOCK_N % PAGE_SIZE != 0:
+        if C.BLOCK_N % PAGE_SIZE != 0:  # otherwise an n_block begins with a page
             position += start
         position = position % PAGE_SIZE
         k_offsets = page * strides.k_batch + position * strides.k_token
@@ -894,8 +917,8 @@ def find_faults(cache, first, last, keys, C: tl.constexpr):
     """
     faults = cache.fault
     if C.faults_ahead:
-        # Number of loads per round. Taller tiles have registers for only one load.
-        ROUNDS: tl.constexpr = 4 if C.BLOCK_M < 64 else 1
+        # Loads that are in flight together. Taller tiles have registers for only one.
+        LOADS: tl.constexpr = 4 if C.BLOCK_M < 64 else 1
         BLOCK_N: tl.constexpr = C.BLOCK_N
         start = first * BLOCK_N
         if C.HAS_LEFT or C.HAS_LEFTPAD:
@@ -905,11 +928,10 @@ def find_faults(cache, first, last, keys, C: tl.constexpr):
         end_column = tl.where(start < end, (end + C.PAGE_SIZE - 1) // C.PAGE_SIZE, column)
         outside = tl.zeros([BLOCK_N], tl.int32)
         while column < end_column:
-            # The loads of a round are in flight together.
-            columns = column + tl.arange(0, ROUNDS)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            columns = column + tl.arange(0, LOADS)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
             pages = tl.load(cache.block_table + columns, mask=columns < end_column, other=0)
             outside |= tl.max((pages != in_cache(pages, cache.num_blocks)).to(tl.int32), 0)
-            column += ROUNDS * BLOCK_N
+            column += LOADS * BLOCK_N
         faults = faults | outside
     return faults
 
@@ -933,7 +955,7 @@ def prefetch_first(program, call, C: tl.constexpr):
     n = work.keys.first // C.BLOCK_N + nth
     cache = cache_of(work, n, call, C, True)
     if position < share_start(team + 1, teams, total):  # the share is not empty
-        for i in tl.static_range(2):
+        for i in tl.static_range(2):  # table entries of two n_blocks are loaded
             page = cache.row
             if C.PAGE_SIZE != 0:
                 page = cache.pages[i]
@@ -951,6 +973,7 @@ def prefetch_next(n, first, last, next_work, strides, PREFETCH: tl.constexpr, C:
     # Not earlier: what the GPU reads meanwhile would evict it from L2 again. One sequence of 8192 keys takes
     # 21.5 us without a prefetch on an H100, 17.5 two n_blocks ahead, 18.3 one or three ahead.
     i = n - tl.maximum(first, last - PREFETCH)
+    # One n_block in each of two iterations; a loop of one n_block prefetches one.
     if (i == 0) | (i == 1):
         if next_work.exists:
             page = next_work.cache.row

@@ -65,7 +65,8 @@ class CombineVariant(Layout):
     SPLITS: int
     """Splits that a program loads at a time."""
     ONE_BY_ONE: bool
-    """Whether these splits are loaded as SPLITS tiles of rows, for few splits (:func:`sum_few_splits`)."""
+    """Whether these splits are loaded as SPLITS tiles of rows, for few splits (:func:`sum_few_splits`). Only
+    launches of Hopper's decoding choose it."""
 
 
 class CombinePointers(NamedTuple):
@@ -109,10 +110,12 @@ def combine_kernel(pointers, lengths, splits, teams, row_blocks, C: tl.constexpr
     rows of a work tile. A boundary separates the shares of two programs that process the same heads in
     adjacent teams. Large batches have fewer boundaries than work tiles.
     """
-    if C.PDL:  # the next step's attention may take free multiprocessors; it waits for the end of this kernel
+    # The next step's attention may take free multiprocessors at once: it waits for the end of this kernel.
+    if C.PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row_block = tl.program_id(0) % row_blocks
     unit = tl.program_id(0) // row_blocks
+    # Parts are found before the wait: that needs lengths only, which were final before attention began.
     if C.STREAM_K:
         parts = stream_k_parts(unit, teams, pointers, lengths, C)
     else:
@@ -151,13 +154,15 @@ def stream_k_parts(unit, teams, pointers, lengths, C: tl.constexpr):
     num_rows, _, n_blocks = reach_of(m, sequence, lengths, C)
     if not (C.BY_WORK_TILE or C.ONE_TEAM):  # which of the m_block's groups of heads the position is in
         head_kv += (position - m_block_start) // tl.maximum(n_blocks, 1) * HEADS
+    # The work tile's n_blocks have consecutive positions, so its parts belong to consecutive teams.
     first_position = m_block_start + head_kv // HEADS * n_blocks
     first_team = share_of(first_position, teams, total)
     splits = share_of(first_position + tl.maximum(n_blocks, 1) - 1, teams, total) - first_team + 1
     # If several boundaries divide a work tile, the program of the first boundary combines it.
     if n_blocks == 0 or (not C.BY_WORK_TILE and first_team != unit // HEADS):
         splits = 0
-    # The first part is in the second slot of its program (first_extra 1), all others in the first slot.
+    # The first part is in the second slot of its program (first_extra 1), because that program began the work
+    # tile. All others are in the first slot. Programs of the same head in adjacent teams are HEADS apart.
     start = 2 * (first_team * HEADS + head_kv % HEADS)
     return Parts(b, m, head_kv, sequence.start_q, num_rows, splits, start, 2 * HEADS, 1)
 
@@ -172,7 +177,7 @@ def split_parts(unit, pointers, lengths, splits, C: tl.constexpr):
     sequence = load_sequence(b, True, pointers, lengths, C)
     num_rows, _, n_blocks = reach_of(m, sequence, lengths, C)
     each = split_size(n_blocks, splits)
-    count = (n_blocks + each - 1) // each
+    count = (n_blocks + each - 1) // each  # later splits are empty: nothing wrote their slots
     # Slots are numbered as the attention kernel's programs, in which m_blocks vary fastest, then splits.
     start = (unit // m_blocks) * num_splits * m_blocks
     start += unit % m_blocks
@@ -189,7 +194,7 @@ def combine_rows(parts, first_row, pointers, lengths, splits, C: tl.constexpr):
     exists = index < parts.num_rows
     row = parts.m * C.BLOCK_M + index
     tokens, heads = heads_of_rows(row, parts.head_kv, lengths, C)
-    # All outputs come first, then all log-sum-exps.
+    # All outputs come first, then all log-sum-exps, as attend_work_tile stores them.
     partial_lse = pointers.partial + splits.slots.to(tl.int64) * splits.partial_rows * C.HEAD_DIM_V
     partial_out = pointers.partial + index * C.HEAD_DIM_V
     partial_lse += index
@@ -254,8 +259,9 @@ def sum_splits(out_rows, lse_rows, exists, splits, slots, NATURAL: tl.constexpr,
         out = tl.load(pointers, mask=in_row, other=0.0).to(tl.float32)  # [SPLITS, ROWS, BLOCK_DV]
         if NATURAL:
             lse = tl.where(lse == float("inf"), -float("inf"), lse * LOG2_E)
-        # A partial result over no keys has an arbitrary output.
+        # A partial result over no keys has an arbitrary output, and 0 times NaN is NaN.
         out = tl.where((lse == -float("inf"))[:, :, None], 0.0, out)
+        # A step of the online softmax, with a log-sum-exp as the score and a partial output as the value.
         new_max = tl.maximum(row_max, tl.max(lse, 0))
         shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # -inf - (-inf) would be NaN
         weight = tl.exp2(lse - shift[None, :])
@@ -270,7 +276,8 @@ def sum_splits(out_rows, lse_rows, exists, splits, slots, NATURAL: tl.constexpr,
 def sum_few_splits(out_rows, lse_rows, exists, splits, slots, C: tl.constexpr):
     """Do what :func:`sum_splits` does, with a tile of rows for each of the SPLITS splits.
 
-    A thread holds the same elements of each tile, so threads exchange nothing.
+    A thread holds the same elements of each tile, so threads exchange nothing. 256 tokens of one sequence of
+    8192 keys take 61.2 instead of 84.3 us, attention and combining together (H200).
     """
     ROWS: tl.constexpr = C.ROWS
     BLOCK_DV: tl.constexpr = C.BLOCK_DV

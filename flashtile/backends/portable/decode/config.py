@@ -97,7 +97,7 @@ def bytes_to_read(keys: int, columns: int, element_bytes: int) -> float:
 
 
 # (family, bytes of a cache element, BLOCK_M, padded head_dim) ->
-# (BLOCK_N, num_warps, num_stages, programs_per_sm)
+# (BLOCK_N, num_warps, num_stages, programs_per_sm). Only Hopper's rows were timed.
 _TABLE: dict[tuple[str, int, int, int], tuple[int, int, int, int]] = {
     # Which other tiles were tried for a row is not recorded.
     ("hopper", 2, NARROW, 64): (128, 4, 3, 2),

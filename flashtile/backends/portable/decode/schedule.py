@@ -154,6 +154,7 @@ def load_sequence(b, exists, pointers, lengths, C: tl.constexpr, EARLY: tl.const
     """
     # All loads are independent, so their latencies overlap. .cg reads L2 and leaves no line in L1.
     CACHE: tl.constexpr = ".cg" if EARLY else ""
+    # b * 0 is a zero in the shape of b. These fields cannot be None: tuples are carried through loops.
     start_q = b * 0
     leftpad = b * 0
     fault = b * 0
@@ -179,7 +180,7 @@ def load_sequence(b, exists, pointers, lengths, C: tl.constexpr, EARLY: tl.const
     if C.HAS_LENGTHS or C.VARLEN_NEW:
         given = len_k
         len_k = tl.minimum(tl.maximum(given, 0), lengths.capacity)
-        fault = given ^ len_k
+        fault = given ^ len_k  # 0 if clamping changed nothing
     if C.HAS_LEFTPAD:
         given = tl.load(pointers.cache_leftpad + b, mask=exists, other=0, cache_modifier=CACHE)
         leftpad = tl.minimum(tl.maximum(given, 0), lengths.capacity)
@@ -193,6 +194,7 @@ def reach_of(m, sequence, lengths, C: tl.constexpr):
 
     An m_block with rows has at least one n_block, so that rows without keys are written as well.
     """
+    # Packed rows: a token has group_size rows.
     row = m * C.BLOCK_M
     num_rows = tl.minimum(sequence.len_q * lengths.group_size - row, C.BLOCK_M)
     offset = sequence.len_k - sequence.len_q
@@ -233,7 +235,8 @@ def count_n_blocks(m_blocks, pointers, lengths, C: tl.constexpr, EARLY: tl.const
 def share_start(team, teams, total):
     """Return the first n_block of ``team``'s share of ``total``.
 
-    The first ``total % teams`` teams take one n_block more than the others.
+    The first ``total % teams`` teams take one n_block more than the others. All arguments are integers, so
+    Python can call this function as ``share_start.fn``, and the next one likewise.
     """
     return team * (total // teams) + min(team, total % teams)
 
@@ -283,6 +286,8 @@ def scan(n_blocks, m_blocks, counted, position, m_block, m_block_start, lengths,
     them, and the next call continues the search.
     """
     ends = counted + tl.cumsum(n_blocks, 0)
+    # m_blocks that end at or before the position, those without n_blocks included. The scan may be longer
+    # than the batch.
     before = (ends <= position) & (m_blocks < lengths.m_blocks)
     m_block += tl.sum(before.to(tl.int32))
     m_block_start = tl.maximum(m_block_start, tl.max(tl.where(before, ends, 0)))
@@ -342,7 +347,7 @@ def work_tile_at(
     nth = tl.maximum(position - m_block_start, 0)
     m_block_end = m_block_start + n_blocks
     head_kv = program % HEADS
-    if not C.ONE_TEAM:
+    if not C.ONE_TEAM:  # the list has an m_block's n_blocks once for each group of HEADS heads
         head_kv += nth // tl.maximum(n_blocks, 1) * HEADS
         nth = nth % tl.maximum(n_blocks, 1)
         m_block_end = m_block_start + n_blocks * (lengths.num_heads_kv // HEADS)
@@ -390,7 +395,7 @@ def with_prior(acc, row_max, row_sum, prior_out, prior_lse, rows, lengths, C: tl
     # prior_out is not initialised for rows without keys.
     inside = (rows.exists & (lse != -float("inf")))[:, None] & (columns < C.HEAD_DIM_V)[None, :]
     out = tl.load(prior_out + offsets[:, None] + columns[None, :], mask=inside, other=0.0)
-    # One more step of the online softmax, with lse as the maximum and 1 as the sum.
+    # One more step of the online softmax: normalised rows have lse as the maximum and 1 as the sum.
     new_max = tl.maximum(row_max, lse)
     shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # -inf - (-inf) would be NaN
     factor = tl.exp2(row_max - shift)
@@ -418,6 +423,7 @@ def normalised(acc, row_max, row_sum):
 @triton.jit
 def store_rows(base, row_offsets, exists, tile, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Write the rows of ``tile`` [rows, BLOCK_D] that exist, each at its ``row_offsets`` in elements."""
+    # Offsets per row, not a stride: packed rows of a work tile are tokens and heads.
     columns = tl.arange(0, BLOCK_D)
     inside = exists[:, None] & (columns < HEAD_DIM)[None, :]
     tl.store(base + row_offsets[:, None] + columns[None, :], tile.to(base.dtype.element_ty), mask=inside)

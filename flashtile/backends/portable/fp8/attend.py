@@ -12,12 +12,13 @@ Operands of both products are e4m3, with a scale for each head or for each block
         load V      acc = acc + e4m3(P) V
     out = acc unit / l;  lse
 
-P is at most 1, and e4m3 loses bits below 2^-6. The factor 2^8 moves P up: 1 becomes 256, within e4m3's range.
-It is in acc and in l, so out needs no correction.
+P is at most 1, and e4m3 loses bits below 2^-6. The factor 2^8 moves P up: 1 becomes 256, within e4m3's range,
+which ends at 448. It is in acc and in l, so out needs no correction.
 
 The accumulator is in units of the current block's scale of v, instead of multiplying V or P by that scale: V
 stays e4m3, and P keeps the whole range. The change of unit is a part of the factor that corrects the
-accumulator for a new maximum, so it costs no product.
+accumulator for a new maximum, so it costs no product. The bound on the ratio of two units is
+``fp8_layout.LARGEST_RATIO``.
 
 If v is stored transposed, k's rows are read in v's key order, so that P's columns need no permutation.
 """
@@ -32,10 +33,10 @@ from flashtile.backends.common.tiles import LN_2, LOG2_E, decode_number, encode_
 from flashtile.backends.portable.fp8.quantize import key_of_column
 from flashtile.backends.portable.masking import block_range, visible, window_at
 from flashtile.backends.portable.tiles import (
-    apply_score_mod,
     load_slope,
     result_bases,
     row_block,
+    softcap_and_alibi,
     store_tile,
     used_length,
     with_sink,
@@ -57,7 +58,7 @@ class Fp8AttendVariant(MaskConstants):
     HAS_SOFTCAP: bool
     HAS_ALIBI: bool
     BLOCK_SCALES: bool
-    """Whether scales are per block, not per head."""
+    """Whether scales are per block, not per head. A block of keys consists of whole tiles."""
     TRANSPOSED: bool
     """Whether v is stored transposed."""
     HEAD_DIM: int
@@ -148,25 +149,28 @@ def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.cons
         return
     offset = len_k - len_q
 
+    # Prologue: where the heads of q, k and v begin, and their scales.
     b64 = b.to(tl.int64)
-    head64 = head_kv.to(tl.int64)
+    head_kv64 = head_kv.to(tl.int64)
     q_base = pointers.q + b64 * strides.q_batch + start_q * strides.q_token
     q_base += head.to(tl.int64) * strides.q_head
     k_base = pointers.k + b64 * strides.k_batch + start_k * strides.k_token
-    k_base += head64 * strides.k_head
-    v_base = pointers.v + b64 * strides.v_batch + head64 * strides.v_head
-    # Index of the sequence's first block of scales. Blocks are numbered through all packed sequences.
+    k_base += head_kv64 * strides.k_head
+    v_base = pointers.v + b64 * strides.v_batch + head_kv64 * strides.v_head
+    # Index of the sequence's first block of scales. Blocks are numbered through all packed sequences. ``b``
+    # keeps the numbers of two sequences apart, without the lengths of those before.
     first_q = tl.zeros([], tl.int64)
     first_k = tl.zeros([], tl.int64)
     if C.VARLEN:
         first_q = start_q // QUERY_BLOCK + b
         first_k = start_k // KEY_BLOCK + b
-    if C.TRANSPOSED:
+    if C.TRANSPOSED:  # columns of V^T are padded to whole blocks
         v_base += first_k * KEY_BLOCK
     else:
         v_base += start_k * strides.v_token
 
     rows = row_start + tl.arange(0, BLOCK_M)
+    # A tensor without scales has None here, which load_scale takes for 1.
     q_scale_base = pointers.q_scale
     k_scale_base = pointers.k_scale
     v_scale_base = pointers.v_scale
@@ -184,7 +188,7 @@ def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.cons
         # Rows past the end of the sequence take the scale of the last block.
         block = tl.minimum(rows, len_q - 1) // QUERY_BLOCK
         q_scale = tl.load(q_scale_base + first_q + block)
-    else:
+    else:  # one number for all rows, in the shape of those of blocks
         q_scale = tl.zeros([BLOCK_M], tl.float32) + load_scale(q_scale_base, 0)
 
     slope = load_slope(pointers.alibi_slopes, lengths.alibi_stride_b, b, head, C.HAS_ALIBI)
@@ -196,7 +200,7 @@ def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.cons
         tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
         tl.full([BLOCK_M], -float("inf"), tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
-        tl.zeros([], tl.float32),
+        tl.zeros([], tl.float32),  # no unit yet: acc is 0 in any
         tl.zeros([], tl.float32),
     )
 
@@ -208,7 +212,7 @@ def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.cons
         row_start, row_end, offset, len_k, of_first, of_last, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N
     )
     # Three ranges of blocks: the left edge of the window, blocks within the window, and the right edge or the
-    # end of the sequence. Only the edges are masked.
+    # end of the sequence. Only the edges are masked, as in the 16-bit kernels (attention/steps.py, walk).
     for RUN in tl.static_range(3):
         if RUN != 0 or C.HAS_LEFT:
             begin = first if RUN == 0 else (full_first if RUN == 1 else full_last)
@@ -273,8 +277,9 @@ def attend_blocks(
     for n in range(first, last):
         start = n * C.BLOCK_N
         keys = start + tl.arange(0, C.BLOCK_N)
-        if C.TRANSPOSED:
+        if C.TRANSPOSED:  # column i of S and P is then the key in column i of V^T
             keys = start + key_of_column(tl.arange(0, C.BLOCK_N))
+        # Rows past the end are masked in every range. Not measured against loads without a mask.
         k = load_rows(operands.k_base, keys, operands.len_k, strides.k_token, C.HEAD_DIM, C.BLOCK_D, C.NATIVE)
         scores = tl.dot(operands.q, tl.trans(k))  # [BLOCK_M, BLOCK_N]
         scale_block = start // KEY_BLOCK if C.BLOCK_SCALES else 0
@@ -284,9 +289,10 @@ def attend_blocks(
         distance = keys[None, :] - rows[:, None]
         if C.HAS_SOFTCAP or C.HAS_ALIBI:
             scores = scores * row_scale[:, None]
-            scores, _ = apply_score_mod(
+            scores, _ = softcap_and_alibi(
                 scores, distance, operands.slope, 1.0, numbers.softcap, C.HAS_SOFTCAP, C.HAS_ALIBI
             )
+            scores = scores * LOG2_E
         else:
             # Scales differ from row to row, so they cannot be folded into the exponent as one number.
             scores = scores * (row_scale * LOG2_E)[:, None]
@@ -295,8 +301,9 @@ def attend_blocks(
             scores = tl.where(seen & (keys < operands.len_k)[None, :], scores, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # a row that has met no key yet
-        p = tl.exp2(scores - (shift - P_EXPONENT)[:, None])
+        p = tl.exp2(scores - (shift - P_EXPONENT)[:, None])  # the factor 2^8 as a part of the exponent
         alpha = tl.exp2(row_max - shift)
+        # Before P is scaled and rounded: l and lse do not depend on v.
         row_sum = row_sum * alpha + tl.sum(p, 1)
         row_max = new_max
         if C.BLOCK_SCALES:

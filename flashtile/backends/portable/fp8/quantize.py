@@ -14,6 +14,9 @@ One program owns one block of one head, and reads it once::
 
 The sums of the transform have a fixed order, and no multiplication is fused with an addition
 (``enable_fp_fusion=False``). So the result equals that of :mod:`flashtile.reference.fp8` to the bit.
+
+With rotary embedding, the transform's sums and exchanges between threads limit the speed: q runs at 0.585 of
+a copy's speed with the transform and at 0.868 without (H200).
 """
 
 from dataclasses import dataclass
@@ -136,6 +139,8 @@ def quantize_kernel(pointers, strides, lengths, scale_strides, numbers, C: tl.co
     used = used_length(pointers.seqused, b, length)
     place = Place(b, block, start, length)
     b64, head64 = b.to(tl.int64), head.to(tl.int64)
+    # The scale is stored here, by one program of each head. Each program of this pass loads the largest
+    # magnitude again where it multiplies (store_block).
     if C.PASS == LARGEST_GIVEN:
         scale_at = b64 * scale_strides.scale_stride_b + head64 * scale_strides.scale_stride_h
         largest = tl.maximum(tl.load(pointers.largest + scale_at), SMALLEST_LARGEST)
@@ -148,11 +153,11 @@ def quantize_kernel(pointers, strides, lengths, scale_strides, numbers, C: tl.co
     if C.TRANSPOSED:  # rows are loaded in the order in which they are stored as columns
         row = block * C.BLOCK_M + key_of_column(tl.arange(0, C.BLOCK_M))
     column = tl.arange(0, C.BLOCK_D)
-    # The normalizer of the scale takes HEADROOM back.
+    # HEADROOM keeps the transform's sums finite. The normalizer of the scale takes it back.
     signs = sign_of_column(column, numbers.seed) * HEADROOM
     x_rows = pointers.x + b64 * strides.x_batch + start * strides.x_token
     x_rows += row.to(tl.int64)[:, None] * strides.x_token + head64 * strides.x_head
-    in_use = (row < used)[:, None]
+    in_use = (row < used)[:, None]  # other rows are stored as zeros
     position = row
     if pointers.cos is not None:
         offset = numbers.rotary_offset
@@ -160,6 +165,7 @@ def quantize_kernel(pointers, strides, lengths, scale_strides, numbers, C: tl.co
             offset += tl.load(pointers.rotary_offsets + b)
         # Rows past the end of the sequence also load angles, so positions are clamped to the tables.
         position = tl.minimum(tl.maximum(row + offset, 0), numbers.rotary_rows - 1)
+    # A pair's columns are in one thread only if they are adjacent, or if both halves are loaded separately.
     if C.HALVES:
         x = rotate_all(x_rows, position, in_use, pointers.cos, pointers.sin, C.BLOCK_D // 2)
     else:
@@ -184,10 +190,11 @@ def quantize_kernel(pointers, strides, lengths, scale_strides, numbers, C: tl.co
 def rotate_all(x_rows, position, inside, cos_ptr, sin_ptr, HALF: tl.constexpr):
     """Load rows of 2 * HALF columns, and rotate their pairs of columns (i, i + HALF).
 
-    Both halves are loaded separately, so that one thread has both elements of a pair. ``x_rows``: pointers to
-    the first element of each row.
+    ``x_rows``: pointers to the first element of each row.
     """
     ROWS: tl.constexpr = position.shape[0]
+    # From two loads one thread has both elements. This, one head per program and 64 registers raised q from
+    # 0.37 to 0.58 of a copy's speed (H200).
     pair = tl.arange(0, HALF)[None, :]
     angle = position[:, None] * HALF + pair
     cos = tl.load(cos_ptr + angle, mask=inside, other=1.0).to(tl.float32)
@@ -249,7 +256,8 @@ def sign_of_column(column, seed):
     h = (column >> 5).to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32)
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
-    h = (h ^ (h >> 16)) << (31 - (column & 31)).to(tl.uint32)
+    h = (h ^ (h >> 16)) << (31 - (column & 31)).to(tl.uint32)  # the column's bit becomes the sign bit
+    # Sign bit and the bits of 1.0, instead of a comparison: 1408 instead of 1456 instructions for 32 numbers.
     return ((h & 0x80000000) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
@@ -262,6 +270,7 @@ def hadamard(x, STAGES: tl.constexpr):
     column = tl.arange(0, 1 << STAGES)
     for stage in tl.static_range(STAGES):
         sign = tl.where((column & (1 << stage)) == 0, 1.0, -1.0)
+        # x * 1 and x * -1 are exact, so this rounds once, as the sum and the difference of the reference do.
         x = tl.fma(x, tl.broadcast_to(sign[None, :], x.shape), swap_columns(x, 1 << stage))
     return x
 
@@ -307,7 +316,7 @@ def store_block(
         if not (largest < float("inf")):
             x = finite_or_nan(x)
             largest = largest_magnitude(tl.where(x == x, x, 0.0))
-    if C.PASS == LARGEST_ONLY:
+    if C.PASS == LARGEST_ONLY:  # the same in any order of the programs, as a maximum does not round
         tl.atomic_max(pointers.largest + scale_at, largest)
     else:
         largest = tl.maximum(largest, SMALLEST_LARGEST)
@@ -317,14 +326,15 @@ def store_block(
         if C.PASS == ONE_PASS:
             scale = tl.div_rn(largest, E4M3_MAX) * numbers.normalizer
             tl.store(pointers.scales + scale_at + number, scale)
-        # div_rn, because the plain division of GPUs is not rounded as the CPU's is.
+        # div_rn, because the plain division of GPUs is not rounded as the CPU's is. One division per block,
+        # and a product per element.
         scaled = x.to(tl.float32) * tl.div_rn(E4M3_MAX, largest)
         if C.PASS == LARGEST_GIVEN and not C.NATIVE:
             # The caller may have given a scale that is too small. Clamp as the conversion in hardware does;
             # NaN stays NaN.
             scaled = tl.where(scaled > E4M3_MAX, E4M3_MAX, tl.where(scaled < -E4M3_MAX, -E4M3_MAX, scaled))
         values = scaled.to(tl.float8e4nv) if C.NATIVE else encode_bits(scaled)
-        if C.TRANSPOSED:
+        if C.TRANSPOSED:  # whole blocks of columns: those past the end are written as 0
             at = number.to(tl.int64) * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
             first = head64 if C.VARLEN else b64 * lengths.num_heads + head
             out = pointers.quantized + first * C.HEAD_DIM * strides.columns
@@ -363,5 +373,6 @@ def finite_or_nan(x):
 @triton.jit
 def key_of_column(column):
     """Return the index of the key in ``column`` of a stored V^T, as ``fp8_layout.key_order`` does."""
+    # The key order in which Hopper's threads hold P, so that it needs no exchange before P V.
     within = (column & 16) | ((column & 2) << 2) | ((column & 12) >> 1) | (column & 1)
     return (column & -32) | within

@@ -21,7 +21,9 @@ from flashtile.hardware.linear_table import FLAT, GEMV, LIBRARY
 from flashtile.problems.linear import PLAIN, LinearProblem
 
 MAX_GEMV_ROWS = 4
+"""Maximum rows of x of a GEMV. None with more is measured."""
 GEMV_INSTEAD_ROWS = 2
+"""Up to this many rows of x, the table's GEMV is taken if its flat product is of another backend."""
 MAX_FLAT_ROWS = 64
 """Maximum rows of x of a flat product. With more rows there are two blocks of rows, and each reads W."""
 KERNEL_US = 2.5
@@ -31,7 +33,7 @@ Measured on an H200 with Llama-3-8B: the output projection with a residual at 64
 64.
 """
 KERNELS_BEFORE_NORM = 6
-"""Number of torch kernels that prepare a result for a norm."""
+"""Number of torch kernels that prepare a result for a norm (``reference.linear.before_norm``)."""
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
@@ -60,7 +62,9 @@ DEFAULTS = {
     ("other", GEMV): (8, 256, 4, 3),
     ("other", FLAT): (32, 128, 4, 3),
 }
-"""(family, kind) -> (BLOCK_N, BLOCK_K, num_warps, num_stages)."""
+"""(family, kind) -> (BLOCK_N, BLOCK_K, num_warps, num_stages), for shapes that were not measured.
+
+Only Hopper's were timed, as candidates of the table."""
 
 
 def padded_rows(rows: int, kind: str) -> int:

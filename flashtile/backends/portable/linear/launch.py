@@ -31,8 +31,9 @@ from flashtile.problems.linear import E4M3, LinearProblem
 from flashtile.reference.linear import before_norm, scaled_weight
 
 EPILOGUE_PLACES, EPILOGUE_ROWS = 128, 8
-"""Places and rows per program of the epilogue kernel after torch's product."""
+"""Places and rows per program of the epilogue kernel after torch's product. Not measured against others."""
 EPILOGUE_UNIT = 8
+"""Places that an epilogue loads or stores at a time: 16 bytes of results (:func:`unit_of`)."""
 
 
 def prepare(problem: LinearProblem, config: LinearConfig) -> Callable[..., Any]:
@@ -78,9 +79,11 @@ class ProductLaunch:
         self._tiles = tiles_of(problem, config)
         row_blocks = triton.cdiv(problem.M, config.BLOCK_M)
         self._blocks = self._tiles * row_blocks
+        # A counter for each tile, then one for each block of rows of x (next_norm).
         self._counters = 0
         if config.splits > 1 or problem.next_norm:
             self._counters = self._blocks + row_blocks
+        # Floats of a split's sums and squares, as ``split_at`` lays them out.
         self._part = (config.BLOCK_N + 1) * config.BLOCK_M if config.splits > 1 else 0
         self._kernel: CachedLaunch | None = None
 

@@ -61,7 +61,7 @@ def weights_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
     q and k are laid out as for the forward kernel. lse, weights and indices are contiguous. Elements outside
     of the visited blocks are not written: the caller fills weights with 0 and indices with -1.
     """
-    call = AttentionCall(pointers, strides, lengths, numbers, 0, 0)
+    call = AttentionCall(pointers, strides, lengths, numbers, 0, 0)  # no dropout: weights are those before it
     if C.FORM == "columns":
         column_sums(call, C)
     else:
@@ -83,8 +83,8 @@ def row_weights(call, C: tl.constexpr):
         row, _ = first_places(sequence, head, call, C)
         q_tile = load_tile(q, start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, True, C.WIDE)
         shifts = load_shifts(pointers.lse + row, start + tl.arange(0, C.BLOCK_M), sequence.len_q)
-        BLOCK_M: tl.constexpr = C.BLOCK_M
-        COLUMNS: tl.constexpr = C.BLOCK_TOP if C.FORM == "top" else 1
+        BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton does not accept a field of C in a shape
+        COLUMNS: tl.constexpr = C.BLOCK_TOP if C.FORM == "top" else 1  # a placeholder, as walk needs a state
         best = tl.full([BLOCK_M, COLUMNS], -1, tl.int64)
         # A head's weights may have more than 2^31 elements, so their address has 64 bits.
         of_head = sequence.b.to(tl.int64) * lengths.num_heads_q + head
@@ -97,6 +97,7 @@ def row_weights(call, C: tl.constexpr):
             columns = tl.arange(0, C.BLOCK_TOP)[None, :]
             place = (row + rows) * C.TOP + columns
             inside = (rows < sequence.len_q) & (columns < C.TOP)
+            # join_top has packed a weight and its key into one integer.
             values = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
             keys = 0x7FFFFFFF - (best & 0x7FFFFFFF)
             # A row that sees fewer than TOP keys has empty entries: weight 0, key -1.
@@ -117,6 +118,7 @@ def weigh_keys(
     q_tile, shifts, k, sequence, weights = inputs
     for n in range(first, last):
         start = walked_block(listed, n, k.length, C.BLOCK_N, C) * C.BLOCK_N
+        # Every tile is masked (constants_of), so loads are as well. Not measured against runs without a mask.
         k_tile = load_tile(k, start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D, True, C.WIDE)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
         at = score_indices(
@@ -170,7 +172,7 @@ def join_top(best, p, seen, key_start, C: tl.constexpr):
         TIMES: tl.constexpr = BLOCK_TOP // C.BLOCK_N
         first = (tl.arange(0, TIMES) == 0)[None, :, None]
         own = tl.reshape(tl.where(first, own[:, None, :], -1), [BLOCK_M, BLOCK_TOP])
-    elif C.BLOCK_N > C.BLOCK_TOP:
+    elif C.BLOCK_N > C.BLOCK_TOP:  # to the shape of best
         own = tl.topk(own, BLOCK_TOP)
     both = tl.reshape(tl.join(best, own), [BLOCK_M, 2 * BLOCK_TOP])
     return tl.topk(both, BLOCK_TOP)
@@ -180,6 +182,8 @@ def join_top(best, p, seen, key_start, C: tl.constexpr):
 def column_sums(call, C: tl.constexpr):
     """Sum the weights of BLOCK_N keys over all rows. Grid: (blocks of keys * heads * batch,)."""
     pointers, lengths = call.pointers, call.lengths
+    # Each query head has weights of its own, so programs count query heads, unlike those of dk and dv
+    # (own_keys).
     b, head, start = row_block(lengths.seqlen_k, lengths.num_heads_q, False, C.BLOCK_N)
     sequence = find_sequence(b, call, C)
     if start < sequence.len_k:
@@ -212,7 +216,7 @@ def sum_rows(
             block, start + tl.arange(0, C.BLOCK_M), block.start + tl.arange(0, C.BLOCK_N), False
         )
         p, _ = probabilities(scores, shifts, at, sequence, block, call, C)
-        sums += tl.sum(p, 0)
+        sums += tl.sum(p, 0)  # one program sums all rows of its keys: the order is the same in every run
     return sums
 
 
@@ -244,7 +248,9 @@ def first_places(sequence, head, call, C: tl.constexpr):
 
 
 KEYS_A_THREAD = 16
-"""Maximum number of 64-bit entries per thread in a tile whose rows are sorted to find the largest weights."""
+"""Maximum number of 64-bit entries per thread in a tile whose rows are sorted to find the largest weights.
+
+Not measured against others."""
 
 
 @dataclass(frozen=True)
@@ -262,6 +268,7 @@ def of_forward(problem: WeightsProblem, config: Config) -> WeightsConfig:
     tile = config.forward
     if problem.form == "top":
         keys = max(tile.BLOCK_N, padded(problem.top)) if problem.mods is None else tile.BLOCK_N
+        # Fewer rows keep the entries in registers; 16 are the least of a product.
         most = max(16, KEYS_A_THREAD * 32 * tile.num_warps // max(keys, padded(problem.top)))
         tile = replace(tile, BLOCK_M=min(tile.BLOCK_M, most), BLOCK_N=keys)
     return WeightsConfig(tile, config.precision)

@@ -99,11 +99,12 @@ def _join_sink(out: Tensor, lse: Tensor, extras: OptionalTensors) -> None:
     used, offsets = extras.seqused_q, extras.cu_seqlens_q
     if used is not None or offsets is not None:
         rows = torch.arange(lse.shape[-1], device="cpu")
-        if offsets is None:
-            unused = (rows >= used[:, None])[:, None]
-        else:
+        if offsets is not None:
             ends = offsets[1:] if used is None else offsets[:-1] + used
             unused = ~((rows >= offsets[:-1, None]) & (rows < ends[:, None])).any(0)
+        else:
+            assert used is not None
+            unused = (rows >= used[:, None])[:, None]
         joined.masked_fill_(unused, -torch.inf)
     weight = torch.exp(lse - joined).masked_fill_(joined == -torch.inf, 0.0)
     out *= weight.mT[..., None]

@@ -92,7 +92,7 @@ def tile_widths(head_dim: int, head_dim_v: int, aligned: bool, least: int = 16) 
     return width, width_v
 
 
-def has_score_mod(problem: Problem) -> bool:
+def scales_scores(problem: Problem) -> bool:
     """Whether a score is more than the product q k^T times a positive scale.
 
     The largest score of a row then need not belong to the row's largest product.

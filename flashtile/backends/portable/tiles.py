@@ -144,13 +144,13 @@ def load_slope(alibi_slopes, alibi_stride_b, b, head, HAS_ALIBI: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(scores, row_max, scale_log2, HAS_SCORE_MOD: tl.constexpr, MASKED: tl.constexpr):
+def softmax_step(scores, row_max, scale_log2, SCALED_SCORES: tl.constexpr, MASKED: tl.constexpr):
     """Take a step of the online softmax: return (p, new maximum, factor that rescales earlier sums).
 
     scores and p are [BLOCK_M, BLOCK_N], the rest [BLOCK_M]; p is exp2(scores - new maximum). Scores are in
-    log2 units with HAS_SCORE_MOD. Otherwise they are raw products, which are scaled by ``scale_log2`` here.
+    log2 units with SCALED_SCORES. Otherwise they are raw products, which are scaled by ``scale_log2`` here.
     """
-    if HAS_SCORE_MOD:
+    if SCALED_SCORES:
         new_max = tl.maximum(row_max, tl.max(scores, 1))
     else:
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
@@ -162,7 +162,7 @@ def softmax_step(scores, row_max, scale_log2, HAS_SCORE_MOD: tl.constexpr, MASKE
         shift = new_max
     # Raw products are scaled within the exponent: one FMA per score. The maximum is scaled once per row,
     # which a positive scale allows, because it keeps the order of the products.
-    if HAS_SCORE_MOD:
+    if SCALED_SCORES:
         p = tl.exp2(scores - shift[:, None])
     else:
         p = tl.exp2(scores * scale_log2 - shift[:, None])

@@ -75,7 +75,7 @@ class BiasGradientVariant(MaskConstants):
     """Compile-time parameters of the kernel of the bias's gradient."""
 
     SOFTCAP: bool
-    HAS_SCORE_MOD: bool
+    SCALED_SCORES: bool
     """Scores are more than raw products times a positive scale (``BackwardVariant``)."""
     HEAD_DIM: int
     HEAD_DIM_V: int
@@ -253,7 +253,7 @@ def consumer(
             ring.release(i)
             # Read again in each round: shared memory keeps the bias, registers keep the sum.
             added = to_fp32(own_bias.load(layout)) * LOG2_E + neg_lse[:, None]
-            if C.HAS_SCORE_MOD:
+            if C.SCALED_SCORES:
                 s, _ = soft_cap(C, s, numbers)
                 p = gl.exp2(s + added)
             else:
@@ -446,7 +446,7 @@ class BiasGradient:
         # elements than its shape says.
         if has_own_gradient(problem) and own_sizes(bias) == bias.shape:
             if self._kernel is None:
-                self._kernel = gradient_launch(problem, variant.HAS_SCORE_MOD, q, k, v, bias)
+                self._kernel = gradient_launch(problem, variant.SCALED_SCORES, q, k, v, bias)
             self._kernel(q.device, q, k, v, dout, neg_lse, neg_delta, bias, dbias)
             return
         from flashtile.backends.portable import configure_backward
@@ -455,19 +455,19 @@ class BiasGradient:
         if self._kernel is None:
             config = configure_backward(problem)
             self._kernel = dbias_kernel_of(problem, config, (q, k, v), extras, rows)
-        if not variant.HAS_SCORE_MOD:  # neg_lse is in units of raw products
+        if not variant.SCALED_SCORES:  # neg_lse is in units of raw products
             neg_lse = neg_lse * (problem.softmax_scale * LOG2_E.value)
         self._kernel(q.device, q, k, v, dout, neg_lse, neg_delta, dbias, *optional_pointers(extras))
 
 
 def gradient_launch(
-    problem: Problem, has_score_mod: bool, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
+    problem: Problem, scales_scores: bool, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
 ) -> CachedLaunch:
     """Return the launch of ``gradient_kernel`` for tensors of one signature."""
-    variant = gradient_variant_of(problem, has_score_mod)
+    variant = gradient_variant_of(problem, scales_scores)
     sizes = gradient_sizes(problem, variant, bias)
     numbers = BackwardNumbers(scale=problem.softmax_scale, **score_numbers(problem), zero=0.0)
-    lse_scale = 1.0 if has_score_mod else problem.softmax_scale * LOG2_E.value
+    lse_scale = 1.0 if scales_scores else problem.softmax_scale * LOG2_E.value
     return CachedLaunch(
         gradient_kernel,
         persistent_programs(sizes.num_tiles, q.device),
@@ -479,16 +479,16 @@ def gradient_launch(
     )
 
 
-def gradient_variant_of(problem: Problem, has_score_mod: bool) -> BiasGradientVariant:
+def gradient_variant_of(problem: Problem, scales_scores: bool) -> BiasGradientVariant:
     """Return the compile-time parameters of ``gradient_kernel``.
 
-    ``has_score_mod`` is HAS_SCORE_MOD of the backward kernel's variant.
+    ``scales_scores`` is SCALED_SCORES of the backward kernel's variant.
     """
     columns = padded_columns(problem.head_dim)
     return BiasGradientVariant(
         **problem.for_kernels(problem.seqlen_q, problem.seqlen_k).constants,
         SOFTCAP=problem.softcap > 0,
-        HAS_SCORE_MOD=has_score_mod,
+        SCALED_SCORES=scales_scores,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=columns,

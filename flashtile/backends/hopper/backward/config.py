@@ -109,7 +109,7 @@ class BackwardVariant(MaskConstants, ModifierFlags):
     SEQUSED: bool
     SOFTCAP: bool
     ALIBI: bool
-    HAS_SCORE_MOD: bool
+    SCALED_SCORES: bool
     """Scores are more than raw products times a positive scale: with a soft-cap, ALiBi, a bias or SCORE_MOD,
     or with a scale below ``launch.SMALLEST_SCALE``."""
     EVEN_N: bool

@@ -486,8 +486,8 @@ def step(
     q_tile = q.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_D])
     do_tile = do.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_DV])
     # The accumulator starts at -lse in units of raw products (an idea of ThunderKittens): the product does
-    # the subtraction. With HAS_SCORE_MOD, scores are more than scaled products, so the product starts at 0.
-    scores = product_of_rows(my_k, q_tile, start, C.HEAD_DIM, not C.HAS_SCORE_MOD)
+    # the subtraction. With SCALED_SCORES, scores are more than scaled products, so the product starts at 0.
+    scores = product_of_rows(my_k, q_tile, start, C.HEAD_DIM, not C.SCALED_SCORES)
     # Issued behind S, so that the tensor cores have dQ to do while this warpgroup computes P. Each of the two
     # slots of dS is filled every other step, so its phase is the parity of half the step's number.
     if not FIRST:
@@ -631,7 +631,7 @@ def probabilities(
     slope, modifiers = head
     numbers = scalars.numbers
     softcap_grad = 1.0
-    if C.HAS_SCORE_MOD:
+    if C.SCALED_SCORES:
         s, softcap_grad = scores_and_derivative(C, W, s, m, work, slope, numbers, s_layout, modifiers)
         if C.HAS_BIAS:
             s = s + bias_tiles.in_log2(added)

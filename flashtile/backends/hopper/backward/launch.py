@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.config import contiguous_strides, has_score_mod, outer_stride
+from flashtile.backends.common.config import contiguous_strides, outer_stride, scales_scores
 from flashtile.backends.common.counters import zeroed_counters
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tma import View, cells_view, dense_view, ragged_view, rows_between_sequences
@@ -81,7 +81,7 @@ def backward_variant(problem: Problem, config: BackwardConfig, bias: Tensor | No
     block_d, block_dv = tile_widths(problem)
     flags = modifier_flags(problem, fixed=True)
     masked = any(mask.constants.values()) or not even
-    scaled = has_score_mod(problem) or problem.softmax_scale < SMALLEST_SCALE
+    scaled = scales_scores(problem) or problem.softmax_scale < SMALLEST_SCALE
     if problem.mods is not None:  # without a block mask, a block of it is one of the kernel
         size_q, size_kv = problem.mods.block_size or (config.BLOCK_M, config.BLOCK_N)
         flags |= {"MASK_BLOCK": size_kv, "TILES_PER_MASK_BLOCK": size_q // config.BLOCK_M}
@@ -93,7 +93,7 @@ def backward_variant(problem: Problem, config: BackwardConfig, bias: Tensor | No
         **mask.constants,
         SOFTCAP=problem.softcap > 0,
         ALIBI=problem.alibi,
-        HAS_SCORE_MOD=scaled,  # if not, scores are scaled products, which may start at -lse
+        SCALED_SCORES=scaled,  # if not, scores are scaled products, which may start at -lse
         EVEN_N=even,
         MASKED=masked,
         DETERMINISTIC=problem.deterministic,
@@ -333,7 +333,7 @@ class HopperBackwardLaunch:
         preprocess = Preprocess(
             scheduled,
             has_dlse=dlse is not None,
-            lse_factor=LOG2_E if variant.HAS_SCORE_MOD else 1 / problem.softmax_scale,
+            lse_factor=LOG2_E if variant.SCALED_SCORES else 1 / problem.softmax_scale,
             counters=2 + 2 * sizes.total_heads,  # those of ``dq_accum.accum_of``
             resident_heads=resident,
             columns=variant.BLOCK_D,  # the columns past head_dim as well: dQ is added in whole tiles

@@ -124,7 +124,7 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     ALIBI: bool
     SINK: bool
     HAS_TREE: bool
-    HAS_SCORE_MOD: bool
+    SCALED_SCORES: bool
     E4M3: bool
     """Whether the cache is e4m3, whose tiles the consumer converts."""
     DESCALE: str

@@ -147,7 +147,7 @@ def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) ->
         ALIBI=problem.alibi,
         SINK=problem.sink,
         HAS_TREE=problem.tree,
-        HAS_SCORE_MOD=scaled,
+        SCALED_SCORES=scaled,
         E4M3=e4m3,
         DESCALE=problem.descale,
         KEY_SCALES=problem.descale == "block",

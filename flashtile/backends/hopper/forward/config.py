@@ -98,7 +98,7 @@ class ForwardVariant(MaskConstants, ModifierFlags):
     """A work tile is a pair of blocks of query rows; all pairs cost the same (``schedule.num_parts``)."""
     PACK: int
     """Number of query heads of a key head that share a tile, row by row (FlashAttention-3's PackGQA)."""
-    HAS_SCORE_MOD: bool
+    SCALED_SCORES: bool
     """Scores are scaled to log2 units before the softmax, for ALiBi or a scale that is not positive.
     Otherwise the softmax scales its input: raw products, the tanh of a soft-cap, or scores in natural
     units."""

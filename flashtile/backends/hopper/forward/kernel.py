@@ -1011,9 +1011,9 @@ def cast(x, dtype: gl.constexpr):
 # which a SCORE_MOD and a bias are defined, and log2 units, for exp2. The variant decides in which of them the
 # scores reach the softmax:
 #
-#   HAS_SCORE_MOD        log2 units: for ALiBi, and for a softmax scale that is not positive (the maximum of
+#   SCALED_SCORES        log2 units: for ALiBi, and for a softmax scale that is not positive (the maximum of
 #                        the scaled scores is then not the scaled maximum). In decoding also for soft-caps
-#                        and for FP8 caches, whose rows have scales. It does not mean SCORE_MOD.
+#                        and for FP8 caches, whose rows have scales.
 #   has_natural_scores   natural units: there is a SCORE_MOD or a bias. scale_log2 is log2(e).
 #   neither              raw products or tanh. scale_log2 has the softmax scale in it, so that a probability
 #                        takes one FMA and one exp2.
@@ -1031,14 +1031,14 @@ def has_natural_scores(C):
 @gluon.constexpr_function
 def changes_scores(C):
     """Whether :func:`apply_score_mod` changes the raw products. If not, the softmax alone scales them."""
-    return C.KEY_SCALES or C.SOFTCAP or C.HAS_SCORE_MOD or has_natural_scores(C) or C.ALIBI
+    return C.KEY_SCALES or C.SOFTCAP or C.SCALED_SCORES or has_natural_scores(C) or C.ALIBI
 
 
 @gluon.jit
 def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr, added=0):
     """Apply soft-cap, SCORE_MOD, bias and ALiBi to the raw products of block ``n``.
 
-    With HAS_SCORE_MOD, the results are scores in log2 units. Otherwise the results are raw products, the tanh
+    With SCALED_SCORES, the results are scores in log2 units. Otherwise the results are raw products, the tanh
     of a soft-cap, or, with SCORE_MOD or a bias, scores in natural units. The softmax then multiplies them by
     ``scale_log2``. With KEY_SCALES (decoding), raw products are multiplied by the scales of their keys.
     """
@@ -1046,9 +1046,9 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
         s = s * numbers.key_scales.load(gl.SliceLayout(0, s_layout))[None, :]
     if C.SOFTCAP:
         s = tanh_of(s, numbers.softcap_rate, C.TANH_APPROX)
-        if C.HAS_SCORE_MOD:
+        if C.SCALED_SCORES:
             s = s * numbers.softcap_log2
-    elif C.HAS_SCORE_MOD:
+    elif C.SCALED_SCORES:
         s = s * numbers.scale_log2
     if has_natural_scores(C):
         s = s * numbers.scale
@@ -1104,14 +1104,14 @@ def online_softmax(C: gl.constexpr, s, m, scale_log2):
     """
     # The factor is positive, so the maximum comes first: one product for a row, not one for each score.
     top = gl.max(s, 1)
-    if not C.HAS_SCORE_MOD:
+    if not C.SCALED_SCORES:
         top = top * to_log2(C, top, scale_log2)
     if C.LAZY_RESCALE:  # the factor below is then exactly 1 for most rows, which ``rescale`` skips
         m_new = gl.where(top > m + LAG_LOG2, top, m)
     else:
         m_new = gl.maximum(m, top)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # -inf: the row has seen no key so far
-    if C.HAS_SCORE_MOD:
+    if C.SCALED_SCORES:
         p = gl.exp2(s - shift[:, None])
     elif has_natural_scores(C):
         factor = gl.where(is_large(m_new), 2.0, scale_log2)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.config import allocator, contiguous_strides, has_score_mod, outer_stride
+from flashtile.backends.common.config import allocator, contiguous_strides, outer_stride, scales_scores
 from flashtile.backends.common.counters import zeroed_counters
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tma import (
@@ -66,7 +66,7 @@ def forward_variant(problem: Problem, plan: Plan, bias: Tensor | None = None) ->
     config = plan.config
     mask_constants = problem.for_kernels(problem.seqlen_q, problem.seqlen_k).constants
     block_d, block_dv = padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)
-    columns, scaled = block_d, has_score_mod(problem)
+    columns, scaled = block_d, scales_scores(problem)
     if plan.kernel == "forward":
         block_d, block_dv = tile_columns(problem)
         columns = problem.head_dim
@@ -96,7 +96,7 @@ def forward_variant(problem: Problem, plan: Plan, bias: Tensor | None = None) ->
         QUEUED=plan.queued,
         PAIRED=plan.paired,
         PACK=plan.pack,
-        HAS_SCORE_MOD=scaled,
+        SCALED_SCORES=scaled,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
         D_PARTS=PARTS_OF.get(block_d, 1),

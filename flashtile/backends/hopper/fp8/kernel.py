@@ -546,7 +546,7 @@ def exponentials(C: gl.constexpr, s, m, scale, value_log2):
     """Return (P as four tensors, new m, factor for earlier sums and O). :func:`by_byte` defines the tensors.
 
     Args:
-        s: [rows, N], raw products, or if C.HAS_SCORE_MOD scores in log2 units.
+        s: [rows, N], raw products, or if C.SCALED_SCORES scores in log2 units.
         m: [rows], maximum so far of score + value_log2.
         scale: [rows], positive factor from raw products to log2 units.
         value_log2: log2 of the block's value scale. P contains the value scale, so O needs no further scale.
@@ -554,12 +554,12 @@ def exponentials(C: gl.constexpr, s, m, scale, value_log2):
             e4m3's full range.
     """
     top = gl.max(s, 1)
-    if not C.HAS_SCORE_MOD:
+    if not C.SCALED_SCORES:
         top = top * scale
     m_new = gl.maximum(m, top + value_log2)
     known = gl.where(m_new == float("-inf"), 0.0, m_new)  # for rows that have seen no key yet
     shift = known - (value_log2 + P_LOG2)
-    if C.HAS_SCORE_MOD:
+    if C.SCALED_SCORES:
         p = gl.exp2(s - shift[:, None])
     else:
         p = gl.exp2(s * scale[:, None] - shift[:, None])
@@ -694,12 +694,12 @@ def load_scales(C: gl.constexpr, scales, n):
 def score_factor(C: gl.constexpr, scales, k_scale):
     """Return the factor [rows] by which raw products Q K^T are multiplied.
 
-    Without C.HAS_SCORE_MOD, the factor also multiplies masked scores, which are -inf. The factor is then
+    Without C.SCALED_SCORES, the factor also multiplies masked scores, which are -inf. The factor is then
     clamped to be positive and finite, because 0 times -inf is NaN. With it, scores are scaled before they are
     masked.
     """
     factor = scales.rows * k_scale
-    if not C.HAS_SCORE_MOD:
+    if not C.SCALED_SCORES:
         factor = gl.minimum(gl.maximum(factor, LEAST), 1 / LEAST)
     return factor
 

@@ -22,8 +22,9 @@ class AttentionVariant(MaskConstants):
     HAS_BIAS: bool
     BIAS_HAS_ROWS: bool
     HAS_PADDING: bool
-    HAS_SCORE_MOD: bool
-    """Whether scores are more than raw products times a positive scale."""
+    SCALED_SCORES: bool
+    """Scores are scaled before the softmax, because they are more than raw products times a positive scale.
+    Otherwise the softmax scales raw products."""
     EVEN_M: bool
     """Whether all sequences consist of whole blocks of rows, so that no load or store of rows is masked."""
     EVEN_N: bool

@@ -150,14 +150,14 @@ def dkdv_blocks(
         q_tile = load_tile(q, start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_M, C.WIDE)
         neg_lse_rows = load_statistics(neg_lse, start, q.length, -float("inf"), listed, C)
         scores = tl.dot(k, tl.trans(q_tile), input_precision=C.PRECISION)  # S^T [BLOCK_N, BLOCK_M]
-        if C.HAS_SCORE_MOD or MASKED:
+        if C.SCALED_SCORES or MASKED:
             keys = block.start + tl.arange(0, C.BLOCK_N)
             rows = start + tl.arange(0, C.BLOCK_M)
             at = score_indices(block, rows, keys, KEYS_FIRST=True)
         # P needs no maximum: lse is known, and no score exceeds it. neg_lse is added here. As the initial
         # accumulator of the product it would save the addition, but its loads were scattered in the machine
         # code.
-        if C.HAS_SCORE_MOD:
+        if C.SCALED_SCORES:
             scores, score_grad = modify_scores(scores, at, block, call, C)
             p = tl.exp2(scores + neg_lse_rows[None, :])
         else:
@@ -270,11 +270,11 @@ def dq_blocks(
         v_tile = load_tile(v, start, C.BLOCK_N, C.HEAD_DIM_V, C.BLOCK_DV, PAST_END, C.WIDE)
         products = tl.dot(q, tl.trans(k_tile), input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_N]
         dp = tl.dot(dout, tl.trans(v_tile), input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_N]
-        if C.HAS_SCORE_MOD or MASKED:
+        if C.SCALED_SCORES or MASKED:
             keys = start + tl.arange(0, C.BLOCK_N)
             rows = block.start + tl.arange(0, C.BLOCK_M)
             at = score_indices(block, rows, keys, KEYS_FIRST=False)
-        if C.HAS_SCORE_MOD:
+        if C.SCALED_SCORES:
             scores, score_grad = modify_scores(products, at, block, call, C)
             p = tl.exp2(scores + neg_lse[:, None])
         else:

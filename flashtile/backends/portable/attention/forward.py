@@ -142,11 +142,11 @@ def attend_blocks(
         k_tile = load_tile(k, start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D, PAST_END, C.WIDE)
         scores = tl.dot(q, tl.trans(k_tile), input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_N]
         # Plain scores stay raw products: their scale is part of the exponent, a single FMA (softmax_step).
-        if C.HAS_SCORE_MOD or MASKED:
+        if C.SCALED_SCORES or MASKED:
             keys = start + tl.arange(0, C.BLOCK_N)
             rows = block.start + tl.arange(0, C.BLOCK_M)
             at = score_indices(block, rows, keys, KEYS_FIRST=False)
-            if C.HAS_SCORE_MOD:
+            if C.SCALED_SCORES:
                 scores, _ = modify_scores(scores, at, block, call, C, TO_LOG2=not NATURAL)
             if MASKED:
                 seen = visible_scores(at, call, C)
@@ -157,7 +157,7 @@ def attend_blocks(
             p, row_max, alpha = natural_softmax_step(scores, row_max)
         else:
             p, row_max, alpha = softmax_step(
-                scores, row_max, call.numbers.scale_log2, C.HAS_SCORE_MOD, MASKED
+                scores, row_max, call.numbers.scale_log2, C.SCALED_SCORES, MASKED
             )  # fmt: skip
         # The sum is over P in float32, before it is rounded for the product and before dropout: lse belongs
         # to the softmax, not to what dropout keeps of it.

@@ -707,7 +707,7 @@ def with_functions(
         plain,
         SCORE_MOD=score,
         MASK_MOD=mask_function(mods),
-        HAS_SCORE_MOD=plain.HAS_SCORE_MOD or score is not None,
+        SCALED_SCORES=plain.SCALED_SCORES or score is not None,
         **guards(mods),
     )
     if mods.block_size is None:

@@ -18,9 +18,9 @@ from torch import Tensor
 from flashtile.backends.common.config import (
     KernelConfig,
     allocator,
-    has_score_mod,
     is_aligned,
     outer_stride,
+    scales_scores,
     tile_widths,
     token_strides,
 )
@@ -84,7 +84,7 @@ def attention_variant(
         HAS_BIAS=problem.bias,
         BIAS_HAS_ROWS=_has_rows(bias),
         HAS_PADDING=problem.key_padding_mask,
-        HAS_SCORE_MOD=has_score_mod(problem),
+        SCALED_SCORES=scales_scores(problem),
         EVEN_M=not (problem.varlen or problem.seqused_q) and problem.seqlen_q % config.BLOCK_M == 0,
         EVEN_N=not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0,
         HEAD_DIM=problem.head_dim,

@@ -90,7 +90,7 @@ class DecodeVariant(Layout):
     HAS_PRIOR: bool
     HAS_QV: bool
     """Whether scores include the products of ``qv`` with the values. Not with a cache in e4m3."""
-    HAS_SCORE_MOD: bool
+    SCALED_SCORES: bool
     """Whether scores are more than raw products times a positive scale, so that their order may differ. True
     for e4m3, whose scale differs from row to row."""
     SOFTMAX_MAX: str
@@ -590,10 +590,10 @@ def attend_n_blocks(
                 v_scale = v_scale[:, None]
             products = products * k_scale
 
-        # Scores, -inf where a row does not see a key; in log2 units if HAS_SCORE_MOD, else raw products.
+        # Scores, -inf where a row does not see a key; in log2 units if SCALED_SCORES, else raw products.
         scores = products
         distance = positions[None, :] - (rows.tokens + rows.offset)[:, None]
-        if C.HAS_SCORE_MOD:
+        if C.SCALED_SCORES:
             scores, _ = softcap_and_alibi(
                 scores * rows.k_scale, distance, rows.slope, call.numbers.softmax_scale, call.numbers.softcap,
                 C.HAS_SOFTCAP, C.HAS_ALIBI,
@@ -616,7 +616,7 @@ def attend_n_blocks(
             else:
                 row_sum += tl.sum(p, 1)
         else:
-            p, row_max, alpha = softmax_step(scores, row_max, call.numbers.scale_log2, C.HAS_SCORE_MOD, True)
+            p, row_max, alpha = softmax_step(scores, row_max, call.numbers.scale_log2, C.SCALED_SCORES, True)
             if C.sums_late:
                 row_sum = row_sum * alpha[:, None] + p
             else:
@@ -710,10 +710,10 @@ to zero."""
 
 @triton.jit
 def shifted_exponentials(scores, shift, scale_log2, C: tl.constexpr, dtype: tl.constexpr):
-    """Return exp2(scores - shift). Scores are in log2 units if C.HAS_SCORE_MOD, else raw products."""
+    """Return exp2(scores - shift). Scores are in log2 units if C.SCALED_SCORES, else raw products."""
     if C.SOFTMAX_MAX == "head":  # otherwise a scalar
         shift = shift[:, None]
-    if not C.HAS_SCORE_MOD:
+    if not C.SCALED_SCORES:
         scores = scores * scale_log2
     if dtype == tl.float32:
         # The difference of a score near zero and a large shift would lose bits of the score.

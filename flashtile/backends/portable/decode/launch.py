@@ -320,7 +320,7 @@ def decode_variant(problem: DecodeProblem, config: DecodeConfig, plan: Plan) -> 
         HAS_TREE=problem.tree,
         HAS_PRIOR=problem.prior,
         HAS_QV=problem.qv,
-        HAS_SCORE_MOD=problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0 or e4m3,
+        SCALED_SCORES=problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0 or e4m3,
         SOFTMAX_MAX=plan.softmax_max,
         DESCALE=problem.descale,
         E4M3=e4m3,

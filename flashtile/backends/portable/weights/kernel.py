@@ -142,7 +142,7 @@ def probabilities(scores, shifts, at, sequence, block, call, C: tl.constexpr):
 
     ``visible`` says whether the row sees the key. The probabilities of other keys are 0.
     """
-    if C.HAS_SCORE_MOD:
+    if C.SCALED_SCORES:
         scores, _ = modify_scores(scores, at, block, call, C)
     else:
         scores = scores * call.numbers.scale_log2

@@ -97,6 +97,7 @@ _VARIANTS: dict[str, Problem] = {
     "causal": replace(PLAIN, window_right=0),
     "masks": replace(PLAIN, window_right=0, mask=True, key_padding_mask=True),
     "bias": replace(PLAIN, bias=True, bias_grad=True),
+    "chunk": replace(PLAIN, window_right=0, attention_chunk=1024),
     "dropout": replace(PLAIN, window_right=0, dropout_p=0.1),
     "features": replace(PLAIN, sink=True, **FEATURES),
 }

@@ -149,9 +149,9 @@ class Workload:
         """The workload as a call of the I/O model, which counts visible (query, key) pairs and bytes."""
         return Call(
             self.batch, self.seqlen_q, self.seqlen_k, self.num_heads_q, self.num_heads_kv, self.head_dim,
-            self.head_dim_v, self.dtype, self.lengths,
-            None if self.cache is None else self.cache.page_size,
-            None if self.cache is None else self.cache.dtype,
+            self.head_dim_v, self.dtype, lengths=self.lengths,
+            page_size=None if self.cache is None else self.cache.page_size,
+            cache_dtype=None if self.cache is None else self.cache.dtype,
             **vars(self.masking),
         )  # fmt: skip
 

@@ -241,7 +241,7 @@ def attention(
     if qv is not None:
         q, k = join_qv(q, k, v, qv, extras, options)
     if has_functions:
-        import flashtile.api.masks as masks  # few programs use them
+        from flashtile.api import masks  # few programs use them
 
         extras, options = masks.with_functions(q, k, extras, options, score_mod, mask_mod, block_mask)
     if in_e4m3:

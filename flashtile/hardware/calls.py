@@ -3,7 +3,7 @@ form."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
@@ -27,7 +27,8 @@ NOT_OF_PROBLEMS = ("dtype", "lengths", "page_size", "cache_dtype")
 class Call(Masking):
     """Description of an attention call on ``batch`` sequences of one length, or of different ``lengths``.
 
-    Options of the mask (:class:`~flashtile.problems.masking.Masking`) are passed by name.
+    Options of the mask (:class:`~flashtile.problems.masking.Masking`), and what comes after dtype, are passed
+    by name.
 
     Args:
         batch: number of sequences.
@@ -60,6 +61,7 @@ class Call(Masking):
     head_dim: int
     head_dim_v: int | None = None
     dtype: str = "bfloat16"
+    _: KW_ONLY
     lengths: tuple[tuple[int, int], ...] | None = None
     page_size: int | None = None
     cache_dtype: str | None = None

@@ -29,9 +29,8 @@ class Case:
     def call(self) -> Call:
         left, right = self.window_size
         right = 0 if self.causal else right
-        return Call(
-            1, self.seqlen_q, self.seqlen_k, 1, 1, self.head_dim, self.head_dim_v, "float32", left, right
-        )
+        sizes = self.seqlen_q, self.seqlen_k, 1, 1, self.head_dim, self.head_dim_v
+        return Call(1, *sizes, "float32", window_left=left, window_right=right)
 
     @property
     def mask(self) -> dict:

@@ -86,7 +86,7 @@ def test_loads_are_the_blocks_that_some_row_sees(call):
 
 
 def test_blocks_are_those_of_the_schedule():
-    from flashtile.backends.hopper.forward.schedule import key_range
+    from flashtile.backends.hopper.masking import key_range
 
     for call in CALLS.values():
         work = hopper.WorkTiles.of(call, H100)
@@ -94,10 +94,7 @@ def test_blocks_are_those_of_the_schedule():
         for (seqlen_q, seqlen_k), walks in zip(call.sequences, work.walks, strict=True):
             for number, walk in enumerate(walks):
                 last = min((number + 1) * rows, seqlen_q) - 1
-                begin, end, _, _ = key_range.fn(
-                    number * rows, last, seqlen_q, seqlen_k, call.window_left, call.window_right,
-                    variant.HAS_LEFT, variant.HAS_RIGHT,
-                )  # fmt: skip
+                begin, end, _, _ = key_range.fn(variant, number * rows, last, seqlen_q, seqlen_k, call)
                 block = variant.BLOCK_N
                 assert list(walk) == (list(range(begin // block, -(-end // block))) if begin < end else [])
 

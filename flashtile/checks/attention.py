@@ -37,6 +37,7 @@ from flashtile.problems.attention import (
     ModifiedExtras,
     OptionalTensors,
     captured_of,
+    captured_tensors,
 )
 from flashtile.problems.common import DTYPES, MAX_HEAD_DIM
 from flashtile.problems.masks import BACKWARD_LISTS, LISTS, MAX_CAPTURED, MAX_SIZES
@@ -156,7 +157,7 @@ def check_learned_slopes(extras: Any, options: Any) -> None:
             "alibi_slopes requires grad, but no gradient is computed for alibi_slopes in a call that cannot "
             "have a score_mod: alibi_slopes must be detached"
         ) from None
-    captured = [*(tensor for tensor in captured_of(extras) if tensor is not None), extras.alibi_slopes]
+    captured = [*captured_tensors(extras), extras.alibi_slopes]
     if len(captured) > MAX_CAPTURED or sum(t.dim() for t in captured) > MAX_SIZES:
         raise ValueError(
             f"alibi_slopes, which requires grad, must be one of at most {MAX_CAPTURED} tensors of "

@@ -17,7 +17,7 @@ from torch import Tensor
 from flashtile.masks.block_mask import listed
 from flashtile.masks.evaluate import evaluate
 from flashtile.masks.program import parse
-from flashtile.problems.attention import ModifiedExtras, captured_of, learned_of
+from flashtile.problems.attention import ModifiedExtras, captured_tensors, learned_of
 from flashtile.problems.masks import CAPTURED
 from flashtile.reference import attention as reference
 
@@ -57,7 +57,7 @@ def _functions(extras: Any, options: Any) -> dict[str, Any]:
     """Return ``score_mod`` and ``mask_mod`` of a call as arguments of the reference."""
     functions: dict[str, Any] = {}
     if isinstance(extras, ModifiedExtras):
-        captured = [tensor for tensor in captured_of(extras) if tensor is not None]
+        captured = captured_tensors(extras)
         if options.score_mod:
             functions["score_mod"] = partial(_score, options.score_mod, captured)
         if options.mask_mod or options.block_q:

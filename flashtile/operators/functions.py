@@ -17,7 +17,7 @@ from flashtile.problems.attention import (
     ModifiedOptions,
     OptionalTensors,
     Options,
-    captured_of,
+    captured_tensors,
     learned_of,
 )
 from flashtile.problems.masks import BACKWARD_LISTS, CAPTURED, LISTS, MAX_CAPTURED
@@ -93,7 +93,7 @@ def learning_slopes(q: Tensor, k: Tensor, extras: Any, options: Any) -> tuple[An
     from flashtile.masks.program import alibi, composed, parse
 
     check_learned_slopes(extras, options)
-    captured, slopes = [t for t in captured_of(extras) if t is not None], extras.alibi_slopes
+    captured, slopes = captured_tensors(extras), extras.alibi_slopes
     program = alibi(len(captured), int(k.shape[1] - q.shape[1]), slopes.dim() == 2)
     if getattr(options, "score_mod", ""):
         program = composed(program, parse(options.score_mod))
@@ -147,7 +147,7 @@ def check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> 
     from flashtile.masks.evaluate import evaluate
     from flashtile.masks.program import parse
 
-    captured = [tensor for tensor in captured_of(extras) if tensor is not None]
+    captured = captured_tensors(extras)
     batch, heads, rows, keys = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
     for kind, text in (("score_mod", options.score_mod), ("mask_mod", options.mask_mod)):
         if not text:

@@ -92,6 +92,11 @@ def captured_of(extras: Any) -> tuple[Tensor | None, ...]:
     return extras[_NUM_EXTRAS : _NUM_EXTRAS + MAX_CAPTURED]
 
 
+def captured_tensors(extras: Any) -> list[Tensor]:
+    """Return the captured tensors that a call has, in the order in which its functions number them."""
+    return [tensor for tensor in captured_of(extras) if tensor is not None]
+
+
 def learned_of(options: Any) -> tuple[int, ...]:
     """Return the indices of captured tensors that need a gradient."""
     bits = getattr(options, "learned", 0)
@@ -106,7 +111,7 @@ def mods_of(q: Tensor, k: Tensor, extras: Any, options: Any) -> Mods | None:
         options.score_mod,
         options.mask_mod,
         learned_of(options),
-        tuple(tensor.dim() for tensor in captured_of(extras) if tensor is not None),
+        tuple(tensor.dim() for tensor in captured_tensors(extras)),
         (options.block_q, options.block_kv) if options.block_q else None,
         extras.kv_num_blocks.shape[1] if options.block_q else 1,
         positions_of(q.shape[1], k.shape[1]),

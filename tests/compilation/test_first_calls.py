@@ -36,6 +36,7 @@ from flashtile.backends.common.launch import recording
 from flashtile.backends.compat import compiling_driver
 from flashtile.compilation.calls import Call, Signature, calls_of
 from flashtile.compilation.compiling import launches
+from flashtile.engine.sampling import sampling_ahead
 from flashtile.op.operation import OPERATIONS, remembering
 from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.problems.attention import NO_EXTRAS, Options
@@ -332,17 +333,18 @@ def test_a_stored_digest_is_read_at_once(monkeypatch):
 
 
 def sources() -> dict:
-    """The sources of kernels by key: of APPEND, and of both passes of two calls, on two GPUs."""
+    """The sources of kernels by key: of APPEND, of sampling, and of both passes of two calls, on two GPUs."""
     with remembering() as remembered, FakeTensorMode():
         q, k, v = (torch.empty(1, 64, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         flashtile.attention(q, k, v, causal=True, dropout_p=0.1).sum().backward()
         flashtile.attention(
             q, k, v, score_mod=lambda s, b, h, i, j: s + torch.tanh(s) * (i - j)
         ).sum().backward()
+    draws = partial(sampling_ahead, torch.bfloat16, 27)
     found: dict = {}
     for target in (H200, A100):
         with compiling_driver(target.capability):
-            for call in (*calls_of(remembered), APPEND):
+            for call in (*calls_of(remembered), APPEND, draws):
                 for launch, tensors in launches(call, target):
                     launch.kernel.device_caches.clear()
                     with first_calls.only_naming() as named:
@@ -366,7 +368,7 @@ sys.stdout.write(" ".join(found))
 
 def test_keys_do_not_depend_on_torch(cache):
     found = sources()
-    assert len(found) >= 14
+    assert len(found) >= 18
     content = pickle.dumps((*opening(), [pickled(source) for source in found.values()]))
     done = subprocess.run(
         [sys.executable, "-c", KEYS, str(WORKER)], input=content, capture_output=True, check=False

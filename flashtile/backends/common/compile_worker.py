@@ -79,9 +79,11 @@ def without_torch(paths: list[str], package: str) -> None:
     """
     sys.path[:] = paths
     sys.meta_path.insert(0, _WithoutTorch())
-    flashtile: Any = types.ModuleType("flashtile")  # flashtile/__init__.py imports much more than kernels
-    flashtile.__path__ = [package]
-    sys.modules["flashtile"] = flashtile
+    for name, folder in (("flashtile", package), ("flashtile.engine", os.path.join(package, "engine"))):
+        # Their __init__.py files import much more than kernels, and not all of it can be without torch.
+        empty: Any = types.ModuleType(name)
+        empty.__path__ = [folder]
+        sys.modules[name] = empty
 
 
 def _use_stored_digest(longest_hashing: float) -> None:

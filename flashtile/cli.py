@@ -21,7 +21,7 @@ def application() -> Any:
     from flashtile.tools.commands.inspect import inspect
     from flashtile.tools.commands.profile import profile
     from flashtile.tools.commands.record import record
-    from flashtile.tools.commands.serve import serve
+    from flashtile.tools.commands.serve import VllmCommand, serve
     from flashtile.tools.commands.visualize import visualize
 
     app = typer.Typer(
@@ -42,7 +42,8 @@ def application() -> Any:
     for command in (
         info, demo, generate, serve, profile, inspect, explain, compile, record, visualize,
     ):  # fmt: skip
-        app.command(short_help=_first_sentence(command))(command)
+        kind = VllmCommand if command is serve else None
+        app.command(short_help=_first_sentence(command), cls=kind)(command)
     return app
 
 

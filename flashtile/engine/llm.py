@@ -17,6 +17,7 @@ import torch
 
 from flashtile.checks.arguments import as_int_within, is_choice
 from flashtile.checks.conversions import as_float, as_int, check_flag
+from flashtile.checks.vllm_arguments import LLM_ARGUMENTS, takes_also
 from flashtile.engine.config import IN_VLLM, ConfigError, ModelConfig, model_folder, read_config, read_json
 from flashtile.engine.core import Engine, EngineStats, Prompt
 from flashtile.engine.memory import bytes_of_block, bytes_of_tables, memory_left
@@ -41,6 +42,7 @@ MAX_DEFAULT_LENGTH = 2**20
 CACHE_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
 
 
+@takes_also(LLM_ARGUMENTS)
 class LLM:
     """A model and its engine.
 
@@ -86,6 +88,9 @@ class LLM:
             ``torchrun`` starts them, and each runs the same program.
         generation_config: where the defaults of sampling come from: "auto" (generation_config.json of the
             model's folder), "vllm" (those of :class:`SamplingParams`), or another folder.
+
+    Other arguments of vLLM are accepted with values that change nothing here, and refused by name otherwise
+    (:mod:`flashtile.checks.vllm_arguments`).
 
     Raises:
         FileNotFoundError: the folder lacks a file.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flashtile.checks.arguments import as_int_within, is_choice
 from flashtile.checks.conversions import as_float, check_flag
+from flashtile.checks.vllm_arguments import SAMPLING_ARGUMENTS, takes_also
 
 LogitsProcessor = Callable[[list[int], Tensor], Tensor]
 """(tokens of the answer so far, logits (vocab_size,) float32) -> logits, possibly changed in place."""
@@ -41,6 +42,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
+@takes_also(SAMPLING_ARGUMENTS)
 @dataclass
 class SamplingParams:
     """How an answer is sampled, when it ends and what its outputs contain, with vLLM's names and meanings.

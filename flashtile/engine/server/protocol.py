@@ -7,6 +7,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from flashtile.checks.vllm_arguments import SAMPLING_ARGUMENTS
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.server.errors import ApiError, refused
 
@@ -110,7 +111,8 @@ class Body:
             if name not in UNSUPPORTED:
                 raise ApiError(f"{name:.60} is not a field of this call", name[:60], code="unknown_field")
             if not any(type(value) is type(neutral) and value == neutral for neutral in UNSUPPORTED[name]):
-                raise unsupported(name, f", got {shown(value)}")
+                instead = f": {SAMPLING_ARGUMENTS[name].words}" if name in SAMPLING_ARGUMENTS else ""
+                raise unsupported(name, f", got {shown(value)}{instead}")
 
 
 def shown(value: Any) -> str:

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from flashtile.checks.vllm_arguments import SERVE_ARGUMENTS, check_argument
 from flashtile.hardware import machine
 
 WIDTH = 160
@@ -114,6 +115,9 @@ def read_options(context: typer.Context, path: Path | None) -> None:
     found: dict[str, Any] = {}
     for key, value in _read_table(path).items():
         parameter = known.get(key.replace("-", "_"))
+        if parameter is None and key.replace("-", "_") in SERVE_ARGUMENTS:
+            check_option(key.replace("-", "_"), value)
+            continue
         if parameter is None:
             raise typer.BadParameter(f"{path}: {key!r:.60} is not an option of this command")
         repeats = getattr(parameter, "multiple", False)
@@ -124,6 +128,15 @@ def read_options(context: typer.Context, path: Path | None) -> None:
             texts = [one if isinstance(one, str) else json.dumps(one) for one in many]
             found[str(parameter.name)] = texts if repeats else texts[0]
     context.default_map = found
+
+
+def check_option(name: str, value: Any) -> None:
+    """Refuse an option of vLLM's server by name, unless its value changes nothing here."""
+    try:
+        check_argument(SERVE_ARGUMENTS, name, value)
+    except NotImplementedError as error:
+        message = str(error).replace(name, f"--{name.replace('_', '-')}", 1)
+        raise typer.BadParameter(message) from None
 
 
 def _read_table(path: Path) -> dict[str, Any]:

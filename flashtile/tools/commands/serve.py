@@ -17,7 +17,9 @@ from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
+from typer.core import TyperCommand
 
+from flashtile.checks.vllm_arguments import SERVE_ARGUMENTS
 from flashtile.tools.commands.options import (
     CacheDtype,
     Device,
@@ -26,6 +28,7 @@ from flashtile.tools.commands.options import (
     as_arguments,
     bad_models,
     bad_parameters,
+    check_option,
     parse_device,
     read_options,
 )
@@ -34,6 +37,37 @@ KEY = "FLASHTILE_API_KEY"
 """Environment variable with the keys that calls must send, one in a line."""
 TORCHRUN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
             "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")  # fmt: skip
+
+
+class VllmCommand(TyperCommand):
+    """A command that also takes the options of ``vllm serve`` that change nothing, and refuses the others."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = {option for one in self.get_params(ctx) for option in (*one.opts, *one.secondary_opts)}
+        rest, words = [], list(args)
+        while words:
+            word = words.pop(0)
+            option, has_value, text = word.partition("=")
+            name = option[2:].replace("-", "_")
+            on = name in SERVE_ARGUMENTS
+            name = name if on else name.removeprefix("no_")
+            if word == "--" or not word.startswith("--") or option in own or name not in SERVE_ARGUMENTS:
+                rest.append(word)
+                continue
+            value: Any = on
+            if not SERVE_ARGUMENTS[name].flag:
+                if not has_value and (not words or words[0].startswith("--")):
+                    raise typer.BadParameter(f"{option} needs a value")
+                value = _json_or_text(text if has_value else words.pop(0))
+            check_option(name, value)
+        return super().parse_args(ctx, rest)
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def serve(

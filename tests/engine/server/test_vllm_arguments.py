@@ -1,0 +1,109 @@
+"""Arguments of vLLM: taken where they change nothing, refused by name elsewhere; one table for all doors."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from flashtile import LLM, SamplingParams
+from flashtile.checks.vllm_arguments import LLM_ARGUMENTS, SAMPLING_ARGUMENTS, SERVE_ARGUMENTS
+from flashtile.cli import application
+from flashtile.engine.server.errors import ApiError
+from flashtile.engine.server.protocol import Body
+from flashtile.tools.commands.serve import serve
+from walk import walk
+
+APPLICATION = application()
+
+
+def test_no_argument_is_in_two_places():
+    own = set(inspect.signature(LLM).parameters)
+    assert not LLM_ARGUMENTS.keys() & own
+    assert not SERVE_ARGUMENTS.keys() & own
+    assert not SERVE_ARGUMENTS.keys() & set(inspect.signature(serve).parameters)
+    assert not SAMPLING_ARGUMENTS.keys() & set(inspect.signature(SamplingParams).parameters)
+
+
+@walk("name", LLM_ARGUMENTS)
+def test_a_model_takes_neutral_values_and_refuses_others(name, tmp_path):
+    neutral = LLM_ARGUMENTS[name].neutral
+    for value in ("odd",) if neutral is None else neutral:
+        with pytest.raises(FileNotFoundError):  # the folder is read after the arguments
+            LLM(tmp_path, **{name: value})
+    if neutral is not None:
+        with pytest.raises(NotImplementedError, match=rf"^{name} .*got 'odd': "):
+            LLM(tmp_path, **{name: "odd"})
+
+
+@walk("name", SAMPLING_ARGUMENTS)
+def test_parameters_take_neutral_values_and_refuse_others(name):
+    neutral = SAMPLING_ARGUMENTS[name].neutral
+    for value in ("odd",) if neutral is None else neutral:
+        assert SamplingParams(**{name: value}) == SamplingParams()
+    if neutral is not None:
+        with pytest.raises(NotImplementedError, match=rf"^{name} .*got 'odd': "):
+            SamplingParams(**{name: "odd"})
+
+
+def test_guided_json_names_structured_outputs():
+    with pytest.raises(NotImplementedError, match=r"use structured_outputs=\{'json': "):
+        SamplingParams(guided_json={})
+    body = Body({"guided_json": {}})
+    with pytest.raises(ApiError, match=r"use structured_outputs=\{'json': "):
+        body.finish()
+
+
+def test_a_misspelt_argument_is_told_the_nearest(tmp_path):
+    with pytest.raises(TypeError, match="LLM has no argument max_model_length; did you mean max_model_len"):
+        LLM(tmp_path, max_model_length=3)
+    with pytest.raises(TypeError, match="SamplingParams has no argument max_token; did you mean max_tokens"):
+        SamplingParams(max_token=3)
+
+
+def test_parameters_are_copied():
+    params = SamplingParams(max_tokens=3, best_of=1)
+    assert copy.deepcopy(params) == copy.copy(params) == params
+
+
+def options(name, argument):
+    """Words of the command line that give an argument each neutral value that it can spell."""
+    option = name.replace("_", "-")
+    for value in (
+        (("odd",) if not argument.flag else (True, False)) if argument.neutral is None else argument.neutral
+    ):
+        if argument.flag:
+            yield [f"--{option}" if value else f"--no-{option}"]
+        elif value is not None:
+            yield [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
+
+
+@walk("name", SERVE_ARGUMENTS)
+def test_the_command_line_takes_and_refuses_the_same(name, tmp_path):
+    argument, shown = SERVE_ARGUMENTS[name], name.replace("_", "-")
+
+    def output_of(words):
+        result = CliRunner().invoke(APPLICATION, ["serve", str(tmp_path), *words])
+        assert result.exit_code == 2
+        return re.sub(r"[\s│]+", " ", result.output)
+
+    for words in options(name, argument):
+        assert "config.json" in output_of(words)
+    if argument.neutral is not None and not (argument.flag and set(argument.neutral) == {True, False}):
+        if argument.flag:
+            words = [f"--no-{shown}" if True in argument.neutral else f"--{shown}"]
+        else:
+            words = [f"--{shown}=odd"]
+        assert re.search(rf"--{shown} (must be|is not supported)", output_of(words))
+
+
+def test_a_file_of_options_takes_them_too(tmp_path):
+    for value, said in ((False, "config.json"), (True, "--trust-remote-code must be False")):
+        file = tmp_path / "options.json"
+        file.write_text(json.dumps({"trust-remote-code": value}))
+        result = CliRunner().invoke(APPLICATION, ["serve", str(tmp_path), "--config", str(file)])
+        assert said in re.sub(r"[\s│]+", " ", result.output)

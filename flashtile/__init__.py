@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
-from flashtile.api.attention import (
-    attention,
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-)
-from flashtile.api.weights import attention_weights
 from flashtile.version import __version__ as __version__
+
+
+def _is_command_line() -> bool:
+    """Whether this process is the ``flashtile`` command. Its help and its refusals need no torch."""
+    program = os.path.basename(sys.argv[0]) if sys.argv else ""
+    # While Python looks for the module after -m, "-m" is in its place.
+    return program == "flashtile" or (program == "-m" and sys.orig_argv[-len(sys.argv)] == "flashtile")
+
+
+if TYPE_CHECKING or not _is_command_line():
+    # Programs get the operators with the package, because files of torch.export refer to them.
+    from flashtile.api.attention import (
+        attention,
+        flash_attn_func,
+        flash_attn_kvpacked_func,
+        flash_attn_qkvpacked_func,
+        flash_attn_varlen_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
+    )
+    from flashtile.api.weights import attention_weights
 
 if TYPE_CHECKING:
     from flashtile.api.cascade import flash_attn_with_shared_prefix
@@ -71,9 +84,17 @@ _LATER = (
 _IN_MODULES = {
     "Explanation": "flashtile.api.explain",
     "append_kvcache": "flashtile.api.decode",
+    "attention": "flashtile.api.attention",
+    "attention_weights": "flashtile.api.weights",
     "copy_blocks": "flashtile.api.decode",
     "explain": "flashtile.api.explain",
     "flash_attn_combine": "flashtile.api.decode",
+    "flash_attn_func": "flashtile.api.attention",
+    "flash_attn_kvpacked_func": "flashtile.api.attention",
+    "flash_attn_qkvpacked_func": "flashtile.api.attention",
+    "flash_attn_varlen_func": "flashtile.api.attention",
+    "flash_attn_varlen_kvpacked_func": "flashtile.api.attention",
+    "flash_attn_varlen_qkvpacked_func": "flashtile.api.attention",
     "flash_attn_with_kvcache": "flashtile.api.decode",
     "flash_attn_with_shared_prefix": "flashtile.api.cascade",
     "flex_attention": "flashtile.compat.flex",

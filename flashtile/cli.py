@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import sys
-from collections.abc import Callable
+from importlib import import_module
+from importlib.resources import files
 from typing import Any, NoReturn
 
+COMMANDS = (
+    "info", "demo", "generate", "serve", "profile", "inspect", "explain", "compile", "record", "visualize",
+)  # fmt: skip
+"""Commands in the order of their list. Each is a function in the module of its name."""
 
-def application() -> Any:
-    """Return all commands as a ``typer.Typer``. Raise ModuleNotFoundError if their extras are missing."""
+
+def application(only: str | None = None) -> Any:
+    """Return the commands as a ``typer.Typer``. Raise ModuleNotFoundError if their extras are missing.
+
+    Given ``only``, no other command is imported, because most of them import torch. The others are then only
+    listed.
+    """
     import typer
-
-    from flashtile.tools.commands.compile import compile
-    from flashtile.tools.commands.demo import demo
-    from flashtile.tools.commands.explain import explain
-    from flashtile.tools.commands.generate import generate
-    from flashtile.tools.commands.info import info
-    from flashtile.tools.commands.inspect import inspect
-    from flashtile.tools.commands.profile import profile
-    from flashtile.tools.commands.record import record
-    from flashtile.tools.commands.serve import VllmCommand, serve
-    from flashtile.tools.commands.visualize import visualize
 
     app = typer.Typer(
         help="Exact, IO-aware attention in pure Python.",
@@ -39,18 +39,25 @@ def application() -> Any:
     ) -> None:
         pass
 
-    for command in (
-        info, demo, generate, serve, profile, inspect, explain, compile, record, visualize,
-    ):  # fmt: skip
-        kind = VllmCommand if command is serve else None
-        app.command(short_help=_first_sentence(command), cls=kind)(command)
+    for name in COMMANDS:
+        command, kind = _unused, None
+        if only is None or name == only:
+            module = import_module(f"flashtile.tools.commands.{name}")
+            command, kind = getattr(module, name), getattr(module, "COMMAND_CLASS", None)
+        app.command(name, short_help=_first_sentence(name), cls=kind)(command)
     return app
 
 
-def _first_sentence(command: Callable[..., None]) -> str:
+def _unused() -> None:
+    pass
+
+
+def _first_sentence(name: str) -> str:
     """Return the first sentence of a command's docstring, which Click would cut after 45 characters."""
-    paragraph = " ".join((command.__doc__ or "").split("\n\n")[0].split())
-    return re.split(r"(?<=\.)\s", paragraph)[0]
+    source = (files("flashtile.tools.commands") / f"{name}.py").read_text("utf-8")
+    functions = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
+    text = next(ast.get_docstring(function) or "" for function in functions if function.name == name)
+    return re.split(r"(?<=\.)\s", " ".join(text.split("\n\n")[0].split()))[0]
 
 
 def version_line() -> str:
@@ -86,7 +93,9 @@ def main() -> None:
         )
         sys.exit(2)
     try:
-        app = application()
+        name = sys.argv[1] if sys.argv[1:2] and sys.argv[1] in COMMANDS else ""
+        # The shell's completion runs the program with this variable, and without its arguments.
+        app = application(None if "_FLASHTILE_COMPLETE" in os.environ else name)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] in ("flashtile", "torch", "triton"):
             raise

@@ -6,6 +6,8 @@ import ast
 import json
 import re
 import shlex
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -233,6 +235,37 @@ def test_links_lead_somewhere(document):
         if not path.exists() or (anchor and path.suffix == ".md" and anchor not in anchors(path)):
             broken.append(f"{target}#{anchor}")
     assert broken == []
+
+
+PAGES = [document for document in DOCUMENTS if document.name != "CHANGELOG.md"]
+
+
+def test_named_attributes_exist():
+    """``flashtile.a.b`` in the text of a page is found after ``import flashtile`` alone."""
+    text = "".join(page.read_text() for page in PAGES)
+    names = sorted(set(re.findall(r"`(flashtile(?:\.[a-zA-Z_]\w*)+)[`(]", text)))
+    code = (
+        "import functools, sys, flashtile\n"
+        "for name in sys.argv[1:]:\n"
+        "    functools.reduce(getattr, name.split('.')[1:], flashtile)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+
+
+@walk("document", PAGES)
+def test_named_commands_and_options_exist(document):
+    """Commands of ``flashtile`` in the text; ``...`` stands for a value."""
+    typer_main = pytest.importorskip("typer.main")
+    from flashtile.cli import application
+
+    commands = typer_main.get_command(application()).commands
+    for name, rest in re.findall(r"`flashtile ([a-z]+)([^`]*)`", document.read_text()):
+        known = {option for one in commands[name].params for option in (*one.opts, *one.secondary_opts)}
+        assert {word.partition("=")[0] for word in rest.split() if word.startswith("--")} <= known, (
+            name,
+            rest,
+        )
 
 
 @walk("document", DOCUMENTS)

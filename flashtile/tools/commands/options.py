@@ -9,15 +9,16 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from flashtile.checks.vllm_arguments import SERVE_ARGUMENTS, check_argument
-from flashtile.hardware import machine
+
+if TYPE_CHECKING:
+    import torch
 
 WIDTH = 160
 """Width in columns of tables that are not printed to a terminal."""
@@ -162,6 +163,8 @@ def _read_table(path: Path) -> dict[str, Any]:
 
 def parse_device(name: str | None) -> torch.device:
     """Return the device that an option names, or the default device if ``name`` is None."""
+    from flashtile.hardware import machine
+
     with bad_parameters():
         return machine.find_device(name)
 

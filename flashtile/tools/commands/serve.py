@@ -15,7 +15,6 @@ from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import torch
 import typer
 from typer.core import TyperCommand
 
@@ -61,6 +60,9 @@ class VllmCommand(TyperCommand):
                 value = _json_or_text(text if has_value else words.pop(0))
             check_option(name, value)
         return super().parse_args(ctx, rest)
+
+
+COMMAND_CLASS = VllmCommand
 
 
 def _json_or_text(text: str) -> Any:
@@ -262,6 +264,8 @@ def command_of(arguments: list[str]) -> list[str]:
 
 def environments_of(replicas: int, processes: int, device: str | None) -> list[dict[str, str]]:
     """Return the environment of each replica, which sees only its own GPUs unless ``device`` is given."""
+    import torch
+
     environment = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
     if device is not None or not torch.cuda.is_available():
         return [environment] * replicas

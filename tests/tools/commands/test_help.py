@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import builtins
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from flashtile import cli
 from flashtile.hardware import machine
 from walk import walk
 
+ROOT = Path(__file__).parents[3]
 GROUP = typer.main.get_command(cli.application())
 COMMANDS = GROUP.list_commands(None)
 
@@ -50,6 +53,24 @@ def test_the_list_of_commands_is_whole():
         assert _in_order(GROUP.commands[name].short_help.split(), text.split())
     assert not re.search(r"\.\.\.$", text.partition("Commands:")[2], re.MULTILINE)
     assert "--version" in text.split()
+
+
+@walk("arguments", [["--help"], ["no-such"], ["serve", "--help"], ["serve", "--no-such"]])
+def test_help_and_usage_errors_import_no_torch(arguments):
+    command = [sys.executable, "-X", "importtime", "-m", "flashtile", *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    imported = re.findall(r"^import time:.*\| *(\S+)$", result.stderr, re.MULTILINE)
+    assert "flashtile.cli" in imported
+    assert "torch" not in imported
+
+
+def test_a_recorded_program_finds_the_operators(tmp_path):
+    """Files of torch.export need only ``import flashtile``, also below the command line."""
+    program = tmp_path / "program.py"
+    program.write_text("import torch, flashtile\nprint(torch.ops.flashtile.forward)\n")
+    command = [sys.executable, "-m", "flashtile", "record", str(tmp_path / "calls.json"), str(program)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "flashtile.forward" in result.stdout, result.stderr
 
 
 def _in_order(part: list[str], words: list[str]) -> bool:

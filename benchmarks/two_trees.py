@@ -126,10 +126,8 @@ def attention_call(cell: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[]
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
-    if lengths:
-        queries = keys = (sum(lengths),)
-    else:
-        queries, keys = ((cell["batch"], cell[name]) for name in ("seqlen_q", "seqlen_k"))
+    total = (sum(lengths),) if lengths else None
+    queries, keys = (total or (cell["batch"], cell[name]) for name in ("seqlen_q", "seqlen_k"))
     q = normal(*queries, heads_q, head_dim)
     k, v = normal(*keys, heads_kv, head_dim), normal(*keys, heads_kv, width_v)
     arguments: dict[str, Any] = {"causal": cell.get("causal", False), "softcap": cell.get("softcap", 0.0)}
@@ -139,10 +137,10 @@ def attention_call(cell: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[]
         arguments["alibi_slopes"] = torch.rand(heads_q, device="cuda")
     if cell.get("sink"):
         arguments["sink"] = torch.randn(heads_q, device="cuda")
-    if cell.get("chunk"):
-        arguments["attention_chunk"] = cell["chunk"]
     attend = flashtile.flash_attn_func
-    if lengths:
+    if cell.get("chunk"):
+        attend = functools.partial(flashtile.attention, attention_chunk=cell["chunk"])
+    elif lengths:
         ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
         attend = functools.partial(
             flashtile.flash_attn_varlen_func, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=max(lengths),

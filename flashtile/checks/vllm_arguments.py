@@ -174,7 +174,7 @@ SERVE_ARGUMENTS: dict[str, Argument] = {
     ),
     "data_parallel_backend": Argument(("mp",), "replicas are processes of one machine"),
     "default_chat_template_kwargs": Argument(({},), "calls give chat_template_kwargs"),
-    "disable_fastapi_docs": _flag("/docs and /openapi.json hold no secrets", False),
+    "disable_fastapi_docs": _flag("the server has no pages of documentation", False),
     "disable_frontend_multiprocessing": _flag("the server and its engine share a process"),
     "disable_log_requests": _flag("no request's content is logged"),
     "disable_uvicorn_access_log": _flag("use --no-access-log", False),

@@ -23,11 +23,10 @@ from flashtile.checks.arguments import (
     named,
 )
 from flashtile.checks.attention import check_call, check_types
-from flashtile.op.refusals import transforming
 from flashtile.problems.attention import OptionalTensors, Options
 from flashtile.problems.common import DEVICE_TYPES, MAX_HEAD_DIM, MAX_LENGTH, UNLIMITED
 from flashtile.problems.masking import Masking
-from flashtile.torch_private import is_any_autocast_enabled
+from flashtile.torch_private import innermost_transform, is_any_autocast_enabled
 
 AUTOCAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -312,7 +311,7 @@ def visible_strides(extras: Any) -> Any:
 
     A dimension that vmap maps over may leave strides that the caller cannot see.
     """
-    return extras._make(map(with_unit_stride, extras)) if transforming() else extras
+    return extras if innermost_transform() is None else extras._make(map(with_unit_stride, extras))
 
 
 def in_memory(tensor: Any) -> Any:

@@ -72,7 +72,9 @@ def forward(
             extras = functions.without_backward_lists(extras)
         return FORWARD.launch(tensors, extras, options)
 
-    is_transformed, extras = transforming(), visible_strides(extras)
+    is_transformed = transforming()
+    if is_transformed:
+        extras = visible_strides(extras)
     has_tangents = carries_tangents((*tensors, *extras))
     if not (is_transformed or has_tangents):
         return FORWARD.traced(tensors, extras, options)

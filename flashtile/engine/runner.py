@@ -23,7 +23,7 @@ from flashtile.api.decode import copy_blocks
 from flashtile.engine.device import MAX_GRAPH_BATCH, Capture, Transfer, graph_batch, on_device
 from flashtile.engine.drafter import Drafter
 from flashtile.engine.model import Model, StepInput
-from flashtile.engine.request import Sequence
+from flashtile.engine.request import NOT_ERRORS, Sequence
 from flashtile.engine.sampler import (
     Scores,
     adjust,
@@ -56,8 +56,8 @@ class InFlight:
             minus infinity only if every token is excluded. So the chosen logit tells whether the draw is
             valid.
         scores: log-probabilities by index of the sample, if requested.
-        failed: error messages by index of the sample, for samples whose logits processor raised or whose
-            chosen logit is not finite.
+        failed: error messages by index of the sample, for samples whose logits processor or structure raised
+            or whose chosen logit is not finite.
         prompt_scores: (sequence, first position, log-probabilities) of prompts, if requested.
         drafted: sequences and the draft model's guesses for them.
         event: a CUDA event recorded after the copies to the host; None on a CPU.
@@ -410,10 +410,13 @@ class Runner:
         for i in adjusted:
             try:
                 adjust(logits[i], samples[i], self._unread(samples, i, rows))
-            except Exception as error:  # a logits processor failed: the other requests continue
+            except NOT_ERRORS:
+                raise
+            except BaseException as error:  # a logits processor failed: the other requests continue
                 in_flight.failed[i] = f"{type(error).__name__}: {error}"
         if draw.structured:
-            logits = mask(logits, [(samples[i].matcher, i) for i in draw.structured])
+            logits, failed = mask(logits, [(samples[i].matcher, i) for i in draw.structured])
+            in_flight.failed |= failed
         tokens = self.ranks.broadcast(choose(logits, draw.choice, positions))
         self.known[:, 0].index_copy_(0, rows, tokens.int())
         in_flight.samples, in_flight.tokens = samples, tokens

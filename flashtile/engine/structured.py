@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.engine.request import NOT_ERRORS
 from flashtile.engine.structure_trial import Trial, Vocabulary, compile_grammar, start_thread
 from flashtile.engine.tokenizer import FastTokenizer, Tokenizer
 
@@ -280,22 +281,38 @@ def error_of(matcher: Any) -> str:
     return f"{' '.join(matcher.get_error().replace('<non-verbose/>', '').split()):.200}"
 
 
-def mask(logits: Tensor, matchers: Sequence[tuple[Any, int]]) -> Tensor:
-    """Return logits (rows, vocab_size) with -inf for the tokens that structures forbid.
+def mask(logits: Tensor, matchers: Sequence[tuple[Any, int]]) -> tuple[Tensor, dict[int, str]]:
+    """Return logits (rows, vocab_size) with -inf for the tokens that structures forbid, and errors by row.
 
-    ``matchers`` has (matcher, row) of each row with a structure.
+    ``matchers`` has (matcher, row) of each row with a structure. The logits of a row with an error are of no
+    use, but those of the other rows are.
     """
     rows, columns = logits.shape
     words = columns // 32 + 1  # the matchers have one token more than the logits
     bits = torch.full((rows, words), -1, dtype=torch.int32, pin_memory=logits.is_cuda, device="cpu")
-    if len(matchers) == 1:
-        ((matcher, row),) = matchers
-        matcher.unsafe_compute_mask_ptr(bits[row].data_ptr(), 4 * words)
-    else:
-        _executor().unsafe_compute_mask_ptr(list(matchers), bits.data_ptr(), 4 * words, rows)
+    failed = _fill(bits, matchers)
     octets = bits.to(logits.device, non_blocking=True).view(torch.uint8).unsqueeze(-1)
     forbidden = (octets >> torch.arange(8, dtype=torch.uint8, device=logits.device)) & 1 == 0
-    return logits.masked_fill(forbidden.view(rows, -1)[:, :columns], -torch.inf)
+    return logits.masked_fill(forbidden.view(rows, -1)[:, :columns], -torch.inf), failed
+
+
+def _fill(bits: Tensor, matchers: Sequence[tuple[Any, int]]) -> dict[int, str]:
+    """Write the bits of the allowed tokens to the rows of ``matchers``. Return errors by row."""
+    rows, words = bits.shape
+    try:
+        if len(matchers) == 1:
+            ((matcher, row),) = matchers
+            matcher.unsafe_compute_mask_ptr(bits[row].data_ptr(), 4 * words)
+        else:
+            _executor().unsafe_compute_mask_ptr(list(matchers), bits.data_ptr(), 4 * words, rows)
+    except NOT_ERRORS:
+        raise
+    except BaseException as error:  # maybe a panic of Rust code
+        if len(matchers) == 1:
+            return {row: f"{type(error).__name__}: {error}"}
+        # The error of a batch does not tell which matcher failed.
+        return {row: text for pair in matchers for row, text in _fill(bits, [pair]).items()}
+    return {}
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashtile.checks.attention import check_call, check_learned_slopes, check_results
-from flashtile.checks.conversions import as_masking, as_offset_pair, make_options, with_unit_stride
+from flashtile.checks.conversions import as_masking, as_offset_pair, make_options, visible_strides
 from flashtile.op.observers import tell_observers
 from flashtile.op.operation import any_learns, is_plain
 from flashtile.op.refusals import carries_tangents, transforming
@@ -73,8 +73,8 @@ def forward(
         return FORWARD.launch(tensors, extras, options)
 
     is_transformed = transforming()
-    if is_transformed:  # a dimension that vmap maps over may leave strides that the caller cannot see
-        extras = extras._make(map(with_unit_stride, extras))
+    if is_transformed:
+        extras = visible_strides(extras)
     has_tangents = carries_tangents((*tensors, *extras))
     if not (is_transformed or has_tangents):
         return FORWARD.traced(tensors, extras, options)

@@ -128,7 +128,7 @@ def test_structures_hold_in_batches_with_free_requests(tmp_path, eager):
     matcher = llm.engine.structures.matcher({"regex": "[ab]"}).deep_copy()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        masked = mask(logits, [(matcher, 1)])
+        masked, _ = mask(logits, [(matcher, 1)])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(masked[::2], logits[::2])

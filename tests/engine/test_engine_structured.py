@@ -445,15 +445,56 @@ def test_structures_of_bytes(ends):
     for token, allowed in zip(b"a" + "☃".encode(), expected, strict=True):
         # Rows without a structure allow all tokens. Several structures are masked by threads.
         for matchers in ([(matcher, 1)], [(matcher, 1), (other, 2)]):
-            logits = mask(torch.arange(3.0 * 256).view(3, 256), matchers)
+            logits, _ = mask(torch.arange(3.0 * 256).view(3, 256), matchers)
             assert set(logits[1].isfinite().nonzero().flatten().tolist()) == allowed
             finite = logits.isfinite()
             assert torch.equal(logits[finite], torch.arange(3.0 * 256).view(3, 256)[finite])
             assert finite[0].all()
             assert finite[2].sum() == (256 if len(matchers) == 1 else 1)
         assert matcher.consume_token(token)
-    allowed = mask(torch.zeros(1, 256), [(matcher, 0)]).isfinite().nonzero()[:, 1].tolist()
+    allowed = mask(torch.zeros(1, 256), [(matcher, 0)])[0].isfinite().nonzero()[:, 1].tolist()
     assert allowed == [end for end in ends if end < 256]
+
+
+class PanicException(BaseException):
+    """A panic of Rust code arrives as an exception that is no Exception."""
+
+
+class Panics:
+    """A matcher that panics in its function ``name``, and otherwise allows each token."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def unsafe_compute_mask_ptr(self, address, size):
+        self.run("unsafe_compute_mask_ptr")
+
+    def consume_token(self, token):
+        self.run("consume_token")
+
+    def run(self, name):
+        if name == self.name:
+            raise PanicException("index out of bounds")
+
+
+@pytest.mark.parametrize("name", ["unsafe_compute_mask_ptr", "consume_token"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_panic_of_a_matcher_ends_one_request(llm, name, alone):
+    """The masks of several matchers are computed in one call, whose error does not tell which one failed."""
+    others = {} if alone else {"bound": params({"regex": "[ab]{9}"})}
+    others["free"] = FREE
+    expected = {key: llm.generate("one", one)[0].outputs[0].token_ids for key, one in others.items()}
+    engine, ends = llm.engine, {}
+    for key, one in others.items():
+        engine.add_request(key, "one", one)
+    engine.add_request("fails", "two", params({"regex": "a"})).sequences[0].matcher = Panics(name)
+    while engine.has_unfinished:
+        ends |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
+    assert (ends["fails"].finish_reason, ends["fails"].stop_reason) == (
+        "error",
+        "PanicException: index out of bounds",
+    )
+    assert {key: ends[key].token_ids for key in others} == expected
 
 
 def test_a_fault_of_the_compiler_is_raised(llm, monkeypatch):

@@ -234,12 +234,13 @@ def test_jacrev():
         ("seqused_k", torch.tensor([5], dtype=torch.int32)),
     ],
 )
-def test_vmap_over_any_dimension(name, values):
+@pytest.mark.parametrize("has_qv", [False, True])
+def test_vmap_over_any_dimension(name, values, has_qv):
     """The last dimension of a small tensor, or none, so that the samples share it."""
     q, k, v = dense(batch=1, seqlen_k=9)
     samples = torch.stack([q, 2 * q, 3 * q])
     dim = 1 if values.dim() == 2 else None
-    attend = lambda q, x: flashtile.attention(q, k, v, **{name: x})  # noqa: E731
+    attend = lambda q, x: flashtile.attention(q, k, v, qv=q if has_qv else None, **{name: x})  # noqa: E731
     out = torch.func.vmap(attend, in_dims=(0, dim))(samples, values)
     own = [values if dim is None else values[:, i].contiguous() for i in range(3)]
     expected = torch.stack([attend(x, y) for x, y in zip(samples, own, strict=True)])

@@ -154,13 +154,13 @@ def test_the_race_moves_at_once_and_its_bytes_are_counted(visit: Visit, recorded
         bytes_of = "(name) => flashtilePage.home.race.lanes.find(({ algorithm }) => algorithm === name).bytes"
         assert visit.page.evaluate(bytes_of, algorithm) == totals["hbm_read"] + totals["hbm_written"]
     visit.page.wait_for_function(
-        "document.querySelector('[data-racer=standard] .said').textContent !== '0\\u202fB'"
+        "document.querySelector('[data-racer=standard] .bytes').textContent !== '0\\u202fB'"
     )
 
 
 @pytest.mark.parametrize("visit", [{"reduced_motion": "reduce"}], indirect=True)
 def test_the_race_stands_at_its_end_for_whoever_wants_no_motion(visit: Visit) -> None:
-    said = visit.each(".lane .said", "e.textContent")
+    said = visit.each(".lane .bytes", "e.textContent")
     visit.draw_frames(5)
     assert all(text.startswith("done after") for text in said)
-    assert visit.each(".lane .said", "e.textContent") == said
+    assert visit.each(".lane .bytes", "e.textContent") == said

@@ -16,6 +16,7 @@ from typing import Any
 
 from flashtile.learn.algorithms.trace import Event, Trace
 
+NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 SIGNIFICANT_DIGITS = 5
 """Significant digits of the statistics of watched rows. Everything else is exact."""
 
@@ -41,7 +42,7 @@ def pack(trace: Trace) -> str:
     (an index into ``forms``), ``row``, ``col`` and ``program`` have one number per event, stored as the
     difference from the previous event. A row or column of -1 means none. ``series`` has one entry for each
     statistic and watched row. An entry contains the numbers of the events that changed the value, stored as
-    differences, and the new values. None stands for minus infinity.
+    differences, and the new values. What is not finite is a string that JavaScript's ``Number`` reads.
     """
     forms: dict[tuple[Any, ...], int] = {}
     numbers = [forms.setdefault(_form(event), len(forms)) for event in trace.events]
@@ -69,7 +70,7 @@ def _form(event: Event) -> tuple[Any, ...]:
 
 def _series(events: list[Event]) -> list[dict[str, Any]]:
     """Return the changes of each statistic in each watched row. Events with unchanged values are skipped."""
-    changes: dict[tuple[str, int], list[tuple[int, float | None]]] = {}
+    changes: dict[tuple[str, int], list[tuple[int, float | str]]] = {}
     for number, event in enumerate(events):
         for row, value in (event.values or {}).items():
             series = changes.setdefault((event.name, row), [])
@@ -87,9 +88,9 @@ def _series(events: list[Event]) -> list[dict[str, Any]]:
     ]
 
 
-def _round(value: float) -> float | None:
+def _round(value: float) -> float | str:
     if not math.isfinite(value):
-        return None
+        return NOT_FINITE.get(value, "NaN")
     return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
 
 

@@ -26,7 +26,7 @@ SCRIPTS = (
     "elements", "format", "language", "address", "trace", "machine", "algorithms", "made", "grid", "catalog",
     "scene", "memories", "statistics", "programs", "pages", "timeline", "merge", "charts", "readouts",
     "lines", "pseudocode", "formula", "arithmetic", "run", "player", "phases", "moments", "questions", "tour",
-    "articles", "predict", "picture", "controls", "stories", "home", "cells",
+    "articles", "predict", "picture", "controls", "stories", "race", "home", "cells",
     *(f"stories/{name}" for name in stories.STORIES), "main",
 )  # fmt: skip
 """The page's scripts, each after those that it uses; they share one scope."""

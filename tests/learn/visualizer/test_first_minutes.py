@@ -12,6 +12,7 @@ from flashtile.learn.visualizer.settings import Setting
 
 Recorded = Callable[[Setting], Recording]
 TILED = Setting("flash2", 8, 4, block="4x4")
+PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
 
 
 def test_questions_begin_at_their_moment_and_play(visit: Visit, recorded: Recorded) -> None:
@@ -64,3 +65,102 @@ def test_on_a_phone_the_picture_is_on_the_first_screen(visit: Visit) -> None:
     assert player["y"] + player["height"] <= 844
     for select in ("#choose-mask", "[data-run=a] .settings"):
         assert visit.page.is_hidden(select)
+
+
+def test_the_sum_that_overflows_is_shown_as_plus_infinity(visit: Visit) -> None:
+    visit.go("story=softmax&variant=large&case=naive&at=99")
+    assert visit.text("[data-strip=l] span") == "+∞"
+
+
+def test_scores_are_shown_once_they_are_computed_and_as_they_are_stored(visit: Visit) -> None:
+    """No zeros before the product, and the same numbers when S is written and read back."""
+    record = """() => {
+      const { scene, run } = flashtilePage.views.a;
+      const shown = [];
+      const write = scene.write;
+      scene.write = (text, x, y, options = {}) => {
+        if (options.colour === flashtilePage.colours.onTile) shown.push(text);
+        write(text, x, y, options);
+      };
+      flashtilePage.draw();
+      scene.write = write;
+      const { kind, name } = run.trace.event(flashtilePage.clock.at - 1);
+      return { did: `${kind} ${name}`, shown };
+    }"""
+    visit.go("a=standard&seqlen=8&head_dim=4&at=0")
+    of_scores = {}
+    while "load S" not in of_scores:
+        visit.press("ArrowRight")
+        seen = visit.page.evaluate(record)
+        if len(seen["shown"]) == 64:
+            of_scores[seen["did"]] = seen["shown"]
+    assert {"compute S", "store S", "load S"} <= set(of_scores)
+    assert all(shown == of_scores["load S"] for shown in of_scores.values())
+
+
+def test_all_scores_are_held_once(visit: Visit) -> None:
+    for at in (8, 10, 20):
+        visit.go(f"a=standard&seqlen=8&head_dim=4&at={at}")
+        assert visit.text("[data-counter=scores_held]") == "64 of 64"
+    visit.go(address(TILED, 12))
+    assert visit.text("[data-counter=scores_held]") == "16 of 64"
+
+
+def test_flash_decoding_opens_with_several_splits(visit: Visit) -> None:
+    visit.go("a=flash_decoding")
+    assert "num_splits=8" in visit.state_text
+
+
+@pytest.mark.parametrize("visit", [PHONE], indirect=True)
+def test_an_algorithm_that_is_chosen_far_down_opens_at_its_top(visit: Visit) -> None:
+    visit.page.click(".more > summary")
+    visit.page.click("[data-algorithm=flash2_backward]")
+    visit.settle()
+    assert visit.page.evaluate("document.querySelector('main').scrollTop") == 0
+
+
+def test_back_leads_from_a_tour_to_the_landing_view(visit: Visit) -> None:
+    visit.page.click("#start-tour")
+    visit.page.wait_for_selector("body.touring")
+    visit.settle()
+    visit.press("ArrowRight")
+    visit.page.go_back()
+    visit.page.wait_for_selector("body[data-view=home]")
+    assert visit.page.is_hidden(".guide.tour")
+    visit.page.go_forward()
+    visit.page.wait_for_selector("body.touring")
+
+
+def test_a_tour_folds_everything_but_the_stage_and_its_sentence(visit: Visit) -> None:
+    visit.go("tour=slow&scene=2")
+    assert visit.page.is_hidden("[data-run=a] .code")
+    visit.page.click(".log > summary")
+    assert visit.page.is_visible("[data-run=a] .code")
+    visit.go(address(TILED, 12))
+    assert visit.page.is_visible("[data-run=a] .code")
+
+
+def test_events_are_said_in_words_of_a_reader(visit: Visit) -> None:
+    visit.go("a=standard&seqlen=8&head_dim=4&at=5")
+    assert visit.text("[data-run=a] .now") == "Make room in SRAM for the scores of queries 0–7 with keys 0–7."
+    visit.press("ArrowRight", "ArrowRight", "ArrowRight")
+    assert visit.text("[data-run=a] .now") == "Compute the scores of queries 0–7 with keys 0–7: S += Q Kᵀ."
+
+
+def test_the_race_moves_at_once_and_its_bytes_are_counted(visit: Visit, recorded: Recorded) -> None:
+    for algorithm, block in (("flash2", "64x64"), ("standard", None)):
+        sram = None if block else 100 * 1024
+        totals = recorded(Setting(algorithm, 1024, 64, block=block, sram_bytes=sram)).totals
+        bytes_of = "(name) => flashtilePage.home.race.lanes.find(({ algorithm }) => algorithm === name).bytes"
+        assert visit.page.evaluate(bytes_of, algorithm) == totals["hbm_read"] + totals["hbm_written"]
+    visit.page.wait_for_function(
+        "document.querySelector('[data-racer=standard] .bytes').textContent !== '0\\u202fB'"
+    )
+
+
+@pytest.mark.parametrize("visit", [{"reduced_motion": "reduce"}], indirect=True)
+def test_the_race_stands_at_its_end_for_whoever_wants_no_motion(visit: Visit) -> None:
+    said = visit.each(".lane .bytes", "e.textContent")
+    visit.draw_frames(5)
+    assert all(text.startswith("done after") for text in said)
+    assert visit.each(".lane .bytes", "e.textContent") == said

@@ -72,7 +72,11 @@ def test_statistics_come_back_at_their_events() -> None:
                 assert current == pytest.approx(event.values[series["row"]], rel=1e-4)
 
 
-def test_infinity_is_none() -> None:
-    trace = Trace(events=[Event("compute", "m", (0, 1), (0, 1), 2, values={0: -math.inf})])
-    content = json.loads(gzip.decompress(base64.b64decode(pack(trace))))
-    assert content["series"] == [{"name": "m", "row": 0, "at": [0], "value": [None]}]
+def test_infinities_keep_their_sign() -> None:
+    """An overflowed sum is +inf; a maximum over hidden scores is -inf."""
+    values = [-math.inf, math.inf, math.nan]
+    events = [Event("compute", "m", (0, 1), (0, 1), 2, values={0: value}) for value in values]
+    content = json.loads(gzip.decompress(base64.b64decode(pack(Trace(events=events)))))
+    assert content["series"] == [
+        {"name": "m", "row": 0, "at": [0, 1, 1], "value": ["-Infinity", "Infinity", "NaN"]}
+    ]

@@ -48,10 +48,7 @@ function scoresOf(machine, { scale, mask }, q, k, rows, keys, depth) {
 function standard(machine, call) {
   const { Q, K, V, scale, mask } = call;
   const S = machine.empty("S", Q.rows, K.rows);
-  const finish = (s, rows, keys) => {
-    machine.count(0, heightOf(rows) * heightOf(keys));
-    return mask.hide(each((x) => x * scale, s), rows, keys);
-  };
+  const finish = (s, rows, keys) => mask.hide(each((x) => x * scale, s), rows, keys);
   tiledProduct(machine, Q, K, S, { transposeB: true, finish });
   const P = machine.empty("P", Q.rows, K.rows);
   writeSoftmax(machine, S, P);
@@ -59,12 +56,13 @@ function standard(machine, call) {
   tiledProduct(machine, P, V, machine.empty("O", Q.rows, V.cols), {});
 }
 
-function tiledProduct(machine, A, B, C, { transposeB = false, finish = (c) => c }) {
+function tiledProduct(machine, A, B, C, { transposeB = false, finish = null }) {
   const M = machine.sramElements;
   const strip = Math.max(1, Math.min(Math.floor(Math.floor(Math.sqrt(M)) / 4), MOST_STRIP));
   const blockN = Math.min(Math.floor(Math.sqrt(strip ** 2 + M)) - strip, Math.max(C.cols, 1));
   const blockM = Math.floor((M - strip * blockN) / (blockN + strip));
   const op = `${C.name} += ${A.name} ${B.name}${transposeB ? "^T" : ""}`;
+  const finished = (c, rows, cols) => (finish ? finish(c, rows, cols) : c);
   for (const rows of blocksOf(C.rows, blockM)) {
     for (const cols of blocksOf(C.cols, blockN)) {
       machine.program(C.name, (sram) => {
@@ -73,9 +71,11 @@ function tiledProduct(machine, A, B, C, { transposeB = false, finish = (c) => c 
           const a = sram.load(A, rows, part);
           const b = transposeB ? transposed(sram.load(B, cols, part)) : sram.load(B, part, cols);
           machine.count(2 * heightOf(rows) * heightOf(cols) * heightOf(part), heightOf(rows) * heightOf(cols));
-          c = sram.compute(C.name, c && each((x, y) => x + y, c, product(a, b)), rows, cols, op);
+          c = c && each((x, y) => x + y, c, product(a, b));
+          sram.compute(C.name, finished(c, rows, cols), rows, cols, op); // the numbers that are stored and read again
         }
-        sram.store(C, finish(c, rows, cols), rows, cols);
+        if (finish) machine.count(0, heightOf(rows) * heightOf(cols));
+        sram.store(C, finished(c, rows, cols), rows, cols);
       });
     }
   }

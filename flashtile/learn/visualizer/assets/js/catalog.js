@@ -2,6 +2,7 @@
 
 const SHARED = ["queries", "seqlen", "head_dim", "mask"]; // the same in both runs of a comparison, in the order of choosing
 const OWN = ["block", "num_splits", "page_size"];
+const PREFERRED = { num_splits: 8 }; // where nothing is asked for: several splits, as in Flash-Decoding
 const OF_MADE = ["element", "inputs"]; // of runs that are made on the page
 
 const SMALL_LENGTH = 8; // one that is offered of those that are made on the page
@@ -54,7 +55,7 @@ class Catalog {
       const all = this.values(left, parameter);
       if (all.length === 0) continue;
       const fitting = this.values(left.filter((recording) => fits(recording, size)), parameter);
-      const value = nearest(wanted[parameter], fitting.length ? fitting : all);
+      const value = nearest(wanted[parameter] ?? PREFERRED[parameter], fitting.length ? fitting : all);
       choices[parameter] = all.map((choice) => ({
         value: choice,
         needs: fitting.includes(choice) ? null : leastSram(left, parameter, choice),

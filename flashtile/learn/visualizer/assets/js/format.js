@@ -45,7 +45,8 @@ function formatRatio(ratio) {
 /** A statistic of a row: undefined before it has a value. */
 function formatStatistic(value) {
   if (value === undefined) return "–";
-  if (value === -Infinity || value < -1e38) return "−∞";
+  if (value < -1e38) return "−∞";
+  if (value === Infinity) return "+∞";
   return Number(value.toPrecision(4)).toString().replace("-", "−");
 }
 

@@ -16,7 +16,9 @@ const CARD_PICTURES = {
 class Home {
   constructor(page) {
     this.page = page;
+    this.race = new Race(page);
     this.cards = document.querySelector(".cards");
+    document.querySelector("#start-tour").addEventListener("click", () => page.tour.begin(page.tour.offered[0].name));
     this.cards.append(...page.tour.offered.map(({ name }) => this.#card(name)));
     const algorithms = page.catalog.algorithms.map((algorithm) => {
       const button = element("button", { type: "button", "data-algorithm": algorithm, "data-text": `algorithm_${algorithm}` });
@@ -40,5 +42,6 @@ class Home {
 
   show() {
     this.page.language.apply(document.querySelector(".home"));
+    this.race.show();
   }
 }

@@ -59,6 +59,11 @@ const PAPERS = {
   ]],
 };
 
+/** A paper's algorithm in the language of the page. */
+function paperName(paper, language) {
+  return paper.replace(", algorithm ", language.text("paper_algorithm"));
+}
+
 /** {paper, line} of an event; null where there is none. A rule's second word is a kind of event, or what it computes. */
 function lineOf(algorithm, event) {
   if (!event || !["load", "store", "compute", "page"].includes(event.kind)) return null;

@@ -57,6 +57,8 @@ class Page {
     const next = { ...this.state, ...rest };
     if (a) Object.assign(next, { a, b: b ?? null });
     next.home = says.every((key) => AT_HOME.includes(key)) ? Boolean(this.begins.home) : null;
+    if (next.home) Object.assign(next, { tour: null, scene: null, story: null, question: null });
+    this.atHome = Boolean(next.home); // the browser's history has this step already
     this.state = next;
     if (rest.tour && !a && !rest.story) this.tour.begin(rest.tour, rest.scene);
     else this.show();
@@ -97,7 +99,7 @@ class Page {
     this.card = catalog.cards.find(({ key }) => key === state.card) ?? catalog.cards[0];
     this.controls.showFrame();
     if (state.home) return this.#goHome();
-    document.body.dataset.view = "stage";
+    this.#turnTo("stage");
     if (await this.stories.show()) return;
     const settled = this.#resolve();
     const baseline = Object.fromEntries(Object.entries(settled).map(([name, { recording }]) => [name, catalog.standardFor(recording, this.sram) ?? null]));
@@ -110,10 +112,16 @@ class Page {
 
   #goHome() {
     this.clock.pause();
-    document.body.dataset.view = "home";
+    this.#turnTo("home");
     this.tour.show();
     this.home.show();
     this.#writeAddress();
+  }
+
+  /** A view begins at its top. */
+  #turnTo(view) {
+    if (document.body.dataset.view !== view) document.querySelector("main").scrollTop = 0;
+    document.body.dataset.view = view;
   }
 
   /** All at once, so that no frame is drawn of half of it. */
@@ -212,7 +220,10 @@ class Page {
     const address = writeAddress({ ...this.state, at: Math.floor(this.clock.at) });
     if (address === this.address) return;
     this.address = address;
-    history.replaceState(null, "", address);
+    const home = Boolean(this.state.home);
+    if (home === this.atHome) history.replaceState(null, "", address);
+    else history.pushState(null, "", address); // so that Back leads from a tour to the landing view
+    this.atHome = home;
   }
 }
 

@@ -28,7 +28,7 @@ class Phases {
     const starts = kernels.flatMap(({ name, programs }) => {
       const only = kernels.length <= 2 && programs.length > 1 && programs.length <= MAX_PHASES;
       const named = (number) => this.language.text("scene_program", { number: number + 1, count: programs.length });
-      if (only) return programs.map(({ first }, number) => ({ name: programs.length > 8 ? String(number + 1) : named(number), from: first }));
+      if (only) return programs.map(({ first }, number) => ({ name: programs.length > 4 ? String(number + 1) : named(number), from: first }));
       return [{ name: this.language.textOr(`kernel_${name.replaceAll(" ", "_")}`, name), from: programs[0].first }];
     }).sort((one, other) => one.from - other.from);
     return starts.map((start, i) => ({ ...start, from: i ? start.from : 0, to: starts[i + 1]?.from ?? trace.length })).filter(({ from, to }) => to > from);

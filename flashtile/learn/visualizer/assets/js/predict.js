@@ -70,7 +70,9 @@ class Predict {
 
   #ask(name, { right, others, places, format = String }) {
     const { language } = this.page;
-    setText(this.question, language.text(`predict_${name}`, places));
+    const { recording } = this.page.runs.a;
+    const premise = language.text("predict_premise", { algorithm: language.text(`algorithm_${recording.algorithm}`), seqlen: recording.settings.seqlen, mask: language.text(`mask_${recording.settings.mask}`) });
+    setText(this.question, `${premise} ${language.text(`predict_${name}`, places)}`);
     const values = [...new Set([right, ...others])].filter((value) => value > 0).slice(0, MOST_CHOICES).sort((x, y) => x - y);
     this.reveal.hidden = true;
     document.body.dataset.predicting = "yes"; // what would give the answer away is blurred

@@ -208,7 +208,7 @@ class PseudocodeView {
     const lines = PSEUDOCODE[recording.algorithm];
     const inLanguage = this.language.name === "zh" ? inChinese : (text) => text;
     this.lit = undefined;
-    setText(this.paper, PAPERS[recording.algorithm][0]);
+    setText(this.paper, paperName(PAPERS[recording.algorithm][0], this.language));
     this.lines = new Map(lines.map(([number, depth, text]) => [number, element("li", { value: number, "data-line": number, style: `--depth:${depth}` }, inLanguage(text))]));
     this.list.replaceChildren(...this.lines.values());
   }

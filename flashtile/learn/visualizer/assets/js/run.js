@@ -20,23 +20,25 @@ async function loadRun(catalog, recording) {
   return { recording, trace, grid: trace.grid || null, kernels: trace.kernels, chain };
 }
 
-/** How many numbers of S and P are held after each event, in SRAM and in HBM together. */
+/** How many scores of the matrix are held after each event, in SRAM or in HBM: as a score, as a weight, or as both. */
 function heldScores(trace) {
   const held = new Float64Array(trace.length + 1);
-  const tiles = new Map();
+  const tiles = new Map(); // computed, and not yet written
   const stored = { S: 0, P: 0 };
+  const matrix = trace.forms.find(({ name, kind }) => name === "S" && kind === "empty");
+  const most = matrix ? matrix.rows * matrix.cols : Infinity;
   let onChip = 0;
   for (let i = 0; i < trace.length; i++) {
-    const { kind, name, array, rows, cols } = trace.forms[trace.form[i]];
+    const { kind, name, array, rows, cols, op } = trace.forms[trace.form[i]];
     if (array === "S" || array === "P") {
       const before = tiles.get(name) ?? 0;
-      if (kind === "load" || kind === "compute") tiles.set(name, rows * cols);
-      if (kind === "free") tiles.delete(name);
+      if (kind === "compute" && op !== "") tiles.set(name, rows * cols);
+      if (kind === "free" || kind === "store") tiles.delete(name);
       onChip += (tiles.get(name) ?? 0) - before;
       if (kind === "store") stored[array] += rows * cols;
       if (kind === "release") stored[array] = 0;
     }
-    held[i + 1] = onChip + stored.S + stored.P;
+    held[i + 1] = Math.min(Math.max(stored.S, stored.P) + onChip, most);
   }
   return held;
 }
@@ -101,7 +103,7 @@ class RunView {
     this.scene.show(run, sram, compared);
     this.moved.root.hidden = baseline === null;
     this.held.root.hidden = run.grid === null || trace.data.length > 0;
-    this.mostScores = 2 * (run.grid ? run.grid.rowEdges.at(-1) * run.grid.colEdges.at(-1) : 1);
+    this.mostScores = run.grid ? run.grid.rowEdges.at(-1) * run.grid.colEdges.at(-1) : 1;
     this.said = 0;
   }
 
@@ -167,7 +169,7 @@ class RunView {
     setCounter(this.step, position, () => `${position} / ${trace.length}`);
     setText(this.now, event ? describe(event, trace.dataAt(position), language) : language.text("before_start"));
     const line = lineOf(recording.algorithm, event);
-    setText(this.line, line ? language.text("line", line) : "");
+    setText(this.line, line ? language.text("line", { ...line, paper: paperName(line.paper, language) }) : "");
     this.pseudocode.draw(line ?? lastLine(this.run, position));
     setText(this.formula, formulaOf(this.run, position, watched));
     setCounter(this.held.words, trace.scoresHeld[position], (held) => language.text("held_of", { held: formatCount(held), all: formatCount(this.mostScores) }));
@@ -193,13 +195,12 @@ class RunView {
 /** What an event does, in words; `data` is of the last change of block tables. */
 function describe(event, data, language) {
   if (event.kind === "page") return language.text(`page_${data.op}`, data);
-  const place = [formatRange(event.row, event.rows), formatRange(event.col, event.cols)].filter(Boolean).join(", ");
-  const tile = place && !(event.kind === "place" || event.kind === "empty" || event.kind === "release") ? `${event.name}[${place}]` : event.name;
-  const places = {
-    tile, bytes: formatBytes(event.bytes), op: (event.op || event.name).replaceAll("^T", "ᵀ"), flops: formatFlops(event.matmul + event.other),
-    rows: formatRange(event.row, event.rows), keys: formatRange(event.col, event.cols),
-  };
-  return language.text(`event_${event.kind}`, places);
+  const [rows, keys] = [formatRange(event.row, event.rows), formatRange(event.col, event.cols)];
+  const whole = ["place", "empty", "release"].includes(event.kind);
+  const thing = `thing_${event.array}${"SP".includes(event.array) ? "_tile" : ""}`;
+  const named = !whole && rows && language.textOr(thing, "");
+  const places = { tile: named ? language.text(thing, { rows, keys }) : event.name, bytes: formatBytes(event.bytes), op: prettyOp(event.op || event.name), flops: formatFlops(event.matmul + event.other), rows, keys };
+  return language.text(isEmpty(event) ? "event_start" : `event_${event.kind}`, places);
 }
 
 function fillChoices(select, choices, value, nameOf, language) {

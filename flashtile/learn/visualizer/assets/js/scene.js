@@ -218,7 +218,7 @@ class SceneView {
       for (const [name, offset] of [["V", 0], ["K", this.strip + 4]]) {
         painter.fillStyle = colours.track;
         painter.fillRect(left, top - edge + 14 + offset, width, this.strip);
-        this.write(name, left - 8, top - edge + 14 + offset + this.strip - 2, { colour: colours[name], bold: true, align: "right" });
+        this.write(name, left - 8, top - edge + 14 + offset + this.strip - (this.strip < STRIP ? 0 : 2), { colour: colours[name], bold: true, align: "right", size: this.strip < STRIP ? 11 : 13 });
       }
     }
     this.strips = { V: top - edge + 14, K: top - edge + this.strip + 18, O: left - edge + 14, Q: left - edge + this.strip + 18 };
@@ -371,12 +371,14 @@ class SceneView {
     const [left, top] = [this.#x(Math.max(tile.col, 0)), this.#y(tile.row)];
     const width = Math.max(this.#x(Math.max(tile.col, 0) + tile.cols) - left, 3);
     const height = Math.max(this.#y(tile.row + tile.rows) - top, 3);
-    this.context.fillStyle = colours.S;
-    this.context.fillRect(left, top, width, height);
+    if (!tile.empty) {
+      this.context.fillStyle = colours.S;
+      this.context.fillRect(left, top, width, height);
+    }
     this.context.strokeStyle = colours.ink;
     this.context.lineWidth = 1.5;
     this.context.strokeRect(left, top, width, height);
-    if (this.few && this.run.trace.numbers && width / tile.cols >= LEAST_NUMBER && height / tile.rows >= 20) this.#writeNumbers(name, tile, position, colours);
+    if (this.few && !tile.empty && this.run.trace.numbers && width / tile.cols >= LEAST_NUMBER && height / tile.rows >= 20) this.#writeNumbers(name, tile, position, colours);
   }
 
   /** The scores or weights themselves, in runs that have them. */
@@ -444,7 +446,8 @@ class SceneView {
     const height = Math.max(slot.height * share, Math.min(slot.height, 6));
     context.fillStyle = colours[colourKey(name)];
     context.fillRect(slot.left, slot.top + slot.height - height, slot.width, height);
-    if (!this.names && slot.width >= 14) this.write(name, slot.left + slot.width / 2, slot.top + slot.height - height / 2 + 4, { colour: colours.onTile, bold: true, size: 12, align: "center", on: context });
+    context.font = `600 12px ${FONT}`;
+    if (!this.names && context.measureText(name).width <= slot.width - 2) this.write(name, slot.left + slot.width / 2, slot.top + slot.height - height / 2 + 4, { colour: colours.onTile, bold: true, size: 12, align: "center", on: context });
     if (event?.kind === "compute" && event.name === name && event.op) {
       context.strokeStyle = colours.ink;
       context.lineWidth = 2;

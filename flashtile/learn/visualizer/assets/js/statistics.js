@@ -66,7 +66,7 @@ class StatisticsView {
   }
 
   #plot(series) {
-    const values = series.value.map((value) => (value === null || value < -1e38 ? NaN : value));
+    const values = series.value.map((value) => (value < -1e38 ? NaN : value));
     const finite = values.filter(Number.isFinite);
     const low = Math.min(...finite);
     const high = Math.max(...finite);

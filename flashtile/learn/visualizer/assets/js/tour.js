@@ -75,7 +75,7 @@ class Tour {
     const find = (selector) => document.querySelector(selector);
     this.root = find(".guide.tour");
     const inside = (selector) => this.root.querySelector(selector);
-    Object.assign(this, { sentence: inside(".sentence"), ask: inside(".ask"), choices: inside(".choices"), verdict: inside(".verdict"), dots: inside(".dots"), back: inside("#tour-back"), next: inside("#tour-next"), title: find(".tour-title") });
+    Object.assign(this, { sentence: inside(".sentence"), ask: inside(".ask"), choices: inside(".choices"), verdict: inside(".verdict"), dots: inside(".dots"), back: inside("#tour-back"), next: inside("#tour-next"), title: find(".tour-title"), log: find(".log") });
     this.back.addEventListener("click", () => this.turn(-1));
     this.next.addEventListener("click", () => this.turn(1));
   }
@@ -143,7 +143,9 @@ class Tour {
     const { language, state } = page;
     const scene = tour?.scenes[state.scene - 1];
     this.root.hidden = this.title.hidden = !scene;
-    document.body.classList.toggle("touring", Boolean(scene));
+    const touring = Boolean(scene);
+    if (document.body.classList.contains("touring") !== touring) this.log.open = !touring;
+    document.body.classList.toggle("touring", touring);
     if (!scene) return;
     const key = `tour_${tour.name}_${state.scene}`;
     if (this.shown !== key) this.answered = scene.choices === undefined;

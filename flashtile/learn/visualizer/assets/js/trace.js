@@ -43,7 +43,7 @@ class Trace {
     this.col = undoDifferences(packed.col);
     this.program = undoDifferences(packed.program);
     this.length = this.form.length;
-    this.series = packed.series.map((s) => ({ ...s, at: undoDifferences(s.at) }));
+    this.series = packed.series.map((s) => ({ ...s, at: undoDifferences(s.at), value: s.value.map(Number) }));
     this.data = packed.data;
     this.spans = packed.spans.map(([worker, unit, label, block, start, end]) => ({
       worker, unit, label, block, start, end,
@@ -126,7 +126,7 @@ class Trace {
   /** The value of a statistic of a watched row, undefined before it has one. */
   valueAt(series, position) {
     const count = countUpTo(series.at, position - 1);
-    return count === 0 ? undefined : series.value[count - 1] ?? -Infinity;
+    return count === 0 ? undefined : series.value[count - 1];
   }
 
   /** Rows of which one of the named statistics was recorded. */
@@ -157,10 +157,15 @@ class Trace {
   }
 }
 
+/** Room for sums that start at zero: nothing has been computed yet. */
+function isEmpty({ kind, op }) {
+  return kind === "compute" && op === "";
+}
+
 function changeTiles(tiles, event) {
   if (HOLDS.has(event.kind)) {
     tiles.set(event.name, {
-      bytes: event.bytes, row: event.row, rows: event.rows, col: event.col, cols: event.cols, program: event.program,
+      bytes: event.bytes, row: event.row, rows: event.rows, col: event.col, cols: event.cols, program: event.program, empty: isEmpty(event),
     });
   } else if (event.kind === "free") {
     tiles.delete(event.name);

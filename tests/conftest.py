@@ -43,7 +43,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ]
         metafunc.parametrize(("target", "case"), pairs)
     elif "target" in metafunc.fixturenames:
-        metafunc.parametrize("target", [pytest.param(t, id=t.name, marks=t.marks) for t in targets])
+        rare = ["interpreter"] if metafunc.definition.get_closest_marker("relation") else []
+        metafunc.parametrize("target", [
+            pytest.param(t, id=t.name, marks=(*t.marks, *[pytest.mark.thorough] * (t.name in rare)))
+            for t in targets
+        ])  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

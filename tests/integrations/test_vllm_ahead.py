@@ -242,7 +242,7 @@ def test_random_sizes_of_large_servers(newest, name, gpu):
     listed = keys_of([*step_calls(ones, [*chunks, *new], limits), *prompt_calls(prompt, limits)], gpu)
     draw, most = random.Random(1), limits.max_num_batched_tokens
     used = set()
-    for _ in range(150):
+    for _ in range(400):
         batch = max(1, int(limits.max_num_seqs ** draw.random()))
         longest = max(2, int((most - batch + 1) ** draw.random()))
         tokens = draw.randrange(batch - 1 + longest, min(batch * longest, most) + 1)

@@ -4,17 +4,21 @@
     python -m benchmarks.two_trees OLD NEW --only host,grid --seconds 300
 
 OLD and NEW are folders that contain ``flashtile/``. Each runs in its own process, and only one is timed at a
-time. The cells are the host time to issue small calls, and both passes of the FlashAttention papers' grid and
-of the workloads ``shapes``. The results of the two checkouts are compared before they are timed. A ratio is
-old time / new time, so NEW is faster where it exceeds 1.
+time. The cells are the host time to issue small calls, and both passes of the FlashAttention papers' grid, of
+the workloads ``shapes``, of packed documents and of chunks (``attention_chunk``), and steps over paged
+caches. The results of the two checkouts are compared before they are timed. A ratio is old time / new time,
+so NEW is faster where it exceeds 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import math
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -55,6 +59,54 @@ def shape_cells() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def packed_cells() -> list[dict[str, Any]]:
+    """Packed documents whose lengths are drawn, log-uniformly, until they have ``tokens`` together."""
+    kinds = (
+        # name, shortest and longest document, tokens, heads, head_dim, causal, window
+        ("tuning", 40, 4000, 32768, (16, 16), 64, True, 0),
+        ("tuning", 40, 4000, 32768, (32, 8), 128, True, 0),
+        ("chat", 16, 128, 32768, (32, 8), 128, True, 0),
+        ("long", 2000, 6000, 32768, (32, 8), 128, True, 0),
+        ("long-window", 2000, 6000, 32768, (32, 8), 128, True, 1024),
+        ("images", 196, 1024, 32768, (16, 16), 64, False, 0),
+        ("images", 196, 1024, 32768, (16, 16), 72, False, 0),
+    )
+    cells = []
+    for name, least, most, tokens, heads, head_dim, causal, window in kinds:
+        draw, lengths = random.Random(f"{name}{head_dim}"), list[int]()
+        while sum(lengths) < tokens:
+            lengths.append(min(round(least * (most / least) ** draw.random()), tokens - sum(lengths)))
+        cells += [
+            {"set": "packed", "name": f"{name}-d{head_dim}", "which": which, "lengths": lengths,
+             "heads": heads, "head_dim": head_dim, "causal": causal, "window": window}
+            for which in ("forward", "backward")
+        ]  # fmt: skip
+    return cells
+
+
+def chunk_cells() -> list[dict[str, Any]]:
+    """Calls with ``attention_chunk``, as Llama 4's: two short chunks a row block, and long ones."""
+    return [
+        {"set": "chunks", "name": f"d{d}-s{s}-chunk{chunk}", "which": which, "batch": 16384 // s,
+         "seqlen_q": s, "seqlen_k": s, "heads": (2048 // d,) * 2, "head_dim": d, "causal": True,
+         "chunk": chunk}
+        for which in ("forward", "backward")
+        for d in (64, 128)
+        for s, chunk in ((2048, 100), (8192, 2048))
+    ]  # fmt: skip
+
+
+def decode_cells() -> list[dict[str, Any]]:
+    """Steps of sequences of equal lengths over a paged cache."""
+    return [
+        {"set": "decode", "name": f"{batch}x{length}-t{tokens}-p{page}", "which": "forward", "batch": batch,
+         "cached": length, "tokens": tokens, "page": page, "heads": (32, 8), "head_dim": 128}
+        for batch, length, tokens, page in (
+            (1, 8192, 1, 256), (8, 8192, 1, 16), (64, 2048, 1, 16), (8, 8192, 16, 64), (1, 16384, 256, 16),
+        )
+    ]  # fmt: skip
+
+
 def host_cells() -> list[dict[str, Any]]:
     names = ("forward", "backward", "decode", "append", "block_mask", "score_mod")
     return [{"set": "host", "name": name, "which": "host"} for name in names]
@@ -69,13 +121,15 @@ def attention_call(cell: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[]
     torch.manual_seed(0)
     (heads_q, heads_kv), head_dim = cell["heads"], cell["head_dim"]
     width_v = cell.get("head_dim_v") or head_dim
-    batch, seqlen_q, seqlen_k = cell["batch"], cell["seqlen_q"], cell["seqlen_k"]
+    lengths = cell.get("lengths")
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
-    q = normal(batch, seqlen_q, heads_q, head_dim)
-    k, v = normal(batch, seqlen_k, heads_kv, head_dim), normal(batch, seqlen_k, heads_kv, width_v)
+    total = (sum(lengths),) if lengths else None
+    queries, keys = (total or (cell["batch"], cell[name]) for name in ("seqlen_q", "seqlen_k"))
+    q = normal(*queries, heads_q, head_dim)
+    k, v = normal(*keys, heads_kv, head_dim), normal(*keys, heads_kv, width_v)
     arguments: dict[str, Any] = {"causal": cell.get("causal", False), "softcap": cell.get("softcap", 0.0)}
     if cell.get("window"):
         arguments["window_size"] = (cell["window"] - 1, 0 if arguments["causal"] else -1)
@@ -83,14 +137,42 @@ def attention_call(cell: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[]
         arguments["alibi_slopes"] = torch.rand(heads_q, device="cuda")
     if cell.get("sink"):
         arguments["sink"] = torch.randn(heads_q, device="cuda")
+    attend = flashtile.flash_attn_func
+    if cell.get("chunk"):
+        attend = functools.partial(flashtile.attention, attention_chunk=cell["chunk"])
+    elif lengths:
+        ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+        attend = functools.partial(
+            flashtile.flash_attn_varlen_func, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=max(lengths),
+            max_seqlen_k=max(lengths),
+        )  # fmt: skip
     if cell["which"] == "forward":
-        call = lambda: flashtile.flash_attn_func(q, k, v, **arguments)  # noqa: E731
+        call = lambda: attend(q, k, v, **arguments)  # noqa: E731
         return call, lambda: (call(),)
     inputs = tuple(t.requires_grad_() for t in (q, k, v))
-    out = flashtile.flash_attn_func(q, k, v, **arguments)
+    out = attend(q, k, v, **arguments)
     dout = normal(*out.shape)
     call = lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)  # noqa: E731
     return call, call
+
+
+def decode_call(cell: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return what :func:`attention_call` returns, of a cell of :func:`decode_cells`."""
+    import torch
+
+    import flashtile
+
+    torch.manual_seed(0)
+    (heads_q, heads_kv), head_dim, batch, page = cell["heads"], cell["head_dim"], cell["batch"], cell["page"]
+    q = torch.randn(batch, cell["tokens"], heads_q, head_dim, device="cuda", dtype=torch.bfloat16)
+    pages = batch * cell["cached"] // page
+    k_cache, v_cache = torch.randn(2, pages, page, heads_kv, head_dim, device="cuda", dtype=torch.bfloat16)
+    table = torch.randperm(pages, device="cuda").int().reshape(batch, -1)
+    lengths = torch.full((batch,), cell["cached"], device="cuda", dtype=torch.int32)
+    call = lambda: flashtile.flash_attn_with_kvcache(  # noqa: E731
+        q, k_cache, v_cache, cache_seqlens=lengths, block_table=table, causal=True
+    )
+    return call, lambda: (call(),)
 
 
 def host_call(name: str) -> Callable[[], Any]:
@@ -184,7 +266,7 @@ def work() -> None:
                     call()
                     answer = []
                 else:
-                    call, results = attention_call(cell)
+                    call, results = (decode_call if cell["set"] == "decode" else attention_call)(cell)
                     # Permuted results have the same norm, so a sum over some elements is added.
                     answer = [
                         [float(t.double().norm()), float((t.double().flatten()[::7]).sum())]
@@ -263,10 +345,14 @@ def summarise(found: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
+    makers = {
+        "host": host_cells, "grid": grid_cells, "shapes": shape_cells, "packed": packed_cells,
+        "chunks": chunk_cells, "decode": decode_cells,
+    }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trees", nargs="*", metavar="OLD NEW")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--only", default="host,grid,shapes", help="sets of cells, by commas")
+    parser.add_argument("--only", default=",".join(makers), help="sets of cells, by commas; all by default")
     parser.add_argument("--passes", default="forward,backward,host", help="passes of these sets, by commas")
     parser.add_argument("--names", default="", help="names of cells, by commas; all by default")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no cell after this time")
@@ -277,7 +363,6 @@ def main() -> None:
     if len(arguments.trees) != 2:
         parser.error(f"expected two folders, OLD and NEW, got {len(arguments.trees)}")
     sys.path.insert(0, str(Path(arguments.trees[1]).resolve()))
-    makers = {"host": host_cells, "grid": grid_cells, "shapes": shape_cells}
     passes = arguments.passes.split(",")
     cells = [c for name in arguments.only.split(",") for c in makers[name]() if c["which"] in passes]
     if arguments.names:

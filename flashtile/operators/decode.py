@@ -25,6 +25,7 @@ from flashtile.op.operation import (
     SIGNATURE_BYTES,
     Operation,
     Writing,
+    any_learns,
     is_plain,
     launch_cache,
     on_meta,
@@ -336,7 +337,7 @@ def append_and_decode(
         buffers = DECODE_INTO.complete(new[:3], tensors, options, buffers)
         DECODE_INTO.refuse_gradients(buffers, _BOTH, (*new, *angles[:2], *tensors))
     plain = is_plain(new, tensors, angles, buffers)
-    if plain and not torch.is_grad_enabled():
+    if plain and not (torch.is_grad_enabled() and any_learns(new, angles, tensors)):
         return _launch_both(new, appended, append_options, tensors, options, buffers)
     given = (*new, *angles[:2], *tensors)
     if not plain:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import zlib
 from collections.abc import Iterator
 
@@ -42,7 +43,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ]
         metafunc.parametrize(("target", "case"), pairs)
     elif "target" in metafunc.fixturenames:
-        metafunc.parametrize("target", [pytest.param(t, id=t.name, marks=t.marks) for t in targets])
+        rare = ["interpreter"] if metafunc.definition.get_closest_marker("relation") else []
+        metafunc.parametrize("target", [
+            pytest.param(t, id=t.name, marks=(*t.marks, *[pytest.mark.thorough] * (t.name in rare)))
+            for t in targets
+        ])  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -56,6 +61,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, skip in skips.items():
             if item.get_closest_marker(name):
                 item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Spare garbage collections what was imported: a million objects, which stay to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture

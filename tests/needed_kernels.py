@@ -9,7 +9,7 @@ import flashtile
 from flashtile.backends.common.device import Target
 from flashtile.backends.common.first_calls import only_naming, unpickled
 from flashtile.backends.compat import compiling_driver
-from flashtile.compilation.compiling import _wanted
+from flashtile.compilation.compiling import _wanted, representatives
 from flashtile.engine.sampling_params import BeamSearchParams
 
 H200 = Target("H200", (9, 0), 132)
@@ -33,7 +33,15 @@ def traffic(llm: flashtile.LLM, count: int, kinds: tuple = ({},)) -> None:
 
 
 def kernels(calls: list) -> set[tuple[str, str]]:
-    """The kernels of calls on an H200: name, key in folders of compiled kernels."""
+    """The kernels of calls on an H200: name, key in folders of compiled kernels.
+
+    That few calls need those of all, ``test_representatives_have_the_kernels_of_all_calls`` shows.
+    """
+    return named(representatives(calls, H200))
+
+
+def named(calls: list) -> set[tuple[str, str]]:
+    """The kernels of calls, as in :func:`kernels`, by the sources of every call."""
     found, failures = _wanted(calls, [H200])
     assert failures == []
     return {(unpickled(source)[0].name, key) for key, (_, _, source) in found.items()}

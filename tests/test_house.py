@@ -66,13 +66,15 @@ def imported(module: str) -> list[tuple[str, str | None, bool]]:
 
     def walk(node: ast.AST, at_load: bool) -> None:
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):  # no import is in one, and most of a tree is
+                continue
             if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
                 continue
             if isinstance(child, ast.Import):
                 found.extend((alias.name, None, at_load) for alias in child.names)
             elif isinstance(child, ast.ImportFrom) and child.module:
                 found.extend((child.module, alias.name, at_load) for alias in child.names)
-            walk(child, at_load and not isinstance(child, (ast.FunctionDef, ast.Lambda)))
+            walk(child, at_load and not isinstance(child, ast.FunctionDef))
 
     walk(tree(module), True)
     return [entry for entry in found if entry[0].split(".")[0] == "flashtile"]

@@ -58,7 +58,7 @@ def run(code, **environment):
 
 @functools.cache
 def loaded() -> dict:
-    """What one import brings and changes, and then, of the algorithms'."""
+    """What one import brings and changes, then that of the algorithms, and calls where there is no triton."""
     return run(
         "import json, sys, torch\n"
         "def state():\n"
@@ -75,6 +75,11 @@ def loaded() -> dict:
         "import flashtile.learn.algorithms.flash2, flashtile.learn.algorithms.paged\n"
         "found |= {'triton of algorithms': 'triton' in sys.modules}\n"
         "first = flashtile.attention\n"
+        "sys.modules['triton'] = None\n"
+        "q = torch.ones(1, 4, 2, 8, requires_grad=True)\n"
+        "out = first(q, q, q)\n"
+        "out.sum().backward()\n"
+        "found['without triton'] = out.mean().item(), flashtile.explain(q, q, q).backend\n"
         "for name in [name for name in sys.modules if name.split('.')[0] == 'flashtile']:\n"
         "    del sys.modules[name]\n"
         "import flashtile\n"
@@ -113,16 +118,7 @@ def test_importing_the_algorithms_imports_no_triton():
 
 
 def test_a_call_on_the_cpu_needs_no_triton():
-    code = (
-        "import json, sys\n"
-        "sys.modules['triton'] = None\n"
-        "import torch, flashtile\n"
-        "q = torch.ones(1, 4, 2, 8, requires_grad=True)\n"
-        "out = flashtile.attention(q, q, q)\n"
-        "out.sum().backward()\n"
-        "print(json.dumps([out.mean().item(), flashtile.explain(q, q, q).backend]))"
-    )
-    assert run(code) == [1.0, "cpu"]
+    assert loaded()["without triton"] == [1.0, "cpu"]
 
 
 def test_import_leaves_torch_as_it_is():
@@ -135,25 +131,19 @@ MODULES = (
 )  # fmt: skip
 
 
-def test_every_module_is_reached_by_its_name():
-    """Without an import of its own, and without a cost for programs that do not name it."""
+def test_every_name_is_there():
+    """Modules without an import of their own, and without a cost for programs that do not name them."""
     code = (
         "import json, sys, flashtile\n"
+        "shown = dir(flashtile)\n"
         f"found = [name for name in {MODULES} if f'flashtile.{{name}}' in sys.modules]\n"
         f"found += [getattr(flashtile, name).__name__ for name in {MODULES}]\n"
         "found.append(flashtile.integrations.transformers.register.__name__)\n"
-        "print(json.dumps(found))"
+        "missing = [name for name in flashtile.__all__ if not hasattr(flashtile, name)]\n"
+        "print(json.dumps([found, missing, flashtile.__version__, shown]))"
     )
-    assert run(code) == [*(f"flashtile.{name}" for name in MODULES), "register"]
-
-
-def test_every_name_is_there():
-    code = (
-        "import json, flashtile\n"
-        "print(json.dumps([[name for name in flashtile.__all__ if not hasattr(flashtile, name)],\n"
-        "                  flashtile.__version__, sorted(dir(flashtile))]))"
-    )
-    missing, version, shown = run(code)
+    modules, missing, version, shown = run(code)
+    assert modules == [*(f"flashtile.{name}" for name in MODULES), "register"]
     assert {*flashtile.__all__, *MODULES, "__version__"} <= set(shown)
     assert missing == []
     assert version

@@ -308,7 +308,7 @@ def uses(file: str, tree: ast.Module) -> Iterator[Use]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and id(node) not in inner:
             yield from _of_attributes(file, node, names, own)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
             name = getattr(node.args[1], "value", None)
             if is_private(str(name)) and name not in own:
                 yield Use(file, node.lineno, f".{name}", None)

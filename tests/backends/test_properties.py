@@ -71,6 +71,7 @@ a_mask_and_layout = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.relation
 def test_the_order_of_keys_does_not_matter(attend: Attend) -> None:
     q, k, v, dout, dlse = attend.inputs()
     order = torch.randperm(k.shape[1], generator=torch.Generator().manual_seed(0)).to(k.device)
@@ -80,6 +81,7 @@ def test_the_order_of_keys_does_not_matter(attend: Attend) -> None:
     assert_near(got, (dq, dk[:, order], dv[:, order]))
 
 
+@pytest.mark.relation
 @every_mask
 def test_the_order_of_batch_and_heads_does_not_matter(attend: Attend, mask: dict[str, Any]) -> None:
     q, k, v, *_ = attend.inputs(heads_q=3, heads_kv=3, batch=2)
@@ -115,6 +117,7 @@ def test_what_the_window_hides_does_not_matter(attend: Attend) -> None:
     assert_near((out[:, row : row + 1], lse[..., row : row + 1]), expected)
 
 
+@pytest.mark.relation
 @every_mask
 def test_decoding_repeats_the_last_row(attend: Attend, mask: dict[str, Any]) -> None:
     """One query against all keys stands at the bottom right of the whole."""
@@ -123,6 +126,7 @@ def test_decoding_repeats_the_last_row(attend: Attend, mask: dict[str, Any]) -> 
     assert_near(attend(q[:, -1:], k, v, **mask), (out[:, -1:], lse[..., -1:]))
 
 
+@pytest.mark.relation
 @pytest.mark.parametrize(
     ("mask", "alibi"), list(zip(MASKS.values(), ("batch", None, "head", "batch"), strict=True)), ids=MASKS
 )
@@ -149,6 +153,7 @@ def test_varlen_is_a_loop_over_sequences(attend: Attend, mask: dict[str, Any], a
         assert_near((dq[None, rows], dk[None, keys], dv[None, keys]), expected)
 
 
+@pytest.mark.relation
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_two_halves_of_the_keys_merge_to_the_whole(attend: Attend, softcap: float) -> None:
     q, k, v, dout, dlse = attend.inputs()
@@ -166,6 +171,7 @@ def test_two_halves_of_the_keys_merge_to_the_whole(attend: Attend, softcap: floa
     assert_near(got, attend.gradients(q, k, v, dout, dlse, softcap=softcap))
 
 
+@pytest.mark.relation
 @a_mask_and_layout
 def test_a_sink_merges_as_attention_to_a_key_without_a_value(
     attend: Attend, mask: dict[str, Any], varlen: bool
@@ -266,6 +272,7 @@ def test_a_batch_element_does_not_feel_the_others(attend: Attend) -> None:
         assert_near(alone, tuple(g[one] for g in gradients))
 
 
+@pytest.mark.relation
 @two_masks
 def test_grouped_heads_are_repeated_heads(attend: Attend, mask: dict[str, Any]) -> None:
     q, k, v, dout, dlse = attend.inputs(heads_q=4, heads_kv=2)
@@ -276,6 +283,7 @@ def test_grouped_heads_are_repeated_heads(attend: Attend, mask: dict[str, Any]) 
     assert_near(attend.gradients(q, k, v, dout, dlse, **mask), (dq, *summed))
 
 
+@pytest.mark.relation
 def test_a_shift_of_all_keys_shifts_lse_alone(attend: Attend) -> None:
     q, k, v, dout, _ = attend.inputs()
     shift = testing.random_tensor((1, 1, 1, q.shape[-1]), FP32, q.device, seed=9)
@@ -295,6 +303,7 @@ def test_weights_sum_to_one(attend: Attend) -> None:
     assert_near(out, sees.float())
 
 
+@pytest.mark.relation
 @every_mask
 def test_out_is_linear_in_v(attend: Attend, mask: dict[str, Any]) -> None:
     q, k, v, *_ = attend.inputs()
@@ -303,6 +312,7 @@ def test_out_is_linear_in_v(attend: Attend, mask: dict[str, Any]) -> None:
     assert_near(attend(q, k, 2 * v - 3 * other, **mask)[0], combined, atol=5e-5)
 
 
+@pytest.mark.relation
 def test_scale_belongs_to_the_scores(attend: Attend) -> None:
     q, k, v, *_ = attend.inputs()
     assert_near(attend(-4 * q, k, v, softmax_scale=-0.0625), attend(q, k, v, softmax_scale=0.25))
@@ -318,6 +328,7 @@ def test_scale_zero_is_the_mean_of_the_visible_values(attend: Attend) -> None:
     assert_near(lse, count.log().expand_as(lse))
 
 
+@pytest.mark.relation
 def test_different_words_for_one_mask(attend: Attend) -> None:
     q, k, v, *_ = attend.inputs()
     causal = attend(q, k, v, causal=True)
@@ -330,6 +341,7 @@ def test_different_words_for_one_mask(attend: Attend) -> None:
     assert_near(attend(q, k, v, alibi_slopes=slopes), attend(q, k, v))
 
 
+@pytest.mark.relation
 @pytest.mark.parametrize("parts", [2, 3], ids=["kvpacked", "qkvpacked"])
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
 def test_packed_functions(target: Target, parts: int, varlen: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import sys
@@ -52,6 +53,13 @@ def entrants(names, backends, device):
 
 
 each_workload = pytest.mark.parametrize("workload", CI, ids=lambda w: w.name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects():
+    """A run collects garbage after each contestant: what other tests have left would be walked each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -559,10 +559,10 @@ def test_what_is_observed_is_compiled(compilations, monkeypatch):
     assert compilations
 
 
-def cli(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+def cli(*arguments: str) -> subprocess.CompletedProcess:
+    """Run a command in a process of its own."""
     command = [sys.executable, "-m", "flashtile", *arguments]
-    environment = {**os.environ, **(environment or {})}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def here(*arguments: str) -> Result:
@@ -571,7 +571,7 @@ def here(*arguments: str) -> Result:
 
 
 @pytest.mark.compile
-def test_from_a_script_to_a_folder(tmp_path):
+def test_from_a_script_to_a_folder(tmp_path, monkeypatch):
     script, calls, kernels = tmp_path / "script.py", tmp_path / "calls.json", tmp_path / "kernels"
     script.write_text(
         "import sys, torch, flashtile\n"
@@ -589,8 +589,9 @@ def test_from_a_script_to_a_folder(tmp_path):
         "finding the kernels of calls: 0 of 1", "compiling kernels: 0 of 1", "compiling kernels: 1 of 1",
     ]  # fmt: skip
     assert found.stdout.startswith("1 kernels of 1 calls")
-    found = cli("info", environment={VARIABLE: str(kernels)})
-    assert "1 for sm_80" in found.stdout
+    monkeypatch.setenv(VARIABLE, str(kernels))
+    monkeypatch.setattr(kernel_store, "_in_use", [])
+    assert "1 for sm_80" in here("info").stdout
     calls.write_text('{"calls": [{"operation": "sort", "arguments": {}}]}')
     refused = here("compile", str(kernels), "--calls", str(calls))
     assert refused.exit_code == 1

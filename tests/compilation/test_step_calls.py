@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import time
@@ -56,7 +55,7 @@ def test_no_step_needs_a_kernel_that_the_warm_up_lacks(tmp_path, name):
         num_gpu_blocks_override=48, **options,
     )  # fmt: skip
     with remembering() as remembered:
-        traffic(llm, 40)
+        traffic(llm, 25)
     needed = calls_of(remembered)
     assert {"decode", "copy_blocks"} <= {call.operation for call in needed}
     listed = calls_of_all(_steps_of(llm.engine.runner))
@@ -140,8 +139,7 @@ compile_in_process(functools.partial(time.sleep, 600), Target("H200", (9, 0), 13
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="children are read from /proc")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_program_that_ends_leaves_no_process(tmp_path, number):
+def test_a_program_that_is_killed_leaves_no_process(tmp_path):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     program = subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment)
     children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
@@ -150,7 +148,7 @@ def test_a_program_that_ends_leaves_no_process(tmp_path, number):
         assert program.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    program.send_signal(number)
+    program.kill()
     program.wait(60)
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline

@@ -98,11 +98,11 @@ def test_no_captured_step_needs_a_kernel_that_the_warm_up_lacks(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(config))
     llm = LLM(
         tmp_path, device="cpu", dtype="bfloat16", load_format="dummy", num_gpu_blocks_override=48,
-        block_size=4, max_num_seqs=12, max_num_batched_tokens=24, warmup=False,
+        block_size=4, max_num_seqs=6, max_num_batched_tokens=20, warmup=False,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, remembering() as remembered:
         used = as_on_a_gpu(llm, patch)
-        traffic(llm, 40, EVERY_KIND)
+        traffic(llm, 25, EVERY_KIND)
     names = {"sample_kernel", "grouped_kernel"} if name in ("mixtral", "gpt_oss") else {"sample_kernel"}
     assert {key[0] for key in used} == names
     used |= kernels(calls_of(remembered))

@@ -157,6 +157,7 @@ def decode_call() -> list:
 
 
 CALLS = {
+    "forward": lambda: call_of(causal=True)[:1],
     "plain": lambda: call_of(causal=True),
     "functions": lambda: call_of(score_mod=lambda s, b, h, i, j: s + (i - j)),
     "portable": lambda: call_of(backend="portable"),

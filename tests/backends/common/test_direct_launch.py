@@ -66,6 +66,7 @@ def program(folder: Path, *arguments: str) -> list[str]:
 
 
 LAUNCHED = {
+    "forward": ("forward",),
     "plain": ("forward", "preprocess", "backward", "sum_parts"),
     "functions": ("forward", "preprocess", "backward", "sum_parts"),
     "portable": ("forward", "preprocess", "dkdv", "dq"),
@@ -78,7 +79,7 @@ LAUNCHED = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
-    [("plain", "decode"), pytest.param(("functions", "portable"), marks=pytest.mark.thorough)],
+    [("forward", "decode"), pytest.param(("plain", "functions", "portable"), marks=pytest.mark.thorough)],
     ids=" and ".join,
 )
 def test_the_driver_gets_the_same_from_triton(tmp_path, names):

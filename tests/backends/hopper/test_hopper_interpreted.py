@@ -91,7 +91,7 @@ FORWARD: Variants = {
     "packed-window": {"heads_q": 8, "heads_kv": 1, "window_size": (60, 0), "seqlen_q": 200, "sink": "own"},
 }  # fmt: skip
 BACKWARD: Variants = {
-    "more-heads-than-dq-accum-has": {"batch": 8},
+    "more-heads-than-dq-accum-has": {"batch": 8, "seqlen_q": 70, "seqlen_k": 130},
     "causal": {"causal": True, "head_dim": 128, "softcap": 3.0},
     "varlen": {"lengths": LENGTHS, "head_dim_v": 128, "alibi": "batch"},
     "window-used": {"window_size": (70, 9), "unused_keys": 30, "head_dim": 128, "sink": "own"},

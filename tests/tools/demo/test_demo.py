@@ -360,10 +360,9 @@ def test_operations_are_checked_before_they_are_shown(results, tmp_path):
     assert "not taken apart: needs about 9 MiB" in (tmp_path / "report.html").read_text()
 
 
-def test_both_sides_of_the_picture_do_the_same_work(results, tmp_path):
+def test_both_sides_of_the_picture_do_the_same_work(results, html, tmp_path):
     """With dropout where the fused call was timed with it, otherwise without on both sides."""
-    write(results, tmp_path)
-    assert "Both sides apply dropout of 0.1." in (tmp_path / "report.html").read_text()
+    assert "Both sides apply dropout of 0.1." in html
     undropped = {name: value for name, value in APART["operations"].items() if name != "fused_dropout_ms"}
     write(replace(results, operations={**APART, "operations": undropped}), tmp_path)
     assert "Neither side applies dropout." in (tmp_path / "report.html").read_text()
@@ -460,9 +459,14 @@ def test_running_mean_takes_the_latest_values():
     assert report.running_mean([1.0, 3.0, 5.0, 9.0], 2) == [1.0, 2.0, 4.0, 7.0]
 
 
-def test_report_is_one_file_that_needs_no_network(results, tmp_path):
-    write(results, tmp_path / "deep" / "folder")
-    html = (tmp_path / "deep" / "folder" / "report.html").read_text()
+@pytest.fixture(scope="module")
+def html(results, tmp_path_factory):
+    """The report, in a folder that is made for it."""
+    *_, report = write(results, tmp_path_factory.mktemp("report") / "deep" / "folder")
+    return report.read_text()
+
+
+def test_report_is_one_file_that_needs_no_network(results, html):
     page = Page(html)
     assert page.open == []
     assert all(address.startswith("#") for address in page.addresses)
@@ -477,7 +481,7 @@ def test_report_is_one_file_that_needs_no_network(results, tmp_path):
     assert all(check.name in page.text for check in results.checks())
 
 
-def test_claim_and_findings_follow_the_numbers(results, tmp_path):
+def test_claim_and_findings_follow_the_numbers(results, html):
     assert claim(results) == "Exact attention, 3.0 times as fast with 16 times less memory"
     found = findings(results)
     assert found["scaling"] == (
@@ -486,8 +490,7 @@ def test_claim_and_findings_follow_the_numbers(results, tmp_path):
     )
     assert found["operations"] == "A forward pass takes 5 ms instead of 15 ms, 3.0 times as fast."
     assert found["exactness"] == "All 15 results are as close to float64 as the error rule allows."
-    write(results, tmp_path)
-    text = Page((tmp_path / "report.html").read_text()).text
+    text = Page(html).text
     assert all(sentence in text for sentence in [claim(results), *found.values()])
     assert text.index(claim(results)) < text.index("Time of a pass") < text.index(found["scaling"])
 
@@ -508,14 +511,24 @@ def test_finding_of_operations_leaves_dropout_out_on_both_sides_or_on_neither(re
     assert found["operations"] == "A forward pass takes 2.5 ms instead of 11 ms, 4.4 times as fast."
 
 
+@pytest.fixture(scope="module")
+def linked(results, tmp_path_factory):
+    """The report of a run that wrote an interactive page, too."""
+    *_, report = write(results, tmp_path_factory.mktemp("linked"), "visualize.html")
+    return report
+
+
+def test_report_links_to_the_interactive_page(linked):
+    assert '<a href="visualize.html">' in linked.read_text()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("width", "height"), [(1366, 768), (768, 1024), (360, 640)])
-def test_report_is_accessible_at_every_size(results, tmp_path, chromium, width, height, scheme):
-    write(results, tmp_path, "visualize.html")
+def test_report_is_accessible_at_every_size(linked, chromium, width, height, scheme):
     context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
     page, complaints = context.new_page(), []
     page.on("console", lambda message: complaints.append(message.text))
-    page.goto((tmp_path / "report.html").as_uri())
+    page.goto(linked.as_uri())
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.locator("h1").bounding_box()["y"] < page.locator(".bars").bounding_box()["y"] < height
     widths = [bar.bounding_box()["width"] for bar in page.locator(".bar i").all()]
@@ -524,11 +537,6 @@ def test_report_is_accessible_at_every_size(results, tmp_path, chromium, width, 
     assert axe_violations(page) == []
     assert complaints == []
     context.close()
-
-
-def test_report_links_to_the_interactive_page(results, tmp_path):
-    write(results, tmp_path, "visualize.html")
-    assert '<a href="visualize.html">' in (tmp_path / "report.html").read_text()
 
 
 def test_results_hold_every_number_and_writing_again_changes_nothing(results, tmp_path):

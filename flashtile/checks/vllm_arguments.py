@@ -266,7 +266,7 @@ def takes_also(table: Mapping[str, Argument]) -> Callable[[type[T]], type[T]]:
                 check_argument(table, name, given.pop(name))
             init(self, *args, **given)
 
-        cls.__init__ = checked  # type: ignore[method-assign]
+        cls.__init__ = checked  # type: ignore[method-assign, assignment]
         return cls
 
     return decorate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import shlex
@@ -253,13 +254,18 @@ def test_named_attributes_exist():
     assert found.returncode == 0, found.stderr
 
 
-@walk("document", PAGES)
-def test_named_commands_and_options_exist(document):
-    """Commands of ``flashtile`` in the text; ``...`` stands for a value."""
+@functools.cache
+def commands_of_flashtile():
     typer_main = pytest.importorskip("typer.main")
     from flashtile.cli import application
 
-    commands = typer_main.get_command(application()).commands
+    return typer_main.get_command(application()).commands
+
+
+@walk("document", PAGES)
+def test_named_commands_and_options_exist(document):
+    """Commands of ``flashtile`` in the text; ``...`` stands for a value."""
+    commands = commands_of_flashtile()
     for name, rest in re.findall(r"`flashtile ([a-z]+)([^`]*)`", document.read_text()):
         known = {option for one in commands[name].params for option in (*one.opts, *one.secondary_opts)}
         assert {word.partition("=")[0] for word in rest.split() if word.startswith("--")} <= known, (

@@ -205,7 +205,7 @@ HEADS = {
 OTHERS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in HEADS if name != "128-128-4"]
 
 
-@pytest.mark.parametrize("name", ["128-128-4", *OTHERS])
+@pytest.mark.parametrize("name", [pytest.param("128-128-4", marks=pytest.mark.thorough), *OTHERS])
 def test_documented_calls_need_no_kernel_that_the_preset_lacks(name):
     heads = HEADS[name]
     listed = [*training_calls([heads], features=True), *decoding_calls([heads], features=True)]

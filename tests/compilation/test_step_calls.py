@@ -28,8 +28,9 @@ from test_compilation import APPEND
 
 from flashtile.compilation.ahead import compile_in_process
 from flashtile.compilation.compiling import Compiled
+from flashtile.engine import step_calls
+from flashtile.engine.config import parse_config
 from flashtile.engine.llm import _steps_of
-from flashtile.engine.step_calls import calls_of_all
 from needed_kernels import H200, kernels, traffic
 
 SMALL = {"model_type": "llama", "vocab_size": 99, "num_hidden_layers": 2, "max_position_embeddings": 64}
@@ -58,10 +59,20 @@ def test_no_step_needs_a_kernel_that_the_warm_up_lacks(tmp_path, name):
         traffic(llm, 25)
     needed = calls_of(remembered)
     assert {"decode", "copy_blocks"} <= {call.operation for call in needed}
-    listed = calls_of_all(_steps_of(llm.engine.runner))
+    listed = step_calls.calls_of_all(_steps_of(llm.engine.runner))
     there, used = map(kernels, (listed, needed))
     assert len(used) > 5
     assert used - there == set()
+
+
+def test_the_listed_sizes_stand_for_all(monkeypatch):
+    heads = {"hidden_size": 1024, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2}
+    config = parse_config(SMALL | heads | {"torch_dtype": "bfloat16"})
+    limits = step_calls.Limits(4096, max_num_seqs=12, max_num_batched_tokens=14)
+    listed = kernels(step_calls.step_calls(config, limits))
+    every = lambda limits, width: range(min(width, 2), limits.max_num_seqs * width + 1)  # noqa: E731
+    monkeypatch.setattr(step_calls, "_sizes", every)
+    assert kernels(step_calls.step_calls(config, limits)) == listed
 
 
 @pytest.mark.compile

@@ -40,7 +40,10 @@ CALLS = {
         "key_padding_mask": torch.linspace(0, 1, 21).view(3, 7),
     },
     "causal hint, right padding": {"attn_mask": CAUSAL, "is_causal": True, "key_padding_mask": RIGHT},
-}
+    "padding in between, with the hint": {
+        "attn_mask": CAUSAL, "is_causal": True, "key_padding_mask": torch.arange(7) == LENGTHS[:, None] - 2,
+    },
+}  # fmt: skip
 
 
 def pair(**options):

@@ -179,6 +179,7 @@ def seven(score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):
         ({"gather_kv_indices": torch.zeros(1, 3, 1)}, "gather_kv_indices must be None"),
         ({"block_sparse_tensors_bwd": (1,)}, "block_sparse_tensors must be None"),
         ({"learnable_sink": torch.ones(3)}, "learnable_sink"),
+        ({"learnable_sink": [1.0, 2.0]}, "learnable_sink must be a torch.Tensor"),
         ({"window_size": (1.5, None)}, "window_size"),
         ({"window_size": None}, "window_size must be"),
         ({"v": None}, "v must be a torch.Tensor"),

@@ -119,6 +119,11 @@ def test_a_second_run_finds_the_first_ones_blocks():
     assert output.num_cached_tokens == 0
 
 
+def test_one_beam_is_the_greedy_search():
+    outputs = load("llama3").beam_search(prompts()[:4], BeamSearchParams(1, LENGTH))
+    assert [output.outputs[0].token_ids for output in outputs] == greedy("llama3", LENGTH)[:4]
+
+
 @pytest.mark.parametrize("blocks", [60, 14])
 @pytest.mark.parametrize(("name", "ends"), [("qwen3", []), ("llama2", [3, 17, 40])])
 def test_beams_are_those_of_transformers(name, ends, blocks):

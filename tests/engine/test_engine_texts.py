@@ -389,6 +389,14 @@ def test_repetitions_of_a_text_cost_what_they_make():
         render("{% for i in range(10000) %}{{ (text * 1)[:0] }}{% endfor %}", text)
 
 
+def test_a_filter_that_makes_no_text_is_not_paid_by_the_text_s_length():
+    loop = "{% for i in range(10000) %}{{ text | FILTER | length }}{% endfor %}"
+    text = {"text": "x" * 10_000}
+    assert render(loop.replace("FILTER", "first"), text) == "1" * 10_000
+    with pytest.raises(ValueError, match="computes more than a chat template may"):
+        render(loop.replace("FILTER", "upper"), text)
+
+
 def test_long_conversations_are_within_the_bounds():
     """As templates write them: with macros, namespaces and texts that grow bit by bit."""
     messages = [{"role": "user", "content": f"{i} " + "word " * 40} for i in range(600)]

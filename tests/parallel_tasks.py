@@ -191,12 +191,15 @@ def distributed(group: Any, *, shape: tuple[int, int], placements: tuple[int, in
     whole = [torch.randn(2, 12, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
     placed = [distribute_tensor(t.detach(), mesh, [Shard(d) for d in placements]) for t in whole]
     placed = [t.requires_grad_() for t in placed]
+    right, right_lse = flashtile.attention(*whole, causal=True, return_lse=True)
     if public:
         out = flashtile.attention(*placed, causal=True)
     else:
-        out = parallel.context_parallel_attention(*placed, causal=True, layout="contiguous", timeout=60)
+        out, lse = parallel.context_parallel_attention(
+            *placed, causal=True, layout="contiguous", timeout=60, return_lse=True
+        )
         assert out.placements == placed[0].placements
-    right = flashtile.attention(*whole, causal=True)
+        assert _error(lse.full_tensor(), right_lse) < 1e-9
     dout = torch.randn_like(right)
     gradients = torch.autograd.grad(right, whole, dout)
     given = distribute_tensor(dout, mesh, [Shard(d) for d in placements])

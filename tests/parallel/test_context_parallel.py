@@ -12,8 +12,10 @@ import torch.distributed as dist
 import parallel_tasks
 from flashtile import parallel
 from flashtile.parallel import ranks as ranks_module
+from flashtile.parallel.attend import Total
 from flashtile.parallel.ranks import Message, Ranks
 from ranks_pool import pool
+from walk import walk
 
 pytestmark = pytest.mark.numerical
 
@@ -432,3 +434,16 @@ def test_the_example_goes_on_from_its_checkpoint_with_other_ranks(ranks, tmp_pat
     assert len(rest[0]) == 2
     assert first[0] + rest[0] == pytest.approx(whole[0], abs=1e-4)
     assert whole[0][-1] < whole[0][0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@walk("spans", [((0, 6),), ((0, 6), (1, 3)), ((3, 6), (0, 6)), ((3, 6), (0, 3)), ((1, 3), (4, 5), (2, 6))])
+def test_gradients_of_some_tokens_add_up(dtype, spans):
+    torch.manual_seed(0)
+    like, total = torch.empty(2, 6, 3, 4), torch.zeros(2, 6, 3, 4, dtype=torch.float64)
+    gradients = Total(like, torch.float64)
+    for start, stop in spans:
+        part = torch.randn(2, stop - start, 3, 4, dtype=torch.float64)
+        total[:, start:stop] += part
+        gradients.add(part, start, stop)
+    torch.testing.assert_close(gradients.rounded(dtype), total.to(dtype))

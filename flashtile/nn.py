@@ -207,7 +207,6 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return _Masking(pattern, None, bias)
         if causal and keys is not None:  # the padding is not at one end, or the host may not read it
             causal, mask = False, torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).tril()
-            mask = mask[None, None]
         return _Masking(MaskPattern(keys, causal, False), mask, bias)
 
     def _weights(self, q: Tensor, k: Tensor, lse: Tensor, masking: _Masking) -> Tensor:

@@ -1,4 +1,4 @@
-"""Steps with one query per sequence on the CPU, with sequences that are gathered in several pieces."""
+"""Steps on the CPU: one query per sequence, with keys in several pieces, and rows in several blocks."""
 
 from __future__ import annotations
 
@@ -39,6 +39,13 @@ def test_a_sequence_in_pieces(monkeypatch, case, dtype):
 def test_what_torchs_kernel_lacks_goes_by_tiles(monkeypatch):
     monkeypatch.setattr(decode, "attend_one_query", None)
     for name in ("sink", "softcap", "negative-scale", "odd-head-dims", "ragged-queries"):
+        tensors, arguments = build(BY_NAME[name], FP32, "cpu")
+        testing.check(*tensors, backend="cpu", **arguments)
+
+
+def test_rows_in_several_blocks(monkeypatch):
+    monkeypatch.setattr(decode, "BLOCK_ROWS", 4)
+    for name in ("window-both", "chunk-both-sides", "alibi", "append-many", "append-ragged", "tree-by-batch"):
         tensors, arguments = build(BY_NAME[name], FP32, "cpu")
         testing.check(*tensors, backend="cpu", **arguments)
 

@@ -59,7 +59,7 @@ def refusal(read, *arguments):
         "stream": ["true", 1], "stream_options": [1, {"include_usage": True}],
         "echo": [1], "best_of": [2], "use_beam_search": [1], "length_penalty": [2],
         "add_special_tokens": [0], "truncate_prompt_tokens": [0, -1], "priority": [1.5, 2**40],
-        "request_id": ["", 5, "x" * 300], "cache_salt": [5], "return_token_ids": [1], "user": [5],
+        "request_id": ["", 5, "x" * 201], "cache_salt": [5], "return_token_ids": [1], "user": [5],
         "store": ["yes", 1], "metadata": ["a", []], "prompt_cache_key": [1], "parallel_tool_calls": ["no"],
         "no_such_field": [1, "", False, {}],
     }.items(),

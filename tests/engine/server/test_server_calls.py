@@ -513,7 +513,7 @@ def test_overlong_texts_are_refused_before_all_of_them_is_read(model, monkeypatc
             assert body["error"]["param"] == param
             assert sum(read) < 16 * MAX_MODEL_LEN
         # What may be cut to its end may be somewhat longer than what may not.
-        status, _ = server.ask(COMPLETIONS, {"prompt": "a" * 3 * MAX_MODEL_LEN, **start})
+        status, _ = server.ask(COMPLETIONS, {"prompt": "a" * 9 * MAX_MODEL_LEN, **start})
         assert status == (200 if more else 400)
 
 

@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers", minversion="5.17")
 from hugging_face import MASK, SMALL, TOKENS, pair, registered  # noqa: E402, F401 - a fixture
 
 import flashtile  # noqa: E402
+from flashtile.integrations import transformers_attention  # noqa: E402
 from flashtile.integrations.transformers import (  # noqa: E402
     LITERAL_NAMES,
     NAMES,
@@ -254,6 +255,13 @@ def test_a_block_mask_decides_which_tokens_are_seen():
         decoders("gemma2")[1](TOKENS[:1], **named)
     with pytest.raises(NotImplementedError, match=r"dropout_p \(attention_dropout .* must be left out"):
         ours.train()(TOKENS[:1], **named)
+
+
+def test_the_queries_of_a_step_may_have_any_strides():
+    q, (k, v) = torch.randn(1, 1, 16, 2).mT, torch.randn(2, 1, 5, 2, 16)
+    options = {"softmax_scale": 0.25, "softcap": 0.0, "window_size": (-1, -1), "causal": True}
+    found, expected = (transformers_attention._step(each, k, v, options) for each in (q, q.contiguous()))
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_step_with_a_block_mask_uses_no_launch_without_it(monkeypatch):

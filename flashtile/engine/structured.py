@@ -97,9 +97,9 @@ class Structures:
         return found.matcher
 
     def copies(self, structure: dict[str, Any], count: int, seconds: float | None) -> list[Any]:
-        """Return copies of a structure's :meth:`matcher`, one for each answer of a request, or raise its errors.
+        """Return ``count`` copies of a structure's :meth:`matcher`, or raise its errors.
 
-        All are made before the request is queued: a copy that fails would leave a step half done.
+        All are made before a request is queued, because one that fails would leave a step half done.
         """
         matcher = self.matcher(structure, seconds)
         try:

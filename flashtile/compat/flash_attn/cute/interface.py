@@ -67,8 +67,8 @@ def flash_attn_func(
     return flash_attn_varlen_func(
         q, k, v, qv, gather_kv_indices=gather_kv_indices, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, learnable_sink=learnable_sink, softcap=softcap, num_splits=num_splits,
-        pack_gqa=pack_gqa, deterministic=deterministic, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
-        aux_tensors=aux_tensors, aux_scalars=aux_scalars,
+        pack_gqa=pack_gqa, deterministic=deterministic, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod, aux_tensors=aux_tensors, aux_scalars=aux_scalars,
         block_sparse_tensors=block_sparse_tensors or block_sparse_tensors_bwd, return_lse=return_lse,
     )  # fmt: skip
 

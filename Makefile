@@ -1,4 +1,4 @@
-# Every target sets up what it needs in .venv, once. `make help` lists those for every day; CONTRIBUTING.md has all.
+# Every target sets up what it needs in .venv, once. `make help` lists those for every day, docs/tests.md those for tests.
 
 SHELL := /bin/bash
 PYTHON ?= python3

@@ -55,7 +55,7 @@ from flashtile.backends.hopper.config import (
 )
 from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.forward.config import ForwardVariant
-from flashtile.backends.hopper.forward.rounds import Plan, plan_of
+from flashtile.backends.hopper.forward.rounds import ForwardPlan, plan_of
 from flashtile.backends.hopper.modifiers import (
     FunctionTensors,
     is_shared,
@@ -123,7 +123,7 @@ class DqVariant(ForwardVariant):
     HEAD_DIM_V: int
 
 
-def dq_variant(problem: Problem, plan: Plan) -> DqVariant:
+def dq_variant(problem: Problem, plan: ForwardPlan) -> DqVariant:
     """Return the variant of the kernel of dQ for head sizes over 128, which has the forward's schedule."""
     # lse contains the sink, so P needs nothing else of it; its own gradient comes from the preprocess kernel.
     variant = replace(forward.forward_variant(problem, plan), SINK=False)

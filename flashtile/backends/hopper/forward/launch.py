@@ -39,7 +39,7 @@ from flashtile.backends.hopper.forward.config import (
     tile_columns,
 )
 from flashtile.backends.hopper.forward.kernel import forward_kernel
-from flashtile.backends.hopper.forward.rounds import Plan, plan_of
+from flashtile.backends.hopper.forward.rounds import ForwardPlan, plan_of
 from flashtile.backends.hopper.forward.schedule import (
     ForwardNumbers,
     ForwardPointers,
@@ -57,7 +57,7 @@ from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E
 
 
-def forward_variant(problem: Problem, plan: Plan, bias: Tensor | None = None) -> ForwardVariant:
+def forward_variant(problem: Problem, plan: ForwardPlan, bias: Tensor | None = None) -> ForwardVariant:
     """Return the variant that a kernel with the forward's schedule is compiled for.
 
     The kernels other than the forward's pad tiles to 64, 128 or 256 columns, and scale modified scores to
@@ -135,7 +135,7 @@ def launch_registers(variant: ForwardVariant) -> int:
     return LAUNCH_REGISTERS[variant.WARPGROUPS] if variant.PROGRAMS == 1 else SHARING_REGISTERS[1]
 
 
-def tile_table(problem: Problem, plan: Plan) -> TileTable | None:
+def tile_table(problem: Problem, plan: ForwardPlan) -> TileTable | None:
     """Return the tile table of packed sequences; None for a dense call."""
     if not problem.varlen:
         return None
@@ -152,7 +152,7 @@ def tile_table(problem: Problem, plan: Plan) -> TileTable | None:
 
 def schedule_of(
     problem: Problem,
-    plan: Plan,
+    plan: ForwardPlan,
     k: Tensor,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,

@@ -72,7 +72,7 @@ keys at head sizes 64 and 128: these costs lie between that fit and one of longe
 fitted to the older files."""
 
 
-class Plan(NamedTuple):
+class ForwardPlan(NamedTuple):
     """How a call is divided into work tiles, and how programs get them. The launch follows the plan by which
     its configuration was chosen: both are from :func:`plan_of`."""
 
@@ -101,7 +101,7 @@ class Plan(NamedTuple):
         return self.heads * (math.ceil(self.blocks / 2) if self.paired else self.blocks)
 
 
-def plan_of(problem: Problem, config: ForwardConfig, kernel: str = "forward") -> Plan:
+def plan_of(problem: Problem, config: ForwardConfig, kernel: str = "forward") -> ForwardPlan:
     """Return how the work of a call is divided under ``config``."""
     pack, splits = 1, 1
     if kernel != "dq":
@@ -120,10 +120,10 @@ def plan_of(problem: Problem, config: ForwardConfig, kernel: str = "forward") ->
         queued, paired = True, False
     few = paired or queued
     interleaved = interleaved_heads(problem, heads, problem.group_size // pack * splits, blocks, few)
-    return Plan(kernel, config, pack, splits, heads, blocks, paired, queued, interleaved)
+    return ForwardPlan(kernel, config, pack, splits, heads, blocks, paired, queued, interleaved)
 
 
-class Launch(NamedTuple):
+class LaunchWork(NamedTuple):
     """The work of a launch, in whole blocks, so that calls of similar lengths share an estimate."""
 
     blocks: tuple[int, ...]
@@ -132,7 +132,7 @@ class Launch(NamedTuple):
     interleaved: int
     paired: bool
     queued: bool
-    """heads, interleaved, paired and queued are those of the :class:`Plan`."""
+    """heads, interleaved, paired and queued are those of the :class:`ForwardPlan`."""
     programs: int
     """Programs that the GPU runs at a time; some have no work tile if there are fewer tiles."""
     costs: Costs
@@ -155,12 +155,12 @@ def fastest(
     if problem.varlen or problem.seqused_k or plan.tiles >= enough or costs is None:
         return first
     any_order = allows_single_tiles(problem)
-    best, least = first, WORTHWHILE * microseconds(launch_of(problem, plan, costs))
+    best, least = first, WORTHWHILE * microseconds(work_of_launch(problem, plan, costs))
     for config in others:
         other, costs = plan_of(problem, config, kernel), costs_of(config)
         if costs is None or other.pack != plan.pack:
             continue
-        time = microseconds(launch_of(problem, other, costs))
+        time = microseconds(work_of_launch(problem, other, costs))
         if time < least and (any_order or other.paired or not plan.paired):
             best, least = config, time
     return best
@@ -172,12 +172,12 @@ def allows_single_tiles(problem: Problem) -> bool:
     return problem.batch * problem.num_heads_kv * problem.seqlen_k * width <= MAX_SINGLE_BYTES
 
 
-def launch_of(problem: Problem, plan: Plan, costs: Costs) -> Launch:
+def work_of_launch(problem: Problem, plan: ForwardPlan, costs: Costs) -> LaunchWork:
     """Return the work of a dense call that is divided by ``plan``."""
     config = plan.config
     blocks = tuple(blocks_of_rows(problem, config.BLOCK_M // plan.pack, config.BLOCK_N))
     programs = config.PROGRAMS * multiprocessors(problem.device)
-    return Launch(blocks, plan.heads, plan.interleaved, plan.paired, plan.queued, programs, costs)
+    return LaunchWork(blocks, plan.heads, plan.interleaved, plan.paired, plan.queued, programs, costs)
 
 
 def blocks_of_rows(problem: Problem, rows: int, block_n: int) -> Iterator[int]:
@@ -191,29 +191,29 @@ def blocks_of_rows(problem: Problem, rows: int, block_n: int) -> Iterator[int]:
         yield math.ceil(end / block_n) - begin // block_n if begin < end else 1
 
 
-def tile_costs(launch: Launch) -> Iterator[float]:
+def tile_costs(work: LaunchWork) -> Iterator[float]:
     """Yield the cost of each work tile, in the order in which programs take them."""
-    rows = [launch.costs.tile + launch.costs.block * count for count in launch.blocks]
-    if launch.paired:
+    rows = [work.costs.tile + work.costs.block * count for count in work.blocks]
+    if work.paired:
         half = len(rows) // 2
         rows = [*map(add, rows[:half], reversed(rows)), *rows[half : len(rows) - half]]
-    for _ in range(launch.heads // launch.interleaved):
+    for _ in range(work.heads // work.interleaved):
         for cost in rows:
-            yield from [cost] * launch.interleaved
+            yield from [cost] * work.interleaved
 
 
 @lru_cache(maxsize=1024)
-def microseconds(launch: Launch) -> float:
+def microseconds(work: LaunchWork) -> float:
     """Return the estimated time of a launch: that of its busiest program."""
-    busy = [0.0] * launch.programs
-    tiles = list(tile_costs(launch))
-    if launch.queued:
+    busy = [0.0] * work.programs
+    tiles = list(tile_costs(work))
+    if work.queued:
         for cost in tiles:
             heapq.heapreplace(busy, busy[0] + cost)
     else:
-        for first in range(0, len(tiles), launch.programs):
-            turn = tiles[first : first + launch.programs]
-            turn += [0.0] * (launch.programs - len(turn))
+        for first in range(0, len(tiles), work.programs):
+            turn = tiles[first : first + work.programs]
+            turn += [0.0] * (work.programs - len(turn))
             busy = list(map(add, reversed(busy), turn))  # serpentine order: every other turn runs backwards
     return LAUNCH + max(busy)
 

@@ -10,7 +10,7 @@ from flashtile.backends.common.tma import View
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS, persistent_programs, score_numbers
 from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.forward.launch import ForwardKernels, Outputs, schedule_of, tile_table
-from flashtile.backends.hopper.forward.rounds import Plan, plan_of
+from flashtile.backends.hopper.forward.rounds import ForwardPlan, plan_of
 from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.fp8.config import PRODUCER_WARPS, REGISTERS, Fp8Config, Fp8Variant
 from flashtile.backends.hopper.fp8.kernel import BlockScaleStrides, Fp8ForwardPointers, fp8_forward_kernel
@@ -71,7 +71,7 @@ class Fp8ForwardLaunch:
         return ForwardKernels(tile_table(problem, plan), attend, None, plan.queued)
 
 
-def fp8_forward_variant(problem: Fp8Problem, plan: Plan, scales: Scales) -> Fp8Variant:
+def fp8_forward_variant(problem: Fp8Problem, plan: ForwardPlan, scales: Scales) -> Fp8Variant:
     """Return the kernel's variant for ``scales``; a scale that is None counts as 1."""
     common = vars(forward.forward_variant(problem, plan))
     consumer, producer = REGISTERS[plan.config.warpgroups, problem.v_transposed]

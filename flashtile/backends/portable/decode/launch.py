@@ -1,8 +1,8 @@
 """Launches of the decoding kernels. Each serves tensors of one signature.
 
-At the first call of a launch, the problem, the configuration and the tensors decide a :class:`Plan` (kind of
-grid, programs, operands); the plan gives the variant, which is the kernel's constants, and the numbers of the
-launch. Later calls only allocate results and pass tensors::
+At the first call of a launch, the problem, the configuration and the tensors decide a :class:`DecodePlan`
+(kind of grid, programs, operands); the plan gives the variant, which is the kernel's constants, and the
+numbers of the launch. Later calls only allocate results and pass tensors::
 
     first call     plan_of -> decode_variant -> CachedLaunch of attention
                                              -> combine_tile -> combine_variant -> CachedLaunch of combining
@@ -262,7 +262,7 @@ def softmax_max_kind(problem: DecodeProblem, config: DecodeConfig) -> str:
     return "none" if problem.softmax_max is None else "number"
 
 
-class Plan(NamedTuple):
+class DecodePlan(NamedTuple):
     """Properties of the length and the strides of a cache that decide kernels and grids.
 
     Launches of one problem with equal plans can use the same compiled kernels, if the cache grows.
@@ -286,10 +286,10 @@ class Plan(NamedTuple):
     """The capacity, if it decides the number of splits; else 0."""
 
 
-def plan_of(problem: DecodeProblem, config: DecodeConfig, k_cache: Tensor, v_cache: Tensor) -> Plan:
+def plan_of(problem: DecodeProblem, config: DecodeConfig, k_cache: Tensor, v_cache: Tensor) -> DecodePlan:
     """Return the plan of a call. The caches are operands (:func:`as_operands`)."""
     longest = max(extent(k_cache), extent(v_cache))
-    return Plan(
+    return DecodePlan(
         k_cache.dtype, mask_of(problem).constants,
         problem.head_dim_v % 16 == 0 and is_aligned(k_cache) and is_aligned(v_cache), longest >= 2**31,
         longest * k_cache.element_size() >= 2**31, is_stream_k(problem, config), grid_size(problem, config),
@@ -304,7 +304,7 @@ def extent(cache: Tensor) -> int:
     return last + MAX_BLOCK_N * stride[1]
 
 
-def decode_variant(problem: DecodeProblem, config: DecodeConfig, plan: Plan) -> DecodeVariant:
+def decode_variant(problem: DecodeProblem, config: DecodeConfig, plan: DecodePlan) -> DecodeVariant:
     e4m3, pairs = problem.cache_dtype == FP8, plan.stored == torch.uint16
     pdl = has_dependent_launch(problem.device)
     bound_by_bytes = plan.stream_k and config.tile.BLOCK_M == NARROW and problem.dtype.itemsize < 4
@@ -483,7 +483,7 @@ class DecodeLaunch:
         self._combine: CachedLaunch | None = None
         self._addresses: tuple[Any, tuple] = None, ()
         """Addresses of the last call by address, and those of them that the combining kernel takes."""
-        self._plan: Plan | None = None
+        self._plan: DecodePlan | None = None
         self._scalars: DecodeScalars | None = None
         self._combine_scalars: tuple = ()
         """Scalars of the combining kernel except the lengths, which both kernels share."""

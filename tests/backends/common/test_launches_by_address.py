@@ -74,9 +74,9 @@ def test_attention(launched, name, packed):
     options = DecodeOptions(max_seqlen_q=2 if packed else None, masking=CAUSAL, return_lse=False, **given)
     problem = DecodeProblem.from_tensors(q, k, v, tensors, options)
     launch, out = DecodeLaunch(problem, config.choose(problem)), torch.full_like(q, torch.nan)
-    assert not launch.has_addresses
+    assert not launch.can_launch_by_address
     launch(q, k, v, tensors, out)
-    assert launch.has_addresses
+    assert launch.can_launch_by_address
     launched.clear()
     launch(q, k, v, tensors, out)
     expected = launched.copy()
@@ -105,10 +105,10 @@ def test_appends(launched, dtype):
     tensors = AppendTensors(slot_mapping=torch.arange(3), k_descale=scales[0], v_descale=scales[1])
     problem = AppendProblem.from_tensors(k_cache, v_cache, k, v, tensors, AppendOptions())
     launch = AppendLaunch(problem)
-    assert not launch.has_addresses
+    assert not launch.can_launch_by_address
     for _ in range(2):
         launch(k_cache, v_cache, k, v, tensors)
-    assert launch.has_addresses
+    assert launch.can_launch_by_address
     of_slots = addresses(tensors)
     launch.by_address(
         *(t.data_ptr() for t in (k_cache, v_cache, k, v)), of_slots.slot_mapping, of_slots.k_descale,

@@ -537,7 +537,7 @@ class DecodeLaunch:
         addresses: tuple,
         memory: dict[int, Tensor],
     ) -> None:
-        """Write attention to ``out``. Requires :attr:`has_addresses`.
+        """Write attention to ``out``. Requires :attr:`can_launch_by_address`.
 
         Only the address of ``out`` is used, so its shape may differ from that of the signature. Tokens after
         the last offset of packed sequences are not written.
@@ -576,7 +576,7 @@ class DecodeLaunch:
         return scratch
 
     @property
-    def has_addresses(self) -> bool:
+    def can_launch_by_address(self) -> bool:
         """Whether :meth:`by_address` may be called, which requires compiled kernels."""
         combine = self._combine
         return self._attend is not None and (combine is None or combine.takes_addresses)
@@ -807,7 +807,10 @@ class AppendLaunch:
         k_descale: int | None = None,
         v_descale: int | None = None,
     ) -> None:
-        """Append by a slot mapping, with the addresses of the tensors. Requires :attr:`has_addresses`."""
+        """Append by a slot mapping, with the addresses of the tensors.
+
+        Requires :attr:`can_launch_by_address`.
+        """
         kernel = self._kernel
         assert kernel is not None
         stream = kernel.stream()
@@ -824,7 +827,7 @@ class AppendLaunch:
         )  # fmt: skip
 
     @property
-    def has_addresses(self) -> bool:
+    def can_launch_by_address(self) -> bool:
         """Whether :meth:`by_address` may be called, which requires a compiled kernel."""
         return self._kernel is not None and self._kernel.takes_addresses
 

@@ -163,7 +163,7 @@ def test_layers_of_a_step_share_memory(launched, monkeypatch):
     assert memory[0].nbytes >= many._scratch_bytes
     assert partial(few) == partial(many) == larger
     kept = dict(memory)
-    monkeypatch.setattr(decode_launch, "is_capturing", lambda tensor: True)
+    monkeypatch.setattr(decode_launch, "is_capturing", lambda device: True)
     assert partial(few) != larger
     assert memory == kept
 

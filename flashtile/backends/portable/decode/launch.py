@@ -36,7 +36,7 @@ from flashtile.backends.common.config import (
     tile_widths,
     token_strides,
 )
-from flashtile.backends.common.device import capability, multiprocessors
+from flashtile.backends.common.device import capability, is_capturing, multiprocessors
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.portable.config import family
 from flashtile.backends.portable.decode.append import (
@@ -438,11 +438,6 @@ _of_combine = itemgetter(*map(CacheTensors._fields.index, CombinePointers._field
 """Picks the tensors of :class:`CacheTensors` that the combining kernel takes."""
 
 
-def is_capturing(tensor: Tensor) -> bool:
-    """Whether work on a tensor is captured for a CUDA graph now."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 class DecodeScalars(NamedTuple):
     """Arguments of the attention kernel that are not tensors, in its order."""
 
@@ -556,7 +551,7 @@ class DecodeLaunch:
         lse = partial = None
         if self._stores_lse:  # after the partial results
             scratch = memory.get(stream)
-            if scratch is None or scratch.nbytes < self._scratch_bytes or is_capturing(out):
+            if scratch is None or scratch.nbytes < self._scratch_bytes or is_capturing(self._device):
                 scratch = self._new_scratch(out, stream, memory)
             partial = scratch.data_ptr()
             lse = partial + 4 * partials
@@ -571,7 +566,7 @@ class DecodeLaunch:
     def _new_scratch(self, out: Tensor, stream: int, memory: dict[int, Tensor]) -> Tensor:
         """Return memory for partial results and lse. A captured graph has its own: it may live longer."""
         scratch = out.new_empty(self._scratch_size)
-        if not is_capturing(out):
+        if not is_capturing(self._device):
             memory[stream] = scratch
         return scratch
 

@@ -94,7 +94,7 @@ def busiest(problem: Problem, config: ForwardConfig) -> float:
     plan = plan_of(problem, config)
     variant = forward_variant(problem, plan)
     k = SimpleNamespace(dim=lambda: 4, stride=lambda *_: 0, shape=(1,))
-    launch = schedule_of(problem, plan, k)  # type: ignore[arg-type]
+    launch = schedule_of(problem, plan, None, k)  # type: ignore[arg-type]
     programs = min(variant.PROGRAMS * H200.multiprocessors, launch.num_tiles)
     costs = COSTS[variant.BLOCK_D, variant.BLOCK_DV, config.warpgroups, config.BLOCK_N]
 

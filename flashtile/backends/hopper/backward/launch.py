@@ -140,14 +140,17 @@ def key_tile_table(problem: Problem, block_n: int) -> TileTable | None:
 def schedule_of(
     problem: Problem,
     config: BackwardConfig,
+    table: TileTable | None,
     k: Tensor,
     alibi_slopes: Tensor | None,
     swizzle: int = 1,
     bias: Tensor | None = None,
 ) -> BackwardSchedule:
-    """Return the :class:`BackwardSchedule` of a launch. ``problem`` is from :func:`as_scheduled`."""
+    """Return the :class:`BackwardSchedule` of a launch.
+
+    ``problem`` is from :func:`as_scheduled`, and ``table`` from :func:`key_tile_table`.
+    """
     num_blocks = math.ceil(problem.seqlen_k / config.BLOCK_N)
-    table = key_tile_table(problem, config.BLOCK_N)
     tiles = problem.batch * num_blocks if table is None else table.capacity
     return BackwardSchedule(
         num_tiles=tiles * problem.num_heads_kv,
@@ -302,7 +305,8 @@ class HopperBackwardLaunch:
         # views and numbers are those of the call.
         scheduled = as_scheduled(problem, config.HEAD_SPLITS)
         swizzle = l2_swizzle(scheduled)
-        schedule = schedule_of(scheduled, config, k, extras.alibi_slopes, swizzle, extras.bias)
+        table = key_tile_table(problem, variant.BLOCK_N)
+        schedule = schedule_of(scheduled, config, table, k, extras.alibi_slopes, swizzle, extras.bias)
         programs = persistent_programs(schedule.num_tiles * config.ROW_SPLITS, q.device)
         # The field ``swizzle`` has two meanings (``schedule.head_and_block``).
         if not variant.DETERMINISTIC:
@@ -340,7 +344,7 @@ class HopperBackwardLaunch:
         )
         return BackwardKernels(
             preprocess,
-            key_tile_table(problem, variant.BLOCK_N),
+            table,
             products,
             None,
             SumParts(problem, config.parts) if config.parts > 1 else None,
@@ -367,8 +371,9 @@ class HopperBackwardLaunch:
         of_dq = wide_views(problem, dkv, config.parts, q, k, v, of_dq=True)
         numbers = numbers_of(problem)
         scheduled = as_scheduled(problem, config.HEAD_SPLITS)
-        blocks_k = schedule_of(scheduled, config, k, extras.alibi_slopes)
-        blocks_q = forward.schedule_of(problem, plan, k, extras.alibi_slopes)
+        table_k, table_q = key_tile_table(problem, dkv.BLOCK_N), forward.tile_table(problem, plan)
+        blocks_k = schedule_of(scheduled, config, table_k, k, extras.alibi_slopes)
+        blocks_q = forward.schedule_of(problem, plan, table_q, k, extras.alibi_slopes)
         per_block = config.ROW_SPLITS * dkv.COLUMN_SPLITS  # work tiles of a block of keys of a head
         programs = persistent_programs(blocks_k.num_tiles * per_block, q.device)
         last = last_heads(scheduled, dkv.BLOCK_N, programs, per_block)
@@ -399,9 +404,9 @@ class HopperBackwardLaunch:
         return BackwardKernels(
             # lse in log2 units, because no product starts at it, and no dq_accum.
             Preprocess(problem, dlse is not None, LOG2_E, counters=1),
-            key_tile_table(problem, dkv.BLOCK_N),
+            table_k,
             compute_dkv,
-            DqKernel(forward.tile_table(problem, plan), compute_dq, of_queries, plan.queued),
+            DqKernel(table_q, compute_dq, of_queries, plan.queued),
             SumParts(problem, config.parts) if config.parts > 1 else None,
             of_keys,
             compute_dq,

@@ -64,7 +64,7 @@ def forward_variant(problem: Problem, plan: ForwardPlan, bias: Tensor | None = N
     log2 units.
     """
     config = plan.config
-    mask_constants = problem.for_kernels(problem.seqlen_q, problem.seqlen_k).constants
+    mask_constants = plan.mask.constants
     block_d, block_dv = padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)
     columns, scaled = block_d, scales_scores(problem)
     if plan.kernel == "forward":
@@ -153,13 +153,13 @@ def tile_table(problem: Problem, plan: ForwardPlan) -> TileTable | None:
 def schedule_of(
     problem: Problem,
     plan: ForwardPlan,
+    table: TileTable | None,
     k: Tensor,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> ForwardSchedule:
-    """Return the integers of the launch."""
+    """Return the integers of the launch. ``table``: its :func:`tile_table`."""
     num_heads = problem.num_heads_q // plan.pack * plan.column_splits
-    table = tile_table(problem, plan)
     return ForwardSchedule(
         num_tiles=plan.tiles if table is None else table.capacity * num_heads,
         num_blocks=plan.blocks,
@@ -170,7 +170,7 @@ def schedule_of(
         seqlen_k=problem.seqlen_k,
         total_q=problem.total_q,
         batch_rows_k=rows_between_sequences(k),
-        mask=problem.for_kernels(problem.seqlen_q, problem.seqlen_k),
+        mask=plan.mask,
         alibi_stride=outer_stride(alibi_slopes),
         **modifier_integers(problem, bias),
     )
@@ -281,7 +281,8 @@ class HopperForwardLaunch:
         problem = self._problem
         plan = plan_of(problem, self._config)
         variant = forward_variant(problem, plan, extras.bias)
-        schedule = schedule_of(problem, plan, k, extras.alibi_slopes, extras.bias)
+        table = tile_table(problem, plan)
+        schedule = schedule_of(problem, plan, table, k, extras.alibi_slopes, extras.bias)
         attend = CachedLaunch(
             forward_kernel,
             persistent_programs(schedule.num_tiles, q.device, variant.PROGRAMS),
@@ -295,7 +296,7 @@ class HopperForwardLaunch:
         functions = None
         if problem.mods is not None:
             functions = FunctionTensors(problem.mods, extras, by_keys=False)
-        return ForwardKernels(tile_table(problem, plan), attend, functions, plan.queued)
+        return ForwardKernels(table, attend, functions, plan.queued)
 
 
 def bias_view(problem: Problem, variant: ForwardVariant, bias: Tensor | None) -> View | None:

@@ -19,6 +19,7 @@ from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, column_splits, has_lists, modifiers_of
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
+from flashtile.problems.masking import KernelMask
 
 if TYPE_CHECKING:
     from flashtile.backends.hopper.forward.config import ForwardConfig
@@ -94,6 +95,8 @@ class ForwardPlan(NamedTuple):
     """Programs take work tiles from the work queue, not in serpentine order."""
     interleaved: int
     """Number of heads whose work tiles are interleaved."""
+    mask: KernelMask
+    """The mask by position, as kernels take it."""
 
     @property
     def tiles(self) -> int:
@@ -108,8 +111,9 @@ def plan_of(problem: Problem, config: ForwardConfig, kernel: str = "forward") ->
         pack, splits = pack_of(problem, config.BLOCK_M, windows=kernel == "forward"), column_splits(problem)
     heads = problem.batch * problem.num_heads_q // pack * splits
     blocks = math.ceil(problem.seqlen_q * pack / config.BLOCK_M)
-    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    one_edge = right != UNLIMITED and left == UNLIMITED
+    mask = problem.for_kernels(problem.seqlen_q, problem.seqlen_k)
+    right = mask.window_right
+    one_edge = right != UNLIMITED and mask.window_left == UNLIMITED
     short = problem.seqlen_k < config.paired_below
     # Lengths of packed sequences, and of lists, are known on the device only: no fixed order balances them.
     queued = kernel != "dq" and (problem.varlen or (config.QUEUED and one_edge and not short))
@@ -120,7 +124,10 @@ def plan_of(problem: Problem, config: ForwardConfig, kernel: str = "forward") ->
         queued, paired = True, False
     few = paired or queued
     interleaved = interleaved_heads(problem, heads, problem.group_size // pack * splits, blocks, few)
-    return ForwardPlan(kernel, config, pack, splits, heads, blocks, paired, queued, interleaved)
+    return ForwardPlan(
+        kernel=kernel, config=config, pack=pack, column_splits=splits, heads=heads, blocks=blocks,
+        paired=paired, queued=queued, interleaved=interleaved, mask=mask,
+    )  # fmt: skip
 
 
 class LaunchWork(NamedTuple):

@@ -57,7 +57,8 @@ class Fp8ForwardLaunch:
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, scales: Scales) -> ForwardKernels:
         problem, plan = self._problem, self._plan
         variant = fp8_forward_variant(problem, plan, scales)
-        schedule = schedule_of(problem, plan, k)._replace(alibi_stride=None)
+        table = tile_table(problem, plan)
+        schedule = schedule_of(problem, plan, table, k)._replace(alibi_stride=None)
         attend = CachedLaunch(
             fp8_forward_kernel,
             persistent_programs(schedule.num_tiles, q.device),
@@ -68,7 +69,7 @@ class Fp8ForwardLaunch:
             Fp8ForwardPointers,
             maxnreg=LAUNCH_REGISTERS[variant.WARPGROUPS],
         )
-        return ForwardKernels(tile_table(problem, plan), attend, None, plan.queued)
+        return ForwardKernels(table, attend, None, plan.queued)
 
 
 def fp8_forward_variant(problem: Fp8Problem, plan: ForwardPlan, scales: Scales) -> Fp8Variant:

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from flashtile import torch_private
-from flashtile.backends.common.launch import CachedLaunch
+from flashtile.backends.common.launch import CachedLaunch, Outputs
 from flashtile.backends.portable.decode import config
 from flashtile.backends.portable.decode import launch as decode_launch
 from flashtile.backends.portable.decode.launch import AppendLaunch, DecodeLaunch
@@ -235,7 +235,7 @@ def test_hopper(has_table, gathers):
 @pytest.mark.parametrize("num_splits", [0, 1, 2])
 def test_kernels_write_every_row_of_a_sequence(monkeypatch, num_splits):
     """Also rows without keys. So only tokens that belong to no sequence would have to be filled."""
-    monkeypatch.setattr(DecodeLaunch, "_cleared", lambda self, q, out, lse: (out, lse))
+    monkeypatch.setattr(Outputs, "cleared", lambda self, q, out, lse: (out, lse))
     q = torch.randn(9, HEADS, DIM)
     k, v = torch.randn(2, BLOCKS, PAGE, HEADS_KV, DIM)
     tensors = CacheTensors(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.config import allocator, contiguous_strides, outer_stride, scales_scores
+from flashtile.backends.common.config import contiguous_strides, outer_stride, scales_scores
 from flashtile.backends.common.counters import zeroed_counters
-from flashtile.backends.common.launch import CachedLaunch
+from flashtile.backends.common.launch import CachedLaunch, Outputs
 from flashtile.backends.common.tma import (
     View,
     cells_view,
@@ -186,31 +185,6 @@ def numbers_of(problem: Problem) -> ForwardNumbers:
     return ForwardNumbers(**numbers)
 
 
-class Outputs:
-    """Prepares (out, lse) for tensors of one signature: the given tensors, or new memory."""
-
-    def __init__(self, problem: Problem, out_dtype: torch.dtype) -> None:
-        self._varlen = problem.varlen
-        self._out_shape, self._out_dtype = problem.out_shape, out_dtype
-        self._lse_shape = problem.lse_shape
-        self._new_out: Callable[[Tensor], Tensor] | None = None
-
-    def __call__(
-        self, q: Tensor, out: Tensor | None = None, lse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if not self._varlen:
-            if out is None:
-                if self._new_out is None:
-                    self._new_out = allocator(q, self._out_shape, self._out_dtype)
-                out = self._new_out(q)
-            return out, q.new_empty(*self._lse_shape, dtype=torch.float32) if lse is None else lse
-        # Tokens outside of all sequences are not written by the kernel.
-        out = q.new_zeros(self._out_shape, dtype=self._out_dtype) if out is None else out.zero_()
-        if lse is None:
-            return out, q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
-        return out, lse.fill_(-torch.inf)
-
-
 class ForwardKernels(NamedTuple):
     """The prepared launches of one signature, in launch order, and how to prepare their arguments."""
 
@@ -230,7 +204,7 @@ class HopperForwardLaunch:
     def __init__(self, problem: Problem, config: ForwardConfig) -> None:
         self._problem = problem
         self._config = config
-        self._allocate = Outputs(problem, problem.out_dtype)
+        self._outputs = Outputs(problem, all_written=not problem.varlen)
         self._kernels: ForwardKernels | None = None
 
     def __call__(
@@ -242,7 +216,7 @@ class HopperForwardLaunch:
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = self._allocate(q, out, lse)
+        out, lse = self._outputs(q, out, lse)
         kernels = self._kernels
         if kernels is None:  # assigned only when complete, since other threads may read it
             kernels = self._kernels = self._prepare(q, k, v, extras)

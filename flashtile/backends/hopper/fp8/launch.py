@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.launch import CachedLaunch
+from flashtile.backends.common.launch import CachedLaunch, Outputs
 from flashtile.backends.common.tma import View
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS, persistent_programs, score_numbers
 from flashtile.backends.hopper.forward import launch as forward
-from flashtile.backends.hopper.forward.launch import ForwardKernels, Outputs, schedule_of, tile_table
+from flashtile.backends.hopper.forward.launch import ForwardKernels, schedule_of, tile_table
 from flashtile.backends.hopper.forward.rounds import ForwardPlan, plan_of
 from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.fp8.config import PRODUCER_WARPS, REGISTERS, Fp8Config, Fp8Variant
@@ -25,12 +25,12 @@ class Fp8ForwardLaunch:
         self._problem = problem
         self._config = config
         self._plan = plan_of(problem, config, "fp8")
-        self._allocate = Outputs(problem, problem.out_dtype)
+        self._outputs = Outputs(problem, all_written=not problem.varlen)
         self._kernels: ForwardKernels | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors) -> tuple[Tensor, Tensor]:
         q_descale, k_descale, v_descale, cu_seqlens_q, cu_seqlens_k, seqused_k, _, _ = tensors
-        out, lse = self._allocate(q)
+        out, lse = self._outputs(q)
         kernels = self._kernels
         if kernels is None:  # assigned when complete, because another thread may call this launch meanwhile
             kernels = self._kernels = self._prepare(q, k, v, tensors.scales)

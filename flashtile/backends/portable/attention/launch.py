@@ -17,14 +17,13 @@ from torch import Tensor
 
 from flashtile.backends.common.config import (
     KernelConfig,
-    allocator,
     is_aligned,
     outer_stride,
     scales_scores,
     tile_widths,
     token_strides,
 )
-from flashtile.backends.common.launch import CachedLaunch
+from flashtile.backends.common.launch import CachedLaunch, Outputs
 from flashtile.backends.common.preprocess import num_padded_rows, preprocess_launch, preprocess_rows
 from flashtile.backends.portable.attention.arguments import (
     AttentionLengths,
@@ -222,10 +221,7 @@ class PortableForwardLaunch:
     def __init__(self, problem: Problem, config: Config) -> None:
         self._problem = problem
         self._config = config
-        self._out_shape, self._out_dtype = problem.out_shape, problem.out_dtype
-        self._all_written = not (problem.varlen or problem.seqused_q)
-        self._lse_shape = problem.lse_shape
-        self._new_out: Any = None
+        self._outputs = Outputs(problem, all_written=not (problem.varlen or problem.seqused_q))
         self._key_bounds: Any = None
         self._functions: FunctionPointers | None = None
         self._kernel: CachedLaunch | None = None
@@ -239,19 +235,7 @@ class PortableForwardLaunch:
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if self._all_written:
-            if out is None:
-                if self._new_out is None:
-                    self._new_out = allocator(q, self._out_shape, self._out_dtype)
-                out = self._new_out(q)
-            if lse is None:
-                lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
-        else:  # no program writes tokens that are unused or in no sequence
-            out = q.new_zeros(self._out_shape, dtype=self._out_dtype) if out is None else out.zero_()
-            if lse is None:
-                lse = q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
-            else:
-                lse.fill_(-torch.inf)
+        out, lse = self._outputs(q, out, lse)
         kernel = self._kernel
         if kernel is None:
             problem, config = self._problem, self._config.forward

@@ -37,7 +37,7 @@ from flashtile.backends.common.config import (
     token_strides,
 )
 from flashtile.backends.common.device import capability, is_capturing, multiprocessors
-from flashtile.backends.common.launch import CachedLaunch
+from flashtile.backends.common.launch import CachedLaunch, Outputs
 from flashtile.backends.portable.config import family
 from flashtile.backends.portable.decode.append import (
     AppendLengths,
@@ -463,6 +463,7 @@ class DecodeLaunch:
         self._out_dtype = problem.out_dtype
         self._lse_shape = problem.lse_shape
         self._lse_size = math.prod(problem.lse_shape)
+        self._outputs = Outputs(problem, all_written=not problem.varlen)
         self._device = problem.device
         self._varlen = problem.varlen
         self._return_lse = problem.return_lse
@@ -494,7 +495,7 @@ class DecodeLaunch:
         new: AppendPointers | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         if self._empty:
-            return self._cleared(q, out, lse)
+            return self._outputs.cleared(q, out, lse)
         attend, combine, device = self._attend, self._combine, self._device
         return_lse = self._return_lse
         if attend is None:
@@ -503,7 +504,7 @@ class DecodeLaunch:
             return_lse = self._stores_lse  # to compile in the first call, Triton needs lse as a tensor
             self._new_out = allocator(q, self._out_shape, self._out_dtype)
         if self._varlen:
-            out, lse = self._cleared(q, out, lse)
+            out, lse = self._outputs.cleared(q, out, lse)
         else:
             if out is None:
                 out = self._new_out(q)
@@ -621,13 +622,6 @@ class DecodeLaunch:
 
     def _operands(self, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
         return as_operands(k_cache, v_cache, self._config)
-
-    def _cleared(self, q: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) filled with 0 and -inf, because some tokens are not written by any program."""
-        out = q.new_zeros(self._out_shape, dtype=self._out_dtype) if out is None else out.zero_()
-        if lse is None:
-            return out, q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
-        return out, lse.fill_(-torch.inf)
 
     def _prepare(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors

@@ -18,7 +18,7 @@ from flashtile.backends.common.config import (
     padded,
     token_strides,
 )
-from flashtile.backends.common.launch import CachedLaunch
+from flashtile.backends.common.launch import CachedLaunch, Outputs
 from flashtile.backends.portable.fp8.attend import (
     Fp8AttendPointers,
     Fp8AttendVariant,
@@ -106,17 +106,12 @@ class Fp8AttendLaunch:
     def __init__(self, problem: Fp8Problem, config: AttendConfig) -> None:
         self._problem = problem
         self._config = config
-        self._out_shape = problem.out_shape
-        self._lse_shape = problem.lse_shape
+        self._outputs = Outputs(problem, all_written=not problem.varlen)
         self._kernel: CachedLaunch | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors) -> tuple[Tensor, Tensor]:
         problem = self._problem
-        out = q.new_empty(*self._out_shape, dtype=problem.out_dtype)
-        lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
-        if problem.varlen:  # no program writes tokens outside all sequences
-            out.zero_()
-            lse.fill_(-torch.inf)
+        out, lse = self._outputs(q)
         blocks = triton.cdiv(problem.seqlen_q, self._config.tile.BLOCK_M)
         programs = blocks * problem.num_heads_q * problem.batch
         if out.numel() == 0 or programs == 0:

@@ -303,15 +303,16 @@ def work_of_launch(problem: Problem, config: BackwardConfig) -> LaunchWork:
         last = last_heads(scheduled, config.BLOCK_N, programs, config.ROW_SPLITS)
     resident = heads if simple else resident_heads(scheduled, config, 1, programs)
     return LaunchWork(
-        rows[::-1] if problem.deterministic else rows,
-        heads,
-        group,
-        config.ROW_SPLITS,
-        last,
-        resident,
-        0 if config.wide else tiles * block_d // 16,  # of POSTPROCESS_CHUNK floats; a tile has 64 x block_d
-        programs,
-        WIDE_COSTS if config.wide else COSTS[block_d, block_dv, config.BLOCK_M],
+        rows=rows[::-1] if problem.deterministic else rows,
+        heads=heads,
+        group=group,
+        row_splits=config.ROW_SPLITS,
+        last=last,
+        resident=resident,
+        # Chunks have POSTPROCESS_CHUNK floats, and a tile has 64 x block_d.
+        chunks=0 if config.wide else tiles * block_d // 16,
+        programs=programs,
+        costs=WIDE_COSTS if config.wide else COSTS[block_d, block_dv, config.BLOCK_M],
     )
 
 

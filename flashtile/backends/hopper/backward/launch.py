@@ -343,17 +343,17 @@ class HopperBackwardLaunch:
             columns=variant.BLOCK_D,  # the columns past head_dim as well: dQ is added in whole tiles
         )
         return BackwardKernels(
-            preprocess,
-            table,
-            products,
-            None,
-            SumParts(problem, config.parts) if config.parts > 1 else None,
-            None if problem.mods is None else FunctionTensors(problem.mods, extras, by_keys=True),
-            products,
-            heads * sizes.row_blocks if problem.deterministic else 0,
-            BiasGradient(problem, variant) if problem.bias and problem.bias_grad else None,
-            variant.STORES_DS,
-            BackwardScalars(schedule, sizes, numbers_of(problem)),
+            preprocess=preprocess,
+            fill_table=table,
+            products=products,
+            dq=None,
+            sum_parts=SumParts(problem, config.parts) if config.parts > 1 else None,
+            functions=None if problem.mods is None else FunctionTensors(problem.mods, extras, by_keys=True),
+            last=products,
+            dq_semaphores=heads * sizes.row_blocks if problem.deterministic else 0,
+            bias_gradient=BiasGradient(problem, variant) if problem.bias and problem.bias_grad else None,
+            stores_ds=variant.STORES_DS,
+            scalars=BackwardScalars(schedule, sizes, numbers_of(problem)),
         )
 
     def _prepare_wide(
@@ -403,13 +403,13 @@ class HopperBackwardLaunch:
             of_queries = FunctionTensors(problem.mods, extras, by_keys=False)
         return BackwardKernels(
             # lse in log2 units, because no product starts at it, and no dq_accum.
-            Preprocess(problem, dlse is not None, LOG2_E, counters=1),
-            table_k,
-            compute_dkv,
-            DqKernel(table_q, compute_dq, of_queries, plan.queued),
-            SumParts(problem, config.parts) if config.parts > 1 else None,
-            of_keys,
-            compute_dq,
+            preprocess=Preprocess(problem, dlse is not None, LOG2_E, counters=1),
+            fill_table=table_k,
+            products=compute_dkv,
+            dq=DqKernel(table_q, compute_dq, of_queries, plan.queued),
+            sum_parts=SumParts(problem, config.parts) if config.parts > 1 else None,
+            functions=of_keys,
+            last=compute_dq,
         )
 
 

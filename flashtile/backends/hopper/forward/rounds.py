@@ -184,7 +184,10 @@ def work_of_launch(problem: Problem, plan: ForwardPlan, costs: Costs) -> LaunchW
     config = plan.config
     blocks = tuple(blocks_of_rows(problem, config.BLOCK_M // plan.pack, config.BLOCK_N))
     programs = config.PROGRAMS * multiprocessors(problem.device)
-    return LaunchWork(blocks, plan.heads, plan.interleaved, plan.paired, plan.queued, programs, costs)
+    return LaunchWork(
+        blocks=blocks, heads=plan.heads, interleaved=plan.interleaved, paired=plan.paired, queued=plan.queued,
+        programs=programs, costs=costs,
+    )  # fmt: skip
 
 
 def blocks_of_rows(problem: Problem, rows: int, block_n: int) -> Iterator[int]:

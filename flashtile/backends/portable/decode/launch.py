@@ -290,11 +290,16 @@ def plan_of(problem: DecodeProblem, config: DecodeConfig, k_cache: Tensor, v_cac
     """Return the plan of a call. The caches are operands (:func:`as_operands`)."""
     longest = max(extent(k_cache), extent(v_cache))
     return DecodePlan(
-        k_cache.dtype, mask_of(problem).constants,
-        problem.head_dim_v % 16 == 0 and is_aligned(k_cache) and is_aligned(v_cache), longest >= 2**31,
-        longest * k_cache.element_size() >= 2**31, is_stream_k(problem, config), grid_size(problem, config),
-        softmax_max_kind(problem, config), problem.split_size and problem.capacity,
-    )  # fmt: skip
+        stored=k_cache.dtype,
+        mask=mask_of(problem).constants,
+        aligned=problem.head_dim_v % 16 == 0 and is_aligned(k_cache) and is_aligned(v_cache),
+        wide=longest >= 2**31,
+        wide_bytes=longest * k_cache.element_size() >= 2**31,
+        stream_k=is_stream_k(problem, config),
+        programs=grid_size(problem, config),
+        softmax_max=softmax_max_kind(problem, config),
+        split_capacity=problem.split_size and problem.capacity,
+    )
 
 
 def extent(cache: Tensor) -> int:

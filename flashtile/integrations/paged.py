@@ -186,7 +186,7 @@ def _remember(
     )
     # With other addresses, the views' signatures may differ from call to call.
     is_aligned = not any(tensor.data_ptr() & 15 for tensor in given)
-    if is_aligned and offset == 0 and getattr(launch, "has_addresses", False):
+    if is_aligned and offset == 0 and getattr(launch, "can_launch_by_address", False):
         serves = guard((*given, *_present(optional)))
         known = Known(serves, launch, of_values, _aligned(map(_address, optional)))
         every = known, *_launches.get(key, ())[: MAX_KNOWN - 1]

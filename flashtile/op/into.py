@@ -176,9 +176,9 @@ class LaunchInto:
                     )
 
     @property
-    def has_addresses(self) -> bool:
+    def can_launch_by_address(self) -> bool:
         """Whether :meth:`by_address` may be called."""
-        return self._is_straight and getattr(self._launch, "has_addresses", False)
+        return self._is_straight and getattr(self._launch, "can_launch_by_address", False)
 
     def by_address(self, out: Tensor, given: tuple[int, ...], addresses: tuple, memory: dict) -> None:
         """Write into ``out``, the first of two buffers.

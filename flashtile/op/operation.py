@@ -532,7 +532,7 @@ def reads_values(tensor: Tensor, debug_checks: bool = False) -> bool:
     return debug_checks or not tensor.is_cuda or environment.get(DEBUG) == ON
 
 
-Remembered = list[tuple[Operation, Tensors, Any, Any]]
+Remembered = list[tuple[Calls, Tensors, Any, Any]]
 _remembering: list[Remembered] = []
 
 

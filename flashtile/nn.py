@@ -16,6 +16,7 @@ from flashtile.checks.conversions import check_flag
 from flashtile.dropout import kept
 from flashtile.operators.dropout import draw_state
 from flashtile.problems.common import DTYPES
+from flashtile.rounding import exact_product
 
 _OF_MODULE = {"q": "query", "k": "key", "v": "value"}
 
@@ -216,7 +217,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         With ``add_zero_attn``, the sink is one more key at the end.
         """
         scale = self.head_dim**-0.5
-        scores = torch.einsum("bqhd,bkhd->bhqk", q.to(lse.dtype) * scale, k.to(lse.dtype))
+        q_heads, k_heads = (t.to(lse.dtype).transpose(1, 2) for t in (q, k))
+        scores = exact_product(q_heads * scale, k_heads.mT)
         if masking.bias is not None:
             scores = scores + masking.bias
         if masking.pattern.causal:

@@ -108,6 +108,19 @@ def test_one_tensor_is_several_inputs(of):
     torch.testing.assert_close(results[0], results[1], atol=5e-5, rtol=1e-4)
 
 
+def test_weights_add_up_to_1_if_torch_rounds_products_of_float32():
+    """lse is of exact scores. The projections are rounded, as in torch's module."""
+    module = flashtile.nn.MultiheadAttention(64, 2, batch_first=True)
+    x = 4 * torch.randn(1, 50, 64, generator=torch.Generator().manual_seed(0))
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        _, weights = module(x, x, x)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 50))
+
+
 def test_weights_have_the_gradient_of_torch_s():
     modules = pair(batch_first=True)
     gradients = []

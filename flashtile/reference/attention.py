@@ -16,6 +16,7 @@ from flashtile.checks.attention import check_call
 from flashtile.checks.conversions import as_masking
 from flashtile.problems.attention import OptionalTensors, Options, Problem
 from flashtile.problems.masking import positions
+from flashtile.rounding import exact_product
 from flashtile.torch_private import is_mapped
 
 
@@ -201,7 +202,7 @@ def standard(
     group_size = q.shape[-3] // max(1, k.shape[-3])
     if group_size > 1:
         k, v = (t.repeat_interleave(group_size, -3) for t in (k, v))
-    scores = (q * softmax_scale) @ k.transpose(-2, -1)
+    scores = exact_product(q * softmax_scale, k.transpose(-2, -1))
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
@@ -228,7 +229,7 @@ def standard(
         probabilities = probabilities[..., :-1]
     if factors is not None:
         probabilities = probabilities * factors
-    out = probabilities @ v
+    out = exact_product(probabilities, v)
     if lse_dtype is None:
         return out, None
     lse = torch.logsumexp(scores.to(lse_dtype), -1)

@@ -106,7 +106,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             if masking.pattern.causal:
                 raise NotImplementedError("attn_mask must not be causal with add_bias_kv, got a causal mask")
             biases: tuple[Any, Any] = self.bias_k, self.bias_v
-            added = (t.view(1, 1, *k.shape[2:]).expand_as(k[:, :1]) for t in biases)
+            added = (t.view(1, 1, *k.shape[2:]).expand(len(k), -1, -1, -1) for t in biases)
             k, v = (torch.cat(pair, 1) for pair in zip((k, v), added, strict=True))
             masking = masking.with_one_more_key()
         # torch appends a key and a value of zeros, which act like a sink of 0.

@@ -88,6 +88,14 @@ def test_queries_of_another_length_weights_of_each_head_and_no_batch():
     compare(modules, [t[0] for t in inputs(modules[0], 5)], key_padding_mask=RIGHT[1])
 
 
+@walk("kind", ["bias_kv", "both"])
+def test_the_added_key_is_seen_where_there_are_no_others(kind):
+    modules = pair(**KINDS[kind])
+    query, key, value = inputs(modules[0], 5)
+    none = (slice(None), slice(0)) if modules[0].batch_first else slice(0)
+    compare(modules, [query, key[none], value[none]])
+
+
 @pytest.mark.parametrize("of", [(0, 0, 0), (0, 0, 1), (0, 1, 1), (0, 1, 0)])
 def test_one_tensor_is_several_inputs(of):
     modules = pair(batch_first=True)

@@ -113,12 +113,12 @@ def of_call(
         """Compute (out, lse) of dense q, k, v, for sequence ``b``, or for all sequences if ``b`` is None."""
         seen = problem.visible(positions(q.shape[1], k.shape[1]), range(k.shape[1]), q.device)
         for one in masks:
-            seen = seen & cells_of(one, b, q.shape[1], k.shape[1])
+            seen = seen & scores_of(one, b, q.shape[1], k.shape[1])
         grids = _grids(q, k)
         if mask_mod is not None:
             seen = seen & torch.as_tensor(mask_mod(*grids), device=q.device)
         modify = None if score_mod is None else lambda scores: _modified(score_mod, scores, seen, grids)
-        added = None if bias is None else cells_of(bias, b, q.shape[1], k.shape[1]).to(q.dtype)
+        added = None if bias is None else scores_of(bias, b, q.shape[1], k.shape[1]).to(q.dtype)
         factors = None
         if options.dropout_p > 0 and rng_state is not None:
             places = (range(len(q)) if b is None else range(b, b + 1), range(problem.num_heads_q))
@@ -287,15 +287,15 @@ def sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, s
     return (terms if terms.dim() == 1 else terms.sum(0)).to(sink.dtype)
 
 
-def cells_of(cells: Tensor, b: int | None, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Return the part of a mask or bias ``cells`` for sequence ``b``, or for all sequences if ``b`` is None.
+def scores_of(scores: Tensor, b: int | None, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Return the part of a mask or bias ``scores`` for sequence ``b``, or for all sequences if ``b`` is None.
 
-    ``cells`` broadcasts to the scores (batch, heads, seqlen_q, seqlen_k) of the whole batch. The part has at
+    ``scores`` broadcasts to the scores (batch, heads, seqlen_q, seqlen_k) of the whole batch. The part has at
     most ``seqlen_q`` rows and ``seqlen_k`` columns.
     """
-    if b is not None and cells.shape[0] > 1:
-        cells = cells[b : b + 1]
-    return cells[:, :, :seqlen_q, :seqlen_k]
+    if b is not None and scores.shape[0] > 1:
+        scores = scores[b : b + 1]
+    return scores[:, :, :seqlen_q, :seqlen_k]
 
 
 def _modified(

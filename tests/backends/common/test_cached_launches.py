@@ -15,7 +15,7 @@ import triton
 
 from flashtile import torch_private
 from flashtile.backends import compat, libcuda
-from flashtile.backends.common import direct_launch
+from flashtile.backends.common import direct_launch, tma
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tma import View
 
@@ -275,3 +275,9 @@ def test_tensor_maps_of_more_addresses_than_are_kept_are_mostly_found():
             assert maps[address] == (address, [1])
             assert len(maps) <= room
     assert len(encoded) < 0.05 * 100 * (room + 1)
+
+
+def test_rows_between_sequences():
+    """A dimension of one row may have any stride."""
+    for shape, rows in (((3, 1, 2, 64), 1), ((3, 5, 1, 64), 5), ((1, 5, 2, 64), 0), ((15, 2, 64), 0)):
+        assert tma.rows_between_sequences(torch.empty(shape)) == rows, shape

@@ -6,7 +6,7 @@
 //   constructor({ root, trace, facts, name, text })
 //   draw(position, event)            the run after `position` events, of which `event` is the last
 //   numbers(position)                optional: numbers of its own, {key: [value, format]}, named by text number_KEY
-//   caption(event, data)             optional: what an event does, in words
+//   caption(event, data, position)   optional: what an event does, in words
 
 const STORY_VIEWS = {}; // the pictures by the names of their stories
 
@@ -172,7 +172,7 @@ class CasePanel {
     this.drawn = position;
     const { trace, picture, language } = this;
     const event = position > 0 ? trace.event(position - 1) : null;
-    const words = () => picture.caption?.(event, trace.dataAt(position)) ?? describe(event, trace.dataAt(position), language);
+    const words = () => picture.caption?.(event, trace.dataAt(position), position) ?? describe(event, trace.dataAt(position), language);
     setText(this.now, event ? words() : language.text("before_start"));
     setText(this.step, `${position} / ${trace.length}`);
     this.step.dataset.value = position;

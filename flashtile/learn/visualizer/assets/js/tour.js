@@ -1,4 +1,4 @@
-// Guided tours: the line from standard attention to FlashDecoding++ and pages, told in scenes that play by themselves.
+// Guided tours: from standard attention over FlashAttention-3 and FP8 to pages, told in scenes that play by themselves.
 // A scene has a sentence in texts/tours.json under tour_NAME_NUMBER; some ask before they play.
 
 const RUN = { story: null, variant: null, case: null, queries: "all", mask: "full", b: null, sync: "share", element: null, inputs: null, words: null, sram: 102400 };
@@ -13,6 +13,9 @@ const [BY_KEYS, BY_QUERIES] = ["flash1", "flash2"].map((algorithm) => ({ algorit
 const [FIRST, SECOND] = ["flash1", "flash2"].map((algorithm) => ({ algorithm, block: "64x64" }));
 const splits = (num_splits) => ({ algorithm: "flash_decoding", block: "1x128", num_splits });
 const softmax = (name, variant = "article") => ({ story: "softmax", variant, case: name });
+const BACKWARD = { story: "backward", variant: "", case: "flash2" };
+const turns = (names) => ({ story: "turns", variant: "", case: names });
+const eight = (variant, names) => ({ story: "fp8", variant, case: names });
 const MANY_SECONDS = 7;
 
 /** `from` and `to`: a moment of moments.js, or a share of the clock. `right`: which of the choices is right. `says`: of a sentence, which the reader can change in the first scene. */
@@ -50,6 +53,31 @@ const TOURS = [
     { state: { ...TWELVE, a: BY_QUERIES }, from: 0.26, to: 1, seconds: MANY_SECONDS },
     { state: { ...THOUSAND, a: FIRST, b: SECOND, sync: "bytes" }, from: 0, to: 1, seconds: 9 },
     { state: { ...THOUSAND, a: FIRST, b: SECOND, sync: "share" }, from: 0.4, to: 0.6, seconds: 6 },
+  ] },
+  { name: "gradients", scenes: [
+    { state: BACKWARD, from: 0, to: "gradients_placed", seconds: 3 },
+    { state: BACKWARD, from: "gradients_placed", to: "row_sums_ready", seconds: 5 },
+    { state: BACKWARD, from: "row_sums_ready", to: "weights_again", seconds: 4, right: 1, choices: 3 },
+    { state: BACKWARD, from: "weights_again", to: "score_gradients", seconds: 4 },
+    { state: BACKWARD, from: "score_gradients", to: "keys_added", seconds: 4 },
+    { state: BACKWARD, from: "keys_added", to: 1, seconds: 12, right: 2, choices: 3 },
+    { state: { ...RUN, seqlen: 256, head_dim: 64, mask: "causal", a: { algorithm: "flash2_backward", block: "64x64" }, b: { algorithm: "standard_backward" }, sync: "bytes" }, from: 0, to: 1, seconds: 9 },
+  ] },
+  { name: "turns", scenes: [
+    { state: turns("together"), from: 0, to: 0.27, seconds: MANY_SECONDS },
+    { state: turns("together"), from: 0.27, to: 1, seconds: 9, right: 1, choices: 3 },
+    { state: turns("pingpong"), from: 0, to: 0.3, seconds: MANY_SECONDS },
+    { state: turns("pingpong"), from: 0.3, to: 1, seconds: 9 },
+    { state: turns("together,pipelined"), from: 0, to: 1, seconds: 11, right: 0, choices: 3 },
+    { state: turns("together,both"), from: 0, to: 1, seconds: 12 },
+  ] },
+  { name: "eight", scenes: [
+    { state: { story: "rounding", variant: "", case: "plain" }, from: 0, to: 1, seconds: MANY_SECONDS },
+    { state: { story: "rounding", variant: "", case: "scaled" }, from: 0, to: 1, seconds: MANY_SECONDS, right: 2, choices: 3 },
+    { state: eight("huge", "tensor"), from: 0, to: 1, seconds: 5 },
+    { state: eight("huge", "tensor,block"), from: 0, to: 1, seconds: 6 },
+    { state: eight("column", "block"), from: 0, to: 1, seconds: 5 },
+    { state: eight("column", "block,rotated"), from: 0, to: 1, seconds: 6, right: 1, choices: 3 },
   ] },
   { name: "split", scenes: [
     { state: { ...ONE_QUERY, a: splits(1) }, from: 0, to: 0.3, seconds: 4 },

@@ -1,6 +1,7 @@
 // FlashAttention-3's thread block over time: who loads, who multiplies, who computes a softmax, and who waits.
 
-const [TURN_LANE, TURN_UNIT] = [40, 36]; // height of a lane, and width of a product's time
+const TURN_UNIT = 36; // width of a product's time
+const [HIGH_LANE, LOW_LANE] = [64, 40]; // of a timeline alone, and of one among others
 const TURN_LANES = [["producer", "TMA"], ...[0, 1].flatMap((w) => ["tensor core", "softmax"].map((unit) => [`warpgroup ${w}`, unit]))];
 const TURN_CLASSES = { TMA: "copy", "tensor core": "tensor", softmax: "softmax" };
 
@@ -12,16 +13,16 @@ STORY_VIEWS.turns = class {
     return trace.sumOf(() => 1);
   }
 
-  constructor({ root, trace, facts, text }) {
-    Object.assign(this, { trace, facts, text });
-    const [width, height] = [facts.longest * TURN_UNIT, TURN_LANES.length * TURN_LANE];
+  constructor({ root, trace, facts, text, alone }) {
+    Object.assign(this, { trace, facts, text, lane: alone ? HIGH_LANE : LOW_LANE });
+    const [width, height] = [facts.longest * TURN_UNIT, TURN_LANES.length * this.lane];
     const laneOf = (worker, unit) => TURN_LANES.findIndex((lane) => lane[0] === worker && lane[1] === unit);
     this.waits = facts.waits.map(([worker, unit, barrier, start, end, [by, label, block]]) => ({ worker, unit, barrier, start, end, by, label, block }));
     this.bars = [
       ...this.waits.map((wait) => ({ ...wait, shown: this.#bar(laneOf(wait.worker, wait.unit), wait, `wait ${wait.barrier}`, text(`short_${wait.barrier}`)) })),
       ...trace.spans.map((span) => ({ ...span, shown: this.#bar(laneOf(span.worker, span.unit), span, TURN_CLASSES[span.unit], `${span.label === "softmax" ? "exp" : span.label} ${span.block}`) })),
     ];
-    const rules = TURN_LANES.map((_, i) => svgElement("line", { class: "rule", x1: 0, x2: width, y1: (i + 1) * TURN_LANE, y2: (i + 1) * TURN_LANE }));
+    const rules = TURN_LANES.map((_, i) => svgElement("line", { class: "rule", x1: 0, x2: width, y1: (i + 1) * this.lane, y2: (i + 1) * this.lane }));
     this.cursor = svgElement("line", { y1: 0, y2: height, class: "cursor" });
     const drawing = svgElement("svg", { viewBox: `0 0 ${width} ${height}`, style: `min-width:${0.8 * width}px`, role: "img", "aria-label": text("title") });
     drawing.append(...rules, ...this.bars.map(({ shown }) => shown), this.cursor);
@@ -36,10 +37,10 @@ STORY_VIEWS.turns = class {
 
   #bar(lane, { start, end }, kind, label) {
     const [x, width] = [start * TURN_UNIT, (end - start) * TURN_UNIT];
-    const [y, high] = kind.startsWith("wait") ? [lane * TURN_LANE + 11, TURN_LANE - 22] : [lane * TURN_LANE + 4, TURN_LANE - 8];
+    const [y, high] = kind.startsWith("wait") ? [lane * this.lane + 11, this.lane - 22] : [lane * this.lane + 4, this.lane - 8];
     const bar = svgElement("g", { class: kind }, svgElement("rect", { x: x + 0.5, y, width: width - 1, height: high, rx: 3 }));
     const long = [...label].reduce((sum, letter) => sum + (letter > "\u2e80" ? 11.5 : 6.4), 0);
-    if (long < width) bar.append(svgElement("text", { x: x + width / 2, y: lane * TURN_LANE + TURN_LANE / 2 + 4, "text-anchor": "middle" }, label));
+    if (long < width) bar.append(svgElement("text", { x: x + width / 2, y: lane * this.lane + this.lane / 2 + 4, "text-anchor": "middle" }, label));
     return bar;
   }
 

@@ -333,7 +333,7 @@ def test_the_timeline_of_warpgroups_is_that_of_the_schedule(told: Visit) -> None
             assert column(found, "time")[case.name] == now
             assert column(found, "busy")[case.name] == pytest.approx(busy / now)
     assert told.each("[data-case=both] .turns g", "e.classList.contains('begun')").count(False) == 0
-    tell(told, "turns", 40)
+    tell(told, "turns", 40, lang="en")  # other tests change the language
     said = told.text("[data-case=pingpong] .now")
     assert "Producer waits for an empty stage: P V of block 0 is still being used." in said
     assert "Warpgroup 1: tensor cores compute P V of block 0." in said

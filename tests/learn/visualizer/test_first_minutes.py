@@ -125,6 +125,8 @@ def test_the_first_tour_starts_from_a_sentence_that_the_reader_can_change(visit:
     visit.page.click("#tour-next")
     visit.settle()
     assert visit.state["seqlen"] == "4"
+    visit.go("lang=zh&tour=slow&scene=1")
+    assert visit.page.input_value(field) == "猫在垫子上睡着了"
 
 
 def test_all_scores_are_held_once(visit: Visit) -> None:

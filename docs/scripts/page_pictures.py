@@ -1,4 +1,4 @@
-"""Takes the pictures of the interactive page in ``docs/assets/visualizer``. Needs the extra "browser" and a Chromium.
+"""Take the pictures of the interactive page in ``docs/assets/visualizer`` with a Chromium (extra "browser").
 
 python docs/scripts/page_pictures.py [CHROMIUM]
 """

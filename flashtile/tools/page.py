@@ -95,17 +95,18 @@ def operation_bars(axes: Axes, cell: dict[str, Any], ours: str) -> None:
     """
     height, found = 0.0, cell["operations"]
     dropped = found.get("fused_dropout_ms")
+    fused = cell["results"][ours].get("ms", 0.0) if dropped is None else dropped
+    tallest = max(found["together_ms"], fused)
     for index, (name, milliseconds) in enumerate(found["ms"].items()):
         if name == DROP and dropped is None:
             continue
         axes.bar([0], [milliseconds], 0.6, bottom=height, label=name, color=f"C{index + 1}")
-        if milliseconds > 0.06 * found["together_ms"]:
+        if milliseconds > 0.07 * tallest:  # high enough for its name
             label = f"{name} {format_number(milliseconds)}"
             axes.text(
                 0, height + milliseconds / 2, label, ha="center", va="center", fontsize=8, color="black"
             )
         height += milliseconds
-    fused = cell["results"][ours].get("ms", 0.0) if dropped is None else dropped
     axes.bar([1], [fused], 0.6, label=ours, color="C0")
     for place, whole in enumerate((height, fused)):
         label = format_number(whole) if whole else "not timed"

@@ -25,6 +25,22 @@ TMA, TENSOR_CORE, SOFTMAX = "TMA", "tensor core", "softmax"
 PRODUCER = "producer"
 
 
+class Wait(NamedTuple):
+    """A time in which a worker has nothing to do, because its next operation waits for another worker.
+
+    ``unit`` is the unit of the operation that waits. ``barrier`` is "full" (a block of K or V has to arrive),
+    "empty" (a stage has to be free) or "turn" (another warpgroup comes first). ``cause`` is the operation
+    whose end opens the barrier.
+    """
+
+    worker: str
+    unit: str
+    barrier: str
+    start: float
+    end: float
+    cause: Order
+
+
 class Order(NamedTuple):
     """An operation that a worker issues for one block of keys.
 
@@ -69,6 +85,32 @@ def schedule(
         >>> max(span.end for span in spans) < max(span.end for span in alone)
         True
     """
+    return timeline(
+        num_blocks, warpgroups=warpgroups, pingpong=pingpong, pipelined=pipelined, stages=stages,
+        product=product, softmax=softmax, load=load,
+    )[0]  # fmt: skip
+
+
+def timeline(
+    num_blocks: int,
+    *,
+    warpgroups: int = 2,
+    pingpong: bool = True,
+    pipelined: bool = True,
+    stages: int = 2,
+    product: float = 1.0,
+    softmax: float = 1.0,
+    load: float = 0.5,
+) -> tuple[list[Span], list[Wait]]:
+    """Return the spans of :func:`schedule`, whose arguments these are, and what each worker waits for.
+
+    Examples:
+        >>> from flashtile.algorithms import flash3_schedule
+        >>> _, waits = flash3_schedule.timeline(4)
+        >>> first = waits[0]
+        >>> first.worker, first.barrier, first.cause.label, first.end  # S waits for the first block of K
+        ('warpgroup 0', 'full', 'K', 0.5)
+    """
     if warpgroups < 1 or stages < 1:
         raise ValueError(f"warpgroups and stages must be at least 1, got {warpgroups} and {stages}")
     consumers = [f"warpgroup {w}" for w in range(warpgroups)]
@@ -78,18 +120,33 @@ def schedule(
         SOFTMAX: [Order(w, "softmax", j) for j in range(num_blocks) for w in consumers],
     }
     duration = {TMA: load, TENSOR_CORE: product, SOFTMAX: softmax}
-    free = dict.fromkeys(queues, 0.0)
     ends: dict[Order, float] = {}
-    spans = []
+    last: dict[str, Order] = {}  # of each unit
+    spans, waits = [], []
+    idle_since = dict.fromkeys([PRODUCER, *consumers], 0.0)
     while any(queues.values()):
         for unit, queue in queues.items():
             while queue and all(n in ends for n in needs(queue[0], consumers, pingpong, pipelined, stages)):
                 order = queue.pop(0)
-                ready = [ends[n] for n in needs(order, consumers, pingpong, pipelined, stages)]
-                start = max(free[unit], *ready, 0.0)
-                free[unit] = ends[order] = start + duration[unit]
-                spans.append(Span(order.worker, unit, order.label, order.block, start, free[unit]))
-    return sorted(spans, key=lambda span: (span.start, span.unit))
+                before = needs(order, consumers, pingpong, pipelined, stages)
+                if unit in last:
+                    before.append(last[unit])
+                cause = max(before, key=lambda n: ends[n], default=None)
+                start = ends[cause] if cause else 0.0
+                ends[order] = start + duration[unit]
+                spans.append(Span(order.worker, unit, order.label, order.block, start, ends[order]))
+                since = idle_since[order.worker]
+                if cause and cause.worker != order.worker and since < start:
+                    waits.append(Wait(order.worker, unit, _barrier(order, cause), since, start, cause))
+                idle_since[order.worker] = max(since, ends[order])
+                last[unit] = order
+    return sorted(spans, key=lambda span: (span.start, span.unit)), sorted(waits, key=lambda wait: wait.start)
+
+
+def _barrier(order: Order, cause: Order) -> str:
+    if order.worker == PRODUCER:
+        return "empty"
+    return "full" if cause.worker == PRODUCER else "turn"
 
 
 def products(num_blocks: int, consumers: list[str], pingpong: bool, pipelined: bool) -> Iterator[Order]:

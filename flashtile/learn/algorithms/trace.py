@@ -36,6 +36,7 @@ class Event(NamedTuple):
     * shared_store: a warp writes from its registers to shared memory.
     * register: a warp computes a value in its registers.
     * barrier: all warps of the thread block wait for each other.
+    * tick: time passes; ``Trace.spans`` say what happens in it.
 
     Names of a warp's tiles end with the number of the warp: "K.2" is K in warp 2.
     """

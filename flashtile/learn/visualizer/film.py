@@ -21,8 +21,8 @@ SECONDS = 12
 WIDTH, HEIGHT = 528, 608
 LEFT, TOP, SIDE = 24, 56, 480
 COLOURS = {
-    "untouched": "#e9edf1", "skipped": "#ffffff", "computed": "#ecd9a4", "stored": "#d08700",
-    "weights": "#7a3b00", "ink": "#14181d", "track": "#e9edf0", "moved": "#0b5cad", "tile": "#946200",
+    "untouched": "#e9edf1", "skipped": "#ffffff", "computed": "#d3d5f3", "stored": "#7b7fd6",
+    "weights": "#2a2c74", "ink": "#14181d", "track": "#e9edf0", "moved": "#0b5cad", "tile": "#4f51b5",
 }  # fmt: skip
 """Colours of the page's light theme."""
 

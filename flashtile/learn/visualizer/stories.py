@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from flashtile.learn.algorithms import (
     Trace,
     flash2,
     flash3_fp8,
+    flash3_schedule,
     flash_decoding,
     online_softmax,
     product_chain,
@@ -33,6 +34,7 @@ from flashtile.learn.algorithms import (
     warp_split,
 )
 from flashtile.learn.algorithms.call import blocks, lowest, row_sum
+from flashtile.learn.algorithms.trace import Event
 from flashtile.learn.visualizer.packing import pack
 from flashtile.masks.block_mask import listed
 from flashtile.masks.mods import MaskMod
@@ -159,6 +161,125 @@ def warps() -> Iterator[Case]:
         yield Case(name, trace, {"num_warps": WARPS_NUM_WARPS, "cycles": cycles})
 
 
+TURNS: dict[str, dict[str, bool]] = {
+    "together": {"pingpong": False, "pipelined": False},
+    "pingpong": {"pingpong": True, "pipelined": False},
+    "pipelined": {"pingpong": False, "pipelined": True},
+    "both": {"pingpong": True, "pipelined": True},
+}
+TURNS_BLOCKS = 4
+TICKS = 8
+"""Events in the time of a product."""
+
+
+def turns() -> Iterator[Case]:
+    """Yield the timeline of a thread block of FlashAttention-3 with none, either and both of its overlaps.
+
+    An event is a tick of the clock. The trace's spans and the fact ``waits`` say who works and who waits.
+    """
+    timelines = {name: flash3_schedule.timeline(TURNS_BLOCKS, **options) for name, options in TURNS.items()}
+    ends = {name: max(span.end for span in spans) for name, (spans, _) in timelines.items()}
+    for name, (spans, waits) in timelines.items():
+        end = ends[name]
+        trace = Trace(events=[Event("tick", "time")] * round(end * TICKS), spans=spans)
+        facts = {
+            "ticks": TICKS,
+            "end": end,
+            "longest": max(ends.values()),
+            "busy": round(100 * flash3_schedule.busy(spans, flash3_schedule.TENSOR_CORE)),
+            "waits": [list(wait) for wait in waits],
+        }
+        yield Case(name, trace, facts)
+
+
+BACKWARD_SEQLEN, BACKWARD_HEAD_DIM, BACKWARD_BLOCK = 6, 2, 2
+
+
+class Numbered(Memory):
+    """A memory that keeps the numbers of each tile that is computed or moved, by the number of its event."""
+
+    def __init__(self, trace: Trace):
+        super().__init__(trace=trace)
+        self.numbers: dict[int, list[Any]] = {}
+
+    def record(
+        self,
+        kind: str,
+        name: str,
+        rows: range | None = None,
+        cols: range | None = None,
+        bytes: int = 0,
+        op: str = "",
+        column: Tensor | None = None,
+        data: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().record(kind, name, rows, cols, bytes, op, column, data)
+        if column is not None and self.trace is not None:
+            self.numbers[len(self.trace.events) - 1] = numbers(column, 3)
+
+
+def backward_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return q, k, v and dout, each (BACKWARD_SEQLEN, BACKWARD_HEAD_DIM)."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (4, BACKWARD_SEQLEN, BACKWARD_HEAD_DIM)
+    q, k, v, dout = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float64)
+    return q, k, v, dout
+
+
+def backward() -> Iterator[Case]:
+    """Yield FlashAttention-2's backward pass with all of its numbers."""
+    q, k, v, dout = backward_inputs()
+    sizes = {"block_m": BACKWARD_BLOCK, "block_n": BACKWARD_BLOCK}
+    out, lse = flash2.forward(q, k, v, Memory(), **sizes)
+    memory = Numbered(Trace())
+    flash2.backward(q, k, v, out, lse, dout, memory, **sizes)
+    assert memory.trace is not None
+    writes = sum(
+        e.kind == "store" and e.name == "dQ" and e.rows == (0, BACKWARD_BLOCK) for e in memory.trace.events
+    )
+    facts = {
+        "seqlen": BACKWARD_SEQLEN,
+        "head_dim": BACKWARD_HEAD_DIM,
+        "blocks": BACKWARD_SEQLEN // BACKWARD_BLOCK,
+        "writes": writes,
+        "lse": numbers(lse, 3),
+        "numbers": memory.numbers,
+    }
+    yield Case("flash2", memory.trace, facts)
+
+
+ROUNDED = [0.0006, 0.0023, 0.0071, 0.013, 0.031, 0.082]
+"""Small numbers, such as the weights of a model."""
+
+
+def rounding() -> Iterator[Case]:
+    """Yield the rounding of small numbers to e4m3, as they are and divided by a scale."""
+    x = torch.tensor(ROUNDED, device="cpu")
+    values = torch.arange(1, 127, device="cpu", dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    tiles = {"R": Tile("e4m3(x / scale)", None, "cols", name="X")}
+    for name in ("plain", "scaled"):
+        trace = Trace()
+        memory = Memory(trace=trace)
+        X = memory.place("X", x[None])
+        scale = x.abs().max() / flash3_fp8.LARGEST if name == "scaled" else torch.tensor(1.0)
+        found = []
+        for i in range(len(x)):
+            with memory.sram(tiles=tiles, cols=range(i, i + 1)) as sram:
+                one = sram.load(X, cols=range(i, i + 1))
+                sram.R = flash3_fp8.round_to_e4m3(one / scale)
+                found.append((sram.R * scale).item())
+        errors = [abs(r - y) / y for r, y in zip(found, ROUNDED, strict=True)]
+        facts = {
+            "x": ROUNDED,
+            "stored": [float(f"{r:.3g}") for r in found],
+            "errors": errors,
+            "scale": float(f"{scale.item():.3g}"),
+            "values": numbers(values),
+            "percent": float(f"{100 * max(errors):.3g}"),
+        }
+        yield Case(name, trace, facts)
+
+
 FP8_SEQLEN, FP8_HEAD_DIM, FP8_BLOCK, FP8_COLUMN = 32, 32, 8, 3
 FP8_CASES: dict[str, dict[str, Any]] = {
     "tensor": {"block_scales": False, "incoherent": False},
@@ -203,7 +324,7 @@ def fp8() -> Iterator[Case]:
             error = ((out - exact).norm() / exact.norm()).item()
             rows = FP8_BLOCK if options["block_scales"] else FP8_SEQLEN
             rotation = flash3_fp8.random_rotation(q, seed=0) if options["incoherent"] else None
-            facts = {"error": error, "block": FP8_BLOCK}
+            facts = {"error": error, "percent": float(f"{100 * error:.3g}"), "block": FP8_BLOCK}
             facts |= {array: fp8_rounding(t, rows, rotation) for array, t in (("Q", q), ("K", k))}
             yield Case(name, trace, facts, variant)
 
@@ -385,7 +506,8 @@ def masks() -> Iterator[Case]:
 
 
 STORIES: dict[str, Callable[[], Iterator[Case]]] = {
-    story.__name__: story for story in (softmax, matmul, chain, warps, fp8, unified, pool, masks)
+    story.__name__: story
+    for story in (softmax, matmul, chain, warps, backward, turns, rounding, fp8, unified, pool, masks)
 }
 """Stories by name, in the order of the page."""
 

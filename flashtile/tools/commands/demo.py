@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
+
+# OpenMP's threads spin while they wait for each other. If other programs use the cores, a call of many short
+# operations then takes up to thirty times as long. torch reads this when it is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 import typer

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from flashtile import explain
+from flashtile.backends.cpu.config import Fused
 from flashtile.hardware import machine
 from flashtile.learn.io_model.tables import format_bytes, format_seconds
 from flashtile.tools.demo import exactness, operations, scaling
@@ -69,7 +70,7 @@ class Setting:
         The other backends follow, each with the reason why it cannot compute a call.
         """
         where = f"{self.dtype} on {self.device}"
-        lines = [f"{call['call']}, {where}: served by {call['backend']}" for call in self.served]
+        lines = [f"{call['call']}, {where}: {call['kernel']}" for call in self.served]
         against = {reason for call in self.served for reason in call["reasons_against"].items()}
         return lines + [f"not by {name}: {reason}" for name, reason in sorted(against)]
 
@@ -92,8 +93,14 @@ def inspect_setting(device: torch.device, dtype: torch.dtype) -> Setting:
     served = []
     for call, options in (("causal", {}), ("causal, window, soft-cap, ALiBi", every)):
         found = explain(q, q, q, causal=True, **options)
+        kernel = f"the kernel of flashtile's backend {found.backend}"
+        if found.backend == "cpu":
+            fused = isinstance(found.config.forward, Fused)
+            kernel = (
+                "PyTorch's own flash kernel" if fused else "flashtile's tiles, made of PyTorch's operations"
+            )
         reasons = {"config": str(found.config), "reasons_against": found.reasons_against}
-        served.append({"call": call, "backend": found.backend} | reasons)
+        served.append({"call": call, "backend": found.backend, "kernel": kernel} | reasons)
     name = str(dtype).removeprefix("torch.")
     return Setting(str(device), name, machine.versions(), machine.devices(), served)
 
@@ -209,6 +216,10 @@ def write(results: Results, folder: Path, page: str | None = None) -> list[Path]
     return written
 
 
+ALONE = "Exact attention, without the score matrix"
+"""Headline if nothing was compared, or nothing was better."""
+
+
 def claim(results: Results) -> str:
     """Return the headline: speed and memory if every check holds, otherwise how many checks failed."""
     checks = results.checks()
@@ -217,9 +228,11 @@ def claim(results: Results) -> str:
         return f"{failed} of {len(checks)} checks failed"
     row = scaling.compared(results.scaling)
     if row is None or row.speed_up is None:
-        return "Exact attention, without the score matrix"
-    memory = "" if row.memory_ratio is None else f" with {_factor(row.memory_ratio)} times less memory"
-    return f"Exact attention, {_factor(row.speed_up)} times as fast{memory}"
+        return ALONE
+    better = [f"{_factor(row.speed_up)} times as fast"] if row.speed_up > 1 else []
+    if row.memory_ratio is not None and row.memory_ratio > 1:
+        better.append(f"with {_factor(row.memory_ratio)} times less memory")
+    return f"Exact attention, {' '.join(better)}" if better else ALONE
 
 
 def findings(results: Results) -> dict[str, str]:
@@ -250,10 +263,11 @@ def _scaling(results: Results) -> str:
         return "Standard attention ran at none of the lengths."
     time = f"takes {_compared(row.flashtile.milliseconds, row.standard.milliseconds)}"
     ours, theirs = row.flashtile.peak_bytes, row.standard.peak_bytes
+    sdpa = "" if row.sdpa is None else f" PyTorch's SDPA takes {format_seconds(row.sdpa.milliseconds / 1e3)}."
     if row.memory_ratio is None or ours is None or theirs is None:
-        return f"At {row.seqlen:,} tokens a pass {time}."
-    sizes = f"needs {format_bytes(ours)} instead of {format_bytes(theirs)}"
-    return f"At {row.seqlen:,} tokens a pass {time}, and {sizes}, {_factor(row.memory_ratio)} times less."
+        return f"At {row.seqlen:,} tokens a pass {time}.{sdpa}"
+    sizes = f"It needs {format_bytes(ours)} instead of {format_bytes(theirs)}"
+    return f"At {row.seqlen:,} tokens a pass {time}. {sizes}, {_factor(row.memory_ratio)} times less.{sdpa}"
 
 
 def _operations(cell: dict[str, Any]) -> str:
@@ -275,6 +289,9 @@ def _operations(cell: dict[str, Any]) -> str:
 def _compared(ours: float, theirs: float) -> str:
     """Compare two times in milliseconds."""
     times = f"{format_seconds(ours / 1e3)} instead of {format_seconds(theirs / 1e3)}"
+    if ours > theirs:
+        longer = f"{_factor(ours / theirs)} times as long"
+        return f"{times}, {longer} (the scores fit into caches, or other programs use this machine)"
     return f"{times}, {_factor(theirs / ours)} times as fast"
 
 
@@ -291,11 +308,11 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-OURS, THEIRS = "#0072b2", "#b34700"
-VARIABLES = {OURS: "--q", THEIRS: "--k"}
+OURS, THEIRS, SDPA = "#08708f", "#c2413b", "#2e7d4f"
+VARIABLES = {OURS: "--q", THEIRS: "--k", SDPA: "--v"}
 """CSS variable of the page for each colour. On a dark page the variable has another value."""
 
-OPERATIONS = ("#e8894a", "#f0b27e", "#d9a441", "#f3d06b", "#c9b79c")
+OPERATIONS = ("#e88f88", "#efb3ae", "#e29aa9", "#f0c4cf", "#d3b8bd")
 """Colours of standard attention's operations, light enough for black text."""
 
 HALF_WIDTH = (5.4, 3.6)
@@ -310,19 +327,24 @@ def bars(row: ScalingRow | None) -> dict[str, list[dict[str, Any]]]:
     if row is None or row.standard is None:
         return {}
     ours, theirs = row.flashtile, row.standard
-    found = {"Time": _compared_bars(ours.milliseconds / 1e3, theirs.milliseconds / 1e3, format_seconds)}
+    sides = [("standard attention", theirs, THEIRS), ("flashtile", ours, OURS)]
+    if row.sdpa is not None:
+        sides.insert(1, ("PyTorch's SDPA", row.sdpa, SDPA))
+
+    def compared(
+        value: Callable[[Cost], float | None], described: Callable[[float], str]
+    ) -> list[dict[str, Any]]:
+        values = [(label, value(cost) or 0.0, VARIABLES[color]) for label, cost, color in sides]
+        longest = max(number for _, number, _ in values)
+        return [
+            {"label": label, "value": described(number), "share": number / longest, "color": color}
+            for label, number, color in values
+        ]
+
+    found = {"Time": compared(lambda cost: cost.milliseconds / 1e3, format_seconds)}
     if ours.peak_bytes and theirs.peak_bytes:
-        found["Memory"] = _compared_bars(ours.peak_bytes, theirs.peak_bytes, format_bytes)
+        found["Memory"] = compared(lambda cost: cost.peak_bytes, lambda size: format_bytes(round(size)))
     return found
-
-
-def _compared_bars(ours: float, theirs: float, described: Callable[[float], str]) -> list[dict[str, Any]]:
-    sides = (("standard attention", theirs, VARIABLES[THEIRS]), ("flashtile", ours, VARIABLES[OURS]))
-    longest = max(ours, theirs)
-    return [
-        {"label": label, "value": described(value), "share": value / longest, "color": color}
-        for label, value, color in sides
-    ]
 
 
 def themed_svg(figure: Figure) -> str:
@@ -385,29 +407,23 @@ def _pass_figure(
     base: int,
     text_of: Callable[[float], str],
 ) -> Figure:
-    """Plot ``value`` by sequence length, a curve for flashtile and one for standard attention.
+    """Plot ``value`` by sequence length: a curve each for flashtile, PyTorch's SDPA and standard attention.
 
     Lengths that standard attention cannot run are marked. ``text_of`` formats numbers of the y axis.
     """
 
     def draw(axes: Axes) -> None:
-        # Both curves rise. The label of the upper curve fits at the left above it, that of the lower curve
-        # at the right below it.
-        for name, label, color, is_upper in (
-            ("standard", "standard attention", THEIRS, True),
-            ("flashtile", "flashtile", OURS, False),
+        for name, label, color in (
+            ("standard", "standard attention", THEIRS),
+            ("sdpa", "PyTorch's SDPA", SDPA),
+            ("flashtile", "flashtile", OURS),
         ):
             costs = ((row.seqlen, getattr(row, name)) for row in rows)
             points = [(seqlen, found) for seqlen, cost in costs if cost and (found := value(cost))]
             if not points:
                 continue
             seqlens, values = zip(*points, strict=True)
-            axes.plot(seqlens, values, "o-", color=color, linewidth=1.8, markersize=4.5)
-            axes.annotate(
-                label, points[-1 if is_upper else len(points) // 2], xytext=(-8, 3) if is_upper else (4, -11),
-                textcoords="offset points", ha="right" if is_upper else "left", va="center", fontsize=9,
-                color=color,
-            )  # fmt: skip
+            axes.plot(seqlens, values, "o-", color=color, linewidth=1.8, markersize=4.5, label=label)
         for row in rows:
             if row.obstacle is not None:
                 reason = "does not fit" if "does not fit" in row.obstacle else "left out"
@@ -422,6 +438,7 @@ def _pass_figure(
         axes.yaxis.set_major_formatter(FuncFormatter(lambda number, _: text_of(number)))
 
     figure = figure_of(draw, title)
+    figure.axes[0].legend(loc="upper left", frameon=False, fontsize=8, labelcolor=INK)
     figure.set_size_inches(HALF_WIDTH)
     return figure
 

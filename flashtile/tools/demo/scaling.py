@@ -19,7 +19,7 @@ from rich.table import Column, Table
 from flashtile.hardware import machine
 from flashtile.hardware.timing import peak_allocated, time_call
 from flashtile.learn.io_model.tables import format_number
-from flashtile.tools.demo.attention import Attention, flashtile, later_keys, standard
+from flashtile.tools.demo.attention import ATTENTIONS, Attention, later_keys, standard
 from flashtile.tools.demo.exactness import Check
 
 SCORE_MATRICES = 3
@@ -83,12 +83,16 @@ class Cost:
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """Costs at one length. If standard attention did not run, ``standard`` is None; ``obstacle`` says why."""
+    """Costs at one length. If standard attention did not run, ``standard`` is None; ``obstacle`` says why.
+
+    ``sdpa`` is the cost of PyTorch's scaled_dot_product_attention, None if it was not measured.
+    """
 
     seqlen: int
     flashtile: Cost
     standard: Cost | None
     obstacle: str | None
+    sdpa: Cost | None = None
 
     @property
     def speed_up(self) -> float | None:
@@ -105,6 +109,7 @@ def measure(workload: ScalingWorkload) -> Iterator[ScalingRow]:
     """Yield a row for each sequence length, the shortest first, until flashtile is :func:`too_slow`."""
     ours: Cost | None = None
     theirs: Cost | None = None
+    sdpa: Cost | None = None
     for seqlen in workload.seqlens:
         if too_slow(ours):
             return
@@ -116,7 +121,8 @@ def measure(workload: ScalingWorkload) -> Iterator[ScalingRow]:
                 theirs = cost("standard", workload, seqlen)
             except torch.OutOfMemoryError:
                 obstacle = "ran out of the GPU's memory"
-        yield ScalingRow(seqlen, ours, theirs, obstacle)
+        sdpa = None if too_slow(sdpa) else cost("sdpa", workload, seqlen)
+        yield ScalingRow(seqlen, ours, theirs, obstacle, sdpa)
 
 
 def too_slow(at_half_length: Cost | None) -> str | None:
@@ -148,7 +154,7 @@ def memory_obstacle(workload: ScalingWorkload, seqlen: int) -> str | None:
 
 
 def cost(attention: str, workload: ScalingWorkload, seqlen: int) -> Cost:
-    """Measure the attention "flashtile" or "standard" at one sequence length."""
+    """Measure the attention "flashtile", "standard" or "sdpa" at one sequence length."""
     if torch.device(workload.device).type == "cuda":
         return _cost_on_gpu(attention, workload, seqlen)
     if "forkserver" not in multiprocessing.get_all_start_methods():
@@ -170,7 +176,7 @@ def _prepare(attention: str, workload: ScalingWorkload, seqlen: int):
         torch.randn(shape, generator=generator, device=device).to(workload.torch_dtype) for _ in range(4)
     )
     inputs = tuple(t.requires_grad_() for t in (q, k, v))
-    attend: Attention = flashtile
+    attend: Attention = ATTENTIONS[attention]
     if attention == "standard":  # the mask is made once, as in a model that keeps it between calls
         attend = partial(standard, hidden=later_keys(seqlen, seqlen, device))
     return lambda: torch.autograd.grad(attend(*inputs), inputs, dout)
@@ -209,13 +215,13 @@ def _peak_resident_bytes() -> int | None:
 def table(rows: Sequence[ScalingRow]) -> Table:
     """Return a table with a row for each sequence length."""
     headings = (
-        "tokens", "flashtile\nms", "standard\nms", "speed-up", "flashtile\nMiB", "standard\nMiB",
-        "memory\nratio",
+        "tokens", "flashtile\nms", "SDPA\nms", "standard\nms", "speed-up", "flashtile\nMiB", "SDPA\nMiB",
+        "standard\nMiB", "memory\nratio",
     )  # fmt: skip
     columns = [Column(heading, justify="right") for heading in headings]
     found = Table(*columns, box=None, padding=(0, 1), pad_edge=False)
     for row in rows:
-        costs = row.flashtile, row.standard
+        costs = row.flashtile, row.sdpa, row.standard
         times = (None if cost is None else cost.milliseconds for cost in costs)
         peaks = (
             None if cost is None or cost.peak_bytes is None else cost.peak_bytes / 2**20 for cost in costs

@@ -9,7 +9,16 @@ import torch
 from algorithm_heads import attention, random_head
 
 from flashtile.algorithms import Memory, flash3, flash3_fp8
-from flashtile.learn.algorithms.flash3_schedule import SOFTMAX, TENSOR_CORE, TMA, Order, busy, needs, schedule
+from flashtile.learn.algorithms.flash3_schedule import (
+    SOFTMAX,
+    TENSOR_CORE,
+    TMA,
+    Order,
+    busy,
+    needs,
+    schedule,
+    timeline,
+)
 from walk import walk
 
 pytestmark = pytest.mark.numerical
@@ -88,6 +97,21 @@ def test_a_slow_load_is_what_remains():
 def test_an_empty_schedule():
     assert schedule(0) == []
     assert busy([], TENSOR_CORE) == 0.0
+
+
+@pytest.mark.parametrize("pingpong", [False, True])
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_wait_ends_with_its_cause_and_its_worker_is_idle(pingpong, pipelined):
+    spans, waits = timeline(6, pingpong=pingpong, pipelined=pipelined)
+    assert spans == schedule(6, pingpong=pingpong, pipelined=pipelined)
+    ends = {(span.worker, span.label, span.block): span.end for span in spans}
+    assert {wait.barrier for wait in waits} == {"full", "empty", "turn"}
+    for wait in waits:
+        own = [span for span in spans if span.worker == wait.worker]
+        assert ends[wait.cause] == wait.end
+        assert wait.cause.worker != wait.worker
+        assert all(span.end <= wait.start or span.start >= wait.end for span in own)
+        assert any(span.start == wait.end and span.unit == wait.unit for span in own)
 
 
 @pytest.mark.parametrize("argument", ["warpgroups", "stages"])

@@ -15,6 +15,10 @@ STATES = {
     "question": "a=flash1;block=3x2&seqlen=12&head_dim=4&tour=loops&scene=2&at=60",
     "pages": "a=paged;page_size=8&seqlen=64&queries=one&at=200",
     "warpgroups": "a=flash3;block=32x32&seqlen=256&queries=all&at=90",
+    "sentence": "tour=slow&scene=1",
+    "timeline": "story=turns&tour=turns&scene=3&case=pingpong&at=40",
+    "backward": "story=backward&tour=gradients&scene=5&case=flash2&at=60",
+    "rounding": "story=rounding&tour=eight&scene=1&case=plain&at=9",
     "story": "story=masks&variant=document&at=300",
     "softmax": "story=softmax&tour=softmax&scene=4&case=average&variant=article&at=15",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from visits import Visit, address
 
 from flashtile.learn.visualizer.recording import Recording
@@ -96,6 +97,36 @@ def test_scores_are_shown_once_they_are_computed_and_as_they_are_stored(visit: V
             of_scores[seen["did"]] = seen["shown"]
     assert {"compute S", "store S", "load S"} <= set(of_scores)
     assert all(shown == of_scores["load S"] for shown in of_scores.values())
+
+
+@pytest.mark.parametrize("visit", [{"reduced_motion": "reduce"}], indirect=True)
+def test_the_first_tour_starts_from_a_sentence_that_the_reader_can_change(visit: Visit) -> None:
+    """Scores are those of the words, and equal words have equal scores; the next scene has the same words."""
+    visit.go("tour=slow&scene=1")
+    assert visit.text(".guide.tour .sentence").startswith("Each of 8 words")
+    field = ".guide.tour .says input"
+    visit.page.fill(field, "a rose is a")
+    visit.page.wait_for_function("flashtilePage.state.words === 'a rose is a'")
+    visit.settle()
+    assert "4 × 4 scores" in visit.text(".guide.tour .sentence")
+    scores, words = visit.page.evaluate(
+        """() => {
+          const { trace } = flashtilePage.runs.a;
+          const vectorsOf = (word) => flashtilePage.catalog.maker.vectorsOf(word);
+          const scores = trace.numbers.find((_, i) => trace.event(i).op === "S += Q K^T");
+          return [scores, ["a", "rose", "is", "a"].map(vectorsOf)];
+        }"""
+    )
+    q, k, _ = torch.tensor(words, dtype=torch.float64).unbind(1)
+    torch.testing.assert_close(torch.tensor(scores, dtype=torch.float64), q @ k.T / 2)
+    assert scores[0] == scores[3]
+    visit.page.press(field, "l")  # a letter, not the key of the language
+    assert visit.page.input_value(field) == "a rose is al"
+    visit.page.click("#tour-next")
+    visit.settle()
+    assert visit.state["seqlen"] == "4"
+    visit.go("lang=zh&tour=slow&scene=1")
+    assert visit.page.input_value(field) == "猫在垫子上睡着了"
 
 
 def test_all_scores_are_held_once(visit: Visit) -> None:

@@ -285,3 +285,65 @@ def test_every_story_fits_on_a_phone(told: Visit) -> None:
         assert told.page.evaluate("document.documentElement.scrollWidth") <= 390, name
         assert len(told.text(".about-story .about")) > 100
     told.page.set_viewport_size({"width": 1400, "height": 1000})
+
+
+def test_the_numbers_of_the_backward_pass_are_those_of_autograd(told: Visit) -> None:
+    """Every tile of P, dP and dS in float64, and what the page shows of dQ, dK and dV at the end."""
+    q, k, v, dout = (x.requires_grad_() for x in stories.backward_inputs())
+    s = q @ k.T * stories.BACKWARD_HEAD_DIM**-0.5
+    p = torch.softmax(s, -1)
+    out = p @ v
+    exact = dict(zip(("dS", "dQ", "dK", "dV"), torch.autograd.grad(out, (s, q, k, v), dout), strict=True))
+    exact |= {"P": p, "dP": dout @ v.T, "D": (dout * out).sum(-1, keepdim=True)}
+    (case,) = stories.recorded("backward")
+    shown = case.facts["numbers"]
+    seen = set()
+    for at, event in enumerate(case.trace.events):
+        name = event.op.split(" =")[0] if event.name in ("S", "dS") and event.op else event.name
+        whole = event.kind == "store" and name in ("D", "dK", "dV")
+        if (not whole and name not in ("P", "dP", "dS")) or event.kind == "free":
+            continue
+        rows, cols = slice(*event.rows), slice(*(event.cols or (None, None)))
+        close(shown[at], exact[name][rows, cols])
+        seen.add(name)
+    assert seen == {"P", "dP", "dS", "D", "dK", "dV"}
+    tell(told, "backward")
+    for name in ("dQ", "dK", "dV"):
+        texts = told.each(f"[data-grid={name}] text", "e.textContent")
+        close([[float(text.replace("−", "-"))] for text in texts], exact[name].reshape(-1, 1), 0.00501)
+
+
+def close(rows: list[list[float]], exact: torch.Tensor, absolute: float = 1e-12) -> None:
+    """The page's numbers have three digits."""
+    torch.testing.assert_close(
+        torch.tensor(rows, dtype=torch.float64), exact.detach(), rtol=5e-3, atol=absolute
+    )
+
+
+def test_the_timeline_of_warpgroups_is_that_of_the_schedule(told: Visit) -> None:
+    for at in (40, END):
+        found = tell(told, "turns", at)
+        for case in stories.recorded("turns"):
+            now = min(at / stories.TICKS, case.facts["end"])
+            busy = sum(
+                max(min(span.end, now) - span.start, 0)
+                for span in case.trace.spans
+                if span.unit == "tensor core"
+            )
+            assert column(found, "time")[case.name] == now
+            assert column(found, "busy")[case.name] == pytest.approx(busy / now)
+    assert told.each("[data-case=both] .turns g", "e.classList.contains('begun')").count(False) == 0
+    tell(told, "turns", 40, lang="en")  # other tests change the language
+    said = told.text("[data-case=pingpong] .now")
+    assert "Producer waits for an empty stage: P V of block 0 is still being used." in said
+    assert "Warpgroup 1: tensor cores compute P V of block 0." in said
+
+
+def test_a_scale_brings_small_numbers_to_dense_values(told: Visit) -> None:
+    found = column(tell(told, "rounding"), "percent")
+    x = torch.tensor(stories.ROUNDED, dtype=torch.float64)
+    for name, scale in (("plain", 1.0), ("scaled", x.max() / 448)):
+        stored = (x / scale).float().to(torch.float8_e4m3fn).double() * scale
+        assert found[name] == pytest.approx(100 * ((stored - x).abs() / x).max().item(), rel=1e-5)
+    assert found["plain"] == 100  # the smallest one became 0
+    assert found["scaled"] < 100 / 16

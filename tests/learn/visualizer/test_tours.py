@@ -14,14 +14,17 @@ import torch
 from visits import KIB, Visit
 
 import flashtile.learn.visualizer
-from flashtile.algorithms import Memory, Trace, flash1, flash2, standard
+from flashtile.algorithms import Memory, Trace, flash1, flash2, flash3_schedule, standard
 from flashtile.learn.visualizer import stories
 from flashtile.learn.visualizer.page import small_inputs
 from flashtile.learn.visualizer.recording import Recording
 from flashtile.learn.visualizer.settings import Setting
 
 Recorded = Callable[[Setting], Recording]
-TOURS = {"slow": 6, "tiles": 7, "softmax": 7, "loops": 6, "split": 6, "pages": 6}
+TOURS = {
+    "slow": 6, "tiles": 7, "softmax": 7, "loops": 6, "gradients": 7, "turns": 6, "eight": 6, "split": 6,
+    "pages": 6,
+}  # fmt: skip
 """Scenes of each tour, in the order of the landing view."""
 
 SIZES = {"laptop": (1366, 768), "desktop": (1920, 1080), "phone": (360, 640)}
@@ -95,7 +98,7 @@ def check_measures(visit: Visit, width: int, height: int) -> None:
 
 def test_cards_lead_to_the_tours(visit: Visit) -> None:
     assert visit.each(".cards button", "e.dataset.tour") == list(TOURS)
-    assert visit.each(".cards svg", "e.childElementCount > 5") == [True] * 6
+    assert visit.each(".cards svg", "e.childElementCount > 5") == [True] * len(TOURS)
     assert visit.state_text == ""
     visit.page.click("[data-tour=tiles]")
     visit.settle()
@@ -176,7 +179,7 @@ def test_right_answers_are_those_of_python(
     run = recorded(Setting("standard", 1024, 64, sram_bytes=100 * KIB))
     moved = run.totals["hbm_read"] + run.totals["hbm_written"]
     share = sum(sum(run.traffic[name]) for name in "SP") / moved
-    assert answers("slow", 5) == f"{round(100 * share)} %"
+    assert answers("slow", 5) == f"about {round(100 * share)} %"
 
     tiles = [
         e.rows[1] - e.rows[0] for e in small_trace(flash2, 8, (4, 4)).events if e.op == "S = Q K^T" and e.rows
@@ -195,6 +198,13 @@ def test_right_answers_are_those_of_python(
     assert paged[fork].kind not in ("load", "store")
     assert paged[fork].bytes == 0
     assert answers("pages", 2) == "no key and no value"
+
+    (run,) = stories.recorded("backward")
+    writes = [e for e in run.trace.events if e.kind == "store" and e.name == "dQ" and e.rows == (0, 2)]
+    assert answers("gradients", 6) == f"{len(writes)} times"
+    spans = stories.recorded("turns")[0].trace.spans
+    working = flash3_schedule.busy(spans, flash3_schedule.TENSOR_CORE)
+    assert answers("turns", 2) == f"{round(100 * working)} %"
 
     assert answers("softmax", 4) == "Multiply it by exp(2\xa0−\xa04)"
     sums = [

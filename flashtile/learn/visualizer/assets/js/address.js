@@ -4,7 +4,7 @@
 
 const RUN_NUMBERS = new Set(["num_splits", "page_size"]);
 const NUMBERS = ["seqlen", "head_dim", "sram", "at", "row", "scene", "element", "speed"];
-const WORDS = ["queries", "mask", "sync", "card", "question", "tour", "story", "variant", "case", "drawer", "preset", "inputs", "predict", "arithmetic", "lang", "theme"];
+const WORDS = ["queries", "mask", "sync", "card", "question", "tour", "story", "variant", "case", "drawer", "preset", "inputs", "words", "predict", "arithmetic", "lang", "theme"];
 
 function writeAddress(state) {
   if (state.home) return `#${AT_HOME.filter((key) => state[key]).map((key) => `${key}=${encodeURIComponent(state[key])}`).join("&")}`;

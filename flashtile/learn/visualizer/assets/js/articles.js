@@ -1,6 +1,6 @@
 // The worked figures of articles and papers, each with its own numbers; and any small run that one likes.
 
-const FROM_START = { queries: "all", head_dim: 4, mask: "full", b: null, at: 0, question: null, tour: null, element: null, inputs: null, sram: 102400 };
+const FROM_START = { queries: "all", head_dim: 4, mask: "full", b: null, at: 0, question: null, tour: null, element: null, inputs: null, words: null, sram: 102400 };
 const A100_SRAM = 192 * 1024;
 const PRESETS = [
   { name: "eight", state: { ...FROM_START, seqlen: 8, a: { algorithm: "flash2", block: "2x2" } } },

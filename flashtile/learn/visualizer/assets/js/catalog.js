@@ -3,7 +3,7 @@
 const SHARED = ["queries", "seqlen", "head_dim", "mask"]; // the same in both runs of a comparison, in the order of choosing
 const OWN = ["block", "num_splits", "page_size"];
 const PREFERRED = { num_splits: 8 }; // where nothing is asked for: several splits, as in Flash-Decoding
-const OF_MADE = ["element", "inputs"]; // of runs that are made on the page
+const OF_MADE = ["element", "inputs", "words"]; // of runs that are made on the page
 
 const SMALL_LENGTH = 8; // one that is offered of those that are made on the page
 

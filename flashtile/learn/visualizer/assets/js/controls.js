@@ -26,7 +26,7 @@ class Controls {
     b.addEventListener("change", () => page.change({ b: b.value ? { ...page.state.b, algorithm: b.value } : null, question: null }));
     sync.addEventListener("change", () => page.change({ sync: sync.value }));
     for (const [name, select] of Object.entries(others)) {
-      select.addEventListener("change", () => page.change({ [name]: readChoice(select), ...(name === "card" ? {} : { question: null, preset: null, element: null, inputs: null }) }));
+      select.addEventListener("change", () => page.change({ [name]: readChoice(select), ...(name === "card" ? {} : { question: null, preset: null, element: null, inputs: null, words: null }) }));
     }
     this.find("#swap").addEventListener("click", () => this.#swap());
     this.find("#language").addEventListener("click", () => this.#nextLanguage());
@@ -216,7 +216,7 @@ class Controls {
     if (!action || (view === "home" && !AT_HOME_KEYS.test(event.key)) || (this.page.stories.open && OF_RUNS.includes(event.key))) return;
     // A select that was just used keeps the focus: arrows to the sides step all the same, other keys are its own.
     const aside = event.key === "ArrowLeft" || event.key === "ArrowRight";
-    if (inField && ((inField.matches("select") && !aside) || (inField.matches("input[type=range]") && inField.id !== "position") || (event.key === " " && inField.matches("button")))) return;
+    if (inField && ((inField.matches("select") && !aside) || inField.matches("input[type=text]") || (inField.matches("input[type=range]") && inField.id !== "position") || (event.key === " " && inField.matches("button")))) return;
     event.preventDefault();
     action();
   }

@@ -1,4 +1,4 @@
-// The landing view: six tours as pictures, and behind "more" the stage, the stories and the questions.
+// The landing view: the tours as pictures, and behind "more" the stage, the stories and the questions.
 
 const PICTURE_SIDE = 96;
 
@@ -9,6 +9,9 @@ const CARD_PICTURES = {
   tiles: () => [[0, 18, 10, 78, "track"], [0, 44, 10, 26, "q"], [18, 0, 78, 10, "track"], [44, 0, 26, 10, "k"], ...tilesOfPicture(13, 1.5, (x, y) => (x >= 2 && x < 4 && y >= 2 && y < 4 ? "s" : y < 2 || (y < 4 && x < 2) ? "computed" : "untouched")).map(([x, y, w, h, c]) => [x + 18, y + 18, w, h, c])],
   softmax: () => [[0, 62, 18, 34, "track"], [24, 30, 18, 66, "track"], [0, 88, 18, 8, "s"], [24, 78, 18, 18, "s"], [54, 46, 18, 50, "s"], [78, 0, 18, 96, "s"]],
   loops: () => [...tilesOfPicture(7, 1, (x, y) => (x < 2 || (x === 2 && y < 3) ? "s" : "untouched")).map(([x, y, w, h, c]) => [x, y + 20, w, h, c]), ...tilesOfPicture(7, 1, (x, y) => (y < 2 || (y === 2 && x < 3) ? "s" : "untouched")).map(([x, y, w, h, c]) => [x + 54, y + 20, w, h, c]), ["M18 74v10h-5l8 10 8-10h-5V74z", "line"], ["M64 81h14v-5l10 8-10 8v-5H64z", "line"]],
+  gradients: () => [...tilesOfPicture(8, 1, (x, y) => (x < 2 && y < 2 ? "s" : "computed")).map(([x, y, w, h, c]) => [x + 24, y + 24, w, h, c]), [0, 24, 10, 48, "q"], [24, 0, 48, 10, "k"], [86, 24, 10, 48, "o"], ["M22 40h-6v-6l-8 9 8 9v-6h6z", "line"], ["M39 22v-5h-6l9-6 9 6h-6v5z", "line"], [24, 82, 48, 10, "v"]],
+  turns: () => [0, 1, 2].flatMap((i) => [[i * 32, 4, 10, 16, "v"], [i * 32 + 11, 4, 10, 16, "v"], [i * 32, 28, 15, 16, "q"], [i * 32 + 16, 48, 15, 16, "s"], [i * 32 + 16, 28 + 44, 15, 16, "q"], [i * 32, 28 + 44, 15, 16, "computed"]]),
+  eight: () => [...[0, 4, 8, 12, 16, 20, 26, 32, 40, 50, 62, 76, 92].map((x) => [x, 52, 2, 18, "line"]), [0, 70, 96, 3, "line"], ["M10 20a7 7 0 1 0 .1 0z", "s"], ["M47 20a7 7 0 1 0 .1 0z", "s"], ["M74 20a7 7 0 1 0 .1 0z", "o"]],
   split: () => [[0, 12, 96, 14, "track"], ...[0, 1, 2, 3].flatMap((i) => [[i * 24.5, 12, 22.5, 14, ["q", "k", "v", "o"][i]], [i * 24.5, 34, 22.5, 6, "s"], [i * 24.5 + 10, 44, 3, 20, "line"]]), [10, 64, 76.5, 3, "line"], [46.5, 64, 3, 12, "line"], [30, 76, 36, 14, "s"]],
   pages: () => [...[0, 1, 2, 3].map((i) => [0, i * 24.5, 26, 21, i < 2 ? "k" : "v"]), ...[0, 1, 2, 3].map((i) => [70, i * 24.5, 26, 21, i < 2 ? "k" : "o"]), ...[[2, 0], [6, 1]].map(([at]) => [37, at * 12, 22, 20, "k"]), [37, 50, 22, 20, "v"]],
 };

@@ -11,6 +11,7 @@ const ELEMENTS = [1, 2, 4]; // bytes
 const MOST_TOKENS = 4096;
 const [LARGE_DIM, LARGE_BLOCK, MOST_BLOCKS] = [64, "64x64", 64];
 const INPUTS = ["random", "counting"]; // counting: one query whose scores are 1, 2, 3, ...
+const MAX_WORDS = 10;
 
 class Maker {
   /** `table`: q, k and v of 64 tokens. */
@@ -25,14 +26,17 @@ class Maker {
   }
 
   /** The recording, as the catalogue has others. */
-  recording({ algorithm, queries, seqlen, head_dim, mask, block, element, inputs }, sram) {
+  recording({ algorithm, queries, seqlen, head_dim, mask, block, element, inputs, words }, sram) {
+    const spoken = tokensOf(words);
+    if (spoken.length > 1) seqlen = spoken.length;
     const small = seqlen <= LONGEST_MADE;
-    const tokens = Math.max(Math.floor(seqlen), SHORTEST_MADE);
+    const tokens = spoken.length > 1 ? seqlen : Math.max(Math.floor(seqlen), SHORTEST_MADE);
     const windows = { full: [-1, -1], causal: [-1, 0], window: [Math.floor(tokens / WINDOW_SHARE) - 1, 0] };
     const seen = mask in windows ? mask : "full";
     const settings = {
       queries: queries === "one" ? "one" : "all", seqlen: tokens, head_dim: small ? MADE_DIM : LARGE_DIM, mask: seen, window_size: windows[seen],
       inputs: INPUTS.includes(inputs) && small ? inputs : INPUTS[0], element: ELEMENTS.includes(element) ? element : 2,
+      ...(spoken.length > 1 && { words: spoken.join(" ") }),
     };
     const rows = queries === "one" ? 1 : tokens;
     if (algorithm === "standard") settings.sram_bytes = sram;
@@ -68,7 +72,19 @@ class Maker {
     return { algorithm, settings: { ...settings, ...blocks }, totals, traffic, events: trace.length, trace };
   }
 
-  #inputs({ seqlen, head_dim, inputs }, rows) {
+  /** q, k and v of a word, which follow from its letters: equal words have equal numbers, from -2 to 2. */
+  vectorsOf(word) {
+    let state = 0x811c9dc5; // FNV-1a
+    const mix = (number) => (state = Math.imul(state ^ number, 0x01000193) >>> 0);
+    const next = () => {
+      mix(0x9e);
+      return Math.round((((state >>> 8) % 4001) - 2000) / 100) / 10;
+    };
+    for (const letter of word.toLowerCase().replace(/[.,;:!?]+$/, "")) mix(letter.codePointAt(0));
+    return Array.from({ length: 3 }, () => Array.from({ length: MADE_DIM }, next));
+  }
+
+  #inputs({ seqlen, head_dim, inputs, words }, rows) {
     const unit = (length, at) => Array.from({ length }, (_, i) => (i === at ? 1 : 0));
     if (seqlen > LONGEST_MADE) return { q: null, k: null, v: null, scale: head_dim ** -0.5 };
     if (inputs === "counting") {
@@ -78,9 +94,18 @@ class Maker {
         v: Array.from({ length: seqlen }, (_, j) => unit(head_dim, j % head_dim)),
       };
     }
+    if (words) {
+      const vectors = words.split(" ").map((word) => this.vectorsOf(word));
+      return { q: vectors.slice(0, rows).map(([q]) => q), k: vectors.map(([, k]) => k), v: vectors.map(([, , v]) => v), scale: head_dim ** -0.5 };
+    }
     const { q, k, v } = this.table;
     return { q: q.slice(0, rows), k: k.slice(0, seqlen), v: v.slice(0, seqlen), scale: head_dim ** -0.5 };
   }
+}
+
+/** The words of a sentence; in Chinese, its characters. */
+function tokensOf(sentence) {
+  return ((sentence ?? "").match(/[\u4e00-\u9fff]|[^\s\u4e00-\u9fff]+/gu) ?? []).slice(0, MAX_WORDS);
 }
 
 /** [queries, keys] of "64x64", of the alternative where it is none. */

@@ -60,8 +60,14 @@ class Page {
     if (next.home) Object.assign(next, { tour: null, scene: null, story: null, question: null });
     this.atHome = Boolean(next.home); // the browser's history has this step already
     this.state = next;
+    this.#chooseLanguage();
     if (rest.tour && !a && !rest.story) this.tour.begin(rest.tour, rest.scene);
     else this.show();
+  }
+
+  #chooseLanguage() {
+    const { lang } = this.state;
+    this.language.name = lang in LANGUAGES ? lang : Language.preferred();
   }
 
   /** Change parts of the state and show it. */
@@ -93,7 +99,7 @@ class Page {
 
   async #show() {
     const { state, catalog, language } = this;
-    language.name = state.lang in LANGUAGES ? state.lang : Language.preferred();
+    this.#chooseLanguage();
     document.documentElement.lang = language.name === "zh" ? "zh-CN" : "en";
     this.#theme();
     this.card = catalog.cards.find(({ key }) => key === state.card) ?? catalog.cards[0];

@@ -17,6 +17,11 @@ const MOMENTS = {
   first_block: (run) => MOMENTS.output_added(run),
   second_block: ({ trace }) => after(trace, ({ array, kind }) => array === "m" && kind === "compute", MOMENTS.output_added({ trace })),
   second_output: (run) => MOMENTS.second_block(run) + 1,
+  gradients_placed: ({ trace }) => after(trace, ({ array, kind }) => array === "dV" && kind === "empty"),
+  row_sums_ready: ({ trace }) => after(trace, ({ kernel }) => kernel === "gradients") - 3, // before what they were made of is freed
+  weights_again: ({ trace }) => after(trace, ({ op }) => op.startsWith("P = exp")),
+  score_gradients: ({ trace }) => after(trace, ({ op }) => op.startsWith("dS =")),
+  keys_added: ({ trace }) => after(trace, ({ op }) => op.startsWith("dK +=")),
   nearly_done: ({ trace }) => Math.floor(0.9 * trace.length),
   merge: ({ trace }) => after(trace, ({ kernel }) => kernel === "merge"),
   copy: ({ trace }) => trace.data.find(([, data]) => data.op === "copy_on_write")?.[0],

@@ -1,7 +1,6 @@
 // The phases of the run that leads the clock, above the player: its kernels, or the programs of its only one.
 
 const MAX_PHASES = 16;
-const LEAST_SHARE = 0.09; // of the whole, for a phase whose name is shown
 
 class Phases {
   constructor(clock, language) {
@@ -11,16 +10,23 @@ class Phases {
       const phase = event.target.closest("span");
       if (phase) clock.seek(Number(phase.dataset.from));
     });
+    new ResizeObserver(() => this.#name()).observe(this.root);
   }
 
   show() {
     const { leader } = this.clock;
     const phases = leader.kernels ? this.#phasesOf(leader) : [];
-    this.root.replaceChildren(...phases.map(({ name, from, to }) => {
-      const label = name.length < 3 || (to - from) / leader.trace.length > LEAST_SHARE ? name : "";
-      return element("span", { style: `flex:${to - from} 0 0`, "data-from": from, "data-to": to, title: name }, label);
-    }));
+    this.root.replaceChildren(...phases.map(({ name, from, to }) => element("span", { style: `flex:${to - from} 0 0`, "data-from": from, "data-to": to, title: name })));
     this.parts = [...this.root.children];
+    this.#name();
+  }
+
+  /** A name is shown where it fits. */
+  #name() {
+    for (const part of this.parts ?? []) {
+      setText(part, part.title);
+      if (part.scrollWidth > part.clientWidth) setText(part, "");
+    }
   }
 
   /** [{name, from, to}] that cover all events in order. */

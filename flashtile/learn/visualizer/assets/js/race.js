@@ -20,7 +20,7 @@ class Race {
     if (!recording) return null;
     const stripes = RACERS[algorithm].flatMap((names, i) => names.split(" ").map((name) => ({ name, written: i % 2 === 1, bytes: recording.traffic[name][i % 2] })));
     const bytes = stripes.reduce((sum, stripe) => sum + stripe.bytes, 0);
-    const parts = stripes.map(({ name, written, bytes: size }) => element("i", { style: `flex:${size} 0 0;--colour:var(--${name === "lse" ? "statistics" : name.toLowerCase()})`, class: written ? "written" : "" }, name));
+    const parts = stripes.map(({ name, written, bytes: size }) => element("i", { style: `flex:${size} 0 0;--colour:var(--${name === "lse" ? "statistics" : name.toLowerCase()})`, class: written ? "written" : "" }, element("span", {}, name)));
     const track = element("div", { class: "stripes" }, ...parts);
     const said = element("span", { class: "bytes" });
     this.root.append(element("div", { class: "lane", "data-racer": algorithm }, element("b", { "data-text": `algorithm_${algorithm}` }), said, element("div", { class: "way", "aria-hidden": "true" }, track)));

@@ -19,6 +19,7 @@ const MAX_SLOTS = 10; // in a row
 const SLOT_GAP = 8; // pixels between two
 const MAX_ARRAYS = 9; // from which on small arrays are left out
 const LABEL = 64; // pixels for the bytes of a tile that travels
+const [WORD, SHORT_WORD, WORD_LINE] = [72, 44, 18]; // pixels for a word next to its row, on a phone, and above its column
 const MAX_TRAVELLERS = 6;
 const ORDER = ["Q", "K", "S", "P", "V", "O"];
 
@@ -70,11 +71,13 @@ class SceneView {
     const [rows, cols] = [rowEdges.at(-1), colEdges.at(-1)];
     Object.assign(this, { rows, cols, keysInOrder: this.run.trace.arrays.some((array) => array.name === "K" && array.rows === cols) });
     this.strip = height < LEAST_CHIP ? THIN_STRIP : STRIP;
+    this.words = this.run.recording.settings.words?.split(" ");
     const edge = 2 * this.strip + 18;
-    const [most, mostHigh] = [width - edge - 2 * PAD, height - TITLE - edge - PAD - 10];
-    if (rows === 1) return { left: x + PAD + edge, top: y + TITLE + edge, width: most, height: Math.min(64, mostHigh / 2), edge, bottom: y + height };
+    const [beside, above] = this.words ? [height < LEAST_CHIP ? SHORT_WORD : WORD, WORD_LINE] : [0, 0];
+    const [most, mostHigh] = [width - edge - beside - 2 * PAD, height - TITLE - edge - above - PAD - 10];
+    if (rows === 1) return { left: x + PAD + edge, top: y + TITLE + edge, width: most, height: Math.min(64, mostHigh / 2), edge, beside, above, bottom: y + height };
     const side = Math.min(most, mostHigh * (cols / rows));
-    return { left: x + PAD + edge + (most - side) / 2, top: y + TITLE + edge, width: side, height: side * (rows / cols), edge, bottom: y + height };
+    return { left: x + PAD + edge + beside + (most - side) / 2, top: y + TITLE + edge + above, width: side, height: side * (rows / cols), edge, beside, above, bottom: y + height };
   }
 
   #arrangeChip({ x, y, width, height }) {
@@ -199,12 +202,12 @@ class SceneView {
   }
 
   #paintMapGround(painter, colours) {
-    const { left, top, width, height, edge } = this.area;
+    const { left, top, width, height, edge, beside, above } = this.area;
     const { language } = this;
     const title = language.text(this.rows > 1 ? "scene_scores" : "scene_scores_row", { rows: this.rows, cols: this.cols });
     painter.font = `600 15px ${FONT}`;
-    const fits = painter.measureText(title).width <= width + edge;
-    this.write(fits ? title : "S = Q Kᵀ", left - edge, top - edge - 8, { colour: colours.ink, size: 15, bold: true });
+    const fits = painter.measureText(title).width <= width + edge + beside;
+    this.write(fits ? title : "S = Q Kᵀ", left - edge - beside, top - edge - above - 8, { colour: colours.ink, size: 15, bold: true });
     painter.fillStyle = colours.untouched;
     painter.fillRect(left, top, width, height);
     painter.fillStyle = colours.track;
@@ -222,8 +225,26 @@ class SceneView {
       }
     }
     this.strips = { V: top - edge + 14, K: top - edge + this.strip + 18, O: left - edge + 14, Q: left - edge + this.strip + 18 };
+    this.#writeWords(painter);
     this.#shapeMask();
     this.#shapeLines();
+  }
+
+  /** A sentence along both sides of its scores, where there is room. */
+  #writeWords(painter) {
+    const { left, top, width, height, edge, beside } = this.area;
+    const [high, wide] = [height / this.rows, width / this.cols];
+    const [size, least] = [13, 12];
+    painter.font = `${size}px ${FONT}`;
+    const within = (word, room) => {
+      const letters = [...word];
+      while (letters.length > 1 && painter.measureText(letters.join("")).width > room) letters.splice(-2, 2, "…");
+      return letters.join("");
+    };
+    this.words?.forEach((word, i) => {
+      if (high >= least) this.write(within(word, beside - 4), left - edge + 8, this.#y(i + 0.5) + 5, { size, align: "right" });
+      if (wide >= 2 * size) this.write(within(word, wide - 4), this.#x(i + 0.5), top - edge + 8, { size, align: "center" });
+    });
   }
 
   /** Lines between scores where these are few, and between tiles. */
@@ -482,7 +503,6 @@ class SceneView {
     const position = Math.floor(at);
     const [read, written] = [trace.read[position], trace.written[position]];
     const moved = memory.width < NARROW ? formatBytes(read + written) : `↑ ${formatBytes(read)}   ↓ ${formatBytes(written)}`;
-    this.write(moved, memory.left + memory.width - PAD, memory.top + 19, { colour: colours.ink, align: "right", on: context });
     const still = !playing || stillness.matches;
     const span = still ? 1 : Math.min(Math.max(rate * 0.4, 1), MAX_TRAVELLERS);
     const first = still ? position - 1 : Math.ceil(at - span);
@@ -492,6 +512,7 @@ class SceneView {
       const share = still ? 0.5 : Math.min(Math.max((at - i) / span, 0), 1);
       this.#drawMove(form, trace.row[i], share, still, colours);
     }
+    this.write(moved, memory.left + memory.width - PAD, memory.top + 19, { colour: colours.ink, align: "right", on: context });
   }
 
   #drawMove(form, row, share, still, colours) {

@@ -3,10 +3,10 @@
 // A picture is a class with
 //   static counters                  which of STORY_COUNTERS are shown with it
 //   static pace(trace)               optional: what has passed after each event, where runs keep pace by that
-//   constructor({ root, trace, facts, name, text })
+//   constructor({ root, trace, facts, name, text, alone })
 //   draw(position, event)            the run after `position` events, of which `event` is the last
 //   numbers(position)                optional: numbers of its own, {key: [value, format]}, named by text number_KEY
-//   caption(event, data)             optional: what an event does, in words
+//   caption(event, data, position)   optional: what an event does, in words
 
 const STORY_VIEWS = {}; // the pictures by the names of their stories
 
@@ -109,7 +109,7 @@ class Stories {
     const { pace } = STORY_VIEWS[story.name];
     const traces = await Promise.all(cases.map(({ packed }) => unpack(packed).then((trace) => new StoryTrace(trace, pace))));
     const text = (key, places) => language.text(`${story.name}.${key}`, places);
-    this.panels = cases.map((entry, i) => new CasePanel(story.name, entry, traces[i], language, text));
+    this.panels = cases.map((entry, i) => new CasePanel(story.name, entry, traces[i], language, text, cases.length === 1));
     this.stage.replaceChildren(...this.panels.map(({ root }) => root));
     this.title.textContent = text("title");
     this.about.replaceChildren(...text("about").split("\n").map((paragraph) => element("p", {}, paragraph)));
@@ -144,7 +144,7 @@ class Stories {
 
 /** One case of a story: its picture, what happens now, its numbers. */
 class CasePanel {
-  constructor(story, entry, trace, language, text) {
+  constructor(story, entry, trace, language, text, alone) {
     const View = STORY_VIEWS[story];
     Object.assign(this, { trace, language, name: entry.name, facts: entry.facts });
     this.root = document.getElementById("case").content.cloneNode(true).firstElementChild;
@@ -155,7 +155,7 @@ class CasePanel {
     language.apply(this.root);
     setText(this.find("h3"), text(`case_${entry.name}`));
     setText(this.find(".about"), text(`about_${entry.name}`));
-    this.picture = new View({ root: this.find(".picture"), trace, facts: entry.facts, name: entry.name, text });
+    this.picture = new View({ root: this.find(".picture"), trace, facts: entry.facts, name: entry.name, text, alone });
     this.counters = View.counters.map((key) => [STORY_COUNTERS[key], this.#number(key, language.textOr(`story_${key}`, language.textOr(key, key)))]);
     const own = Object.keys(this.picture.numbers?.(0) ?? {});
     this.own = own.map((key) => [key, this.#number(key, text(`number_${key}`))]);
@@ -172,7 +172,7 @@ class CasePanel {
     this.drawn = position;
     const { trace, picture, language } = this;
     const event = position > 0 ? trace.event(position - 1) : null;
-    const words = () => picture.caption?.(event, trace.dataAt(position)) ?? describe(event, trace.dataAt(position), language);
+    const words = () => picture.caption?.(event, trace.dataAt(position), position) ?? describe(event, trace.dataAt(position), language);
     setText(this.now, event ? words() : language.text("before_start"));
     setText(this.step, `${position} / ${trace.length}`);
     this.step.dataset.value = position;

@@ -1,7 +1,7 @@
-// Guided tours: the line from standard attention to FlashDecoding++ and pages, told in scenes that play by themselves.
+// Guided tours: from standard attention over FlashAttention-3 and FP8 to pages, told in scenes that play by themselves.
 // A scene has a sentence in texts/tours.json under tour_NAME_NUMBER; some ask before they play.
 
-const RUN = { story: null, variant: null, case: null, queries: "all", mask: "full", b: null, sync: "share", element: null, inputs: null, sram: 102400 };
+const RUN = { story: null, variant: null, case: null, queries: "all", mask: "full", b: null, sync: "share", element: null, inputs: null, words: null, sram: 102400 };
 const SMALL = { ...RUN, seqlen: 8, head_dim: 4 };
 const TWELVE = { ...RUN, seqlen: 12, head_dim: 4 };
 const THOUSAND = { ...RUN, seqlen: 1024, head_dim: 64 };
@@ -13,15 +13,18 @@ const [BY_KEYS, BY_QUERIES] = ["flash1", "flash2"].map((algorithm) => ({ algorit
 const [FIRST, SECOND] = ["flash1", "flash2"].map((algorithm) => ({ algorithm, block: "64x64" }));
 const splits = (num_splits) => ({ algorithm: "flash_decoding", block: "1x128", num_splits });
 const softmax = (name, variant = "article") => ({ story: "softmax", variant, case: name });
+const BACKWARD = { story: "backward", variant: "", case: "flash2" };
+const turns = (names) => ({ story: "turns", variant: "", case: names });
+const eight = (variant, names) => ({ story: "fp8", variant, case: names });
 const MANY_SECONDS = 7;
 
-/** `from` and `to`: a moment of moments.js, or a share of the clock. `right`: which of the choices is right. */
+/** `from` and `to`: a moment of moments.js, or a share of the clock. `right`: which of the choices is right. `says`: of a sentence, which the reader can change in the first scene. */
 const TOURS = [
   { name: "slow", scenes: [
-    { state: { ...SMALL, a: STANDARD }, from: 0, to: "scores_ready", seconds: 4 },
-    { state: { ...SMALL, a: STANDARD }, from: "scores_ready", to: "scores_stored", seconds: 2 },
-    { state: { ...SMALL, a: STANDARD }, from: "scores_stored", to: "weights_stored", seconds: 4 },
-    { state: { ...SMALL, a: STANDARD }, from: "weights_stored", to: 1, seconds: 3 },
+    { says: true, state: { ...SMALL, a: STANDARD }, from: 0, to: "scores_ready", seconds: 4 },
+    { says: true, state: { ...SMALL, a: STANDARD }, from: "scores_ready", to: "scores_stored", seconds: 2 },
+    { says: true, state: { ...SMALL, a: STANDARD }, from: "scores_stored", to: "weights_stored", seconds: 4 },
+    { says: true, state: { ...SMALL, a: STANDARD }, from: "weights_stored", to: 1, seconds: 3 },
     { state: { ...THOUSAND, a: STANDARD }, from: 0, to: 1, seconds: MANY_SECONDS, right: 2, choices: 3 },
     { state: { ...THOUSAND, seqlen: 4096, a: STANDARD }, from: 0, to: 1, seconds: MANY_SECONDS },
   ] },
@@ -51,6 +54,31 @@ const TOURS = [
     { state: { ...THOUSAND, a: FIRST, b: SECOND, sync: "bytes" }, from: 0, to: 1, seconds: 9 },
     { state: { ...THOUSAND, a: FIRST, b: SECOND, sync: "share" }, from: 0.4, to: 0.6, seconds: 6 },
   ] },
+  { name: "gradients", scenes: [
+    { state: BACKWARD, from: 0, to: "gradients_placed", seconds: 3 },
+    { state: BACKWARD, from: "gradients_placed", to: "row_sums_ready", seconds: 5 },
+    { state: BACKWARD, from: "row_sums_ready", to: "weights_again", seconds: 4, right: 1, choices: 3 },
+    { state: BACKWARD, from: "weights_again", to: "score_gradients", seconds: 4 },
+    { state: BACKWARD, from: "score_gradients", to: "keys_added", seconds: 4 },
+    { state: BACKWARD, from: "keys_added", to: 1, seconds: 12, right: 2, choices: 3 },
+    { state: { ...RUN, seqlen: 256, head_dim: 64, mask: "causal", a: { algorithm: "flash2_backward", block: "64x64" }, b: { algorithm: "standard_backward" }, sync: "bytes" }, from: 0, to: 1, seconds: 9 },
+  ] },
+  { name: "turns", scenes: [
+    { state: turns("together"), from: 0, to: 0.27, seconds: MANY_SECONDS },
+    { state: turns("together"), from: 0.27, to: 1, seconds: 9, right: 1, choices: 3 },
+    { state: turns("pingpong"), from: 0, to: 0.3, seconds: MANY_SECONDS },
+    { state: turns("pingpong"), from: 0.3, to: 1, seconds: 9 },
+    { state: turns("together,pipelined"), from: 0, to: 1, seconds: 11, right: 0, choices: 3 },
+    { state: turns("together,both"), from: 0, to: 1, seconds: 12 },
+  ] },
+  { name: "eight", scenes: [
+    { state: { story: "rounding", variant: "", case: "plain" }, from: 0, to: 1, seconds: MANY_SECONDS },
+    { state: { story: "rounding", variant: "", case: "scaled" }, from: 0, to: 1, seconds: MANY_SECONDS, right: 2, choices: 3 },
+    { state: eight("huge", "tensor"), from: 0, to: 1, seconds: 5 },
+    { state: eight("huge", "tensor,block"), from: 0, to: 1, seconds: 6 },
+    { state: eight("column", "block"), from: 0, to: 1, seconds: 5 },
+    { state: eight("column", "block,rotated"), from: 0, to: 1, seconds: 6, right: 1, choices: 3 },
+  ] },
   { name: "split", scenes: [
     { state: { ...ONE_QUERY, a: splits(1) }, from: 0, to: 0.3, seconds: 4 },
     { state: { ...ONE_QUERY, a: splits(1) }, from: 0.3, to: 1, seconds: 5, right: 0, choices: 3 },
@@ -65,7 +93,7 @@ const TOURS = [
     { state: PAGED, from: "fork", to: "copied", seconds: 4 },
     { state: PAGED, from: "copied", to: 1, seconds: 6 },
     { state: { story: "pool", variant: "", case: "longest" }, from: 0, to: 0.5, seconds: MANY_SECONDS },
-    { state: { story: "pool", variant: "", case: "longest,pages" }, from: 0, to: 0.2, seconds: 9 },
+    { state: { story: "pool", variant: "", case: "longest,pages" }, from: 0, to: 0.08, seconds: 9 },
   ] },
 ];
 
@@ -78,6 +106,8 @@ class Tour {
     Object.assign(this, { sentence: inside(".sentence"), ask: inside(".ask"), choices: inside(".choices"), verdict: inside(".verdict"), dots: inside(".dots"), back: inside("#tour-back"), next: inside("#tour-next"), title: find(".tour-title"), log: find(".log") });
     this.back.addEventListener("click", () => this.turn(-1));
     this.next.addEventListener("click", () => this.turn(1));
+    this.says = inside(".says");
+    this.says.querySelector("input").addEventListener("input", ({ target }) => this.#say(target.value));
   }
 
   get tour() {
@@ -118,9 +148,19 @@ class Tour {
     const { page } = this;
     page.clock.pause();
     const scene = TOURS.find((tour) => tour.name === name).scenes[number - 1];
-    await page.change({ ...scene.state, at: 0, tour: name, scene: number, question: null, predict: null, preset: null, drawer: null, arithmetic: null });
+    const words = scene.says ? (page.state.words ?? this.said ?? page.language.text("tour_words")) : null;
+    await page.change({ ...scene.state, words, at: 0, tour: name, scene: number, question: null, predict: null, preset: null, drawer: null, arithmetic: null });
     page.clock.seek(this.#place(scene.from));
     if (scene.choices === undefined) this.#play(scene);
+  }
+
+  /** Another sentence: its scores are there at once. */
+  async #say(words) {
+    if (tokensOf(words).length < 2) return;
+    this.said = words;
+    await this.page.change({ words });
+    this.page.clock.pause();
+    this.page.clock.seek(this.#place(this.tour.scenes[this.page.state.scene - 1].to));
   }
 
   #play(scene) {
@@ -158,6 +198,9 @@ class Tour {
     const last = state.scene === tour.scenes.length;
     const after = this.#following;
     setText(this.next, !last ? language.text("tour_next") : after ? language.text("tour_after", { title: language.text(`tour_${after.name}`) }) : language.text("tour_done"));
+    this.says.hidden = !scene.says || state.scene > 1;
+    const field = this.says.querySelector("input");
+    if (scene.says && document.activeElement !== field) field.value = state.words ?? "";
     this.#showQuestion(scene, key, places);
   }
 
@@ -196,8 +239,9 @@ class Tour {
     const cost = costAt(a.trace, a.trace.length, card);
     const theirs = b ? allMoved(b) : standardRun ? allMoved({ recording: standardRun }) : 0;
     const programs = (run) => Math.max(...run.kernels.map((kernel) => kernel.programs.length));
+    const { seqlen } = a.recording.settings;
     return {
-      moved: formatBytes(allMoved(a)), theirs: formatBytes(theirs), ratio: formatRatio(theirs / allMoved(a)), card: card.name, sm_count: card.sm_count,
+      tokens: seqlen, count: seqlen ** 2, moved: formatBytes(allMoved(a)), theirs: formatBytes(theirs), ratio: formatRatio(theirs / allMoved(a)), card: card.name, sm_count: card.sm_count,
       scores: Math.round((100 * movedBy(a, ["S", "P"])) / cost.bytes), compute: formatSeconds(cost.compute), memory: formatSeconds(cost.memory),
       chain: formatBytes(a.chain), chain_b: b && formatBytes(b.chain), extra: b && formatBytes(theirs - allMoved(a)), programs: programs(a), programs_b: b && programs(b),
     };

@@ -31,7 +31,7 @@ STORY_VIEWS.fp8 = class {
       coarse: [count("1"), String],
       lost: [count("2"), String],
       loud: [count("3"), String],
-      error: [error, (share) => `${threeDigits(100 * share)} %`],
+      error: position < this.trace.length ? ["–", String] : [error, (share) => `${threeDigits(100 * share)} %`],
     };
   }
 };

@@ -18,6 +18,7 @@ STORY_VIEWS.pool = class {
     this.cells = Math.floor(facts.slots / facts.page_size);
     this.grid = new CellGrid(text(`case_${name}`), Math.ceil(this.cells / POOL_COLUMNS), POOL_COLUMNS, 8);
     const key = ["used", "reserved", "never", "free"].map((state) => element("span", {}, element("i", { class: state }), ` ${text(state)}`));
+    this.grid.root.querySelector("figcaption").remove(); // the case has its name
     root.append(this.grid.root, element("p", { class: "key" }, ...key));
   }
 

@@ -97,7 +97,7 @@ SUMMARIES = {
     ("get", "/live"): "The state of the engine, which the page at / shows.",
     ("get", "/openapi.json"): "This document.",
 }
-"""What each method of each path does. Pages in HTML are left out."""
+"""Summaries of all methods and paths, except for pages in HTML."""
 
 
 class Recorder(Body):

@@ -43,7 +43,7 @@ def section(experiment: dict[str, Any]) -> str:
     shown = [
         f"## {experiment['title']}",
         experiment["conclusion"],
-        f'<details class="rows" markdown><summary>{experiment["date"]}: {count} rows</summary>',
+        f'<details class="rows" data-search-exclude markdown><summary>{experiment["date"]}: {count} rows</summary>',
         experiment["setting"],
         *(of_rows(columns, [[cell(value) for value in row] for row in rows]) for columns, rows in tables),
         "</details>",

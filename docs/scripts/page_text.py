@@ -30,7 +30,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     name = f"flashtile/learn/{ALGORITHMS}/{source.name}"
     return (
         f'{title}\n\n<div class="beside" markdown="1">\n<div markdown="1">\n\n{text}\n\n</div>\n'
-        f'<div class="source" markdown="1">\n\n````python title="{name}" linenums="1"\n'
+        f'<div class="source" markdown="1" data-search-exclude>\n\n````python title="{name}" linenums="1"\n'
         f"{source.read_text().rstrip()}\n````\n\n</div>\n</div>\n"
     )
 

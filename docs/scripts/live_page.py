@@ -27,14 +27,16 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Replace the picture of the race, whose description becomes the frame's title, by the page itself."""
+    if page.is_homepage:
+        page.meta.setdefault("hide", ["navigation"])  # its section has no other page
     address = "../" * page.file.src_uri.count("/") + PLACE
     is_chinese = page.file.src_uri.endswith(".zh-CN.md")
     language, alone = ("zh", "单独打开此页") if is_chinese else ("en", "Open the page alone")
 
     def frame(race: re.Match[str]) -> str:
         return (
-            f'<iframe class="live" src="{address}#lang={language}" title="{race[1]}" loading="lazy"></iframe>\n\n'
-            f'<p class="live-link"><a href="{address}#lang={language}">{alone}</a></p>'
+            f'<iframe class="live" src="{address}#lang={language}" title="{race[1]}" loading="lazy"></iframe>'
+            f'\n\n<p class="live-link"><a href="{address}#lang={language}">{alone}</a></p>'
         )
 
     return RACE.sub(frame, markdown, count=1)

@@ -19,7 +19,14 @@ IN_SITE, NOT_IN_SITE = "docs/", "docs/scripts/"
 """Folder of the pages, and the folder in it that the site excludes. Its files are shown as those outside."""
 
 LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)\s]*)?\))")
-LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".sh": "bash", ".jinja": "jinja"}
+LANGUAGES = {
+    ".py": "python",
+    ".toml": "toml",
+    ".yml": "yaml",
+    ".cff": "yaml",
+    ".sh": "bash",
+    ".jinja": "jinja",
+}
 
 NOT_SEARCHED = "---\nsearch: {exclude: true}\n---\n"
 """Front matter of pages that the site's search leaves out."""

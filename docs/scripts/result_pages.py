@@ -1,4 +1,4 @@
-"""MkDocs hook: a page for each measurement under benchmarks/results, which docs/measured/index.md lists by question.
+"""MkDocs hook: a page for each measurement under benchmarks/results, which docs/measured/index.md lists.
 
 Tables and charts are those of the commands that measured; nothing is copied by hand.
 """

@@ -397,6 +397,12 @@ def test_the_citation_is_of_this_version():
 EXPERIMENTS = sorted((ROOT / "benchmarks" / "results" / "experiments").glob("*.json"))
 
 
+def test_every_measurement_answers_a_question_of_the_index():
+    index = (ROOT / "docs" / "measured" / "index.md").read_text()
+    answered = set(re.findall(r"\]\(../../benchmarks/results/([\w-]+)\.json\)", index))
+    assert answered == {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+
+
 def test_every_subject_of_experiments_is_in_the_index():
     index = (ROOT / "docs" / "measured" / "index.md").read_text()
     subjects = set(re.findall(r"\]\(../../benchmarks/results/experiments/(\w+)\.json\)", index))

@@ -36,7 +36,7 @@ _LIBRARIES = frozenset(("triton", *sys.stdlib_module_names))
 """Packages whose functions and classes are known by their names. The keys of Triton's cache and of folders
 contain Triton's version."""
 _ENVIRONMENT = os.environ, os.getenv
-"""What differs between processes, although a library has it."""
+"""Environment variables, which differ between processes, although a library has them."""
 
 
 class Source:

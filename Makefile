@@ -20,7 +20,8 @@ INTERPRETED = $(call FILES_WITH,\btarget\b|interpreter)
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-cpu test-interpreter test-quick test-thorough test-thorough-cpu test-thorough-interpreter \
   test-instruction-sets test-numerical-avx2 test-numerical-sse test-compile test-architectures \
-  test-hopper-interpreted test-parallel test-newest-triton test-oldest-triton test-oldest-torch test-oldest-libraries test-gpu lint fuzz mutants soak \
+  test-hopper-interpreted test-parallel test-newest-triton test-newest-torch test-oldest-triton test-oldest-torch \
+  test-oldest-libraries test-gpu lint fuzz mutants soak \
   bench docs dist kernels hub inspect demo clean
 
 help: ## list the targets
@@ -104,6 +105,11 @@ test-oldest-triton: $(READY)
 test-oldest-torch: $(READY)
 	OMP_NUM_THREADS=1 bash scripts/with-release $(VENV) torch==2.11.0 \
 	  $(RUN) -m pytest $(call FILES_WITH,mark.quick) tests/operators $(SHARED) -m "not slow and $(ON_CPU)" -k "not compile"
+
+# With the newest torch and its Triton.
+test-newest-torch: $(READY)
+	OMP_NUM_THREADS=1 bash scripts/with-release $(VENV) torch \
+	  $(RUN) -m pytest $(call FILES_WITH,mark.quick) $(SHARED) -m "quick and not slow and $(ON_CPU)" -k "not compile"
 
 # The oldest Transformers and Diffusers that the integrations take.
 test-oldest-libraries: $(READY)

@@ -62,15 +62,11 @@ def _first_sentence(name: str) -> str:
 
 def version_line() -> str:
     """Return the versions of flashtile, torch and triton on one line."""
-    import torch
+    from flashtile.version import __version__, installed_version
 
-    from flashtile.hardware.machine import installed_version
-    from flashtile.version import __version__
-
-    triton = installed_version("triton")
-    return (
-        f"flashtile {__version__}, torch {torch.__version__}, {f'triton {triton}' if triton else 'no triton'}"
-    )
+    versions = {name: installed_version(name) for name in ("torch", "triton")}
+    others = (f"{name} {found}" if found else f"no {name}" for name, found in versions.items())
+    return ", ".join([f"flashtile {__version__}", *others])
 
 
 def _print_version(asked: bool) -> None:

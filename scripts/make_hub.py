@@ -2,7 +2,8 @@
 
 Each folder of ``FOLDER/build`` is the package for one backend of torch, with ``metadata.json``. ``kernels``
 imports it under a name of its own, so several versions can be loaded in one process. Imports are therefore
-relative, and the operators have a namespace that contains a digest of the sources.
+relative, and the operators have a namespace that contains a digest of the sources. ``kernels benchmark`` runs
+``benchmarks/benchmark.py``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,15 @@ tags: [kernels]
 ---
 
 flashtile: exact attention in Triton, with the functions of flash-attn.
+
+```python
+from kernels import get_kernel
+
+flashtile = get_kernel("REPOSITORY")
+out = flashtile.flash_attn_func(q, k, v, causal=True)
+```
+
+`kernels benchmark REPOSITORY` compares it with PyTorch's attention.
 """
 
 
@@ -83,6 +93,8 @@ def make(folder: Path, version: int = 1) -> list[Path]:
         }
         (target / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
         written.append(target)
+    (folder / "benchmarks").mkdir(exist_ok=True)
+    shutil.copy(ROOT / "scripts" / "hub_benchmark.py", folder / "benchmarks" / "benchmark.py")
     (folder / "README.md").write_text(CARD)
     shutil.copy(ROOT / "LICENSE", folder)
     return written

@@ -32,6 +32,7 @@ from benchmarks.suite.workloads import PASSES, small_call
 from flashtile import testing
 from flashtile.hardware import machine, timing
 from flashtile.tools.demo.operations import DROPOUT, FUSED, summarized
+from flashtile.version import installed_version
 
 SCHEMA = 2
 
@@ -121,7 +122,7 @@ def describe_run(contestants: Sequence[Peer], settings: Settings) -> dict[str, A
     """Describe the run: device, date, versions, contestants and settings."""
     versions = machine.versions()
     for name in ("flash-attn", "flash-attn-3", "flash-attn-4"):
-        versions[name] = machine.installed_version(name)
+        versions[name] = installed_version(name)
     return {
         "schema": SCHEMA,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

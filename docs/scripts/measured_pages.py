@@ -20,6 +20,8 @@ from repository_links import rewrite
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 COLUMNS = ["question", "predicted", "measured", "decision"]
+HEAD = "---\nsearch: {boost: 0.1}\n---"
+"""Front matter that lists guides before experiments in the site's search."""
 BETWEEN = re.compile(r"; (?![^(]*\))")
 """Between the cases of a line, which are not in parentheses."""
 
@@ -29,7 +31,7 @@ def page(path: Path) -> str:
     document: dict[str, Any] = json.loads(path.read_text())
     sections = [section(experiment) for experiment in document["experiments"]]
     search = '<input id="row-filter" type="search" placeholder="Search the rows"> <output></output>'
-    text = "\n\n".join([f"# {document['title']}", document["about"], search, *sections])
+    text = "\n\n".join([HEAD, f"# {document['title']}", document["about"], search, *sections])
     text = rewrite(text, f"docs/measured/{path.stem}.md")
     return f"{text}\n\nAll values and notes: [{path.name}](../benchmarks/results/experiments/{path.name}).\n"
 
@@ -43,7 +45,8 @@ def section(experiment: dict[str, Any]) -> str:
     shown = [
         f"## {experiment['title']}",
         experiment["conclusion"],
-        f'<details class="rows" markdown><summary>{experiment["date"]}: {count} rows</summary>',
+        f'<details class="rows" data-search-exclude markdown><summary>{experiment["date"]}: {count} rows'
+        "</summary>",
         experiment["setting"],
         *(of_rows(columns, [[cell(value) for value in row] for row in rows]) for columns, rows in tables),
         "</details>",

@@ -1,4 +1,4 @@
-"""MkDocs hooks for the text of pages: the file next to an algorithm, formulas, and the page's language."""
+"""MkDocs hooks for the text of pages: files next to algorithms, formulas, languages, order in the search."""
 
 from __future__ import annotations
 
@@ -18,9 +18,15 @@ FORMULA = re.compile(
 )
 
 
+FIRST_FOUND = {"start.md": 4, "index.md": 2, "guides/training.md": 2}
+"""Pages that the site's search lists before others, with the factor of their scores."""
+
+
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Show the file of an algorithm next to the text of its page, in any language."""
     page_path = Path(page.file.src_uri)
+    if page.file.src_uri in FIRST_FOUND:
+        page.meta["search"] = {"boost": FIRST_FOUND[page.file.src_uri]}
     name = page_path.name.split(".")[0]
     source = Path(config.config_file_path).parent / "flashtile" / "learn" / ALGORITHMS / f"{name}.py"
     if page_path.parent.as_posix() != ALGORITHMS or not source.exists():
@@ -30,7 +36,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     name = f"flashtile/learn/{ALGORITHMS}/{source.name}"
     return (
         f'{title}\n\n<div class="beside" markdown="1">\n<div markdown="1">\n\n{text}\n\n</div>\n'
-        f'<div class="source" markdown="1">\n\n````python title="{name}" linenums="1"\n'
+        f'<div class="source" markdown="1" data-search-exclude>\n\n````python title="{name}" linenums="1"\n'
         f"{source.read_text().rstrip()}\n````\n\n</div>\n</div>\n"
     )
 

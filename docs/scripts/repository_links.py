@@ -2,8 +2,7 @@
 
 A page may link to ``../../flashtile/api/merge.py`` or ``../CONTRIBUTING.md``, which leads somewhere in a
 checkout and on a code host. For the site, each linked file becomes part of it: Markdown a page, any other
-text a page that shows it, experiments their page of measurements, and other JSON a download. Links are
-rewritten to match.
+text a page that shows it, measurements their page, and other JSON a download. Links are rewritten to match.
 """
 
 from __future__ import annotations
@@ -20,7 +19,17 @@ IN_SITE, NOT_IN_SITE = "docs/", "docs/scripts/"
 """Folder of the pages, and the folder in it that the site excludes. Its files are shown as those outside."""
 
 LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)\s]*)?\))")
-LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".sh": "bash", ".jinja": "jinja"}
+LANGUAGES = {
+    ".py": "python",
+    ".toml": "toml",
+    ".yml": "yaml",
+    ".cff": "yaml",
+    ".sh": "bash",
+    ".jinja": "jinja",
+}
+
+NOT_SEARCHED = "---\nsearch: {exclude: true}\n---\n"
+"""Front matter of pages that the site's search leaves out."""
 
 TRANSLATIONS = {"README.zh-CN.md": "index.zh-CN.md"}
 """Root pages whose place in the site is not their own name in lower case."""
@@ -36,6 +45,8 @@ def site_path(path: str) -> str | None:
         return TRANSLATIONS.get(path, path.lower())
     if path.startswith("benchmarks/results/experiments/"):
         return f"measured/{Path(path).stem}.md"
+    if path.startswith("benchmarks/results/"):
+        return path.replace(".json", ".md")
     if path.endswith(".json"):
         return path
     return f"source/{path}.md" if Path(path).suffix in (*LANGUAGES, "") else None
@@ -80,7 +91,7 @@ def shown(path: Path, root: Path) -> str:
     """A page that shows a text file."""
     name = path.relative_to(root).as_posix()
     language = LANGUAGES.get(path.suffix, "make" if path.name == "Makefile" else "text")
-    return f'# {name}\n\n````{language} linenums="1"\n{path.read_text().rstrip()}\n````\n'
+    return f'{NOT_SEARCHED}# {name}\n\n````{language} linenums="1"\n{path.read_text().rstrip()}\n````\n'
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:

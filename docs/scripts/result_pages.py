@@ -1,4 +1,4 @@
-"""MkDocs hook: a page for each measurement under benchmarks/results, newest first in the navigation.
+"""MkDocs hook: a page for each measurement under benchmarks/results, which docs/measured/index.md lists.
 
 Tables and charts are those of the commands that measured; nothing is copied by hand.
 """
@@ -13,24 +13,21 @@ from typing import Any
 import counters
 import markdown_tables
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 
 from benchmarks.suite import engine_bench, linear_bench, report
 from benchmarks.suite.report_charts import charts
 from flashtile.io_model import card_of_device
 
-SECTION = "Measurements"
-"""The part of the navigation that the pages join."""
-
 FOLDER = "benchmarks/results"
 
-HIDE_CONTENTS = "---\nhide: [toc]\n---"
-"""Front matter that gives wide tables the whole page."""
+HEAD = "---\nhide: [toc]\nsearch: {exclude: true}\n---"
+"""Front matter that gives wide tables the whole page, and leaves their rows out of the site's search."""
 
 
 def page(document: dict[str, Any], name: str, most_charts: int) -> str:
     """Return a document of measurements as Markdown; its JSON lies next to the page."""
-    parts = [HIDE_CONTENTS, f"# {name[:10]} {name[11:].replace('-', ' ')}", *body(document, most_charts)]
+    parts = [HEAD, f"# {name[:10]} {name[11:].replace('-', ' ')}", *body(document, most_charts)]
     parts.append(f"Every number: [{name}.json]({name}.json).")
     if note := document.get("source", {}).get("note"):
         parts.append(f"Commit {document['source']['commit']}: {note}.")
@@ -93,16 +90,11 @@ def _figures(pictures: list[tuple[str, str]]) -> str:
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     root = Path(config.config_file_path).parent
-    listed = []
-    for path in sorted((root / FOLDER).glob("*.json"), reverse=True):
+    for path in sorted((root / FOLDER).glob("*.json")):
         place = f"{FOLDER}/{path.name}"
-        if files.get_file_from_path(place) is None:
-            files.append(File.generated(config, place, content=path.read_text()))
+        files.append(File.generated(config, place, content=path.read_text()))
         name = f"{FOLDER}/{path.stem}.md"
         content = page(json.loads(path.read_text()), path.stem, config.extra["charts"])
-        files.append(File.generated(config, name, content=content))
-        listed.append(name)
-    entries = [entry for entry in config.nav or [] if isinstance(entry, dict)]
-    section = next(entry[SECTION] for entry in entries if SECTION in entry)
-    section.extend(listed)
+        level = InclusionLevel.NOT_IN_NAV
+        files.append(File.generated(config, name, content=content, inclusion=level))
     return files

@@ -31,10 +31,10 @@ PANELS = [
 """File, pass and series of each panel, and its title."""
 
 CONTESTANTS = {
-    "flashtile": ("flashtile", "#e8590c"),
-    "sdpa-cudnn": ("cuDNN (through SDPA)", "#74a33c"),
-    "fa3": ("FlashAttention-3", "#4c8fd6"),
-    "fa4": ("FlashAttention-4", "#9a78d0"),
+    "flashtile": ("flashtile", "#2f7fd6"),
+    "sdpa-cudnn": ("cuDNN (through SDPA)", "#5f9e78"),
+    "fa3": ("FlashAttention-3", "#b3a3d8"),
+    "fa4": ("FlashAttention-4", "#8d96a2"),
 }
 """Name and colour of each, in the order of the bars."""
 

@@ -72,7 +72,7 @@ class ScoreProfile:
     def pays(self) -> bool:
         """Whether few enough parts (64 keys of a row) are out of range for ``softmax_max`` to be useful.
 
-        Whether ``softmax_max`` makes a call faster also depends on the call (docs/guides/decoding.md).
+        Whether ``softmax_max`` makes a call faster also depends on the call (docs/guides/inference.md).
         """
         return self.outside <= PAYS
 

@@ -172,7 +172,21 @@ SERVE_ARGUMENTS: dict[str, Argument] = {
     "chat_template_content_format": Argument(
         ("auto",), "the content is given to the template as the call has it"
     ),
-    "data_parallel_backend": Argument(("mp",), "replicas are processes of one machine"),
+    **{
+        name: Argument((neutral,), "replicas are processes of one machine")
+        for name, neutral in {
+            "data_parallel_address": "127.0.0.1",
+            "data_parallel_backend": "mp",
+            "data_parallel_rank": 0,
+            "data_parallel_rpc_port": 0,
+            "data_parallel_size_local": None,
+            "data_parallel_start_rank": 0,
+            "node_rank": 0,
+        }.items()
+    },
+    "data_parallel_external_lb": _flag("replicas are processes of one machine", False),
+    "data_parallel_hybrid_lb": _flag("replicas are processes of one machine", False),
+    "decode_context_parallel_size": Argument((1,), "use --tensor-parallel-size"),
     "default_chat_template_kwargs": Argument(({},), "calls give chat_template_kwargs"),
     "disable_fastapi_docs": _flag("the server has no pages of documentation", False),
     "disable_frontend_multiprocessing": _flag("the server and its engine share a process"),

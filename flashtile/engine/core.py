@@ -134,7 +134,8 @@ class Engine:
         room = self.max_model_len - len(tokens)
         if room < 1:
             raise ValueError(
-                f"prompt must be shorter than max_model_len={self.max_model_len} tokens, got {len(tokens)}"
+                f"prompt must be shorter than max_model_len={self.max_model_len} tokens, "
+                f"the model's maximum context length, got {len(tokens)}"
             )
         beam = params if isinstance(params, BeamSearchParams) else None
         sampling = params.sampling() if isinstance(params, BeamSearchParams) else params

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flashtile.version import __version__
+from flashtile.version import __version__, installed_version
 
 
 def versions() -> dict[str, str | None]:
@@ -35,14 +34,6 @@ def versions() -> dict[str, str | None]:
         "driver": _driver_version(),
         "system": f"{platform.system()} {platform.machine()}",
     }
-
-
-def installed_version(distribution: str) -> str | None:
-    """Return the version of a distribution, or None if it is not installed."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def devices() -> list[dict[str, Any]]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
+import inspect
 import json
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
+import flashtile
 from walk import walk
 
 ROOT = Path(__file__).parents[2]
@@ -181,18 +185,21 @@ def test_shell_commands_exist(document):
                     blank = command.make_context(module, [], resilient_parsing=True)
                     command.make_parser(blank).parse_args(options)
         else:
-            assert program in {"cd", "curl", "pre-commit", "pytest"}, words
+            assert program in {"cd", "curl", "git", "pre-commit", "pytest", "uv"}, words
 
 
 def test_the_claimed_versions_are_those_of_the_tests():
     """The oldest torch and Triton have targets, the environment is within the bounds; pages say the same."""
-    declared = (ROOT / "pyproject.toml").read_text()
-    pair = re.search(r'"torch>=([\d.]+)", "triton>=([\d.]+),<([\d.]+);', declared)
-    torch_floor, floor, bound = pair.groups()
+    from flashtile.backends.common.releases import PAIRS
 
     def number(version: str) -> tuple[int, ...]:
         return tuple(map(int, version.split(".")[:2]))
 
+    declared = (ROOT / "pyproject.toml").read_text()
+    pair = re.search(r'"torch>=([\d.]+)", "triton>=([\d.]+),<([\d.]+);', declared)
+    torch_floor, floor, bound = pair.groups()
+    releases = list(PAIRS.values())
+    assert (torch_floor, floor, bound) == (next(iter(PAIRS)), releases[0], f"3.{number(releases[-1])[1] + 1}")
     targets = (ROOT / "Makefile").read_text()
     assert f"$(VENV) triton=={floor}.0 " in targets
     assert f"$(VENV) torch=={torch_floor}.0 " in targets
@@ -203,6 +210,9 @@ def test_the_claimed_versions_are_those_of_the_tests():
     for page in ("README.md", "README.zh-CN.md", "docs/start.md", "docs/start.zh-CN.md"):
         text = (ROOT / page).read_text()
         assert all(words in text for words in (f"PyTorch {torch_floor}", f"Triton {floor}", newest)), page
+    for page in ("docs/start.md", "docs/start.zh-CN.md"):
+        rows = re.findall(r"^\| (\d\.\d+) \| (\d\.\d+) \| (.+) \|$", (ROOT / page).read_text(), re.MULTILINE)
+        assert {row[0]: row[1] for row in rows} == PAIRS
 
 
 FILE = r"(?<![\w/.-])(?:benchmarks|docs/scripts|examples|scripts|tests)/[\w/]+\.py\b"
@@ -269,6 +279,51 @@ def test_named_attributes_exist():
     )
     found = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
+
+
+CODE = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")
+"""Code within the text and in cells of tables."""
+
+
+REFUSED_CALLS = {"flash_attn_func(..., attn_mask=causal_mask)"}
+"""Calls that the text names because they are refused."""
+
+
+def calls_of_flashtile(code: str) -> Iterator[ast.Call]:
+    """The calls of public functions in a piece of code, which may be the head of a ``with`` statement."""
+    with contextlib.suppress(SyntaxError):
+        code = " ".join(code.split()).replace("(...)", "()").replace(", ...)", ")").replace("(..., ", "(")
+        tree = ast.parse(f"{code} pass" if code.startswith("with ") else code)
+        yield from (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def public_function(call: ast.Call, page: str) -> object | None:
+    """The function of flashtile that a call in the text names, also without the package's name.
+
+    Short names on the page about vLLM are vLLM's.
+    """
+    path = ast.unparse(call.func).split(".")
+    is_short = path[0] in dir(flashtile) and page != "vllm.md"
+    names = path if is_short else path[1:]
+    is_ours = is_short or path[0] == "flashtile"
+    return (
+        functools.reduce(getattr, names, flashtile) if is_ours and all(map(str.isidentifier, path)) else None
+    )
+
+
+@walk("document", PAGES)
+def test_named_calls_have_the_arguments_that_are_named(document):
+    """A call in the text or a table, such as ``flashtile.attention(q, k, v, causal=True)``, could be made."""
+    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for code in set(CODE.findall(text)) - REFUSED_CALLS:
+        for call in calls_of_flashtile(code):
+            function = public_function(call, document.name)
+            if not callable(function):
+                continue
+            given = {keyword.arg: None for keyword in call.keywords if keyword.arg}
+            signature = inspect.signature(function)
+            known = [one for one in signature.parameters.values() if one.name != "unknown"]  # is refused
+            signature.replace(parameters=known).bind_partial(*call.args, **given)
 
 
 @functools.cache
@@ -339,7 +394,30 @@ def test_the_readme_s_picture_shows_the_measurements(monkeypatch):
         assert f"]({speed_picture.PICTURE.relative_to(ROOT).as_posix()})" in (ROOT / name).read_text()
 
 
+def test_badges_are_those_of_the_project(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
+    import badges
+
+    assert {path.name: path.read_text() for path in badges.FOLDER.iterdir()} == badges.badges()
+    for name in ("README.md", "README.zh-CN.md"):
+        shown = re.findall(r"docs/assets/badges/(\w+\.svg)", (ROOT / name).read_text())
+        assert sorted(shown) == sorted(badges.badges())
+
+
+def test_the_citation_is_of_this_version():
+    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    for name in ("README.md", "README.zh-CN.md"):
+        assert f"version = {{{version}}}" in (ROOT / name).read_text()
+
+
 EXPERIMENTS = sorted((ROOT / "benchmarks" / "results" / "experiments").glob("*.json"))
+
+
+def test_every_measurement_answers_a_question_of_the_index():
+    index = (ROOT / "docs" / "measured" / "index.md").read_text()
+    answered = set(re.findall(r"\]\(../../benchmarks/results/([\w-]+)\.json\)", index))
+    assert answered == {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")}
 
 
 def test_every_subject_of_experiments_is_in_the_index():

@@ -14,8 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from chromium import launched
+
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+RESULTS_OF_EXPERIMENTS = sorted((ROOT / "benchmarks" / "results" / "experiments").glob("*.json"))
 ALGORITHMS = sorted(
     source
     for source in (ROOT / "flashtile" / "learn" / "algorithms").glob("*.py")
@@ -114,13 +117,39 @@ def test_every_measurement_is_shown(site, path):
 
 def test_every_experiment_has_its_page(site):
     """Made from the JSON, which pages link to and which is there to download."""
-    for path in (ROOT / "benchmarks" / "results" / "experiments").glob("*.json"):
+    for path in RESULTS_OF_EXPERIMENTS:
         document = json.loads(path.read_text())
         text = (site / "measured" / f"{path.stem}.html").read_text()
-        assert text.count("<h2") == text.count('<details class="rows">') == len(document["experiments"])
+        assert text.count("<h2") == text.count('<details class="rows"') == len(document["experiments"])
         assert text.count('id="row-filter"') == 1
         assert f'href="../benchmarks/results/experiments/{path.name}"' in text
         assert f'href="{path.stem}.html"' in (site / "measured" / "index.html").read_text()
+
+
+def test_the_interactive_page_is_on_the_home_page(site):
+    for name in ("index.html", "index.zh-CN.html"):
+        (frame,) = (one for one in Elements(site / name).loaded if "flashtile-visualize" in one)
+        assert (site / frame.partition("#")[0]).stat().st_size > 1e6
+
+
+@pytest.mark.parametrize(("words", "page"), [("torch.compile", "guides/training"), ("install", "start")])
+def test_the_search_finds_guides_first_also_from_files(site, words, page):
+    with launched() as browser:
+        shown = browser.new_page()
+        shown.goto((site / "index.html").as_uri())
+        shown.fill(".md-search__input", words)
+        found = shown.locator(".md-search-result__link").first
+        found.wait_for(state="attached")
+        assert f"/{page}.html" in found.get_attribute("href")
+
+
+def test_the_search_leaves_sources_and_rows_out(site):
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    places = {entry["location"].partition("#")[0] for entry in index["docs"]}
+    assert "start.html" in places
+    assert [one for one in places if one.startswith(("source/", "benchmarks/results/"))] == []
+    row = json.loads(RESULTS_OF_EXPERIMENTS[0].read_text())["experiments"][0]["lines"][0]["question"]
+    assert not any(row in entry["text"] for entry in index["docs"])
 
 
 @pytest.mark.parametrize("source", ALGORITHMS, ids=lambda source: source.stem)

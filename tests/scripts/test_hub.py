@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import runpy
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -89,3 +91,24 @@ def test_its_functions_are_those_of_the_package_with_operators_of_their_own(kern
     assert type(kernel.sdpa).__module__ != "flashtile.integrations.sdpa"
     for module in ("backends.hopper", "backends.portable", "fp8", "compat.flex", "parallel"):
         importlib.import_module(f"{kernel.__name__}.{module}")
+
+
+def test_benchmarks_are_in_the_hub_s_form_and_right(repository, kernel, monkeypatch):
+    """As ``kernels benchmark`` runs them: set up, run, compared with the reference at its tolerance."""
+    (script,) = (repository / "benchmarks").glob("benchmark*.py")
+    if importlib.util.find_spec("kernels") is None:
+        base = types.ModuleType("kernels.benchmark")
+        base.Benchmark = type("Benchmark", (), {})  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "kernels", types.ModuleType("kernels"))
+        monkeypatch.setitem(sys.modules, "kernels.benchmark", base)
+    found = runpy.run_path(str(script))
+    classes = [one for one in found.values() if isinstance(one, type) and one.__name__ != "Benchmark"]
+    classes = [one for one in classes if hasattr(one, "verify_attention")]
+    assert len(classes) == 3
+    for one in classes:
+        benchmark = one()
+        benchmark.kernel, benchmark.device = kernel, "cpu"
+        torch.manual_seed(one.seed)
+        benchmark.setup()
+        benchmark.benchmark_attention()
+        assert torch.allclose(benchmark.out, benchmark.verify_attention(), atol=1e-2)

@@ -6,13 +6,13 @@ serves, except some with score or mask functions (``refusals``).
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 
 import torch
 
 from flashtile.backends.common.config import RAGGED_ROWS
 from flashtile.backends.common.device import capability, is_nvidia
+from flashtile.backends.common.releases import reason_of_releases
 from flashtile.problems.attention import Problem
 from flashtile.problems.decode import DecodeProblem
 
@@ -56,8 +56,9 @@ def reason_against_backward(problem: Problem, explicit: bool) -> str | None:
 
 def reason_of_device(problem: Problem | DecodeProblem) -> str | None:
     """Return why no kernel of this backend runs on the problem's device; None if they do."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
+    reason = reason_of_releases(problem.device)
+    if reason is not None:
+        return reason
     if not is_nvidia(problem.device):
         return f"its kernels run on NVIDIA's Hopper GPUs, not on {problem.device}"
     major, minor = capability(problem.device)

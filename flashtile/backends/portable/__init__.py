@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 import torch
 
 from flashtile.backends.common.device import Target, capability, is_nvidia
+from flashtile.backends.common.releases import reason_of_releases
 from flashtile.problems.attention import Problem
 from flashtile.problems.masking import KernelMask, Masking
 
@@ -61,8 +61,9 @@ def _reason_of_width(problem: Problem) -> str | None:
 
 def reason_of_device(device: torch.device | Target, computed: set[torch.dtype], explicit: bool) -> str | None:
     """Why kernels that compute in these dtypes do not run on the device; None if they do."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
+    reason = reason_of_releases(device)
+    if reason is not None:
+        return reason
     if device.type != "cuda":
         if not interpreting():
             return f"its kernels run on GPUs, not on {device} (TRITON_INTERPRET=1 interprets them)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from importlib.resources import files
 from typing import Any
@@ -18,6 +18,7 @@ from flashtile.engine.server.errors import ApiError, busy, json_response
 from flashtile.engine.server.listener import Listener
 from flashtile.engine.server.metrics import CONTENT_TYPE
 from flashtile.engine.server.middlewares import add_middlewares, check_content_type, read_body, request_key
+from flashtile.engine.server.openapi import document
 from flashtile.engine.server.protocol import Body, parse, read_detokenize, read_tokenize, wrong
 from flashtile.engine.server.service import Service
 from flashtile.files import DESIGN
@@ -47,6 +48,8 @@ ASSETS = files("flashtile.engine.server") / "assets"
 MAX_SEQUENCES = 64
 MAX_BLOCKS = 4096
 """Maximum numbers of sequences and of blocks that the web page shows. Its totals count all of them."""
+WHOLE_POOL = 512
+"""Maximum number of blocks of a pool that the page shows whole. Of larger pools it shows blocks in use."""
 
 
 def make_app(service: Service, listener: Listener) -> web.Application:
@@ -62,7 +65,7 @@ def make_app(service: Service, listener: Listener) -> web.Application:
     }  # fmt: skip
     gets = {
         "/v1/models": _models, "/v1/models/{name:.+}": _model, "/health": _health, "/version": _version,
-        "/load": _load, "/metrics": _metrics, "/live": _live,
+        "/load": _load, "/metrics": _metrics, "/live": _live, "/openapi.json": _openapi,
     }  # fmt: skip
     app.add_routes(
         [
@@ -70,7 +73,8 @@ def make_app(service: Service, listener: Listener) -> web.Application:
             web.post("/reset_prefix_cache", partial(_reset_prefix_cache, service)),
             *(web.post(path, partial(_refuse, name)) for path, name in UNSERVED.items()),
             *(web.get(path, partial(get, service)) for path, get in gets.items()),
-            web.get("/", partial(_page, _html())),
+            web.get("/", partial(_conversation, service)),
+            web.get("/docs", partial(_page, _html("docs.html"))),
         ]
     )
     return app
@@ -169,6 +173,10 @@ async def _version(service: Service, request: web.Request) -> web.Response:
     return json_response({"version": metadata.version("flashtile")})
 
 
+async def _openapi(service: Service, request: web.Request) -> web.Response:
+    return json_response(document(service.limits.max_logprobs))
+
+
 async def _load(service: Service, request: web.Request) -> web.Response:
     return json_response({"server_load": service.in_flight})
 
@@ -188,20 +196,29 @@ def _snapshot(engine: Engine) -> dict[str, Any]:
 
     This must run on the engine's thread.
 
-    ``refs`` has one digit for each block. The digit is the number of references to the block, including that
-    of the prefix cache, or 9 if there are more. The first ``null_blocks`` blocks hold no tokens.
+    ``blocks`` are the numbers of blocks to show, and ``refs`` has one digit for each of them, which is the
+    number of references to the block, including that of the prefix cache, or 9 if there are more. The first
+    ``null_blocks`` blocks of the pool hold no tokens and are left out.
     """
     scheduler, stats = engine.scheduler, engine.stats()
     manager, pool = scheduler.manager, scheduler.manager.pool
     shown = scheduler.running[:MAX_SEQUENCES]
+    if pool.num_blocks - pool.null_blocks <= WHOLE_POOL:
+        blocks = list(range(pool.null_blocks, pool.num_blocks))
+    else:
+        in_use = pool.refs_tensor[pool.null_blocks :].nonzero()[:MAX_BLOCKS, 0] + pool.null_blocks
+        blocks = in_use.tolist()
     computed = {id(entry.sequence): entry.num_tokens for entry in engine.last_schedule.entries}
     return {
         "block_size": manager.block_size,
         "num_blocks": pool.num_blocks,
         "null_blocks": pool.null_blocks,
-        "refs": "".join(str(min(9, count)) for count in pool.refs[:MAX_BLOCKS]),
+        "num_free": len(pool.free),
+        "num_cached": len(pool.cached),
+        "blocks": blocks,
+        "refs": "".join(str(min(9, pool.refs[block])) for block in blocks),
         "cache_usage": stats.cache_usage,
-        "chat_template": engine.tokenizer is not None and "default" in engine.tokenizer.chat_templates,
+        "chat_template": _has_chat_template(engine),
         "max_num_seqs": scheduler.max_num_seqs,
         "num_running": stats.running,
         "num_waiting": stats.waiting,
@@ -227,13 +244,25 @@ def _snapshot(engine: Engine) -> dict[str, Any]:
     }
 
 
+def _has_chat_template(engine: Engine) -> bool:
+    return engine.tokenizer is not None and "default" in engine.tokenizer.chat_templates
+
+
+async def _conversation(service: Service, request: web.Request) -> web.Response:
+    page = _html("page.html")
+    if _has_chat_template(service.engine):
+        page = page.replace('data-chat="no"', 'data-chat="yes"', 1)
+    return await _page(page, request)
+
+
 async def _page(html: str, request: web.Request) -> web.Response:
     return web.Response(text=html, content_type="text/html", headers={"Content-Security-Policy": POLICY})
 
 
-def _html() -> str:
-    """Return the server's web page (route ``/``) with its styles and its script, as one HTML file."""
-    page = (ASSETS / "page.html").read_text("utf-8")
-    for path in (DESIGN, ASSETS / "page.css", ASSETS / "page.js"):
+@cache
+def _html(name: str) -> str:
+    """Return one of the server's web pages with its styles and its script, as one HTML file."""
+    page = (ASSETS / name).read_text("utf-8")
+    for path in (DESIGN, *(ASSETS / part for part in ("page.css", "page.js", "zh.json"))):
         page = page.replace(f"/* {path.name} */", path.read_text("utf-8"))
     return page

@@ -19,7 +19,7 @@ from flashtile.engine.server.errors import ApiError, internal_error, json_respon
 from flashtile.engine.server.listener import Listener
 from flashtile.engine.server.service import Limits
 
-OPEN = ("/", "/health")
+OPEN = ("/", "/docs", "/health", "/openapi.json")
 """Paths that need no key, because they tell nothing about requests."""
 
 POLLED = ("/health", "/load", "/metrics", "/live")

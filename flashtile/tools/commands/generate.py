@@ -36,14 +36,14 @@ def generate(
     device: Device = None,
 ) -> None:
     """Continue texts with a model, and report its speed and memory."""
-    from flashtile.engine import LLM, BeamSearchParams, RequestOutputKind, SamplingParams
-
-    console = Console(markup=False, highlight=False, soft_wrap=True)
-    texts = prompts or ["def "]
     if model == DEMO and not model.is_dir():
         raise typer.BadParameter(
             f"a model's folder must be given: there is no {DEMO}, which flashtile demo makes"
         )
+    from flashtile.engine import LLM, BeamSearchParams, RequestOutputKind, SamplingParams
+
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    texts = prompts or ["def "]
     with bad_models():
         if beams and (n != 1 or stop):
             raise ValueError("-n and --stop must be left out with --beams")

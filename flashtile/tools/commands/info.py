@@ -12,6 +12,7 @@ from flashtile.op.selection import load_part
 from flashtile.operators.attention import FORWARD
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import DTYPES, PREFERENCE
+from flashtile.version import installed_version
 
 
 def info() -> None:
@@ -24,7 +25,7 @@ def info() -> None:
 
 def _compiled() -> list[str]:
     """Describe the folders of compiled kernels in use."""
-    if machine.installed_version("triton") is None:
+    if installed_version("triton") is None:
         return []
     from flashtile.backends.common.kernel_store import in_use
 

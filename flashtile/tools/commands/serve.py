@@ -38,14 +38,37 @@ TORCHRUN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
             "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")  # fmt: skip
 
 
+SHORT_OPTIONS = {
+    "-tp": "--tensor-parallel-size", "-dp": "--data-parallel-size", "-pp": "--pipeline-parallel-size",
+    "-dcp": "--decode-context-parallel-size", "-ep": "--enable-expert-parallel", "-q": "--quantization",
+    "-n": "--nnodes", "-r": "--node-rank", "-cc": "--compilation-config", "-O": "--optimization-level",
+    "-ac": "--attention-config", "-dpn": "--data-parallel-rank", "-dpr": "--data-parallel-start-rank",
+    "-dpl": "--data-parallel-size-local", "-dpa": "--data-parallel-address",
+    "-dpp": "--data-parallel-rpc-port", "-dpb": "--data-parallel-backend",
+    "-dpe": "--data-parallel-external-lb", "-dph": "--data-parallel-hybrid-lb",
+}  # fmt: skip
+"""Short options of ``vllm serve``."""
+
+
+def whole_option(word: str) -> str:
+    """Return a word of the command line with its option in full: ``-tp=2``, ``--max_model_len``."""
+    option, equals, value = word.partition("=")
+    if option.startswith("--"):
+        option = option.replace("_", "-")
+    return SHORT_OPTIONS.get(option, option) + equals + value
+
+
 class VllmCommand(TyperCommand):
-    """A command that also takes the options of ``vllm serve`` that change nothing, and refuses the others."""
+    """A command that also takes the options of ``vllm serve`` that change nothing, and refuses the others.
+
+    Options may be written as vLLM allows: short, and with ``_`` for ``-``.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {option for one in self.get_params(ctx) for option in (*one.opts, *one.secondary_opts)}
         rest, words = [], list(args)
         while words:
-            word = words.pop(0)
+            word = whole_option(words.pop(0))
             option, has_value, text = word.partition("=")
             name = option[2:].replace("-", "_")
             on = name in SERVE_ARGUMENTS
@@ -110,7 +133,13 @@ def serve(
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens of a block of keys and values.")] = 16,
     swap_space: Annotated[float, typer.Option(help="GiB of host memory for preempted sequences.")] = 0.0,
+    num_gpu_blocks_override: Annotated[
+        int | None, typer.Option(help="Blocks of keys and values, instead of a share.")
+    ] = None,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the blocks of equal prefixes.")] = True,
+    async_scheduling: Annotated[
+        bool | None, typer.Option(help="Schedule a step while the one before runs. Default: on GPUs.")
+    ] = None,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
     warmup: Annotated[bool, typer.Option(help="Compile all kernels before the first call.")] = True,
     speculative_config: Annotated[

@@ -573,7 +573,9 @@ def test_the_page_shows_a_model_without_a_tokenizer(model):
 def test_what_the_page_shows(server):
     server.complete(prompt="abcdefgh", max_tokens=1)
     seen = server.ask("/live")[1]
-    assert len(seen["refs"]) == seen["num_blocks"]
+    assert seen["num_blocks"] == 2048  # of a pool so large, only blocks in use are shown
+    assert len(seen["refs"]) == len(seen["blocks"]) == seen["num_cached"] > 0
+    assert seen["num_free"] == seen["num_blocks"] - seen["num_cached"]
     assert seen["num_running"] == 0
     assert seen["running"] == []
     assert (seen["null_blocks"], seen["max_num_seqs"], seen["chat_template"]) == (0, 64, True)

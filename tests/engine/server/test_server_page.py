@@ -12,6 +12,8 @@ import pytest
 from serving import Running, running, wait_for
 
 from chromium import axe_violations, launched
+from flashtile.engine.server.app import ASSETS
+from flashtile.engine.server.openapi import SUMMARIES
 from flashtile.engine.server.service import Limits
 
 SIZES = ((1366, 768), (768, 1024), (360, 640))
@@ -328,6 +330,74 @@ def test_a_model_without_a_chat_template_completes_text(visit, server, monkeypat
     one.set(max_tokens=2)
     one.ask("abc")
     assert one.texts(".answer .text") == ["abcde"]
+
+
+def test_a_model_without_a_chat_template_never_opens_as_chat(visit, server, monkeypatch):
+    monkeypatch.setattr(server.service.tokenizer, "chat_templates", {})
+    one = visit()
+    one.page.route("**/live", lambda route: route.abort())
+    one.page.reload()
+    assert one.page.evaluate("mode") == "text"
+    one.complaints.clear()  # Chromium's own message about the call that this test aborts
+
+
+@pytest.mark.parametrize(
+    ("served", "shown"),
+    [
+        ("/home/me/models/Llama-3-8B", "Llama-3-8B"),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("/root/hub/models--Qwen--Qwen3-8B/snapshots/0123abcd", "Qwen/Qwen3-8B"),
+    ],
+)
+def test_the_page_shows_the_model_s_name_and_no_path(visit, server, monkeypatch, served, shown):
+    monkeypatch.setattr(server.service, "model_name", served)
+    one = visit()
+    one.until("model.name !== ''")
+    assert one.page.inner_text("#model") == f"{shown}, up to 4,096 tokens"
+    assert one.page.inner_text("#welcome-title") == f"Chat with {shown}"
+
+
+def test_the_page_speaks_chinese(visit):
+    """To readers who prefer it, and to others after a click, also what was written before."""
+    one = visit(locale="zh-CN")
+    one.set(max_tokens=2)
+    one.ask("abc")
+    words = re.findall(
+        r"[A-Za-z]{3,}", one.page.inner_text("body").replace(one.texts(".answer .text")[0], "")
+    )
+    assert set(words) - {"abc"} <= {"flashtile", "alphabet", "token", "Enter", "Shift", "Escape", "English"}
+    assert one.page.get_attribute("html", "lang") == "zh-CN"
+    chinese = one.page.inner_text("main")
+    one.page.click("#language")
+    english = one.page.inner_text("main")
+    assert "Retry" in english
+    assert not re.search("[\u4e00-\u9fff]", english)
+    one.page.click("#language")
+    assert re.sub(r"[\d.,]+", "", one.page.inner_text("main")) == re.sub(r"[\d.,]+", "", chinese)
+
+
+def test_every_sentence_of_the_page_is_in_chinese():
+    chinese = json.loads((ASSETS / "zh.json").read_text())
+    script, page = ((ASSETS / name).read_text() for name in ("page.js", "page.html"))
+    said = re.findall(r'\b(?:say|spoken|quiet|notify)\(\s*"([^"]+)"', script)
+    assert [text for text in said if text not in chinese] == []
+    assert [text for text in chinese if text not in script + page] == []
+    for english, translated in chinese.items():
+        places = (sorted(re.findall(r"\{\w+\}", text)) for text in (english, translated))
+        assert len(set(map(tuple, places))) == 1, english
+
+
+def test_the_interface_s_page_describes_and_sends_calls(visit):
+    one = visit()
+    one.page.goto(f"{one.url}docs")
+    one.page.wait_for_selector("summary")
+    assert one.page.locator("summary").count() == len(SUMMARIES)
+    completions = one.page.locator("details").first
+    completions.locator("summary").click()
+    assert completions.locator("td code").first.inner_text() in ("max_tokens", "prompt")
+    completions.locator("button").click()
+    one.until("document.querySelector('details pre').textContent.includes('text_completion')")
+    assert axe_violations(one.page) == []
 
 
 def test_the_picture_shows_the_blocks_that_answers_share(visit):

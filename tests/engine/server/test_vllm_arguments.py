@@ -15,7 +15,7 @@ from flashtile.checks.vllm_arguments import LLM_ARGUMENTS, SAMPLING_ARGUMENTS, S
 from flashtile.cli import application
 from flashtile.engine.server.errors import ApiError
 from flashtile.engine.server.protocol import Body
-from flashtile.tools.commands.serve import serve
+from flashtile.tools.commands.serve import SHORT_OPTIONS, serve
 from walk import walk
 
 APPLICATION = application()
@@ -94,9 +94,26 @@ def test_the_command_line_takes_what_changes_nothing(tmp_path):
     assert "config.json" in output_of(tmp_path, *words)
 
 
+def test_options_may_be_short_and_have_underscores(tmp_path):
+    """Each stands for an option of ours, or for one in the table."""
+    own = {f"--{name.replace('_', '-')}" for name in (*inspect.signature(serve).parameters, *SERVE_ARGUMENTS)}
+    assert set(SHORT_OPTIONS.values()) <= own
+    assert "--tensor-parallel-size" in output_of(tmp_path, "-tp", "0")
+    assert "--max-model-len" in output_of(tmp_path, "--max_model_len=many")
+    assert "config.json" in output_of(
+        tmp_path, "-tp=1", "-pp", "1", "--tensor_parallel_size", "1", "-q", "fp8"
+    )
+
+
+def test_a_server_takes_every_argument_of_a_model():
+    beside = {"model", "tokenizer"}
+    assert inspect.signature(LLM).parameters.keys() - beside <= inspect.signature(serve).parameters.keys()
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
+        (["-pp", "2"], "--pipeline-parallel-size"),
         (["--enable-lora"], "--enable-lora"),
         (["--no-enable-chunked-prefill"], "--enable-chunked-prefill"),
         (["--hf-overrides", '{"a": 1}'], "--hf-overrides"),

@@ -14,8 +14,7 @@ import typer.main
 from typer.testing import CliRunner
 
 import flashtile
-from flashtile import cli
-from flashtile.hardware import machine
+from flashtile import cli, version
 from walk import walk
 
 ROOT = Path(__file__).parents[3]
@@ -55,8 +54,11 @@ def test_the_list_of_commands_is_whole():
     assert "--version" in text.split()
 
 
-@walk("arguments", [["--help"], ["no-such"], ["serve", "--help"], ["serve", "--no-such"]])
-def test_help_and_usage_errors_import_no_torch(arguments):
+@walk(
+    "arguments",
+    [["--help"], ["no-such"], ["serve", "--help"], ["serve", "--no-such"], ["--version"], ["generate"]],
+)
+def test_help_versions_and_usage_errors_import_no_torch(arguments):
     command = [sys.executable, "-X", "importtime", "-m", "flashtile", *arguments]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     imported = re.findall(r"^import time:.*\| *(\S+)$", result.stderr, re.MULTILINE)
@@ -90,7 +92,8 @@ def run_version(monkeypatch, capsys) -> str:
 
 @pytest.mark.parametrize(("triton", "shown"), [("3.7.1", "triton 3.7.1"), (None, "no triton")])
 def test_version(monkeypatch, capsys, triton, shown):
-    monkeypatch.setattr(machine, "installed_version", lambda name: triton)
+    versions = {"torch": torch.__version__, "triton": triton}
+    monkeypatch.setattr(version, "installed_version", versions.get)
     expected = f"flashtile {flashtile.__version__}, torch {torch.__version__}, {shown}\n"
     assert run_version(monkeypatch, capsys) == expected
     result = CliRunner().invoke(cli.application(), ["--version"])

@@ -6,6 +6,64 @@
 
 const byId = (id) => document.getElementById(id);
 
+// ---- Languages: English sentences in the code name their Chinese ones ----
+
+const CHINESE = /* zh.json */;
+const SPOKEN_ATTRIBUTES = ["placeholder", "aria-label"];
+const originals = new WeakMap(); // by text node, or element with attributes: what it says in English
+let language = navigator.language.startsWith("zh") ? "zh" : "en";
+
+/** A text in the reader's language, with {places} filled in; a function gives a place in that language as well. */
+function say(text, places = {}) {
+  const found = language === "zh" ? CHINESE[text] ?? text : text;
+  return found.replace(/\{(\w+)\}/g, (_, place) => {
+    const value = places[place];
+    return typeof value === "function" ? value() : value;
+  });
+}
+
+/** A text node that changes with the language. */
+function spoken(text, places) {
+  const node = document.createTextNode(say(text, places));
+  originals.set(node, { text, places });
+  return node;
+}
+
+/** Note the English of the page's own words, before text of models and users is there. */
+function noteWords() {
+  for (const node of textNodes()) if (node.data.trim() in CHINESE) originals.set(node, { text: node.data.trim() });
+  for (const name of SPOKEN_ATTRIBUTES) {
+    for (const element of document.querySelectorAll(`[${name}]`)) {
+      originals.set(element, { ...originals.get(element), [name]: element.getAttribute(name) });
+    }
+  }
+}
+
+function* textNodes() {
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) yield walker.currentNode;
+}
+
+function setLanguage(name) {
+  language = name;
+  document.documentElement.lang = name === "zh" ? "zh-CN" : "en";
+  byId("language").textContent = name === "zh" ? "English" : "中文";
+  for (const node of textNodes()) {
+    const own = originals.get(node);
+    if (own) node.data = node.data.replace(node.data.trim(), () => say(own.text, own.places));
+  }
+  for (const attribute of SPOKEN_ATTRIBUTES) {
+    for (const element of document.querySelectorAll(`[${attribute}]`)) {
+      const own = originals.get(element)?.[attribute];
+      if (own) element.setAttribute(attribute, say(own));
+    }
+  }
+  nameModel();
+  draw();
+  for (const turn of [...turns.chat, ...turns.text]) turn.drawAsk();
+  if (seen) drawEngine();
+}
+
 /** Make an element. Properties are set as they are; `class`, `data-...`, `aria-...` and `role` as attributes. */
 function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
@@ -19,17 +77,21 @@ function make(tag, properties = {}, ...children) {
 
 /** A button without a border. One that is only for idle times is disabled while answers are written. */
 function quiet(text, onclick, whenIdle = false) {
-  const properties = { type: "button", class: "quiet", textContent: text, onclick };
-  return make("button", whenIdle ? { ...properties, "data-idle": "" } : properties);
+  const properties = { type: "button", class: "quiet", onclick, ...(whenIdle && { "data-idle": "" }) };
+  return make("button", properties, spoken(text));
 }
 
-const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
-const announce = (text) => { byId("status").textContent = text; };
+function plural(count, noun) {
+  const ending = count === 1 || language === "zh" ? "" : "s";
+  return `${count.toLocaleString("en")} ${say(noun)}${ending}`;
+}
+
+const announce = (text, places) => byId("status").replaceChildren(spoken(text, places));
 
 /** Show one line about the server above the composer, with a button if something can be done; "" hides it. */
 function notify(text, label, act) {
   byId("notice").hidden = !text;
-  byId("notice").replaceChildren(make("span", { textContent: text }));
+  byId("notice").replaceChildren(make("span", {}, spoken(text)));
   if (label) byId("notice").append(quiet(label, act));
 }
 
@@ -43,8 +105,8 @@ async function copy(text, button) {
     document.execCommand("copy");
     area.remove();
   }
-  button.textContent = "Copied";
-  setTimeout(() => { button.textContent = "Copy"; }, 1500);
+  button.replaceChildren(spoken("Copied"));
+  setTimeout(() => { button.replaceChildren(spoken("Copy")); }, 1500);
 }
 
 const copyButton = (text) => quiet("Copy", (event) => copy(text(), event.currentTarget));
@@ -64,7 +126,7 @@ async function call(path, body, signal) {
     response = await fetch(path, { ...options, headers, signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw failure("The server does not answer.", 0);
+    throw failure(say("The server does not answer."), 0);
   }
   if (response.ok) return response;
   const message = await response.json().then((found) => found.error.message, () => response.statusText);
@@ -90,15 +152,28 @@ async function* events(response) {
   }
 }
 
-const model = { name: "the model", maxLength: Infinity, hasTemplate: true };
+const model = { name: "", maxLength: 0, hasTemplate: document.body.dataset.chat === "yes" };
+
+/** The name of a model for readers: a folder's own name without the path, a name of Hugging Face as it is. */
+function nameOfModel(id) {
+  const cached = id.match(/models--([^/]+?)--([^/]+)\/snapshots\//);
+  if (cached) return `${cached[1]}/${cached[2]}`;
+  const parts = id.split("/").filter(Boolean);
+  return id.startsWith("/") || id.startsWith(".") || parts.length > 2 ? parts.at(-1) : id;
+}
+
+function nameModel() {
+  if (!model.name) return;
+  byId("model").textContent = say("{name}, up to {tokens}", { name: model.name, tokens: plural(model.maxLength, "token") });
+  document.title = `${model.name} - flashtile`;
+}
 
 async function describeModel() {
   try {
     const found = (await (await call("v1/models")).json()).data[0];
-    model.name = found.id;
+    model.name = nameOfModel(found.id);
     model.maxLength = found.max_model_len;
-    byId("model").textContent = `${model.name}, up to ${plural(model.maxLength, "token")}`;
-    document.title = `${model.name} - flashtile`;
+    nameModel();
     notify("");
     draw();
   } catch (error) {
@@ -149,7 +224,7 @@ class Answer {
     this.count = 0; // tokens
     this.reason = null;
     this.words = make(turn.mode === "text" ? "span" : "div", { class: "words" });
-    this.tokens = make("span", { class: "tokens", role: "listbox", "aria-label": "Tokens" });
+    this.tokens = make("span", { class: "tokens", role: "listbox", "aria-label": say("Tokens") });
     this.body = make("div", { class: `text${turn.mode === "text" ? " plain" : ""}` },
       make("span", { class: "given", textContent: turn.isInline ? turn.prompt : "" }), this.words, this.tokens);
     this.details = make("div", { class: "details", hidden: true });
@@ -157,8 +232,8 @@ class Answer {
     this.further = quiet("Continue", () => turn.extend(this), true);
     this.further.hidden = true;
     this.actions = make("div", { class: "actions" }, copyButton(() => this.text), this.further, this.end);
-    this.title = make("h2", {}, make("i", { class: "dot" }), `Answer ${index + 1}`);
-    this.element = make("section", { class: "answer", "aria-label": `Answer ${index + 1}` },
+    this.title = make("h2", {}, make("i", { class: "dot" }), spoken("Answer {number}", { number: index + 1 }));
+    this.element = make("section", { class: "answer", "aria-label": say("Answer {number}", { number: index + 1 }) },
       this.title, this.body, this.details, this.actions);
     this.draw();
   }
@@ -167,9 +242,9 @@ class Answer {
     this.element.classList.toggle("running", on);
     this.actions.style.visibility = on ? "hidden" : "";
     const reasons = { length: "cut at the longest answer", abort: "ended by the server", error: "ended by an error" };
-    this.end.textContent = on ? "" : this.text || this.reason === null ? reasons[this.reason] ?? "" : "empty answer";
+    const end = on ? "" : this.text || this.reason === null ? reasons[this.reason] ?? "" : "empty answer";
+    this.end.replaceChildren(spoken(this.reason === "stopped" ? "stopped by you" : end));
     this.further.hidden = on || !this.text || !["length", "stopped"].includes(this.reason);
-    if (this.reason === "stopped") this.end.textContent = "stopped by you";
   }
 
   add(piece) {
@@ -234,9 +309,9 @@ class Answer {
     }
     options[i].focus();
     const parts = this.pieces[i].tokens.flatMap((token) => {
-      const chance = token.logprob === undefined ? "sent without probabilities: ask again with tokens shown"
-        : `probability ${percent(token.logprob)}`;
-      return [make("p", { textContent: `Token ${token.id}, ${chance}` }), ...alternatives(token)];
+      const chance = token.logprob === undefined ? say("sent without probabilities: ask again with tokens shown")
+        : say("probability {share}", { share: percent(token.logprob) });
+      return [make("p", { textContent: say("Token {id}, {chance}", { id: token.id, chance }) }), ...alternatives(token)];
     });
     this.details.replaceChildren(...parts);
     this.details.hidden = false;
@@ -253,7 +328,7 @@ function alternatives(token) {
     const cells = [JSON.stringify(text), percent(logprob)].map((textContent) => make("td", { textContent }));
     return make("tr", {}, ...cells, make("td", {}, bar));
   });
-  return [make("table", { "aria-label": "Likeliest tokens" }, make("tbody", {}, ...rows))];
+  return [make("table", { "aria-label": say("Likeliest tokens") }, make("tbody", {}, ...rows))];
 }
 
 /** Split a text at its fences (```) into [tag, text] parts; only whole lines are fences. */
@@ -299,10 +374,10 @@ class Turn {
   /** Let the user change the message. Later messages of a chat depend on it and go. */
   edit() {
     const rows = Math.min(10, this.prompt.split("\n").length + 1);
-    const area = make("textarea", { value: this.prompt, "aria-label": "Edit message", rows });
+    const area = make("textarea", { value: this.prompt, "aria-label": say("Edit message"), rows });
     const form = make("form", {}, area, make("div", { class: "buttons" },
-      make("button", { type: "button", textContent: "Cancel", onclick: () => this.drawAsk() }),
-      make("button", { class: "primary", textContent: "Send", "data-idle": "" })));
+      make("button", { type: "button", onclick: () => this.drawAsk() }, spoken("Cancel")),
+      make("button", { class: "primary", "data-idle": "" }, spoken("Send"))));
     form.onsubmit = (event) => {
       event.preventDefault();
       if (running || !area.value.trim()) return;
@@ -357,7 +432,7 @@ class Turn {
     };
     this.answers.forEach((answer, i) => {
       const input = make("input", { type: "radio", name, checked: i === 0, onchange: () => choose(i) });
-      answer.actions.append(make("label", { class: "choose" }, input, "Reply to this"));
+      answer.actions.append(make("label", { class: "choose" }, input, spoken("Reply to this")));
     });
     choose(0);
   }
@@ -382,10 +457,14 @@ class Turn {
       if (!first) return;
       const count = sum(answers) - before, later = count - answers.length;
       const seconds = (performance.now() - first) / 1000;
-      const parts = [`${plural(count, "token")} written`, `first after ${(first - begun).toFixed(0)} ms`];
-      if (prompt) parts.unshift(plural(prompt, "prompt token"));
-      if (later > 0 && seconds > 0) parts.push(`${(later / seconds).toFixed(0)} tokens/s`);
-      this.note.textContent = `Request ${this.number}: ${parts.join(", ")}`;
+      const time = (first - begun).toFixed(0), rate = (later / seconds).toFixed(0);
+      const parts = () => [
+        ...(prompt ? [plural(prompt, "prompt token")] : []),
+        say("{tokens} written", { tokens: plural(count, "token") }),
+        say("first after {time} ms", { time }),
+        ...(later > 0 && seconds > 0 ? [say("{rate} tokens/s", { rate })] : []),
+      ].join(", ");
+      this.note.replaceChildren(spoken("Request {number}: {parts}", { number: this.number, parts }));
     };
     try {
       const body = await this.body(asked, controller.signal);
@@ -402,7 +481,8 @@ class Turn {
         }
       }
       show();
-      announce(`Done: ${plural(sum(answers) - before, "token")}`);
+      const written = sum(answers) - before;
+      announce("Done: {tokens}", { tokens: () => plural(written, "token") });
     } catch (error) {
       show();
       if (error.name === "AbortError") {
@@ -475,7 +555,7 @@ function setRunning(controller) {
   if (running && hadFocus) byId("stop").focus(); // Retry and Edit, which had the focus, are gone
   else if (hadFocus) focusPrompt();
   for (const button of document.querySelectorAll("[data-idle]")) button.disabled = Boolean(running);
-  if (!model.hasTemplate) document.querySelector("[name=mode][value=chat]").disabled = true;
+  document.querySelector("[name=mode][value=chat]").disabled = Boolean(running) || !model.hasTemplate;
 }
 
 /** Show the messages of the current mode. */
@@ -483,16 +563,18 @@ function draw() {
   const shown = turns[mode], system = byId("system").value.trim();
   document.body.dataset.mode = mode;
   byId("welcome").hidden = shown.length > 0;
-  byId("welcome-title").textContent = `${mode === "chat" ? "Chat" : "Complete text"} with ${model.name}`;
+  byId("welcome-title").textContent = model.name
+    && say(mode === "chat" ? "Chat with {name}" : "Complete text with {name}", { name: model.name });
   byId("welcome-text").textContent = mode === "chat"
-    ? "Messages go to this server as chat completions, with the model's own chat template."
-    : `${model.hasTemplate ? "" : "This model has no chat template. "}The model writes what follows your text.`;
+    ? say("Messages go to this server as chat completions, with the model's own chat template.")
+    : [...(model.hasTemplate ? [] : [say("This model has no chat template.")]),
+      say("The model writes what follows your text.")].join(" ");
   byId("starters").replaceChildren(...STARTERS[mode].map((text) =>
-    make("button", { type: "button", textContent: text, onclick: () => { setPrompt(text); } })));
-  byId("prompt-label").textContent = mode === "chat" ? "Message" : "Text to complete";
-  byId("prompt").placeholder = mode === "chat" ? "Write a message" : "Write the beginning of a text";
+    make("button", { type: "button", textContent: say(text), onclick: () => { setPrompt(say(text)); } })));
+  byId("prompt-label").textContent = say(mode === "chat" ? "Message" : "Text to complete");
+  byId("prompt").placeholder = say(mode === "chat" ? "Write a message" : "Write the beginning of a text");
   byId("prompt").classList.toggle("plain", mode === "text");
-  const head = make("p", { class: "system", textContent: `System prompt: ${system}` });
+  const head = make("p", { class: "system", textContent: say("System prompt: {text}", { text: system }) });
   head.hidden = mode !== "chat" || !system || !shown.length;
   byId("turns").replaceChildren(head, ...shown.map((turn) => turn.element));
 }
@@ -550,7 +632,8 @@ function request(id) {
   return requests.get(id);
 }
 
-const nameOf = (sequence) => `Request ${request(sequence.request_id).number}, answer ${sequence.index + 1}`;
+const nameOf = (sequence) => say("Request {number}, answer {answer}",
+  { number: request(sequence.request_id).number, answer: sequence.index + 1 });
 
 /** Count tokens per second over the last second, and forget what is older than the chart. */
 function sample(total) {
@@ -572,8 +655,8 @@ function drawChart(rate) {
   byId("chart-area").setAttribute("d", `M${points[0][0].toFixed(1)} 100L${line}L600 100Z`);
   byId("chart-most").textContent = top.toLocaleString("en");
   byId("rate").textContent = rate.toFixed(rate < 10 && rate > 0 ? 1 : 0);
-  const described = `Tokens per second over the last minute: ${rate.toFixed(0)} now, at most ${most.toFixed(0)}`;
-  byId("chart").setAttribute("aria-label", described);
+  const described = say("{now} now, at most {most}", { now: rate.toFixed(0), most: most.toFixed(0) });
+  byId("chart").setAttribute("aria-label", `${say("Tokens per second over the last minute")}: ${described}`);
 }
 
 /** Size and columns of the squares in the picture of the blocks. */
@@ -596,7 +679,7 @@ function resolvedColors(element) {
 }
 
 function drawBlocks() {
-  const canvas = byId("blocks"), scale = devicePixelRatio || 1, count = seen.refs.length;
+  const canvas = byId("blocks"), scale = devicePixelRatio || 1, count = seen.blocks.length;
   const { size, columns } = layout(count), side = size - (size > 8 ? 2 : 1);
   const height = Math.ceil(count / columns) * size;
   canvas.width = canvas.clientWidth * scale;
@@ -604,12 +687,12 @@ function drawBlocks() {
   canvas.style.height = `${height}px`;
   const context = canvas.getContext("2d");
   context.scale(scale, scale);
-  const color = resolvedColors(canvas), found = { used: 0, shared: 0, cached: 0, free: 0 };
-  for (let block = seen.null_blocks; block < count; block++) {
-    const x = (block % columns) * size, y = Math.floor(block / columns) * size, sequences = owners.get(block);
+  const color = resolvedColors(canvas);
+  let shared = 0;
+  for (const [place, block] of seen.blocks.entries()) {
+    const x = (place % columns) * size, y = Math.floor(place / columns) * size, sequences = owners.get(block);
     if (!sequences) {
-      const cached = seen.refs[block] !== "0";
-      found[cached ? "cached" : "free"]++;
+      const cached = seen.refs[place] !== "0";
       context.fillStyle = context.strokeStyle = color("--cached");
       context.globalAlpha = cached ? 1 : 0.35;
       if (cached) context.fillRect(x, y, side, side);
@@ -622,42 +705,52 @@ function drawBlocks() {
       context.fillStyle = color(name);
       context.fillRect(x + (side * i) / colors.length, y, side / colors.length, side);
     });
-    found.used++;
     if (sequences.length === 1) continue;
-    found.shared++;
+    shared++;
     const rim = Math.max(1, Math.round(side / 4));
     context.fillStyle = color("--ink");
     context.fillRect(x + rim, y + rim, side - 2 * rim, side - 2 * rim);
   }
+  const { num_free: free, num_cached: cached } = seen, all = seen.num_blocks - seen.null_blocks;
+  const found = { used: all - free - cached, shared, cached, free };
   for (const [name, number] of Object.entries(found)) byId(`count-${name}`).textContent = number.toLocaleString("en");
-  const described = `${found.used} used, of which ${found.shared} shared; `
-    + `${found.cached} in the prefix cache, ${found.free} free`;
-  canvas.setAttribute("aria-label", `Blocks of the KV cache: ${described}`);
+  for (const name of ["used", "cached"]) byId(`bar-${name}`).style.width = `${100 * found[name] / all}%`;
+  const described = say("{used} used, of which {shared} shared; {cached} in the prefix cache, {free} free", found);
+  canvas.setAttribute("aria-label", `${say("Blocks of the KV cache")}: ${described}`);
 }
 
 function describeBlocks() {
-  const all = `${plural(seen.num_blocks - seen.null_blocks, "block")} of ${plural(seen.block_size, "token")}`;
-  const isCut = seen.num_blocks > seen.refs.length || seen.num_running > seen.running.length;
-  const cut = ` The picture has ${seen.refs.length} blocks and ${seen.running.length} sequences.`;
-  byId("blocks-note").textContent = `${all}, coloured by request. A dot marks a shared block.${isCut ? cut : ""}`;
+  const all = seen.num_blocks - seen.null_blocks, inUse = all - seen.num_free;
+  const isWhole = seen.blocks.length === all, isCut = seen.num_running > seen.running.length
+    || (!isWhole && inUse > seen.blocks.length);
+  const parts = [say("{blocks} of {tokens}, coloured by request. A dot marks a shared block.",
+    { blocks: plural(all, "block"), tokens: plural(seen.block_size, "token") })];
+  if (!isWhole) parts.push(say("Only blocks in use are drawn."));
+  if (isCut) {
+    parts.push(say("The picture has {blocks} and {sequences}.",
+      { blocks: plural(seen.blocks.length, "block"), sequences: plural(seen.running.length, "sequence") }));
+  }
+  byId("blocks-note").textContent = parts.join(" ");
 }
 
 function describeBlock(event) {
   if (!seen) return;
-  const { size, columns } = layout(seen.refs.length);
-  const block = Math.floor(event.offsetY / size) * columns + Math.floor(event.offsetX / size);
-  if (!(block < seen.refs.length)) return;
-  const used = (owners.get(block) ?? []).map(nameOf);
-  const state = used.length ? used.join("; ") : seen.refs[block] === "0" ? "free" : "in the prefix cache";
-  byId("blocks-note").textContent = `Block ${block}: ${state}`;
+  const { size, columns } = layout(seen.blocks.length);
+  const place = Math.floor(event.offsetY / size) * columns + Math.floor(event.offsetX / size);
+  const number = seen.blocks[place];
+  if (number === undefined) return;
+  const used = (owners.get(number) ?? []).map(nameOf);
+  const state = used.length ? used.join("; ") : say(seen.refs[place] === "0" ? "free" : "in the prefix cache");
+  byId("blocks-note").textContent = say("Block {number}: {state}", { number, state });
 }
 
 function batchItem(sequence, longest) {
   const item = make("li"), { computed, tokens, prompt_tokens: prompt } = sequence;
   item.style.setProperty("--request", `var(${request(sequence.request_id).color})`);
   const state = computed < prompt
-    ? `${computed} of ${prompt} prompt tokens` : `${prompt} prompt + ${tokens - prompt} written`;
-  const step = sequence.step_tokens ? `+${sequence.step_tokens}` : "waits";
+    ? say("{computed} of {prompt} prompt tokens", { computed, prompt })
+    : say("{prompt} prompt + {written} written", { prompt, written: tokens - prompt });
+  const step = sequence.step_tokens ? `+${sequence.step_tokens}` : say("waits");
   const bars = [Math.min(computed, prompt), Math.max(0, computed - prompt)].map((length) => {
     const bar = make("i");
     bar.style.width = `${(100 * length) / longest}%`;
@@ -665,7 +758,7 @@ function batchItem(sequence, longest) {
   });
   const table = sequence.blocks.slice(0, LISTED_BLOCKS).map((block) =>
     make("span", { class: owners.get(block)?.length > 1 ? "shared" : "", textContent: block }));
-  if (sequence.blocks.length > LISTED_BLOCKS) table.push(`and ${sequence.blocks.length - LISTED_BLOCKS} more`);
+  if (sequence.blocks.length > LISTED_BLOCKS) table.push(say("and {count} more", { count: sequence.blocks.length - LISTED_BLOCKS }));
   const words = [nameOf(sequence), state].map((textContent) => make("span", { textContent }));
   item.append(
     make("div", { class: "line" }, make("i", { class: "dot" }), ...words, make("b", { textContent: step })),
@@ -682,19 +775,23 @@ function drawEngine() {
   }
   const rate = sample(seen.generation_tokens);
   if (document.body.dataset.engine !== "shown") return;
-  byId("engine-state").textContent = seen.num_running ? `${plural(seen.step_tokens, "token")} in this step` : "Idle";
+  byId("engine-state").textContent = seen.num_running
+    ? say("{tokens} in this step", { tokens: plural(seen.step_tokens, "token") }) : say("Idle");
   drawChart(rate);
-  byId("usage").textContent = `${(100 * seen.cache_usage).toFixed(1)} % in use`;
+  byId("usage").textContent = say("{share} % in use", { share: (100 * seen.cache_usage).toFixed(1) });
   drawBlocks();
   if (!byId("blocks").matches(":hover")) describeBlocks();
   const seats = plural(seen.max_num_seqs, "sequence");
-  byId("batch-state").textContent = `${seen.num_running} of ${seats}, ${seen.num_waiting} waiting`;
+  byId("batch-state").textContent = say("{running} of {seats}, {waiting} waiting",
+    { running: seen.num_running, seats, waiting: seen.num_waiting });
   const longest = Math.max(1, ...seen.running.map((one) => one.tokens));
   byId("batch").replaceChildren(...seen.running.map((one) => batchItem(one, longest)));
-  byId("totals").textContent = `Since the start: ${plural(seen.generation_tokens, "token")} written, `
-    + `${plural(seen.prompt_tokens, "prompt token")} computed, `
-    + `${plural(seen.prefix_hits, "prompt token")} found in the prefix cache, `
-    + `${plural(seen.num_preemptions, "preemption")}.`;
+  byId("totals").textContent = say(
+    "Since the start: {written} written, {computed} computed, {found} found in the prefix cache, {preemptions}.",
+    {
+      written: plural(seen.generation_tokens, "token"), computed: plural(seen.prompt_tokens, "prompt token"),
+      found: plural(seen.prefix_hits, "prompt token"), preemptions: plural(seen.num_preemptions, "preemption"),
+    });
 }
 
 async function watch() {
@@ -756,8 +853,13 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && running && !byId("settings").open) running.abort();
 });
 
+byId("language").addEventListener("click", () => setLanguage(language === "zh" ? "en" : "zh"));
+
+noteWords();
 showEngine(matchMedia("(min-width: 56rem)").matches);
-draw();
+setRunning(null);
+setMode(model.hasTemplate ? "chat" : "text");
+setLanguage(language);
 focusPrompt();
 start();
 watch();

@@ -179,7 +179,6 @@ set_matmul_precision: Callable[[str], Any] = functools.partial(
 """Set this precision."""
 
 
-@torch.compiler.assume_constant_result
 def rounds_products(device_type: str) -> bool:
     """Whether torch rounds the factors of float32 products: ``set_float32_matmul_precision``, or autocast.
 
@@ -190,6 +189,10 @@ def rounds_products(device_type: str) -> bool:
         return False
     precision: str = torch._C._get_fp32_precision_getter(library, "matmul")
     return precision not in ("none", "ieee") or torch.is_autocast_enabled(device_type)
+
+
+# What torch.compiler.assume_constant_result does; the function itself imports all of Dynamo.
+rounds_products._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # Devices.

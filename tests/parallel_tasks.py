@@ -144,6 +144,11 @@ def decode(group: Any, *, steps: int, pages: bool, merge: str, interleave: int, 
         )
         errors += [_error(out, right[:, :, part]), _error(lse, right_lse[:, part])]
         lengths = lengths + seqlen_q
+    none = parallel.context_parallel_decode(
+        q[:0], *(own if table is not None else [x[:0] for x in own]), cache_seqlens=lengths[:0],
+        block_table=None if table is None else table[:0], group=group, interleave=interleave, merge=merge,
+    )  # fmt: skip
+    assert none.shape == (0, *out.shape[1:])
     return errors
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import ViewportSize, sync_playwright
 
 from flashtile.learn.visualizer.page import write_page
 from flashtile.learn.visualizer.settings import grid
 
 FOLDER = Path(__file__).parents[1] / "assets" / "visualizer"
-WINDOW = {"width": 1366, "height": 768}
-RACE = {"width": 1240, "height": 620}
+WINDOW: ViewportSize = {"width": 1366, "height": 768}
+RACE: ViewportSize = {"width": 1240, "height": 620}
 RUN = "queries=all&seqlen=1024&head_dim=64&mask=full&sram=102400"
 PICTURES = {
     "home": "",
@@ -38,7 +38,7 @@ def main(chromium: str | None = None) -> None:
         path = Path(folder) / "page.html"
         write_page(path, grid())
         browser = running.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        options = {"locale": "en-US", "color_scheme": "light", "reduced_motion": "reduce"}
+        options: dict[str, Any] = {"locale": "en-US", "color_scheme": "light", "reduced_motion": "reduce"}
         page = browser.new_context(viewport=WINDOW, **options).new_page()
         for name, state in PICTURES.items():
             show(page, f"{path.as_uri()}#{state}")

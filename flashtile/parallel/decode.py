@@ -272,11 +272,12 @@ def _merged(
 
         out, lse = exchange(out.contiguous(), lse.contiguous(), *shared, dtype, timeout)
         return out, lse.transpose(1, 2)
+    heads = out.shape[2] // (ranks.size if merge == "reduce_scatter" else 1)
+    if not out.numel():  # no queries: all ranks know that there is nothing to send
+        return out[:, :, :heads].to(dtype), lse[:, :, :heads]
     if merge != "reduce_scatter":
-        heads = out.shape[2]
         states = ranks.stack(as_bytes([out, lse]), timeout)
     else:
-        heads = out.shape[2] // ranks.size
         by_heads = zip(out.split(heads, dim=2), lse.split(heads, dim=2), strict=True)
         sent = [as_bytes(list(part)) for part in by_heads]
         states = torch.stack(ranks.all_to_all(sent, [sent[0].numel()] * ranks.size, timeout))

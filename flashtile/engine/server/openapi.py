@@ -31,7 +31,7 @@ TEXTS_OR_TOKENS = {
         {"type": "array", "items": {"oneOf": [{"type": "string"}, {"type": "array"}]}},
     ]
 }
-OF_CHECKED = {
+OF_CHECKED: dict[str, dict[str, Any]] = {
     "prompt": TEXTS_OR_TOKENS,
     "messages": {"type": "array", "items": {"$ref": "#/components/schemas/Message"}},
     "tokens": {"type": "array", "items": {"type": "integer"}},

@@ -229,10 +229,9 @@ def backward_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def backward() -> Iterator[Case]:
     """Yield FlashAttention-2's backward pass with all of its numbers."""
     q, k, v, dout = backward_inputs()
-    sizes = {"block_m": BACKWARD_BLOCK, "block_n": BACKWARD_BLOCK}
-    out, lse = flash2.forward(q, k, v, Memory(), **sizes)
+    out, lse = flash2.forward(q, k, v, Memory(), block_m=BACKWARD_BLOCK, block_n=BACKWARD_BLOCK)
     memory = Numbered(Trace())
-    flash2.backward(q, k, v, out, lse, dout, memory, **sizes)
+    flash2.backward(q, k, v, out, lse, dout, memory, block_m=BACKWARD_BLOCK, block_n=BACKWARD_BLOCK)
     assert memory.trace is not None
     writes = sum(
         e.kind == "store" and e.name == "dQ" and e.rows == (0, BACKWARD_BLOCK) for e in memory.trace.events

@@ -260,7 +260,7 @@ def rounding() -> Iterator[Case]:
         trace = Trace()
         memory = Memory(trace=trace)
         X = memory.place("X", x[None])
-        scale = x.abs().max() / flash3_fp8.LARGEST if name == "scaled" else torch.tensor(1.0)
+        scale = x.abs().max() / flash3_fp8.LARGEST if name == "scaled" else torch.tensor(1.0, device="cpu")
         found = []
         for i in range(len(x)):
             with memory.sram(tiles=tiles, cols=range(i, i + 1)) as sram:

@@ -555,17 +555,6 @@ def check(name: str, way: str, changes: int = 2, seed: int = 0, device: str = "c
     """Calls, each after a change, agree with the plain function."""
     with torch.device(device):
         made = STATES[name]()
-    with guarded_defaults():
-        _check(name, way, changes, seed, device, made)
-
-
-def guarded_defaults() -> Any:
-    """Make Dynamo compile again when a default has changed. By default, torch 2.11 leaves out numbers."""
-    option = "skip_guards_on_constant_func_defaults"
-    return torch._dynamo.config.patch({option: False} if hasattr(torch._dynamo.config, option) else {})
-
-
-def _check(name: str, way: str, changes: int, seed: int, device: str, made: State) -> None:
     if way in ("compiled", "fullgraph"):
         torch._dynamo.reset()
     call = caller(made, way)

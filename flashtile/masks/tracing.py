@@ -72,8 +72,23 @@ def trace(kind: str, function: Callable[..., Any]) -> Trace:
         raise TypeError(f"{kind} must be a function, got {type(function).__name__}")
     with _InOnePiece():
         if torch.compiler.is_dynamo_compiling():
+            _guard_defaults(function)
             return _trace(kind, function, compiling=True)
         return apart(_trace)(kind, function, compiling=False)
+
+
+def _guard_defaults(function: Any) -> None:
+    """Let Dynamo compile again when a number among a function's defaults has changed.
+
+    Dynamo of torch 2.11 takes a default that a function uses for a constant, without a guard. A key of a dict
+    has one.
+    """
+    if isinstance(function, types.FunctionType):
+        try:
+            values = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+        except AttributeError:  # as Dynamo has it for a function that is defined in the graph
+            return
+        _ = {value: None for value in values if isinstance(value, (int, float))}
 
 
 class _InOnePiece:

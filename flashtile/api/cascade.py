@@ -24,10 +24,9 @@ from flashtile.checks.conversions import (
 from flashtile.checks.decode import check_decode, check_shared_prefix
 from flashtile.checks.values import check_prefix_values
 from flashtile.op.operation import is_plain, reads_values
-from flashtile.operators.decode import DECODE, decode
+from flashtile.operators.decode import SharedKeys, attend_shared, decode
 from flashtile.problems.common import shared_fields
 from flashtile.problems.decode import CacheTensors, DecodeOptions
-from flashtile.problems.masking import EVERYTHING
 
 
 def flash_attn_with_shared_prefix(
@@ -100,7 +99,7 @@ def flash_attn_with_shared_prefix(
         prefix_seqlens = as_int("prefix_seqlens", prefix_seqlens)
     descales = k_descale, v_descale
     check_shared_prefix(q, block_table, cache_seqlens, prefix_seqlens, cu_prefix_groups, descales)
-    batch, seqlen_q, heads, head_dim = q.shape
+    batch, seqlen_q = q.shape[:2]
     of_groups, of_sequences = _prefixes(q, prefix_seqlens, cu_prefix_groups)
     options = DecodeOptions(
         **shared_fields(DecodeOptions, shared),
@@ -120,20 +119,15 @@ def flash_attn_with_shared_prefix(
         check_prefix_values(q, k_cache, block_table, cache_seqlens, of_groups, cu_prefix_groups, causal)
 
     if batch > 0:
-        of_prefix = options._replace(masking=EVERYTHING, partial=True, return_lse=True)
+        cache = q, k_cache, v_cache
         if cu_prefix_groups is None:
-            rows, table, offsets = q.reshape(1, batch * seqlen_q, heads, head_dim), block_table[:1], None
+            level = SharedKeys(block_table[:1], of_groups)
         else:
-            rows = q.reshape(batch * seqlen_q, heads, head_dim)
             first = cu_prefix_groups[:-1].clamp(0, batch - 1)  # an empty last group starts at ``batch``
-            table, offsets = block_table[first], cu_prefix_groups * seqlen_q
-            of_prefix = of_prefix._replace(max_seqlen_q=batch * seqlen_q)
-        tensors = CacheTensors(
-            cache_seqlens=of_groups, block_table=table, cu_seqlens_q=offsets, k_descale=k_descale,
-            v_descale=v_descale,
-        )  # fmt: skip
+            offsets = cu_prefix_groups * seqlen_q
+            level = SharedKeys(block_table[first], of_groups, None, offsets, batch * seqlen_q)
         try:
-            prefix_out, prefix_lse = DECODE((rows, k_cache, v_cache), tensors, of_prefix)
+            own = attend_shared(cache, own, options, [level])
         except ERRORS as error:
             names = {"cache_seqlens": "prefix_seqlens", "cu_seqlens_q": "cu_prefix_groups"}
             raise renamed(error, names) from None
@@ -142,12 +136,7 @@ def flash_attn_with_shared_prefix(
             sequence = torch.arange(batch, dtype=torch.int32, device=q.device)
             group = torch.searchsorted(cu_prefix_groups[1:].contiguous(), sequence, right=True)
             of_sequences = of_groups[group.clamp(max=of_groups.shape[0] - 1)]
-        tokens = batch * seqlen_q
-        own = own._replace(
-            cache_leftpad=of_sequences,  # hides the prefix; the other keys keep their positions
-            prior_out=prefix_out.view(tokens, heads, -1) if prefix_out.numel() else prefix_out.flatten(0, -3),
-            prior_lse=prefix_lse.view(heads, tokens),
-        )
+        own = own._replace(cache_leftpad=of_sequences)  # hides the prefix; other keys keep their positions
     out, lse = decode((q, k_cache, v_cache), own, options, buffers)
     return (out, lse) if return_softmax_lse else out
 

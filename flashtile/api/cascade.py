@@ -7,6 +7,7 @@ FlashInfer, 2024; Hydragen, Juravsky et al. 2024, arXiv:2402.05099).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ from flashtile.checks.conversions import (
 from flashtile.checks.decode import check_decode, check_shared_prefix
 from flashtile.checks.values import check_prefix_values
 from flashtile.op.operation import is_plain, reads_values
-from flashtile.operators.decode import SharedKeys, attend_shared, decode
+from flashtile.operators.decode import APPEND, SharedKeys, attend_shared, decode
 from flashtile.problems.common import shared_fields
-from flashtile.problems.decode import CacheTensors, DecodeOptions
+from flashtile.problems.decode import AppendOptions, AppendTensors, CacheTensors, DecodeOptions
 
 
 def flash_attn_with_shared_prefix(
@@ -156,3 +157,57 @@ def _prefixes(
     if cu_prefix_groups is None:
         return prefix_seqlens, prefix_seqlens.expand(batch).contiguous()
     return prefix_seqlens, None
+
+
+def cascade_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    *,
+    levels: Sequence[SharedKeys],
+    cache_leftpad: Tensor | None,
+    cache_seqlens: Tensor | None,
+    block_table: Tensor,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    tree_mask: Tensor | None = None,
+    sink: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_k_new: int | None = None,
+) -> Any:
+    """Compute :func:`flash_attn_with_kvcache` in ``levels``, for the engine, which has checked everything.
+
+    Args:
+        levels: the keys that groups of sequences share.
+        cache_leftpad: (batch,) int32, number of each sequence's first keys that are in a level. The window
+            must hide none of them.
+    """
+    if k is not None and v is not None:  # all levels need the rotated queries, so no kernel also appends
+        rotated = q.new_empty(q.shape)
+        appended = AppendTensors(
+            cache_seqlens=cache_seqlens, block_table=block_table, cu_seqlens_k_new=cu_seqlens_k_new,
+            rotary_cos=rotary_cos, rotary_sin=rotary_sin, q=q, cu_seqlens_q=cu_seqlens_q, q_rotated=rotated,
+        )  # fmt: skip
+        append = AppendOptions(max_seqlen_k_new, max_seqlen_q, rotary_interleaved, rotate_q_by_token=True)
+        APPEND((k_cache, v_cache, k, v), appended, append)
+        q = rotated
+    own = CacheTensors(
+        cache_seqlens=cache_seqlens, cache_leftpad=cache_leftpad, block_table=block_table,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, sink=sink, tree_mask=tree_mask,
+    )  # fmt: skip
+    options = DecodeOptions(
+        max_seqlen_q=max_seqlen_q, seqlen_new=0 if k is None or k.dim() == 3 else k.shape[1],
+        softmax_scale=softmax_scale, masking=as_masking(causal, window_size), softcap=softcap,
+        return_lse=False,
+    )  # fmt: skip
+    cache = q, k_cache, v_cache
+    return decode(cache, attend_shared(cache, own, options, levels), options, ())[0]

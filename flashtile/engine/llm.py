@@ -20,6 +20,7 @@ from flashtile.checks.conversions import as_float, as_int, check_flag
 from flashtile.checks.vllm_arguments import LLM_ARGUMENTS, takes_also
 from flashtile.engine.config import IN_VLLM, ConfigError, ModelConfig, model_folder, read_config, read_json
 from flashtile.engine.core import Engine, EngineStats, Prompt
+from flashtile.engine.groups import PrefixGroups
 from flashtile.engine.memory import bytes_of_block, bytes_of_tables, memory_left
 from flashtile.engine.model import Model
 from flashtile.engine.outputs import RequestOutput
@@ -69,6 +70,10 @@ class LLM:
         block_size: tokens per block of the KV cache.
         kv_cache_dtype: "auto" (the dtype of the weights) or "fp8".
         enable_prefix_caching: reuse the blocks of equal prefixes.
+        cascade_attention: read the blocks that sequences share, such as the prompt of ``n`` answers, once in a
+            step instead of once for each sequence. This is used in steps in which it saves the reading of at
+            least 8,192 tokens (:mod:`flashtile.engine.groups`), for layers without a window. Sums are rounded
+            in another order, as in batches of another size. Not measured on a GPU yet, therefore off.
         swap_space: GiB of host memory that preempted sequences are swapped to. 0: preempted sequences are
             recomputed.
         async_scheduling: launch a step before the results of the previous one are read. None: on a GPU only.
@@ -129,6 +134,7 @@ class LLM:
         block_size: int = 16,
         kv_cache_dtype: str = "auto",
         enable_prefix_caching: bool = True,
+        cascade_attention: bool = False,
         swap_space: float = 0,
         async_scheduling: bool | None = None,
         enforce_eager: bool = False,
@@ -139,7 +145,10 @@ class LLM:
         generation_config: str | Path = "auto",
     ):
         processes = as_int_within("tensor_parallel_size", tensor_parallel_size, 1, 2**10)
-        _check_choices(quantization, load_format, enable_prefix_caching, enforce_eager, warmup)
+        _check_choices(
+            quantization, load_format, enable_prefix_caching=enable_prefix_caching,
+            cascade_attention=cascade_attention, enforce_eager=enforce_eager, warmup=warmup,
+        )  # fmt: skip
         seed = as_int("seed", seed)
         speculation = None if speculative_config is None else read_speculative_config(speculative_config)
         folder = model_folder(model)
@@ -207,7 +216,9 @@ class LLM:
             blocks, size, max_sequences=seqs, max_seqlen=length,
             num_host_blocks=int(host_bytes) // block_bytes, window_left=window,
         )  # fmt: skip
-        scheduler = Scheduler(manager, budget, enable_prefix_caching)
+        # With a window in all layers, blocks are released, and no layer could use groups.
+        groups = PrefixGroups(manager) if cascade_attention and window < 0 else None
+        scheduler = Scheduler(manager, budget, enable_prefix_caching, groups)
         runner = Runner(
             network, manager, cache_dtype, budget, capture=not enforce_eager, draft=draft,
             parents=comb(speculation.num_speculative_tokens, speculation.tree_width) if speculation else (),
@@ -215,7 +226,7 @@ class LLM:
         overlap = self.device.type == "cuda" if async_scheduling is None else bool(async_scheduling)
         self.engine = Engine(runner, scheduler, text, seed=seed, overlap=overlap, speculator=speculation)
         if warmup:
-            warm_up(self.device, _steps_of(runner))
+            warm_up(self.device, _steps_of(runner, groups is not None))
         self._ids = itertools.count()
         self._finished: dict[str, RequestOutput] = {}  # not returned to the caller yet
 
@@ -429,14 +440,13 @@ def _sampling_defaults(source: str | Path, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _check_choices(quantization: Any, load_format: Any, prefix_caching: Any, eager: Any, warmup: Any) -> None:
+def _check_choices(quantization: Any, load_format: Any, **flags: Any) -> None:
     if not is_choice(quantization, (None, "fp8")):
         raise NotImplementedError(f"quantization must be None or 'fp8', got {quantization!r:.60}{IN_VLLM}")
     if not is_choice(load_format, ("auto", "safetensors", "dummy")):
         raise ValueError(f"load_format must be auto, safetensors or dummy, got {load_format!r:.60}")
-    check_flag("enable_prefix_caching", prefix_caching)
-    check_flag("enforce_eager", eager)
-    check_flag("warmup", warmup)
+    for name, value in flags.items():
+        check_flag(name, value)
 
 
 def _weight_dtype(
@@ -495,8 +505,11 @@ def _draft_config(settings: DraftModel, config: ModelConfig) -> ModelConfig:
     return draft
 
 
-def _steps_of(runner: Runner) -> list[tuple[ModelConfig, Limits, bool]]:
-    """Return the arguments of :func:`flashtile.engine.step_calls.step_calls` for the models of a runner."""
+def _steps_of(runner: Runner, grouped: bool = False) -> list[tuple[ModelConfig, Limits, bool]]:
+    """Return the arguments of :func:`flashtile.engine.step_calls.step_calls` for the models of a runner.
+
+    ``grouped``: whether steps may have groups of sequences that share keys.
+    """
     manager, model = runner.manager, runner.model
     limits = Limits(
         max_model_len=manager.table.max_blocks * manager.block_size,
@@ -510,6 +523,7 @@ def _steps_of(runner: Runner) -> list[tuple[ModelConfig, Limits, bool]]:
         verified=runner.max_verified,
         siblings=runner.has_siblings,
         world=model.ranks.world,
+        grouped=grouped,
     )
     name = str(model.embedding.dtype).removeprefix("torch.")
     found = [(replace(model.config, dtype=name), limits, False)]

@@ -22,6 +22,7 @@ from torch import Tensor
 from flashtile.api.decode import copy_blocks
 from flashtile.engine.device import MAX_GRAPH_BATCH, Capture, Transfer, graph_batch, on_device
 from flashtile.engine.drafter import Drafter
+from flashtile.engine.groups import MAX_LEVELS, Cascade, numbers_of_levels, row_length
 from flashtile.engine.model import Model, StepInput
 from flashtile.engine.request import NOT_ERRORS, Sequence
 from flashtile.engine.sampler import (
@@ -38,6 +39,7 @@ from flashtile.engine.step_calls import LOGITS_ROWS
 from flashtile.engine.structured import mask
 from flashtile.kv_cache import BlockManager
 from flashtile.kv_cache.paged import move_blocks
+from flashtile.operators.decode import SharedKeys
 
 MAX_CHANGES = 2**18
 """Largest number of changed block table entries that are sent with a step's other inputs."""
@@ -96,6 +98,7 @@ class Form(NamedTuple):
             need them.
         tree: whether tree masks are also sent. Steps whose guesses form a tree need them.
         runs_draft: whether the draft model also computes the step, because a sequence has no guesses.
+        levels: for each level of groups that share keys, the largest number of new tokens of a group.
     """
 
     batch: int
@@ -104,6 +107,7 @@ class Form(NamedTuple):
     has_slots: bool = False
     tree: bool = False
     runs_draft: bool = False
+    levels: tuple[int, ...] = ()
 
 
 @dataclass
@@ -176,13 +180,15 @@ class Runner:
         padded = max_num_batched_tokens + MAX_GRAPH_BATCH * (1 + self.max_verified)
         samples = max_num_batched_tokens + rows
         changes = min(self.block_table.numel(), MAX_CHANGES)
-        numbers = 5 * padded + 3 * samples + 3 * (rows + MAX_GRAPH_BATCH) + 2 * changes
+        levels = numbers_of_levels(max(rows, MAX_GRAPH_BATCH), MAX_LEVELS)
+        numbers = 5 * padded + 3 * samples + 3 * (rows + MAX_GRAPH_BATCH) + 2 * changes + levels
         self._transfer = Transfer(numbers, self.device)
         batch = graph_batch(min(rows * self.max_verified, MAX_GRAPH_BATCH)) if self.capture is not None else 0
         # All graphs write their logits to the same buffer, because one buffer per graph would take gigabytes.
         self._logits = model.embedding.new_zeros(batch, model.config.vocab_size // self.ranks.world)
         # Free the graphs before the process leaves its group: NCCL waits for graphs that contain its kernels.
         weakref.finalize(self, self.graphs.clear)
+        self._numbers_of = functools.lru_cache(1)(Cascade.numbers)
         self._draw_of = functools.lru_cache(1)(functools.partial(read_parameters, self.device))
         self.drafter: Drafter | None = None
         if draft is not None:
@@ -205,7 +211,7 @@ class Runner:
         if not schedule.entries:
             return in_flight
         samples = [sample for entry in schedule.entries for sample in entry.samples]
-        form, captured = self._form(schedule.entries)
+        form, captured = self._form(schedule)
         step, logits_rows, rows, positions = self._send(schedule, samples, form)
         guessed = [entry for entry in schedule.entries if entry.sequence.guesses[:1] == [UNKNOWN]]
         if guessed:
@@ -235,8 +241,9 @@ class Runner:
             torch.cuda.synchronize(self.device)
         self.graphs.clear()
 
-    def _form(self, entries: Listing[Entry]) -> tuple[Form, bool]:
+    def _form(self, schedule: SchedulerOutput) -> tuple[Form, bool]:
         """Return the sizes of a step, and whether a CUDA graph computes it."""
+        entries, cascade = schedule.entries, schedule.cascade
         total, most = (f(entry.num_tokens for entry in entries) for f in (sum, max))
         # Whether every sequence gets a token from this step, and has one new token or guesses (draft tokens).
         few = all(entry.samples and (entry.num_tokens == 1 or entry.sequence.guesses) for entry in entries)
@@ -246,8 +253,10 @@ class Runner:
         if few and self.capture is not None:
             batch, width = graph_batch(len(entries)), self.max_verified if has_slots else 1
             if batch * width <= len(self._logits):
-                return Form(batch, batch * width, width, has_slots, tree, runs_draft), True
-        return Form(len(entries), total, most, has_slots, tree, runs_draft), False
+                levels = () if cascade is None else cascade.longest(width, batch * width)
+                return Form(batch, batch * width, width, has_slots, tree, runs_draft, levels), True
+        levels = () if cascade is None else cascade.longest(most, total)
+        return Form(len(entries), total, most, has_slots, tree, runs_draft, levels), False
 
     def _send(
         self, schedule: SchedulerOutput, samples: list[Sequence], form: Form
@@ -332,6 +341,8 @@ class Runner:
         parts: list[Listing[int]] = [starts, rows, tokens]
         if form.width > 1:
             parts += [offsets, positions, slots, array("i", array("Q", masks).tobytes())]
+        if schedule.cascade is not None:
+            parts.append(self._numbers_of(schedule.cascade, form.batch))
         views = self._transfer([*parts, logits_rows, sample_rows, sample_positions], (changed, values))
         if len(changed):
             self._update_table(views[-2].long(), views[-1])
@@ -343,23 +354,22 @@ class Runner:
     def _step(self, views: list[Tensor], form: Form) -> StepInput:
         """Build the step's inputs from the views that :meth:`_send` filled.
 
-        In the result, ``block_table`` holds only row indices (batch,). :meth:`_compute` replaces them by the
+        In the result, block tables hold only row indices (batch,). :meth:`_compute` replaces them by the
         rows of the block table.
         """
         starts, rows, tokens = views[:3]
-        if form.width == 1:
-            return StepInput(tokens, starts, rows, None, 1)
+        step = StepInput(tokens, starts, rows, None, 1)
         # A view may begin at an unaligned address, for which Triton would compile the kernels again. A clone
         # is always aligned.
-        offsets = views[3].clone()
-        step = StepInput(tokens, starts, rows, offsets, form.width)
+        if form.width > 1:
+            step = step._replace(cu_seqlens_q=views[3].clone(), max_seqlen_q=form.width)
         if form.has_slots:
             step = step._replace(positions=views[4].clone(), slots=views[5].long())
         if form.tree:
             rows_of_masks = views[6].clone().view(torch.int64).unsqueeze(1)
             seen = rows_of_masks >> torch.arange(form.width, device=self.device) & 1
             step = step._replace(tree_mask=(seen != 0).view(form.batch, form.width, form.width))
-        return step
+        return with_levels(step, views[7 if form.width > 1 else 3].clone(), form.levels) if form.levels else step
 
     def _compute(self, step: StepInput, form: Form) -> Tensor:
         """Return the model's hidden states (tokens, hidden_size).
@@ -371,6 +381,10 @@ class Runner:
         step = step._replace(
             tokens=torch.where(missing, known, step.tokens),
             block_table=self.block_table.index_select(0, step.block_table),
+            levels=tuple(
+                level._replace(block_table=self.block_table.index_select(0, level.block_table))
+                for level in step.levels
+            ),
         )
         if form.runs_draft:
             assert self.drafter is not None
@@ -391,6 +405,8 @@ class Runner:
         if form.width > 1:
             words = 2 * form.batch * form.width * form.tree  # a row of a tree mask has 64 bits
             sizes += [form.batch + 1, form.tokens, form.tokens, words]
+        if form.levels:
+            sizes.append(numbers_of_levels(form.batch, len(form.levels)))
         views = list(self._transfer.numbers[: sum(sizes)].split(sizes))
 
         def run() -> None:
@@ -494,6 +510,26 @@ class Runner:
                 old, new = (cache, host) if what == SWAP_OUT else (host, cache)
                 origins = on_device(sources, torch.int64, old.device)
                 move_blocks(old, new, origins, on_device(targets, torch.int64, new.device))
+
+
+def with_levels(step: StepInput, numbers: Tensor, longest: tuple[int, ...]) -> StepInput:
+    """Add levels to a step whose block table holds row indices.
+
+    Args:
+        step: the step.
+        numbers: result of :meth:`flashtile.engine.groups.Cascade.numbers`, on the device.
+        longest: the largest number of new tokens of a group, for each level.
+    """
+    batch = len(step.block_table)
+    shared_keys, *rows = numbers.view(-1, row_length(batch)).unbind()
+    levels = []
+    for i, most in enumerate(longest):
+        offsets, first, end = rows[3 * i][: batch + 1], rows[3 * i + 1][:batch], rows[3 * i + 2][:batch]
+        table = step.block_table.index_select(0, offsets[:-1].clamp(max=batch - 1))
+        if step.cu_seqlens_q is not None:
+            offsets = step.cu_seqlens_q.index_select(0, offsets)
+        levels.append(SharedKeys(table, end, first if i else None, offsets, most))
+    return step._replace(levels=tuple(levels), shared_keys=shared_keys[:batch])
 
 
 def _to_host(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

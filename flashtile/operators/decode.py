@@ -359,7 +359,7 @@ def attend_shared(
             prior_out=tensors.prior_out, prior_lse=tensors.prior_lse,
         )  # fmt: skip
         options = options._replace(
-            masking=EVERYTHING, partial=True, return_lse=True, max_seqlen_q=level.max_seqlen_q
+            max_seqlen_q=level.max_seqlen_q, seqlen_new=0, masking=EVERYTHING, partial=True, return_lse=True
         )
         queries = rows if level.cu_seqlens_q is not None else rows.unsqueeze(0)
         out, lse = DECODE((queries, k_cache, v_cache), shared, options)

@@ -3,11 +3,11 @@
 Answers of one prompt share its blocks, and so do prompts that found their beginning in the prefix cache. All
 that counts is the block table, so forks, beams and swapped sequences need no rules of their own.
 
-The sequences of a step are kept sorted by their first blocks, so that those with a common prefix are adjacent.
-Between neighbours, the number of common blocks is known. A group is a range whose neighbours all have at least
-some number of blocks in common. Groups contain other groups: a system prompt, then a question. At most
-``MAX_LEVELS`` nested groups are chosen for each sequence, such that the fewest tokens are read. Attention
-then is a cascade (:func:`flashtile.operators.decode.attend_shared`).
+The sequences of a step are kept sorted by their first blocks, so that those with a common prefix are
+adjacent, and the number of blocks that neighbours have in common is known. A group is a range whose
+neighbours all have at least some number of blocks in common. Groups contain other groups: a system prompt,
+then a question. At most ``MAX_LEVELS`` nested groups are chosen for each sequence, such that the fewest
+tokens are read. Attention then is a cascade (:func:`flashtile.operators.decode.attend_shared`).
 
 A sequence that comes or goes changes only its own place, and a step with the sequences of the last one reuses
 its groups.
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
 MAX_LEVELS = 2
 MIN_SAVED_TOKENS = 8192
 """A level must save the reading of this many tokens in a step. It costs each layer a launch, and a partial
-result for each query. Estimated for an H200, not measured: the launch takes as long as reading 6,000 tokens of
-8 key heads of size 128 in 16 bits, and partial results of 32 heads are as many bytes as 8 tokens a query."""
+result for each query. Estimated for an H200, not measured: the launch takes as long as reading 6,000 tokens
+of 8 key heads of size 128 in 16 bits. Partial results of 32 heads are as many bytes as 8 tokens a query."""
 MAX_NEW_TOKENS = 64
 """A step with more new tokens of a sequence is not grouped. Such chunks of prompts are bound by products, not
 by reading, and Hopper's fast kernel for them continues no other softmax. Not measured."""
@@ -222,8 +221,8 @@ class PrefixGroups:
 def _best(nodes: list[_Node], base: int, levels: int) -> tuple[int, list[list[Group]]]:
     """Choose the groups that save the most, with at most ``levels`` of them nested.
 
-    ``base`` is the number of blocks that a group around the nodes has read. Returns the number of blocks saved
-    and the groups of each level, whose keys are counted in blocks.
+    ``base`` is the number of blocks that a group around the nodes has read. Returns the number of blocks
+    saved, and the groups of each level, whose keys are counted in blocks.
     """
     total = 0
     chosen: list[list[Group]] = [[] for _ in range(levels)]

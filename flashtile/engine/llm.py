@@ -70,10 +70,10 @@ class LLM:
         block_size: tokens per block of the KV cache.
         kv_cache_dtype: "auto" (the dtype of the weights) or "fp8".
         enable_prefix_caching: reuse the blocks of equal prefixes.
-        cascade_attention: read the blocks that sequences share, such as the prompt of ``n`` answers, once in a
-            step instead of once for each sequence. This is used in steps in which it saves the reading of at
-            least 8,192 tokens (:mod:`flashtile.engine.groups`), for layers without a window. Sums are rounded
-            in another order, as in batches of another size. Not measured on a GPU yet, therefore off.
+        cascade_attention: read the blocks that sequences share, such as the prompt of ``n`` answers, once in
+            a step instead of once for each sequence. Layers without a window do so in steps in which it saves
+            the reading of at least 8,192 tokens (:mod:`flashtile.engine.groups`). Sums are rounded in another
+            order, as they are in batches of another size. Off, because it was not measured on a GPU yet.
         swap_space: GiB of host memory that preempted sequences are swapped to. 0: preempted sequences are
             recomputed.
         async_scheduling: launch a step before the results of the previous one are read. None: on a GPU only.

@@ -33,7 +33,7 @@ from flashtile.engine.sampler import (
     needs_adjusting,
     read_parameters,
 )
-from flashtile.engine.scheduler import COPY, SWAP_OUT, Entry, SchedulerOutput
+from flashtile.engine.scheduler import COPY, SWAP_OUT, SchedulerOutput
 from flashtile.engine.speculation import UNKNOWN, depths, visible
 from flashtile.engine.step_calls import LOGITS_ROWS
 from flashtile.engine.structured import mask
@@ -369,7 +369,9 @@ class Runner:
             rows_of_masks = views[6].clone().view(torch.int64).unsqueeze(1)
             seen = rows_of_masks >> torch.arange(form.width, device=self.device) & 1
             step = step._replace(tree_mask=(seen != 0).view(form.batch, form.width, form.width))
-        return with_levels(step, views[7 if form.width > 1 else 3].clone(), form.levels) if form.levels else step
+        if form.levels:
+            step = with_levels(step, views[7 if form.width > 1 else 3].clone(), form.levels)
+        return step
 
     def _compute(self, step: StepInput, form: Form) -> Tensor:
         """Return the model's hidden states (tokens, hidden_size).

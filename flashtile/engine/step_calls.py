@@ -118,7 +118,7 @@ def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> lis
         for pairs in (1, 2, 64):
             copy_blocks(k_cache, v_cache, torch.zeros(pairs, 2, dtype=torch.int64, device="cpu"))
     found = calls_of(remembered)
-    # Calls over several queries of a sequence that have no tree of guesses, and the largest number of queries.
+    # Calls over several queries of a sequence without a tree of guesses, and the largest number of queries.
     chunks: dict[Call, int] = {}
     levels: dict[Call, None] = {}  # calls over keys that groups share
     for call in found:
@@ -128,7 +128,10 @@ def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> lis
         elif "cu_seqlens_q" in given and "tree_mask" not in given:
             chunks[resized(call, 1, 2, 2)] = MAX_NEW_TOKENS if "prior_out" in given else limits.max_model_len
     further = [
-        resized(call, *sizes) for call, most in chunks.items() for sizes in _chunks(limits) if sizes[2] <= most
+        resized(call, *sizes)
+        for call, most in chunks.items()
+        for sizes in _chunks(limits)
+        if sizes[2] <= most
     ]
     further += [resized(call, *sizes) for call in levels for sizes in _levels(limits)]
     logits = dict.fromkeys((dtype, torch.float32))  # float32 after penalties
@@ -170,7 +173,9 @@ def _levels(limits: Limits) -> Iterator[tuple[int, int, int]]:
 
     Each item is (number of groups, number of tokens, largest number of tokens of a group).
     """
-    few = ((-(-tokens // width), tokens) for width in {1, limits.verified} for tokens in _sizes(limits, width))
+    few = (
+        (-(-tokens // width), tokens) for width in {1, limits.verified} for tokens in _sizes(limits, width)
+    )
     chunks = (
         (batch, tokens)
         for batch in sizes_between(2, limits.max_num_seqs)

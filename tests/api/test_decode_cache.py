@@ -214,7 +214,7 @@ def test_a_shared_prefix_changes_no_result(target, on, name, seqlen_q, dtype):
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("tree", [False, True])
 def test_levels_of_shared_keys_change_no_result(target, on, tree, ragged, dtype):
-    """Groups within groups, a sequence in none, groups without sequences, and one whose keys end in a page."""
+    """Groups within groups, sequences in none, groups without sequences, and keys that end within a page."""
     skip_unless_taken(target, dtype)
     k_cache, v_cache = pool(40, 4, dtype)
     torch.manual_seed(0)

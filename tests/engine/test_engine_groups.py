@@ -16,7 +16,6 @@ from flashtile.engine import BeamSearchParams, SamplingParams, groups, model, ru
 from flashtile.engine.groups import Cascade, Group, PrefixGroups, common_blocks, numbers_of_levels
 from flashtile.engine.scheduler import Entry
 from flashtile.kv_cache import BlockManager
-from walk import walk
 
 SIZE = 4
 """Tokens of a block."""
@@ -33,9 +32,7 @@ class Tables:
 
     def __init__(self, seed: int):
         self.draw = random.Random(seed)
-        self.manager = BlockManager(
-            2000, SIZE, max_sequences=8, max_seqlen=400, num_host_blocks=2000
-        )
+        self.manager = BlockManager(2000, SIZE, max_sequences=8, max_seqlen=400, num_host_blocks=2000)
         self.groups = PrefixGroups(self.manager)
         self.requests: dict[int, SimpleNamespace] = {}
 
@@ -150,10 +147,11 @@ def test_levels_that_save_too_little_are_left_out(monkeypatch):
     for i, number in enumerate(numbers):
         manager.reserve(number, 8 if i < 2 else 1)
     twins = [manager.fork(number) for number in numbers[:1]]  # shares 4 blocks, all five share 2
-    request = SimpleNamespace(num_prompt=17)
+    numbers, request = numbers + twins, SimpleNamespace(num_prompt=17)
+    sequences = [SimpleNamespace(block_sequence=number, request=request) for number in numbers]
     entries = [
-        Entry(SimpleNamespace(block_sequence=n, request=request), manager.length(n), 1, manager.table.row(n), ())
-        for n in (*numbers, *twins)
+        Entry(sequence, manager.length(number), 1, manager.table.row(number), ())
+        for sequence, number in zip(sequences, numbers, strict=True)
     ]
     for least, levels in ((8, 2), (9, 1), (32, 1), (33, 0)):
         monkeypatch.setattr(groups, "MIN_SAVED_TOKENS", least)

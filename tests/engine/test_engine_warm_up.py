@@ -87,7 +87,12 @@ def as_on_a_gpu(llm: LLM, patch: pytest.MonkeyPatch) -> set:
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt_oss", "blocks", "groups", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("dense", "mixtral"))],
+    [
+        "gpt_oss",
+        "blocks",
+        "groups",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("dense", "mixtral")),
+    ],
 )
 def test_no_captured_step_needs_a_kernel_that_the_warm_up_lacks(tmp_path, name):
     """Of models with and without experts and e4m3, asked in all ways: penalties, structures, prefixes."""

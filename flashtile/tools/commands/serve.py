@@ -111,6 +111,9 @@ def serve(
     block_size: Annotated[int, typer.Option(help="Tokens of a block of keys and values.")] = 16,
     swap_space: Annotated[float, typer.Option(help="GiB of host memory for preempted sequences.")] = 0.0,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the blocks of equal prefixes.")] = True,
+    cascade_attention: Annotated[
+        bool, typer.Option("--cascade-attention", help="Read blocks that sequences share once in a step.")
+    ] = False,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
     warmup: Annotated[bool, typer.Option(help="Compile all kernels before the first call.")] = True,
     speculative_config: Annotated[

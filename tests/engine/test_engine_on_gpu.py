@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from engine_models import MODELS, folder, folder_with_pairs, greedy, load, prompts
 
-from flashtile.engine import LLM, SamplingParams
+from flashtile.engine import LLM, SamplingParams, groups
 from flashtile.engine.device import Capture
 from flashtile.engine.parallel import ProcessRanks
 from flashtile.engine.structured import mask
@@ -35,6 +35,26 @@ def test_captured_steps_give_the_tokens_of_transformers(name, guesses):
     forms = llm.engine.runner.graphs
     assert forms
     assert any(form.width > 1 for form in forms) == (guesses is not None)
+    llm.engine.scheduler.manager.check_integrity()
+
+
+@pytest.mark.parametrize("guesses", [None, "look-up", "row", "tree"])
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "gemma2"])
+def test_captured_steps_with_groups_give_the_tokens_of_transformers(name, guesses, monkeypatch):
+    """The second time, prompts also share what the prefix cache has."""
+    if guesses == "tree" and name == "gemma2":
+        pytest.skip("trees need layers without windows")
+    monkeypatch.setattr(groups, "MIN_SAVED_TOKENS", 1)
+    config = {"row": draft(1), "tree": draft(3), "look-up": {"method": "ngram"}, None: None}[guesses]
+    llm = load(
+        name, device="cuda", dtype="float32", block_size=4, speculative_config=config, cascade_attention=True
+    )
+    for _ in range(2):
+        outputs = llm.generate(prompts(), SamplingParams(n=3, temperature=0, max_tokens=LENGTH))
+        for output, expected in zip(outputs, greedy(name, LENGTH), strict=True):
+            assert [one.token_ids for one in output.outputs] == [expected] * 3
+    assert {len(form.levels) for form in llm.engine.runner.graphs} >= {1, 2}
+    assert llm.get_metrics().kv_reads_saved > 0
     llm.engine.scheduler.manager.check_integrity()
 
 
@@ -86,9 +106,11 @@ def test_weights_read_ahead_are_those_of_the_file(monkeypatch):
         assert torch.equal(torch.cat([cuda(name)]).cpu(), cpu(name)), name
 
 
-def test_the_host_does_not_wait_where_the_batch_changes():
-    """Sampling parameters, biases and log-probabilities travel beside the steps."""
-    llm = load("llama3", device="cuda", dtype="float32")
+@pytest.mark.parametrize("cascade", [False, True])
+def test_the_host_does_not_wait_where_the_batch_changes(cascade, monkeypatch):
+    """Sampling parameters, biases and log-probabilities travel beside the steps, and so do groups."""
+    monkeypatch.setattr(groups, "MIN_SAVED_TOKENS", 1)
+    llm = load("llama3", device="cuda", dtype="float32", block_size=4, cascade_attention=cascade)
     params = [
         SamplingParams(
             seed=i, temperature=0.8, max_tokens=3 + 2 * i, logprobs=i % 2 or None, logit_bias={i: 1.0}

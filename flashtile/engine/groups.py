@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 MAX_LEVELS = 2
 MIN_SAVED_TOKENS = 8192
-"""A level must save the reading of this many tokens in a step. It costs each layer a launch, and a partial
-result for each query. Estimated for an H200, not measured: the launch takes as long as reading 6,000 tokens
-of 8 key heads of size 128 in 16 bits. Partial results of 32 heads are as many bytes as 8 tokens a query."""
+"""With each further level, a step must read this many fewer tokens. A level costs each layer a launch, and a
+partial result for each query. Estimated for an H200, not measured: the launch takes as long as reading 6,000
+tokens of 8 key heads of size 128 in 16 bits, and a query's partial results in 32 heads are as many bytes as 8
+such tokens."""
 MAX_NEW_TOKENS = 64
 """A step with more new tokens of a sequence is not grouped. Such chunks of prompts are bound by products, not
 by reading, and Hopper's fast kernel for them continues no other softmax. Not measured."""
@@ -92,7 +93,10 @@ class Cascade:
             offsets += range(at, batch)
             offsets += [batch] * (length - len(offsets))
             rows += [offsets, firsts, lasts]
-        return array("i", [number for row in rows for number in row])
+        numbers = array("i")
+        for row in rows:
+            numbers.extend(array("i", row))
+        return numbers
 
 
 def row_length(batch: int) -> int:
@@ -106,7 +110,7 @@ def numbers_of_levels(batch: int, levels: int) -> int:
 
 
 class _Node(NamedTuple):
-    """Sequences ``start`` to ``stop`` have ``depth`` blocks in common; the ranges within them have more."""
+    """Sequences ``start`` to ``stop`` have ``depth`` tokens in common; the ranges within them have more."""
 
     start: int
     stop: int
@@ -193,16 +197,14 @@ class PrefixGroups:
         del self._sorted[i], common[i]
 
     def _choose(self) -> Cascade | None:
-        nodes, size = self._nodes(0, len(self._sorted), 0, MAX_NESTING), self.manager.block_size
-        for most in range(MAX_LEVELS, 0, -1):
-            levels = [
-                tuple(Group(start, stop, first * size, end * size) for start, stop, first, end in groups)
-                for groups in _best(nodes, 0, most)[1]
-            ]
-            saved = [sum((g.stop - g.start - 1) * (g.end - g.first) for g in groups) for groups in levels]
-            if min(saved) >= MIN_SAVED_TOKENS:
-                return Cascade(tuple(levels), sum(saved))
-        return None
+        nodes = self._nodes(0, len(self._sorted), 0, MAX_NESTING)
+        saved, levels = 0, []
+        for most in range(1, MAX_LEVELS + 1):
+            more, found = _best(nodes, 0, most)
+            if more - saved < MIN_SAVED_TOKENS:
+                break
+            saved, levels = more, found
+        return Cascade(tuple(map(tuple, levels)), saved) if levels else None
 
     def _nodes(self, start: int, stop: int, above: int, nesting: int) -> list[_Node]:
         """Return the largest ranges within ``start`` to ``stop`` with more than ``above`` common blocks."""
@@ -214,30 +216,33 @@ class PrefixGroups:
                 depth = min(between)
                 deeper = nesting > 1 and max(between) > depth
                 within = self._nodes(begin, end, depth, nesting - 1) if deeper else []
-                found.append(_Node(begin, end, depth, within))
+                found.append(_Node(begin, end, depth * self.manager.block_size, within))
         return found
 
 
 def _best(nodes: list[_Node], base: int, levels: int) -> tuple[int, list[list[Group]]]:
     """Choose the groups that save the most, with at most ``levels`` of them nested.
 
-    ``base`` is the number of blocks that a group around the nodes has read. Returns the number of blocks
-    saved, and the groups of each level, whose keys are counted in blocks.
+    ``base`` is the number of tokens that a group around the nodes has read. Returns the number of tokens
+    saved, and the groups of each level.
     """
     total = 0
     chosen: list[list[Group]] = [[] for _ in range(levels)]
     for start, stop, depth, within in nodes:
-        saved, groups = (stop - start - 1) * (depth - base), [[Group(start, stop, base, depth)]]
+        saved, group = (stop - start - 1) * (depth - base), Group(start, stop, base, depth)
         if within:
-            if levels > 1:
-                more, below = _best(within, depth, levels - 1)
-                saved, groups = saved + more, [*groups, *below]
-            more, instead = _best(within, base, levels)
-            if more > saved:
-                saved, groups = more, instead
+            more, below = _best(within, depth, levels - 1) if levels > 1 else (0, [])
+            instead, others = _best(within, base, levels)
+            if instead > saved + more:
+                total += instead
+                for level, found in zip(chosen, others, strict=True):
+                    level += found
+                continue
+            saved += more
+            for level, found in zip(chosen[1:], below, strict=True):
+                level += found
+        chosen[0].append(group)
         total += saved
-        for level, found in zip(chosen, groups, strict=False):
-            level += found
     return total, chosen
 
 

@@ -242,7 +242,7 @@ def levels_used(monkeypatch) -> set[int]:
     return used
 
 
-EAGER = ("plain", "chunks", "a tree of guesses")
+EAGER = ("plain", "chunks")
 """With ``make test``: the engines that are also computed without padding."""
 
 

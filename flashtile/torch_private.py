@@ -87,6 +87,15 @@ def unwrapped(tensor: Any, level: int) -> Any:
 # torch.compile. Its public decorators, in torch.compiler, import the compiler, which takes seconds.
 
 
+def is_mapped(tensor: Tensor) -> bool:
+    """Return whether vmap maps over a tensor, so that its data cannot be read."""
+    while is_wrapped_by_transform(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return False
+
+
 def is_compiler_loaded() -> bool:
     """Whether torch.compile may have been used: its tracer is imported."""
     return "torch._dynamo" in sys.modules

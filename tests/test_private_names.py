@@ -83,6 +83,7 @@ LIBRARIES = {
             "torch._C._functorch.is_legacy_batchedtensor": "gradients with is_grads_batched=True",
             "torch._C._functorch.maybe_get_level": "refusals of tangents and gradients under torch.func",
             "torch._C._functorch.get_unwrapped": "refusals of tangents and gradients under torch.func",
+            "torch._C._functorch.is_batchedtensor": "second derivatives of score functions under vmap",
             "torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter": "the same refusals",
             "torch._dynamo.graph_break": "gradients by torch.func under torch.compile",
             "torch._dynamo.comptime.comptime": "refusals of hidden functions in place in a score_mod",

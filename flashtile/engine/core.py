@@ -154,15 +154,15 @@ class Engine:
         structure, seed = sampling.structured_outputs, sampling.seed
         # The first process has compiled the structure in time, so the others must not refuse the request.
         seconds = None if self.runner.ranks.rank else MAX_SECONDS
-        matcher = None if structure is None else self.structures.matcher(structure, seconds)
+        matchers = None if structure is None else self.structures.copies(structure, sampling.n, seconds)
         request = Request(
             request_id, number, text, tokens, sampling, beam=beam,
             max_outputs=min(room, room if params.max_tokens is None else params.max_tokens),
-            ends=ends if params.ignore_eos and matcher is None else ends | self.eos_token_ids,
+            ends=ends if params.ignore_eos and matchers is None else ends | self.eos_token_ids,
             seed=stream_seed(self.seed, number) if seed is None else seed,
             priority=as_int("priority", priority),
             salt=b"" if cache_salt is None else cache_salt.encode(),
-            matcher=matcher,
+            matchers=matchers,
         )  # fmt: skip
         if sampling.prompt_logprobs is not None:
             request.prompt_logprobs = self._flat_logprobs(missing=1)
@@ -474,6 +474,7 @@ class Engine:
             request.metrics.finished_time = time.monotonic()
             self.requests.pop(request.request_id, None)
             self._beams.pop(request, None)
+            request.matchers = None
             for sequence in request.sequences:
                 sequence.matcher, sequence.ngrams, sequence.detokenizer = None, {}, None
         return RequestOutput(

@@ -69,7 +69,7 @@ class Sequence:
         self.stop_reason: str | int | None = None
         self.logprobs: FlatLogprobs | None = None
         self.cumulative_logprob = 0.0
-        self.matcher: Any = None if request.matcher is None else request.matcher.deep_copy()
+        self.matcher: Any = None if request.matchers is None else request.matchers[index]
         self.detokenizer: Detokenizer | None = None
         self.num_sent = 0
 
@@ -108,7 +108,7 @@ class Request:
         seed: seed of the draws, which also depend on the answer's index and the position.
         sequences: the answers: one until the prompt is computed, then ``n``, or the beams of a beam search.
         salt: only requests with the same salt share blocks through the prefix cache.
-        matcher: matcher of ``structured_outputs`` at the start of an answer, or None.
+        matchers: matchers of ``structured_outputs``, one for each answer, or None.
         on_device: the lists of tokens and biases in ``params`` that were used so far, as tensors.
         width: largest number of sequences that the request has at the same time.
         reads_tokens: whether the host must know the last token before the next token can be chosen.
@@ -129,7 +129,7 @@ class Request:
         seed: int = 0,
         priority: int = 0,
         salt: bytes = b"",
-        matcher: Any = None,
+        matchers: list[Any] | None = None,
     ):
         self.request_id, self.number, self.prompt = request_id, number, prompt
         self.prompt_token_ids, self.num_prompt = prompt_token_ids, len(prompt_token_ids)
@@ -139,7 +139,7 @@ class Request:
         self.on_device: dict[str, Tensor] = {}
         self.metrics = RequestMetrics(time.monotonic())
         self.prompt_logprobs: FlatLogprobs | None = None
-        self.matcher, self.width, self.reads_tokens = matcher, params.n, params.reads_tokens
+        self.matchers, self.width, self.reads_tokens = matchers, params.n, params.reads_tokens
         if beam is not None:
             # Beams need ``beam_width`` tokens that continue them, even if all end tokens are likelier.
             self.reads_tokens, params.logprobs = True, (len(ends) + 1) * beam.beam_width

@@ -96,6 +96,19 @@ class Structures:
             raise type(found)(*found.args)  # a new one: the traceback of one that is kept would grow
         return found.matcher
 
+    def copies(self, structure: dict[str, Any], count: int, seconds: float | None) -> list[Any]:
+        """Return ``count`` copies of a structure's :meth:`matcher`, or raise its errors.
+
+        All are made before a request is queued, because one that fails would leave a step half done.
+        """
+        matcher = self.matcher(structure, seconds)
+        try:
+            return [matcher.deep_copy() for _ in range(count)]
+        except NOT_ERRORS:
+            raise
+        except BaseException as error:
+            raise _failed(error) from None
+
     def compile(self, structure: dict[str, Any], size: int = 0) -> Future[Any]:
         """Start to compile a structure, unless it is compiled. The result is :class:`Compiled` or an error.
 

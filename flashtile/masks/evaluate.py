@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashtile.masks.operations import OPERATIONS
 from flashtile.masks.program import LOAD, Line, Name, Program
+from flashtile.torch_private import is_mapped
 
 
 def evaluate(
@@ -89,13 +90,14 @@ def _inside(
     """Return the indices, clamped to the tensor's shape. Negative indices count from the end, as in torch.
 
     Raises:
-        ValueError: an index is outside the tensor, and ``check`` is True (or None, on the CPU).
+        ValueError: an index is outside the tensor, and ``check`` is True (or None, on the CPU,
+            outside of vmap).
     """
     inside = []
     for index, size in zip(indices, tensor.shape, strict=True):
         index = torch.as_tensor(index, dtype=torch.int64, device=tensor.device)  # uint8 would be a mask
         index = torch.where(index < 0, index + size, index)
-        if check or (check is None and index.device.type == "cpu"):
+        if check or (check is None and index.device.type == "cpu" and not is_mapped(index)):
             wrong = (index < 0) | (index >= size)
             if wrong.any():
                 bad = int(index[wrong].reshape(-1)[0])

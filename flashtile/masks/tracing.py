@@ -112,7 +112,8 @@ def _trace(kind: str, function: Callable[..., Any], compiling: bool) -> Trace:
         operand = None if result is None else recorder.operand(result)
     except Exception as error:
         line = user_line(traceback=error.__traceback__) or _first_line(function)
-        raise TypeError(f"{kind} does not compile: {error}\n  {line}") from error
+        # With !s the text is a constant for Dynamo, which torch 2.11 shows to the user.
+        raise TypeError(f"{kind} does not compile: {error!s}\n  {line}") from error
     wanted = "float" if kind == "score_mod" else "bool"
     if operand is None or recorder.builder.kind(operand) != wanted:
         got = "None" if operand is None else _said(recorder.builder.kind(operand))

@@ -16,6 +16,7 @@ from flashtile.checks.attention import check_call
 from flashtile.checks.conversions import as_masking
 from flashtile.problems.attention import OptionalTensors, Options, Problem
 from flashtile.problems.masking import positions
+from flashtile.torch_private import is_mapped
 
 
 def attention(
@@ -306,11 +307,24 @@ def _modified(
     """
     values = _expanded(score_mod(scores, *grids), scores)
     seen = seen & (values.detach() != -torch.inf)
-    if seen.all():
+
+    def at(indices: tuple[Tensor, ...]) -> Tensor:  # batch, head, row and key of each score
+        return _expanded(score_mod(scores[indices], *indices), scores[indices])
+
+    if scores.numel() == 0:
         return values
-    indices = seen.nonzero(as_tuple=True)  # batch, head, row and key of each visible score
-    of_seen = _expanded(score_mod(scores[indices], *indices), scores[indices])
-    return values.detach().index_put(indices, of_seen)
+    if not is_mapped(seen):
+        if seen.all():
+            return values
+        visible = seen.nonzero(as_tuple=True)
+        return values.detach().index_put(visible, at(visible))
+    # vmap can neither branch on data nor select cells. A hidden score takes the place of a visible one, with
+    # a gradient of 0. If a sample has none, it takes that of a finite one, which rarely has infinite slope.
+    cells = seen.flatten()
+    best = (2 * cells + values.isfinite().flatten()).argmax()
+    places = torch.where(cells, torch.arange(len(cells), device=cells.device), best)
+    of_seen = at(torch.unravel_index(places, scores.shape))
+    return torch.where(seen, of_seen.view(scores.shape), values.detach())
 
 
 def _expanded(result: Tensor | float, scores: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import threading
+import types
 
 import pytest
 import torch
@@ -495,6 +496,24 @@ def test_a_panic_of_a_matcher_ends_one_request(llm, name, alone):
         "PanicException: index out of bounds",
     )
     assert {key: ends[key].token_ids for key in others} == expected
+
+
+@pytest.mark.parametrize("good", [0, 1])
+def test_a_matcher_that_cannot_be_copied_is_refused(llm, good, monkeypatch):
+    """Answers fork within a step, which other requests share, so their matchers are copied before."""
+    engine, found = llm.engine, [Panics("none") for _ in range(good)]
+    matcher = types.SimpleNamespace(deep_copy=lambda: found.pop() if found else Panics("copy").run("copy"))
+    expected = llm.generate("one", FREE)[0].outputs[0].token_ids
+    engine.add_request("goes on", "one", FREE)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.structures, "matcher", lambda *_: matcher)
+        with pytest.raises(NotImplementedError, match="llguidance: index out of bounds"):
+            engine.add_request("fails", "two", params({"regex": "a"}, n=2))
+    ends = {}
+    while engine.has_unfinished:
+        ends |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
+    assert {key: output.token_ids for key, output in ends.items()} == {"goes on": expected}
+    assert engine.scheduler.manager.sequences == ()
 
 
 def test_a_fault_of_the_compiler_is_raised(llm, monkeypatch):

@@ -100,6 +100,19 @@ def test_second_derivatives_and_tangents_are_finite(name: str) -> None:
     assert tangents.isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["mask_mod", "causal", "the function", "every row"])
+def test_second_derivatives_under_vmap_equal_a_loop(name: str) -> None:
+    """vmap allows no selection of the visible scores."""
+    make, mask = HIDING[name]
+    q, k, v = (torch.randn(1, 3, 2, 2, dtype=torch.float64) for _ in range(3))
+    second = torch.func.hessian(
+        lambda own: flashtile.attention(q, k, v, score_mod=make(own), **mask).square().sum()
+    )
+    learned = torch.tensor([[0.7, 0.3], [0.2, 0.9]], dtype=torch.float64)
+    expected = torch.stack([second(own) for own in learned])
+    torch.testing.assert_close(torch.func.vmap(second)(learned), expected)
+
+
 def test_the_oracle_hides_as_a_formula_does() -> None:
     """s / distance without the diagonal, by hand."""
     q, k, v = (torch.randn(1, 5, 1, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))

@@ -122,6 +122,16 @@ def test_second_derivatives_of_slopes(differentiate):
     assert_same((ours,), (expected,))
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}])
+def test_vmap_of_second_derivatives_of_slopes_equals_a_loop(options):
+    tensors = dense(batch=1, seqlen_q=3, seqlen_k=5, dtype=torch.float64)
+    second = torch.func.jacrev(
+        torch.func.jacrev(lambda s: flashtile.attention(*tensors, alibi_slopes=s, **options).square().sum())
+    )
+    learned = torch.stack([slopes(), 2 * slopes()])
+    assert_same((torch.func.vmap(second)(learned),), (torch.stack([second(one) for one in learned]),))
+
+
 @pytest.mark.parametrize("sink_dim", [None, 0])
 def test_vmap_of_sinks_equals_a_loop(sink_dim):
     """The gradient of a sink that samples share is still one for each of them."""

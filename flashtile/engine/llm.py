@@ -8,7 +8,7 @@ import importlib
 import itertools
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from flashtile.engine.scheduler import Scheduler
 from flashtile.engine.speculation import DraftModel, comb, read_speculative_config
 from flashtile.engine.step_calls import Limits, warm_up
 from flashtile.engine.tokenizer import Tokenizer, load_tokenizer
-from flashtile.engine.weights import open_weights, random_weights, with_checkpoint_head
+from flashtile.engine.weights import given_weights, open_weights, random_weights, with_checkpoint_head
 from flashtile.hardware import machine
 from flashtile.kv_cache import BlockManager
 
@@ -341,6 +341,35 @@ class LLM:
         """Empty the prefix cache, so that later prompts reuse no blocks. Always returns True."""
         self.engine.reset_prefix_cache()
         return True
+
+    @torch.inference_mode()
+    def update_weights(
+        self, named_tensors: str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Replace all weights of the model in place, for example after a step of its training.
+
+        Compiled kernels and CUDA graphs stay, and the prefix cache is emptied. A draft model keeps its
+        weights. With ``tensor_parallel_size``, every process must call this, with the same whole weights.
+
+        Args:
+            named_tensors: a folder as ``model``, or all weights under the names of the checkpoint: a dict or
+                pairs of name and tensor, on any device, in any floating-point dtype. Dense models of
+                Transformers have these names in ``model.named_parameters()``.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError, FileNotFoundError: a request is unfinished, or a
+                weight is missing, unknown or of another shape. Nothing is changed then.
+        """
+        if self.engine.has_unfinished:
+            raise ValueError("update_weights must be called without unfinished requests: their keys are old")
+        model = self.engine.runner.model
+        given = model.config, self.device, self.dtype, model.ranks
+        if isinstance(named_tensors, (str, Path)):
+            weights = open_weights(model_folder(named_tensors), *given)
+        else:
+            weights = given_weights(named_tensors, *given)
+        model.update(weights)
+        self.engine.scheduler.manager.reset_prefix_cache()
 
     def close(self) -> None:
         """Wait for the device and free the CUDA graphs.

@@ -412,6 +412,15 @@ class Layer:
         return add(self.mlp(x, self.before_mlp, within), after)
 
 
+def overwrite(part: Any, new: Any) -> None:
+    """Copy all tensors of a new part of a model into those of a present one."""
+    for name, value in vars(new).items():
+        if isinstance(value, Tensor):
+            getattr(part, name).copy_(value)
+        elif isinstance(value, (Matrix, Norm, Attention, MLP, Experts)):
+            overwrite(getattr(part, name), value)
+
+
 class Model:
     """A decoder-only model with the weights of all layers on one device.
 
@@ -449,6 +458,16 @@ class Model:
         """Make rotary tables of ``count`` positions. Call it before the first step."""
         tables = [rotary_tables(rope, self.config.head_dim, count) for rope in self.config.ropes]
         self.rotary = [table.to(self.embedding.device) for pair in tables for table in pair]
+
+    def update(self, weights: Weights) -> None:
+        """Write other weights into the memory of the present ones, one layer at a time."""
+        config = self.config
+        self.embedding.copy_(weights("model.embed_tokens.weight"))
+        for number, layer in enumerate(self.layers):
+            overwrite(layer, Layer(config, weights, number, self.ranks, self.fp8))
+        overwrite(self.norm, Norm(config, weights("model.norm.weight")))
+        if not config.tie_word_embeddings:
+            self.head.weight.copy_(weights("lm_head.weight"))
 
     def hidden(self, step: StepInput, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Append keys and values, and return the last layer's hidden states (total_new, hidden_size).

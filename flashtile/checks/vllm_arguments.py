@@ -73,7 +73,7 @@ LLM_ARGUMENTS: dict[str, Argument] = {
     "enable_expert_parallel": _flag("experts are divided among GPUs by tensor_parallel_size", False),
     "enable_lora": _flag(_LORA, False),
     "enable_prompt_embeds": _flag("prompts are texts or tokens", False),
-    "enable_sleep_mode": _flag("delete the LLM to free its memory", False),
+    "enable_sleep_mode": _flag("sleep and wake_up need no option"),
     "enable_tower_connector_lora": _flag(_LORA, False),
     "fully_sharded_loras": _flag(_LORA, False),
     "hf_config_path": Argument((None,), "config.json is read from the model's folder"),

@@ -136,6 +136,9 @@ class Engine:
             raise ValueError(f"request_id must be new, but an unfinished request has {request_id!r:.60}")
         if not isinstance(params, (SamplingParams, BeamSearchParams)):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        if self.runner.asleep or not self.runner.has_weights:
+            missing = "wake_up" if self.runner.asleep else "update_weights, after sleep(level=2),"
+            raise ValueError(f"{missing} must be called before requests of an engine that sleeps")
         text, tokens = self.tokens_of(prompt)
         room = self.max_model_len - len(tokens)
         if room < 1:

@@ -25,7 +25,7 @@ from flashtile.engine.memory import bytes_of_block, bytes_of_tables, memory_left
 from flashtile.engine.model import Model
 from flashtile.engine.outputs import RequestOutput
 from flashtile.engine.parallel import ALONE, ProcessRanks, Ranks, check_divides, local_device
-from flashtile.engine.runner import Runner
+from flashtile.engine.runner import KV_CACHE, WEIGHTS, Runner
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler
 from flashtile.engine.speculation import DraftModel, comb, read_speculative_config
@@ -360,16 +360,53 @@ class LLM:
             TypeError, ValueError, NotImplementedError, FileNotFoundError: a request is unfinished, or a
                 weight is missing, unknown or of another shape. Nothing is changed then.
         """
+        runner, model = self.engine.runner, self.engine.runner.model
         if self.engine.has_unfinished:
             raise ValueError("update_weights must be called without unfinished requests: their keys are old")
-        model = self.engine.runner.model
+        if WEIGHTS in runner.asleep:
+            raise ValueError("wake_up must be called before update_weights of an engine that sleeps")
         given = model.config, self.device, self.dtype, model.ranks
         if isinstance(named_tensors, (str, Path)):
             weights = open_weights(model_folder(named_tensors), *given)
         else:
             weights = given_weights(named_tensors, *given)
         model.update(weights)
+        runner.has_weights = True
         self.engine.scheduler.manager.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of the KV cache and of the weights until :meth:`wake_up`.
+
+        Kernels stay compiled; CUDA graphs are captured again. Names are those of vLLM. With
+        ``tensor_parallel_size``, every process must call this and :meth:`wake_up`.
+
+        Args:
+            level: 1 keeps the weights in host memory. 2 drops them: call :meth:`wake_up`, then
+                :meth:`update_weights`. A draft model keeps its weights.
+
+        Raises:
+            ValueError: a request is unfinished, or the engine sleeps already.
+        """
+        level = as_int_within("level", level, 1, 2)
+        if self.engine.has_unfinished:
+            raise ValueError("sleep must be called without unfinished requests, which would lose their keys")
+        if self.engine.runner.asleep:
+            raise ValueError("wake_up must be called before sleep of an engine that sleeps")
+        self.engine.scheduler.manager.reset_prefix_cache()
+        self.engine.runner.sleep(keep_weights=level == 1)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate the memory that :meth:`sleep` freed. Has no effect on memory that is allocated.
+
+        Args:
+            tags: "weights" and "kv_cache", or one of them, to allocate the cache only after the weights are
+                updated. None: both.
+        """
+        chosen = (WEIGHTS, KV_CACHE) if tags is None else tags
+        if isinstance(chosen, str) or not all(is_choice(tag, (WEIGHTS, KV_CACHE)) for tag in chosen):
+            raise ValueError(f"tags must be a list of {WEIGHTS!r} and {KV_CACHE!r} or None, got {tags!r:.60}")
+        for tag in chosen:
+            self.engine.runner.wake_up(tag)
 
     def close(self) -> None:
         """Wait for the device and free the CUDA graphs.

@@ -6,6 +6,8 @@ earlier tokens are in a paged cache. Chunks of prompts and single tokens go thro
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -412,13 +414,25 @@ class Layer:
         return add(self.mlp(x, self.before_mlp, within), after)
 
 
+PARTS = Layer, Attention, MLP, Experts, Matrix, Norm
+
+
 def overwrite(part: Any, new: Any) -> None:
     """Copy all tensors of a new part of a model into those of a present one."""
     for name, value in vars(new).items():
         if isinstance(value, Tensor):
             getattr(part, name).copy_(value)
-        elif isinstance(value, (Matrix, Norm, Attention, MLP, Experts)):
+        elif isinstance(value, PARTS):
             overwrite(getattr(part, name), value)
+
+
+def tensors_of(part: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a part of a model, some of them more than once."""
+    for value in vars(part).values():
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, PARTS):
+            yield from tensors_of(value)
 
 
 class Model:
@@ -468,6 +482,11 @@ class Model:
         overwrite(self.norm, Norm(config, weights("model.norm.weight")))
         if not config.tie_word_embeddings:
             self.head.weight.copy_(weights("lm_head.weight"))
+
+    @property
+    def weights(self) -> Iterator[Tensor]:
+        """All weights, some of them more than once. The rotary tables are none."""
+        return itertools.chain(tensors_of(self), *map(tensors_of, self.layers))
 
     def hidden(self, step: StepInput, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Append keys and values, and return the last layer's hidden states (total_new, hidden_size).

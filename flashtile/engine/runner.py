@@ -34,6 +34,7 @@ from flashtile.engine.sampler import (
     read_parameters,
 )
 from flashtile.engine.scheduler import COPY, SWAP_OUT, SchedulerOutput
+from flashtile.engine.sleep import Freed
 from flashtile.engine.speculation import UNKNOWN, depths, visible
 from flashtile.engine.step_calls import LOGITS_ROWS
 from flashtile.engine.structured import mask
@@ -43,6 +44,8 @@ from flashtile.operators.decode import SharedKeys
 
 MAX_CHANGES = 2**18
 """Largest number of changed block table entries that are sent with a step's other inputs."""
+KV_CACHE, WEIGHTS = "kv_cache", "weights"
+"""Tags of memory that is freed while the engine sleeps, as in vLLM."""
 NOT_FINITE = "the model's logits are NaN or infinite"
 NO_TOKEN = "no token is left to choose: the request's parameters exclude every token"
 
@@ -190,6 +193,8 @@ class Runner:
         weakref.finalize(self, self.graphs.clear)
         self._numbers_of = functools.lru_cache(1)(Cascade.numbers)
         self._draw_of = functools.lru_cache(1)(functools.partial(read_parameters, self.device))
+        self.asleep: dict[str, list[Freed]] = {}  # freed memory, by the tags of LLM.wake_up
+        self.has_weights = True
         self.drafter: Drafter | None = None
         if draft is not None:
             memory = Memory.of(draft, manager, draft.embedding.dtype)
@@ -240,6 +245,26 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.graphs.clear()
+        if self.drafter is not None:
+            self.drafter.graphs.clear()
+
+    @torch.inference_mode()
+    def sleep(self, keep_weights: bool) -> None:
+        """Free the memory of the KV cache and of the weights. See :meth:`flashtile.engine.LLM.sleep`."""
+        self.close()
+        caches = [self._logits, *(one for memory in self._memories for one in (memory.k, memory.v))]
+        self.asleep = {KV_CACHE: [Freed(caches, False)], WEIGHTS: [Freed(self.model.weights, keep_weights)]}
+        if self.drafter is not None:
+            self.asleep[WEIGHTS].append(Freed(self.drafter.model.weights, True))
+        self.has_weights = keep_weights
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def wake_up(self, tag: str) -> None:
+        """Allocate the memory of ``tag`` again, if it was freed."""
+        for freed in self.asleep.pop(tag, ()):
+            freed.restore()
 
     def _form(self, schedule: SchedulerOutput) -> tuple[Form, bool]:
         """Return the sizes of a step, and whether a CUDA graph computes it."""

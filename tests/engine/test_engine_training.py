@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -77,3 +78,61 @@ def test_wrong_weights_are_refused_before_anything_changes(subtests):
     llm.enqueue(prompts()[0], PARAMS)
     with pytest.raises(ValueError, match="without unfinished requests"):
         llm.update_weights(good)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_engine_that_slept_answers_as_before(name, level):
+    llm = load(name, block_size=4)
+    model, memory = llm.engine.runner.model, llm.engine.runner.memory
+    expected = answers(llm)
+    places = {tensor.untyped_storage().data_ptr() for tensor in (*model.weights, memory.k, memory.v)}
+    llm.sleep(level)
+    held = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.device.type == "cpu"]
+    if level == 2:  # no copies on the host, which may get the memory that was freed
+        assert not places & {one.untyped_storage().data_ptr() for one in held}
+    assert sum(tensor.untyped_storage().nbytes() for tensor in (*model.weights, memory.k, memory.v)) == 0
+    with pytest.raises(ValueError, match="wake_up must be called before requests"):
+        answers(llm)
+    with pytest.raises(ValueError, match="wake_up must be called before update_weights"):
+        llm.update_weights(weights_of(name))
+    llm.wake_up(["weights"])
+    assert memory.k.untyped_storage().nbytes() == 0
+    if level == 2:
+        llm.update_weights(weights_of(name))
+    with pytest.raises(ValueError, match="wake_up must be called before requests"):
+        answers(llm)
+    llm.wake_up()
+    assert answers(llm) == expected
+
+
+def test_a_draft_model_sleeps_as_well():
+    config = {"model": folder("llama2"), "num_speculative_tokens": 3}
+    llm = load("llama3", block_size=4, speculative_config=config)
+    expected = answers(llm)
+    llm.sleep(2)
+    llm.wake_up()
+    with pytest.raises(ValueError, match=r"update_weights, after sleep\(level=2\), must be called"):
+        answers(llm)
+    llm.update_weights(folder("llama3"))
+    guessed = llm.engine.num_guessed_tokens
+    assert answers(llm) == expected
+    assert llm.engine.num_guessed_tokens == 2 * guessed
+
+
+def test_sleep_is_refused_in_the_wrong_moment():
+    llm = load("llama3", block_size=4)
+    llm.wake_up()  # it is awake
+    for level in (0, 3):
+        with pytest.raises(ValueError, match=f"level must be from 1 to 2, got {level}"):
+            llm.sleep(level)
+    llm.enqueue(prompts()[0], PARAMS)
+    with pytest.raises(ValueError, match="without unfinished requests"):
+        llm.sleep()
+    llm.wait_for_completion()
+    llm.sleep()
+    with pytest.raises(ValueError, match="wake_up must be called before sleep"):
+        llm.sleep()
+    for tags in ("weights", ["cache"], [1]):
+        with pytest.raises(ValueError, match=r"tags must be a list"):
+            llm.wake_up(tags)

@@ -91,9 +91,6 @@ LLM_ARGUMENTS: dict[str, Argument] = {
     "limit_mm_per_prompt": Argument((None, {}), _IMAGES),
     "logits_processor_pattern": Argument((None,), "give functions as logits_processors of SamplingParams"),
     "logits_processors": Argument((None, []), "give functions as logits_processors of SamplingParams"),
-    "logprobs_mode": Argument(
-        (None, "raw_logprobs"), "log-probabilities are those of the model's own logits"
-    ),
     "long_prefill_token_threshold": Argument(
         (None, 0), "max_num_batched_tokens bounds the chunks of prompts"
     ),
@@ -190,6 +187,9 @@ SERVE_ARGUMENTS: dict[str, Argument] = {
     "exclude_tools_when_tool_choice_none": _flag("leave tools out of the call", False),
     "headless": _flag(IN_VLLM, False),
     "log_config_file": Argument((), "the log goes to stderr"),
+    "logprobs_mode": Argument(
+        ("raw_logprobs",), "log-probabilities are those of the model's own logits; LLM has this argument"
+    ),
     "lora_modules": Argument((), _LORA),
     "max_log_len": Argument(None, "no request's content is logged"),
     "middleware": Argument((), "put a proxy in front of the server"),

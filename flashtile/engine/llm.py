@@ -25,7 +25,7 @@ from flashtile.engine.memory import bytes_of_block, bytes_of_tables, memory_left
 from flashtile.engine.model import Model
 from flashtile.engine.outputs import RequestOutput
 from flashtile.engine.parallel import ALONE, ProcessRanks, Ranks, check_divides, local_device
-from flashtile.engine.runner import KV_CACHE, WEIGHTS, Runner
+from flashtile.engine.runner import KV_CACHE, LOGPROBS_MODES, WEIGHTS, Runner
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler
 from flashtile.engine.speculation import DraftModel, comb, read_speculative_config
@@ -87,6 +87,10 @@ class LLM:
             ``{"method": "draft_model", "model": folder, "num_speculative_tokens": 4, "tree_width": 1}``
             guesses with a small model of the same vocabulary: its ``tree_width`` likeliest tokens at each
             position.
+        logprobs_mode: what ``logprobs`` of an answer's tokens are: "raw_logprobs", log-probabilities of the
+            model's own logits; "processed_logprobs", those after everything that changes the draw (penalties,
+            biases, structures, temperature, filters); "raw_logits" or "processed_logits", without the
+            softmax. ``prompt_logprobs`` and beam search have raw log-probabilities.
         warmup: on a GPU, compile the kernels of all steps before the constructor returns, in parallel
             processes, so that no request waits for the compiler. Triton's cache keeps the kernels.
         tensor_parallel_size: number of processes that compute the model together, one for each GPU.
@@ -141,6 +145,7 @@ class LLM:
         speculative_config: Mapping[str, Any] | None = None,
         tensor_parallel_size: int = 1,
         quantization: str | None = None,
+        logprobs_mode: str = "raw_logprobs",
         warmup: bool = True,
         generation_config: str | Path = "auto",
     ):
@@ -149,6 +154,9 @@ class LLM:
             quantization, load_format, enable_prefix_caching=enable_prefix_caching,
             cascade_attention=cascade_attention, enforce_eager=enforce_eager, warmup=warmup,
         )  # fmt: skip
+        if not is_choice(logprobs_mode, LOGPROBS_MODES):
+            modes = ", ".join(LOGPROBS_MODES)
+            raise ValueError(f"logprobs_mode must be one of {modes}, got {logprobs_mode!r:.60}")
         seed = as_int("seed", seed)
         speculation = None if speculative_config is None else read_speculative_config(speculative_config)
         folder = model_folder(model)
@@ -222,6 +230,7 @@ class LLM:
         runner = Runner(
             network, manager, cache_dtype, budget, capture=not enforce_eager, draft=draft,
             parents=comb(speculation.num_speculative_tokens, speculation.tree_width) if speculation else (),
+            logprobs_mode=logprobs_mode,
         )  # fmt: skip
         overlap = self.device.type == "cuda" if async_scheduling is None else bool(async_scheduling)
         self.engine = Engine(runner, scheduler, text, seed=seed, overlap=overlap, speculator=speculation)

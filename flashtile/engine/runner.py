@@ -26,11 +26,13 @@ from flashtile.engine.groups import MAX_LEVELS, Cascade, numbers_of_levels, row_
 from flashtile.engine.model import Model, StepInput
 from flashtile.engine.request import NOT_ERRORS, Sequence
 from flashtile.engine.sampler import (
+    Choice,
     Scores,
     adjust,
     choose,
     log_probabilities,
     needs_adjusting,
+    processed,
     read_parameters,
 )
 from flashtile.engine.scheduler import COPY, SWAP_OUT, SchedulerOutput
@@ -46,6 +48,7 @@ MAX_CHANGES = 2**18
 """Largest number of changed block table entries that are sent with a step's other inputs."""
 KV_CACHE, WEIGHTS = "kv_cache", "weights"
 """Tags of memory that is freed while the engine sleeps, as in vLLM."""
+LOGPROBS_MODES = "raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"
 NOT_FINITE = "the model's logits are NaN or infinite"
 NO_TOKEN = "no token is left to choose: the request's parameters exclude every token"
 
@@ -148,6 +151,7 @@ class Runner:
         parents: parent of each guess in a sequence's largest tree of guesses
             (:mod:`flashtile.engine.speculation`).
         draft: a draft model that makes these guesses.
+        logprobs_mode: what the log-probabilities of answers are, one of ``LOGPROBS_MODES``.
     """
 
     def __init__(
@@ -159,7 +163,9 @@ class Runner:
         capture: bool = True,
         parents: tuple[int, ...] = (),
         draft: Model | None = None,
+        logprobs_mode: str = "raw_logprobs",
     ):
+        self.logprobs_mode = logprobs_mode
         self.model, self.manager, self.ranks = model, manager, model.ranks
         self.device, self.max_num_batched_tokens = model.embedding.device, max_num_batched_tokens
         self.memory = Memory.of(model, manager, cache_dtype)
@@ -467,10 +473,15 @@ class Runner:
         for i, count in draw.scored:
             scored = raw[i : i + 1].float()
             beam = samples[i].request.beam
+            mode = self.logprobs_mode if beam is None else LOGPROBS_MODES[0]
             if beam is not None and beam.temperature:
                 scored = scored / beam.temperature
+            elif mode.startswith("processed"):
+                own = (values[i : i + 1] for values in draw.choice[:5])
+                scored = processed(logits[i : i + 1], Choice(*own, *draw.choice[5:]))
             count = scored.shape[1] if count < 0 else count
-            in_flight.scores[i] = log_probabilities(scored, tokens[i : i + 1], count)
+            normalise = mode.endswith("logprobs")
+            in_flight.scores[i] = log_probabilities(scored, tokens[i : i + 1], count, normalise)
 
     def _unread(self, samples: list[Sequence], i: int, rows: Tensor) -> Tensor:
         """Return the tokens before the draw of ``samples[i]`` that its sequence does not have yet, int64.

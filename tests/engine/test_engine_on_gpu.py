@@ -66,6 +66,35 @@ def test_captured_steps_of_every_family_give_the_tokens_of_transformers(name):
     assert llm.engine.runner.graphs
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_slept_frees_memory_and_captures_again(level):
+    llm = load("llama3", device="cuda", dtype="float32", block_size=16, num_gpu_blocks_override=4096)
+    params, memory = SamplingParams(temperature=0, max_tokens=LENGTH), llm.engine.runner.memory
+    llm.generate(prompts(), params)
+    graphs, bytes_of_cache = len(llm.engine.runner.graphs), memory.k.nbytes + memory.v.nbytes
+    before = torch.cuda.memory_allocated()
+    llm.sleep(level)
+    assert torch.cuda.memory_allocated() <= before - bytes_of_cache
+    llm.wake_up()
+    if level == 2:
+        llm.update_weights(folder("llama3"))
+    outputs = llm.generate(prompts(), params)
+    assert [output.outputs[0].token_ids for output in outputs] == greedy("llama3", LENGTH)
+    assert len(llm.engine.runner.graphs) == graphs
+
+
+def test_graphs_compute_with_new_weights():
+    llm = load("llama3", device="cuda", dtype="float32", block_size=16, load_format="dummy")
+    params = SamplingParams(temperature=0, max_tokens=LENGTH)
+    llm.generate(prompts(), params)
+    graphs = dict(llm.engine.runner.graphs)
+    llm.update_weights(folder("llama3"))
+    outputs = llm.generate(prompts(), params)
+    assert [output.outputs[0].token_ids for output in outputs] == greedy("llama3", LENGTH)
+    assert graphs
+    assert llm.engine.runner.graphs == graphs
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_captured_experts_in_one_kernel_give_the_tokens_of_eager_steps(name):
     params = SamplingParams(temperature=0, max_tokens=LENGTH)

@@ -1,4 +1,4 @@
-# Every target sets up what it needs in .venv, once. `make help` lists those for every day; CONTRIBUTING.md has all.
+# Every target sets up what it needs in .venv, once. `make help` lists those for every day, docs/tests.md those for tests.
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -20,7 +20,7 @@ INTERPRETED = $(call FILES_WITH,\btarget\b|interpreter)
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-cpu test-interpreter test-quick test-thorough test-thorough-cpu test-thorough-interpreter \
   test-instruction-sets test-numerical-avx2 test-numerical-sse test-compile test-architectures \
-  test-hopper-interpreted test-parallel test-newest-triton test-oldest-triton test-oldest-torch test-gpu lint fuzz mutants soak \
+  test-hopper-interpreted test-parallel test-newest-triton test-oldest-triton test-oldest-torch test-oldest-libraries test-gpu lint fuzz mutants soak \
   bench docs dist kernels hub inspect demo clean
 
 help: ## list the targets
@@ -105,6 +105,13 @@ test-oldest-torch: $(READY)
 	OMP_NUM_THREADS=1 bash scripts/with-release $(VENV) torch==2.11.0 \
 	  $(RUN) -m pytest $(call FILES_WITH,mark.quick) tests/operators $(SHARED) -m "not slow and $(ON_CPU)" -k "not compile"
 
+# The oldest Transformers and Diffusers that the integrations take.
+test-oldest-libraries: $(READY)
+	OMP_NUM_THREADS=1 bash scripts/with-release $(VENV) 'transformers==5.17.0 huggingface-hub<2' \
+	  $(RUN) -m pytest tests/integrations/test_transformers*.py $(SHARED) -m "$(ON_CPU)"
+	OMP_NUM_THREADS=1 bash scripts/with-release $(VENV) diffusers==0.37.0 \
+	  $(RUN) -m pytest tests/integrations/test_diffusers.py $(SHARED) -m "$(ON_CPU)"
+
 test-gpu: $(READY) ## GPU tests, memcheck if compute-sanitizer is on PATH, ten minutes of random calls
 	$(PYTEST) tests -n $(GPU_WORKERS) --dist worksteal -m "gpu and not huge"
 	$(PYTEST) tests -n $$(nvidia-smi -L | wc -l) -m "gpu and huge"
@@ -112,7 +119,7 @@ test-gpu: $(READY) ## GPU tests, memcheck if compute-sanitizer is on PATH, ten m
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
 	    $(RUN) tests/gpu/sanitizer_cases.py && \
 	  PYTHONPATH=.:tests PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
-	    --target-processes all $(RUN) -m fuzz --device cuda --seconds 120 --jobs $(GPU_WORKERS) --family attention --family caches; \
+	    --target-processes all $(RUN) -m fuzz --device cuda --seconds 120 --jobs $(GPU_WORKERS) --family attention --family caches --family doors; \
 	else \
 	  echo "compute-sanitizer is not on PATH: memcheck left out"; \
 	fi

@@ -16,6 +16,7 @@ from flashtile.checks.conversions import check_flag
 from flashtile.dropout import kept
 from flashtile.operators.dropout import draw_state
 from flashtile.problems.common import DTYPES
+from flashtile.rounding import exact_product
 
 _OF_MODULE = {"q": "query", "k": "key", "v": "value"}
 
@@ -105,7 +106,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             if masking.pattern.causal:
                 raise NotImplementedError("attn_mask must not be causal with add_bias_kv, got a causal mask")
             biases: tuple[Any, Any] = self.bias_k, self.bias_v
-            added = (t.view(1, 1, *k.shape[2:]).expand_as(k[:, :1]) for t in biases)
+            added = (t.view(1, 1, *k.shape[2:]).expand(len(k), -1, -1, -1) for t in biases)
             k, v = (torch.cat(pair, 1) for pair in zip((k, v), added, strict=True))
             masking = masking.with_one_more_key()
         # torch appends a key and a value of zeros, which act like a sink of 0.
@@ -216,7 +217,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         With ``add_zero_attn``, the sink is one more key at the end.
         """
         scale = self.head_dim**-0.5
-        scores = torch.einsum("bqhd,bkhd->bhqk", q.to(lse.dtype) * scale, k.to(lse.dtype))
+        q_heads, k_heads = (t.to(lse.dtype).transpose(1, 2) for t in (q, k))
+        scores = exact_product(q_heads * scale, k_heads.mT)
         if masking.bias is not None:
             scores = scores + masking.bias
         if masking.pattern.causal:

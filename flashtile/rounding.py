@@ -1,4 +1,4 @@
-"""Norms of tensors, and the rounding error of a score, as used by the error rule."""
+"""Products without rounded factors, norms of tensors, and the rounding error of a score in the error rule."""
 
 from __future__ import annotations
 
@@ -7,8 +7,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from flashtile.torch_private import rounds_products
+
 SCORE_UNITS = 2.0
 """Allowed error of a score, in rounding units of the accumulator (float32 or float64)."""
+
+
+def exact_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a @ b``, without rounding factors of float32 first.
+
+    ``torch.set_float32_matmul_precision`` allows TF32 or bfloat16, and autocast computes in 16 bits. A graph
+    that is being traced cannot turn them off, nor can a derivative that autograd takes later. So the factors
+    become float64 where they would be rounded.
+    """
+    if a.dtype == torch.float32 and rounds_products(a.device.type):
+        return (a.double() @ b.double()).float()
+    return a @ b
 
 
 def score_noise(q: Tensor, k: Tensor, softmax_scale: float | None, of: Callable[[Tensor], float]) -> float:

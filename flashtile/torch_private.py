@@ -167,14 +167,30 @@ check_in_graph: Callable[..., None] = torch._check
 UNNAMED_MOVES = torch.ops.aten._to_copy, torch.ops.aten._unsafe_view
 """Operators that a dispatch mode sees for ``Tensor.to`` and for some products of matrices."""
 
+_LIBRARIES = {"cpu": "mkldnn", "cuda": "cuda"}
+"""torch's names of the libraries that multiply matrices, by type of device."""
 matmul_precision: Callable[[], str] = functools.partial(
-    torch._C._get_fp32_precision_getter, "mkldnn", "matmul"
+    torch._C._get_fp32_precision_getter, _LIBRARIES["cpu"], "matmul"
 )
 """Return the precision of products of float32 on the CPU. The public property takes two calls in Python."""
 set_matmul_precision: Callable[[str], Any] = functools.partial(
-    torch._C._set_fp32_precision_setter, "mkldnn", "matmul"
+    torch._C._set_fp32_precision_setter, _LIBRARIES["cpu"], "matmul"
 )
 """Set this precision."""
+
+
+@torch.compiler.assume_constant_result
+def rounds_products(device_type: str) -> bool:
+    """Whether torch rounds the factors of float32 products: ``set_float32_matmul_precision``, or autocast.
+
+    The answer is a constant of graphs that torch.compile traces. Both settings are guards of such graphs.
+    """
+    library = _LIBRARIES.get(device_type)
+    if library is None:
+        return False
+    precision: str = torch._C._get_fp32_precision_getter(library, "matmul")
+    return precision not in ("none", "ieee") or torch.is_autocast_enabled(device_type)
+
 
 # Devices.
 

@@ -88,6 +88,14 @@ def test_queries_of_another_length_weights_of_each_head_and_no_batch():
     compare(modules, [t[0] for t in inputs(modules[0], 5)], key_padding_mask=RIGHT[1])
 
 
+@walk("kind", ["bias_kv", "both"])
+def test_the_added_key_is_seen_where_there_are_no_others(kind):
+    modules = pair(**KINDS[kind])
+    query, key, value = inputs(modules[0], 5)
+    none = (slice(None), slice(0)) if modules[0].batch_first else slice(0)
+    compare(modules, [query, key[none], value[none]])
+
+
 @pytest.mark.parametrize("of", [(0, 0, 0), (0, 0, 1), (0, 1, 1), (0, 1, 0)])
 def test_one_tensor_is_several_inputs(of):
     modules = pair(batch_first=True)
@@ -98,6 +106,19 @@ def test_one_tensor_is_several_inputs(of):
         assert weights is None
         results.append((out, *torch.autograd.grad(out.square().sum(), [*given, *module.parameters()])))
     torch.testing.assert_close(results[0], results[1], atol=5e-5, rtol=1e-4)
+
+
+def test_weights_add_up_to_1_if_torch_rounds_products_of_float32():
+    """lse is of exact scores. The projections are rounded, as in torch's module."""
+    module = flashtile.nn.MultiheadAttention(64, 2, batch_first=True)
+    x = 4 * torch.randn(1, 50, 64, generator=torch.Generator().manual_seed(0))
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        _, weights = module(x, x, x)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 50))
 
 
 def test_weights_have_the_gradient_of_torch_s():

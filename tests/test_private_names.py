@@ -65,7 +65,7 @@ LIBRARIES = {
             "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "torch's FLOP counters",
             "torch.utils._python_dispatch.TorchDispatchMode": "score_profile, and FLOPs of the algorithms",
             "torch._C._get_tracing_state": "every call: does torch.jit.trace trace it?",
-            "torch._C._get_fp32_precision_getter": "exact products of float32 on the CPU",
+            "torch._C._get_fp32_precision_getter": "exact products of float32",
             "torch._C._set_fp32_precision_setter": "exact products of float32 on the CPU",
             "torch._C._is_any_autocast_enabled": "every call: is autocast on?",
             "torch.autograd.forward_ad._current_level": "every call: may tensors carry tangents?",

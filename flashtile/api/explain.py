@@ -117,6 +117,25 @@ def _refusals(choices: tuple[Choice, ...]) -> list[str]:
     ]
 
 
+def described_calls(
+    function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any], card: Card | None
+) -> list[tuple[Any, Any, str | None]]:
+    """Return (operation, problem, requested backend) of each operation of a call. Nothing is launched.
+
+    Args:
+        function: the function of the call, if the first of ``arguments`` is not one.
+        card: the card of the problems; None: the device of the call's tensors.
+    """
+    if arguments and callable(arguments[0]):
+        function, *arguments = arguments  # type: ignore[assignment]
+    with describing(arguments, keywords) as described:
+        function(*arguments, **keywords)
+    if card is None:
+        return described
+    target = Target.of_card(card)
+    return [(operation, on_target(problem, target), backend) for operation, problem, backend in described]
+
+
 def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Explanation:
     """Say which backend and configuration a call would get, and why the other backends were refused.
 
@@ -145,15 +164,8 @@ def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Expla
         >>> explanation.reasons_against["portable"]
         'its kernels run on GPUs, not on cpu (TRITON_INTERPRET=1 interprets them)'
     """
-    function: Callable[..., Any] = attention
-    if arguments and callable(arguments[0]):
-        function, *arguments = arguments  # type: ignore[assignment]
-    with describing(arguments, keywords) as described:
-        function(*arguments, **keywords)
     choices = []
-    for operation, problem, backend in described:
-        if card is not None:
-            problem = on_target(problem, Target.of_card(card))
+    for operation, problem, backend in described_calls(attention, arguments, keywords, card):
         choices.append(choose(operation, problem, backend))
         if operation is FORWARD:
             choices.append(choose(BACKWARD, problem, backend))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flashtile.api.explain import described_calls
 from flashtile.api.linear import linear
 from flashtile.hardware.linear_table import Found, find
-from flashtile.op.operation import describing
-from flashtile.op.selection import Choice, choose, on_target
+from flashtile.op.selection import Choice, choose
 from flashtile.problems.linear import LinearProblem
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class LinearExplanation:
     """The kernel chosen for a call of :func:`flashtile.linear.linear` or ``linear_qkv``, and its speed.
 
     Args:
@@ -75,7 +74,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Explanation:
+def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> LinearExplanation:
     """Say which kernel a product would get, which measurement decided that, and the measured time.
 
     ``explain(x, weight)`` explains :func:`flashtile.linear.linear`. For another function, pass it first:
@@ -95,19 +94,9 @@ def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Expla
         >>> explanation.floor_share > 0.5
         True
     """
-    from flashtile.backends.common.device import Target
-
-    function: Callable[..., Any] = linear
-    if arguments and callable(arguments[0]):
-        function, *arguments = arguments  # type: ignore[assignment]
-    with describing(arguments, keywords) as described:
-        function(*arguments, **keywords)
-    operation, problem, backend = described[-1]
-    name = ""
-    if card is not None:
-        problem = on_target(problem, Target.of_card(card))
-        name = card.device_name
-    elif problem.device.type == "cuda":
+    operation, problem, backend = described_calls(linear, arguments, keywords, card)[-1]
+    name = "" if card is None else card.device_name
+    if card is None and problem.device.type == "cuda":
         import torch
 
         name = torch.cuda.get_device_name(problem.device)
@@ -116,7 +105,7 @@ def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Expla
     found = find(name, problem.N, problem.K, *dtypes)
     kind = getattr(choice.config, "kind", None)
     if found is None or kind is None:
-        return Explanation(choice, found, None, None)
+        return LinearExplanation(choice, found, None, None)
     measured = found.row.measured(problem.M, kind)
     floor_us = found.row.weight_bytes / found.row.read_tbps / 1e6
-    return Explanation(choice, found, None if measured is None else measured["us"], floor_us)
+    return LinearExplanation(choice, found, None if measured is None else measured["us"], floor_us)

@@ -160,9 +160,18 @@ def _quantize(
     except ERRORS as error:
         raise (renamed(error, names) if names else error) from None
     return Quantized(
-        values, scales, role, method, seed, tuple(x.shape), x.dtype, cu_seqlens, max_seqlen, seqused,
-        StraightThrough.apply(x, tensors, options) if learns else None,
-    )  # fmt: skip
+        values=values,
+        scales=scales,
+        role=role,
+        method=method,
+        seed=seed,
+        shape=tuple(x.shape),
+        dtype=x.dtype,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
+        seqused=seqused,
+        source=StraightThrough.apply(x, tensors, options) if learns else None,
+    )
 
 
 def _names(role: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashtile.api.attention import attention
+from flashtile.backends.common.device import is_capturing
 from flashtile.checks.arguments import check_dense, check_device, check_dtype, check_int
 from flashtile.checks.conversions import as_int
 from flashtile.checks.values import check_between
@@ -102,7 +103,7 @@ def can_look(mask: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or not is_plain((mask,)):
         return False
-    return not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not is_capturing(mask.device)
 
 
 def as_booleans(name: str, mask: Tensor) -> Tensor | None:

@@ -36,6 +36,7 @@ from flashtile.problems.attention import ModifiedExtras
 from flashtile.problems.common import DTYPES, MAX_LENGTH
 from flashtile.problems.masking import CAUSAL, EVERYTHING, Masking, positions
 from flashtile.reference.decode import sequence
+from flashtile.rounding import exact_product
 from flashtile.torch_private import TorchDispatchMode
 
 PART = 64
@@ -188,7 +189,7 @@ class _Parts:
         group = q.shape[1] // k.shape[1]
         means, largest = [], []
         for head in range(q.shape[1]):
-            scores = q[rows, head].float() @ k[:, head // group].float().T
+            scores = exact_product(q[rows, head].float(), k[:, head // group].float().T)
             scores *= q.shape[-1] ** -0.5 if scale is None else scale
             if softcap > 0:
                 scores = softcap * torch.tanh(scores / softcap)

@@ -133,7 +133,7 @@ def _shared_driver() -> Iterator[None]:
     try:
         yield
     finally:
-        with _changing:
+        with _changing:  # another thread may still be inside, so the first to leave must not restore it
             ours.contexts -= 1
             if not ours.contexts and driver.active is ours:
                 driver.set_active(ours.before)
@@ -169,7 +169,7 @@ class _Driver:
 
         class Driver(CudaDriver):
             def __init__(self) -> None:
-                GPUDriver.__init__(self)
+                GPUDriver.__init__(self)  # CudaDriver's constructor builds the C module
 
             def __getattr__(self, name: str) -> Any:  # other threads may need the C module meanwhile
                 return getattr(driver.default, name)
@@ -207,6 +207,7 @@ def forget_version_of_assembler() -> None:
 def forget_function(function: Any) -> None:
     """Let a ``@triton.jit`` function be freed when nothing else uses it. Triton 3.7 lists all functions."""
     name = f"{function.__module__}:{function.fn.__qualname__}"
+    # The list would keep every generated function of a service alive.
     getattr(jit, "_triton_jit_function_registry", {}).pop(name, None)
 
 

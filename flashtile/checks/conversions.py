@@ -397,6 +397,19 @@ def check_flag(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
 
 
+def check_tuning(pack_gqa: Any = None, scheduler_metadata: Any = None, **numbers: Any) -> None:
+    """Check the types of FlashAttention's arguments that change no result here. None is always allowed."""
+    if pack_gqa is not None:
+        check_flag("pack_gqa", pack_gqa)
+    if scheduler_metadata is not None and not isinstance(scheduler_metadata, Tensor):
+        raise TypeError(
+            f"scheduler_metadata must be a torch.Tensor or None, got {type(scheduler_metadata).__name__}"
+        )
+    for name, value in numbers.items():
+        if value is not None and type(value) is not int:
+            as_int(name, value)
+
+
 def lengths_tensor(
     length: Any, name: str, tokens: Tensor, name_of_offsets: str, cu_seqlens: Tensor | None
 ) -> Tensor:

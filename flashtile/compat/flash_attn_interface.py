@@ -15,7 +15,7 @@ from flashtile.api import decode as decoding
 from flashtile.api.attention import attention
 from flashtile.api.decode import flash_attn_combine
 from flashtile.checks.arguments import ERRORS, check_dense, check_int32, renamed
-from flashtile.checks.conversions import as_int, check_flag
+from flashtile.checks.conversions import as_int, check_flag, check_tuning
 from flashtile.checks.values import check_between
 from flashtile.op.operation import reads_values
 
@@ -50,6 +50,7 @@ def flash_attn_func(
 ) -> Tensor | Any:
     """Call :func:`flashtile.attention`. Return (out, lse) with ``return_attn_probs``."""
     check_flag("return_attn_probs", return_attn_probs)
+    check_tuning(pack_gqa, num_splits=num_splits, sm_margin=sm_margin)
     return attention(
         q, k, v, qv=qv, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         attention_chunk=attention_chunk, deterministic=deterministic, q_descale=q_descale,
@@ -80,7 +81,8 @@ def flash_attn_qkvpacked_func(
     try:
         return flash_attn_func(
             q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,
-            attention_chunk, softcap, deterministic=deterministic, return_attn_probs=return_attn_probs,
+            attention_chunk, softcap, deterministic=deterministic, sm_margin=sm_margin,
+            return_attn_probs=return_attn_probs,
         )  # fmt: skip
     except ERRORS as error:
         raise renamed(error, dict.fromkeys("qkv", "qkv")) from None
@@ -131,6 +133,7 @@ def flash_attn_varlen_func(
 ) -> Tensor | Any:
     """Call :func:`flashtile.attention` on packed sequences. Return (out, lse) with ``return_attn_probs``."""
     check_flag("return_attn_probs", return_attn_probs)
+    check_tuning(pack_gqa, num_splits=num_splits, sm_margin=sm_margin)
     return attention(
         q, k, v, qv=qv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k, seqused_q=seqused_q, seqused_k=seqused_k, softmax_scale=softmax_scale,
@@ -181,6 +184,7 @@ def flash_attn_with_kvcache(
             is the same with ``page_table``. None means 1.
         rotary_seqlens: ignored without ``rotary_cos``, as in FlashAttention-3.
     """
+    check_tuning(pack_gqa, scheduler_metadata, sm_margin=sm_margin)
     if rotary_cos is None and rotary_sin is None:
         rotary_seqlens = None
     k_descale, v_descale = _of_sequences(k_descale, v_descale)

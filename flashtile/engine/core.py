@@ -481,9 +481,15 @@ class Engine:
             for sequence in request.sequences:
                 sequence.matcher, sequence.ngrams, sequence.detokenizer = None, {}, None
         return RequestOutput(
-            request.request_id, request.prompt, request.prompt_token_ids, request.prompt_logprobs, outputs,
-            finished, request.metrics, request.num_cached_tokens,
-        )  # fmt: skip
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            prompt_logprobs=request.prompt_logprobs,
+            outputs=outputs,
+            finished=finished,
+            metrics=request.metrics,
+            num_cached_tokens=request.num_cached_tokens,
+        )
 
     def _completion(self, sequence: Sequence, params: SamplingParams) -> CompletionOutput:
         request, text, finished = sequence.request, "", sequence.state is State.FINISHED

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import itertools
 import logging
 import threading
@@ -610,8 +609,9 @@ def _steps_of(runner: Runner, grouped: bool = False) -> list[tuple[ModelConfig, 
 
 def _import_kernels(device: torch.device) -> None:
     """Import the kernels that the first step needs. Runs in a thread while weights are read."""
-    modules = ["portable.linear.launch", "portable.decode.launch"]
+    import flashtile.backends.portable.decode.launch
+    import flashtile.backends.portable.linear.launch
+
     if torch.cuda.get_device_capability(device) == (9, 0):
-        modules += ["hopper.linear.launch", "hopper.decode.launch"]
-    for name in modules:
-        importlib.import_module(f"flashtile.backends.{name}")
+        import flashtile.backends.hopper.decode.launch
+        import flashtile.backends.hopper.linear.launch  # noqa: F401

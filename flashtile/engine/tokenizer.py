@@ -26,7 +26,7 @@ PLAIN_CHAT = (
 
 END_MARK = "END_OF_FINAL_MESSAGE "
 """Text that is appended to the last message with ``continue_final_message``, to find the message's end in the
-prompt. A template that strips messages removes its space."""
+prompt. A template that strips messages removes its space. Messages that contain the text get a longer one."""
 
 SHORT = 8
 """A text of at most this many characters per allowed token is encoded without a check of its length."""
@@ -181,8 +181,11 @@ class Tokenizer(ABC):
         checked = [_checked_message(message) for message in messages]
         if not checked:
             raise ValueError("messages must not be empty, got []")
+        mark = END_MARK
         if continue_final_message:
-            checked[-1]["content"] += END_MARK
+            while mark.rstrip() in str(checked):
+                mark = f"_{mark}"
+            checked[-1]["content"] += mark
         shown = {
             "messages": checked,
             "tools": list(tools) if tools else None,
@@ -190,15 +193,15 @@ class Tokenizer(ABC):
         }
         text = render(template, {**self.special_tokens, "documents": None, **variables, **shown})
         if continue_final_message:
-            mark = END_MARK.rstrip()
-            text, found, after = text.rpartition(mark)
-            if not found:
-                raise ValueError(
-                    "continue_final_message must be False if the template does not render the last message "
-                    "as given, got True"
-                )
-            if not after.startswith(END_MARK[len(mark) :]):  # the template strips messages
-                content = checked[-1]["content"].removesuffix(END_MARK)
+            stripped = mark.rstrip()
+            text, *after = text.split(stripped)
+            if len(after) != 1:
+                renders = "renders the last message more than once" if after else (
+                    "does not render the last message as given"
+                )  # fmt: skip
+                raise ValueError(f"continue_final_message must be False if the template {renders}, got True")
+            if not after[0].startswith(mark[len(stripped) :]):  # the template strips messages
+                content = checked[-1]["content"].removesuffix(mark)
                 text = text.removesuffix(content[len(content.rstrip()) :])
         return text
 

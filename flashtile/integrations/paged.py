@@ -186,7 +186,7 @@ def _remember(
     )
     # With other addresses, the views' signatures may differ from call to call.
     is_aligned = not any(tensor.data_ptr() & 15 for tensor in given)
-    if is_aligned and offset == 0 and getattr(launch, "has_addresses", False):
+    if is_aligned and offset == 0 and getattr(launch, "can_launch_by_address", False):
         serves = guard((*given, *_present(optional)))
         known = Known(serves, launch, of_values, _aligned(map(_address, optional)))
         every = known, *_launches.get(key, ())[: MAX_KNOWN - 1]
@@ -270,27 +270,30 @@ class PagedAttention:
         if sinks is not None or k_scale is not None or alibi_slopes is not None:
             of_layer = alibi_slopes, sinks, k_scale, v_scale
         given = query, *cache, out
+        # An earlier call of these kinds left its launch, which needs only addresses: no views, no checks.
         prepared = step.prepared() if _is_eager() else None
         if prepared is not None:
             key: tuple = kind, prepared.kind
             every, further = given, []
-            if of_layer:
+            if of_layer:  # which of these tensors a call has decides its kernel
                 key, every = (*key, *[t is None for t in of_layer]), (*given, *_present(of_layer))
             for serves, launch, of_values, aligned in _launches.get(key, ()):
                 if serves(*every):
+                    # If one tensor holds keys and values, the values are at a fixed distance from its start.
                     at, keys_at, to_at = query.data_ptr(), cache[0].data_ptr(), out.data_ptr()
                     values_at = of_values + (keys_at if len(cache) == 1 else cache[1].data_ptr())
                     tensors: tuple = prepared.addresses
                     if of_layer:
                         further = [*map(_address, of_layer)]
                         tensors = prepared.addresses._replace(**dict(zip(OF_LAYER, further, strict=True)))
+                    # Kernels are compiled for this alignment, and guards do not compare addresses.
                     if not (at | keys_at | values_at | to_at) & 15 and _aligned(further) == aligned:
                         launch.by_address(out, (at, keys_at, values_at, to_at), tensors, prepared.memory)
                         return
         optional = step.tensors(*of_layer)
         heads, head_dim, head_dim_v = self.sizes[:3]
         q, to = query.view(-1, heads, head_dim), out.view(-1, heads, head_dim_v)
-        if step.is_one_query_each:
+        if step.is_one_query_each:  # as a batch (tokens, 1, heads, head_dim), for which there are no offsets
             tokens = step.num_actual_tokens
             q, to = q[:tokens].unsqueeze(1), to[:tokens].unsqueeze(1)
         keys, values = self._keys_and_values(cache)

@@ -203,9 +203,19 @@ class PagedKVCache(BlockManager):
         before, after, offsets = _to_device(self.device, before, after, offsets)
         numbers = table.steps_tensor.index_select(0, batch.rows)
         return Step(
-            self.device_block_table.index_select(0, rows), before, after, slots, positions, offsets,
-            most, most == least, len(copies), batch, numbers, set(range(len(self.k))),
-        )  # fmt: skip
+            block_table=self.device_block_table.index_select(0, rows),
+            cache_seqlens=before,
+            seqused_k=after,
+            slot_mapping=slots,
+            positions=positions,
+            cu_seqlens_q=offsets,
+            max_seqlen_q=most,
+            same_length=most == least,
+            copied_blocks=len(copies),
+            batch=batch,
+            numbers=numbers,
+            unwritten_layers=set(range(len(self.k))),
+        )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, step: Step, **options: Any) -> Tensor:
         """Append the step's keys and values in one layer, and attend to all keys of the sequences.

@@ -146,7 +146,9 @@ class LaunchInto:
             takes or buffer is None
             for takes, buffer in zip(self._straight, tensors[self._first :], strict=True)
         )
+        # Sizes follow from signatures, so they are computed once. Only addresses differ from call to call.
         spans = [(i, _span(t), into.names[i]) for i, t in enumerate((*tensors, *optional)) if t is not None]
+        # Inputs may overlap each other, because they are only read. So each pair has a buffer.
         self._pairs = [
             (*span, [other for other in spans if other is not span])
             for span in spans
@@ -167,15 +169,16 @@ class LaunchInto:
             end = start + size
             for j, span, other in others:
                 address = addresses[j]
+                # Two spans overlap if each begins before the other ends.
                 if address < end and start < address + span:
                     raise ValueError(
                         f"{name} shares memory with {other}, but is written: it needs its own memory"
                     )
 
     @property
-    def has_addresses(self) -> bool:
+    def can_launch_by_address(self) -> bool:
         """Whether :meth:`by_address` may be called."""
-        return self._is_straight and getattr(self._launch, "has_addresses", False)
+        return self._is_straight and getattr(self._launch, "can_launch_by_address", False)
 
     def by_address(self, out: Tensor, given: tuple[int, ...], addresses: tuple, memory: dict) -> None:
         """Write into ``out``, the first of two buffers.
@@ -187,7 +190,7 @@ class LaunchInto:
             addresses: those of the optional tensors.
             memory: what calls that run one after the other on a stream share.
         """
-        self._refuse_overlap((*given, None, *addresses))
+        self._refuse_overlap((*given, None, *addresses))  # None: the second buffer, which such calls lack
         self._launch.by_address(out, given, addresses, memory)
         tell_written([out])
 
@@ -199,14 +202,14 @@ class LaunchInto:
             written = [buffer if takes else None for buffer, takes in zip(buffers, straight, strict=True)]
             results = self._launch(*tensors, optional, *written)
         else:
-            results = self._launch(*tensors, optional)
+            results = self._launch(*tensors, optional)  # a launch without ``writes_into`` takes no buffers
         for buffer, takes, result in zip(buffers, straight, results, strict=True):
             if buffer is None:
                 continue
             if not takes:
                 buffer.copy_(result)
             else:
-                tell_written([buffer])
+                tell_written([buffer])  # autograd sees copies, but not what kernels write
 
 
 def _takes(launch: Any, buffer: Tensor | None) -> bool:

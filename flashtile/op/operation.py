@@ -91,11 +91,119 @@ def launch_cache() -> BoundedCache:
     return _launch_caches[-1]
 
 
-OPERATIONS: dict[str, Operation] = {}
-"""Every operation, by the name of its operator in ``torch.ops.flashtile``."""
+OPERATIONS: dict[str, Calls] = {}
+"""Every kind of calls. The name of an operation is that of its operator in ``torch.ops.flashtile``."""
 
 
-class Operation:
+class Calls:
+    """The arguments of one kind of calls, which are recorded, or repeated on "meta" to find kernels.
+
+    Args:
+        full_name: name in :data:`OPERATIONS` and in files of recorded calls.
+        tensors, optional, options, extended_to: as in :class:`Operation`.
+    """
+
+    def __init__(
+        self,
+        full_name: str,
+        tensors: tuple[str, ...],
+        optional: Any,
+        options: type[Any],
+        extended_to: tuple[Any, Any] | None = None,
+    ) -> None:
+        self.full_name = full_name
+        self.tensors, self.nothing, self.options = tensors, optional, options
+        self._num_tensors = len(tensors)
+        self._num_optional, self._num_options = len(optional._fields), len(flat_fields(options))
+        extended_to = extended_to or (type(optional), options)
+        self._extended_to = extended_to
+        self.names = tuple(n.rstrip("?") for n in tensors) + extended_to[0]._fields
+        every_optional, every_option = extended_to[0]._fields, flat_fields(extended_to[1])
+        self.arguments = self._arranged(self.names[: len(tensors)], every_optional, every_option)
+        """Names of all arguments, in the order of the operator's schema."""
+        further = *every_optional[self._num_optional :], *every_option[self._num_options :]
+        known = extended_to[0]._field_defaults | extended_to[1]._field_defaults
+        self._defaults = tuple(known[name] for name in further)
+        OPERATIONS[full_name] = self
+
+    def launch_on_meta(self, tensors: Tensors, optional: Any, options: Any, target: Any = None) -> None:
+        """Launch a call with its tensors replaced by tensors on torch's "meta" device.
+
+        No kernel runs: launches are collected by ``backends.common.launch.recording``.
+
+        ``target``: the GPU of the call. None: that of its tensors.
+        """
+        raise NotImplementedError
+
+    def following(self, tensors: Tensors, optional: Any, options: Any) -> Iterable[tuple]:
+        """Return (operation, tensors, optional, options) of each call that will follow this one."""
+        return ()
+
+    def normalized(self, tensors: Tensors) -> Tensors:
+        """Return the tensors in the form that launches expect."""
+        return tensors
+
+    def _remember(self, tensors: Tensors, optional: Any, options: Any) -> None:
+        for calls in _remembering:
+            calls.append((self, tensors, optional, options))
+
+    def _set_newest(self, tensors: Tensors, optional: Any, options: Any) -> None:
+        """Make a call on a GPU the one that :data:`newest_call` repeats."""
+        if tensors[0].is_cuda:
+            # Weak references, because strong ones would keep the tensors until another call is prepared.
+            given = [None if tensor is None else weakref.ref(tensor) for tensor in (*tensors, *optional)]
+            newest_call.set(partial(self._repeat, given, optional._make, options))
+
+    def _repeat(self, given: list[Any], optional: Callable[[Iterable], Any], options: Any) -> None:
+        """Launch a call and those that will follow, with tensors on torch's "meta" device.
+
+        ``given`` are weak references to the tensors of the call, None for omitted tensors. Nothing is
+        launched if a tensor no longer exists, or is not aligned to 16 bytes. Tensors on "meta" count as
+        aligned, so other kernels would be compiled.
+        """
+        values = [None if reference is None else reference() for reference in given]
+        for reference, value in zip(given, values, strict=True):
+            if reference is not None and (value is None or address_of(value) % 16):
+                return
+        tensors, extras = tuple(values[: self._num_tensors]), optional(values[self._num_tensors :])
+        for operation, *call in ((self, tensors, extras, options), *self.following(tensors, extras, options)):
+            operation.launch_on_meta(*call)
+
+    def flat(self, tensors: Tensors, optional: Any, options: Any) -> tuple:
+        """Return the operator's arguments in the order of its schema."""
+        return self._arranged(tensors, optional, flat(options))
+
+    def _arranged(self, tensors: Any, optional: Any, options: tuple) -> tuple:
+        first, second = self._num_optional, self._num_options
+        return (*tensors, *optional[:first], *options[:second], *optional[first:], *options[second:])
+
+    def flat_of_all(self, tensors: Tensors, optional: Any, options: Any) -> tuple:
+        """Return all arguments of the operator's schema, with defaults for those that the call omits."""
+        given = self.flat(tensors, optional, options)
+        return given + self._defaults[len(self._defaults) - (len(self.arguments) - len(given)) :]
+
+    def split(self, arguments: tuple) -> tuple[Tensors, Any, Any]:
+        """Split the operator's arguments into (tensors, optional, options).
+
+        ``arguments`` may end early, because torch's dispatcher drops trailing arguments that equal their
+        defaults.
+        """
+        first = self._num_tensors
+        second = first + self._num_optional
+        third = second + self._num_options
+        tensors, optional, options = arguments[:first], arguments[first:second], arguments[second:third]
+        further = (*arguments[third:], *self._defaults[len(arguments) - third :])
+        if any(value is not None and (isinstance(value, Tensor) or value) for value in further):
+            wide, wide_options = self._extended_to
+            end = len(wide._fields) - self._num_optional
+            every_option = gathered(wide_options, (*options, *further[end:]))
+            return tensors, wide(*optional, *further[:end]), every_option
+        given = any(tensor is not None for tensor in optional)
+        optional = type(self.nothing)(*optional) if given else self.nothing
+        return tensors, optional, gathered(self.options, options)
+
+
+class Operation(Calls):
     """One named computation: the operator ``torch.ops.flashtile.<name>`` and its prepared launches.
 
     Args:
@@ -144,30 +252,18 @@ class Operation:
         suffix: str = "",
         extended_to: tuple[Any, Any] | None = None,
     ) -> None:
-        self.full_name = name + suffix
+        super().__init__(name + suffix, tensors, optional, options, extended_to)
         self.name, self.part, self.check, self.describe, self.fake = name, part, check, describe, fake
         self.no_gradient, self.flops, self.shardings = no_gradient, flops, shardings
         if shardings is not None:
             remember_shardings(self)
         self._check_values, self._check_traced = check_values, check_traced or check
-        self.tensors, self.nothing, self.options, self.results = tensors, optional, options, results
-        self._num_tensors = len(tensors)
-        self._num_optional, self._num_options = len(optional._fields), len(flat_fields(options))
-        extended_to = extended_to or (type(optional), options)
-        self._extended_to = extended_to
-        self.names = tuple(n.rstrip("?") for n in tensors) + extended_to[0]._fields
+        self.results = results
         self._written = tuple(self.names.index(n) for n in mutates)
-        every_optional, every_option = extended_to[0]._fields, flat_fields(extended_to[1])
-        self.arguments = self._arranged(self.names[: len(tensors)], every_optional, every_option)
-        """Names of the operator's arguments."""
-        further = *every_optional[self._num_optional :], *every_option[self._num_options :]
-        known = extended_to[0]._field_defaults | extended_to[1]._field_defaults
-        self._defaults = tuple(known[name] for name in further)
         self.launches = launch_cache()
         operator = self.full_name
-        text = schema(operator, tensors, type(optional), options, results, mutates, extended_to)
+        text = schema(operator, tensors, type(optional), options, results, mutates, self._extended_to)
         self.operator = define(operator, text)
-        OPERATIONS[operator] = self
         for device in ("CUDA", "CPU"):
             implement(operator, device, self._kernel)
         register_fake(operator, self._fake_kernel)
@@ -232,54 +328,18 @@ class Operation:
 
     def prepare(self, tensors: Tensors, optional: Any, options: Any) -> Callable[..., Any]:
         """Return a new launch for the signature of a call that has been checked."""
-        if tensors[0].is_cuda:
-            # Weak references, because strong ones would keep the tensors until another call is prepared.
-            given = [None if tensor is None else weakref.ref(tensor) for tensor in (*tensors, *optional)]
-            newest_call.set(partial(self._repeat, given, optional._make, options))
+        self._set_newest(tensors, optional, options)
         problem = self.describe(*tensors, optional, options)
         with uncollected():  # backends are imported
             return select(self, problem, options.backend).prepare()
 
-    def _repeat(self, given: list[Any], optional: Callable[[Iterable], Any], options: Any) -> None:
-        """Launch a call and those that will follow, with tensors on torch's "meta" device.
-
-        ``given`` are weak references to the tensors of the call, None for omitted tensors. Nothing is
-        launched if a tensor no longer exists, or is not aligned to 16 bytes. Tensors on "meta" count as
-        aligned, so other kernels would be compiled.
-        """
-        values = [None if reference is None else reference() for reference in given]
-        for reference, value in zip(given, values, strict=True):
-            if reference is not None and (value is None or address_of(value) % 16):
-                return
-        tensors, extras = tuple(values[: self._num_tensors]), optional(values[self._num_tensors :])
-        for operation, *call in ((self, tensors, extras, options), *self.following(tensors, extras, options)):
-            operation.launch_on_meta(*call)
-
     def launch_on_meta(self, tensors: Tensors, optional: Any, options: Any, target: Any = None) -> None:
-        """Launch a call with its tensors replaced by tensors on torch's "meta" device.
-
-        No kernel runs: launches are collected by ``backends.common.launch.recording``.
-
-        ``target``: the GPU of the call. None: that of its tensors.
-        """
         problem = self.describe(*tensors, optional, options)
         if target is not None:
             problem = on_target(problem, target)
         launch = select(self, problem, options.backend).prepare()
         with _AllocatingOnMeta():
             launch(*map(on_meta, tensors), optional._make(map(on_meta, optional)))
-
-    def following(self, tensors: Tensors, optional: Any, options: Any) -> Iterable[tuple]:
-        """Return (operation, tensors, optional, options) of each call that will follow this one."""
-        return ()
-
-    def normalized(self, tensors: Tensors) -> Tensors:
-        """Return the tensors in the form that launches expect."""
-        return tensors
-
-    def _remember(self, tensors: Tensors, optional: Any, options: Any) -> None:
-        for calls in _remembering:
-            calls.append((self, tensors, optional, options))
 
     def check_values(self, tensors: Tensors, optional: Any, options: Any) -> None:
         """Check the values of CPU tensors, and of GPU tensors if debug checks are enabled."""
@@ -320,39 +380,6 @@ class Operation:
         """Return (name, tensor) for each tensor that requires a gradient."""
         given = zip(self.names, (*tensors, *optional), strict=False)
         return [(name, t) for name, t in given if t is not None and t.requires_grad]
-
-    def flat(self, tensors: Tensors, optional: Any, options: Any) -> tuple:
-        """Return the operator's arguments in the order of its schema."""
-        return self._arranged(tensors, optional, flat(options))
-
-    def _arranged(self, tensors: Any, optional: Any, options: tuple) -> tuple:
-        first, second = self._num_optional, self._num_options
-        return (*tensors, *optional[:first], *options[:second], *optional[first:], *options[second:])
-
-    def flat_of_all(self, tensors: Tensors, optional: Any, options: Any) -> tuple:
-        """Return all arguments of the operator's schema, with defaults for those that the call omits."""
-        given = self.flat(tensors, optional, options)
-        return given + self._defaults[len(self._defaults) - (len(self.arguments) - len(given)) :]
-
-    def split(self, arguments: tuple) -> tuple[Tensors, Any, Any]:
-        """Split the operator's arguments into (tensors, optional, options).
-
-        ``arguments`` may end early, because torch's dispatcher drops trailing arguments that equal their
-        defaults.
-        """
-        first = self._num_tensors
-        second = first + self._num_optional
-        third = second + self._num_options
-        tensors, optional, options = arguments[:first], arguments[first:second], arguments[second:third]
-        further = (*arguments[third:], *self._defaults[len(arguments) - third :])
-        if any(value is not None and (isinstance(value, Tensor) or value) for value in further):
-            wide, wide_options = self._extended_to
-            end = len(wide._fields) - self._num_optional
-            every_option = gathered(wide_options, (*options, *further[end:]))
-            return tensors, wide(*optional, *further[:end]), every_option
-        given = any(tensor is not None for tensor in optional)
-        optional = type(self.nothing)(*optional) if given else self.nothing
-        return tensors, optional, gathered(self.options, options)
 
     def returned(self, results: Any, tensors: Tensors) -> Any:
         """Return the results of a launch, with each None replaced by an empty tensor for the operator."""
@@ -505,7 +532,7 @@ def reads_values(tensor: Tensor, debug_checks: bool = False) -> bool:
     return debug_checks or not tensor.is_cuda or environment.get(DEBUG) == ON
 
 
-Remembered = list[tuple[Operation, Tensors, Any, Any]]
+Remembered = list[tuple[Calls, Tensors, Any, Any]]
 _remembering: list[Remembered] = []
 
 

@@ -122,8 +122,8 @@ class BackwardOperation(Operation):
 
         With score or mask functions, one vector with the gradients of all captured tensors replaces dbias.
         """
-        *gradients, dbias = results[:5]
-        return super().returned((*gradients, functions.pack(results[5:]) if results[5:] else dbias), tensors)
+        (*gradients, dbias), of_captured = results[: self.results], results[self.results :]
+        return super().returned((*gradients, functions.pack(of_captured) if of_captured else dbias), tensors)
 
 
 FORWARD = ForwardOperation(

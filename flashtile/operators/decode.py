@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,8 +21,8 @@ from flashtile.checks.values import check_append_values, check_copy_values, chec
 from flashtile.op.into import Into, Result
 from flashtile.op.observers import forward_flops, has_data, lengths_of
 from flashtile.op.operation import (
-    OPERATIONS,
     SIGNATURE_BYTES,
+    Calls,
     Operation,
     Writing,
     any_learns,
@@ -39,10 +38,9 @@ from flashtile.op.refusals import (
     transforming,
     without_backward,
 )
-from flashtile.op.registry import flat, flat_fields, gathered
 from flashtile.op.selection import on_target, select
 from flashtile.problems.addresses import sequence_lengths
-from flashtile.problems.common import MAX_LENGTH
+from flashtile.problems.common import MAX_LENGTH, extended
 from flashtile.problems.decode import (
     AppendOptions,
     AppendProblem,
@@ -60,7 +58,6 @@ from flashtile.problems.decode import (
     out_dtype,
 )
 from flashtile.problems.masking import EVERYTHING
-from flashtile.problems.newest import newest_call
 
 NO_GRADIENT = (
     "attention over a cache has no backward pass (call it under torch.no_grad(), or train with "
@@ -224,46 +221,32 @@ The first one is None if the attention kernel also appends.
 """
 
 
-_ANGLES = "rotary_cos", "rotary_sin", "rotary_seqlens"
+_ANGLES = dict.fromkeys(("rotary_cos", "rotary_sin", "rotary_seqlens"), "Tensor | None")
+_StepTensors: Any = extended("_StepTensors", CacheTensors, _ANGLES, (*CacheTensors(), None, None, None))
+"""The optional tensors of attention over a cache, and those that rotate the queries and the appended keys."""
+_StepOptions: Any = extended("_StepOptions", DecodeOptions, {"rotary_interleaved": "bool"})
 
 
-class _Step(Operation):
+class _Step(Calls):
     """Attention of one query of each sequence over a cache, after an append of one token.
 
     It has no torch operator. It lists the kernels that such calls need in addition to those of an append and
-    of attention, for compiling ahead. ``optional`` are the tensors of :class:`CacheTensors`, then rotary_cos,
-    rotary_sin and rotary_seqlens. ``options`` are :class:`DecodeOptions`, as arguments of an operator, then
-    rotary_interleaved.
+    of attention, for compiling ahead.
     """
 
-    def __init__(self) -> None:
-        self.full_name = "append_and_decode"
-        self.tensors = "q", "k_cache", "v_cache", "k", "v"
-        self._optional = (*CacheTensors._fields, *_ANGLES)
-        options = (*flat_fields(DecodeOptions), "rotary_interleaved")
-        self.arguments = (*self.tensors, *self._optional, *options)
-        self._num_tensors = len(self.tensors)
-        OPERATIONS[self.full_name] = self
-
-    def flat_of_all(self, tensors: tuple, optional: tuple, options: tuple) -> tuple:
-        return (*tensors, *optional, *options)
-
-    def split(self, arguments: tuple) -> tuple[tuple, tuple, tuple]:
-        first = self._num_tensors
-        second = first + len(self._optional)
-        return arguments[:first], arguments[first:second], arguments[second:]
-
-    def launch_on_meta(self, tensors: tuple, optional: tuple, options: tuple, target: Any = None) -> None:
+    def launch_on_meta(self, tensors: tuple, optional: Any, options: Any, target: Any = None) -> None:
         q, k_cache, v_cache, k, v = tensors
-        cache_tensors = CacheTensors(*optional[:-3])
+        cache_tensors = _part(CacheTensors, optional)
         appended = AppendTensors(
-            cache_seqlens=cache_tensors.cache_seqlens,
-            cache_batch_idx=cache_tensors.cache_batch_idx,
-            block_table=cache_tensors.block_table,
-            **dict(zip(_ANGLES, optional[-3:], strict=True)),
+            cache_seqlens=optional.cache_seqlens,
+            cache_batch_idx=optional.cache_batch_idx,
+            block_table=optional.block_table,
+            rotary_cos=optional.rotary_cos,
+            rotary_sin=optional.rotary_sin,
+            rotary_seqlens=optional.rotary_seqlens,
         )
-        decode_options = gathered(DecodeOptions, options[:-1])
-        append_options = AppendOptions(rotary_interleaved=options[-1], backend=decode_options.backend)
+        decode_options = _part(DecodeOptions, options)
+        append_options = AppendOptions(rotary_interleaved=options.rotary_interleaved, backend=options.backend)
         problems = (
             AppendProblem.from_tensors(k_cache, v_cache, k, v, appended, append_options),
             DecodeProblem.from_tensors(q, k_cache, v_cache, cache_tensors, decode_options),
@@ -271,7 +254,7 @@ class _Step(Operation):
         if target is not None:
             problems = tuple(on_target(problem, target) for problem in problems)
         append, attend = (
-            select(operation, problem, decode_options.backend).prepare()
+            select(operation, problem, options.backend).prepare()
             for operation, problem in zip((APPEND, DECODE), problems, strict=True)
         )
         joined = _joined(append, attend)
@@ -279,18 +262,22 @@ class _Step(Operation):
             given = map(on_meta, tensors)
             joined(*given, AppendTensors(*map(on_meta, appended)), CacheTensors(*map(on_meta, cache_tensors)))
 
-    def note(self, tensors: tuple, optional: tuple, options: tuple, joined: bool) -> None:
+    def note(self, tensors: tuple, optional: Any, options: Any, joined: bool) -> None:
         """Note a call with a new signature, for :func:`remembering` and for compiling its kernels together.
 
         ``joined``: whether the call uses the kernel that also appends.
         """
         self._remember(tensors, optional, options)
-        if joined and tensors[0].is_cuda:
-            given = [None if tensor is None else weakref.ref(tensor) for tensor in (*tensors, *optional)]
-            newest_call.set(partial(self._repeat, given, tuple, options))
+        if joined:
+            self._set_newest(tensors, optional, options)
 
 
-STEP = _Step()
+def _part(kind: Any, extended_by: Any) -> Any:
+    """Return the NamedTuple ``kind`` with those fields of one that extends it."""
+    return kind(*(getattr(extended_by, name) for name in kind._fields))
+
+
+STEP = _Step("append_and_decode", ("q", "k_cache", "v_cache", "k", "v"), _StepTensors(), _StepOptions)
 
 
 def _joined(append: Any, attend: Any) -> Any:
@@ -476,7 +463,8 @@ def _note_step(
     q, k_cache = given[:2]
     if q.shape[1] == options.seqlen_new == 1 and k_cache.element_size() == 2 and not buffers:
         angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens
-        STEP.note(given, (*tensors, *angles), (*flat(options), append_options.rotary_interleaved), joined)
+        optional = _StepTensors(*tensors, *angles)
+        STEP.note(given, optional, _StepOptions(*options, append_options.rotary_interleaved), joined)
 
 
 def _trace_both(

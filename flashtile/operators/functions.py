@@ -104,6 +104,11 @@ def learning_slopes(q: Tensor, k: Tensor, extras: Any, options: Any) -> tuple[An
     return further, ModifiedOptions(*options)._replace(score_mod=str(program), learned=learned)
 
 
+def index_of_slopes(options: Any) -> int:
+    """Return the index of the slopes among the captured tensors of the call of :func:`learning_slopes`."""
+    return learned_of(options)[-1]
+
+
 def pack(gradients: Iterable[Tensor | None]) -> Tensor | None:
     """Concatenate the gradients of captured tensors to one vector; return None if there are none.
 

@@ -30,13 +30,14 @@ from flashtile.problems.attention import (
     OptionalTensors,
     captured_of,
     extras_of,
-    learned_of,
 )
 from flashtile.problems.masks import CAPTURED
 from flashtile.torch_private import is_batched_gradient
 
 _LEARNING = ("q", "k", "v", "sink", "bias", "alibi_slopes", *CAPTURED)
-"""The tensors that may have gradients."""
+"""The tensors that may have gradients, in the order of the inputs of :class:`FlashAttention`."""
+_NUM_SAVED = len(("q", "k", "v", "out", "lse"))
+"""Number of tensors that every call saves for the backward pass. Fields of extras follow, if any."""
 
 
 def forward(
@@ -55,7 +56,7 @@ def forward(
     tensors = (q, k, v)
     if buffers:
         return FORWARD_INTO.write(tensors, extras, options, buffers)  # type: ignore[return-value]
-    given = () if extras is NO_EXTRAS else extras
+    given = () if extras is NO_EXTRAS else extras  # all fields are None: nothing to look at
     if type(extras) is SignedExtras:  # the lists of its block mask are plain, and integers
         given = extras.captured
     if is_plain(tensors, given):
@@ -148,19 +149,22 @@ def _gradients(ctx, dout, dlse, bias, slopes):
     if dout is None and dlse is None:
         return (None,) * len(_LEARNING)
     tensors = ctx.saved_tensors
-    saved, extras = tensors[:5], NO_EXTRAS if len(tensors) == 5 else extras_of(tensors[5:])
+    saved, extras = tensors[:_NUM_SAVED], extras_of(tensors[_NUM_SAVED:])
     bias_grad = extras.bias is not None and ctx.needs_input_grad[bias]
     options = ctx.options._replace(bias_grad=True) if bias_grad else ctx.options
     learns_slopes = extras.alibi_slopes is not None and ctx.needs_input_grad[slopes]
     if learns_slopes:
         extras, options = functions.learning_slopes(saved[0], saved[1], extras, options)
+    # With grad enabled (create_graph=True), the operator records how to differentiate the gradients.
     plain = is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled()
     if plain and not batched(dout) and not batched(dlse):
         results = BACKWARD.launch((dout, dlse, *saved), extras, options)
-        if learns_slopes:
-            last = 5 + learned_of(options)[-1]
-            return *results[:5], results[last], *results[5:last]
-        return *results[:5], None, *results[5:]
+        # Gradients of q, k, v, sink and bias, then of captured tensors. Those of slopes come between them.
+        first, of_captured = results[: BACKWARD.results], results[BACKWARD.results :]
+        if not learns_slopes:
+            return *first, None, *of_captured
+        at = functions.index_of_slopes(options)
+        return *first, of_captured[at], *of_captured[:at]
     given = (dout, dlse, *saved)
     if transforming() or carries_tangents((dout, dlse)):
         from flashtile.operators import transforms
@@ -168,10 +172,10 @@ def _gradients(ctx, dout, dlse, bias, slopes):
         arguments = BACKWARD.flat(given, extras, options)
         *gradients, dsink, dbias = transforms.backward(*arguments)
     else:
-        # With create_graph=True, BACKWARD.traced records a node for the second derivative.
         *gradients, dsink, dbias = BACKWARD.traced(given, extras, options)
     of_captured = functions.unpack(dbias, extras, options)
-    dslopes = of_captured.popitem()[1] if learns_slopes else None
+    dslopes = of_captured.pop(CAPTURED[functions.index_of_slopes(options)]) if learns_slopes else None
+    # The operator returns an empty tensor for an absent result, but autograd wants None for an absent input.
     dsink = None if extras.sink is None else dsink
     return *gradients, dsink, dbias if bias_grad else None, dslopes, *map(of_captured.get, CAPTURED)
 

@@ -16,8 +16,9 @@ from flashtile.op.refusals import carries_tangents
 from flashtile.op.registry import flat_fields, gathered
 from flashtile.operators import derivatives
 from flashtile.operators.attention import BACKWARD, FORWARD
-from flashtile.operators.functions import learning_slopes, pack, unpack
+from flashtile.operators.functions import index_of_slopes, learning_slopes, pack, unpack
 from flashtile.problems.attention import OptionalTensors, Options, extras_of
+from flashtile.problems.masks import CAPTURED
 
 _NUM_EXTRAS, _NUM_OPTIONS = len(OptionalTensors._fields), len(flat_fields(Options))
 _BIAS = OptionalTensors._fields.index("bias")
@@ -81,17 +82,17 @@ class Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout, dlse):
-        given, extras = ctx.saved_tensors[:5], OptionalTensors(*ctx.saved_tensors[5:])
+        (q, k, v, out, lse), extras = ctx.saved_tensors[:5], OptionalTensors(*ctx.saved_tensors[5:])
         options = gathered(Options, ctx.options)._replace(bias_grad=ctx.needs_input_grad[3 + _BIAS])
         learns_slopes = ctx.needs_input_grad[3 + _SLOPES]
         if learns_slopes:
-            extras, options = learning_slopes(given[0], given[1], extras, options)
-        *gradients, dsink, dbias = backward(*BACKWARD.flat((dout, dlse, *given), extras, options))
+            extras, options = learning_slopes(q, k, extras, options)
+        *gradients, dsink, dbias = backward(*BACKWARD.flat((dout, dlse, q, k, v, out, lse), extras, options))
         of_captured = unpack(dbias, extras, options)
         of_extras = OptionalTensors(
             sink=dsink if ctx.has_sink else None,
             bias=dbias if options.bias_grad else None,
-            alibi_slopes=of_captured.popitem()[1] if learns_slopes else None,
+            alibi_slopes=of_captured[CAPTURED[index_of_slopes(options)]] if learns_slopes else None,
         )
         return *gradients, *of_extras, *(None,) * len(ctx.options)
 

@@ -85,7 +85,9 @@ class Quantized:
             matrix = layout.hadamard_transform(
                 torch.eye(columns, dtype=torch.float64, device=x.device), self.seed
             )
-            x = x @ (matrix * layout.hadamard_normalizer(columns)).mT.to(dtype)
+            # torch may be set to round factors of float32.
+            wide = torch.float64 if dtype == torch.float32 else dtype
+            x = (x.to(wide) @ (matrix * layout.hadamard_normalizer(columns)).mT.to(wide)).to(dtype)
         return x if transformed else x[..., : self.shape[-1]]
 
     def _values_in_rows(self, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ from flashtile.checks.attention import check_call
 from flashtile.checks.conversions import as_masking
 from flashtile.problems.attention import OptionalTensors, Options, Problem
 from flashtile.problems.masking import positions
+from flashtile.rounding import exact_product
 from flashtile.torch_private import is_mapped
 
 
@@ -112,12 +113,12 @@ def of_call(
         """Compute (out, lse) of dense q, k, v, for sequence ``b``, or for all sequences if ``b`` is None."""
         seen = problem.visible(positions(q.shape[1], k.shape[1]), range(k.shape[1]), q.device)
         for one in masks:
-            seen = seen & cells_of(one, b, q.shape[1], k.shape[1])
+            seen = seen & scores_of(one, b, q.shape[1], k.shape[1])
         grids = _grids(q, k)
         if mask_mod is not None:
             seen = seen & torch.as_tensor(mask_mod(*grids), device=q.device)
         modify = None if score_mod is None else lambda scores: _modified(score_mod, scores, seen, grids)
-        added = None if bias is None else cells_of(bias, b, q.shape[1], k.shape[1]).to(q.dtype)
+        added = None if bias is None else scores_of(bias, b, q.shape[1], k.shape[1]).to(q.dtype)
         factors = None
         if options.dropout_p > 0 and rng_state is not None:
             places = (range(len(q)) if b is None else range(b, b + 1), range(problem.num_heads_q))
@@ -201,7 +202,7 @@ def standard(
     group_size = q.shape[-3] // max(1, k.shape[-3])
     if group_size > 1:
         k, v = (t.repeat_interleave(group_size, -3) for t in (k, v))
-    scores = (q * softmax_scale) @ k.transpose(-2, -1)
+    scores = exact_product(q * softmax_scale, k.transpose(-2, -1))
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
@@ -228,7 +229,7 @@ def standard(
         probabilities = probabilities[..., :-1]
     if factors is not None:
         probabilities = probabilities * factors
-    out = probabilities @ v
+    out = exact_product(probabilities, v)
     if lse_dtype is None:
         return out, None
     lse = torch.logsumexp(scores.to(lse_dtype), -1)
@@ -286,15 +287,15 @@ def sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, s
     return (terms if terms.dim() == 1 else terms.sum(0)).to(sink.dtype)
 
 
-def cells_of(cells: Tensor, b: int | None, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Return the part of a mask or bias ``cells`` for sequence ``b``, or for all sequences if ``b`` is None.
+def scores_of(scores: Tensor, b: int | None, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Return the part of a mask or bias ``scores`` for sequence ``b``, or for all sequences if ``b`` is None.
 
-    ``cells`` broadcasts to the scores (batch, heads, seqlen_q, seqlen_k) of the whole batch. The part has at
+    ``scores`` broadcasts to the scores (batch, heads, seqlen_q, seqlen_k) of the whole batch. The part has at
     most ``seqlen_q`` rows and ``seqlen_k`` columns.
     """
-    if b is not None and cells.shape[0] > 1:
-        cells = cells[b : b + 1]
-    return cells[:, :, :seqlen_q, :seqlen_k]
+    if b is not None and scores.shape[0] > 1:
+        scores = scores[b : b + 1]
+    return scores[:, :, :seqlen_q, :seqlen_k]
 
 
 def _modified(

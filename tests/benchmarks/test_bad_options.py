@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 from benchmarks.suite import runner
 from benchmarks.suite.command import STOPPED, main
 from flashtile.tools.commands import options
+from refused_commands import refusals
 from walk import walk
 
 ROOT = Path(__file__).parents[2]
@@ -59,28 +59,8 @@ BAD = [
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
     """Runs the command in a folder with files that are none; fails if it measures."""
-    (tmp_path / "file").write_text("not JSON")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "list.json").write_text("[1, 2]")
-    (tmp_path / "other.json").write_text(json.dumps({"date": "2026", "versions": {}}))
-    (tmp_path / "cells.json").write_text(
-        json.dumps({"cells": [{"results": 3}], "settings": {}, "contestants": 7})
-    )
-    before = sorted(tmp_path.iterdir())
     monkeypatch.setattr(runner, "run", lambda *_, **__: pytest.fail("the command began its work"))
-
-    def call(*arguments: str) -> tuple[int, str]:
-        given = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
-        monkeypatch.setattr(sys, "argv", ["benchmarks", *given])
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        assert sorted(tmp_path.iterdir()) == before
-        written = capsys.readouterr()
-        assert written.out == ""
-        return stopped.value.code, written.err
-
-    return call
+    return refusals(main, "benchmarks", tmp_path, monkeypatch, capsys)
 
 
 @walk(("arguments", "said"), BAD)

@@ -294,6 +294,8 @@ def test_rotary_embedding_turns_pairs_by_their_positions(installed, interleaved)
     )
     with pytest.raises(ValueError, match="at least 21 rows, got 20"):
         apply_rotary_emb(x, cos, sin, seqlen_offsets=18)
+    with pytest.raises(TypeError, match="max_seqlen"):
+        apply_rotary_emb(x, cos, sin, max_seqlen="x")
 
 
 def test_rotary_module_turns_queries_and_keys_in_place_and_learns(installed):
@@ -495,6 +497,16 @@ def test_bad_calls_of_flash_attention_3_name_its_arguments(installed):
         fa3.get_scheduler_metadata(2, 1, 8, 4, 2, 8, [5, 8])
     with pytest.raises(TypeError, match="return_attn_probs must be True or False"):
         fa3.flash_attn_func(q, q, q, return_attn_probs=1)
+    offsets = torch.tensor([0, 4], dtype=torch.int32)
+    for name, call, arguments in (
+        ("pack_gqa", fa3.flash_attn_func, (q, q, q)),
+        ("num_splits", fa3.flash_attn_func, (q, q, q)),
+        ("sm_margin", fa3.flash_attn_qkvpacked_func, (torch.randn(1, 4, 3, 2, 8),)),
+        ("sm_margin", fa3.flash_attn_varlen_func, (*torch.randn(3, 4, 2, 8), offsets, offsets, 4, 4)),
+        ("scheduler_metadata", fa3.flash_attn_with_kvcache, (q, *pages)),
+    ):
+        with pytest.raises(TypeError, match=name):
+            call(*arguments, **{name: "x"})
     for num_heads_q in (4, 6):
         with pytest.raises(ValueError, match="qkv must have shape"):
             fa3.flash_attn_qkvpacked_func(q, num_heads_q=num_heads_q)

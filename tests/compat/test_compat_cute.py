@@ -184,12 +184,21 @@ def seven(score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):
         ({"v": None}, "v must be a torch.Tensor"),
         ({"causal": 2}, "causal"),
         ({"return_lse": 1}, "return_lse"),
+        ({"num_splits": "x"}, "num_splits"),
+        ({"pack_gqa": "x"}, "pack_gqa"),
     ],
 )
 def test_what_is_refused_is_named(named, match):
     q, k, v = tensors((1, 3, 2, 8), (1, 3, 2, 8), (1, 3, 2, 8), grad=False)
     with pytest.raises((NotImplementedError, ValueError, TypeError), match=match):
         cute.flash_attn_func(**{"q": q, "k": k, "v": v, **named})
+
+
+@walk("name", ["min_seqlen_k", "seqlen_k_per_split", "disable_scheduler_metadata"])
+def test_arguments_that_only_tune_have_a_type(name):
+    q = torch.randn(3, 2, 8)
+    with pytest.raises(TypeError, match=name):
+        cute.flash_attn_varlen_func(q, q, q, **{name: "x"})
 
 
 def test_a_longest_length_that_is_no_int_is_named():
@@ -250,6 +259,7 @@ class TestCombine:
             ({"seqused": torch.ones(3, dtype=torch.int64)}, "seqused must"),
             ({"cu_seqlens": torch.zeros(4, dtype=torch.int32)}, "cu_seqlens and out_partial of 4 dimensions"),
             ({"return_lse": 1}, "return_lse"),
+            ({"virtual_batch_idx": [0]}, "virtual_batch_idx must"),
             ({"seqused": torch.ones(3, dtype=torch.int32), "out_partial": torch.ones(3)}, "out_partial must"),
             ({"seqused": torch.ones(3, dtype=torch.int32), "out": torch.empty(3, 5, 3, 8)}, "out has dtype"),
         ],

@@ -208,12 +208,29 @@ def test_the_claimed_versions_are_those_of_the_tests():
 FILE = r"(?<![\w/.-])(?:benchmarks|docs/scripts|examples|scripts|tests)/[\w/]+\.py\b"
 """A program or test of the repository, named by its path from the root."""
 
+MODULE = r"[`\[]([\w/]+\.py)[`\]](?![^.`]*\bcommit )"
+"""A module named by the end of its path, as `steps.py` or [portable/masking.py](...).
+
+The name of a module of an earlier commit is followed by "of commit ..."."""
+
 
 @walk("document", [d for d in DOCUMENTS if d.name != "CHANGELOG.md"])
 def test_scripts_in_the_text_exist(document):
     """The changelog may name scripts of earlier versions."""
     scripts = set(re.findall(FILE, document.read_text()))
     assert [script for script in scripts if not (ROOT / script).exists()] == []
+
+
+@functools.cache
+def modules() -> tuple[str, ...]:
+    folders = ("benchmarks", "docs", "examples", "flashtile", "scripts", "tests")
+    return tuple(f"/{p.relative_to(ROOT).as_posix()}" for f in folders for p in (ROOT / f).rglob("*.py"))
+
+
+@walk("document", [d for d in DOCUMENTS if d.name != "CHANGELOG.md"])
+def test_modules_in_the_text_exist(document):
+    named = set(re.findall(MODULE, document.read_text()))
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in modules())] == []
 
 
 @walk("document", documents_with("bash", "flashtile "))

@@ -20,7 +20,8 @@ import flashtile.operators.gradients
 MADE_BY_US = {
     "Array", "Batch", "BeforeNorm", "BlockMask", "BlockPool", "Bound", "Choice", "Comparison",
     "CompletionOutput",
-    "EngineStats", "Estimate", "Event", "Explanation", "Invariant", "Logprob", "ParallelEstimate",
+    "EngineStats", "Estimate", "Event", "Explanation", "Invariant", "LinearExplanation", "Logprob",
+    "ParallelEstimate",
     "ParallelExplanation", "Report", "RequestMetrics", "RequestOutput", "Span", "Step", "Usage",
 }  # fmt: skip
 """Classes that users get and never make."""

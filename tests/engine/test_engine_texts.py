@@ -16,7 +16,7 @@ from flashtile.cli import application
 from flashtile.engine import LLM, ConfigError, RequestOutputKind, SamplingParams
 from flashtile.engine.detokenizer import Detokenizer
 from flashtile.engine.templates import Account, render
-from flashtile.engine.tokenizer import PIECE, SHORT, ByteTokenizer, load_tokenizer
+from flashtile.engine.tokenizer import END_MARK, PIECE, SHORT, ByteTokenizer, load_tokenizer
 from flashtile.tools.demo.llama import Llama, save_llama, sized
 from walk import walk
 
@@ -408,7 +408,7 @@ def test_templates_that_mark_what_is_trained_on():
     assert ByteTokenizer().apply_chat_template([{"role": "user", "content": "hi"}], template) == "hi"
 
 
-@walk("content", ["so far ", "```python\n", "", "<", "end", "|", None, "<|im_end|>\n"])
+@walk("content", ["so far ", "```python\n", "", "<", "end", "|", None, "<|im_end|>\n", f"{END_MARK}x "])
 @walk("strips", [False, True])
 def test_a_prompt_ends_within_the_last_message_to_continue_it(content, strips):
     """Also if the message is part of the template's own text, or ends with white space that it keeps."""
@@ -423,6 +423,8 @@ def test_a_prompt_ends_within_the_last_message_to_continue_it(content, strips):
     assert text == f"<|im_start|>user\n{shown}<|im_end|>\n<|im_start|>assistant\n{shown}"
     with pytest.raises(ValueError, match="continue_final_message must be False if the template does not"):
         ByteTokenizer().apply_chat_template(chat, "{{ messages[0].content }}", False, True)
+    with pytest.raises(ValueError, match="continue_final_message must be False if the template renders"):
+        ByteTokenizer().apply_chat_template(chat, template + "{{ messages[-1].content }}", False, True)
 
 
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": "\u00e9", "b": [1]}'}}

@@ -1,4 +1,4 @@
-"""``python -m fuzz --seconds 600 --seed 7``: see CONTRIBUTING.
+"""``python -m fuzz --seconds 600 --seed 7``: see docs/tests.md.
 
 With several jobs, and on a GPU, calls run in processes of their own. A launch that fails on a GPU makes every later call
 of its process fail, so such a process is replaced by one with another seed. Its last calls are then repeated one by one

@@ -26,7 +26,8 @@ def sizes_for(rng: Random, longest: int = 70) -> dict[str, int]:
         )
 
     same = length()
-    return {
+    empty = rng.choice(["batch", "seqlen_q", "seqlen_k"]) if rng.random() < 0.05 else None
+    sizes = {
         "batch": rng.randint(1, 3),
         "seqlen_q": same if rng.random() < 0.4 else length(),
         "seqlen_k": same if rng.random() < 0.4 else length(),
@@ -35,6 +36,22 @@ def sizes_for(rng: Random, longest: int = 70) -> dict[str, int]:
         "head_dim": rng.choice([1, 5, 8, 16, 16, 24, 32, 33, 64]),
         "head_dim_v": rng.choice([8, 16, 16, 32, 20]),
     }
+    return sizes | {name: 0 for name in sizes if name == empty}
+
+
+def in_surroundings(rng: Random, function: str, but: tuple[str, ...] = ()) -> str:
+    """Return the text of a function, one time in five of one that is called in one of SURROUNDINGS."""
+    ways = [way for way in SURROUNDINGS if way not in but]
+    if rng.random() < 0.2:
+        return f"surrounded({function}, {rng.choice(ways)!r}, {rng.randrange(4)})"
+    return function
+
+
+def laid_out(rng: Random, shape: str, seed: int, layouts: tuple[str, ...] = LAYOUTS) -> str:
+    """Return the text of a tensor of normal numbers in a layout that is drawn."""
+    layout = rng.choice(layouts)
+    more = "" if layout == "contiguous" else f", layout={layout!r}"
+    return f"rand({shape}, dtype=dtype, device=device, seed={seed}{more})"
 
 
 def qkv(rng: Random, varlen: bool, seed: int) -> dict[str, str]:
@@ -42,9 +59,7 @@ def qkv(rng: Random, varlen: bool, seed: int) -> dict[str, str]:
     made = {}
     shapes = (rows, "heads", "head_dim"), (keys, "heads_kv", "head_dim"), (keys, "heads_kv", "head_dim_v")
     for n, (name, (tokens, heads, dim)) in enumerate(zip("qkv", shapes, strict=True)):
-        layout = rng.choice(LAYOUTS)
-        more = "" if layout == "contiguous" else f", layout={layout!r}"
-        made[name] = f"rand({tokens}, {heads}, {dim}, dtype=dtype, device=device, seed={seed + n}{more})"
+        made[name] = laid_out(rng, f"{tokens}, {heads}, {dim}", seed + n)
     return made
 
 
@@ -66,7 +81,7 @@ def by_position(rng: Random, names: tuple[str, ...] = BEYOND_WINDOW) -> list[str
 
 
 def lengths(rng: Random, count: int, most: int) -> list[int]:
-    return [rng.choice([0, 1, rng.randint(1, most), most]) for _ in range(count)]
+    return [rng.choice([0, min(1, most), rng.randint(0, most), most]) for _ in range(count)]
 
 
 def packed(rng: Random, sizes: dict[str, int], same: bool = False) -> tuple[list[str], dict[str, str]]:
@@ -76,14 +91,14 @@ def packed(rng: Random, sizes: dict[str, int], same: bool = False) -> tuple[list
     tail = rng.choice([0, 0, 2])
     fixed = {"total_q": str(max(sum(of_q) + tail, 1)), "total_k": str(max(sum(of_k) + tail, 1))}
     text = (
-        f"cu_seqlens_q=offsets{_call(of_q)}, cu_seqlens_k=offsets{_call(of_k)}, max_seqlen_q={max(of_q)}, "
-        f"max_seqlen_k={max(of_k)}"
+        f"cu_seqlens_q=offsets{_call(of_q)}, cu_seqlens_k=offsets{_call(of_k)}, max_seqlen_q={max(of_q, default=0)}, "
+        f"max_seqlen_k={max(of_k, default=0)}"
     )
-    return [text], fixed | {"longest_q": str(max(of_q)), "longest_k": str(max(of_k))}
+    return [text], fixed | {"longest_q": str(max(of_q, default=0)), "longest_k": str(max(of_k, default=0))}
 
 
 def _call(values: list[int]) -> str:
-    return f"({', '.join(map(str, values))}, device=device)"
+    return f"({', '.join([*map(str, values), 'device=device'])})"
 
 
 def extras(rng: Random, sizes: dict[str, int], varlen: bool, of_k: list[int] | None = None):
@@ -169,9 +184,7 @@ def _plain(rng, form, varlen, sizes, tensors, options, fixed, last="return_lse=T
         and not any(o.startswith(("mask", "bias", "seqused", *BEYOND_WINDOW)) for o in options)
     ):
         ours = "flashtile.flash_attn_varlen_func"
-    if rng.random() < 0.2:
-        ways = [way for way in SURROUNDINGS if way != "vmap" or not varlen]
-        ours = f"surrounded({ours}, {rng.choice(ways)!r}, {rng.randrange(4)})"
+    ours = in_surroundings(rng, ours, ("vmap",) if varlen else ())
     body = BODY.format(names="NAMES", positional="q, k, v", ours=ours, exact="oracle.attention", last=last)
     return Call(body, sizes, spelled(tensors), tuple(options), fixed)
 
@@ -280,7 +293,7 @@ agree(call, ours, exact, GIVEN)"""
 
 def _dropout(rng, form, varlen, sizes, tensors, options, fixed) -> Call:
     """Attention with dropout. The dropout mask is read from a call whose values are the identity matrix."""
-    share = rng.choice([0.125, 0.5])
+    share, sizes = rng.choice([0.125, 0.5]), {**sizes, "seqlen_k": max(sizes["seqlen_k"], 1)}
     options = [o for o in options if not o.startswith(("qv", "seqused_q"))]
     body = f"""state = torch.tensor([{rng.randrange(2**62)}, {rng.randrange(2**62)}], device=device)
 def call(attend, NAMES):

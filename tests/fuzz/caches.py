@@ -5,7 +5,15 @@ from __future__ import annotations
 from random import Random
 
 from flashtile.problems.masking import BEYOND_WINDOW
-from fuzz.attention import by_position, dtype_for, masking, sizes_for, spelled
+from fuzz.attention import (
+    by_position,
+    dtype_for,
+    in_surroundings,
+    laid_out,
+    masking,
+    sizes_for,
+    spelled,
+)
 from fuzz.runner import Call
 
 CALL = """def call(attend, NAMES):
@@ -16,12 +24,18 @@ agree(call, {ours}, {exact}, gradients=False, GIVEN)"""
 
 
 def _ints(values: list[int]) -> str:
-    return f"ints({', '.join(map(str, values))}, device=device)"
+    return f"ints({', '.join([*map(str, values), 'device=device'])})"
+
+
+def _decode(rng: Random, function: str = "flashtile.flash_attn_with_kvcache") -> str:
+    """Return the text of a function of caches. Calls that write to a cache cannot run under vmap."""
+    return in_surroundings(rng, function, ("vmap",))
 
 
 def cache(rng: Random, sizes: dict[str, int], new: int, paged: bool, dtype: str = "dtype"):
     """Draw a dense or paged cache with room for ``new`` more tokens: return (tensors, options, lengths)."""
     batch, capacity = sizes["batch"], sizes["seqlen_k"] + new
+    paged = paged and batch * capacity > 0  # a block table of no sequences has no text here
     lengths = [rng.choice([0, rng.randint(0, capacity - new), capacity - new]) for _ in range(batch)]
     options = [f"cache_seqlens={_ints(lengths)}"]
     if paged:
@@ -56,13 +70,13 @@ def draw(rng: Random, device: str = "cpu") -> Call:
 
 def _cache(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
     paged, new = rng.random() < 0.5, rng.choice([0, 0, 1, sizes["seqlen_q"], 5])
-    tensors = {"q": "rand(batch, seqlen_q, heads, head_dim, dtype=dtype, device=device, seed=1)"}
+    tensors = {"q": laid_out(rng, "batch, seqlen_q, heads, head_dim", 1)}
     made, options, lengths = cache(rng, sizes, new, paged)
     tensors |= made
     more = masking(rng) + by_position(rng)
     if new:
-        text = f"rand(batch, {new}, heads_kv, head_dim{{}}, dtype=dtype, device=device, seed={{}})"
-        tensors |= {"k": text.format("", 2), "v": text.format("_v", 3)}
+        shape = f"batch, {new}, heads_kv, head_dim"
+        tensors |= {"k": laid_out(rng, shape, 2), "v": laid_out(rng, f"{shape}_v", 3)}
         options = ["k=k, v=v"] + options
         if rng.random() < 0.4 and sizes["head_dim"] >= 8:
             half = rng.randint(1, sizes["head_dim"] // 2)
@@ -76,12 +90,12 @@ def _cache(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
                 )
                 if rng.random() < 0.3:
                     more.append(f"rotary_seqlens={_ints([rng.randint(0, 90) for _ in lengths])}")
-    if rng.random() < 0.15 and not new:
+    if rng.random() < 0.15 and not new and sizes["batch"]:
         more = [o for o in more if not o.startswith(("causal", "window", *BEYOND_WINDOW))]
         shape = rng.choice(["seqlen_q, seqlen_q", "batch, seqlen_q, seqlen_q"])
         options[0] = (
             options[0]
-            if min(lengths) >= sizes["seqlen_q"]
+            if min(lengths, default=0) >= sizes["seqlen_q"]
             else f"cache_seqlens={_ints([sizes['seqlen_k']] * len(lengths))}"
         )
         if sizes["seqlen_k"] >= sizes["seqlen_q"]:
@@ -102,24 +116,23 @@ def _cache(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
     if rng.random() < 0.15:
         tensors["qv"] = "rand(batch, seqlen_q, heads, head_dim_v, dtype=dtype, device=device, seed=8)"
         more.append("qv=qv")
-    ours = "flashtile.flash_attn_with_kvcache"
-    body = CALL.format(ours=ours, exact="oracle.with_kvcache")
+    body = CALL.format(ours=_decode(rng), exact="oracle.with_kvcache")
     return Call(body, sizes, spelled(tensors), (*options, *more), fixed)
 
 
 def _fp8(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
     fixed["dtype"] = rng.choice(["torch.bfloat16", "torch.float16", "torch.float32"])
     made, options, _ = cache(rng, sizes, 0, rng.random() < 0.5, "torch.float8_e4m3fn")
-    tensors = {"q": "rand(batch, seqlen_q, heads, head_dim, dtype=dtype, device=device, seed=1)", **made}
+    tensors = {"q": laid_out(rng, "batch, seqlen_q, heads, head_dim", 1), **made}
     if rng.random() < 0.7:
         tensors["_scales"] = "rand(2, heads_kv, device=device, seed=9).abs()"
         options.append("k_descale=_scales[0], v_descale=_scales[1]")
-    body = CALL.format(ours="flashtile.flash_attn_with_kvcache", exact="oracle.with_kvcache")
+    body = CALL.format(ours=_decode(rng), exact="oracle.with_kvcache")
     return Call(body, sizes, spelled(tensors), (*options, *masking(rng), *by_position(rng)), fixed)
 
 
 def _prefix(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
-    batch, page = sizes["batch"], rng.choice([4, 16])
+    batch, page = max(sizes["batch"], 1), rng.choice([4, 16])
     shared, own, sq = rng.randint(0, 40), rng.randint(1, 30), sizes["seqlen_q"]
     whole = shared // page + (shared % page > 0)
     width = -(-(shared + own + sq) // page)
@@ -130,7 +143,7 @@ def _prefix(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
     lengths = [shared + sq + rng.randint(0, own) for _ in range(batch)]
     shape = f"rand({used}, {page}, heads_kv, head_dim{{}}, dtype=dtype, device=device, seed={{}})"
     tensors = {
-        "q": "rand(batch, seqlen_q, heads, head_dim, dtype=dtype, device=device, seed=1)",
+        "q": laid_out(rng, "batch, seqlen_q, heads, head_dim", 1),
         "k_cache": shape.format("", 2), "v_cache": shape.format("_v", 3),
     }  # fmt: skip
     options = [o for o in masking(rng) if not o.startswith("window")]
@@ -140,22 +153,28 @@ def _prefix(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
     body = CALL.replace("OPTIONS", f"block_table=ints({', '.join(map(str, rows))}, device=device), "
                         f"cache_seqlens={_ints(lengths)}, prefix_seqlens={shared}, OPTIONS")  # fmt: skip
     exact = "lambda *t, prefix_seqlens, **o: oracle.with_kvcache(*t, **o)"
-    body = body.format(ours="flashtile.flash_attn_with_shared_prefix", exact=exact)
-    return Call(body, {"group": 1, **sizes}, spelled(tensors), tuple(options), {**fixed, "batch": str(batch)})
+    body = body.format(ours=_decode(rng, "flashtile.flash_attn_with_shared_prefix"), exact=exact)
+    return Call(
+        body,
+        {"group": 1, **sizes, "batch": batch},
+        spelled(tensors),
+        tuple(options),
+        {**fixed, "batch": str(batch)},
+    )
 
 
 def _append(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
     new = rng.randint(1, 6)
     made, options, _ = cache(rng, sizes, new, rng.random() < 0.5)
-    text = f"rand(batch, {new}, heads_kv, head_dim{{}}, dtype=dtype, device=device, seed={{}})"
-    tensors = {**made, "k": text.format("", 2), "v": text.format("_v", 3)}
+    shape = f"batch, {new}, heads_kv, head_dim"
+    tensors = {**made, "k": laid_out(rng, shape, 2), "v": laid_out(rng, f"{shape}_v", 3)}
     body = """def exact(k_cache, v_cache, k, v, **options):
     oracle.with_kvcache(k[:, :0], k_cache, v_cache, k, v, **options)
 def call(append, NAMES):
     k_cache, v_cache = k_cache.clone(), v_cache.clone()
     append(k_cache, v_cache, k, v, OPTIONS)
     return k_cache, v_cache
-agree(call, flashtile.append_kvcache, exact, gradients=False, GIVEN)"""
+agree(call, OURS, exact, gradients=False, GIVEN)""".replace("OURS", _decode(rng, "flashtile.append_kvcache"))
     return Call(body, sizes, tensors, tuple(options), fixed)
 
 
@@ -206,7 +225,7 @@ def _combine(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
         "out_partial": f"rand({parts}, batch, seqlen_q, heads, head_dim_v, dtype=dtype, device=device, seed=1)",
         "lse_partial": f"rand({parts}, batch, seqlen_q, heads, dtype={kind}, device=device, seed=2, scale=3.0)",
     }
-    body = """lse_partial[0, 0, 0] = -math.inf
+    body = """lse_partial[0, :1, :1] = -math.inf
 def exact(outs, lses):
     out, lse = oracle.merged(outs, lses.mT)
     return out, lse.mT
@@ -229,6 +248,7 @@ def _metadata(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call
 
 
 def _profile(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
+    sizes = {name: max(size, 1) for name, size in sizes.items()}  # a profile of no scores is refused
     sizes["seqlen_q"] = rng.randint(1, min(sizes["seqlen_k"], 20))
     tensors = {
         "q": "rand(batch, seqlen_q, heads, head_dim, dtype=dtype, device=device, seed=1)",

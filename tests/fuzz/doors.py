@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from random import Random
 
-from fuzz.attention import dtype_for, sizes_for, spelled
+from fuzz.attention import dtype_for, in_surroundings, laid_out, sizes_for, spelled
 from fuzz.runner import Call
 
 
-def _heads_first(seed: int = 1) -> dict[str, str]:
-    text = "rand(batch, {}, {}, {}, dtype=dtype, device=device, seed={})"
+def _heads_first(rng: Random) -> dict[str, str]:
     return {
-        "q": text.format("heads", "seqlen_q", "head_dim", seed),
-        "k": text.format("heads_kv", "seqlen_k", "head_dim", seed + 1),
-        "v": text.format("heads_kv", "seqlen_k", "head_dim_v", seed + 2),
+        "q": laid_out(rng, "batch, heads, seqlen_q, head_dim", 1),
+        "k": laid_out(rng, "batch, heads_kv, seqlen_k, head_dim", 2),
+        "v": laid_out(rng, "batch, heads_kv, seqlen_k, head_dim_v", 3),
     }
 
 
@@ -27,7 +26,7 @@ PATTERNS = (
 
 
 def _sdpa(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
-    tensors, options = _heads_first(), []
+    tensors, options = _heads_first(rng), []
     kind = rng.random()
     if kind < 0.25:
         options.append("is_causal=True")
@@ -46,7 +45,7 @@ def _sdpa(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
         return F.scaled_dot_product_attention(*tensors, **options)
 def call(sdpa, NAMES):
     return sdpa(q, k, v, OPTIONS, enable_gqa=True)
-agree(call, ours, oracle.sdpa, GIVEN)"""
+agree(call, OURS, oracle.sdpa, GIVEN)""".replace("OURS", in_surroundings(rng, "ours"))
     return Call(body, sizes, spelled(tensors), tuple(options), fixed)
 
 
@@ -73,7 +72,7 @@ def ours(*tensors, attn_mask):
 def call(sdpa, NAMES):
     return sdpa(q, k, v, attn_mask=then)
 agree(call, ours, oracle.sdpa, GIVEN)"""
-    return Call(body, sizes, spelled(_heads_first()), (), fixed)
+    return Call(body, sizes, spelled(_heads_first(rng)), (), fixed)
 
 
 def _multihead(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
@@ -133,7 +132,7 @@ def ours(x):
     again = bert_padding.index_first_axis(x.flatten(0, 1), indices)
     both = bert_padding.index_put_first_axis(again, indices, batch * seqlen_k)
     kept = bert_padding.index_first_axis_residual(tokens, torch.arange(len(tokens), device=device))[0]
-    assert used.tolist() == there.sum(1).tolist() and longest == int(there.sum(1).max())
+    assert used.tolist() == there.sum(1).tolist() and longest == max(there.sum(1).tolist(), default=0)
     return bert_padding.pad_input(kept, indices, batch, seqlen_k), both
 def exact(x):
     x = x * there[..., None, None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from fuzz.attention import masking, packed, qkv, sizes_for, spelled
+from fuzz.attention import in_surroundings, masking, packed, qkv, sizes_for, spelled
 from fuzz.runner import Call
 
 
@@ -35,7 +35,7 @@ def draw(rng: Random, device: str = "cpu") -> Call:
     return oracle.attention(*(oracle.narrow(t) for t in tensors), **options)
 def call(attend, NAMES):
     return attend(q, k, v, OPTIONS, {more}, return_lse=True)
-agree(call, flashtile.fp8.attention, exact, {last}"""
+agree(call, {in_surroundings(rng, "flashtile.fp8.attention", ("vmap",))}, exact, {last}"""
     elif form == "quantize":  # compares the dequantised tensor
         role = rng.choice("qkv")
         options, tensors = [], {"x": tensors["v" if role == "v" else "k"]}
@@ -57,7 +57,7 @@ agree(call, ours, oracle.narrow, {last}"""
     return oracle.attention(*(oracle.narrow(t) for t in (q, k, v)), **options)
 def call(attend, NAMES):
     return attend(q, k, v, OPTIONS, q_descale=_scales[0], k_descale=_scales[1], v_descale=_scales[2], return_lse=True)
-agree(call, flashtile.attention, exact, {last}"""
+agree(call, {in_surroundings(rng, "flashtile.attention", ("vmap",))}, exact, {last}"""
         if varlen:
             return draw(rng, device)
     return Call(body, sizes, spelled(tensors), tuple(options), fixed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from random import Random
 
-from fuzz.attention import BODY, dtype_for, masking, qkv, sizes_for, spelled
+from fuzz.attention import BODY, dtype_for, in_surroundings, masking, qkv, sizes_for, spelled
 from fuzz.runner import Call
 
 INTS = ("i", "j", "h", "b", "(i - j)", "(j - i)", "(i + j)", "(i * 3)")
@@ -117,6 +117,7 @@ def block_mask(rng: Random, mask: str, lengths: str = "seqlen_q, seqlen_k") -> s
 
 def draw(rng: Random, device: str = "cpu") -> Call:
     sizes = sizes_for(rng, 200 if rng.random() < 0.2 else 50)
+    sizes = {name: max(size, 1) for name, size in sizes.items()}  # a captured tensor must have elements
     fixed = {"dtype": dtype_for(rng, device), "device": repr(device)}
     tensors = qkv(rng, False, rng.randrange(1000))
     form = rng.choice(["mods"] * 5 + ["flex", "flex", "other lengths"])
@@ -154,12 +155,12 @@ def draw(rng: Random, device: str = "cpu") -> Call:
     return out.transpose(1, 2), lse
 def call(attend, NAMES):
     return attend(q, k, v, OPTIONS, enable_gqa=True, return_lse=True)
-agree(call, flashtile.flex_attention, exact, GIVEN)"""
+agree(call, OURS, exact, GIVEN)""".replace("OURS", in_surroundings(rng, "flashtile.flex_attention"))
         return Call(body, sizes, spelled(tensors), tuple(options), fixed)
     body = BODY.format(
         names="NAMES",
         positional="q, k, v",
-        ours="flashtile.attention",
+        ours=in_surroundings(rng, "flashtile.attention"),
         exact="oracle.attention",
         last="return_lse=True",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from fuzz.attention import dtype_for
+from fuzz.attention import dtype_for, in_surroundings, laid_out
 from fuzz.runner import Call
 
 
@@ -53,13 +53,14 @@ def draw(rng: Random, device: str = "cpu") -> Call:
     if form == "linear_qkv":
         sizes |= {"dim": rng.choice([2, 8, 16])}
     tensors, options = options_for(rng, columns, form != "linear_qkv")
-    tensors = {"_shape": leading, "x": "rand(*_shape, dtype=dtype, device=device, seed=1)"} | {
+    tensors = {"_shape": leading, "x": laid_out(rng, "*_shape", 1, ("contiguous", "offset", "negated"))} | {
         name: text.format("outer") for name, text in tensors.items()
     }
     weight(rng, columns, fixed["dtype"] in ("torch.float16", "torch.bfloat16"), tensors, options)
     if form == "linear":
         options += ["activation='silu_and_mul'"] if gated else []
-        body = "def call(linear, NAMES):\n    return linear(x, weight, OPTIONS)\nagree(call, flashtile.linear.linear, "
+        ours = in_surroundings(rng, "flashtile.linear.linear", ("vmap",))
+        body = f"def call(linear, NAMES):\n    return linear(x, weight, OPTIONS)\nagree(call, {ours}, "
         return Call(body + "oracle.linear, gradients=False, GIVEN)", sizes, tensors, tuple(options), fixed)
     if form == "linear_before_norm":
         tensors["after"] = "rand(outer, dtype=dtype, device=device, seed=8)"

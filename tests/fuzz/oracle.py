@@ -182,7 +182,8 @@ def attention(
     sq = max_seqlen_q if packed else q.shape[1]
     sk = max_seqlen_k if packed else k.shape[1]
     pad = torch.nn.functional.pad
-    full = torch.stack([pad(p, (0, sk - p.shape[2], 0, sq - p.shape[1])) for p in weights])
+    padded = [pad(p, (0, sk - p.shape[2], 0, sq - p.shape[1])) for p in weights]
+    full = torch.stack(padded) if padded else q.new_zeros(0, q.shape[2], sq, sk)
     return out, lse, weights_as(full, return_attn_weights)
 
 
@@ -346,7 +347,8 @@ def multihead(
     if key_padding_mask is not None:
         options["key_padding_mask"] = pad(~key_padding_mask, (0, more), value=True)
     if attn_mask is not None:
-        attn_mask = attn_mask.view(-1, heads if attn_mask.dim() == 3 else 1, *attn_mask.shape[-2:])
+        of_heads = attn_mask.dim() == 3
+        attn_mask = attn_mask.unflatten(0, (-1, heads)) if of_heads else attn_mask[None, None]
         hides = attn_mask.dtype == torch.bool
         options["mask" if hides else "bias"] = pad(~attn_mask if hides else attn_mask, (0, more), value=hides)
     q, k, v = (x.unflatten(-1, (heads, -1)) for x in (q, k, v))

@@ -68,6 +68,7 @@ def rand(*shape, dtype=torch.float32, device="cpu", seed=0, layout="contiguous",
     The layout "offset" has misaligned rows with NaN between them, "transposed" has heads before tokens in memory.
     In "overlapping" each head begins one element after the one before, and "negated" has torch's negative bit.
     """
+    layout = layout if math.prod(shape) else "contiguous"
     if layout == "overlapping":
         shape, head_dim = (*shape[:-2], shape[-2] + shape[-1] - 1), shape[-1]
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
@@ -103,7 +104,7 @@ def surrounded(call, how: str, seed: int = 0):
         return call(*tensors, **options)
 
     def after_fake_tensors(*tensors, **options):
-        mode = FakeTensorMode()
+        mode = FakeTensorMode(allow_non_fake_inputs=True)  # functions capture real tensors
 
         def fake(x):
             return mode.from_tensor(x.detach()) if isinstance(x, Tensor) else x

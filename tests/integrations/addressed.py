@@ -61,7 +61,7 @@ class Decode:
         self._forms: Any = None
 
     @property
-    def has_addresses(self) -> bool:
+    def can_launch_by_address(self) -> bool:
         return self._forms is not None
 
     def __call__(
@@ -88,7 +88,7 @@ class Append:
         self._forms: Any = None
 
     @property
-    def has_addresses(self) -> bool:
+    def can_launch_by_address(self) -> bool:
         return self._forms is not None
 
     def __call__(

@@ -160,14 +160,11 @@ def test_blocks_that_see_each_other_within_packed_rows():
     from transformers.masking_utils import create_causal_mask
 
     config = transformers.LlamaConfig(**SMALL, attn_implementation=NAMES[0])
-    named = {
-        "inputs_embeds": torch.empty(1, 12, 32), "attention_mask": None, "cache": None,
-        "position_ids": torch.tensor(PACKED["begin at 0"][:1]),
-        "block_sequence_ids": torch.tensor([[-1, 0, 0, -1, -1, -1, 1, 1, 1, -1, -1, -1]]),
-    }  # fmt: skip
-    found = create_causal_mask(config, **named)
+    given = torch.empty(1, 12, 32), None, None, torch.tensor(PACKED["begin at 0"][:1])
+    blocks = torch.tensor([[-1, 0, 0, -1, -1, -1, 1, 1, 1, -1, -1, -1]])
+    found = create_causal_mask(config, *given, block_sequence_ids=blocks)
     config._attn_implementation = "sdpa"
-    assert torch.equal(found, create_causal_mask(config, **named))
+    assert torch.equal(found, create_causal_mask(config, *given, block_sequence_ids=blocks))
 
 
 WINDOWS_OF_MASKS = {
@@ -225,7 +222,7 @@ def test_a_compiled_mask_says_what_that_of_eager_code_says(kind):
     positions = torch.tensor(PACKED["begin at 0"])
 
     def mask(embeds):
-        return create_sliding_window_causal_mask(config, embeds, None, cache=None, position_ids=positions)
+        return create_sliding_window_causal_mask(config, embeds, None, None, positions)
 
     torch.compiler.reset()
     expected = mask(torch.empty(2, 12, 32))
@@ -531,6 +528,8 @@ def check_weights(found: tuple, expected: tuple, rows: torch.Tensor) -> None:
 )
 def test_models_that_call_transformers_function_by_name(kind, own):
     """Their modules import it only beside FlashAttention's package."""
+    if transformers.__version__.startswith("5.17."):
+        pytest.skip("Transformers 5.17 takes no other implementation for these models")
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=96, bos_token_id=1, eos_token_id=2, num_kv_heads=2, new_decoder_architecture=True, **own
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 import flashtile
 from flashtile import masks
 from flashtile.reference import attention as reference
+from flashtile.rounding import exact_product
 from small_calls import DEVICES, assert_same, dense, slopes, varlen
 
 pytestmark = pytest.mark.numerical
@@ -98,9 +100,9 @@ def test_second_derivatives_and_tangents_are_those_of_finite_differences(name):
     assert gradcheck(run, tensors, fast_mode=True, check_forward_ad=True)
 
 
-def first_and_second(attention, device, dtype):
-    q, k, v = dense(device, dtype=dtype, grad=True)
-    sink, bias = (t.to(device, dtype).requires_grad_() for t in (random(4), random(1, 4, 9, 12)))
+def first_and_second(attention, device, dtype, rows=9, keys=12):
+    q, k, v = dense(device, 2, rows, keys, dtype=dtype, grad=True)
+    sink, bias = (t.to(device, dtype).requires_grad_() for t in (random(4), random(1, 4, rows, keys)))
     state = STATE.to(device)
     learned = q, k, v, sink, bias
     out, lse = attention(q, k, v, sink=sink, bias=bias, causal=True, dropout_p=0.3, rng_state=state)
@@ -121,6 +123,40 @@ def test_a_gradient_penalty_is_that_of_standard_attention(device):
 def test_half_precision_keeps_its_dtypes():
     results = first_and_second(partial(flashtile.attention, return_lse=True), "cpu", torch.bfloat16)
     assert all(t.dtype == torch.bfloat16 and t.isfinite().all() for t in results)
+
+
+def products_are_rounded():
+    """torch rounds factors of float32 to bfloat16 within this context, which is left with its setting."""
+    context = contextlib.ExitStack()
+    context.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    torch.set_float32_matmul_precision("medium")
+    return context
+
+
+@pytest.mark.parametrize(
+    ("rounded", "dtype"),
+    [(products_are_rounded, torch.float32), (partial(torch.autocast, "cpu", torch.bfloat16), torch.bfloat16)],
+)
+def test_products_are_exact_whatever_torch_rounds_them_to(rounded, dtype):
+    q, k, v = dense("cpu", seqlen_q=50, seqlen_k=60, head_dim=64, dtype=dtype)
+    hidden = torch.randn(40, 64, generator=torch.Generator().manual_seed(3))
+    product = torch.compile(exact_product, backend="eager", fullgraph=True)
+
+    def results():
+        _, tangent = torch.func.jvp(partial(flashtile.attention, causal=True), (q, k, v), (q.cos(), k, v))
+        second: tuple[torch.Tensor, ...] = ()
+        if dtype == torch.float32:  # the penalty of gradients that were rounded to 16 bits has their errors
+            second = first_and_second(partial(flashtile.attention, return_lse=True), "cpu", dtype, 50, 60)
+        scores = flashtile.profile_scores(q, k)
+        return tangent, *second, torch.tensor([scores.least, scores.most]), product(hidden, hidden.mT)
+
+    expected = results()
+    with rounded():
+        found = results()
+    # With float64 in place of float32, a result of 16 bits may be rounded the other way.
+    error = 1e-5 if dtype == torch.float32 else 2**-8
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=error, atol=error * b.abs().max().item())
 
 
 def loss(attention, k, v, x):

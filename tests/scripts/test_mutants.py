@@ -16,7 +16,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts"))
 
-from mutation.areas import AREAS, NOT_PLANTED, area_of, files_matching, files_of  # noqa: E402
+from mutation.areas import AREAS, NOT_PLANTED, area_of, files_of, unmatched  # noqa: E402
 from mutation.cover import FOLLOWED, Lines, Map, masked  # noqa: E402
 from mutation.draw import KINDS, Source, drawn  # noqa: E402
 from mutation.run import MAX_SECONDS, in_turn  # noqa: E402
@@ -39,8 +39,10 @@ def test_an_area_has_files_tests_and_enough_faults_of_every_kind(area):
             break
     else:
         pytest.fail(f"too few in {area.name}: {kinds}")
-    for pattern in area.near:
-        assert files_matching((pattern,)), pattern
+
+
+def test_every_pattern_of_an_area_matches_a_file():
+    assert unmatched() == []
 
 
 def test_a_seed_draws_the_same_faults_and_another_one_others():

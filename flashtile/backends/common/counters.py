@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flashtile import torch_private
+from flashtile.backends.common.device import is_capturing
 from flashtile.caches import BoundedCache
 
 RESERVED = 2**18
@@ -56,7 +57,7 @@ def zeroed_counters(device: torch.device, count: int) -> Tensor:
     """
     if device.type != "cuda":
         return torch.zeros(count, dtype=torch.int32, device=device)
-    if torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         reserve = _reserves.get(device.index)
         taken = None if reserve is None else reserve.take(count)
         return torch.zeros(count, dtype=torch.int32, device=device) if taken is None else taken

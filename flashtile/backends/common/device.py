@@ -1,4 +1,4 @@
-"""Compute capability and multiprocessor count of a device, by which kernels are chosen."""
+"""A device: its compute capability and multiprocessor count, and whether its work is captured."""
 
 from __future__ import annotations
 
@@ -99,3 +99,11 @@ def multiprocessors(device: torch.device | Target) -> int:
     if device.type != "cuda":
         return INTERPRETER_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether work on ``device`` is captured for a CUDA graph now, on the current stream.
+
+    Memory that a captured kernel uses belongs to its graph, which may be replayed at any time.
+    """
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

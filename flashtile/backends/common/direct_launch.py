@@ -41,6 +41,7 @@ _kernels: dict[tuple[str, int], libcuda.Kernel | None] = {}
 """Loaded kernels by their keys in Triton's cache, and the index of the device. None: only Triton can launch
 it. Kernels are never unloaded, because a captured graph may launch them at any time."""
 _loading = threading.Lock()
+"""Held while a kernel is loaded, so that threads do not load it twice."""
 _NUMBERS = frozenset((int, float, bool))
 _ALIGNMENT = 128
 """Alignment of the parameters' values. No parameter needs more."""
@@ -86,7 +87,7 @@ def launcher(
     except KeyError:  # a type without a format
         return None
     kernel = _loaded(compiled, index)
-    if kernel is None or layout.sizes != kernel.sizes:
+    if kernel is None or layout.sizes != kernel.sizes:  # a release of Triton with other parameters
         return None
     numbers = [*chain(*described)]
     values_of = _values(of_tensors, layout.pick_tensors)
@@ -102,6 +103,7 @@ def launcher(
         def launch(stream: int, tensors: tuple, further: tuple | None = None) -> None:
             nonlocal parts
             if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+                # Hooks get objects that only Triton's launch makes.
                 by_triton(compiled, index, grid, fixed, views, pointers)(stream, tensors, further)
                 return
             try:  # threads that launch at the same time have different frames
@@ -131,6 +133,7 @@ def launcher(
                 frame.replace_same(same)
             frame.config.stream = stream
             result = frame.launch()
+            # A thread that has not called CUDA has no context, so the driver has refused its launch.
             if result and libcuda.make_context_current(index):
                 result = frame.launch()
             frames.append(frame)
@@ -227,7 +230,7 @@ class TensorMaps(BoundedCache):
         descriptor = self._view.of(address)
         try:
             arguments = self._encode(descriptor)
-        except RuntimeError:
+        except RuntimeError:  # the driver encodes descriptors only in a context
             if not libcuda.make_context_current(torch_private.cuda_device()):
                 raise
             arguments = self._encode(descriptor)

@@ -35,6 +35,7 @@ time would otherwise keep megabytes for each. Kernels that a launch uses live as
 _CONTINUED = (")", "]", "}", "#")
 """First characters of lines that do not end a function, though they are not indented."""
 _constructing = threading.RLock()
+"""Held while a constructor runs, so that it runs once and other threads wait for its end."""
 
 
 class Deferred:

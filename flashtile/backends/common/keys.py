@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 import re
 import sys
 from collections import namedtuple
@@ -34,6 +35,8 @@ _Bare = namedtuple("_Bare", ())
 _LIBRARIES = frozenset(("triton", *sys.stdlib_module_names))
 """Packages whose functions and classes are known by their names. The keys of Triton's cache and of folders
 contain Triton's version."""
+_ENVIRONMENT = os.environ, os.getenv
+"""Environment variables, which differ between processes, although a library has them."""
 
 
 class Source:
@@ -111,6 +114,8 @@ class _Reader:
         kind = type(value)
         if kind in _PLAIN:
             return repr(value)
+        if any(value is each for each in _ENVIRONMENT):
+            raise _of_process(place)
         if _is_of_library(value):
             return _library_text(value, place)
         if isinstance(value, compat.JITCallable) or "text" in getattr(value, "__dict__", ()):
@@ -162,8 +167,17 @@ class _Reader:
 
 
 def _read_by(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of the globals that a Python function reads, also through modules that it reads."""
+    """Yield (name, value) of the globals that a Python function reads, also through modules that it reads.
+
+    Raises:
+        TypeError: the function imports in its body, or reads environment variables.
+    """
     code = function.__code__
+    if _imports(code):
+        raise TypeError(
+            f"{_name(function)}: the key of a compiled kernel cannot contain what a function imports in its "
+            "body: import it in its module"
+        )
     cells = function.__closure__ or ()
     bound = {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
     paths = {*_paths(code), *((name,) for name in bound)}
@@ -176,6 +190,9 @@ def _read_by(function: Any) -> Iterator[tuple[str, Any]]:
             read[name] = value
             return
         if _is_library(value.__name__) or value in passed_on:
+            for each in path[:1] or attributes:
+                if any(vars(value).get(each) is one for one in _ENVIRONMENT):
+                    raise _of_process(f"{_name(function)}: {name}.{each}")
             return
         if not path:  # any attribute may be one of this module
             passed_on.append(value)
@@ -237,6 +254,11 @@ def _paths(code: CodeType) -> Iterator[tuple[str, ...]]:
             yield from _paths(value)
 
 
+def _imports(code: CodeType) -> bool:
+    inner = (value for value in code.co_consts if isinstance(value, CodeType))
+    return opmap["IMPORT_NAME"] in code.co_code[::2] or any(map(_imports, inner))
+
+
 def _name(value: Any) -> str:
     return f"{value.__module__}.{value.__qualname__}"
 
@@ -260,6 +282,12 @@ def _unreadable(value: Any, place: str) -> TypeError:
     return TypeError(
         f"{place}: the key of a compiled kernel can contain numbers, text, structures, dataclasses, and "
         f"functions decorated with jit or constexpr_function, got {value!r:.200}"
+    )
+
+
+def _of_process(place: str) -> TypeError:
+    return TypeError(
+        f"{place}: the key of a compiled kernel cannot contain environment variables: pass a value"
     )
 
 

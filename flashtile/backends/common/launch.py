@@ -10,18 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from flashtile import torch_private
 from flashtile.backends import compat
 from flashtile.backends.common import direct_launch
-from flashtile.backends.common.config import KernelConfig
+from flashtile.backends.common.config import KernelConfig, allocator
 from flashtile.backends.common.device import is_nvidia
 from flashtile.garbage import uncollected
+
+if TYPE_CHECKING:
+    from flashtile.problems.attention import Problem
+    from flashtile.problems.decode import DecodeProblem
 
 NUM_WARPS = 4
 """Default number of warps, for kernels without a configuration."""
@@ -218,6 +223,40 @@ class CachedLaunch:
         pointers = self._pointers
         descriptors, others = direct_launch.described(self._views, tensors)
         return (*descriptors, *(others if pointers is None else (pointers(*others),)), *self._fixed)
+
+
+class Outputs:
+    """Prepares (out, lse) of attention for tensors of one signature: the given tensors, or new memory.
+
+    Args:
+        problem: has their shapes and the dtype of ``out``; lse is float32.
+        all_written: whether programs write every element. If not, unused tokens and tokens in no sequence get
+            0 and -inf before the launch.
+    """
+
+    def __init__(self, problem: Problem | DecodeProblem, all_written: bool) -> None:
+        self._all_written = all_written
+        self._out_shape, self._out_dtype = problem.out_shape, problem.out_dtype
+        self._lse_shape = problem.lse_shape
+        self._new_out: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(
+        self, q: Tensor, out: Tensor | None = None, lse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if not self._all_written:
+            return self.cleared(q, out, lse)
+        if out is None:
+            if self._new_out is None:
+                self._new_out = allocator(q, self._out_shape, self._out_dtype)
+            out = self._new_out(q)
+        return out, q.new_empty(*self._lse_shape, dtype=torch.float32) if lse is None else lse
+
+    def cleared(self, q: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) filled with 0 and -inf, the result of a row that sees no key."""
+        out = q.new_zeros(self._out_shape, dtype=self._out_dtype) if out is None else out.zero_()
+        if lse is None:
+            return out, q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
+        return out, lse.fill_(-torch.inf)
 
 
 def _specialization(parameter: Any, value: Any) -> Any:

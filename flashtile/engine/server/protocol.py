@@ -330,19 +330,28 @@ def _read_tool_choice(body: Body, tools: list[dict[str, Any]]) -> tuple[list[dic
 def _schema_of_calls(functions: list[dict[str, Any]], max_calls: int | None) -> dict[str, Any]:
     """Return the JSON schema of a list of calls, ``{"name": NAME, "parameters": {...}}`` each.
 
-    Each tool's schema gets an identifier, so it is a root of its own and its references stay valid. If it
-    only lists parameters, it is changed to allow no others. The arguments of a call are always an object.
+    Each tool's schema has an identifier, its own or a new one, so it is a root of its own and its references
+    stay valid. If it only lists parameters, it is changed to allow no others. The arguments of a call are
+    always an object.
     """
     calls: list[dict[str, Any]] = []
+    identified: dict[str, dict[str, Any]] = {}
     for i, function in enumerate(functions):
         parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
         kinds = parameters["type"]
         if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
             raise wrong("tools", "functions whose parameters have the type 'object'", kinds)
-        parameters |= {"type": "object", "$id": f"urn:tool:{i}"}
+        identifier = parameters.get("$id") or ""
+        if not isinstance(identifier, str):
+            raise wrong("tools", "functions whose '$id' of parameters is a string", identifier)
+        if identifier.startswith("#") or not identifier:  # a fragment does not make a schema a root
+            identifier = f"urn:tool:{i}"
+        parameters |= {"type": "object", "$id": identifier}
         parameters.pop("$schema", None)  # in older drafts, "$ref" hides the identifier
         if parameters.keys() <= CLOSED:
             parameters["additionalProperties"] = False
+        if identified.setdefault(identifier, parameters) != parameters:  # llguidance would take one for both
+            raise wrong("tools", "functions with different '$id' in their parameters", identifier)
         properties = {"name": {"const": function["name"]}, "parameters": parameters}
         calls.append(
             {"type": "object", "properties": properties, "required": ["name", "parameters"],

@@ -18,6 +18,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
+from flashtile.backends.common.device import is_capturing
 from flashtile.compilation.calls import Call
 from flashtile.integrations.paged import INVARIANT_QUERIES, PagedAttention, Step, rounded_queries
 from flashtile.integrations.paged_calls import StepLimits, calls_in, step_calls, warm_up
@@ -256,7 +257,7 @@ class Backend(AttentionBackend):
         SGLang runs all layers before it accepts requests, and only then passes sinks. Nothing is loaded while
         a CUDA graph is captured.
         """
-        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_capturing(q.device):
             return
         attention = known.attention
         kind = attention.options, attention.sizes, known.causal, known.has_window_pool, sinks is None
@@ -277,7 +278,14 @@ class Backend(AttentionBackend):
             )
             table = numbers(batch, self.first_slots.shape[1])
             queries = rounded_queries(longest, self.min_queries)
-            step = Step(tokens, queries, numbers(batch + 1), numbers(batch), table, queries == 1)
+            step = Step(
+                num_actual_tokens=tokens,
+                max_query_len=queries,
+                query_start_loc=numbers(batch + 1),
+                seq_lens=numbers(batch),
+                block_table=table,
+                is_one_query_each=queries == 1,
+            )
             known.attention.attend(
                 new(tokens, q.shape[1]), cache, new(tokens, heads * head_dim_v), step, known.causal, None,
                 sinks, known.k_scale, known.v_scale,
@@ -309,7 +317,14 @@ class Backend(AttentionBackend):
     ) -> None:
         """Make ``forward_metadata``, whose second step differs from the first in the pages."""
         queries = rounded_queries(most, self.min_queries)
-        step = Step(tokens, queries, starts, lengths, table, queries == 1)
+        step = Step(
+            num_actual_tokens=tokens,
+            max_query_len=queries,
+            query_start_loc=starts,
+            seq_lens=lengths,
+            block_table=table,
+            is_one_query_each=queries == 1,
+        )
         window_step = None
         if window_table is not None:
             window_step = copy.copy(step)

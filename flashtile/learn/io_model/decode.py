@@ -59,7 +59,7 @@ def kernels_of(call: Call, card: Card) -> list[KernelTraffic]:
     key_bytes = (call.head_dim + call.width_v) * call.cache_element_bytes
     walked = sum(len(tile.blocks) * count for tile, count in tiles) * heads * block
     seen = [
-        (call.masking.key_range(positions(seqlen_q, seqlen_k), range(seqlen_k)), count)
+        (call.key_range(positions(seqlen_q, seqlen_k), range(seqlen_k)), count)
         for (seqlen_q, seqlen_k), count in counted(call.sequences)
     ]
     distinct = sum(len(keys) * count for keys, count in seen) * call.num_heads_kv
@@ -142,7 +142,7 @@ def tiles_of(call: Call, lengths: tuple[int, int], config: DecodeConfig, pack: i
     for first in range(0, rows, step):
         last = min(first + step, rows)
         own = positions(seqlen_q, seqlen_k)[first // pack : -(-last // pack)]
-        seen = call.masking.key_range(own, range(seqlen_k))
+        seen = call.key_range(own, range(seqlen_k))
         yield QueryTile(last - first, blocks_of(seen, config.tile.BLOCK_N))
 
 

@@ -178,7 +178,7 @@ def portable_config(call: Call, card: Card) -> Config:
         )
     if not fits(card.capability, call.element_bytes, widest):
         raise ValueError(f"head_dim {widest} in {call.dtype} does not fit the shared memory of {card.name}")
-    return row_for(card.capability, call.element_bytes, padded(widest), call.masking.has_window)
+    return row_for(card.capability, call.element_bytes, padded(widest), call.has_window)
 
 
 def _costs(call: Call, card: Card, which: str) -> Iterator[Counted]:

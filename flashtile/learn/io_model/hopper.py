@@ -213,7 +213,7 @@ def _problem(call: Call) -> Problem:
         tensor(rows_q, call.num_heads_q, call.head_dim),
         tensor(rows_k, call.num_heads_kv, call.head_dim),
         tensor(rows_k, call.num_heads_kv, call.width_v),
-        OptionalTensors(offsets, offsets) if call.lengths else OptionalTensors(),
+        OptionalTensors(cu_seqlens_q=offsets, cu_seqlens_k=offsets) if call.lengths else OptionalTensors(),
         Options(
             max_seqlen_q=call.seqlen_q if call.lengths else None,
             max_seqlen_k=call.seqlen_k if call.lengths else None,

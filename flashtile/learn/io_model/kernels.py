@@ -113,7 +113,7 @@ def residents(kernel: str, call: Call, tile: KernelConfig, card: Card) -> int:
     }[kernel]
     shared = (owned + max(1, tile.num_stages) * walked) * call.element_bytes
     threads = tile.num_warps * 32
-    masked = call.masking.has_window
+    masked = call.has_window
     # fp32 operands are split into tf32 parts in registers.
     split = owned + walked if call.element_bytes == 4 else 0
     registers = (sums + 1.5 * scores * rows * keys + split) / threads + (64 if masked else 48)
@@ -142,9 +142,9 @@ def walks(
     seqlen_q, seqlen_k = lengths
     rows, keys, offset = positions(*lengths), range(seqlen_k), seqlen_k - seqlen_q
     if not by_keys:
-        seen = (call.masking.key_range(part, keys) for part in split(rows, blocks[0]))
+        seen = (call.key_range(part, keys) for part in split(rows, blocks[0]))
         return [blocks_of(part, blocks[1]) for part in seen]
-    seen = (call.masking.row_range(rows, part) for part in split(keys, blocks[1]))
+    seen = (call.row_range(rows, part) for part in split(keys, blocks[1]))
     return [blocks_of(range(part.start - offset, part.stop - offset), blocks[0]) for part in seen]
 
 

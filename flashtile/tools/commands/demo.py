@@ -97,7 +97,17 @@ def demo(
     training = run_training(console, config, corpus, seconds, out)
 
     seconds = time.perf_counter() - clock
-    results = Results(started, seconds, quick, setting, errors, workload, rows, apart, training)
+    results = Results(
+        started=started,
+        seconds=seconds,
+        quick=quick,
+        setting=setting,
+        exactness=errors,
+        workload=workload,
+        scaling=rows,
+        operations=apart,
+        training=training,
+    )
     page = None if quick else write_visualization(console, out / PAGE)
     written = write(results, out, page) + ([out / page] if page else [])
     console.rule("checks", align="left")

@@ -80,6 +80,9 @@ def explain(
     window_right: Annotated[
         int, typer.Option(help="Keys after its own position that a query sees; -1: all.")
     ] = UNLIMITED,
+    attention_chunk: Annotated[
+        int, typer.Option(help="Positions per chunk, whose queries see only its keys; 0: no chunks.")
+    ] = 0,
     softcap: Annotated[float, typer.Option(help="Limit of the scores by tanh; 0: none.")] = 0.0,
     alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi's linear bias.")] = False,
     sink: Annotated[bool, typer.Option("--sink", help="A sink: a learnable score per head.")] = False,
@@ -171,9 +174,9 @@ def explain(
 
     with bad_parameters(), FakeTensorMode():  # fake tensors take no memory
         q = tensor(seqlen_q, heads, head_dim)
+        masking = as_masking(causal, (window_left, window_right), attention_chunk=attention_chunk)
         shared: dict[str, Any] = {
-            "causal": causal,
-            "window_size": (window_left, window_right),
+            **masking.arguments(),
             "softcap": softcap,
             "alibi_slopes": torch.empty(heads, device=place) if alibi else None,
             "sink": torch.empty(heads, device=place) if sink else None,
@@ -201,7 +204,6 @@ def explain(
                 flash_attn_with_kvcache, q, cache(head_dim), cache(head_dim_v or head_dim),
                 cache_seqlens=count(batch), block_table=table, **shared,
             )  # fmt: skip
-            masking = as_masking(causal, (window_left, window_right))
             call = Call(
                 batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, head_dim_v, dtype,
                 page_size=page_size, cache_dtype=cache_dtype, **vars(masking),

@@ -242,7 +242,7 @@ def _append_case(dtype: torch.dtype, capability: tuple[int, int], packed: bool) 
         cu_seqlens_q=offsets, q_rotated=q,
     )  # fmt: skip
     longest = APPEND_ROWS if packed else None
-    options = AppendOptions(longest, longest, rotate_q_by_token=True)
+    options = AppendOptions(max_seqlen_k_new=longest, max_seqlen_q=longest, rotate_q_by_token=True)
     given = (cache, cache, new, new, tensors)
     with compiling_for(capability):
         launch = AppendLaunch(AppendProblem.from_tensors(*given, options))

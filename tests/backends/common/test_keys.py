@@ -36,6 +36,8 @@ def dtype():
     return object()
 """
 MODULE = """
+import os
+from os import environ as environment
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
@@ -209,6 +211,12 @@ REFUSED = [
     ("Inner(1), (", "object(), ("),
     ('"b": {4}', '"b": object()'),
 ]
+NOT_OF_THE_PROCESS = [  # what another process, or this one later, may have otherwise
+    ("return n * 10", "import key_constants as late; return n * late.WIDTH"),
+    ("return n * 10", "return n * int(os.environ.get('FACTOR', '3'))"),
+    ("return n * 10", "return n * int(os.getenv('FACTOR', '3'))"),
+    ("return n * 10", "return n * int(environment.get('FACTOR', '3'))"),
+]
 FOLDERS = itertools.count()
 
 
@@ -280,4 +288,11 @@ def _names(code: CodeType) -> set[str]:
 def test_what_no_key_can_contain_is_refused(module_of, change):
     assert (MODULE + CONSTANTS).count(change[0]) == 1
     with pytest.raises(TypeError, match=r"\w: the key of a compiled kernel can contain .*, got .* at 0x"):
+        hashes(module_of(*change))
+
+
+@walk("change", NOT_OF_THE_PROCESS)
+def test_what_a_function_imports_late_or_takes_from_the_environment_is_refused(module_of, change):
+    match = r"key_module\.of_others: .*the key of a compiled kernel cannot contain"
+    with pytest.raises(TypeError, match=match):
         hashes(module_of(*change))

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from flashtile import torch_private
-from flashtile.backends.common.launch import CachedLaunch
+from flashtile.backends.common.launch import CachedLaunch, Outputs
 from flashtile.backends.portable.decode import config
 from flashtile.backends.portable.decode import launch as decode_launch
 from flashtile.backends.portable.decode.launch import AppendLaunch, DecodeLaunch
@@ -74,9 +74,9 @@ def test_attention(launched, name, packed):
     options = DecodeOptions(max_seqlen_q=2 if packed else None, masking=CAUSAL, return_lse=False, **given)
     problem = DecodeProblem.from_tensors(q, k, v, tensors, options)
     launch, out = DecodeLaunch(problem, config.choose(problem)), torch.full_like(q, torch.nan)
-    assert not launch.has_addresses
+    assert not launch.can_launch_by_address
     launch(q, k, v, tensors, out)
-    assert launch.has_addresses
+    assert launch.can_launch_by_address
     launched.clear()
     launch(q, k, v, tensors, out)
     expected = launched.copy()
@@ -105,10 +105,10 @@ def test_appends(launched, dtype):
     tensors = AppendTensors(slot_mapping=torch.arange(3), k_descale=scales[0], v_descale=scales[1])
     problem = AppendProblem.from_tensors(k_cache, v_cache, k, v, tensors, AppendOptions())
     launch = AppendLaunch(problem)
-    assert not launch.has_addresses
+    assert not launch.can_launch_by_address
     for _ in range(2):
         launch(k_cache, v_cache, k, v, tensors)
-    assert launch.has_addresses
+    assert launch.can_launch_by_address
     of_slots = addresses(tensors)
     launch.by_address(
         *(t.data_ptr() for t in (k_cache, v_cache, k, v)), of_slots.slot_mapping, of_slots.k_descale,
@@ -163,7 +163,7 @@ def test_layers_of_a_step_share_memory(launched, monkeypatch):
     assert memory[0].nbytes >= many._scratch_bytes
     assert partial(few) == partial(many) == larger
     kept = dict(memory)
-    monkeypatch.setattr(decode_launch, "is_capturing", lambda tensor: True)
+    monkeypatch.setattr(decode_launch, "is_capturing", lambda device: True)
     assert partial(few) != larger
     assert memory == kept
 
@@ -235,7 +235,7 @@ def test_hopper(has_table, gathers):
 @pytest.mark.parametrize("num_splits", [0, 1, 2])
 def test_kernels_write_every_row_of_a_sequence(monkeypatch, num_splits):
     """Also rows without keys. So only tokens that belong to no sequence would have to be filled."""
-    monkeypatch.setattr(DecodeLaunch, "_cleared", lambda self, q, out, lse: (out, lse))
+    monkeypatch.setattr(Outputs, "cleared", lambda self, q, out, lse: (out, lse))
     q = torch.randn(9, HEADS, DIM)
     k, v = torch.randn(2, BLOCKS, PAGE, HEADS_KV, DIM)
     tensors = CacheTensors(

@@ -29,11 +29,11 @@ from flashtile.backends.hopper.backward.costs import (
     MAX_BYTES,
     as_scheduled,
     busiest,
-    launch_of,
     least_busiest,
     microseconds,
     rows_of_blocks,
     variants,
+    work_of_launch,
 )
 from flashtile.backends.hopper.backward.launch import backward_variant
 from flashtile.backends.hopper.forward.rounds import ENOUGH_ROUNDS
@@ -92,24 +92,24 @@ def ends_by_the_kernel(problem: Problem, config: BackwardConfig) -> float:
     """The time of a launch's programs, if they take tiles by the functions of the kernel."""
     functions = functions_of(work_tiles, schedule)
     C = backward_variant(problem, config)
-    launch = launch_of(problem, config)
+    work = work_of_launch(problem, config)
     scheduled = as_scheduled(problem, config.HEAD_SPLITS)
     numbers = schedule.BackwardSchedule(
-        num_tiles=problem.batch * scheduled.num_heads_kv * len(launch.rows), num_blocks=len(launch.rows),
+        num_tiles=problem.batch * scheduled.num_heads_kv * len(work.rows), num_blocks=len(work.rows),
         num_heads=scheduled.num_heads_kv, seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k,
         batch_rows_k=problem.seqlen_k, mask=KernelMask(problem.window_left, problem.window_right),
-        alibi_stride=0, swizzle=launch.last, group=scheduled.group_size, head_splits=config.HEAD_SPLITS,
+        alibi_stride=0, swizzle=work.last, group=scheduled.group_size, head_splits=config.HEAD_SPLITS,
         row_shift=config.ROW_SPLITS.bit_length() - 1,
     )  # fmt: skip
-    own, convert = launch.costs, costs.SIGNAL + costs.CHUNK * launch.chunks
-    busy, ends = [0.0] * launch.programs, [0.0] * launch.heads
+    own, convert = work.costs, costs.SIGNAL + costs.CHUNK * work.chunks
+    busy, ends = [0.0] * work.programs, [0.0] * work.heads
     for tile_index in range(functions["count_tiles"](C, None, numbers)):
         head, _ = functions["head_and_block"](
-            C, tile_index, launch.tiles // launch.heads // config.ROW_SPLITS, numbers
+            C, tile_index, work.tiles // work.heads // config.ROW_SPLITS, numbers
         )
-        work = functions["find_work_tile"](C, tile_index, SimpleNamespace(), numbers)
-        cut, steps, *_ = functions["step_order"](*functions["own_row_blocks"](C, tile_index, work, numbers))
-        before = head - launch.resident
+        tile = functions["find_work_tile"](C, tile_index, SimpleNamespace(), numbers)
+        cut, steps, *_ = functions["step_order"](*functions["own_row_blocks"](C, tile_index, tile, numbers))
+        before = head - work.resident
         zeroed = ends[before] + convert if before >= 0 else 0.0
         end = max(busy[0], zeroed - own.step) + own.tile
         end += scheduled.group_size * (
@@ -131,8 +131,8 @@ def test_the_estimate_follows_the_schedule_of_the_kernel(seed: int) -> None:
     if draw.random() < 0.3:
         problem = replace(problem, window_left=draw.randint(0, 700))
     for config in list(variants(problem, alternatives(problem)))[:: draw.randint(1, 4)]:
-        if launch_of(problem, config).tiles < ENOUGH_ROUNDS * 132:
-            found = busiest(launch_of(problem, config))
+        if work_of_launch(problem, config).tiles < ENOUGH_ROUNDS * 132:
+            found = busiest(work_of_launch(problem, config))
             assert found == pytest.approx(ends_by_the_kernel(problem, config), rel=1e-9)
 
 
@@ -142,19 +142,19 @@ def ends_with_lists(problem: Problem, config: BackwardConfig, steps: list[int]) 
     Heads take tiles in the order of the kernel.
     """
     functions = functions_of(work_tiles, schedule)
-    C, launch = backward_variant(problem, config), launch_of(problem, config)
+    C, work = backward_variant(problem, config), work_of_launch(problem, config)
     numbers = SimpleNamespace(
-        num_tiles=launch.tiles, swizzle=launch.last, row_shift=config.ROW_SPLITS.bit_length() - 1
+        num_tiles=work.tiles, swizzle=work.last, row_shift=config.ROW_SPLITS.bit_length() - 1
     )
-    ends, busy = [0.0] * launch.heads, [0.0] * launch.programs
-    for tile_index in range(launch.tiles):
+    ends, busy = [0.0] * work.heads, [0.0] * work.programs
+    for tile_index in range(work.tiles):
         head, block = functions["head_and_block"](C, tile_index, len(steps), numbers)
-        zeroed = ends[head - launch.resident] if head >= launch.resident else 0.0
-        end = max(busy[0], zeroed) + launch.costs.tile + launch.group * launch.costs.step * steps[block]
+        zeroed = ends[head - work.resident] if head >= work.resident else 0.0
+        end = max(busy[0], zeroed) + work.costs.tile + work.group * work.costs.step * steps[block]
         heapq.heapreplace(busy, end)
         ends[head] = max(ends[head], end)
-    total = launch.costs.tile * len(steps) + launch.group * launch.costs.step * sum(steps)
-    return max(busy), total * launch.heads / launch.programs
+    total = work.costs.tile * len(steps) + work.group * work.costs.step * sum(steps)
+    return max(busy), total * work.heads / work.programs
 
 
 @walk("head_dim", [64, 128])
@@ -274,7 +274,7 @@ def test_the_choice_is_nearly_the_fastest_of_the_sweep() -> None:
         assert chosen in times
         assert times[chosen] <= min(times.values()) / costs.WORTHWHILE
         assert chosen == first or times[chosen] <= times[first]
-        accum = costs.accum_bytes(problem, launch_of(problem, chosen))
+        accum = costs.accum_bytes(problem, work_of_launch(problem, chosen))
         assert not chosen.ALL_RESIDENT or accum <= MAX_BYTES
         changed += chosen != first
     assert changed > 100
@@ -325,7 +325,7 @@ def test_costs_exist_for_every_configuration() -> None:
 
 def test_few_estimates_are_kept() -> None:
     """Those of a long sequence are large."""
-    for kept in (busiest, launch_of, costs.totals, rows_of_blocks):
+    for kept in (busiest, work_of_launch, costs.totals, rows_of_blocks):
         assert (kept.cache_info().maxsize or math.inf) <= 64
 
 
@@ -333,5 +333,5 @@ def test_the_bound_of_an_estimate_is_never_above_it() -> None:
     """Estimates that cannot be the least are left out by this bound."""
     for problem in sweep()[::7]:
         for config in variants(problem, alternatives(problem)):
-            launch = launch_of(problem, config)
-            assert least_busiest(launch) <= busiest(launch) * (1 + 1e-9), (problem, config)
+            work = work_of_launch(problem, config)
+            assert least_busiest(work) <= busiest(work) * (1 + 1e-9), (problem, config)

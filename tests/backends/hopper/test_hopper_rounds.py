@@ -32,12 +32,12 @@ from flashtile.backends.hopper.forward.launch import forward_variant, schedule_o
 from flashtile.backends.hopper.forward.rounds import (
     COSTS,
     ENOUGH_ROUNDS,
-    Launch,
+    LaunchWork,
     allows_single_tiles,
-    launch_of,
     microseconds,
     pack_of,
     plan_of,
+    work_of_launch,
 )
 from flashtile.problems.attention import Problem
 from flashtile.tools.inspection.attention import GROUPED
@@ -69,10 +69,10 @@ def of_workload(workload: Workload) -> Problem:
     )  # fmt: skip
 
 
-def work_of(problem: Problem, config: ForwardConfig) -> Launch:
+def work_of(problem: Problem, config: ForwardConfig) -> LaunchWork:
     block_d, block_dv = tile_columns(problem)
     costs = COSTS[block_d, block_dv, config.warpgroups, config.BLOCK_N]
-    return launch_of(problem, plan_of(problem, config), costs)
+    return work_of_launch(problem, plan_of(problem, config), costs)
 
 
 def sweep() -> list[Problem]:
@@ -94,7 +94,7 @@ def busiest(problem: Problem, config: ForwardConfig) -> float:
     plan = plan_of(problem, config)
     variant = forward_variant(problem, plan)
     k = SimpleNamespace(dim=lambda: 4, stride=lambda *_: 0, shape=(1,))
-    launch = schedule_of(problem, plan, k)  # type: ignore[arg-type]
+    launch = schedule_of(problem, plan, None, k)  # type: ignore[arg-type]
     programs = min(variant.PROGRAMS * H200.multiprocessors, launch.num_tiles)
     costs = COSTS[variant.BLOCK_D, variant.BLOCK_DV, config.warpgroups, config.BLOCK_N]
 

@@ -19,13 +19,19 @@ from typer.testing import CliRunner
 from flashtile.cli import application
 
 ROOT = Path(__file__).parents[3]
+COMMAND = """
+import atexit, gc, runpy, sys
+atexit.register(lambda: print("frozen:", gc.get_freeze_count(), file=sys.stderr))
+runpy.run_module("flashtile", run_name="__main__", alter_sys=True)
+"""
+"""``python -m flashtile``, which says last how many objects Python does not collect as it ends."""
 
 
 @pytest.fixture
 def process(model):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "FLASHTILE_API_KEY": "sesame"}
     command = [
-        sys.executable, "-m", "flashtile", "serve", str(model), "--port", "0", "--device", "cpu",
+        sys.executable, "-c", COMMAND, "serve", str(model), "--port", "0", "--device", "cpu",
         "--served-model-name", MODEL, "--shutdown-timeout", "20", "--kv-cache-memory-bytes", "40000000",
     ]  # fmt: skip
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as found:
@@ -61,7 +67,9 @@ def test_a_server_from_start_to_end(process):
     texts = long.read().decode()
     assert '"code":"aborted"' in texts
     assert texts.endswith("data: [DONE]\n\n")
+    said = process.stderr.read()
     assert process.wait(30) == 0
+    assert int(re.findall(r"frozen: (\d+)", said)[-1]) > 100_000, "torch's objects are collected at the end"
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,19 @@ VALUE = {"type": "object", "properties": {"v": {"enum": [1]}}, "additionalProper
         ({**NAMED, "definitions": {"A": VALUE}}, '{"v": 1}', '{"v": 2}'),
         ({"anyOf": [VALUE, {"type": "null"}]}, '{"v": 1}', "null"),
         ({"$id": "https://example.org/a", **ROOT}, '{"v": 1, "child": null}', '{"v": 1, "child": 3}'),
+        ({"$id": "#root", **ROOT}, '{"v": 1, "child": null}', '{"v": 1, "child": {"v": 3, "child": null}}'),
+        *(
+            ({"$id": identifier, "properties": {"c": {"$ref": reference}}, "additionalProperties": False},
+             '{"c": {"c": {}}}', '{"c": {"c": 3}}')
+            for identifier, reference in (
+                ("http://a.b/c/tree", "http://a.b/c/tree"), ("http://a.b/c/tree", "tree"), ("tree", "tree"),
+                ("urn:a:tree", "urn:a:tree#"),
+            )
+        ),
+        (
+            {"$id": "http://a.b/c", "properties": {"a": {"const": 2}, "b": {"$ref": "c#/properties/a"}}},
+            '{"b": 2}', '{"b": 3}',
+        ),
         ({**VALUE, "additionalProperties": {"const": 3}}, '{"v": 1, "w": 3}', '{"v": 1, "w": 4}'),
     ],
 )  # fmt: skip
@@ -294,6 +307,17 @@ def test_arguments_of_forced_calls_match_the_tools_schema(parameters, valid, inv
         assert (
             matcher.try_consume_tokens(list(text.encode())) == len(text) and matcher.is_accepting()
         ) == is_valid
+
+
+def test_two_forced_tools_with_one_identifier_are_the_same_or_refused():
+    def forced(*schemas):
+        functions = [{"name": f"f{i}", "parameters": schema} for i, schema in enumerate(schemas)]
+        return Body({**HELLO, "tools": [{"function": one} for one in functions], "tool_choice": "required"})
+
+    ChatCall(forced({"$id": "a", **ROOT}, {"$id": "a", **ROOT}), 20)
+    for schemas, got in ((({"$id": "a", **ROOT}, {"$id": "a"}), "'a'"), (({"$id": 3},), "3")):
+        error = refusal(ChatCall, forced(*schemas), 20)
+        assert (error["param"], "'$id'" in error["message"], got in error["message"]) == ("tools", True, True)
 
 
 def test_the_number_of_forced_calls_and_the_type_of_their_arguments():

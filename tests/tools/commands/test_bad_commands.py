@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 
 from flashtile import cli
 from flashtile.tools.commands import demo, explain, inspect, options, visualize
+from refused_commands import refusals
 from walk import walk
 
 ROOT = Path(__file__).parents[3]
@@ -80,14 +80,6 @@ BAD = [
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
     """Runs a command in a folder with files that are none; fails if it begins its work."""
-    (tmp_path / "file").write_text("not JSON")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "list.json").write_text("[1, 2]")
-    (tmp_path / "other.json").write_text(json.dumps({"date": "2026", "versions": {}}))
-    (tmp_path / "cells.json").write_text(
-        json.dumps({"cells": [{"results": 3}], "settings": {}, "contestants": 7})
-    )
-    before = sorted(tmp_path.iterdir())
 
     def works(*_, **__):
         pytest.fail("the command began its work")
@@ -96,19 +88,7 @@ def run(monkeypatch, capsys, tmp_path):
         (demo, "inspect_setting"), (inspect, "reports"), (visualize, "write_page"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, works)
-
-    def call(*arguments: str) -> tuple[int, str]:
-        given = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
-        monkeypatch.setattr(sys, "argv", ["flashtile", *given])
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        assert sorted(tmp_path.iterdir()) == before
-        written = capsys.readouterr()
-        assert written.out == ""
-        return stopped.value.code, written.err
-
-    return call
+    return refusals(cli.main, "flashtile", tmp_path, monkeypatch, capsys)
 
 
 @walk(("arguments", "said"), BAD)

@@ -7,6 +7,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from flashtile.problems.masking import RANGES
 from flashtile.tools.commands.explain import explain
 from flashtile.tools.commands.info import info
 
@@ -76,6 +77,17 @@ def test_explain_over_a_cache():
     assert "flashtile, over a cache" in eight.output
     narrow = invoke(explain, *arguments, "--seqlen-q", "1", "--cache-dtype", "float8_e4m3fn")
     assert "129 MiB" in narrow.output
+
+
+def test_explain_has_every_option_of_the_mask():
+    """Without and with a cache, whose problem and costs are made in two ways."""
+    values = {"window_left": 5, "window_right": 6, "attention_chunk": 7}
+    assert set(values) == set(RANGES)
+    options = [word for name, n in values.items() for word in ("--" + name.replace("_", "-"), str(n))]
+    for where in ((), ("--page-size", "16")):
+        result = invoke(explain, "--verbose", "--device", "cpu", *where, *options)
+        assert result.exit_code == 0, result.output
+        assert all(f"{name}={value}" in result.output for name, value in values.items())
 
 
 def test_explain_refuses():

@@ -200,7 +200,7 @@ SUM = 4.0
 """The launch of the kernel that adds up parts."""
 
 
-class Launch(NamedTuple):
+class LaunchWork(NamedTuple):
     """The work of a launch, in whole blocks, so that calls of similar lengths share an estimate."""
 
     rows: tuple[SeenRows, ...]
@@ -254,39 +254,39 @@ def variants(problem: Problem, configs: tuple[BackwardConfig, ...]) -> Iterator[
     enough = ENOUGH_ROUNDS * multiprocessors(problem.device)
     for config, splits in itertools.product(configs, candidates(problem)):
         divided = replace(config, HEAD_SPLITS=splits.heads, ROW_SPLITS=splits.rows)
-        launch = launch_of(problem, divided)
-        if splits.parts > 1 and launch.tiles >= enough:
+        work = work_of_launch(problem, divided)
+        if splits.parts > 1 and work.tiles >= enough:
             continue
         yield divided
         # Room for all heads only where heads would wait for it: if all fit, ``dq_accum`` leaves the L2 cache
         # sooner.
-        if launch.resident < launch.heads and launch.tiles < enough:
+        if work.resident < work.heads and work.tiles < enough:
             everywhere = replace(divided, ALL_RESIDENT=True)
-            if accum_bytes(problem, launch_of(problem, everywhere)) <= MAX_BYTES:
+            if accum_bytes(problem, work_of_launch(problem, everywhere)) <= MAX_BYTES:
                 yield everywhere
 
 
 def microseconds(
-    problem: Problem, config: BackwardConfig, of_programs: Callable[[Launch], float] | None = None
+    problem: Problem, config: BackwardConfig, of_programs: Callable[[LaunchWork], float] | None = None
 ) -> float:
     """Return the estimated time of a call with ``config``.
 
     ``of_programs`` returns the time of the programs; None means :func:`busiest`.
     """
-    launch = launch_of(problem, config)
+    work = work_of_launch(problem, config)
     width = problem.head_dim + problem.head_dim_v
     rows, keys = problem.total_q * problem.num_heads_q, problem.total_k * problem.num_heads_kv
     # out and dO are read, then q, k, v and dO; dq, dk and dv are written.
     moved = problem.dtype.itemsize * (rows * (2 * width + problem.head_dim_v) + 2 * keys * width)
-    time = LAUNCH[config.BLOCK_M] + moved / BYTES + (of_programs or busiest)(launch)
-    time += accum_bytes(problem, launch) / ACCUM_BYTES
+    time = LAUNCH[config.BLOCK_M] + moved / BYTES + (of_programs or busiest)(work)
+    time += accum_bytes(problem, work) / ACCUM_BYTES
     if config.parts > 1:
         time += SUM + 2 * config.parts * part_bytes(problem) / BYTES
     return time
 
 
 @lru_cache(maxsize=64)
-def launch_of(problem: Problem, config: BackwardConfig) -> Launch:
+def work_of_launch(problem: Problem, config: BackwardConfig) -> LaunchWork:
     """Return the work of a call with ``config``. Packed sequences are assumed to be equally long."""
     scheduled = as_scheduled(problem, config.HEAD_SPLITS)
     heads, group = key_heads(scheduled) * config.COLUMN_SPLITS, scheduled.group_size
@@ -302,26 +302,27 @@ def launch_of(problem: Problem, config: BackwardConfig) -> Launch:
     if not problem.deterministic and (is_causal(problem) or has_lists(problem)):
         last = last_heads(scheduled, config.BLOCK_N, programs, config.ROW_SPLITS)
     resident = heads if simple else resident_heads(scheduled, config, 1, programs)
-    return Launch(
-        rows[::-1] if problem.deterministic else rows,
-        heads,
-        group,
-        config.ROW_SPLITS,
-        last,
-        resident,
-        0 if config.wide else tiles * block_d // 16,  # of POSTPROCESS_CHUNK floats; a tile has 64 x block_d
-        programs,
-        WIDE_COSTS if config.wide else COSTS[block_d, block_dv, config.BLOCK_M],
+    return LaunchWork(
+        rows=rows[::-1] if problem.deterministic else rows,
+        heads=heads,
+        group=group,
+        row_splits=config.ROW_SPLITS,
+        last=last,
+        resident=resident,
+        # Chunks have POSTPROCESS_CHUNK floats, and a tile has 64 x block_d.
+        chunks=0 if config.wide else tiles * block_d // 16,
+        programs=programs,
+        costs=WIDE_COSTS if config.wide else COSTS[block_d, block_dv, config.BLOCK_M],
     )
 
 
-def accum_bytes(problem: Problem, launch: Launch) -> int:
+def accum_bytes(problem: Problem, work: LaunchWork) -> int:
     """Return the bytes of ``dq_accum``."""
-    if not launch.chunks:
+    if not work.chunks:
         return 0
     rows = math.ceil(average_lengths(problem)[0] / WARPGROUP_ROWS) * WARPGROUP_ROWS
     rows *= packed_sequences(problem)
-    return 4 * launch.resident * launch.group * rows * padded_columns(problem.head_dim)
+    return 4 * work.resident * work.group * rows * padded_columns(problem.head_dim)
 
 
 def packed_sequences(problem: Problem) -> int:
@@ -329,33 +330,31 @@ def packed_sequences(problem: Problem) -> int:
     return problem.batch if problem.varlen else 1
 
 
-def tile_costs(launch: Launch) -> list[list[float]]:
+def tile_costs(work: LaunchWork) -> list[list[float]]:
     """Return the costs of the work tiles of each block of keys of a head."""
-    tile, step, cut = launch.costs
-    shares = [
-        [rows.share(index, launch.row_splits) for index in range(launch.row_splits)] for rows in launch.rows
-    ]
+    tile, step, cut = work.costs
+    shares = [[rows.share(index, work.row_splits) for index in range(work.row_splits)] for rows in work.rows]
     return [
-        [tile + launch.group * (step * (rows.end - rows.begin) + cut * rows.cut) for rows in block]
+        [tile + work.group * (step * (rows.end - rows.begin) + cut * rows.cut) for rows in block]
         for block in shares
     ]
 
 
-def queue(launch: Launch) -> Iterator[tuple[int, int]]:
+def queue(work: LaunchWork) -> Iterator[tuple[int, int]]:
     """Yield (key head, block of keys) in the order of the queue (``schedule.head_and_block``)."""
-    blocks, first = range(len(launch.rows)), launch.heads - launch.last
+    blocks, first = range(len(work.rows)), work.heads - work.last
     yield from itertools.product(range(first), blocks)
-    for block, head in itertools.product(blocks, range(first, launch.heads)):
+    for block, head in itertools.product(blocks, range(first, work.heads)):
         yield head, block
 
 
-def least_busiest(launch: Launch) -> float:
+def least_busiest(work: LaunchWork) -> float:
     """Return a lower bound of :func:`busiest`, from the mean load of programs and the longest work tile."""
-    tile, step, cut = launch.costs
-    steps, longest, cuts = totals(launch.rows)
-    mean = tile * len(launch.rows) * launch.row_splits + launch.group * (step * steps + cut * cuts)
-    longest_tile = tile + launch.group * step * (longest // launch.row_splits)
-    return max(mean * launch.heads / launch.programs, longest_tile) + conversion(launch)
+    tile, step, cut = work.costs
+    steps, longest, cuts = totals(work.rows)
+    mean = tile * len(work.rows) * work.row_splits + work.group * (step * steps + cut * cuts)
+    longest_tile = tile + work.group * step * (longest // work.row_splits)
+    return max(mean * work.heads / work.programs, longest_tile) + conversion(work)
 
 
 @lru_cache(maxsize=8)
@@ -365,30 +364,30 @@ def totals(rows: tuple[SeenRows, ...]) -> tuple[int, int, int]:
     return sum(steps), max(steps), sum(block.cut for block in rows)
 
 
-def conversion(launch: Launch) -> float:
+def conversion(work: LaunchWork) -> float:
     """Return the time from the last addition to a head's dQ to the end of its conversion."""
-    return SIGNAL + CHUNK * launch.chunks if launch.chunks else 0.0
+    return SIGNAL + CHUNK * work.chunks if work.chunks else 0.0
 
 
 @lru_cache(maxsize=64)
-def busiest(launch: Launch) -> float:
+def busiest(work: LaunchWork) -> float:
     """Return the estimated time of the programs, with the conversion of the dQ of the last heads.
 
     The first addition to a head's dQ waits until its place in ``dq_accum`` is converted and zero. With
     ENOUGH_ROUNDS all programs end at about the same time, and the mean is returned.
     """
-    costs = tile_costs(launch)
-    convert = conversion(launch)
-    if launch.tiles >= ENOUGH_ROUNDS * launch.programs:
-        return launch.heads * sum(map(sum, costs)) / launch.programs + convert
+    costs = tile_costs(work)
+    convert = conversion(work)
+    if work.tiles >= ENOUGH_ROUNDS * work.programs:
+        return work.heads * sum(map(sum, costs)) / work.programs + convert
     # The queue is played through: the program that is free first takes the next work tile.
-    busy = [0.0] * launch.programs
-    ends = [0.0] * launch.heads
-    for head, block in queue(launch):
-        before = head - launch.resident
+    busy = [0.0] * work.programs
+    ends = [0.0] * work.heads
+    for head, block in queue(work):
+        before = head - work.resident
         zeroed = ends[before] + convert if before >= 0 else 0.0
         for cost in costs[block]:
-            end = max(busy[0], zeroed - launch.costs.step) + cost  # dQ of a step is passed on one step later
+            end = max(busy[0], zeroed - work.costs.step) + cost  # dQ of a step is passed on one step later
             heapq.heapreplace(busy, end)
             ends[head] = max(ends[head], end)
     return max(busy) + convert

@@ -55,7 +55,7 @@ from flashtile.backends.hopper.config import (
 )
 from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.forward.config import ForwardVariant
-from flashtile.backends.hopper.forward.rounds import Plan, plan_of
+from flashtile.backends.hopper.forward.rounds import ForwardPlan, plan_of
 from flashtile.backends.hopper.modifiers import (
     FunctionTensors,
     is_shared,
@@ -123,7 +123,7 @@ class DqVariant(ForwardVariant):
     HEAD_DIM_V: int
 
 
-def dq_variant(problem: Problem, plan: Plan) -> DqVariant:
+def dq_variant(problem: Problem, plan: ForwardPlan) -> DqVariant:
     """Return the variant of the kernel of dQ for head sizes over 128, which has the forward's schedule."""
     # lse contains the sink, so P needs nothing else of it; its own gradient comes from the preprocess kernel.
     variant = replace(forward.forward_variant(problem, plan), SINK=False)
@@ -140,14 +140,17 @@ def key_tile_table(problem: Problem, block_n: int) -> TileTable | None:
 def schedule_of(
     problem: Problem,
     config: BackwardConfig,
+    table: TileTable | None,
     k: Tensor,
     alibi_slopes: Tensor | None,
     swizzle: int = 1,
     bias: Tensor | None = None,
 ) -> BackwardSchedule:
-    """Return the :class:`BackwardSchedule` of a launch. ``problem`` is from :func:`as_scheduled`."""
+    """Return the :class:`BackwardSchedule` of a launch.
+
+    ``problem`` is from :func:`as_scheduled`, and ``table`` from :func:`key_tile_table`.
+    """
     num_blocks = math.ceil(problem.seqlen_k / config.BLOCK_N)
-    table = key_tile_table(problem, config.BLOCK_N)
     tiles = problem.batch * num_blocks if table is None else table.capacity
     return BackwardSchedule(
         num_tiles=tiles * problem.num_heads_kv,
@@ -302,7 +305,8 @@ class HopperBackwardLaunch:
         # views and numbers are those of the call.
         scheduled = as_scheduled(problem, config.HEAD_SPLITS)
         swizzle = l2_swizzle(scheduled)
-        schedule = schedule_of(scheduled, config, k, extras.alibi_slopes, swizzle, extras.bias)
+        table = key_tile_table(problem, variant.BLOCK_N)
+        schedule = schedule_of(scheduled, config, table, k, extras.alibi_slopes, swizzle, extras.bias)
         programs = persistent_programs(schedule.num_tiles * config.ROW_SPLITS, q.device)
         # The field ``swizzle`` has two meanings (``schedule.head_and_block``).
         if not variant.DETERMINISTIC:
@@ -339,17 +343,17 @@ class HopperBackwardLaunch:
             columns=variant.BLOCK_D,  # the columns past head_dim as well: dQ is added in whole tiles
         )
         return BackwardKernels(
-            preprocess,
-            key_tile_table(problem, variant.BLOCK_N),
-            products,
-            None,
-            SumParts(problem, config.parts) if config.parts > 1 else None,
-            None if problem.mods is None else FunctionTensors(problem.mods, extras, by_keys=True),
-            products,
-            heads * sizes.row_blocks if problem.deterministic else 0,
-            BiasGradient(problem, variant) if problem.bias and problem.bias_grad else None,
-            variant.STORES_DS,
-            BackwardScalars(schedule, sizes, numbers_of(problem)),
+            preprocess=preprocess,
+            fill_table=table,
+            products=products,
+            dq=None,
+            sum_parts=SumParts(problem, config.parts) if config.parts > 1 else None,
+            functions=None if problem.mods is None else FunctionTensors(problem.mods, extras, by_keys=True),
+            last=products,
+            dq_semaphores=heads * sizes.row_blocks if problem.deterministic else 0,
+            bias_gradient=BiasGradient(problem, variant) if problem.bias and problem.bias_grad else None,
+            stores_ds=variant.STORES_DS,
+            scalars=BackwardScalars(schedule, sizes, numbers_of(problem)),
         )
 
     def _prepare_wide(
@@ -367,8 +371,9 @@ class HopperBackwardLaunch:
         of_dq = wide_views(problem, dkv, config.parts, q, k, v, of_dq=True)
         numbers = numbers_of(problem)
         scheduled = as_scheduled(problem, config.HEAD_SPLITS)
-        blocks_k = schedule_of(scheduled, config, k, extras.alibi_slopes)
-        blocks_q = forward.schedule_of(problem, plan, k, extras.alibi_slopes)
+        table_k, table_q = key_tile_table(problem, dkv.BLOCK_N), forward.tile_table(problem, plan)
+        blocks_k = schedule_of(scheduled, config, table_k, k, extras.alibi_slopes)
+        blocks_q = forward.schedule_of(problem, plan, table_q, k, extras.alibi_slopes)
         per_block = config.ROW_SPLITS * dkv.COLUMN_SPLITS  # work tiles of a block of keys of a head
         programs = persistent_programs(blocks_k.num_tiles * per_block, q.device)
         last = last_heads(scheduled, dkv.BLOCK_N, programs, per_block)
@@ -398,13 +403,13 @@ class HopperBackwardLaunch:
             of_queries = FunctionTensors(problem.mods, extras, by_keys=False)
         return BackwardKernels(
             # lse in log2 units, because no product starts at it, and no dq_accum.
-            Preprocess(problem, dlse is not None, LOG2_E, counters=1),
-            key_tile_table(problem, dkv.BLOCK_N),
-            compute_dkv,
-            DqKernel(forward.tile_table(problem, plan), compute_dq, of_queries, plan.queued),
-            SumParts(problem, config.parts) if config.parts > 1 else None,
-            of_keys,
-            compute_dq,
+            preprocess=Preprocess(problem, dlse is not None, LOG2_E, counters=1),
+            fill_table=table_k,
+            products=compute_dkv,
+            dq=DqKernel(table_q, compute_dq, of_queries, plan.queued),
+            sum_parts=SumParts(problem, config.parts) if config.parts > 1 else None,
+            functions=of_keys,
+            last=compute_dq,
         )
 
 

@@ -64,7 +64,8 @@ COMBINE_TILES = {4: 2048, 8: 8192}
 """Warps of a combining program of more than FEW_SPLITS parts -> elements of partial results that it loads at
 a time."""
 COMBINING_PROGRAMS = 4
-"""Programs per multiprocessor of the kernel that combines divided work tiles (:func:`divides`)."""
+"""Programs per multiprocessor of the kernel that combines divided work tiles (:func:`divides`). They are
+as many as run at a time, because they mostly find nothing to combine."""
 MANY_PARTS = 16
 """With more parts per work tile, a combining program has 8 warps instead of 4."""
 MIN_SPLITS = 4
@@ -130,7 +131,7 @@ def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) ->
     copies = config.tile.BLOCK_N // copy_rows(problem, config)
     loaders = min(copies, MAX_LOADERS)
     fields = layout(packed(problem), config, stream_k)
-    fields["HAS_LEFT"] = fields["HAS_LEFT"] or problem.leftpad
+    fields["HAS_LEFT"] = fields["HAS_LEFT"] or problem.leftpad  # padding hides keys as a left window does
     e4m3 = problem.cache_dtype == FP8
     # Rows of an FP8 call have different scales, so the scale is not folded into the exponent.
     scaled = problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0 or e4m3
@@ -154,8 +155,9 @@ def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) ->
         STREAM_K=stream_k,
         DIVIDES=divided,
         SPLIT=stream_k or divided or num_splits_of(problem, config)[0] > 1,
+        # Whichever makes fewer partial records. Each costs programs of the combining kernel.
         BY_WORK_TILE=work_tiles < balanced_programs(problem, config),
-        PDL=not stream_k,
+        PDL=not stream_k,  # only the queue has a kernel before it, which fills its table
         PACK=pack,
         KV_GROUP=problem.group_size // pack,
         HEAD_DIM=problem.head_dim,
@@ -261,9 +263,10 @@ class HopperDecodeLaunch(DecodeLaunch):
             views(problem, variant, q, k_cache, v_cache),
             HopperDecodePointers,
             launch_pdl=variant.PDL,
-            maxnreg=config.registers[-1],
+            maxnreg=config.registers[-1],  # before consumers and loaders share them
         )
         floats = splits.slots * splits.partial_rows * (problem.head_dim_v + 1)
+        # Behind the partial results is memory for records or the queue's table (``behind_partials``).
         if variant.STREAM_K:
             records = programs
             if variant.BY_WORK_TILE:
@@ -272,6 +275,7 @@ class HopperDecodeLaunch(DecodeLaunch):
             return Attend(attend, None, variant.GATHER), self._combine_recorded(
                 variant, lengths, splits, records
             )
+        # A header, an entry for each m_block, and further ones for the parts of divided m_blocks.
         rows = 1 + lengths.m_blocks + (splits.slots // problem.num_heads_kv if variant.DIVIDES else 0)
         self._partials = round_up(floats + rows * TABLE_WIDTH.value, 64)
         table = CachedLaunch(
@@ -301,6 +305,7 @@ class HopperDecodeLaunch(DecodeLaunch):
         programs = multiprocessors(self._device) * config.programs_per_sm
         if variant.STREAM_K:
             programs = balanced_programs(self._problem, config)
+            # A share leaves parts of at most two work tiles: one that it continues and one that it begins.
             slots = 2 * programs
         elif variant.DIVIDES:
             slots = DIVIDED_SLOTS * programs
@@ -373,7 +378,7 @@ def _combining(kernel: Any, programs: int, scalars: tuple, constants: tuple, num
         None,
         pointers=CombinePointers,
         num_warps=num_warps,
-        launch_pdl=True,
+        launch_pdl=True,  # programs are placed while attention still runs, and wait for its end
     )
 
 
@@ -403,6 +408,7 @@ class Attend:
                 device, partial, given.cache_seqlens, given.cache_leftpad, given.cu_seqlens_q,
                 given.cu_seqlens_k_new,
             )  # fmt: skip
+        # Descriptors serve TMA only: a kernel that copies keys one by one also needs the addresses.
         gathered = (k, v) if self._gathers else (None, None)
         self._kernel(device, q, k, v, out, lse, partial, *tensors, *gathered)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.config import allocator, contiguous_strides, outer_stride, scales_scores
+from flashtile.backends.common.config import contiguous_strides, outer_stride, scales_scores
 from flashtile.backends.common.counters import zeroed_counters
-from flashtile.backends.common.launch import CachedLaunch
+from flashtile.backends.common.launch import CachedLaunch, Outputs
 from flashtile.backends.common.tma import (
     View,
     cells_view,
@@ -39,7 +38,7 @@ from flashtile.backends.hopper.forward.config import (
     tile_columns,
 )
 from flashtile.backends.hopper.forward.kernel import forward_kernel
-from flashtile.backends.hopper.forward.rounds import Plan, plan_of
+from flashtile.backends.hopper.forward.rounds import ForwardPlan, plan_of
 from flashtile.backends.hopper.forward.schedule import (
     ForwardNumbers,
     ForwardPointers,
@@ -57,14 +56,14 @@ from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E
 
 
-def forward_variant(problem: Problem, plan: Plan, bias: Tensor | None = None) -> ForwardVariant:
+def forward_variant(problem: Problem, plan: ForwardPlan, bias: Tensor | None = None) -> ForwardVariant:
     """Return the variant that a kernel with the forward's schedule is compiled for.
 
     The kernels other than the forward's pad tiles to 64, 128 or 256 columns, and scale modified scores to
     log2 units.
     """
     config = plan.config
-    mask_constants = problem.for_kernels(problem.seqlen_q, problem.seqlen_k).constants
+    mask_constants = plan.mask.constants
     block_d, block_dv = padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)
     columns, scaled = block_d, scales_scores(problem)
     if plan.kernel == "forward":
@@ -135,7 +134,7 @@ def launch_registers(variant: ForwardVariant) -> int:
     return LAUNCH_REGISTERS[variant.WARPGROUPS] if variant.PROGRAMS == 1 else SHARING_REGISTERS[1]
 
 
-def tile_table(problem: Problem, plan: Plan) -> TileTable | None:
+def tile_table(problem: Problem, plan: ForwardPlan) -> TileTable | None:
     """Return the tile table of packed sequences; None for a dense call."""
     if not problem.varlen:
         return None
@@ -152,14 +151,14 @@ def tile_table(problem: Problem, plan: Plan) -> TileTable | None:
 
 def schedule_of(
     problem: Problem,
-    plan: Plan,
+    plan: ForwardPlan,
+    table: TileTable | None,
     k: Tensor,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> ForwardSchedule:
-    """Return the integers of the launch."""
+    """Return the integers of the launch. ``table``: its :func:`tile_table`."""
     num_heads = problem.num_heads_q // plan.pack * plan.column_splits
-    table = tile_table(problem, plan)
     return ForwardSchedule(
         num_tiles=plan.tiles if table is None else table.capacity * num_heads,
         num_blocks=plan.blocks,
@@ -170,7 +169,7 @@ def schedule_of(
         seqlen_k=problem.seqlen_k,
         total_q=problem.total_q,
         batch_rows_k=rows_between_sequences(k),
-        mask=problem.for_kernels(problem.seqlen_q, problem.seqlen_k),
+        mask=plan.mask,
         alibi_stride=outer_stride(alibi_slopes),
         **modifier_integers(problem, bias),
     )
@@ -184,31 +183,6 @@ def numbers_of(problem: Problem) -> ForwardNumbers:
     if problem.dropout_p:
         numbers["keep_scale"] = 1 / (1 - problem.dropout_p)
     return ForwardNumbers(**numbers)
-
-
-class Outputs:
-    """Prepares (out, lse) for tensors of one signature: the given tensors, or new memory."""
-
-    def __init__(self, problem: Problem, out_dtype: torch.dtype) -> None:
-        self._varlen = problem.varlen
-        self._out_shape, self._out_dtype = problem.out_shape, out_dtype
-        self._lse_shape = problem.lse_shape
-        self._new_out: Callable[[Tensor], Tensor] | None = None
-
-    def __call__(
-        self, q: Tensor, out: Tensor | None = None, lse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if not self._varlen:
-            if out is None:
-                if self._new_out is None:
-                    self._new_out = allocator(q, self._out_shape, self._out_dtype)
-                out = self._new_out(q)
-            return out, q.new_empty(*self._lse_shape, dtype=torch.float32) if lse is None else lse
-        # Tokens outside of all sequences are not written by the kernel.
-        out = q.new_zeros(self._out_shape, dtype=self._out_dtype) if out is None else out.zero_()
-        if lse is None:
-            return out, q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
-        return out, lse.fill_(-torch.inf)
 
 
 class ForwardKernels(NamedTuple):
@@ -230,7 +204,7 @@ class HopperForwardLaunch:
     def __init__(self, problem: Problem, config: ForwardConfig) -> None:
         self._problem = problem
         self._config = config
-        self._allocate = Outputs(problem, problem.out_dtype)
+        self._outputs = Outputs(problem, all_written=not problem.varlen)
         self._kernels: ForwardKernels | None = None
 
     def __call__(
@@ -242,7 +216,7 @@ class HopperForwardLaunch:
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = self._allocate(q, out, lse)
+        out, lse = self._outputs(q, out, lse)
         kernels = self._kernels
         if kernels is None:  # assigned only when complete, since other threads may read it
             kernels = self._kernels = self._prepare(q, k, v, extras)
@@ -281,7 +255,8 @@ class HopperForwardLaunch:
         problem = self._problem
         plan = plan_of(problem, self._config)
         variant = forward_variant(problem, plan, extras.bias)
-        schedule = schedule_of(problem, plan, k, extras.alibi_slopes, extras.bias)
+        table = tile_table(problem, plan)
+        schedule = schedule_of(problem, plan, table, k, extras.alibi_slopes, extras.bias)
         attend = CachedLaunch(
             forward_kernel,
             persistent_programs(schedule.num_tiles, q.device, variant.PROGRAMS),
@@ -295,7 +270,7 @@ class HopperForwardLaunch:
         functions = None
         if problem.mods is not None:
             functions = FunctionTensors(problem.mods, extras, by_keys=False)
-        return ForwardKernels(tile_table(problem, plan), attend, functions, plan.queued)
+        return ForwardKernels(table, attend, functions, plan.queued)
 
 
 def bias_view(problem: Problem, variant: ForwardVariant, bias: Tensor | None) -> View | None:

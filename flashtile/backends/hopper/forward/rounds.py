@@ -19,6 +19,7 @@ from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, column_splits, has_lists, modifiers_of
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
+from flashtile.problems.masking import KernelMask
 
 if TYPE_CHECKING:
     from flashtile.backends.hopper.forward.config import ForwardConfig
@@ -72,7 +73,7 @@ keys at head sizes 64 and 128: these costs lie between that fit and one of longe
 fitted to the older files."""
 
 
-class Plan(NamedTuple):
+class ForwardPlan(NamedTuple):
     """How a call is divided into work tiles, and how programs get them. The launch follows the plan by which
     its configuration was chosen: both are from :func:`plan_of`."""
 
@@ -94,6 +95,8 @@ class Plan(NamedTuple):
     """Programs take work tiles from the work queue, not in serpentine order."""
     interleaved: int
     """Number of heads whose work tiles are interleaved."""
+    mask: KernelMask
+    """The mask by position, as kernels take it."""
 
     @property
     def tiles(self) -> int:
@@ -101,15 +104,16 @@ class Plan(NamedTuple):
         return self.heads * (math.ceil(self.blocks / 2) if self.paired else self.blocks)
 
 
-def plan_of(problem: Problem, config: ForwardConfig, kernel: str = "forward") -> Plan:
+def plan_of(problem: Problem, config: ForwardConfig, kernel: str = "forward") -> ForwardPlan:
     """Return how the work of a call is divided under ``config``."""
     pack, splits = 1, 1
     if kernel != "dq":
         pack, splits = pack_of(problem, config.BLOCK_M, windows=kernel == "forward"), column_splits(problem)
     heads = problem.batch * problem.num_heads_q // pack * splits
     blocks = math.ceil(problem.seqlen_q * pack / config.BLOCK_M)
-    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    one_edge = right != UNLIMITED and left == UNLIMITED
+    mask = problem.for_kernels(problem.seqlen_q, problem.seqlen_k)
+    right = mask.window_right
+    one_edge = right != UNLIMITED and mask.window_left == UNLIMITED
     short = problem.seqlen_k < config.paired_below
     # Lengths of packed sequences, and of lists, are known on the device only: no fixed order balances them.
     queued = kernel != "dq" and (problem.varlen or (config.QUEUED and one_edge and not short))
@@ -120,10 +124,13 @@ def plan_of(problem: Problem, config: ForwardConfig, kernel: str = "forward") ->
         queued, paired = True, False
     few = paired or queued
     interleaved = interleaved_heads(problem, heads, problem.group_size // pack * splits, blocks, few)
-    return Plan(kernel, config, pack, splits, heads, blocks, paired, queued, interleaved)
+    return ForwardPlan(
+        kernel=kernel, config=config, pack=pack, column_splits=splits, heads=heads, blocks=blocks,
+        paired=paired, queued=queued, interleaved=interleaved, mask=mask,
+    )  # fmt: skip
 
 
-class Launch(NamedTuple):
+class LaunchWork(NamedTuple):
     """The work of a launch, in whole blocks, so that calls of similar lengths share an estimate."""
 
     blocks: tuple[int, ...]
@@ -132,7 +139,7 @@ class Launch(NamedTuple):
     interleaved: int
     paired: bool
     queued: bool
-    """heads, interleaved, paired and queued are those of the :class:`Plan`."""
+    """heads, interleaved, paired and queued are those of the :class:`ForwardPlan`."""
     programs: int
     """Programs that the GPU runs at a time; some have no work tile if there are fewer tiles."""
     costs: Costs
@@ -155,12 +162,12 @@ def fastest(
     if problem.varlen or problem.seqused_k or plan.tiles >= enough or costs is None:
         return first
     any_order = allows_single_tiles(problem)
-    best, least = first, WORTHWHILE * microseconds(launch_of(problem, plan, costs))
+    best, least = first, WORTHWHILE * microseconds(work_of_launch(problem, plan, costs))
     for config in others:
         other, costs = plan_of(problem, config, kernel), costs_of(config)
         if costs is None or other.pack != plan.pack:
             continue
-        time = microseconds(launch_of(problem, other, costs))
+        time = microseconds(work_of_launch(problem, other, costs))
         if time < least and (any_order or other.paired or not plan.paired):
             best, least = config, time
     return best
@@ -172,12 +179,15 @@ def allows_single_tiles(problem: Problem) -> bool:
     return problem.batch * problem.num_heads_kv * problem.seqlen_k * width <= MAX_SINGLE_BYTES
 
 
-def launch_of(problem: Problem, plan: Plan, costs: Costs) -> Launch:
+def work_of_launch(problem: Problem, plan: ForwardPlan, costs: Costs) -> LaunchWork:
     """Return the work of a dense call that is divided by ``plan``."""
     config = plan.config
     blocks = tuple(blocks_of_rows(problem, config.BLOCK_M // plan.pack, config.BLOCK_N))
     programs = config.PROGRAMS * multiprocessors(problem.device)
-    return Launch(blocks, plan.heads, plan.interleaved, plan.paired, plan.queued, programs, costs)
+    return LaunchWork(
+        blocks=blocks, heads=plan.heads, interleaved=plan.interleaved, paired=plan.paired, queued=plan.queued,
+        programs=programs, costs=costs,
+    )  # fmt: skip
 
 
 def blocks_of_rows(problem: Problem, rows: int, block_n: int) -> Iterator[int]:
@@ -191,29 +201,29 @@ def blocks_of_rows(problem: Problem, rows: int, block_n: int) -> Iterator[int]:
         yield math.ceil(end / block_n) - begin // block_n if begin < end else 1
 
 
-def tile_costs(launch: Launch) -> Iterator[float]:
+def tile_costs(work: LaunchWork) -> Iterator[float]:
     """Yield the cost of each work tile, in the order in which programs take them."""
-    rows = [launch.costs.tile + launch.costs.block * count for count in launch.blocks]
-    if launch.paired:
+    rows = [work.costs.tile + work.costs.block * count for count in work.blocks]
+    if work.paired:
         half = len(rows) // 2
         rows = [*map(add, rows[:half], reversed(rows)), *rows[half : len(rows) - half]]
-    for _ in range(launch.heads // launch.interleaved):
+    for _ in range(work.heads // work.interleaved):
         for cost in rows:
-            yield from [cost] * launch.interleaved
+            yield from [cost] * work.interleaved
 
 
 @lru_cache(maxsize=1024)
-def microseconds(launch: Launch) -> float:
+def microseconds(work: LaunchWork) -> float:
     """Return the estimated time of a launch: that of its busiest program."""
-    busy = [0.0] * launch.programs
-    tiles = list(tile_costs(launch))
-    if launch.queued:
+    busy = [0.0] * work.programs
+    tiles = list(tile_costs(work))
+    if work.queued:
         for cost in tiles:
             heapq.heapreplace(busy, busy[0] + cost)
     else:
-        for first in range(0, len(tiles), launch.programs):
-            turn = tiles[first : first + launch.programs]
-            turn += [0.0] * (launch.programs - len(turn))
+        for first in range(0, len(tiles), work.programs):
+            turn = tiles[first : first + work.programs]
+            turn += [0.0] * (work.programs - len(turn))
             busy = list(map(add, reversed(busy), turn))  # serpentine order: every other turn runs backwards
     return LAUNCH + max(busy)
 

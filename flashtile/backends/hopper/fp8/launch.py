@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.launch import CachedLaunch
+from flashtile.backends.common.launch import CachedLaunch, Outputs
 from flashtile.backends.common.tma import View
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS, persistent_programs, score_numbers
 from flashtile.backends.hopper.forward import launch as forward
-from flashtile.backends.hopper.forward.launch import ForwardKernels, Outputs, schedule_of, tile_table
-from flashtile.backends.hopper.forward.rounds import Plan, plan_of
+from flashtile.backends.hopper.forward.launch import ForwardKernels, schedule_of, tile_table
+from flashtile.backends.hopper.forward.rounds import ForwardPlan, plan_of
 from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.fp8.config import PRODUCER_WARPS, REGISTERS, Fp8Config, Fp8Variant
 from flashtile.backends.hopper.fp8.kernel import BlockScaleStrides, Fp8ForwardPointers, fp8_forward_kernel
@@ -25,12 +25,12 @@ class Fp8ForwardLaunch:
         self._problem = problem
         self._config = config
         self._plan = plan_of(problem, config, "fp8")
-        self._allocate = Outputs(problem, problem.out_dtype)
+        self._outputs = Outputs(problem, all_written=not problem.varlen)
         self._kernels: ForwardKernels | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors) -> tuple[Tensor, Tensor]:
         q_descale, k_descale, v_descale, cu_seqlens_q, cu_seqlens_k, seqused_k, _, _ = tensors
-        out, lse = self._allocate(q)
+        out, lse = self._outputs(q)
         kernels = self._kernels
         if kernels is None:  # assigned when complete, because another thread may call this launch meanwhile
             kernels = self._kernels = self._prepare(q, k, v, tensors.scales)
@@ -57,7 +57,8 @@ class Fp8ForwardLaunch:
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, scales: Scales) -> ForwardKernels:
         problem, plan = self._problem, self._plan
         variant = fp8_forward_variant(problem, plan, scales)
-        schedule = schedule_of(problem, plan, k)._replace(alibi_stride=None)
+        table = tile_table(problem, plan)
+        schedule = schedule_of(problem, plan, table, k)._replace(alibi_stride=None)
         attend = CachedLaunch(
             fp8_forward_kernel,
             persistent_programs(schedule.num_tiles, q.device),
@@ -68,10 +69,10 @@ class Fp8ForwardLaunch:
             Fp8ForwardPointers,
             maxnreg=LAUNCH_REGISTERS[variant.WARPGROUPS],
         )
-        return ForwardKernels(tile_table(problem, plan), attend, None, plan.queued)
+        return ForwardKernels(table, attend, None, plan.queued)
 
 
-def fp8_forward_variant(problem: Fp8Problem, plan: Plan, scales: Scales) -> Fp8Variant:
+def fp8_forward_variant(problem: Fp8Problem, plan: ForwardPlan, scales: Scales) -> Fp8Variant:
     """Return the kernel's variant for ``scales``; a scale that is None counts as 1."""
     common = vars(forward.forward_variant(problem, plan))
     consumer, producer = REGISTERS[plan.config.warpgroups, problem.v_transposed]

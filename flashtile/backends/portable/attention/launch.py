@@ -17,14 +17,13 @@ from torch import Tensor
 
 from flashtile.backends.common.config import (
     KernelConfig,
-    allocator,
     is_aligned,
     outer_stride,
     scales_scores,
     tile_widths,
     token_strides,
 )
-from flashtile.backends.common.launch import CachedLaunch
+from flashtile.backends.common.launch import CachedLaunch, Outputs
 from flashtile.backends.common.preprocess import num_padded_rows, preprocess_launch, preprocess_rows
 from flashtile.backends.portable.attention.arguments import (
     AttentionLengths,
@@ -56,6 +55,7 @@ from flashtile.backends.portable.key_bounds import KeyBounds
 from flashtile.dropout import threshold
 from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E
+from flashtile.problems.masking import KernelMask
 
 
 def attention_variant(
@@ -64,18 +64,19 @@ def attention_variant(
     precision: str,
     wide: bool,
     aligned: bool,
+    by_position: KernelMask,
     mask: Tensor | None,
     bias: Tensor | None,
 ) -> AttentionVariant:
     """Return the constants of a kernel, without those of ``score_mod`` and ``mask_mod``.
 
     ``wide``: whether offsets within a tile of q, k or v need 64 bits; ``aligned``: whether tiles of k and v
-    are loaded asynchronously (:func:`is_aligned`).
+    are loaded asynchronously (:func:`is_aligned`); ``by_position``: the mask by position, in addition to the
+    tensor ``mask``.
     """
-    mask_constants = problem.for_kernels(problem.seqlen_q, problem.seqlen_k).constants
     block_d, block_dv = tile_widths(problem.head_dim, problem.head_dim_v, aligned)
     return AttentionVariant(
-        **mask_constants,
+        **by_position.constants,
         VARLEN=problem.varlen,
         HAS_SOFTCAP=problem.softcap > 0,
         HAS_ALIBI=problem.alibi,
@@ -126,8 +127,7 @@ def _is_wide(tensor: Tensor | None) -> bool:
     return (tensor.shape[2] + 128) * row + (tensor.shape[3] + 128) * key >= 2**31
 
 
-def _lengths(problem: Problem, alibi_slopes: Tensor | None) -> AttentionLengths:
-    of_call = problem.for_kernels(problem.seqlen_q, problem.seqlen_k)
+def _lengths(problem: Problem, by_position: KernelMask, alibi_slopes: Tensor | None) -> AttentionLengths:
     return AttentionLengths(
         alibi_stride=outer_stride(alibi_slopes),
         num_heads_q=problem.num_heads_q,
@@ -137,7 +137,7 @@ def _lengths(problem: Problem, alibi_slopes: Tensor | None) -> AttentionLengths:
         total_q=problem.total_q,
         total_k=problem.total_k,
         # These kernels have a parameter for the size of chunks, also without chunks.
-        mask=of_call._replace(attention_chunk=of_call.attention_chunk or 0),
+        mask=by_position._replace(attention_chunk=by_position.attention_chunk or 0),
         drop_threshold=threshold(problem.dropout_p),
     )
 
@@ -167,7 +167,8 @@ def attention_kernel(
     block = max(config.BLOCK_M, config.BLOCK_N)
     wide = any(block * tensor.stride(-3) >= 2**31 for tensor in inputs)
     aligned = problem.dtype.itemsize == 2 and problem.head_dim_v % 16 == 0 and all(map(is_aligned, inputs))
-    variant = attention_variant(problem, config, precision, wide, aligned, extras.mask, extras.bias)
+    mask = problem.for_kernels(problem.seqlen_q, problem.seqlen_k)
+    variant = attention_variant(problem, config, precision, wide, aligned, mask, extras.mask, extras.bias)
     variant = replace(variant, **more)
     if problem.mods is not None:
         variant = with_functions(variant, problem, config, owns_keys)
@@ -181,7 +182,7 @@ def attention_kernel(
         padding=PaddingStrides(*padding),
         bias=_score_strides(extras.bias),
     )
-    lengths = _lengths(problem, extras.alibi_slopes)
+    lengths = _lengths(problem, mask, extras.alibi_slopes)
     scale, keep_scale = problem.softmax_scale, 1 / (1 - problem.dropout_p)
     numbers = AttentionNumbers(scale, scale * LOG2_E, problem.softcap, keep_scale)
     scalars = (*first, strides, lengths, numbers)
@@ -220,10 +221,7 @@ class PortableForwardLaunch:
     def __init__(self, problem: Problem, config: Config) -> None:
         self._problem = problem
         self._config = config
-        self._out_shape, self._out_dtype = problem.out_shape, problem.out_dtype
-        self._all_written = not (problem.varlen or problem.seqused_q)
-        self._lse_shape = problem.lse_shape
-        self._new_out: Any = None
+        self._outputs = Outputs(problem, all_written=not (problem.varlen or problem.seqused_q))
         self._key_bounds: Any = None
         self._functions: FunctionPointers | None = None
         self._kernel: CachedLaunch | None = None
@@ -237,19 +235,7 @@ class PortableForwardLaunch:
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if self._all_written:
-            if out is None:
-                if self._new_out is None:
-                    self._new_out = allocator(q, self._out_shape, self._out_dtype)
-                out = self._new_out(q)
-            if lse is None:
-                lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
-        else:  # no program writes tokens that are unused or in no sequence
-            out = q.new_zeros(self._out_shape, dtype=self._out_dtype) if out is None else out.zero_()
-            if lse is None:
-                lse = q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
-            else:
-                lse.fill_(-torch.inf)
+        out, lse = self._outputs(q, out, lse)
         kernel = self._kernel
         if kernel is None:
             problem, config = self._problem, self._config.forward
@@ -259,7 +245,7 @@ class PortableForwardLaunch:
             kernel = self._kernel = self._prepare(programs, q, k, v, extras)
         if self._functions is None:
             bounds = self._key_bounds and self._key_bounds(extras.key_padding_mask)
-            kernel(q.device, q, k, v, out, lse, *extras, bounds, None, None)
+            kernel(q.device, q, k, v, out, lse, *optional_pointers(extras, bounds))
         else:
             captured = captured_of(extras)
             kernel(q.device, q, k, v, out, lse, *self._functions(kernel, extras, captured))

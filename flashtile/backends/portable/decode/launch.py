@@ -1,8 +1,8 @@
 """Launches of the decoding kernels. Each serves tensors of one signature.
 
-At the first call of a launch, the problem, the configuration and the tensors decide a :class:`Plan` (kind of
-grid, programs, operands); the plan gives the variant, which is the kernel's constants, and the numbers of the
-launch. Later calls only allocate results and pass tensors::
+At the first call of a launch, the problem, the configuration and the tensors decide a :class:`DecodePlan`
+(kind of grid, programs, operands); the plan gives the variant, which is the kernel's constants, and the
+numbers of the launch. Later calls only allocate results and pass tensors::
 
     first call     plan_of -> decode_variant -> CachedLaunch of attention
                                              -> combine_tile -> combine_variant -> CachedLaunch of combining
@@ -36,8 +36,8 @@ from flashtile.backends.common.config import (
     tile_widths,
     token_strides,
 )
-from flashtile.backends.common.device import capability, multiprocessors
-from flashtile.backends.common.launch import CachedLaunch
+from flashtile.backends.common.device import capability, is_capturing, multiprocessors
+from flashtile.backends.common.launch import CachedLaunch, Outputs
 from flashtile.backends.portable.config import family
 from flashtile.backends.portable.decode.append import (
     AppendLengths,
@@ -262,7 +262,7 @@ def softmax_max_kind(problem: DecodeProblem, config: DecodeConfig) -> str:
     return "none" if problem.softmax_max is None else "number"
 
 
-class Plan(NamedTuple):
+class DecodePlan(NamedTuple):
     """Properties of the length and the strides of a cache that decide kernels and grids.
 
     Launches of one problem with equal plans can use the same compiled kernels, if the cache grows.
@@ -286,15 +286,20 @@ class Plan(NamedTuple):
     """The capacity, if it decides the number of splits; else 0."""
 
 
-def plan_of(problem: DecodeProblem, config: DecodeConfig, k_cache: Tensor, v_cache: Tensor) -> Plan:
+def plan_of(problem: DecodeProblem, config: DecodeConfig, k_cache: Tensor, v_cache: Tensor) -> DecodePlan:
     """Return the plan of a call. The caches are operands (:func:`as_operands`)."""
     longest = max(extent(k_cache), extent(v_cache))
-    return Plan(
-        k_cache.dtype, mask_of(problem).constants,
-        problem.head_dim_v % 16 == 0 and is_aligned(k_cache) and is_aligned(v_cache), longest >= 2**31,
-        longest * k_cache.element_size() >= 2**31, is_stream_k(problem, config), grid_size(problem, config),
-        softmax_max_kind(problem, config), problem.split_size and problem.capacity,
-    )  # fmt: skip
+    return DecodePlan(
+        stored=k_cache.dtype,
+        mask=mask_of(problem).constants,
+        aligned=problem.head_dim_v % 16 == 0 and is_aligned(k_cache) and is_aligned(v_cache),
+        wide=longest >= 2**31,
+        wide_bytes=longest * k_cache.element_size() >= 2**31,
+        stream_k=is_stream_k(problem, config),
+        programs=grid_size(problem, config),
+        softmax_max=softmax_max_kind(problem, config),
+        split_capacity=problem.split_size and problem.capacity,
+    )
 
 
 def extent(cache: Tensor) -> int:
@@ -304,7 +309,7 @@ def extent(cache: Tensor) -> int:
     return last + MAX_BLOCK_N * stride[1]
 
 
-def decode_variant(problem: DecodeProblem, config: DecodeConfig, plan: Plan) -> DecodeVariant:
+def decode_variant(problem: DecodeProblem, config: DecodeConfig, plan: DecodePlan) -> DecodeVariant:
     e4m3, pairs = problem.cache_dtype == FP8, plan.stored == torch.uint16
     pdl = has_dependent_launch(problem.device)
     bound_by_bytes = plan.stream_k and config.tile.BLOCK_M == NARROW and problem.dtype.itemsize < 4
@@ -438,11 +443,6 @@ _of_combine = itemgetter(*map(CacheTensors._fields.index, CombinePointers._field
 """Picks the tensors of :class:`CacheTensors` that the combining kernel takes."""
 
 
-def is_capturing(tensor: Tensor) -> bool:
-    """Whether work on a tensor is captured for a CUDA graph now."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 class DecodeScalars(NamedTuple):
     """Arguments of the attention kernel that are not tensors, in its order."""
 
@@ -468,6 +468,7 @@ class DecodeLaunch:
         self._out_dtype = problem.out_dtype
         self._lse_shape = problem.lse_shape
         self._lse_size = math.prod(problem.lse_shape)
+        self._outputs = Outputs(problem, all_written=not problem.varlen)
         self._device = problem.device
         self._varlen = problem.varlen
         self._return_lse = problem.return_lse
@@ -483,7 +484,7 @@ class DecodeLaunch:
         self._combine: CachedLaunch | None = None
         self._addresses: tuple[Any, tuple] = None, ()
         """Addresses of the last call by address, and those of them that the combining kernel takes."""
-        self._plan: Plan | None = None
+        self._plan: DecodePlan | None = None
         self._scalars: DecodeScalars | None = None
         self._combine_scalars: tuple = ()
         """Scalars of the combining kernel except the lengths, which both kernels share."""
@@ -499,7 +500,7 @@ class DecodeLaunch:
         new: AppendPointers | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         if self._empty:
-            return self._cleared(q, out, lse)
+            return self._outputs.cleared(q, out, lse)
         attend, combine, device = self._attend, self._combine, self._device
         return_lse = self._return_lse
         if attend is None:
@@ -508,7 +509,7 @@ class DecodeLaunch:
             return_lse = self._stores_lse  # to compile in the first call, Triton needs lse as a tensor
             self._new_out = allocator(q, self._out_shape, self._out_dtype)
         if self._varlen:
-            out, lse = self._cleared(q, out, lse)
+            out, lse = self._outputs.cleared(q, out, lse)
         else:
             if out is None:
                 out = self._new_out(q)
@@ -537,7 +538,7 @@ class DecodeLaunch:
         addresses: tuple,
         memory: dict[int, Tensor],
     ) -> None:
-        """Write attention to ``out``. Requires :attr:`has_addresses`.
+        """Write attention to ``out``. Requires :attr:`can_launch_by_address`.
 
         Only the address of ``out`` is used, so its shape may differ from that of the signature. Tokens after
         the last offset of packed sequences are not written.
@@ -556,7 +557,7 @@ class DecodeLaunch:
         lse = partial = None
         if self._stores_lse:  # after the partial results
             scratch = memory.get(stream)
-            if scratch is None or scratch.nbytes < self._scratch_bytes or is_capturing(out):
+            if scratch is None or scratch.nbytes < self._scratch_bytes or is_capturing(self._device):
                 scratch = self._new_scratch(out, stream, memory)
             partial = scratch.data_ptr()
             lse = partial + 4 * partials
@@ -571,12 +572,12 @@ class DecodeLaunch:
     def _new_scratch(self, out: Tensor, stream: int, memory: dict[int, Tensor]) -> Tensor:
         """Return memory for partial results and lse. A captured graph has its own: it may live longer."""
         scratch = out.new_empty(self._scratch_size)
-        if not is_capturing(out):
+        if not is_capturing(self._device):
             memory[stream] = scratch
         return scratch
 
     @property
-    def has_addresses(self) -> bool:
+    def can_launch_by_address(self) -> bool:
         """Whether :meth:`by_address` may be called, which requires compiled kernels."""
         combine = self._combine
         return self._attend is not None and (combine is None or combine.takes_addresses)
@@ -626,13 +627,6 @@ class DecodeLaunch:
 
     def _operands(self, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
         return as_operands(k_cache, v_cache, self._config)
-
-    def _cleared(self, q: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) filled with 0 and -inf, because some tokens are not written by any program."""
-        out = q.new_zeros(self._out_shape, dtype=self._out_dtype) if out is None else out.zero_()
-        if lse is None:
-            return out, q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
-        return out, lse.fill_(-torch.inf)
 
     def _prepare(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors
@@ -807,7 +801,10 @@ class AppendLaunch:
         k_descale: int | None = None,
         v_descale: int | None = None,
     ) -> None:
-        """Append by a slot mapping, with the addresses of the tensors. Requires :attr:`has_addresses`."""
+        """Append by a slot mapping, with the addresses of the tensors.
+
+        Requires :attr:`can_launch_by_address`.
+        """
         kernel = self._kernel
         assert kernel is not None
         stream = kernel.stream()
@@ -824,7 +821,7 @@ class AppendLaunch:
         )  # fmt: skip
 
     @property
-    def has_addresses(self) -> bool:
+    def can_launch_by_address(self) -> bool:
         """Whether :meth:`by_address` may be called, which requires a compiled kernel."""
         return self._kernel is not None and self._kernel.takes_addresses
 

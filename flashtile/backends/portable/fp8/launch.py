@@ -18,7 +18,7 @@ from flashtile.backends.common.config import (
     padded,
     token_strides,
 )
-from flashtile.backends.common.launch import CachedLaunch
+from flashtile.backends.common.launch import CachedLaunch, Outputs
 from flashtile.backends.portable.fp8.attend import (
     Fp8AttendPointers,
     Fp8AttendVariant,
@@ -41,6 +41,7 @@ from flashtile.backends.portable.fp8.quantize import (
 )
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem, QuantizeProblem, QuantizeTensors
 from flashtile.problems.fp8_layout import E4M3, E4M3_MAX, SMALLEST_LARGEST
+from flashtile.problems.masking import KernelMask
 
 K = KernelConfig
 
@@ -81,9 +82,9 @@ def choose(problem: Fp8Problem, native: bool) -> AttendConfig:
     return row(native, padded(max(problem.head_dim, problem.head_dim_v), MIN_WIDTH))
 
 
-def fp8_attend_variant(problem: Fp8Problem, config: AttendConfig) -> Fp8AttendVariant:
+def fp8_attend_variant(problem: Fp8Problem, config: AttendConfig, mask: KernelMask) -> Fp8AttendVariant:
     return Fp8AttendVariant(
-        **problem.for_kernels(problem.seqlen_q, problem.seqlen_k).constants,
+        **mask.constants,
         VARLEN=problem.varlen,
         HAS_SOFTCAP=problem.softcap > 0,
         HAS_ALIBI=problem.alibi,
@@ -105,17 +106,12 @@ class Fp8AttendLaunch:
     def __init__(self, problem: Fp8Problem, config: AttendConfig) -> None:
         self._problem = problem
         self._config = config
-        self._out_shape = problem.out_shape
-        self._lse_shape = problem.lse_shape
+        self._outputs = Outputs(problem, all_written=not problem.varlen)
         self._kernel: CachedLaunch | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors) -> tuple[Tensor, Tensor]:
         problem = self._problem
-        out = q.new_empty(*self._out_shape, dtype=problem.out_dtype)
-        lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
-        if problem.varlen:  # no program writes tokens outside all sequences
-            out.zero_()
-            lse.fill_(-torch.inf)
+        out, lse = self._outputs(q)
         blocks = triton.cdiv(problem.seqlen_q, self._config.tile.BLOCK_M)
         programs = blocks * problem.num_heads_q * problem.batch
         if out.numel() == 0 or programs == 0:
@@ -131,6 +127,7 @@ class Fp8AttendLaunch:
         self, programs: int, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors
     ) -> CachedLaunch:
         problem = self._problem
+        mask = problem.for_kernels(problem.seqlen_q, problem.seqlen_k)
         strides = QkvStrides(*token_strides(q), *token_strides(k), *self._strides_of_v(v))
         scale_strides = Fp8ScaleStrides(
             *(stride for scale in tensors.scales for stride in self._strides_of_scale(scale))
@@ -144,10 +141,10 @@ class Fp8AttendLaunch:
             seqlen_k=problem.seqlen_k,
             total_q=problem.total_q,
             total_k=problem.total_k,
-            mask=problem.for_kernels(problem.seqlen_q, problem.seqlen_k),
+            mask=mask,
         )
         numbers = Fp8Numbers(problem.softmax_scale, problem.softcap)
-        variant = fp8_attend_variant(problem, self._config)
+        variant = fp8_attend_variant(problem, self._config, mask)
         scalars = (strides, scale_strides, lengths, numbers)
         return CachedLaunch(
             attend_kernel, programs, scalars, (variant,), self._config.tile, pointers=Fp8AttendPointers

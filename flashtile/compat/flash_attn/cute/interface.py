@@ -22,7 +22,7 @@ from torch import Tensor
 from flashtile.api import decode
 from flashtile.api.attention import attention
 from flashtile.checks.arguments import ERRORS, check_dense, check_int32, check_offsets, renamed
-from flashtile.checks.conversions import as_int, check_flag
+from flashtile.checks.conversions import as_int, check_flag, check_tuning
 from flashtile.checks.decode import check_combined_into
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
@@ -67,8 +67,8 @@ def flash_attn_func(
     return flash_attn_varlen_func(
         q, k, v, qv, gather_kv_indices=gather_kv_indices, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, learnable_sink=learnable_sink, softcap=softcap, num_splits=num_splits,
-        deterministic=deterministic, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
-        aux_tensors=aux_tensors, aux_scalars=aux_scalars,
+        pack_gqa=pack_gqa, deterministic=deterministic, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod, aux_tensors=aux_tensors, aux_scalars=aux_scalars,
         block_sparse_tensors=block_sparse_tensors or block_sparse_tensors_bwd, return_lse=return_lse,
     )  # fmt: skip
 
@@ -123,6 +123,10 @@ def flash_attn_varlen_func(
         NotImplementedError: an argument is given that the module's docstring lists as not supported.
     """
     check_flag("return_lse", return_lse)
+    check_flag("disable_scheduler_metadata", disable_scheduler_metadata)
+    check_tuning(
+        pack_gqa, num_splits=num_splits, min_seqlen_k=min_seqlen_k, seqlen_k_per_split=seqlen_k_per_split
+    )
     _refuse(
         gather_kv_indices=gather_kv_indices, score_mod_bwd=score_mod_bwd, aux_tensors=aux_tensors,
         aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
@@ -204,6 +208,8 @@ def flash_attn_combine(
         True
     """
     check_flag("return_lse", return_lse)
+    if virtual_batch_idx is not None:
+        check_dense("virtual_batch_idx", virtual_batch_idx)
     if cu_seqlens is None and seqused is None:
         result, lse = decode.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
         return result, lse if return_lse else None

@@ -18,7 +18,7 @@ from flashtile.checks.arguments import (
     check_tensor,
     renaming,
 )
-from flashtile.checks.conversions import as_offsets, check_flag
+from flashtile.checks.conversions import as_offsets, check_flag, check_tuning
 from flashtile.compat.flash_attn_interface import split_qkv
 from flashtile.problems.common import MAX_LENGTH
 from flashtile.reference.decode import turn
@@ -66,6 +66,7 @@ def apply_rotary_emb(
     """
     _check_tables(x, cos, sin, interleaved, 4 if cu_seqlens is None else 3)
     check_flag("inplace", inplace)
+    check_tuning(max_seqlen=max_seqlen)
     if inplace:
         _check_writable("x", x)
     if cos.dim() != 2:

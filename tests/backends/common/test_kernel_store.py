@@ -346,7 +346,7 @@ def test_eight_threads_make_first_calls_at_once(monkeypatch):
 def start_process():
     paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[3])])
     return subprocess.Popen(
-        [sys.executable, "-c", "import test_kernel_cache as test; print(test.load_or_compile().hash)"],
+        [sys.executable, "-c", "import test_kernel_store as test; print(test.load_or_compile().hash)"],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": paths},

@@ -38,6 +38,8 @@ MAX_NEW_TOKENS = 64
 by reading, and Hopper's fast kernel for them continues no other softmax. Not measured."""
 MAX_NESTING = 8
 """Number of nested groups among which levels are chosen, which bounds the time to choose them."""
+MIN_BOUND = 8
+"""Groups with fewer new tokens are computed as if they could have this many, which a tile has room for."""
 BYTES = array("i").itemsize
 
 
@@ -64,13 +66,12 @@ class Cascade:
     saved: int
 
     def longest(self, width: int, tokens: int) -> tuple[int, ...]:
-        """Return a bound of the new tokens of each level's largest group, a power of two or all tokens.
+        """Return a bound of the new tokens of each level's largest group.
 
-        ``width`` is the largest number of new tokens of a sequence, ``tokens`` that of all sequences. As few
-        kernels and CUDA graphs serve all bounds.
+        ``width`` is the largest number of new tokens of a sequence, ``tokens`` that of all sequences.
         """
         largest = (max(group.stop - group.start for group in groups) for groups in self.levels)
-        return tuple(min(1 << (count * width - 1).bit_length(), tokens) for count in largest)
+        return tuple(bound_of_group(count * width, tokens) for count in largest)
 
     def numbers(self, batch: int) -> array[int]:
         """Return what a step of ``batch`` sequences needs, in rows of :func:`row_length` numbers.
@@ -97,6 +98,14 @@ class Cascade:
         for row in rows:
             numbers.extend(array("i", row))
         return numbers
+
+
+def bound_of_group(queries: int, tokens: int) -> int:
+    """Return a bound of the new tokens of a group: a power of two, or all ``tokens`` of the step.
+
+    There are few bounds, because each has its own CUDA graphs.
+    """
+    return min(max(MIN_BOUND, 1 << (queries - 1).bit_length()), tokens)
 
 
 def row_length(batch: int) -> int:

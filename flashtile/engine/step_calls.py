@@ -21,7 +21,7 @@ from flashtile.backends.common.device import is_nvidia
 from flashtile.compilation.calls import Call, calls_of, resized, sizes_between
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.device import MAX_GRAPH_BATCH, graph_batch
-from flashtile.engine.groups import MAX_LEVELS, MAX_NEW_TOKENS
+from flashtile.engine.groups import MAX_LEVELS, MAX_NEW_TOKENS, bound_of_group
 from flashtile.engine.model import FEW_ROWS, Experts, Model, StepInput
 from flashtile.engine.parallel import Ranks
 from flashtile.engine.weights import random_weights
@@ -182,7 +182,7 @@ def _levels(limits: Limits) -> Iterator[tuple[int, int, int]]:
         for tokens in sizes_between(batch + 1, min(batch * MAX_NEW_TOKENS, limits.max_num_batched_tokens), 1)
     )
     for batch, tokens in dict.fromkeys((*few, *chunks)):
-        for longest in {*(1 << i for i in range(1, tokens.bit_length())), tokens}:
+        for longest in {bound_of_group(1 << i, tokens) for i in range(tokens.bit_length() + 1)}:
             yield batch, tokens, longest
 
 

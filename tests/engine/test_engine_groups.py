@@ -176,8 +176,9 @@ def test_numbers_of_a_step_are_padded_to_its_batch():
     assert rows[4][:10] == [0, 1, 2, 4, 5, 6, 7, 8, 9, 9]
     assert rows[5][:9] == [0, 0, 8, 0, 0, 0, 0, 0, 0]
     assert rows[6][:9] == [0, 0, 12, 0, 0, 0, 0, 0, 0]
-    assert cascade.longest(1, 9) == (4, 2)
+    assert cascade.longest(1, 9) == (8, 8)
     assert cascade.longest(5, 14) == (14, 14)
+    assert cascade.longest(6, 100) == (32, 16)
 
 
 def test_common_blocks_are_counted_in_blocks():

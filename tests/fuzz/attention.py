@@ -26,8 +26,7 @@ def sizes_for(rng: Random, longest: int = 70) -> dict[str, int]:
         )
 
     same = length()
-    empty = rng.choice(["batch", "seqlen_q", "seqlen_k"]) if rng.random() < 0.05 else None
-    sizes = {
+    return {
         "batch": rng.randint(1, 3),
         "seqlen_q": same if rng.random() < 0.4 else length(),
         "seqlen_k": same if rng.random() < 0.4 else length(),
@@ -36,7 +35,12 @@ def sizes_for(rng: Random, longest: int = 70) -> dict[str, int]:
         "head_dim": rng.choice([1, 5, 8, 16, 16, 24, 32, 33, 64]),
         "head_dim_v": rng.choice([8, 16, 16, 32, 20]),
     }
-    return sizes | {name: 0 for name in sizes if name == empty}
+
+
+def some_empty(rng: Random, sizes: dict[str, int]) -> dict[str, int]:
+    """Return the sizes, one time in twenty without sequences, queries or keys."""
+    empty = rng.choice(["batch", "seqlen_q", "seqlen_k"]) if rng.random() < 0.05 else None
+    return {name: 0 if name == empty else size for name, size in sizes.items()}
 
 
 def in_surroundings(rng: Random, function: str, but: tuple[str, ...] = ()) -> str:
@@ -152,6 +156,8 @@ def draw(rng: Random, device: str = "cpu") -> Call:
     )
     varlen = rng.random() < 0.35 and form not in ("merge_states", "dropout", "flash_attn_func", "tree")
     sizes = sizes_for(rng)
+    if form in ("attention", "flash_attn_func"):
+        sizes = some_empty(rng, sizes)
     if "packed" in form:
         sizes["head_dim_v"] = sizes["head_dim"]
     if form == "qkvpacked":
@@ -184,7 +190,7 @@ def _plain(rng, form, varlen, sizes, tensors, options, fixed, last="return_lse=T
         and not any(o.startswith(("mask", "bias", "seqused", *BEYOND_WINDOW)) for o in options)
     ):
         ours = "flashtile.flash_attn_varlen_func"
-    ours = in_surroundings(rng, ours, ("vmap",) if varlen else ())
+    ours = in_surroundings(rng, ours, ("vmap",) if varlen or 0 in sizes.values() else ())
     body = BODY.format(names="NAMES", positional="q, k, v", ours=ours, exact="oracle.attention", last=last)
     return Call(body, sizes, spelled(tensors), tuple(options), fixed)
 
@@ -293,7 +299,7 @@ agree(call, ours, exact, GIVEN)"""
 
 def _dropout(rng, form, varlen, sizes, tensors, options, fixed) -> Call:
     """Attention with dropout. The dropout mask is read from a call whose values are the identity matrix."""
-    share, sizes = rng.choice([0.125, 0.5]), {**sizes, "seqlen_k": max(sizes["seqlen_k"], 1)}
+    share = rng.choice([0.125, 0.5])
     options = [o for o in options if not o.startswith(("qv", "seqused_q"))]
     body = f"""state = torch.tensor([{rng.randrange(2**62)}, {rng.randrange(2**62)}], device=device)
 def call(attend, NAMES):

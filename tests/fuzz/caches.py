@@ -12,6 +12,7 @@ from fuzz.attention import (
     laid_out,
     masking,
     sizes_for,
+    some_empty,
     spelled,
 )
 from fuzz.runner import Call
@@ -59,7 +60,7 @@ def cache(rng: Random, sizes: dict[str, int], new: int, paged: bool, dtype: str 
 
 
 def draw(rng: Random, device: str = "cpu") -> Call:
-    sizes = sizes_for(rng, 150)
+    sizes = some_empty(rng, sizes_for(rng, 150))
     sizes["seqlen_q"] = rng.choice([1, 1, 2, 4, 7])
     fixed = {"dtype": dtype_for(rng, device), "device": repr(device)}
     form = rng.choice(

@@ -117,7 +117,6 @@ def block_mask(rng: Random, mask: str, lengths: str = "seqlen_q, seqlen_k") -> s
 
 def draw(rng: Random, device: str = "cpu") -> Call:
     sizes = sizes_for(rng, 200 if rng.random() < 0.2 else 50)
-    sizes = {name: max(size, 1) for name, size in sizes.items()}  # a captured tensor must have elements
     fixed = {"dtype": dtype_for(rng, device), "device": repr(device)}
     tensors = qkv(rng, False, rng.randrange(1000))
     form = rng.choice(["mods"] * 5 + ["flex", "flex", "other lengths"])

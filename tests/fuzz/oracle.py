@@ -183,7 +183,7 @@ def attention(
     sk = max_seqlen_k if packed else k.shape[1]
     pad = torch.nn.functional.pad
     padded = [pad(p, (0, sk - p.shape[2], 0, sq - p.shape[1])) for p in weights]
-    full = torch.stack(padded) if padded else q.new_zeros(0, q.shape[2], sq, sk)
+    full = torch.stack(padded) if padded else q.new_zeros(0, q.shape[-2], sq, sk)
     return out, lse, weights_as(full, return_attn_weights)
 
 

@@ -84,9 +84,6 @@ def unwrapped(tensor: Any, level: int) -> Any:
     return tensor
 
 
-# torch.compile. Its public decorators, in torch.compiler, import the compiler, which takes seconds.
-
-
 def is_mapped(tensor: Tensor) -> bool:
     """Return whether vmap maps over a tensor, so that its data cannot be read."""
     while is_wrapped_by_transform(tensor):
@@ -94,6 +91,9 @@ def is_mapped(tensor: Tensor) -> bool:
             return True
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return False
+
+
+# torch.compile. Its public decorators, in torch.compiler, import the compiler, which takes seconds.
 
 
 def is_compiler_loaded() -> bool:

@@ -188,7 +188,7 @@ SERVE_ARGUMENTS: dict[str, Argument] = {
     "data_parallel_hybrid_lb": _flag("replicas are processes of one machine", False),
     "decode_context_parallel_size": Argument((1,), "use --tensor-parallel-size"),
     "default_chat_template_kwargs": Argument(({},), "calls give chat_template_kwargs"),
-    "disable_fastapi_docs": _flag("the server has no pages of documentation", False),
+    "disable_fastapi_docs": _flag("/docs and /openapi.json are always served", False),
     "disable_frontend_multiprocessing": _flag("the server and its engine share a process"),
     "disable_log_requests": _flag("no request's content is logged"),
     "disable_uvicorn_access_log": _flag("use --no-access-log", False),

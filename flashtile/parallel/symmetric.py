@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from flashtile.backends.common.device import is_capturing
 from flashtile.parallel.ranks import Ranks
 from flashtile.torch_private import symmetric_memory
 
@@ -64,7 +65,7 @@ def shared_memory(ranks: Ranks, rows: int, head_dim: int, device: torch.device) 
     capacity = 1 << max(rows - 1, 0).bit_length()
     known, key = _shared.setdefault(ranks, {}), (capacity, head_dim, device.index)
     if key not in known:
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing(device):
             raise RuntimeError(
                 "merge='symmetric' must be called once before a CUDA graph is captured: the first call "
                 "synchronises the ranks on the host"

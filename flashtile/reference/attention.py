@@ -321,9 +321,9 @@ def _modified(
         return values.detach().index_put(visible, at(visible))
     # vmap can neither branch on data nor select cells. A hidden score takes the place of a visible one, with
     # a gradient of 0. If a sample has none, it takes that of a finite one, which rarely has infinite slope.
-    cells = seen.flatten()
-    best = (2 * cells + values.isfinite().flatten()).argmax()
-    places = torch.where(cells, torch.arange(len(cells), device=cells.device), best)
+    is_seen = seen.flatten()
+    best = (2 * is_seen + values.isfinite().flatten()).argmax()
+    places = torch.where(is_seen, torch.arange(len(is_seen), device=seen.device), best)
     of_seen = at(torch.unravel_index(places, scores.shape))
     return torch.where(seen, of_seen.view(scores.shape), values.detach())
 

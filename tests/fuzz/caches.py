@@ -155,13 +155,8 @@ def _prefix(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
                         f"cache_seqlens={_ints(lengths)}, prefix_seqlens={shared}, OPTIONS")  # fmt: skip
     exact = "lambda *t, prefix_seqlens, **o: oracle.with_kvcache(*t, **o)"
     body = body.format(ours=_decode(rng, "flashtile.flash_attn_with_shared_prefix"), exact=exact)
-    return Call(
-        body,
-        {"group": 1, **sizes, "batch": batch},
-        spelled(tensors),
-        tuple(options),
-        {**fixed, "batch": str(batch)},
-    )
+    sizes = {name: size for name, size in sizes.items() if name != "batch"}  # the rows of the table are drawn
+    return Call(body, sizes, spelled(tensors), tuple(options), {**fixed, "batch": str(batch)})
 
 
 def _append(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:

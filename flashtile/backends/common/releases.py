@@ -32,9 +32,9 @@ def reason_of_releases(device: torch.device | Target) -> str | None:
 @functools.cache
 def _reason_of_versions(torch_version: str, triton_version: str) -> str | None:
     (oldest, *_), (first, *_, last) = PAIRS, PAIRS.values()
-    if _number(oldest) <= _number(torch_version) and _number(first) <= _number(triton_version) <= _number(
-        last
-    ):
+    torch_fits = _number(torch_version) >= _number(oldest)
+    triton_fits = _number(first) <= _number(triton_version) <= _number(last)
+    if torch_fits and triton_fits:
         return None
     return (
         f"it needs torch {oldest} or newer and Triton {first} to {last}, "

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashtile.api.decode import append_kvcache, flash_attn_with_kvcache
+from flashtile.backends.cpu.linear import leaks_between_rows
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.rotary import rotary_tables
@@ -133,7 +134,8 @@ class Matrix:
         if following is not None:
             weight, eps = following.weight, following.eps
             return linear_before_norm(x, self.weight, weight, self.bias, next_norm_eps=eps, **given)
-        if added is not None and len(x) > FEW_ROWS and not normed and self.bias is self.scale is None:
+        in_place = len(x) > FEW_ROWS and not normed and self.bias is self.scale is None
+        if added is not None and in_place and not leaks_between_rows(x):
             return added.addmm_(x, self.weight.t())
         return linear(x, self.weight, self.bias, activation=activation, **given)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -68,16 +70,24 @@ def test_few_rows_on_cuda_cores_are_within_the_error_rule(target, call, monkeypa
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_in_its_row(target, bad):
-    """Of x it reaches its own row of the result, of the weight its own column, and neither any other."""
-    dtype = target.dtypes[0]
-    for M in (1, 3):
-        inputs = make_inputs(Call(M, 20, 40), dtype, target.device)
-        clean = run(Call(M, 20, 40), inputs, backend=target.backend)
+    """Of x it reaches its own row of the result, of the weight its own column, and neither any other.
+
+    What lies between the rows of x in memory reaches nothing.
+    """
+    dtypes = [dtype for dtype in DTYPES if dtype in target.dtypes]
+    for M, dtype in itertools.product((1, 3, 17), dtypes):
+        call = Call(M, 20, 70)
+        inputs = make_inputs(call, dtype, target.device)
+        clean = run(call, inputs, backend=target.backend)
+        others = torch.arange(M, device=clean.device) != M // 2
         x, weight = inputs.x.clone(), inputs.weight.clone()
-        x[0, 3] = bad
+        x[M // 2, 3] = bad
         y = linear(x, weight, backend=target.backend)
-        assert not y[0].isfinite().any()
-        assert torch.equal(y[1:], clean[1:])
+        assert not y[M // 2].isfinite().any()
+        assert torch.equal(y[others], clean[others])
+        between = x.new_full((M, 72), bad)
+        between[:, 1:71] = inputs.x
+        assert torch.equal(linear(between[:, 1:71], weight, backend=target.backend), clean)
         weight[7, 5] = bad
         y = linear(inputs.x, weight, backend=target.backend)
         assert not y[:, 7].isfinite().any()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import shutil
 from types import SimpleNamespace
@@ -279,6 +280,13 @@ def test_a_residual_of_many_tokens_is_added_in_its_own_memory():
         out = Matrix(weight, bias=b)(x[:rows], residual=residual)
         torch.testing.assert_close(out, expected)
         assert (out.data_ptr() == residual.data_ptr()) == in_place
+
+
+def test_a_token_that_is_not_finite_stays_alone_among_many():
+    x, weight = torch.randn(FEW_ROWS + 1, 70).bfloat16(), torch.randn(8, 70).bfloat16()
+    x[5] = math.nan
+    out = Matrix(weight)(x, residual=torch.randn(FEW_ROWS + 1, 8).bfloat16())
+    assert out.isfinite().all(1).sum() == FEW_ROWS
 
 
 @pytest.mark.parametrize(("length", "calls"), [(1, 1), (12, 2)])

@@ -28,12 +28,22 @@ def _sums_dtype(problem: LinearProblem) -> torch.dtype:
     return torch.float64 if problem.dtype == torch.float64 else torch.float32
 
 
+def leaks_between_rows(x: Tensor) -> bool:
+    """Whether a product of torch with x (M, K) may mix NaN or infinity of one row into others.
+
+    oneDNN's product on AMX reads bfloat16 rows in tiles of 32 columns. Behind the last column it reads the
+    next row, or the memory between two rows, and multiplies by zero, which keeps NaN and infinity
+    (uxlfoundation/oneDNN#5717, mended after the version in torch 2.13).
+    """
+    return x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.shape[-1] % 32 != 0
+
+
 def _linear(problem: LinearProblem, x: Tensor, weight: Tensor, given: Any) -> Any:
     """Return y. If ``problem.next_norm`` is set, return (y, scaled, factor) for the RMSNorm that follows.
 
     ``given`` is a LinearTensors or a BeforeNormTensors.
     """
-    if problem.is_plain:
+    if problem.is_plain and not leaks_between_rows(x):
         return torch.nn.functional.linear(x.detach(), weight.detach(), given.bias)
     factors = given.bias, given.weight_scale, given.norm_weight, given.x_scale
     y = product(problem, x.detach(), weight.detach(), *factors, _sums_dtype(problem))

@@ -50,7 +50,7 @@ class Workload:
             lengths.
         window_left: number of keys that a query sees before its own position; -1 is unlimited.
         lengths: (seqlen_q, seqlen_k) of each sequence of a packed batch or of a decoding call; None if all
-            sequences have the same length.
+            sequences have the same length. A decoding call with different seqlen_q has packed queries.
         mod: name of score and mask functions in :data:`benchmarks.suite.mods.MODS`; "" is none.
         cache: layout of the KV cache if the call is decoding, where ``seqlen_q`` new tokens of each sequence
             attend to cached keys; None otherwise.
@@ -60,6 +60,7 @@ class Workload:
         weights: which attention weights the call also returns: "full" (all), "columns" (sums over queries),
             "top" (the largest of each query), or "" for none.
         alibi, sink: whether the call has ALiBi slopes, and a learned sink per head.
+        drawn_from: name of the class that the workload was drawn from (:mod:`benchmarks.suite.drawn`), or "".
         tags: names of the sets that the workload belongs to.
     """
 
@@ -83,6 +84,7 @@ class Workload:
     sink: bool = False
     latent: bool = False
     weights: str = ""
+    drawn_from: str = ""
     tags: tuple[str, ...] = ()
 
     @property
@@ -137,8 +139,10 @@ class Workload:
 
     @property
     def varlen(self) -> bool:
-        """Whether the call is a batch of packed sequences."""
-        return self.lengths is not None and self.cache is None
+        """Whether the sequences of q, and those of k unless it is a cache, are packed."""
+        if self.lengths is None:
+            return False
+        return self.cache is None or len({seqlen_q for seqlen_q, _ in self.lengths}) > 1
 
     @property
     def window_right(self) -> int:

@@ -88,6 +88,7 @@ FORWARD: Variants = {
         "head_dim": 448, "head_dim_v": 320, "window_size": (70, 9), "alibi": "batch", "sink": "own"
     },
     "widest-packed": {"seqlen_q": 20, "heads_q": 4, "head_dim": 264, "head_dim_v": 96, "unused_keys": 40},
+    "packed-part-of-a-group": {"seqlen_q": 20, "heads_q": 6, "causal": True, "sink": "own"},
     "packed-window": {"heads_q": 8, "heads_kv": 1, "window_size": (60, 0), "seqlen_q": 200, "sink": "own"},
 }  # fmt: skip
 BACKWARD: Variants = {

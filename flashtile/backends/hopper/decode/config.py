@@ -10,7 +10,7 @@ import torch
 
 from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.device import multiprocessors
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, ModifierFlags, padded_columns
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, ModifierFlags, heads_together, padded_columns
 from flashtile.backends.portable.config import precision_of
 from flashtile.backends.portable.decode.config import NARROW, DecodeConfig, bytes_to_read
 from flashtile.backends.portable.decode.launch import keys_seen
@@ -289,14 +289,6 @@ def few_row_tiles(problem: DecodeProblem) -> int:
 def takes_any_splits(problem: DecodeProblem) -> bool:
     """Whether the call leaves it to the backend how work tiles are divided."""
     return problem.num_splits == 0 and problem.split_size == 0
-
-
-def heads_together(group_size: int) -> int:
-    """Return the number of query heads of a key head that share a tile.
-
-    It is the largest power of two that divides ``group_size``, but at most 64.
-    """
-    return min(group_size & -group_size, WARPGROUP_ROWS)
 
 
 def serves_heads(head_dim: int, head_dim_v: int) -> bool:

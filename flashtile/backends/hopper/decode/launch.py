@@ -14,7 +14,7 @@ from flashtile.backends.common.config import token_strides
 from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.common.tma import View, packed_view, ragged_view, rows_between_sequences
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded_columns, score_numbers
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, heads_together, padded_columns, score_numbers
 from flashtile.backends.hopper.decode.combine import (
     RECORD_WIDTH,
     combine_divided_kernel,
@@ -27,7 +27,6 @@ from flashtile.backends.hopper.decode.config import (
     HopperDecodeConfig,
     HopperDecodeVariant,
     gathers,
-    heads_together,
     takes_any_splits,
 )
 from flashtile.backends.hopper.decode.kernel import (

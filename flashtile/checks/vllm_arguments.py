@@ -53,7 +53,7 @@ LLM_ARGUMENTS: dict[str, Argument] = {
     "config_format": Argument(("auto", "hf"), "models are read in Hugging Face's format only"),
     "cpu_offload_gb": Argument((0, None), f"use quantization='fp8', or more GPUs; {IN_VLLM}"),
     "disable_async_output_proc": _flag("use async_scheduling=False", False),
-    "disable_cascade_attn": _flag("the engine has no cascade attention"),
+    "disable_cascade_attn": _flag("use cascade_attention=True", True),
     "disable_chunked_mm_input": _flag(_IMAGES, False),
     "disable_custom_all_reduce": _flag("the engine picks its all-reduce by its size", False),
     "disable_hybrid_kv_cache_manager": _flag("all layers share one block table"),
@@ -73,7 +73,7 @@ LLM_ARGUMENTS: dict[str, Argument] = {
     "enable_expert_parallel": _flag("experts are divided among GPUs by tensor_parallel_size", False),
     "enable_lora": _flag(_LORA, False),
     "enable_prompt_embeds": _flag("prompts are texts or tokens", False),
-    "enable_sleep_mode": _flag("delete the LLM to free its memory", False),
+    "enable_sleep_mode": _flag("sleep and wake_up need no option"),
     "enable_tower_connector_lora": _flag(_LORA, False),
     "fully_sharded_loras": _flag(_LORA, False),
     "hf_config_path": Argument((None,), "config.json is read from the model's folder"),
@@ -91,9 +91,6 @@ LLM_ARGUMENTS: dict[str, Argument] = {
     "limit_mm_per_prompt": Argument((None, {}), _IMAGES),
     "logits_processor_pattern": Argument((None,), "give functions as logits_processors of SamplingParams"),
     "logits_processors": Argument((None, []), "give functions as logits_processors of SamplingParams"),
-    "logprobs_mode": Argument(
-        (None, "raw_logprobs"), "log-probabilities are those of the model's own logits"
-    ),
     "long_prefill_token_threshold": Argument(
         (None, 0), "max_num_batched_tokens bounds the chunks of prompts"
     ),
@@ -204,6 +201,9 @@ SERVE_ARGUMENTS: dict[str, Argument] = {
     "exclude_tools_when_tool_choice_none": _flag("leave tools out of the call", False),
     "headless": _flag(IN_VLLM, False),
     "log_config_file": Argument((), "the log goes to stderr"),
+    "logprobs_mode": Argument(
+        ("raw_logprobs",), "log-probabilities are those of the model's own logits; LLM has this argument"
+    ),
     "lora_modules": Argument((), _LORA),
     "max_log_len": Argument(None, "no request's content is logged"),
     "middleware": Argument((), "put a proxy in front of the server"),

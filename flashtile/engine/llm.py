@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,18 @@ from flashtile.checks.conversions import as_float, as_int, check_flag
 from flashtile.checks.vllm_arguments import LLM_ARGUMENTS, takes_also
 from flashtile.engine.config import IN_VLLM, ConfigError, ModelConfig, model_folder, read_config, read_json
 from flashtile.engine.core import Engine, EngineStats, Prompt
+from flashtile.engine.groups import PrefixGroups
 from flashtile.engine.memory import bytes_of_block, bytes_of_tables, memory_left
 from flashtile.engine.model import Model
 from flashtile.engine.outputs import RequestOutput
 from flashtile.engine.parallel import ALONE, ProcessRanks, Ranks, check_divides, local_device
-from flashtile.engine.runner import Runner
+from flashtile.engine.runner import KV_CACHE, LOGPROBS_MODES, WEIGHTS, Runner
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler
 from flashtile.engine.speculation import DraftModel, comb, read_speculative_config
 from flashtile.engine.step_calls import Limits, warm_up
 from flashtile.engine.tokenizer import Tokenizer, load_tokenizer
-from flashtile.engine.weights import open_weights, random_weights, with_checkpoint_head
+from flashtile.engine.weights import given_weights, open_weights, random_weights, with_checkpoint_head
 from flashtile.hardware import machine
 from flashtile.kv_cache import BlockManager
 
@@ -68,6 +69,10 @@ class LLM:
         block_size: tokens per block of the KV cache.
         kv_cache_dtype: "auto" (the dtype of the weights) or "fp8".
         enable_prefix_caching: reuse the blocks of equal prefixes.
+        cascade_attention: read the blocks that sequences share, such as the prompt of ``n`` answers, once in
+            a step instead of once for each sequence. Layers without a window do so in steps in which it saves
+            the reading of at least 8,192 tokens (:mod:`flashtile.engine.groups`). Sums are rounded in another
+            order, as they are in batches of another size. Off, because it was not measured on a GPU yet.
         swap_space: GiB of host memory that preempted sequences are swapped to. 0: preempted sequences are
             recomputed.
         async_scheduling: launch a step before the results of the previous one are read. None: on a GPU only.
@@ -81,6 +86,10 @@ class LLM:
             ``{"method": "draft_model", "model": folder, "num_speculative_tokens": 4, "tree_width": 1}``
             guesses with a small model of the same vocabulary: its ``tree_width`` likeliest tokens at each
             position.
+        logprobs_mode: what ``logprobs`` of an answer's tokens are: "raw_logprobs", log-probabilities of the
+            model's own logits; "processed_logprobs", those after everything that changes the draw (penalties,
+            biases, structures, temperature, filters); "raw_logits" or "processed_logits", without the
+            softmax. ``prompt_logprobs`` and beam search have raw log-probabilities.
         warmup: on a GPU, compile the kernels of all steps before the constructor returns, in parallel
             processes, so that no request waits for the compiler. Triton's cache keeps the kernels.
         tensor_parallel_size: number of processes that compute the model together, one for each GPU.
@@ -128,17 +137,25 @@ class LLM:
         block_size: int = 16,
         kv_cache_dtype: str = "auto",
         enable_prefix_caching: bool = True,
+        cascade_attention: bool = False,
         swap_space: float = 0,
         async_scheduling: bool | None = None,
         enforce_eager: bool = False,
         speculative_config: Mapping[str, Any] | None = None,
         tensor_parallel_size: int = 1,
         quantization: str | None = None,
+        logprobs_mode: str = "raw_logprobs",
         warmup: bool = True,
         generation_config: str | Path = "auto",
     ):
         processes = as_int_within("tensor_parallel_size", tensor_parallel_size, 1, 2**10)
-        _check_choices(quantization, load_format, enable_prefix_caching, enforce_eager, warmup)
+        _check_choices(
+            quantization, load_format, enable_prefix_caching=enable_prefix_caching,
+            cascade_attention=cascade_attention, enforce_eager=enforce_eager, warmup=warmup,
+        )  # fmt: skip
+        if not is_choice(logprobs_mode, LOGPROBS_MODES):
+            modes = ", ".join(LOGPROBS_MODES)
+            raise ValueError(f"logprobs_mode must be one of {modes}, got {logprobs_mode!r:.60}")
         seed = as_int("seed", seed)
         speculation = None if speculative_config is None else read_speculative_config(speculative_config)
         folder = model_folder(model)
@@ -206,15 +223,18 @@ class LLM:
             blocks, size, max_sequences=seqs, max_seqlen=length,
             num_host_blocks=int(host_bytes) // block_bytes, window_left=window,
         )  # fmt: skip
-        scheduler = Scheduler(manager, budget, enable_prefix_caching)
+        # With a window in all layers, blocks are released, and no layer could use groups.
+        groups = PrefixGroups(manager) if cascade_attention and window < 0 else None
+        scheduler = Scheduler(manager, budget, enable_prefix_caching, groups)
         runner = Runner(
             network, manager, cache_dtype, budget, capture=not enforce_eager, draft=draft,
             parents=comb(speculation.num_speculative_tokens, speculation.tree_width) if speculation else (),
+            logprobs_mode=logprobs_mode,
         )  # fmt: skip
         overlap = self.device.type == "cuda" if async_scheduling is None else bool(async_scheduling)
         self.engine = Engine(runner, scheduler, text, seed=seed, overlap=overlap, speculator=speculation)
         if warmup:
-            warm_up(self.device, _steps_of(runner))
+            warm_up(self.device, _steps_of(runner, groups is not None))
         self._ids = itertools.count()
         self._finished: dict[str, RequestOutput] = {}  # not returned to the caller yet
 
@@ -330,6 +350,72 @@ class LLM:
         self.engine.reset_prefix_cache()
         return True
 
+    @torch.inference_mode()
+    def update_weights(
+        self, named_tensors: str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Replace all weights of the model in place, for example after a step of its training.
+
+        Compiled kernels and CUDA graphs stay, and the prefix cache is emptied. A draft model keeps its
+        weights. With ``tensor_parallel_size``, every process must call this, with the same whole weights.
+
+        Args:
+            named_tensors: a folder as ``model``, or all weights under the names of the checkpoint: a dict or
+                pairs of name and tensor, on any device, in any floating-point dtype. Dense models of
+                Transformers have these names in ``model.named_parameters()``.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError, FileNotFoundError: a request is unfinished, or a
+                weight is missing, unknown or of another shape. Nothing is changed then.
+        """
+        runner, model = self.engine.runner, self.engine.runner.model
+        if self.engine.has_unfinished:
+            raise ValueError("update_weights must be called without unfinished requests: their keys are old")
+        if WEIGHTS in runner.asleep:
+            raise ValueError("wake_up must be called before update_weights of an engine that sleeps")
+        given = model.config, self.device, self.dtype, model.ranks
+        if isinstance(named_tensors, (str, Path)):
+            weights = open_weights(model_folder(named_tensors), *given)
+        else:
+            weights = given_weights(named_tensors, *given)
+        model.update(weights)
+        runner.has_weights = True
+        self.engine.scheduler.manager.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of the KV cache and of the weights until :meth:`wake_up`.
+
+        Kernels stay compiled; CUDA graphs are captured again. Names are those of vLLM. With
+        ``tensor_parallel_size``, every process must call this and :meth:`wake_up`.
+
+        Args:
+            level: 1 keeps the weights in host memory. 2 drops them: call :meth:`wake_up`, then
+                :meth:`update_weights`. A draft model keeps its weights.
+
+        Raises:
+            ValueError: a request is unfinished, or the engine sleeps already.
+        """
+        level = as_int_within("level", level, 1, 2)
+        if self.engine.has_unfinished:
+            raise ValueError("sleep must be called without unfinished requests, which would lose their keys")
+        if self.engine.runner.asleep:
+            raise ValueError("wake_up must be called before sleep of an engine that sleeps")
+        self.engine.scheduler.manager.reset_prefix_cache()
+        self.engine.runner.sleep(keep_weights=level == 1)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate the memory that :meth:`sleep` freed. Has no effect on memory that is allocated.
+
+        Args:
+            tags: "weights" and "kv_cache", or one of them, to allocate the cache only after the weights are
+                updated. None: both.
+        """
+        chosen = (WEIGHTS, KV_CACHE) if tags is None else tags
+        if isinstance(chosen, str) or not all(is_choice(tag, (WEIGHTS, KV_CACHE)) for tag in chosen):
+            raise ValueError(f"tags must be a list of {WEIGHTS!r} and {KV_CACHE!r} or None, got {tags!r:.60}")
+        for tag in chosen:
+            self.engine.runner.wake_up(tag)
+
     def close(self) -> None:
         """Wait for the device and free the CUDA graphs.
 
@@ -428,14 +514,13 @@ def _sampling_defaults(source: str | Path, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _check_choices(quantization: Any, load_format: Any, prefix_caching: Any, eager: Any, warmup: Any) -> None:
+def _check_choices(quantization: Any, load_format: Any, **flags: Any) -> None:
     if not is_choice(quantization, (None, "fp8")):
         raise NotImplementedError(f"quantization must be None or 'fp8', got {quantization!r:.60}{IN_VLLM}")
     if not is_choice(load_format, ("auto", "safetensors", "dummy")):
         raise ValueError(f"load_format must be auto, safetensors or dummy, got {load_format!r:.60}")
-    check_flag("enable_prefix_caching", prefix_caching)
-    check_flag("enforce_eager", eager)
-    check_flag("warmup", warmup)
+    for name, value in flags.items():
+        check_flag(name, value)
 
 
 def _weight_dtype(
@@ -494,8 +579,11 @@ def _draft_config(settings: DraftModel, config: ModelConfig) -> ModelConfig:
     return draft
 
 
-def _steps_of(runner: Runner) -> list[tuple[ModelConfig, Limits, bool]]:
-    """Return the arguments of :func:`flashtile.engine.step_calls.step_calls` for the models of a runner."""
+def _steps_of(runner: Runner, grouped: bool = False) -> list[tuple[ModelConfig, Limits, bool]]:
+    """Return the arguments of :func:`flashtile.engine.step_calls.step_calls` for the models of a runner.
+
+    ``grouped``: whether steps may have groups of sequences that share keys.
+    """
     manager, model = runner.manager, runner.model
     limits = Limits(
         max_model_len=manager.table.max_blocks * manager.block_size,
@@ -509,6 +597,7 @@ def _steps_of(runner: Runner) -> list[tuple[ModelConfig, Limits, bool]]:
         verified=runner.max_verified,
         siblings=runner.has_siblings,
         world=model.ranks.world,
+        grouped=grouped,
     )
     name = str(model.embedding.dtype).removeprefix("torch.")
     found = [(replace(model.config, dtype=name), limits, False)]

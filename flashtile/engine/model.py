@@ -6,6 +6,8 @@ earlier tokens are in a paged cache. Chunks of prompts and single tokens go thro
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flashtile.api.cascade import cascade_with_kvcache
 from flashtile.api.decode import append_kvcache, flash_attn_with_kvcache
 from flashtile.backends.cpu.linear import leaks_between_rows
 from flashtile.engine.config import ModelConfig
@@ -20,6 +23,7 @@ from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.rotary import rotary_tables
 from flashtile.engine.weights import SCALE, Weights, quantized
 from flashtile.linear import BeforeNorm, linear, linear_before_norm, linear_qkv
+from flashtile.operators.decode import SharedKeys
 from flashtile.problems.linear import SWIGLU
 from flashtile.reference.decode import rotate
 from flashtile.reference.linear import scaled_weight
@@ -48,6 +52,9 @@ class StepInput(NamedTuple):
             sequence b sees new token j. None: causal.
         seqused_k: (batch,) int32, tokens of each sequence including the new ones. Set by
             :meth:`Model.hidden` unless sequences have chunks of prompts.
+        levels: the keys that groups of sequences share. Layers with a window do not use them, because they
+            hide a different part of these keys from each sequence.
+        shared_keys: (batch,) int32, number of each sequence's first keys that are in a level.
     """
 
     tokens: Tensor
@@ -59,6 +66,8 @@ class StepInput(NamedTuple):
     slots: Tensor | None = None
     tree_mask: Tensor | None = None
     seqused_k: Tensor | None = None
+    levels: tuple[SharedKeys, ...] = ()
+    shared_keys: Tensor | None = None
 
 
 class Cache(NamedTuple):
@@ -226,7 +235,10 @@ class Attention:
         return {"causal": True, "window_size": (self.window, -1), **options}
 
     def _attend(self, x: Hidden, norm: Norm | None, step: StepInput, cache: Cache) -> Tensor:
-        ragged, options = step.cu_seqlens_q is not None, self._options(step)
+        ragged, options, attend = step.cu_seqlens_q is not None, self._options(step), flash_attn_with_kvcache
+        if step.levels and self.window < 0:
+            attend = cascade_with_kvcache
+            options |= {"levels": step.levels, "cache_leftpad": step.shared_keys}
         q = self._append_few(x, norm, step, cache)
         if q is None:
             qkv = self.qkv(x, norm=norm).unflatten(-1, (-1, self.head_dim))
@@ -240,7 +252,7 @@ class Attention:
                     options |= {"cu_seqlens_k_new": step.cu_seqlens_q, "max_seqlen_k_new": step.max_seqlen_q}
                 else:
                     q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
-                return flash_attn_with_kvcache(
+                return attend(
                     q, cache.k, cache.v, k, v, cache.cos, cache.sin, cache_seqlens=step.cache_seqlens,
                     rotary_interleaved=False, **options,
                 )  # fmt: skip
@@ -249,7 +261,7 @@ class Attention:
             q, k = (rotate(t, cache.cos, cache.sin, step.positions.long(), False) for t in (q, k))
             append_kvcache(cache.k, cache.v, k, v, slot_mapping=step.slots)
         q = q if ragged else q.unsqueeze(1)
-        return flash_attn_with_kvcache(q, cache.k, cache.v, cache_seqlens=step.seqused_k, **options)
+        return attend(q, cache.k, cache.v, cache_seqlens=step.seqused_k, **options)
 
     def _norm_all_heads(self, q: Tensor, k: Tensor) -> list[Tensor]:
         """Apply RMSNorm over all heads of all ranks to q and to k, each (total_new, heads, head_dim)."""
@@ -404,6 +416,27 @@ class Layer:
         return add(self.mlp(x, self.before_mlp, within), after)
 
 
+PARTS = Layer, Attention, MLP, Experts, Matrix, Norm
+
+
+def overwrite(part: Any, new: Any) -> None:
+    """Copy all tensors of a new part of a model into those of a present one."""
+    for name, value in vars(new).items():
+        if isinstance(value, Tensor):
+            getattr(part, name).copy_(value)
+        elif isinstance(value, PARTS):
+            overwrite(getattr(part, name), value)
+
+
+def tensors_of(part: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a part of a model, some of them more than once."""
+    for value in vars(part).values():
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, PARTS):
+            yield from tensors_of(value)
+
+
 class Model:
     """A decoder-only model with the weights of all layers on one device.
 
@@ -441,6 +474,21 @@ class Model:
         """Make rotary tables of ``count`` positions. Call it before the first step."""
         tables = [rotary_tables(rope, self.config.head_dim, count) for rope in self.config.ropes]
         self.rotary = [table.to(self.embedding.device) for pair in tables for table in pair]
+
+    def update(self, weights: Weights) -> None:
+        """Write other weights into the memory of the present ones, one layer at a time."""
+        config = self.config
+        self.embedding.copy_(weights("model.embed_tokens.weight"))
+        for number, layer in enumerate(self.layers):
+            overwrite(layer, Layer(config, weights, number, self.ranks, self.fp8))
+        overwrite(self.norm, Norm(config, weights("model.norm.weight")))
+        if not config.tie_word_embeddings:
+            self.head.weight.copy_(weights("lm_head.weight"))
+
+    @property
+    def weights(self) -> Iterator[Tensor]:
+        """All weights, some of them more than once. The rotary tables are none."""
+        return itertools.chain(tensors_of(self), *map(tensors_of, self.layers))
 
     def hidden(self, step: StepInput, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Append keys and values, and return the last layer's hidden states (total_new, hidden_size).

@@ -140,6 +140,9 @@ def serve(
     async_scheduling: Annotated[
         bool | None, typer.Option(help="Schedule a step while the one before runs. Default: on GPUs.")
     ] = None,
+    cascade_attention: Annotated[
+        bool, typer.Option("--cascade-attention", help="Read blocks that sequences share once in a step.")
+    ] = False,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
     warmup: Annotated[bool, typer.Option(help="Compile all kernels before the first call.")] = True,
     speculative_config: Annotated[

@@ -450,6 +450,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    invariant: bool = False,
     backend: str | None = None,
     **unknown: NoReturn,
 ) -> Tensor | Any:
@@ -468,6 +469,9 @@ def flash_attn_varlen_func(
         q_descale, k_descale, v_descale: as for :func:`attention`; cannot be combined with ``block_table``.
         qv: as for :func:`attention`. With ``block_table`` the pages are not copied, head_dim and head_dim_v
             may each be up to 512, and there is no backward pass.
+        invariant: give each row the bits that it has in every other call with ``invariant``, such as
+            :func:`flash_attn_with_kvcache` of its token alone. The gradients are the usual ones. Cannot be
+            combined with ``dropout_p`` or FP8.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`attention`; also for ``dropout_p`` or a backward
@@ -493,6 +497,7 @@ def flash_attn_varlen_func(
         deterministic=deterministic,
         backend=backend,
         dropout_p=dropout_p,
+        invariant=invariant,
     )
     cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
     extras = OptionalTensors(

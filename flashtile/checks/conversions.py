@@ -81,6 +81,7 @@ def make_options(
     deterministic: bool = False,
     backend: str | None = None,
     dropout_p: float = 0.0,
+    invariant: bool = False,
 ) -> Options:
     """Convert arguments to their exact types, and return them as Options. Ranges are checked later.
 
@@ -101,6 +102,8 @@ def make_options(
         raise TypeError(f"deterministic must be True or False, got {named(deterministic)}")
     if backend is not None and type(backend) is not str:
         raise TypeError(f"backend must be None or a backend's name, got {named(backend)}")
+    if type(invariant) is not bool:
+        raise TypeError(f"invariant must be True or False, got {named(invariant)}")
     if not deterministic:
         deterministic = torch.are_deterministic_algorithms_enabled()
     return Options.__new__(  # with keywords, a call of the class itself takes twice as long
@@ -113,6 +116,7 @@ def make_options(
         deterministic=deterministic,
         backend=backend,
         dropout_p=dropout_p,
+        invariant=invariant,
     )
 
 

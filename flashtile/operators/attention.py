@@ -103,6 +103,7 @@ class ForwardOperation(Operation):
         out, lse = self.fake(*map(on_meta, tensors), extras, options)
         if any_learns([extras.bias]):
             options = options._replace(bias_grad=True)
+        options = options._replace(invariant=False)
         if any_learns([extras.alibi_slopes]):
             extras, options = functions.learning_slopes(q, k, extras, options)
         return ((BACKWARD, (out, None, q, k, v, out, lse), extras, options),)

@@ -83,6 +83,8 @@ def forward(
         return FORWARD.traced(tensors, extras, options)
     FORWARD.check(*tensors, extras, options)
     if has_tangents:
+        if options.invariant:
+            raise NotImplementedError("invariant must be False in forward mode, whose sums have another order")
         from flashtile.operators import derivatives
 
         return derivatives.plain(*tensors, extras, options)
@@ -139,7 +141,7 @@ def _save(ctx, q, k, v, out, lse, extras, options):
         ctx.save_for_backward(q, k, v, out, lse)
     else:
         ctx.save_for_backward(q, k, v, out, lse, *extras)
-    ctx.options = options
+    ctx.options = options._replace(invariant=False) if options.invariant else options
     ctx.set_materialize_grads(False)
 
 

@@ -32,6 +32,8 @@ class Options(NamedTuple):
     """Whether the bias gets a gradient; used only by the backward pass."""
     partial: bool = False
     """Whether out and the gradients stay float32, to be summed over devices before they are rounded."""
+    invariant: bool = False
+    """Whether a row of the result has the same bits in all calls, as over a cache; only the forward pass."""
 
 
 class OptionalTensors(NamedTuple):
@@ -49,7 +51,7 @@ class OptionalTensors(NamedTuple):
     seqused_q: Tensor | None = None
 
 
-OPTIONS_OF_PLAIN_CALLS = "dropout_p", "bias_grad", "partial"
+OPTIONS_OF_PLAIN_CALLS = "dropout_p", "bias_grad", "partial", "invariant"
 """Options that cannot be combined with score and mask functions or FP8. All are false by default."""
 
 NEEDS_GENERAL_MASK = ("mask", "key_padding_mask", "bias", "dropout_p", *BEYOND_WINDOW, "seqused_q")
@@ -153,6 +155,7 @@ class Problem(Masking, Results):
     mods: Mods | None = None
     """The score and mask functions."""
     partial: bool = False
+    invariant: bool = False
     tma_obstacle: str | None = None
     """Why the tensor memory accelerator (TMA) of Hopper GPUs cannot address q, k or v in their layout."""
     bias_obstacle: str | None = None

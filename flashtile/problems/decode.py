@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.problems.attention import find_tma_obstacle
+from flashtile.problems.attention import OptionalTensors, Problem, find_tma_obstacle
 from flashtile.problems.common import Results, passed_on
 from flashtile.problems.masking import EVERYTHING, Masking
 
@@ -60,6 +60,7 @@ class DecodeOptions(NamedTuple):
     softcap: float = 0.0
     num_splits: int = 0
     split_size: int = 0
+    invariant: bool = False
     partial: bool = False
     """Whether out is float32, to be merged with other results before it is rounded."""
     return_lse: bool = True
@@ -165,6 +166,7 @@ class DecodeProblem(Masking, Results):
     descale: str = "none"  # see descale_kind
     num_splits: int = 0  # 0: the backend chooses
     split_size: int = 0
+    invariant: bool = False  # whether a row's sums have one order in all calls
     return_lse: bool = True  # otherwise lse may be None
     tma_obstacle: str | None = None  # why Hopper's TMA cannot address q or the caches
     softmax_max: float | None = None  # subtracted from scores; None: their maximum
@@ -211,12 +213,44 @@ class DecodeProblem(Masking, Results):
                 varlen=varlen,
                 varlen_new=tensors.cu_seqlens_k_new is not None,
                 lengths=tensors.cache_seqlens is not None,
+                num_splits=options.num_splits or int(options.invariant and not options.split_size),
                 descale=descale_kind(tensors.k_descale),
                 tma_obstacle=find_obstacle_in_cache(q, k_cache, v_cache),
                 softmax_max=options.phi,
                 softmax_max_by_head=tensors.softmax_max is not None,
             )
         )
+
+
+def as_decode(problem: Problem) -> DecodeProblem:
+    """Describe an invariant attention call as attention over a cache, of the tensors of :func:`as_cache`."""
+    given = {name: getattr(problem, name) for name in DecodeProblem.__dataclass_fields__ if hasattr(problem, name)}
+    return DecodeProblem(
+        **given
+        | dict(
+            capacity=problem.seqlen_k,
+            page_size=int(problem.varlen),
+            num_blocks=problem.total_k if problem.varlen else problem.batch,
+            seqlen_new=0,
+            cache_dtype=problem.dtype,
+            lengths=problem.varlen or problem.seqused_k,
+            num_splits=1,
+        )
+    )
+
+
+def as_cache(problem: Problem, k: Tensor, v: Tensor, extras: OptionalTensors) -> tuple[Any, ...]:
+    """Return (k_cache, v_cache, CacheTensors) of an attention call. The pages of packed keys are tokens."""
+    tensors = CacheTensors(
+        cache_seqlens=extras.seqused_k, cu_seqlens_q=extras.cu_seqlens_q, alibi_slopes=extras.alibi_slopes,
+        sink=extras.sink,
+    )  # fmt: skip
+    if extras.cu_seqlens_k is None:
+        return k, v, tensors
+    tokens = torch.arange(problem.seqlen_k, dtype=torch.int32, device=k.device)
+    table = extras.cu_seqlens_k[:-1, None] + tokens
+    lengths = extras.cu_seqlens_k.diff() if extras.seqused_k is None else extras.seqused_k
+    return k.unsqueeze(1), v.unsqueeze(1), tensors._replace(block_table=table, cache_seqlens=lengths)
 
 
 class AppendProblem(NamedTuple):

@@ -80,7 +80,7 @@ def configure_decode(problem: DecodeProblem) -> Fused | None:
     """
     one_query = problem.seqlen_q == 1 and not problem.varlen and problem.batch > 0
     extras = problem.alibi or problem.sink or problem.tree or problem.prior or problem.qv
-    extras = extras or problem.descale == "sequence"
+    extras = extras or problem.descale == "sequence" or problem.invariant
     if not (one_query and problem.in_one_range) or extras or not _fused_covers(problem):
         return None
     wide = problem.dtype != problem.out_dtype or problem.cache_dtype == FP8

@@ -73,6 +73,10 @@ class LLM:
             a step instead of once for each sequence. Layers without a window do so in steps in which it saves
             the reading of at least 8,192 tokens (:mod:`flashtile.engine.groups`). Sums are rounded in another
             order, as they are in batches of another size. Off, because it was not measured on a GPU yet.
+        batch_invariant: give every log-probability the same bits whatever else the engine computes: other
+            requests and their order, chunks of prompts, cached prefixes, preemption, guesses, CUDA graphs.
+            All sums have one order then, which costs speed. Not with ``cascade_attention``, several
+            processes or ``tree_width`` above 1, and on a GPU not in float32.
         swap_space: GiB of host memory that preempted sequences are swapped to. 0: preempted sequences are
             recomputed.
         async_scheduling: launch a step before the results of the previous one are read. None: on a GPU only.
@@ -138,6 +142,7 @@ class LLM:
         kv_cache_dtype: str = "auto",
         enable_prefix_caching: bool = True,
         cascade_attention: bool = False,
+        batch_invariant: bool = False,
         swap_space: float = 0,
         async_scheduling: bool | None = None,
         enforce_eager: bool = False,
@@ -152,6 +157,7 @@ class LLM:
         _check_choices(
             quantization, load_format, enable_prefix_caching=enable_prefix_caching,
             cascade_attention=cascade_attention, enforce_eager=enforce_eager, warmup=warmup,
+            batch_invariant=batch_invariant,
         )  # fmt: skip
         if not is_choice(logprobs_mode, LOGPROBS_MODES):
             modes = ", ".join(LOGPROBS_MODES)
@@ -165,6 +171,9 @@ class LLM:
         self.device = machine.find_device(None if place is None else str(place))
         self.dtype = _weight_dtype(dtype, config, self.device, quantization)
         cache_dtype = _cache_dtype(kv_cache_dtype, self.dtype)
+        if batch_invariant:
+            width = 1 if speculation is None else speculation.tree_width
+            _check_invariant(self.device, self.dtype, config, cascade_attention, processes, width)
         length = min(config.max_position_embeddings, MAX_DEFAULT_LENGTH)
         if max_model_len is not None:
             length = as_int_within("max_model_len", max_model_len, 1, config.longest_sequence)
@@ -184,7 +193,7 @@ class LLM:
             self._load, seed=seed if load_format == "dummy" else None,
             positions=min(length, budget), fp8=quantization == "fp8",
         )  # fmt: skip
-        network, draft = load(folder, config, ranks), None
+        network, draft = load(folder, config, ranks, invariant=batch_invariant), None
         self.model_config = network.config
         windows = config.windows
         if isinstance(speculation, DraftModel) and draft_config is not None:
@@ -314,6 +323,44 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
         return self._run(prompts, params, None)
+
+    def score(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
+        """Return the log-probability of each token of a sequence but the first, given those before it.
+
+        A sequence is computed in one pass, or in chunks of ``max_num_batched_tokens``. With
+        ``batch_invariant``, the numbers are bitwise those of ``logprobs`` when the tokens were generated.
+
+        Args:
+            prompts: one or several, as in :meth:`generate`, with at least two tokens and at most
+                ``max_model_len``: for example those of a prompt and its answer.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: as :meth:`generate`; also for another
+                ``logprobs_mode`` than "raw_logprobs".
+            RuntimeError: the model's logits are NaN or infinite.
+        """
+        if self.engine.runner.logprobs_mode != LOGPROBS_MODES[0]:
+            got = self.engine.runner.logprobs_mode
+            raise ValueError(f"logprobs_mode must be {LOGPROBS_MODES[0]!r} for score, got {got!r}")
+        sequences = [self.engine.tokens_of(prompt)[1] for prompt in _as_prompts(prompts)]
+        if any(len(tokens) < 2 for tokens in sequences):
+            raise ValueError(f"prompts must have at least 2 tokens for score, got {min(map(len, sequences))}")
+        # The last token is an answer that has no alternative: the prompt may then fill max_model_len.
+        params = [
+            SamplingParams(
+                temperature=0, max_tokens=1, logprobs=0, prompt_logprobs=0, allowed_token_ids=tokens[-1:],
+                detokenize=False,
+            )
+            for tokens in sequences
+        ]  # fmt: skip
+        outputs, found = self._run([tokens[:-1] for tokens in sequences], params, None), []
+        for tokens, output in zip(sequences, outputs, strict=True):
+            answer = output.outputs[0]
+            if answer.finish_reason == "error":
+                raise RuntimeError(f"score: {answer.stop_reason}")
+            entries = [*output.prompt_logprobs[1:], *answer.logprobs]
+            found.append([entry[token].logprob for entry, token in zip(entries, tokens[1:], strict=True)])
+        return found
 
     def enqueue(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams, priority: int = 0
@@ -468,15 +515,16 @@ class LLM:
 
     @torch.inference_mode()
     def _load(
-        self, folder: Path, config: ModelConfig, ranks: Ranks, *, seed: int | None, positions: int, fp8: bool
-    ) -> Model:
+        self, folder: Path, config: ModelConfig, ranks: Ranks, *, seed: int | None, positions: int, fp8: bool,
+        invariant: bool = False,
+    ) -> Model:  # fmt: skip
         """Load the model from its folder, or with random weights if ``seed`` is given."""
         if seed is not None:
             weights = random_weights(config, self.device, self.dtype, seed, ranks)
         else:
             config = with_checkpoint_head(folder, config, self.dtype)
             weights = open_weights(folder, config, self.device, self.dtype, ranks)
-        return Model(config, weights, positions, ranks, fp8)
+        return Model(config, weights, positions, ranks, fp8, invariant)
 
 
 def _as_prompts(prompts: Any) -> list[Prompt]:
@@ -535,6 +583,29 @@ def _weight_dtype(
         raise ValueError("dtype must be bfloat16 or float16 with quantization='fp8', got float32")
     assert isinstance(found, torch.dtype)
     return found
+
+
+def _check_invariant(
+    device: torch.device, dtype: torch.dtype, config: ModelConfig, cascade: bool, processes: int, width: int
+) -> None:
+    """Refuse what adds in an order that depends on the batch."""
+    for name, got, needed in (
+        ("cascade_attention", cascade, False),
+        ("tensor_parallel_size", processes, 1),
+        ("tree_width", width, 1),
+    ):
+        if got != needed:
+            raise NotImplementedError(f"{name} must be {needed} with batch_invariant, got {got}")
+    if device.type == "cpu":
+        return
+    if dtype == torch.float32:
+        raise NotImplementedError(
+            "dtype must be bfloat16 or float16 with batch_invariant on a GPU, got float32"
+        )
+    if config.vocab_size % 8:  # torch's softmax begins at the first address that is a multiple of 16 bytes
+        raise NotImplementedError(
+            f"vocab_size must be a multiple of 8 with batch_invariant on a GPU, got {config.vocab_size}"
+        )
 
 
 def _memory_limits(gpu_memory_utilization: Any, swap_space: Any) -> tuple[float, float]:
@@ -598,11 +669,12 @@ def _steps_of(runner: Runner, grouped: bool = False) -> list[tuple[ModelConfig, 
         siblings=runner.has_siblings,
         world=model.ranks.world,
         grouped=grouped,
+        invariant=model.head.invariant,
     )
     name = str(model.embedding.dtype).removeprefix("torch.")
     found = [(replace(model.config, dtype=name), limits, False)]
     if runner.drafter is not None:
-        own = replace(limits, cache_dtype=None, world=1)
+        own = replace(limits, cache_dtype=None, world=1, invariant=False)
         found.append((replace(runner.drafter.model.config, dtype=name), own, True))
     return found
 

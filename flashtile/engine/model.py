@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from flashtile.api.cascade import cascade_with_kvcache
 from flashtile.api.decode import append_kvcache, flash_attn_with_kvcache
-from flashtile.backends.cpu.linear import leaks_between_rows
+from flashtile.backends.cpu.linear import by_row, leaks_between_rows
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.rotary import rotary_tables
@@ -82,8 +82,11 @@ class Cache(NamedTuple):
 class Matrix:
     """A weight (N, K), stored as given, or in e4m3 with a scale for each row or block, and maybe a bias (N,).
 
-    ``matrix(x)`` computes ``x @ weight.T + bias``, with the options of :meth:`__call__`.
+    ``matrix(x)`` computes ``x @ weight.T + bias``, with the options of :meth:`__call__`. If ``invariant``, a
+    row has the same bits whatever the other rows are.
     """
+
+    invariant = False
 
     def __init__(
         self, weight: Tensor, fp8: bool = False, scale: Tensor | None = None, bias: Tensor | None = None
@@ -117,7 +120,9 @@ class Matrix:
 
     def part(self, index: int) -> Matrix:
         scale, bias = (None if one is None else one[index] for one in (self.scale, self.bias))
-        return Matrix(self.weight[index], scale=scale, bias=bias)
+        part = Matrix(self.weight[index], scale=scale, bias=bias)
+        part.invariant = self.invariant
+        return part
 
     def __call__(
         self,
@@ -140,6 +145,8 @@ class Matrix:
         assert isinstance(x, Tensor)
         added = residual.y if isinstance(residual, BeforeNorm) else residual
         given: dict[str, Any] = {"weight_scale": self.scale, "residual": added, "prefetch": True, **normed}
+        if self.invariant:
+            return linear(x, self.weight, self.bias, activation=activation, invariant=True, **given)
         if following is not None:
             weight, eps = following.weight, following.eps
             return linear_before_norm(x, self.weight, weight, self.bias, next_norm_eps=eps, **given)
@@ -212,6 +219,8 @@ class Attention:
         """
         if step.seqused_k is None or self.q_norm is not None or norm is None or not norm.fused:
             return None
+        if self.qkv.invariant:  # every step appends in the same way, also chunks of prompts
+            return None
         x, normed = operand(x, norm)
         if cache.k.dtype != x.dtype:
             return None
@@ -230,6 +239,8 @@ class Attention:
             "sink": self.sink, "cu_seqlens_q": step.cu_seqlens_q,
             "max_seqlen_q": None if step.cu_seqlens_q is None else step.max_seqlen_q,
         }  # fmt: skip
+        if self.qkv.invariant:
+            options["invariant"] = True
         if step.tree_mask is not None:
             return {"tree_mask": step.tree_mask, **options}
         return {"causal": True, "window_size": (self.window, -1), **options}
@@ -247,7 +258,7 @@ class Attention:
                 q, k = self._norm_all_heads(q, k)
             elif self.q_norm is not None:
                 q, k = self.q_norm(q), self.k_norm(k)
-            if step.slots is None:
+            if step.slots is None or self.qkv.invariant:
                 if ragged:
                     options |= {"cu_seqlens_k_new": step.cu_seqlens_q, "max_seqlen_k_new": step.max_seqlen_q}
                 else:
@@ -292,9 +303,14 @@ class MLP:
         if self.silu:
             inner = self.gate_up(x, norm=norm, activation=SWIGLU)
         else:
-            gate, up = self.gate_up(x, norm=norm).chunk(2, dim=-1)
-            inner = F.gelu(gate, approximate="tanh") * up
+            inner = self.gate_up(x, norm=norm)
+            inner = by_row(gelu_and_mul, inner) if self.gate_up.invariant else gelu_and_mul(inner)
         return self.down(inner, residual=residual, following=following)
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 class Experts:
@@ -330,6 +346,11 @@ class Experts:
         on_host = x.device.type == "cpu" and not isinstance(x, FakeTensor)
         if not on_host and x.dtype in (torch.float16, torch.bfloat16):
             parts = self._products(x, chosen)
+            if self.down.invariant:  # torch's product chooses its order by the number of tokens
+                out = torch.zeros_like(x) if residual is None else residual
+                for i in range(self.per_token):
+                    out = out + shares[:, i : i + 1] * parts[:, i]
+                return out
             if residual is None:
                 return torch.bmm(shares.unsqueeze(1), parts).squeeze(1)
             return torch.baddbmm(residual.unsqueeze(1), shares.unsqueeze(1), parts).squeeze(1)
@@ -355,20 +376,23 @@ class Experts:
         numbers, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(numbers, self.numbers, right=True, out_int32=True)
         gate_up, down, tokens = self.gate_up, self.down, order // self.per_token
-        inner = grouped_linear(x, gate_up.weight, gate_up.bias, tokens, ends, True, gate_up.scale)
+        same = {"invariant": down.invariant}
+        inner = grouped_linear(x, gate_up.weight, gate_up.bias, tokens, ends, True, gate_up.scale, **same)
         inner = self._activate(inner)
-        out = grouped_linear(inner, down.weight, down.bias, order, ends, False, down.scale)
+        out = grouped_linear(inner, down.weight, down.bias, order, ends, False, down.scale, **same)
         return out.view(len(x), self.per_token, -1)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return (shares in the dtype of x, numbers) of each token's experts, both (total_new, per_token)."""
-        scores = linear(x, self.router.weight, self.router.bias).float()
+        scores = linear(x, self.router.weight, self.router.bias, invariant=self.router.invariant).float()
         best, chosen = scores.topk(self.per_token)
         total = (best if self.normalized else scores).logsumexp(-1, keepdim=True)
         return (best - total).exp().to(x.dtype), chosen
 
     def _activate(self, gate_up: Tensor) -> Tensor:
         """Return activation(gate) * up, for the halves gate and up of the columns."""
+        if self.down.invariant and len(gate_up) > 1:
+            return by_row(self._activate, gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         if self.alpha:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
@@ -403,7 +427,8 @@ class Layer:
 
     def __call__(self, x: Hidden, step: StepInput, cache: Cache) -> Any:
         add = self.ranks.sum
-        if self.prepares and isinstance(self.mlp, MLP) and len(step.tokens) <= FEW_ROWS:
+        few = len(step.tokens) <= FEW_ROWS and not self.attention.qkv.invariant
+        if self.prepares and isinstance(self.mlp, MLP) and few:
             x = self.attention(x, self.before_attention, step, cache, x, self.before_mlp)
             return self.mlp(x, self.before_mlp, x, self.following)
         assert isinstance(x, Tensor)
@@ -417,6 +442,15 @@ class Layer:
 
 
 PARTS = Layer, Attention, MLP, Experts, Matrix, Norm
+
+
+def matrices_of(part: Any) -> Iterator[Matrix]:
+    """Yield the matrices of a part of a model."""
+    for value in vars(part).values():
+        if isinstance(value, Matrix):
+            yield value
+        elif isinstance(value, PARTS):
+            yield from matrices_of(value)
 
 
 def overwrite(part: Any, new: Any) -> None:
@@ -445,6 +479,7 @@ class Model:
         max_positions: positions of the rotary tables; :meth:`set_positions` changes them.
         ranks: the processes that compute the model together. ``weights`` returns this process's shard.
         fp8: round the layers' matrices to e4m3, except for those of experts.
+        invariant: give each token the same bits whatever the other tokens of a step are.
     """
 
     def __init__(
@@ -454,6 +489,7 @@ class Model:
         max_positions: int,
         ranks: Ranks = ALONE,
         fp8: bool = False,
+        invariant: bool = False,
     ):
         self.config, self.ranks, self.fp8 = config, ranks, fp8
         self.kv_heads = config.num_kv_heads // ranks.world
@@ -468,6 +504,9 @@ class Model:
         else:
             head = weights("lm_head.weight")
         self.head = Matrix(head)
+        for part in (self, *self.layers) if invariant else ():
+            for matrix in matrices_of(part):
+                matrix.invariant = True
         self.set_positions(max_positions)
 
     def set_positions(self, count: int) -> None:

@@ -52,6 +52,7 @@ class Limits:
         siblings: whether guesses form a tree rather than a chain. Steps then have a tree mask.
         world: number of processes that compute the model together.
         grouped: whether steps may have groups of sequences that share keys.
+        invariant: whether results must not depend on the rest of the batch.
     """
 
     max_model_len: int
@@ -66,6 +67,7 @@ class Limits:
     siblings: bool = False
     world: int = 1
     grouped: bool = False
+    invariant: bool = False
 
 
 def warm_up(device: torch.device, models: Sequence[tuple[ModelConfig, Limits, bool]]) -> None:
@@ -104,7 +106,7 @@ def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> lis
     dtype, ranks = getattr(torch, config.dtype), Ranks(0, limits.world)
     with remembering() as remembered, FakeTensorMode(), torch.no_grad():
         weights = random_weights(shorter, torch.device("cpu"), dtype, ranks=ranks)
-        model = Model(shorter, weights, 2048, ranks, limits.fp8)
+        model = Model(shorter, weights, 2048, ranks, limits.fp8, limits.invariant)
         layers = len(model.layers)
         shape = layers, limits.num_blocks, limits.block_size, model.kv_heads, config.head_dim
         k_cache, v_cache = (

@@ -84,7 +84,9 @@ def forward(
     FORWARD.check(*tensors, extras, options)
     if has_tangents:
         if options.invariant:
-            raise NotImplementedError("invariant must be False in forward mode, whose sums have another order")
+            raise NotImplementedError(
+                "invariant must be False in forward mode, whose sums have another order"
+            )
         from flashtile.operators import derivatives
 
         return derivatives.plain(*tensors, extras, options)

@@ -6,7 +6,7 @@ Backends prepare one launch for each description. :mod:`flashtile.checks.decode`
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -224,7 +224,9 @@ class DecodeProblem(Masking, Results):
 
 def as_decode(problem: Problem) -> DecodeProblem:
     """Describe an invariant attention call as attention over a cache, of the tensors of :func:`as_cache`."""
-    given = {name: getattr(problem, name) for name in DecodeProblem.__dataclass_fields__ if hasattr(problem, name)}
+    given = {
+        name: getattr(problem, name) for name in DecodeProblem.__dataclass_fields__ if hasattr(problem, name)
+    }
     return DecodeProblem(
         **given
         | dict(

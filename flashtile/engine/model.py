@@ -361,7 +361,8 @@ class Experts:
         for expert in chosen.unique().tolist() if on_host else range(len(self.down.weight)):
             is_chosen = chosen == expert
             token = every_token[is_chosen.any(-1)] if on_host else every_token
-            inner = self._activate(self.gate_up.part(expert)(x[token]))
+            inner = self.gate_up.part(expert)(x[token])
+            inner = by_row(self._activate, inner) if self.down.invariant else self._activate(inner)
             share = (shares * is_chosen).sum(-1, keepdim=True)
             out.index_add_(0, token, self.down.part(expert)(inner) * share[token])
         return out
@@ -391,8 +392,6 @@ class Experts:
 
     def _activate(self, gate_up: Tensor) -> Tensor:
         """Return activation(gate) * up, for the halves gate and up of the columns."""
-        if self.down.invariant and len(gate_up) > 1:
-            return by_row(self._activate, gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         if self.alpha:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile.backends.portable.decode import config as decode_config
 from flashtile.linear import linear
 
 BACKENDS = ["cpu", pytest.param("portable", marks=pytest.mark.interpreter)]
@@ -92,6 +94,16 @@ def test_parts_of_a_fixed_size_are_part_of_the_order(backend):
     for first, tokens in ((0, 1), (31, 1), (32, 1), (69, 1), (50, 20)):
         found, rows = sequences.over_cache([0], first, tokens, **options)
         assert torch.equal(bits(found), bits(whole[rows])), (first, tokens)
+
+
+@pytest.mark.interpreter
+def test_a_tile_by_the_number_of_rows_is_noticed(monkeypatch):
+    usual = decode_config.choose
+    monkeypatch.setattr(decode_config, "choose", lambda problem: usual(replace(problem, invariant=False)))
+    sequences = Sequences(torch.float16, 2, 1, 48)
+    whole = sequences.whole(invariant=True, backend="portable")
+    found, rows = sequences.over_cache([0], 69, 1, backend="portable")
+    assert not torch.equal(found, whole[rows])
 
 
 def test_gradients_are_the_usual_ones():

@@ -28,8 +28,8 @@ ENGINES: list[dict[str, Any]] = [
      "swap_space": 0.01},
 ]  # fmt: skip
 """Short chunks with preemption and found prefixes, guesses, overlap of steps, swapping."""
-PLAIN = ("llama3", "qwen3", "gemma2", "olmo2", "phi3", "gpt_oss")
-"""Biases, norms of each head and of all heads, windows, caps, GELU, long rotary tables, sinks, experts."""
+PLAIN = ("llama3", "gemma2", "olmo2", "gpt_oss")
+"""Biases, windows, caps, GELU, norms of all heads, sinks, experts."""
 
 
 class Requests:
@@ -115,8 +115,8 @@ def test_bits_do_not_depend_on_the_batch(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_of_many_requests_do_not_depend_on_the_batch(name):
-    requests = compared(name, 20, ENGINES)
-    assert requests.compared > 100_000  # in 13 families more than 10^6
+    requests = compared(name, 8, ENGINES)
+    assert requests.compared > 80_000  # in 13 families more than 10^6
     assert requests.differing == 0
 
 

@@ -43,6 +43,7 @@ CAPTURED = {
     "gpt_oss": ({**EXPERTS, "model_type": "gpt_oss", "head_dim": 64}, False),
     "blocks": ({**DENSE, "hidden_size": 128, "num_attention_heads": 2, "head_dim": 128}, True),
     "groups": ({**DENSE, "num_attention_heads": 4, "head_dim": 128}, False),
+    "invariant": ({**EXPERTS, "model_type": "mixtral"}, False),
 }
 
 
@@ -91,6 +92,7 @@ def as_on_a_gpu(llm: LLM, patch: pytest.MonkeyPatch) -> set:
         "gpt_oss",
         "blocks",
         "groups",
+        "invariant",
         *(pytest.param(name, marks=pytest.mark.thorough) for name in ("dense", "mixtral")),
     ],
 )
@@ -105,14 +107,14 @@ def test_no_captured_step_needs_a_kernel_that_the_warm_up_lacks(tmp_path, name):
     llm = LLM(
         tmp_path, device="cpu", dtype="bfloat16", load_format="dummy", num_gpu_blocks_override=48,
         block_size=4, max_num_seqs=6, max_num_batched_tokens=20, warmup=False,
-        cascade_attention=name == "groups",
+        cascade_attention=name == "groups", batch_invariant=name == "invariant",
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, remembering() as remembered:
         patch.setattr(groups, "MIN_SAVED_TOKENS", 1)
         used = as_on_a_gpu(llm, patch)
         traffic(llm, 25, EVERY_KIND)
-    names = {"sample_kernel", "grouped_kernel"} if name in ("mixtral", "gpt_oss") else {"sample_kernel"}
-    assert {key[0] for key in used} == names
+    has_experts = "num_local_experts" in config
+    assert {key[0] for key in used} == {"sample_kernel", *["grouped_kernel"] * has_experts}
     used |= kernels(calls_of(remembered))
     listed = calls_of_all(_steps_of(llm.engine.runner, name == "groups"))
     assert (llm.get_metrics().kv_reads_saved > 0) == (name == "groups")

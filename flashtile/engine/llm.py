@@ -173,7 +173,8 @@ class LLM:
         cache_dtype = _cache_dtype(kv_cache_dtype, self.dtype)
         if batch_invariant:
             width = 1 if speculation is None else speculation.tree_width
-            _check_invariant(self.device, self.dtype, config, cascade_attention, processes, width)
+            own = None if self.device.type == "cpu" else self.dtype
+            _check_invariant(cascade_attention, processes, width, own, config.vocab_size)
         length = min(config.max_position_embeddings, MAX_DEFAULT_LENGTH)
         if max_model_len is not None:
             length = as_int_within("max_model_len", max_model_len, 1, config.longest_sequence)
@@ -346,13 +347,10 @@ class LLM:
         if any(len(tokens) < 2 for tokens in sequences):
             raise ValueError(f"prompts must have at least 2 tokens for score, got {min(map(len, sequences))}")
         # The last token is an answer that has no alternative: the prompt may then fill max_model_len.
-        params = [
-            SamplingParams(
-                temperature=0, max_tokens=1, logprobs=0, prompt_logprobs=0, allowed_token_ids=tokens[-1:],
-                detokenize=False,
-            )
-            for tokens in sequences
-        ]  # fmt: skip
+        last = functools.partial(
+            SamplingParams, temperature=0, max_tokens=1, logprobs=0, prompt_logprobs=0, detokenize=False
+        )
+        params = [last(allowed_token_ids=tokens[-1:]) for tokens in sequences]
         outputs, found = self._run([tokens[:-1] for tokens in sequences], params, None), []
         for tokens, output in zip(sequences, outputs, strict=True):
             answer = output.outputs[0]
@@ -585,27 +583,18 @@ def _weight_dtype(
     return found
 
 
-def _check_invariant(
-    device: torch.device, dtype: torch.dtype, config: ModelConfig, cascade: bool, processes: int, width: int
-) -> None:
-    """Refuse what adds in an order that depends on the batch."""
-    for name, got, needed in (
-        ("cascade_attention", cascade, False),
-        ("tensor_parallel_size", processes, 1),
-        ("tree_width", width, 1),
+def _check_invariant(cascade: bool, processes: int, tree_width: int, dtype: Any, vocab_size: int) -> None:
+    """Refuse what adds in an order that depends on the batch. ``dtype`` is None on a CPU."""
+    for name, got, is_fixed, needed in (
+        ("cascade_attention", cascade, not cascade, "False"),
+        ("tensor_parallel_size", processes, processes == 1, "1"),
+        ("tree_width", tree_width, tree_width == 1, "1"),
+        ("dtype", dtype, dtype != torch.float32, "bfloat16 or float16"),
+        # On a GPU, torch's softmax of a row begins at the first address that is a multiple of 16 bytes.
+        ("vocab_size", vocab_size, dtype is None or vocab_size % 8 == 0, "a multiple of 8"),
     ):
-        if got != needed:
+        if not is_fixed:
             raise NotImplementedError(f"{name} must be {needed} with batch_invariant, got {got}")
-    if device.type == "cpu":
-        return
-    if dtype == torch.float32:
-        raise NotImplementedError(
-            "dtype must be bfloat16 or float16 with batch_invariant on a GPU, got float32"
-        )
-    if config.vocab_size % 8:  # torch's softmax begins at the first address that is a multiple of 16 bytes
-        raise NotImplementedError(
-            f"vocab_size must be a multiple of 8 with batch_invariant on a GPU, got {config.vocab_size}"
-        )
 
 
 def _memory_limits(gpu_memory_utilization: Any, swap_space: Any) -> tuple[float, float]:

@@ -219,7 +219,7 @@ class Attention:
         """
         if step.seqused_k is None or self.q_norm is not None or norm is None or not norm.fused:
             return None
-        if self.qkv.invariant:  # every step appends in the same way, also chunks of prompts
+        if self.qkv.invariant:  # all steps append in the same way, also chunks
             return None
         x, normed = operand(x, norm)
         if cache.k.dtype != x.dtype:
@@ -443,15 +443,6 @@ class Layer:
 PARTS = Layer, Attention, MLP, Experts, Matrix, Norm
 
 
-def matrices_of(part: Any) -> Iterator[Matrix]:
-    """Yield the matrices of a part of a model."""
-    for value in vars(part).values():
-        if isinstance(value, Matrix):
-            yield value
-        elif isinstance(value, PARTS):
-            yield from matrices_of(value)
-
-
 def overwrite(part: Any, new: Any) -> None:
     """Copy all tensors of a new part of a model into those of a present one."""
     for name, value in vars(new).items():
@@ -461,13 +452,13 @@ def overwrite(part: Any, new: Any) -> None:
             overwrite(getattr(part, name), value)
 
 
-def tensors_of(part: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a part of a model, some of them more than once."""
+def parts_of(part: Any, kind: type) -> Iterator[Any]:
+    """Yield the tensors or matrices of a part of a model, some of them more than once."""
     for value in vars(part).values():
-        if isinstance(value, Tensor):
+        if isinstance(value, kind):
             yield value
         elif isinstance(value, PARTS):
-            yield from tensors_of(value)
+            yield from parts_of(value, kind)
 
 
 class Model:
@@ -504,7 +495,7 @@ class Model:
             head = weights("lm_head.weight")
         self.head = Matrix(head)
         for part in (self, *self.layers) if invariant else ():
-            for matrix in matrices_of(part):
+            for matrix in parts_of(part, Matrix):
                 matrix.invariant = True
         self.set_positions(max_positions)
 
@@ -526,7 +517,7 @@ class Model:
     @property
     def weights(self) -> Iterator[Tensor]:
         """All weights, some of them more than once. The rotary tables are none."""
-        return itertools.chain(tensors_of(self), *map(tensors_of, self.layers))
+        return itertools.chain.from_iterable(parts_of(part, Tensor) for part in (self, *self.layers))
 
     def hidden(self, step: StepInput, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Append keys and values, and return the last layer's hidden states (total_new, hidden_size).

@@ -11,15 +11,7 @@ from torch import Tensor
 
 from flashtile.backends.cpu import reason_against, with_exact_products
 from flashtile.problems.linear import SWIGLU, LinearProblem, LinearTensors, QkvTensors
-from flashtile.reference.linear import (
-    before_norm,
-    epilogue,
-    product,
-    scaled_weight,
-    silu_and_mul,
-    slots_of,
-    turn,
-)
+from flashtile.reference.linear import before_norm, epilogue, product, scaled_weight, slots_of, turn
 from flashtile.torch_private import FakeTensor
 
 __all__ = ["prepare_linear", "prepare_linear_qkv", "reason_against"]
@@ -69,19 +61,15 @@ def _linear(problem: LinearProblem, x: Tensor, weight: Tensor, given: Any) -> An
 
 def _invariant(problem: LinearProblem, x: Tensor, weight: Tensor, given: LinearTensors) -> Tensor:
     """Compute the product ``TILE_ROWS`` rows at a time: the order of torch's sums depends on their number."""
-    dtype, rows = _sums_dtype(problem), len(x)
-    wide, more = scaled_weight(weight, given.weight_scale, dtype), -len(x) % TILE_ROWS
+    dtype, more = _sums_dtype(problem), -len(x) % TILE_ROWS
+    wide = scaled_weight(weight, given.weight_scale, dtype)
     tiles = torch.nn.functional.pad(x, (0, 0, 0, more)).split(TILE_ROWS)
-    factors = [None] * len(tiles)
-    if given.x_scale is not None:
-        factors = torch.nn.functional.pad(given.x_scale, (0, more)).split(TILE_ROWS)
-    found = [
-        product(problem, tile, wide, given.bias, None, given.norm_weight, factor, dtype)
-        for tile, factor in zip(tiles, factors, strict=True)
-    ]
-    y = torch.cat(found)[:rows]
+    found = [product(problem, tile, wide, None, None, given.norm_weight, None, dtype) for tile in tiles]
+    y = torch.cat(found)[: len(x)]
+    y = y if given.x_scale is None else y * given.x_scale.to(dtype)[:, None]
+    y = y if given.bias is None else y + given.bias.to(dtype)
     if problem.epilogue == SWIGLU:
-        y = by_row(silu_and_mul, y)
+        y = by_row(lambda row: epilogue(problem, row, None), y)
     return (y if given.residual is None else y + given.residual.to(dtype)).to(problem.dtype)
 
 

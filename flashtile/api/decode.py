@@ -139,10 +139,10 @@ def flash_attn_with_kvcache(
             element (i, j) is True. Cannot be combined with ``causal``, windows, ALiBi or rotary embedding.
             With ``cu_seqlens_q``, the last two dimensions are max_seqlen_q.
         split_size: number of keys in a part, instead of ``num_splits``.
-        invariant: give the result of each query the same bits in all calls: whatever the other sequences are,
-            and whether its sequence's queries come in one call or in several. The sums over keys then have
-            one order. Calls of :func:`flash_attn_varlen_func` with ``invariant`` have the same bits. Parts
-            are chosen by ``split_size`` only, which counts as a part of the order. Cannot be combined with
+        invariant: give the result of each query the same bits in all calls, for any other sequences, and
+            whether the queries of its sequence are in one call or in several. The sums over keys then have
+            one order, and calls of :func:`flash_attn_varlen_func` with ``invariant`` have the same. Parts are
+            chosen by ``split_size`` only; another size is another order. Cannot be combined with
             ``tree_mask`` or ``softmax_max``.
         softmax_max: a number near the model's scores, or (heads_q,) float32, one per head. It is subtracted
             from the scores in place of each row's maximum, which then need not be computed (FlashDecoding++,

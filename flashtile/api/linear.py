@@ -75,8 +75,8 @@ def linear(
         residual: tensor that is added to the result. It has the result's shape and dtype.
         prefetch: load the weight while the previous kernel still runs (programmatic dependent launch). Valid
             only if that kernel does not write the weight, its scales or ``norm_weight``, as in inference.
-        invariant: give each row of the result the same bits whatever the other rows of x and their number
-            are. One kernel then serves every number of rows; on a GPU only in float16 and bfloat16.
+        invariant: give each row of the result the same bits for any other rows of x and any number of them.
+            One kernel then serves every number of rows; on a GPU only in float16 and bfloat16.
         backend: "hopper", "portable" or "cpu" to require this backend.
 
     Returns:

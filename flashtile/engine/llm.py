@@ -73,10 +73,10 @@ class LLM:
             a step instead of once for each sequence. Layers without a window do so in steps in which it saves
             the reading of at least 8,192 tokens (:mod:`flashtile.engine.groups`). Sums are rounded in another
             order, as they are in batches of another size. Off, because it was not measured on a GPU yet.
-        batch_invariant: give every log-probability the same bits whatever else the engine computes: other
-            requests and their order, chunks of prompts, cached prefixes, preemption, guesses, CUDA graphs.
-            All sums have one order then, which costs speed. Not with ``cascade_attention``, several
-            processes or ``tree_width`` above 1, and on a GPU not in float32.
+        batch_invariant: give every log-probability the same bits for any other requests and their order,
+            chunks of prompts, cached prefixes, preemption, guesses, and with CUDA graphs or without. All sums
+            then have one order, which costs speed. Not with ``cascade_attention``, several processes or
+            ``tree_width`` above 1, and on a GPU not in float32.
         swap_space: GiB of host memory that preempted sequences are swapped to. 0: preempted sequences are
             recomputed.
         async_scheduling: launch a step before the results of the previous one are read. None: on a GPU only.

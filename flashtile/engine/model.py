@@ -83,7 +83,7 @@ class Matrix:
     """A weight (N, K), stored as given, or in e4m3 with a scale for each row or block, and maybe a bias (N,).
 
     ``matrix(x)`` computes ``x @ weight.T + bias``, with the options of :meth:`__call__`. If ``invariant``, a
-    row has the same bits whatever the other rows are.
+    row has the same bits for any other rows.
     """
 
     invariant = False
@@ -469,7 +469,7 @@ class Model:
         max_positions: positions of the rotary tables; :meth:`set_positions` changes them.
         ranks: the processes that compute the model together. ``weights`` returns this process's shard.
         fp8: round the layers' matrices to e4m3, except for those of experts.
-        invariant: give each token the same bits whatever the other tokens of a step are.
+        invariant: give each token the same bits for any other tokens of a step.
     """
 
     def __init__(

@@ -25,6 +25,7 @@ from flashtile.op.operation import (
     signatures,
 )
 from flashtile.operators import functions
+from flashtile.operators.decode import DECODE
 from flashtile.operators.functions import SignedExtras
 from flashtile.operators.shardings import backward_shardings, forward_shardings
 from flashtile.problems.attention import (
@@ -36,6 +37,8 @@ from flashtile.problems.attention import (
     Problem,
     learned_of,
 )
+from flashtile.problems.common import shared_fields
+from flashtile.problems.decode import CacheTensors, DecodeOptions
 from flashtile.problems.masks import CAPTURED
 
 
@@ -85,7 +88,38 @@ def _count_scores(q: Tensor, k: Tensor, extras: OptionalTensors, options: Option
     return count_scores(q, *of_q, k.shape[1], extras.cu_seqlens_k, options.max_seqlen_k)
 
 
+def over_cache(
+    tensors: tuple, extras: OptionalTensors, options: Options
+) -> tuple[tuple, CacheTensors, DecodeOptions]:
+    """Return the arguments of an equal call over a cache. The pages of packed keys are single tokens."""
+    q, k, v = tensors
+    cached = CacheTensors(**shared_fields(CacheTensors, extras))
+    own, starts, lengths = (
+        DecodeOptions(**shared_fields(DecodeOptions, options)),
+        extras.cu_seqlens_k,
+        extras.seqused_k,
+    )
+    if starts is None:
+        return tensors, cached._replace(cache_seqlens=lengths), own
+    table = starts[:-1, None] + torch.arange(options.max_seqlen_k, dtype=torch.int32, device=k.device)
+    lengths = starts.diff() if lengths is None else lengths
+    pages = q, k.unsqueeze(1), v.unsqueeze(1)
+    return pages, cached._replace(block_table=table, cache_seqlens=lengths), own
+
+
 class ForwardOperation(Operation):
+    def prepare(self, tensors: tuple, extras: Any, options: Any) -> Callable[..., Any]:
+        """Return a launch. An invariant call is computed by the kernel that computes it token by token."""
+        if not options.invariant:
+            return super().prepare(tensors, extras, options)
+        return lambda *call: DECODE.launch(*over_cache(call[:-1], call[-1], options))
+
+    def launch_on_meta(self, tensors: tuple, extras: Any, options: Any, target: Any = None) -> None:
+        if options.invariant:
+            DECODE.launch_on_meta(*over_cache(tensors, extras, options), target)
+        else:
+            super().launch_on_meta(tensors, extras, options, target)
+
     def check_values(self, tensors: tuple, extras: OptionalTensors, options: Options) -> None:
         """Check offsets and lengths, which are optional tensors. Calls without them have nothing to check."""
         if extras is not NO_EXTRAS:

@@ -6,12 +6,12 @@ Backends prepare one launch for each description. :mod:`flashtile.checks.decode`
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashtile.problems.attention import OptionalTensors, Problem, find_tma_obstacle
+from flashtile.problems.attention import find_tma_obstacle
 from flashtile.problems.common import Results, passed_on
 from flashtile.problems.masking import EVERYTHING, Masking
 
@@ -220,39 +220,6 @@ class DecodeProblem(Masking, Results):
                 softmax_max_by_head=tensors.softmax_max is not None,
             )
         )
-
-
-def as_decode(problem: Problem) -> DecodeProblem:
-    """Describe an invariant attention call as attention over a cache, of the tensors of :func:`as_cache`."""
-    given = {
-        name: getattr(problem, name) for name in DecodeProblem.__dataclass_fields__ if hasattr(problem, name)
-    }
-    return DecodeProblem(
-        **given
-        | dict(
-            capacity=problem.seqlen_k,
-            page_size=int(problem.varlen),
-            num_blocks=problem.total_k if problem.varlen else problem.batch,
-            seqlen_new=0,
-            cache_dtype=problem.dtype,
-            lengths=problem.varlen or problem.seqused_k,
-            num_splits=1,
-        )
-    )
-
-
-def as_cache(problem: Problem, k: Tensor, v: Tensor, extras: OptionalTensors) -> tuple[Any, ...]:
-    """Return (k_cache, v_cache, CacheTensors) of an attention call. The pages of packed keys are tokens."""
-    tensors = CacheTensors(
-        cache_seqlens=extras.seqused_k, cu_seqlens_q=extras.cu_seqlens_q, alibi_slopes=extras.alibi_slopes,
-        sink=extras.sink,
-    )  # fmt: skip
-    if extras.cu_seqlens_k is None:
-        return k, v, tensors
-    tokens = torch.arange(problem.seqlen_k, dtype=torch.int32, device=k.device)
-    table = extras.cu_seqlens_k[:-1, None] + tokens
-    lengths = extras.cu_seqlens_k.diff() if extras.seqused_k is None else extras.seqused_k
-    return k.unsqueeze(1), v.unsqueeze(1), tensors._replace(block_table=table, cache_seqlens=lengths)
 
 
 class AppendProblem(NamedTuple):

@@ -22,7 +22,6 @@ from flashtile.backends.cpu.config import configure as configure_forward
 from flashtile.backends.cpu.functions import optional_inputs
 from flashtile.backends.cpu.parts import OptionalInputs
 from flashtile.problems.attention import OptionalTensors, Problem
-from flashtile.problems.decode import as_cache, as_decode
 from flashtile.reference.attention import sink_gradient
 from flashtile.torch_private import matmul_precision, set_matmul_precision
 
@@ -51,11 +50,6 @@ def reason_against(problem: Any, explicit: bool) -> str | None:
 
 def prepare_forward(problem: Problem, config: Config) -> Any:
     """Return a function ``(q, k, v, extras) -> (out, lse)``."""
-    if problem.invariant:
-        from flashtile.backends.cpu.decode import prepare_decode
-
-        decode = prepare_decode(as_decode(problem), None)
-        return lambda q, k, v, extras: decode(q, *as_cache(problem, k, v, extras))
     if problem.partial and problem.out_dtype != problem.dtype:
         return _wide(prepare_forward(*_widened(problem)))
     attend = with_exact_products(_prepare_attend(problem, config))

@@ -29,8 +29,6 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
     beyond = replace(problem, dropout_p=0.0, bias=False).needs_general_mask
     if beyond is not None:
         return f"it has no {beyond}"
-    if problem.invariant:
-        return "its tiles, which decide the order of sums, are not those of attention over a cache"
     if problem.partial and max(problem.head_dim, problem.head_dim_v) > 128:
         return "its kernels for head sizes over 128 write 16 bits, partial results are float32"
     if problem.dtype not in (torch.float16, torch.bfloat16):

@@ -9,7 +9,6 @@ import torch
 from flashtile.backends.common.device import Target, capability, is_nvidia
 from flashtile.backends.common.releases import reason_of_releases
 from flashtile.problems.attention import Problem
-from flashtile.problems.decode import as_cache, as_decode
 from flashtile.problems.masking import KernelMask, Masking
 
 NAME = "portable"
@@ -27,10 +26,6 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
 
     ``explicit``: whether the call names the backend.
     """
-    if problem.invariant:
-        from flashtile.backends.portable import decode
-
-        return decode.reason_against(as_decode(problem), explicit)
     reason = reason_of_device(problem.device, {problem.dtype}, explicit) or reason_of_dtypes({problem.dtype})
     if reason is None:
         reason = reason_of_masking(problem) or _reason_of_width(problem)
@@ -93,10 +88,6 @@ def reason_of_dtypes(dtypes: set[torch.dtype]) -> str | None:
 
 
 def configure_forward(problem: Problem):
-    if problem.invariant:
-        from flashtile.backends.portable import decode
-
-        return decode.configure_decode(as_decode(problem))
     from flashtile.backends.portable.config import choose
 
     return choose(problem)
@@ -106,11 +97,6 @@ configure_backward = configure_forward
 
 
 def prepare_forward(problem: Problem, config):
-    if problem.invariant:
-        from flashtile.backends.portable import decode
-
-        launch = decode.prepare_decode(as_decode(problem), config)
-        return lambda q, k, v, extras: launch(q, *as_cache(problem, k, v, extras))
     from flashtile.backends.portable.attention.launch import PortableForwardLaunch
 
     return PortableForwardLaunch(problem, config)

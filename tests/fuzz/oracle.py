@@ -212,7 +212,7 @@ def with_kvcache(
     q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
     cache_leftpad=None, block_table=None, rotary_interleaved=True, rotary_seqlens=None, tree_mask=None, qv=None,
     q_descale=None, k_descale=None, v_descale=None, return_softmax_lse=True, num_splits=0, split_size=None,
-    softmax_max=None, backend=None, debug_checks=False, out=None, lse=None, **options,
+    invariant=False, softmax_max=None, backend=None, debug_checks=False, out=None, lse=None, **options,
 ):  # fmt: skip
     """Return (out, lse) as :func:`flashtile.flash_attn_with_kvcache` does, and write new keys into the caches."""
     (batch, sq, heads, _), new, outs, lses = q.shape, 0 if k is None else k.shape[1], [], []

@@ -143,6 +143,9 @@ def serve(
     cascade_attention: Annotated[
         bool, typer.Option("--cascade-attention", help="Read blocks that sequences share once in a step.")
     ] = False,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="Log-probabilities with the same bits in every batch.")
+    ] = False,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
     warmup: Annotated[bool, typer.Option(help="Compile all kernels before the first call.")] = True,
     speculative_config: Annotated[

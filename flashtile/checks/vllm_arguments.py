@@ -201,9 +201,6 @@ SERVE_ARGUMENTS: dict[str, Argument] = {
     "exclude_tools_when_tool_choice_none": _flag("leave tools out of the call", False),
     "headless": _flag(IN_VLLM, False),
     "log_config_file": Argument((), "the log goes to stderr"),
-    "logprobs_mode": Argument(
-        ("raw_logprobs",), "log-probabilities are those of the model's own logits; LLM has this argument"
-    ),
     "lora_modules": Argument((), _LORA),
     "max_log_len": Argument(None, "no request's content is logged"),
     "middleware": Argument((), "put a proxy in front of the server"),

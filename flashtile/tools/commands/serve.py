@@ -146,6 +146,12 @@ def serve(
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="Log-probabilities with the same bits in every batch.")
     ] = False,
+    logprobs_mode: Annotated[
+        str,
+        typer.Option(
+            help="Log-probabilities: raw_logprobs, processed_logprobs, raw_logits or processed_logits."
+        ),
+    ] = "raw_logprobs",
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
     warmup: Annotated[bool, typer.Option(help="Compile all kernels before the first call.")] = True,
     speculative_config: Annotated[

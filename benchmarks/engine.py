@@ -104,7 +104,8 @@ class Bench:
         found = Flashtile(
             max_num_seqs=options.seqs, max_num_batched_tokens=8192, enforce_eager=options.eager,
             kv_cache_dtype=options.kv_cache_dtype, quantization=options.quantization,
-            tensor_parallel_size=int(os.environ.get("WORLD_SIZE", "1")), **more,
+            tensor_parallel_size=int(os.environ.get("WORLD_SIZE", "1")),
+            batch_invariant=options.batch_invariant, **more,
         )  # fmt: skip
         with tempfile.TemporaryDirectory() as place:
             found.load(write_model(options.model, Path(place)), options.model, self.device, 0)
@@ -412,6 +413,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--quantization", default=None, help="fp8")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--batch-invariant", action="store_true", help="not for the parts groups and guesses")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     chosen = options.parts.split(",")

@@ -13,9 +13,19 @@ import flashtile
 from flashtile.backends.portable.decode import config as decode_config
 from flashtile.linear import linear
 
-BACKENDS = ["cpu", pytest.param("portable", marks=pytest.mark.interpreter)]
+BACKENDS = [
+    "cpu",
+    pytest.param("portable", marks=pytest.mark.interpreter),
+    pytest.param(None, marks=pytest.mark.gpu),
+]
 LENGTHS = (70, 1, 20, 41)
-PAGE = 8
+LONGER = 32
+"""Factor of all lengths and positions on a GPU."""
+PAGE = 16
+
+
+def device_of(backend: str | None) -> str:
+    return "cuda" if backend is None else "cpu"
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -25,23 +35,27 @@ def bits(tensor: Tensor) -> Tensor:
 class Sequences:
     """Packed queries, keys and values, and a paged cache that holds the same keys and values."""
 
-    def __init__(self, dtype: torch.dtype, heads: int, heads_kv: int, head_dim: int):
+    def __init__(self, dtype: torch.dtype, heads: int, heads_kv: int, head_dim: int, device: str = "cpu"):
         torch.manual_seed(0)
-        total = sum(LENGTHS)
+        self.times = LONGER if device == "cuda" else 1
+        self.lengths = [length * self.times for length in LENGTHS]
+        total = sum(self.lengths)
         self.q = torch.randn(total, heads, head_dim).to(dtype)
         self.k, self.v = (torch.randn(total, heads_kv, head_dim).to(dtype) for _ in "kv")
-        self.starts = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-        columns = -(-max(LENGTHS) // PAGE)
+        self.starts = torch.tensor([0, *self.lengths]).cumsum(0).int()
+        columns = -(-max(self.lengths) // PAGE)
         self.table = torch.randperm(len(LENGTHS) * columns).int().view(len(LENGTHS), columns)
         self.k_cache, self.v_cache = torch.zeros(2, self.table.numel(), PAGE, heads_kv, head_dim, dtype=dtype)
-        for b, length in enumerate(LENGTHS):
+        for b, length in enumerate(self.lengths):
             position = torch.arange(length)
             where = self.table[b, position // PAGE].long(), position % PAGE
             for cache, packed in ((self.k_cache, self.k), (self.v_cache, self.v)):
                 cache[where] = packed[self.starts[b] : self.starts[b + 1]]
+        for name in ("q", "k", "v", "starts", "table", "k_cache", "v_cache"):
+            setattr(self, name, getattr(self, name).to(device))
 
     def whole(self, **options: Any) -> Tensor:
-        most = max(LENGTHS)
+        most = max(self.lengths)
         offsets = self.starts, self.starts, most, most
         return flashtile.flash_attn_varlen_func(self.q, self.k, self.v, *offsets, causal=True, **options)
 
@@ -50,9 +64,12 @@ class Sequences:
 
         Returns (out, the rows of packed tensors that it corresponds to).
         """
-        rows = torch.cat([self.starts[b] + first + torch.arange(tokens) for b in sequences])
-        given = {"cache_seqlens": torch.full((len(sequences),), first + tokens, dtype=torch.int32)}
-        given |= {"block_table": self.table[sequences], "causal": True, "invariant": True, **options}
+        first, tokens = first * self.times, tokens * self.times if tokens > 1 else 1
+        device = self.q.device
+        rows = torch.cat([self.starts[b] + first + torch.arange(tokens, device=device) for b in sequences])
+        lengths = torch.full((len(sequences),), first + tokens, dtype=torch.int32, device=device)
+        given = {"cache_seqlens": lengths, "block_table": self.table[sequences], "causal": True}
+        given |= {"invariant": True, **options}
         q = self.q[rows].unflatten(0, (len(sequences), tokens))
         return flashtile.flash_attn_with_kvcache(q, self.k_cache, self.v_cache, **given).flatten(0, 1), rows
 
@@ -68,8 +85,13 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
 def test_whole_sequences_chunks_and_single_tokens_have_the_same_bits(name, backend):
+    device = device_of(backend)
     options = {"heads": (2, 1), "backend": backend, **CASES[name]}
-    sequences = Sequences(options.pop("dtype"), *options.pop("heads"), 24)
+    sequences = Sequences(
+        options.pop("dtype"), *options.pop("heads"), 128 if device == "cuda" else 24, device
+    )
+    if "sink" in options:
+        options["sink"] = options["sink"].to(device)
     whole = sequences.whole(invariant=True, **options)
     # The bounds are those of rounding; whether the values are right, the oracles of other tests say.
     torch.testing.assert_close(whole, sequences.whole(**options), atol=4e-3, rtol=4e-3)
@@ -88,8 +110,8 @@ def test_whole_sequences_chunks_and_single_tokens_have_the_same_bits(name, backe
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_parts_of_a_fixed_size_are_part_of_the_order(backend):
-    sequences = Sequences(torch.float16, 2, 1, 16)
-    options = {"split_size": 32, "backend": backend}
+    sequences = Sequences(torch.float16, 2, 1, 16, device_of(backend))
+    options = {"split_size": 32 * sequences.times, "backend": backend}
     whole, _ = sequences.over_cache([0], 0, 70, **options)
     for first, tokens in ((0, 1), (31, 1), (32, 1), (69, 1), (50, 20)):
         found, rows = sequences.over_cache([0], first, tokens, **options)
@@ -129,12 +151,12 @@ def test_gradients_are_the_usual_ones():
 )
 def test_a_row_of_a_product_has_the_same_bits(options, backend):
     torch.manual_seed(0)
-    x, weight = torch.randn(70, 100).half(), torch.randn(52, 100).half()
-    columns = 26 if "activation" in options else 52
-    residual = torch.randn(70, columns).half() if options.get("residual") else None
+    device, columns = device_of(backend), 26 if "activation" in options else 52
+    x, weight = torch.randn(70, 100).half().to(device), torch.randn(52, 100).half().to(device)
+    residual = torch.randn(70, columns).half().to(device) if options.get("residual") else None
     options = {**options, "invariant": True, "backend": backend}
     if "norm_weight" in options:
-        options["norm_weight"] = torch.rand(100).half()
+        options["norm_weight"] = torch.rand(100).half().to(device)
 
     def rows(first: int, end: int) -> Tensor:
         own = None if residual is None else residual[first:end]
@@ -143,7 +165,11 @@ def test_a_row_of_a_product_has_the_same_bits(options, backend):
     whole = rows(0, 70)
     for first, end in ((0, 1), (5, 6), (3, 20), (1, 66), (69, 70)):
         assert torch.equal(bits(rows(first, end)), bits(whole[first:end])), (first, end)
-    usual = linear(x, weight, **options | {"residual": residual, "invariant": False, "backend": "cpu"})
+    usual = linear(
+        x,
+        weight,
+        **options | {"residual": residual, "invariant": False, "backend": "cpu" if backend else None},
+    )
     torch.testing.assert_close(whole, usual, atol=0.05, rtol=5e-3)
 
 
@@ -171,7 +197,7 @@ def test_dropout_and_forward_mode_are_refused():
     sequences = Sequences(torch.float32, 2, 1, 16)
     with pytest.raises(NotImplementedError, match="dropout_p must be 0 with invariant"):
         sequences.whole(invariant=True, dropout_p=0.1)
-    offsets = sequences.starts, sequences.starts, max(LENGTHS), max(LENGTHS)
+    offsets = sequences.starts, sequences.starts, max(sequences.lengths), max(sequences.lengths)
 
     def attend(q):
         return flashtile.flash_attn_varlen_func(q, sequences.k, sequences.v, *offsets, invariant=True)

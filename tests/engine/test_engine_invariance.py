@@ -16,8 +16,10 @@ from flashtile.backends.cpu import linear as cpu_linear
 from flashtile.engine import LLM, SamplingParams
 from flashtile.engine.outputs import RequestOutput
 
-ALONE: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 128, "enable_prefix_caching": False}
-"""An engine that computes one or two sequences at a time, their prompts in one step."""
+ALONE: dict[str, Any] = {
+    "max_num_seqs": 2, "max_num_batched_tokens": 128, "enable_prefix_caching": False, "enforce_eager": True
+}  # fmt: skip
+"""An engine that computes one or two sequences at a time, their prompts in one step, without CUDA graphs."""
 ENGINES: list[dict[str, Any]] = [
     {"max_num_seqs": 8, "max_num_batched_tokens": 13, "block_size": 4, "num_gpu_blocks_override": 19,
      "max_model_len": 72},
@@ -117,6 +119,16 @@ def test_bits_do_not_depend_on_the_batch(name):
 def test_bits_of_many_requests_do_not_depend_on_the_batch(name):
     requests = compared(name, 8, ENGINES)
     assert requests.compared > 80_000  # in 13 families more than 10^6
+    assert requests.differing == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_of_a_gpu_do_not_depend_on_the_batch(name, dtype):
+    """With CUDA graphs and without, in addition to the differences on a CPU."""
+    requests = compared(name, 8, ENGINES, device="cuda", dtype=dtype)
+    assert requests.compared > 80_000
     assert requests.differing == 0
 
 

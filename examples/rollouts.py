@@ -53,7 +53,7 @@ def sample(llm: LLM, prompts: list[list[int]], count: int, length: int, seed: in
         assert output.prompt_token_ids is not None
         answers = [list(one.token_ids) for one in output.outputs]
         drawn = [
-            [entry[token].logprob for entry, token in zip(one.logprobs, one.token_ids, strict=True)]
+            [entry[token].logprob for entry, token in zip(one.logprobs or (), one.token_ids, strict=True)]
             for one in output.outputs
         ]
         groups.append(Group(output.prompt_token_ids, answers, drawn))

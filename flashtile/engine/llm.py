@@ -351,12 +351,13 @@ class LLM:
             SamplingParams, temperature=0, max_tokens=1, logprobs=0, prompt_logprobs=0, detokenize=False
         )
         params = [last(allowed_token_ids=tokens[-1:]) for tokens in sequences]
-        outputs, found = self._run([tokens[:-1] for tokens in sequences], params, None), []
+        outputs = self._run([tokens[:-1] for tokens in sequences], params, None)
+        found: list[list[float]] = []
         for tokens, output in zip(sequences, outputs, strict=True):
             answer = output.outputs[0]
             if answer.finish_reason == "error":
                 raise RuntimeError(f"score: {answer.stop_reason}")
-            entries = [*output.prompt_logprobs[1:], *answer.logprobs]
+            entries: list[Any] = [*(output.prompt_logprobs or ())[1:], *(answer.logprobs or ())]
             found.append([entry[token].logprob for entry, token in zip(entries, tokens[1:], strict=True)])
         return found
 

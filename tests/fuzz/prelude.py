@@ -68,9 +68,8 @@ def rand(*shape, dtype=torch.float32, device="cpu", seed=0, layout="contiguous",
     The layout "offset" has misaligned rows with NaN between them, "transposed" has heads before tokens in memory.
     In "overlapping" each head begins one element after the one before, and "negated" has torch's negative bit.
     """
-    layout = layout if math.prod(shape) else "contiguous"
     if layout == "overlapping":
-        shape, head_dim = (*shape[:-2], shape[-2] + shape[-1] - 1), shape[-1]
+        (*_, rows, columns), shape = shape, (*shape[:-2], sum(shape[-2:]))
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
     numbers = numbers.to(dtype).to(device)
     if layout == "offset":
@@ -80,7 +79,7 @@ def rand(*shape, dtype=torch.float32, device="cpu", seed=0, layout="contiguous",
     if layout == "transposed":
         return numbers.transpose(-2, -3).contiguous().transpose(-2, -3)
     if layout == "overlapping":
-        return numbers.unfold(-1, head_dim, 1)
+        return numbers.unfold(-1, columns, 1)[..., :rows, :]
     return torch._neg_view(numbers) if layout == "negated" else numbers
 
 

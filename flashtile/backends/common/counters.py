@@ -1,11 +1,11 @@
 """Counters in GPU memory that are 0 before and after every kernel that uses them.
 
 Kernels of one stream run one after another, so they share a buffer per stream, which is known by its address.
-Several threads may launch on it, and a kernel that starts early first waits for the one before it. This is as
-safe as torch's allocator: it also knows a stream by its address, and gives the memory of a freed tensor to the
-next tensor of the same address without waiting. So kernels that could meet in these counters could meet in any
-temporary tensor as well, for example those of a stream that another library destroyed with unfinished work,
-before CUDA gave its address to a new one.
+Several threads may launch on it, and a kernel that starts early first waits for the one before it. This is
+as safe as torch's allocator: it also knows a stream by its address, and gives the memory of a freed tensor
+to the next tensor of the same address without waiting. So kernels that could meet in these counters could
+meet in any temporary tensor as well, for example those of a stream that another library destroyed with
+unfinished work, before CUDA gave its address to a new one.
 
 A captured graph may be replayed on any stream, concurrently with other work, so each captured call gets
 counters of its own. CUDA runs two replays of one graph in turn, and two copies of it would also share the

@@ -83,7 +83,9 @@ def rand(*shape, dtype=torch.float32, device="cpu", seed=0, layout="contiguous",
     return torch._neg_view(numbers) if layout == "negated" else numbers
 
 
-SURROUNDINGS = "default device", "inference mode before", "fake tensors before", "thread", "vmap"
+SURROUNDINGS = (
+    "default device", "inference mode before", "fake tensors before", "thread", "functionalize", "vmap",
+)  # fmt: skip
 
 
 def surrounded(call, how: str, seed: int = 0):
@@ -113,6 +115,9 @@ def surrounded(call, how: str, seed: int = 0):
             call(*of_tensors, **of_options)
         return call(*tensors, **options)
 
+    def functionalized(*tensors, **options):
+        return torch.func.functionalize(lambda *given: call(*given, **options))(*tensors)
+
     def mapped(*tensors, **options):
         """Two equal calls in one, with the new dimension at any place of each tensor."""
         named = {name: x for name, x in options.items() if isinstance(x, Tensor)}
@@ -128,7 +133,7 @@ def surrounded(call, how: str, seed: int = 0):
         results = torch.func.vmap(one, in_dims=tuple(dims))(*doubled)
         return results[0] if isinstance(results, Tensor) else tuple(x[0] for x in results)
 
-    ways = with_default_device, after_inference_mode, after_fake_tensors, in_thread, mapped
+    ways = with_default_device, after_inference_mode, after_fake_tensors, in_thread, functionalized, mapped
     return dict(zip(SURROUNDINGS, ways, strict=True))[how]
 
 

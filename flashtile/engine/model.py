@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from flashtile.api.cascade import cascade_with_kvcache
 from flashtile.api.decode import append_kvcache, flash_attn_with_kvcache
-from flashtile.backends.cpu.linear import by_row, leaks_between_rows
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.rotary import rotary_tables
@@ -27,6 +26,7 @@ from flashtile.operators.decode import SharedKeys
 from flashtile.problems.linear import SWIGLU
 from flashtile.reference.decode import rotate
 from flashtile.reference.linear import scaled_weight
+from flashtile.rounding import by_row, leaks_between_rows
 from flashtile.torch_private import FakeTensor
 
 FEW_ROWS = 64

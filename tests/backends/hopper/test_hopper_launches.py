@@ -301,6 +301,6 @@ def test_chunks_over_pages_share_a_tile_in_groups_of_every_size(tokens: int) -> 
         assert choice.backend == "hopper"
         variant = hopper_decode_variant(choice.problem, choice.config)
         pack = group if group <= 64 else 32
-        assert variant.PACK == pack
-        assert variant.KV_GROUP == group // pack
+        assert pack == variant.PACK
+        assert group // pack == variant.KV_GROUP
         assert variant.COPIES_Q is (group in (3, 5, 6, 7, 12, 14))

@@ -46,7 +46,7 @@ CAPTURED = {
 
 
 def kind_of(argument):
-    """Return all that a kernel's variant may depend on: dtype and alignment of a tensor, other values whole."""
+    """Return all that a kernel's variant depends on: of a tensor dtype and alignment, all of other values."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16
     if isinstance(argument, tuple):

@@ -56,7 +56,8 @@ class LLM:
         seed: seed of requests without a seed of their own.
         max_model_len: maximum number of tokens of prompt and answer together. None: the model's
             ``max_position_embeddings``, but at most 2^20 and at most the tokens that fit into the KV cache.
-        max_num_seqs: maximum number of sequences computed at a time.
+        max_num_seqs: maximum number of sequences computed at a time. None: 256, or ``max_num_batched_tokens``
+            if that is smaller.
         max_num_batched_tokens: maximum number of tokens computed in a step. None: 8192 on a GPU, 1024 on a
             CPU.
         gpu_memory_utilization: share of the GPU's memory that the engine may use, above 0 and at most 1.
@@ -65,9 +66,9 @@ class LLM:
             largest step; 1 GiB on a CPU.
         num_gpu_blocks_override: number of blocks of the KV cache. It overrides ``gpu_memory_utilization``
             and ``kv_cache_memory_bytes``.
-        block_size: tokens per block of the KV cache.
+        block_size: tokens per block of the KV cache. None: 16.
         kv_cache_dtype: "auto" (the dtype of the weights) or "fp8".
-        enable_prefix_caching: reuse the blocks of equal prefixes.
+        enable_prefix_caching: reuse the blocks of equal prefixes. None: True.
         swap_space: GiB of host memory that preempted sequences are swapped to. 0: preempted sequences are
             recomputed.
         async_scheduling: launch a step before the results of the previous one are read. None: on a GPU only.
@@ -120,14 +121,14 @@ class LLM:
         device: str | torch.device | None = None,
         seed: int = 0,
         max_model_len: int | None = None,
-        max_num_seqs: int = 256,
+        max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         gpu_memory_utilization: float = 0.9,
         kv_cache_memory_bytes: int | None = None,
         num_gpu_blocks_override: int | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         kv_cache_dtype: str = "auto",
-        enable_prefix_caching: bool = True,
+        enable_prefix_caching: bool | None = None,
         swap_space: float = 0,
         async_scheduling: bool | None = None,
         enforce_eager: bool = False,
@@ -138,7 +139,8 @@ class LLM:
         generation_config: str | Path = "auto",
     ):
         processes = as_int_within("tensor_parallel_size", tensor_parallel_size, 1, 2**10)
-        _check_choices(quantization, load_format, enable_prefix_caching, enforce_eager, warmup)
+        prefix_caching = True if enable_prefix_caching is None else enable_prefix_caching
+        _check_choices(quantization, load_format, prefix_caching, enforce_eager, warmup)
         seed = as_int("seed", seed)
         speculation = None if speculative_config is None else read_speculative_config(speculative_config)
         folder = model_folder(model)
@@ -152,10 +154,14 @@ class LLM:
         if max_model_len is not None:
             length = as_int_within("max_model_len", max_model_len, 1, config.longest_sequence)
         utilization, host_bytes = _memory_limits(gpu_memory_utilization, swap_space)
-        seqs = as_int_within("max_num_seqs", max_num_seqs, 1, 2**16)
         if max_num_batched_tokens is None:
             max_num_batched_tokens = 8192 if self.device.type == "cuda" else 1024
         budget = as_int_within("max_num_batched_tokens", max_num_batched_tokens, 1, 2**20)
+        seqs = (
+            min(256, budget)
+            if max_num_seqs is None
+            else as_int_within("max_num_seqs", max_num_seqs, 1, 2**16)
+        )
         if seqs > budget:
             raise ValueError(f"max_num_batched_tokens must be at least max_num_seqs={seqs}, got {budget}")
         text = None if skip_tokenizer_init else _fitting_tokenizer(model_folder(tokenizer or folder), config)
@@ -173,7 +179,7 @@ class LLM:
         if isinstance(speculation, DraftModel) and draft_config is not None:
             draft = load(speculation.model, draft_config, ALONE)
             windows += draft_config.windows
-        size = as_int_within("block_size", block_size, 1, 1024)
+        size = 16 if block_size is None else as_int_within("block_size", block_size, 1, 1024)
         block_bytes = bytes_of_block(network, size, cache_dtype)
         if draft is not None:
             block_bytes += bytes_of_block(draft, size, self.dtype)
@@ -206,7 +212,7 @@ class LLM:
             blocks, size, max_sequences=seqs, max_seqlen=length,
             num_host_blocks=int(host_bytes) // block_bytes, window_left=window,
         )  # fmt: skip
-        scheduler = Scheduler(manager, budget, enable_prefix_caching)
+        scheduler = Scheduler(manager, budget, prefix_caching)
         runner = Runner(
             network, manager, cache_dtype, budget, capture=not enforce_eager, draft=draft,
             parents=comb(speculation.num_speculative_tokens, speculation.tree_width) if speculation else (),

@@ -52,6 +52,15 @@ def default_of(value: ast.expr | None, configs: dict[str, ast.ClassDef]) -> Any:
         return UNKNOWN
 
 
+def parameters_of(function: ast.FunctionDef, configs: dict[str, ast.ClassDef]) -> dict[str, Any]:
+    """Return the parameters of a method and their defaults."""
+    names = [*function.args.posonlyargs, *function.args.args][1:]
+    defaults: list[ast.expr | None] = [None] * (len(names) - len(function.args.defaults))
+    pairs = list(zip(names, [*defaults, *function.args.defaults], strict=True))
+    pairs += zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+    return {name.arg: default_of(value, configs) for name, value in pairs}
+
+
 def options_of(file: Path, function: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the options that a function gives to a parser itself: (defaults by name, short names)."""
     tree = ast.parse(file.read_text())
@@ -73,12 +82,11 @@ def arguments_of(package: Path) -> dict[str, Any]:
     configs = classes_of(*(package / "config").rglob("*.py"))
     known = configs | classes_of(package / "engine" / "arg_utils.py")
     engine = {name: default_of(value, known) for name, value in fields_of(known["EngineArgs"]).items()}
-    llm = classes_of(package / "entrypoints" / "llm.py")["LLM"]
-    init = next(n for n in llm.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
-    given = {
-        argument.arg: default_of(default, known)
-        for argument, default in zip(init.args.kwonlyargs, init.args.kw_defaults, strict=True)
-    }
+    files = [package / "entrypoints" / "llm.py", package / "entrypoints/generate/beam_search/offline.py"]
+    classes = [node for file in files for node in classes_of(file).values()]
+    methods = {node.name: node for one in classes for node in one.body if isinstance(node, ast.FunctionDef)}
+    given = parameters_of(methods["__init__"], known)
+    given.pop("model")
     front = next(package.glob("entrypoints/**/cli_args.py"))
     fronts = classes_of(front)
     asynchronous = fields_of(known["AsyncEngineArgs"]).items()
@@ -91,6 +99,7 @@ def arguments_of(package: Path) -> dict[str, Any]:
     parameters = classes_of(package / "sampling_params.py")
     return {
         "LLM": engine | given,
+        **{name: parameters_of(methods[name], known) for name in ("generate", "chat", "beam_search")},
         "serve": serve | direct,
         "short": short | engine_short,
         **{

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 IN_VLLM = "vLLM has it, on flashtile's attention: see docs/guides/vllm.md"
-T = TypeVar("T")
+T = TypeVar("T", bound=Callable[..., Any])
 
 
 class Argument(NamedTuple):
@@ -403,6 +403,44 @@ SAMPLING_ARGUMENTS: dict[str, Argument] = {
 }  # fmt: skip
 """Arguments of vLLM's ``SamplingParams``, also of earlier versions."""
 
+BEAM_ARGUMENTS: dict[str, Argument] = {
+    **_each("answers have no watermark", watermarking=False),
+    **_each("the text of an answer leaves special tokens out", skip_special_tokens=True),
+    **_each("use SamplingParams", structured_outputs=None, allowed_token_ids=None),
+}
+"""Arguments of vLLM's ``BeamSearchParams``."""
+
+STRUCTURE_ARGUMENTS: dict[str, Argument] = {
+    **_each(
+        'write "x-guidance": {"whitespace_flexible": false} into the schema', disable_any_whitespace=False,
+        whitespace_pattern=None,
+    ),
+    **_each('write "additionalProperties": false into the schema', disable_additional_properties=False),
+    **_each("use json, regex, choice or grammar", structural_tag=None),
+}  # fmt: skip
+"""Arguments of vLLM's ``StructuredOutputsParams``."""
+
+CALL_ARGUMENTS: dict[str, Argument] = {
+    **_each(_LORA, lora_request=None),
+    **_each("texts are encoded as tokenizer.json says; prompts may be tokens", tokenization_kwargs={}),
+    **_each(_IMAGES, mm_processor_kwargs={}),
+    **_each("the content is given to the template as it is", chat_template_content_format="auto"),
+    **_ignored("max_num_seqs bounds the batch", "concurrency_limit"),
+    "use_tqdm": _flag("no progress is shown"),
+}
+"""Arguments of vLLM's methods of ``LLM``, those of all together."""
+
+NO_METHODS = {
+    **dict.fromkeys(
+        ("embed", "encode", "score", "classify", "reward"), f"the engine generates text only; {IN_VLLM}"
+    ),
+    **dict.fromkeys(("collective_rpc", "apply_model"), "the model is llm.engine.runner.model"),
+    **dict.fromkeys(("start_profile", "stop_profile"), "use torch.profiler around the calls"),
+    **dict.fromkeys(("sleep", "wake_up", "release_kv_cache_memory"), "delete the LLM to free its memory"),
+    "llm_engine": "use engine",
+}
+"""Methods and attributes of vLLM's ``LLM`` that flashtile's lacks, each with what to do instead."""
+
 
 def check_argument(table: Mapping[str, Argument], name: str, value: Any) -> None:
     """Raise NotImplementedError, with what to do instead, unless the value of an argument changes nothing."""
@@ -413,27 +451,30 @@ def check_argument(table: Mapping[str, Argument], name: str, value: Any) -> None
     raise NotImplementedError(f"{name} {allowed}, got {value!r:.60}: {words}")
 
 
-def takes_also(table: Mapping[str, Argument]) -> Callable[[type[T]], type[T]]:
-    """Return a decorator of a class whose constructor then also takes the arguments of ``table``.
+def takes_also(table: Mapping[str, Argument]) -> Callable[[T], T]:
+    """Return a decorator of a function or a class, which then also takes the arguments of ``table``.
 
     The signature stays as it is. A name that neither has raises TypeError with the names that are like it.
     """
 
-    def decorate(cls: type[T]) -> type[T]:
-        init: Any = cls.__init__
-        known = list(inspect.signature(init).parameters)[1:]
+    def decorate(target: T) -> T:
+        function: Any = target.__init__ if isinstance(target, type) else target
+        known = list(inspect.signature(function).parameters)[1:]
+        named = getattr(target, "__qualname__", "")
 
-        @functools.wraps(init)
-        def checked(self: T, *args: Any, **given: Any) -> None:
+        @functools.wraps(function)
+        def checked(self: Any, *args: Any, **given: Any) -> Any:
             for name in [name for name in given if name not in known]:
                 if name not in table:
                     like = difflib.get_close_matches(name, [*known, *table], 1)
                     hint = f"; did you mean {like[0]}?" if like else ""
-                    raise TypeError(f"{cls.__name__} has no argument {name}{hint}")
+                    raise TypeError(f"{named} has no argument {name}{hint}")
                 check_argument(table, name, given.pop(name))
-            init(self, *args, **given)
+            return function(self, *args, **given)
 
-        cls.__init__ = checked  # type: ignore[method-assign, assignment]
-        return cls
+        if not isinstance(target, type):
+            return checked  # type: ignore[return-value]
+        target.__init__ = checked  # type: ignore[misc]
+        return target
 
     return decorate

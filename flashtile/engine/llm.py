@@ -16,7 +16,7 @@ import torch
 
 from flashtile.checks.arguments import as_int_within, is_choice
 from flashtile.checks.conversions import as_float, as_int, check_flag
-from flashtile.checks.vllm_arguments import LLM_ARGUMENTS, takes_also
+from flashtile.checks.vllm_arguments import CALL_ARGUMENTS, LLM_ARGUMENTS, NO_METHODS, takes_also
 from flashtile.engine.config import IN_VLLM, ConfigError, ModelConfig, model_folder, read_config, read_json
 from flashtile.engine.core import Engine, EngineStats, Prompt
 from flashtile.engine.memory import bytes_of_block, bytes_of_tables, memory_left
@@ -224,14 +224,13 @@ class LLM:
         self._ids = itertools.count()
         self._finished: dict[str, RequestOutput] = {}  # not returned to the caller yet
 
+    @takes_also(CALL_ARGUMENTS)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = False,
-        lora_request: None = None,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts in one batch. The answers come in the order of the prompts.
 
@@ -240,29 +239,26 @@ class LLM:
                 of tokens.
             sampling_params: one for all prompts, or a list with one for each. None:
                 :meth:`get_default_sampling_params`.
-            use_tqdm: must be False. To show progress, call ``engine.step`` yourself.
-            lora_request: must be None.
-            priority: one integer for each prompt; lower values are scheduled first.
+            priority: an integer for all prompts, or one for each; lower values are scheduled first.
+
+        Of vLLM's other arguments, ``use_tqdm`` is ignored: to show progress, call ``engine.step`` yourself.
+        The others must have their defaults, here and in the other methods.
 
         Raises:
             TypeError, ValueError, NotImplementedError: an argument is invalid or not supported. Nothing is
                 computed then.
         """
-        if lora_request is not None:
-            raise NotImplementedError(
-                f"lora_request must be None, got {lora_request!r:.60}: LoRA is not supported{IN_VLLM}"
-            )
-        if use_tqdm:
-            raise NotImplementedError(f"use_tqdm must be False, got {use_tqdm!r:.60}")
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         return self._run(prompts, sampling_params, priority)
 
+    @takes_also(CALL_ARGUMENTS)
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -273,7 +269,7 @@ class LLM:
 
         Args:
             messages: a list of dicts with ``role`` and ``content``, or a list of such lists.
-            sampling_params: as in :meth:`generate`.
+            sampling_params, priority: as in :meth:`generate`.
             chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs: as
                 in :meth:`flashtile.engine.tokenizer.Tokenizer.apply_chat_template`.
         """
@@ -288,10 +284,15 @@ class LLM:
             for conversation in conversations
         ]  # fmt: skip
         tokens = [{"prompt": text, "prompt_token_ids": tokenizer.encode(text, False)} for text in prompts]
-        return self.generate(tokens, sampling_params)
+        return self.generate(tokens, sampling_params, priority=priority)
 
+    @takes_also(CALL_ARGUMENTS)
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Return the likeliest continuations of each prompt, the best first in ``outputs``.
 
@@ -299,7 +300,7 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
-        return self._run(prompts, params, None)
+        return self._run(prompts, params, priority)
 
     def enqueue(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams, priority: int = 0
@@ -344,12 +345,17 @@ class LLM:
         """
         self.engine.runner.close()
 
-    def _run(self, prompts: Any, params: Any, priority: Sequence[int] | None) -> list[RequestOutput]:
+    def __getattr__(self, name: str) -> Any:
+        if name in NO_METHODS:
+            raise AttributeError(f"LLM has no {name}: {NO_METHODS[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _run(self, prompts: Any, params: Any, priority: int | Sequence[int] | None) -> list[RequestOutput]:
         many = _as_prompts(prompts)
         params = list(params) if isinstance(params, Sequence) else [params] * len(many)
         if len(params) != len(many):
             raise ValueError(f"expected {len(many)} sampling_params (one per prompt), got {len(params)}")
-        priorities = [0] * len(many) if priority is None else list(priority)
+        priorities = list(priority) if isinstance(priority, Sequence) else [priority or 0] * len(many)
         if len(priorities) != len(many):
             raise ValueError(f"expected {len(many)} priorities (one per prompt), got {len(priorities)}")
         ids = self._add(many, params, priorities)

@@ -14,12 +14,15 @@ from typer.testing import CliRunner
 
 from flashtile import LLM, SamplingParams
 from flashtile.checks.vllm_arguments import (
+    CALL_ARGUMENTS,
     LLM_ARGUMENTS,
+    NO_METHODS,
     SAMPLING_ARGUMENTS,
     SERVE_ARGUMENTS,
     check_argument,
 )
 from flashtile.cli import application
+from flashtile.engine import BeamSearchParams, StructuredOutputsParams
 from flashtile.engine.server.errors import ApiError
 from flashtile.engine.server.protocol import Body
 from flashtile.tools.commands.serve import SHORT_OPTIONS, serve
@@ -93,6 +96,34 @@ def test_parameters_take_every_argument_of_vllm_with_its_default(release, name, 
     assert known, f"vLLM {release} has {name}"
     if default != COMPUTED:
         assert SamplingParams(**{name: default}) == SamplingParams()
+
+
+def test_methods_take_every_argument_of_vllm_with_its_default():
+    taken = {**CALL_ARGUMENTS, **dict.fromkeys(("messages", "prompts", "params", "sampling_params"))}
+    for method in (LLM.generate, LLM.chat, LLM.beam_search):
+        for release, name, default in recorded(method.__name__):
+            known = name in taken or name in inspect.signature(method).parameters
+            assert known, f"{method.__name__} of vLLM {release} has {name}"
+            if name in CALL_ARGUMENTS:
+                check_argument(CALL_ARGUMENTS, name, default)
+
+
+@walk("kind", [BeamSearchParams, StructuredOutputsParams])
+def test_smaller_classes_take_every_argument_of_vllm_with_its_default(kind):
+    needed = {"beam_width": 2, "max_tokens": 3} if kind is BeamSearchParams else {"choice": ["a"]}
+    for release, name, default in recorded(kind.__name__):
+        if name not in needed:
+            assert kind(**needed, **{name: default}) == kind(**needed), f"vLLM {release} has {name}"
+
+
+def test_methods_that_vllm_has_are_refused_by_name():
+    llm = LLM.__new__(LLM)
+    for name, words in NO_METHODS.items():
+        assert not hasattr(llm, name)
+        with pytest.raises(AttributeError, match=f"LLM has no {name}: {re.escape(words)}"):
+            getattr(llm, name)
+    with pytest.raises(NotImplementedError, match="lora_request is not supported"):
+        llm.chat([], lora_request="adapter")
 
 
 @walk(("release", "name", "default"), recorded("serve"))

@@ -100,9 +100,6 @@ def test_block_masks_take_the_arguments_of_flex_attention():
     theirs, ours = map(defaults, (flex_attention.create_block_mask, block_mask.create_block_mask))
     ours.pop("flex_options")
     assert theirs.keys() - ours.keys() <= block_mask.FLEX_OPTIONS
-    made = block_mask.create_block_mask(
-        causal(), None, None, 16, 16, **dict.fromkeys(block_mask.FLEX_OPTIONS, True)
-    )
-    assert made.shape == (1, 1, 16, 16)
+    block_mask.create_block_mask(causal(), None, None, 16, 16, **dict.fromkeys(block_mask.FLEX_OPTIONS, True))
     with pytest.raises(TypeError, match=r"create_block_mask\(\) has no argument 'block_size'"):
         block_mask.create_block_mask(causal(), None, None, 16, 16, block_size=16)

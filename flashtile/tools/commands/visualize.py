@@ -21,7 +21,7 @@ ALGORITHMS = (
 )  # fmt: skip
 MASKS = ("full", "causal", "window")
 FILMS = (".gif", ".mp4")
-"""What :mod:`flashtile.learn.visualizer` knows, for help texts, which import no torch."""
+"""Names that :mod:`flashtile.learn.visualizer` knows, for help texts, which import no torch."""
 LONGEST, WIDEST, MAX_KIB = 16384, 4096, 2**20
 """Largest seqlen, head_dim and SRAM size (KiB) of a user's run. Every data movement of a run is recorded."""
 

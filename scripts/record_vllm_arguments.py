@@ -39,7 +39,7 @@ def default_of(value: ast.expr | None, configs: dict[str, ast.ClassDef]) -> Any:
         name, *rest = ast.unparse(value.func), *value.args
         named = {keyword.arg: keyword.value for keyword in value.keywords}
         if name == "get_field" and isinstance(rest[0], ast.Name) and isinstance(rest[1], ast.Constant):
-            return default_of(fields_of(configs[rest[0].id]).get(rest[1].value), configs)
+            return default_of(fields_of(configs[rest[0].id]).get(str(rest[1].value)), configs)
         if name in ("Field", "field") and "default" in named:
             return default_of(named["default"], configs)
         factory = ast.unparse(named["default_factory"]) if "default_factory" in named else ""
@@ -65,7 +65,8 @@ def options_of(file: Path, function: str) -> tuple[dict[str, Any], dict[str, str
     """Return the options that a function gives to a parser itself: (defaults by name, short names)."""
     tree = ast.parse(file.read_text())
     body = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function)
-    options, short = {}, {}
+    options: dict[str, Any] = {}
+    short: dict[str, str] = {}
     for call in (node for node in ast.walk(body) if isinstance(node, ast.Call)):
         names = [one.value for one in call.args if isinstance(one, ast.Constant)]
         if getattr(call.func, "attr", "") != "add_argument" or not str(names[0]).startswith("-"):

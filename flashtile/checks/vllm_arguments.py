@@ -11,7 +11,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 IN_VLLM = "vLLM has it, on flashtile's attention: see docs/guides/vllm.md"
 T = TypeVar("T", bound=Callable[..., Any])
@@ -458,7 +458,8 @@ def takes_also(table: Mapping[str, Argument]) -> Callable[[T], T]:
     """
 
     def decorate(target: T) -> T:
-        function: Any = target.__init__ if isinstance(target, type) else target
+        made: Any = target
+        function = made.__init__ if isinstance(target, type) else made
         known = list(inspect.signature(function).parameters)[1:]
         named = getattr(target, "__qualname__", "")
 
@@ -473,8 +474,8 @@ def takes_also(table: Mapping[str, Argument]) -> Callable[[T], T]:
             return function(self, *args, **given)
 
         if not isinstance(target, type):
-            return checked  # type: ignore[return-value]
-        target.__init__ = checked  # type: ignore[misc]
+            return cast(T, checked)
+        made.__init__ = checked
         return target
 
     return decorate

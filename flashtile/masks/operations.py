@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from flashtile.problems.common import DTYPES
+from flashtile.torch_private import TORCH_RELEASE
 
 INTS = {
     "uint8": torch.uint8, "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int": torch.int64,
@@ -213,7 +214,7 @@ def _chosen(emit: Any, condition: Any, is_chosen: bool = True) -> Callable[[Any]
     return through
 
 
-CLAMPS_SHARE_TIES = torch.__version__ >= (2, 14)
+CLAMPS_SHARE_TIES = TORCH_RELEASE >= (2, 14)
 """Whether a clamp's gradient at a bound is that of torch from 2.14 on: a bound that is a tensor gets half of
 it, and one that is a number leaves 0. In earlier releases, what is clamped gets the whole gradient."""
 

@@ -385,9 +385,9 @@ def sums() -> Iterator[Case]:
             "added": numbers(added, 12),
             "register": numbers(register, 12),
             "total": numbers(total, 12),
-            "errors": numbers(errors, 3),
+            "errors": numbers(errors),
             "longest": max(one[3].max().item() for one in found.values()),
-            "percent": float(f"{100 * errors[-1].item():.2g}"),
+            "percent": f"{100 * errors[-1].item():#.2g}",
         }
         yield Case(name, Trace(events=[Event("tick", "sum")] * len(added)), facts)
 

@@ -60,7 +60,7 @@ class SceneView {
     const { grid, trace } = this.run;
     const hasMap = grid !== null && trace.data.length === 0; // pages have block tables in the place of the matrix
     const wide = width / height > WIDE;
-    const [one, other] = wide ? [Math.min(width * 0.56, height + 2 * PAD), height] : [width, Math.round(height * 0.54)];
+    const [one, other] = wide ? [Math.min(width * (width > MIN_NOTED ? 0.56 : 0.5), height + 2 * PAD), height] : [width, Math.round(height * 0.54)];
     const map = { x: 0, y: 0, width: one, height: other };
     const chip = !hasMap ? { x: 0, y: 0, width, height } : wide ? { x: one, y: 0, width: width - one, height } : { x: 0, y: other, width, height: height - other };
     this.area = hasMap ? this.#arrangeMap(map) : null;
@@ -428,7 +428,7 @@ class SceneView {
     const top = area.top + area.height + 24;
     const high = Math.min(56, (area.bottom - top - PAD) / lanes);
     if (high < 3) return;
-    this.write(this.language.text("scene_lanes"), area.left, top - 9, { on: context });
+    this.write(this.language.text("scene_lanes"), area.left + PAD, top - 9, { on: context });
     const gap = high > 12 ? 6 : 2;
     context.fillStyle = colours.track;
     for (let lane = 0; lane < lanes; lane++) context.fillRect(area.left, top + lane * high, area.width, high - gap);

@@ -1,32 +1,39 @@
 // A sum of FP8 products in a register of few bits: what each instruction adds, which of its bits are cut off, the error.
 
-const BITS_PLOT = { cell: 22, left: 112, columns: 24, high: 26, gap: 12 };
-const ERROR_PLOT = { top: 150, height: 90, width: 24 * 22 };
+const BITS_COLUMNS = 24; // those of fp32
+const BIT = { width: 22, high: 26, gap: 12 };
+const ERROR_PLOT = { width: 300, height: 96 };
 
 STORY_VIEWS.sums = class {
   static counters = [];
 
   constructor({ root, trace, facts, text }) {
     Object.assign(this, { trace, facts, text });
-    const { left, columns, cell, high, gap } = BITS_PLOT;
+    const narrow = innerWidth <= 900; // names are above the bits, and the error is below them
+    const left = narrow ? 0 : 112;
+    const line = BIT.high + (narrow ? 20 : BIT.gap);
+    const bitsWide = BITS_COLUMNS * BIT.width;
     const rows = ["added", "register", ...(facts.promote ? ["total"] : [])];
     this.rows = rows.map((name, row) => {
-      const y = row * (high + gap) + 4;
-      const boxes = Array.from({ length: columns }, (_, i) => {
-        const box = svgElement("g", {}, svgElement("rect", { x: left + i * cell + 0.5, y, width: cell - 2, height: high, rx: 2 }), svgElement("text", { x: left + i * cell + cell / 2 - 0.5, y: y + 18, "text-anchor": "middle" }));
-        return box;
+      const y = row * line + (narrow ? 18 : 4);
+      const boxes = Array.from({ length: BITS_COLUMNS }, (_, i) => {
+        const x = left + i * BIT.width;
+        return svgElement("g", {}, svgElement("rect", { x: x + 0.5, y, width: BIT.width - 2, height: BIT.high, rx: 2 }), svgElement("text", { x: x + BIT.width / 2 - 0.5, y: y + 18, "text-anchor": "middle" }));
       });
-      return { name, boxes, label: svgElement("text", { class: "name", x: left - 8, y: y + 18, "text-anchor": "end" }, text(name)) };
+      const place = narrow ? { x: 0, y: y - 5 } : { x: left - 8, y: y + 18, "text-anchor": "end" };
+      return { name, boxes, label: svgElement("text", { class: "name", ...place }, text(name)) };
     });
-    const { top, height, width } = ERROR_PLOT;
+    const bitsHigh = 3 * line;
+    const plot = narrow ? { left: 60, top: bitsHigh + 24, width: bitsWide - 60 } : { left: left + bitsWide + 84, top: 8, width: ERROR_PLOT.width };
+    this.plot = { ...ERROR_PLOT, ...plot };
+    const { top, height, width } = this.plot;
     this.curve = svgElement("path", { class: "curve" });
-    const drawing = svgElement("svg", { viewBox: `0 0 ${left + width} ${top + height + 20}`, role: "img", "aria-label": text("title") });
+    const drawing = svgElement("svg", { viewBox: `0 0 ${plot.left + width} ${top + height + 20}`, role: "img", "aria-label": text("title") });
+    const named = (label, x, y) => svgElement("text", { class: "name", x, y, "text-anchor": "end" }, label);
     drawing.append(
       ...this.rows.flatMap(({ boxes, label }) => [label, ...boxes]),
-      svgElement("line", { class: "base", x1: left, x2: left + width, y1: top + height, y2: top + height }),
-      svgElement("text", { class: "name", x: left - 8, y: top + height, "text-anchor": "end" }, "0"),
-      svgElement("text", { class: "name", x: left - 8, y: top + 10, "text-anchor": "end" }, `${threeDigits(100 * facts.longest)}\u00a0%`),
-      svgElement("text", { class: "name", x: left + width, y: top + height + 16, "text-anchor": "end" }, text("keys", { keys: facts.keys })),
+      svgElement("line", { class: "base", x1: plot.left, x2: plot.left + width, y1: top + height, y2: top + height }),
+      named("0", plot.left - 8, top + height), named(`${threeDigits(100 * facts.longest)}\u00a0%`, plot.left - 8, top + 10), named(text("keys", { keys: facts.keys }), plot.left + width, top + height + 16),
       this.curve,
     );
     root.append(element("figure", { class: "bits" }, drawing));
@@ -39,20 +46,20 @@ STORY_VIEWS.sums = class {
     const inRegister = now < 0 ? 0 : Math.floor(Math.log2(facts.register[now]));
     for (const { name, boxes } of this.rows) {
       const value = now < 0 ? null : facts[name][now];
+      const bits = boxes.map((_, i) => (value === null ? 0 : Math.floor(value / 2 ** (top - i)) % 2));
+      const [first, last] = [bits.indexOf(1), bits.lastIndexOf(1)];
       boxes.forEach((box, i) => {
-        const bit = value === null ? 0 : Math.floor(value / 2 ** (top - i)) % 2;
-        const kept = name === "total" || inRegister - (top - i) < facts.bits;
-        const used = value !== null && top - i <= Math.log2(value || 1e-9);
-        box.setAttribute("class", value === null || (!used && !bit) || (name === "register" && !kept) ? "none" : kept ? name : bit ? "cut" : "none");
-        setText(box.lastChild, value === null || (name === "register" && !kept) ? "" : String(bit));
+        const inside = name === "total" || i < facts.bits + top - inRegister;
+        const shown = first >= 0 && i >= first && (i <= last || (inside && name !== "added"));
+        box.setAttribute("class", !shown ? "none" : inside ? name : "cut");
+        setText(box.lastChild, shown ? String(bits[i]) : "");
       });
     }
     this.curve.setAttribute("d", this.#path(position));
   }
 
   #path(position) {
-    const { left } = BITS_PLOT;
-    const { top, height, width } = ERROR_PLOT;
+    const { left, top, height, width } = this.plot;
     const { errors, longest } = this.facts;
     return errors.slice(0, position).map((error, i) => `${i ? "L" : "M"}${(left + ((i + 1) / errors.length) * width).toFixed(1)} ${(top + height * (1 - error / longest)).toFixed(1)}`).join("");
   }

@@ -157,8 +157,8 @@ def round_to_e4m3(x: Tensor) -> Tensor:
 class PartialSum(NamedTuple):
     """State of a sum after one instruction.
 
-    ``added`` is what the instruction added, ``register`` the tensor core's sum after its low bits were cut off,
-    and ``total`` the sum in fp32, to which the register has been promoted so far.
+    ``added`` is what the instruction added, ``register`` the tensor core's sum after its low bits were cut
+    off, and ``total`` the sum in fp32, to which the register has been promoted so far.
     """
 
     added: float
@@ -169,8 +169,8 @@ class PartialSum(NamedTuple):
 def sum_products(products: Tensor, promote: int | None = None) -> list[PartialSum]:
     """Sum products as Hopper's FP8 tensor cores do: each instruction cuts the sum to SUM_BITS bits.
 
-    With ``promote``, a multiple of INSTRUCTION, the sum has two levels: after so many products the register is
-    added to a sum in fp32 and starts again from 0, so that the register stays small and loses few bits.
+    With ``promote``, a multiple of INSTRUCTION, the sum has two levels: after so many products the register
+    is added to a sum in fp32 and starts again from 0, so that it stays small and loses few bits.
 
     Examples:
         >>> from flashtile.algorithms import flash3_fp8

@@ -365,7 +365,10 @@ def sums_products() -> Tensor:
 
 
 def sums() -> Iterator[Case]:
-    """Yield the sum of FP8 products in the tensor core alone, and in two levels. An event is an instruction."""
+    """Yield the sum of FP8 products in the tensor core alone, and in two levels.
+
+    An event is an instruction.
+    """
     products = sums_products()
     exact = products.view(-1, flash3_fp8.INSTRUCTION).sum(1).cumsum(0)
     found = {}

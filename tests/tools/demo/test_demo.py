@@ -14,7 +14,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from chromium import axe_violations, launched
+from chromium import axe_violations, launched, watched
 from flashtile.engine.rotary import rotary_frequencies
 from flashtile.hardware.machine import find_device
 from flashtile.tools.commands.demo import demo
@@ -533,8 +533,8 @@ def test_report_links_to_the_interactive_page(linked):
 @pytest.mark.parametrize(("width", "height"), [(1366, 768), (768, 1024), (360, 640)])
 def test_report_is_accessible_at_every_size(linked, chromium, width, height, scheme):
     context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-    page, complaints = context.new_page(), []
-    page.on("console", lambda message: complaints.append(message.text))
+    page = context.new_page()
+    complaints = watched(page)
     page.goto(linked.as_uri())
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.locator("h1").bounding_box()["y"] < page.locator(".bars").bounding_box()["y"] < height

@@ -26,18 +26,16 @@
     const labels = [];
     let write = scene.write;
     const note = (text, x, y, options = {}) => {
-      write(text, x, y, options);
       const size = options.size ?? 13;
+      const ground = options.on ?? scene.ground.getContext("2d");
+      const behind = [...ground.getImageData(Math.max(x, 0) * scene.ratio, Math.max(y - 0.36 * size, 0) * scene.ratio, 1, 1).data]; // before it is written
+      if (behind[3] && contrast(rgba(options.colour ?? flashtilePage.colours.soft), behind) < 3) wrong.push(`pale: ${text}`);
+      write(text, x, y, options);
       scene.context.font = `${options.bold ? "600 " : ""}${size}px system-ui, sans-serif`;
       const { width } = scene.context.measureText(text);
       const left = x - { left: 0, center: width / 2, right: width }[options.align ?? "left"];
       const label = { text, left, right: left + width, top: y - 0.72 * size, bottom: y + 2, owner: labels.length };
       labels.push(label);
-      const ground = (options.on ?? scene.ground.getContext("2d"));
-      const spots = [[left - 3, y - 0.36 * size], [label.right + 3, y - 0.36 * size], [x, y - size - 1]]; // another label may be at one
-      const colours = spots.map(([at, high]) => [...ground.getImageData(Math.max(at, 0) * scene.ratio, Math.max(high, 0) * scene.ratio, 1, 1).data]);
-      const seen = colours.filter(([, , , alpha]) => alpha).map((around) => contrast(rgba(options.colour ?? flashtilePage.colours.soft), around));
-      if (seen.length && Math.max(...seen) < 3) wrong.push(`pale: ${text}`);
       if (left < -1 || label.right > scene.width + 1 || label.top < -1 || label.bottom > scene.height + 1) wrong.push(`cut: ${text}`);
     };
     Object.defineProperty(scene, "write", { configurable: true, get: () => note, set: (to) => (write = to) });
@@ -80,8 +78,10 @@
     let opacity = 1;
     for (let e = text; e instanceof SVGElement; e = e.parentElement) opacity *= getComputedStyle(e).opacity;
     if (!text.textContent.trim() || opacity < 0.5 || getComputedStyle(text).fill === "none") continue; // not shown yet
-    const behind = document.elementsFromPoint(x, y).filter((e) => !(e instanceof SVGTextElement)).map((e) => rgba(getComputedStyle(e)[e instanceof SVGElement && !(e instanceof SVGSVGElement) ? "fill" : "backgroundColor"]));
-    const ground = behind.find(([, , , alpha]) => alpha === 255);
+    const under = document.elementsFromPoint(x, y);
+    if (!under.includes(text.ownerSVGElement)) continue; // scrolled away
+    const painted = under.filter((e) => !(e instanceof SVGElement) || e.matches("rect, circle"));
+    const ground = painted.map((e) => rgba(getComputedStyle(e)[e instanceof SVGElement ? "fill" : "backgroundColor"])).find(([, , , alpha]) => alpha === 255);
     if (ground && contrast(rgba(getComputedStyle(text).fill), ground) < 3) wrong.push(`pale: ${text.textContent}`);
   }
   collide(labels, 5);

@@ -134,12 +134,14 @@ class SceneView {
     const isShown = ([name, { absent, rows, cols }]) => (!absent || "SP".includes(name)) && (arrays.size <= MAX_ARRAYS || rows * cols * 100 > largest);
     const sorted = [...arrays].filter(isShown).sort((a, b) => rank(a) - rank(b));
     const gap = Math.min(18, (0.3 * room.width) / Math.max(sorted.length, 1));
+    this.between = gap;
     const widthOf = (cols, scale) => Math.max(cols * scale, MIN_PART);
     const widest = (scale) => sorted.reduce((sum, [, { cols }]) => sum + widthOf(cols, scale) + gap, -gap);
     let scale = room.height / Math.max(...sorted.map(([, { rows }]) => rows), 1);
     while (widest(scale) > room.width && scale > 1e-4) scale *= 0.95;
     this.context.font = `${NAME_SIZE}px ${FONT}`;
-    this.staggered = sorted.some(([name, { cols }]) => this.context.measureText(prettyName(name)).width > widthOf(cols, scale) + gap - 2);
+    const isNarrow = ([name, { cols }]) => this.context.measureText(prettyName(name)).width > widthOf(cols, scale) + gap - 2;
+    this.staggered = room.height > 2 * NAME_LINE && sorted.some(isNarrow);
     if (this.staggered) scale = Math.min(scale, (room.height - NAME_LINE) / Math.max(...sorted.map(([, { rows }]) => rows), 1));
     let at = room.left;
     this.places = new Map(sorted.map(([name, { rows, cols, absent }]) => {
@@ -316,6 +318,8 @@ class SceneView {
       painter.setLineDash([]);
       if (place.width > 46 && place.height > 40) this.#writeWithin(this.language.text("scene_never"), place);
     }
+    painter.font = `${NAME_SIZE}px ${FONT}`;
+    if (!this.staggered && painter.measureText(prettyName(name)).width > place.width + this.between - 2) return;
     const line = this.staggered && [...this.places.keys()].indexOf(name) % 2;
     this.write(prettyName(name), place.left + place.width / 2, this.labels + (line ? NAME_LINE : 0), { align: "center", size: NAME_SIZE });
   }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-PATIENCE = 240_000
+PATIENCE = 120_000
 """Milliseconds after which a wait fails. Playwright's 30 seconds are too few on busy cores."""
 
 

@@ -40,7 +40,8 @@ def test_a_label_that_is_cut_covered_or_pale_is_found(visit: Visit) -> None:
           const { scene } = flashtilePage.views.a;
           scene.labels -= 4 * scene.labels; // the names of arrays in HBM leave the canvas
           const { left, top } = document.querySelector(".ask p").getBoundingClientRect();
-          document.querySelector("#tour-next").style.cssText = `position: fixed; left: ${left}px; top: ${top}px`;
+          const place = `position: fixed; left: ${left}px; top: ${top}px`;
+          document.querySelector("#tour-next").style.cssText = place;
           flashtilePage.colours = { ...flashtilePage.colours, onTile: "#101010", S: "#3a2a10", soft: "#777" };
         }"""
     )

@@ -26,6 +26,10 @@ from torch.jit import _builtins
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+OLDEST_TORCH = (2, 11)
+if torch.__version__ < OLDEST_TORCH:  # it lacks names below
+    raise ImportError(f"flashtile needs torch 2.11 or newer, this is torch {torch.__version__}")
+
 # What observes a call. Every call of flashtile asks these first.
 
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -65,6 +69,8 @@ TransformType: Any = torch._C._functorch.TransformType
 """Kinds of transforms: the values of ``transform.key()``."""
 innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 """Return the innermost active transform, or None."""
+active_transforms: Callable[[], list[Any] | None] = torch._C._functorch.get_interpreter_stack
+"""Return the active transforms, the innermost last; None if there are none."""
 is_wrapped_by_transform: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 """Whether a gradient stands for several vector-Jacobian products (``is_grads_batched=True``)."""

@@ -12,21 +12,20 @@ import pkgutil
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+import sources
 from flashtile.integrations.sglang import private as private_of_sglang
 from flashtile.integrations.vllm import private as private_of_vllm
 
-ROOT = Path(__file__).parents[1] / "flashtile"
+ROOT = sources.PACKAGE
 
 
-@functools.cache
 def trees() -> dict[str, ast.Module]:
     """Return the parsed modules of the package by their paths in it."""
-    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
+    return {str(path.relative_to(ROOT)): sources.tree(path) for path in sources.FILES}
 
 
 class Library(NamedTuple):
@@ -79,6 +78,7 @@ LIBRARIES = {
             "torch._C._functorch.CInterpreter": "gradients by torch.func under torch.compile",
             "torch._C._functorch.TransformType": "transforms of torch.func",
             "torch._C._functorch.peek_interpreter_stack": "every call: does torch.func transform it?",
+            "torch._C._functorch.get_interpreter_stack": "refusals of functionalize with other transforms",
             "torch._C._functorch.is_functorch_wrapped_tensor": "caches would keep tensors of a transform",
             "torch._C._functorch.is_legacy_batchedtensor": "gradients with is_grads_batched=True",
             "torch._C._functorch.maybe_get_level": "refusals of tangents and gradients under torch.func",

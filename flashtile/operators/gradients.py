@@ -19,7 +19,7 @@ from flashtile.checks.attention import check_call, check_learned_slopes, check_r
 from flashtile.checks.conversions import as_masking, as_offset_pair, make_options, visible_strides
 from flashtile.op.observers import tell_observers
 from flashtile.op.operation import any_learns, is_plain
-from flashtile.op.refusals import carries_tangents, transforming
+from flashtile.op.refusals import carries_tangents, refuse_functionalized, transforming
 from flashtile.op.registry import register_autograd
 from flashtile.operators import functions
 from flashtile.operators.attention import BACKWARD, FORWARD, FORWARD_INTO
@@ -89,6 +89,7 @@ def forward(
             "score_mod, mask_mod and block_mask must be None under transforms of torch.func that have no "
             "tangents: call flashtile.attention without them, or outside of the transform"
         )
+    refuse_functionalized("q")
     from flashtile.operators import transforms
 
     for operation in (FORWARD, BACKWARD):

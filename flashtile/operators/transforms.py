@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.op.refusals import carries_tangents
+from flashtile.op.refusals import carries_tangents, refuse_functionalized
 from flashtile.op.registry import flat_fields, gathered
 from flashtile.operators import derivatives
 from flashtile.operators.attention import BACKWARD, FORWARD
@@ -30,6 +30,7 @@ _WITHOUT_BATCH = OptionalTensors._fields.index("sink")
 def backward(*arguments: Any) -> Any:
     """Compute ``flashtile::backward`` under a transform of ``torch.func``, or with forward-mode tangents."""
     if not carries_tangents(arguments[:2]):
+        refuse_functionalized("dout")
         return _Backward.apply(*arguments)
     (dout, dlse, q, k, v, _, _), extras, options = BACKWARD.split(arguments)
     attend, learned = derivatives.of_call(extras, options)

@@ -19,7 +19,14 @@ from flashtile.tools.commands.options import progress_bar
 from flashtile.tools.demo import exactness, operations, scaling
 from flashtile.tools.demo.corpus import Corpus
 from flashtile.tools.demo.llama import Llama, save_llama, sized
-from flashtile.tools.demo.report import Results, Training, inspect_setting, natural_dtype, write
+from flashtile.tools.demo.report import (
+    Results,
+    Training,
+    inspect_setting,
+    natural_dtype,
+    scaling_finding,
+    write,
+)
 from flashtile.tools.demo.training import (
     TrainingConfig,
     TrainingResult,
@@ -127,6 +134,7 @@ def measure_scaling(console: Console, workload: scaling.ScalingWorkload) -> list
         steps, total = scaling.measure(workload), len(workload.seqlens)
         rows = list(progress.track(steps, total=total, description="sequence lengths"))
     console.print(scaling.table(rows))
+    console.print(scaling_finding(rows), markup=False)
     for row in rows:
         if row.obstacle is not None:
             console.print(f"{row.seqlen}: standard attention {escape(row.obstacle)}")

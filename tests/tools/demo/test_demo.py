@@ -14,7 +14,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from chromium import axe_violations, launched
+from chromium import axe_violations, launched, watched
 from flashtile.engine.rotary import rotary_frequencies
 from flashtile.hardware.machine import find_device
 from flashtile.tools.commands.demo import demo
@@ -321,12 +321,9 @@ ROWS = [
 
 
 def test_scaling_is_judged_at_the_longest_length_that_both_ran():
-    assert [(check.holds, check.detail) for check in scaling.checks(ROWS)] == [
-        (True, "3.00 times as fast"),
-        (True, "16.0 times less"),
-    ]
-    slow = scaling.ScalingRow(512, cost(9.1, 40), cost(9.0, 32), None)
-    assert [check.holds for check in scaling.checks([ROWS[0], slow, ROWS[2]])] == [False, False]
+    assert [(check.holds, check.detail) for check in scaling.checks(ROWS)] == [(True, "16.0 times less")]
+    large = scaling.ScalingRow(512, cost(3.0, 40), cost(9.0, 32), None)
+    assert [check.holds for check in scaling.checks([ROWS[0], large, ROWS[2]])] == [False]
     assert scaling.checks(ROWS[2:]) == []
 
 
@@ -508,8 +505,10 @@ def test_claim_and_findings_follow_the_numbers(results, html):
 
 
 def test_claim_of_a_demo_that_fails_or_cannot_compare(results):
-    slow = scaling.ScalingRow(512, cost(9.1, 40), cost(9.0, 32), None)
-    assert claim(replace(results, scaling=[slow])) == f"2 of {len(results.checks())} checks failed"
+    slow = scaling.ScalingRow(512, cost(9.1, 2), cost(9.0, 32), None)
+    assert claim(replace(results, scaling=[slow])) == "Exact attention, with 16 times less memory"
+    large = scaling.ScalingRow(512, cost(9.1, 40), cost(9.0, 32), None)
+    assert claim(replace(results, scaling=[large])) == f"1 of {len(results.checks())} checks failed"
     assert findings(replace(results, scaling=[slow]))["scaling"].startswith(
         "At 512 tokens a pass takes 9.1 ms instead of 9 ms, 1.0 times as long (the scores fit into caches"
     )
@@ -541,8 +540,8 @@ def test_report_links_to_the_interactive_page(linked):
 @pytest.mark.parametrize(("width", "height"), [(1366, 768), (768, 1024), (360, 640)])
 def test_report_is_accessible_at_every_size(linked, chromium, width, height, scheme):
     context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-    page, complaints = context.new_page(), []
-    page.on("console", lambda message: complaints.append(message.text))
+    page = context.new_page()
+    complaints = watched(page)
     page.goto(linked.as_uri())
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.locator("h1").bounding_box()["y"] < page.locator(".bars").bounding_box()["y"] < height
@@ -591,7 +590,7 @@ def test_report_where_the_system_does_not_tell_memory(results, tmp_path):
     rows = [replace(row, flashtile=unknown, standard=unknown if row.standard else None) for row in ROWS]
     write(replace(results, scaling=rows), tmp_path)
     assert "–" in Page((tmp_path / "report.html").read_text()).text
-    assert [check.name for check in scaling.checks(rows)] == [scaling.checks(ROWS)[0].name]
+    assert scaling.checks(rows) == []
 
 
 def test_devices_are_checked():
@@ -612,7 +611,14 @@ def run():
 def test_command_shows_everything(run, tmp_path):
     result = run("--quick", "--device", "cpu", "--out", tmp_path / "out", "--seconds", "0.5")
     assert result.exit_code == 0, result.output
-    parts = ("machine", "PyTorch's own flash kernel", "not by portable", "exactness", "SDPA", "class Reader")
+    parts = (
+        "machine",
+        "PyTorch's own flash kernel",
+        "not by portable",
+        "exactness",
+        "PyTorch's SDPA takes",
+        "class Reader",
+    )
     for part in (*parts, "6 answers to 3 prompts", "tokens of prompts were found in the prefix cache"):
         assert part in " ".join(result.output.split())
     assert (tmp_path / "out" / "model" / "config.json").exists()

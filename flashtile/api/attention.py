@@ -15,9 +15,9 @@ from typing import Any, Literal, NoReturn
 from torch import Tensor
 
 from flashtile.api.prefill import attention_over_pages
-from flashtile.api.weights import check_form, weights_of
 from flashtile.checks.arguments import ERRORS, check_dense, renamed
 from flashtile.checks.conversions import (
+    as_form,
     as_masking,
     as_offset_pair,
     as_operands,
@@ -31,6 +31,7 @@ from flashtile.checks.conversions import (
 )
 from flashtile.operators.dropout import with_state
 from flashtile.operators.gradients import forward
+from flashtile.operators.weights import weights_of
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 
 # Names of these arguments in the packed functions, for error messages.
@@ -191,7 +192,7 @@ def attention(
         refuse_unknown("attention", unknown)
     if type(return_lse) is not bool:
         check_flag("return_lse", return_lse)
-    form = None if return_attn_weights is False else check_form("return_attn_weights", return_attn_weights)
+    form = None if return_attn_weights is False else as_form("return_attn_weights", return_attn_weights)
     masking = as_masking(causal, window_size, attention_chunk=attention_chunk)
     options = make_options(
         masking,

@@ -213,6 +213,31 @@ def as_scores(scores: Any, seqlen_k: Any) -> Any:
     return scores
 
 
+MAX_TOP = 128
+"""Largest number of weights per row that the kernels keep in registers."""
+
+
+def as_form(name: str, form: Any) -> tuple[str, int]:
+    """Convert the ``form`` of attention weights to (form, number of weights per row). True means "full".
+
+    ``name`` is the argument's name in errors.
+    """
+    if form is True or (isinstance(form, str) and form == "full"):
+        return "full", 0
+    if isinstance(form, str) and form == "columns":
+        return "columns", 0
+    allowed = f'{name} must be "full", "columns" or an int from 1 to {MAX_TOP}'
+    if isinstance(form, str):
+        raise ValueError(f"{allowed}, got {form!r}")
+    try:
+        top = as_int(name, form)
+    except TypeError:
+        raise TypeError(f"{allowed}, got {type(form).__name__} {form!r}") from None
+    if not 1 <= top <= MAX_TOP:
+        raise ValueError(f"{allowed}, got {top}")
+    return "top", top
+
+
 def keys_of_scores(k: Any, cu_seqlens_k: Any, options: Options) -> Any:
     """Return seqlen_k, the size of the last dimension of a mask or bias, or None if the call is invalid."""
     if cu_seqlens_k is not None:

@@ -204,7 +204,7 @@ def attention(
         backend=backend,
         dropout_p=dropout_p,
     )
-    q, k, v = as_operands(q, k, v)
+    q, k, v, qv = as_operands(q, k, v, qv)
     has_functions = score_mod is not None or mask_mod is not None or block_mask is not None
     extras = NO_EXTRAS  # recognised by identity; most calls have none of these nine
     if not (
@@ -237,14 +237,14 @@ def attention(
     descales = () if q_descale is k_descale is v_descale is None else (q_descale, k_descale, v_descale)
     buffers = () if out is lse is None else (out, lse)
     in_e4m3 = check_kind(q, descales, buffers, has_functions, form)
-    if options.dropout_p != 0.0:
-        extras = with_state(q, extras, options, rng_state)
     if qv is not None:
         q, k = join_qv(q, k, v, qv, extras, options)
     if has_functions:
         from flashtile.api import masks  # few programs use them
 
         extras, options = masks.with_functions(q, k, extras, options, score_mod, mask_mod, block_mask)
+    if options.dropout_p != 0.0:
+        extras = with_state(q, extras, options, rng_state)
     if in_e4m3:
         from flashtile.api.fp8 import attend_descaled
 
@@ -313,7 +313,7 @@ def flash_attn_func(
         backend=backend,
         dropout_p=dropout_p,
     )
-    q, k, v = as_operands(q, k, v)
+    q, k, v, qv = as_operands(q, k, v, qv)
     extras = NO_EXTRAS
     if not (alibi_slopes is sink is None):
         extras = OptionalTensors(alibi_slopes=alibi_slopes, sink=sink)
@@ -512,7 +512,7 @@ def flash_attn_varlen_func(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise TypeError(f"{name} must be an int32 torch.Tensor, got None: use flash_attn_func without it")
-    q, k, v = as_operands(q, k, v)
+    q, k, v, qv = as_operands(q, k, v, qv)
     return _flash(q, k, v, qv, extras, options, descales, buffers, return_attn_probs, return_lse)
 
 
@@ -645,10 +645,10 @@ def _flash(
 ) -> Tensor | Any:
     """Check and run a call of one of FlashAttention-2's functions, and return what it returns."""
     in_e4m3 = check_kind(q, descales, buffers)
-    if options.dropout_p != 0.0:
-        extras = with_state(q, extras, options)
     if qv is not None:
         q, k = join_qv(q, k, v, qv, extras, options)
+    if options.dropout_p != 0.0:
+        extras = with_state(q, extras, options)
     if in_e4m3:
         from flashtile.api.fp8 import attend_descaled
 

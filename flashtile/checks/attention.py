@@ -71,16 +71,7 @@ def check_call(
     check_types(q, k, v, extras, options)
     cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, *_ = extras
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_dtype(name, tensor, dtypes)
-        check_same_dtype(name, tensor, "q", q)
-        check_heads_tensor(name, tensor, packed, "total", "seqlen", q, most)
-    if k.shape[-2] != v.shape[-2]:
-        raise ValueError(f"v has {v.shape[-2]} heads, but k has {k.shape[-2]}: they must be equal")
-    check_equal("leading shape", "v", v.shape[:-2], "k", k.shape[:-2])
-    if not packed:
-        check_equal("batch size", "k", k.shape[0], "q", q.shape[0])
-    check_groups(q, k, "k")
+    check_operands(q, k, v, packed, dtypes, most)
     if not packed and looks_transposed(q, k):
         # Python shows the same warning only once for each calling line, so repeated calls are quiet.
         warnings.warn(f"q, k and v {TRANSPOSED}", stacklevel=2)
@@ -128,6 +119,27 @@ def check_call(
         check_captured(q, captured_of(extras))
         if options.block_q:
             check_lists(q, k, extras, options)
+
+
+def check_operands(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: bool,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    most: int = MAX_HEAD_DIM,
+) -> None:
+    """Check dtypes, shapes, strides and devices of q, k and v, which are dense."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_dtype(name, tensor, dtypes)
+        check_same_dtype(name, tensor, "q", q)
+        check_heads_tensor(name, tensor, packed, "total", "seqlen", q, most)
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"v has {v.shape[-2]} heads, but k has {k.shape[-2]}: they must be equal")
+    check_equal("leading shape", "v", v.shape[:-2], "k", k.shape[:-2])
+    if not packed:
+        check_equal("batch size", "k", k.shape[0], "q", q.shape[0])
+    check_groups(q, k, "k")
 
 
 def check_forward(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:

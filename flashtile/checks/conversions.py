@@ -22,7 +22,7 @@ from flashtile.checks.arguments import (
     check_qv,
     named,
 )
-from flashtile.checks.attention import check_call, check_types
+from flashtile.checks.attention import check_operands, check_types
 from flashtile.problems.attention import OptionalTensors, Options
 from flashtile.problems.common import DEVICE_TYPES, MAX_HEAD_DIM, MAX_LENGTH, UNLIMITED
 from flashtile.problems.masking import Masking
@@ -250,18 +250,17 @@ def join_qv(
 ) -> tuple[Tensor, Tensor]:
     """Return q and k with the columns of qv and v appended. Their product is ``q k^T + qv v^T``.
 
-    These are the queries for v of multi-head latent attention. Both results are differentiable.
+    These are the queries for v of multi-head latent attention. Both results are differentiable. Only what is
+    joined is checked here, so that errors name its own shapes.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`flashtile.attention`.
     """
     if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
         raise NotImplementedError("qv must be None for q, k and v of float8_e4m3fn, got a tensor")
-    (qv,) = under_autocast(qv)
-    if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the check of strides
-        check_types(q, k, v, extras, options)
-    else:
-        check_call(q, k, v, visible_strides(extras), options)
+    check_types(q, k, v, extras, options)
+    if not torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the check of strides
+        check_operands(q, k, v, extras.cu_seqlens_q is not None or extras.cu_seqlens_k is not None)
     check_qv(q, v, "v", qv)
     columns = q.shape[-1] + v.shape[-1]
     if columns > MAX_HEAD_DIM:

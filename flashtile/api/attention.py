@@ -16,17 +16,16 @@ from torch import Tensor
 
 from flashtile.api.prefill import attention_over_pages
 from flashtile.checks.arguments import ERRORS, check_dense, renamed
+from flashtile.checks.attention import check_kind, refuse_descales
 from flashtile.checks.conversions import (
     as_form,
     as_masking,
     as_offset_pair,
     as_operands,
     check_flag,
-    check_kind,
     join_qv,
     make_options,
     optional_tensors,
-    refuse_descales,
     refuse_unknown,
 )
 from flashtile.operators.dropout import with_state
@@ -236,9 +235,9 @@ def attention(
         )
     descales = () if q_descale is k_descale is v_descale is None else (q_descale, k_descale, v_descale)
     buffers = () if out is lse is None else (out, lse)
-    in_e4m3 = check_kind(q, descales, buffers, has_functions, form)
     if qv is not None:
         q, k = join_qv(q, k, v, qv, extras, options)
+    in_e4m3 = check_kind(q, k, v, extras, options, descales, buffers, has_functions, form)
     if has_functions:
         from flashtile.api import masks  # few programs use them
 
@@ -644,9 +643,9 @@ def _flash(
     return_lse: bool,
 ) -> Tensor | Any:
     """Check and run a call of one of FlashAttention-2's functions, and return what it returns."""
-    in_e4m3 = check_kind(q, descales, buffers)
     if qv is not None:
         q, k = join_qv(q, k, v, qv, extras, options)
+    in_e4m3 = check_kind(q, k, v, extras, options, descales, buffers)
     if options.dropout_p != 0.0:
         extras = with_state(q, extras, options)
     if in_e4m3:

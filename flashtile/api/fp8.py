@@ -15,7 +15,6 @@ from flashtile.checks.conversions import (
     as_offsets,
     check_flag,
     make_options,
-    refuse_beyond,
     under_autocast,
 )
 from flashtile.checks.fp8 import check_attend, check_inputs, check_sequences
@@ -331,19 +330,12 @@ def attend_descaled(
     FP8 kernels hide keys only by a window, and have no ``seqused_q``. Other calls are computed in bfloat16,
     on the tensors multiplied by their scales.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_dense(name, x)
-    in_e4m3 = options.masking.beyond_window is None and extras.seqused_q is None
-    masking = as_masking(window_size=options.masking.arguments()["window_size"])
-    plain = extras._replace(seqused_q=None), options._replace(masking=masking)
-    taken = (*AttendTensors._fields, *AttendOptions._fields)
-    refuse_beyond(*plain, taken, "for q, k and v of float8_e4m3fn")
     descales = descales or (None, None, None)
     tensors = AttendTensors(*descales, **shared_fields(AttendTensors, extras))
     stored = AttendOptions(
-        **shared_fields(AttendOptions, plain[1]), out_dtype=torch.bfloat16, head_dim=q.shape[-1]
+        **shared_fields(AttendOptions, options), out_dtype=torch.bfloat16, head_dim=q.shape[-1]
     )
-    if in_e4m3:
+    if options.masking.beyond_window is None and extras.seqused_q is None:
         return attend((q, k, v), tensors, stored)
     check_attend(q, k, v, tensors, stored)
     ATTEND.check_values((q, k, v), tensors, stored)

@@ -7,6 +7,7 @@ from typing import Any, Literal, NoReturn
 
 from torch import Tensor
 
+from flashtile.checks.attention import check_with_functions
 from flashtile.checks.conversions import (
     as_form,
     as_masking,
@@ -102,5 +103,6 @@ def attention_weights(
     if score_mod is not None or mask_mod is not None or block_mask is not None:
         from flashtile.api import masks
 
+        check_with_functions(extras, options)
         extras, options = masks.with_functions(q, k, extras, options, score_mod, mask_mod, block_mask)
     return weights_of(q, k, lse, extras, options, normalised)

@@ -7,7 +7,7 @@ before it becomes part of a cache key.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +18,6 @@ from flashtile.checks.arguments import (
     as_int,
     check_dense,
     check_offsets,
-    check_only_window,
     check_qv,
     named,
 )
@@ -352,68 +351,6 @@ def as_seconds(name: str, value: Any) -> float:
     if not 0 < seconds <= MAX_SECONDS:
         raise ValueError(f"{name} must be above 0 and at most {MAX_SECONDS} seconds, got {seconds:g}")
     return seconds
-
-
-def refuse_descales(descales: tuple[Tensor | None, ...], allowed: str) -> None:
-    """Raise ValueError if one of ``descales`` (q_descale, k_descale, v_descale) is given.
-
-    The message ends with ``allowed``, which says which calls accept scales.
-    """
-    for name, descale in zip(("q_descale", "k_descale", "v_descale"), descales, strict=False):
-        if descale is not None:
-            raise ValueError(f"{name} must be None, got a tensor: {name} is only accepted {allowed}")
-
-
-def check_kind(
-    q: Any,
-    descales: tuple[Tensor | None, ...],
-    buffers: tuple[Tensor | None, ...],
-    has_functions: bool = False,
-    form: tuple[str, int] | None = None,
-) -> bool:
-    """Raise for an argument that calls in FP8, or with score or mask functions, do not have.
-
-    Args:
-        descales: (q_descale, k_descale, v_descale), or () if none is given.
-        buffers: (out, lse), or () if neither is given.
-        form: the form of the weights that the call also returns, or None.
-
-    Returns:
-        Whether the call is in FP8.
-    """
-    in_e4m3 = isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn
-    name = "lse" if buffers and buffers[0] is None else "out"
-    if has_functions:
-        functions = "score_mod, mask_mod or block_mask"
-        if in_e4m3:
-            raise NotImplementedError(f"q must be float16 or wider with {functions}, got {q.dtype}")
-        if descales:
-            refuse_descales(descales, f"without {functions}")
-        if buffers:
-            raise NotImplementedError(f"{name} must be None with {functions}, got a tensor")
-    elif in_e4m3:
-        if form is not None:
-            got = repr(form[0])
-            raise NotImplementedError(f"return_attn_weights must be False for q of {q.dtype}, got {got}")
-        if buffers:
-            raise NotImplementedError(f"{name} must be None for q, k and v of float8_e4m3fn, got a tensor")
-    elif descales:
-        refuse_descales(descales, "for q, k and v of float8_e4m3fn")
-    return in_e4m3
-
-
-def refuse_beyond(extras: OptionalTensors, options: Options, taken: Collection[str], where: str) -> None:
-    """Raise NotImplementedError for an option or tensor that is given and not among the ``taken``.
-
-    Of masks by position, only the window is taken. In the message, ``where`` names the kind of call.
-    """
-    check_only_window(options.masking, where)
-    for name, value in options._asdict().items():
-        if name not in taken and value != Options._field_defaults[name]:
-            raise NotImplementedError(f"{name} must be left out {where}, got {value}")
-    for name, tensor in extras._asdict().items():
-        if name not in taken and tensor is not None:
-            raise NotImplementedError(f"{name} must be left out {where}, got a tensor")
 
 
 def check_flag(name: str, value: Any) -> None:

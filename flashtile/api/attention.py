@@ -245,7 +245,7 @@ def attention(
     if options.dropout_p != 0.0:
         extras = with_state(q, extras, options, rng_state)
     if in_e4m3:
-        from flashtile.api.fp8 import attend_descaled
+        from flashtile.operators.fp8_gradients import attend_descaled
 
         out, lse = attend_descaled(q, k, v, descales, extras, options)
     else:
@@ -649,7 +649,7 @@ def _flash(
     if options.dropout_p != 0.0:
         extras = with_state(q, extras, options)
     if in_e4m3:
-        from flashtile.api.fp8 import attend_descaled
+        from flashtile.operators.fp8_gradients import attend_descaled
 
         out, lse = attend_descaled(q, k, v, descales, extras, options)
     else:

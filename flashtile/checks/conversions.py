@@ -25,7 +25,7 @@ from flashtile.checks.attention import check_operands, check_types
 from flashtile.problems.attention import OptionalTensors, Options
 from flashtile.problems.common import DEVICE_TYPES, MAX_HEAD_DIM, MAX_LENGTH, UNLIMITED
 from flashtile.problems.masking import Masking
-from flashtile.torch_private import innermost_transform, is_any_autocast_enabled
+from flashtile.torch_private import is_any_autocast_enabled
 
 AUTOCAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -327,14 +327,6 @@ def with_unit_stride(tensor: Any) -> Any:
         return tensor
     # Not contiguous(), which keeps the strides of a tensor without elements.
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def visible_strides(extras: Any) -> Any:
-    """Return a call's other tensors, under transforms of ``torch.func`` with last strides of 1.
-
-    A dimension that vmap maps over may leave strides that the caller cannot see.
-    """
-    return extras if innermost_transform() is None else extras._make(map(with_unit_stride, extras))
 
 
 def in_memory(tensor: Any) -> Any:

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.op.refusals import carries_tangents
+from flashtile.checks.conversions import with_unit_stride
+from flashtile.op.observers import tell_observers
+from flashtile.op.refusals import carries_tangents, transforming
 from flashtile.op.registry import flat_fields, gathered
 from flashtile.operators import derivatives
 from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.operators.functions import index_of_slopes, learning_slopes, pack, unpack
-from flashtile.problems.attention import OptionalTensors, Options, extras_of
+from flashtile.problems.attention import ModifiedExtras, OptionalTensors, Options, extras_of
 from flashtile.problems.masks import CAPTURED
 
 _NUM_EXTRAS, _NUM_OPTIONS = len(OptionalTensors._fields), len(flat_fields(Options))
@@ -25,6 +27,24 @@ _BIAS = OptionalTensors._fields.index("bias")
 _SLOPES = OptionalTensors._fields.index("alibi_slopes")
 _WITHOUT_BATCH = OptionalTensors._fields.index("sink")
 """Index of the first field of OptionalTensors that need not have a batch dimension."""
+
+
+def forward(tensors: tuple[Tensor, Tensor, Tensor], extras: Any, options: Any) -> tuple[Tensor, Tensor]:
+    """Compute ``flashtile::forward`` under a transform of ``torch.func``, or with forward-mode tangents."""
+    if transforming():
+        # A dimension that vmap maps over may leave strides that the caller cannot see.
+        extras = extras._make(map(with_unit_stride, extras))
+    FORWARD.check(*tensors, extras, options)
+    if carries_tangents((*tensors, *extras)):
+        return derivatives.plain(*tensors, extras, options)
+    if isinstance(extras, ModifiedExtras):
+        raise NotImplementedError(
+            "score_mod, mask_mod and block_mask must be None under transforms of torch.func that have no "
+            "tangents: call flashtile.attention without them, or outside of the transform"
+        )
+    for operation in (FORWARD, BACKWARD):
+        tell_observers(operation, (*tensors, *extras))
+    return Forward.apply(*FORWARD.flat(tensors, extras, options))
 
 
 def backward(*arguments: Any) -> Any:

@@ -72,10 +72,11 @@ def forward(
             extras = functions.without_backward_lists(extras)
         return FORWARD.launch(tensors, extras, options)
 
-    if transforming() or carries_tangents((*tensors, *extras)):
+    has_tangents = carries_tangents((*tensors, *extras))
+    if has_tangents or transforming():
         from flashtile.operators import transforms
 
-        return transforms.forward(tensors, extras, options)
+        return transforms.forward(tensors, extras, options, has_tangents)
     return FORWARD.traced(tensors, extras, options)
 
 

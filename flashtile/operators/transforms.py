@@ -29,21 +29,21 @@ _WITHOUT_BATCH = OptionalTensors._fields.index("sink")
 """Index of the first field of OptionalTensors that need not have a batch dimension."""
 
 
-def forward(tensors: tuple[Tensor, Tensor, Tensor], extras: Any, options: Any) -> tuple[Tensor, Tensor]:
+def forward(
+    tensors: tuple[Tensor, Tensor, Tensor], extras: Any, options: Any, has_tangents: bool
+) -> tuple[Tensor, Tensor]:
     """Compute ``flashtile::forward`` under a transform of ``torch.func``, or with forward-mode tangents."""
     if transforming():
         # A dimension that vmap maps over may leave strides that the caller cannot see.
         extras = extras._make(map(with_unit_stride, extras))
     FORWARD.check(*tensors, extras, options)
-    if carries_tangents((*tensors, *extras)):
+    if has_tangents:
         return derivatives.plain(*tensors, extras, options)
     if isinstance(extras, ModifiedExtras):
         raise NotImplementedError(
             "score_mod, mask_mod and block_mask must be None under transforms of torch.func that have no "
             "tangents: call flashtile.attention without them, or outside of the transform"
         )
-    for operation in (FORWARD, BACKWARD):
-        tell_observers(operation, (*tensors, *extras))
     return Forward.apply(*FORWARD.flat(tensors, extras, options))
 
 
@@ -91,6 +91,7 @@ class Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments):
+        tell_observers(FORWARD, arguments)
         return FORWARD.operator(*arguments)
 
     @staticmethod
@@ -124,6 +125,7 @@ class Forward(torch.autograd.Function):
 class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(*arguments):
+        tell_observers(BACKWARD, arguments)
         return BACKWARD.operator(*arguments)
 
     @staticmethod

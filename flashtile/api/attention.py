@@ -237,7 +237,10 @@ def attention(
     buffers = () if out is lse is None else (out, lse)
     if qv is not None:
         q, k = join_qv(q, k, v, qv, extras, options)
+
+    # The other checks wait until a call has a new signature.
     in_e4m3 = check_kind(q, k, v, extras, options, descales, buffers, has_functions, form)
+
     if has_functions:
         from flashtile.api import masks  # few programs use them
 

@@ -185,6 +185,15 @@ class KernelMask(NamedTuple):
             "HAS_CHUNK": self.attention_chunk is not None,
         }
 
+    def cuts_every_tile(self, rows: int, keys: int) -> bool:
+        """Whether every tile of ``rows`` x ``keys`` scores has hidden ones, wherever it lies.
+
+        The distances between its keys and its rows are ``rows + keys - 1`` successive numbers, and the window
+        must have all of them. Chunks may hide more.
+        """
+        left, right = self.window_left, self.window_right
+        return UNLIMITED not in (left, right) and left + right + 1 < rows + keys - 1
+
 
 @dataclass(frozen=True)
 class MaskConstants:

@@ -53,6 +53,17 @@ def test_a_window_costs_by_the_window():
     assert scores < 4096 * (256 + 128)
 
 
+def test_narrow_windows_cut_every_tile():
+    for left, right, rows, keys in itertools.product(range(5), range(5), (1, 3, 4), (1, 2, 4)):
+        masking = Masking(window_left=left, window_right=right)
+        tiles = ((range(start, start + rows), range(20, 20 + keys)) for start in range(40))
+        some_tile_is_full = any(itertools.starmap(masking.sees_all, tiles))
+        assert masking.for_kernels(60, 60).cuts_every_tile(rows, keys) is not some_tile_is_full
+    for one_sided in (Masking(window_left=1), CAUSAL, Masking()):
+        assert not one_sided.for_kernels(60, 60).cuts_every_tile(4, 4)
+    assert Masking(attention_chunk=4).for_kernels(60, 60).cuts_every_tile(5, 5)
+
+
 def test_options_that_a_kernel_does_not_know():
     assert Masking(window_left=3, window_right=0).beyond_window is None
     chunked = Masking(window_left=3, attention_chunk=4)

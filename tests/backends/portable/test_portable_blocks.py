@@ -99,6 +99,7 @@ def test_blocks_are_those_of_the_masking(
             whole = part.shape[1] == block and bool(part.all())
             assert not masking.in_one_range or whole is (full_first <= n < full_last)
             assert not part.any() or first <= n < last
+            assert not (whole and end == start + block_own and mask.cuts_every_tile(block_own, block))
 
 
 def test_options_without_effect_are_left_out() -> None:

@@ -33,6 +33,7 @@ SETTLED = 0.02
 MAX_DIFFERENCE = 0.02
 """Largest allowed difference between the results of the two checkouts, relative to the result's norm."""
 HOST_BATCHES, HOST_CALLS = 15, 200
+DEVICE = "cuda"
 
 
 def grid_cells() -> list[dict[str, Any]]:
@@ -124,7 +125,7 @@ def attention_call(cell: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[]
     lengths = cell.get("lengths")
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
 
     total = (sum(lengths),) if lengths else None
     queries, keys = (total or (cell["batch"], cell[name]) for name in ("seqlen_q", "seqlen_k"))
@@ -134,14 +135,14 @@ def attention_call(cell: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[]
     if cell.get("window"):
         arguments["window_size"] = (cell["window"] - 1, 0 if arguments["causal"] else -1)
     if cell.get("alibi"):
-        arguments["alibi_slopes"] = torch.rand(heads_q, device="cuda")
+        arguments["alibi_slopes"] = torch.rand(heads_q, device=DEVICE)
     if cell.get("sink"):
-        arguments["sink"] = torch.randn(heads_q, device="cuda")
+        arguments["sink"] = torch.randn(heads_q, device=DEVICE)
     attend = flashtile.flash_attn_func
     if cell.get("chunk"):
         attend = functools.partial(flashtile.attention, attention_chunk=cell["chunk"])
     elif lengths:
-        ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+        ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
         attend = functools.partial(
             flashtile.flash_attn_varlen_func, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=max(lengths),
             max_seqlen_k=max(lengths),
@@ -164,11 +165,11 @@ def decode_call(cell: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[], A
 
     torch.manual_seed(0)
     (heads_q, heads_kv), head_dim, batch, page = cell["heads"], cell["head_dim"], cell["batch"], cell["page"]
-    q = torch.randn(batch, cell["tokens"], heads_q, head_dim, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(batch, cell["tokens"], heads_q, head_dim, device=DEVICE, dtype=torch.bfloat16)
     pages = batch * cell["cached"] // page
-    k_cache, v_cache = torch.randn(2, pages, page, heads_kv, head_dim, device="cuda", dtype=torch.bfloat16)
-    table = torch.randperm(pages, device="cuda").int().reshape(batch, -1)
-    lengths = torch.full((batch,), cell["cached"], device="cuda", dtype=torch.int32)
+    k_cache, v_cache = torch.randn(2, pages, page, heads_kv, head_dim, device=DEVICE, dtype=torch.bfloat16)
+    table = torch.randperm(pages, device=DEVICE).int().reshape(batch, -1)
+    lengths = torch.full((batch,), cell["cached"], device=DEVICE, dtype=torch.int32)
     call = lambda: flashtile.flash_attn_with_kvcache(  # noqa: E731
         q, k_cache, v_cache, cache_seqlens=lengths, block_table=table, causal=True
     )
@@ -180,7 +181,7 @@ def host_call(name: str) -> Callable[[], Any]:
 
     import flashtile
 
-    q, k, v = (torch.randn(2, 128, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = (torch.randn(2, 128, 8, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     if name == "backward":
         inputs = tuple(t.requires_grad_() for t in (q, k, v))
         out = flashtile.flash_attn_func(q, k, v, causal=True)
@@ -188,15 +189,15 @@ def host_call(name: str) -> Callable[[], Any]:
     if name in ("decode", "append"):
         # Views are made here: a view costs as much as a part of the call that is measured.
         query, key, value = (t[:, :1] for t in (q, k, v))
-        k_cache, v_cache = torch.randn(2, 64, 16, 8, 64, device="cuda", dtype=torch.bfloat16)
-        table = torch.arange(64, device="cuda", dtype=torch.int32).reshape(2, 32)
-        lengths = torch.full((2,), 100, device="cuda", dtype=torch.int32)
+        k_cache, v_cache = torch.randn(2, 64, 16, 8, 64, device=DEVICE, dtype=torch.bfloat16)
+        table = torch.arange(64, device=DEVICE, dtype=torch.int32).reshape(2, 32)
+        lengths = torch.full((2,), 100, device=DEVICE, dtype=torch.int32)
         more: dict[str, Any] = {"k": key, "v": value} if name == "append" else {}
         return lambda: flashtile.flash_attn_with_kvcache(
             query, k_cache, v_cache, cache_seqlens=lengths, block_table=table, causal=True, **more
         )
     if name == "block_mask":
-        mask = flashtile.masks.create_block_mask(lambda b, h, i, j: i >= j, 2, 8, 128, 128, device="cuda")
+        mask = flashtile.masks.create_block_mask(lambda b, h, i, j: i >= j, 2, 8, 128, 128, device=DEVICE)
         return lambda: flashtile.attention(q, k, v, block_mask=mask)
     if name == "score_mod":
         score_mod = lambda s, b, h, i, j: s - 0.1 * (i - j)  # noqa: E731
@@ -208,7 +209,7 @@ def device_time(call: Callable[[], Any], milliseconds: float = 20.0) -> float:
     """Return the median milliseconds of a call on the GPU with a cold L2 cache, without the host time."""
     import torch
 
-    flushed = torch.empty(2**28, dtype=torch.int8, device="cuda")
+    flushed = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
     call()
     pairs: list[tuple[Any, Any]] = []
     spent = 0.0

@@ -64,10 +64,12 @@ class BoundedCache(dict[Any, Any]):
     def clear(self) -> None:
         """Drop every entry."""
         with self._lock:
+            dropped = [*self.values()]  # freed after the lock, as in store()
             super().clear()
             self._keys.clear()
             self._bytes.clear()
             self.held_bytes = 0
+        del dropped
 
     def __setitem__(self, key: Hashable, value: Any) -> NoReturn:
         raise TypeError("entries of a BoundedCache are added by store(key, value, nbytes)")

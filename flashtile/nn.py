@@ -193,7 +193,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             )
         causal = is_causal and seqlen_q == seqlen_k
         if attn_mask is not None and not causal:
-            heads = attn_mask.unflatten(0, (batch, -1)) if attn_mask.dim() == 3 else attn_mask[None, None]
+            of_heads = attn_mask.dim() == 3
+            heads = attn_mask.unflatten(0, (batch, self.num_heads)) if of_heads else attn_mask[None, None]
             mask = _as_visible("attn_mask", heads)
             if mask is None:
                 biases.append(heads)

@@ -22,7 +22,19 @@ def exact_product(a: Tensor, b: Tensor) -> Tensor:
     """
     if a.dtype == torch.float32 and rounds_products(a.device.type):
         return (a.double() @ b.double()).float()
+    if leaks_between_rows(a):
+        return (a.float() @ b.float()).to(a.dtype)
     return a @ b
+
+
+def leaks_between_rows(x: Tensor) -> bool:
+    """Whether a product of torch with x (M, K) may mix NaN or infinity of one row into others.
+
+    oneDNN's product on AMX reads bfloat16 rows in tiles of 32 columns. Behind the last column it reads the
+    next row, or the memory between two rows, and multiplies by zero, which keeps NaN and infinity
+    (uxlfoundation/oneDNN#5717, mended after the version in torch 2.13).
+    """
+    return x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.shape[-1] % 32 != 0
 
 
 def score_noise(q: Tensor, k: Tensor, softmax_scale: float | None, of: Callable[[Tensor], float]) -> float:

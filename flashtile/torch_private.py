@@ -65,6 +65,8 @@ TransformType: Any = torch._C._functorch.TransformType
 """Kinds of transforms: the values of ``transform.key()``."""
 innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 """Return the innermost active transform, or None."""
+active_transforms: Callable[[], list[Any] | None] = torch._C._functorch.get_interpreter_stack
+"""Return the active transforms, the innermost last; None if there are none."""
 is_wrapped_by_transform: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 """Whether a gradient stands for several vector-Jacobian products (``is_grads_batched=True``)."""

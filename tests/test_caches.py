@@ -78,6 +78,22 @@ def test_a_cleared_cache_is_empty_and_usable():
     assert dict(cache) == {"b": 2}
 
 
+def test_values_are_freed_outside_of_the_lock():
+    """Freeing a value may run any code, which may need the cache."""
+    locked = []
+
+    class Value:
+        def __del__(self):
+            locked.append(cache._lock.locked())
+
+    cache = BoundedCache(1)
+    cache.store("a", Value(), 1)
+    cache.store("a", Value(), 1)
+    cache.store("b", Value(), 1)
+    cache.clear()
+    assert locked == [False] * 3
+
+
 @pytest.mark.parametrize("more", [1, 4])
 def test_a_cycle_over_slightly_more_keys_than_fit_hits_nearly_always(more):
     fitting, cycles, misses = 64, 200, 0

@@ -99,6 +99,15 @@ def test_the_added_key_is_seen_where_there_are_no_others(kind):
     compare(modules, [query, key[none], value[none]])
 
 
+@walk("floats", [False, True])
+def test_a_mask_of_each_head_of_no_sequences(floats):
+    query, mask = torch.randn(5, 0, 16), torch.zeros(0, 5, 5)
+    out, weights = flashtile.nn.MultiheadAttention(16, 2)(
+        *[query] * 3, attn_mask=mask if floats else mask > 0
+    )
+    assert (out.shape, weights.shape) == ((5, 0, 16), (0, 5, 5))
+
+
 @pytest.mark.parametrize("of", [(0, 0, 0), (0, 0, 1), (0, 1, 1), (0, 1, 0)])
 def test_one_tensor_is_several_inputs(of):
     modules = pair(batch_first=True)

@@ -79,6 +79,7 @@ LIBRARIES = {
             "torch._C._functorch.CInterpreter": "gradients by torch.func under torch.compile",
             "torch._C._functorch.TransformType": "transforms of torch.func",
             "torch._C._functorch.peek_interpreter_stack": "every call: does torch.func transform it?",
+            "torch._C._functorch.get_interpreter_stack": "refusals of functionalize with other transforms",
             "torch._C._functorch.is_functorch_wrapped_tensor": "caches would keep tensors of a transform",
             "torch._C._functorch.is_legacy_batchedtensor": "gradients with is_grads_batched=True",
             "torch._C._functorch.maybe_get_level": "refusals of tangents and gradients under torch.func",

@@ -182,7 +182,11 @@ def check_head_dim(name: str, tensor: Tensor, most: int = MAX_HEAD_DIM) -> None:
 
 
 def check_last_stride(name: str, tensor: Tensor) -> None:
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    """Check that the elements of a row are neighbours. A tensor without elements may have any strides.
+
+    ``contiguous()`` does not change them, and vmap may leave any in the tensors that a call sees.
+    """
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel():
         raise ValueError(
             f"{name} must have stride 1 in its last dimension, got strides {tuple(tensor.stride())}: "
             f"call {name}.contiguous()"
@@ -202,7 +206,7 @@ def check_written(name: str, tensor: Tensor) -> None:
     else:
         steps.sort()
     for stride, size in steps:
-        if size > 1 and stride <= reached:
+        if size > 1 and stride <= reached and tensor.numel():
             raise ValueError(
                 f"{name} has elements that share memory (strides {tuple(tensor.stride())} of shape "
                 f"{tuple(tensor.shape)}), but is written in place: it needs memory for each element"

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashtile.api.decode import append_kvcache, flash_attn_with_kvcache
-from flashtile.backends.cpu.linear import leaks_between_rows
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.rotary import rotary_tables
@@ -23,6 +22,7 @@ from flashtile.linear import BeforeNorm, linear, linear_before_norm, linear_qkv
 from flashtile.problems.linear import SWIGLU
 from flashtile.reference.decode import rotate
 from flashtile.reference.linear import scaled_weight
+from flashtile.rounding import leaks_between_rows
 from flashtile.torch_private import FakeTensor
 
 FEW_ROWS = 64

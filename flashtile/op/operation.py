@@ -29,8 +29,10 @@ from flashtile.garbage import uncollected
 from flashtile.op.observers import remember_shardings, tell_observers
 from flashtile.op.refusals import (
     leave_graph_of_gradients,
+    refuse_functionalized_gradients,
     refuse_tangents,
     refuse_transformed_gradients,
+    refuse_transformed_writes,
     transforming,
     without_backward,
 )
@@ -360,8 +362,11 @@ class Operation(Calls):
                 return self.fake(*tensors, optional, options)
             self._refuse_negated((*tensors, *optional))
             self._remember(tensors, optional, options)
+            if self._written:
+                refuse_transformed_writes(self.names, self._written, (*tensors, *optional))
             if self.no_gradient is not None and transforming():
                 refuse_transformed_gradients(self.no_gradient, self.names, (*tensors, *optional))
+            refuse_functionalized_gradients(self.names, (*tensors, *optional))
         refuse_tangents(self.names, (*tensors, *optional))
         tell_observers(self, (*tensors, *optional))
         return self.operator(*self.flat(tensors, optional, options))

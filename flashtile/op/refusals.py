@@ -17,10 +17,12 @@ from torch.autograd import forward_ad
 from flashtile.torch_private import (
     Transform,
     TransformType,
+    active_transforms,
     break_graph,
     in_forward_mode,
     innermost_transform,
     interpreter,
+    is_mapped,
     unwrapped,
 )
 
@@ -36,6 +38,48 @@ def transforming() -> bool:
         return False
     transform = innermost_transform()
     return transform is not None and transform.key() != TransformType.Functionalize
+
+
+def refuse_functionalized(name: str) -> None:
+    """Raise NotImplementedError under ``functionalize``, which has no rule for an ``autograd.Function``.
+
+    Other transforms need one, within ``functionalize`` and around it.
+    """
+    if _functionalizing():
+        raise NotImplementedError(
+            f"{name} must not be differentiated or mapped by torch.func together with functionalize, for "
+            "which torch has no rule: leave out functionalize, which changes nothing in such a call"
+        )
+
+
+def refuse_functionalized_gradients(names: Iterable[str], tensors: Iterable[Tensor | None]) -> None:
+    """Raise NotImplementedError for a tensor that needs a gradient of a transform around ``functionalize``.
+
+    That transform needs the operator's ``autograd.Function``. Plain ``.backward()`` works without a rule.
+    """
+    keys = [transform.key() for transform in active_transforms() or ()]
+    if keys and keys[-1] == TransformType.Functionalize and TransformType.Grad in keys:
+        name = _first(_requires_gradient, list(zip(names, tensors, strict=False)))
+        if name is not None and torch.is_grad_enabled():
+            refuse_functionalized(name)
+
+
+def refuse_transformed_writes(names: Iterable[str], written: Iterable[int], tensors: tuple) -> None:
+    """Raise NotImplementedError if tensors are written under ``functionalize``, or by a call that vmap maps.
+
+    ``written`` are the indices of these among ``tensors``.
+    """
+    by_vmap = any(isinstance(t, Tensor) and is_mapped(t) for t in tensors)
+    if by_vmap or _functionalizing():
+        name = next(name for i, name in enumerate(names) if i in written and tensors[i] is not None)
+        transform = "vmap" if by_vmap else "functionalize"
+        raise NotImplementedError(
+            f"{name} must not be written under {transform}: call it outside of the transform"
+        )
+
+
+def _functionalizing() -> bool:
+    return any(t.key() == TransformType.Functionalize for t in active_transforms() or ())
 
 
 def leave_graph_of_gradients() -> None:
@@ -112,7 +156,7 @@ def _first(holds: Callable[[Tensor], bool], named: Named) -> str | None:
     Each active transform of ``torch.func`` wraps the tensors once more. ``holds`` is called with the tensors
     at every level of wrapping, except the wrappers of vmap.
     """
-    transform = innermost_transform() if transforming() else None
+    transform = None if torch.compiler.is_dynamo_compiling() else innermost_transform()
     if transform is None or transform.key() != TransformType.Vmap:
         for name, tensor in named:
             if isinstance(tensor, Tensor) and holds(tensor):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashtile.checks.conversions import with_unit_stride
 from flashtile.op.observers import tell_observers
-from flashtile.op.refusals import carries_tangents, transforming
+from flashtile.op.refusals import carries_tangents, refuse_functionalized, transforming
 from flashtile.op.registry import flat_fields, gathered
 from flashtile.operators import derivatives
 from flashtile.operators.attention import BACKWARD, FORWARD
@@ -44,12 +44,14 @@ def forward(
             "score_mod, mask_mod and block_mask must be None under transforms of torch.func that have no "
             "tangents: call flashtile.attention without them, or outside of the transform"
         )
+    refuse_functionalized("q")
     return Forward.apply(*FORWARD.flat(tensors, extras, options))
 
 
 def backward(*arguments: Any) -> Any:
     """Compute ``flashtile::backward`` under a transform of ``torch.func``, or with forward-mode tangents."""
     if not carries_tangents(arguments[:2]):
+        refuse_functionalized("dout")
         return _Backward.apply(*arguments)
     (dout, dlse, q, k, v, _, _), extras, options = BACKWARD.split(arguments)
     attend, learned = derivatives.of_call(extras, options)

@@ -100,16 +100,19 @@ class Masking:
         return KernelMask(left, UNLIMITED if seqlen_q == 1 else right, chunk)
 
     def visible(self, rows: range, keys: range, device: Any = "cpu") -> Tensor:
-        """Return (rows, keys) bool, True where a row sees a key. Rows and keys are ranges of positions."""
+        """Return (rows, keys) bool, True where a row sees a key. Rows and keys are ranges of positions.
+
+        Nothing is changed in place, which ``torch.func.functionalize`` cannot transform for booleans.
+        """
         own = torch.arange(rows.start, rows.stop, device=device)[:, None]
         key = torch.arange(keys.start, keys.stop, device=device)
         seen = torch.ones((len(rows), len(keys)), dtype=torch.bool, device=device)
         if self.window_left != UNLIMITED:
-            seen &= key >= own - self.window_left
+            seen = seen & (key >= own - self.window_left)
         if self.window_right != UNLIMITED:
-            seen &= key <= own + self.window_right
+            seen = seen & (key <= own + self.window_right)
         if self.attention_chunk:
-            seen &= key // self.attention_chunk == own // self.attention_chunk
+            seen = seen & (key // self.attention_chunk == own // self.attention_chunk)
         return seen
 
     def sees_all(self, rows: range, keys: range) -> bool:

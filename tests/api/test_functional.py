@@ -305,12 +305,14 @@ def test_tokens_after_the_last_sequence(ragged):
         assert gradient[:7].abs().sum() > 0
 
 
+@walk("step", [1, 2])
 @walk(("seqlen_q", "seqlen_k", "batch"), [(0, 5, 2), (5, 0, 2), (0, 0, 2), (5, 5, 0), (1, 1, 1), (4, 1, 1)])
-def test_nothing_to_attend_to(seqlen_q, seqlen_k, batch):
-    q = torch.randn(batch, seqlen_q, 4, 8, requires_grad=True)
-    k, v = (torch.randn(batch, seqlen_k, 2, 8, requires_grad=True) for _ in "kv")
+def test_nothing_to_attend_to(seqlen_q, seqlen_k, batch, step):
+    """Tensors without elements may have any strides."""
+    q = torch.randn(batch, seqlen_q, 4, 8 * step)[..., ::step].requires_grad_()
+    k, v = (torch.randn(batch, seqlen_k, 2, 8 * step)[..., ::step].requires_grad_() for _ in "kv")
     out, lse = flashtile.attention(q, k, v, causal=True, return_lse=True)
-    expected, expected_lse = reference.attention(q, k, v, causal=True)
+    expected, expected_lse = reference.attention(*(t.contiguous() for t in (q, k, v)), causal=True)
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(lse, expected_lse, atol=1e-6, rtol=1e-5)
     for tensor, gradient in zip((q, k, v), torch.autograd.grad(out.sum(), (q, k, v)), strict=True):

@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import flashtile
+from benchmarks import parallel, two_trees
 from walk import walk
 
 ROOT = Path(__file__).parents[2]
@@ -39,3 +42,47 @@ def test_what_it_names_of_the_package_is_there(script):
         first, *rest = name.split(".")
         if first == "flashtile":
             functools.reduce(getattr, rest, flashtile)
+
+
+SMALL = {
+    "batch": 1, "seqlen_q": 24, "seqlen_k": 40, "lengths": [5, 19], "cached": 32, "page": 16, "tokens": 2,
+}  # fmt: skip
+
+
+def different_cells():
+    """Small cells of two_trees, one of those that pass the same arguments."""
+    makers = [value for name, value in vars(two_trees).items() if name.endswith("_cells")]
+    cells = [
+        {**cell, **{name: SMALL[name] for name in SMALL if name in cell}} for m in makers for cell in m()
+    ]
+    kinds = {}
+    for cell in cells:
+        flags = tuple(
+            (name, bool(cell.get(name))) for name in ("window", "softcap", "alibi", "sink", "chunk")
+        )
+        kinds[cell["set"], cell["which"], cell["set"] == "host" and cell["name"], flags] = cell
+    return kinds.values()
+
+
+@walk("cell", different_cells())
+def test_the_library_takes_the_calls_of_two_trees(monkeypatch, cell):
+    monkeypatch.setattr(two_trees, "DEVICE", "cpu")
+    if cell["which"] == "host":
+        two_trees.host_call(cell["name"])()
+    else:
+        call, results = (two_trees.decode_call if cell["set"] == "decode" else two_trees.attention_call)(cell)
+        call()
+        assert two_trees.same(*[[[t.double().norm(), t.double().sum()] for t in results()]] * 2)
+
+
+def test_the_library_takes_the_calls_of_parallel():
+    """On one rank. Memory that ranks share is on GPUs only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        here = torch.device("cpu")
+        rows = [row for window in (-1, 16) for row in parallel.measured(64, window, 1, 1, False, here)]
+        rows += parallel.decoding(64, 1, here)
+    finally:
+        dist.destroy_process_group()
+    assert {row["name"] for row in rows} >= {"one GPU", "ring", "ulysses", "allgather", "reduce_scatter"}
+    assert {row["name"]: row["error"] for row in rows if "error" in row}.keys() <= {"symmetric"}

@@ -1,12 +1,15 @@
-"""Every public function, and every class that users make, has an example in its docstring, which runs."""
+"""Every example in a docstring runs. Every public function, and every class that users make, has one."""
 
 from __future__ import annotations
 
+import ast
 import doctest
+import functools
 import importlib
 import importlib.util
 import inspect
 import pkgutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,11 +38,6 @@ MODULES = [
     if not name.endswith("__main__") and hasattr(importlib.import_module(name), "__all__")
 ]
 """The public modules: those that list what users may import."""
-
-WHOLE_ALGORITHMS = {
-    "forward", "backward", "forked", "matmul", "naive", "safe", "online", "schedule",
-}  # fmt: skip
-"""Functions of an algorithm's module that are not one of its steps."""
 
 
 def public(module_name: str) -> dict[str, object]:
@@ -75,20 +73,52 @@ for library in ("transformers", "diffusers"):
         PUBLIC[name] = getattr(flashtile.integrations, library).register
 for module in MODULES:
     PUBLIC.update(public(module))
-for algorithm in pkgutil.iter_modules(flashtile.learn.algorithms.__path__, "flashtile.algorithms."):
-    for path, function in own_functions(algorithm.name).items():
-        if path.rpartition(".")[2] in WHOLE_ALGORITHMS:
-            PUBLIC[path] = function
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+def examples() -> dict[str, tuple[str, str]]:
+    """(module, name in it) of everything in the package whose docstring has an example, by its whole name."""
+    found = {}
+    folder = Path(flashtile.__file__).parent
+
+    def look(node: ast.AST, module: str, name: str) -> None:
+        if ">>> " in (ast.get_docstring(node) or ""):
+            found[f"{module}.{name}"] = module, name
+        for inner in ast.iter_child_nodes(node):
+            if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                look(inner, module, f"{name}.{inner.name}".removeprefix("."))
+
+    for path in sorted(folder.rglob("*.py")):
+        if ">>> " in (text := path.read_text()):
+            parts = path.relative_to(folder.parent).with_suffix("").parts
+            look(ast.parse(text), ".".join(parts).removesuffix(".__init__"), "")
+    return found
+
+
+EXAMPLES = examples()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_example_runs(name):
+    module_name, inner = EXAMPLES[name]
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:  # of a library that is not installed
+        if str(error.name).startswith("flashtile"):
+            raise
+        pytest.skip(str(error))
     torch.manual_seed(0)
+    value = functools.reduce(getattr, filter(None, inner.split(".")), module)
     finder = doctest.DocTestFinder(recurse=False)
-    (test,) = finder.find(PUBLIC[name], name, globs={"torch": torch, "flashtile": flashtile})
+    (test,) = finder.find(value, name, globs={"torch": torch, "flashtile": flashtile})
     assert test.examples, f"{name} has no example"
     result = doctest.DocTestRunner().run(test)
     assert result.failed == 0
+
+
+def test_what_is_public_has_an_example():
+    assert not {
+        name for name, value in PUBLIC.items() if f"{value.__module__}.{value.__qualname__}" not in EXAMPLES
+    }
 
 
 def test_results_are_typed():

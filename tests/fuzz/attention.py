@@ -18,7 +18,10 @@ def dtype_for(rng: Random, device: str) -> str:
 
 
 def sizes_for(rng: Random, longest: int = 70) -> dict[str, int]:
-    """Draw sizes: short lengths, multiples of tiles and others, and more queries than keys among them."""
+    """Draw sizes: short lengths, multiples of tiles and others, and more queries than keys among them.
+
+    One time in twenty there are no sequences, queries or keys.
+    """
 
     def length() -> int:
         return rng.choice(
@@ -26,7 +29,7 @@ def sizes_for(rng: Random, longest: int = 70) -> dict[str, int]:
         )
 
     same = length()
-    return {
+    sizes = {
         "batch": rng.randint(1, 3),
         "seqlen_q": same if rng.random() < 0.4 else length(),
         "seqlen_k": same if rng.random() < 0.4 else length(),
@@ -35,12 +38,9 @@ def sizes_for(rng: Random, longest: int = 70) -> dict[str, int]:
         "head_dim": rng.choice([1, 5, 8, 16, 16, 24, 32, 33, 64]),
         "head_dim_v": rng.choice([8, 16, 16, 32, 20]),
     }
-
-
-def some_empty(rng: Random, sizes: dict[str, int]) -> dict[str, int]:
-    """Return the sizes, one time in twenty without sequences, queries or keys."""
-    empty = rng.choice(["batch", "seqlen_q", "seqlen_k"]) if rng.random() < 0.05 else None
-    return {name: 0 if name == empty else size for name, size in sizes.items()}
+    if rng.random() < 0.05:
+        sizes[rng.choice(["batch", "seqlen_q", "seqlen_k"])] = 0
+    return sizes
 
 
 def in_surroundings(rng: Random, function: str, but: tuple[str, ...] = ()) -> str:
@@ -93,7 +93,7 @@ def packed(rng: Random, sizes: dict[str, int], same: bool = False) -> tuple[list
     of_q = lengths(rng, sizes["batch"], sizes["seqlen_q"])
     of_k = of_q if same else lengths(rng, sizes["batch"], sizes["seqlen_k"])
     tail = rng.choice([0, 0, 2])
-    fixed = {"total_q": str(max(sum(of_q) + tail, 1)), "total_k": str(max(sum(of_k) + tail, 1))}
+    fixed = {"total_q": str(sum(of_q) + tail), "total_k": str(sum(of_k) + tail)}
     text = (
         f"cu_seqlens_q=offsets{_call(of_q)}, cu_seqlens_k=offsets{_call(of_k)}, max_seqlen_q={max(of_q, default=0)}, "
         f"max_seqlen_k={max(of_k, default=0)}"
@@ -156,8 +156,6 @@ def draw(rng: Random, device: str = "cpu") -> Call:
     )
     varlen = rng.random() < 0.35 and form not in ("merge_states", "dropout", "flash_attn_func", "tree")
     sizes = sizes_for(rng)
-    if form in ("attention", "flash_attn_func"):
-        sizes = some_empty(rng, sizes)
     if "packed" in form:
         sizes["head_dim_v"] = sizes["head_dim"]
     if form == "qkvpacked":
@@ -190,7 +188,7 @@ def _plain(rng, form, varlen, sizes, tensors, options, fixed, last="return_lse=T
         and not any(o.startswith(("mask", "bias", "seqused", *BEYOND_WINDOW)) for o in options)
     ):
         ours = "flashtile.flash_attn_varlen_func"
-    ours = in_surroundings(rng, ours, ("vmap",) if varlen or 0 in sizes.values() else ())
+    ours = in_surroundings(rng, ours, ("vmap",) if varlen else ())
     body = BODY.format(names="NAMES", positional="q, k, v", ours=ours, exact="oracle.attention", last=last)
     return Call(body, sizes, spelled(tensors), tuple(options), fixed)
 
@@ -276,7 +274,7 @@ def _tree(rng, form, varlen, sizes, tensors, options, fixed) -> Call:
     for n in range(1, count):
         parent[order[n]] = rng.choice([-1, *order[:n]])
     of_segments = lengths(rng, count, sizes["seqlen_q"])
-    total = max(sum(of_segments) + rng.choice([0, 0, 2]), 1)
+    total = sum(of_segments) + rng.choice([0, 0, 2])
     options = [o for o in options if o.startswith(("softcap", "softmax_scale"))]
     body = f"""cu_seqlens, parent = offsets{_call(of_segments)}, ints{_call(parent)}
 segment, above = torch.bucketize(torch.arange(total, device=device), cu_seqlens[1:], right=True), torch.eye({count + 1}, device=device).bool()
@@ -304,7 +302,7 @@ def _dropout(rng, form, varlen, sizes, tensors, options, fixed) -> Call:
     body = f"""state = torch.tensor([{rng.randrange(2**62)}, {rng.randrange(2**62)}], device=device)
 def call(attend, NAMES):
     return attend(q, k, v, OPTIONS, dropout_p={share}, rng_state=state, return_lse=True)
-_eye = torch.eye(seqlen_k, dtype=dtype, device=device)[:, None].expand(batch, seqlen_k, heads_kv, seqlen_k)
+_eye = torch.eye(seqlen_k, max(seqlen_k, 1), dtype=dtype, device=device)[:, None].expand(batch, seqlen_k, heads_kv, -1)
 with torch.no_grad():
     kept = flashtile.attention(q, k, _eye, dropout_p={share}, rng_state=state).transpose(1, 2) != 0
 agree(call, flashtile.attention, lambda *t, **o: oracle.attention(*t, **o, kept=kept), GIVEN)"""

@@ -12,7 +12,6 @@ from fuzz.attention import (
     laid_out,
     masking,
     sizes_for,
-    some_empty,
     spelled,
 )
 from fuzz.runner import Call
@@ -36,7 +35,6 @@ def _decode(rng: Random, function: str = "flashtile.flash_attn_with_kvcache") ->
 def cache(rng: Random, sizes: dict[str, int], new: int, paged: bool, dtype: str = "dtype"):
     """Draw a dense or paged cache with room for ``new`` more tokens: return (tensors, options, lengths)."""
     batch, capacity = sizes["batch"], sizes["seqlen_k"] + new
-    paged = paged and batch * capacity > 0  # a block table of no sequences has no text here
     lengths = [rng.choice([0, rng.randint(0, capacity - new), capacity - new]) for _ in range(batch)]
     options = [f"cache_seqlens={_ints(lengths)}"]
     if paged:
@@ -44,8 +42,8 @@ def cache(rng: Random, sizes: dict[str, int], new: int, paged: bool, dtype: str 
         width = -(-capacity // page)
         pages = list(range(batch * width + rng.randint(0, 3)))
         rng.shuffle(pages)
-        rows = ", ".join(str(pages[b * width : (b + 1) * width]) for b in range(batch))
-        options.append(f"block_table=ints({rows}, device=device)")
+        table = ", ".join(map(str, pages[: batch * width]))
+        options.append(f"block_table=ints({table}{', ' * (table != '')}device=device).view({batch}, {width})")
         shape = f"{len(pages)}, {page}, heads_kv"
     else:
         rows = batch + rng.randint(0, 2)
@@ -60,7 +58,7 @@ def cache(rng: Random, sizes: dict[str, int], new: int, paged: bool, dtype: str 
 
 
 def draw(rng: Random, device: str = "cpu") -> Call:
-    sizes = some_empty(rng, sizes_for(rng, 150))
+    sizes = sizes_for(rng, 150)
     sizes["seqlen_q"] = rng.choice([1, 1, 2, 4, 7])
     fixed = {"dtype": dtype_for(rng, device), "device": repr(device)}
     form = rng.choice(

@@ -161,7 +161,7 @@ def ours(x):
 def exact(x):
     cos, sin = angles.cos().to(dtype).to(x.dtype), angles.sin().to(dtype).to(x.dtype)
     at = torch.arange(seqlen_k, device=device) + {start if offset else 0}
-    return torch.stack([oracle.rotated(row, cos, sin, at, {interleaved}) for row in x])
+    return torch.stack([oracle.rotated(row, cos, sin, at, {interleaved}) for row in x]) if len(x) else x
 def call(rotate, NAMES):
     return rotate(x)
 agree(call, ours, exact, GIVEN)"""

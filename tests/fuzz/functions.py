@@ -105,13 +105,14 @@ def score_mod(rng: Random, tensors: dict[str, str]) -> tuple[str, str]:
     return (rng.choice(ready) if rng.random() < 0.2 else score(rng.choice(written))), ""
 
 
-def block_mask(rng: Random, mask: str, lengths: str = "seqlen_q, seqlen_k") -> str:
+def block_mask(rng: Random, mask: str, empty: bool, lengths: str = "seqlen_q, seqlen_k") -> str:
+    """Draw the text that makes a block mask. FlexAttention's own function cannot make one that is ``empty``."""
     sizes = rng.choice(["", ", BLOCK_SIZE=32", ", BLOCK_SIZE=(16, 64)"])
     read = re.sub(r"lambda b, h, i, j:", "", mask)  # without b and h, the block mask has one mask for all
     of_batch = "batch" if re.search(r"\bb\b|_lengths", read) else rng.choice(["None", "batch"])
     of_heads = "group * heads_kv" if re.search(r"\bh\b", read) else rng.choice(["None", "group * heads_kv"])
     sides = f"{of_batch}, {of_heads}"
-    make = rng.choice(["masks.create_block_mask", "flex.create_block_mask"])
+    make = "masks.create_block_mask" if empty or rng.random() < 0.5 else "flex.create_block_mask"
     return f"{make}({mask}, {sides}, {lengths}, device=device{sizes})"
 
 
@@ -121,6 +122,7 @@ def draw(rng: Random, device: str = "cpu") -> Call:
     tensors = qkv(rng, False, rng.randrange(1000))
     form = rng.choice(["mods"] * 5 + ["flex", "flex", "other lengths"])
     options = masking(rng) if form == "mods" else []
+    empty = 0 in sizes.values()
     scores, needed = score_mod(rng, tensors) if rng.random() < 0.7 else ("", "")
     mask = needed or mask_mod(rng, tensors)
     if needed and rng.random() < 0.3:
@@ -131,7 +133,7 @@ def draw(rng: Random, device: str = "cpu") -> Call:
         options.append(f"score_mod={scores}")
     blocks = rng.random() < 0.4 or form != "mods"
     if needed or rng.random() < 0.6 or not scores:
-        options.append(f"block_mask={block_mask(rng, mask)}" if blocks else f"mask_mod={mask}")
+        options.append(f"block_mask={block_mask(rng, mask, empty)}" if blocks else f"mask_mod={mask}")
     if form == "mods" and rng.random() < 0.15:
         tensors["alibi_slopes"] = "rand(heads, device=device, seed=21).abs()"
         options.append("alibi_slopes=alibi_slopes")
@@ -139,7 +141,9 @@ def draw(rng: Random, device: str = "cpu") -> Call:
         tensors["sink"] = "rand(heads, dtype=dtype, device=device, seed=22)"
         options.append("sink=sink")
     if form == "other lengths":  # FlexAttention refuses them by name
-        made = block_mask(rng, mask, f"seqlen_q + {rng.randint(1, 40)}, seqlen_k + {rng.choice([0, 1, 40])}")
+        made = block_mask(
+            rng, mask, empty, f"seqlen_q + {rng.randint(1, 40)}, seqlen_k + {rng.choice([0, 1, 40])}"
+        )
         body = f"made = {made}\nrefuses(lambda: flashtile.attention(q, k, v, block_mask=made), 'block_mask')"
         return Call(body, sizes, spelled(tensors), (), fixed)
     if form == "flex":

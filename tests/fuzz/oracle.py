@@ -340,7 +340,7 @@ def multihead(
             for x, b in ((k, module.bias_k), (v, module.bias_v))
         )
     if module.add_zero_attn:
-        k, v = (torch.cat([x, torch.zeros_like(x[:, :1])], 1) for x in (k, v))
+        k, v = (torch.cat([x, x.new_zeros(batch, 1, x.shape[2])], 1) for x in (k, v))
     more = k.shape[1] - sk  # added keys, which the masks do not cover
     heads, pad = module.num_heads, torch.nn.functional.pad
     options = {}
@@ -348,7 +348,7 @@ def multihead(
         options["key_padding_mask"] = pad(~key_padding_mask, (0, more), value=True)
     if attn_mask is not None:
         of_heads = attn_mask.dim() == 3
-        attn_mask = attn_mask.unflatten(0, (-1, heads)) if of_heads else attn_mask[None, None]
+        attn_mask = attn_mask.unflatten(0, (batch, heads)) if of_heads else attn_mask[None, None]
         hides = attn_mask.dtype == torch.bool
         options["mask" if hides else "bias"] = pad(~attn_mask if hides else attn_mask, (0, more), value=hides)
     q, k, v = (x.unflatten(-1, (heads, -1)) for x in (q, k, v))

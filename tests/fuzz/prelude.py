@@ -68,9 +68,8 @@ def rand(*shape, dtype=torch.float32, device="cpu", seed=0, layout="contiguous",
     The layout "offset" has misaligned rows with NaN between them, "transposed" has heads before tokens in memory.
     In "overlapping" each head begins one element after the one before, and "negated" has torch's negative bit.
     """
-    layout = layout if math.prod(shape) else "contiguous"
     if layout == "overlapping":
-        shape, head_dim = (*shape[:-2], shape[-2] + shape[-1] - 1), shape[-1]
+        (*_, rows, columns), shape = shape, (*shape[:-2], sum(shape[-2:]))
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
     numbers = numbers.to(dtype).to(device)
     if layout == "offset":
@@ -80,11 +79,13 @@ def rand(*shape, dtype=torch.float32, device="cpu", seed=0, layout="contiguous",
     if layout == "transposed":
         return numbers.transpose(-2, -3).contiguous().transpose(-2, -3)
     if layout == "overlapping":
-        return numbers.unfold(-1, head_dim, 1)
+        return numbers.unfold(-1, columns, 1)[..., :rows, :]
     return torch._neg_view(numbers) if layout == "negated" else numbers
 
 
-SURROUNDINGS = "default device", "inference mode before", "fake tensors before", "thread", "vmap"
+SURROUNDINGS = (
+    "default device", "inference mode before", "fake tensors before", "thread", "functionalize", "vmap",
+)  # fmt: skip
 
 
 def surrounded(call, how: str, seed: int = 0):
@@ -114,6 +115,9 @@ def surrounded(call, how: str, seed: int = 0):
             call(*of_tensors, **of_options)
         return call(*tensors, **options)
 
+    def functionalized(*tensors, **options):
+        return torch.func.functionalize(lambda *given: call(*given, **options))(*tensors)
+
     def mapped(*tensors, **options):
         """Two equal calls in one, with the new dimension at any place of each tensor."""
         named = {name: x for name, x in options.items() if isinstance(x, Tensor)}
@@ -129,7 +133,7 @@ def surrounded(call, how: str, seed: int = 0):
         results = torch.func.vmap(one, in_dims=tuple(dims))(*doubled)
         return results[0] if isinstance(results, Tensor) else tuple(x[0] for x in results)
 
-    ways = with_default_device, after_inference_mode, after_fake_tensors, in_thread, mapped
+    ways = with_default_device, after_inference_mode, after_fake_tensors, in_thread, functionalized, mapped
     return dict(zip(SURROUNDINGS, ways, strict=True))[how]
 
 

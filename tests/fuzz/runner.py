@@ -134,6 +134,8 @@ def _lacks(error: Exception) -> bool:
     """Return whether an error comes from a missing package, or from a lack of memory or another resource."""
     if isinstance(error, ModuleNotFoundError):
         return (error.name or "").partition(".")[0] in OPTIONAL
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        return True
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in SCARCE)
 
 

@@ -198,7 +198,13 @@ def _outcome(code: str) -> runner.Outcome:
 
 
 def test_what_the_machine_lacks_is_no_failure() -> None:
-    for error in ("ModuleNotFoundError(name='transformers')", "MemoryError()", "OSError(24, 'too many')"):
+    no_thread = 'RuntimeError("can\'t start new thread")'
+    for error in (
+        "ModuleNotFoundError(name='transformers')",
+        "MemoryError()",
+        "OSError(24, 'many')",
+        no_thread,
+    ):
         found = _outcome(f"raise {error}")
         assert (found.calls, found.failures, sum(found.lacking.values())) == (2, [], 2)
     for error in ("ModuleNotFoundError(name='flashtile.x')", "OSError(2, 'no such file')"):

@@ -329,6 +329,18 @@ def test_a_block_mask_of_no_sequences() -> None:
     assert out.shape == q.grad.shape == (0, 20, 2, 8)
 
 
+def test_a_table_of_no_sequences() -> None:
+    table = torch.zeros(0, 9, requires_grad=True)
+    q = torch.randn(0, 5, 2, 8, requires_grad=True)
+    score_mod, mask_mod = (
+        (lambda s, b, h, i, j: s + table[b, j]),
+        masks.padding(torch.zeros(0, dtype=torch.int64)),
+    )
+    out = flashtile.attention(q, q, q, score_mod=score_mod, mask_mod=mask_mod)
+    of_q, of_table = torch.autograd.grad(out.sum(), (q, table))
+    assert (of_q.shape, of_table.shape) == (q.shape, table.shape)
+
+
 def test_flex_attention_and_its_block_mask() -> None:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

@@ -7,10 +7,12 @@ from functools import partial
 
 import pytest
 import torch
+from torch.func import functionalize, grad, jvp, vjp, vmap
 
 import flashtile
 from flashtile.reference import attention as reference
 from small_calls import OPTIONS, assert_same, dense, slopes, varlen
+from walk import walk
 
 pytestmark = pytest.mark.numerical
 
@@ -255,3 +257,50 @@ def test_vmap_over_any_dimension(name, values, has_qv):
     own = [values if dim is None else values[:, i].contiguous() for i in range(3)]
     expected = torch.stack([attend(x, y) for x, y in zip(samples, own, strict=True)])
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+
+
+def _attend(q, k, v):
+    return flashtile.attention(q, k, v, causal=True)
+
+
+def test_functionalize_changes_nothing():
+    tensors = tuple(dense())
+    tangents = tuple(t.cos() for t in tensors)
+    functional = functionalize(_attend)
+    expected = jvp(_attend, tensors, tangents)
+    assert_same(jvp(functional, tensors, tangents), expected)
+    within = functionalize(lambda *given: jvp(_attend, given, tangents))
+    assert_same(within(*tensors), expected)
+    gradients = []
+    for attend in (functional, _attend):
+        learned = [t.requires_grad_() for t in dense()]
+        gradients.append(torch.autograd.grad(attend(*learned).square().sum(), learned))
+    assert_same(*gradients)
+
+
+def _append(q, k_cache, v_cache):
+    flashtile.append_kvcache(k_cache, v_cache, q[:, :1, :2], q[:, :1, :2], cache_seqlens=0)
+
+
+def _decode(q, k_cache, v_cache):
+    return flashtile.flash_attn_with_kvcache(q, k_cache, v_cache)
+
+
+_NO_RULE = "^q must not be differentiated or mapped .* functionalize"
+REFUSED = {
+    "grad within": (lambda f, *t: functionalize(grad(lambda *t: f(*t).sum()))(*t), _attend, _NO_RULE),
+    "grad around": (lambda f, *t: grad(lambda *t: functionalize(f)(*t).sum())(*t), _attend, _NO_RULE),
+    "decoding": (lambda f, *t: grad(lambda *t: functionalize(f)(*t).sum())(*t), _decode, _NO_RULE),
+    "vmap within": (lambda f, *t: functionalize(vmap(f))(*(x[None] for x in t)), _attend, _NO_RULE),
+    "tangents around": (lambda f, *t: jvp(functionalize(f), t, t), _decode, "^q must carry no tangents"),
+    "a later gradient": (lambda f, *t: functionalize(vjp(f, *t)[1])(t[0]), _attend, "^dout must not be"),
+    "a cache": (lambda f, *t: functionalize(f)(*t), _append, "^k_cache must not be written under func"),
+    "a cache of each sample": (lambda f, *t: vmap(f)(*(x[None] for x in t)), _append, "^k_cache .* vmap"),
+}
+
+
+@walk("transform", REFUSED)
+def test_what_torch_func_cannot_transform_is_named(transform):
+    transformed, call, message = REFUSED[transform]
+    with pytest.raises(NotImplementedError, match=message):
+        transformed(call, *dense())

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from cases import BF16, FP32, FP64, Case, masks
 from flashtile import testing
 from flashtile.reference import attention as reference
+from flashtile.rounding import exact_product
 from fuzz import oracle
 from walk import walk
 
@@ -100,3 +101,12 @@ def test_upcast() -> None:
     assert (plain.dtype, plain_lse.dtype, wide.dtype, wide_lse.dtype) == (BF16, FP32, FP32, FP32)
     assert exact_lse.dtype == FP64
     assert (wide - exact).abs().max() < 1e-5 < (plain - exact).abs().max()
+
+
+@walk("shape", [(17, 33), (40, 70), (3, 17, 70)])
+def test_a_row_of_nan_leaves_other_rows_of_a_product(shape: tuple[int, ...]) -> None:
+    """Also with columns that do not fill the registers of the CPU's product in bfloat16."""
+    a, b = torch.randn(shape).bfloat16(), torch.randn(*shape[:-2], shape[-1], 24).bfloat16()
+    clean, others = exact_product(a, b), torch.arange(shape[-2]) != 1
+    a[..., 1, :] = torch.nan
+    assert torch.equal(exact_product(a, b)[..., others, :], clean[..., others, :])

@@ -1,12 +1,17 @@
 """Counters in GPU memory that are 0 before and after every kernel that uses them.
 
-Kernels of one stream run one after another, so they share a buffer per stream. A stream is known by its
-address. torch destroys no stream of its own. A stream from elsewhere must be idle when it is destroyed,
-because another one may get its address. A captured graph may be replayed on any stream, concurrently with
-other work, so each captured call gets counters of its own. CUDA runs two replays of one graph in turn. They
-come from a reserve that is zeroed beforehand. Zeroing them in the graph would take one more kernel, and the
-kernel after it could not start early (programmatic dependent launch). The graph zeroes its own counters only
-after the reserve is used up.
+Kernels of one stream run one after another, so they share a buffer per stream, which is known by its address.
+Several threads may launch on it, and a kernel that starts early first waits for the one before it. This is
+as safe as torch's allocator: it also knows a stream by its address, and gives the memory of a freed tensor
+to the next tensor of the same address without waiting. So kernels that could meet in these counters could
+meet in any temporary tensor as well, for example those of a stream that another library destroyed with
+unfinished work, before CUDA gave its address to a new one.
+
+A captured graph may be replayed on any stream, concurrently with other work, so each captured call gets
+counters of its own. CUDA runs two replays of one graph in turn, and two copies of it would also share the
+memory of its results. The counters come from a reserve that is zeroed beforehand. Zeroing them in the graph
+would take one more kernel, and the kernel after it could not start early (programmatic dependent launch). The
+graph zeroes its own counters only after the reserve is used up.
 """
 
 from __future__ import annotations
@@ -62,7 +67,8 @@ def zeroed_counters(device: torch.device, count: int) -> Tensor:
         taken = None if reserve is None else reserve.take(count)
         return torch.zeros(count, dtype=torch.int32, device=device) if taken is None else taken
     if device.index not in _reserves:
-        _reserves[device.index] = _Reserve(device)
+        # If two threads come here, the first reserve stays: a graph may have taken counters from it.
+        _reserves.setdefault(device.index, _Reserve(device))
     key = (device.index, torch_private.cuda_stream(device.index))
     counters = _of_stream.get(key)
     if counters is None or counters.shape[0] < count:

@@ -39,7 +39,8 @@ _POINTER = "Q"
 _MAP = f"{libcuda.TENSOR_MAP_BYTES}s"
 _kernels: dict[tuple[str, int], libcuda.Kernel | None] = {}
 """Loaded kernels by their keys in Triton's cache, and the index of the device. None: only Triton can launch
-it. Kernels are never unloaded, because a captured graph may launch them at any time."""
+it. Kernels are never unloaded, as by Triton itself, because a captured graph may launch them at any time and
+CUDA does not count that. docs/mechanisms.md says what unloading would need."""
 _loading = threading.Lock()
 """Held while a kernel is loaded, so that threads do not load it twice."""
 _NUMBERS = frozenset((int, float, bool))

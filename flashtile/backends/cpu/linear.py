@@ -12,6 +12,7 @@ from torch import Tensor
 from flashtile.backends.cpu import reason_against, with_exact_products
 from flashtile.problems.linear import LinearProblem, QkvTensors
 from flashtile.reference.linear import before_norm, epilogue, product, slots_of, turn
+from flashtile.rounding import leaks_between_rows
 
 __all__ = ["prepare_linear", "prepare_linear_qkv", "reason_against"]
 
@@ -26,16 +27,6 @@ def prepare_linear_qkv(problem: LinearProblem, config: None) -> Callable[..., An
 
 def _sums_dtype(problem: LinearProblem) -> torch.dtype:
     return torch.float64 if problem.dtype == torch.float64 else torch.float32
-
-
-def leaks_between_rows(x: Tensor) -> bool:
-    """Whether a product of torch with x (M, K) may mix NaN or infinity of one row into others.
-
-    oneDNN's product on AMX reads bfloat16 rows in tiles of 32 columns. Behind the last column it reads the
-    next row, or the memory between two rows, and multiplies by zero, which keeps NaN and infinity
-    (uxlfoundation/oneDNN#5717, mended after the version in torch 2.13).
-    """
-    return x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.shape[-1] % 32 != 0
 
 
 def _linear(problem: LinearProblem, x: Tensor, weight: Tensor, given: Any) -> Any:

@@ -339,6 +339,7 @@ def joined(texts: Sequence[tuple[int, str]]) -> str:
     """Merge the Prometheus texts of several replicas, with a label ``replica`` on each sample.
 
     Examples:
+        >>> from flashtile.engine.server.replicas import joined
         >>> print(joined([(0, '# TYPE a counter\\na{b="c"} 1'), (1, '# TYPE a counter\\na{b="c"} 2')]))
         # TYPE a counter
         a{replica="0",b="c"} 1
@@ -431,6 +432,7 @@ class Routing:
 
     Examples:
         >>> from types import SimpleNamespace
+        >>> from flashtile.engine.server.replicas import Routing, prompt_of
         >>> one, two = (SimpleNamespace(in_flight=0, is_up=True) for _ in "12")
         >>> routing, story, other = Routing(), prompt_of(b'{"prompt": "...') * 100, b"something else"
         >>> first = routing.choose([one, two], story)

@@ -148,9 +148,11 @@ def has_pairs(cache: Tensor) -> bool:
     """Whether an FP8 cache can be viewed as aligned pairs of elements, row by row.
 
     Pairs need only an even address. But the signature of a call (``op.operation.signatures``) records only
-    whether an address is a multiple of 16, so the function checks for that.
+    whether an address is a multiple of 16, so the function checks for that. Elements of a row are neighbours,
+    except in a cache without elements, which has no pairs.
     """
-    return not (cache.data_ptr() % 16 or cache.shape[-1] % 2 or any(s % 2 for s in cache.stride()[:-1]))
+    *strides, last = cache.stride()
+    return last == 1 and not (cache.data_ptr() % 16 or cache.shape[-1] % 2 or any(s % 2 for s in strides))
 
 
 def m_blocks_of(problem: DecodeProblem, config: DecodeConfig) -> int:

@@ -26,6 +26,12 @@ from torch.jit import _builtins
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+TORCH_RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
+"""Torch's release, such as (2, 13), also of its pre-releases."""
+OLDEST_TORCH = (2, 11)
+if TORCH_RELEASE < OLDEST_TORCH:  # it lacks names below
+    raise ImportError(f"flashtile needs torch 2.11 or newer, this is torch {torch.__version__}")
+
 # What observes a call. Every call of flashtile asks these first.
 
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack

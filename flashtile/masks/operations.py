@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from flashtile.problems.common import DTYPES
+from flashtile.torch_private import TORCH_RELEASE
 
 INTS = {
     "uint8": torch.uint8, "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int": torch.int64,
@@ -213,8 +214,25 @@ def _chosen(emit: Any, condition: Any, is_chosen: bool = True) -> Callable[[Any]
     return through
 
 
+CLAMPS_SHARE_TIES = TORCH_RELEASE >= (2, 14)
+"""Whether a clamp's gradient at a bound is that of torch from 2.14 on: a bound that is a tensor gets half of
+it, and one that is a number leaves 0. In earlier releases, what is clamped gets the whole gradient."""
+
+
+def _clamp(which: str) -> Callable[[Any, Any], Tensor]:
+    """Return torch.clamp with one bound, whose derivatives at the bound depend on whether it is a number."""
+
+    def clamp(x: Any, bound: Any) -> Tensor:
+        if isinstance(x, Tensor) and x.is_floating_point() and not isinstance(bound, Tensor):
+            return torch.clamp(x, **{which: bound})
+        x, bound = _tensors(x, bound)
+        return torch.clamp(x, **{which: bound})
+
+    return clamp
+
+
 def _clamped(comparison: str) -> Callable[..., tuple]:
-    """Return ``gradient`` of a clamp: at the bound, the number that is clamped gets the whole gradient."""
+    """Return ``gradient`` of a clamp, which what is clamped gets where ``comparison`` holds."""
 
     def partials(emit: Any, y: Any, x: Any, bound: Any) -> tuple:
         condition = emit(comparison, x, bound)
@@ -283,8 +301,8 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "minimum": _binary(_of_tensors(torch.minimum), _extreme("gt", "lt")),
     "maximum": _binary(_of_tensors(torch.maximum), _extreme("lt", "gt")),
-    "clamp_min": _binary(_of_tensors(torch.clamp_min), _clamped("ge")),
-    "clamp_max": _binary(_of_tensors(torch.clamp_max), _clamped("le")),
+    "clamp_min": _binary(_clamp("min"), _clamped("gt" if CLAMPS_SHARE_TIES else "ge")),
+    "clamp_max": _binary(_clamp("max"), _clamped("lt" if CLAMPS_SHARE_TIES else "le")),
     "eq": _comparison(lambda a, b: a == b),
     "ne": _comparison(lambda a, b: a != b),
     "lt": _comparison(lambda a, b: a < b),

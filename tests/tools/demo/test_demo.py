@@ -360,6 +360,14 @@ def test_operations_are_checked_before_they_are_shown(results, tmp_path):
     assert "not taken apart: needs about 9 MiB" in (tmp_path / "report.html").read_text()
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Reports have no pictures: to draw them takes most of the time."""
+    monkeypatch.setattr(report, "themed_svg", lambda figure: "")
+    monkeypatch.setattr(report.Figure, "savefig", lambda figure, path, **options: None)
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_both_sides_of_the_picture_do_the_same_work(results, html, tmp_path):
     """With dropout where the fused call was timed with it, otherwise without on both sides."""
     assert "Both sides apply dropout of 0.1." in html
@@ -566,6 +574,7 @@ def test_results_hold_every_number_and_writing_again_changes_nothing(results, tm
     assert {served["backend"] for served in record["setting"]["served"]} == {"cpu"}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_failures_and_numbers_that_are_not_finite_reach_the_files(results, tmp_path):
     nan = replace(results.training.result, losses=[1.0, math.nan])
     training = replace(results.training, result=nan, agreement=agreement(nan.losses, [1.0, 1.0], "float32"))
@@ -576,6 +585,7 @@ def test_failures_and_numbers_that_are_not_finite_reach_the_files(results, tmp_p
     assert "✗" in Page((tmp_path / "report.html").read_text()).text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_report_where_the_system_does_not_tell_memory(results, tmp_path):
     unknown = scaling.Cost(1.0, None, 1)
     rows = [replace(row, flashtile=unknown, standard=unknown if row.standard else None) for row in ROWS]

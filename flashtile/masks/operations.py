@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flashtile.problems.common import DTYPES
-from flashtile.torch_private import TORCH_RELEASE
+from flashtile.torch_private import torch_release
 
 INTS = {
     "uint8": torch.uint8, "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int": torch.int64,
@@ -214,9 +214,13 @@ def _chosen(emit: Any, condition: Any, is_chosen: bool = True) -> Callable[[Any]
     return through
 
 
-CLAMPS_SHARE_TIES = TORCH_RELEASE >= (2, 14)
-"""Whether a clamp's gradient at a bound is that of torch from 2.14 on: a bound that is a tensor gets half of
-it, and one that is a number leaves 0. In earlier releases, what is clamped gets the whole gradient."""
+def clamps_share_ties() -> bool:
+    """Whether a clamp's gradient at a bound is that of torch from 2.14 on.
+
+    There a bound that is a tensor gets half of it, and one that is a number leaves 0. In earlier releases,
+    what is clamped gets the whole gradient.
+    """
+    return torch_release() >= (2, 14)
 
 
 def _clamp(which: str) -> Callable[[Any, Any], Tensor]:
@@ -231,11 +235,15 @@ def _clamp(which: str) -> Callable[[Any, Any], Tensor]:
     return clamp
 
 
-def _clamped(comparison: str) -> Callable[..., tuple]:
-    """Return ``gradient`` of a clamp, which what is clamped gets where ``comparison`` holds."""
+def _clamped(within: str, up_to: str) -> Callable[..., tuple]:
+    """Return ``gradient`` of a clamp by a number.
+
+    What is clamped gets it within the bound (a comparison), or up to the bound. :func:`clamps_share_ties`
+    decides.
+    """
 
     def partials(emit: Any, y: Any, x: Any, bound: Any) -> tuple:
-        condition = emit(comparison, x, bound)
+        condition = emit(within if clamps_share_ties() else up_to, x, bound)
         return _chosen(emit, condition), _chosen(emit, condition, is_chosen=False)
 
     return partials
@@ -301,8 +309,8 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "minimum": _binary(_of_tensors(torch.minimum), _extreme("gt", "lt")),
     "maximum": _binary(_of_tensors(torch.maximum), _extreme("lt", "gt")),
-    "clamp_min": _binary(_clamp("min"), _clamped("gt" if CLAMPS_SHARE_TIES else "ge")),
-    "clamp_max": _binary(_clamp("max"), _clamped("lt" if CLAMPS_SHARE_TIES else "le")),
+    "clamp_min": _binary(_clamp("min"), _clamped("gt", "ge")),
+    "clamp_max": _binary(_clamp("max"), _clamped("lt", "le")),
     "eq": _comparison(lambda a, b: a == b),
     "ne": _comparison(lambda a, b: a != b),
     "lt": _comparison(lambda a, b: a < b),

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from flashtile.checks import arguments
 from flashtile.checks.arguments import check_dense
 from flashtile.masks import operations, program
-from flashtile.masks.operations import CLAMPS_SHARE_TIES, FLOATS, INTS, promoted, promoted_int, range_of
+from flashtile.masks.operations import FLOATS, INTS, clamps_share_ties, promoted, promoted_int, range_of
 from flashtile.masks.program import LOAD, Builder, Name, Operand, Program, soft_cap_of
 from flashtile.masks.ranges import without_identities
 from flashtile.masks.triton_functions import in_torch
@@ -617,7 +617,7 @@ def _relu(recorder: _Recorder, x: Any) -> Any:
 def _clamp(recorder: _Recorder, x: Any, min: Any = None, max: Any = None) -> Any:
     bounds = (min, max)
     are_tensors = not any(one is None or isinstance(one, (int, float)) for one in bounds)
-    if CLAMPS_SHARE_TIES and are_tensors and "float" in map(recorder.kind, (x, *bounds)):
+    if clamps_share_ties() and are_tensors and "float" in map(recorder.kind, (x, *bounds)):
         # Where the bounds are equal, torch gives the whole gradient to one of the three.
         is_below, is_above, is_one = (
             recorder.arithmetic(name, *pair)
@@ -629,7 +629,7 @@ def _clamp(recorder: _Recorder, x: Any, min: Any = None, max: Any = None) -> Any
         if bound is None:
             continue
         if "float" in (recorder.kind(x), recorder.kind(bound)):
-            shares = CLAMPS_SHARE_TIES and not isinstance(bound, (int, float))
+            shares = clamps_share_ties() and not isinstance(bound, (int, float))
             x = recorder.arithmetic(of_ints if shares else of_floats, x, bound)
         else:
             x = recorder.arithmetic(of_ints, x, recorder.fitting(bound, recorder.conversion(x, bound)))

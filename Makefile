@@ -1,6 +1,8 @@
 # Every target sets up what it needs in .venv, once. `make help` lists those for every day, docs/tests.md those for tests.
 
 SHELL := /bin/bash
+# Without bytecode, each worker compiles all test files anew: 15 seconds of CPU time to collect the tests, not 8.
+export PYTHONDONTWRITEBYTECODE :=
 PYTHON ?= python3
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 GPU_WORKERS ?= 8

@@ -27,7 +27,6 @@ if TYPE_CHECKING or not _is_command_line():
         flash_attn_varlen_kvpacked_func,
         flash_attn_varlen_qkvpacked_func,
     )
-    from flashtile.api.weights import attention_weights
 
 if TYPE_CHECKING:
     from flashtile.api.cascade import flash_attn_with_shared_prefix
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from flashtile.api.merge import merge_states
     from flashtile.api.score_profile import profile_scores
     from flashtile.api.tree import tree_attention
+    from flashtile.api.weights import attention_weights
 
 __all__ = [
     "LLM",

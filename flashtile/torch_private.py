@@ -26,6 +26,18 @@ from torch.jit import _builtins
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+OLDEST_TORCH = (2, 11)
+
+
+def torch_release() -> tuple[int, ...]:
+    """Return torch's release, such as (2, 13), also of its pre-releases."""
+    return tuple(int(number) for number in torch.__version__.split(".")[:2])
+
+
+# Processes that compile kernels import this module without torch, so without its version.
+if hasattr(torch, "__version__") and torch_release() < OLDEST_TORCH:  # it lacks names below
+    raise ImportError(f"flashtile needs torch 2.11 or newer, this is torch {torch.__version__}")
+
 # What observes a call. Every call of flashtile asks these first.
 
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack

@@ -1,6 +1,6 @@
 """Versions of flashtile and of other distributions."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 
 def installed_version(distribution: str) -> str | None:

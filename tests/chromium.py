@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+PATIENCE = 120_000
+"""Milliseconds after which a wait fails. Playwright's 30 seconds are too few on busy cores."""
 
 
 @contextlib.contextmanager
@@ -26,7 +28,9 @@ def launched() -> Iterator[Any]:
     with playwright.sync_playwright() as running:
         for executable in [None, on_path] if on_path else [None]:
             try:
-                browser = running.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+                browser = running.chromium.launch(
+                    executable_path=executable, args=["--no-sandbox"], timeout=PATIENCE
+                )
                 break
             except playwright.Error as error:
                 reason = str(error).splitlines()[0]
@@ -34,6 +38,18 @@ def launched() -> Iterator[Any]:
             pytest.skip(f"no Chromium: {reason} (python -m playwright install chromium, or a system package)")
         yield browser
         browser.close()
+
+
+def watched(page: Any) -> list[str]:
+    """The complaints of a page from now on: exceptions, and errors on the console.
+
+    Warnings are not complaints. They include Chromium's advice on performance, which depends on the load.
+    """
+    complaints: list[str] = []
+    page.set_default_timeout(PATIENCE)
+    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    return complaints
 
 
 def axe_violations(page: Any) -> list[str]:

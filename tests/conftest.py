@@ -65,12 +65,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Spare garbage collections what was imported: a million objects, which stay to the end."""
+    """Make garbage collections cheap: they took a twelfth of the time.
+
+    They spare what was imported, a million objects which stay to the end, and are rarer than by default.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(20_000)
         gc.enable()
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import flashtile
 from flashtile.backends.common.device import Target
 from flashtile.backends.common.first_calls import only_naming, unpickled
 from flashtile.backends.compat import compiling_driver
-from flashtile.compilation.compiling import _wanted, representatives
+from flashtile.compilation.compiling import _wanted, launches, representatives
 from flashtile.engine.sampling_params import BeamSearchParams
 
 H200 = Target("H200", (9, 0), 132)
@@ -45,6 +45,27 @@ def named(calls: list) -> set[tuple[str, str]]:
     found, failures = _wanted(calls, [H200])
     assert failures == []
     return {(unpickled(source)[0].name, key) for key, (_, _, source) in found.items()}
+
+
+def keys_of(calls: Iterable, target: Target = H200) -> set:
+    """The keys of the kernels of calls in a process."""
+    return {launch.kernel_key(tensors) for call in calls for launch, tensors in launches(call, target)}
+
+
+def lacking(calls: Collection, listed: Sequence, target: Target = H200) -> tuple[set, int]:
+    """The keys of the kernels of calls that no listed call needs, and the number of all keys.
+
+    Listed calls are looked at until all keys are found: first those that are among the calls, then the others
+    in any order, because a few of them need most kernels.
+    """
+    missing = keys_of(calls, target)
+    count = len(missing)
+    among = set(calls)
+    for call in sorted(random.Random(0).sample(listed, len(listed)), key=lambda call: call not in among):
+        if not missing:
+            break
+        missing -= keys_of([call], target)
+    return missing, count
 
 
 def kernel_of(launch: Callable) -> set[tuple[str, str]]:

@@ -8,18 +8,17 @@ from __future__ import annotations
 import ast
 import functools
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 
 import flashtile
+import sources
 
 pytestmark = pytest.mark.quick
 
-ROOT = Path(__file__).parents[1]
 FILES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in (ROOT / "flashtile").rglob("*.py")
+    ".".join(path.relative_to(sources.PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sources.FILES
 }
 FLOORS = (
     ("torch_private",),
@@ -54,9 +53,8 @@ INTERNAL = {
 """Rooms that users do not import. All others can be reached after ``import flashtile``."""
 
 
-@functools.cache
 def tree(module: str) -> ast.Module:
-    return ast.parse(FILES[module].read_text())
+    return sources.tree(FILES[module])
 
 
 @functools.cache

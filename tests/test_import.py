@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 BROUGHT = {
     "flashtile", "flashtile.caches", "flashtile.garbage", "flashtile.torch_private", "flashtile.version",
     "flashtile.api",
-    *(f"flashtile.api.{name}" for name in ("attention", "prefill", "weights")),
+    *(f"flashtile.api.{name}" for name in ("attention", "prefill")),
     "flashtile.checks",
     *(f"flashtile.checks.{name}" for name in ("arguments", "attention", "conversions", "decode", "values")),
     "flashtile.op",
@@ -26,7 +26,7 @@ BROUGHT = {
     "flashtile.operators",
     *(
         f"flashtile.operators.{name}"
-        for name in ("attention", "decode", "dropout", "functions", "gradients", "shardings")
+        for name in ("attention", "decode", "dropout", "functions", "gradients", "shardings", "weights")
     ),
     "flashtile.problems",
     *(

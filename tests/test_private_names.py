@@ -12,21 +12,20 @@ import pkgutil
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+import sources
 from flashtile.integrations.sglang import private as private_of_sglang
 from flashtile.integrations.vllm import private as private_of_vllm
 
-ROOT = Path(__file__).parents[1] / "flashtile"
+ROOT = sources.PACKAGE
 
 
-@functools.cache
 def trees() -> dict[str, ast.Module]:
     """Return the parsed modules of the package by their paths in it."""
-    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
+    return {str(path.relative_to(ROOT)): sources.tree(path) for path in sources.FILES}
 
 
 class Library(NamedTuple):

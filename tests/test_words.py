@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from sources import FILES, tree
 from walk import walk
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "flashtile"
 OPENING = re.compile(r"\s*(Of|What|That|The same|The other way)\b")
 """No docstring that begins like this can be understood without another one."""
 UNCLEAR = re.compile(r"\bbeside\b|, too[.,;:)]|\bwhatsoever\b", re.IGNORECASE)
@@ -27,15 +27,11 @@ UNBREAKABLE = re.compile(r"\[[^\]]*\]\([^)]*\)|`[^`]*`|\$[^$]*\$")
 def docstrings(path: Path) -> list[tuple[int, str]]:
     """(line, text) of each expression that is only a string: docstrings, and those below a name."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in ast.walk(tree(path)):
         text = getattr(getattr(node, "value", None), "value", None)
         if isinstance(node, ast.Expr) and isinstance(text, str):
             found.append((node.lineno, text))
     return found
-
-
-def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
 
 
 @pytest.mark.parametrize("text", ["Of its guesses each gets one.", "What it has not.", "\n  The same in C."])
@@ -48,7 +44,7 @@ def test_riddles_are_found(text):
 def test_every_docstring_stands_alone():
     bad = [
         f"{path.relative_to(ROOT)}:{line}: {text.strip()[:60]}"
-        for path in modules()
+        for path in FILES
         for line, text in docstrings(path)
         if OPENING.match(text)
     ]
@@ -59,7 +55,7 @@ def test_every_docstring_stands_alone():
 def test_no_word_is_unclear_or_misused(words):
     bad = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}"
-        for path in modules()
+        for path in FILES
         for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
         if words.search(line)
     ]
@@ -149,7 +145,7 @@ def prose_of(path: Path) -> list[tuple[int, str]]:
 def test_no_line_of_a_docstring_or_comment_is_too_long():
     bad = [
         f"{path.relative_to(ROOT)}:{number}"
-        for path in modules()
+        for path in FILES
         for number, line in prose_of(path)
         if is_too_long(line)
     ]

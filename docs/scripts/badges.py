@@ -34,6 +34,7 @@ def badges() -> dict[str, str]:
         "torch": ("PyTorch", of('"torch>=([0-9.]+)"') + " or newer"),
         "triton": ("Triton", of('"triton>=([0-9.]+),') + f" to 3.{newest}"),
         "license": ("license", of('^license = "(.+)"')),
+        "ci": ("CI", ".ci/run"),
         "docs": ("docs", "start here"),
     }
     return {f"{name}.svg": badge(*pair) for name, pair in words.items()}

@@ -15,22 +15,22 @@ from typing import Any, Literal, NoReturn
 from torch import Tensor
 
 from flashtile.api.prefill import attention_over_pages
-from flashtile.api.weights import check_form, weights_of
 from flashtile.checks.arguments import ERRORS, check_dense, renamed
+from flashtile.checks.attention import check_kind, refuse_descales
 from flashtile.checks.conversions import (
+    as_form,
     as_masking,
     as_offset_pair,
     as_operands,
     check_flag,
-    check_kind,
     join_qv,
     make_options,
     optional_tensors,
-    refuse_descales,
     refuse_unknown,
 )
 from flashtile.operators.dropout import with_state
 from flashtile.operators.gradients import forward
+from flashtile.operators.weights import weights_of
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 
 # Names of these arguments in the packed functions, for error messages.
@@ -191,7 +191,7 @@ def attention(
         refuse_unknown("attention", unknown)
     if type(return_lse) is not bool:
         check_flag("return_lse", return_lse)
-    form = None if return_attn_weights is False else check_form("return_attn_weights", return_attn_weights)
+    form = None if return_attn_weights is False else as_form("return_attn_weights", return_attn_weights)
     masking = as_masking(causal, window_size, attention_chunk=attention_chunk)
     options = make_options(
         masking,
@@ -203,7 +203,7 @@ def attention(
         backend=backend,
         dropout_p=dropout_p,
     )
-    q, k, v = as_operands(q, k, v)
+    q, k, v, qv = as_operands(q, k, v, qv)
     has_functions = score_mod is not None or mask_mod is not None or block_mask is not None
     extras = NO_EXTRAS  # recognised by identity; most calls have none of these nine
     if not (
@@ -235,17 +235,20 @@ def attention(
         )
     descales = () if q_descale is k_descale is v_descale is None else (q_descale, k_descale, v_descale)
     buffers = () if out is lse is None else (out, lse)
-    in_e4m3 = check_kind(q, descales, buffers, has_functions, form)
-    if options.dropout_p != 0.0:
-        extras = with_state(q, extras, options, rng_state)
     if qv is not None:
         q, k = join_qv(q, k, v, qv, extras, options)
+
+    # The other checks wait until a call has a new signature.
+    in_e4m3 = check_kind(q, k, v, extras, options, descales, buffers, has_functions, form)
+
     if has_functions:
         from flashtile.api import masks  # few programs use them
 
         extras, options = masks.with_functions(q, k, extras, options, score_mod, mask_mod, block_mask)
+    if options.dropout_p != 0.0:
+        extras = with_state(q, extras, options, rng_state)
     if in_e4m3:
-        from flashtile.api.fp8 import attend_descaled
+        from flashtile.operators.fp8_gradients import attend_descaled
 
         out, lse = attend_descaled(q, k, v, descales, extras, options)
     else:
@@ -312,7 +315,7 @@ def flash_attn_func(
         backend=backend,
         dropout_p=dropout_p,
     )
-    q, k, v = as_operands(q, k, v)
+    q, k, v, qv = as_operands(q, k, v, qv)
     extras = NO_EXTRAS
     if not (alibi_slopes is sink is None):
         extras = OptionalTensors(alibi_slopes=alibi_slopes, sink=sink)
@@ -516,7 +519,7 @@ def flash_attn_varlen_func(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise TypeError(f"{name} must be an int32 torch.Tensor, got None: use flash_attn_func without it")
-    q, k, v = as_operands(q, k, v)
+    q, k, v, qv = as_operands(q, k, v, qv)
     return _flash(q, k, v, qv, extras, options, descales, buffers, return_attn_probs, return_lse)
 
 
@@ -648,13 +651,13 @@ def _flash(
     return_lse: bool,
 ) -> Tensor | Any:
     """Check and run a call of one of FlashAttention-2's functions, and return what it returns."""
-    in_e4m3 = check_kind(q, descales, buffers)
-    if options.dropout_p != 0.0:
-        extras = with_state(q, extras, options)
     if qv is not None:
         q, k = join_qv(q, k, v, qv, extras, options)
+    in_e4m3 = check_kind(q, k, v, extras, options, descales, buffers)
+    if options.dropout_p != 0.0:
+        extras = with_state(q, extras, options)
     if in_e4m3:
-        from flashtile.api.fp8 import attend_descaled
+        from flashtile.operators.fp8_gradients import attend_descaled
 
         out, lse = attend_descaled(q, k, v, descales, extras, options)
     else:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashtile.api.attention import attention
-from flashtile.api.weights import WEIGHTS
 from flashtile.backends.common.device import Target
 from flashtile.op.operation import describing
 from flashtile.op.selection import Choice, choose, on_target
 from flashtile.operators.attention import BACKWARD, FORWARD
+from flashtile.operators.weights import WEIGHTS
 from flashtile.problems.common import PREFERENCE
 
 if TYPE_CHECKING:

@@ -15,20 +15,17 @@ from flashtile.checks.conversions import (
     as_offsets,
     check_flag,
     make_options,
-    refuse_beyond,
     under_autocast,
 )
-from flashtile.checks.fp8 import check_attend, check_inputs, check_sequences
+from flashtile.checks.fp8 import check_inputs, check_sequences
 from flashtile.op.refusals import transforming
-from flashtile.operators.fp8 import ATTEND, QUANTIZE, refuse_gradient
+from flashtile.operators.fp8 import QUANTIZE, refuse_gradient
 from flashtile.operators.fp8_gradients import StraightThrough, attend
-from flashtile.operators.gradients import forward
-from flashtile.problems.attention import OptionalTensors, Options
+from flashtile.problems.attention import Options
 from flashtile.problems.common import shared_fields
 from flashtile.problems.fp8 import AttendOptions, AttendTensors, QuantizeOptions, QuantizeTensors
 from flashtile.problems.fp8_layout import METHODS, ROLES
 from flashtile.problems.quantized import Quantized, sequences
-from flashtile.reference.fp8 import descaled
 
 QUANTIZING = ("portable", "cpu")
 """Backends that can quantise."""
@@ -311,46 +308,6 @@ def attention(
     except ERRORS as error:
         raise renamed(error, {f"{name}_descale": f"{name}.scales" for name in "qkv"}) from None
     return (out, lse) if return_lse else out
-
-
-def attend_descaled(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    descales: tuple[Tensor | None, ...],
-    extras: OptionalTensors,
-    options: Options,
-) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) for row-major e4m3 tensors with FlashAttention-3's scales (batch, heads_kv).
-
-    ``descales`` are those of q, k and v, or () if there are none.
-
-    out is bfloat16. The gradients are those of the stored e4m3 numbers, before multiplication by their
-    scales. Autograd rounds them to e4m3, unless the tensor's ``grad_dtype`` is another dtype.
-
-    FP8 kernels hide keys only by a window, and have no ``seqused_q``. Other calls are computed in bfloat16,
-    on the tensors multiplied by their scales.
-    """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_dense(name, x)
-    in_e4m3 = options.masking.beyond_window is None and extras.seqused_q is None
-    masking = as_masking(window_size=options.masking.arguments()["window_size"])
-    plain = extras._replace(seqused_q=None), options._replace(masking=masking)
-    taken = (*AttendTensors._fields, *AttendOptions._fields)
-    refuse_beyond(*plain, taken, "for q, k and v of float8_e4m3fn")
-    descales = descales or (None, None, None)
-    tensors = AttendTensors(*descales, **shared_fields(AttendTensors, extras))
-    stored = AttendOptions(
-        **shared_fields(AttendOptions, plain[1]), out_dtype=torch.bfloat16, head_dim=q.shape[-1]
-    )
-    if in_e4m3:
-        return attend((q, k, v), tensors, stored)
-    check_attend(q, k, v, tensors, stored)
-    ATTEND.check_values((q, k, v), tensors, stored)
-    offsets = extras.cu_seqlens_q, extras.cu_seqlens_k, extras.cu_seqlens_k
-    given = zip((q, k, v), descales, offsets, strict=True)
-    q, k, v = (descaled(x.float(), descale, offset).to(torch.bfloat16) for x, descale, offset in given)
-    return forward(q, k, v, extras, options)
 
 
 def shared_method(

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.checks.attention import check_with_functions
 from flashtile.masks.block_mask import BlockMask, of_flex_attention
 from flashtile.masks.mods import MaskMod, traced
 from flashtile.masks.program import behind
@@ -33,13 +32,13 @@ def with_functions(
 ) -> tuple[Any, Any]:
     """Return (extras, options) of a call with score or mask functions, or a block mask.
 
+    ``check_with_functions`` has accepted the call.
+
     Raises:
         TypeError: a function does not compile, or ``block_mask`` is not a block mask.
         ValueError: ``mask_mod`` and ``block_mask`` are both given, too many tensors are captured, or q or k
             has more tokens than ``mask_mod`` is defined for.
-        NotImplementedError: an argument cannot be combined with score or mask functions.
     """
-    check_with_functions(extras, options)
     has_limit = isinstance(mask_mod, MaskMod) and mask_mod.most_tokens is not None
     if has_limit and isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4:
         mask_mod.check_lengths(q.shape[1], k.shape[1])

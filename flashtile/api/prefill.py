@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from flashtile.checks.arguments import ERRORS, check_dense, check_offset_pair, renamed
-from flashtile.checks.conversions import as_operands, contiguous_qv, refuse_beyond
+from flashtile.checks.attention import refuse_beyond
+from flashtile.checks.conversions import as_operands, contiguous_qv
 from flashtile.checks.values import check_offset_values
 from flashtile.op.operation import is_plain, reads_values
 from flashtile.operators.decode import decode

@@ -1,64 +1,22 @@
-"""Attention weights for inspection, ``exp(score - lse)``, from q, k and the log-sum-exp.
-
-A separate pass computes them tile by tile and stores only the requested form. Attention itself never has the
-final weights: it accumulates tiles relative to a running maximum.
-"""
+"""Attention weights for inspection, from q, k and the log-sum-exp of a call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NoReturn
 
-import torch
 from torch import Tensor
 
-from flashtile.checks.attention import check_forward, check_lse, check_traced
+from flashtile.checks.attention import check_with_functions
 from flashtile.checks.conversions import (
-    as_int,
+    as_form,
     as_masking,
     as_operands,
     make_options,
     optional_tensors,
     refuse_unknown,
 )
-from flashtile.op.operation import Operation
-from flashtile.operators.functions import check_values
-from flashtile.problems.attention import (
-    FURTHER_DEFAULTS,
-    FURTHER_OPTIONS,
-    NO_EXTRAS,
-    ModifiedExtras,
-    OptionalTensors,
-    Options,
-    WeightsProblem,
-)
-from flashtile.problems.common import extended
-
-MAX_TOP = 128
-"""Largest number of weights per row that the kernels keep in registers."""
-
-Form = bool | str | int
-_NO_GRADIENT = "weights have none (those of out and lse are complete): call .detach() on them"
-
-
-class TopWeights(NamedTuple):
-    """The largest weights of each row, in descending order.
-
-    Attributes:
-        weights: (batch, heads_q, seqlen_q, k), or (heads_q, total_q, k) with cu_seqlens; float32 (float64 for
-            float64 inputs).
-        indices: int64, of the same shape: the key of each weight, counted from 0 in its sequence. Where a row
-            sees fewer than k keys, the remaining weights are 0 and their indices -1.
-    """
-
-    weights: Tensor
-    indices: Tensor
-
-
-WeightsOptions: Any = extended("WeightsOptions", Options, {"form": "str", "top": "int"})
-ModifiedWeightsOptions: Any = extended(
-    "ModifiedWeightsOptions", WeightsOptions, FURTHER_OPTIONS, FURTHER_DEFAULTS
-)
+from flashtile.operators.weights import weights_of
 
 
 def attention_weights(
@@ -108,8 +66,8 @@ def attention_weights(
     Returns:
         "full": (batch, heads_q, seqlen_q, seqlen_k) in q's dtype; packed sequences are padded with zeros to
         the longest. "columns": (batch, heads_q, seqlen_k), or (heads_q, total_k) with cu_seqlens, float32
-        (float64 for float64 inputs). An int: :class:`flashtile.api.weights.TopWeights`. A key that a row
-        does not see has weight 0.
+        (float64 for float64 inputs). An int: :class:`flashtile.operators.weights.TopWeights`. A key that a
+        row does not see has weight 0.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`flashtile.attention`; for an unknown ``form``;
@@ -127,7 +85,7 @@ def attention_weights(
     """
     if unknown:
         refuse_unknown("attention_weights", unknown)
-    checked = check_form("form", form)
+    normalised = as_form("form", form)
     options = make_options(
         as_masking(causal, window_size, attention_chunk=attention_chunk),
         max_seqlen_q=max_seqlen_q,
@@ -145,85 +103,6 @@ def attention_weights(
     if score_mod is not None or mask_mod is not None or block_mask is not None:
         from flashtile.api import masks
 
+        check_with_functions(extras, options)
         extras, options = masks.with_functions(q, k, extras, options, score_mod, mask_mod, block_mask)
-    return weights_of(q, k, lse, extras, options, checked)
-
-
-def check_form(name: str, form: Form) -> tuple[str, int]:
-    """Parse ``form`` into (form, number of weights per row). True means "full".
-
-    ``name`` is the argument's name in errors.
-    """
-    if form is True or (isinstance(form, str) and form == "full"):
-        return "full", 0
-    if isinstance(form, str) and form == "columns":
-        return "columns", 0
-    allowed = f'{name} must be "full", "columns" or an int from 1 to {MAX_TOP}'
-    if isinstance(form, str):
-        raise ValueError(f"{allowed}, got {form!r}")
-    try:
-        top = as_int(name, form)
-    except TypeError:
-        raise TypeError(f"{allowed}, got {type(form).__name__} {form!r}") from None
-    if not 1 <= top <= MAX_TOP:
-        raise ValueError(f"{allowed}, got {top}")
-    return "top", top
-
-
-def weights_of(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    extras: OptionalTensors,
-    options: Options,
-    form: tuple[str, int],
-) -> Tensor | TopWeights:
-    """Compute :func:`attention_weights` for normalised arguments of a call, ignoring its dropout."""
-    slopes = extras.alibi_slopes
-    extras = extras._replace(
-        sink=None, rng_state=None, alibi_slopes=slopes.detach() if isinstance(slopes, Tensor) else slopes
-    )
-    own = options._asdict() | {"dropout_p": 0.0, "deterministic": False, "form": form[0], "top": form[1]}
-    if isinstance(extras, ModifiedExtras):
-        of_weights = ModifiedWeightsOptions(**own | {"learned": 0})  # captured tensors get no gradient here
-    else:
-        of_weights = WeightsOptions(**own)
-        if all(tensor is None for tensor in extras):
-            extras = NO_EXTRAS
-    found = WEIGHTS((q, k, lse), extras, of_weights)
-    weights, indices = found
-    return TopWeights(weights, indices) if form[0] == "top" else weights
-
-
-def _check(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> None:
-    check_forward(q, k, k, extras, options)
-    check_lse(lse, q, extras.cu_seqlens_q is not None)
-
-
-def _fake(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> tuple[Tensor, Tensor | None]:
-    problem = WEIGHTS.describe(q, k, lse, extras, options)
-    weights = q.new_empty(problem.weights_shape, dtype=problem.weights_dtype)
-    indices = q.new_empty(problem.weights_shape, dtype=torch.int64) if options.form == "top" else None
-    return weights, indices
-
-
-def _with_keys_as_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt a function of the tensors q, k and v to q, k and lse, by passing k as v."""
-    return lambda q, k, lse, extras, options: function(q, k, k, extras, options)
-
-
-WEIGHTS = Operation(
-    "weights",
-    tensors=("q", "k", "lse"),
-    optional=NO_EXTRAS,
-    options=WeightsOptions,
-    extended_to=(ModifiedExtras, ModifiedWeightsOptions),
-    results=2,
-    check=_check,
-    describe=_with_keys_as_values(WeightsProblem.from_tensors),
-    fake=_fake,
-    check_values=_with_keys_as_values(check_values),
-    check_traced=_with_keys_as_values(check_traced),
-    part="weights",
-    no_gradient=_NO_GRADIENT,
-)
+    return weights_of(q, k, lse, extras, options, normalised)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from flashtile.problems.attention import (
     OPTIONS_OF_PLAIN_CALLS,
     ModifiedExtras,
     OptionalTensors,
+    Options,
     captured_of,
     captured_tensors,
 )
@@ -71,16 +72,7 @@ def check_call(
     check_types(q, k, v, extras, options)
     cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, *_ = extras
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_dtype(name, tensor, dtypes)
-        check_same_dtype(name, tensor, "q", q)
-        check_heads_tensor(name, tensor, packed, "total", "seqlen", q, most)
-    if k.shape[-2] != v.shape[-2]:
-        raise ValueError(f"v has {v.shape[-2]} heads, but k has {k.shape[-2]}: they must be equal")
-    check_equal("leading shape", "v", v.shape[:-2], "k", k.shape[:-2])
-    if not packed:
-        check_equal("batch size", "k", k.shape[0], "q", q.shape[0])
-    check_groups(q, k, "k")
+    check_operands(q, k, v, packed, dtypes, most)
     if not packed and looks_transposed(q, k):
         # Python shows the same warning only once for each calling line, so repeated calls are quiet.
         warnings.warn(f"q, k and v {TRANSPOSED}", stacklevel=2)
@@ -130,6 +122,27 @@ def check_call(
         check_captured(q, captured_of(extras))
         if options.block_q:
             check_lists(q, k, extras, options)
+
+
+def check_operands(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: bool,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    most: int = MAX_HEAD_DIM,
+) -> None:
+    """Check dtypes, shapes, strides and devices of q, k and v, which are dense."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_dtype(name, tensor, dtypes)
+        check_same_dtype(name, tensor, "q", q)
+        check_heads_tensor(name, tensor, packed, "total", "seqlen", q, most)
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"v has {v.shape[-2]} heads, but k has {k.shape[-2]}: they must be equal")
+    check_equal("leading shape", "v", v.shape[:-2], "k", k.shape[:-2])
+    if not packed:
+        check_equal("batch size", "k", k.shape[0], "q", q.shape[0])
+    check_groups(q, k, "k")
 
 
 def check_forward(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
@@ -191,6 +204,78 @@ def check_with_functions(extras: Any, options: Any) -> None:
         if tensor is not None and name not in ALLOWED_EXTRAS:
             hint = "score_mod" if name == "bias" else "mask_mod (flashtile.masks.document, padding)"
             raise NotImplementedError(f"{name} must be None {where}, got a tensor: write it in {hint}")
+
+
+def check_kind(
+    q: Any,
+    k: Any,
+    v: Any,
+    extras: Any,
+    options: Any,
+    descales: tuple[Tensor | None, ...],
+    buffers: tuple[Tensor | None, ...],
+    has_functions: bool = False,
+    form: tuple[str, int] | None = None,
+) -> bool:
+    """Raise for an argument that calls in FP8, or with score or mask functions, do not have.
+
+    Args:
+        descales: (q_descale, k_descale, v_descale), or () if none is given.
+        buffers: (out, lse), or () if neither is given.
+        form: the form of the weights that the call also returns, or None.
+
+    Returns:
+        Whether the call is in FP8.
+    """
+    in_e4m3 = isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn
+    name = "lse" if buffers and buffers[0] is None else "out"
+    if has_functions:
+        functions = "score_mod, mask_mod or block_mask"
+        if in_e4m3:
+            raise NotImplementedError(f"q must be float16 or wider with {functions}, got {q.dtype}")
+        if descales:
+            refuse_descales(descales, f"without {functions}")
+        if buffers:
+            raise NotImplementedError(f"{name} must be None with {functions}, got a tensor")
+        check_with_functions(extras, options)
+    elif in_e4m3:
+        from flashtile.problems.fp8 import AttendOptions, AttendTensors  # few programs use them
+
+        operands = "q, k and v of float8_e4m3fn"
+        if form is not None:
+            got = repr(form[0])
+            raise NotImplementedError(f"return_attn_weights must be False for {operands}, got {got}")
+        if buffers:
+            raise NotImplementedError(f"{name} must be None for {operands}, got a tensor")
+        check_types(q, k, v, extras, options)
+        allowed = (*AttendTensors._fields, *AttendOptions._fields, "seqused_q")
+        refuse_beyond(extras, options, allowed, f"for {operands}")
+    elif descales:
+        refuse_descales(descales, "for q, k and v of float8_e4m3fn")
+    return in_e4m3
+
+
+def refuse_descales(descales: tuple[Tensor | None, ...], allowed: str) -> None:
+    """Raise ValueError if one of ``descales`` (q_descale, k_descale, v_descale) is given.
+
+    The message ends with ``allowed``, which says which calls accept scales.
+    """
+    for name, descale in zip(("q_descale", "k_descale", "v_descale"), descales, strict=False):
+        if descale is not None:
+            raise ValueError(f"{name} must be None, got a tensor: {name} is only accepted {allowed}")
+
+
+def refuse_beyond(extras: Any, options: Any, taken: Collection[str], where: str) -> None:
+    """Raise NotImplementedError for an option or tensor that is given and not among the ``taken``.
+
+    In the message, ``where`` names the kind of call.
+    """
+    for name, value in options._asdict().items():
+        if name not in taken and value != Options._field_defaults[name]:
+            raise NotImplementedError(f"{name} must be left out {where}, got {value}")
+    for name, tensor in extras._asdict().items():
+        if name not in taken and tensor is not None:
+            raise NotImplementedError(f"{name} must be left out {where}, got a tensor")
 
 
 def check_results(dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, v: Tensor, packed: bool) -> None:

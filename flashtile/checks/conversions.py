@@ -7,7 +7,7 @@ before it becomes part of a cache key.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,15 +18,14 @@ from flashtile.checks.arguments import (
     as_int,
     check_dense,
     check_offsets,
-    check_only_window,
     check_qv,
     named,
 )
-from flashtile.checks.attention import check_call, check_types
+from flashtile.checks.attention import check_operands, check_types
 from flashtile.problems.attention import OptionalTensors, Options
 from flashtile.problems.common import DEVICE_TYPES, MAX_HEAD_DIM, MAX_LENGTH, UNLIMITED
 from flashtile.problems.masking import Masking
-from flashtile.torch_private import innermost_transform, is_any_autocast_enabled
+from flashtile.torch_private import is_any_autocast_enabled
 
 AUTOCAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -217,6 +216,31 @@ def as_scores(scores: Any, seqlen_k: Any) -> Any:
     return scores
 
 
+MAX_TOP = 128
+"""Largest number of weights per row that the kernels keep in registers."""
+
+
+def as_form(name: str, form: Any) -> tuple[str, int]:
+    """Convert the ``form`` of attention weights to (form, number of weights per row). True means "full".
+
+    ``name`` is the argument's name in errors.
+    """
+    if form is True or (isinstance(form, str) and form == "full"):
+        return "full", 0
+    if isinstance(form, str) and form == "columns":
+        return "columns", 0
+    allowed = f'{name} must be "full", "columns" or an int from 1 to {MAX_TOP}'
+    if isinstance(form, str):
+        raise ValueError(f"{allowed}, got {form!r}")
+    try:
+        top = as_int(name, form)
+    except TypeError:
+        raise TypeError(f"{allowed}, got {type(form).__name__} {form!r}") from None
+    if not 1 <= top <= MAX_TOP:
+        raise ValueError(f"{allowed}, got {top}")
+    return "top", top
+
+
 def keys_of_scores(k: Any, cu_seqlens_k: Any, options: Options) -> Any:
     """Return seqlen_k, the size of the last dimension of a mask or bias, or None if the call is invalid."""
     if cu_seqlens_k is not None:
@@ -229,18 +253,17 @@ def join_qv(
 ) -> tuple[Tensor, Tensor]:
     """Return q and k with the columns of qv and v appended. Their product is ``q k^T + qv v^T``.
 
-    These are the queries for v of multi-head latent attention. Both results are differentiable.
+    These are the queries for v of multi-head latent attention. Both results are differentiable. Only what is
+    joined is checked here, so that errors name its own shapes.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`flashtile.attention`.
     """
     if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
         raise NotImplementedError("qv must be None for q, k and v of float8_e4m3fn, got a tensor")
-    (qv,) = under_autocast(qv)
-    if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the check of strides
-        check_types(q, k, v, extras, options)
-    else:
-        check_call(q, k, v, visible_strides(extras), options)
+    check_types(q, k, v, extras, options)
+    if not torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the check of strides
+        check_operands(q, k, v, extras.cu_seqlens_q is not None or extras.cu_seqlens_k is not None)
     check_qv(q, v, "v", qv)
     columns = q.shape[-1] + v.shape[-1]
     if columns > MAX_HEAD_DIM:
@@ -310,14 +333,6 @@ def with_unit_stride(tensor: Any) -> Any:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def visible_strides(extras: Any) -> Any:
-    """Return a call's other tensors, under transforms of ``torch.func`` with last strides of 1.
-
-    A dimension that vmap maps over may leave strides that the caller cannot see.
-    """
-    return extras if innermost_transform() is None else extras._make(map(with_unit_stride, extras))
-
-
 def in_memory(tensor: Any) -> Any:
     """Return ``tensor``, or a copy if its memory holds the numbers before a lazy negation.
 
@@ -332,68 +347,6 @@ def as_seconds(name: str, value: Any) -> float:
     if not 0 < seconds <= MAX_SECONDS:
         raise ValueError(f"{name} must be above 0 and at most {MAX_SECONDS} seconds, got {seconds:g}")
     return seconds
-
-
-def refuse_descales(descales: tuple[Tensor | None, ...], allowed: str) -> None:
-    """Raise ValueError if one of ``descales`` (q_descale, k_descale, v_descale) is given.
-
-    The message ends with ``allowed``, which says which calls accept scales.
-    """
-    for name, descale in zip(("q_descale", "k_descale", "v_descale"), descales, strict=False):
-        if descale is not None:
-            raise ValueError(f"{name} must be None, got a tensor: {name} is only accepted {allowed}")
-
-
-def check_kind(
-    q: Any,
-    descales: tuple[Tensor | None, ...],
-    buffers: tuple[Tensor | None, ...],
-    has_functions: bool = False,
-    form: tuple[str, int] | None = None,
-) -> bool:
-    """Raise for an argument that calls in FP8, or with score or mask functions, do not have.
-
-    Args:
-        descales: (q_descale, k_descale, v_descale), or () if none is given.
-        buffers: (out, lse), or () if neither is given.
-        form: the form of the weights that the call also returns, or None.
-
-    Returns:
-        Whether the call is in FP8.
-    """
-    in_e4m3 = isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn
-    name = "lse" if buffers and buffers[0] is None else "out"
-    if has_functions:
-        functions = "score_mod, mask_mod or block_mask"
-        if in_e4m3:
-            raise NotImplementedError(f"q must be float16 or wider with {functions}, got {q.dtype}")
-        if descales:
-            refuse_descales(descales, f"without {functions}")
-        if buffers:
-            raise NotImplementedError(f"{name} must be None with {functions}, got a tensor")
-    elif in_e4m3:
-        if form is not None:
-            got = repr(form[0])
-            raise NotImplementedError(f"return_attn_weights must be False for q of {q.dtype}, got {got}")
-        if buffers:
-            raise NotImplementedError(f"{name} must be None for q, k and v of float8_e4m3fn, got a tensor")
-    elif descales:
-        refuse_descales(descales, "for q, k and v of float8_e4m3fn")
-    return in_e4m3
-
-
-def refuse_beyond(extras: OptionalTensors, options: Options, taken: Collection[str], where: str) -> None:
-    """Raise NotImplementedError for an option or tensor that is given and not among the ``taken``.
-
-    Of masks by position, only the window is taken. In the message, ``where`` names the kind of call.
-    """
-    check_only_window(options.masking, where)
-    for name, value in options._asdict().items():
-        if name not in taken and value != Options._field_defaults[name]:
-            raise NotImplementedError(f"{name} must be left out {where}, got {value}")
-    for name, tensor in extras._asdict().items():
-        if name not in taken and tensor is not None:
-            raise NotImplementedError(f"{name} must be left out {where}, got a tensor")
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -5,7 +5,12 @@ from flashtile.engine.config import ConfigError, ModelConfig
 from flashtile.engine.core import Engine, EngineStats
 from flashtile.engine.llm import LLM
 from flashtile.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from flashtile.engine.sampling_params import (
+    BeamSearchParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 __all__ = [
     "LLM",
@@ -22,4 +27,5 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]

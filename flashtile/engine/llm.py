@@ -16,7 +16,7 @@ import torch
 
 from flashtile.checks.arguments import as_int_within, is_choice
 from flashtile.checks.conversions import as_float, as_int, check_flag
-from flashtile.checks.vllm_arguments import LLM_ARGUMENTS, takes_also
+from flashtile.checks.vllm_arguments import CALL_ARGUMENTS, LLM_ARGUMENTS, NO_METHODS, takes_also
 from flashtile.engine.config import IN_VLLM, ConfigError, ModelConfig, model_folder, read_config, read_json
 from flashtile.engine.core import Engine, EngineStats, Prompt
 from flashtile.engine.groups import PrefixGroups
@@ -57,7 +57,8 @@ class LLM:
         seed: seed of requests without a seed of their own.
         max_model_len: maximum number of tokens of prompt and answer together. None: the model's
             ``max_position_embeddings``, but at most 2^20 and at most the tokens that fit into the KV cache.
-        max_num_seqs: maximum number of sequences computed at a time.
+        max_num_seqs: maximum number of sequences computed at a time. None: 256, or ``max_num_batched_tokens``
+            if that is smaller.
         max_num_batched_tokens: maximum number of tokens computed in a step. None: 8192 on a GPU, 1024 on a
             CPU.
         gpu_memory_utilization: share of the GPU's memory that the engine may use, above 0 and at most 1.
@@ -66,9 +67,9 @@ class LLM:
             largest step; 1 GiB on a CPU.
         num_gpu_blocks_override: number of blocks of the KV cache. It overrides ``gpu_memory_utilization``
             and ``kv_cache_memory_bytes``.
-        block_size: tokens per block of the KV cache.
+        block_size: tokens per block of the KV cache. None: 16.
         kv_cache_dtype: "auto" (the dtype of the weights) or "fp8".
-        enable_prefix_caching: reuse the blocks of equal prefixes.
+        enable_prefix_caching: reuse the blocks of equal prefixes. None: True.
         cascade_attention: read the blocks that sequences share, such as the prompt of ``n`` answers, once in
             a step instead of once for each sequence. Layers without a window do so in steps in which it saves
             the reading of at least 8,192 tokens (:mod:`flashtile.engine.groups`). Sums are rounded in another
@@ -133,14 +134,14 @@ class LLM:
         device: str | torch.device | None = None,
         seed: int = 0,
         max_model_len: int | None = None,
-        max_num_seqs: int = 256,
+        max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         gpu_memory_utilization: float = 0.9,
         kv_cache_memory_bytes: int | None = None,
         num_gpu_blocks_override: int | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         kv_cache_dtype: str = "auto",
-        enable_prefix_caching: bool = True,
+        enable_prefix_caching: bool | None = None,
         cascade_attention: bool = False,
         batch_invariant: bool = False,
         swap_space: float = 0,
@@ -154,8 +155,9 @@ class LLM:
         generation_config: str | Path = "auto",
     ):
         processes = as_int_within("tensor_parallel_size", tensor_parallel_size, 1, 2**10)
+        prefix_caching = True if enable_prefix_caching is None else enable_prefix_caching
         _check_choices(
-            quantization, load_format, enable_prefix_caching=enable_prefix_caching,
+            quantization, load_format, enable_prefix_caching=prefix_caching,
             cascade_attention=cascade_attention, enforce_eager=enforce_eager, warmup=warmup,
             batch_invariant=batch_invariant,
         )  # fmt: skip
@@ -179,10 +181,14 @@ class LLM:
         if max_model_len is not None:
             length = as_int_within("max_model_len", max_model_len, 1, config.longest_sequence)
         utilization, host_bytes = _memory_limits(gpu_memory_utilization, swap_space)
-        seqs = as_int_within("max_num_seqs", max_num_seqs, 1, 2**16)
         if max_num_batched_tokens is None:
             max_num_batched_tokens = 8192 if self.device.type == "cuda" else 1024
         budget = as_int_within("max_num_batched_tokens", max_num_batched_tokens, 1, 2**20)
+        seqs = (
+            min(256, budget)
+            if max_num_seqs is None
+            else as_int_within("max_num_seqs", max_num_seqs, 1, 2**16)
+        )
         if seqs > budget:
             raise ValueError(f"max_num_batched_tokens must be at least max_num_seqs={seqs}, got {budget}")
         text = None if skip_tokenizer_init else _fitting_tokenizer(model_folder(tokenizer or folder), config)
@@ -200,7 +206,7 @@ class LLM:
         if isinstance(speculation, DraftModel) and draft_config is not None:
             draft = load(speculation.model, draft_config, ALONE)
             windows += draft_config.windows
-        size = as_int_within("block_size", block_size, 1, 1024)
+        size = 16 if block_size is None else as_int_within("block_size", block_size, 1, 1024)
         block_bytes = bytes_of_block(network, size, cache_dtype)
         if draft is not None:
             block_bytes += bytes_of_block(draft, size, self.dtype)
@@ -235,7 +241,7 @@ class LLM:
         )  # fmt: skip
         # With a window in all layers, blocks are released, and no layer could use groups.
         groups = PrefixGroups(manager) if cascade_attention and window < 0 else None
-        scheduler = Scheduler(manager, budget, enable_prefix_caching, groups)
+        scheduler = Scheduler(manager, budget, prefix_caching, groups)
         runner = Runner(
             network, manager, cache_dtype, budget, capture=not enforce_eager, draft=draft,
             parents=comb(speculation.num_speculative_tokens, speculation.tree_width) if speculation else (),
@@ -248,14 +254,13 @@ class LLM:
         self._ids = itertools.count()
         self._finished: dict[str, RequestOutput] = {}  # not returned to the caller yet
 
+    @takes_also(CALL_ARGUMENTS)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = False,
-        lora_request: None = None,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts in one batch. The answers come in the order of the prompts.
 
@@ -264,29 +269,26 @@ class LLM:
                 of tokens.
             sampling_params: one for all prompts, or a list with one for each. None:
                 :meth:`get_default_sampling_params`.
-            use_tqdm: must be False. To show progress, call ``engine.step`` yourself.
-            lora_request: must be None.
-            priority: one integer for each prompt; lower values are scheduled first.
+            priority: an integer for all prompts, or one for each; lower values are scheduled first.
+
+        Of vLLM's other arguments, ``use_tqdm`` is ignored: to show progress, call ``engine.step`` yourself.
+        The others must have their defaults, here and in the other methods.
 
         Raises:
             TypeError, ValueError, NotImplementedError: an argument is invalid or not supported. Nothing is
                 computed then.
         """
-        if lora_request is not None:
-            raise NotImplementedError(
-                f"lora_request must be None, got {lora_request!r:.60}: LoRA is not supported{IN_VLLM}"
-            )
-        if use_tqdm:
-            raise NotImplementedError(f"use_tqdm must be False, got {use_tqdm!r:.60}")
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         return self._run(prompts, sampling_params, priority)
 
+    @takes_also(CALL_ARGUMENTS)
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -297,7 +299,7 @@ class LLM:
 
         Args:
             messages: a list of dicts with ``role`` and ``content``, or a list of such lists.
-            sampling_params: as in :meth:`generate`.
+            sampling_params, priority: as in :meth:`generate`.
             chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs: as
                 in :meth:`flashtile.engine.tokenizer.Tokenizer.apply_chat_template`.
         """
@@ -312,10 +314,15 @@ class LLM:
             for conversation in conversations
         ]  # fmt: skip
         tokens = [{"prompt": text, "prompt_token_ids": tokenizer.encode(text, False)} for text in prompts]
-        return self.generate(tokens, sampling_params)
+        return self.generate(tokens, sampling_params, priority=priority)
 
+    @takes_also(CALL_ARGUMENTS)
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Return the likeliest continuations of each prompt, the best first in ``outputs``.
 
@@ -323,7 +330,7 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
-        return self._run(prompts, params, None)
+        return self._run(prompts, params, priority)
 
     def score(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
         """Return the log-probability of each token of a sequence but the first, given those before it.
@@ -470,12 +477,17 @@ class LLM:
         """
         self.engine.runner.close()
 
-    def _run(self, prompts: Any, params: Any, priority: Sequence[int] | None) -> list[RequestOutput]:
+    def __getattr__(self, name: str) -> Any:
+        if name in NO_METHODS:
+            raise AttributeError(f"LLM has no {name}: {NO_METHODS[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _run(self, prompts: Any, params: Any, priority: int | Sequence[int] | None) -> list[RequestOutput]:
         many = _as_prompts(prompts)
         params = list(params) if isinstance(params, Sequence) else [params] * len(many)
         if len(params) != len(many):
             raise ValueError(f"expected {len(many)} sampling_params (one per prompt), got {len(params)}")
-        priorities = [0] * len(many) if priority is None else list(priority)
+        priorities = list(priority) if isinstance(priority, Sequence) else [priority or 0] * len(many)
         if len(priorities) != len(many):
             raise ValueError(f"expected {len(many)} priorities (one per prompt), got {len(priorities)}")
         ids = self._add(many, params, priorities)

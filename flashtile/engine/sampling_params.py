@@ -12,7 +12,12 @@ from torch import Tensor
 
 from flashtile.checks.arguments import as_int_within, is_choice
 from flashtile.checks.conversions import as_float, check_flag
-from flashtile.checks.vllm_arguments import SAMPLING_ARGUMENTS, takes_also
+from flashtile.checks.vllm_arguments import (
+    BEAM_ARGUMENTS,
+    SAMPLING_ARGUMENTS,
+    STRUCTURE_ARGUMENTS,
+    takes_also,
+)
 
 LogitsProcessor = Callable[[list[int], Tensor], Tensor]
 """(tokens of the answer so far, logits (vocab_size,) float32) -> logits, possibly changed in place."""
@@ -199,6 +204,38 @@ class SamplingParams:
         return bool(self.logits_processors) or self.structured_outputs is not None
 
 
+@takes_also(STRUCTURE_ARGUMENTS)
+class StructuredOutputsParams(dict[str, Any]):
+    """``structured_outputs`` of :class:`SamplingParams`, as vLLM names it. A dict with the same keys will do.
+
+    Give one of ``json``, ``regex``, ``choice``, ``grammar`` and ``json_object``.
+
+    Examples:
+        >>> from flashtile.engine import SamplingParams, StructuredOutputsParams
+        >>> params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+        >>> params.structured_outputs
+        {'choice': ['yes', 'no']}
+    """
+
+    def __init__(
+        self,
+        json: str | Mapping[str, Any] | None = None,
+        regex: str | None = None,
+        choice: Sequence[str] | None = None,
+        grammar: str | None = None,
+        json_object: bool | None = None,
+    ):
+        given = {
+            "json": json,
+            "regex": regex,
+            "choice": choice,
+            "grammar": grammar,
+            "json_object": json_object,
+        }
+        super().__init__({name: value for name, value in given.items() if value is not None})
+
+
+@takes_also(BEAM_ARGUMENTS)
 @dataclass
 class BeamSearchParams:
     """Parameters of beam search, with vLLM's names.

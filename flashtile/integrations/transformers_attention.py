@@ -36,7 +36,7 @@ from flashtile.integrations.transformers_masks import (
 from flashtile.integrations.transformers_private import collects_weights, is_quantized
 from flashtile.op.operation import SIGNATURE_BYTES, is_plain, launch_cache, signatures
 from flashtile.operators.decode import DECODE
-from flashtile.problems.common import shared_fields
+from flashtile.problems.common import UNLIMITED, shared_fields
 from flashtile.problems.decode import MAX_HEAD_DIM, CacheTensors, DecodeOptions
 from flashtile.torch_private import is_any_autocast_enabled
 
@@ -45,7 +45,7 @@ IN_CONFIG = {
 }
 """Replacements of argument names in errors by names that users of a model know."""
 
-EVERYWHERE = {"causal": False, "window_size": (-1, -1)}
+EVERYWHERE = {"causal": False, "window_size": (UNLIMITED, UNLIMITED)}
 """Options for masks that already include causality and windows."""
 
 Options = dict[str, Any]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile.api.decode import append_kvcache, copy_blocks, flash_attn_with_kvcache
 from flashtile.checks.arguments import as_device, check_dense, check_pair, check_tensor, is_choice, named
-from flashtile.checks.conversions import refuse_descales
+from flashtile.checks.attention import refuse_descales
 from flashtile.kv_cache.manager import BlockManager
 from flashtile.kv_cache.pool import BlockPool, Copies, as_size
 from flashtile.kv_cache.table import Batch

@@ -86,6 +86,10 @@ class BlockMask:
 _NAMES = tuple(field.name for field in fields(BlockMask))
 
 
+FLEX_OPTIONS = {"_compile", "separate_full_blocks", "compute_dq_write_order", "dq_kv_order"}
+"""Arguments of FlexAttention's function of this name that change no mask."""
+
+
 def create_block_mask(
     mask_mod: Callable[..., Any],
     B: int | None,
@@ -94,6 +98,7 @@ def create_block_mask(
     KV_LEN: int,
     device: torch.device | str | None = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
+    **flex_options: Any,
 ) -> BlockMask:
     """Create the block mask of a mask function, with FlexAttention's argument names.
 
@@ -106,9 +111,11 @@ def create_block_mask(
         Q_LEN, KV_LEN: numbers of queries and keys.
         device: device of the lists. None: the device of the captured tensors, or the CPU if there are none.
         BLOCK_SIZE: number of queries and of keys in a block, or one int for both; multiples of 16.
+        flex_options: FlexAttention's ``_compile``, ``separate_full_blocks``, ``compute_dq_write_order`` and
+            ``dq_kv_order``, which are ignored.
 
     Raises:
-        TypeError: ``mask_mod`` does not compile.
+        TypeError: ``mask_mod`` does not compile, or an argument has another name.
         ValueError: a length, block size or device is not allowed, or ``mask_mod`` reads outside of a captured
             tensor (checked on a GPU only with ``FLASHTILE_DEBUG=1``).
 
@@ -121,6 +128,8 @@ def create_block_mask(
         >>> flashtile.attention(q, k, v, block_mask=block_mask).shape
         torch.Size([1, 1024, 2, 16])
     """
+    for name in flex_options.keys() - FLEX_OPTIONS:
+        raise TypeError(f"create_block_mask() has no argument {name!r}")
     batch, heads = as_length("B", 1 if B is None else B), as_length("H", 1 if H is None else H)
     Q_LEN, KV_LEN = as_length("Q_LEN", Q_LEN), as_length("KV_LEN", KV_LEN)
     sizes = size_q, size_kv = block_sizes(BLOCK_SIZE)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from flashtile.problems.common import DTYPES
+from flashtile.torch_private import torch_release
 
 INTS = {
     "uint8": torch.uint8, "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int": torch.int64,
@@ -213,11 +214,36 @@ def _chosen(emit: Any, condition: Any, is_chosen: bool = True) -> Callable[[Any]
     return through
 
 
-def _clamped(comparison: str) -> Callable[..., tuple]:
-    """Return ``gradient`` of a clamp: at the bound, the number that is clamped gets the whole gradient."""
+def clamps_share_ties() -> bool:
+    """Whether a clamp's gradient at a bound is that of torch from 2.14 on.
+
+    There a bound that is a tensor gets half of it, and one that is a number leaves 0. In earlier releases,
+    what is clamped gets the whole gradient.
+    """
+    return torch_release() >= (2, 14)
+
+
+def _clamp(which: str) -> Callable[[Any, Any], Tensor]:
+    """Return torch.clamp with one bound, whose derivatives at the bound depend on whether it is a number."""
+
+    def clamp(x: Any, bound: Any) -> Tensor:
+        if isinstance(x, Tensor) and x.is_floating_point() and not isinstance(bound, Tensor):
+            return torch.clamp(x, **{which: bound})
+        x, bound = _tensors(x, bound)
+        return torch.clamp(x, **{which: bound})
+
+    return clamp
+
+
+def _clamped(within: str, up_to: str) -> Callable[..., tuple]:
+    """Return ``gradient`` of a clamp by a number.
+
+    What is clamped gets it within the bound (a comparison), or up to the bound. :func:`clamps_share_ties`
+    decides.
+    """
 
     def partials(emit: Any, y: Any, x: Any, bound: Any) -> tuple:
-        condition = emit(comparison, x, bound)
+        condition = emit(within if clamps_share_ties() else up_to, x, bound)
         return _chosen(emit, condition), _chosen(emit, condition, is_chosen=False)
 
     return partials
@@ -283,8 +309,8 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "minimum": _binary(_of_tensors(torch.minimum), _extreme("gt", "lt")),
     "maximum": _binary(_of_tensors(torch.maximum), _extreme("lt", "gt")),
-    "clamp_min": _binary(_of_tensors(torch.clamp_min), _clamped("ge")),
-    "clamp_max": _binary(_of_tensors(torch.clamp_max), _clamped("le")),
+    "clamp_min": _binary(_clamp("min"), _clamped("gt", "ge")),
+    "clamp_max": _binary(_clamp("max"), _clamped("lt", "le")),
     "eq": _comparison(lambda a, b: a == b),
     "ne": _comparison(lambda a, b: a != b),
     "lt": _comparison(lambda a, b: a < b),

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from flashtile.checks import arguments
 from flashtile.checks.arguments import check_dense
 from flashtile.masks import operations, program
-from flashtile.masks.operations import FLOATS, INTS, promoted, promoted_int, range_of
+from flashtile.masks.operations import FLOATS, INTS, clamps_share_ties, promoted, promoted_int, range_of
 from flashtile.masks.program import LOAD, Builder, Name, Operand, Program, soft_cap_of
 from flashtile.masks.ranges import without_identities
 from flashtile.masks.triton_functions import in_torch
@@ -615,11 +615,22 @@ def _relu(recorder: _Recorder, x: Any) -> Any:
 
 
 def _clamp(recorder: _Recorder, x: Any, min: Any = None, max: Any = None) -> Any:
+    bounds = (min, max)
+    are_tensors = not any(one is None or isinstance(one, (int, float)) for one in bounds)
+    if clamps_share_ties() and are_tensors and "float" in map(recorder.kind, (x, *bounds)):
+        # Where the bounds are equal, torch gives the whole gradient to one of the three.
+        is_below, is_above, is_one = (
+            recorder.arithmetic(name, *pair)
+            for name, pair in (("lt", (x, min)), ("gt", (x, max)), ("eq", bounds))
+        )
+        one = _where(recorder, is_below, min, _where(recorder, is_above, max, x))
+        return _where(recorder, is_one, one, _clamp(recorder, _clamp(recorder, x, min), None, max))
     for of_floats, of_ints, bound in (("clamp_min", "maximum", min), ("clamp_max", "minimum", max)):
         if bound is None:
             continue
         if "float" in (recorder.kind(x), recorder.kind(bound)):
-            x = recorder.arithmetic(of_floats, x, bound)
+            shares = clamps_share_ties() and not isinstance(bound, (int, float))
+            x = recorder.arithmetic(of_ints if shares else of_floats, x, bound)
         else:
             x = recorder.arithmetic(of_ints, x, recorder.fitting(bound, recorder.conversion(x, bound)))
     return x

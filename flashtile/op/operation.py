@@ -367,8 +367,8 @@ class Operation(Calls):
             if self.no_gradient is not None and transforming():
                 refuse_transformed_gradients(self.no_gradient, self.names, (*tensors, *optional))
             refuse_functionalized_gradients(self.names, (*tensors, *optional))
-        tell_observers(self, (*tensors, *optional))
         refuse_tangents(self.names, (*tensors, *optional))
+        tell_observers(self, (*tensors, *optional))
         return self.operator(*self.flat(tensors, optional, options))
 
     def _refuse_negated(self, tensors: Tensors) -> None:

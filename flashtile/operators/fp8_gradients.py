@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.checks.fp8 import check_attend
 from flashtile.op.refusals import refuse_tangents, refuse_transformed_gradients, transforming
 from flashtile.operators.attention import BACKWARD
 from flashtile.operators.fp8 import ATTEND, NO_GRADIENT, refuse_gradient
-from flashtile.operators.gradients import batched
-from flashtile.problems.attention import OptionalTensors
+from flashtile.operators.gradients import batched, forward
+from flashtile.problems.attention import OptionalTensors, Options
+from flashtile.problems.common import shared_fields
 from flashtile.problems.fp8 import AttendOptions, AttendTensors, QuantizeOptions, QuantizeTensors
 from flashtile.problems.quantized import Quantized
 from flashtile.reference.decode import turn
@@ -49,6 +51,39 @@ def attend(
         given = tuple(x if isinstance(x, Quantized) else x.detach() for x in operands)
         return Fp8Attention.apply(given, tensors, options, *sources, tensors.sink)
     return ATTEND(tuple(map(_values_of, operands)), tensors, options)
+
+
+def attend_descaled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    descales: tuple[Tensor | None, ...],
+    extras: OptionalTensors,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) for row-major e4m3 tensors with FlashAttention-3's scales (batch, heads_kv).
+
+    ``descales`` are those of q, k and v, or () if there are none.
+
+    out is bfloat16. The gradients are those of the stored e4m3 numbers, before multiplication by their
+    scales. Autograd rounds them to e4m3, unless the tensor's ``grad_dtype`` is another dtype.
+
+    FP8 kernels hide keys only by a window, and have no ``seqused_q``. Other calls are computed in bfloat16,
+    on the tensors multiplied by their scales.
+    """
+    descales = descales or (None, None, None)
+    tensors = AttendTensors(*descales, **shared_fields(AttendTensors, extras))
+    stored = AttendOptions(
+        **shared_fields(AttendOptions, options), out_dtype=torch.bfloat16, head_dim=q.shape[-1]
+    )
+    if options.masking.beyond_window is None and extras.seqused_q is None:
+        return attend((q, k, v), tensors, stored)
+    check_attend(q, k, v, tensors, stored)
+    ATTEND.check_values((q, k, v), tensors, stored)
+    offsets = extras.cu_seqlens_q, extras.cu_seqlens_k, extras.cu_seqlens_k
+    given = zip((q, k, v), descales, offsets, strict=True)
+    q, k, v = (descaled(x.float(), descale, offset).to(torch.bfloat16) for x, descale, offset in given)
+    return forward(q, k, v, extras, options)
 
 
 def _learns(sources: tuple) -> bool:

@@ -4,8 +4,8 @@ A call takes the shortest valid path to the operations of :mod:`flashtile.operat
 
     plain                        FORWARD.launch; under the node FlashAttention if a tensor requires grad
     traced, in modes, subclasses torch.ops.flashtile.forward, whose formulas are registered at the end
-    transforms of torch.func     transforms.Forward
-    tangents                     derivatives.plain
+    transforms of torch.func,
+    tangents                     transforms.forward
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from flashtile.checks.attention import check_call, check_learned_slopes, check_results
-from flashtile.checks.conversions import as_masking, as_offset_pair, make_options, visible_strides
-from flashtile.op.observers import tell_observers
+from flashtile.checks.conversions import as_masking, as_offset_pair, make_options
 from flashtile.op.operation import any_learns, is_plain
-from flashtile.op.refusals import carries_tangents, refuse_functionalized, transforming
+from flashtile.op.refusals import carries_tangents, transforming
 from flashtile.op.registry import register_autograd
 from flashtile.operators import functions
 from flashtile.operators.attention import BACKWARD, FORWARD, FORWARD_INTO
@@ -75,32 +74,12 @@ def forward(
             extras = functions.without_backward_lists(extras)
         return FORWARD.launch(tensors, extras, options)
 
-    is_transformed = transforming()
-    if is_transformed:
-        extras = visible_strides(extras)
     has_tangents = carries_tangents((*tensors, *extras))
-    if not (is_transformed or has_tangents):
-        return FORWARD.traced(tensors, extras, options)
-    FORWARD.check(*tensors, extras, options)
-    if has_tangents:
-        if options.invariant:
-            raise NotImplementedError(
-                "invariant must be False in forward mode, whose sums have another order"
-            )
-        from flashtile.operators import derivatives
+    if has_tangents or transforming():
+        from flashtile.operators import transforms
 
-        return derivatives.plain(*tensors, extras, options)
-    if isinstance(extras, ModifiedExtras):
-        raise NotImplementedError(
-            "score_mod, mask_mod and block_mask must be None under transforms of torch.func that have no "
-            "tangents: call flashtile.attention without them, or outside of the transform"
-        )
-    refuse_functionalized("q")
-    from flashtile.operators import transforms
-
-    for operation in (FORWARD, BACKWARD):
-        tell_observers(operation, (*tensors, *extras))
-    return transforms.Forward.apply(*FORWARD.flat(tensors, extras, options))
+        return transforms.forward(tensors, extras, options, has_tangents)
+    return FORWARD.traced(tensors, extras, options)
 
 
 class FlashAttention(torch.autograd.Function):

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.op.refusals import carries_tangents, refuse_functionalized
+from flashtile.checks.conversions import with_unit_stride
+from flashtile.op.observers import tell_observers
+from flashtile.op.refusals import carries_tangents, refuse_functionalized, transforming
 from flashtile.op.registry import flat_fields, gathered
 from flashtile.operators import derivatives
 from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.operators.functions import index_of_slopes, learning_slopes, pack, unpack
-from flashtile.problems.attention import OptionalTensors, Options, extras_of
+from flashtile.problems.attention import ModifiedExtras, OptionalTensors, Options, extras_of
 from flashtile.problems.masks import CAPTURED
 
 _NUM_EXTRAS, _NUM_OPTIONS = len(OptionalTensors._fields), len(flat_fields(Options))
@@ -25,6 +27,29 @@ _BIAS = OptionalTensors._fields.index("bias")
 _SLOPES = OptionalTensors._fields.index("alibi_slopes")
 _WITHOUT_BATCH = OptionalTensors._fields.index("sink")
 """Index of the first field of OptionalTensors that need not have a batch dimension."""
+
+
+def forward(
+    tensors: tuple[Tensor, Tensor, Tensor], extras: Any, options: Any, has_tangents: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute ``flashtile::forward`` under a transform of ``torch.func``, or with forward-mode tangents."""
+    if transforming():
+        # A dimension that vmap maps over may leave strides that the caller cannot see.
+        extras = extras._make(map(with_unit_stride, extras))
+    FORWARD.check(*tensors, extras, options)
+    if has_tangents:
+        if options.invariant:
+            raise NotImplementedError(
+                "invariant must be False in forward mode, whose sums have another order"
+            )
+        return derivatives.plain(*tensors, extras, options)
+    if isinstance(extras, ModifiedExtras):
+        raise NotImplementedError(
+            "score_mod, mask_mod and block_mask must be None under transforms of torch.func that have no "
+            "tangents: call flashtile.attention without them, or outside of the transform"
+        )
+    refuse_functionalized("q")
+    return Forward.apply(*FORWARD.flat(tensors, extras, options))
 
 
 def backward(*arguments: Any) -> Any:
@@ -72,6 +97,7 @@ class Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments):
+        tell_observers(FORWARD, arguments)
         return FORWARD.operator(*arguments)
 
     @staticmethod
@@ -106,6 +132,7 @@ class Forward(torch.autograd.Function):
 class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(*arguments):
+        tell_observers(BACKWARD, arguments)
         return BACKWARD.operator(*arguments)
 
     @staticmethod

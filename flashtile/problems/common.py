@@ -1,4 +1,4 @@
-"""Limits, conventions and result shapes that the descriptions of all calls share.
+"""Limits, conventions, result shapes, and what TMA can address: shared by the descriptions of all calls.
 
 A problem holds everything that decides how a call is computed (shapes, dtype, mask, options, device), and no
 data. It is frozen and hashable, because backends choose and cache compiled kernels by it.
@@ -49,6 +49,51 @@ def address_of(tensor: Tensor) -> int | torch.SymInt:
         except RuntimeError:  # wrapped by a transform
             pass
     return tensor.storage_offset() * tensor.element_size()
+
+
+def find_tma_obstacle(q: Tensor, k: Tensor, v: Tensor, ends_early: bool) -> str | None:
+    """Return why TMA cannot address q, k and v, or None if it can.
+
+    TMA requires pointers and strides in multiples of 16 bytes.
+
+    Args:
+        q, k, v: (batch, seqlen, heads, head_dim) or (total, heads, head_dim).
+        ends_early: whether sequences of dense k and v end early (``seqused_k``). They are then addressed as
+            rows of one packed tensor, so the distance between sequences must be a whole number of rows.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        bytes_of = tensor.element_size()
+        start = address_of(tensor)
+        if start % 16:
+            return f"{name} must start at a multiple of 16 bytes for TMA"
+        strides = [tensor.stride(i) for i in range(tensor.dim() - 1) if tensor.shape[i] > 1]
+        for stride in strides:
+            if stride <= 0 or stride * bytes_of % 16:
+                got = tuple(tensor.stride())
+                return f"{name} must have positive strides in multiples of 16 bytes for TMA, got {got}"
+        if ends_early and name != "q" and tensor.shape[0] > 1 and tensor.stride(0) % max(tensor.stride(1), 1):
+            return (
+                f"{name} must have sequences whole rows apart for TMA with seqused_k, got {tensor.stride()}"
+            )
+    if ends_early and k.shape[0] > 1 and k.stride(0) * v.stride(1) != v.stride(0) * k.stride(1):
+        return "k and v must have the same number of rows between sequences for TMA with seqused_k"
+    return None
+
+
+def find_bias_obstacle(bias: Tensor, dtype: torch.dtype) -> str | None:
+    """Return why TMA cannot load tiles of the bias, or None if it can. ``dtype`` is the dtype of q."""
+    if bias.dtype != dtype:
+        return f"bias must have q's dtype {dtype} for TMA, got {bias.dtype}"
+    if bias.shape[2] == 1 or bias.stride(2) == 0:
+        return "bias must have its own values for each row for TMA, got one that all rows share"
+    steps = [bias.stride(2), *(bias.stride(i) for i in (0, 1) if bias.shape[i] > 1 and bias.stride(i))]
+    aligned = all(step > 0 and step * bias.element_size() % 16 == 0 for step in steps)
+    if address_of(bias) % 16 or bias.stride(3) != 1 or not aligned:
+        return (
+            "bias must start at a multiple of 16 bytes, have positive strides in multiples of 16 bytes, and "
+            f"last stride 1, for TMA, got strides {tuple(bias.stride())}"
+        )
+    return None
 
 
 def shared_fields(cls: Any, values: Any) -> dict[str, Any]:

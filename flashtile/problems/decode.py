@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.problems.attention import find_tma_obstacle
-from flashtile.problems.common import Results, passed_on
+from flashtile.problems.common import Results, find_tma_obstacle, passed_on
 from flashtile.problems.masking import EVERYTHING, Masking
 
 MAX_HEAD_DIM = 512

@@ -143,10 +143,9 @@ class Masking:
 
     def row_range(self, rows: range, keys: range) -> range:
         """Return a range that has all those of ``rows`` that see at least one of ``keys``."""
-        from_keys = Masking(
-            window_left=self.window_right, window_right=self.window_left, attention_chunk=self.attention_chunk
-        )
-        return from_keys.key_range(keys, rows)
+        options = {name: getattr(self, name) for name in RANGES}
+        options |= {"window_left": self.window_right, "window_right": self.window_left}
+        return Masking(**options).key_range(keys, rows)
 
 
 class Range(NamedTuple):

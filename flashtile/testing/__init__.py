@@ -12,6 +12,7 @@ values can dominate the largest error.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -47,6 +48,14 @@ __all__ = [
     "random_gradients",
     "random_tensor",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the checks of decoding and of FP8 at their first use."""
+    if name in ("decode", "fp8"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 FACTORS = {"out": 2.0, "lse": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0, "dsink": 3.0, "dbias": 3.0}
 """Allowed error of each result, in multiples of plain PyTorch's error."""

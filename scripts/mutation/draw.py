@@ -11,6 +11,7 @@ from functools import cached_property
 from hashlib import blake2b
 from itertools import chain, pairwise, zip_longest
 from pathlib import Path
+from typing import Any
 
 from mutation.areas import NOT_PLANTED, ROOT, files_of
 
@@ -188,7 +189,7 @@ class Source:
         if statement is not None:
             for kind, edit in chain(self._of_expression(node), self._of_statement(node)):
                 yield kind, edit, statement, scope
-        on_card = node.body if isinstance(node, ast.If) and "cuda" in ast.unparse(node.test) else []
+        on_card = _on_card(node)
         for child in _children(node):
             if child in on_card:
                 continue
@@ -269,7 +270,8 @@ class Source:
             yield "constants", self._replaced(node, str(node.value + 1.0))
 
     def _of_call(self, node: ast.Call) -> Iterator[tuple[str, Edit]]:
-        name, plain = _name(node.func), [a for a in node.args if not isinstance(a, ast.Starred)]
+        name = _name(node.func)
+        plain = [a for a in node.args if not isinstance(a, ast.Starred) and a not in _on_card(node)]
         if name in EXTREMES:
             _, end = self._span(node.func)
             yield "bounds", Edit(end - len(name), end, EXTREMES[name])
@@ -280,7 +282,7 @@ class Source:
             yield "dropped lines", self._replaced(node, self._text(node.func.value))
         if name in ("reversed", "sorted") and isinstance(node.func, ast.Name) and len(plain) == 1:
             yield "dropped lines", self._replaced(node, f"list({self._text(plain[0])})")
-        if name not in SYMMETRIC and len(plain) == len(node.args):
+        if name not in SYMMETRIC and not any(isinstance(a, ast.Starred) for a in node.args):
             for left, right in pairwise(plain):
                 if ast.dump(left) != ast.dump(right) and not (_is_text(left) or _is_text(right)):
                     yield "swapped arguments", self._swapped(left, None, right)
@@ -323,6 +325,15 @@ class Source:
         elif isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple) and len(node.value.elts) > 1:
             left, right = node.value.elts[:2]
             yield "swapped arguments", self._swapped(left, None, right)
+
+
+def _on_card(node: ast.AST) -> list[Any]:
+    """Return the children of a node that matter on a GPU alone."""
+    if isinstance(node, ast.If) and "cuda" in ast.unparse(node.test):
+        return node.body
+    if isinstance(node, ast.Call) and _name(node.func) == "warp_specialize":
+        return node.args[1:]  # warps and registers of the partitions
+    return []
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:

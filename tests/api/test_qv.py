@@ -193,6 +193,14 @@ def test_what_qv_cannot_be_without_a_cache() -> None:
             flashtile.attention(*arguments[:3], qv=arguments[3])
 
 
+def test_a_refused_call_draws_no_random_numbers() -> None:
+    q, k, v, _ = latent_tensors()
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="qv must have shape"):
+        flashtile.attention(q, k, v, qv=q, dropout_p=0.5)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_errors_in_a_graph_name_the_argument(monkeypatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
     _, k, v, qv = latent_tensors()

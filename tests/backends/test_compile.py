@@ -103,8 +103,9 @@ def telling() -> set[tuple[str, str]]:
 
     def cover(wanted: Callable[[str, tuple], bool], preferred: Callable[[CompileCase], tuple]) -> None:
         missing = {item for arch, _, shown in cases for item in shown if wanted(arch, item)} - known
+        by_preference = sorted(cases, key=lambda entry: preferred(entry[1]), reverse=True)
         while missing:
-            arch, case, shown = max(cases, key=lambda entry: (len(entry[2] & missing), preferred(entry[1])))
+            arch, case, shown = max(by_preference, key=lambda entry: len(entry[2] & missing))
             chosen.add((arch, case.name))
             known.update(shown)
             missing -= shown

@@ -263,11 +263,12 @@ class TestCombine:
             ({"virtual_batch_idx": [0]}, "virtual_batch_idx must"),
             ({"seqused": torch.ones(3, dtype=torch.int32), "out_partial": torch.ones(3)}, "out_partial must"),
             ({"seqused": torch.ones(3, dtype=torch.int32), "out": torch.empty(3, 5, 3, 8)}, "out has dtype"),
+            ({"seqused": torch.ones(3, dtype=torch.int32), "out": [0.0]}, "out must be a torch.Tensor"),
         ],
     )
     def test_what_is_refused_is_named(self, named, match):
         out_partial, lse_partial, *_ = self.parts(3, 5)
-        if "out" in named:
+        if match == "out has dtype":
             named = named | {"out_dtype": torch.float64}
         with pytest.raises((ValueError, TypeError), match=match):
             interface.flash_attn_combine(**{"out_partial": out_partial, "lse_partial": lse_partial} | named)

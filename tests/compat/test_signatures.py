@@ -13,12 +13,14 @@ from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 import torch
 from torch.nn.attention import flex_attention
 
 from flashtile.compat import MODULES, flex
 from flashtile.integrations import diffusers, sdpa
 from flashtile.integrations import torch as torch_kernels
+from flashtile.masks import block_mask, causal
 from walk import walk
 
 RECORD = json.loads((Path(__file__).parent / "flash_attention_interface.json").read_text())
@@ -92,3 +94,12 @@ def test_functions_of_torch(name):
     assert len(both) >= 7
     assert {key: ours[key] for key in both} == {key: theirs[key] for key in both}
     assert [key for key in ours if key in theirs] == both
+
+
+def test_block_masks_take_the_arguments_of_flex_attention():
+    theirs, ours = map(defaults, (flex_attention.create_block_mask, block_mask.create_block_mask))
+    ours.pop("flex_options")
+    assert theirs.keys() - ours.keys() <= block_mask.FLEX_OPTIONS
+    block_mask.create_block_mask(causal(), None, None, 16, 16, **dict.fromkeys(block_mask.FLEX_OPTIONS, True))
+    with pytest.raises(TypeError, match=r"create_block_mask\(\) has no argument 'block_size'"):
+        block_mask.create_block_mask(causal(), None, None, 16, 16, block_size=16)

@@ -280,7 +280,7 @@ def test_architectures_are_given_in_a_list_or_repeated(tmp_path, monkeypatch, gi
         found.extend(target.arch for target in targets)
         return Compiled(1, ())
 
-    monkeypatch.setattr(command, "compile_calls", compiled)
+    monkeypatch.setattr(compiling, "compile_calls", compiled)
     write_calls(tmp_path / "calls.json", [APPEND])
     command.compile(tmp_path / "kernels", given, [tmp_path / "calls.json"])
     assert found == archs

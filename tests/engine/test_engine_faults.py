@@ -413,7 +413,9 @@ def test_an_adapter_is_refused_by_name(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(NotImplementedError, match="has a LoRA adapter: merge it"):
         LLM(tmp_path, device="cpu")
-    with pytest.raises(NotImplementedError, match=r"lora_request must be None.* LoRA is .*; vLLM serves"):
+    with pytest.raises(
+        NotImplementedError, match=r"lora_request is not supported, got 'adapter': merge the adapter"
+    ):
         load("llama3").generate([[1]], lora_request="adapter")
 
 

@@ -96,13 +96,15 @@ PENALTIES = [
         {"async_scheduling": True},
         {"async_scheduling": True, **SMALL, "max_num_batched_tokens": 6, "block_size": 4},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
-        drafted("llama3", 3),
-        {**drafted("llama3", 3, 2), "max_num_batched_tokens": 24, "max_num_seqs": 12},
+        ("llama3", 3),
+        ("llama3", 3, 2),
     ],
     ids=["overlap", "overlap in little memory", "prompt lookup", "draft", "tree"],
 )
 def test_penalties_count_tokens_that_the_host_has_not_read(options, monkeypatch):
     """The token of the step in flight, and guesses: answers are those of an engine that waits for both."""
+    if isinstance(options, tuple):
+        options = {**drafted(*options), "max_num_batched_tokens": 24, "max_num_seqs": 12}
     params = [SamplingParams(max_tokens=18, **one) for one in PENALTIES]
     expected = load("llama3").generate(prompts(), params)
     counts = []

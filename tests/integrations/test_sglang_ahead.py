@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 if INTERPRETING:
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
-from needed_kernels import kernels
+from needed_kernels import lacking
 
 NEWEST, PAGE, REQUESTS, CONTEXT, CHUNK = list(RECORD)[-1], 16, 12, 160, 96
 ARGUMENTS = SimpleNamespace(chunked_prefill_size=CHUNK, max_prefill_tokens=400, enable_mixed_chunk=False)
@@ -98,9 +98,7 @@ class Server:
         with torch.no_grad(), remembering() as remembered:
             for _ in range(steps):
                 q = self.step(sinks)
-        used = kernels(calls_of(remembered))
-        listed = self.made._calls(self.made.layers[0], 0, q, sinks)
-        return used - kernels(listed), len(used)
+        return lacking(calls_of(remembered), self.made._calls(self.made.layers[0], 0, q, sinks))
 
 
 MODELS = {

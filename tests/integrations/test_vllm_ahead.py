@@ -26,8 +26,8 @@ if INTERPRETING:
 from flashtile.backends.common.device import Target
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.compilation import ahead as compilation
-from flashtile.compilation.compiling import Compiled, Failure, launches, representatives
-from needed_kernels import H200, kernels, named
+from flashtile.compilation.compiling import Compiled, Failure, representatives
+from needed_kernels import H200, keys_of, lacking, named
 
 A100 = Target("A100", (8, 0), 108)
 CPU = torch.device("cpu")
@@ -165,8 +165,7 @@ class Server:
         with torch.no_grad(), remembering() as remembered:
             for _ in range(steps):
                 self.step()
-        used = kernels(calls_of(remembered))
-        return used - kernels(self.listed()), len(used)
+        return lacking(calls_of(remembered), self.listed())
 
 
 RESEMBLE = ("small heads", "wide heads, soft cap", "shared", "cross attention")
@@ -208,11 +207,6 @@ def test_the_kernels_of_batch_invariant_steps(invariant):
     assert Server(invariant, "llama").missing(30)[0] == set()
 
 
-def keys_of(calls, target):
-    """Return the keys of the kernels of calls."""
-    return {launch.kernel_key(tensors) for call in calls for launch, tensors in launches(call, target)}
-
-
 LARGE = {
     "llama": ((32, 8, 128, {}), StepLimits(256, 8192)),
     "qwen": ((28, 4, 128, {}), StepLimits(128, 4096, verified=5)),
@@ -239,19 +233,20 @@ def test_random_sizes_of_large_servers(newest, name, gpu):
         calls_in(functools.partial(run, *sizes))
         for sizes in ((2, 2, 1), (2, 4, 2), (2, 4, 2, True), (1, 2, 2, True))
     )
-    listed = keys_of([*step_calls(ones, [*chunks, *new], limits), *prompt_calls(prompt, limits)], gpu)
+    listed = [*step_calls(ones, [*chunks, *new], limits), *prompt_calls(prompt, limits)]
     draw, most = random.Random(1), limits.max_num_batched_tokens
-    used = set()
+    used = set()  # many draws are of equal sizes
     for _ in range(400):
         batch = max(1, int(limits.max_num_seqs ** draw.random()))
         longest = max(2, int((most - batch + 1) ** draw.random()))
         tokens = draw.randrange(batch - 1 + longest, min(batch * longest, most) + 1)
         rounded = 1 << (longest - 1).bit_length()
-        used |= keys_of([resized(call, batch, tokens, rounded) for call in (*chunks, *new)], gpu)
-        alone = prompt_calls(prompt, StepLimits(1, longest))[-1:]
-        used |= keys_of([*alone, *(resized(call, batch, batch, 1) for call in ones)], gpu)
-    assert used - listed == set()
-    assert len(used) > 30
+        used.update(resized(call, batch, tokens, rounded) for call in (*chunks, *new))
+        used.update(prompt_calls(prompt, StepLimits(1, longest))[-1:])
+        used.update(resized(call, batch, batch, 1) for call in ones)
+    missing, count = lacking(used, listed, gpu)
+    assert missing == set()
+    assert count > 30
 
 
 def test_representatives_have_the_kernels_of_all_calls(newest):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtile.problems.attention import find_tma_obstacle
+from flashtile.problems.common import find_tma_obstacle
 from walk import walk
 
 BATCH, TOKENS, HEADS, D = 2, 8, 2, 16

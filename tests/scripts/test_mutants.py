@@ -100,6 +100,7 @@ def test_what_a_fault_may_be():
         "def f(x):\n    assert x > 1, g(x, 2)\n",
         "def f(x):\n    logger.warning(x + 1, 2)\n",
         "def f(x):\n    return kernel(x, num_warps=8, maxnreg=24)\n",
+        "def f(x):\n    return gl.warp_specialize(x, [4, 1], [240, 24])\n",
         "if TYPE_CHECKING:\n    x = 1\n",
         "def f(x):\n    torch.cuda.synchronize(x, 1)\n",
         "def __repr__(self):\n    return self.x + 1\n",

@@ -65,15 +65,12 @@ class OptionalInputs(NamedTuple):
             dropout = Dropout(extras.rng_state, problem.dropout_p, problem.num_heads_q)
         return cls(extras.alibi_slopes, masks, extras.bias, dbias, dropout)
 
-    def of_sequence(self, b: int, seqlen_q: int, seqlen_k: int) -> OptionalInputs:
-        """Return the inputs of sequence ``b`` only, which has ``seqlen_q`` rows and ``seqlen_k`` keys."""
+    def of_sequence(self, b: int) -> OptionalInputs:
+        """Return the inputs of sequence ``b`` only. They may have more rows and keys than it."""
         slopes = self.alibi_slopes
         own_slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
-        masks = tuple(_part(mask, b, seqlen_q, seqlen_k) for mask in self.masks)
-        bias, dbias = (
-            None if tensor is None else _part(tensor, b, seqlen_q, seqlen_k)
-            for tensor in (self.bias, self.dbias)
-        )
+        masks = tuple(_of_sequence(mask, b) for mask in self.masks)
+        bias, dbias = (None if t is None else _of_sequence(t, b) for t in (self.bias, self.dbias))
         dropout = self.dropout and self.dropout._replace(first_sequence=b)
         return OptionalInputs(own_slopes, masks, bias, dbias, dropout)
 
@@ -83,10 +80,9 @@ class OptionalInputs(NamedTuple):
         return self.masks != () or self.bias is not None
 
 
-def _part(tensor: Tensor, b: int, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Return a view of one sequence's part of a mask or bias."""
-    own = tensor[b : b + 1] if tensor.shape[0] > 1 else tensor
-    return own[:, :, : seqlen_q if tensor.shape[2] > 1 else 1, :seqlen_k]
+def _of_sequence(tensor: Tensor, b: int) -> Tensor:
+    """Return a view of one sequence's mask or bias."""
+    return tensor[b : b + 1] if tensor.shape[0] > 1 else tensor
 
 
 class Part(NamedTuple):
@@ -212,8 +208,8 @@ def sequences(problem: Problem, extras: OptionalTensors, dbias: Tensor | None = 
     optional = OptionalInputs.of(problem, extras, dbias)
     for b, rows, keys in spans(problem, extras):
         if rows.start < rows.stop and keys.start < keys.stop:
-            own = optional.of_sequence(b, rows.stop - rows.start, keys.stop - keys.start)
-            yield Part(problem, b, slice(0, 1) if problem.varlen else slice(b, b + 1), rows, keys, own)
+            of_batch = slice(0, 1) if problem.varlen else slice(b, b + 1)
+            yield Part(problem, b, of_batch, rows, keys, optional.of_sequence(b))
 
 
 def spans(problem: Problem, extras: OptionalTensors) -> Iterator[tuple[int, slice, slice]]:
@@ -262,7 +258,7 @@ def without_padding(problem: Problem, extras: OptionalTensors) -> Iterator[Part]
             yield Part(plain, b, sequences, all_rows, keys, OptionalInputs())
             continue
         if not whole:  # no causal part has these keys, so they are masked in tiles
-            optional = OptionalInputs.of(problem, extras).of_sequence(b, problem.seqlen_q, problem.seqlen_k)
+            optional = OptionalInputs.of(problem, extras).of_sequence(b)
             yield Part(problem, b, sequences, all_rows, slice(None), optional)
             continue
         # Row i is aligned with key i + offset. Rows ``start`` to ``stop`` are aligned with visible keys.

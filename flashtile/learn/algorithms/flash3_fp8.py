@@ -13,10 +13,14 @@ large products hide the rest of a score. An orthogonal matrix R spreads each row
 (Q R)(K R)^T = Q K^T is unchanged. R is a Hadamard matrix with random signs. The rotation takes d log d
 additions per row, which can be fused with the rotary embedding before it.
 
-This is a simulation: numbers are rounded to e4m3, then multiplied and accumulated in the dtype of q.
+This is a simulation: numbers are rounded to e4m3, then multiplied and accumulated in the dtype of q. Hopper's
+tensor cores accumulate with fewer bits; :func:`sum_products` shows what that costs, and what helps.
 """
 
 from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +51,12 @@ TILES = {
 
 LARGEST = torch.finfo(E4M3).max
 SCALE_BYTES = 4
+SUM_BITS = 14
+"""Significant bits of a sum in Hopper's FP8 tensor cores (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
+
+INSTRUCTION = 32
+"""Products that one FP8 instruction (wgmma) adds up for an element of the result."""
+
 P_SCALE = 256.0
 """Factor that spreads the probabilities, at most 1, over e4m3's range; a power of 2 adds no rounding."""
 
@@ -142,6 +152,45 @@ def quantise(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 def round_to_e4m3(x: Tensor) -> Tensor:
     """Round x to the nearest e4m3 numbers; the result has the dtype of x."""
     return x.to(E4M3).to(x.dtype)
+
+
+class PartialSum(NamedTuple):
+    """State of a sum after one instruction.
+
+    ``added`` is what the instruction added, ``register`` the tensor core's sum after its low bits were cut
+    off, and ``total`` the sum in fp32, to which the register has been promoted so far.
+    """
+
+    added: float
+    register: float
+    total: float
+
+
+def sum_products(products: Tensor, promote: int | None = None) -> list[PartialSum]:
+    """Sum products as Hopper's FP8 tensor cores do: each instruction cuts the sum to SUM_BITS bits.
+
+    With ``promote``, a multiple of INSTRUCTION, the sum has two levels: after so many products the register
+    is added to a sum in fp32 and starts again from 0, so that it stays small and loses few bits.
+
+    Examples:
+        >>> from flashtile.algorithms import flash3_fp8
+        >>> products = torch.full((16384,), 0.3125 * 0.34375)  # two numbers of e4m3
+        >>> one = flash3_fp8.sum_products(products)[-1].register
+        >>> two = flash3_fp8.sum_products(products, promote=128)[-1].total
+        >>> abs(two - products.sum()) < abs(one - products.sum())
+        tensor(True)
+    """
+    register, total, states = 0.0, 0.0, []
+    for i, part in enumerate(products.double().split(INSTRUCTION), 1):
+        added = part.sum().item()
+        mantissa, exponent = math.frexp(register + added)
+        register = math.ldexp(math.trunc(math.ldexp(mantissa, SUM_BITS)), exponent - SUM_BITS)
+        states.append(PartialSum(added, register, total))
+        if promote and i * INSTRUCTION % promote == 0:
+            total = torch.tensor(total + register, dtype=torch.float32, device="cpu").item()
+            states[-1] = PartialSum(added, register, total)
+            register = 0.0
+    return states
 
 
 def random_rotation(like: Tensor, seed: int) -> Tensor:

@@ -351,6 +351,50 @@ def fp8_rounding(x: Tensor, rows: int, rotation: Tensor | None) -> dict[str, Any
     }
 
 
+SUMS_KEYS, SUMS_PROMOTE = 8192, 128
+SUMS_CASES = {"one": None, "two": SUMS_PROMOTE}
+"""Products after which the sum in the tensor core goes on in fp32."""
+
+
+def sums_products() -> Tensor:
+    """Return weights times values in e4m3, for one element of the output."""
+    generator = torch.Generator().manual_seed(0)
+    p, v = torch.rand(2, SUMS_KEYS, generator=generator, device="cpu")
+    weights = flash3_fp8.round_to_e4m3(p * flash3_fp8.P_SCALE) / flash3_fp8.P_SCALE
+    return weights.double() * flash3_fp8.round_to_e4m3(v + 0.5).double()
+
+
+def sums() -> Iterator[Case]:
+    """Yield the sum of FP8 products in the tensor core alone, and in two levels.
+
+    An event is an instruction.
+    """
+    products = sums_products()
+    exact = products.view(-1, flash3_fp8.INSTRUCTION).sum(1).cumsum(0)
+    found = {}
+    for name, promote in SUMS_CASES.items():
+        states = flash3_fp8.sum_products(products, promote)
+        added, register, total = torch.tensor(states, dtype=torch.float64, device="cpu").T
+        done = torch.arange(1, len(states) + 1, device="cpu") * flash3_fp8.INSTRUCTION
+        promoted = done % promote == 0 if promote else torch.zeros_like(done, dtype=torch.bool)
+        errors = (torch.where(promoted, total, total + register) - exact).abs() / exact
+        found[name] = added, register, total, errors
+    for name, (added, register, total, errors) in found.items():
+        facts = {
+            "keys": SUMS_KEYS,
+            "instruction": flash3_fp8.INSTRUCTION,
+            "bits": flash3_fp8.SUM_BITS,
+            "promote": SUMS_CASES[name],
+            "added": numbers(added, 12),
+            "register": numbers(register, 12),
+            "total": numbers(total, 12),
+            "errors": numbers(errors),
+            "longest": max(one[3].max().item() for one in found.values()),
+            "percent": f"{100 * errors[-1].item():#.2g}",
+        }
+        yield Case(name, Trace(events=[Event("tick", "sum")] * len(added)), facts)
+
+
 UNIFIED_SCORES = [5.0, 6.5, 4.0, 6.0, 7.0, 5.5, 8.5, 6.0, 4.5, 7.5, 6.0, 5.0, 8.0, 6.5, 5.5, 7.0]
 UNIFIED_SPIKE = 9.0
 """Score that leaves the bounds: exp(9 - 6) is not below exp(3), as in the paper's Figure 5."""
@@ -506,7 +550,7 @@ def masks() -> Iterator[Case]:
 
 STORIES: dict[str, Callable[[], Iterator[Case]]] = {
     story.__name__: story
-    for story in (softmax, matmul, chain, warps, backward, turns, rounding, fp8, unified, pool, masks)
+    for story in (softmax, matmul, chain, warps, backward, turns, rounding, fp8, sums, unified, pool, masks)
 }
 """Stories by name, in the order of the page."""
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
-from flashtile.backends.common.device import Target
-from flashtile.compilation.calls import Call, read_calls
-from flashtile.compilation.compiling import Source, compile_calls
 from flashtile.hardware.cards import CARDS, find_card
 from flashtile.tools.commands.options import bad_models, console, phases
+
+if TYPE_CHECKING:
+    from flashtile.backends.common.device import Target
+    from flashtile.compilation.calls import Call
+    from flashtile.compilation.compiling import Source
 
 ARCHITECTURES = {"sm_80": "a100", "sm_86": "rtx3090", "sm_89": "l40s", "sm_90": "h200", "sm_100": "b200"}
 """The card for which kernels are compiled if only an architecture is given."""
@@ -57,6 +59,8 @@ def compile(
     of flashtile and Triton. Kernels in the folder are never compiled again; others are compiled as usual.
     Exits with 1 if kernels of some calls could not be compiled.
     """
+    from flashtile.compilation.compiling import compile_calls
+
     names = [name.strip() for given in arch or ("sm_90",) for name in given.split(",")]
     targets = list(dict.fromkeys(map(_target, names)))
     with phases(Console(stderr=True)) as show:
@@ -75,6 +79,8 @@ def compile(
 
 
 def _target(name: str) -> Target:
+    from flashtile.backends.common.device import Target
+
     try:
         return Target.of_card(find_card(ARCHITECTURES.get(name.removesuffix("a"), name)))
     except ValueError:
@@ -93,6 +99,7 @@ def _calls(
     show: Callable[[str, int, int], None] = lambda *counts: None,
 ) -> list[Source]:
     """Return the calls of all files, models and presets; equal calls once. ``show`` shows the progress."""
+    from flashtile.compilation.calls import read_calls
     from flashtile.tools.workload_calls import (
         CACHE_HEADS,
         PURPOSES,

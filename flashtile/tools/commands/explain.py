@@ -3,44 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
-from torch import Tensor
 
-from flashtile.api import explain as explanations
-from flashtile.api.decode import flash_attn_with_kvcache
-from flashtile.backends.common.device import capability
-from flashtile.checks.conversions import as_masking
-from flashtile.hardware.timing import FP8
-from flashtile.learn.io_model import (
-    CARDS,
-    MODELS,
-    Call,
-    Card,
-    card_of_device,
-    estimates,
-    find_card,
-    find_model,
-    measured_card,
-)
-from flashtile.learn.io_model.estimate import DECODE_ROWS, PASSES
-from flashtile.learn.io_model.tables import (
-    card_table,
-    estimate_table,
-    kv_cache_table,
-    memory_table,
-    model_table,
-)
-from flashtile.problems import common
-from flashtile.problems.common import UNLIMITED
-from flashtile.tools.commands.options import Device, bad_parameters, console, parse_device
-from flashtile.torch_private import FakeTensorMode
+from flashtile.hardware.cards import CARDS, Card, card_of_device, find_card
+from flashtile.tools.commands.options import MODEL_NAMES, Device, bad_parameters, console, parse_device
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from flashtile.hardware.calls import Call
 
 HERE = "here"
-DTYPES = (*(str(dtype).removeprefix("torch.") for dtype in common.DTYPES), FP8)
 MOST, MAX_TOKENS, MAX_COSTED_TOKENS = 2**16, 2**31 - 1, 2**22
 """Upper bounds of options.
 
@@ -76,10 +53,10 @@ def explain(
     causal: Annotated[bool, typer.Option("--causal", help="Causal mask.")] = False,
     window_left: Annotated[
         int, typer.Option(help="Keys before its own position that a query sees; -1: all.")
-    ] = UNLIMITED,
+    ] = -1,
     window_right: Annotated[
         int, typer.Option(help="Keys after its own position that a query sees; -1: all.")
-    ] = UNLIMITED,
+    ] = -1,
     attention_chunk: Annotated[
         int, typer.Option(help="Positions per chunk, whose queries see only its keys; 0: no chunks.")
     ] = 0,
@@ -132,7 +109,7 @@ def explain(
         typer.Option(
             "--model",
             help="Show the memory of a model that reads --batch prompts of --seqlen tokens on --card: "
-            f"{', '.join(model.name.lower() for model in MODELS)}.",
+            f"{', '.join(MODEL_NAMES)}.",
         ),
     ] = None,
     seqlens: Annotated[
@@ -144,6 +121,17 @@ def explain(
     This prints three lines. --verbose adds every field, and --card the costs: bytes, FLOPs and time floors.
     Kernels run only with --card here, to measure this machine. The tensors take no memory.
     """
+    import torch
+
+    from flashtile.api.decode import flash_attn_with_kvcache
+    from flashtile.api.explain import explain
+    from flashtile.backends.common.device import capability
+    from flashtile.checks.conversions import as_masking
+    from flashtile.hardware.calls import Call
+    from flashtile.hardware.timing import measured_card
+    from flashtile.learn.io_model.tables import kv_cache_table, memory_table
+    from flashtile.torch_private import FakeTensorMode
+
     place = parse_device(device)
     if model_name is not None or seqlens is not None:
         _explain_model(context, place)
@@ -185,7 +173,7 @@ def explain(
         }
         if page_size is None:
             offsets = count(batch + 1) if varlen else None
-            explanation = explanations.explain(
+            explanation = explain(
                 q,
                 tensor(seqlen_k, kv_heads, head_dim),
                 tensor(seqlen_k, kv_heads, head_dim_v or head_dim),
@@ -200,7 +188,7 @@ def explain(
             call = Call.from_problem(explanation.problem)
         else:
             table = count(batch * -(-seqlen_k // page_size)).view(batch, -1) if page_size else None
-            explanation = explanations.explain(
+            explanation = explain(
                 flash_attn_with_kvcache, q, cache(head_dim), cache(head_dim_v or head_dim),
                 cache_seqlens=count(batch), block_table=table, **shared,
             )  # fmt: skip
@@ -232,6 +220,9 @@ def explain(
 
 def _explain_model(context: typer.Context, place: torch.device) -> None:
     """Print the table of ``--model``. Raise an error if the user also gave options of a single call."""
+    from flashtile.learn.io_model import find_model
+    from flashtile.learn.io_model.tables import model_table
+
     given = context.params
     if given["model_name"] is None:
         raise typer.BadParameter("--seqlen is for --model; a call takes --seqlen-q and --seqlen-k")
@@ -269,6 +260,8 @@ def _card(name: str | None, place: torch.device) -> Card | None:
     This is the card with the given name. If ``name`` is None or "here", it is the GPU ``place``, or None if
     ``place`` is not a known GPU.
     """
+    import torch
+
     if name is None or name == HERE:
         return card_of_device(torch.cuda.get_device_name(place)) if place.type == "cuda" else None
     try:
@@ -285,13 +278,19 @@ def _default_dtype(card: Card | None, on_gpu: bool) -> str:
 
 
 def _known_dtype(dtype: str) -> str:
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    from flashtile.hardware.timing import FP8
+    from flashtile.problems.common import DTYPES
+
+    known = (*(str(one).removeprefix("torch.") for one in DTYPES), FP8)
+    if dtype not in known:
+        raise typer.BadParameter(f"dtype must be one of {', '.join(known)}, got {dtype!r}")
     return dtype
 
 
 def _check_cache_options(given: dict[str, Any], dtype: str) -> None:
     """Check ``--page-size`` and ``--cache-dtype`` of the options ``given`` against the others."""
+    from flashtile.hardware.timing import FP8
+
     page_size, cache_dtype = given["page_size"], given["cache_dtype"]
     if cache_dtype is not None and page_size is None:
         raise typer.BadParameter("--cache-dtype is for --page-size, which puts the keys into a cache")
@@ -311,6 +310,10 @@ def _check_costed(tokens: int, dtype: str, card: Card) -> None:
 
 
 def _print_costs(call: Call, card: Card, out: Console) -> None:
+    from flashtile.learn.io_model import estimates
+    from flashtile.learn.io_model.estimate import DECODE_ROWS, PASSES
+    from flashtile.learn.io_model.tables import card_table, estimate_table
+
     few = call.page_size is not None or call.seqlen_q * call.group_size <= DECODE_ROWS
     passes = ("forward",) if few else PASSES
     with bad_parameters():

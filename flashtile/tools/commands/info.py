@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flashtile.hardware import machine
-from flashtile.op.selection import load_part
-from flashtile.operators.attention import FORWARD
-from flashtile.problems.attention import Problem
-from flashtile.problems.common import DTYPES, PREFERENCE
 from flashtile.version import installed_version
+
+if TYPE_CHECKING:
+    import torch
 
 
 def info() -> None:
@@ -37,6 +36,8 @@ def _compiled() -> list[str]:
 
 
 def _versions() -> Table:
+    from flashtile.hardware import machine
+
     table = Table(title="versions", title_justify="left", show_header=False)
     for name, version in machine.versions().items():
         table.add_row(name, version or "-")
@@ -44,6 +45,8 @@ def _versions() -> Table:
 
 
 def _devices() -> Table:
+    from flashtile.hardware import machine
+
     headings = ("device", "name", "capability", "memory", "size")
     table = Table(*headings, title="devices", title_justify="left")
     for device in machine.devices():
@@ -56,6 +59,11 @@ def _devices() -> Table:
 
 
 def _backends() -> Table:
+    import torch
+
+    from flashtile.hardware import machine
+    from flashtile.problems.common import PREFERENCE
+
     headings = ("backend", "device", "serves", "does not serve")
     table = Table(*headings, title="backends, in order of preference", title_justify="left")
     for name in PREFERENCE:
@@ -72,6 +80,13 @@ def _served(name: str, device: torch.device) -> tuple[list[str], dict[str, list[
     ``served`` are the dtypes in which the backend computes the call. ``reasons`` maps each reason for a
     refusal to the dtypes that the backend refuses for it.
     """
+    import torch
+
+    from flashtile.op.selection import load_part
+    from flashtile.operators.attention import FORWARD
+    from flashtile.problems.attention import Problem
+    from flashtile.problems.common import DTYPES
+
     served: list[str] = []
     reasons: dict[str, list[str]] = {}
     try:

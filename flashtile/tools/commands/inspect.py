@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from flashtile.tools.commands.options import bad_parameters, console, output_file, phases
-from flashtile.tools.inspection.cases import every_case
 from flashtile.tools.inspection.report import ARCHITECTURES, CompileReport, architecture, reports
 
 _ARCH_HELP = f"Architecture, repeatable: {', '.join(ARCHITECTURES)}. Default: this GPU's, else sm_90a."
@@ -33,6 +32,8 @@ def inspect(
     Exits with 1 if a configuration needs more shared memory than there is, or does not use tensor cores
     although it should.
     """
+    from flashtile.tools.inspection.cases import every_case
+
     out = console()
     with bad_parameters():
         names = dict.fromkeys(architecture(name).name for name in arch or [_default_arch()])

@@ -20,6 +20,11 @@ from flashtile.checks.vllm_arguments import SERVE_ARGUMENTS, check_argument
 if TYPE_CHECKING:
     import torch
 
+MODEL_NAMES = (
+    "opt-13b", "llama-7b", "llama-13b", "llama-65b", "llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3-8b",
+    "mistral-7b", "qwen2.5-7b",
+)  # fmt: skip
+"""The models of :mod:`flashtile.io_model`, for help texts, which import no torch."""
 WIDTH = 160
 """Width in columns of tables that are not printed to a terminal."""
 OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
 from flashtile.hardware.linear_table import Row, cache_file, merged, read_table, write_table
-from flashtile.learn.io_model import MODELS, find_model
-from flashtile.tools.commands.options import bad_parameters, output_file
+from flashtile.tools.commands.options import MODEL_NAMES, bad_parameters, output_file
+
+if TYPE_CHECKING:
+    import torch
 
 DEFAULT_MODEL = "llama-2-7b"
 LARGEST = 2**20
@@ -22,7 +23,7 @@ def profile(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Model whose products to measure, repeatable: {', '.join(m.name.lower() for m in MODELS)}. "
+            help=f"Model whose products to measure, repeatable: {', '.join(MODEL_NAMES)}. "
             f"Default: {DEFAULT_MODEL}."
         ),
     ] = None,
@@ -54,6 +55,10 @@ def profile(
     This takes a minute or two for a model. ``flashtile.linear`` reads the table when it first needs it;
     nothing is measured at run time.
     """
+    import torch
+
+    from flashtile.learn.io_model import find_model
+
     shapes = [_shape(text) for text in shape or ()]
     x_dtype = _dtype("--dtype", dtype, ("bfloat16", "float16"))
     w_dtype = _dtype("--weight-dtype", weight_dtype or dtype, (dtype, "float8_e4m3fn"))
@@ -115,6 +120,8 @@ def _shape(text: str) -> tuple[int, int]:
 
 
 def _dtype(option: str, name: str, allowed: tuple[str, ...]) -> torch.dtype:
+    import torch
+
     if name not in allowed:
         raise typer.BadParameter(f"{option} must be one of {', '.join(allowed)}, got {name!r}")
     return getattr(torch, name)

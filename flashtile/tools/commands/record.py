@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from flashtile.compilation.calls import record_calls
 from flashtile.tools.commands.options import output_file
 
 
@@ -22,6 +21,8 @@ def record(
 
     The script may run on a CPU: kernels are chosen when they are compiled.
     """
+    from flashtile.compilation.calls import record_calls
+
     sys.argv = [str(script), *(arguments or ())]
     sys.path.insert(0, str(script.parent))
     with record_calls(out):

@@ -46,6 +46,8 @@ SHORT_OPTIONS = {
     "-dpl": "--data-parallel-size-local", "-dpa": "--data-parallel-address",
     "-dpp": "--data-parallel-rpc-port", "-dpb": "--data-parallel-backend",
     "-dpe": "--data-parallel-external-lb", "-dph": "--data-parallel-hybrid-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb", "-pcp": "--prefill-context-parallel-size",
+    "-asc": "--api-server-count", "-dc": "--diffusion-config", "-sc": "--speculative-config",
 }  # fmt: skip
 """Short options of ``vllm serve``."""
 
@@ -125,7 +127,9 @@ def serve(
     device: Device = None,
     seed: Annotated[int, typer.Option(help="Seed of calls without one.")] = 0,
     max_model_len: MaxModelLen = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Most sequences computed at a time.")] = 256,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Most sequences computed at a time. Default: 256.")
+    ] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Most tokens of a step.")] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory to take.")] = 0.9,
     kv_cache_memory_bytes: Annotated[

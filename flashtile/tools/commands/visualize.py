@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import webbrowser
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from flashtile.learn.algorithms.memory import KIB, SramExceededError
-from flashtile.learn.visualizer.film import SUFFIXES as FILMS
-from flashtile.learn.visualizer.film import write_film
-from flashtile.learn.visualizer.page import write_page
-from flashtile.learn.visualizer.recording import RUNNERS, record
-from flashtile.learn.visualizer.settings import MASKS, Setting, grid, own_runs
+from flashtile.hardware.cards import KIB
 from flashtile.tools.commands.options import BadArgument, output_file, progress_bar
 
+if TYPE_CHECKING:
+    from flashtile.learn.visualizer.settings import Setting
+
+ALGORITHMS = (
+    "standard", "flash1", "flash2", "flash3", "flash_decoding", "unified_max", "paged", "standard_backward",
+    "flash1_backward", "flash2_backward",
+)  # fmt: skip
+MASKS = ("full", "causal", "window")
+FILMS = (".gif", ".mp4")
+"""Names that :mod:`flashtile.learn.visualizer` knows, for help texts, which import no torch."""
 LONGEST, WIDEST, MAX_KIB = 16384, 4096, 2**20
 """Largest seqlen, head_dim and SRAM size (KiB) of a user's run. Every data movement of a run is recorded."""
 
@@ -28,7 +33,7 @@ def visualize(
     open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     algorithm: Annotated[
         str | None,
-        typer.Option(help=f"Algorithm of your run: {', '.join(RUNNERS)}. Default: flash2."),
+        typer.Option(help=f"Algorithm of your run: {', '.join(ALGORITHMS)}. Default: flash2."),
     ] = None,
     seqlen: Annotated[
         int | None,
@@ -55,6 +60,12 @@ def visualize(
     --seqlen, --head-dim, --block, --sram-kib, --mask, --num-splits or --page-size the page also has a run
     with these settings, which it shows first, and standard attention's run for comparison.
     """
+    from flashtile.learn.algorithms.memory import SramExceededError
+    from flashtile.learn.visualizer.film import write_film
+    from flashtile.learn.visualizer.page import write_page
+    from flashtile.learn.visualizer.recording import record
+    from flashtile.learn.visualizer.settings import grid, own_runs
+
     given: dict[str, Any] = {
         "seqlen": seqlen, "head_dim": head_dim, "mask": mask, "block": block,
         "sram_bytes": None if sram_kib is None else sram_kib * KIB,

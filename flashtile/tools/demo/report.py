@@ -239,7 +239,7 @@ def findings(results: Results) -> dict[str, str]:
     """Return a sentence for each section of the report, by the name of the section."""
     agreement, bits = results.training.agreement, bits_per_byte(results.training.validation_loss)
     return {
-        "scaling": _scaling(results),
+        "scaling": scaling_finding(results.scaling),
         "exactness": _exactness(results.exactness),
         "operations": _operations(results.operations),
         "training": (
@@ -257,8 +257,9 @@ def _exactness(measured: Sequence[exactness.Exactness]) -> str:
     return f"All {count} results are as close to float64 as the error rule allows."
 
 
-def _scaling(results: Results) -> str:
-    row = scaling.compared(results.scaling)
+def scaling_finding(rows: Sequence[ScalingRow]) -> str:
+    """Compare flashtile with standard attention and SDPA, in a sentence for the terminal and the report."""
+    row = scaling.compared(rows)
     if row is None or row.standard is None:
         return "Standard attention ran at none of the lengths."
     time = f"takes {_compared(row.flashtile.milliseconds, row.standard.milliseconds)}"

@@ -242,17 +242,12 @@ def compared(rows: Sequence[ScalingRow]) -> ScalingRow | None:
 
 
 def checks(rows: Sequence[ScalingRow]) -> list[Check]:
-    """Check that flashtile is faster and needs less memory at the longest sequences that both ran."""
+    """Check that flashtile needs less memory at the longest sequences that both ran.
+
+    Times are shown and compared in words, but they are no check: other programs change them.
+    """
     row = compared(rows)
-    if row is None:
+    if row is None or row.memory_ratio is None:
         return []
-    length = f"sequence length {row.seqlen}"
-    ratios = (
-        ("faster", row.speed_up, "{:.2f} times as fast"),
-        ("less memory", row.memory_ratio, "{:.1f} times less"),
-    )
-    return [
-        Check(f"{what} than standard attention at {length}", ratio > 1, said.format(ratio))
-        for what, ratio, said in ratios
-        if ratio is not None
-    ]
+    name = f"less memory than standard attention at sequence length {row.seqlen}"
+    return [Check(name, row.memory_ratio > 1, f"{row.memory_ratio:.1f} times less")]

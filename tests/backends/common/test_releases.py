@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import types
 
 import pytest
@@ -10,6 +12,7 @@ import triton
 
 from flashtile.backends import hopper, portable
 from flashtile.backends.common.releases import PAIRS
+from flashtile.torch_private import OLDEST_TORCH
 
 GPU = torch.device("cuda", 0)
 
@@ -48,3 +51,15 @@ def test_compiling_for_a_gpu_takes_any_triton(monkeypatch):
     monkeypatch.setattr(triton, "__version__", "3.10.0")
     target = portable.Target("H100", (9, 0), 132)
     assert portable.reason_of_device(target, {torch.float16}, False) is None
+
+
+def test_an_older_torch_is_refused_when_flashtile_is_imported():
+    """It lacks private names that flashtile uses, whose absence would be a riddle."""
+    assert next(iter(PAIRS)) == ".".join(map(str, OLDEST_TORCH))
+    code = (
+        "import torch\n"
+        "torch.__version__ = torch.torch_version.TorchVersion('2.8.0+cu128')\n"
+        "import flashtile\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "ImportError: flashtile needs torch 2.11 or newer, this is torch 2.8.0+cu128" in done.stderr

@@ -33,6 +33,7 @@ from flashtile.backends.hopper.forward import config as forward_config
 from flashtile.backends.hopper.forward import launch as forward_launch
 from flashtile.backends.hopper.forward.config import alternatives, every_row, of_tables
 from flashtile.backends.hopper.linear import config as ring
+from flashtile.backends.hopper.linear import launch as ring_launch
 from flashtile.backends.hopper.linear.launch import FlatLaunch
 from flashtile.masks import alibi, create_block_mask, mask_mod, window
 from flashtile.problems.attention import Problem
@@ -743,10 +744,19 @@ PRODUCTS = (
 
 
 @pytest.mark.parametrize("call", PRODUCTS, ids=lambda call: call.name)
-def test_products(call: Call) -> None:
+def test_products(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    counters: list[torch.Tensor] = []
+
+    def zeroed(device: torch.device, count: int) -> torch.Tensor:
+        counters.append(torch.zeros(count, dtype=torch.int32))
+        return counters[-1]
+
+    monkeypatch.setattr(ring_launch, "zeroed_counters", zeroed)
     with interpreted(0) as interpreter:
         linear_calls.check(call, BF16, "cpu", aligned=True, backend="hopper", prefetch=call.M > 3)
     assert interpreter.launched == ["flat_kernel"]
+    assert len(counters) == call.next_norm
+    assert not any(counter.any() for counter in counters)  # the next launch of the stream gets them
 
 
 @pytest.mark.parametrize("key", ring.TILES, ids=str)

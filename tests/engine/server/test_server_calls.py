@@ -24,7 +24,7 @@ KEY = {"Authorization": "Bearer sesame"}
 
 @pytest.fixture(scope="module")
 def server(model):
-    with running(model, Limits(max_body_bytes=10_000, max_prompts=8)) as found:
+    with running(model, Limits(max_body_bytes=10_000, max_prompts=8, max_prompt_tokens=4000)) as found:
         yield found
 
 
@@ -382,7 +382,7 @@ def test_numbers_for_prometheus(server):
         (COMPLETIONS, {"prompt": "a", "n": 65}, 400, "n", "invalid_value"),
         (COMPLETIONS, {"prompt": "a", "n": 100, "use_beam_search": True}, 400, "n", "invalid_value"),
         (COMPLETIONS, {"prompt": "a", "stop_token_ids": [300]}, 400, "stop_token_ids", "invalid_value"),
-        (COMPLETIONS, {"prompt": "a" * 5000}, 400, "prompt", "context_length_exceeded"),
+        (COMPLETIONS, {"prompt": "a" * 4050}, 400, "prompt", "context_length_exceeded"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": 4096}, 400, "max_tokens", "context_length_exceeded"),
         (COMPLETIONS, {"prompt": "a" * 11_000}, 413, None, "body_too_large"),
         (

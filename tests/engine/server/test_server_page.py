@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from serving import Running, running, wait_for
 
-from chromium import axe_violations, launched
+from chromium import axe_violations, launched, watched
 from flashtile.engine.server.app import ASSETS
 from flashtile.engine.server.openapi import SUMMARIES
 from flashtile.engine.server.service import Limits
@@ -38,18 +38,16 @@ class Visit:
     """An open page of a server.
 
     Attributes:
-        complaints: messages of the console and errors of scripts.
+        complaints: errors on the console and of scripts.
         requests: addresses that the page has loaded.
         bodies: bodies of the calls for answers.
     """
 
     def __init__(self, page: Any, url: str):
         self.page, self.url = page, url
-        self.complaints: list[str] = []
+        self.complaints = watched(page)
         self.requests: list[str] = []
         self.bodies: list[dict[str, Any]] = []
-        page.on("console", lambda message: self.complaints.append(message.text))
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("request", self._note)
         page.goto(url)
         self.until("seen !== null || !byId('notice').hidden")

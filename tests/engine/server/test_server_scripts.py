@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -35,6 +36,8 @@ def asked(server, **fields):
     status, body = server.ask(PATH, fields)
     assert status == 200, body
     (choice,) = body["choices"]
+    for one in choice["message"].get("tool_calls", ()):
+        assert re.fullmatch("[0-9a-f]{9}", one["id"])  # templates of Mistral's models refuse others
     message, reason, streamed = (
         choice["message"],
         choice["finish_reason"],

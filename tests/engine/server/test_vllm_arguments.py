@@ -6,19 +6,39 @@ import copy
 import inspect
 import json
 import re
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from flashtile import LLM, SamplingParams
-from flashtile.checks.vllm_arguments import LLM_ARGUMENTS, SAMPLING_ARGUMENTS, SERVE_ARGUMENTS
+from flashtile.checks.vllm_arguments import (
+    CALL_ARGUMENTS,
+    LLM_ARGUMENTS,
+    NO_METHODS,
+    SAMPLING_ARGUMENTS,
+    SERVE_ARGUMENTS,
+    check_argument,
+)
 from flashtile.cli import application
+from flashtile.engine import BeamSearchParams, StructuredOutputsParams
 from flashtile.engine.server.errors import ApiError
 from flashtile.engine.server.protocol import Body
 from flashtile.tools.commands.serve import SHORT_OPTIONS, serve
 from walk import walk
 
 APPLICATION = application()
+RECORD = json.loads(Path(__file__).with_name("vllm_arguments.json").read_text())
+"""Names and defaults of vLLM's arguments by release (``scripts/record_vllm_arguments.py``)."""
+COMPUTED = "<computed>"
+OTHER_DEFAULTS = {"allowed_origins", "enable_auto_tool_choice"}
+"""Options of ``vllm serve`` whose default here is another: no origin, and tools are called."""
+
+
+def recorded(constructor):
+    """(release, name, default) of each argument of a constructor or of the command."""
+    return [(release, *item) for release, found in RECORD.items() for item in found[constructor].items()]
 
 
 def test_no_argument_is_in_two_places():
@@ -48,6 +68,76 @@ def test_parameters_take_neutral_values_and_refuse_others(name):
     if neutral is not None:
         with pytest.raises(NotImplementedError, match=rf"^{name} .*got 'odd': "):
             SamplingParams(**{name: "odd"})
+
+
+@walk(("release", "name", "default"), recorded("LLM"))
+def test_a_model_takes_every_argument_of_vllm_with_its_default(release, name, default, tmp_path):
+    if name == "model":
+        return
+    known = name in LLM_ARGUMENTS or name in inspect.signature(LLM).parameters
+    assert known, f"vLLM {release} has {name}"
+    if default != COMPUTED:
+        with pytest.raises(FileNotFoundError):
+            LLM(tmp_path, **{name: default})
+
+
+@walk("release", RECORD)
+def test_a_model_loads_with_the_defaults_of_vllm(release, model):
+    """As in a call that names all arguments."""
+    given = {name: value for name, value in RECORD[release]["LLM"].items() if value != COMPUTED}
+    given |= {"model": model, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 10**6, "device": "cpu"}
+    with closing(LLM(**given)) as llm:
+        assert llm.engine.scheduler.max_num_seqs == 64
+
+
+@walk(("release", "name", "default"), recorded("SamplingParams"))
+def test_parameters_take_every_argument_of_vllm_with_its_default(release, name, default):
+    known = name in SAMPLING_ARGUMENTS or name in inspect.signature(SamplingParams).parameters
+    assert known, f"vLLM {release} has {name}"
+    if default != COMPUTED:
+        assert SamplingParams(**{name: default}) == SamplingParams()
+
+
+def test_methods_take_every_argument_of_vllm_with_its_default():
+    taken = {**CALL_ARGUMENTS, **dict.fromkeys(("messages", "prompts", "params", "sampling_params"))}
+    for method in (LLM.generate, LLM.chat, LLM.beam_search):
+        for release, name, default in recorded(method.__name__):
+            known = name in taken or name in inspect.signature(method).parameters
+            assert known, f"{method.__name__} of vLLM {release} has {name}"
+            if name in CALL_ARGUMENTS:
+                check_argument(CALL_ARGUMENTS, name, default)
+
+
+@walk("kind", [BeamSearchParams, StructuredOutputsParams])
+def test_smaller_classes_take_every_argument_of_vllm_with_its_default(kind):
+    needed = {"beam_width": 2, "max_tokens": 3} if kind is BeamSearchParams else {"choice": ["a"]}
+    for release, name, default in recorded(kind.__name__):
+        if name not in needed:
+            assert kind(**needed, **{name: default}) == kind(**needed), f"vLLM {release} has {name}"
+
+
+def test_methods_that_vllm_has_are_refused_by_name():
+    llm = LLM.__new__(LLM)
+    for name, words in NO_METHODS.items():
+        assert not hasattr(llm, name)
+        with pytest.raises(AttributeError, match=f"LLM has no {name}: {re.escape(words)}"):
+            getattr(llm, name)
+    with pytest.raises(NotImplementedError, match="lora_request is not supported"):
+        llm.chat([], lora_request="adapter")
+
+
+@walk(("release", "name", "default"), recorded("serve"))
+def test_the_command_line_knows_every_option_of_vllm(release, name, default):
+    if name in {"model", "model_tag", "config"}:
+        return
+    known = name in SERVE_ARGUMENTS or name in inspect.signature(serve).parameters
+    assert known, f"vLLM {release} has --{name.replace('_', '-')}"
+    if name in SERVE_ARGUMENTS and default != COMPUTED and name not in OTHER_DEFAULTS:
+        check_argument(SERVE_ARGUMENTS, name, default)
+
+
+def test_short_options_are_those_of_vllm():
+    assert set().union(*(found["short"].items() for found in RECORD.values())) <= SHORT_OPTIONS.items()
 
 
 def test_guided_json_names_structured_outputs():

@@ -190,6 +190,15 @@ def test_block_scales_confine_an_outlier():
     assert errors[False] > 0.5  # every query but the outlier was rounded to 0
 
 
+def test_a_sum_of_few_bits_loses_what_is_below_them():
+    """Once 1s make 2^14, another 1/2 is below the 14th bit; promoted before that, nothing is lost."""
+    products = torch.cat([torch.ones(2**14), torch.full((32,), 2.0**-6)])
+    one = flash3_fp8.sum_products(products)
+    two = flash3_fp8.sum_products(products, promote=128)
+    assert [one[-2].register, one[-1].added, one[-1].register] == [2.0**14, 0.5, 2.0**14]
+    assert (two[-1].total, two[-1].register) == (2.0**14, 0.5)
+
+
 def test_zeros_are_quantised_to_zeros():
     values, scales = flash3_fp8.quantise(torch.zeros(5, 4), 2)
     assert values.equal(torch.zeros(5, 4))

@@ -52,9 +52,7 @@ def visit(chromium: Any, page_file: Path, request: pytest.FixtureRequest) -> Ite
     }
     context = chromium.new_context(**options)
     page = context.new_page()
-    visit = Visit(page, page_file.as_uri())
-    page.on("console", lambda message: visit.complaints.append(message.text))
-    page.on("pageerror", lambda error: visit.complaints.append(str(error)))
+    visit = Visit(page, page_file.as_uri(), chromium_browser.watched(page))
     page.on("request", lambda sent: visit.requests.append(sent.url))
     visit.go("")
     yield visit

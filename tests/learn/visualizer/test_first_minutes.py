@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from visits import Visit, address
 
+from flashtile.algorithms import Memory, Trace, flash2
 from flashtile.learn.visualizer.recording import Recording
 from flashtile.learn.visualizer.settings import Setting
 
@@ -127,6 +129,94 @@ def test_the_first_tour_starts_from_a_sentence_that_the_reader_can_change(visit:
     assert visit.state["seqlen"] == "4"
     visit.go("lang=zh&tour=slow&scene=1")
     assert visit.page.input_value(field) == "猫在垫子上睡着了"
+
+
+def test_the_landing_view_starts_the_first_tour_from_the_readers_sentence(visit: Visit) -> None:
+    assert visit.each(".home button.main", "e.id") == ["start-tour"]
+    assert visit.page.input_value(".begin input") == "The cat sat on the mat and slept"
+    visit.page.fill(".begin input", "to be or not to be")
+    visit.page.press(".begin input", "Enter")
+    visit.page.wait_for_selector("body.touring")
+    visit.settle()
+    assert visit.page.input_value(".guide.tour .says input") == "to be or not to be"
+    assert "6 × 6 scores" in visit.text(".guide.tour .sentence")
+
+
+WRITTEN = """() => {
+  const { scene } = flashtilePage.views.a;
+  const written = [];
+  const write = scene.write;
+  scene.write = (text, ...place) => { written.push(text); write(text, ...place); };
+  flashtilePage.draw();
+  scene.write = write;
+  return written;
+}"""
+
+
+def test_weights_in_the_place_of_scores_are_called_so(visit: Visit, recorded: Recorded) -> None:
+    events = recorded(TILED).trace.events
+    scores = next(at for at, e in enumerate(events, 1) if e.op == "S = Q K^T")
+    weights = next(at for at, e in enumerate(events, 1) if e.op.startswith("P ="))
+    for at, called in ((scores, False), (weights, True)):
+        visit.go(address(TILED, at))
+        assert ("P" in visit.page.evaluate(WRITTEN)) == called
+
+
+def test_results_fill_hbm_as_they_are_written(visit: Visit) -> None:
+    """Inputs are there from the start, O in halves."""
+    filled = """() => {
+      const { scene } = flashtilePage.views.a;
+      const isColoured = (name, share) => {
+        const { left, top, width, height } = scene.places.get(name);
+        const [x, y] = [left + width / 2, top + share * height].map((at) => Math.round(at * scene.ratio));
+        const shown = [...scene.context.getImageData(x, y, 1, 1).data.slice(0, 3)];
+        return flashtilePage.colours[name] === `rgb(${shown.join(", ")})`;
+      };
+      return ["Q", "O"].map((name) => [0.25, 0.75].map((share) => isColoured(name, share)));
+    }"""
+    events = small_events()
+    stored = [at for at, e in enumerate(events, 1) if e.kind == "store" and e.name == "O"]
+    for at, output in (
+        (stored[0] - 1, [False, False]),
+        (stored[0] + 1, [True, False]),
+        (len(events), [True] * 2),
+    ):
+        visit.go(address(TILED, at))
+        assert visit.page.evaluate(filled) == [[True, True], output]
+
+
+def small_events() -> list[Any]:
+    memory = Memory(100 * 1024, trace=Trace())
+    flash2.forward(*torch.randn(3, 8, 4), memory, block_m=4, block_n=4)
+    assert memory.trace is not None
+    return memory.trace.events
+
+
+def test_the_line_of_a_move_crosses_no_name(visit: Visit) -> None:
+    visit.go(address(TILED, 1))
+    ends = visit.page.evaluate(
+        """() => {
+          const { scene } = flashtilePage.views.a;
+          const ends = [];
+          for (const name of ["moveTo", "lineTo"]) {
+            const draw = scene.context[name];
+            scene.context[name] = (x, y) => { ends.push(y); draw.call(scene.context, x, y); };
+          }
+          const { clock } = flashtilePage;
+          while (scene.run.trace.event(clock.at - 1).kind !== "load") clock.at += 1;
+          flashtilePage.draw();
+          const { top, height } = scene.bus;
+          return ends.map((y) => top <= y && y <= top + height);
+        }"""
+    )
+    assert ends == [True, True]
+
+
+def test_standard_attention_is_not_compared_with_itself(visit: Visit) -> None:
+    visit.go("a=standard&seqlen=8&head_dim=4&at=20")
+    assert "standard" not in visit.text("[data-counter=beside_standard]")
+    visit.go(address(TILED, 12))
+    assert visit.text("[data-counter=beside_standard]").endswith("of standard")
 
 
 def test_all_scores_are_held_once(visit: Visit) -> None:

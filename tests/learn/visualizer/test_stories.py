@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import colorsys
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ import pytest
 import torch
 from visits import Visit
 
-from flashtile.algorithms import Memory, reservation
+from chromium import watched
+from flashtile.algorithms import Memory, flash3_fp8, flash3_schedule, reservation
 from flashtile.learn.visualizer import stories
 
 END = 10**9
@@ -23,9 +26,7 @@ def told(chromium: Any, page_file: Path) -> Iterator[Visit]:
     """One page for all of these tests; at its end, nothing must have complained."""
     context = chromium.new_context(viewport={"width": 1400, "height": 1000}, locale="en-US")
     page = context.new_page()
-    visit = Visit(page, page_file.as_uri())
-    page.on("console", lambda message: visit.complaints.append(message.text))
-    page.on("pageerror", lambda error: visit.complaints.append(str(error)))
+    visit = Visit(page, page_file.as_uri(), watched(page))
     page.on("request", lambda sent: visit.requests.append(sent.url))
     visit.go("story=softmax&at=0")
     yield visit
@@ -337,6 +338,91 @@ def test_the_timeline_of_warpgroups_is_that_of_the_schedule(told: Visit) -> None
     said = told.text("[data-case=pingpong] .now")
     assert "Producer waits for an empty stage: P V of block 0 is still being used." in said
     assert "Warpgroup 1: tensor cores compute P V of block 0." in said
+
+
+def test_the_lane_of_the_tensor_cores_shows_when_they_are_idle(told: Visit) -> None:
+    tell(told, "turns")
+    for case in stories.recorded("turns"):
+        bars = told.each(
+            f"[data-case={case.name}] .turns g:is(.idle, .tensor) rect",
+            "[e.parentElement.classList[0], Number(e.getAttribute('y')), Number(e.getAttribute('width'))]",
+        )
+        lowest = max(y for _, y, _ in bars)
+        idle, busy = (
+            sum(width + 1 for kind, y, width in bars if kind == which and y == lowest)
+            for which in ("idle", "tensor")
+        )
+        spans = case.trace.spans
+        assert busy / (busy + idle) == pytest.approx(flash3_schedule.busy(spans, flash3_schedule.TENSOR_CORE))
+
+
+def test_the_names_of_the_bounds_are_at_their_lines(told: Visit) -> None:
+    tell(told, "unified")
+    names = told.each(
+        "[data-case=unified] .scores text:not(.maximum)", "[e.textContent, Number(e.getAttribute('y')) + 4]"
+    )
+    lines = told.each("[data-case=unified] .scores line:is(.phi, .bound)", "Number(e.getAttribute('y1'))")
+    assert [name for name, _ in names] == ["φ = 6", "φ − 3", "φ + 3"]
+    assert [y for _, y in names] == pytest.approx(lines)
+
+
+def test_a_sum_in_two_levels_loses_fewer_bits(told: Visit) -> None:
+    products = stories.sums_products()
+    exact = products.sum().item()
+    found = tell(told, "sums")
+    for name, promote in (("one", None), ("two", 128)):
+        register, total = 0.0, 0.0
+        for i, part in enumerate(products.split(32), 1):
+            register += part.sum().item()
+            step = 2.0 ** (math.floor(math.log2(register)) - 13)  # of the last of 14 bits
+            register = math.floor(register / step) * step
+            if promote and 32 * i % promote == 0:
+                total, register = torch.tensor(total + register, dtype=torch.float32).item(), 0.0
+        error = abs(total + register - exact) / exact
+        assert column(found, "error")[name] == pytest.approx(error, rel=1e-4)
+        assert column(found, "summed")[name] == len(products)
+    errors = column(found, "error")
+    assert errors["two"] < errors["one"] / 20
+    tell(told, "sums", 100)
+    bits = {
+        kind: told.each(f"[data-case=one] .bits .{kind} text", "e.textContent")
+        for kind in ("register", "cut")
+    }
+    sums = flash3_fp8.sum_products(products)[99]
+    top = math.floor(math.log2(sums.register))
+    assert "".join(bits["register"]) == f"{int(sums.register / 2.0 ** (top - 13)):014b}"
+    lost = sums.added / 2.0 ** (top - 13) % 1
+    assert int("".join(bits["cut"]), 2) == int(lost * 2 ** len(bits["cut"]))
+
+
+def test_no_colour_is_brown_or_mustard(told: Visit) -> None:
+    """Colours of what pictures are painted with, in both themes: none between orange and olive."""
+    found = set()
+    for theme in ("light", "dark"):
+        for story in stories.STORIES:
+            tell(told, story, theme=theme)
+            found.update(
+                told.each(
+                    ".picture :is(rect, circle, i)",
+                    "`colour ${getComputedStyle(e)[e.tagName === 'I' ? 'backgroundColor' : 'fill']}`",
+                )
+            )
+        names = told.page.evaluate("Object.values(flashtilePage.colours)")
+        found.update(f"colour {value}" for value in names)
+    told.show("story=softmax&at=0&theme=light")
+    brown = [colour for colour in found if is_brown(colour)]
+    assert len(found) > 20
+    assert not brown
+
+
+def is_brown(colour: str) -> bool:
+    """Whether a colour, as CSS computes it, has a hue from orange to olive."""
+    numbers = [float(number) for number in re.findall(r"[\d.]+", colour.split(" ", 1)[1])]
+    if len(numbers) < 3 or (len(numbers) == 4 and numbers[3] == 0):
+        return False
+    scale = 1 if "srgb" in colour else 255
+    hue, lightness, saturation = colorsys.rgb_to_hls(*(number / scale for number in numbers[:3]))
+    return 20 < 360 * hue < 75 and saturation > 0.25 and 0.1 < lightness < 0.9
 
 
 def test_a_scale_brings_small_numbers_to_dense_values(told: Visit) -> None:

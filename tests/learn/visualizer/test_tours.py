@@ -22,7 +22,7 @@ from flashtile.learn.visualizer.settings import Setting
 
 Recorded = Callable[[Setting], Recording]
 TOURS = {
-    "slow": 6, "tiles": 7, "softmax": 7, "loops": 6, "gradients": 7, "turns": 6, "eight": 6, "split": 6,
+    "slow": 6, "tiles": 7, "softmax": 7, "loops": 6, "gradients": 7, "turns": 6, "eight": 7, "split": 6,
     "pages": 6,
 }  # fmt: skip
 """Scenes of each tour, in the order of the landing view."""
@@ -44,6 +44,13 @@ SCREENS = [
 MEASURES = """() => {
   const shown = (selector) => [...document.querySelectorAll(selector)].filter((e) => e.offsetParent !== null);
   const box = (e) => e.getBoundingClientRect();
+  const empty = () => { // the larger part of a story's stage that has nothing, above or below its cases
+    const cases = shown(".case").map(box);
+    if (!cases.length) return 0;
+    const { top, height } = box(document.querySelector(".story"));
+    const above = Math.min(...cases.map((one) => one.top)) - top;
+    return Math.max(above, top + height - Math.max(...cases.map((one) => one.bottom))) / height;
+  };
   const area = (e) => box(e).width * box(e).height;
   const [guide, next] = [".guide.tour", "#tour-next"].map((name) => box(document.querySelector(name)));
   const canvases = shown("article canvas").map((canvas) => {
@@ -57,7 +64,7 @@ MEASURES = """() => {
   return {
     wide: document.documentElement.scrollWidth, high: document.documentElement.scrollHeight,
     stage: shown(".stage, .story").reduce((sum, e) => sum + area(e), 0) / (innerWidth * innerHeight),
-    canvases, guide: guide.top >= 0 && guide.left >= 0,
+    canvases, empty: empty(), guide: guide.top >= 0 && guide.left >= 0,
     next: next.top >= 0 && next.bottom <= innerHeight && next.right <= innerWidth,
   };
 }"""
@@ -94,6 +101,7 @@ def check_measures(visit: Visit, width: int, height: int) -> None:
     if width > 900:
         assert found["high"] <= height, visit.state
         assert found["stage"] > 0.5, visit.state
+        assert found["empty"] < 0.3, visit.state
 
 
 def test_cards_lead_to_the_tours(visit: Visit) -> None:
@@ -179,7 +187,7 @@ def test_right_answers_are_those_of_python(
     run = recorded(Setting("standard", 1024, 64, sram_bytes=100 * KIB))
     moved = run.totals["hbm_read"] + run.totals["hbm_written"]
     share = sum(sum(run.traffic[name]) for name in "SP") / moved
-    assert answers("slow", 5) == f"about {round(100 * share)} %"
+    assert answers("slow", 5) == f"about {round(100 * share)}\xa0%"
 
     tiles = [
         e.rows[1] - e.rows[0] for e in small_trace(flash2, 8, (4, 4)).events if e.op == "S = Q K^T" and e.rows
@@ -190,8 +198,9 @@ def test_right_answers_are_those_of_python(
     stores = [e for e in events if e.kind == "store" and e.name == "O" and e.rows and e.rows[0] == 0]
     assert answers("loops", 2) == f"{len(stores)} times"
 
-    one = recorded(Setting("flash_decoding", 4096, 64, queries="one", block="1x128", num_splits=1))
-    assert answers("split", 2) == str(len({e.program for e in one.trace.events if e.kernel == "split"}))
+    one = recorded(Setting("flash2", 4096, 64, queries="one", block="1x128"))
+    assert answers("split", 2) == str(len({e.program for e in one.trace.events}))
+    assert visit.state["a"].startswith("flash2")  # the question is about it
 
     paged = recorded(Setting("paged", 64, 64, queries="one", page_size=8)).trace.events
     fork = next(at for at, e in enumerate(paged) if e.data and e.data["op"] == "fork")
@@ -204,7 +213,7 @@ def test_right_answers_are_those_of_python(
     assert answers("gradients", 6) == f"{len(writes)} times"
     spans = stories.recorded("turns")[0].trace.spans
     working = flash3_schedule.busy(spans, flash3_schedule.TENSOR_CORE)
-    assert answers("turns", 2) == f"{round(100 * working)} %"
+    assert answers("turns", 2) == f"{round(100 * working)}\xa0%"
 
     assert answers("softmax", 4) == "Multiply it by exp(2\xa0−\xa04)"
     sums = [

@@ -9,7 +9,7 @@ from flashtile.learn.visualizer.settings import Setting
 
 KIB = 1024
 SETTINGS = (
-    Setting("standard", 1024, 64, sram_bytes=100 * KIB),
+    *(Setting("standard", 1024, 64, sram_bytes=size * KIB) for size in (64, 100)),
     *(Setting(name, 1024, 64, block="64x64") for name in ("flash1", "flash2")),
     Setting("standard", 256, 64, sram_bytes=64 * KIB),
     *(Setting("standard", 256, 64, mask=mask, sram_bytes=100 * KIB) for mask in ("full", "causal", "window")),
@@ -27,6 +27,7 @@ SETTINGS = (
     Setting("flash2", 4096, 64, block="64x64"),
     Setting("flash2", 4096, 64, block="auto", sram_bytes=100 * KIB),
     Setting("standard", 4096, 64, queries="one", sram_bytes=100 * KIB),
+    Setting("flash2", 4096, 64, queries="one", block="1x128"),
     *(Setting("flash_decoding", 4096, 64, queries="one", block="1x128", num_splits=n) for n in (1, 8)),
     Setting("unified_max", 4096, 64, queries="one", block="1x128", num_splits=8),
     Setting("paged", 64, 64, queries="one", page_size=8),

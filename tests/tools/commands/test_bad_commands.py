@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from flashtile import cli
-from flashtile.tools.commands import demo, explain, inspect, options, visualize
+from flashtile.learn.visualizer import page
+from flashtile.tools.commands import inspect, options
+from flashtile.tools.demo import steps
 from refused_commands import refusals
 from walk import walk
 
@@ -84,10 +86,9 @@ def run(monkeypatch, capsys, tmp_path):
     def works(*_, **__):
         pytest.fail("the command began its work")
 
-    for module, name in (
-        (demo, "inspect_setting"), (inspect, "reports"), (visualize, "write_page"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, works)
+    monkeypatch.setattr(steps, "inspect_setting", works)
+    monkeypatch.setattr(inspect, "reports", works)
+    monkeypatch.setattr(page, "write_page", works)
     return refusals(cli.main, "flashtile", tmp_path, monkeypatch, capsys)
 
 
@@ -101,7 +102,7 @@ def test_one_line_and_exit_code_2(run, arguments, said):
 
 
 def test_costs_of_too_many_tokens_are_refused_before_a_kernel_is_chosen(run, monkeypatch):
-    monkeypatch.setattr(explain.explanations, "explain", lambda *_, **__: pytest.fail("a kernel is chosen"))
+    monkeypatch.setattr("flashtile.api.explain.explain", lambda *_, **__: pytest.fail("a kernel is chosen"))
     code, error = run(*EXPLAIN, "--seqlen-q", "1000000000", "--card", "h100")
     assert code == 2
     assert "costs are counted up to 4194304 tokens, got 1000000000" in error

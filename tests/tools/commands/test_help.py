@@ -14,7 +14,9 @@ import typer.main
 from typer.testing import CliRunner
 
 import flashtile
-from flashtile import cli, version
+from flashtile import cli, io_model, version
+from flashtile.learn.visualizer import film, recording, settings
+from flashtile.tools.commands import options, visualize
 from walk import walk
 
 ROOT = Path(__file__).parents[3]
@@ -56,14 +58,25 @@ def test_the_list_of_commands_is_whole():
 
 @walk(
     "arguments",
-    [["--help"], ["no-such"], ["serve", "--help"], ["serve", "--no-such"], ["--version"], ["generate"]],
-)
+    [
+        ["--help"], ["no-such"], ["--version"], ["generate"], ["serve", "--no-such"],
+        *([name, "--help"] for name in COMMANDS),
+    ],
+)  # fmt: skip
 def test_help_versions_and_usage_errors_import_no_torch(arguments):
     command = [sys.executable, "-X", "importtime", "-m", "flashtile", *arguments]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     imported = re.findall(r"^import time:.*\| *(\S+)$", result.stderr, re.MULTILINE)
     assert "flashtile.cli" in imported
     assert "torch" not in imported
+
+
+def test_help_lists_what_there_is():
+    """Help texts have their own lists, because the modules that know it import torch."""
+    assert tuple(model.name.lower() for model in io_model.MODELS) == options.MODEL_NAMES
+    assert tuple(recording.RUNNERS) == visualize.ALGORITHMS
+    assert visualize.MASKS == settings.MASKS
+    assert visualize.FILMS == film.SUFFIXES
 
 
 def test_a_recorded_program_finds_the_operators(tmp_path):

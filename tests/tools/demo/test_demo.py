@@ -14,7 +14,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from chromium import axe_violations, launched
+from chromium import axe_violations, launched, watched
 from flashtile.engine.rotary import rotary_frequencies
 from flashtile.hardware.machine import find_device
 from flashtile.tools.commands.demo import demo
@@ -321,12 +321,9 @@ ROWS = [
 
 
 def test_scaling_is_judged_at_the_longest_length_that_both_ran():
-    assert [(check.holds, check.detail) for check in scaling.checks(ROWS)] == [
-        (True, "3.00 times as fast"),
-        (True, "16.0 times less"),
-    ]
-    slow = scaling.ScalingRow(512, cost(9.1, 40), cost(9.0, 32), None)
-    assert [check.holds for check in scaling.checks([ROWS[0], slow, ROWS[2]])] == [False, False]
+    assert [(check.holds, check.detail) for check in scaling.checks(ROWS)] == [(True, "16.0 times less")]
+    large = scaling.ScalingRow(512, cost(3.0, 40), cost(9.0, 32), None)
+    assert [check.holds for check in scaling.checks([ROWS[0], large, ROWS[2]])] == [False]
     assert scaling.checks(ROWS[2:]) == []
 
 
@@ -360,6 +357,14 @@ def test_operations_are_checked_before_they_are_shown(results, tmp_path):
     assert "not taken apart: needs about 9 MiB" in (tmp_path / "report.html").read_text()
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Reports have no pictures: to draw them takes most of the time."""
+    monkeypatch.setattr(report, "themed_svg", lambda figure: "")
+    monkeypatch.setattr(report.Figure, "savefig", lambda figure, path, **options: None)
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_both_sides_of_the_picture_do_the_same_work(results, html, tmp_path):
     """With dropout where the fused call was timed with it, otherwise without on both sides."""
     assert "Both sides apply dropout of 0.1." in html
@@ -500,8 +505,10 @@ def test_claim_and_findings_follow_the_numbers(results, html):
 
 
 def test_claim_of_a_demo_that_fails_or_cannot_compare(results):
-    slow = scaling.ScalingRow(512, cost(9.1, 40), cost(9.0, 32), None)
-    assert claim(replace(results, scaling=[slow])) == f"2 of {len(results.checks())} checks failed"
+    slow = scaling.ScalingRow(512, cost(9.1, 2), cost(9.0, 32), None)
+    assert claim(replace(results, scaling=[slow])) == "Exact attention, with 16 times less memory"
+    large = scaling.ScalingRow(512, cost(9.1, 40), cost(9.0, 32), None)
+    assert claim(replace(results, scaling=[large])) == f"1 of {len(results.checks())} checks failed"
     assert findings(replace(results, scaling=[slow]))["scaling"].startswith(
         "At 512 tokens a pass takes 9.1 ms instead of 9 ms, 1.0 times as long (the scores fit into caches"
     )
@@ -533,8 +540,8 @@ def test_report_links_to_the_interactive_page(linked):
 @pytest.mark.parametrize(("width", "height"), [(1366, 768), (768, 1024), (360, 640)])
 def test_report_is_accessible_at_every_size(linked, chromium, width, height, scheme):
     context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-    page, complaints = context.new_page(), []
-    page.on("console", lambda message: complaints.append(message.text))
+    page = context.new_page()
+    complaints = watched(page)
     page.goto(linked.as_uri())
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.locator("h1").bounding_box()["y"] < page.locator(".bars").bounding_box()["y"] < height
@@ -566,6 +573,7 @@ def test_results_hold_every_number_and_writing_again_changes_nothing(results, tm
     assert {served["backend"] for served in record["setting"]["served"]} == {"cpu"}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_failures_and_numbers_that_are_not_finite_reach_the_files(results, tmp_path):
     nan = replace(results.training.result, losses=[1.0, math.nan])
     training = replace(results.training, result=nan, agreement=agreement(nan.losses, [1.0, 1.0], "float32"))
@@ -576,12 +584,13 @@ def test_failures_and_numbers_that_are_not_finite_reach_the_files(results, tmp_p
     assert "✗" in Page((tmp_path / "report.html").read_text()).text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_report_where_the_system_does_not_tell_memory(results, tmp_path):
     unknown = scaling.Cost(1.0, None, 1)
     rows = [replace(row, flashtile=unknown, standard=unknown if row.standard else None) for row in ROWS]
     write(replace(results, scaling=rows), tmp_path)
     assert "–" in Page((tmp_path / "report.html").read_text()).text
-    assert [check.name for check in scaling.checks(rows)] == [scaling.checks(ROWS)[0].name]
+    assert scaling.checks(rows) == []
 
 
 def test_devices_are_checked():
@@ -602,7 +611,14 @@ def run():
 def test_command_shows_everything(run, tmp_path):
     result = run("--quick", "--device", "cpu", "--out", tmp_path / "out", "--seconds", "0.5")
     assert result.exit_code == 0, result.output
-    parts = ("machine", "PyTorch's own flash kernel", "not by portable", "exactness", "SDPA", "class Reader")
+    parts = (
+        "machine",
+        "PyTorch's own flash kernel",
+        "not by portable",
+        "exactness",
+        "PyTorch's SDPA takes",
+        "class Reader",
+    )
     for part in (*parts, "6 answers to 3 prompts", "tokens of prompts were found in the prefix cache"):
         assert part in " ".join(result.output.split())
     assert (tmp_path / "out" / "model" / "config.json").exists()

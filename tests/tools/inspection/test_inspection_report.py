@@ -237,7 +237,7 @@ def command(monkeypatch):
     from flashtile.tools.commands import inspect as module
 
     def run(cases: list[CompileCase], *arguments: str, columns: int = 200):
-        monkeypatch.setattr(module, "every_case", lambda arch: cases)
+        monkeypatch.setattr("flashtile.tools.inspection.cases.every_case", lambda arch: cases)
         app = typer.Typer()
         app.command()(module.inspect)
         return CliRunner().invoke(app, arguments, env={"COLUMNS": str(columns)})

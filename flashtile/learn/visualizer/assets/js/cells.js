@@ -14,7 +14,7 @@ class CellGrid {
     }
     this.frame = svgElement("rect", { class: "outline", visibility: "hidden" });
     this.drawing.append(...this.cells, this.frame);
-    this.root = element("figure", { class: "cells", "data-grid": name, style: `flex:${cols} 1 0` }, element("figcaption", {}, name), this.drawing);
+    this.root = element("figure", { class: "cells", "data-grid": name, style: `--cols:${cols};flex:${cols} 1 0` }, element("figcaption", {}, name), this.drawing);
     this.states = new Array(rows * cols).fill(undefined);
   }
 

@@ -21,7 +21,8 @@ class Home {
     this.page = page;
     this.race = new Race(page);
     this.cards = document.querySelector(".cards");
-    document.querySelector("#start-tour").addEventListener("click", () => page.tour.begin(page.tour.offered[0].name));
+    this.words = document.querySelector(".begin input");
+    document.querySelector(".begin").addEventListener("submit", () => this.#begin());
     this.cards.append(...page.tour.offered.map(({ name }) => this.#card(name)));
     const algorithms = page.catalog.algorithms.map((algorithm) => {
       const button = element("button", { type: "button", "data-algorithm": algorithm, "data-text": `algorithm_${algorithm}` });
@@ -43,8 +44,17 @@ class Home {
     return element("li", {}, button);
   }
 
+  /** The first tour, with the reader's sentence if it was changed. */
+  #begin() {
+    const { tour, state, language } = this.page;
+    const words = this.words.value;
+    if (words !== language.text("tour_words") && tokensOf(words).length > 1) state.words = words;
+    tour.begin(tour.offered[0].name);
+  }
+
   show() {
     this.page.language.apply(document.querySelector(".home"));
+    this.words.value = this.page.tour.said ?? this.page.language.text("tour_words");
     this.race.show();
   }
 }

@@ -12,11 +12,11 @@ class Language {
     return navigator.language.startsWith("zh") ? "zh" : "en";
   }
 
-  /** The text of a key, with {places} filled in. */
+  /** The text of a key, with {places} filled in. A number and its percent sign stay on one line. */
   text(key, places = {}) {
     const text = this.texts[this.name][key];
     if (text === undefined) throw new Error(`no text ${key} in ${this.name}`);
-    return text.replace(/\{(\w+)\}/g, (_, place) => places[place]);
+    return text.replace(/\{(\w+)\}/g, (_, place) => places[place]).replaceAll(" %", "\u00a0%");
   }
 
   /** The text of a key, or the alternative where there is none. */

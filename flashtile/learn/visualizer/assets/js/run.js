@@ -173,7 +173,8 @@ class RunView {
     this.pseudocode.draw(line ?? lastLine(this.run, position));
     setText(this.formula, formulaOf(this.run, position, watched));
     setCounter(this.held.words, trace.scoresHeld[position], (held) => language.text("held_of", { held: formatCount(held), all: formatCount(this.mostScores) }));
-    if (baseline) setCounter(this.moved.words, trace.moved[position] / allMoved({ recording: baseline }), (share) => language.text("of_standard", { moved: formatBytes(trace.moved[position]), share: threeDigits(100 * share) }));
+    const moved = formatBytes(trace.moved[position]);
+    if (baseline) setCounter(this.moved.words, trace.moved[position] / allMoved({ recording: baseline }), (share) => (baseline === recording ? moved : language.text("of_standard", { moved, share: threeDigits(100 * share) })));
   }
 
   /** Both bars grow with every frame. */

@@ -16,11 +16,13 @@ const LEAST_ROOMY = 124; // height of SRAM
 const MAX_SHAPE = 1.5; // a tile in SRAM is at most so much wider than high
 const WIDE = 1.15; // ratio of width to height from which on the chip is next to the matrix
 const MAX_SLOTS = 10; // in a row
+const LEAST_LANES = 8; // multiprocessors that are shown for one query
 const SLOT_GAP = 8; // pixels between two
 const MAX_ARRAYS = 9; // from which on small arrays are left out
 const LABEL = 64; // pixels for the bytes of a tile that travels
 const [WORD, SHORT_WORD, WORD_LINE] = [72, 44, 18]; // pixels for a word next to its row, on a phone, and above its column
 const MAX_TRAVELLERS = 6;
+const [NAME_SIZE, NAME_LINE] = [12, 12]; // pixels of an array's name, and to a second line of names
 const ORDER = ["Q", "K", "S", "P", "V", "O"];
 
 class SceneView {
@@ -58,7 +60,7 @@ class SceneView {
     const { grid, trace } = this.run;
     const hasMap = grid !== null && trace.data.length === 0; // pages have block tables in the place of the matrix
     const wide = width / height > WIDE;
-    const [one, other] = wide ? [Math.min(width * 0.5, height + 2 * PAD), height] : [width, Math.round(height * 0.5)];
+    const [one, other] = wide ? [Math.min(width * (width > MIN_NOTED ? 0.56 : 0.5), height + 2 * PAD), height] : [width, Math.round(height * 0.54)];
     const map = { x: 0, y: 0, width: one, height: other };
     const chip = !hasMap ? { x: 0, y: 0, width, height } : wide ? { x: one, y: 0, width: width - one, height } : { x: 0, y: other, width, height: height - other };
     this.area = hasMap ? this.#arrangeMap(map) : null;
@@ -75,7 +77,7 @@ class SceneView {
     const edge = 2 * this.strip + 18;
     const [beside, above] = this.words ? [height < LEAST_CHIP ? SHORT_WORD : WORD, WORD_LINE] : [0, 0];
     const [most, mostHigh] = [width - edge - beside - 2 * PAD, height - TITLE - edge - above - PAD - 10];
-    if (rows === 1) return { left: x + PAD + edge, top: y + TITLE + edge, width: most, height: Math.min(64, mostHigh / 2), edge, beside, above, bottom: y + height };
+    if (rows === 1) return { left: x + PAD + edge, top: y + TITLE + edge, width: most, height: Math.min(96, mostHigh / 4), edge, beside, above, bottom: y + height };
     const side = Math.min(most, mostHigh * (cols / rows));
     return { left: x + PAD + edge + beside + (most - side) / 2, top: y + TITLE + edge + above, width: side, height: side * (rows / cols), edge, beside, above, bottom: y + height };
   }
@@ -133,9 +135,14 @@ class SceneView {
     const sorted = [...arrays].filter(isShown).sort((a, b) => rank(a) - rank(b));
     const gap = Math.min(18, (0.3 * room.width) / Math.max(sorted.length, 1));
     this.between = gap;
-    const widest = (scale) => sorted.reduce((sum, [, { cols }]) => sum + Math.max(cols * scale, MIN_PART) + gap, -gap);
+    const widthOf = (cols, scale) => Math.max(cols * scale, MIN_PART);
+    const widest = (scale) => sorted.reduce((sum, [, { cols }]) => sum + widthOf(cols, scale) + gap, -gap);
     let scale = room.height / Math.max(...sorted.map(([, { rows }]) => rows), 1);
     while (widest(scale) > room.width && scale > 1e-4) scale *= 0.95;
+    this.context.font = `${NAME_SIZE}px ${FONT}`;
+    const isNarrow = ([name, { cols }]) => this.context.measureText(prettyName(name)).width > widthOf(cols, scale) + gap - 2;
+    this.staggered = room.height > 2 * NAME_LINE && sorted.some(isNarrow);
+    if (this.staggered) scale = Math.min(scale, (room.height - NAME_LINE) / Math.max(...sorted.map(([, { rows }]) => rows), 1));
     let at = room.left;
     this.places = new Map(sorted.map(([name, { rows, cols, absent }]) => {
       const place = { left: at, top: room.top, width: Math.max(cols * scale, MIN_PART), height: Math.max(rows * scale, MIN_PART), rows, cols, absent };
@@ -143,7 +150,7 @@ class SceneView {
       return [name, place];
     }));
     const highest = Math.max(...[...this.places.values()].map((place) => place.height), 0);
-    const spare = Math.max((room.height - highest) / 2, 0);
+    const spare = Math.max((room.height - (this.staggered ? NAME_LINE : 0) - highest) / 2, 0);
     for (const place of this.places.values()) place.top += spare;
     this.labels = room.top + spare + highest + 15;
   }
@@ -298,7 +305,7 @@ class SceneView {
       painter.setLineDash([3, 3]);
       painter.strokeRect(slot.left + 0.5, slot.top + 0.5, slot.width - 1, slot.height - 1);
       painter.setLineDash([]);
-      if (this.names && painter.measureText(name).width < slot.width + 10) this.write(name, slot.left + slot.width / 2, this.names, { align: "center", size: 12 });
+      if (this.names && painter.measureText(prettyName(name)).width < slot.width + SLOT_GAP) this.write(prettyName(name), slot.left + slot.width / 2, this.names, { align: "center", size: NAME_SIZE });
     }
     for (const [name, place] of this.places) this.#paintPlace(painter, colours, name, place);
   }
@@ -311,8 +318,10 @@ class SceneView {
       painter.setLineDash([]);
       if (place.width > 46 && place.height > 40) this.#writeWithin(this.language.text("scene_never"), place);
     }
-    painter.font = `12px ${FONT}`;
-    if (painter.measureText(name).width <= place.width + this.between - 2) this.write(name, place.left + place.width / 2, this.labels, { align: "center", size: 12 });
+    painter.font = `${NAME_SIZE}px ${FONT}`;
+    if (!this.staggered && painter.measureText(prettyName(name)).width > place.width + this.between - 2) return;
+    const line = this.staggered && [...this.places.keys()].indexOf(name) % 2;
+    this.write(prettyName(name), place.left + place.width / 2, this.labels + (line ? NAME_LINE : 0), { align: "center", size: NAME_SIZE });
   }
 
   /** A few words in the middle of a place, on as many lines as they need. */
@@ -408,20 +417,25 @@ class SceneView {
     let i = position - 1;
     while (i >= 0 && !(trace.numbers[i] && HOLDS.has(trace.forms[trace.form[i]].kind) && trace.forms[trace.form[i]].name === name)) i--;
     trace.numbers[i]?.forEach((line, y) => line.forEach((value, x) => {
-      const text = Number.isFinite(value) ? value.toFixed(2).replace("-", "−") : "−∞";
+      const text = Number.isFinite(value) ? value.toFixed(2).replace("-", "−") : formatStatistic(value);
       this.write(text, this.#x(tile.col + x + 0.5), this.#y(tile.row + y + 0.5) + 5, { colour: colours.onTile, align: "center", size: 13, on: this.context });
     }));
   }
 
-  /** One query: a lane for each program below the row, as they could run at the same time. */
+  /** One query: a lane for each multiprocessor below the row, with its program or idle, as they could run at the same time. */
   #drawSplits(position, colours) {
     const { context, area } = this;
     const { grid, kernels } = this.run;
     const kernel = kernels.find(({ name }) => name === "split" || name === "attention");
     if (!kernel) return;
-    const high = Math.min(22, (area.bottom - area.top - area.height - 40) / kernel.programs.length);
+    const lanes = Math.max(kernel.programs.length, LEAST_LANES);
+    const top = area.top + area.height + 24;
+    const high = Math.min(56, (area.bottom - top - PAD) / lanes);
     if (high < 3) return;
-    const top = area.top + area.height + 18;
+    this.write(this.language.text("scene_lanes"), area.left + PAD, top - 9, { on: context });
+    const gap = high > 12 ? 6 : 2;
+    context.fillStyle = colours.track;
+    for (let lane = 0; lane < lanes; lane++) context.fillRect(area.left, top + lane * high, area.width, high - gap);
     const span = new Map();
     for (let x = 0; x < grid.width; x++) {
       const number = grid.programs[x];
@@ -432,10 +446,8 @@ class SceneView {
       const [start, end] = span.get(number) ?? [0, this.cols];
       const done = Math.min(Math.max((position - program.first) / Math.max(program.end - program.first, 1), 0), 1);
       const [left, width] = [this.#x(start), this.#x(end) - this.#x(start)];
-      context.fillStyle = colours.track;
-      context.fillRect(left, top + number * high, width - 1, high - 3);
       context.fillStyle = colours.accent;
-      context.fillRect(left, top + number * high, (width - 1) * done, high - 3);
+      context.fillRect(left, top + number * high, (width - 1) * done, high - gap);
     });
   }
 
@@ -447,19 +459,40 @@ class SceneView {
     context.fillRect(onChip.left + PAD, onChip.top + TITLE + 2, (onChip.width - 2 * PAD) * Math.min(used / this.sram, 1), 5);
     const text = onChip.width < NARROW ? formatBytes(used) : this.language.text("scene_used", { used: formatBytes(used), all: formatBytes(this.sram) });
     this.write(text, onChip.left + onChip.width - PAD, onChip.top + 19, { align: "right", colour: colours.ink, on: context });
-    for (const [name, tile] of tiles) this.#drawHeld(name, tile, event, colours);
+    for (const [name, tile] of tiles) this.#drawHeld(name, tile, position, event, colours);
     if (event?.kind === "compute" && event.op && onChip.width >= NARROW) this.write(prettyOp(event.op), this.bus.left + PAD, this.bus.top + this.bus.height / 2 + 4, { colour: colours.ink, size: 14, bold: true, on: context });
     this.#drawPrograms(event, colours);
     const present = new Set(run.trace.arraysAt(position).map(({ name }) => name));
     for (const [name, place] of this.places) {
       const ofCells = name in this.cellsOf;
       if (place.absent || present.has(name) === ofCells) continue; // cells of S and P are painted, and covered while they are not there
-      context.fillStyle = ofCells ? colours.panel : colours[colourKey(name)];
+      context.fillStyle = ofCells ? colours.panel : colours.track;
       context.fillRect(place.left, place.top, place.width, place.height);
+      if (ofCells) continue;
+      context.fillStyle = colours[colourKey(name)];
+      context.fillRect(place.left, place.top, place.width, place.height * this.#filled(name, position));
     }
   }
 
-  #drawHeld(name, tile, event, colours) {
+  /** The share of an array in HBM that has numbers: inputs have all of theirs, results what was written. */
+  #filled(name, position) {
+    const { trace } = this.run;
+    if (trace.forms.some((form) => form.kind === "place" && form.name === name)) return 1;
+    const { bytes } = trace.arrays.find((array) => array.name === name);
+    return Math.min(trace.trafficAt(name, position).written / bytes, 1);
+  }
+
+  /** What a tile holds: weights take the place of their scores. */
+  #contentOf(name, position) {
+    const { trace } = this.run;
+    for (let i = position - 1; i >= 0; i--) {
+      const { kind, name: of, op } = trace.forms[trace.form[i]];
+      if (of === name && kind === "compute" && op) return name === "S" && op.startsWith("P =") ? "P" : name;
+    }
+    return name;
+  }
+
+  #drawHeld(name, tile, position, event, colours) {
     const slot = this.slots.get(name);
     if (!slot) return;
     const { context } = this;
@@ -468,7 +501,8 @@ class SceneView {
     context.fillStyle = colours[colourKey(name)];
     context.fillRect(slot.left, slot.top + slot.height - height, slot.width, height);
     context.font = `600 12px ${FONT}`;
-    if (!this.names && context.measureText(name).width <= slot.width - 2) this.write(name, slot.left + slot.width / 2, slot.top + slot.height - height / 2 + 4, { colour: colours.onTile, bold: true, size: 12, align: "center", on: context });
+    const content = this.#contentOf(name, position);
+    if ((!this.names || content !== name) && context.measureText(content).width <= slot.width - 2) this.write(content, slot.left + slot.width / 2, slot.top + slot.height - height / 2 + 4, { colour: colours.onTile, bold: true, size: 12, align: "center", on: context });
     if (event?.kind === "compute" && event.name === name && event.op) {
       context.strokeStyle = colours.ink;
       context.lineWidth = 2;
@@ -530,9 +564,11 @@ class SceneView {
     if (still) {
       context.strokeStyle = colour;
       context.lineWidth = 2;
+      const [above, below] = [this.bus.top + 1, this.bus.top + this.bus.height - 1]; // over no name
+      const at = (y) => from.x + ((to.x - from.x) * (y - from.y)) / (to.y - from.y || 1);
       context.beginPath();
-      context.moveTo(from.x, from.y);
-      context.lineTo(to.x, to.y);
+      context.moveTo(at(above), above);
+      context.lineTo(at(below), below);
       context.stroke();
       context.strokeStyle = colours.ink;
       context.strokeRect(piece.x - piece.width / 2 - 1, piece.y - piece.height / 2 - 1, piece.width + 2, piece.height + 2);
@@ -589,6 +625,10 @@ function rowsOfSlots(tiles, each, room) {
 
 function heightOfRows(tiles, each, room) {
   return rowsOfSlots(tiles, each, room).reduce((sum, { height }) => sum + height + SLOT_GAP, -SLOT_GAP);
+}
+
+function prettyName(name) {
+  return name.replace("_ij", "ᵢⱼ").replace("_s", "ₛ");
 }
 
 function prettyOp(op) {

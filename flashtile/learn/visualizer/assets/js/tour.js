@@ -5,13 +5,14 @@ const RUN = { story: null, variant: null, case: null, queries: "all", mask: "ful
 const SMALL = { ...RUN, seqlen: 8, head_dim: 4 };
 const TWELVE = { ...RUN, seqlen: 12, head_dim: 4 };
 const THOUSAND = { ...RUN, seqlen: 1024, head_dim: 64 };
+const NOT_SPLIT = { algorithm: "flash2", block: "1x128" };
 const ONE_QUERY = { ...RUN, queries: "one", seqlen: 4096, head_dim: 64 };
 const PAGED = { ...RUN, queries: "one", seqlen: 64, head_dim: 64, a: { algorithm: "paged", page_size: 8 } };
 const STANDARD = { algorithm: "standard" };
 const TILED = { algorithm: "flash2", block: "4x4" };
 const [BY_KEYS, BY_QUERIES] = ["flash1", "flash2"].map((algorithm) => ({ algorithm, block: "3x2" }));
 const [FIRST, SECOND] = ["flash1", "flash2"].map((algorithm) => ({ algorithm, block: "64x64" }));
-const splits = (num_splits) => ({ algorithm: "flash_decoding", block: "1x128", num_splits });
+const SPLIT = { algorithm: "flash_decoding", block: "1x128", num_splits: 8 };
 const softmax = (name, variant = "article") => ({ story: "softmax", variant, case: name });
 const BACKWARD = { story: "backward", variant: "", case: "flash2" };
 const turns = (names) => ({ story: "turns", variant: "", case: names });
@@ -78,13 +79,14 @@ const TOURS = [
     { state: eight("huge", "tensor,block"), from: 0, to: 1, seconds: 6 },
     { state: eight("column", "block"), from: 0, to: 1, seconds: 5 },
     { state: eight("column", "block,rotated"), from: 0, to: 1, seconds: 6, right: 1, choices: 3 },
+    { state: { story: "sums", variant: "", case: "one,two" }, from: 0, to: 1, seconds: 12, right: 1, choices: 3 },
   ] },
   { name: "split", scenes: [
-    { state: { ...ONE_QUERY, a: splits(1) }, from: 0, to: 0.3, seconds: 4 },
-    { state: { ...ONE_QUERY, a: splits(1) }, from: 0.3, to: 1, seconds: 5, right: 0, choices: 3 },
-    { state: { ...ONE_QUERY, a: splits(8) }, from: 0, to: "merge", seconds: MANY_SECONDS },
-    { state: { ...ONE_QUERY, a: splits(8) }, from: "merge", to: 1, seconds: 5 },
-    { state: { ...ONE_QUERY, a: splits(1), b: splits(8) }, from: 0.5, to: 1, seconds: 5 },
+    { state: { ...ONE_QUERY, a: NOT_SPLIT }, from: 0, to: 0.3, seconds: 4 },
+    { state: { ...ONE_QUERY, a: NOT_SPLIT }, from: 0.3, to: 1, seconds: 5, right: 0, choices: 3 },
+    { state: { ...ONE_QUERY, a: SPLIT }, from: 0, to: "merge", seconds: MANY_SECONDS },
+    { state: { ...ONE_QUERY, a: SPLIT }, from: "merge", to: 1, seconds: 5 },
+    { state: { ...ONE_QUERY, a: NOT_SPLIT, b: SPLIT }, from: 0.5, to: 1, seconds: 5 },
     { state: { story: "unified", variant: "spike", case: "unified" }, from: 0, to: 1, seconds: 9 },
   ] },
   { name: "pages", scenes: [
@@ -207,6 +209,7 @@ class Tour {
   #showQuestion(scene, key, places) {
     const { language } = this.page;
     this.sentence.hidden = !this.answered;
+    this.root.classList.toggle("answered", this.answered && scene.choices !== undefined);
     this.ask.hidden = scene.choices === undefined;
     if (!this.answered || scene.choices === undefined) this.verdict.hidden = true;
     if (this.ask.hidden) return;

@@ -71,7 +71,7 @@ STORY_VIEWS.backward = class {
   caption(event) {
     const key = { "P = exp(S - lse)": "P", "dP = dO V^T": "dP", "dS = P (dP - D)": "dS", "dV += P^T dO": "dV", "dQ += dS K": "dQ", "dK += dS^T Q": "dK" }[event.op];
     const stored = event.kind === "store" && ["D", "dQ", "dK", "dV"].includes(event.name) && `stored_${event.name === "D" ? "D" : event.name === "dQ" ? "dQ" : "rows"}`;
-    const said = key ? `computed_${key}` : stored;
+    const said = key ? `computed_${key}` : { place: "placed", empty: "room" }[event.kind] ?? stored;
     return said ? this.text(said, { rows: formatRange(event.row, event.rows), name: event.name }) : null;
   }
 };

@@ -30,7 +30,7 @@ STORY_VIEWS.pool = class {
 
   #place(states, [number, tokens, final, ...places]) {
     const { page_size: size, paged } = this.facts;
-    const hue = 60 + ((number * HUE_STEP) % 270); // red is for what is never used
+    const hue = 150 + ((number * HUE_STEP) % 180); // from green to magenta: red is for what is never used
     const cells = paged ? places : Array.from({ length: Math.ceil((places[0] + places[1]) / size) - Math.floor(places[0] / size) }, (_, i) => Math.floor(places[0] / size) + i);
     cells.forEach((cell, i) => (states[cell] = i * size < tokens ? ["used", hue] : i * size < final ? ["reserved", hue] : "never"));
   }

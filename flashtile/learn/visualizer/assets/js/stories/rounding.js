@@ -1,6 +1,6 @@
 // The positive values of e4m3 on a logarithmic axis, and where numbers land on it.
 
-const E4M3_PLOT = { width: 760, height: 190, axis: 150, low: -10.5, high: 9 }; // from 2^low to 2^high
+const E4M3_PLOT = { wide: 760, narrow: 380, height: 190, axis: 150, low: -10.5, high: 9 }; // from 2^low to 2^high
 const E4M3_LABELS = [2 ** -9, 2 ** -6, 2 ** -3, 1, 8, 64, 448];
 
 STORY_VIEWS.rounding = class {
@@ -8,7 +8,8 @@ STORY_VIEWS.rounding = class {
 
   constructor({ root, trace, facts, text }) {
     Object.assign(this, { trace, facts, text });
-    const { width, height, axis, low, high } = E4M3_PLOT;
+    const { wide, narrow, height, axis, low, high } = E4M3_PLOT;
+    const width = innerWidth > 900 ? wide : narrow; // a phone has readable names
     this.x = (value) => (value > 0 ? ((Math.max(Math.log2(value), low) - low) / (high - low)) * (width - 24) + 12 : 12);
     const tick = (value) => svgElement("line", { class: "tick", x1: this.x(value), x2: this.x(value), y1: axis - (Number.isInteger(Math.log2(value)) ? 9 : 5), y2: axis });
     const labels = [[0, "0"], ...E4M3_LABELS.map((value) => [value, value < 1 ? value.toFixed(3) : String(value)])];

@@ -69,7 +69,7 @@ STORY_VIEWS.softmax = class {
       const value = this.written.before(position, 0, i) ? facts.result[i] : undefined;
       cell.dataset.value = value ?? "";
       cell.classList.toggle("wrong", value === "nan");
-      setText(cell, typeof value === "string" ? value : formatStatistic(value));
+      setText(cell, typeof value === "number" && !facts.v ? threeDigits(value) : typeof value === "string" ? value : formatStatistic(value));
     });
   }
 

@@ -19,7 +19,10 @@ STORY_VIEWS.unified = class {
     this.dots = scores.map((score, i) => svgElement("circle", { cx: SCORE_PLOT.left + (i + 0.5) * step, cy: this.y(score), r: 5, "data-score": score }));
     this.maximum = level(0, "maximum");
     const drawing = svgElement("svg", { viewBox: `0 0 ${SCORE_PLOT.width} ${SCORE_PLOT.height}`, role: "img", "aria-label": text("title") });
-    drawing.append(...levels, ...edges, ...this.dots, this.maximum);
+    const named = (score, label, kind) => svgElement("text", { class: kind, x: SCORE_PLOT.width - 2, y: this.y(score) - 4, "text-anchor": "end" }, label);
+    const names = this.unified ? [named(phi, `φ = ${phi}`, "phi"), ...bounds.map((bound) => named(phi + bound, `φ ${bound < 0 ? "−" : "+"} ${Math.abs(bound)}`, "bound"))] : [];
+    this.named = svgElement("text", { class: "maximum", x: 2 }, "m");
+    drawing.append(...levels, ...edges, ...this.dots, this.maximum, ...names, this.named);
     root.append(element("figure", { class: "scores" }, drawing));
     this.seen = new FirstTouch(trace, "S", ["compute"], 1, scores.length);
     this.corrections = trace.sumOf(({ op }) => (/^O = exp\(m - m'\) O/.test(op) ? 1 : 0));
@@ -37,8 +40,11 @@ STORY_VIEWS.unified = class {
       dot.setAttribute("class", !seen ? "untouched" : tile && tile.col <= i && i < tile.col + tile.cols ? "held" : outside ? "wrong" : "seen");
     });
     const m = running ? this.trace.statistic("m", position) : undefined;
-    this.maximum.toggleAttribute("hidden", !Number.isFinite(m) || m < -1e38);
-    if (Number.isFinite(m) && m > -1e38) for (const end of ["y1", "y2"]) this.maximum.setAttribute(end, this.y(m));
+    const known = Number.isFinite(m) && m > -1e38;
+    for (const part of [this.maximum, this.named]) part.toggleAttribute("hidden", !known);
+    if (!known) return;
+    for (const end of ["y1", "y2"]) this.maximum.setAttribute(end, this.y(m));
+    this.named.setAttribute("y", this.y(m) - 4);
   }
 
   numbers(position) {

@@ -304,6 +304,9 @@ class PortableBackwardLaunch:
         if no_rows or (no_keys and sink is None):
             dsink = None if sink is None else torch.zeros_like(sink)
             return dq, dk, dv, dsink, *self._zero_gradients(extras)
+        dentropy = None
+        if problem.entropy and dlse is not None:
+            dlse, dentropy = dlse.unbind(-1)
         if self.kernels is None:
             self.kernels = self.prepare(dlse, q, k, v, extras)
         preprocess, compute_dkdv, compute_dq = self.kernels
@@ -312,7 +315,7 @@ class PortableBackwardLaunch:
         dsink = preprocess_rows(preprocess, neg_lse, neg_delta, out, dout, lse, dlse, extras)
         if no_keys:
             return dq, dk, dv, dsink, *self._zero_gradients(extras)
-        inputs = (q, k, v, dout, neg_lse, neg_delta)
+        inputs = (q, k, v, dout, neg_lse, neg_delta, dentropy)
         functions = self._functions
         if functions is not None:
             captured = captured_of(extras)

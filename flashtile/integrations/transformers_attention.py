@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.api.attention import attention
 from flashtile.api.decode import flash_attn_with_kvcache
 from flashtile.api.padding import as_mask_or_bias
 from flashtile.checks.arguments import renamed
@@ -34,6 +33,7 @@ from flashtile.integrations.transformers_masks import (
     read_packing,
 )
 from flashtile.integrations.transformers_private import collects_weights, is_quantized
+from flashtile.integrations.transformers_statistics import attend, recorder
 from flashtile.op.operation import SIGNATURE_BYTES, is_plain, launch_cache, signatures
 from flashtile.operators.decode import DECODE
 from flashtile.problems.common import shared_fields
@@ -92,8 +92,8 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
         if not others.get("output_attentions") and not compiling:
             # Some models do not pass output_attentions to their attention.
             others["output_attentions"] = collects_weights()
-        step = None
-        if attention_mask is None and query.shape[2] == 1 and not compiling:
+        step, record = None, recorder(module, query)
+        if attention_mask is None and query.shape[2] == 1 and not compiling and record is None:
             step = _kind_of_step(
                 query, key, value, dropout, scaling, sliding_window, softcap, s_aux, others
             )  # fmt: skip
@@ -104,6 +104,8 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
         with_scores = of_scores or others.get("output_attentions") or others.get("position_bias") is not None
         by_blocks = others.get("block_mask") is not None
         if not with_scores and not by_blocks and others.get("cache") is not None:
+            if record is not None:
+                raise NotImplementedError("statistics() must not be used over a paged cache")
             return original(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
                 sliding_window=sliding_window, softcap=softcap, is_causal=is_causal, s_aux=s_aux, **others,
@@ -122,6 +124,8 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
         }  # fmt: skip
         if s_aux is not None:
             options["sink"] = s_aux.to(q.dtype)
+        if record is not None:
+            options["record"] = record
         if dropout:
             options["dropout_p"] = dropout
         if torch.is_grad_enabled():
@@ -235,7 +239,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
     """Compute attention without padding."""
     if _is_step(q, k, v, options):
         return _step(q, k, v, options)
-    return attention(q, k, v, **options)
+    return attend(q, k, v, **options)
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, options: Options, cache_leftpad: Tensor | None = None) -> Tensor:
@@ -271,6 +275,7 @@ def _is_step(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
         and q.shape[1] < k.shape[1]
         and "dropout_p" not in options
         and "deterministic" not in options
+        and "record" not in options
         and max(q.shape[-1], v.shape[-1]) <= MAX_HEAD_DIM
         and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
     )
@@ -298,7 +303,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Options, mod
     if padding.solid and by_place and q.shape[1] == seqlen:
         return _in_runs(q, k, v, padding, options)
     if padding.on_right and not by_place:
-        return attention(q, k, v, seqused_k=padding.lengths, **options)
+        return attend(q, k, v, seqused_k=padding.lengths, **options)
     if padding.on_left and _is_step(q, k, v, options):
         return _step(q, k, v, options, padding.starts)
     return _under_keys(q, k, v, mask.bool(), options)
@@ -320,7 +325,7 @@ def _in_runs(q: Tensor, k: Tensor, v: Tensor, padding: Padding, options: Options
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
     """Compute attention of packed sequences. q, k and v are (batch, seqlen, heads, head_dim)."""
-    out: Tensor = attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **options)
+    out: Tensor = attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **options)
     return out.unflatten(0, q.shape[:2])
 
 
@@ -349,7 +354,7 @@ def _sequences(
             def same_document(batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
                 return documents[batch, q_idx] == documents[batch, kv_idx]
 
-            return attention(q, k, v, mask_mod=same_document, **options)
+            return attend(q, k, v, mask_mod=same_document, **options)
         packing = packing_of(numbers, module)
         if packing is None:
             return None
@@ -385,7 +390,7 @@ def _under_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options)
 
     Causal masks and windows count padding as positions, as in Transformers' eager attention.
     """
-    return attention(q, k, v, key_padding_mask=keys, **options)
+    return attend(q, k, v, key_padding_mask=keys, **options)
 
 
 def _under_blocks(
@@ -405,7 +410,7 @@ def _under_blocks(
             raise NotImplementedError(f"{name} must be None in a model that is called with block_mask")
     wanted = bool(others.get("output_attentions"))
     options = options | EVERYWHERE | {"block_mask": others["block_mask"], "return_attn_weights": wanted}
-    found: Any = attention(q, k, v, **options)
+    found: Any = attend(q, k, v, **options)
     return found if wanted else (found, None)
 
 
@@ -437,14 +442,14 @@ def _with_scores(
         bias = options["bias"] = bias[..., : k.shape[1]]
     found: Any
     if mask is None:
-        found = attention(q, k, v, **options)
+        found = attend(q, k, v, **options)
     elif not of_scores:
         found = _under_keys(q, k, v, mask, options)
     else:
         given = as_mask_or_bias(mask[..., : k.shape[1]])
         if bias is not None and "bias" in given:
             given["bias"] = bias + given["bias"]
-        found = attention(q, k, v, **options | EVERYWHERE | given)
+        found = attend(q, k, v, **options | EVERYWHERE | given)
     return found if wanted else (found, None)
 
 

@@ -267,7 +267,7 @@ def attention(
         out, lse = forward(q, k, v, extras, options, buffers)
     found: tuple[Any, ...] = ()
     if options.max_logits or options.entropy:
-        lse, found = split(lse, extras, options)
+        lse, found = split(lse, statistics_of(options), extras.cu_seqlens_q)
         options = options._replace(max_logits=False, entropy=False)
     if form is not None:
         found += (weights_of(q, k, lse, extras, options, form),)
@@ -702,7 +702,7 @@ def _flash(
         out, lse = forward(q, k, v, extras, options, buffers)
     found: tuple[Tensor, ...] = ()
     if options.max_logits or options.entropy:
-        lse, found = split(lse, extras, options)
+        lse, found = split(lse, statistics_of(options), extras.cu_seqlens_q)
         options = options._replace(max_logits=False, entropy=False)
     if return_attn_probs and options.dropout_p != 0.0:
         from flashtile.api.probabilities import signed_probabilities

@@ -10,23 +10,27 @@ gradient is dS = -dH P (log P + H). The part with H is a gradient of lse, -dH H.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile.problems.attention import statistics_of
 
-
-def split(lse: Tensor, extras: Any, options: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Split the second result of the forward pass into lse and the statistics that ``options`` ask for.
+def split(
+    lse: Tensor, names: Sequence[str], cu_seqlens_q: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Split the second result of the forward pass into lse and the statistics ``names``, if there are any.
 
     max_logits is (batch, heads), or (sequences, heads) if sequences are packed; entropy has the shape of lse.
     """
+    if not names:
+        return lse, ()
     own, *more = lse.unbind(-1)
-    found = []
-    for name, rows in zip(statistics_of(options), more, strict=True):
-        found.append(_over_rows(rows.detach(), extras.cu_seqlens_q) if name == "max_logits" else rows)
+    found = (
+        _over_rows(rows.detach(), cu_seqlens_q) if name == "max_logits" else rows
+        for name, rows in zip(names, more, strict=True)
+    )
     return own, tuple(found)
 
 

@@ -256,4 +256,4 @@ def entropy_with_sink(entropy, lse, sink):
 
 @triton.jit
 def minus_p_log_p(p):
-    return tl.where(p > 0.0, -p * tl.log(p), 0.0)
+    return -p * tl.log(tl.where(p > 0.0, p, 1.0))

@@ -19,10 +19,10 @@ from targets import Target
 FP64 = torch.float64
 BOTH: dict[str, Any] = {"return_max_logits": True, "return_entropy": True}
 TELLING = (
-    "tiny-everything", "tiny-everything-window", "tiny-more-queries-sink-causal",
-    "tiny-scale-negative-causal", "tiny-softcap-window", "tiny-varlen-everything", "tiny-varlen-tail-causal", "tiny-varlen-no-keys-full",
-    "tiny-cells-no-keys-bias", "tiny-bias-own-causal", "tiny-dropout-bias", "tiny-padding-mask",
-    "tiny-no-keys-everything", "tiny-no-queries-full", "tiny-batch-0-full", "tiny-chunk-causal",
+    "tiny-everything", "tiny-everything-window", "tiny-more-queries-sink-causal", "tiny-softcap-window",
+    "tiny-scale-negative-causal", "tiny-varlen-everything", "tiny-varlen-tail-causal", "tiny-chunk-causal",
+    "tiny-varlen-no-keys-full", "tiny-cells-no-keys-bias", "tiny-bias-own-causal", "tiny-dropout-bias",
+    "tiny-padding-mask", "tiny-no-keys-everything", "tiny-no-queries-full", "tiny-batch-0-full",
 )  # fmt: skip
 
 

@@ -176,8 +176,8 @@ def attention(
     Returns:
         out, shaped as q with the head_dim of v; a row that sees no key is 0. With ``return_attn_weights``:
         (out, weights), or (out, lse, weights) with ``return_lse``. With only ``return_lse``: (out, lse).
-        Statistics come before the weights: (out, lse, max_logits, entropy, weights), of which those are
-        returned that are asked for.
+        Statistics come before the weights: (out, lse, max_logits, entropy, weights), without
+        those that the call does not return.
 
         lse is in natural log, float32 (float64 for float64 inputs), (batch, heads_q, seqlen_q) or (heads_q,
         total_q), and includes the sink; it is -inf for a row that sees no key and has no sink. max_logits is
@@ -311,7 +311,7 @@ def flash_attn_func(
         out; (out, lse) with ``return_lse``; (out, lse, S_dmask) with ``return_attn_probs``. S_dmask is
         FlashAttention-2's debugging output of dropout: all probabilities before dropout, of shape (batch,
         heads_q, seqlen_q, seqlen_k), negative where dropout dropped them, in float32 (float64 for float64
-        inputs). Without dropout S_dmask is None. max_logits and entropy follow, if they are asked for.
+        inputs). Without dropout S_dmask is None. max_logits and entropy come last.
 
     Raises:
         NotImplementedError: as :func:`attention`.

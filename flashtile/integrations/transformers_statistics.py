@@ -20,7 +20,7 @@ class Statistics:
     Attributes:
         max_logits: (heads,): the largest scores of all calls, without gradient.
         entropy: (batch, heads, seqlen_q): the entropy of each row in the last call; differentiable, empty
-            unless it was asked for. It is 0 for padded queries.
+            without ``entropy``. It is 0 for padded queries.
     """
 
     def __init__(self, with_entropy: bool) -> None:
@@ -54,7 +54,8 @@ def recorder(module: torch.nn.Module, query: Tensor) -> Record | None:
     if not _active:
         return None
     if torch.compiler.is_compiling():
-        raise NotImplementedError("statistics() must not be used around a compiled model: run it without")
+        # A graph cannot hold the records. Without fullgraph, Dynamo then runs the layer as it is.
+        raise NotImplementedError("statistics() must not be used around a model compiled with fullgraph=True")
     return _active[-1].recorder(module, query)
 
 
@@ -84,7 +85,8 @@ def statistics(entropy: bool = False) -> Iterator[Statistics]:
 
     Raises:
         TypeError: ``entropy`` is not a bool.
-        NotImplementedError: by a layer of a compiled model, or over a paged cache (``generate_batch``).
+        NotImplementedError: by a layer of a model compiled with ``fullgraph=True``, or over a paged cache
+            (``generate_batch``). Without it, layers of a compiled model run uncompiled inside.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig

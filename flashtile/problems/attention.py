@@ -56,7 +56,7 @@ OPTIONS_OF_PLAIN_CALLS = "dropout_p", "bias_grad", "partial"
 """Options that cannot be combined with score and mask functions or FP8. All are false by default."""
 
 STATISTICS = "max_logits", "entropy"
-"""Options that ask for one more number of each row. lse then has a last dimension: lse itself, and these."""
+"""Options with one more result for each row. lse then has a last dimension: lse itself, then these."""
 
 NEEDS_GENERAL_MASK = ("mask", "key_padding_mask", "bias", "dropout_p", *BEYOND_WINDOW, "seqused_q")
 """Arguments whose effect on a score depends on more than the distance between row and key."""
@@ -87,7 +87,7 @@ _NUM_EXTRAS = len(OptionalTensors._fields)
 
 
 def statistics_of(call: Any) -> tuple[str, ...]:
-    """Return the names of the statistics that ``call``, Options or a Problem, asks for."""
+    """Return the names of the statistics that ``call``, Options or a Problem, has as results."""
     return tuple(name for name in STATISTICS if getattr(call, name))
 
 

@@ -258,7 +258,7 @@ def standard(
         unseen = keys.new_full((*keys.shape[:-1], 1), -torch.inf)  # there may be no key at all
         found["max_logits"] = torch.cat([keys, unseen], -1).amax(-1).to(lse_dtype)
     if "entropy" in statistics:
-        # A hidden score has P 0, whatever its log P; a row that sees no key has the entropy 0.
+        # P of a hidden score is 0, and 0 times log P is NaN. A row that sees no key has the entropy 0.
         nothing = scores == -torch.inf if empty is None else (scores == -torch.inf) | empty
         log_p = (scores - lse[..., None]).masked_fill(nothing, 0.0)
         found["entropy"] = -(log_p.exp().masked_fill(nothing, 0.0) * log_p).sum(-1)

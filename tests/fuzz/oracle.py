@@ -161,7 +161,7 @@ def attention(
     seqused_k=None, block_mask=None, qv=None, return_attn_weights=False, deterministic=False, return_lse=True,
     return_attn_probs=False, return_max_logits=False, return_entropy=False, rng_state=None, backend=None, **options,
 ):  # fmt: skip
-    """Return (out, lse) as :func:`flashtile.attention` does, then the statistics and the weights that are asked for."""
+    """Return (out, lse) as :func:`flashtile.attention` does, then its statistics and weights."""
     if block_mask is not None:
         options["mask_mod"] = block_mask.mask_mod
     packed, weights = cu_seqlens_q is not None, []

@@ -231,7 +231,7 @@ class Outputs:
 
     Args:
         problem: has their shapes and the dtype of ``out``; lse is float32. Statistics follow lse in a last
-            dimension, if the call asks for any.
+            dimension, if the call returns any.
         all_written: whether programs write every element. If not, unused tokens and tokens in no sequence get
             0 and -inf before the launch.
     """

@@ -100,11 +100,10 @@ def config_of(call: Call, card: Card) -> tuple[DecodeConfig, int]:
     """Return the call's configuration on the card and the number of query heads that share a tile."""
     rows, width = call.seqlen_q * call.group_size, padded(max(call.head_dim, call.width_v))
     if card.capability == (9, 0) and call.element_bytes == 2:
-        from flashtile.backends.hopper.config import heads_together
         from flashtile.backends.hopper.decode import config as hopper
 
         if hopper.serves_heads(call.head_dim, call.width_v):
-            pack = heads_together(call.group_size)
+            pack = hopper.pack_of(call.group_size)
             work_tiles = call.batch * call.num_heads_q // pack
             alone = hopper.fill(work_tiles, card.sm_count)
             config = hopper.for_rows(call.head_dim, call.width_v, rows, call.cache_element_bytes, alone)

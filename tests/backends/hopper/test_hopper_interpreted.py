@@ -601,6 +601,25 @@ def test_decode_of_several_blocks(page_size: int, seqlen_q: int, splits: dict[st
     check_decode(tensors, arguments, causal=True, **splits)
 
 
+GROUPS = {
+    "7, two warpgroups": ((7, 1), 12, {"causal": True}),
+    "3, ragged": ((6, 2), (30, 0, 9), {"causal": True}),
+    "5, window": ((10, 2), 30, {"window_size": (20, 3)}),
+    "12, splits": ((12, 1), 6, {"causal": True, "num_splits": 2}),
+}
+"""Heads, tokens, and arguments of calls whose groups do not divide a tile's rows."""
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_decode_of_groups_that_do_not_divide_a_tile(name: str) -> None:
+    """Queries are copied row by row, from memory with NaN between tokens and heads."""
+    heads, tokens, more = GROUPS[name]
+    case = decode_cases.case(name, heads=heads, seqlen_q=tokens, page_size=16, head_dim=40)
+    (q, *others), arguments = decode_cases.build(case, BF16, "cpu")
+    spread = q.new_full((*q.shape[:-2], heads[0] + 1, 48), torch.nan)[..., : heads[0], :40].copy_(q)
+    check_decode((spread, *others), arguments, **more)
+
+
 ALIKE = {
     "few rows": (2, [700], 9, {"causal": True}),
     "two m_blocks": (4, [700], 60, {"causal": True}),

@@ -22,6 +22,7 @@ from flashtile.backends import hopper
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.hopper import fp8 as hopper_fp8
 from flashtile.backends.hopper.backward.launch import backward_variant
+from flashtile.backends.hopper.decode.launch import hopper_decode_variant
 from flashtile.backends.hopper.forward.launch import forward_variant
 from flashtile.backends.hopper.forward.rounds import plan_of
 from flashtile.backends.portable.decode import launch as decode_launch
@@ -284,3 +285,22 @@ def test_group_sizes_that_are_no_powers_of_two_have_the_same_kernels(operation: 
     assert of_four[0] == ("portable" if operation == "decode" else "hopper")
     for group in GROUPS:
         assert kernel(group) == of_four, group
+
+
+@walk("tokens", (32, 64, 1024))
+def test_chunks_over_pages_share_a_tile_in_groups_of_every_size(tokens: int) -> None:
+    for group in (*GROUPS, 64, 96):
+        q = torch.empty(16, tokens, 4 * group, 128, dtype=torch.bfloat16, device="meta")
+        cache = torch.empty(4096, 16, 4, 128, dtype=torch.bfloat16, device="meta")
+        table = torch.empty(16, 256, dtype=torch.int32, device="meta")
+        lengths = torch.empty(16, dtype=torch.int32, device="meta")
+        choice = flashtile.explain(
+            flashtile.flash_attn_with_kvcache, q, cache, cache, cache_seqlens=lengths, block_table=table,
+            causal=True, card=CARDS["h200"],
+        )["decode"]  # fmt: skip
+        assert choice.backend == "hopper"
+        variant = hopper_decode_variant(choice.problem, choice.config)
+        pack = group if group <= 64 else 32
+        assert pack == variant.PACK
+        assert group // pack == variant.KV_GROUP
+        assert variant.COPIES_Q is (group in (3, 5, 6, 7, 12, 14))

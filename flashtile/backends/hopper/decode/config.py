@@ -144,6 +144,8 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     for its end."""
     PACK: int
     """Number of query heads of a key head that share a tile; their rows alternate."""
+    COPIES_Q: bool
+    """Whether threads copy queries row by row, because PACK does not divide the rows of a TMA load."""
     KV_GROUP: int
     """Query heads per key head, divided by PACK, because the schedule counts PACK query heads as one head."""
     HEAD_DIM: int
@@ -285,7 +287,12 @@ def serves_few_rows(problem: DecodeProblem) -> bool:
 
 def few_row_tiles(problem: DecodeProblem) -> int:
     """Return the number of work tiles if each sequence has one m_block."""
-    return problem.batch * problem.num_heads_q // heads_together(problem.group_size)
+    return problem.batch * problem.num_heads_q // pack_of(problem.group_size)
+
+
+def pack_of(group_size: int) -> int:
+    """Return the number of query heads of a key head that share a tile: all, if a warpgroup has room."""
+    return group_size if group_size <= WARPGROUP_ROWS else heads_together(group_size)
 
 
 def takes_any_splits(problem: DecodeProblem) -> bool:

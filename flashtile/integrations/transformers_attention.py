@@ -33,7 +33,7 @@ from flashtile.integrations.transformers_masks import (
     read_packing,
 )
 from flashtile.integrations.transformers_private import collects_weights, is_quantized
-from flashtile.integrations.transformers_statistics import attend, recorder
+from flashtile.integrations.transformers_statistics import attention, recorder
 from flashtile.op.operation import SIGNATURE_BYTES, is_plain, launch_cache, signatures
 from flashtile.operators.decode import DECODE
 from flashtile.problems.common import shared_fields
@@ -239,7 +239,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
     """Compute attention without padding."""
     if _is_step(q, k, v, options):
         return _step(q, k, v, options)
-    return attend(q, k, v, **options)
+    return attention(q, k, v, **options)
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, options: Options, cache_leftpad: Tensor | None = None) -> Tensor:
@@ -303,7 +303,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Options, mod
     if padding.solid and by_place and q.shape[1] == seqlen:
         return _in_runs(q, k, v, padding, options)
     if padding.on_right and not by_place:
-        return attend(q, k, v, seqused_k=padding.lengths, **options)
+        return attention(q, k, v, seqused_k=padding.lengths, **options)
     if padding.on_left and _is_step(q, k, v, options):
         return _step(q, k, v, options, padding.starts)
     return _under_keys(q, k, v, mask.bool(), options)
@@ -325,7 +325,7 @@ def _in_runs(q: Tensor, k: Tensor, v: Tensor, padding: Padding, options: Options
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
     """Compute attention of packed sequences. q, k and v are (batch, seqlen, heads, head_dim)."""
-    out: Tensor = attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **options)
+    out: Tensor = attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **options)
     return out.unflatten(0, q.shape[:2])
 
 
@@ -354,7 +354,7 @@ def _sequences(
             def same_document(batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
                 return documents[batch, q_idx] == documents[batch, kv_idx]
 
-            return attend(q, k, v, mask_mod=same_document, **options)
+            return attention(q, k, v, mask_mod=same_document, **options)
         packing = packing_of(numbers, module)
         if packing is None:
             return None
@@ -390,7 +390,7 @@ def _under_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options)
 
     Causal masks and windows count padding as positions, as in Transformers' eager attention.
     """
-    return attend(q, k, v, key_padding_mask=keys, **options)
+    return attention(q, k, v, key_padding_mask=keys, **options)
 
 
 def _under_blocks(
@@ -410,7 +410,7 @@ def _under_blocks(
             raise NotImplementedError(f"{name} must be None in a model that is called with block_mask")
     wanted = bool(others.get("output_attentions"))
     options = options | EVERYWHERE | {"block_mask": others["block_mask"], "return_attn_weights": wanted}
-    found: Any = attend(q, k, v, **options)
+    found: Any = attention(q, k, v, **options)
     return found if wanted else (found, None)
 
 
@@ -442,14 +442,14 @@ def _with_scores(
         bias = options["bias"] = bias[..., : k.shape[1]]
     found: Any
     if mask is None:
-        found = attend(q, k, v, **options)
+        found = attention(q, k, v, **options)
     elif not of_scores:
         found = _under_keys(q, k, v, mask, options)
     else:
         given = as_mask_or_bias(mask[..., : k.shape[1]])
         if bias is not None and "bias" in given:
             given["bias"] = bias + given["bias"]
-        found = attend(q, k, v, **options | EVERYWHERE | given)
+        found = attention(q, k, v, **options | EVERYWHERE | given)
     return found if wanted else (found, None)
 
 

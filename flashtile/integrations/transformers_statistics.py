@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.api.attention import attention
+from flashtile.api import attention as api
 from flashtile.checks.conversions import check_flag
 
 
@@ -59,12 +59,12 @@ def recorder(module: torch.nn.Module, query: Tensor) -> Record | None:
     return _active[-1].recorder(module, query)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, record: Record | None = None, **options: Any) -> Tensor | Any:
+def attention(q: Tensor, k: Tensor, v: Tensor, record: Record | None = None, **options: Any) -> Tensor | Any:
     """Compute :func:`flashtile.attention`, and pass its statistics to ``record``, if given."""
     if record is None:
-        return attention(q, k, v, **options)
+        return api.attention(q, k, v, **options)
     with_entropy = _active[-1].with_entropy
-    out, *found = attention(q, k, v, return_max_logits=True, return_entropy=with_entropy, **options)
+    out, *found = api.attention(q, k, v, return_max_logits=True, return_entropy=with_entropy, **options)
     record(*found[: 1 + with_entropy])
     weights = found[1 + with_entropy :]
     return (out, *weights) if weights else out

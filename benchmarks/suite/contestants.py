@@ -120,6 +120,25 @@ class Weighing(Flashtile):
         return PeerCall(lambda q, k, v: first_of(attend(q, k, v)))
 
 
+class WithMaxLogits(Flashtile):
+    """flashtile's attention with the largest score of each head."""
+
+    label = "flashtile-max-logits"
+    statistic = "return_max_logits"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        asked = options(workload, inputs) | {self.statistic: True}
+        attend: Any = partial(flashtile.attention, **asked, backend=self._backend)
+        return PeerCall(lambda q, k, v: first_of(attend(q, k, v)))
+
+
+class WithEntropy(WithMaxLogits):
+    """flashtile's attention with the entropy of each row, which gets no gradient."""
+
+    label = "flashtile-entropy"
+    statistic = "return_entropy"
+
+
 class Eager(Standard):
     """Attention as models compute it when weights are requested: all scores stored, softmax in float32."""
 
@@ -327,6 +346,7 @@ OURS: dict[str, tuple[type[Flashtile], ...]] = {
     "masks": (Flashtile,),
     "tree": (Flashtile, FlashtileTree),
     "weights": (Weighing,),
+    "statistics": (Flashtile, WithMaxLogits, WithEntropy),
     "fp8": (Quantized, Quantizing),
     "decode": (Decoding, SharedPrefix),
 }
@@ -341,6 +361,8 @@ def peers(kind: str) -> tuple[Peer, ...]:
         return (FlashAttention3OverCache(), FlashAttention4OverCache(), SdpaLatent())
     if kind == "weights":
         return (Eager(),)
+    if kind == "statistics":
+        return ()
     if kind == "tree":
         return (Repeated(), FlexAttention(), FlexAttention(flash=True))
     if kind == "masks":

@@ -292,6 +292,15 @@ FIXED: tuple[Workload, ...] = (
         )
         for form in ("full", "columns", "top")
     ),
+    # Statistics of the scores, beside the same call without them
+    *chain.from_iterable(
+        _dense(
+            f"statistics-d{d}{suffix}", (1024, 2048, 4096, 8192, 16384), PAPER_TOKENS, "statistics",
+            (PAPER_HIDDEN // d, PAPER_HIDDEN // d, d), causal=causal, statistics=True,
+        )
+        for d in PAPER_HEAD_DIMS
+        for suffix, causal in MASKS
+    ),
     # Sized for two cores
     *_dense("cpu-d64", (512, 1024, 2048, 4096), 0, "cpu", (8, 8, 64), **FLOAT32),
     *_dense("cpu-d64-causal", (512, 1024, 2048, 4096), 0, "cpu", (8, 8, 64), causal=True, **FLOAT32),
@@ -323,6 +332,7 @@ FIXED: tuple[Workload, ...] = (
         )
         for form in ("full", "columns", "top")
     ),
+    *_dense("ci-statistics", (70,), 140, "ci-statistics", (4, 2, 32), statistics=True, **FLOAT32),
     _decode("ci", (70, 9, 130), "ci-decode", (4, 2, 32), **FLOAT32),
     _decode("ci-dense", (70, 9, 130), "ci-decode", (4, 2, 32), seqlen_q=3, page_size=0, **FLOAT32),
     _decode("ci-fp8", (70, 9, 130), "ci-decode", (4, 2, 32), cache_dtype=FP8),
@@ -343,5 +353,6 @@ def small_call(kind: str, device_type: str) -> Workload:
     mod = {"masks": "relative-document", "tree": "tree"}.get(kind, "")
     weights = "columns" if kind == "weights" else ""
     return Workload(
-        "small-call", "small-call", 1, 128, 128, 8, 8, 64, dtype, causal=not mod, mod=mod, weights=weights
-    )
+        "small-call", "small-call", 1, 128, 128, 8, 8, 64, dtype, causal=not mod, mod=mod, weights=weights,
+        statistics=kind == "statistics",
+    )  # fmt: skip

@@ -349,6 +349,29 @@ def as_seconds(name: str, value: Any) -> float:
     return seconds
 
 
+def with_statistics(
+    options: Options, return_max_logits: Any, return_entropy: Any, q: Any, buffers: tuple[Tensor | None, ...]
+) -> Options:
+    """Return the options of a call that also returns statistics of its scores.
+
+    Raises:
+        TypeError: an argument is not a bool.
+        NotImplementedError: the call has an argument that cannot be combined with them.
+    """
+    check_flag("return_max_logits", return_max_logits)
+    check_flag("return_entropy", return_entropy)
+    if return_max_logits or return_entropy:
+        name = "return_max_logits" if return_max_logits else "return_entropy"
+        if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
+            raise NotImplementedError(f"q must be float16 or wider with {name}, got {q.dtype}")
+        if buffers:
+            buffer = "lse" if buffers[0] is None else "out"
+            raise NotImplementedError(f"{buffer} must be None with {name}, got a tensor")
+        if options.invariant:
+            raise NotImplementedError(f"invariant must be False with {name}")
+    return options._replace(max_logits=return_max_logits, entropy=return_entropy)
+
+
 def check_flag(name: str, value: Any) -> None:
     if type(value) is not bool:
         raise TypeError(f"{name} must be True or False, got {type(value).__name__}")

@@ -24,7 +24,7 @@ from flashtile.op.operation import (
     on_meta,
     signatures,
 )
-from flashtile.operators import functions
+from flashtile.operators import functions, statistics
 from flashtile.operators.decode import DECODE
 from flashtile.operators.functions import SignedExtras
 from flashtile.operators.shardings import backward_shardings, forward_shardings
@@ -36,6 +36,8 @@ from flashtile.problems.attention import (
     Options,
     Problem,
     learned_of,
+    new_lse,
+    statistics_of,
 )
 from flashtile.problems.common import shared_fields
 from flashtile.problems.decode import CacheTensors, DecodeOptions
@@ -54,7 +56,7 @@ def _forward_results(
 
 def _fake_forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     (out, dtype), (lse, lse_dtype) = _forward_results(q, *others)
-    return q.new_empty(out, dtype=dtype), q.new_empty(lse, dtype=lse_dtype)
+    return q.new_empty(out, dtype=dtype), new_lse(q, lse, lse_dtype, statistics_of(others[-1]))
 
 
 def of_forward(
@@ -134,6 +136,7 @@ class ForwardOperation(Operation):
         if not any_learns(tensors, extras):
             return ()
         q, k, v = tensors
+        options = options._replace(max_logits=False, entropy=False)  # nothing may depend on them
         out, lse = self.fake(*map(on_meta, tensors), extras, options)
         if any_learns([extras.bias]):
             options = options._replace(bias_grad=True)
@@ -200,10 +203,17 @@ class BackwardOperation(Operation):
         tensors that need no gradient.
         """
         tensors = self.normalized(tensors)
+        if options.max_logits or options.entropy:
+            tensors, options = statistics.for_kernels(tensors, options)
         prepared = self.prepared(tensors, extras, options)
         if extras is NO_EXTRAS and tensors[1] is None:
             self._count(prepared, tensors, options)
-        return prepared(*tensors, extras)
+        results = prepared(*tensors, extras)
+        return results if extras.sink is None else statistics.of_sink(results, tensors, extras, options)
+
+    def launch_on_meta(self, tensors: tuple, extras: Any, options: Any, target: Any = None) -> None:
+        tensors, options = statistics.for_kernels(tensors, options)
+        super().launch_on_meta(tensors, extras, options, target)
 
     def normalized(self, tensors: tuple) -> tuple:
         """Return the tensors with contiguous dout and dlse, because autograd passes them with any strides.

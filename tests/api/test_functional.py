@@ -44,7 +44,13 @@ SIGNATURES = {
     "flash_attn_varlen_kvpacked_func": (("q", "kv", *LENGTHS), COMMON),
     "flash_attn_varlen_qkvpacked_func": (("qkv", "cu_seqlens", "max_seqlen"), COMMON),
 }
-OWN_KEYWORDS = {"sink": None, "return_lse": False, "backend": None}
+OWN_KEYWORDS = {
+    "sink": None,
+    "return_lse": False,
+    "return_max_logits": False,
+    "return_entropy": False,
+    "backend": None,
+}
 
 
 @walk("name", SIGNATURES)

@@ -136,6 +136,27 @@ def test_forward(case: Case) -> None:
     check(case, gradients=False)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "causal",
+        "varlen",
+        "packed-heads",
+        *(pytest.param(name, marks=exhaustive) for name in ("window", "widest", "used")),
+    ],
+)
+def test_statistics(name: str) -> None:
+    """Of half blocks and a sink, packed sequences, and packed heads whose maximum lags behind."""
+    case = replace(SMALL, **FORWARD[name], name=name)
+    check(case, gradients=False, return_max_logits=True, return_entropy=True)
+
+
+def test_statistics_of_natural_scores() -> None:
+    """Of a bias that hides scores, some of them large: their P is 0, and their logarithm no number."""
+    case = replace(SMALL, **ALIGNED, bias="q-own", name="statistics of a bias")
+    check(case, gradients=False, return_max_logits=True, return_entropy=True)
+
+
 ALIGNED = {"seqlen_k": 304}
 """A bias's rows must begin at multiples of 16 bytes."""
 BIAS: Variants = {

@@ -163,6 +163,8 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     D_PARTS: ClassVar[int] = 1
     O_RIGHT: ClassVar[int] = 0
     PING_PONG: ClassVar[bool] = False
+    MAX_LOGITS: ClassVar[bool] = False
+    ENTROPY: ClassVar[bool] = False
     K_BY_PARTS: ClassVar[bool] = False
 
     @property

@@ -121,7 +121,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         dropout_p = self.dropout if self.training else 0.0
         rng_state = draw_state(q) if dropout_p > 0 else None
         options: dict[str, Any] = {"sink": sink, "dropout_p": dropout_p, "rng_state": rng_state}
-        statistics = {"return_max_logits": return_max_logits, "return_entropy": return_entropy}
+        statistics: dict[str, Any] = {
+            "return_max_logits": return_max_logits, "return_entropy": return_entropy,
+        }  # fmt: skip
         found: list[Tensor] = []
         try:
             if return_max_logits is not False or return_entropy is not False:

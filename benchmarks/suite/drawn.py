@@ -80,8 +80,8 @@ class Drawing:
         return Workload(name, name, batch, seqlen_q, seqlen_k, *heads, drawn_from=self.name, **more)
 
     def of_lengths(self, lengths: Lengths, heads: Heads, **more: Any) -> Workload:
-        longest = (max(pair[side] for pair in lengths) for side in (0, 1))
-        return self.workload(len(lengths), *longest, heads, lengths=tuple(lengths), **more)
+        seqlen_q, seqlen_k = (max(pair[side] for pair in lengths) for side in (0, 1))
+        return self.workload(len(lengths), seqlen_q, seqlen_k, heads, lengths=tuple(lengths), **more)
 
     def packed(self, total: int, length: Callable[[], int], heads: Sequence[Heads], **more: Any) -> Workload:
         return self.of_lengths(documents(self.draw, total // self.scale, length), self.of(heads), **more)

@@ -84,7 +84,8 @@ class Cascade:
         ends = [0] * length
         rows = [ends]
         for groups in self.levels:
-            offsets, firsts, lasts, at = [], [0] * length, [0] * length, 0
+            offsets: list[int] = []
+            firsts, lasts, at = [0] * length, [0] * length, 0
             for start, stop, first, end in groups:
                 offsets += range(at, start)
                 firsts[len(offsets)], lasts[len(offsets)] = first, end

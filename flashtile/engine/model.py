@@ -7,7 +7,7 @@ earlier tokens are in a paged cache. Chunks of prompts and single tokens go thro
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -246,7 +246,8 @@ class Attention:
         return {"causal": True, "window_size": (self.window, -1), **options}
 
     def _attend(self, x: Hidden, norm: Norm | None, step: StepInput, cache: Cache) -> Tensor:
-        ragged, options, attend = step.cu_seqlens_q is not None, self._options(step), flash_attn_with_kvcache
+        ragged, options = step.cu_seqlens_q is not None, self._options(step)
+        attend: Callable[..., Any] = flash_attn_with_kvcache
         if step.levels and self.window < 0:
             attend = cascade_with_kvcache
             options |= {"levels": step.levels, "cache_leftpad": step.shared_keys}

@@ -477,8 +477,8 @@ class Runner:
             if beam is not None and beam.temperature:
                 scored = scored / beam.temperature
             elif mode.startswith("processed"):
-                own = (values[i : i + 1] for values in draw.choice[:5])
-                scored = processed(logits[i : i + 1], Choice(*own, *draw.choice[5:]))
+                own: list[Any] = [of[i : i + 1] if isinstance(of, Tensor) else of for of in draw.choice]
+                scored = processed(logits[i : i + 1], Choice(*own))
             count = scored.shape[1] if count < 0 else count
             normalise = mode.endswith("logprobs")
             in_flight.scores[i] = log_probabilities(scored, tokens[i : i + 1], count, normalise)

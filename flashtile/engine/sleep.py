@@ -34,14 +34,14 @@ class Freed:
     def __init__(self, tensors: Iterable[Tensor], keep: bool):
         different = {id(tensor): tensor for tensor in tensors if tensor.numel()}.values()
         self._places = [
-            _Place(one, one.untyped_storage().data_ptr(), one.storage_offset(), one.shape, one.stride())
+            _Place(one, one.untyped_storage().data_ptr(), int(one.storage_offset()), one.shape, one.stride())
             for one in different
         ]
         memory = {place.address: place.tensor.untyped_storage() for place in self._places}
         self._sizes = {address: (one.nbytes(), one.device) for address, one in memory.items()}
         self._kept = {address: _bytes_of(one).to("cpu", copy=True) for address, one in memory.items() if keep}
         for place in self._places:
-            place.tensor.set_()
+            place.tensor.set_()  # type: ignore[call-overload]
 
     def restore(self) -> None:
         """Allocate the memory again. It is zero if it was not kept."""

@@ -304,8 +304,8 @@ def given_weights(
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"named_tensors must be floating-point tensors, got {got} for {name!r}")
         if tensor.shape != expected[name].shape:
-            shape, got = expected[name].shape, tuple(tensor.shape)
-            raise ValueError(f"named_tensors must have shape {shape} for {name!r}, got {got}")
+            shape, given = expected[name].shape, tuple(tensor.shape)
+            raise ValueError(f"named_tensors must have shape {shape} for {name!r}, got {given}")
         found[name] = tensor.detach()
     missing = [name for name in expected if name not in found]
     if missing:

@@ -96,13 +96,11 @@ def over_cache(
     """Return the arguments of an equal call over a cache. The pages of packed keys are single tokens."""
     q, k, v = tensors
     cached = CacheTensors(**shared_fields(CacheTensors, extras))
-    own, starts, lengths = (
-        DecodeOptions(**shared_fields(DecodeOptions, options)),
-        extras.cu_seqlens_k,
-        extras.seqused_k,
-    )
+    own = DecodeOptions(**shared_fields(DecodeOptions, options))
+    starts, lengths = extras.cu_seqlens_k, extras.seqused_k
     if starts is None:
         return tensors, cached._replace(cache_seqlens=lengths), own
+    assert options.max_seqlen_k is not None
     table = starts[:-1, None] + torch.arange(options.max_seqlen_k, dtype=torch.int32, device=k.device)
     lengths = starts.diff() if lengths is None else lengths
     pages = q, k.unsqueeze(1), v.unsqueeze(1)

@@ -338,10 +338,9 @@ def _forward(
     """
     options = scores.options(call, partial)
     rows, keys = slice(*_rows(call)), slice(*_keys(call))
-    tensors = q[:, rows], k[:, keys], v[:, keys]
-    packed = isinstance(call, Packed)
+    tensors: tuple[Tensor, ...] = (q[:, rows], k[:, keys], v[:, keys])
     extras = NO_EXTRAS if sink is None else OptionalTensors(sink=sink)
-    if packed:
+    if isinstance(call, Packed):
         extras = OptionalTensors(*call.offsets(q.device), sink=sink)
         tensors = tuple(t.squeeze(0) for t in tensors)
         out = None if out is None else out.squeeze(0)
@@ -349,7 +348,7 @@ def _forward(
         result = FORWARD.launch(tensors, extras, options)
     else:
         result = FORWARD_INTO.write(tensors, extras, options, (out, None))
-    return tuple(t.unsqueeze(0) for t in result) if packed else result
+    return tuple(t.unsqueeze(0) for t in result) if isinstance(call, Packed) else result
 
 
 def _rows(call: Block | Packed) -> tuple[int, int]:

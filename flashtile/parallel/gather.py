@@ -158,18 +158,18 @@ class AllGather:
         coming = self._gather([k, v])
         own, others = self._needs.own(self._rank), self._needs.gathered(self._rank)
         scores = self.shards.scores
-        of_own = [at_ranges(own.ranges, x) for x in (k, v)]
+        own_keys, own_values = (at_ranges(own.ranges, x) for x in (k, v))
         if not own.calls:
             keys, values = coming.arrive()
             out, lse = attend_once(q, keys, values, others, scores, sink)
         elif own.disjoint and others.disjoint:
             out, lse = new_results(q, v.shape[-1], (*own.calls, *others.calls), sink)
-            attend_rows(out, lse, q, *of_own, own, scores, sink)
+            attend_rows(out, lse, q, own_keys, own_values, own, scores, sink)
             keys, values = coming.arrive()
             attend_rows(out, lse, q, keys, values, others, scores, sink)
         else:
             state = State(q, v.shape[-1], scores, sink)
-            state.attend(*of_own, own)
+            state.attend(own_keys, own_values, own)
             keys, values = coming.arrive()
             state.attend(keys, values, others)
             out, lse = state.finish()

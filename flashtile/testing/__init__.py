@@ -423,8 +423,7 @@ def cu_seqlens(lengths: Sequence[int], device: torch.device | str) -> Tensor:
 
 def _standard(statistics: Sequence[str], *tensors: Tensor, **arguments: Any) -> tuple[Tensor, ...]:
     """Return (out, lse) and the ``statistics`` of standard attention."""
-    asked = dict.fromkeys(statistics, True)
-    out, rows = reference.attention(*tensors, **arguments, **asked)
+    out, rows = reference.attention(*tensors, **arguments | dict.fromkeys(statistics, True))
     lse, found = split(rows, statistics, arguments.get("cu_seqlens_q"))
     return out, lse, *found
 

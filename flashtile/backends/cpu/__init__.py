@@ -147,7 +147,7 @@ def prepare_backward(problem: Problem, config: Config) -> Any:
             gradients = parts.backward(dense, split, problem, dout, dlse, *tensors)
         dsink = None
         if extras.sink is not None:
-            of_lse = dlse[..., 0] if problem.entropy else dlse
+            of_lse = dlse[..., 0] if problem.entropy and dlse is not None else dlse
             dsink = sink_gradient(dout, of_lse, out, lse, extras.sink)
         return *gradients, dsink, None if dbias is None else dbias.to(bias.dtype), *captured
 

@@ -389,7 +389,9 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
         capped = replace(_GROUPED_CAUSAL, head_dim=head_dim, head_dim_v=head_dim, softcap=50.0)
         yield _forward_case(capped, choose(capped))
     for head_dim, length in ((64, 16384), (128, 1024), (128, 16384), (256, 16384)):
-        sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": length, "seqlen_k": length}
+        sizes: dict[str, Any] = {
+            "head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": length, "seqlen_k": length,
+        }  # fmt: skip
         measured_scores = replace(_GROUPED_CAUSAL, max_logits=True, entropy=True, **sizes)
         yield _forward_case(measured_scores, choose(measured_scores))
     few_columns = replace(GROUPED, head_dim=80, head_dim_v=80)

@@ -123,7 +123,7 @@ def dkdv_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexp
             inputs = (k_tile, v_tile, q, dout, neg_lse, neg_delta)
         else:
             of_entropy = entropy_gradient(sequence, head, call, C)
-            inputs = (k_tile, v_tile, q, dout, neg_lse, neg_delta, of_entropy)
+            inputs = (k_tile, v_tile, q, dout, neg_lse, neg_delta, of_entropy)  # type: ignore[assignment]
         dk, dv = walk(dkdv_blocks, (dk, dv), inputs, reaching, block, call, OWNS_KEYS=True, C=C)
 
     # Epilogue. Factors that are the same for all terms multiply the sums once.
@@ -282,7 +282,7 @@ def dq_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexpr)
     else:
         of_entropy = entropy_gradient(sequence, head, call, C)
         of_entropy = load_entropy_gradient(of_entropy, start, sequence.len_q, C)
-        inputs = (q_tile, dout_tile, neg_lse, neg_delta, k, v, of_entropy)
+        inputs = (q_tile, dout_tile, neg_lse, neg_delta, k, v, of_entropy)  # type: ignore[assignment]
     dq = walk(dq_blocks, dq, inputs, reached, block, call, OWNS_KEYS=False, C=C)
     store_tile(
         pointers.dq + row * C.HEAD_DIM, start, sequence.len_q,

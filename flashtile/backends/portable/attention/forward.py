@@ -99,7 +99,7 @@ def forward_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     state = (acc, row_max, row_sum)
     if pointers.entropy is not None:
-        state = (acc, row_max, row_sum, tl.zeros([BLOCK_M], tl.float32))
+        state = (acc, row_max, row_sum, tl.zeros([BLOCK_M], tl.float32))  # type: ignore[assignment]
 
     # Main loop.
     reached = reached_keys(start, sequence, call, C)

@@ -368,7 +368,7 @@ def with_statistics(
             buffer = "lse" if buffers[0] is None else "out"
             raise NotImplementedError(f"{buffer} must be None with {name}, got a tensor")
         if options.invariant:
-            raise NotImplementedError(f"invariant must be False with {name}")
+            raise NotImplementedError(f"invariant must be False with {name}, got True")
     return options._replace(max_logits=return_max_logits, entropy=return_entropy)
 
 

@@ -193,10 +193,13 @@ def test_what_has_no_fixed_order_is_refused(options, error, words):
         Sequences(torch.float32, 2, 1, 16).over_cache([0], 5, 1, **options)
 
 
-def test_dropout_and_forward_mode_are_refused():
+def test_dropout_statistics_and_forward_mode_are_refused():
     sequences = Sequences(torch.float32, 2, 1, 16)
     with pytest.raises(NotImplementedError, match="dropout_p must be 0 with invariant"):
         sequences.whole(invariant=True, dropout_p=0.1)
+    for name in ("return_max_logits", "return_entropy"):
+        with pytest.raises(NotImplementedError, match=f"invariant must be False with {name}, got True"):
+            sequences.whole(invariant=True, **{name: True})
     offsets = sequences.starts, sequences.starts, max(sequences.lengths), max(sequences.lengths)
 
     def attend(q):

@@ -26,9 +26,7 @@ BROUGHT = {
     "flashtile.operators",
     *(
         f"flashtile.operators.{name}"
-        for name in (
-            "attention", "decode", "dropout", "functions", "gradients", "shardings", "statistics", "weights",
-        )
+        for name in ("attention", "decode", "dropout", "functions", "gradients", "shardings", "weights")
     ),
     "flashtile.problems",
     *(

@@ -227,9 +227,9 @@ def _clamp(which: str) -> Callable[[Any, Any], Tensor]:
     """Return torch.clamp with one bound, whose derivatives at the bound depend on whether it is a number."""
 
     def clamp(x: Any, bound: Any) -> Tensor:
-        if isinstance(x, Tensor) and x.is_floating_point() and not isinstance(bound, Tensor):
-            return torch.clamp(x, **{which: bound})
-        x, bound = _tensors(x, bound)
+        stays_a_number = isinstance(x, Tensor) and x.is_floating_point() and not isinstance(bound, Tensor)
+        if not stays_a_number:
+            x, bound = _tensors(x, bound)
         return torch.clamp(x, **{which: bound})
 
     return clamp

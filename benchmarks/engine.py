@@ -15,6 +15,7 @@ The parts:
     prompt    host and device time of a step with a whole prompt, for new shapes and for known ones
     mixed     a step with a prompt's chunk and single tokens together, and with each of them alone
     prefix    time to the first token with nine tenths of the prompt in the prefix cache, and without
+    groups    sampled answers of shared prompts: tokens per second with cascade_attention and without
     guesses   speculative decoding: ms per step, and tokens per second on a text that repeats itself
     requests  new tokens per second for 1,000 requests of ShareGPT-like lengths
     start     seconds from the start of a process to its first token
@@ -103,7 +104,8 @@ class Bench:
         found = Flashtile(
             max_num_seqs=options.seqs, max_num_batched_tokens=8192, enforce_eager=options.eager,
             kv_cache_dtype=options.kv_cache_dtype, quantization=options.quantization,
-            tensor_parallel_size=int(os.environ.get("WORLD_SIZE", "1")), **more,
+            tensor_parallel_size=int(os.environ.get("WORLD_SIZE", "1")),
+            batch_invariant=options.batch_invariant, **more,
         )  # fmt: skip
         with tempfile.TemporaryDirectory() as place:
             found.load(write_model(options.model, Path(place)), options.model, self.device, 0)
@@ -279,6 +281,41 @@ def prefix(bench: Bench) -> Rows:
     return rows
 
 
+def groups(bench: Bench) -> Rows:
+    """Time sampled answers of shared prompts, with ``cascade_attention`` and without.
+
+    In the last shape, all prompts also begin with a common system prompt, which the prefix cache finds.
+    """
+    new, rows = 256, []
+    shapes = [(32, 8, 1024, 0), (8, 16, 4096, 0), (256, 1, 1024, 0), (32, 8, 1024, 512)]
+    if bench.options.model == SMALL_MODEL:
+        new, shapes = 8, [(2, 3, 40, 0), (2, 3, 40, 32)]
+    for cascade in (False, True):
+        llm = bench.engine(cascade_attention=cascade).llm
+        for prompts, answers, length, common in shapes:
+            llm.engine.scheduler.prefix_caching = common > 0
+            (system,) = bench.prompts(1, common, 700)
+            given = [[*system, *own] for own in bench.prompts(prompts, length - common, 701)]
+            params = [
+                SamplingParams(n=answers, temperature=1.0, seed=i, max_tokens=new, ignore_eos=True)
+                for i in range(prompts)
+            ]
+            llm.generate(given, params)  # captures graphs
+            before, begun = llm.get_metrics(), time.perf_counter()
+            llm.generate(given, params)
+            seconds, after = time.perf_counter() - begun, llm.get_metrics()
+            reads = after.kv_reads - before.kv_reads
+            saved = after.kv_reads_saved - before.kv_reads_saved
+            rows.append(
+                {"cascade": cascade, "prompts": prompts, "answers": answers, "tokens": length,
+                 "common": common, "tokens_per_second": prompts * answers * new / seconds,
+                 "share_not_read": saved / max(1, reads)}
+            )  # fmt: skip
+        llm.engine.scheduler.prefix_caching = False
+        del llm  # frees its memory for the next engine
+    return rows
+
+
 def guesses(bench: Bench) -> Rows:
     """Time speculative decoding.
 
@@ -343,7 +380,8 @@ def start(bench: Bench) -> Rows:
 
 
 PARTS: dict[str, Callable[[Bench], Rows]] = {
-    part.__name__: part for part in (decode, kernels, waits, prompt, mixed, prefix, guesses, requests, start)
+    part.__name__: part
+    for part in (decode, kernels, waits, prompt, mixed, prefix, groups, guesses, requests, start)
 }
 ON_A_GPU = ("kernels", "waits")
 
@@ -375,6 +413,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--quantization", default=None, help="fp8")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--batch-invariant", action="store_true", help="not for the parts groups and guesses")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     chosen = options.parts.split(",")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections import Counter
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +16,8 @@ from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 import flashtile
 from flashtile import parallel
 from flashtile.integrations.torch import Kernels
+from flashtile.operators.attention import BACKWARD, FORWARD_INTO
+from flashtile.parallel.ranks import Pending, Ranks
 from flashtile.reference import attention as reference
 
 
@@ -84,6 +89,55 @@ def compare(
     if sink:
         errors["dsink"] = _error(gradients[3], expected[5])
     return errors
+
+
+def traffic(
+    group: Any, *, tokens: int, heads: tuple[int, int], sizes: tuple[int, int], method: str, layout: str,
+    documents: list[int] | None = None, **mask: Any,
+) -> dict[str, tuple[dict[int, int], list[str]]]:  # fmt: skip
+    """What happens in each pass of a call in float32: bytes that this rank sends to each other one, and the
+    order in which it posts messages, attends, and waits for messages."""
+    torch.manual_seed(0)
+    sent: Counter[int] = Counter()
+    events: list[str] = []
+
+    def post(ranks: Any, messages: Any, received: Any, timeout: float) -> Any:
+        for peer, buffer in messages:
+            sent[peer] += buffer.numel()
+        return plain(ranks, messages, received, timeout)
+
+    def told(of: Any, name: str, event: str) -> Any:
+        function = getattr(of, name)
+
+        def called(*given: Any, **named: Any) -> Any:
+            events.append(event)
+            return function(*given, **named)
+
+        return mock.patch.object(of, name, called)
+
+    head_dims = sizes[0], sizes[0], sizes[1]
+    shapes = zip((heads[0], heads[1], heads[1]), head_dims, strict=True)
+    whole = [torch.randn(1, tokens, *shape) for shape in shapes]
+    offsets = {"cu_seqlens_q": _offsets(documents)} if documents else {}
+    own = [parallel.shard(t, 1, group, layout)[0 if documents else slice(None)] for t in whole]
+    own = [t.requires_grad_() for t in own]
+    plain, found = Ranks.post, {}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Ranks, "post", post))
+        for of, name, event in (
+            (Ranks, "post", "post"), (FORWARD_INTO, "launch", "attend"), (BACKWARD, "launch", "attend"),
+            (Pending, "wait", "wait"),
+        ):  # fmt: skip
+            stack.enter_context(told(of, name, event))
+        out = parallel.context_parallel_attention(
+            *own, group=group, method=method, layout=layout, timeout=60, **offsets, **mask
+        )
+        found["forward"] = {peer: count for peer, count in sent.items() if count}, [*events]
+        sent.clear()
+        events.clear()
+        out.sum().backward()
+        found["backward"] = {peer: count for peer, count in sent.items() if count}, [*events]
+    return found
 
 
 def _offsets(lengths: list[int]) -> Tensor:

@@ -26,7 +26,9 @@ BROUGHT = {
     "flashtile.operators",
     *(
         f"flashtile.operators.{name}"
-        for name in ("attention", "decode", "dropout", "functions", "gradients", "shardings", "weights")
+        for name in (
+            "attention", "decode", "dropout", "functions", "gradients", "shardings", "statistics", "weights",
+        )
     ),
     "flashtile.problems",
     *(

@@ -6,6 +6,7 @@ with its own scales. Quantisation is not timed, except in ``flashtile-from-bf16`
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -119,6 +120,25 @@ class Weighing(Flashtile):
         return PeerCall(lambda q, k, v: first_of(attend(q, k, v)))
 
 
+class WithMaxLogits(Flashtile):
+    """flashtile's attention with the largest score of each head."""
+
+    label = "flashtile-max-logits"
+    statistic = "return_max_logits"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        asked = options(workload, inputs) | {self.statistic: True}
+        attend: Any = partial(flashtile.attention, **asked, backend=self._backend)
+        return PeerCall(lambda q, k, v: first_of(attend(q, k, v)))
+
+
+class WithEntropy(WithMaxLogits):
+    """flashtile's attention with the entropy of each row, which gets no gradient."""
+
+    label = "flashtile-entropy"
+    statistic = "return_entropy"
+
+
 class Eager(Standard):
     """Attention as models compute it when weights are requested: all scores stored, softmax in float32."""
 
@@ -191,6 +211,28 @@ class FlashAttention3OverCache(FlashAttention):
         return over_copies(function, workload, inputs, "page_table")
 
 
+class FlashAttention4OverCache(FlashAttention):
+    """FlashAttention-4's variable-length attention over the workload's KV cache."""
+
+    def __init__(self) -> None:
+        super().__init__("fa4", "flash_attn.cute", None)
+        self.needs = ("flash_attn.cute", "flash_attn_varlen_func")
+
+    def refuses(self, workload: Workload, device: torch.device) -> str | None:
+        paged = workload.cache is not None and workload.cache.page_size and not workload.latent
+        sixteen_bits = workload.cache_dtype == workload.torch_dtype and workload.torch_dtype.itemsize == 2
+        return None if paged and sixteen_bits else "takes only paged 16-bit caches"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        function = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, **more: Any) -> Tensor:
+            more |= {"max_seqlen_q": workload.seqlen_q, "max_seqlen_k": workload.seqlen_k}
+            return first_of(function(q, k, v, seqused_k=cache_seqlens, **more))
+
+        return over_copies(attend, workload, inputs, "page_table")
+
+
 class SdpaLatent(Peer):
     """torch's ``scaled_dot_product_attention`` on absorbed MLA.
 
@@ -228,6 +270,8 @@ def over_copies(
     passes the block table of its copy as the argument ``table_name``.
     """
     arguments |= {"cache_seqlens": inputs.cache_seqlens, "causal": workload.causal}
+    if workload.varlen:
+        arguments |= {"cu_seqlens_q": inputs.cu_seqlens_q, "max_seqlen_q": workload.seqlen_q}
     if inputs.qv is not None:
         arguments["qv"] = inputs.qv
     tables: tuple[Tensor | None, ...] = inputs.block_tables or (None,)
@@ -302,6 +346,7 @@ OURS: dict[str, tuple[type[Flashtile], ...]] = {
     "masks": (Flashtile,),
     "tree": (Flashtile, FlashtileTree),
     "weights": (Weighing,),
+    "statistics": (Flashtile, WithMaxLogits, WithEntropy),
     "fp8": (Quantized, Quantizing),
     "decode": (Decoding, SharedPrefix),
 }
@@ -313,9 +358,11 @@ def peers(kind: str) -> tuple[Peer, ...]:
     if kind == "fp8":
         return (InBf16(), FlashAttention3InFp8())
     if kind == "decode":
-        return (FlashAttention3OverCache(), SdpaLatent())
+        return (FlashAttention3OverCache(), FlashAttention4OverCache(), SdpaLatent())
     if kind == "weights":
         return (Eager(),)
+    if kind == "statistics":
+        return ()
     if kind == "tree":
         return (Repeated(), FlexAttention(), FlexAttention(flash=True))
     if kind == "masks":

@@ -67,6 +67,9 @@ def make_inputs(workload: Workload, device: torch.device | str) -> Inputs:
     q, dout = normal(0, 0), normal(0, 3)
     if workload.cache is not None:
         inputs = _with_cache(workload, q, dout)
+        if workload.varlen:
+            lengths = [seqlen_q for seqlen_q, _ in workload.sequences]
+            inputs = replace(inputs, cu_seqlens_q=cu_seqlens(lengths, device))
         return replace(inputs, qv=normal(0, 6)) if workload.latent else inputs
     heads = workload.num_heads_q
     inputs = Inputs(

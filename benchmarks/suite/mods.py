@@ -70,6 +70,11 @@ def _relative(heads: int, device: Any) -> Callable[..., Any]:
     return masks.relative_position(torch.linspace(-1, 1, heads * 257, device=device).view(heads, 257))
 
 
+def _window_by_head(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Hide keys beyond a window that grows by head. No block mask lists them, so no kernel skips them."""
+    return torch.where(i - j < 128 * (h + 1), score, -torch.inf)
+
+
 MODS: dict[str, Callable[[int, int, Any], Functions]] = {
     "causal": lambda s, h, device: Functions(mask_mod=masks.causal()),
     "window-1024": lambda s, h, device: Functions(mask_mod=masks.window(1023, 0)),
@@ -89,6 +94,7 @@ MODS: dict[str, Callable[[int, int, Any], Functions]] = {
     "relative-document": lambda s, h, device: Functions(
         _relative(h, device), masks.document(document_ids(s).to(device)) & masks.causal()
     ),
+    "window-by-head": lambda s, h, device: Functions(_window_by_head, masks.causal()),
     "tree": lambda s, h, device: Functions(
         mask_mod=masks.create_tree_mask(*tree_segments(s, device), s).mask_mod
     ),

@@ -50,7 +50,7 @@ class Workload:
             lengths.
         window_left: number of keys that a query sees before its own position; -1 is unlimited.
         lengths: (seqlen_q, seqlen_k) of each sequence of a packed batch or of a decoding call; None if all
-            sequences have the same length.
+            sequences have the same length. A decoding call with different seqlen_q has packed queries.
         mod: name of score and mask functions in :data:`benchmarks.suite.mods.MODS`; "" is none.
         cache: layout of the KV cache if the call is decoding, where ``seqlen_q`` new tokens of each sequence
             attend to cached keys; None otherwise.
@@ -59,7 +59,9 @@ class Workload:
             these columns are stored once.
         weights: which attention weights the call also returns: "full" (all), "columns" (sums over queries),
             "top" (the largest of each query), or "" for none.
+        statistics: whether the largest scores and the entropy are measured beside the call without them.
         alibi, sink: whether the call has ALiBi slopes, and a learned sink per head.
+        drawn_from: name of the class that the workload was drawn from (:mod:`benchmarks.suite.drawn`), or "".
         tags: names of the sets that the workload belongs to.
     """
 
@@ -83,16 +85,20 @@ class Workload:
     sink: bool = False
     latent: bool = False
     weights: str = ""
+    statistics: bool = False
+    drawn_from: str = ""
     tags: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
-        """Kind of workload, which determines the contestants: "attention", "masks", "tree", "weights", "fp8"
-        or "decode"."""
+        """Kind of workload, which determines the contestants: "attention", "masks", "tree", "weights",
+        "statistics", "fp8" or "decode"."""
         if self.mod:
             return "tree" if self.mod == "tree" else "masks"
         if self.weights:
             return "weights"
+        if self.statistics:
+            return "statistics"
         return "decode" if self.cache is not None else "fp8" if self.fp8 else "attention"
 
     @property
@@ -137,8 +143,10 @@ class Workload:
 
     @property
     def varlen(self) -> bool:
-        """Whether the call is a batch of packed sequences."""
-        return self.lengths is not None and self.cache is None
+        """Whether the sequences of q, and those of k unless it is a cache, are packed."""
+        if self.lengths is None:
+            return False
+        return self.cache is None or len({seqlen_q for seqlen_q, _ in self.lengths}) > 1
 
     @property
     def window_right(self) -> int:

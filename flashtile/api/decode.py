@@ -76,6 +76,7 @@ def flash_attn_with_kvcache(
     v_descale: Tensor | None = None,
     tree_mask: Tensor | None = None,
     split_size: int | None = None,
+    invariant: bool = False,
     softmax_max: float | Tensor | None = None,
     qv: Tensor | None = None,
     attention_chunk: int = 0,
@@ -138,6 +139,11 @@ def flash_attn_with_kvcache(
             element (i, j) is True. Cannot be combined with ``causal``, windows, ALiBi or rotary embedding.
             With ``cu_seqlens_q``, the last two dimensions are max_seqlen_q.
         split_size: number of keys in a part, instead of ``num_splits``.
+        invariant: give the result of each query the same bits in all calls, for any other sequences, and
+            whether the queries of its sequence are in one call or in several. The sums over keys then have
+            one order, and calls of :func:`flash_attn_varlen_func` with ``invariant`` have the same. Parts are
+            chosen by ``split_size`` only; another size is another order. Cannot be combined with
+            ``tree_mask`` or ``softmax_max``.
         softmax_max: a number near the model's scores, or (heads_q,) float32, one per head. It is subtracted
             from the scores in place of each row's maximum, which then need not be computed (FlashDecoding++,
             Hong et al. 2023, arXiv:2311.01282, section 3). The result is as accurate as with the maximum:
@@ -186,6 +192,7 @@ def flash_attn_with_kvcache(
     )
     check_flag("rotary_interleaved", rotary_interleaved)
     check_flag("debug_checks", debug_checks)
+    check_flag("invariant", invariant)
     check_flag("return_softmax_lse", return_softmax_lse)
     q, k, v, qv = as_operands(q, k, v, qv, cache=k_cache)
     if not (cu_seqlens_q is cu_seqlens_k_new is None):
@@ -227,6 +234,7 @@ def flash_attn_with_kvcache(
         softcap=scores.softcap,
         num_splits=num_splits,
         split_size=split_keys,
+        invariant=invariant,
         return_lse=return_softmax_lse or lse is not None,
         phi=phi,
         backend=backend,

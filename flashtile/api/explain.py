@@ -166,6 +166,10 @@ def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Expla
     """
     choices = []
     for operation, problem, backend in described_calls(attention, arguments, keywords, card):
+        if operation is FORWARD and problem.invariant:
+            raise NotImplementedError(
+                "invariant must be False, got True: explain flash_attn_with_kvcache instead"
+            )
         choices.append(choose(operation, problem, backend))
         if operation is FORWARD:
             choices.append(choose(BACKWARD, problem, backend))

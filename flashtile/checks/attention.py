@@ -116,6 +116,8 @@ def check_call(
     elif options.dropout_p > 0:
         raise ValueError(f"rng_state must be given with dropout_p = {options.dropout_p}, got None")
     check_score_options(options)
+    if options.invariant and options.dropout_p:
+        raise NotImplementedError(f"dropout_p must be 0 with invariant, got {options.dropout_p}")
     if isinstance(extras, ModifiedExtras):
         check_captured(q, captured_of(extras))
         if options.block_q:

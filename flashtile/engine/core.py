@@ -44,6 +44,10 @@ class EngineStats:
         num_preemptions: total number of preemptions.
         prompt_tokens, generation_tokens: total number of computed prompt tokens, and of generated tokens.
         prefix_queries, prefix_hits: total number of tokens looked up in the prefix cache, and found there.
+        kv_reads, kv_reads_saved: with ``cascade_attention``, total number of tokens whose keys and values a
+            layer without a window would read if each sequence read its own, and the number of these that were
+            not read because others of a group read them. So the layer read ``1 - kv_reads_saved / kv_reads``
+            of the bytes.
     """
 
     running: int
@@ -54,6 +58,8 @@ class EngineStats:
     generation_tokens: int
     prefix_queries: int
     prefix_hits: int
+    kv_reads: int = 0
+    kv_reads_saved: int = 0
 
 
 class Engine:
@@ -130,6 +136,9 @@ class Engine:
             raise ValueError(f"request_id must be new, but an unfinished request has {request_id!r:.60}")
         if not isinstance(params, (SamplingParams, BeamSearchParams)):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        if self.runner.asleep or not self.runner.has_weights:
+            missing = "wake_up" if self.runner.asleep else "update_weights, after sleep(level=2),"
+            raise ValueError(f"{missing} must be called before requests of an engine that sleeps")
         text, tokens = self.tokens_of(prompt)
         room = self.max_model_len - len(tokens)
         if room < 1:
@@ -267,11 +276,12 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return the present statistics."""
         scheduler, pool = self.scheduler, self.scheduler.manager.pool
-        blocks = pool.num_blocks - pool.null_blocks
+        blocks, groups = pool.num_blocks - pool.null_blocks, scheduler.groups
         return EngineStats(
             len(scheduler.running), len(scheduler.waiting), 1 - pool.available / blocks,
             scheduler.num_preemptions, self._prompt_tokens, self._generation_tokens,
             scheduler.prefix_queries, scheduler.prefix_hits,
+            *(() if groups is None else (groups.num_read, groups.num_saved)),
         )  # fmt: skip
 
     def _check_tokens(self, params: SamplingParams) -> None:

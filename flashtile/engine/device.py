@@ -34,7 +34,9 @@ class Transfer:
     def __call__(self, parts: Sequence[Sequence[int]], tensors: Sequence[Tensor] = ()) -> list[Tensor]:
         """Copy lists of integers and int32 tensors to the device. Return views of the buffer for each."""
         self._turn = (self._turn + 1) % RING
-        flat = array("i", [number for part in parts for number in part])
+        flat = array("i")
+        for part in parts:
+            flat.extend(part if isinstance(part, array) else array("i", part))
         written: list[Tensor] = [torch.frombuffer(flat, dtype=torch.int32)] if flat else []
         pinned, at = self._pinned[self._turn], 0
         for tensor in (*written, *tensors):

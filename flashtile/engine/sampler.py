@@ -134,10 +134,14 @@ def noisy_scores(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
     The argmax of a row is the row's drawn token.
     """
     greedy = (choice.temperature == 0).unsqueeze(1)
-    scores = logits.float() / choice.temperature.masked_fill(choice.temperature == 0, 1.0).unsqueeze(1)
-    kept = keep(scores, choice)
-    noise = gumbel(choice.seed, positions, scores.shape[1])
-    return kept.add_(noise.masked_fill_(greedy, 0.0))
+    noise = gumbel(choice.seed, positions, logits.shape[1])
+    return processed(logits, choice).add_(noise.masked_fill_(greedy, 0.0))
+
+
+def processed(logits: Tensor, choice: Choice) -> Tensor:
+    """Return logits (rows, vocab_size) after temperature and filters, float32. Greedy rows have neither."""
+    temperature = choice.temperature.masked_fill(choice.temperature == 0, 1.0)
+    return keep(logits.float() / temperature.unsqueeze(1), choice)
 
 
 def keep(scores: Tensor, choice: Choice) -> Tensor:
@@ -194,9 +198,12 @@ def stream_seed(seed: int, index: int) -> int:
     return int(mix64(torch.tensor(_signed((seed + index * GOLDEN) & (2**64 - 1)), device="cpu")))
 
 
-def log_probabilities(logits: Tensor, tokens: Tensor, count: int) -> Scores:
-    """Return log-probabilities of ``tokens`` (rows,) and of each row's ``count`` likeliest tokens."""
-    logprobs = torch.log_softmax(logits.float(), -1)
+def log_probabilities(logits: Tensor, tokens: Tensor, count: int, normalise: bool = True) -> Scores:
+    """Return log-probabilities of ``tokens`` (rows,) and of each row's ``count`` likeliest tokens.
+
+    Without ``normalise``, the logits themselves are returned in their place.
+    """
+    logprobs = torch.log_softmax(logits.float(), -1) if normalise else logits.float()
     chosen = logprobs.gather(1, tokens.long().unsqueeze(1))
     ranks = (logprobs > chosen).sum(-1) + 1
     best = logprobs.topk(min(count, logprobs.shape[1]), dim=-1)

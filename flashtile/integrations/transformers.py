@@ -22,6 +22,9 @@ from flashtile.checks.conversions import check_flag
 from flashtile.integrations import transformers_private as private
 from flashtile.integrations.transformers_attention import IN_CONFIG, serving, serving_by_name
 from flashtile.integrations.transformers_masks import WITHOUT_WINDOWS, mask_of_keys
+from flashtile.integrations.transformers_statistics import Statistics, statistics
+
+__all__ = ["Statistics", "register", "statistics", "unregister"]
 
 NAMES = ("flashtile", "flashtile_2")
 """Two names of one implementation. Transformers' continuous batching decodes over pages only if a name ends

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +57,7 @@ from flashtile.problems.decode import (
     capacity,
     out_dtype,
 )
+from flashtile.problems.masking import EVERYTHING
 
 NO_GRADIENT = (
     "attention over a cache has no backward pass (call it under torch.no_grad(), or train with "
@@ -298,6 +300,58 @@ def decode(
     if buffers:
         return DECODE_INTO.write(cache, tensors, options, buffers)
     return DECODE(cache, tensors, options)
+
+
+class SharedKeys(NamedTuple):
+    """A level of a cascade: groups of adjacent sequences, and the keys that all sequences of a group have.
+
+    Attributes:
+        block_table: (groups, max_blocks) int32, the pages of a sequence of each group.
+        end: (groups,) int32. Group g shares the keys at positions ``first[g] <= j < end[g]``.
+        first: (groups,) int32. None: 0.
+        cu_seqlens_q: (groups + 1,) int32, where the queries of each group start in q. None: one group.
+        max_seqlen_q: the largest number of queries of a group. None if there is one group.
+    """
+
+    block_table: Tensor
+    end: Tensor
+    first: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    max_seqlen_q: int | None = None
+
+
+def attend_shared(
+    cache: tuple[Tensor, Tensor, Tensor],
+    tensors: CacheTensors,
+    options: DecodeOptions,
+    levels: Sequence[SharedKeys],
+) -> CacheTensors:
+    """Attend to the keys that groups of sequences share, and return ``tensors`` with the result as prior.
+
+    All queries of a group attend together, as if they belonged to one sequence, so its keys are read once.
+    Every query must see all of these keys. Each level continues the softmax of the one before it. The caller
+    computes attention with the result, whose ``cache_leftpad`` must hide the shared keys.
+
+    Args:
+        cache: (q, k_cache, v_cache), q as :func:`decode` takes it. The caches have pages.
+        tensors, options: of the call that attends to each sequence's own keys.
+        levels: the levels, in ascending order of positions.
+    """
+    q, k_cache, v_cache = cache
+    rows = q.flatten(0, -3)
+    for level in levels:
+        shared = CacheTensors(
+            cache_seqlens=level.end, cache_leftpad=level.first, block_table=level.block_table,
+            cu_seqlens_q=level.cu_seqlens_q, k_descale=tensors.k_descale, v_descale=tensors.v_descale,
+            prior_out=tensors.prior_out, prior_lse=tensors.prior_lse,
+        )  # fmt: skip
+        options = options._replace(
+            max_seqlen_q=level.max_seqlen_q, seqlen_new=0, masking=EVERYTHING, partial=True, return_lse=True
+        )
+        queries = rows if level.cu_seqlens_q is not None else rows.unsqueeze(0)
+        out, lse = DECODE((queries, k_cache, v_cache), shared, options)
+        tensors = tensors._replace(prior_out=out.flatten(0, -3), prior_lse=lse.flatten(0, -2))
+    return tensors
 
 
 def append_and_decode(

@@ -38,6 +38,10 @@ def forward(
         extras = extras._make(map(with_unit_stride, extras))
     FORWARD.check(*tensors, extras, options)
     if has_tangents:
+        if options.invariant:
+            raise NotImplementedError(
+                "invariant must be False in forward mode, whose sums have another order"
+            )
         return derivatives.plain(*tensors, extras, options)
     if isinstance(extras, ModifiedExtras):
         raise NotImplementedError(
@@ -106,7 +110,8 @@ class Forward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout, dlse):
         (q, k, v, out, lse), extras = ctx.saved_tensors[:5], OptionalTensors(*ctx.saved_tensors[5:])
-        options = gathered(Options, ctx.options)._replace(bias_grad=ctx.needs_input_grad[3 + _BIAS])
+        options = gathered(Options, ctx.options)
+        options = options._replace(bias_grad=ctx.needs_input_grad[3 + _BIAS], invariant=False)
         learns_slopes = ctx.needs_input_grad[3 + _SLOPES]
         if learns_slopes:
             extras, options = learning_slopes(q, k, extras, options)

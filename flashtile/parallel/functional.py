@@ -29,7 +29,7 @@ from flashtile.parallel.gather import AllGather
 from flashtile.parallel.layout import LAYOUTS, all_pieces
 from flashtile.parallel.model import METHODS, Sharing, choose, setting_of
 from flashtile.parallel.ranks import TIMEOUT, Alone, Ranks, check_mesh, ranks_of
-from flashtile.parallel.ring import Ring
+from flashtile.parallel.ring import ring_of
 from flashtile.parallel.ulysses import Ulysses, in_order, keys_shared
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 from flashtile.torch_private import never_compiled
@@ -371,7 +371,7 @@ def _method(
         method = choose(sharing, ranks.size, *setting_of(call.device, ranks.size)).method
     shards = Shards(ranks, pieces_q, pieces_k, mask, scores, timeout)
     if method == "ring":
-        return Ring(shards)
+        return ring_of(shards)
     if method == "allgather":
         return AllGather(shards)
     return _ulysses(call, ranks, (pieces_q,), (pieces_k,), Alone(), shards)
@@ -387,7 +387,7 @@ def _ulysses(
     )
     shared = keys_shared(call.heads_q, call.heads_kv, ranks.size)
     inner = Shards(ring, inner_q, inner_k, shards.mask, shards.scores, shards.timeout, shared)
-    return Ulysses(Ring(inner), shards, call.heads_q, call.heads_kv)
+    return Ulysses(ring_of(inner), shards, call.heads_q, call.heads_kv)
 
 
 def _mask(call: _Call, options: Options) -> Mask:

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 
 from flashtile.api import attention as functional
+from flashtile.operators.statistics import split
+from flashtile.problems.attention import STATISTICS
 from flashtile.reference import attention as reference
 from flashtile.rounding import SCORE_UNITS, finite, largest, product, rms, scale_of, score_noise
 from flashtile.torch_private import negated_view
@@ -58,6 +60,7 @@ def __getattr__(name: str) -> Any:
 
 
 FACTORS = {"out": 2.0, "lse": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0, "dsink": 3.0, "dbias": 3.0}
+FACTORS |= {"max_logits": 2.0, "entropy": 2.0}
 """Allowed error of each result, in multiples of plain PyTorch's error."""
 
 FLOAT64_UNITS = 64.0
@@ -176,8 +179,8 @@ def measure(
 
     The error rule compares the call with standard attention in plain PyTorch. The error of out and of each
     gradient may be at most 2 or 3 times (``FACTORS``) the error of PyTorch in the dtype of q, plus rounding
-    noise. lse is not rounded to the dtype of q: its error is compared with that of PyTorch's lse in float32
-    (float64 for float64 inputs).
+    noise. lse and the statistics are not rounded to the dtype of q: their errors are compared with those of
+    PyTorch's in float32 (float64 for float64 inputs).
 
     The measurement takes the memory of standard attention in float64: several times 8 bytes per score
     (batch * heads * seqlen_q * seqlen_k).
@@ -191,6 +194,8 @@ def measure(
         function: the function to measure, with the arguments and results of :func:`flashtile.attention`.
         arguments: the other arguments of :func:`flashtile.attention`, passed to ``function`` and, except for
             ``deterministic`` and ``backend``, to the reference. A ``sink`` and a ``bias`` also get gradients.
+            With ``return_max_logits`` and ``return_entropy`` the statistics are compared as well, and the
+            entropy gets a random gradient.
 
     Examples:
         >>> from flashtile import testing
@@ -201,7 +206,9 @@ def measure(
     """
     learned = {name: arguments.pop(name) for name in LEARNED if arguments.get(name) is not None}
     sink = learned.get("sink")
-    defining = {name: a for name, a in arguments.items() if name not in ("deterministic", "backend")}
+    statistics = [name for name in STATISTICS if arguments.get(f"return_{name}")]
+    elsewhere = ("deterministic", "backend", *(f"return_{name}" for name in STATISTICS))
+    defining = {name: a for name, a in arguments.items() if name not in elsewhere}
     given = {"q": q, "k": k, "v": v, **learned}
     given = {name: t.detach() for name, t in given.items()}
     q, k, v = given["q"], given["k"], given["v"]
@@ -209,16 +216,23 @@ def measure(
         dout = dlse = None
     elif dout is None and dlse is None:
         dout, dlse = random_gradients(q, v, varlen="cu_seqlens_q" in arguments)
-    upstream = (dout, dlse)
+    dentropy = None
+    if "entropy" in statistics and gradients:
+        shape = random_gradients(q, v, varlen="cu_seqlens_q" in arguments)[1].shape
+        dentropy = random_tensor(shape, torch.promote_types(q.dtype, torch.float32), q.device, seed=3)
+    upstream = (dout, dlse, *(dentropy if name == "entropy" else None for name in statistics))
     with poisoned_memory() if poison else nullcontext():
         ours = _run(partial(function, return_lse=True, **arguments), given, upstream, gradients)
-    standard = partial(reference.attention, **defining)
+    standard = partial(_standard, statistics, **defining)
     exact = _run(standard, {name: _wide(t) for name, t in given.items()}, upstream, gradients)
     plain = _run(standard, given, upstream, gradients)
-    plain[1] = _run(partial(standard, upcast=ours[1].dtype), given, upstream, False)[1]
+    own = slice(1, 2 + len(statistics))
+    plain[own] = _run(partial(standard, upcast=ours[1].dtype), given, upstream, False)[own]
 
-    names = ["out", "lse", *(f"d{name}" for name in given if gradients)]
-    noise = _rounding_noise(q, k, v, sink, upstream, dict(zip(names, exact, strict=True)), arguments)
+    names = ["out", "lse", *statistics, *(f"d{name}" for name in given if gradients)]
+    noise = _rounding_noise(
+        q, k, v, sink, (dout, dlse), dentropy, dict(zip(names, exact, strict=True)), arguments
+    )
     comparisons = [
         compare(name, *results, factor=FACTORS[name], noise=noise[name])
         for name, *results in zip(names, ours, exact, plain, strict=True)
@@ -407,13 +421,20 @@ def cu_seqlens(lengths: Sequence[int], device: torch.device | str) -> Tensor:
     return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
 
 
+def _standard(statistics: Sequence[str], *tensors: Tensor, **arguments: Any) -> tuple[Tensor, ...]:
+    """Return (out, lse) and the ``statistics`` of standard attention."""
+    out, rows = reference.attention(*tensors, **arguments | dict.fromkeys(statistics, True))
+    lse, found = split(rows, statistics, arguments.get("cu_seqlens_q"))
+    return out, lse, *found
+
+
 def _run(
     attend: Callable[..., Any],
     given: dict[str, Tensor],
     upstream: Sequence[Tensor | None],
     gradients: bool,
 ) -> list[Tensor]:
-    """Return [out, lse], and with ``gradients`` also the gradient of every tensor in ``given``.
+    """Return all results, and with ``gradients`` also the gradient of every tensor in ``given``.
 
     ``given`` holds q, k, v, and the sink and bias if the call has them. The gradient of a tensor is 0 if no
     result depends on the tensor.
@@ -442,6 +463,7 @@ def _rounding_noise(
     v: Tensor,
     sink: Tensor | None,
     upstream: tuple[Tensor | None, Tensor | None],
+    dentropy: Tensor | None,
     exact: dict[str, Tensor],
     arguments: dict[str, Any],
 ) -> dict[str, tuple[float, float]]:
@@ -469,9 +491,13 @@ def _rounding_noise(
         lse = SCORE_UNITS * eps_of_sums * of(finite(exact["lse"]))
         allowed = {name: (score + lse) * of(finite(result)) for name, result in exact.items()}
         allowed["lse"] = score + LSE_UNITS * eps
+        for name in {"max_logits", "entropy"} & exact.keys():
+            allowed[name] = score * (1 + of(exact["entropy"]) if name == "entropy" else 1) + LSE_UNITS * eps
         if dout is not None:
-            score_gradient = scale * product(dout, v, of)
-            score_gradient *= p * (CANCELLED_UNITS * eps_of_sums + (eps if p < 1 else 0.0))
+            score_gradient = product(dout, v, of)
+            if dentropy is not None:  # dS = -dH P (log P + H)
+                score_gradient += of(dentropy) * (1 + of(exact["entropy"]))
+            score_gradient *= scale * p * (CANCELLED_UNITS * eps_of_sums + (eps if p < 1 else 0.0))
             allowed["dq"] += score_gradient * of(finite(k))
             allowed["dk"] += score_gradient * of(finite(q)) * queries_per_key**0.5
         if dout is not None and "dbias" in exact:
@@ -481,6 +507,8 @@ def _rounding_noise(
         if sink is not None:
             delta = 0.0 if dout is None else product(dout, exact["out"], of)
             score_gradient = delta + (0.0 if dlse is None else of(finite(dlse)))
+            if dentropy is not None:
+                score_gradient += of(dentropy) * (1 + of(exact["entropy"]))
             error = score_gradient * (score + lse + CANCELLED_UNITS * eps_of_sums) + eps * delta
             allowed["dsink"] = error * of(_gathered(sink, exact["lse"]))
         return allowed

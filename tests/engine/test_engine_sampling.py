@@ -309,3 +309,37 @@ def test_guesses_save_steps_where_a_text_repeats_itself(name, least):
     (again,) = llm.generate([prompt + expected[:50]], SamplingParams(temperature=0, max_tokens=10))
     assert again.num_cached_tokens == 52
     assert again.outputs[0].token_ids == expected[50:]
+
+
+def test_log_probabilities_are_of_the_model_or_of_the_draw():
+    """In every mode the tokens are the same, and one mode's numbers follow from another's."""
+    params = [
+        SamplingParams(temperature=0.7, top_k=9, seed=3, max_tokens=4, logprobs=-1, logit_bias={5: 3.0}),
+        SamplingParams(temperature=0, max_tokens=4, logprobs=-1, logit_bias={7: 90.0}),
+    ]
+
+    def all_scores(mode: str) -> tuple[list[list[int]], list[torch.Tensor]]:
+        outputs = load("llama3", logprobs_mode=mode).generate(prompts()[:2], params)
+        found = [
+            torch.tensor(
+                [[one[token].logprob for token in range(VOCABULARY)] for one in output.outputs[0].logprobs]
+            )
+            for output in outputs
+        ]
+        return [output.outputs[0].token_ids for output in outputs], found
+
+    tokens, raw = all_scores("raw_logprobs")
+    for mode in ("raw_logits", "processed_logits", "processed_logprobs"):
+        same, found = all_scores(mode)
+        assert same == tokens
+        for i, (scores, own) in enumerate(zip(found, raw, strict=True)):
+            if mode.startswith("processed"):
+                own = own.clone()
+                own[:, 7 if i else 5] += 90 if i else 3
+                own = own if i else keep(own / 0.7, choice(4, top_k=9))
+                assert (scores > -torch.inf).sum(-1).tolist() == [VOCABULARY if i else 9] * 4
+            scores = scores.log_softmax(-1) if mode.endswith("logits") else scores
+            torch.testing.assert_close(scores, own.log_softmax(-1), rtol=1e-4, atol=1e-4)
+    assert tokens[1] == [7] * 4
+    with pytest.raises(ValueError, match="logprobs_mode must be one of raw_logprobs, processed"):
+        load("llama3", logprobs_mode="raw")

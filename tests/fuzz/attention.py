@@ -188,6 +188,10 @@ def _plain(rng, form, varlen, sizes, tensors, options, fixed, last="return_lse=T
         and not any(o.startswith(("mask", "bias", "seqused", *BEYOND_WINDOW)) for o in options)
     ):
         ours = "flashtile.flash_attn_varlen_func"
+    if "interface" not in ours:
+        last += "".join(
+            f", {name}=True" for name in ("return_max_logits", "return_entropy") if rng.random() < 0.15
+        )
     ours = in_surroundings(rng, ours, ("vmap",) if varlen else ())
     body = BODY.format(names="NAMES", positional="q, k, v", ours=ours, exact="oracle.attention", last=last)
     return Call(body, sizes, spelled(tensors), tuple(options), fixed)

@@ -109,8 +109,9 @@ def _cache(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
     if rng.random() < 0.15 and not paged:
         more.append(f"cache_leftpad={_ints([rng.randint(0, n) for n in lengths])}")
     if rng.random() < 0.3:
-        more.append(rng.choice(["num_splits=1", "num_splits=3", "split_size=16", "split_size=64"]))
-    if rng.random() < 0.15:
+        orders = ["num_splits=1", "num_splits=3", "split_size=16", "split_size=64", "invariant=True"]
+        more.append(rng.choice(orders[: 5 - ("tree_mask=_tree" in more)]))
+    if rng.random() < 0.15 and "invariant=True" not in more:
         more.append(f"softmax_max={rng.choice([0.0, 4.0, -3.0, 60.0])}")
     if rng.random() < 0.15:
         tensors["qv"] = "rand(batch, seqlen_q, heads, head_dim_v, dtype=dtype, device=device, seed=8)"

@@ -109,6 +109,38 @@ def test_it_is_exact(ranks, name):
         assert all(error < 1e-9 for error in errors.values()), f"rank {rank}: {errors}"
 
 
+@pytest.mark.parametrize("method", ["ring", "allgather"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_only_keys_that_some_query_sees_travel_once_and_in_one_direction(ranks, count, method):
+    """Contiguous tokens and a window: the last keys go to the next rank, and their gradients come back.
+
+    In a zigzag, each of the 2 * count - 2 boundaries between chunks of different ranks has as many.
+    """
+    own, window, of_token = 60, 13, 2 * (16 + 24) * 4  # two key heads, float32
+    call = {
+        "tokens": own * count, "heads": (4, 2), "sizes": (16, 24), "window_size": (window, 0),
+        "method": method,
+    }  # fmt: skip
+    found = ranks.run(parallel_tasks.traffic, count, layout="contiguous", **call)
+    for rank, of_rank in enumerate(found):
+        assert isinstance(of_rank, dict), of_rank
+        (sent, events), (returned, events_back) = of_rank["forward"], of_rank["backward"]
+        assert sent == ({rank + 1: window * of_token} if rank + 1 < count else {})
+        assert returned == ({rank - 1: window * of_token} if rank else {})
+        if rank:  # other rows are computed while messages are in transit
+            assert events == ["post", "attend", "wait", "attend"]
+            assert events_back == ["attend", "post", "attend", "wait"]
+    # A document ends 5 tokens after the first boundary and begins 4 tokens before it.
+    documents = [own - 4, 9, own * count - own - 5]
+    found = ranks.run(parallel_tasks.traffic, count, layout="contiguous", documents=documents, **call)
+    assert found[0]["forward"][0] == {1: 4 * of_token}
+    assert found[1]["backward"][0] == {0: 4 * of_token}
+    found = ranks.run(parallel_tasks.traffic, count, layout="zigzag", **call)
+    for which in ("forward", "backward"):
+        sent = [sum(of_rank[which][0].values()) for of_rank in found]
+        assert sum(sent) == (2 * count - 2) * window * of_token
+
+
 @pytest.mark.skipif(
     not hasattr(torch.nn.attention, "restore_flash_attention_impl"), reason="torch is older than 2.11"
 )

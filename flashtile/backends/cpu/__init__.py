@@ -58,7 +58,8 @@ def prepare_forward(problem: Problem, config: Config) -> Any:
 
     def launch(q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors) -> tuple[Tensor, Tensor]:
         out, lse = attend(q, k, v, extras)
-        _join_sink(out, lse, extras)
+        own, *more = lse.unbind(-1) if problem.statistics else (lse,)
+        _join_sink(out, own, extras, more[-1] if problem.entropy else None)
         return out, lse
 
     return launch
@@ -86,13 +87,14 @@ def _parts_of(problem: Problem, config: Config) -> Any:
     return parts.sequences if problem.varlen or problem.seqused_q or problem.seqused_k else None
 
 
-def _join_sink(out: Tensor, lse: Tensor, extras: OptionalTensors) -> None:
-    """Add the sink to out (..., heads, head_dim) and lse (..., heads, rows), in place.
+def _join_sink(out: Tensor, lse: Tensor, extras: OptionalTensors, entropy: Tensor | None) -> None:
+    """Add the sink to out (..., heads, head_dim), and to lse and entropy (..., heads, rows), in place.
 
     A sink is one score per head without a value: ``lse' = log(exp(lse) + exp(sink))`` and
     ``out' = out exp(lse - lse')``. In terms of out' and lse', the gradients of q, k and v have the same form
     as without a sink, so neither kernel needs to know of it. Rows that belong to no sequence or are unused
-    have no sink: out stays 0 and lse stays -inf.
+    have no sink: out stays 0 and lse stays -inf. The sink's probability adds its own -P log P to the entropy,
+    and the others shrink by the ``weight``.
     """
     assert extras.sink is not None
     joined = torch.logaddexp(lse, extras.sink.to(lse.dtype)[:, None])
@@ -108,6 +110,11 @@ def _join_sink(out: Tensor, lse: Tensor, extras: OptionalTensors) -> None:
         joined.masked_fill_(unused, -torch.inf)
     weight = torch.exp(lse - joined).masked_fill_(joined == -torch.inf, 0.0)
     out *= weight.mT[..., None]
+    if entropy is not None:
+        entropy *= weight
+        entropy += torch.special.entr(weight)
+        p = torch.exp(extras.sink.to(lse.dtype)[:, None] - joined).masked_fill_(joined == -torch.inf, 0.0)
+        entropy += torch.special.entr(p)
     lse.copy_(joined)
 
 
@@ -138,7 +145,10 @@ def prepare_backward(problem: Problem, config: Config) -> Any:
         else:
             split = parts_of if dbias is None else partial(parts_of, dbias=dbias)
             gradients = parts.backward(dense, split, problem, dout, dlse, *tensors)
-        dsink = None if extras.sink is None else sink_gradient(dout, dlse, out, lse, extras.sink)
+        dsink = None
+        if extras.sink is not None:
+            of_lse = dlse[..., 0] if problem.entropy and dlse is not None else dlse
+            dsink = sink_gradient(dout, of_lse, out, lse, extras.sink)
         return *gradients, dsink, None if dbias is None else dbias.to(bias.dtype), *captured
 
     return with_exact_products(launch)

@@ -283,7 +283,9 @@ def attend_tiles(
             out_rows, lse_rows = out[own], lse[b] if starts is None else lse[:, own]
             sequence = _Sequence(problem, b, own, seqlen_k, q, k_cache, v_cache, given)
             # A block of rows has all query heads of its tokens, so that the keys are read once for a group.
-            for block in split(range(sequence.seqlen_q), max(1, BLOCK_ROWS // problem.group_size)):
+            # Products of other shapes add in another order, so an invariant call has one token a block.
+            tokens = 1 if problem.invariant else max(1, BLOCK_ROWS // problem.group_size)
+            for block in split(range(sequence.seqlen_q), tokens):
                 out_tile, lse_tile = sequence.attend(block)
                 out_rows[block.start : block.stop] = out_tile
                 lse_rows[:, block.start : block.stop] = lse_tile

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flashtile.dropout import kept
-from flashtile.problems.attention import OptionalTensors, Problem
+from flashtile.problems.attention import OptionalTensors, Problem, clear_lse, new_lse
 from flashtile.problems.common import UNLIMITED
 
 
@@ -141,7 +141,8 @@ def forward(
     if _is_whole(parts, problem):  # nothing to copy results into
         return dense(parts[0].problem, q, k, v, parts[0].optional)
     out = q.new_zeros(problem.out_shape)
-    lse = q.new_full(problem.lse_shape, -torch.inf, dtype=problem.lse_dtype)
+    lse = new_lse(q, problem.lse_shape, problem.lse_dtype, problem.statistics)
+    clear_lse(lse, problem.statistics)
     q, k, v, all_out, all_lse = with_batch(problem, q, k, v, out, lse)
     for part in parts:
         all_out[part.queries], all_lse[part.statistics] = dense(

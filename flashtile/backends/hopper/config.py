@@ -64,6 +64,14 @@ def column_splits(problem: Problem) -> int:
     return math.ceil(problem.head_dim_v / MAX_COLUMNS_OF_V)
 
 
+def heads_together(group_size: int) -> int:
+    """Return the number of query heads of a key head that can share a tile of query rows.
+
+    It is the largest power of two that divides ``group_size``, but at most 64.
+    """
+    return min(group_size & -group_size, WARPGROUP_ROWS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModifierFlags:
     """Flags of a kernel variant for modifiers of scores (``modifiers``); by default there are none."""

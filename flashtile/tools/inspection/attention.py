@@ -101,6 +101,7 @@ _VARIANTS: dict[str, Problem] = {
     "chunk": replace(PLAIN, window_right=0, attention_chunk=1024),
     "short chunk": replace(PLAIN, window_right=0, attention_chunk=100),
     "dropout": replace(PLAIN, window_right=0, dropout_p=0.1),
+    "statistics": replace(PLAIN, window_right=0, max_logits=True, entropy=True),
     "features": replace(PLAIN, sink=True, **FEATURES),
 }
 """Problems of common calls without score or mask functions, and one with many features at once."""
@@ -128,7 +129,7 @@ _WITH_FUNCTIONS = {
     "score_mod": replace(WITH_MODS, window_right=0, mods=Mods(_SCORE, learned=(0,), ranks=(2,))),
 }
 _WITH_GENERAL_MASKS = (("hopper", 2, 64), ("hopper", 2, 128))
-"""Families, element bytes and head sizes for which masks, biases and dropout are compiled."""
+"""Families, element bytes and head sizes for which masks, biases, dropout and statistics are compiled."""
 _PREPROCESS = "preprocess"
 _KERNELS = ("forward", "dkdv", "dq", "dbias", _PREPROCESS)
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -187,10 +188,11 @@ def _kernels(capability: tuple[int, int], problem: Problem, config: Config) -> I
     q, k, v, extras = inputs_of(problem)
     rows = q.shape[:-1] if problem.varlen else (problem.batch, problem.seqlen_q, problem.num_heads_q)
     out, lse = meta(*rows, problem.head_dim_v, dtype=problem.dtype), meta(*problem.lse_shape)
+    dlse = meta(2, *problem.lse_shape).movedim(0, -1) if problem.entropy else None
     launches = launches_of(
         capability,
         partial(PortableForwardLaunch(problem, config), q, k, v, extras),
-        partial(PortableBackwardLaunch(problem, config), out, None, q, k, v, out, lse, extras),
+        partial(PortableBackwardLaunch(problem, config), out, dlse, q, k, v, out, lse, extras),
     )
     for launched in launches:
         name = launched[0].kernel.fn.__name__.removesuffix("_kernel")
@@ -207,7 +209,8 @@ def _plain_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
             for variant, any_problem in _VARIANTS.items():
                 problem = _sized(any_problem, dtype, head_dim)
                 needs_general_mask = problem.needs_general_mask is not None
-                if needs_general_mask and (table_family, element_bytes, head_dim) not in _WITH_GENERAL_MASKS:
+                rare = needs_general_mask or problem.statistics
+                if rare and (table_family, element_bytes, head_dim) not in _WITH_GENERAL_MASKS:
                     continue
                 config = row_for(capability, element_bytes, padded(head_dim), windowed=variant != "full")
                 if needs_general_mask:
@@ -385,6 +388,12 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
     for head_dim in (128, 256):
         capped = replace(_GROUPED_CAUSAL, head_dim=head_dim, head_dim_v=head_dim, softcap=50.0)
         yield _forward_case(capped, choose(capped))
+    for head_dim, length in ((64, 16384), (128, 1024), (128, 16384), (256, 16384)):
+        sizes: dict[str, Any] = {
+            "head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": length, "seqlen_k": length,
+        }  # fmt: skip
+        measured_scores = replace(_GROUPED_CAUSAL, max_logits=True, entropy=True, **sizes)
+        yield _forward_case(measured_scores, choose(measured_scores))
     few_columns = replace(GROUPED, head_dim=80, head_dim_v=80)
     yield _forward_case(few_columns, choose(few_columns))
     short_window = replace(_GROUPED_CAUSAL, num_heads_q=64, num_heads_kv=8, window_left=127)
@@ -430,6 +439,7 @@ def _forward_name(problem: Problem, variant: ForwardVariant) -> str:
             "packed": variant.PACK > 1,
             "pairs": variant.PAIRED,
             "queue": variant.QUEUED,
+            "statistics": variant.ENTROPY,
         }
     )
     return " ".join((f"head_dim {problem.head_dim}/{problem.head_dim_v}", tile, features, *more))

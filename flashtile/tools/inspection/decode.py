@@ -300,12 +300,15 @@ _HOPPER_VARIANTS: dict[str, dict[str, Any]] = {
     "dense": {"page_size": 0, "batch_idx": True},
     "tree": {"window_right": -1, "tree": True},
     "chunk": {"attention_chunk": 8192},
+    "group of 7": {"num_heads_q": 56, "num_heads_kv": 8},
+    "group of 7, page 1": {"num_heads_q": 56, "num_heads_kv": 8, "page_size": 1},
     "e4m3 by head": {"descale": "head"},
     "e4m3 by sequence": {"descale": "sequence"},
     "e4m3 by block, page 1": {"descale": "block", "page_size": 1},
 }
 _E4M3 = ("e4m3 by head", "e4m3 by sequence", "e4m3 by block, page 1")
-_FEW, _MANY = ("padded", "tree"), ("page 1", "page 256", "dense", "chunk")
+_FEW = ("padded", "tree", "group of 7")
+_MANY = ("page 1", "page 256", "dense", "chunk", "group of 7", "group of 7, page 1")
 """Variants compiled with at most 64 query rows per sequence and key head, and with more."""
 
 

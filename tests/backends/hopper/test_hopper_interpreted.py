@@ -89,6 +89,7 @@ FORWARD: Variants = {
         "head_dim": 448, "head_dim_v": 320, "window_size": (70, 9), "alibi": "batch", "sink": "own"
     },
     "widest-packed": {"seqlen_q": 20, "heads_q": 4, "head_dim": 264, "head_dim_v": 96, "unused_keys": 40},
+    "packed-part-of-a-group": {"seqlen_q": 20, "heads_q": 6, "causal": True, "sink": "own"},
     "packed-window": {"heads_q": 8, "heads_kv": 1, "window_size": (60, 0), "seqlen_q": 200, "sink": "own"},
 }  # fmt: skip
 BACKWARD: Variants = {
@@ -133,6 +134,27 @@ DROPOUT: Variants = {
 @by_name(cases(FORWARD, {"": {}}))
 def test_forward(case: Case) -> None:
     check(case, gradients=False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "causal",
+        "varlen",
+        "packed-heads",
+        *(pytest.param(name, marks=exhaustive) for name in ("window", "widest", "used")),
+    ],
+)
+def test_statistics(name: str) -> None:
+    """Of half blocks and a sink, packed sequences, and packed heads whose maximum lags behind."""
+    case = replace(SMALL, **FORWARD[name], name=name)
+    check(case, gradients=False, return_max_logits=True, return_entropy=True)
+
+
+def test_statistics_of_natural_scores() -> None:
+    """Of a bias that hides scores, some of them large: their P is 0, and their logarithm no number."""
+    case = replace(SMALL, **ALIGNED, bias="q-own", name="statistics of a bias")
+    check(case, gradients=False, return_max_logits=True, return_entropy=True)
 
 
 ALIGNED = {"seqlen_k": 304}
@@ -578,6 +600,25 @@ def test_a_sink_may_be_any_number(call: str) -> None:
 def test_decode_of_several_blocks(page_size: int, seqlen_q: int, splits: dict[str, int]) -> None:
     tensors, arguments = paged([300, 5, 700], (8, 2), page_size=page_size, seqlen_q=seqlen_q, device="cpu")
     check_decode(tensors, arguments, causal=True, **splits)
+
+
+GROUPS = {
+    "7, two warpgroups": ((7, 1), 12, {"causal": True}),
+    "3, ragged": ((6, 2), (30, 0, 9), {"causal": True}),
+    "5, window": ((10, 2), 30, {"window_size": (20, 3)}),
+    "12, splits": ((12, 1), 6, {"causal": True, "num_splits": 2}),
+}
+"""Heads, tokens, and arguments of calls whose groups do not divide a tile's rows."""
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_decode_of_groups_that_do_not_divide_a_tile(name: str) -> None:
+    """Queries are copied row by row, from memory with NaN between tokens and heads."""
+    heads, tokens, more = GROUPS[name]
+    case = decode_cases.case(name, heads=heads, seqlen_q=tokens, page_size=16, head_dim=40)
+    (q, *others), arguments = decode_cases.build(case, BF16, "cpu")
+    spread = q.new_full((*q.shape[:-2], heads[0] + 1, 48), torch.nan)[..., : heads[0], :40].copy_(q)
+    check_decode((spread, *others), arguments, **more)
 
 
 ALIKE = {

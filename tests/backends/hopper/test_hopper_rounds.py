@@ -285,7 +285,8 @@ def test_grids_that_fill_the_card_keep_their_configurations() -> None:
     ("heads", "seqlen_q", "window", "pack"),
     [
         ((8, 2), 1, None, 4), ((4, 4), 1, None, 1), ((64, 1), 1, None, 64),
-        ((6, 2), 1, None, 1), ((128, 1), 1, None, 1),  # 3 heads do not divide a tile, and 128 do not fit
+        ((6, 2), 1, None, 1), ((128, 1), 1, None, 64),  # 3 heads do not divide a tile, and 128 do not fit
+        ((12, 2), 64, None, 2), ((12, 1), 32, None, 4), ((14, 1), 100, None, 1), ((24, 2), 2048, (15, 0), 4),
         ((8, 2), 96, None, 4), ((8, 2), 97, None, 1), ((8, 2), 1024, None, 1),  # 3 tiles instead of 4, or 4
         ((16, 2), 2048, (15, 0), 8), ((16, 2), 2048, (159, 0), 8), ((16, 2), 2048, (160, 0), 1),
         ((16, 2), 2048, (-1, 0), 1),

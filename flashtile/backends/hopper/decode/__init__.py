@@ -30,6 +30,8 @@ def reason_against(problem: DecodeProblem, explicit: bool) -> str | None:
         return f"its kernel takes caches in the dtype of q or e4m3, not {problem.cache_dtype}"
     if problem.qv:
         return "its kernel takes no qv"
+    if problem.invariant:
+        return "its tiles, which decide the order of sums, depend on the number of rows"
     if problem.prior:
         return "its kernel takes no result over a shared prefix"
     unified = problem.softmax_max is not None or problem.softmax_max_by_head

@@ -90,6 +90,9 @@ class ForwardVariant(MaskConstants, ModifierFlags):
     """Soft-caps use the hardware's tanh (``soft_cap``)."""
     ALIBI: bool
     SINK: bool
+    MAX_LOGITS: bool
+    """Whether the largest score of each row is a result; ENTROPY: the entropy of its probabilities."""
+    ENTROPY: bool
     EVEN_N: bool
     """All sequences end with a whole block of keys. False with a window, where the last block is masked."""
     QUEUED: bool

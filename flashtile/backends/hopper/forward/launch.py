@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashtile.backends.common.config import contiguous_strides, outer_stride, scales_scores
 from flashtile.backends.common.counters import zeroed_counters
-from flashtile.backends.common.launch import CachedLaunch, Outputs
+from flashtile.backends.common.launch import CachedLaunch, Outputs, row_pointers
 from flashtile.backends.common.tma import (
     View,
     cells_view,
@@ -91,6 +91,8 @@ def forward_variant(problem: Problem, plan: ForwardPlan, bias: Tensor | None = N
         TANH_APPROX=problem.softcap > 0 and problem.dtype == torch.bfloat16,
         ALIBI=problem.alibi,
         SINK=problem.sink,
+        MAX_LOGITS=plan.kernel == "forward" and problem.max_logits,
+        ENTROPY=plan.kernel == "forward" and problem.entropy,
         EVEN_N=even,
         QUEUED=plan.queued,
         PAIRED=plan.paired,
@@ -205,6 +207,7 @@ class HopperForwardLaunch:
         self._problem = problem
         self._config = config
         self._outputs = Outputs(problem, all_written=not problem.varlen)
+        self._statistics = problem.statistics
         self._kernels: ForwardKernels | None = None
 
     def __call__(
@@ -217,6 +220,7 @@ class HopperForwardLaunch:
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         out, lse = self._outputs(q, out, lse)
+        own, *statistics = (lse, None, None) if not self._statistics else row_pointers(lse, self._statistics)
         kernels = self._kernels
         if kernels is None:  # assigned only when complete, since other threads may read it
             kernels = self._kernels = self._prepare(q, k, v, extras)
@@ -240,7 +244,7 @@ class HopperForwardLaunch:
             v,
             out,
             *(() if extras.bias is None else (extras.bias,)),
-            lse,
+            own,
             table,
             extras.seqused_k,
             extras.alibi_slopes,
@@ -248,6 +252,7 @@ class HopperForwardLaunch:
             extras.rng_state,
             lists,
             captured,
+            *statistics,
         )
         return out, lse
 

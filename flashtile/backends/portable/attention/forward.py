@@ -33,7 +33,7 @@ bias, score_mod        natural units, by modify_scores  natural_softmax_step, ex
 import triton.language as tl
 
 from flashtile.backends.common.jit import kernel, triton
-from flashtile.backends.common.tiles import load_tile
+from flashtile.backends.common.tiles import LN_2, load_tile, row_of_head
 from flashtile.backends.portable.attention.arguments import AttentionCall, attention_pointers
 from flashtile.backends.portable.attention.steps import (
     block_at,
@@ -52,6 +52,8 @@ from flashtile.backends.portable.attention.steps import (
     walked_block,
 )
 from flashtile.backends.portable.tiles import (
+    entropy_step,
+    entropy_with_sink,
     natural_softmax_step,
     result_bases,
     softmax_step,
@@ -60,7 +62,7 @@ from flashtile.backends.portable.tiles import (
     with_sink,
 )
 
-ForwardPointers = attention_pointers("ForwardPointers", "q k v out lse", __name__)
+ForwardPointers = attention_pointers("ForwardPointers", "q k v out lse max_logits entropy", __name__)
 
 
 # ``pointers`` hold integers as well: sizes of a block mask's lists and of captured tensors. One kernel serves
@@ -73,7 +75,8 @@ def forward_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
 
     q [batch, seqlen_q, num_heads_q, HEAD_DIM], k [batch, seqlen_k, heads_kv, HEAD_DIM], v [..., HEAD_DIM_V].
     When VARLEN, they have no batch dimension. out is like q, with HEAD_DIM_V columns; lse is [batch,
-    num_heads_q, seqlen_q] or [num_heads_q, total_q]. seqused_k [batch], sink [num_heads_q], masks and bias
+    num_heads_q, seqlen_q] or [num_heads_q, total_q], as are max_logits, the largest score of each row, and
+    entropy, if they are not None. seqused_k [batch], sink [num_heads_q], masks and bias
     may be None.
     """
     seed, rng_offset = load_state(pointers.rng_state, C)
@@ -94,12 +97,14 @@ def forward_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    state = (acc, row_max, row_sum)
+    if pointers.entropy is not None:
+        state = (acc, row_max, row_sum, tl.zeros([BLOCK_M], tl.float32))  # type: ignore[assignment]
 
     # Main loop.
     reached = reached_keys(start, sequence, call, C)
-    acc, row_max, row_sum = walk(
-        attend_blocks, (acc, row_max, row_sum), (q_tile, k, v), reached, block, call, OWNS_KEYS=False, C=C
-    )
+    state = walk(attend_blocks, state, (q_tile, k, v), reached, block, call, OWNS_KEYS=False, C=C)
+    acc, row_max, row_sum = state[0], state[1], state[2]
 
     # Epilogue. A row that saw no key has the sum 0: out 0 and lse -inf, not 0 / 0.
     empty = row_sum == 0.0
@@ -108,6 +113,10 @@ def forward_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
         out_tile = out_tile * numbers.keep_scale
     natural_max = to_natural(row_max, C.has_natural_scores)
     lse_rows = tl.where(empty, -float("inf"), natural_max + tl.log(tl.where(empty, 1.0, row_sum)))
+    if pointers.entropy is not None:  # log l - sum(P log P) / l
+        entropy_rows = tl.log(tl.where(empty, 1.0, row_sum)) - state[3] * LN_2 / tl.where(empty, 1.0, row_sum)
+        if pointers.sink is not None:
+            entropy_rows = entropy_with_sink(entropy_rows, lse_rows, tl.load(pointers.sink + head))
     # Last, so that a large sink costs the probabilities no bits: as a maximum it would shrink every P.
     if pointers.sink is not None:
         out_tile, lse_rows = with_sink(out_tile, lse_rows, tl.load(pointers.sink + head))
@@ -121,6 +130,16 @@ def forward_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
     )  # fmt: skip
     rows = tl.arange(0, C.BLOCK_M)
     tl.store(lse_base + start + rows, lse_rows, mask=start + rows < sequence.len_q)
+    if pointers.max_logits is not None or pointers.entropy is not None:
+        first = row_of_head(
+            sequence.b, head, sequence.start_q, lengths.num_heads_q, lengths.seqlen_q, lengths.total_q,
+            C.VARLEN,
+        )  # fmt: skip
+        first += start
+        if pointers.max_logits is not None:
+            tl.store(pointers.max_logits + first + rows, natural_max, mask=start + rows < sequence.len_q)
+        if pointers.entropy is not None:
+            tl.store(pointers.entropy + first + rows, entropy_rows, mask=start + rows < sequence.len_q)
 
 
 @triton.jit
@@ -129,10 +148,14 @@ def attend_blocks(
 ):  # fmt: skip
     """Add key blocks ``first`` to ``last`` (exclusive) to the rows' running accumulator, maximum and sum.
 
+    With an entropy, a fourth number of each row is sum(P log2 P), in units of 2 ** maximum as the sum.
     ``inputs``: the tile of q [BLOCK_M, BLOCK_D] of ``block``, and a :class:`Matrix` for each of k and v.
     ``listed``: the list of a block mask that ``first`` to ``last`` count in; None: they count key blocks.
     """
-    acc, row_max, row_sum = state
+    acc, row_max, row_sum = state[0], state[1], state[2]
+    ENTROPY: tl.constexpr = call.pointers.entropy is not None
+    if ENTROPY:
+        moment = state[3]
     q, k, v = inputs
     # Only a masked run holds a partial last block: block_range ends run 1 at the last whole one.
     PAST_END: tl.constexpr = MASKED and not C.EVEN_N
@@ -153,11 +176,18 @@ def attend_blocks(
                 if PAST_END:
                     seen = seen & (keys < k.length)[None, :]
                 scores = tl.where(seen, scores, -float("inf"))  # exp2(-inf) is exactly 0
+        if ENTROPY:
+            old_max = row_max
         if NATURAL:
             p, row_max, alpha = natural_softmax_step(scores, row_max)
         else:
             p, row_max, alpha = softmax_step(
                 scores, row_max, call.numbers.scale_log2, C.SCALED_SCORES, MASKED
+            )  # fmt: skip
+        if ENTROPY:
+            moment = entropy_step(
+                moment, scores, p, row_sum, old_max, row_max, alpha, call.numbers.scale_log2, C.SCALED_SCORES,
+                NATURAL,
             )  # fmt: skip
         # The sum is over P in float32, before it is rounded for the product and before dropout: lse belongs
         # to the softmax, not to what dropout keeps of it.
@@ -168,4 +198,7 @@ def attend_blocks(
         # Rows of V past the end load as zeros, since 0 times what lies there could be NaN.
         v_tile = load_tile(v, start, C.BLOCK_N, C.HEAD_DIM_V, C.BLOCK_DV, PAST_END, C.WIDE)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_DV]
-    return acc, row_max, row_sum
+    if ENTROPY:
+        return acc, row_max, row_sum, moment
+    else:
+        return acc, row_max, row_sum

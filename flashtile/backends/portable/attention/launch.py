@@ -23,7 +23,7 @@ from flashtile.backends.common.config import (
     tile_widths,
     token_strides,
 )
-from flashtile.backends.common.launch import CachedLaunch, Outputs
+from flashtile.backends.common.launch import CachedLaunch, Outputs, row_pointers
 from flashtile.backends.common.preprocess import num_padded_rows, preprocess_launch, preprocess_rows
 from flashtile.backends.portable.attention.arguments import (
     AttentionLengths,
@@ -225,6 +225,7 @@ class PortableForwardLaunch:
         self._problem = problem
         self._config = config
         self._outputs = Outputs(problem, all_written=not (problem.varlen or problem.seqused_q))
+        self._statistics = problem.statistics
         self._key_bounds: Any = None
         self._functions: FunctionPointers | None = None
         self._kernel: CachedLaunch | None = None
@@ -239,6 +240,7 @@ class PortableForwardLaunch:
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         out, lse = self._outputs(q, out, lse)
+        rows = (lse, None, None) if not self._statistics else row_pointers(lse, self._statistics)
         kernel = self._kernel
         if kernel is None:
             problem, config = self._problem, self._config.forward
@@ -248,10 +250,10 @@ class PortableForwardLaunch:
             kernel = self._kernel = self._prepare(programs, q, k, v, extras)
         if self._functions is None:
             bounds = self._key_bounds and self._key_bounds(extras.key_padding_mask)
-            kernel(q.device, q, k, v, out, lse, *optional_pointers(extras, bounds))
+            kernel(q.device, q, k, v, out, *rows, *optional_pointers(extras, bounds))
         else:
             captured = captured_of(extras)
-            kernel(q.device, q, k, v, out, lse, *self._functions(kernel, extras, captured))
+            kernel(q.device, q, k, v, out, *rows, *self._functions(kernel, extras, captured))
         return out, lse
 
     def _prepare(self, programs: int, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> CachedLaunch:
@@ -305,6 +307,9 @@ class PortableBackwardLaunch:
         if no_rows or (no_keys and sink is None):
             dsink = None if sink is None else torch.zeros_like(sink)
             return dq, dk, dv, dsink, *self._zero_gradients(extras)
+        dentropy = None
+        if problem.entropy and dlse is not None:
+            dlse, dentropy = dlse.unbind(-1)
         if self.kernels is None:
             self.kernels = self.prepare(dlse, q, k, v, extras)
         preprocess, compute_dkdv, compute_dq = self.kernels
@@ -313,7 +318,7 @@ class PortableBackwardLaunch:
         dsink = preprocess_rows(preprocess, neg_lse, neg_delta, out, dout, lse, dlse, extras)
         if no_keys:
             return dq, dk, dv, dsink, *self._zero_gradients(extras)
-        inputs = (q, k, v, dout, neg_lse, neg_delta)
+        inputs = (q, k, v, dout, neg_lse, neg_delta, dentropy)
         functions = self._functions
         if functions is not None:
             captured = captured_of(extras)

@@ -298,10 +298,12 @@ class Engine:
 
     def _launch(self, schedule: SchedulerOutput) -> InFlight | None:
         self.last_schedule = schedule
-        now = time.monotonic()
+        now, size, counted = time.monotonic(), self.scheduler.manager.block_size, set[Request]()
         for sequence, start, num_tokens, _, _ in schedule.entries:
             request = sequence.request
-            if request.width > 1:
+            # Blocks change only when an answer begins one. Counting all of them takes microseconds per answer.
+            if start % size == 0 and request.width > 1 and request not in counted:
+                counted.add(request)
                 self._count_blocks(request)
             if start < request.num_prompt:
                 self._prompt_tokens += min(request.num_prompt - start, num_tokens)

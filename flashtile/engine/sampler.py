@@ -192,10 +192,14 @@ def mix32_(x: Tensor) -> Tensor:
 def stream_seed(seed: int, index: int) -> int:
     """Return the seed of answer ``index`` of a request, a signed 64-bit integer.
 
-    The seed is hashed because :func:`gumbel` adds ``position * GOLDEN`` to it. Without the hash, answer i + 1
-    would have the noise of answer i, shifted by one position.
+    The seed is hashed as by :func:`mix64`, because :func:`gumbel` adds ``position * GOLDEN`` to it. Without the
+    hash, answer i + 1 would have the noise of answer i, shifted by one position.
     """
-    return int(mix64(torch.tensor(_signed((seed + index * GOLDEN) & (2**64 - 1)), device="cpu")))
+    # Plain integers: a batch has hundreds of seeds, and torch takes 15 us for each.
+    x = (seed + index * GOLDEN) % 2**64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        x = (x ^ x >> shift) * factor % 2**64
+    return _signed(x)
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, count: int, normalise: bool = True) -> Scores:

@@ -141,7 +141,7 @@ def noisy_scores(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
 def processed(logits: Tensor, choice: Choice) -> Tensor:
     """Return logits (rows, vocab_size) after temperature and filters, float32. Greedy rows have neither."""
     temperature = choice.temperature.masked_fill(choice.temperature == 0, 1.0)
-    return keep(logits.float() / temperature.unsqueeze(1), choice)
+    return keep(logits.float() * temperature.reciprocal().unsqueeze(1), choice)
 
 
 def keep(scores: Tensor, choice: Choice) -> Tensor:

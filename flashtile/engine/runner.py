@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flashtile.api.decode import copy_blocks
+from flashtile.engine.adjust import MAX_ADJUSTED, Adjusted, Adjuster
 from flashtile.engine.device import MAX_GRAPH_BATCH, Capture, Transfer, graph_batch, on_device
 from flashtile.engine.drafter import Drafter
 from flashtile.engine.groups import MAX_LEVELS, Cascade, numbers_of_levels, row_length
@@ -27,11 +28,12 @@ from flashtile.engine.model import Model, StepInput
 from flashtile.engine.request import NOT_ERRORS, Sequence
 from flashtile.engine.sampler import (
     Choice,
+    Draw,
     Scores,
-    adjust,
     choose,
     log_probabilities,
     needs_adjusting,
+    process,
     processed,
     read_parameters,
 )
@@ -199,6 +201,7 @@ class Runner:
         weakref.finalize(self, self.graphs.clear)
         self._numbers_of = functools.lru_cache(1)(Cascade.numbers)
         self._draw_of = functools.lru_cache(1)(functools.partial(read_parameters, self.device))
+        self._adjuster = Adjuster(self.device, rows + 1)
         self.asleep: dict[str, list[Freed]] = {}  # freed memory, by the tags of LLM.wake_up
         self.has_weights = True
         self.drafter: Drafter | None = None
@@ -453,12 +456,21 @@ class Runner:
     ) -> None:
         """Choose a token for each sample, and store it in ``known`` for the next step."""
         raw, draw = logits, self._draw_of(tuple(samples))
-        adjusted = [i for i in draw.adjusted if needs_adjusting(samples[i])]
-        if adjusted:
-            logits = logits.float().clone()
-        for i in adjusted:
+        mode = self.logprobs_mode
+        adjusted = self._adjusted(samples, draw, logits)
+        # The sampling kernel reads changed logits from a list. All else reads them from a copy of the logits.
+        listed = None
+        if adjusted is not None:
+            reads_all = draw.processed or draw.structured or (draw.scored and mode.startswith("processed"))
+            if logits.is_cuda and not reads_all and adjusted.tokens.shape[1] <= MAX_ADJUSTED:
+                listed = adjusted
+            else:
+                logits = adjusted.apply(logits)
+        elif draw.processed:
+            logits = logits.to(torch.float32, copy=True)
+        for i in draw.processed:
             try:
-                adjust(logits[i], samples[i], self._unread(samples, i, rows))
+                process(logits[i], samples[i])
             except NOT_ERRORS:
                 raise
             except BaseException as error:  # a logits processor failed: the other requests continue
@@ -466,10 +478,12 @@ class Runner:
         if draw.structured:
             logits, failed = mask(logits, [(samples[i].matcher, i) for i in draw.structured])
             in_flight.failed |= failed
-        tokens = self.ranks.broadcast(choose(logits, draw.choice, positions))
+        tokens = self.ranks.broadcast(choose(logits, draw.choice, positions, listed))
         self.known[:, 0].index_copy_(0, rows, tokens.int())
         in_flight.samples, in_flight.tokens = samples, tokens
         in_flight.best = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        if listed is not None:
+            in_flight.best = listed.chosen(in_flight.best, tokens)
         for i, count in draw.scored:
             scored = raw[i : i + 1].float()
             beam = samples[i].request.beam
@@ -483,21 +497,19 @@ class Runner:
             normalise = mode.endswith("logprobs")
             in_flight.scores[i] = log_probabilities(scored, tokens[i : i + 1], count, normalise)
 
-    def _unread(self, samples: list[Sequence], i: int, rows: Tensor) -> Tensor:
-        """Return the tokens before the draw of ``samples[i]`` that its sequence does not have yet, int64.
-
-        They are the token that the step in flight draws, or the guesses from the sequence's last token to the
-        one that the draw follows.
-        """
-        sample = samples[i]
-        node, columns = i - samples.index(sample), [0] * (sample.pending > 1)
-        while 0 < node <= len(sample.parents):  # a step without a tree mask verifies no siblings
-            columns.append(node)
-            node = sample.parents[node - 1]
-        if sample.guesses[:1] not in ([], [UNKNOWN]):
-            return on_device([sample.guesses[node - 1] for node in columns], torch.int64, self.device)
-        known = self.known.index_select(0, rows[i : i + 1]).flatten().long()
-        return torch.cat([known[:0], *(known[column : column + 1] for column in columns)])
+    def _adjusted(self, samples: list[Sequence], draw: Draw, logits: Tensor) -> Adjusted | None:
+        """Return the changes of logits that the samples' requests ask for, if any."""
+        changed = [i for i in draw.adjusted if needs_adjusting(samples[i])]
+        if not changed:
+            return None
+        first = {sample: i for i, sample in reversed(list(enumerate(samples)))}
+        row_of = self.manager.table.row
+        return self._adjuster(
+            logits,
+            [(i, one, row_of(one.block_sequence), _unread(one, i - first[one]))  # type: ignore[arg-type]
+             for i in changed for one in (samples[i],)],
+            self.known,
+        )  # fmt: skip
 
     def _send_back(self, in_flight: InFlight) -> None:
         if self.device.type == "cpu":
@@ -568,6 +580,23 @@ def with_levels(step: StepInput, numbers: Tensor, longest: tuple[int, ...]) -> S
             offsets = step.cu_seqlens_q.index_select(0, offsets)
         levels.append(SharedKeys(table, end, first if i else None, offsets, most))
     return step._replace(levels=tuple(levels), shared_keys=shared_keys[:batch])
+
+
+def _unread(sample: Sequence, node: int) -> list[int]:
+    """Return the tokens before the draw after ``node`` that a sequence does not have yet.
+
+    They are the token that the step in flight draws, or the guesses from the sequence's last token to the one
+    that the draw follows. A token that only the device knows is ``~column`` of ``Runner.known``.
+    """
+    if not sample.request.params.penalises:
+        return []  # only penalties depend on them
+    columns = [0] * (sample.pending > 1)
+    while 0 < node <= len(sample.parents):  # a step without a tree mask verifies no siblings
+        columns.append(node)
+        node = sample.parents[node - 1]
+    if sample.guesses[:1] not in ([], [UNKNOWN]):
+        return [sample.guesses[node - 1] for node in columns]
+    return [~column for column in columns]
 
 
 def _to_host(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

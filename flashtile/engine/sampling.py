@@ -28,6 +28,7 @@ from torch import Tensor
 
 from flashtile.backends.common.jit import kernel, triton
 from flashtile.backends.common.launch import CachedLaunch, Launched
+from flashtile.engine.adjust import Adjusted
 
 NUM_WARPS = 16
 STAGES = tl.constexpr(2)
@@ -49,6 +50,8 @@ class SamplingVariant:
     BLOCK: int
     """Number of lanes: a tile holds one score of each."""
     LISTED: int
+    ADJUSTED: bool = False
+    """Whether some rows have lists of changed logits. The kernel is then also FILTERED."""
 
 
 class Row(NamedTuple):
@@ -244,7 +247,7 @@ def survey(row, listed, lanes, by_mass, C: tl.constexpr):
     """
     BLOCK: tl.constexpr = C.BLOCK
     lane = tl.arange(0, C.BLOCK)
-    tiles = tl.cdiv(row.vocab_size, C.BLOCK)
+    tiles = tl.maximum(tl.cdiv(row.vocab_size, C.BLOCK), 1)
     chosen = (mix32(lane.to(tl.uint32)) % tiles.to(tl.uint32)).to(tl.int32) * C.BLOCK
     most = tl.full([BLOCK], -3.0e38, tl.float32)  # finite, because inf - inf is NaN
     total = tl.zeros([BLOCK], tl.float32)
@@ -426,19 +429,23 @@ def sample_filtered(row, adjusted, lanes, top_k, top_p, min_p, C: tl.constexpr):
     return winner
 
 
-_PARAMETERS = ("temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr")
+_PARAMETERS = ("temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr", "list_ptr")
 
 
-# A program loads one number of each parameter, so the alignment of parameters does not matter.
-@kernel(do_not_specialize_on_alignment=_PARAMETERS)
+# A program loads one number of each parameter, so the alignment of parameters does not matter. The alignment of
+# rows does: with it, 16 bytes are loaded at a time.
+@kernel(do_not_specialize=("columns",), do_not_specialize_on_alignment=_PARAMETERS)
 def sample_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, scores_ptr,
-    tokens_ptr, out_ptr, logits_stride, vocab_size, C: tl.constexpr,
+    tokens_ptr, out_ptr, list_ptr, changed_ptr, changed_tokens_ptr, logits_stride, vocab_size, columns,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Sample a token for each row of logits (rows, vocab_size). Grid: (rows,).
 
     ``scores_ptr`` (rows, LISTED + 2 * BLOCK) float32 and ``tokens_ptr`` (rows, LISTED) int32 are overwritten.
-    The other tensors have shape (rows,). The result is int64.
+    The result is int64. Row i has further logits in row ``list_ptr[i] // 2`` of ``changed_ptr`` (lists, columns)
+    float32 with their tokens, int32. If ``list_ptr[i]`` is odd, it has no others; if -1, it has no list. The
+    other tensors have shape (rows,).
     """
     at = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + at)
@@ -449,7 +456,22 @@ def sample_kernel(
     key = mix64(seed + position * GOLDEN)
     row = Row(logits_ptr + at * logits_stride, vocab_size, scale, any_score, greedy, key)
     scores_at, tokens_at = scores_ptr + at * (C.LISTED + 2 * C.BLOCK), tokens_ptr + at * C.LISTED
-    adjusted = Scores(scores_at, tokens_at, tl.full([], 0, tl.int32))
+    count = tl.full([], 0, tl.int32)
+    if C.ADJUSTED:
+        index = tl.load(list_ptr + at)
+        if index >= 0:
+            count = columns.to(tl.int32)
+            first_of_list = (index // 2).to(tl.int64) * columns
+            for first in range(0, columns, C.BLOCK):
+                place = first + tl.arange(0, C.BLOCK)
+                logits = tl.load(changed_ptr + first_of_list + place, mask=place < columns, other=0.0) * scale
+                logits = tl.where(logits == logits, logits, float("inf"))
+                tl.store(scores_at + place, logits, mask=place < columns)
+                tokens = tl.load(changed_tokens_ptr + first_of_list + place, mask=place < columns, other=0)
+                tl.store(tokens_at + place, tokens, mask=place < columns)
+            tl.debug_barrier()  # other threads read the list
+            row = Row(row.logits, tl.where(index % 2 == 1, 0, vocab_size), scale, any_score, greedy, key)
+    adjusted = Scores(scores_at, tokens_at, count)
     if C.FILTERED:
         top_k = tl.load(top_k_ptr + at)
         top_k = tl.where(top_k < vocab_size, top_k, 0).to(tl.int32)
@@ -464,13 +486,14 @@ def sample_kernel(
 
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor,
-    positions: Tensor, filtered: bool,
+    positions: Tensor, filtered: bool, adjusted: Adjusted | None = None,
 ) -> Tensor:  # fmt: skip
     """Sample a token for each row of logits (rows, vocab_size), which may have any strides.
 
     Args:
         temperature, top_p, min_p: (rows,) float32. top_k, seed: (rows,) int64. positions: (rows,) int32.
         filtered: False if no row has min-p, top-k or top-p.
+        adjusted: changes of the logits. While the kernel runs, these logits are -inf.
 
     Returns:
         (rows,) int64.
@@ -478,12 +501,23 @@ def sample(
     rows, vocab_size = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    variant = _variant(filtered, vocab_size)
+    variant = _variant(filtered, vocab_size, adjusted is not None)
     out, scores, tokens = _results(rows, variant, logits.device)
+    lists: tuple[Tensor, ...] = (tokens, scores, tokens)
+    columns = 16
+    if adjusted is not None:
+        count, columns = adjusted.tokens.shape
+        numbers = 2 * torch.arange(count, dtype=torch.int32, device=logits.device) + adjusted.restricted
+        index = tokens.new_full((rows,), -1).index_copy_(0, adjusted.rows, numbers)
+        changed = adjusted.logits.masked_fill(~adjusted.first, -torch.inf)  # each token counts once
+        lists = index, changed, adjusted.tokens.int()
+        adjusted.hide(logits)
     sample_kernel[(rows,)](
-        logits, temperature, top_k, top_p, min_p, seed, positions, scores, tokens, out, logits.stride(0),
-        vocab_size, C=variant, num_warps=NUM_WARPS,
+        logits, temperature, top_k, top_p, min_p, seed, positions, scores, tokens, out, *lists,
+        logits.stride(0), vocab_size, columns, C=variant, num_warps=NUM_WARPS,
     )  # fmt: skip
+    if adjusted is not None:
+        adjusted.restore(logits)
     return out
 
 
@@ -493,11 +527,12 @@ def sampling_ahead(dtype: torch.dtype, vocab_size: int) -> list[Launched]:
     logits = torch.empty(1, vocab_size, dtype=dtype, device=meta)
     floats = torch.empty(1, device=meta)
     longs, positions = floats.long(), floats.int()
-    scalars = vocab_size, vocab_size
     launches = []
-    for variant in (_variant(filtered, vocab_size) for filtered in (False, True)):
+    for filtered, adjusted in ((False, False), (True, False), (True, True)):
+        variant = _variant(filtered, vocab_size, adjusted)
         out, scores, tokens = _results(1, variant, meta)
-        tensors = logits, floats, longs, floats, floats, longs, positions, scores, tokens, out
+        tensors = logits, floats, longs, floats, floats, longs, positions, scores, tokens, out, tokens, scores, tokens
+        scalars = vocab_size, vocab_size, 16
         launches.append(
             (CachedLaunch(sample_kernel, 1, scalars, (variant,), None, num_warps=NUM_WARPS), tensors)
         )
@@ -514,5 +549,6 @@ def _results(rows: int, variant: SamplingVariant, device: torch.device) -> tuple
     )
 
 
-def _variant(filtered: bool, vocab_size: int) -> SamplingVariant:
-    return SamplingVariant(filtered, min(4096, triton.next_power_of_2(vocab_size)), LISTED)
+def _variant(filtered: bool, vocab_size: int, adjusted: bool = False) -> SamplingVariant:
+    block = min(4096, triton.next_power_of_2(vocab_size))
+    return SamplingVariant(filtered or adjusted, block, LISTED, adjusted)

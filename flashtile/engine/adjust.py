@@ -7,8 +7,8 @@ changed, mostly one for each sequence, and computes the changed logits of all se
 
 from __future__ import annotations
 
-import itertools
 import struct
+from array import array
 from collections.abc import Iterable, Sequence as Listing
 from typing import NamedTuple
 
@@ -63,7 +63,7 @@ class Entries:
         """Count the sequence's new tokens and return their places."""
         changed = set()
         if sequence.request.params.penalises:
-            for token in itertools.islice(sequence.tokens, self.num_read, None):
+            for token in sequence.tokens[self.num_read :]:
                 place = self.place(token)
                 self.values[place][1] += COUNT
                 changed.add(place)
@@ -72,45 +72,49 @@ class Entries:
 
 
 class Adjusted(NamedTuple):
-    """Changed logits of some rows.
+    """Changes of the logits of a step, on the device.
 
     Attributes:
-        rows: (count,) int64 indices of the rows of logits.
-        tokens: (count, columns) int64. A token may occur twice, with the same logit.
-        logits: (count, columns) float32.
-        original: the logits before the change, of the dtype of the model.
-        first: whether a column is the first one with its token.
-        restricted: (count,) bool, whether all tokens that are not listed are excluded.
+        lists: (rows,) int32, index of the changes of each row of logits, -1 for none.
+        numbers: (count, 5 + width) int32 of each row with changes: row of logits, row of the block table, number
+            of entries, whether ends are excluded, whether tokens that are not allowed are excluded, and the
+            unread tokens, as :class:`Adjuster` takes them.
+        penalties: (count, 3) float32: repetition, presence and frequency penalty.
+        table: (rows of the block table, room, 3) int32, the entries of each sequence.
+        known: (rows of the block table, columns) int32, as :class:`Adjuster` takes it.
+        most: largest number of entries of a row, and of its unread tokens.
     """
 
-    rows: Tensor
-    tokens: Tensor
-    logits: Tensor
-    original: Tensor
-    first: Tensor
-    restricted: Tensor
+    lists: Tensor
+    numbers: Tensor
+    penalties: Tensor
+    table: Tensor
+    known: Tensor
+    most: int
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return a copy of logits (rows, vocab_size), float32, with the changes."""
+        rows, places, counts, bans, restricts = self.numbers[:, :5].long().unbind(1)
+        entries = self.table[:, : self.most].index_select(0, places)
+        # Columns beyond the row's entries repeat the first one.
+        beyond = torch.arange(entries.shape[1], device=logits.device) >= counts.unsqueeze(1)
+        entries = torch.where(beyond.unsqueeze(2), entries[:, :1], entries)
+        last = self.known.index_select(0, places)
+        for codes in self.numbers[:, 5:].long().unsqueeze(2).unbind(1):
+            token = last.gather(1, (~codes).clamp(0, last.shape[1] - 1)).long()
+            token = torch.where(codes >= 0, codes, token).masked_fill(codes == NOTHING, -1)
+            entries = _with_token(entries, token)
+        tokens, flags, biases = entries[..., 0].long(), entries[..., 1], entries[..., 2].contiguous()
         logits = logits.to(torch.float32, copy=True)
-        changed = logits.index_select(0, self.rows).masked_fill_(self.restricted.unsqueeze(1), -torch.inf)
-        return logits.index_copy_(0, self.rows, changed.scatter_(1, self.tokens, self.logits))
-
-    def chosen(self, best: Tensor, tokens: Tensor) -> Tensor:
-        """Return ``best`` (rows,), the logits of the chosen tokens, after the changes."""
-        tokens = tokens.index_select(0, self.rows).unsqueeze(1)
-        same = self.tokens == tokens
-        plain = best.float().index_select(0, self.rows).masked_fill_(self.restricted, -torch.inf)
-        changed = self.logits.masked_fill(~same, -torch.inf).amax(1)
-        return best.float().index_copy_(0, self.rows, torch.where(same.any(1), changed, plain))
-
-    def hide(self, logits: Tensor) -> None:
-        """Overwrite the listed logits with -inf, in place."""
-        logits[self.rows.unsqueeze(1), self.tokens] = torch.full_like(self.original, -torch.inf)
-
-    def restore(self, logits: Tensor) -> None:
-        """Undo :meth:`hide`."""
-        logits[self.rows.unsqueeze(1), self.tokens] = self.original
+        changed = _changed(
+            logits[rows.unsqueeze(1), tokens], flags, biases.view(torch.float32),
+            *self.penalties.unsqueeze(2).unbind(1),
+        )  # fmt: skip
+        restricts = restricts.unsqueeze(1) > 0
+        excluded = restricts & (flags & ALLOWED == 0) | (bans.unsqueeze(1) > 0) & (flags & END > 0)
+        changed = changed.masked_fill_(excluded, -torch.inf)
+        own = logits.index_select(0, rows).masked_fill_(restricts, -torch.inf)
+        return logits.index_copy_(0, rows, own.scatter_(1, tokens, changed))
 
 
 class Adjuster:
@@ -120,46 +124,32 @@ class Adjuster:
         self.table = torch.zeros(rows, 0, 3, dtype=torch.int32, device=device)
 
     def __call__(
-        self, logits: Tensor, samples: Listing[tuple[int, Sequence, int, Listing[int]]], known: Tensor
+        self, num_rows: int, samples: Listing[tuple[int, Sequence, int, Listing[int]]], known: Tensor
     ) -> Adjusted:
-        """Return the changes of rows of logits (rows, vocab_size).
+        """Return the changes of ``num_rows`` rows of logits.
 
         Args:
-            logits: the logits.
+            num_rows: number of rows.
             samples: (row of logits, sequence, row of the block table, tokens of the answer that the sequence does
                 not have yet) of each changed row. A token is a guess, or ``~column`` of ``known``.
             known: (rows of the block table, columns) int32, the last tokens of sequences and their guesses.
         """
         self._send({sequence: row for _, sequence, row, _ in samples})
         width = max(len(unread) for *_, unread in samples)
-        numbers, floats, most = [], [], 0
-        for i, sequence, row, unread in samples:
-            params, entries = sequence.request.params, sequence.entries
-            assert entries is not None
-            most = max(most, len(entries.values))
+        lists, numbers, floats, most = array("i", [-1]) * num_rows, array("i"), [], 0
+        for index, (i, sequence, row, unread) in enumerate(samples):
+            params, count = sequence.request.params, len(sequence.entries.values)
+            lists[i], most = index, max(most, count + len(unread))
             bans = sequence.num_outputs - 1 < params.min_tokens
-            restricted = params.allowed_token_ids is not None
-            unread = [*unread, *[NOTHING] * (width - len(unread))]
-            numbers.append([i, row, len(entries.values), bans, restricted, *unread])
-            floats.append([params.repetition_penalty, params.presence_penalty, params.frequency_penalty])
-        sent = on_device(numbers, torch.int64, logits.device)
-        rows, places, counts, bans, restricts = sent[:, :5].unbind(1)
-        entries = self.table[:, :most].index_select(0, places)
-        # Columns beyond the row's entries repeat the first one.
-        beyond = torch.arange(most, device=logits.device) >= counts.unsqueeze(1)
-        entries, first = torch.where(beyond.unsqueeze(2), entries[:, :1], entries), ~beyond
-        for codes in sent[:, 5:].split(1, 1) if width else ():
-            token = known.index_select(0, places).gather(1, (~codes).clamp(0, known.shape[1] - 1))
-            token = torch.where(codes >= 0, codes, token.long()).masked_fill(codes == NOTHING, -1)
-            entries, first = _with_token(entries, first, token)
-        penalties = on_device(floats, torch.float32, logits.device).unsqueeze(2).unbind(1)
-        tokens, flags, biases = entries[..., 0].long(), entries[..., 1], entries[..., 2].contiguous()
-        original = logits[rows.unsqueeze(1), tokens]
-        changed = _changed(original.float(), flags, biases.view(torch.float32), *penalties)
-        excluded = (restricts.unsqueeze(1) > 0) & (flags & ALLOWED == 0)
-        excluded |= (bans.unsqueeze(1) > 0) & (flags & END > 0)
-        changed = changed.masked_fill_(excluded, -torch.inf)
-        return Adjusted(rows, tokens, changed, original, first, restricts > 0)
+            numbers.extend((i, row, count, bans, params.allowed_token_ids is not None, *unread))
+            numbers.extend([NOTHING] * (width - len(unread)))
+            floats += [params.repetition_penalty, params.presence_penalty, params.frequency_penalty]
+        device = self.table.device
+        sent = on_device(lists + numbers, torch.int32, device)
+        penalties = on_device(floats, torch.float32, device).view(-1, 3)
+        return Adjusted(
+            sent[:num_rows], sent[num_rows:].view(-1, 5 + width), penalties, self.table, known, most
+        )
 
     def _send(self, rows: dict[Sequence, int]) -> None:
         """Bring the table up to date for sequences with these rows."""
@@ -176,30 +166,27 @@ class Adjuster:
         if room > self.table.shape[1]:
             more = (1 << room.bit_length()) - self.table.shape[1]
             self.table = torch.nn.functional.pad(self.table, (0, 0, 0, more))
-        room = self.table.shape[1]
-        numbers = [
-            [row * room + place, *entries.values[place]] for row, entries, places in changes for place in places
-        ]
+        room, numbers = self.table.shape[1], array("i")
+        for row, entries, places in changes:
+            for place in places:
+                numbers.append(row * room + place)
+                numbers.extend(entries.values[place])
         if numbers:
-            sent = on_device(numbers, torch.int32, self.table.device)
+            sent = on_device(numbers, torch.int32, self.table.device).view(-1, 4)
             self.table.view(-1, 3).index_copy_(0, sent[:, 0].long(), sent[:, 1:])
 
 
-def _with_token(entries: Tensor, first: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+def _with_token(entries: Tensor, token: Tensor) -> Tensor:
     """Count one more token (rows, 1) of each answer, -1 for none. Append a column for tokens that have none.
 
     Elsewhere the column repeats the token's column, or the first one.
     """
     same = entries[..., 0] == token
     entries[..., 1] += COUNT * same
-    same &= first
-    has_column = same.any(1, keepdim=True)
-    copied = torch.where(has_column | (token < 0), same.long().argmax(1, keepdim=True), 0)
     new = torch.stack([token, torch.full_like(token, COUNT), torch.zeros_like(token)], 2).int()
-    column = entries.gather(1, copied.unsqueeze(2).expand(-1, -1, 3))
-    is_new = ~has_column & (token >= 0)
-    column = torch.where(is_new.unsqueeze(2), new, column)
-    return torch.cat([entries, column], 1), torch.cat([first, is_new], 1)
+    column = entries.gather(1, same.long().argmax(1, keepdim=True).unsqueeze(2).expand(-1, -1, 3))
+    is_new = ~same.any(1, keepdim=True) & (token >= 0)
+    return torch.cat([entries, torch.where(is_new.unsqueeze(2), new, column)], 1)
 
 
 def _changed(

@@ -62,9 +62,7 @@ class InFlight:
     Attributes:
         samples: the sequences that get a token, in the order of ``tokens``.
         tokens: the chosen tokens.
-        best: the logits of the chosen tokens. NaN or plus infinity in a row of logits is always chosen, and
-            minus infinity only if every token is excluded. So the chosen logit tells whether the draw is
-            valid.
+        best: results of :func:`flashtile.engine.sampler.choose` that tell whether the draws are valid.
         scores: log-probabilities by index of the sample, if requested.
         failed: error messages by index of the sample, for samples whose logits processor or structure raised
             or whose chosen logit is not finite.
@@ -457,12 +455,12 @@ class Runner:
         """Choose a token for each sample, and store it in ``known`` for the next step."""
         raw, draw = logits, self._draw_of(tuple(samples))
         mode = self.logprobs_mode
-        adjusted = self._adjusted(samples, draw, logits)
+        adjusted = self._adjusted(samples, draw)
         # The sampling kernel reads changed logits from a list. All else reads them from a copy of the logits.
         listed = None
         if adjusted is not None:
             reads_all = draw.processed or draw.structured or (draw.scored and mode.startswith("processed"))
-            if logits.is_cuda and not reads_all and adjusted.tokens.shape[1] <= MAX_ADJUSTED:
+            if logits.is_cuda and not reads_all and adjusted.most <= MAX_ADJUSTED:
                 listed = adjusted
             else:
                 logits = adjusted.apply(logits)
@@ -478,12 +476,10 @@ class Runner:
         if draw.structured:
             logits, failed = mask(logits, [(samples[i].matcher, i) for i in draw.structured])
             in_flight.failed |= failed
-        tokens = self.ranks.broadcast(choose(logits, draw.choice, positions, listed))
+        tokens, in_flight.best = choose(logits, draw.choice, positions, listed)
+        tokens = self.ranks.broadcast(tokens)
         self.known[:, 0].index_copy_(0, rows, tokens.int())
         in_flight.samples, in_flight.tokens = samples, tokens
-        in_flight.best = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
-        if listed is not None:
-            in_flight.best = listed.chosen(in_flight.best, tokens)
         for i, count in draw.scored:
             scored = raw[i : i + 1].float()
             beam = samples[i].request.beam
@@ -497,7 +493,7 @@ class Runner:
             normalise = mode.endswith("logprobs")
             in_flight.scores[i] = log_probabilities(scored, tokens[i : i + 1], count, normalise)
 
-    def _adjusted(self, samples: list[Sequence], draw: Draw, logits: Tensor) -> Adjusted | None:
+    def _adjusted(self, samples: list[Sequence], draw: Draw) -> Adjusted | None:
         """Return the changes of logits that the samples' requests ask for, if any."""
         changed = [i for i in draw.adjusted if needs_adjusting(samples[i])]
         if not changed:
@@ -505,7 +501,7 @@ class Runner:
         first = {sample: i for i, sample in reversed(list(enumerate(samples)))}
         row_of = self.manager.table.row
         return self._adjuster(
-            logits,
+            len(samples),
             [(i, one, row_of(one.block_sequence), _unread(one, i - first[one]))  # type: ignore[arg-type]
              for i in changed for one in (samples[i],)],
             self.known,

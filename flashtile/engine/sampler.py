@@ -103,21 +103,28 @@ def read_parameters(device: torch.device, samples: tuple[Sequence, ...]) -> Draw
     )
 
 
-def choose(logits: Tensor, choice: Choice, positions: Tensor, adjusted: Adjusted | None = None) -> Tensor:
-    """Choose a token for each row of logits (rows, vocab_size). Return the tokens (rows,) int64.
+def choose(
+    logits: Tensor, choice: Choice, positions: Tensor, adjusted: Adjusted | None = None
+) -> tuple[Tensor, Tensor]:
+    """Choose a token for each row of logits (rows, vocab_size).
 
-    ``positions`` (rows,) are the positions of the new tokens in their sequences. In a row with NaN or
-    infinity, such an element is chosen, so the chosen token's logit tells whether the draw is valid.
-    ``adjusted`` are changes of logits on a GPU.
+    Args:
+        logits, choice: the logits, and the parameters of each row.
+        positions: (rows,) positions of the new tokens in their sequences.
+        adjusted: changes of the logits, which only the kernel for GPUs takes.
+
+    Returns:
+        The tokens (rows,) int64, and a number for each that is finite if the draw is valid: -inf if all tokens are
+        excluded, NaN or inf if the row has such a logit.
     """
-    if choice.greedy and adjusted is None:
-        return logits.argmax(-1)
-    if logits.is_cuda:
+    if logits.is_cuda and not (choice.greedy and adjusted is None):
         from flashtile.engine.sampling import sample
 
         filtered = choice.any_top_k or choice.any_top_p or choice.any_min_p
         return sample(logits, *choice[:5], positions, filtered, adjusted)
-    return noisy_scores(logits, choice, positions).argmax(-1)
+    scores = logits if choice.greedy else noisy_scores(logits, choice, positions)
+    tokens = scores.argmax(-1)
+    return tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 
 def candidates(logits: Tensor, choice: Choice, positions: Tensor, count: int) -> Tensor:
@@ -126,7 +133,7 @@ def candidates(logits: Tensor, choice: Choice, positions: Tensor, count: int) ->
     The first of them is the token that :func:`choose` returns.
     """
     if count == 1:
-        return choose(logits, choice, positions).unsqueeze(1)
+        return choose(logits, choice, positions)[0].unsqueeze(1)
     if choice.greedy:
         return logits.topk(count).indices
     return noisy_scores(logits, choice, positions).topk(count).indices

@@ -28,14 +28,15 @@ from torch import Tensor
 
 from flashtile.backends.common.jit import kernel, triton
 from flashtile.backends.common.launch import CachedLaunch, Launched
+from flashtile.engine import adjust
 from flashtile.engine.adjust import Adjusted
 
 NUM_WARPS = 16
-STAGES = tl.constexpr(2)
-"""Tiles of logits in flight in the loops that read a row from memory."""
 LISTED = 16384
 """Room for the listed scores of a row: twice what an estimate for 128k flat logits needs."""
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+IN_PROMPT, ALLOWED, END = tl.constexpr(adjust.IN_PROMPT), tl.constexpr(adjust.ALLOWED), tl.constexpr(adjust.END)
+COUNT, NOTHING = tl.constexpr(adjust.COUNT), tl.constexpr(adjust.NOTHING)
 LOWEST_KEY = tl.constexpr(0x007FFFFF)
 HIGHEST_KEY = tl.constexpr(0xFF800000)
 """Keys of -inf and inf (:func:`key_of`)."""
@@ -51,7 +52,18 @@ class SamplingVariant:
     """Number of lanes: a tile holds one score of each."""
     LISTED: int
     ADJUSTED: bool = False
-    """Whether some rows have lists of changed logits. The kernel is then also FILTERED."""
+    """Whether some rows have changed logits. The kernel is then also FILTERED."""
+
+    @property
+    def STAGES(self) -> int:
+        """Tiles of logits in flight in the loops that read a row. With changed logits, a second tile would spill."""
+        return 1 if self.ADJUSTED else 2
+
+    @property
+    def ROOM(self) -> int:
+        """Number of scores in memory for each row: the list, those of two tiles, and unchanged logits."""
+        changed = adjust.MAX_ADJUSTED if self.ADJUSTED else 0
+        return (self.LISTED + 2 * self.BLOCK + changed) if self.FILTERED else 0
 
 
 class Row(NamedTuple):
@@ -71,6 +83,25 @@ class Row(NamedTuple):
     largest: tl.tensor
     greedy: tl.tensor
     key: tl.tensor
+
+
+class Changes(NamedTuple):
+    """The tensors of :class:`flashtile.engine.adjust.Adjusted`, and their sizes.
+
+    Attributes:
+        room: number of entries in a row of ``table``.
+        columns: number of columns of ``known``.
+        width: largest number of unread tokens.
+    """
+
+    lists: tl.tensor
+    numbers: tl.tensor
+    penalties: tl.tensor
+    table: tl.tensor
+    known: tl.tensor
+    room: tl.tensor
+    columns: tl.tensor
+    width: tl.tensor
 
 
 class Scores(NamedTuple):
@@ -203,6 +234,76 @@ def gumbel(bits):
 
 
 @triton.jit
+def change_logits(row, tokens, flags, biases, mask, numbers, penalties):
+    """Return (logits of tokens, scores after the changes), and overwrite the logits with -inf."""
+    logits = tl.load(row.logits + tokens, mask=mask, other=0.0)
+    tl.store(row.logits + tokens, tl.full(logits.shape, -float("inf"), tl.float32).to(logits.dtype), mask=mask)
+    logits, counts = logits.to(tl.float32), flags // COUNT
+    repetition = tl.load(penalties) + logits * 0
+    repeated = tl.where(logits > 0, tl.math.div_rn(logits, repetition), logits * repetition)
+    changed = tl.where(((flags & IN_PROMPT) > 0) | (counts > 0), repeated, logits)
+    changed -= tl.load(penalties + 1) * (counts > 0).to(tl.float32)
+    changed = changed - tl.load(penalties + 2) * counts.to(tl.float32) + biases
+    excluded = (tl.load(numbers + 4) > 0) & ((flags & ALLOWED) == 0)
+    excluded |= (tl.load(numbers + 3) > 0) & ((flags & END) > 0)
+    scores = tl.where(excluded, -float("inf"), changed * row.scale)
+    return logits, tl.where(scores == scores, scores, float("inf"))
+
+
+@triton.jit
+def unread_token(numbers, i, changes):
+    """Return the i-th token of the answer that the table lacks, -1 for none."""
+    code = tl.load(numbers + 5 + i)
+    last = changes.known + tl.load(numbers + 1) * changes.columns
+    if code >= 0:
+        token = code
+    elif code == NOTHING:
+        token = code * 0 - 1
+    else:
+        token = tl.load(last + (-1 - code))
+    return token
+
+
+@triton.jit
+def list_changed(row, numbers, index, changes, scores_at, tokens_at, originals, C: tl.constexpr):
+    """List the changed scores of a row with their tokens and logits. Return the length of the list."""
+    penalties, count = changes.penalties + index * 3, tl.load(numbers + 2)
+    table = changes.table + tl.load(numbers + 1).to(tl.int64) * changes.room * 3
+    for first in range(0, count, C.BLOCK):
+        place = first + tl.arange(0, C.BLOCK)
+        mask = place < count
+        tokens = tl.load(table + place * 3, mask=mask, other=-1)
+        flags = tl.load(table + place * 3 + 1, mask=mask, other=0)
+        biases = tl.load(table + place * 3 + 2, mask=mask, other=0).to(tl.float32, bitcast=True)
+        for i in range(changes.width):
+            flags += tl.where(tokens == unread_token(numbers, i, changes), COUNT, 0)
+        logits, scores = change_logits(row, tokens, flags, biases, mask, numbers, penalties)
+        tl.store(scores_at + place, scores, mask=mask)
+        tl.store(tokens_at + place, tokens, mask=mask)
+        tl.store(originals + place, logits, mask=mask)
+    length = count
+    for i in range(changes.width):  # tokens that have no entry yet
+        token = unread_token(numbers, i, changes)
+        times, has_entry = token * 0, (token < 0).to(tl.int32)
+        for j in range(changes.width):
+            same = (unread_token(numbers, j, changes) == token).to(tl.int32)
+            times += same
+            has_entry |= tl.where(j < i, same, 0)
+        for first in range(0, count, C.BLOCK):
+            place = first + tl.arange(0, C.BLOCK)
+            tokens = tl.load(table + place * 3, mask=place < count, other=-1)
+            has_entry |= tl.max((tokens == token).to(tl.int32), 0)
+        if has_entry == 0:
+            logits, scores = change_logits(row, token, times * COUNT, 0.0, token >= 0, numbers, penalties)
+            tl.store(scores_at + length, scores)
+            tl.store(tokens_at + length, token)
+            tl.store(originals + length, logits)
+            length += 1
+    tl.debug_barrier()  # other threads read the list and the logits
+    return length
+
+
+@triton.jit
 def draw(best, row, scores, tokens, lowest, strict):
     """Return the better of ``best`` and of the scores from ``lowest`` on (with ``strict``, above it) with noise."""
     noise = tl.where(row.greedy, 0.0, gumbel(random_bits(tokens, row.key)))
@@ -252,7 +353,7 @@ def survey(row, listed, lanes, by_mass, C: tl.constexpr):
     most = tl.full([BLOCK], -3.0e38, tl.float32)  # finite, because inf - inf is NaN
     total = tl.zeros([BLOCK], tl.float32)
     random = tl.full([BLOCK], -float("inf"), tl.float32)
-    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=STAGES):
+    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=C.STAGES):
         scores = load_scores(row, first, C)
         random = tl.where(chosen == first, scores, random)
         if by_mass:
@@ -323,7 +424,7 @@ def sweep(row, listed, lower, upper, least, by_mass, adds, C: tl.constexpr):
     best = Best(nothing, nothing, tl.full([], 0x7FFFFFFF, tl.int32))
     above, total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     count = listed.count
-    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=STAGES):
+    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=C.STAGES):
         scores, tokens = load_scores(row, first, C), first + tl.arange(0, C.BLOCK)
         if C.FILTERED:
             if adds:
@@ -429,23 +530,21 @@ def sample_filtered(row, adjusted, lanes, top_k, top_p, min_p, C: tl.constexpr):
     return winner
 
 
-_PARAMETERS = ("temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr", "list_ptr")
+_PARAMETERS = ("temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr")
 
 
 # A program loads one number of each parameter, so the alignment of parameters does not matter. The alignment of
 # rows does: with it, 16 bytes are loaded at a time.
-@kernel(do_not_specialize=("columns",), do_not_specialize_on_alignment=_PARAMETERS)
+@kernel(do_not_specialize=("changes",), do_not_specialize_on_alignment=(*_PARAMETERS, "changes"))
 def sample_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, scores_ptr,
-    tokens_ptr, out_ptr, list_ptr, changed_ptr, changed_tokens_ptr, logits_stride, vocab_size, columns,
-    C: tl.constexpr,
+    tokens_ptr, out_ptr, best_ptr, changes, logits_stride, vocab_size, C: tl.constexpr,
 ):  # fmt: skip
     """Sample a token for each row of logits (rows, vocab_size). Grid: (rows,).
 
-    ``scores_ptr`` (rows, LISTED + 2 * BLOCK) float32 and ``tokens_ptr`` (rows, LISTED) int32 are overwritten.
-    The result is int64. Row i has further logits in row ``list_ptr[i] // 2`` of ``changed_ptr`` (lists, columns)
-    float32 with their tokens, int32. If ``list_ptr[i]`` is odd, it has no others; if -1, it has no list. The
-    other tensors have shape (rows,).
+    ``scores_ptr`` (rows, ROOM) float32 and ``tokens_ptr`` (rows, LISTED) int32 are overwritten. While the kernel
+    runs, logits with ``changes`` are -inf. The other tensors have shape (rows,). The results are the tokens, int64,
+    and their scores.
     """
     at = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + at)
@@ -455,22 +554,16 @@ def sample_kernel(
     scale = tl.math.div_rn(1.0, tl.where(greedy, 1.0, temperature))
     key = mix64(seed + position * GOLDEN)
     row = Row(logits_ptr + at * logits_stride, vocab_size, scale, any_score, greedy, key)
-    scores_at, tokens_at = scores_ptr + at * (C.LISTED + 2 * C.BLOCK), tokens_ptr + at * C.LISTED
+    scores_at, tokens_at = scores_ptr + at * C.ROOM, tokens_ptr + at * C.LISTED
     count = tl.full([], 0, tl.int32)
     if C.ADJUSTED:
-        index = tl.load(list_ptr + at)
+        index = tl.load(changes.lists + at)
+        originals = scores_at + C.LISTED + 2 * C.BLOCK
         if index >= 0:
-            count = columns.to(tl.int32)
-            first_of_list = (index // 2).to(tl.int64) * columns
-            for first in range(0, columns, C.BLOCK):
-                place = first + tl.arange(0, C.BLOCK)
-                logits = tl.load(changed_ptr + first_of_list + place, mask=place < columns, other=0.0) * scale
-                logits = tl.where(logits == logits, logits, float("inf"))
-                tl.store(scores_at + place, logits, mask=place < columns)
-                tokens = tl.load(changed_tokens_ptr + first_of_list + place, mask=place < columns, other=0)
-                tl.store(tokens_at + place, tokens, mask=place < columns)
-            tl.debug_barrier()  # other threads read the list
-            row = Row(row.logits, tl.where(index % 2 == 1, 0, vocab_size), scale, any_score, greedy, key)
+            numbers = changes.numbers + index * (5 + changes.width)
+            count = list_changed(row, numbers, index, changes, scores_at, tokens_at, originals, C)
+            vocab_size_left = tl.where(tl.load(numbers + 4) > 0, 0, vocab_size)
+            row = Row(row.logits, vocab_size_left, scale, any_score, greedy, key)
     adjusted = Scores(scores_at, tokens_at, count)
     if C.FILTERED:
         top_k = tl.load(top_k_ptr + at)
@@ -482,43 +575,41 @@ def sample_kernel(
         best, count, above, total = sweep(row, adjusted, -any_score, any_score, any_score, False, False, C)
         winner = draw_listed(best, row, adjusted, any_score, False, C)
     tl.store(out_ptr + at, tl.minimum(winner.token, vocab_size - 1).to(tl.int64))
+    tl.store(best_ptr + at, winner.score)
+    if C.ADJUSTED:
+        if index >= 0:
+            tl.debug_barrier()  # all threads have read the logits
+            for first in range(0, count, C.BLOCK):
+                place = first + tl.arange(0, C.BLOCK)
+                tokens = tl.load(tokens_at + place, mask=place < count, other=0)
+                logits = tl.load(originals + place, mask=place < count, other=0.0)
+                tl.store(row.logits + tokens, logits.to(logits_ptr.dtype.element_ty), mask=place < count)
 
 
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor,
     positions: Tensor, filtered: bool, adjusted: Adjusted | None = None,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Sample a token for each row of logits (rows, vocab_size), which may have any strides.
 
     Args:
         temperature, top_p, min_p: (rows,) float32. top_k, seed: (rows,) int64. positions: (rows,) int32.
         filtered: False if no row has min-p, top-k or top-p.
-        adjusted: changes of the logits. While the kernel runs, these logits are -inf.
+        adjusted: changes of the logits.
 
     Returns:
-        (rows,) int64.
+        The tokens (rows,) int64, and their changed logits divided by the temperature, (rows,) float32.
     """
     rows, vocab_size = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    variant = _variant(filtered, vocab_size, adjusted is not None)
-    out, scores, tokens = _results(rows, variant, logits.device)
-    lists: tuple[Tensor, ...] = (tokens, scores, tokens)
-    columns = 16
-    if adjusted is not None:
-        count, columns = adjusted.tokens.shape
-        numbers = 2 * torch.arange(count, dtype=torch.int32, device=logits.device) + adjusted.restricted
-        index = tokens.new_full((rows,), -1).index_copy_(0, adjusted.rows, numbers)
-        changed = adjusted.logits.masked_fill(~adjusted.first, -torch.inf)  # each token counts once
-        lists = index, changed, adjusted.tokens.int()
-        adjusted.hide(logits)
+    variant = variant_of(filtered, vocab_size, adjusted is not None)
+    results = _results(rows, variant, logits.device)
     sample_kernel[(rows,)](
-        logits, temperature, top_k, top_p, min_p, seed, positions, scores, tokens, out, *lists,
-        logits.stride(0), vocab_size, columns, C=variant, num_warps=NUM_WARPS,
+        logits, temperature, top_k, top_p, min_p, seed, positions, *results,
+        _changes(results, adjusted), logits.stride(0), vocab_size, C=variant, num_warps=NUM_WARPS,
     )  # fmt: skip
-    if adjusted is not None:
-        adjusted.restore(logits)
-    return out
+    return results[2], results[3]
 
 
 def sampling_ahead(dtype: torch.dtype, vocab_size: int) -> list[Launched]:
@@ -529,26 +620,38 @@ def sampling_ahead(dtype: torch.dtype, vocab_size: int) -> list[Launched]:
     longs, positions = floats.long(), floats.int()
     launches = []
     for filtered, adjusted in ((False, False), (True, False), (True, True)):
-        variant = _variant(filtered, vocab_size, adjusted)
-        out, scores, tokens = _results(1, variant, meta)
-        tensors = logits, floats, longs, floats, floats, longs, positions, scores, tokens, out, tokens, scores, tokens
-        scalars = vocab_size, vocab_size, 16
+        variant = variant_of(filtered, vocab_size, adjusted)
+        results = _results(1, variant, meta)
+        tensors = logits, floats, longs, floats, floats, longs, positions, *results
+        scalars = _changes(results, None), vocab_size, vocab_size
         launches.append(
             (CachedLaunch(sample_kernel, 1, scalars, (variant,), None, num_warps=NUM_WARPS), tensors)
         )
     return launches
 
 
-def _results(rows: int, variant: SamplingVariant, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the tokens, and the scores and tokens of the lists."""
-    room = (variant.LISTED + 2 * variant.BLOCK) * variant.FILTERED
+def _results(rows: int, variant: SamplingVariant, device: torch.device) -> tuple[Tensor, ...]:
+    """Allocate the scores and tokens of the lists, the tokens, and their scores."""
+    listed = variant.LISTED if variant.FILTERED else 0
     return (
+        torch.empty(rows, variant.ROOM, device=device),
+        torch.empty(rows, listed, dtype=torch.int32, device=device),
         torch.empty(rows, dtype=torch.int64, device=device),
-        torch.empty(rows, room, device=device),
-        torch.empty(rows, variant.LISTED * variant.FILTERED, dtype=torch.int32, device=device),
+        torch.empty(rows, device=device),
     )
 
 
-def _variant(filtered: bool, vocab_size: int, adjusted: bool = False) -> SamplingVariant:
+def _changes(results: tuple[Tensor, ...], adjusted: Adjusted | None) -> Changes:
+    """Return the kernel's argument. Without changes it has tensors that are not read."""
+    scores, tokens = results[:2]
+    if adjusted is None:
+        return Changes(tokens, tokens, scores, tokens, tokens, 2, 2, 2)
+    table, known = adjusted.table, adjusted.known
+    sizes = table.shape[1], known.shape[1], adjusted.numbers.shape[1] - 5
+    return Changes(adjusted.lists, adjusted.numbers, adjusted.penalties, table, known, *sizes)
+
+
+def variant_of(filtered: bool, vocab_size: int, adjusted: bool = False) -> SamplingVariant:
+    """Return the constants of the kernel for a batch."""
     block = min(4096, triton.next_power_of_2(vocab_size))
     return SamplingVariant(filtered or adjusted, block, LISTED, adjusted)

@@ -32,31 +32,32 @@ class Entries:
     Attributes:
         owner: (block sequence, row) when the entries were sent. With another owner they must be sent again.
         places: place of each token in the row.
-        values: (token, flags and count, bits of the float32 bias) of each place.
+        values: of each place, the token, its flags and count, and the bits of its float32 bias.
         num_read: number of the sequence's tokens that are counted.
     """
 
     def __init__(self, sequence: Sequence, owner: tuple[int | None, int]):
         params, self.owner = sequence.request.params, owner
-        self.places: dict[int, int] = {}
-        self.values: list[list[int]] = []
-        prompt = sequence.request.prompt_token_ids if params.penalises else ()
+        prompt = list(dict.fromkeys(sequence.request.prompt_token_ids)) if params.penalises else []
+        self.places = {token: place for place, token in enumerate(prompt)}
+        self.values = array("i", bytes(12 * len(prompt)))
+        self.values[0::3], self.values[1::3] = array("i", prompt), array("i", [IN_PROMPT]) * len(prompt)
         self.num_read = sequence.request.num_prompt
-        for flag, tokens in (
-            (IN_PROMPT, set(prompt)), (ALLOWED, params.allowed_token_ids or ()),
-            (END, sequence.request.ends if params.min_tokens else ()), (0, params.logit_bias or ()),
-        ):  # fmt: skip
+        ends = sequence.request.ends if params.min_tokens else ()
+        for flag, tokens in ((ALLOWED, params.allowed_token_ids or ()), (END, ends)):
             for token in tokens:
-                self.values[self.place(token)][1] |= flag
+                self.values[3 * self.place(token) + 1] |= flag
         for token, bias in (params.logit_bias or {}).items():
-            (self.values[self.place(token)][2],) = struct.unpack("i", struct.pack("f", bias))
+            (self.values[3 * self.place(token) + 2],) = struct.unpack("i", struct.pack("f", bias))
+
+    def __len__(self) -> int:
+        return len(self.places)
 
     def place(self, token: int) -> int:
         """Return the place of a token, a new one if it has none."""
-        place = self.places.get(token)
-        if place is None:
-            place = self.places[token] = len(self.values)
-            self.values.append([token, 0, 0])
+        place = self.places.setdefault(token, len(self.places))
+        if 3 * place == len(self.values):
+            self.values.extend((token, 0, 0))
         return place
 
     def count(self, sequence: Sequence) -> set[int]:
@@ -65,7 +66,7 @@ class Entries:
         if sequence.request.params.penalises:
             for token in sequence.tokens[self.num_read :]:
                 place = self.place(token)
-                self.values[place][1] += COUNT
+                self.values[3 * place + 1] += COUNT
                 changed.add(place)
             self.num_read = len(sequence.tokens)
         return changed
@@ -138,7 +139,7 @@ class Adjuster:
         width = max(len(unread) for *_, unread in samples)
         lists, numbers, floats, most = array("i", [-1]) * num_rows, array("i"), [], 0
         for index, (i, sequence, row, unread) in enumerate(samples):
-            params, count = sequence.request.params, len(sequence.entries.values)
+            params, count = sequence.request.params, len(sequence.entries)
             lists[i], most = index, max(most, count + len(unread))
             bans = sequence.num_outputs - 1 < params.min_tokens
             numbers.extend((i, row, count, bans, params.allowed_token_ids is not None, *unread))
@@ -159,10 +160,10 @@ class Adjuster:
             if entries is None or entries.owner != owner:
                 entries = sequence.entries = Entries(sequence, owner)
                 entries.count(sequence)
-                changes.append((row, entries, range(len(entries.values))))
+                changes.append((row, entries, range(len(entries))))
             else:
                 changes.append((row, entries, entries.count(sequence)))
-        room = max(len(entries.values) for _, entries, _ in changes)
+        room = max(len(entries) for _, entries, _ in changes)
         if room > self.table.shape[1]:
             more = (1 << room.bit_length()) - self.table.shape[1]
             self.table = torch.nn.functional.pad(self.table, (0, 0, 0, more))
@@ -170,7 +171,7 @@ class Adjuster:
         for row, entries, places in changes:
             for place in places:
                 numbers.append(row * room + place)
-                numbers.extend(entries.values[place])
+                numbers.extend(entries.values[3 * place : 3 * place + 3])
         if numbers:
             sent = on_device(numbers, torch.int32, self.table.device).view(-1, 4)
             self.table.view(-1, 3).index_copy_(0, sent[:, 0].long(), sent[:, 1:])

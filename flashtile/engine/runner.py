@@ -31,6 +31,7 @@ from flashtile.engine.sampler import (
     Draw,
     Scores,
     choose,
+    has_kernel,
     log_probabilities,
     needs_adjusting,
     process,
@@ -456,11 +457,11 @@ class Runner:
         raw, draw = logits, self._draw_of(tuple(samples))
         mode = self.logprobs_mode
         adjusted = self._adjusted(samples, draw)
-        # The sampling kernel reads changed logits from a list. All else reads them from a copy of the logits.
+        # The sampling kernel changes logits itself. All else reads them from a copy of the logits.
         listed = None
         if adjusted is not None:
             reads_all = draw.processed or draw.structured or (draw.scored and mode.startswith("processed"))
-            if logits.is_cuda and not reads_all and adjusted.most <= MAX_ADJUSTED:
+            if has_kernel(logits) and not reads_all and adjusted.most <= MAX_ADJUSTED:
                 listed = adjusted
             else:
                 logits = adjusted.apply(logits)

@@ -117,7 +117,7 @@ def choose(
         The tokens (rows,) int64, and a number for each that is finite if the draw is valid: -inf if all tokens are
         excluded, NaN or inf if the row has such a logit.
     """
-    if logits.is_cuda and not (choice.greedy and adjusted is None):
+    if has_kernel(logits) and not (choice.greedy and adjusted is None):
         from flashtile.engine.sampling import sample
 
         filtered = choice.any_top_k or choice.any_top_p or choice.any_min_p
@@ -125,6 +125,11 @@ def choose(
     scores = logits if choice.greedy else noisy_scores(logits, choice, positions)
     tokens = scores.argmax(-1)
     return tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def has_kernel(logits: Tensor) -> bool:
+    """Whether the tokens of these logits are drawn by a kernel (:mod:`flashtile.engine.sampling`)."""
+    return logits.is_cuda
 
 
 def candidates(logits: Tensor, choice: Choice, positions: Tensor, count: int) -> Tensor:

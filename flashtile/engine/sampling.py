@@ -530,21 +530,25 @@ def sample_filtered(row, adjusted, lanes, top_k, top_p, min_p, C: tl.constexpr):
     return winner
 
 
-_PARAMETERS = ("temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr")
+_PARAMETERS = (
+    "temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr", "lists_ptr",
+    "numbers_ptr", "penalties_ptr", "table_ptr", "known_ptr",
+)  # fmt: skip
 
 
 # A program loads one number of each parameter, so the alignment of parameters does not matter. The alignment of
 # rows does: with it, 16 bytes are loaded at a time.
-@kernel(do_not_specialize=("changes",), do_not_specialize_on_alignment=(*_PARAMETERS, "changes"))
+@kernel(do_not_specialize=("room", "columns", "width"), do_not_specialize_on_alignment=_PARAMETERS)
 def sample_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, scores_ptr,
-    tokens_ptr, out_ptr, best_ptr, changes, logits_stride, vocab_size, C: tl.constexpr,
+    tokens_ptr, out_ptr, best_ptr, lists_ptr, numbers_ptr, penalties_ptr, table_ptr, known_ptr, logits_stride,
+    vocab_size, room, columns, width, C: tl.constexpr,
 ):  # fmt: skip
     """Sample a token for each row of logits (rows, vocab_size). Grid: (rows,).
 
-    ``scores_ptr`` (rows, ROOM) float32 and ``tokens_ptr`` (rows, LISTED) int32 are overwritten. While the kernel
-    runs, logits with ``changes`` are -inf. The other tensors have shape (rows,). The results are the tokens, int64,
-    and their scores.
+    ``scores_ptr`` (rows, ROOM) float32 and ``tokens_ptr`` (rows, LISTED) int32 are overwritten. The arguments from
+    ``lists_ptr`` to ``known_ptr`` and from ``room`` to ``width`` are :class:`Changes`; changed logits are -inf while
+    the kernel runs. The other tensors have shape (rows,). The results are the tokens, int64, and their scores.
     """
     at = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + at)
@@ -557,6 +561,9 @@ def sample_kernel(
     scores_at, tokens_at = scores_ptr + at * C.ROOM, tokens_ptr + at * C.LISTED
     count = tl.full([], 0, tl.int32)
     if C.ADJUSTED:
+        changes = Changes(
+            lists_ptr, numbers_ptr, penalties_ptr, table_ptr, known_ptr, room, columns, width
+        )  # fmt: skip
         index = tl.load(changes.lists + at)
         originals = scores_at + C.LISTED + 2 * C.BLOCK
         if index >= 0:
@@ -605,9 +612,10 @@ def sample(
         logits = logits.contiguous()
     variant = variant_of(filtered, vocab_size, adjusted is not None)
     results = _results(rows, variant, logits.device)
+    lists, sizes = _changes(results, adjusted)
     sample_kernel[(rows,)](
-        logits, temperature, top_k, top_p, min_p, seed, positions, *results,
-        _changes(results, adjusted), logits.stride(0), vocab_size, C=variant, num_warps=NUM_WARPS,
+        logits, temperature, top_k, top_p, min_p, seed, positions, *results, *lists, logits.stride(0),
+        vocab_size, *sizes, C=variant, num_warps=NUM_WARPS,
     )  # fmt: skip
     return results[2], results[3]
 
@@ -622,8 +630,9 @@ def sampling_ahead(dtype: torch.dtype, vocab_size: int) -> list[Launched]:
     for filtered, adjusted in ((False, False), (True, False), (True, True)):
         variant = variant_of(filtered, vocab_size, adjusted)
         results = _results(1, variant, meta)
-        tensors = logits, floats, longs, floats, floats, longs, positions, *results
-        scalars = _changes(results, None), vocab_size, vocab_size
+        lists, sizes = _changes(results, None)
+        tensors = logits, floats, longs, floats, floats, longs, positions, *results, *lists
+        scalars = vocab_size, vocab_size, *sizes
         launches.append(
             (CachedLaunch(sample_kernel, 1, scalars, (variant,), None, num_warps=NUM_WARPS), tensors)
         )
@@ -641,14 +650,13 @@ def _results(rows: int, variant: SamplingVariant, device: torch.device) -> tuple
     )
 
 
-def _changes(results: tuple[Tensor, ...], adjusted: Adjusted | None) -> Changes:
-    """Return the kernel's argument. Without changes it has tensors that are not read."""
+def _changes(results: tuple[Tensor, ...], adjusted: Adjusted | None) -> tuple[tuple[Tensor, ...], list[int]]:
+    """Return the tensors and the sizes of the kernel's changes. Without changes, the tensors are not read."""
     scores, tokens = results[:2]
     if adjusted is None:
-        return Changes(tokens, tokens, scores, tokens, tokens, 2, 2, 2)
-    table, known = adjusted.table, adjusted.known
-    sizes = table.shape[1], known.shape[1], adjusted.numbers.shape[1] - 5
-    return Changes(adjusted.lists, adjusted.numbers, adjusted.penalties, table, known, *sizes)
+        return (tokens, tokens, scores, tokens, tokens), [2, 2, 2]
+    *lists, _ = adjusted
+    return tuple(lists), [adjusted.table.shape[1], adjusted.known.shape[1], adjusted.numbers.shape[1] - 5]
 
 
 def variant_of(filtered: bool, vocab_size: int, adjusted: bool = False) -> SamplingVariant:

@@ -156,7 +156,7 @@ def check_adjusted(device: str) -> None:
     before, rows = logits.clone(), len(logits)
     positions = torch.arange(rows, dtype=torch.int32, device=device)
     every = choices(128, device)
-    for first in range(0, 28, rows):
+    for first in range(0, rows * (4 if device == "cuda" else 1), rows):
         choice = Choice(*(column[first : first + rows].contiguous() for column in every[:5]), *every[5:])
         changed = adjusted.apply(logits)
         expected = noisy_scores(changed, choice, positions).argmax(-1)
@@ -169,7 +169,8 @@ def check_adjusted(device: str) -> None:
 
 
 @pytest.mark.interpreter
-def test_changed_logits_are_drawn():
+def test_changed_logits_are_drawn(monkeypatch):
+    with_small_tiles(monkeypatch, 16, 128)
     check_adjusted("cpu")
 
 
@@ -218,15 +219,16 @@ def test_the_kernel_draws_what_torch_draws_on_a_gpu(vocab_size, dtype):
 def test_the_kernel_compiles_without_spills(filtered, adjusted):
     from spills import beyond_limits
 
-    from flashtile.engine.sampling import NUM_WARPS, Changes, sample_kernel, variant_of
+    from flashtile.engine.sampling import NUM_WARPS, sample_kernel, variant_of
     from flashtile.tools.inspection.report import CompileCase, report
 
     signature = {
         "logits_ptr": "*bf16", "temperature_ptr": "*fp32", "top_k_ptr": "*i64", "top_p_ptr": "*fp32",
         "min_p_ptr": "*fp32", "seed_ptr": "*i64", "position_ptr": "*i32", "scores_ptr": "*fp32",
         "tokens_ptr": "*i32", "out_ptr": "*i64", "best_ptr": "*fp32",
-        "changes": Changes("*i32", "*i32", "*fp32", "*i32", "*i32", "i32", "i32", "i32"),
-        "logits_stride": "i32", "vocab_size": "i32",
+        "lists_ptr": "*i32", "numbers_ptr": "*i32", "penalties_ptr": "*fp32", "table_ptr": "*i32",
+        "known_ptr": "*i32", "logits_stride": "i32", "vocab_size": "i32", "room": "i32", "columns": "i32",
+        "width": "i32",
     }  # fmt: skip
     case = CompileCase(
         "sample", sample_kernel, signature, {"C": variant_of(filtered, 128256, adjusted)},

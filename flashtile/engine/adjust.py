@@ -1,15 +1,16 @@
 """Changes of logits that a request asks for: allowed tokens, penalties, biases and forbidden ends.
 
-They concern a few of a row's logits, so the device keeps a list of tokens for each sequence: those of its prompt
-and answer if it has penalties, and those that its parameters name. A step sends only the entries that have
-changed, mostly one for each sequence, and computes the changed logits of all sequences together.
+They concern a few of a row's logits, so the device keeps a list of tokens for each sequence: those of its
+prompt and answer if it has penalties, and those that its parameters name. A step sends only the entries that
+have changed, mostly one for each sequence, and computes the changed logits of all sequences together.
 """
 
 from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterable, Sequence as Listing
+from collections.abc import Iterable
+from collections.abc import Sequence as Listing
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from flashtile.engine.request import Sequence
 IN_PROMPT, ALLOWED, END, COUNT = 1, 2, 4, 8
 """Flags of an entry, and the unit of the number of times that the answer contains its token."""
 MAX_ADJUSTED = 8192
-"""Largest number of changed logits of a row that the sampling kernel lists. Half of its list is left for others."""
+"""Largest number of changed logits of a row that the sampling kernel lists, half of its list."""
 NOTHING = -(2**31)
 """Stands for no unread token."""
 
@@ -77,8 +78,8 @@ class Adjusted(NamedTuple):
 
     Attributes:
         lists: (rows,) int32, index of the changes of each row of logits, -1 for none.
-        numbers: (count, 5 + width) int32 of each row with changes: row of logits, row of the block table, number
-            of entries, whether ends are excluded, whether tokens that are not allowed are excluded, and the
+        numbers: (count, 5 + width) int32 of each row with changes: row of logits, row of the block table,
+            number of entries, whether ends are excluded, whether tokens that are not allowed are excluded, and the
             unread tokens, as :class:`Adjuster` takes them.
         penalties: (count, 3) float32: repetition, presence and frequency penalty.
         table: (rows of the block table, room, 3) int32, the entries of each sequence.
@@ -131,8 +132,8 @@ class Adjuster:
 
         Args:
             num_rows: number of rows.
-            samples: (row of logits, sequence, row of the block table, tokens of the answer that the sequence does
-                not have yet) of each changed row. A token is a guess, or ``~column`` of ``known``.
+            samples: (row of logits, sequence, row of the block table, tokens of the answer that the sequence
+                does not have yet) of each changed row. A token is a guess, or ``~column`` of ``known``.
             known: (rows of the block table, columns) int32, the last tokens of sequences and their guesses.
         """
         self._send({sequence: row for _, sequence, row, _ in samples})

@@ -301,7 +301,7 @@ class Engine:
         now, size, counted = time.monotonic(), self.scheduler.manager.block_size, set[Request]()
         for sequence, start, num_tokens, _, _ in schedule.entries:
             request = sequence.request
-            # Blocks change only when an answer begins one. Counting all of them takes microseconds per answer.
+            # An answer's blocks change when it begins one, and to count them takes microseconds.
             if start % size == 0 and request.width > 1 and request not in counted:
                 counted.add(request)
                 self._count_blocks(request)

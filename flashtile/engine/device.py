@@ -50,7 +50,8 @@ class Transfer:
 def on_device(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return ``torch.tensor(numbers)`` on the device, copied from pinned memory.
 
-    A copy from pageable memory would wait for all work queued on the device. ``numbers`` may be an array of int32.
+    A copy from pageable memory would wait for all work queued on the device. ``numbers`` may be an array of
+    int32.
     """
     if isinstance(numbers, array):
         numbers = torch.frombuffer(numbers, dtype=torch.int32)  # a list of thousands of numbers takes long

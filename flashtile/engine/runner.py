@@ -235,12 +235,12 @@ class Runner:
             logits = self._replay(form)
             if not len(samples) == len(schedule.entries) == form.tokens:
                 logits = logits.index_select(0, logits_rows)
-            self._choose(in_flight, samples, logits, rows, positions)
+            self.draw(in_flight, samples, logits, rows, positions)
         else:
             hidden = self._compute(step, form)
             if samples:
                 logits = self.model.logits(hidden.index_select(0, logits_rows))
-                self._choose(in_flight, samples, logits, rows, positions)
+                self.draw(in_flight, samples, logits, rows, positions)
             self._score_prompts(schedule, hidden, in_flight)
         if guessed:
             rows = on_device([entry.row for entry in guessed], torch.int64, self.device)
@@ -450,7 +450,7 @@ class Runner:
 
         return run
 
-    def _choose(
+    def draw(
         self, in_flight: InFlight, samples: list[Sequence], logits: Tensor, rows: Tensor, positions: Tensor
     ) -> None:
         """Choose a token for each sample, and store it in ``known`` for the next step."""

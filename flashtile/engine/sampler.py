@@ -114,8 +114,8 @@ def choose(
         adjusted: changes of the logits, which only the kernel for GPUs takes.
 
     Returns:
-        The tokens (rows,) int64, and a number for each that is finite if the draw is valid: -inf if all tokens are
-        excluded, NaN or inf if the row has such a logit.
+        The tokens (rows,) int64, and a number for each that is finite if the draw is valid: -inf if all
+        tokens are excluded, NaN or inf if the row has such a logit.
     """
     if has_kernel(logits) and not (choice.greedy and adjusted is None):
         from flashtile.engine.sampling import sample
@@ -208,8 +208,8 @@ def mix32_(x: Tensor) -> Tensor:
 def stream_seed(seed: int, index: int) -> int:
     """Return the seed of answer ``index`` of a request, a signed 64-bit integer.
 
-    The seed is hashed as by :func:`mix64`, because :func:`gumbel` adds ``position * GOLDEN`` to it. Without the
-    hash, answer i + 1 would have the noise of answer i, shifted by one position.
+    The seed is hashed as by :func:`mix64`, because :func:`gumbel` adds ``position * GOLDEN`` to it. Without
+    the hash, answer i + 1 would have the noise of answer i, shifted by one position.
     """
     # Plain integers: a batch has hundreds of seeds, and torch takes 15 us for each.
     x = (seed + index * GOLDEN) % 2**64

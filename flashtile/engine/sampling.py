@@ -1,22 +1,23 @@
 """Samples the next token of each row of logits in one kernel: temperature, min-p, top-k, top-p and the draw.
 
-:mod:`flashtile.engine.sampler` computes the same in torch, with a sort. Here one program reads its row once, or
-twice for top-k, top-p and min-p::
+:mod:`flashtile.engine.sampler` computes the same in torch, with a sort. Here one program reads its row once,
+or twice for top-k, top-p and min-p::
 
     survey    the largest score of each lane, one random score of each lane, the total probability
               -> the last score that the filter keeps probably lies in [lower, upper)
     sweep     draw among the scores from ``upper`` on, and list those in [lower, upper)
     settle    draw among the listed scores as well; if the winner is not kept, draw again among better scores
 
-A token is kept by top-k and top-p if the weight of all better tokens does not suffice: their number is less than
-k, or their probability less than p. So equal logits are kept or dropped together, and one pass over the list
-decides about a token: no sort and no exact threshold are needed.
+A token is kept by top-k and top-p if the weight of all better tokens does not suffice: their number is less
+than k, or their probability less than p. So equal logits are kept or dropped together, and one pass over the
+list decides about a token: no sort and no exact threshold are needed.
 
-The largest scores of 4,096 lanes contain almost all of the few scores that are kept in a peaked distribution, so
-the k-th of them is a tight lower bound. A flat distribution is estimated from the random scores, to four standard
-deviations. The sweep measures how much lies above ``upper``. If the estimate was wrong, the threshold is searched
-bit by bit in the whole row, by 16 more passes. Sums have a fixed order, and the noise is a hash of the request's
-seed, the position and the token, so a draw does not depend on the batch.
+The largest scores of 4,096 lanes contain almost all of the few scores that are kept in a peaked
+distribution, so the k-th of them is a tight lower bound. A flat distribution is estimated from the random
+scores, to four standard deviations. The sweep measures how much lies above ``upper``. If the estimate was
+wrong, the threshold is searched bit by bit in the whole row, by 16 more passes. Sums have a fixed order, and
+the noise is a hash of the request's seed, the position and the token, so a draw does not depend on the
+batch.
 """
 
 from dataclasses import dataclass
@@ -35,7 +36,11 @@ NUM_WARPS = 16
 LISTED = 16384
 """Room for the listed scores of a row: twice what an estimate for 128k flat logits needs."""
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
-IN_PROMPT, ALLOWED, END = tl.constexpr(adjust.IN_PROMPT), tl.constexpr(adjust.ALLOWED), tl.constexpr(adjust.END)
+IN_PROMPT, ALLOWED, END = (
+    tl.constexpr(adjust.IN_PROMPT),
+    tl.constexpr(adjust.ALLOWED),
+    tl.constexpr(adjust.END),
+)
 COUNT, NOTHING = tl.constexpr(adjust.COUNT), tl.constexpr(adjust.NOTHING)
 LOWEST_KEY = tl.constexpr(0x007FFFFF)
 HIGHEST_KEY = tl.constexpr(0xFF800000)
@@ -55,12 +60,12 @@ class SamplingVariant:
     """Whether some rows have changed logits. The kernel is then also FILTERED."""
 
     @property
-    def STAGES(self) -> int:
-        """Tiles of logits in flight in the loops that read a row. With changed logits, a second tile would spill."""
+    def stages(self) -> int:
+        """Tiles of logits in flight in loops that read a row. With changed logits, two tiles would spill."""
         return 1 if self.ADJUSTED else 2
 
     @property
-    def ROOM(self) -> int:
+    def room(self) -> int:
         """Number of scores in memory for each row: the list, those of two tiles, and unchanged logits."""
         changed = adjust.MAX_ADJUSTED if self.ADJUSTED else 0
         return (self.LISTED + 2 * self.BLOCK + changed) if self.FILTERED else 0
@@ -152,7 +157,7 @@ def score_of(key):
 
 @triton.jit
 def weights_of(scores, lowest, largest, by_mass):
-    """Return the weight of each score: 1, or unnormalised probability. Below ``lowest``, and of -inf, it is 0."""
+    """Return the weight of each score: 1, or unnormalised probability; 0 below ``lowest``, and of -inf."""
     weights = tl.where(by_mass, tl.exp(scores - largest), 1.0)
     return tl.where((scores >= lowest) & (scores > -float("inf")), weights, 0.0)
 
@@ -172,8 +177,8 @@ def largest_threshold(row, vocab_size, listed, lowest, wanted, by_mass, digits, 
     """Return the largest score for which the scores from it on have a total weight of at least ``wanted``.
 
     The scores are the first ``vocab_size`` of the row, and those of the list; those below ``lowest`` weigh
-    nothing. Returns -inf if their weight does not suffice. The threshold is found two bits at a time. With fewer
-    than 16 ``digits``, it is rounded down.
+    nothing. Returns -inf if their weight does not suffice. The threshold is found two bits at a time. With
+    fewer than 16 ``digits``, it is rounded down.
     """
     BLOCK: tl.constexpr = C.BLOCK
     threshold = tl.full([], 0, tl.uint32)
@@ -237,7 +242,8 @@ def gumbel(bits):
 def change_logits(row, tokens, flags, biases, mask, numbers, penalties):
     """Return (logits of tokens, scores after the changes), and overwrite the logits with -inf."""
     logits = tl.load(row.logits + tokens, mask=mask, other=0.0)
-    tl.store(row.logits + tokens, tl.full(logits.shape, -float("inf"), tl.float32).to(logits.dtype), mask=mask)
+    hidden = tl.full(logits.shape, -float("inf"), tl.float32).to(logits.dtype)
+    tl.store(row.logits + tokens, hidden, mask=mask)
     logits, counts = logits.to(tl.float32), flags // COUNT
     repetition = tl.load(penalties) + logits * 0
     repeated = tl.where(logits > 0, tl.math.div_rn(logits, repetition), logits * repetition)
@@ -304,8 +310,22 @@ def list_changed(row, numbers, index, changes, scores_at, tokens_at, originals, 
 
 
 @triton.jit
+def restore_logits(row, tokens_at, originals, count, C: tl.constexpr):
+    """Undo the changes of logits in memory that :func:`list_changed` made."""
+    tl.debug_barrier()  # all threads have read the logits
+    for first in range(0, count, C.BLOCK):
+        place = first + tl.arange(0, C.BLOCK)
+        tokens = tl.load(tokens_at + place, mask=place < count, other=0)
+        logits = tl.load(originals + place, mask=place < count, other=0.0)
+        tl.store(row.logits + tokens, logits.to(row.logits.dtype.element_ty), mask=place < count)
+
+
+@triton.jit
 def draw(best, row, scores, tokens, lowest, strict):
-    """Return the better of ``best`` and of the scores from ``lowest`` on (with ``strict``, above it) with noise."""
+    """Return the better of ``best`` and of the scores from ``lowest`` on with noise.
+
+    With ``strict``, scores equal to ``lowest`` are left out.
+    """
     noise = tl.where(row.greedy, 0.0, gumbel(random_bits(tokens, row.key)))
     drawn = (scores > lowest) | ((scores == lowest) & (strict == 0))
     # inf stands for a logit that is NaN or infinite. It wins, so that the caller can detect it.
@@ -333,8 +353,8 @@ def draw_listed(best, row, listed, lowest, strict, C: tl.constexpr):
 @triton.jit
 def may_win(best, row, scores, tokens, lowest):
     """Return which scores from ``lowest`` on may exceed ``best`` with noise, or all of them if in doubt."""
-    # Noise is at most -log(u), and the bits of a float, read as an integer, bound its logarithm. Logarithms of
-    # all tokens would take more time than reading their logits.
+    # Noise is at most -log(u), and the bits of a float, read as an integer, bound its logarithm. Logarithms
+    # of all tokens would take more time than reading their logits.
     bits = random_bits(tokens, row.key).to(tl.float32).to(tl.int32, bitcast=True)
     most = scores + (32.001 + 127 - bits.to(tl.float32) * (1.0 / 8388608)) * 0.69314718056
     return (scores >= lowest) & (tl.where(row.greedy, scores, most) > best.noisy)
@@ -353,7 +373,7 @@ def survey(row, listed, lanes, by_mass, C: tl.constexpr):
     most = tl.full([BLOCK], -3.0e38, tl.float32)  # finite, because inf - inf is NaN
     total = tl.zeros([BLOCK], tl.float32)
     random = tl.full([BLOCK], -float("inf"), tl.float32)
-    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=C.STAGES):
+    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=C.stages):
         scores = load_scores(row, first, C)
         random = tl.where(chosen == first, scores, random)
         if by_mass:
@@ -373,7 +393,7 @@ def survey(row, listed, lanes, by_mass, C: tl.constexpr):
 
 @triton.jit
 def add_exponentials(total, most, scores):
-    """Return the sum of exponentials relative to max(most, scores), from ``total``, which is relative to most."""
+    """Add exp(scores) to a total relative to ``most``. The result is relative to max(most, scores)."""
     above = scores - most
     less = tl.exp(-tl.abs(above))
     return tl.where(above > 0, total * less + 1, total + less)
@@ -415,16 +435,16 @@ def bracket(row, lanes, tokens, total, count, top_k, top_p, C: tl.constexpr):
 def sweep(row, listed, lower, upper, least, by_mass, adds, C: tl.constexpr):
     """Draw among the scores from ``upper`` on, and append those in [lower, upper) to a list.
 
-    Returns (best draw, length of the list, weight of the scores from ``upper`` on, weight of those from ``least``
-    on). If ``upper`` is inf, all scores from ``lower`` on are listed. The list holds the first ``C.LISTED`` of
-    them. Weights are 0 unless ``adds``.
+    Returns (best draw, length of the list, weight of the scores from ``upper`` on, weight of those from
+    ``least`` on). If ``upper`` is inf, all scores from ``lower`` on are listed. The list holds the first
+    ``C.LISTED`` of them. Weights are 0 unless ``adds``.
     """
     BLOCK: tl.constexpr = C.BLOCK
     nothing = tl.full([], -float("inf"), tl.float32)
     best = Best(nothing, nothing, tl.full([], 0x7FFFFFFF, tl.int32))
     above, total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     count = listed.count
-    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=C.STAGES):
+    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=C.stages):
         scores, tokens = load_scores(row, first, C), first + tl.arange(0, C.BLOCK)
         if C.FILTERED:
             if adds:
@@ -440,7 +460,7 @@ def sweep(row, listed, lower, upper, least, by_mass, adds, C: tl.constexpr):
                 tl.store(listed.scores + at, scores, mask=writes)
                 tl.store(listed.tokens + at, tokens, mask=writes)
                 count += more
-        if upper < float("inf"):
+        if upper < float("inf"):  # noqa: SIM102, as the bounds are computed only then
             if tl.max(may_win(best, row, scores, tokens, upper).to(tl.int32), 0) > 0:
                 best = draw(best, row, scores, tokens, upper, False)
     tl.debug_barrier()  # other threads read the list
@@ -536,8 +556,8 @@ _PARAMETERS = (
 )  # fmt: skip
 
 
-# A program loads one number of each parameter, so the alignment of parameters does not matter. The alignment of
-# rows does: with it, 16 bytes are loaded at a time.
+# A program loads one number of each parameter, so the alignment of parameters does not matter. The alignment
+# of rows does: with it, 16 bytes are loaded at a time.
 @kernel(do_not_specialize=("room", "columns", "width"), do_not_specialize_on_alignment=_PARAMETERS)
 def sample_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, scores_ptr,
@@ -546,9 +566,10 @@ def sample_kernel(
 ):  # fmt: skip
     """Sample a token for each row of logits (rows, vocab_size). Grid: (rows,).
 
-    ``scores_ptr`` (rows, ROOM) float32 and ``tokens_ptr`` (rows, LISTED) int32 are overwritten. The arguments from
-    ``lists_ptr`` to ``known_ptr`` and from ``room`` to ``width`` are :class:`Changes`; changed logits are -inf while
-    the kernel runs. The other tensors have shape (rows,). The results are the tokens, int64, and their scores.
+    ``scores_ptr`` (rows, room) float32 and ``tokens_ptr`` (rows, LISTED) int32 are overwritten. The
+    arguments from ``lists_ptr`` to ``known_ptr`` and from ``room`` to ``width`` are :class:`Changes`;
+    changed logits are -inf while the kernel runs. The other tensors have shape (rows,). The results are the
+    tokens, int64, and their scores.
     """
     at = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + at)
@@ -558,7 +579,7 @@ def sample_kernel(
     scale = tl.math.div_rn(1.0, tl.where(greedy, 1.0, temperature))
     key = mix64(seed + position * GOLDEN)
     row = Row(logits_ptr + at * logits_stride, vocab_size, scale, any_score, greedy, key)
-    scores_at, tokens_at = scores_ptr + at * C.ROOM, tokens_ptr + at * C.LISTED
+    scores_at, tokens_at = scores_ptr + at * C.room, tokens_ptr + at * C.LISTED
     count = tl.full([], 0, tl.int32)
     if C.ADJUSTED:
         changes = Changes(
@@ -579,18 +600,12 @@ def sample_kernel(
         min_p = tl.load(min_p_ptr + at)
         winner = sample_filtered(row, adjusted, scores_at + C.LISTED, top_k, top_p, min_p, C)
     else:
-        best, count, above, total = sweep(row, adjusted, -any_score, any_score, any_score, False, False, C)
+        best, _, _, _ = sweep(row, adjusted, -any_score, any_score, any_score, False, False, C)
         winner = draw_listed(best, row, adjusted, any_score, False, C)
     tl.store(out_ptr + at, tl.minimum(winner.token, vocab_size - 1).to(tl.int64))
     tl.store(best_ptr + at, winner.score)
     if C.ADJUSTED:
-        if index >= 0:
-            tl.debug_barrier()  # all threads have read the logits
-            for first in range(0, count, C.BLOCK):
-                place = first + tl.arange(0, C.BLOCK)
-                tokens = tl.load(tokens_at + place, mask=place < count, other=0)
-                logits = tl.load(originals + place, mask=place < count, other=0.0)
-                tl.store(row.logits + tokens, logits.to(logits_ptr.dtype.element_ty), mask=place < count)
+        restore_logits(row, tokens_at, originals, adjusted.count, C)
 
 
 def sample(
@@ -643,7 +658,7 @@ def _results(rows: int, variant: SamplingVariant, device: torch.device) -> tuple
     """Allocate the scores and tokens of the lists, the tokens, and their scores."""
     listed = variant.LISTED if variant.FILTERED else 0
     return (
-        torch.empty(rows, variant.ROOM, device=device),
+        torch.empty(rows, variant.room, device=device),
         torch.empty(rows, listed, dtype=torch.int32, device=device),
         torch.empty(rows, dtype=torch.int64, device=device),
         torch.empty(rows, device=device),

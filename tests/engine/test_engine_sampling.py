@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from flashtile.engine import BeamSearchParams, SamplingParams, adjust
 from flashtile.engine.device import on_device
 from flashtile.engine.request import Request, Sequence
-from flashtile.engine.sampler import GOLDEN, Choice, choose, gumbel, keep, mix64, stream_seed
+from flashtile.engine.sampler import GOLDEN, Choice, choose, gumbel, keep, stream_seed
 from walk import walk
 
 LENGTH = 14
@@ -94,7 +94,7 @@ def test_the_noise_is_a_hash_of_seed_position_and_token(seed, position):
 
 
 def test_lists_of_a_request_reach_the_device_once(monkeypatch):
-    """They may be long, and each step of each answer needs them. Later steps send one new token of an answer."""
+    """They may be long, and each step of each answer needs them. Later steps send one token."""
     sent = []
     monkeypatch.setattr(adjust, "on_device", lambda *args: sent.append(args[0]) or on_device(*args))
     params = SamplingParams(
@@ -131,14 +131,16 @@ ADJUSTING = [
 ]
 
 
-def adjusted_rows(device: str = "cpu", vocabulary: int = 40) -> tuple[torch.Tensor, adjust.Adjusted, torch.Tensor]:
+def adjusted_rows(
+    device: str = "cpu", vocabulary: int = 40
+) -> tuple[torch.Tensor, adjust.Adjusted, torch.Tensor]:
     """Logits, their changes, and what they are expected to be. Row 2 changes nothing."""
     generator = torch.Generator().manual_seed(5)
     logits = (torch.randn(len(ADJUSTING) + 1, vocabulary, generator=generator) * 3).to(device)
     known = torch.tensor([[7, 8], [30, 31], [2, 2], [7, 7], [1, 1], [3, 3], [12, 13]], dtype=torch.int32)
     samples, expected = [], logits.cpu().clone()
-    for i, given in enumerate(ADJUSTING):
-        params = SamplingParams(max_tokens=20, **given)
+    for i, arguments in enumerate(ADJUSTING):
+        params = SamplingParams(max_tokens=20, **arguments)
         prompt, answer = [2, 7, 7, 30], [7, 9, 11, 9][: 1 + i]
         request = Request(
             f"{i}", i, None, prompt, params, max_outputs=20, ends=frozenset(params.stop_token_ids or ())

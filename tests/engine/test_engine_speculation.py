@@ -9,7 +9,8 @@ import pytest
 import torch
 from engine_models import MODELS, SIZES, VOCABULARY, folder, greedy, load, prompts
 
-from flashtile.engine import SamplingParams, runner as runner_module
+from flashtile.engine import SamplingParams
+from flashtile.engine import runner as runner_module
 from flashtile.engine.runner import Runner
 from flashtile.engine.sampler import Choice, candidates, choose, stream_seed
 from flashtile.engine.speculation import accepted_path, comb, depths, visible

@@ -11,9 +11,10 @@ from walk import walk
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
+from hugging_face import SMALL, registered  # noqa: E402, F401 - a fixture
+
 import flashtile  # noqa: E402
 from flashtile.integrations.transformers import shared_prompts, unregister  # noqa: E402
-from hugging_face import SMALL, registered  # noqa: E402, F401 - a fixture
 
 pytestmark = pytest.mark.quick
 
@@ -125,9 +126,7 @@ def test_prompts_are_stored_once():
     q, k, v = torch.randn(3, 8, 2, 16).unbind()
     of_tree = flashtile.tree_attention(q, k, v, batch.cu_seqlens, batch.parent)
     (mask,) = batch.block_mask.values()
-    torch.testing.assert_close(
-        of_tree, flashtile.attention(q[None], k[None], v[None], block_mask=mask)[0]
-    )
+    torch.testing.assert_close(of_tree, flashtile.attention(q[None], k[None], v[None], block_mask=mask)[0])
 
 
 def test_the_loss_of_the_model_itself():

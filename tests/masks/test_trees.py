@@ -75,9 +75,7 @@ def both_passes(attend, inputs: list[Tensor]) -> tuple[Tensor, ...]:
     return out, lse, *torch.autograd.grad(out, inputs, dout)
 
 
-def check(
-    forest: Forest, tail: int = 0, size: int | tuple[int, int] = 16, window_left: int = -1
-) -> None:
+def check(forest: Forest, tail: int = 0, size: int | tuple[int, int] = 16, window_left: int = -1) -> None:
     total = sum(forest[0]) + tail
     cu_seqlens, parent = offsets(forest[0]), torch.tensor(forest[1], dtype=torch.int32)
     seen = dense(forest, total, window_left)
@@ -168,8 +166,10 @@ def test_gradients_are_those_of_repeated_prefixes(forest: Forest) -> None:
 
 
 def test_blocks_beyond_a_window_are_skipped() -> None:
-    """Those of one long segment are exact: every block row has the diagonal's and those that the window meets."""
-    mask = masks.create_tree_mask(offsets([160, 80]), torch.tensor([-1, 0]), 240, BLOCK_SIZE=16, window_left=31)
+    """A row of blocks has those that the window meets: three, for 32 keys in blocks of 16."""
+    mask = masks.create_tree_mask(
+        offsets([160, 80]), torch.tensor([-1, 0]), 240, BLOCK_SIZE=16, window_left=31
+    )
     exact = masks.create_block_mask(mask.mask_mod, None, None, 240, 240, BLOCK_SIZE=16)
     for ours, wanted in zip(mask.lists, exact.lists, strict=True):
         assert torch.equal(ours, wanted)

@@ -551,6 +551,16 @@ def example(group: Any, *, path: str, steps: int, checkpoint: Any) -> list[float
     return script.train(model, corpus, attend, 90, steps, 1e-2, 0, checkpoint, 2, group)
 
 
+def pictures_example(group: Any) -> tuple[float, float]:
+    """Differences of the example of text and pictures from one device: of losses and of gradients."""
+    import script_runner
+
+    script = script_runner.load("examples/train_pictures.py")
+    torch.manual_seed(0)
+    model = script.Model(32, 2, 2, 1)
+    return script.compare(model, script.draw(300, 160, 40, torch.device("cpu"), 0), 70, group)
+
+
 def rounding(group: Any) -> dict[str, tuple[float, float]]:
     """In bfloat16: root-mean-square error of all ranks' out and gradients, and of float64's rounded once."""
     torch.manual_seed(4)

@@ -527,6 +527,13 @@ def test_the_example_goes_on_from_its_checkpoint_with_other_ranks(ranks, tmp_pat
     assert whole[0][-1] < whole[0][0]
 
 
+def test_the_example_of_pictures_has_the_losses_and_gradients_of_one_device(ranks):
+    """Heads of 256 with windows and pictures, and heads of 512, packed."""
+    for differences in ranks.run(parallel_tasks.pictures_example, 2):
+        assert isinstance(differences, tuple), differences
+        assert max(differences) < 64 * torch.finfo(torch.float32).eps
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @walk("spans", [((0, 6),), ((0, 6), (1, 3)), ((3, 6), (0, 6)), ((3, 6), (0, 3)), ((1, 3), (4, 5), (2, 6))])
 def test_gradients_of_some_tokens_add_up(dtype, spans):

@@ -36,7 +36,16 @@ LAYOUTS = ("contiguous", "zigzag")
 
 @dataclass(frozen=True, eq=False)
 class ShardedMask:
-    """A rank's part of a mask, as :func:`shard_mask` makes it. It serves all layers of a step."""
+    """A rank's part of a mask, as :func:`shard_mask` makes it. It serves all layers of a step.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mask = flashtile.parallel.shard_mask(flashtile.masks.causal(), 1000)
+        >>> mask.ranges  # the only rank needs all keys
+        (((0, 1000),),)
+        >>> dist.destroy_process_group()
+    """
 
     block_mask: BlockMask
     """The mask of this rank's queries over the keys that it gathers, in the order of the sequence."""

@@ -84,7 +84,10 @@ def shared(model: PreTrainedModel, prompts: Prompts, answers: Answers) -> tuple[
 def separate(model: PreTrainedModel, prompts: Prompts, answers: Answers) -> tuple[Tensor, int]:
     """Do the same as :func:`shared` with a prompt for each answer, packed into one row."""
     paths = [(p, answer) for p, of_prompt in zip(prompts, answers, strict=True) for answer in of_prompt]
-    tokens, positions, kept, targets = [], [], [], []
+    tokens: list[int] = []
+    positions: list[int] = []
+    kept: list[int] = []
+    targets: list[int] = []
     for prompt, answer in paths:
         path = [*prompt, *answer[:-1]]
         kept += range(len(tokens) + len(prompt) - 1, len(tokens) + len(path))

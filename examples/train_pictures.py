@@ -38,6 +38,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Packed(NamedTuple):
     """Packed documents; all tensors are (tokens,)."""
 
+    lengths: list[int]
+    """Tokens of each document."""
     tokens: Tensor
     targets: Tensor
     """The next token; -100 at the end of a document and where a picture's token is next."""
@@ -46,13 +48,13 @@ class Packed(NamedTuple):
     """Number of the document that a token belongs to."""
     pictures: Tensor
     """Number of the picture that a token belongs to. A token of text has a number of its own below 0."""
-    lengths: list[int]
-    """Tokens of each document."""
 
 
 def draw(total: int, longest: int, picture: int, device: torch.device, seed: int) -> Packed:
     """Draw documents of up to ``longest`` tokens: text and pictures of ``picture`` tokens in turns."""
-    rng, lengths, kinds = Random(seed), [], []
+    rng = Random(seed)
+    lengths: list[int] = []
+    kinds: list[int] = []
     while (left := total - len(kinds)) > 0:
         lengths.append(min(left, rng.randint(1, longest)))
         document: list[int] = []
@@ -70,8 +72,8 @@ def draw(total: int, longest: int, picture: int, device: torch.device, seed: int
     targets = tokens.roll(-1).masked_fill(~text.roll(-1), -100)
     targets[starts[1:] - 1] = -100
     positions = torch.arange(total) - starts[documents]
-    made = tokens, targets, positions, documents, numbers
-    return Packed(*(tensor.to(device) for tensor in made), lengths)
+    made = (tensor.to(device) for tensor in (tokens, targets, positions, documents, numbers))
+    return Packed(lengths, *made)
 
 
 class Layer(nn.Module):
@@ -112,12 +114,12 @@ class Model(nn.Module):
         self.head = nn.Linear(hidden, VOCABULARY, bias=False)
 
     def loss(
-        self, tokens: Tensor, targets: Tensor, positions: Tensor, attends: tuple[Attend, Attend]
+        self, tokens: Tensor, targets: Tensor, positions: Tensor, *, attends: tuple[Attend, Attend]
     ) -> Tensor:
         """Return the sum over tokens. ``attends`` are the attention of local and of global layers."""
         x = self.embedding(tokens)[None]
         for layer in self.layers:
-            x = layer(x, positions, attends[layer.is_global])
+            x = layer(x, positions, attends[bool(layer.is_global)])
         return F.cross_entropy(self.head(x)[0].float(), targets, reduction="sum")
 
 
@@ -166,7 +168,7 @@ def step(model: Model, packed: Packed, window: int, group: Any = None) -> float:
     count = (packed.targets >= 0).sum()
     # (2) Each process has its own tokens, targets and positions.
     own = [shard(t, 0, group) for t in (packed.tokens, packed.targets, packed.positions)]
-    loss = model.loss(*own, shared(packed, window, group)) / count
+    loss = model.loss(*own, attends=shared(packed, window, group)) / count
     loss.backward()
     loss = loss.detach()
     # (4) Loss and gradients are sums over the processes.
@@ -175,19 +177,25 @@ def step(model: Model, packed: Packed, window: int, group: Any = None) -> float:
     return loss.item()
 
 
+def gradients_of(model: Model) -> list[Tensor]:
+    """Take the gradients of the weights, which then have none."""
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    model.zero_grad()
+    return gradients
+
+
 def compare(model: Model, packed: Packed, window: int, group: Any = None) -> tuple[float, float]:
     """Return the differences of losses and gradients of :func:`step` from those of one device.
 
     The difference of gradients is relative to the largest one.
     """
     found = step(model, packed, window, group)
-    gradients = [weight.grad for weight in model.parameters()]
-    model.zero_grad()
-    loss = model.loss(packed.tokens, packed.targets, packed.positions, alone(packed, window))
+    gradients = gradients_of(model)
+    attends = alone(packed, window)
+    loss = model.loss(packed.tokens, packed.targets, packed.positions, attends=attends)
     loss = loss / (packed.targets >= 0).sum()
     loss.backward()
-    own = [weight.grad for weight in model.parameters()]
-    model.zero_grad()
+    own = gradients_of(model)
     largest = max(float(gradient.abs().max()) for gradient in own)
     apart = max(float((one - other).abs().max()) for one, other in zip(gradients, own, strict=True))
     return abs(found - loss.item()), apart / largest

@@ -136,7 +136,7 @@ def drops_keywords(model: nn.Module, decoder: nn.Module) -> str | None:
     never reaches the attention function, and nothing tells.
     """
     attentions = {module for module in decoder.modules() if hasattr(module, "is_causal")}
-    classes = {
+    classes: dict[Any, None] = {
         type(module): None
         for module in model.modules()
         if not isinstance(module, nn.ModuleList) and not attentions.isdisjoint(module.modules())

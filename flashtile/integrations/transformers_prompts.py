@@ -169,29 +169,32 @@ def shared_prompts(
     positions: list[Tensor] = []
     parents: list[int] = []
     labels: list[Tensor] = []
-    for i, (prompt, of_prompt) in enumerate(zip(prompts, answers, strict=True)):
-        prompt, root = _as_tokens(f"prompts[{i}]", prompt, config.vocab_size), len(segments)
-        _check_list(f"answers[{i}]", of_prompt, "answer")
-        own = [_as_tokens(f"answers[{i}][{j}]", one, config.vocab_size) for j, one in enumerate(of_prompt)]
-        last = len(prompt) - 1
-        segments += [prompt[:last], *(torch.cat((prompt[last:], answer[:-1])) for answer in own)]
-        positions += [torch.arange(last), *(torch.arange(last, last + len(answer)) for answer in own)]
-        parents += [-1, *(root for _ in own)]
-        labels += own
-    parent, lengths = torch.tensor(parents), torch.tensor([len(segment) for segment in segments])
-    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
-    position_ids, total = torch.cat(positions), int(cu_seqlens[-1])
+    with torch.device("cpu"):  # also under another default device
+        for i, (prompt, of_prompt) in enumerate(zip(prompts, answers, strict=True)):
+            prompt, root = _as_tokens(f"prompts[{i}]", prompt, config.vocab_size), len(segments)
+            _check_list(f"answers[{i}]", of_prompt, "answer")
+            own = [
+                _as_tokens(f"answers[{i}][{j}]", one, config.vocab_size) for j, one in enumerate(of_prompt)
+            ]
+            last = len(prompt) - 1
+            segments += [prompt[:last], *(torch.cat((prompt[last:], answer[:-1])) for answer in own)]
+            positions += [torch.arange(last), *(torch.arange(last, last + len(answer)) for answer in own)]
+            parents += [-1, *(root for _ in own)]
+            labels += own
+        parent, lengths = torch.tensor(parents), torch.tensor([len(segment) for segment in segments])
+        cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
+        position_ids, total = torch.cat(positions), int(cu_seqlens[-1])
+        of_answers = lengths[parent >= 0]
+        kept = (parent >= 0).repeat_interleave(lengths).nonzero()[:, 0]
+        answer_ids = torch.arange(len(of_answers)).repeat_interleave(of_answers)
     whole = create_tree_mask(cu_seqlens, parent, total, found.device)
     masks, window = {UNLIMITED: whole}, _window(config)
     if window is not None:
-        hides = window <= int(position_ids.max())
         masks[window - 1] = whole
-        if hides:
+        if window <= int(position_ids.max()):  # it hides a key
             masks[window - 1] = create_tree_mask(
                 cu_seqlens, parent, total, found.device, window_left=window - 1
             )
-    of_answers = lengths[parent >= 0]
-    segment = torch.arange(len(segments)).repeat_interleave(lengths)
 
     def placed(tensor: Tensor) -> Tensor:
         return tensor.to(found.device, non_blocking=True)
@@ -200,9 +203,9 @@ def shared_prompts(
         placed(torch.cat(segments))[None],
         placed(position_ids)[None],
         masks,
-        placed((parent >= 0)[segment].nonzero()[:, 0]),
+        placed(kept),
         placed(torch.cat(labels))[None],
-        placed(torch.arange(len(of_answers)).repeat_interleave(of_answers)),
+        placed(answer_ids),
         [of.tolist() for of in of_answers.split([len(of_prompt) for of_prompt in answers])],
         cu_seqlens,
         parent,
@@ -219,12 +222,12 @@ def _check_list(name: str, given: Any, element: str) -> None:
 def _as_tokens(name: str, given: Any, vocabulary: int) -> Tensor:
     """Return token ids as a tensor (tokens,) int64 on the CPU, or raise naming ``name``."""
     try:
-        tokens = torch.as_tensor(given)
+        (length,) = (tokens := torch.as_tensor(given)).shape
     except (TypeError, ValueError, RuntimeError):
-        tokens = None
-    if tokens is None or tokens.dim() != 1:
-        raise TypeError(f"{name} must be a list of token ids or a 1-D tensor of ints, got {named(given)}")
-    if not len(tokens):
+        raise TypeError(
+            f"{name} must be a list of token ids or a 1-D tensor of ints, got {named(given)}"
+        ) from None
+    if length == 0:
         raise ValueError(f"{name} must have at least one token, got none")
     if tokens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {tokens.dtype}")

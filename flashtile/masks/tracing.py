@@ -91,9 +91,9 @@ def _guard_defaults(function: Any) -> None:
 def _is_of_the_graph(function: Any) -> bool:
     """Whether the code that Dynamo compiles defines ``function`` itself, so that its defaults need no guard.
 
-    No Dynamo can read the defaults of such a function, and each shows it in another way. That of torch 2.13 has
-    no ``__closure__`` for it. That of 2.11 has one that is never None, and lacks ``__kwdefaults__`` if there are
-    free variables.
+    No Dynamo can read the defaults of such a function, and each shows it in another way. That of torch 2.13
+    has no ``__closure__`` for it. That of 2.11 has one that is never None, and lacks ``__kwdefaults__`` if
+    the function has free variables.
     """
     try:
         closure = function.__closure__

@@ -79,8 +79,8 @@ class Adjusted(NamedTuple):
     Attributes:
         lists: (rows,) int32, index of the changes of each row of logits, -1 for none.
         numbers: (count, 5 + width) int32 of each row with changes: row of logits, row of the block table,
-            number of entries, whether ends are excluded, whether tokens that are not allowed are excluded, and the
-            unread tokens, as :class:`Adjuster` takes them.
+            number of entries, whether ends are excluded, whether tokens that are not allowed are excluded,
+            and the unread tokens, as :class:`Adjuster` takes them.
         penalties: (count, 3) float32: repetition, presence and frequency penalty.
         table: (rows of the block table, room, 3) int32, the entries of each sequence.
         known: (rows of the block table, columns) int32, as :class:`Adjuster` takes it.

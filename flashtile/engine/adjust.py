@@ -1,4 +1,4 @@
-"""Changes of logits that a request asks for: allowed tokens, penalties, biases and forbidden ends.
+"""Changes of logits by the parameters of a request: allowed tokens, penalties, biases and forbidden ends.
 
 They concern a few of a row's logits, so the device keeps a list of tokens for each sequence: those of its
 prompt and answer if it has penalties, and those that its parameters name. A step sends only the entries that

@@ -495,7 +495,7 @@ class Runner:
             in_flight.scores[i] = log_probabilities(scored, tokens[i : i + 1], count, normalise)
 
     def _adjusted(self, samples: list[Sequence], draw: Draw) -> Adjusted | None:
-        """Return the changes of logits that the samples' requests ask for, if any."""
+        """Return the changes of logits by the parameters of the samples' requests, if any."""
         changed = [i for i in draw.adjusted if needs_adjusting(samples[i])]
         if not changed:
             return None

@@ -222,8 +222,11 @@ def test_the_kernel_draws_what_torch_draws_on_a_gpu(vocab_size, dtype):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize(("filtered", "adjusted"), [(False, False), (True, False), (True, True)])
-def test_the_kernel_compiles_without_spills(filtered, adjusted):
+@pytest.mark.parametrize(
+    ("name", "filtered", "adjusted"),
+    [("sample", False, False), ("sample filtered", True, False), ("sample adjusted", True, True)],
+)
+def test_the_kernel_compiles_without_spills(name, filtered, adjusted):
     from spills import beyond_limits
 
     from flashtile.engine.sampling import NUM_WARPS, sample_kernel, variant_of
@@ -238,7 +241,7 @@ def test_the_kernel_compiles_without_spills(filtered, adjusted):
         "width": "i32",
     }  # fmt: skip
     case = CompileCase(
-        "sample", sample_kernel, signature, {"C": variant_of(filtered, 128256, adjusted)},
+        name, sample_kernel, signature, {"C": variant_of(filtered, 128256, adjusted)},
         num_warps=NUM_WARPS, tensor_cores=False,
         divisible_by_16=frozenset(("logits_stride", "vocab_size")),
     )  # fmt: skip

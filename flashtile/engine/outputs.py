@@ -137,7 +137,7 @@ class RequestMetrics:
         arrival_time, first_scheduled_time, first_token_time, finished_time: seconds by ``time.monotonic``;
             None before the event.
         preemptions: how often an answer lost its memory and was recomputed or swapped.
-        blocks: number of blocks that the answers used, summed over the steps that begin a block.
+        blocks: number of blocks that the answers used, summed over the steps.
         unshared_blocks: the same sum if the answers shared no blocks.
     """
 

@@ -635,14 +635,17 @@ def sample(
     return results[2], results[3]
 
 
-def sampling_ahead(dtype: torch.dtype, vocab_size: int) -> list[Launched]:
-    """Return the launches of all kernels of :func:`sample` for this dtype, to be compiled ahead of time."""
+def sampling_ahead(dtype: torch.dtype, vocab_size: int, adjusts: bool = True) -> list[Launched]:
+    """Return the launches of all kernels of :func:`sample` for this dtype, to be compiled ahead of time.
+
+    ``adjusts`` says whether such logits may have changes.
+    """
     meta = torch.device("meta")
     logits = torch.empty(1, vocab_size, dtype=dtype, device=meta)
     floats = torch.empty(1, device=meta)
     longs, positions = floats.long(), floats.int()
     launches = []
-    for filtered, adjusted in ((False, False), (True, False), (True, True)):
+    for filtered, adjusted in ((False, False), (True, False), *[(True, True)] * adjusts):
         variant = variant_of(filtered, vocab_size, adjusted)
         results = _results(1, variant, meta)
         lists, sizes = _changes(results, None)

@@ -80,6 +80,7 @@ def flash_attn_with_kvcache(
     softmax_max: float | Tensor | None = None,
     qv: Tensor | None = None,
     attention_chunk: int = 0,
+    mass: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     backend: str | None = None,
@@ -159,6 +160,13 @@ def flash_attn_with_kvcache(
         attention_chunk: if > 0, positions are divided into chunks of this size, and a query sees only keys of
             its own chunk (Llama 4). The first chunk begins after ``cache_leftpad``, as in FlashAttention-3.
             Cannot be combined with ``tree_mask``.
+        mass: float32, shaped as k_cache without head_dim: (batch_cache, seqlen_cache, heads_kv), or (num_blocks,
+            page_size, heads_kv). The call adds to each key the sum of the probabilities that it receives from
+            the new queries of the heads of its group, **in place**; keys that no query sees are left as they
+            are. It shows which keys a model reads, for example to evict the others. The order of the sums is
+            fixed, so the numbers are bitwise the same in every run. If sequences share a page, it must be in
+            the same column of ``block_table`` in all of them, and it gets their sums in their order. Cannot be
+            combined with tensors that require grad.
         out, lse: tensors that receive the results, as for :func:`flashtile.attention`. If ``lse`` is
             given, it is written even without ``return_softmax_lse``.
         backend: the backend to require, as for :func:`flashtile.attention`.
@@ -235,15 +243,15 @@ def flash_attn_with_kvcache(
         num_splits=num_splits,
         split_size=split_keys,
         invariant=invariant,
-        return_lse=return_softmax_lse or lse is not None,
+        return_lse=return_softmax_lse or lse is not None or mass is not None,
         phi=phi,
         backend=backend,
         debug_checks=debug_checks,
     )
-    buffers = () if out is lse is None else (out, lse)
+    buffers = () if out is lse is mass is None else (out, lse) if mass is None else (mass, out, lse)
     if k is v is rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new is max_seqlen_k_new is None:
-        out, lse = operators.decode((q, k_cache, v_cache), tensors, options, buffers)
-        return (out, lse) if return_softmax_lse else out
+        results = operators.decode((q, k_cache, v_cache), tensors, options, buffers)
+        return results[-2:] if return_softmax_lse else results[-2]
 
     appended = AppendTensors.__new__(
         AppendTensors,
@@ -268,10 +276,10 @@ def flash_attn_with_kvcache(
         debug_checks=debug_checks,
     )
     check_step(k, v, appended, append_options, tree_mask)
-    out, lse = operators.append_and_decode(
+    results = operators.append_and_decode(
         q, k_cache, v_cache, k, v, appended, append_options, tensors, options, buffers
     )
-    return (out, lse) if return_softmax_lse else out
+    return results[-2:] if return_softmax_lse else results[-2]
 
 
 def append_kvcache(

@@ -64,3 +64,12 @@ def prepare_decode(problem: DecodeProblem, config):
     from flashtile.backends.hopper.decode.launch import HopperDecodeLaunch
 
     return HopperDecodeLaunch(problem, config)
+
+
+configure_decode_mass = configure_decode
+
+
+def prepare_decode_mass(problem: DecodeProblem, config):
+    from flashtile.backends.portable.decode.mass import MassLaunch
+
+    return MassLaunch(problem, prepare_decode(problem, config))

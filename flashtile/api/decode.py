@@ -160,13 +160,13 @@ def flash_attn_with_kvcache(
         attention_chunk: if > 0, positions are divided into chunks of this size, and a query sees only keys of
             its own chunk (Llama 4). The first chunk begins after ``cache_leftpad``, as in FlashAttention-3.
             Cannot be combined with ``tree_mask``.
-        mass: float32, shaped as k_cache without head_dim: (batch_cache, seqlen_cache, heads_kv), or (num_blocks,
-            page_size, heads_kv). The call adds to each key the sum of the probabilities that it receives from
-            the new queries of the heads of its group, **in place**; keys that no query sees are left as they
-            are. It shows which keys a model reads, for example to evict the others. The order of the sums is
-            fixed, so the numbers are bitwise the same in every run. If sequences share a page, it must be in
-            the same column of ``block_table`` in all of them, and it gets their sums in their order. Cannot be
-            combined with tensors that require grad.
+        mass: float32, (batch_cache, seqlen_cache, heads_kv), or (num_blocks, page_size, heads_kv) with
+            ``block_table``. To the number of each key the call adds, **in place**, the sum of the
+            probabilities that the key receives from all queries of the heads of its group. A number whose key
+            no query sees stays as it is. The result is bitwise the same in every run. If sequences share a
+            page, it gets their sums in their order, and must be in the same column of ``block_table`` in all
+            of them. No tensor may require a gradient. It costs about 5 % of a step of generation, or half the
+            time of attention with more than 16 query rows per key head.
         out, lse: tensors that receive the results, as for :func:`flashtile.attention`. If ``lse`` is
             given, it is written even without ``return_softmax_lse``.
         backend: the backend to require, as for :func:`flashtile.attention`.

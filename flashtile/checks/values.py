@@ -108,7 +108,7 @@ def check_held_pages(
     """
     if tensors.block_table is None:
         return
-    batch, columns = tensors.block_table.shape
+    batch = tensors.block_table.shape[0]
     most, page_size = capacity(k_cache, tensors.block_table), k_cache.shape[1]
     lengths = sequence_lengths(batch, most, tensors, options.seqlen_new)
     keys = [most] * batch if lengths is None else lengths.tolist()

@@ -3,8 +3,8 @@
 Each operation is ``torch.ops.flashtile.<name>_into``, whose schema mutates the buffers and returns nothing. A
 launch with the attribute ``writes_into`` takes a buffer or None for each result, after its other arguments,
 and writes directly into these buffers. Without the attribute, or if a buffer is not contiguous and aligned,
-the result is copied into the buffer. A buffer that a launch names in ``adds_to`` holds numbers to which it adds, so
-the launch always gets it.
+the result is copied into the buffer. A buffer that a launch names in ``adds_to`` holds numbers to which it
+adds, so the launch always gets it.
 """
 
 from __future__ import annotations

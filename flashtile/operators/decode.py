@@ -323,7 +323,7 @@ _BOTH = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", *Cache
 
 
 Buffers = tuple[Any, ...]
-"""The caller's buffers: (out, lse), or (mass, out, lse); () if the caller passed none. out or lse may be None."""
+"""The caller's buffers: (out, lse) or (mass, out, lse), in which out and lse may be None. () without any."""
 
 
 def _operation(buffers: Buffers) -> Any:
@@ -336,7 +336,7 @@ def _operation(buffers: Buffers) -> Any:
 def decode(
     cache: tuple[Tensor, Tensor, Tensor], tensors: CacheTensors, options: DecodeOptions, buffers: Buffers
 ) -> Any:
-    """Compute (out, lse) of q over (k_cache, v_cache). With buffers, return the ``buffers`` that it filled."""
+    """Compute (out, lse) of q over (k_cache, v_cache), or fill and return ``buffers`` if there are any."""
     if buffers:
         return _operation(buffers).write(cache, tensors, options, buffers)
     return DECODE(cache, tensors, options)

@@ -53,8 +53,8 @@ def attention_with_kvcache(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute (out, lse, k_cache, v_cache) by definition; the caches are copies with k and v appended.
 
-    The arguments are those of :func:`flashtile.flash_attn_with_kvcache`, ``mass`` of any dtype, ``options`` the other options of
-    :class:`flashtile.problems.masking.Masking`. Appended keys and values are rounded
+    The arguments are those of :func:`flashtile.flash_attn_with_kvcache`, ``options`` the other options of
+    :class:`flashtile.problems.masking.Masking`. ``mass`` may have any dtype. Appended keys and values are rounded
     to the cache's dtype, and rotated queries to q's dtype. Attention is then computed in ``upcast``, or in
     q's dtype if it is None. out has the same dtype. lse is float64 if ``upcast`` or q's dtype is float64,
     otherwise float32.

@@ -42,7 +42,7 @@ def check(
     Args:
         q, k_cache, v_cache, k, v: as for :func:`flashtile.flash_attn_with_kvcache`.
         poison: run the call under :func:`flashtile.testing.poisoned_memory`.
-        arguments: the other arguments of :func:`flashtile.flash_attn_with_kvcache`. A ``mass`` is not changed.
+        arguments: the other arguments of :func:`flashtile.flash_attn_with_kvcache`; ``mass`` is not changed.
 
     Returns:
         The report of out and lse, and of mass if it is given.
@@ -54,9 +54,9 @@ def check(
         out, lse = flash_attn_with_kvcache(
             q, ours_k, ours_v, k, v, return_softmax_lse=True, mass=ours_mass, **arguments
         )
-    exact_mass, plain_mass = (None if mass is None else mass.to(dtype) for dtype in (torch.float64, lse.dtype))
-    if plain_mass is mass and mass is not None:
-        plain_mass = mass.clone()
+    exact_mass, plain_mass = (
+        None if mass is None else mass.to(dtype, copy=True) for dtype in (torch.float64, lse.dtype)
+    )
     defining = {name: value for name, value in arguments.items() if name not in IMPLEMENTATION_ARGUMENTS}
     call = (q, k_cache, v_cache, k, v)
     exact = reference.attention_with_kvcache(*call, upcast=torch.float64, mass=exact_mass, **defining)
@@ -76,7 +76,9 @@ def check(
     if ours_mass is not None:
         # A probability is off by as much, relatively, as its score and lse are.
         most = float(exact_mass.max()) if exact_mass.numel() else 0.0
-        compared.append(compare("mass", ours_mass, exact_mass, plain_mass, noise=(noise * most, noise * most)))
+        compared.append(
+            compare("mass", ours_mass, exact_mass, plain_mass, noise=(noise * most, noise * most))
+        )
     report = Report(
         f"flash_attn_with_kvcache({tuple(q.shape)} over {tuple(k_cache.shape)} in {q.dtype}, "
         f"{k_cache.dtype}, {', '.join(sorted(arguments))})",

@@ -307,8 +307,8 @@ def _sequences(
 def _tokens_of_block(problem: DecodeProblem) -> int:
     """Return the number of query tokens of a block of rows.
 
-    The block has all query heads of these tokens, so that the keys are read once for a group. Products of other
-    shapes add in another order, so an invariant call has one token a block.
+    The block has all query heads of these tokens, so that the keys are read once for a group. Products of
+    other shapes add in another order, so an invariant call has one token a block.
     """
     return 1 if problem.invariant else max(1, BLOCK_ROWS // problem.group_size)
 

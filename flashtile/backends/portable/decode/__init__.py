@@ -36,7 +36,7 @@ configure_decode_mass = configure_decode
 def prepare_decode_mass(problem: DecodeProblem, config):
     from flashtile.backends.portable.decode.mass import MassLaunch
 
-    return MassLaunch(problem, prepare_decode(problem, config))
+    return MassLaunch(problem)
 
 
 def prepare_append_kvcache(problem: AppendProblem, config: None):

@@ -61,7 +61,9 @@ from flashtile.backends.portable.decode.schedule import (
     WorkTile,
     heads_of_rows,
     load_sequence,
+    lse_places,
     normalised,
+    packed_tokens,
     reach_of,
     sequence_of,
     share_start,
@@ -123,6 +125,9 @@ class DecodeVariant(Layout):
     PRECISION: str
     APPEND: AppendVariant | None
     """How the kernel appends a new token of each sequence and rotates the queries. None: it does neither."""
+    WEIGHTS: bool
+    """Whether the kernel stores P of each n_block and the maxima that it is relative to, for :mod:`mass`. Not
+    with APPEND, nor with a unified maximum."""
 
     @property
     def faults_ahead(self) -> bool:
@@ -159,7 +164,8 @@ class DecodePointers(NamedTuple):
     lse: Any
     partial: Any
     new: Any
-    """:class:`append.AppendPointers` of the new tokens, if C.APPEND is given."""
+    """:class:`append.AppendPointers` of the new tokens, if C.APPEND is given; :class:`WeightPointers` with
+    C.WEIGHTS."""
     cache_seqlens: Any
     cache_leftpad: Any
     cache_batch_idx: Any
@@ -175,6 +181,15 @@ class DecodePointers(NamedTuple):
     prior_lse: Any
     softmax_max: Any
     qv: Any
+
+
+class WeightPointers(NamedTuple):
+    """Memory of the probabilities of a call, by rows of lse, with room for the n_blocks of the capacity."""
+
+    weights: Any
+    """(rows, n_blocks * BLOCK_N), in the dtype of products: exp2(score - maximum), not normalised."""
+    maxima: Any
+    """(rows, n_blocks) float32: the maximum of each n_block, in log2 units."""
 
 
 class OuterStrides(NamedTuple):
@@ -328,7 +343,7 @@ def attend_work_tile(
     ``slot`` of the partial results. If ``more``, the program continues with ``next_work_tile`` from n_block
     ``next_first`` on, and the first n_blocks of that work tile are prefetched.
     """
-    pointers, lengths, outer = call.pointers, call.lengths, call.outer
+    pointers, lengths = call.pointers, call.lengths
     sequence = work.sequence
 
     # Prologue: all that depends on the lengths alone, in one round trip to memory.
@@ -369,7 +384,7 @@ def attend_work_tile(
     dtype: tl.constexpr = pointers.q.dtype.element_ty
     q, k_scale = as_operands(q, k_scale, C)
     next_work = NextWork(next_cache, next_first, next_work_tile.keys, more)
-    score_rows = score_rows_of(tokens, slope, k_scale, tree_rows, sequence, lengths, C)
+    score_rows = score_rows_of(rows, slope, k_scale, tree_rows, sequence, lengths, C)
     last = first + count
 
     # Main loop.
@@ -519,14 +534,29 @@ class ScoreRows(NamedTuple):
     len_q: Any
     window: Any
     """How far a token sees, as ``window_at`` returns it: scalars or [BLOCK_M, 1]."""
+    places: Any
+    """Places of the rows in lse, -1 for rows that do not exist; a dummy unless C.WEIGHTS."""
 
 
 @triton.jit
-def score_rows_of(tokens, slope, k_scale, tree_rows, sequence, lengths, C: tl.constexpr):
-    """Return the :class:`ScoreRows` of a tile whose rows have these ``tokens`` of a sequence."""
+def score_rows_of(rows, slope, k_scale, tree_rows, sequence, lengths, C: tl.constexpr):
+    """Return the :class:`ScoreRows` of the rows of a tile."""
+    tokens = rows.tokens
     offset = sequence.len_k - sequence.len_q
     window = window_at((tokens + offset)[:, None], sequence.leftpad, lengths.mask, C)
-    return ScoreRows(tokens, offset, slope, k_scale, tree_rows, sequence.len_q, window)
+    places = tokens
+    if C.WEIGHTS:
+        places = lse_places(rows, packed_tokens(rows, lengths, C), lengths, C)
+        places = tl.where(rows.exists, places, -1)
+    return ScoreRows(tokens, offset, slope, k_scale, tree_rows, sequence.len_q, window, places)
+
+
+@triton.jit
+def weight_places(n, places, lengths, C: tl.constexpr):
+    """Return where n_block ``n`` is in (weights, maxima) for rows at ``places`` in lse."""
+    n_blocks = (lengths.capacity + C.BLOCK_N - 1) // C.BLOCK_N
+    of_maxima = places * n_blocks + n
+    return of_maxima[:, None] * C.BLOCK_N + tl.arange(0, C.BLOCK_N)[None, :], of_maxima
 
 
 class NextWork(NamedTuple):
@@ -624,6 +654,11 @@ def attend_n_blocks(
                 row_sum += tl.sum(p, 1)
         else:
             p, row_max, alpha = softmax_step(scores, row_max, call.numbers.scale_log2, C.SCALED_SCORES, True)
+            if C.WEIGHTS:
+                to, exist = call.pointers.new, rows.places >= 0
+                weights, maxima = weight_places(n, rows.places, call.lengths, C)
+                tl.store(to.maxima + maxima, row_max, mask=exist)
+                tl.store(to.weights + weights, p.to(operand), mask=exist[:, None])
             if C.sums_late:
                 row_sum = row_sum * alpha[:, None] + p
             else:

@@ -1,24 +1,36 @@
-"""Attention mass: the sum of probabilities that each cached key received, added to the caller's buffer.
+"""Attention mass: the sum of the probabilities that each cached key received, added to the caller's buffer.
 
-Attention itself never has the final probabilities: it accumulates tiles relative to a running maximum. With lse
-known, they are P = exp(S - lse), as in the weights kernel, and the mass of a key is the sum of its column over the
-query heads of the group and over the query tokens. So this kernel runs after attention, with its step functions::
+Attention has no final probabilities: it accumulates tiles relative to a running maximum. With lse known, they
+are P = exp(S - lse), and the mass of a key is the sum of its column of P, over query heads of the group and
+query tokens. So this kernel runs after attention::
 
     for each n_block that a program owns:
         for each sequence that holds it, in order:       one, unless sequences share pages
-            for each m_block of the sequence:
-                S = Q K^T;  mask;  P = exp(S - lse);  sums += sum of P over rows
+            sums += sum over rows of P
         mass += sums
 
-Every element is added to by one program in one order, so the result is bitwise the same in every run. Sequences may
-share pages (or rows of a dense cache, by ``cache_batch_idx``). A page then belongs to the program of the first
-sequence that holds it, which also adds the mass of the others, in their order. Programs find the holders of a page
-in its column of the block table: a shared page lies at the same place in each of its sequences.
+P comes from one of two places:
+
+*Stored* (sum_stored_rows), for the few rows of a step of generation. The attention kernel stores
+exp(S - maximum) of each n_block, in the dtype to which it rounds P anyway, and the maxima. A step is bound by
+bytes, and these are few: with head_dim 128, a 16-bit cache and a group of 4, a key of a head has 512 bytes
+of k and v, 16 of stored P (written and read) and 8 of mass. That is 4.7 %.
+
+*Recomputed* (sum_rows), for more rows: S = Q K^T, by the attention kernel's step functions. This takes about
+half as long as attention, and no memory.
+
+Every element is added to by one program in one order, so the result is bitwise the same in every run.
+Sequences may share pages, or rows of a dense cache (``cache_batch_idx``). A page then belongs to the program
+of the first sequence that holds it, which also adds the sums of the others, in their order. Programs find the
+holders of a page in its column of the block table: a shared page is in the same column in each of its
+sequences.
 """
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -30,6 +42,7 @@ from flashtile.backends.portable.decode.attend import (
     DecodeCall,
     DecodeNumbers,
     DecodeVariant,
+    WeightPointers,
     as_operands,
     cache_of,
     in_cache,
@@ -42,12 +55,14 @@ from flashtile.backends.portable.decode.attend import (
     rows_of_n_block,
     score_rows_of,
     scores_of,
+    weight_places,
 )
-from flashtile.backends.portable.decode.config import choose
+from flashtile.backends.portable.decode.config import DecodeConfig, choose
 from flashtile.backends.portable.decode.launch import (
     DecodeLaunch,
     decode_variant,
     lengths_of,
+    m_blocks_of,
     outer_strides_of,
     plan_of,
     strides_of,
@@ -63,11 +78,13 @@ from flashtile.backends.portable.decode.schedule import (
     packed_tokens,
 )
 from flashtile.problems import common
-from flashtile.problems.decode import CacheTensors, DecodeProblem
+from flashtile.problems.decode import FP8, CacheTensors, DecodeProblem
 
 PROGRAMS = 16
-"""Programs per multiprocessor, about. Each takes every n-th n_block of a sequence and head. More programs divide
-pages that many sequences share better. Not measured."""
+"""Programs per multiprocessor, about. Each takes every n-th n_block of a sequence and head. With more
+programs, pages that many sequences share are divided better. Not measured."""
+MAX_STORED_BYTES = 512 * 2**20
+"""Largest memory of stored probabilities. With a wider block table, they are recomputed."""
 SCAN = 32
 """Sequences whose block tables a program compares with its own at a time. Not measured."""
 
@@ -91,6 +108,8 @@ class MassPointers(NamedTuple):
     v: Any
     lse: Any
     mass: Any
+    stored: Any
+    """:class:`attend.WeightPointers`, if C.WEIGHTS."""
     cache_seqlens: Any
     cache_leftpad: Any
     cache_batch_idx: Any
@@ -124,10 +143,12 @@ class MassSizes(NamedTuple):
 def mass_kernel(pointers, strides, outer, lengths, numbers, num_blocks, sizes, C: tl.constexpr):
     """Add the mass of the keys to ``mass``. Grid: (parts * heads_kv * batch,).
 
-    q and the caches are laid out as for the attention kernel, and lse is its result. mass is like the caches without
-    their last dimension.
+    q and the caches are laid out as for the attention kernel, and lse is its result. mass is like the caches
+    without their last dimension.
     """
     call = DecodeCall(pointers, strides, outer, lengths, numbers, num_blocks, sizes, None, None)
+    if C.PDL:
+        tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
     part = program % sizes.parts
     head_kv = program // sizes.parts % lengths.num_heads_kv
@@ -160,15 +181,17 @@ def add_n_block(n, b, head_kv, call, C: tl.constexpr):
             found, held = pages_of_units(holder, True, starts, call, C)
             same = owned & held & (found == pages)
             if tl.max(same.to(tl.int32), 0) != 0:
-                sums += tl.where(keys_of_units(same, C), sum_rows(n, holder, head_kv, call, C), 0.0)
+                if C.WEIGHTS:
+                    of_holder = sum_stored_rows(n, holder, head_kv, call, C)
+                else:
+                    of_holder = sum_rows(n, holder, head_kv, call, C)
+                sums += tl.where(keys_of_units(same, C), of_holder, 0.0)
         positions = n * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
         token = positions
         if C.PAGE_SIZE != 0:
             token = positions % C.PAGE_SIZE
-        places = (
-            keys_of_units(pages, C).to(tl.int64) * sizes.page_stride + token.to(tl.int64) * sizes.token_stride
-        )
-        places += head_kv.to(tl.int64) * sizes.head_stride
+        places = keys_of_units(pages, C).to(tl.int64) * sizes.page_stride
+        places += token.to(tl.int64) * sizes.token_stride + head_kv.to(tl.int64) * sizes.head_stride
         inside = keys_of_units(owned, C) & (positions < lengths.capacity)
         before = tl.load(call.pointers.mass + places, mask=inside, other=0.0)
         tl.store(call.pointers.mass + places, before + sums, mask=inside)
@@ -176,10 +199,11 @@ def add_n_block(n, b, head_kv, call, C: tl.constexpr):
 
 @triton.jit
 def pages_of_units(b, exists, starts, call, C: tl.constexpr):
-    """Return (page of each unit, whether sequence ``b`` holds it), for units that begin at positions ``starts``.
+    """Return (page of each unit, whether sequence ``b`` holds it). Units begin at the positions ``starts``.
 
-    ``b`` broadcasts to ``starts``. A sequence holds a page if one of its rows sees a key there. Other entries of the
-    block table are not read, and pages outside of the cache count as not held. Of a dense cache, a page is a row.
+    ``b`` broadcasts to ``starts``. A sequence holds a page if one of its rows may see a key there. Other
+    entries of the block table are not read, and pages outside of the cache count as not held. The pages of a
+    dense cache are its rows.
     """
     pointers = call.pointers
     sequence = load_sequence(b, exists, pointers, call.lengths, C)
@@ -203,7 +227,7 @@ def keys_of_units(units, C: tl.constexpr):
 
 @triton.jit
 def sum_rows(n, b, head_kv, call, C: tl.constexpr):
-    """Return the sums [BLOCK_N] over all rows of sequence ``b`` of the probabilities of the keys in n_block ``n``."""
+    """Return the sums [BLOCK_N] of the probabilities in n_block ``n`` over all rows of sequence ``b``."""
     pointers, lengths = call.pointers, call.lengths
     sequence = load_sequence(b, True, pointers, lengths, C)
     keys = keys_of_sequence(sequence, lengths, C)
@@ -238,13 +262,10 @@ def sum_rows(n, b, head_kv, call, C: tl.constexpr):
             if C.PAGE_SIZE != 0 and not C.one_page:
                 page_scale = page_scale[None, :]
             products = products * page_scale
-        of_rows = score_rows_of(tokens, slope, k_scale, tree_rows, sequence, lengths, C)
+        of_rows = score_rows_of(rows, slope, k_scale, tree_rows, sequence, lengths, C)
         scores = scores_of(products, positions, seen, of_rows, call, C)
-        lse = tl.load(
-            pointers.lse + lse_places(rows, packed_tokens(rows, lengths, C), lengths, C),
-            mask=exists,
-            other=0.0,
-        )
+        places = lse_places(rows, packed_tokens(rows, lengths, C), lengths, C)
+        lse = tl.load(pointers.lse + places, mask=exists, other=0.0)
         # Hidden keys are told apart by their scores: with an lse of -inf or NaN, the exponential is NaN.
         hidden = (scores == -float("inf")) | (exists == 0)[:, None]
         if not C.SCALED_SCORES:
@@ -254,6 +275,24 @@ def sum_rows(n, b, head_kv, call, C: tl.constexpr):
     return sums
 
 
+@triton.jit
+def sum_stored_rows(n, b, head_kv, call, C: tl.constexpr):
+    """Return what :func:`sum_rows` does, from the probabilities that the attention kernel has stored."""
+    pointers, lengths = call.pointers, call.lengths
+    sequence = load_sequence(b, True, pointers, lengths, C)
+    index = tl.arange(0, C.BLOCK_M)
+    exists = index < sequence.len_q * lengths.group_size
+    tokens, heads = heads_of_rows(index, head_kv, lengths, C)
+    rows = Rows(b.to(tl.int64), sequence.start_q, tokens, heads, exists)
+    places = lse_places(rows, packed_tokens(rows, lengths, C), lengths, C)
+    of_weights, of_maxima = weight_places(n, places, lengths, C)
+    p = tl.load(pointers.stored.weights + of_weights, mask=exists[:, None], other=0.0).to(tl.float32)
+    largest = tl.load(pointers.stored.maxima + of_maxima, mask=exists, other=0.0)
+    lse = tl.load(pointers.lse + places, mask=exists, other=0.0)
+    # Hidden keys have P = 0. If the row sees no key or has an lse of NaN, the factor is NaN.
+    return tl.sum(tl.where(p == 0.0, 0.0, p * tl.exp2(largest - lse * LOG2_E)[:, None]), 0)
+
+
 def units_of(page_size: int, block_n: int) -> int:
     """Return the number of units of an n_block: 1 within one page, else its pages, or its keys."""
     if page_size == 0 or page_size % block_n == 0:
@@ -261,20 +300,47 @@ def units_of(page_size: int, block_n: int) -> int:
     return block_n if block_n % page_size else block_n // page_size
 
 
+def stored_sizes(problem: DecodeProblem, config: DecodeConfig) -> tuple[int, int]:
+    """Return the numbers of (weights, maxima) that attention stores; (0, 0) if it stores none.
+
+    It does for few rows. Those of a prefill would take more memory than its tensors.
+    """
+    n_blocks = triton.cdiv(problem.capacity, config.tile.BLOCK_N)
+    maxima = math.prod(problem.lse_shape) * n_blocks
+    weights = maxima * config.tile.BLOCK_N
+    few = m_blocks_of(problem, config) <= 1 and weights * problem.dtype.itemsize <= MAX_STORED_BYTES
+    return (weights, maxima) if few else (0, 0)
+
+
 class MassLaunch:
     """``(q, k_cache, v_cache, tensors, mass, out, lse) -> (mass, out, lse)`` for tensors of one signature.
 
     Args:
-        attend: the launch of attention.
+        attend: the launch of attention. None: the portable one, which stores probabilities of few rows.
     """
 
     writes_into = True
     adds_to = ("mass",)
 
-    def __init__(self, problem: DecodeProblem, attend: DecodeLaunch) -> None:
-        self._problem, self._attend = problem, attend
+    def __init__(self, problem: DecodeProblem, attend: DecodeLaunch | None = None) -> None:
+        self._problem = problem
         self._kernel: CachedLaunch | None = None
-        self._config = choose(problem)
+        self._config = config = choose(problem)
+        self._sizes = (0, 0) if attend else stored_sizes(problem, config)
+        in_float16 = problem.cache_dtype == FP8 and problem.dtype.itemsize == 2
+        self._stored_dtype = torch.float16 if in_float16 else problem.dtype
+        if attend is None:
+            # Stored probabilities are relative to maxima, so they must be computed, and no result changes.
+            own = (
+                problem if self.recomputes else replace(problem, softmax_max=None, softmax_max_by_head=False)
+            )
+            attend = DecodeLaunch(own, config, stores_weights=not self.recomputes)
+        self._attend = attend
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether probabilities are recomputed instead of stored."""
+        return self._sizes[0] == 0
 
     def __call__(
         self,
@@ -286,13 +352,18 @@ class MassLaunch:
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        out, lse = self._attend(q, k_cache, v_cache, tensors, out, lse)
+        stored, (weights, maxima) = None, self._sizes
+        if weights:
+            stored = WeightPointers(
+                q.new_empty(weights, dtype=self._stored_dtype), q.new_empty(maxima, dtype=torch.float32)
+            )
+        out, lse = self._attend(q, k_cache, v_cache, tensors, out, lse, stored)
         if 0 in self._problem.out_shape or 0 in mass.shape or self._problem.batch == 0:
             return mass, out, lse
         k_cache, v_cache = caches_as_operands(k_cache, v_cache, self._config)
         if self._kernel is None:
             self._kernel = self._prepare(q, k_cache, v_cache, tensors, mass)
-        self._kernel(q.device, q, k_cache, v_cache, lse, mass, *tensors)
+        self._kernel(q.device, q, k_cache, v_cache, lse, mass, stored, *tensors)
         return mass, out, lse
 
     def _prepare(
@@ -302,7 +373,7 @@ class MassLaunch:
         plan = plan_of(problem, config, k_cache, v_cache)._replace(stream_k=False, softmax_max="none")
         block_n = config.tile.BLOCK_N
         variant = MassVariant(
-            **asdict(decode_variant(problem, config, plan)),
+            **asdict(decode_variant(problem, config, plan, not self.recomputes)),
             SHARED=problem.batch > 1 and (problem.page_size > 0 or problem.batch_idx),
             SCAN=min(SCAN, triton.next_power_of_2(problem.batch)),
             UNITS=units_of(problem.page_size, block_n),
@@ -326,4 +397,5 @@ class MassLaunch:
             (variant,),
             config.tile,
             pointers=MassPointers,
+            **({"launch_pdl": True} if variant.PDL else {}),
         )

@@ -54,10 +54,10 @@ def attention_with_kvcache(
     """Compute (out, lse, k_cache, v_cache) by definition; the caches are copies with k and v appended.
 
     The arguments are those of :func:`flashtile.flash_attn_with_kvcache`, ``options`` the other options of
-    :class:`flashtile.problems.masking.Masking`. ``mass`` may have any dtype. Appended keys and values are rounded
-    to the cache's dtype, and rotated queries to q's dtype. Attention is then computed in ``upcast``, or in
-    q's dtype if it is None. out has the same dtype. lse is float64 if ``upcast`` or q's dtype is float64,
-    otherwise float32.
+    :class:`flashtile.problems.masking.Masking`. ``mass`` may have any dtype and is written. Appended keys and
+    values are rounded to the cache's dtype, and rotated queries to q's dtype. Attention is then computed in
+    ``upcast``, or in q's dtype if it is None. out has the same dtype. lse is float64 if ``upcast`` or q's
+    dtype is float64, otherwise float32.
     """
     if isinstance(cache_seqlens, int):
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1

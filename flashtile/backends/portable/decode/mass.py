@@ -134,9 +134,8 @@ class MassSizes(NamedTuple):
     parts: Any
     """Programs per sequence and key head."""
     page_stride: Any
-    """Strides of mass, in elements: between pages (or rows of a dense cache), tokens and heads."""
+    """Strides of mass, in elements, between pages (or rows of a dense cache) and between tokens."""
     token_stride: Any
-    head_stride: Any
 
 
 @kernel(do_not_specialize=("outer", "lengths", "num_blocks", "sizes"))
@@ -162,7 +161,8 @@ def mass_kernel(pointers, strides, outer, lengths, numbers, num_blocks, sizes, C
 def add_n_block(n, b, head_kv, call, C: tl.constexpr):
     """Add the mass of those keys of n_block ``n`` whose pages sequence ``b`` is the first to hold."""
     lengths, sizes = call.lengths, call.splits
-    SIZE: tl.constexpr = C.BLOCK_N // C.UNITS
+    BLOCK_N: tl.constexpr = C.BLOCK_N  # Triton does not accept a field of C in a shape
+    SIZE: tl.constexpr = BLOCK_N // C.UNITS
     starts = n * C.BLOCK_N + tl.arange(0, C.UNITS) * SIZE
     pages, owned = pages_of_units(b, True, starts, call, C)
     last = b
@@ -175,7 +175,7 @@ def add_n_block(n, b, head_kv, call, C: tl.constexpr):
             owned = owned & (tl.max((same & (other < b)).to(tl.int32), 0) == 0)
             last = tl.maximum(last, tl.max(tl.where(tl.max(same.to(tl.int32), 1) != 0, others, b), 0))
     if tl.max(owned.to(tl.int32), 0) != 0:
-        sums = tl.zeros([C.BLOCK_N], tl.float32)
+        sums = tl.zeros([BLOCK_N], tl.float32)
         for i in range(0, last - b + 1):
             holder = b + i
             found, held = pages_of_units(holder, True, starts, call, C)
@@ -191,7 +191,7 @@ def add_n_block(n, b, head_kv, call, C: tl.constexpr):
         if C.PAGE_SIZE != 0:
             token = positions % C.PAGE_SIZE
         places = keys_of_units(pages, C).to(tl.int64) * sizes.page_stride
-        places += token.to(tl.int64) * sizes.token_stride + head_kv.to(tl.int64) * sizes.head_stride
+        places += token.to(tl.int64) * sizes.token_stride + head_kv
         inside = keys_of_units(owned, C) & (positions < lengths.capacity)
         before = tl.load(call.pointers.mass + places, mask=inside, other=0.0)
         tl.store(call.pointers.mass + places, before + sums, mask=inside)
@@ -221,13 +221,16 @@ def pages_of_units(b, exists, starts, call, C: tl.constexpr):
 @triton.jit
 def keys_of_units(units, C: tl.constexpr):
     """Return the value of each key [BLOCK_N] from that of its unit [UNITS]."""
-    SIZE: tl.constexpr = C.BLOCK_N // C.UNITS
-    return tl.reshape(tl.broadcast_to(units[:, None], [C.UNITS, SIZE]), [C.BLOCK_N])
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    UNITS: tl.constexpr = C.UNITS
+    return tl.reshape(tl.broadcast_to(units[:, None], [UNITS, BLOCK_N // UNITS]), [BLOCK_N])
 
 
 @triton.jit
 def sum_rows(n, b, head_kv, call, C: tl.constexpr):
     """Return the sums [BLOCK_N] of the probabilities in n_block ``n`` over all rows of sequence ``b``."""
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    BLOCK_M: tl.constexpr = C.BLOCK_M
     pointers, lengths = call.pointers, call.lengths
     sequence = load_sequence(b, True, pointers, lengths, C)
     keys = keys_of_sequence(sequence, lengths, C)
@@ -241,7 +244,7 @@ def sum_rows(n, b, head_kv, call, C: tl.constexpr):
         page = page_of_keys(in_cache(cache.pages[0], call.num_blocks), C)
     k, v, k_offsets, v_offsets = rows_of_n_block(cache, page, start, call.strides, C)
     num_rows = sequence.len_q * lengths.group_size
-    sums = tl.zeros([C.BLOCK_N], tl.float32)
+    sums = tl.zeros([BLOCK_N], tl.float32)
     for first in range(0, num_rows, C.BLOCK_M):
         index = first + tl.arange(0, C.BLOCK_M)
         exists = index < num_rows
@@ -252,7 +255,7 @@ def sum_rows(n, b, head_kv, call, C: tl.constexpr):
         q, k_scale = as_operands(q, k_scale, C)
         q_odd = q
         if C.E4M3_PAIRS:
-            q, q_odd = tl.split(tl.reshape(q, [C.BLOCK_M, C.BLOCK_D // 2, 2]))
+            q, q_odd = tl.split(tl.reshape(q, [BLOCK_M, C.BLOCK_D // 2, 2]))
         products = multiply_keys(q, q_odd, k, k_offsets, seen, C)
         if C.HAS_QV:
             v_tile = load_rows(v, v_offsets, seen, C.HEAD_DIM_V, C.BLOCK_DV)
@@ -392,7 +395,7 @@ class MassLaunch:
                 lengths,
                 DecodeNumbers(scale, scale * common.LOG2_E, problem.softcap, None),
                 problem.num_blocks,
-                MassSizes(problem.batch, parts, *mass.stride()),
+                MassSizes(problem.batch, parts, *mass.stride()[:2]),
             ),
             (variant,),
             config.tile,

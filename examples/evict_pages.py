@@ -4,10 +4,10 @@
     python examples/evict_pages.py --device cuda
 
 H2O (Zhang et al. 2023, arXiv:2306.14048) keeps the keys that got the largest sums of probabilities. Here
-``flash_attn_with_kvcache(mass=...)`` adds these sums up, step by step, and whole pages are evicted: those with
-the least mass leave the block table and return to the pool. Queries and keys are random, but some pages have keys
-that queries look for. The example compares the next steps with those over the whole cache, and with what is left
-if the oldest or random pages are evicted.
+``flash_attn_with_kvcache(mass=...)`` adds these sums up, step by step, and whole pages are evicted: those
+with the least mass leave the block table and return to the pool. Queries and keys are random, but some pages
+have keys that queries look for. The example compares the next steps with those over the whole cache, and with
+what is left if the oldest or random pages are evicted.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ class Cache:
     def queries(self) -> Tensor:
         """Return the queries of a step, which look for the direction of some keys."""
         of_heads = self.direction.repeat_interleave(HEADS // HEADS_KV, 0)
-        noise = torch.randn(
-            len(self.table), 1, HEADS, HEAD_DIM, generator=self._draw, device=self.k.device
-        )
+        noise = torch.randn(len(self.table), 1, HEADS, HEAD_DIM, generator=self._draw, device=self.k.device)
         return (noise + of_heads).to(self.k.dtype)
 
     def attend(self, q: Tensor, table: Tensor, mass: Tensor | None = None) -> Tensor:

@@ -303,7 +303,9 @@ FIXED: tuple[Workload, ...] = (
     ),
     # A step that adds the mass of keys, beside the same step without it
     *(
-        _decode(f"mass-{b}x{s}-{q}/{kv}", (s,) * b, "mass", (q, kv, 128), series=f"mass-{b}x-{q}/{kv}", mass=True)
+        _decode(
+            f"mass-{b}x{s}-{q}/{kv}", (s,) * b, "mass", (q, kv, 128), series=f"mass-{b}x-{q}/{kv}", mass=True
+        )
         for q, kv in ((32, 8), (32, 32), (64, 8))
         for b, s in ((1, 8192), (1, 131072), (8, 65536), (32, 4096), (128, 4096))
     ),

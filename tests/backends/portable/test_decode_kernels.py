@@ -37,8 +37,8 @@ WHOLE = (
 )  # fmt: skip
 OF_MASS = (
     "dense", "empty-cache", "odd-head-dims", "page-size-5-transposed", "one-large-page", "window-left",
-    "chunk-ragged", "chunk-leftpad", "alibi", "sink", "tree-by-batch", "everything", "two-splits", "fp8-by-block",
-    "fp8-append-by-sequence",
+    "chunk-ragged", "chunk-leftpad", "alibi", "sink", "tree-by-batch", "everything", "two-splits",
+    "fp8-by-block", "fp8-append-by-sequence",
 )  # fmt: skip
 IN_FLOAT16 = [name for name, case in BY_NAME.items() if case.cache_dtype == FP8]
 IN_FLOAT16 += ["paged", "everything", "sink", "split-size"]

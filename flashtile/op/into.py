@@ -77,8 +77,8 @@ class Into(Operation):
 
     def complete(self, tensors: tuple, optional: Any, options: Any, buffers: tuple) -> tuple[Any, ...]:
         """Return ``buffers``, with new memory for requested results whose buffer is None."""
-        *most, lse = buffers
-        if None not in most and (lse is not None or not getattr(options, "return_lse", True)):
+        *_, out, lse = buffers  # a buffer before these holds numbers already
+        if out is not None and (lse is not None or not getattr(options, "return_lse", True)):
             return buffers
         try:
             results = self.results_of(*tensors, optional, options)

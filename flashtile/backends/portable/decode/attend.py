@@ -479,7 +479,7 @@ def load_queries(rows, call, C: tl.constexpr):
 
 @triton.jit
 def load_terms(rows, head_kv, call, C: tl.constexpr):
-    """Load what scores of ``rows`` depend on beside products: (slope, k_scale, v_scale, tree_rows).
+    """Load what scores of ``rows`` depend on, in addition to products: (slope, k_scale, v_scale, tree_rows).
 
     Scales per head and per sequence are numbers of the work tile. Those per block come with the keys.
     """

@@ -546,7 +546,7 @@ def score_rows_of(rows, slope, k_scale, tree_rows, sequence, lengths, C: tl.cons
     window = window_at((tokens + offset)[:, None], sequence.leftpad, lengths.mask, C)
     places = tokens
     if C.WEIGHTS:
-        places = lse_places(rows, packed_tokens(rows, lengths, C), lengths, C)
+        places = lse_places(rows, packed_tokens(rows, lengths, C), lengths, C).to(tl.int32)
         places = tl.where(rows.exists, places, -1)
     return ScoreRows(tokens, offset, slope, k_scale, tree_rows, sequence.len_q, window, places)
 
@@ -555,7 +555,7 @@ def score_rows_of(rows, slope, k_scale, tree_rows, sequence, lengths, C: tl.cons
 def weight_places(n, places, lengths, C: tl.constexpr):
     """Return where n_block ``n`` is in (weights, maxima) for rows at ``places`` in lse."""
     n_blocks = (lengths.capacity + C.BLOCK_N - 1) // C.BLOCK_N
-    of_maxima = places * n_blocks + n
+    of_maxima = places.to(tl.int32) * n_blocks + n  # the memory of weights is bounded (mass.stored_sizes)
     return of_maxima[:, None] * C.BLOCK_N + tl.arange(0, C.BLOCK_N)[None, :], of_maxima
 
 

@@ -84,7 +84,8 @@ PROGRAMS = 16
 """Programs per multiprocessor, about. Each takes every n-th n_block of a sequence and head. With more
 programs, pages that many sequences share are divided better. Not measured."""
 MAX_STORED_BYTES = 512 * 2**20
-"""Largest memory of stored probabilities. With a wider block table, they are recomputed."""
+"""Largest memory of stored probabilities, less than 2^31 elements. With a wider block table, they are
+recomputed."""
 SCAN = 32
 """Sequences whose block tables a program compares with its own at a time. Not measured."""
 
@@ -104,6 +105,7 @@ class MassPointers(NamedTuple):
     """Tensors of the call; None for each that the call does not use."""
 
     q: Any
+    """None, as are k and v, if C.WEIGHTS."""
     k: Any
     v: Any
     lse: Any
@@ -363,10 +365,11 @@ class MassLaunch:
         out, lse = self._attend(q, k_cache, v_cache, tensors, out, lse, stored)
         if 0 in self._problem.out_shape or 0 in mass.shape or self._problem.batch == 0:
             return mass, out, lse
-        k_cache, v_cache = caches_as_operands(k_cache, v_cache, self._config)
+        given = (q, *caches_as_operands(k_cache, v_cache, self._config))
         if self._kernel is None:
-            self._kernel = self._prepare(q, k_cache, v_cache, tensors, mass)
-        self._kernel(q.device, q, k_cache, v_cache, lse, mass, stored, *tensors)
+            self._kernel = self._prepare(*given, tensors, mass)
+        multiplied = given if self.recomputes else (None, None, None)
+        self._kernel(q.device, *multiplied, lse, mass, stored, *tensors)
         return mass, out, lse
 
     def _prepare(

@@ -165,8 +165,7 @@ def flash_attn_with_kvcache(
             probabilities that the key receives from all queries of the heads of its group. A number whose key
             no query sees stays as it is. The result is bitwise the same in every run. If sequences share a
             page, it gets their sums in their order, and must be in the same column of ``block_table`` in all
-            of them. No tensor may require a gradient. It costs about 5 % of a step of generation, or half the
-            time of attention with more than 16 query rows per key head.
+            of them. No tensor may require a gradient.
         out, lse: tensors that receive the results, as for :func:`flashtile.attention`. If ``lse`` is
             given, it is written even without ``return_softmax_lse``.
         backend: the backend to require, as for :func:`flashtile.attention`.

@@ -20,10 +20,10 @@ of k and v, 16 of stored P (written and read) and 8 of mass. That is 4.7 %.
 half as long as attention, and no memory.
 
 Every element is added to by one program in one order, so the result is bitwise the same in every run.
-Sequences may share pages, or rows of a dense cache (``cache_batch_idx``). A page then belongs to the program
-of the first sequence that holds it, which also adds the sums of the others, in their order. Programs find the
-holders of a page in its column of the block table: a shared page is in the same column in each of its
-sequences.
+Sequences may share pages, or rows of a dense cache (``cache_batch_idx``). A shared page then belongs to the
+program of one of its holders, which adds the sums of all of them, in their order. The holders take turns from
+n_block to n_block. Programs find them in the page's column of the block table: a shared page is in the same
+column in each of its sequences.
 """
 
 import math
@@ -161,25 +161,32 @@ def mass_kernel(pointers, strides, outer, lengths, numbers, num_blocks, sizes, C
 
 @triton.jit
 def add_n_block(n, b, head_kv, call, C: tl.constexpr):
-    """Add the mass of those keys of n_block ``n`` whose pages sequence ``b`` is the first to hold."""
+    """Add the mass of those keys of n_block ``n`` whose pages sequence ``b`` owns."""
     lengths, sizes = call.lengths, call.splits
     BLOCK_N: tl.constexpr = C.BLOCK_N  # Triton does not accept a field of C in a shape
     SIZE: tl.constexpr = BLOCK_N // C.UNITS
     starts = n * C.BLOCK_N + tl.arange(0, C.UNITS) * SIZE
     pages, owned = pages_of_units(b, True, starts, call, C)
+    first = b
     last = b
     if C.SHARED:
+        before = starts * 0
+        holders = starts * 0
         for start in range(0, sizes.batch, C.SCAN):
             others = start + tl.arange(0, C.SCAN)
             other = others[:, None]
             found, held = pages_of_units(other, other < sizes.batch, starts[None, :], call, C)
             same = held & (found == pages[None, :])
-            owned = owned & (tl.max((same & (other < b)).to(tl.int32), 0) == 0)
-            last = tl.maximum(last, tl.max(tl.where(tl.max(same.to(tl.int32), 1) != 0, others, b), 0))
+            before += tl.sum((same & (other < b)).to(tl.int32), 0)
+            holders += tl.sum(same.to(tl.int32), 0)
+            sharing = tl.where(tl.max(same.to(tl.int32), 1) != 0, others, b)
+            first = tl.minimum(first, tl.min(sharing, 0))
+            last = tl.maximum(last, tl.max(sharing, 0))
+        owned = owned & (before == n % tl.maximum(holders, 1))
     if tl.max(owned.to(tl.int32), 0) != 0:
         sums = tl.zeros([BLOCK_N], tl.float32)
-        for i in range(0, last - b + 1):
-            holder = b + i
+        for i in range(0, last - first + 1):
+            holder = first + i
             found, held = pages_of_units(holder, True, starts, call, C)
             same = owned & held & (found == pages)
             if tl.max(same.to(tl.int32), 0) != 0:
@@ -195,8 +202,8 @@ def add_n_block(n, b, head_kv, call, C: tl.constexpr):
         places = keys_of_units(pages, C).to(tl.int64) * sizes.page_stride
         places += token.to(tl.int64) * sizes.token_stride + head_kv
         inside = keys_of_units(owned, C) & (positions < lengths.capacity)
-        before = tl.load(call.pointers.mass + places, mask=inside, other=0.0)
-        tl.store(call.pointers.mass + places, before + sums, mask=inside)
+        mass = tl.load(call.pointers.mass + places, mask=inside, other=0.0)
+        tl.store(call.pointers.mass + places, mass + sums, mask=inside)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from decode_cases import CASES, build
 from flashtile.backends.common.tiles import decode_bits, encode_bits
 from flashtile.backends.portable.decode import config, launch, prepare_combine, prepare_copy_blocks
 from flashtile.backends.portable.decode import mass as mass_kernel
+from flashtile.backends.portable.decode.attend import WeightPointers
 from flashtile.backends.portable.decode.schedule import DecodeLengths, Layout, stream_k_start
 from flashtile.backends.portable.decode.schedule import share_of as share_of_kernel
 from flashtile.backends.portable.decode.schedule import share_start as share_start_kernel
@@ -66,6 +67,24 @@ def test_mass(name, stored, monkeypatch):
     tensors, arguments = build(BY_NAME[name], dtype, "cpu")
     mass = torch.rand(tensors[1].shape[:3], generator=torch.Generator().manual_seed(9))
     testing.check(*tensors, mass=mass, backend="portable", **arguments)
+
+
+def test_rows_padded_to_the_capacity_store_no_probabilities(monkeypatch):
+    """They visit an n_block beyond the cache, for which there is no memory."""
+    behind = []
+
+    def with_room(*memory):
+        longer = [m.new_full((len(m) + 512,), 7.0) for m in memory]
+        behind.extend(more[len(m) :] for more, m in zip(longer, memory, strict=True))
+        return WeightPointers(*(more[: len(m)] for more, m in zip(longer, memory, strict=True)))
+
+    monkeypatch.setattr(mass_kernel, "WeightPointers", with_room)
+    case = replace(BY_NAME["dense"], lengths=(128, 128), leftpad=(0, 128), capacity=128)
+    tensors, arguments = build(case, FP32, "cpu")
+    mass = torch.zeros(tensors[1].shape[:3])
+    testing.check(*tensors, mass=mass, backend="portable", **arguments)
+    assert len(behind) == 2
+    assert all((more == 7.0).all() for more in behind)
 
 
 @pytest.mark.parametrize("page_size", [3, 16, 128])

@@ -655,7 +655,9 @@ def attend_n_blocks(
         else:
             p, row_max, alpha = softmax_step(scores, row_max, call.numbers.scale_log2, C.SCALED_SCORES, True)
             if C.WEIGHTS:
-                to, exist = call.pointers.new, rows.places >= 0
+                # Rows that see no key have an n_block, which may begin where the cache ends.
+                exist = (rows.places >= 0) & (start < call.lengths.capacity)
+                to = call.pointers.new
                 weights, maxima = weight_places(n, rows.places, call.lengths, C)
                 tl.store(to.maxima + maxima, row_max, mask=exist)
                 tl.store(to.weights + weights, p.to(operand), mask=exist[:, None])

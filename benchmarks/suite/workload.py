@@ -60,6 +60,7 @@ class Workload:
         weights: which attention weights the call also returns: "full" (all), "columns" (sums over queries),
             "top" (the largest of each query), or "" for none.
         statistics: whether the largest scores and the entropy are measured beside the call without them.
+        mass: whether decoding that adds the mass of keys is measured beside the step without it.
         alibi, sink: whether the call has ALiBi slopes, and a learned sink per head.
         drawn_from: name of the class that the workload was drawn from (:mod:`benchmarks.suite.drawn`), or "".
         tags: names of the sets that the workload belongs to.
@@ -86,19 +87,22 @@ class Workload:
     latent: bool = False
     weights: str = ""
     statistics: bool = False
+    mass: bool = False
     drawn_from: str = ""
     tags: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
         """Kind of workload, which determines the contestants: "attention", "masks", "tree", "weights",
-        "statistics", "fp8" or "decode"."""
+        "statistics", "fp8", "mass" or "decode"."""
         if self.mod:
             return "tree" if self.mod == "tree" else "masks"
         if self.weights:
             return "weights"
         if self.statistics:
             return "statistics"
+        if self.mass:
+            return "mass"
         return "decode" if self.cache is not None else "fp8" if self.fp8 else "attention"
 
     @property

@@ -474,6 +474,10 @@ def hopper_backward_cases() -> Iterator[CompileCase]:
             yield from _products(mask, problem, config=config)
             grouped = replace(problem, num_heads_kv=GROUPED.num_heads_kv)  # _SHARED divides four heads
             yield from _products(mask, grouped, _SHARED, config)
+    # Short packed sequences have the other configurations as well.
+    for mask, problem in {"packed causal": _CAUSAL, "packed features": _KNOWN}.items():
+        short = replace(problem, varlen=True, batch=64, seqlen_q=128, seqlen_k=128, head_dim=64, head_dim_v=64)
+        yield from _products(mask, short, config=backward_alternatives(short)[1])
     for size in (64, 128, 256, 512):
         shared = replace(GROUPED, window_right=0, head_dim=size, head_dim_v=size)
         yield from _products("causal", shared, _SHARED)
@@ -512,6 +516,12 @@ def hopper_backward_cases() -> Iterator[CompileCase]:
         name="hopper backward preprocess head_dim 128",
         tensor_cores=False,
     )
+    # The longest of these sequences has half of the tokens, so that programs find theirs.
+    packed = replace(with_sink, varlen=True, batch=8)
+    cases = _backward(packed, backward_alternatives(packed)[0], has_dlse=True)
+    name = "hopper backward preprocess head_dim 128 packed"
+    yield only(preprocess_kernel, cases, name=name, tensor_cores=False)
+    yield only(tile_table_kernel, cases, name="hopper backward tile table", tensor_cores=False)
 
 
 def _backward(

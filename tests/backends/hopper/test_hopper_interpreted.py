@@ -78,7 +78,9 @@ FORWARD: Variants = {
     "three-warpgroups": {"seqlen_q": 250, "heads_q": 3, "heads_kv": 3},
     "packed-heads": {"seqlen_q": 20, "heads_q": 4, "head_dim": 96, "head_dim_v": 64},
     "causal": {"causal": True, "seqlen_q": 300, "head_dim": 128, "sink": "own"},
-    "varlen": {"lengths": LENGTHS, "causal": True, "softcap": 3.0, "head_dim": 128, "dtype": FP16},
+    "varlen": {
+        "lengths": LENGTHS, "causal": True, "softcap": 3.0, "head_dim": 128, "dtype": FP16, "unused_tail": 300,
+    },
     "window": {"window_size": (70, 9), "seqlen_q": 300, "head_dim": 256, "alibi": "batch"},
     "used": {"unused_keys": 40, "batch": 2, "head_dim": 256, "head_dim_v": 128},
     "tiles-in-parts": {"head_dim": 192, "head_dim_v": 128, "lengths": LENGTHS, "softcap": 3.0},
@@ -95,7 +97,7 @@ FORWARD: Variants = {
 BACKWARD: Variants = {
     "more-heads-than-dq-accum-has": {"batch": 8, "seqlen_q": 70, "seqlen_k": 130},
     "causal": {"causal": True, "head_dim": 128, "softcap": 3.0},
-    "varlen": {"lengths": LENGTHS, "head_dim_v": 128, "alibi": "batch"},
+    "varlen": {"lengths": (*LENGTHS, (30, 0)), "head_dim_v": 128, "alibi": "batch", "unused_tail": 300},
     "window-used": {"window_size": (70, 9), "unused_keys": 30, "head_dim": 128, "sink": "own"},
     "unseen-keys": {"window_size": (20, 0), "seqlen_q": 70, "seqlen_k": 400},
     "wide": {"head_dim": 256, "causal": True, "alibi": "batch"},

@@ -379,6 +379,13 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
                 if other.warpgroups == 1 and variant not in seen:
                     seen.add(variant)
                     yield _forward_case(dense, other)
+    for head_dim, left in ((64, UNLIMITED), (64, 63), (128, UNLIMITED)):
+        short = {"varlen": True, "batch": 64, "seqlen_q": 128, "seqlen_k": 128}
+        short = replace(_GROUPED_CAUSAL, window_left=left, head_dim=head_dim, head_dim_v=head_dim, **short)
+        config = choose(short)
+        yield _forward_case(short, config)
+        if left == UNLIMITED:
+            yield _forward_case(replace(short, **FEATURES, sink=True), config)
     long = replace(_GROUPED_CAUSAL, head_dim=128, head_dim_v=128, seqlen_q=16384, seqlen_k=16384)
     window = replace(long, window_left=1023)
     yield _forward_case(window, choose(window))

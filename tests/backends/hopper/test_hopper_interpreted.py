@@ -81,6 +81,8 @@ FORWARD: Variants = {
     "varlen": {
         "lengths": LENGTHS, "causal": True, "softcap": 3.0, "head_dim": 128, "dtype": FP16, "unused_tail": 300,
     },
+    "short-sequences": {"lengths": ((100, 120), (3, 3), (0, 5), (64, 64)), "causal": True, "head_dim": 128},
+    "short-window": {"lengths": ((70, 30), (3, 3), (128, 128)), "window_size": (40, 0), "sink": "own"},
     "window": {"window_size": (70, 9), "seqlen_q": 300, "head_dim": 256, "alibi": "batch"},
     "used": {"unused_keys": 40, "batch": 2, "head_dim": 256, "head_dim_v": 128},
     "tiles-in-parts": {"head_dim": 192, "head_dim_v": 128, "lengths": LENGTHS, "softcap": 3.0},

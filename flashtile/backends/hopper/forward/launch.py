@@ -120,7 +120,9 @@ def forward_variant(problem: Problem, plan: ForwardPlan, bias: Tensor | None = N
         COLUMN_SPLITS=plan.column_splits,
         PROGRAMS=config.PROGRAMS,
         CONSUMER_REGISTERS=(
-            CONSUMER_REGISTERS[config.warpgroups] if config.PROGRAMS == 1 else SHARING_REGISTERS[0]
+            CONSUMER_REGISTERS[config.warpgroups]
+            if config.PROGRAMS == 1
+            else SHARING_REGISTERS[config.warpgroups, config.PROGRAMS][0]
         ),
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         PRODUCER_WARPS=1,
@@ -133,7 +135,9 @@ def forward_variant(problem: Problem, plan: ForwardPlan, bias: Tensor | None = N
 
 def launch_registers(variant: ForwardVariant) -> int:
     """Return the number of registers per thread with which the kernel is launched."""
-    return LAUNCH_REGISTERS[variant.WARPGROUPS] if variant.PROGRAMS == 1 else SHARING_REGISTERS[1]
+    if variant.PROGRAMS == 1:
+        return LAUNCH_REGISTERS[variant.WARPGROUPS]
+    return SHARING_REGISTERS[variant.WARPGROUPS, variant.PROGRAMS][1]
 
 
 def tile_table(problem: Problem, plan: ForwardPlan, writes: tuple[int, int] | None = None) -> TileTable | None:

@@ -73,6 +73,8 @@ def slope_of(C: gl.constexpr, work, head, pointers, schedule):
 CHUNK = 256
 """Sequences that a program compares with its own at a time, rows of the table that it writes at a time, and
 vectors of 8 elements that it fills at a time."""
+TILES_BY_COST = tl.constexpr(16)
+"""Rows of the table that a program writes at a time if it compares each of them with all sequences."""
 FILLERS = 264
 """Programs that fill rows: two for each multiprocessor of an H200. In most calls no row is left to fill, and
 they end at once. A fill of whole results, which programs then overwrite, writes as many bytes as the
@@ -193,6 +195,7 @@ def tile_table_kernel(
     sizes,
     SEQUSED: tl.constexpr,
     PAIRED: tl.constexpr,
+    BY_COST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -203,8 +206,9 @@ def tile_table_kernel(
 
     Row 0 is a header: the number of work tiles per head, then the counter of work tiles that have been taken
     from the work queue, which starts at 0. Each other row is a work tile: sequence, tile_in_head, start_q,
-    start_k, seqlen_q, seqlen_k. Sequences with more keys come first. In the backward, work tiles are blocks
-    of keys, so the caller exchanges q and k.
+    start_k, seqlen_q, seqlen_k. In the backward, work tiles are blocks of keys, so the caller exchanges q and
+    k. Sequences with more keys come first; with BY_COST, work tiles that more tiles of their sequence follow.
+    Under a causal mask these are the work tiles that visit most.
     """
     b = tl.program_id(0)
     fill_unwritten(
@@ -230,14 +234,27 @@ def tile_table_kernel(
         tl.store(table, tl.minimum(total, capacity))
         tl.store(table + 1, 0)
     # At most the capacity: with invalid cu_seqlens, sequences may overlap and have more tiles than the table.
-    count = tl.minimum(num_tiles(seqlen_q, num_blocks, PAIRED, BLOCK_M), capacity - rank)
+    count = num_tiles(seqlen_q, num_blocks, PAIRED, BLOCK_M)
     if others is not None:  # noqa: SIM102 - Triton prunes an if only by a constant condition
         if count == 0:
             fill_rows(others, start_k, start_k + seqlen_k, sizes.others, 0, 1, CHUNK)
-    for done in range(0, count, CHUNK):
-        tile = done + tl.arange(0, CHUNK)
-        row = table + (1 + rank + tile) * WIDTH
-        inside = tile < count
+    TILES: tl.constexpr = TILES_BY_COST if BY_COST else CHUNK
+    for done in range(0, count, TILES):
+        tile = done + tl.arange(0, TILES)
+        place = rank + tile
+        if BY_COST:
+            place = tl.zeros([TILES], tl.int32)
+            following = (count - tile)[:, None]
+            for first_of_chunk in range(0, batch, CHUNK):
+                j = first_of_chunk + tl.arange(0, CHUNK)
+                inside = j < batch
+                _, others_q = lengths(cu_seqlens_q, j, total_q, inside)
+                counts = tl.where(inside, num_tiles(others_q, num_blocks, PAIRED, BLOCK_M), 0)[None, :]
+                # A sequence of n tiles has n - f tiles with more than f following ones, and one with f.
+                equal = (counts >= following) & (j < b)[None, :]
+                place += tl.sum(tl.maximum(counts - following, 0) + equal.to(tl.int32), 1)
+        row = table + (1 + place) * WIDTH
+        inside = (tile < count) & (place < capacity)
         tl.store(row, b, mask=inside)
         tl.store(row + 1, tile, mask=inside)
         tl.store(row + 2, start_q, mask=inside)
@@ -257,6 +274,7 @@ class TileTable:
         block: rows of a block.
         seqused: whether calls limit the number of used rows of each sequence on the other side.
         paired: whether a work tile is a pair of blocks, not one block.
+        by_cost: whether the order is that of a causal mask, by work tiles and not by sequences.
         sizes: those of the results whose unwritten rows are filled; None if calls pass no results.
     """
 
@@ -269,13 +287,14 @@ class TileTable:
         block: int,
         seqused: bool = False,
         paired: bool = False,
+        by_cost: bool = False,
         sizes: UnwrittenSizes | None = None,
     ) -> None:
         self.capacity = capacity(total, batch, block)
         """Maximum number of work tiles of one head."""
         blocks = triton.cdiv(seqlen, block)
         scalars = (batch, blocks, total, total_others, self.capacity, sizes or UnwrittenSizes())
-        constants = (seqused, paired, block, TABLE_WIDTH.value, CHUNK)
+        constants = (seqused, paired, by_cost, block, TABLE_WIDTH.value, CHUNK)
         programs = batch if sizes is None else max(batch, FILLERS)
         self._fill = CachedLaunch(tile_table_kernel, programs, scalars, constants, None)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -35,6 +36,7 @@ from flashtile.backends.hopper.forward.config import alternatives, every_row, of
 from flashtile.backends.hopper.linear import config as ring
 from flashtile.backends.hopper.linear import launch as ring_launch
 from flashtile.backends.hopper.linear.launch import FlatLaunch
+from flashtile.backends.hopper.work_tiles import TileTable
 from flashtile.masks import alibi, create_block_mask, mask_mod, window
 from flashtile.problems.attention import Problem
 from flashtile.problems.decode import CacheTensors, DecodeOptions, DecodeProblem
@@ -260,6 +262,25 @@ def test_sequences_of_one_key_that_end_early(head_dim_v: int) -> None:
     q, k, v = (testing.random_tensor(shape, BF16, "cpu", seed=i) for i, shape in enumerate(shapes))
     with interpreted():
         testing.check(q, k, v, backend="hopper", seqused_k=torch.tensor([1, 0, 1], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("by_cost", [False, True])
+def test_tile_tables(by_cost: bool) -> None:
+    """The longest sequences come first, or the tiles that most tiles of their sequence follow."""
+    lengths = [300, 0, 2600, 64, 300, *(1,) * 300, 129]
+    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    total = sum(lengths)
+    fill = TileTable(len(lengths), max(lengths), total, total, 128, by_cost=by_cost)
+    with interpreted():
+        table = fill(offsets, offsets, None)
+    count, taken = table[0, :2].tolist()
+    tiles = [(b, t) for b, length in enumerate(lengths) for t in range(-(-length // 128))]
+    following = lambda tile: -(-lengths[tile[0]] // 128) - tile[1]  # noqa: E731
+    order = (lambda tile: -following(tile)) if by_cost else (lambda tile: -lengths[tile[0]])
+    assert (count, taken) == (len(tiles), 0)
+    assert table[1 : 1 + count, :6].tolist() == [
+        [b, t, offsets[b], offsets[b], lengths[b], lengths[b]] for b, t in sorted(tiles, key=order)
+    ]
 
 
 SHARED: dict[str, tuple[Splits, dict[str, Any]]] = {

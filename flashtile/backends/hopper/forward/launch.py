@@ -157,7 +157,7 @@ def tile_table(problem: Problem, plan: ForwardPlan, writes: tuple[int, int] | No
         plan.config.BLOCK_M,
         problem.seqused_k,
         plan.paired,
-        sizes,
+        sizes=sizes,
     )
 
 

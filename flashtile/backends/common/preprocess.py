@@ -152,9 +152,7 @@ def preprocess_kernel(pointers, lse_factor, lengths, C: tl.constexpr):
     head = pid % num_heads_q
     if C.FINDS_SEQUENCE:
         padded_row = pid // num_heads_q * C.BLOCK_M
-        b, row_start = owner(
-            pointers.cu_seqlens_q, padded_row, lengths.batch, lengths.total_q, SEQUENCES
-        )
+        b, row_start = owner(pointers.cu_seqlens_q, padded_row, lengths.batch, lengths.total_q, SEQUENCES)
     else:
         row_start = (pid // num_heads_q) % num_blocks * C.BLOCK_M
         b = (pid // num_heads_q) // num_blocks

@@ -298,8 +298,8 @@ def _of_tiles(explanation: Explanation, call: Call) -> Iterator[str]:
             least = least_flops(call, which)
             share = call.visible_pairs / max(visited_scores(call, tile), 1)
             yield (
-                f"{which}: {share:.0%} of the scores in visited tiles of {tile[0]} x {tile[1]} are visible, so "
-                f"the products of whole tiles are {least / share / 1e9:,.1f} instead of "
+                f"{which}: {share:.0%} of the scores in visited tiles of {tile[0]} x {tile[1]} are visible, "
+                f"so the products of whole tiles are {least / share / 1e9:,.1f} instead of "
                 f"{least / 1e9:,.1f} GFLOPs"
             )
 

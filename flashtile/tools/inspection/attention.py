@@ -483,7 +483,8 @@ def hopper_backward_cases() -> Iterator[CompileCase]:
             yield from _products(mask, grouped, _SHARED, config)
     # Short packed sequences have the other configurations as well.
     for mask, problem in {"packed causal": _CAUSAL, "packed features": _KNOWN}.items():
-        short = replace(problem, varlen=True, batch=64, seqlen_q=128, seqlen_k=128, head_dim=64, head_dim_v=64)
+        short = replace(problem, varlen=True, batch=64, seqlen_q=128, seqlen_k=128)
+        short = replace(short, head_dim=64, head_dim_v=64)
         yield from _products(mask, short, config=backward_alternatives(short)[1])
     for size in (64, 128, 256, 512):
         shared = replace(GROUPED, window_right=0, head_dim=size, head_dim_v=size)

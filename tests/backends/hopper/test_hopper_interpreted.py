@@ -81,7 +81,8 @@ FORWARD: Variants = {
     "packed-heads": {"seqlen_q": 20, "heads_q": 4, "head_dim": 96, "head_dim_v": 64},
     "causal": {"causal": True, "seqlen_q": 300, "head_dim": 128, "sink": "own"},
     "varlen": {
-        "lengths": LENGTHS, "causal": True, "softcap": 3.0, "head_dim": 128, "dtype": FP16, "unused_tail": 300,
+        "lengths": LENGTHS, "causal": True, "softcap": 3.0, "head_dim": 128, "dtype": FP16,
+        "unused_tail": 300,
     },
     "short-sequences": {"lengths": ((100, 120), (3, 3), (0, 5), (64, 64)), "causal": True, "head_dim": 128},
     "short-window": {"lengths": ((70, 30), (3, 3), (128, 128)), "window_size": (40, 0), "sink": "own"},

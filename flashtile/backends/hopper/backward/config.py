@@ -154,9 +154,9 @@ head_dim 64 it is also an alternative for short sequences and windows, which hav
 tiles: a causal window of 64 keys takes 0.66 of the time of steps of 128 rows, causal 4 x 512 30.9 instead of
 36.0 us."""
 SHORT = 512
-"""Packed sequences up to this length may have steps of 64 rows at head_dim 64, as dense calls. For documents of
-16 to 128 tokens the estimate is 0.54 to 0.63 of the time of steps of 128 rows (not measured); it is 0.92 for
-causal sequences of 512."""
+"""Packed sequences up to this length may have steps of 64 rows at head_dim 64, as dense calls. For documents
+of 16 to 128 tokens the estimate is 0.54 to 0.63 of the time of steps of 128 rows (not measured); it is 0.92
+for causal sequences of 512."""
 _DQ_COSTS = forward_rounds.Costs(4.0, 2.4)
 """Costs of the kernel of dQ for head sizes over 128: for three of seven products, three sevenths of the times
 at head_dim 256 in ``benchmarks/results/2026-11-23-h200-paper-grid-backward.json``."""

@@ -275,8 +275,8 @@ _SHORT_ROWS: dict[ForwardConfig, ForwardConfig] = {
     _M128_N64_SHARED: F(1, 64, Q_STAGES=2, Q_HOLDS_O=True, PROGRAMS=3),
     _M128_N64_SHARED_LAZY: F(1, 64, Q_STAGES=2, Q_HOLDS_O=True, LAZY_RESCALE=True, PROGRAMS=3),
 }
-"""Configuration -> one that computes the same bits, for packed sequences of at most SHORT tokens. Most have one
-block of keys, so a program mostly waits: for tiles, and for its own warpgroup. More programs with single
+"""Configuration -> one that computes the same bits, for packed sequences of at most SHORT tokens. Most have
+one block of keys, so a program mostly waits: for tiles, and for its own warpgroup. More programs with single
 warpgroups share a multiprocessor instead. Of documents of 16 to 128 tokens, two in three fill less than half
 of a tile of 128 rows. Not measured; estimated from COSTS, they take 0.5 to 0.7 of the time.
 

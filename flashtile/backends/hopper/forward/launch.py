@@ -140,7 +140,9 @@ def launch_registers(variant: ForwardVariant) -> int:
     return SHARING_REGISTERS[variant.WARPGROUPS, variant.PROGRAMS][1]
 
 
-def tile_table(problem: Problem, plan: ForwardPlan, writes: tuple[int, int] | None = None) -> TileTable | None:
+def tile_table(
+    problem: Problem, plan: ForwardPlan, writes: tuple[int, int] | None = None
+) -> TileTable | None:
     """Return the tile table of packed sequences; None for a dense call.
 
     ``writes``: elements of a token of the launch's result, and heads of lse (0 without lse), if rows that no

@@ -102,7 +102,9 @@ FORWARD: Variants = {
 BACKWARD: Variants = {
     "more-heads-than-dq-accum-has": {"batch": 8, "seqlen_q": 70, "seqlen_k": 130},
     "causal": {"causal": True, "head_dim": 128, "softcap": 3.0},
-    "varlen": {"lengths": (*LENGTHS, (30, 0)), "head_dim_v": 128, "alibi": "batch", "unused_tail": 300},
+    "varlen": {
+        "lengths": (*LENGTHS, (30, 0)), "head_dim_v": 128, "alibi": "batch", "unused_tail": 300, "slack": 100,
+    },
     "window-used": {"window_size": (70, 9), "unused_keys": 30, "head_dim": 128, "sink": "own"},
     "unseen-keys": {"window_size": (20, 0), "seqlen_q": 70, "seqlen_k": 400},
     "wide": {"head_dim": 256, "causal": True, "alibi": "batch"},

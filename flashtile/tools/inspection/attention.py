@@ -379,6 +379,13 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
                 if other.warpgroups == 1 and variant not in seen:
                     seen.add(variant)
                     yield _forward_case(dense, other)
+    for head_dim, left in ((64, UNLIMITED), (64, 63), (128, UNLIMITED)):
+        short = {"varlen": True, "batch": 64, "seqlen_q": 128, "seqlen_k": 128}
+        short = replace(_GROUPED_CAUSAL, window_left=left, head_dim=head_dim, head_dim_v=head_dim, **short)
+        config = choose(short)
+        yield _forward_case(short, config)
+        if left == UNLIMITED:
+            yield _forward_case(replace(short, **FEATURES, sink=True), config)
     long = replace(_GROUPED_CAUSAL, head_dim=128, head_dim_v=128, seqlen_q=16384, seqlen_k=16384)
     window = replace(long, window_left=1023)
     yield _forward_case(window, choose(window))
@@ -474,6 +481,11 @@ def hopper_backward_cases() -> Iterator[CompileCase]:
             yield from _products(mask, problem, config=config)
             grouped = replace(problem, num_heads_kv=GROUPED.num_heads_kv)  # _SHARED divides four heads
             yield from _products(mask, grouped, _SHARED, config)
+    # Short packed sequences have the other configurations as well.
+    for mask, problem in {"packed causal": _CAUSAL, "packed features": _KNOWN}.items():
+        short = replace(problem, varlen=True, batch=64, seqlen_q=128, seqlen_k=128)
+        short = replace(short, head_dim=64, head_dim_v=64)
+        yield from _products(mask, short, config=backward_alternatives(short)[1])
     for size in (64, 128, 256, 512):
         shared = replace(GROUPED, window_right=0, head_dim=size, head_dim_v=size)
         yield from _products("causal", shared, _SHARED)
@@ -512,6 +524,12 @@ def hopper_backward_cases() -> Iterator[CompileCase]:
         name="hopper backward preprocess head_dim 128",
         tensor_cores=False,
     )
+    # The longest of these sequences has half of the tokens, so that programs find theirs.
+    packed = replace(with_sink, varlen=True, batch=8, window_right=0)
+    cases = _backward(packed, backward_alternatives(packed)[0], has_dlse=True)
+    name = "hopper backward preprocess head_dim 128 packed"
+    yield only(preprocess_kernel, cases, name=name, tensor_cores=False)
+    yield only(tile_table_kernel, cases, name="hopper backward tile table", tensor_cores=False)
 
 
 def _backward(

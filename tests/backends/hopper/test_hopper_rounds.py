@@ -329,6 +329,17 @@ def test_alternatives_differ_in_rows_and_order_only(config: ForwardConfig) -> No
         assert [getattr(other, name) for name in SUMS] == [getattr(config, name) for name in SUMS]
 
 
+@walk(("head_dim", "left"), [(64, -1), (64, 63), (128, -1), (128, 63)])
+def test_short_packed_sequences_have_tiles_of_64_rows(head_dim: int, left: int) -> None:
+    """Several programs with such tiles share a multiprocessor. Each row's keys are added up as before."""
+    problem = replace(problem_of(64, 128, (16, 2), head_dim), varlen=True, window_left=left)
+    config, table = choose(problem), of_tables(problem)
+    assert config.BLOCK_M == 64 < table.BLOCK_M
+    assert [getattr(config, name) for name in SUMS] == [getattr(table, name) for name in SUMS]
+    for longer in ({"seqlen_q": 129}, {"seqlen_k": 129}):
+        assert choose(replace(problem, **longer)) == table
+
+
 @walk("change", [{"varlen": True}, {"seqused_k": True}, {"partial": True}, {"bias": True}])
 def test_unknown_lengths_and_modifiers_have_the_configuration_of_the_tables(change: dict[str, bool]) -> None:
     problem = problem_of(1, 4096, (16, 2), 64)

@@ -102,6 +102,18 @@ def prepare_forward(problem: Problem, config):
     return PortableForwardLaunch(problem, config)
 
 
+def configure_tangents(problem: Problem):
+    from flashtile.backends.portable.config import choose_tangents
+
+    return choose_tangents(problem)
+
+
+def prepare_tangents(problem: Problem, config):
+    from flashtile.backends.portable.attention.launch import PortableTangentsLaunch
+
+    return PortableTangentsLaunch(problem, config)
+
+
 def prepare_backward(problem: Problem, config):
     from flashtile.backends.portable.attention.launch import PortableBackwardLaunch
 

@@ -174,7 +174,7 @@ class TangentsOperation(Operation):
         return tuple(tensor for some in pairs for tensor in some)
 
     def prepare(self, tensors: tuple, extras: Any, options: Any) -> Callable[..., Any]:
-        """Return a launch. It is standard attention if no backend serves the call, or if it has statistics."""
+        """Return a launch: standard attention if no backend serves the call, or if it has statistics."""
         try:
             select(self, self.describe(*tensors, extras, options), options.backend)
             served = not statistics_of(options)

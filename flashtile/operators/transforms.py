@@ -1,4 +1,4 @@
-"""The operators under ``torch.func``'s transforms (grad, vmap, jvp and their combinations), and with tangents.
+"""The operators under transforms of ``torch.func`` (grad, vmap, jvp and combinations), and with tangents.
 
 A transform needs its own form of ``autograd.Function`` and a batching rule. The rule puts all samples that
 vmap maps over into the batch of one call, if that is possible.
@@ -74,6 +74,8 @@ def _with_tangents(
     given = [tangent for tangent in tangents if tangent is not None]
     if not given or functionalizing() or carries_tangents((*primals, *given, *extras)):
         return derivatives.plain(*tensors, extras, options)
+    if isinstance(extras, ModifiedExtras):  # _learning says which captured tensors need a gradient
+        options = options._replace(learned=0)
     arguments = TANGENTS.flat((*primals, *tangents), extras, options)
     out, lse, out_tangent, lse_tangent = ForwardWithTangents.apply(*arguments)
     return forward_ad.make_dual(out, out_tangent), forward_ad.make_dual(lse, lse_tangent)
@@ -136,7 +138,7 @@ class Forward(torch.autograd.Function):
     def backward(ctx: Any, dout, dlse):
         saved, extras = ctx.saved_tensors[:5], extras_of(ctx.saved_tensors[5:])
         of_name = _gradients(_needing(ctx, FORWARD), dout, dlse, saved, extras, ctx.options)
-        return tuple(of_name.get(name) for name, _ in zip(FORWARD.arguments, ctx.needs_input_grad, strict=False))
+        return _in_order(FORWARD, of_name, ctx)
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
@@ -180,7 +182,7 @@ class ForwardWithTangents(torch.autograd.Function):
             of_name = _gradients(needing, dout, dlse, (q, k, v, out, lse), extras, options)
         else:
             of_name = _gradients_of_tangents(needing, cotangents, (q, k, v), tangents, extras, options)
-        return tuple(of_name.get(name) for name, _ in zip(TANGENTS.arguments, ctx.needs_input_grad, strict=False))
+        return _in_order(TANGENTS, of_name, ctx)
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
@@ -188,6 +190,11 @@ class ForwardWithTangents(torch.autograd.Function):
         if TANGENTS.split(arguments)[1].cu_seqlens_q is not None:
             return _one_by_one(apply, info.batch_size, in_dims, arguments)
         return _vmap(apply, len(TANGENTS.tensors), info.batch_size, in_dims, arguments)
+
+
+def _in_order(operation: Any, of_name: dict[str, Any], ctx: Any) -> tuple:
+    """Return gradients in the order of the operator's arguments, None for each that has none."""
+    return tuple(map(of_name.get, operation.arguments[: len(ctx.needs_input_grad)]))
 
 
 def _needing(ctx: Any, operation: Any) -> set[str]:
@@ -229,9 +236,7 @@ def _gradients_of_tangents(
     """Return the gradients of the tensors of :class:`ForwardWithTangents` by name."""
     given, of_pass = _learning(*tensors[:2], needing, extras, options)
     attend, learned = derivatives.of_call(given, of_pass)
-    found, of_tangents = derivatives.of_tangents(
-        attend, cotangents, (*tensors, *learned.values()), tangents
-    )
+    found, of_tangents = derivatives.of_tangents(attend, cotangents, (*tensors, *learned.values()), tangents)
     by_name = dict(zip((*FORWARD.names[:3], *learned), found, strict=True))
     by_name |= dict(zip(TANGENTS.names[3:6], of_tangents, strict=True))
     return _with_slopes(by_name, needing, of_pass)

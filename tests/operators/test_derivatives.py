@@ -11,6 +11,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import flashtile
 from flashtile import masks
+from flashtile.operators import derivatives
 from flashtile.reference import attention as reference
 from flashtile.rounding import exact_product
 from small_calls import DEVICES, assert_same, dense, slopes, varlen
@@ -218,6 +219,109 @@ def test_forward_mode_over_a_gradient(of):
         primal, tangent = forward_ad.unpack_dual(dq)
     (expected,) = torch.autograd.grad(result, q, ones)
     assert_same((primal, tangent), (expected, 2 * expected))
+
+
+@pytest.mark.parametrize("name", ["causal", "no keys", "dropout", "sink", "bias", "packed", "functions"])
+def test_gradients_of_tangents_are_those_of_finite_differences(name):
+    """Reverse over forward mode, and its own derivative. The kernels' tangents are differenced."""
+    run, tensors = differentiable(name)
+    moving = tuple(t.detach().cos().requires_grad_() for t in tensors[:3])
+
+    def along(*given):
+        return tuple(
+            t for pair in torch.func.jvp(lambda *t: run(*t, *given[6:]), given[:3], given[3:6]) for t in pair
+        )
+
+    assert gradcheck(along, (*tensors[:3], *moving, *tensors[3:]), fast_mode=True)
+    if name == "causal":
+        assert gradgradcheck(along, (*tensors[:3], *moving), fast_mode=True)
+
+
+class Standard:
+    """Counts the calls that standard attention computes."""
+
+    def __init__(self, monkeypatch):
+        self.calls = 0
+        plain = derivatives.plain
+        monkeypatch.setattr(derivatives, "plain", lambda *given: self.count() or plain(*given))
+
+    def count(self):
+        self.calls += 1
+
+
+def detached_target(attention, tensors, moving):
+    """A loss as of MeanFlow, whose target has the tangent without its gradient."""
+    out, tangent = torch.func.jvp(attention, tensors, moving)
+    return (out - tangent.detach()).square().sum()
+
+
+def test_losses_with_a_detached_tangent_store_no_scores(monkeypatch):
+    """Under autograd, torch.func.grad and dual numbers: the gradients are those of the kernels."""
+    q, k, v = dense(dtype=torch.float64)
+    moving = tuple(t.cos() for t in (q, k, v))
+    attention = partial(flashtile.attention, causal=True)
+    tangent = torch.func.jvp(partial(reference.attention, causal=True), (q, k, v), moving)[1][0]
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = reference.attention(*leaves, causal=True)[0]
+    expected = torch.autograd.grad((out - tangent).square().sum(), leaves)
+    standard = Standard(monkeypatch)
+    by_func = torch.func.grad(lambda *t: detached_target(attention, t, moving), argnums=(0, 1, 2))(q, k, v)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    by_autograd = torch.autograd.grad(detached_target(attention, tuple(leaves), moving), leaves)
+    with forward_ad.dual_level():
+        duals = map(forward_ad.make_dual, leaves, moving)
+        out, found = forward_ad.unpack_dual(attention(*duals))
+    by_dual = torch.autograd.grad((out - found.detach()).square().sum(), leaves)
+    for gradients in (by_func, by_autograd, by_dual):
+        assert_same(gradients, expected)
+    assert standard.calls == 0
+
+
+def test_tangents_need_memory_that_grows_with_the_tokens():
+    """Standard attention would take 9 tensors of 32 MiB."""
+    q = torch.randn(1, 2048, 2, 8)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        torch.func.jvp(lambda x: flashtile.attention(x, q, q, causal=True), (q,), (q.cos(),))
+    largest = max(event.cpu_memory_usage for event in seen.events() if event.name.startswith("aten::"))
+    assert largest < 2**24
+
+
+def test_slopes_and_lengths_under_vmap_of_tangents():
+    """Tangents around vmap, and within it, are computed for all samples in one call."""
+    q, k, v = (torch.stack([t, t / 2, -t]) for t in dense(dtype=torch.float64))
+    given = {"alibi_slopes": slopes("cpu", 3, 4), "seqused_k": int32(4, 12).repeat(3, 1)}
+    moving = tuple(t.cos() for t in (q, k, v))
+
+    def attend(attention, *tensors):
+        return attention(*tensors[:3], alibi_slopes=tensors[3], seqused_k=tensors[4], causal=True)
+
+    ours = partial(attend, partial(flashtile.attention, return_lse=True))
+    mapped = torch.func.vmap(ours)
+    around = torch.func.jvp(lambda *t: mapped(*t, *given.values()), (q, k, v), moving)
+    within = torch.func.vmap(lambda t, m, *more: torch.func.jvp(lambda *x: ours(*x, *more), t, m))(
+        (q, k, v), moving, *given.values()
+    )
+    for i in range(3):
+        more = [t[i] for t in given.values()]
+        expected = torch.func.jvp(
+            lambda *t, more=more: attend(reference.attention, *t, *more),
+            *(tuple(t[i] for t in some) for some in ((q, k, v), moving)),
+        )
+        for found in (around, within):
+            assert_same([t[i] for pair in found for t in pair], [t for pair in expected for t in pair])
+
+
+def test_tangents_that_no_backend_computes_are_those_of_standard_attention(monkeypatch):
+    """Of statistics, for example, or with a backend that has no kernel for them."""
+    q, k, v = dense(dtype=torch.float64)
+    standard = Standard(monkeypatch)
+    along = partial(torch.func.jvp, primals=(q, k, v), tangents=(q.cos(), k.cos(), v.cos()))
+    expected = along(partial(flashtile.attention, causal=True))
+    assert standard.calls == 0
+    assert_same(along(partial(flashtile.attention, causal=True, backend="hopper")), expected)
+    assert standard.calls == 1
+    with pytest.raises(ValueError, match="backend must be None or one of"):
+        along(partial(flashtile.attention, backend="fast"))
 
 
 def test_packed_sequences_have_tangents():

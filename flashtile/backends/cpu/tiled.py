@@ -38,7 +38,11 @@ def forward(
 
 
 def tangents(
-    problem: Problem, config: Tiled, tensors: Sequence[Tensor], moving: Sequence[Tensor], optional: OptionalInputs
+    problem: Problem,
+    config: Tiled,
+    tensors: Sequence[Tensor],
+    moving: Sequence[Tensor],
+    optional: OptionalInputs,
 ) -> tuple[Tensor, ...]:
     """Return (out, lse) of ``tensors``, which are q, k and v, and their tangents.
 

@@ -247,7 +247,7 @@ def with_sink(out, lse, sink):
 
 @triton.jit
 def tangents_with_sink(out_tangent, lse_tangent, out, lse, sink):
-    """Return the tangents of :func:`with_sink`'s results, given those of ``out`` and ``lse`` without the sink.
+    """Return the tangents of :func:`with_sink`'s results, given those of ``out`` and ``lse`` without sink.
 
     The weight of the keys is w = exp(lse - lse of the result), and its tangent w (1 - w) lse'.
     """

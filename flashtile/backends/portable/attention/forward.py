@@ -34,7 +34,11 @@ of the results::
 
     S' = scale (Q' K^T + Q K'^T), times the derivative of soft-cap and score_mod
     lse' = sum(P S') / l                              the mean of S' under the row's probabilities
-    out' = sum(P (S' - lse') V + P V') / l            lse' is known last, so lse' out is subtracted at the end
+    out' = sum(P (S' - lse') V + P V') / l
+
+``acc'``, the sum of out', has the mean of the keys so far in place of lse', and is corrected when the mean
+moves: acc' = alpha acc' + (mean - new mean) alpha acc + .... With 0 in its place and lse' out subtracted at
+the end, P S' would be rounded to 16 bits for the product where P (S' - lse') is almost 0.
 """
 
 import triton.language as tl
@@ -116,7 +120,8 @@ def forward_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
     state = (acc, row_max, row_sum)
     if C.HAS_TANGENTS:
         state = (acc, row_max, row_sum, acc, row_sum)  # type: ignore[assignment]
-        inputs = (q_tile, k, v, *tangents_of(start, q, k, v, sequence, head, head_kv, call, C))
+        q_tangent, k_tangent, v_tangent = tangents_of(start, sequence, head, head_kv, call, C)
+        inputs = (q_tile, k, v, q_tangent, k_tangent, v_tangent)  # type: ignore[assignment]
     if pointers.entropy is not None:
         state = (acc, row_max, row_sum, tl.zeros([BLOCK_M], tl.float32))  # type: ignore[assignment]
 
@@ -137,11 +142,10 @@ def forward_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
         if pointers.sink is not None:
             entropy_rows = entropy_with_sink(entropy_rows, lse_rows, tl.load(pointers.sink + head))
     if C.HAS_TANGENTS:
-        lse_tangent = state[4] / tl.where(empty, 1.0, row_sum)
         out_tangent = state[3] / tl.where(empty, 1.0, row_sum)[:, None]
+        lse_tangent = state[4]
         if C.HAS_DROPOUT:
             out_tangent = out_tangent * numbers.keep_scale
-        out_tangent -= lse_tangent[:, None] * out_tile
         if pointers.sink is not None:
             out_tangent, lse_tangent = tangents_with_sink(
                 out_tangent, lse_tangent, out_tile, lse_rows, tl.load(pointers.sink + head)
@@ -182,22 +186,19 @@ def forward_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
 
 
 @triton.jit
-def tangents_of(start, q, k, v, sequence, head, head_kv, call, C: tl.constexpr):
-    """Return the tile of q's tangent, and k's and v's tangents as :class:`Matrix`; 0 for each that is None."""
+def tangents_of(start, sequence, head, head_kv, call, C: tl.constexpr):
+    """Return the tile of q's tangent, and those of k and v as :class:`Matrix`; 0 for each that is None."""
     pointers, strides = call.pointers, call.strides
-    q_tile, moving_k, moving_v = 0, 0, 0
+    b, start_q, start_k, len_q, len_k = sequence
+    q_tile, k, v = 0, 0, 0
     if pointers.q_tangent is not None:
-        own = head_of(pointers.q_tangent, strides.q, sequence.b, sequence.start_q, head, sequence.len_q)
-        q_tile = load_tile(own, start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_M, C.WIDE)
+        q = head_of(pointers.q_tangent, strides.q, b, start_q, head, len_q)
+        q_tile = load_tile(q, start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_M, C.WIDE)
     if pointers.k_tangent is not None:
-        moving_k = head_of(
-            pointers.k_tangent, strides.k, sequence.b, sequence.start_k, head_kv, sequence.len_k
-        )
+        k = head_of(pointers.k_tangent, strides.k, b, start_k, head_kv, len_k)
     if pointers.v_tangent is not None:
-        moving_v = head_of(
-            pointers.v_tangent, strides.v, sequence.b, sequence.start_k, head_kv, sequence.len_k
-        )
-    return q_tile, moving_k, moving_v
+        v = head_of(pointers.v_tangent, strides.v, b, start_k, head_kv, len_k)
+    return q_tile, k, v
 
 
 @triton.jit
@@ -207,7 +208,7 @@ def attend_blocks(
     """Add key blocks ``first`` to ``last`` (exclusive) to the rows' running accumulator, maximum and sum.
 
     With an entropy, a fourth number of each row is sum(P log2 P), in units of 2 ** maximum as the sum. With
-    tangents, sum(P S' V + P V') and sum(P S') follow, in the same units.
+    tangents, the accumulator of out's tangent and the mean of S' follow.
     ``inputs``: the tile of q [BLOCK_M, BLOCK_D] of ``block``, and a :class:`Matrix` for each of k and v; then
     their tangents, as :func:`tangents_of` returns them.
     ``listed``: the list of a block mask that ``first`` to ``last`` count in; None: they count key blocks.
@@ -217,7 +218,7 @@ def attend_blocks(
     if ENTROPY:
         moment = state[3]
     if C.HAS_TANGENTS:
-        acc_tangent, sum_tangent = state[3], state[4]
+        acc_tangent, mean = state[3], state[4]
     q, k, v = inputs[0], inputs[1], inputs[2]
     # Only a masked run holds a partial last block: block_range ends run 1 at the last whole one.
     PAST_END: tl.constexpr = MASKED and not C.EVEN_N
@@ -263,13 +264,17 @@ def attend_blocks(
             )  # fmt: skip
         # The sum is over P in float32, before it is rounded for the product and before dropout: lse belongs
         # to the softmax, not to what dropout keeps of it.
+        if C.HAS_TANGENTS:
+            total = mean * (row_sum * alpha)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         if C.HAS_TANGENTS:
-            # What moves a hidden score need not be finite: products of other tokens, derivatives of score_mod.
-            moved = tl.where(p > 0.0, p * moved, 0.0) if MASKED or NATURAL else p * moved
-            sum_tangent = sum_tangent * alpha + tl.sum(moved, 1)
-            acc_tangent = acc_tangent * alpha[:, None]
+            if MASKED or NATURAL:  # a hidden score may move by infinity: products of unused tokens, score_mod
+                moved = tl.where(p > 0.0, moved, 0.0)
+            new_mean = (total + tl.sum(p * moved, 1)) / tl.where(row_sum == 0.0, 1.0, row_sum)
+            moved = p * (moved - new_mean[:, None])
+            acc_tangent = acc_tangent * alpha[:, None] + (mean - new_mean)[:, None] * acc
+            mean = new_mean
         if C.HAS_DROPOUT:
             kept = dropout_mask(block, block.start, start, call, KEYS_FIRST=False, C=C)
             p = kept_or_zero(p, kept, call)
@@ -284,7 +289,7 @@ def attend_blocks(
                 v_tile = load_tile(inputs[5], start, C.BLOCK_N, C.HEAD_DIM_V, C.BLOCK_DV, PAST_END, C.WIDE)
                 acc_tangent = tl.dot(p.to(v_tile.dtype), v_tile, acc_tangent, input_precision=C.PRECISION)
     if C.HAS_TANGENTS:
-        return acc, row_max, row_sum, acc_tangent, sum_tangent
+        return acc, row_max, row_sum, acc_tangent, mean
     elif ENTROPY:
         return acc, row_max, row_sum, moment
     else:

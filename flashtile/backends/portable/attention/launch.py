@@ -247,7 +247,7 @@ class PortableForwardLaunch:
     def _launch(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rows: tuple, extras: Any, tangents: tuple = ()
     ) -> None:
-        """Run the kernel. ``rows`` are its pointers after out, ``tangents`` those of q, k and v among them."""
+        """Run the kernel. ``rows`` are its tensors after out, ``tangents`` those of q, k and v among them."""
         kernel = self._kernel
         if kernel is None:
             problem, config = self._problem, self._config.forward

@@ -280,7 +280,8 @@ def test_losses_with_a_detached_tangent_store_no_scores(monkeypatch):
 def test_tangents_need_memory_that_grows_with_the_tokens():
     """Standard attention would take 9 tensors of 32 MiB."""
     q = torch.randn(1, 2048, 2, 8)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as seen:
         torch.func.jvp(lambda x: flashtile.attention(x, q, q, causal=True), (q,), (q.cos(),))
     largest = max(event.cpu_memory_usage for event in seen.events() if event.name.startswith("aten::"))
     assert largest < 2**24

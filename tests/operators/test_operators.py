@@ -127,7 +127,7 @@ def test_tangents_are_like_their_tensors():
     others = *NO_EXTRAS, *flat(Options())
     with pytest.raises(ValueError, match="k_tangent has shape"):
         torch.ops.flashtile.tangents(q, k, v, q, q, v, *others)
-    with pytest.raises(TypeError, match="v_tangent has dtype torch.float64, but v has"):
+    with pytest.raises(TypeError, match=r"v_tangent has dtype torch\.float64, but v has"):
         torch.ops.flashtile.tangents(q, k, v, q, k, v.double(), *others)
 
 

@@ -207,7 +207,8 @@ _WITH_TANGENTS: dict[tuple[str, int, int], KernelConfig] = {
     ("hopper", 4, 32): K(64, 32, 4, 2),
     ("hopper", 4, 64): K(64, 32, 4, 1),
     ("hopper", 4, 128): K(16, 16, 4, 1),
-    # Any other GPU.
+    ("ampere", 2, 128): K(64, 32, 8, 2),
+    # Any other GPU, and A100 at other head sizes.
     ("other", 2, 16): K(64, 32, 4, 2),
     ("other", 2, 32): K(64, 32, 4, 2),
     ("other", 2, 64): K(64, 32, 4, 2),
@@ -230,10 +231,11 @@ def has_tangents(element_bytes: int, head_dim: int) -> bool:
 
 def choose_tangents(problem: Problem) -> Config:
     """The configuration for a problem in forward mode. Only its forward kernel is used."""
-    config, own = choose(problem), family(problem.device)
+    config = choose(problem)
     key = problem.dtype.itemsize, padded(max(problem.head_dim, problem.head_dim_v))
-    # Without a row there is Triton's interpreter, which takes heads of any size.
-    tile = _WITH_TANGENTS.get(("hopper" if own == "hopper" else "other", *key), K(16, 16, 8, 1))
+    rows = (_WITH_TANGENTS.get((name, *key)) for name in (family(problem.device), "other"))
+    # Only Triton's interpreter takes heads that have no row.
+    tile = next(filter(None, rows), K(16, 16, 8, 1))
     if problem.mods is not None and problem.mods.block_size is not None:
         size_q, size_kv = problem.mods.block_size
         tile = replace(tile, BLOCK_M=math.gcd(tile.BLOCK_M, size_q), BLOCK_N=math.gcd(tile.BLOCK_N, size_kv))

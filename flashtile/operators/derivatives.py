@@ -1,7 +1,7 @@
-"""Forward-mode tangents and second derivatives, computed with standard attention in plain PyTorch.
+"""Second derivatives, and tangents that no kernel computes, with standard attention in plain PyTorch.
 
-Kernels compute out, lse and first gradients. Further derivatives are rare and are computed with
-:mod:`flashtile.reference.attention` in float32 (float64 for float64 inputs). Several tensors of
+Kernels compute out, lse, first gradients and most tangents. Further derivatives are rare and are computed
+with :mod:`flashtile.reference.attention` in float32 (float64 for float64 inputs). Several tensors of
 (batch, heads_q, seqlen_q, seqlen_k) are then in memory.
 """
 

@@ -67,9 +67,10 @@ def _with_tangents(
     tensors: tuple[Tensor, Tensor, Tensor], extras: Any, options: Any
 ) -> tuple[Tensor, Tensor]:
     """Compute ``flashtile::forward`` with forward-mode tangents."""
-    if mapping() and extras.cu_seqlens_q is None and not isinstance(extras, ModifiedExtras):
-        # The tangents belong to a transform around vmap. Its rule calls forward() for all samples at once.
-        return Forward.apply(*FORWARD.flat(tensors, extras, options))
+    if mapping():  # the tangents belong to a transform around vmap
+        if extras.cu_seqlens_q is not None or isinstance(extras, ModifiedExtras):
+            return derivatives.plain(*tensors, extras, options)
+        return Forward.apply(*FORWARD.flat(tensors, extras, options))  # whose rule calls forward() again
     primals, tangents = zip(*map(forward_ad.unpack_dual, tensors), strict=True)
     given = [tangent for tangent in tangents if tangent is not None]
     if not given or functionalizing() or carries_tangents((*primals, *given, *extras)):

@@ -312,6 +312,34 @@ def test_slopes_and_lengths_under_vmap_of_tangents():
             assert_same([t[i] for pair in found for t in pair], [t for pair in expected for t in pair])
 
 
+@pytest.mark.parametrize("name", ["packed", "functions"])
+@pytest.mark.parametrize("order", ["tangents around", "tangents within", "gradients of samples"])
+def test_tangents_and_vmap_of_calls_without_a_common_batch(name, order):
+    """Packed sequences and score functions: the samples are computed one by one."""
+    run, (q, *others) = differentiable(name)
+    samples = torch.stack([q.detach(), -q.detach()])
+
+    def attend(x):
+        return run(x, *(t.detach() for t in others))
+
+    def along(x):
+        return torch.func.jvp(attend, (x,), (x.cos(),))
+
+    def loss(x):
+        return along(x)[0][0].square().sum() + along(x)[1][0].square().sum()
+
+    if order == "tangents around":
+        found = torch.func.jvp(torch.func.vmap(attend), (samples,), (samples.cos(),))
+    elif order == "tangents within":
+        found = torch.func.vmap(along)(samples)
+    else:
+        found = torch.func.vmap(torch.func.grad(loss))(samples)
+        assert_same((found,), (torch.stack([torch.func.grad(loss)(x) for x in samples]),))
+        return
+    for i, x in enumerate(samples):
+        assert_same([t[i] for pair in found for t in pair], [t for pair in along(x) for t in pair])
+
+
 def test_tangents_that_no_backend_computes_are_those_of_standard_attention(monkeypatch):
     """Of statistics, for example, or with a backend that has no kernel for them."""
     q, k, v = dense(dtype=torch.float64)

@@ -22,7 +22,7 @@ INTERPRETED = $(call FILES_WITH,\btarget\b|interpreter)
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-cpu test-interpreter test-quick test-thorough test-thorough-cpu test-thorough-interpreter \
   test-instruction-sets test-numerical-avx2 test-numerical-sse test-compile test-architectures \
-  test-hopper-interpreted test-parallel test-newest-triton test-newest-torch test-oldest-triton test-oldest-torch \
+  test-hopper-interpreted test-parallel test-newest-triton test-oldest-triton test-torch test-oldest-torch \
   test-oldest-libraries test-gpu lint fuzz mutants soak \
   bench docs dist kernels hub inspect demo clean
 
@@ -104,14 +104,13 @@ test-oldest-triton: $(READY)
 	OMP_NUM_THREADS=1 bash scripts/with-release $(VENV) triton==3.6.0 \
 	  $(RUN) -m pytest tests/backends/test_compile.py -m "not exhaustive" $(SHARED)
 
-test-oldest-torch: $(READY)
-	OMP_NUM_THREADS=1 bash scripts/with-release $(VENV) torch==2.11.0 \
+# With another torch and its Triton: TORCH=2.12.0; the newest if TORCH is not given.
+test-torch: $(READY)
+	OMP_NUM_THREADS=1 bash scripts/with-release $(VENV) torch$(addprefix ==,$(TORCH)) \
 	  $(RUN) -m pytest $(call FILES_WITH,mark.quick) tests/operators $(SHARED) -m "not slow and $(ON_CPU)" -k "not compile"
 
-# With the newest torch and its Triton.
-test-newest-torch: $(READY)
-	OMP_NUM_THREADS=1 bash scripts/with-release $(VENV) torch \
-	  $(RUN) -m pytest $(call FILES_WITH,mark.quick) $(SHARED) -m "quick and not slow and $(ON_CPU)" -k "not compile"
+test-oldest-torch:
+	$(MAKE) test-torch TORCH=2.11.0
 
 # The oldest Transformers and Diffusers that the integrations take.
 test-oldest-libraries: $(READY)

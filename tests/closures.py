@@ -581,3 +581,35 @@ def allowed(name: str, way: str) -> bool:
     if made.unguarded and way in ("compiled", "fullgraph"):
         return False
     return way in ("eager", "compiled") or not made.needs_python
+
+
+def _closure(q: Tensor) -> Callable[..., Any]:
+    shift = q.mean()
+    return lambda s, b, h, i, j: s + shift * (i - j)
+
+
+def _default(q: Tensor) -> Callable[..., Any]:
+    def score_mod(s, b, h, i, j, slope=0.5):
+        return s - slope * (i - j)
+
+    return score_mod
+
+
+def _named_default(q: Tensor) -> Callable[..., Any]:
+    def score_mod(s, b, h, i, j, *, slope=0.5):
+        return s - slope * (i - j)
+
+    return score_mod
+
+
+def _closure_and_defaults(q: Tensor) -> Callable[..., Any]:
+    shift = q.mean()
+
+    def score_mod(s, b, h, i, j, slope=0.5, *, other=0.25):
+        return s + shift - slope * i + other * j
+
+    return score_mod
+
+
+DEFINED_IN_THE_CALL = (_closure, _default, _named_default, _closure_and_defaults)
+"""Makers of a score_mod. In a compiled function that calls one, the score_mod is a function of the graph."""

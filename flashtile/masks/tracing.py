@@ -83,12 +83,25 @@ def _guard_defaults(function: Any) -> None:
     Dynamo of torch 2.11 takes a default that a function uses for a constant, without a guard. A key of a dict
     has one.
     """
-    if isinstance(function, types.FunctionType):
-        try:
-            values = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
-        except AttributeError:  # as Dynamo has it for a function that is defined in the graph
-            return
+    if isinstance(function, types.FunctionType) and not _is_of_the_graph(function):
+        values = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
         _ = {value: None for value in values if isinstance(value, (int, float))}
+
+
+def _is_of_the_graph(function: Any) -> bool:
+    """Whether the code that Dynamo compiles defines ``function`` itself, so that its defaults need no guard.
+
+    No Dynamo can read the defaults of such a function, and each shows it in another way. That of torch 2.13
+    has no ``__closure__`` for it. That of 2.11 has one that is never None, and lacks ``__kwdefaults__`` if
+    the function has free variables.
+    """
+    try:
+        closure = function.__closure__
+    except AttributeError:
+        return True
+    if function.__code__.co_freevars:
+        return not hasattr(function, "__kwdefaults__")
+    return closure is not None
 
 
 class _InOnePiece:

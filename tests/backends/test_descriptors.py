@@ -78,10 +78,29 @@ def attend(head_dim: int, head_dim_v: int, heads_first: bool) -> None:
     flashtile.attention(tensor(6, head_dim), tensor(3, head_dim), tensor(3, head_dim_v))
 
 
-def decode() -> None:
-    """64 queries of each key head, whose heads have one column."""
-    shapes = (2, 1, 64, 1), (2, 200, 1, 1), (2, 200, 1, 20)
-    q, k, v = (torch.empty(shape, dtype=torch.float16) for shape in shapes)
+def overlapping(batch: int, tokens: int, heads: int, width: int) -> torch.Tensor:
+    """Return a tensor of which each token begins one element after the one before."""
+    memory = torch.empty(batch, heads, tokens + width - 1, dtype=torch.float16)
+    return memory.unfold(-1, width, 1).transpose(1, 2)
+
+
+def attend_overlapping(head_dim: int, head_dim_v: int) -> None:
+    q, v = (torch.empty(1, 70, heads, width).half() for heads, width in ((6, head_dim), (3, head_dim_v)))
+    flashtile.attention(q, overlapping(1, 70, 3, head_dim), v)
+
+
+def attend_one_key(head_dim: int, head_dim_v: int) -> None:
+    """A single key, whose token stride says nothing: as of a transposed (batch, heads, head_dim, 1)."""
+    q, v = (torch.empty(2, n, 3, width).half() for n, width in ((70, head_dim), (1, head_dim_v)))
+    flashtile.attention(q, torch.empty(2, 3, head_dim, 1).half().permute(0, 3, 1, 2), v)
+
+
+def decode(head_dim: int, overlaps: bool) -> None:
+    """64 queries of each key head."""
+    q, k, v = (
+        torch.empty(2, n, h, d).half() for n, h, d in ((1, 64, head_dim), (200, 1, head_dim), (200, 1, 20))
+    )
+    k = overlapping(2, 200, 1, head_dim) if overlaps else k
     flashtile.flash_attn_with_kvcache(q, k, v, cache_seqlens=torch.full((2,), 150, dtype=torch.int32))
 
 
@@ -103,7 +122,10 @@ def wrong_of(call: Callable[[], None], widths: tuple[int, int] | None = None) ->
 MET = {
     "keys side by side": (partial(attend, 1, 20, True), (32, 32)),
     "narrower v": (partial(attend, 20, 8, False), (32, 16)),
-    "decode": (decode, (32, 32)),
+    "overlapping keys": (partial(attend_overlapping, 32, 20), (32, 32)),
+    "one key": (partial(attend_one_key, 20, 20), (32, 32)),
+    "decode": (partial(decode, 1, False), (32, 32)),
+    "decode, overlapping keys": (partial(decode, 32, True), (32, 32)),
 }
 """Calls that met the fault of ptxas 12.8, and the widths of tiles with which they met it."""
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import flashtile
+import linear_calls
 from flashtile.backends.portable.decode import config as decode_config
-from flashtile.linear import linear
 
 BACKENDS = [
     "cpu",
@@ -143,34 +143,27 @@ def test_gradients_are_the_usual_ones():
     assert torch.equal(compiled(invariant=True), sequences.whole(invariant=True))
 
 
+PRODUCTS = {
+    "plain": linear_calls.Call(70, 52, 100),
+    "norm": linear_calls.Call(70, 52, 100, norm=True),
+    "gated": linear_calls.Call(70, 52, 100, "silu_and_mul", norm=True, residual=True),
+}
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"norm_weight": True}, {"norm_weight": True, "activation": "silu_and_mul", "residual": True}],
-    ids=["plain", "norm", "gated"],
-)
-def test_a_row_of_a_product_has_the_same_bits(options, backend):
-    torch.manual_seed(0)
-    device, columns = device_of(backend), 26 if "activation" in options else 52
-    x, weight = torch.randn(70, 100).half().to(device), torch.randn(52, 100).half().to(device)
-    residual = torch.randn(70, columns).half().to(device) if options.get("residual") else None
-    options = {**options, "invariant": True, "backend": backend}
-    if "norm_weight" in options:
-        options["norm_weight"] = torch.rand(100).half().to(device)
-
-    def rows(first: int, end: int) -> Tensor:
-        own = None if residual is None else residual[first:end]
-        return linear(x[first:end], weight, **options | {"residual": own})
-
-    whole = rows(0, 70)
+@pytest.mark.parametrize("call", PRODUCTS.values(), ids=PRODUCTS)
+def test_a_row_of_a_product_has_the_same_bits(call, backend):
+    options = {"invariant": True, "backend": backend}
+    linear_calls.check(call, torch.float16, device_of(backend), **options)
+    inputs = linear_calls.make_inputs(call, torch.float16, device_of(backend))
+    whole = linear_calls.run(call, inputs, **options)
     for first, end in ((0, 1), (5, 6), (3, 20), (1, 66), (69, 70)):
-        assert torch.equal(bits(rows(first, end)), bits(whole[first:end])), (first, end)
-    usual = linear(
-        x,
-        weight,
-        **options | {"residual": residual, "invariant": False, "backend": "cpu" if backend else None},
-    )
-    torch.testing.assert_close(whole, usual, atol=0.05, rtol=5e-3)
+        given = dict(inputs.given)
+        if call.residual:
+            given["residual"] = given["residual"][first:end]
+        rows = linear_calls.Inputs(inputs.x[first:end], inputs.weight, given, ())
+        found = linear_calls.run(call, rows, **options)
+        assert torch.equal(bits(found), bits(whole[first:end])), (first, end)
 
 
 @pytest.mark.parametrize(

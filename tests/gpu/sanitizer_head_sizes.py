@@ -21,13 +21,16 @@ from torch import Tensor
 import flashtile
 
 LARGEST = 40
-LAYOUTS = "tokens first", "heads first", "offset"
+LAYOUTS = "tokens first", "heads first", "offset", "overlapping"
 ROWS_AND_KEYS = (1, 1), (14, 2), (3, 70), (70, 33)
 
 
 def make(heads: int, tokens: int, width: int, layout: str, seed: int) -> Tensor:
     """Return a tensor (1, tokens, heads, width) in float16."""
     generator = torch.Generator("cuda").manual_seed(seed)
+    if layout == "overlapping":  # each token begins one element after the one before
+        memory = torch.randn(1, heads, tokens + width - 1, generator=generator, device="cuda").half()
+        return memory.unfold(-1, width, 1).transpose(1, 2)
     x = torch.randn(1, tokens, heads, width, generator=generator, device="cuda").half()
     if layout == "heads first":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -53,7 +56,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--part", default="1/1", help="such as 3/16")
     parser.add_argument("--every", type=int, default=1, help="take only every n-th pair of the part")
-    parser.add_argument("--turn", type=int, default=0, help="0 to 11: other layouts and lengths")
+    parser.add_argument("--turn", type=int, default=0, help="0 to 15: other layouts and lengths")
     options = parser.parse_args(arguments)
     part, parts = map(int, options.part.split("/"))
     done = 0
@@ -61,7 +64,7 @@ def main(arguments: list[str]) -> None:
         if number % options.every:
             continue
         turn = number + options.turn  # all layouts and lengths in turn, since each pair compiles for seconds
-        layout, (rows, keys) = LAYOUTS[turn % 3], ROWS_AND_KEYS[turn // 3 % 4]
+        layout, (rows, keys) = LAYOUTS[turn % 4], ROWS_AND_KEYS[turn // 4 % 4]
         shapes = (6, rows, head_dim), (3, keys, head_dim), (3, keys, head_dim_v)
         q, k, v = (make(*shape, layout, seed) for seed, shape in enumerate(shapes))
         name = f"head_dim {head_dim}, head_dim_v {head_dim_v}, {rows} rows, {keys} keys, {layout}"

@@ -6,6 +6,7 @@ import pytest
 import torch
 from graphs import captured
 
+import closures
 import flashtile
 from flashtile import dropout, testing
 
@@ -114,3 +115,15 @@ def test_compiled_training_with_dropout_and_a_bias():
     bias = torch.randn(1, 4, 512, 512, device="cuda", requires_grad=True)
     call = torch.compile(lambda *t: flashtile.attention(*t[:3], bias=t[3], dropout_p=0.1), fullgraph=True)
     torch.autograd.grad(call(q, k, v, bias).sum(), (q, k, v, bias))
+
+
+@pytest.mark.parametrize("make", closures.DEFINED_IN_THE_CALL)
+def test_functions_of_the_graph_itself_compile(make):
+    """On the CPU as well, but a machine with a GPU may have another torch, whose Dynamo differs."""
+
+    def attend(q):
+        return flashtile.attention(q, q, q, score_mod=make(q))
+
+    (q, *_) = inputs(64)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(attend, backend="eager", fullgraph=True)(q), attend(q))

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.attention import flex_attention
 
+import closures
 import flashtile
 from flashtile import masks
 from flashtile.api import masks as functional
@@ -486,6 +487,16 @@ def test_functions_in_place_change_their_operand(function, same) -> None:
     torch.testing.assert_close(torch.compile(attend, backend="eager", fullgraph=True)(q, k, v), expected)
     with pytest.raises(TypeError, match="a float cannot be written in place of an int"):
         traced("score_mod", lambda s, b, h, q, kv: s + q.add_(0.5))
+
+
+@pytest.mark.parametrize("make", closures.DEFINED_IN_THE_CALL)
+def test_functions_of_the_graph_itself_compile(make) -> None:
+    def attend(q):
+        return flashtile.attention(q, q, q, score_mod=make(q))
+
+    q = torch.randn(1, 6, 2, 8)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(attend, backend="eager", fullgraph=True)(q), attend(q))
 
 
 @pytest.mark.parametrize("name", ["relu_", "zero_", "rrelu_"])

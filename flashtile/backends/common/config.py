@@ -74,21 +74,32 @@ def padded(head_dim: int, least: int = 16) -> int:
     return max(least, 1 << (head_dim - 1).bit_length())
 
 
-def tile_widths(head_dim: int, head_dim_v: int, aligned: bool, least: int = 16) -> tuple[int, int]:
+def has_adjacent_tokens(*tensors: Tensor) -> bool:
+    """Whether tokens of any of the tensors (..., seqlen, heads, head_dim) lie one element apart.
+
+    So do those of one head with one column, a single token, whose stride may be any, and rows that overlap.
+    """
+    return any(tensor.stride(-3) == 1 for tensor in tensors)
+
+
+def tile_widths(
+    head_dim: int, head_dim_v: int, aligned: bool, adjacent: bool, least: int = 16
+) -> tuple[int, int]:
     """Return the columns of the tiles of k and of v: head sizes rounded up to powers of two.
 
-    ``aligned``: whether Triton loads both asynchronously (:func:`is_aligned`).
+    ``aligned``: whether Triton loads both asynchronously (:func:`is_aligned`); ``adjacent``:
+    :func:`has_adjacent_tokens` of k and v.
 
     Tiles that are not loaded asynchronously share one address in shared memory. If their swizzles also
     differ, the descriptors of Q K^T and P V differ in the upper half only. ptxas 12.8, which Triton 3.6 and
     3.7 bring, then takes the upper half for P V from registers that hold something else, so P V reads out of
-    range. Such tiles get equal widths, which gives them equal swizzles. Heads of one column need 64 columns:
-    their tokens may lie side by side in memory, and Triton then stores the tile of k transposed, in rows of
-    BLOCK_N keys, which have the swizzle of 64 columns, 128 bytes. Triton 3.8 (ptxas 12.9) needs none of this.
+    range. Such tiles get equal widths, which gives them equal swizzles. Adjacent tokens need 64 columns:
+    Triton stores their tile transposed, in rows of BLOCK_N keys, which have the swizzle of 64 columns, 128
+    bytes. Triton 3.8 (ptxas 12.9) needs none of this.
     """
     width, width_v = padded(head_dim, least), padded(head_dim_v, least)
     if not aligned:
-        width = width_v = max(width, width_v, 64 if min(head_dim, head_dim_v) == 1 else 0)
+        width = width_v = max(width, width_v, 64 if adjacent else 0)
     return width, width_v
 
 

@@ -111,10 +111,15 @@ def balanced_programs(problem: DecodeProblem, config: HopperDecodeConfig) -> int
 def divides(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
     """Whether long work tiles are divided into parts, each of which is an entry of the work queue.
 
-    They are divided unless the call chooses splits, the grid is stream-K, or sequences have many m_blocks.
+    They are divided unless the call chooses splits, the grid is stream-K, or a sequence has many m_blocks
+    (:data:`DIVIDED_M_BLOCKS`).
     """
-    few = m_blocks_of(packed(problem), config) < DIVIDED_M_BLOCKS
-    return few and takes_any_splits(problem) and not is_stream_k(problem, config)
+    if not takes_any_splits(problem) or is_stream_k(problem, config):
+        return False
+    m_blocks = m_blocks_of(packed(problem), config)
+    work_tiles = m_blocks * packed(problem).num_heads_kv  # of the longest sequence
+    fills = work_tiles >= multiprocessors(problem.device) * config.programs_per_sm
+    return m_blocks < DIVIDED_M_BLOCKS or (problem.varlen and not fills)
 
 
 def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) -> HopperDecodeVariant:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flashtile.backends.common.config import (
     KernelConfig,
+    has_adjacent_tokens,
     is_aligned,
     outer_stride,
     scales_scores,
@@ -63,18 +64,18 @@ def attention_variant(
     config: KernelConfig,
     precision: str,
     wide: bool,
-    aligned: bool,
+    widths: tuple[int, int],
     by_position: KernelMask,
     mask: Tensor | None,
     bias: Tensor | None,
 ) -> AttentionVariant:
     """Return the constants of a kernel, without those of ``score_mod`` and ``mask_mod``.
 
-    ``wide``: whether offsets within a tile of q, k or v need 64 bits; ``aligned``: whether tiles of k and v
-    are loaded asynchronously (:func:`is_aligned`); ``by_position``: the mask by position, in addition to the
+    ``wide``: whether offsets within a tile of q, k or v need 64 bits; ``widths``: columns of the tiles
+    of k and v (:func:`tile_widths`); ``by_position``: the mask by position, in addition to the
     tensor ``mask``.
     """
-    block_d, block_dv = tile_widths(problem.head_dim, problem.head_dim_v, aligned)
+    block_d, block_dv = widths
     return AttentionVariant(
         **by_position.constants,
         VARLEN=problem.varlen,
@@ -171,7 +172,8 @@ def attention_kernel(
     wide = any(block * tensor.stride(-3) >= 2**31 for tensor in inputs)
     aligned = problem.dtype.itemsize == 2 and problem.head_dim_v % 16 == 0 and all(map(is_aligned, inputs))
     mask = problem.for_kernels(problem.seqlen_q, problem.seqlen_k)
-    variant = attention_variant(problem, config, precision, wide, aligned, mask, extras.mask, extras.bias)
+    widths = tile_widths(problem.head_dim, problem.head_dim_v, aligned, has_adjacent_tokens(*inputs[1:]))
+    variant = attention_variant(problem, config, precision, wide, widths, mask, extras.mask, extras.bias)
     variant = replace(variant, **more)
     if problem.mods is not None:
         variant = with_functions(variant, problem, config, owns_keys)

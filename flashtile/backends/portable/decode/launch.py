@@ -29,6 +29,7 @@ from torch import Tensor
 from flashtile.backends.common.config import (
     QkvStrides,
     allocator,
+    has_adjacent_tokens,
     is_aligned,
     largest_divisor,
     outer_stride,
@@ -275,7 +276,9 @@ class DecodePlan(NamedTuple):
     mask: dict[str, Any]
     """The constants of the mask (:class:`~flashtile.problems.masking.MaskConstants`)."""
     aligned: bool
-    """Whether k and v are aligned for asynchronous loads. If not, their tiles get the same width."""
+    """Whether k and v are aligned for asynchronous loads, and whether their tokens are adjacent:
+    :func:`tile_widths`."""
+    adjacent: bool
     wide: bool
     """Whether offsets into the cache need 64 bits."""
     wide_bytes: bool
@@ -295,6 +298,7 @@ def plan_of(problem: DecodeProblem, config: DecodeConfig, k_cache: Tensor, v_cac
         stored=k_cache.dtype,
         mask=mask_of(problem).constants,
         aligned=problem.head_dim_v % 16 == 0 and is_aligned(k_cache) and is_aligned(v_cache),
+        adjacent=has_adjacent_tokens(k_cache, v_cache),
         wide=longest >= 2**31,
         wide_bytes=longest * k_cache.element_size() >= 2**31,
         stream_k=is_stream_k(problem, config),
@@ -316,7 +320,7 @@ def decode_variant(problem: DecodeProblem, config: DecodeConfig, plan: DecodePla
     pdl = has_dependent_launch(problem.device)
     bound_by_bytes = plan.stream_k and config.tile.BLOCK_M == NARROW and problem.dtype.itemsize < 4
     least = MIN_PAIRED_WIDTH if pairs else 16
-    block_d, block_dv = tile_widths(problem.head_dim, problem.head_dim_v, plan.aligned, least)
+    block_d, block_dv = tile_widths(problem.head_dim, problem.head_dim_v, plan.aligned, plan.adjacent, least)
     return DecodeVariant(
         **layout(problem, config, plan.stream_k),
         PAGE_SIZE=problem.page_size,

@@ -172,7 +172,7 @@ def attention_kernel(
     wide = any(block * tensor.stride(-3) >= 2**31 for tensor in inputs)
     aligned = problem.dtype.itemsize == 2 and problem.head_dim_v % 16 == 0 and all(map(is_aligned, inputs))
     mask = problem.for_kernels(problem.seqlen_q, problem.seqlen_k)
-    widths = tile_widths(problem.head_dim, problem.head_dim_v, aligned, has_adjacent_tokens(*inputs[1:]))
+    widths = tile_widths(problem.head_dim, problem.head_dim_v, aligned, has_adjacent_tokens(*inputs[1:3]))
     variant = attention_variant(problem, config, precision, wide, widths, mask, extras.mask, extras.bias)
     variant = replace(variant, **more)
     if problem.mods is not None:

@@ -43,6 +43,7 @@ def check(
         arguments: the other arguments of :func:`flashtile.attention`.
 
     Examples:
+        >>> from flashtile import testing
         >>> from flashtile.testing import tangents
         >>> q, k, v = (testing.random_tensor((1, 50, 4, 32), torch.float32, "cpu", seed=i) for i in range(3))
         >>> tangents.check((q, k, v), (q.sin(), None, v.cos()), causal=True).holds

@@ -287,6 +287,21 @@ def test_tangents_need_memory_that_grows_with_the_tokens():
     assert largest < 2**24
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_losses_with_a_detached_tangent_store_no_scores_on_a_gpu(head_dim):
+    """The scores of 16384 tokens would take 4 GiB in float32, and each tensor takes 16 or 32 MiB."""
+    leaves = [torch.randn(1, 16384, 4, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    moving = tuple(t.cos() for t in leaves)
+    leaves = [t.requires_grad_() for t in leaves]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = detached_target(partial(flashtile.attention, causal=True), tuple(leaves), moving)
+    gradients = torch.autograd.grad(loss, leaves)
+    assert all(t.isfinite().all() for t in gradients)
+    assert torch.cuda.max_memory_allocated() - before < 2**30
+
+
 def test_slopes_and_lengths_under_vmap_of_tangents():
     """Tangents around vmap, and within it, are computed for all samples in one call."""
     q, k, v = (torch.stack([t, t / 2, -t]) for t in dense(dtype=torch.float64))

@@ -24,9 +24,9 @@ import typer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from flashtile import LLM, SamplingParams, masks
+from flashtile import LLM, SamplingParams
 from flashtile.hardware.machine import find_device
-from flashtile.integrations.transformers import register
+from flashtile.integrations.transformers import register, shared_prompts
 
 VOCABULARY = 256
 REWARDED = 64
@@ -60,39 +60,10 @@ def sample(llm: LLM, prompts: list[list[int]], count: int, length: int, seed: in
     return groups
 
 
-def pack(groups: list[Group], device: torch.device) -> tuple[Tensor, Tensor, masks.BlockMask, list[int]]:
-    """Return tokens, positions and the mask of a forest: each prompt is stored once, before its answers.
-
-    The last result has the place of the token before each answer's token, answer by answer.
-    """
-    segments: list[list[int]] = []
-    parents: list[int] = []
-    positions: list[int] = []
-    before: list[int] = []
-    for group in groups:
-        root, end = len(segments), len(group.prompt)
-        segments.append(group.prompt)
-        parents.append(-1)
-        last = len(positions) + end - 1
-        positions += range(end)
-        for answer in group.answers:
-            before += [last, *range(len(positions), len(positions) + len(answer) - 1)]
-            segments.append(answer)
-            parents.append(root)
-            positions += range(end, end + len(answer))
-    starts = torch.tensor([0, *map(len, segments)]).cumsum(0)
-    mask = masks.create_tree_mask(starts, torch.tensor(parents), len(positions), device)
-    tokens = torch.tensor([token for segment in segments for token in segment], device=device)
-    return tokens[None], torch.tensor(positions, device=device)[None], mask, before
-
-
 def log_probabilities(model: PreTrainedModel, groups: list[Group]) -> Tensor:
     """Return the log-probabilities of all answers' tokens, with gradients, in one call of the model."""
-    tokens, positions, mask, before = pack(groups, model.device)
-    logits = model(tokens, position_ids=positions, block_mask=mask, use_cache=False).logits[0]
-    targets = torch.tensor([token for group in groups for one in group.answers for token in one])
-    chosen = logits[before].float().log_softmax(-1)
-    return chosen.gather(1, targets.to(model.device)[:, None])[:, 0]
+    batch = shared_prompts(model, [group.prompt for group in groups], [group.answers for group in groups])
+    return batch.log_probs(model(**batch).logits)
 
 
 def check(llm: LLM, model: PreTrainedModel, groups: list[Group]) -> None:

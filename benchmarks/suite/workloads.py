@@ -245,8 +245,16 @@ FIXED: tuple[Workload, ...] = (
     *chain.from_iterable(
         _dense(f"masks-{name}", (2048, 4096, 8192, 16384), PAPER_TOKENS, "masks", WIDE_HEADS, mod=name)
         for name in mods.MODS
-        if name not in ("tree", "window-by-head")  # they have workloads of their own
+        if name not in ("tree", "window-by-head", "pictures", "pictures-window-1024")  # they have their own
     ),
+    # Text and pictures: Gemma 4's local layers; Gemma 3's global ones; and a mask on heads of 512
+    *_dense(
+        "pictures-local", (4096, 16384), PAPER_TOKENS, "pictures", (16, 8, 256), mod="pictures-window-1024"
+    ),
+    *_dense("pictures-global", (4096, 16384), PAPER_TOKENS, "pictures", (16, 8, 256), mod="pictures"),
+    *_dense("pictures-d512", (4096, 16384), PAPER_TOKENS, "pictures", (16, 2, 512), mod="pictures"),
+    # Gemma 4's global layers, which are causal
+    *_dense("pictures-causal", (4096, 16384), PAPER_TOKENS, "pictures", (16, 2, 512), causal=True),
     # Eight answers of 512 to 2048 tokens to one prompt, as in GRPO
     *(
         Workload(
@@ -328,6 +336,7 @@ FIXED: tuple[Workload, ...] = (
     _lengths("ci-varlen", [(50, 50), (1, 70), (33, 20), (0, 9)], "ci", (2, 1, 32), causal=True, **FLOAT32),
     *_dense("ci-masks-both", (160,), 320, "ci-masks", (4, 2, 32), mod="relative-document", **FLOAT32),
     *_dense("ci-masks-natten", (128,), 0, "ci-masks", (2, 2, 32), mod="natten", **FLOAT32),
+    *_dense("ci-pictures", (300,), 0, "ci-masks", (4, 2, 32), mod="pictures-window-1024", **FLOAT32),
     *_dense("ci-tree", (300,), 0, "ci-tree", (4, 2, 32), mod="tree", **FLOAT32),
     *_dense("ci-fp8-causal", (150,), 300, "ci-fp8", (4, 2, 32), causal=True, dtype=FP8),
     _lengths("ci-fp8-varlen", [(50, 50), (1, 170), (0, 9)], "ci-fp8", (2, 1, 64), dtype=FP8),

@@ -399,17 +399,21 @@ def _under_blocks(
     """Return out and weights (None unless wanted) in a model that was called with ``block_mask=``.
 
     The block mask alone decides which keys a query sees, also if positions begin anew (``mask`` then has
-    numbers of documents).
+    numbers of documents). A dictionary has a block mask for each left side of a window among the layers, -1
+    without a window.
     """
+    given_mask, window_left = others["block_mask"], options["window_size"][0]
+    windowed = isinstance(given_mask, dict) and window_left in given_mask
+    block_mask = given_mask[window_left] if windowed else given_mask
     for name, given in (
         ("attention_mask", mask is not None and mask.dim() != 3),
-        ("sliding_window", options["window_size"][0] >= 0),
+        ("sliding_window", window_left >= 0 and not windowed),
         ("position_bias", others.get("position_bias") is not None),
     ):  # fmt: skip
         if given:
             raise NotImplementedError(f"{name} must be None in a model that is called with block_mask")
     wanted = bool(others.get("output_attentions"))
-    options = options | EVERYWHERE | {"block_mask": others["block_mask"], "return_attn_weights": wanted}
+    options = options | EVERYWHERE | {"block_mask": block_mask, "return_attn_weights": wanted}
     found: Any = attention(q, k, v, **options)
     return found if wanted else (found, None)
 

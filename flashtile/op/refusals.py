@@ -96,8 +96,10 @@ def leave_graph_of_gradients() -> None:
     transform runs eagerly.
     """
     # While Dynamo traces this line, the transform is not None even if none is active.
-    if isinstance(innermost_transform(), Transform) and interpreter().key() != TransformType.Vmap:
-        break_graph("gradients by torch.func are computed outside of graphs")
+    if isinstance(innermost_transform(), Transform):
+        is_vmap = interpreter().key() == TransformType.Vmap  # Dynamo of torch 2.12 cannot trace !=
+        if not is_vmap:
+            break_graph("gradients by torch.func are computed outside of graphs")
 
 
 def carries_tangents(tensors: Iterable[Tensor | None]) -> bool:

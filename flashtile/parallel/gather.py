@@ -32,7 +32,7 @@ from flashtile.parallel.attend import (
 )
 from flashtile.parallel.blocks import Mask, Pair, Ranges, other_rows, pair_of, rows_with_keys, union
 from flashtile.parallel.layout import Piece, joined, tokens_of
-from flashtile.parallel.ranks import Message, Pending, as_bytes
+from flashtile.parallel.ranks import Message, Pending, Ranks, as_bytes
 
 
 class _Part(NamedTuple):
@@ -145,6 +145,93 @@ class _InTransit(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """The messages with which each rank gets the keys that it needs, and gives back their gradients."""
+
+    ranks: Ranks
+    needs: Needs
+    timeout: float
+
+    @property
+    def _rank(self) -> int:
+        return self.ranks.rank
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.ranks.size) if rank != self._rank]
+
+    def gather(self, tensors: list[Tensor]) -> _InTransit:
+        """Begin to gather the keys and values of the queries that see other ranks' keys.
+
+        Each of ``tensors`` is (batch, tokens of this rank, heads, head_dim). The results are (batch, gathered
+        tokens, heads, head_dim).
+        """
+        tokens = self.needs.gathered(self._rank).tokens
+        gathered = [t.new_empty((t.shape[0], tokens, *t.shape[2:])) for t in tensors]
+        sent = [
+            Message(other, as_bytes([part.of_owner(t)]))
+            for other in self._others
+            for t in tensors
+            for part in self.needs.parts(self._rank, other)
+        ]
+        incoming = [
+            (other, part.of_gathered(t))
+            for other in self._others
+            for t in gathered
+            for part in self.needs.parts(other, self._rank)
+        ]
+        buffers = [torch.empty_like(x) if not x.is_contiguous() else x for _, x in incoming]
+        received = [
+            Message(other, as_bytes([buffer])) for (other, _), buffer in zip(incoming, buffers, strict=True)
+        ]
+        pending = self.ranks.post(sent, received, self.timeout)
+        for t, to in zip(tensors, gathered, strict=True):
+            for part in self.needs.parts(self._rank, self._rank):
+                part.of_gathered(to).copy_(part.of_owner(t))
+        copies = [(buffer, x) for (_, x), buffer in zip(incoming, buffers, strict=True) if buffer is not x]
+        return _InTransit(pending, gathered, copies)
+
+    def give_back(
+        self, gradients: list[Tensor], like: list[Tensor]
+    ) -> tuple[Pending, list[tuple[int, _Part, Tensor]]]:
+        """Begin to send gradients of gathered keys and values to the ranks that own them.
+
+        Returns (messages, [(0 for keys or 1 for values, tokens, gradients from another rank)]), in the order
+        of ranks.
+        """
+        sent = [
+            Message(other, as_bytes([part.of_gathered(t)]))
+            for other in self._others
+            for t in gradients
+            for part in self.needs.parts(other, self._rank)
+        ]
+        incoming = [
+            (other, i, part, t.new_empty((t.shape[0], part.tokens, *t.shape[2:]), dtype=gradients[0].dtype))
+            for other in self._others
+            for i, t in enumerate(like)
+            for part in self.needs.parts(self._rank, other)
+        ]
+        received = [Message(other, as_bytes([buffer])) for other, _, _, buffer in incoming]
+        pending = self.ranks.post(sent, received, self.timeout)
+        return pending, [of_other[1:] for of_other in incoming]
+
+    def add_up(
+        self,
+        gradients: list[Tensor],
+        returning: tuple[Pending, list[tuple[int, _Part, Tensor]]],
+        sums: list[Total],
+    ) -> None:
+        """Add gradients of this rank's tokens to ``sums``: first its own, then those of other ranks."""
+        for t, total in zip(gradients, sums, strict=True):
+            for part in self.needs.parts(self._rank, self._rank):
+                total.add(part.of_gathered(t), part.own, part.own + part.tokens)
+        pending, incoming = returning
+        pending.wait()
+        for i, part, buffer in incoming:
+            sums[i].add(buffer, part.own, part.own + part.tokens)
+
+
+@dataclass(frozen=True)
 class AllGather:
     """Attention over keys and values gathered from all ranks.
 
@@ -155,7 +242,7 @@ class AllGather:
     shards: Shards
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Forward:
-        coming = self._gather([k, v])
+        coming = self._exchange.gather([k, v])
         own, others = self._needs.own(self._rank), self._needs.gathered(self._rank)
         scores = self.shards.scores
         own_keys, own_values = (at_ranges(own.ranges, x) for x in (k, v))
@@ -191,17 +278,17 @@ class AllGather:
             for part, total in zip(parts, (dk_own, dv_own), strict=True):
                 add_at_ranges(own.ranges, part.value(), total)
 
-        coming = None if kept else self._gather([k, v])
+        coming = None if kept else self._exchange.gather([k, v])
         if coming is not None:
             over_own_keys()
         keys, values = kept if coming is None else coming.arrive()
         dk, dv = (Total(t, rows.dtype) for t in (keys, values))
         rows.differentiate(keys, values, others, dq, dk, dv)
         of_others = [dk.value(), dv.value()]
-        returning = self._return(of_others, [k, v])
+        returning = self._exchange.give_back(of_others, [k, v])
         if coming is None:
             over_own_keys()
-        self._sum(of_others, returning, [dk_own, dv_own])
+        self._exchange.add_up(of_others, returning, [dk_own, dv_own])
         dtypes = [rows.dtype if self.shards.keys_shared else x.dtype for x in (k, v)]
         dk_sum, dv_sum = (of.rounded(to) for of, to in zip((dk_own, dv_own), dtypes, strict=True))
         return Gradients(dq.rounded(q.dtype), dk_sum, dv_sum, rows.sink_gradient(sink))
@@ -210,80 +297,10 @@ class AllGather:
     def _rank(self) -> int:
         return self.shards.ranks.rank
 
-    @property
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.shards.ranks.size) if rank != self._rank]
-
     @cached_property
     def _needs(self) -> Needs:
         return needs_of(self.shards)
 
-    def _gather(self, tensors: list[Tensor]) -> _InTransit:
-        """Begin to gather the keys and values of the queries that see other ranks' keys.
-
-        Each of ``tensors`` is (batch, tokens of this rank, heads, head_dim). The results are (batch, gathered
-        tokens, heads, head_dim).
-        """
-        tokens = self._needs.gathered(self._rank).tokens
-        gathered = [t.new_empty((t.shape[0], tokens, *t.shape[2:])) for t in tensors]
-        sent = [
-            Message(other, as_bytes([part.of_owner(t)]))
-            for other in self._others
-            for t in tensors
-            for part in self._needs.parts(self._rank, other)
-        ]
-        incoming = [
-            (other, part.of_gathered(t))
-            for other in self._others
-            for t in gathered
-            for part in self._needs.parts(other, self._rank)
-        ]
-        buffers = [torch.empty_like(x) if not x.is_contiguous() else x for _, x in incoming]
-        received = [
-            Message(other, as_bytes([buffer])) for (other, _), buffer in zip(incoming, buffers, strict=True)
-        ]
-        pending = self.shards.ranks.post(sent, received, self.shards.timeout)
-        for t, to in zip(tensors, gathered, strict=True):
-            for part in self._needs.parts(self._rank, self._rank):
-                part.of_gathered(to).copy_(part.of_owner(t))
-        copies = [(buffer, x) for (_, x), buffer in zip(incoming, buffers, strict=True) if buffer is not x]
-        return _InTransit(pending, gathered, copies)
-
-    def _return(
-        self, gradients: list[Tensor], like: list[Tensor]
-    ) -> tuple[Pending, list[tuple[int, _Part, Tensor]]]:
-        """Begin to send gradients of gathered keys and values to the ranks that own them.
-
-        Returns (messages, [(0 for keys or 1 for values, tokens, gradients from another rank)]), in the order
-        of ranks.
-        """
-        sent = [
-            Message(other, as_bytes([part.of_gathered(t)]))
-            for other in self._others
-            for t in gradients
-            for part in self._needs.parts(other, self._rank)
-        ]
-        incoming = [
-            (other, i, part, t.new_empty((t.shape[0], part.tokens, *t.shape[2:]), dtype=gradients[0].dtype))
-            for other in self._others
-            for i, t in enumerate(like)
-            for part in self._needs.parts(self._rank, other)
-        ]
-        received = [Message(other, as_bytes([buffer])) for other, _, _, buffer in incoming]
-        pending = self.shards.ranks.post(sent, received, self.shards.timeout)
-        return pending, [of_other[1:] for of_other in incoming]
-
-    def _sum(
-        self,
-        gradients: list[Tensor],
-        returning: tuple[Pending, list[tuple[int, _Part, Tensor]]],
-        sums: list[Total],
-    ) -> None:
-        """Add gradients of this rank's tokens to ``sums``: first its own, then those of other ranks."""
-        for t, total in zip(gradients, sums, strict=True):
-            for part in self._needs.parts(self._rank, self._rank):
-                total.add(part.of_gathered(t), part.own, part.own + part.tokens)
-        pending, incoming = returning
-        pending.wait()
-        for i, part, buffer in incoming:
-            sums[i].add(buffer, part.own, part.own + part.tokens)
+    @cached_property
+    def _exchange(self) -> Exchange:
+        return Exchange(self.shards.ranks, self._needs, self.shards.timeout)

@@ -280,6 +280,7 @@ def _tree(rng, form, varlen, sizes, tensors, options, fixed) -> Call:
     of_segments = lengths(rng, count, sizes["seqlen_q"])
     total = sum(of_segments) + rng.choice([0, 0, 2])
     options = [o for o in options if o.startswith(("softcap", "softmax_scale"))]
+    window_left = rng.choice([-1, -1, rng.randint(0, 40)])
     body = f"""cu_seqlens, parent = offsets{_call(of_segments)}, ints{_call(parent)}
 segment, above = torch.bucketize(torch.arange(total, device=device), cu_seqlens[1:], right=True), torch.eye({count + 1}, device=device).bool()
 above[{count}] = False
@@ -287,8 +288,11 @@ for _ in range({count}):
     above[:{count}] |= above[parent] & (parent >= 0)[:, None]
 place = torch.arange(total, device=device)
 seen = above[segment][:, segment] & ((segment[:, None] != segment) | (place <= place[:, None]))
+if {window_left} >= 0:
+    depth = seen.sum(1)
+    seen &= depth[:, None] - depth <= {window_left}
 def ours(q, k, v, **options):
-    return flashtile.tree_attention(q, k, v, cu_seqlens, parent, **options)
+    return flashtile.tree_attention(q, k, v, cu_seqlens, parent, window_left={window_left}, **options)
 def exact(q, k, v, **options):
     out, lse = oracle.attention(q[None], k[None], v[None], mask=seen[None, None], **options)
     return out[0], lse[0]

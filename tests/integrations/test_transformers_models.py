@@ -255,6 +255,30 @@ def test_a_block_mask_decides_which_tokens_are_seen():
         ours.train()(TOKENS[:1], **named)
 
 
+def test_layers_with_a_window_have_a_block_mask_of_their_own():
+    """Pictures in packed rows of a model with windows, by block masks and by masks of scores."""
+    kinds = ["sliding_attention", "full_attention"]
+    config = transformers.Gemma3TextConfig(**SMALL, head_dim=8, sliding_window=4, layer_types=kinds)
+    eager, ours = pair("Gemma3ForCausalLM", config)
+    documents, pictures = torch.tensor([0] * 8 + [1] * 4), -1 - torch.arange(12)
+    pictures[1:7] = 0
+    masks = flashtile.masks
+    whole = masks.document(documents) & (masks.causal() | masks.document(pictures))
+    positions = torch.tensor([[*range(8), *range(4)]])
+    places, blocks, scores = torch.arange(12), {}, {}
+    for kind, window_left, mask in (("full", -1, whole), ("sliding", 3, whole & masks.window(3, -1))):
+        blocks[window_left] = masks.create_block_mask(mask, None, None, 12, 12, BLOCK_SIZE=16)
+        seen = mask(0, 0, places[:, None], places)
+        lowest = torch.finfo(torch.float32).min
+        scores[f"{kind}_attention"] = torch.zeros(1, 1, 12, 12).masked_fill(~seen, lowest)
+    named = {"position_ids": positions, "use_cache": False}
+    expected = eager(TOKENS[:1], attention_mask=scores, **named).logits
+    found = ours(TOKENS[:1], block_mask=blocks, **named).logits
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-4)
+    with pytest.raises(NotImplementedError, match="sliding_window must be None"):
+        ours(TOKENS[:1], block_mask={-1: blocks[-1]}, **named)
+
+
 def test_the_queries_of_a_step_may_have_any_strides():
     q, (k, v) = torch.randn(1, 1, 16, 2).mT, torch.randn(2, 1, 5, 2, 16)
     options = {"softmax_scale": 0.25, "softcap": 0.0, "window_size": (-1, -1), "causal": True}

@@ -27,11 +27,12 @@ n_blocks, which may begin within a work tile."""
 MAX_SHARED = 4
 """With this many work tiles per program or more, programs take whole work tiles in any case."""
 DIVIDED_M_BLOCKS = 8
-"""The queue divides no work tiles of sequences with equal numbers of queries if a sequence has this many m_blocks
-or more. It then has many work tiles without division, and the code for partial results would cost 4 to 6 %. Of
-packed queries the host knows only the longest sequence, which may be the only one with many m_blocks: they are
-divided unless this sequence alone has a work tile for each program (``launch.divides``). A step of 85 sequences
-with 255 queries at most, 12 heads on 2, took 239 us undivided on an H200, as long as its longest work tile."""
+"""The queue divides no work tiles of sequences with equal numbers of queries if a sequence has this many
+m_blocks or more. It then has many work tiles without division, and the code for partial results would cost
+4 to 6 %. Of packed queries the host knows only the longest sequence, which may be the only one with many
+m_blocks: they are divided unless this sequence alone has a work tile for each program (``launch.divides``).
+A step of 85 sequences with 255 queries at most, 12 heads on 2, took 239 us undivided on an H200, as long as
+its longest work tile."""
 DIVIDED_SLOTS = 2
 """Slots for parts of divided work tiles, per program. Two suffice, because a part may be at least as long as
 a program's mean load."""

@@ -272,11 +272,11 @@ class PortableForwardLaunch:
             self._functions = FunctionPointers(problem, extras)
         elif extras.key_padding_mask is not None:
             self._key_bounds = KeyBounds(problem, extras.key_padding_mask)
-        pointers, more = (TangentPointers, {"HAS_TANGENTS": True}) if tangents else (ForwardPointers, {})
+        pointers = TangentPointers if tangents else ForwardPointers
         inputs = (q, k, v, *(tangent for tangent in tangents if tangent is not None))
         return attention_kernel(
             forward_kernel, pointers, programs, config.forward, problem, config.precision, inputs, extras,
-            **more,
+            HAS_TANGENTS=bool(tangents),
         )  # fmt: skip
 
 

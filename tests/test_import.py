@@ -38,8 +38,8 @@ BROUGHT = {
 }  # fmt: skip
 """The modules that ``import flashtile`` imports. Each costs every program time, also those without a call."""
 OPERATORS = {
-    "append_kvcache", "backward", "combine", "copy_blocks", "decode", "decode_into", "forward",
-    "forward_into", "tangents", "weights",
+    "append_kvcache", "backward", "combine", "copy_blocks", "decode", "decode_into", "decode_mass",
+    "forward", "forward_into", "tangents", "weights",
 }  # fmt: skip
 """Operators that exist after ``import flashtile``, for programs that torch.export has saved."""
 

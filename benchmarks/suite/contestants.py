@@ -212,6 +212,16 @@ class Decoding(Flashtile):
         return over_copies(function, workload, inputs, "block_table", **more)
 
 
+class WithMass(Decoding):
+    """flashtile's decoding that adds the mass of each key to a buffer."""
+
+    label = "flashtile-mass"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        mass = torch.zeros(inputs.k.shape[:3], dtype=torch.float32, device=inputs.k.device)
+        return self.over(flashtile.flash_attn_with_kvcache, workload, inputs, mass=mass)
+
+
 class SharedPrefix(Decoding):
     """flashtile's decoding with one more argument, the length of the prefix that all sequences share."""
 
@@ -389,6 +399,7 @@ OURS: dict[str, tuple[type[Flashtile], ...]] = {
     "jvp": (Moving,),
     "fp8": (Quantized, Quantizing),
     "decode": (Decoding, SharedPrefix),
+    "mass": (Decoding, WithMass),
 }
 """Adapters of flashtile by kind of workload. Their argument names a backend; None lets dispatch choose."""
 
@@ -401,7 +412,7 @@ def peers(kind: str) -> tuple[Peer, ...]:
         return (FlashAttention3OverCache(), FlashAttention4OverCache(), SdpaLatent())
     if kind == "weights":
         return (Eager(),)
-    if kind == "statistics":
+    if kind in ("statistics", "mass"):
         return ()
     if kind == "jvp":
         return (JvpFlashAttention(), StandardMoving())

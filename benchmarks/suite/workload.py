@@ -61,6 +61,7 @@ class Workload:
             "top" (the largest of each query), or "" for none.
         statistics: whether the largest scores and the entropy are measured beside the call without them.
         tangents: whether q, k and v have tangents, and the call computes that of out (forward mode).
+        mass: whether decoding that adds the mass of keys is measured beside the step without it.
         alibi, sink: whether the call has ALiBi slopes, and a learned sink per head.
         drawn_from: name of the class that the workload was drawn from (:mod:`benchmarks.suite.drawn`), or "".
         tags: names of the sets that the workload belongs to.
@@ -88,13 +89,14 @@ class Workload:
     weights: str = ""
     statistics: bool = False
     tangents: bool = False
+    mass: bool = False
     drawn_from: str = ""
     tags: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
         """Kind of workload, which determines the contestants: "attention", "masks", "tree", "weights",
-        "statistics", "jvp", "fp8" or "decode"."""
+        "statistics", "jvp", "fp8", "mass" or "decode"."""
         if self.mod:
             return "tree" if self.mod == "tree" else "masks"
         if self.weights:
@@ -103,6 +105,8 @@ class Workload:
             return "statistics"
         if self.tangents:
             return "jvp"
+        if self.mass:
+            return "mass"
         return "decode" if self.cache is not None else "fp8" if self.fp8 else "attention"
 
     @property

@@ -318,6 +318,17 @@ FIXED: tuple[Workload, ...] = (
         for d in PAPER_HEAD_DIMS
         for suffix, causal in MASKS
     ),
+    # A step that adds the mass of keys, beside the same step without it
+    *(
+        _decode(
+            f"mass-{b}x{s}-{q}/{kv}", (s,) * b, "mass", (q, kv, 128), series=f"mass-{b}x-{q}/{kv}", mass=True
+        )
+        for q, kv in ((32, 8), (32, 32), (64, 8))
+        for b, s in ((1, 8192), (1, 131072), (8, 65536), (32, 4096), (128, 4096))
+    ),
+    _decode("mass-32x4096-fp8", CONTEXTS, "mass", cache_dtype=FP8, mass=True),
+    _decode("mass-32x4096-prefix", CONTEXTS, "mass", prefix=2048, mass=True),
+    *(_decode(f"mass-32x4096-q{n}", CONTEXTS, "mass", seqlen_q=n, mass=True) for n in (4, 64)),
     # Sized for two cores
     *_dense("cpu-d64", (512, 1024, 2048, 4096), 0, "cpu", (8, 8, 64), **FLOAT32),
     *_dense("cpu-d64-causal", (512, 1024, 2048, 4096), 0, "cpu", (8, 8, 64), causal=True, **FLOAT32),
@@ -357,6 +368,7 @@ FIXED: tuple[Workload, ...] = (
     _decode("ci-dense", (70, 9, 130), "ci-decode", (4, 2, 32), seqlen_q=3, page_size=0, **FLOAT32),
     _decode("ci-fp8", (70, 9, 130), "ci-decode", (4, 2, 32), cache_dtype=FP8),
     _decode("ci-prefix", (80, 70), "ci-decode", (4, 2, 32), prefix=64, **FLOAT32),
+    _decode("ci-mass", (70, 9, 130), "ci-mass", (4, 2, 32), mass=True, **FLOAT32),
     *drawn.small_workloads(),
 )  # fmt: skip
 
@@ -368,8 +380,8 @@ TAGS: tuple[str, ...] = tuple(dict.fromkeys(tag for workload in WORKLOADS for ta
 def small_call(kind: str, device_type: str) -> Workload:
     """Return a small workload of a kind, whose time on the GPU is shorter than the host time of its call."""
     dtype = FP8 if kind == "fp8" else "bfloat16" if device_type == "cuda" else "float32"
-    if kind == "decode":
-        return _decode("small", (256, 256), "", (8, 8, 64), prefix=128, dtype=dtype)
+    if kind in ("decode", "mass"):
+        return _decode("small", (256, 256), "", (8, 8, 64), prefix=128, mass=kind == "mass", dtype=dtype)
     mod = {"masks": "relative-document", "tree": "tree"}.get(kind, "")
     weights = "columns" if kind == "weights" else ""
     return Workload(

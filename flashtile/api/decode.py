@@ -80,6 +80,7 @@ def flash_attn_with_kvcache(
     softmax_max: float | Tensor | None = None,
     qv: Tensor | None = None,
     attention_chunk: int = 0,
+    mass: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     backend: str | None = None,
@@ -159,6 +160,12 @@ def flash_attn_with_kvcache(
         attention_chunk: if > 0, positions are divided into chunks of this size, and a query sees only keys of
             its own chunk (Llama 4). The first chunk begins after ``cache_leftpad``, as in FlashAttention-3.
             Cannot be combined with ``tree_mask``.
+        mass: float32, (batch_cache, seqlen_cache, heads_kv), or (num_blocks, page_size, heads_kv) with
+            ``block_table``. To the number of each key the call adds, **in place**, the sum of the
+            probabilities that the key receives from all queries of the heads of its group. A number whose key
+            no query sees stays as it is. The result is bitwise the same in every run. If sequences share a
+            page, it gets their sums in their order, and must be in the same column of ``block_table`` in all
+            of them. No tensor may require a gradient.
         out, lse: tensors that receive the results, as for :func:`flashtile.attention`. If ``lse`` is
             given, it is written even without ``return_softmax_lse``.
         backend: the backend to require, as for :func:`flashtile.attention`.
@@ -235,15 +242,15 @@ def flash_attn_with_kvcache(
         num_splits=num_splits,
         split_size=split_keys,
         invariant=invariant,
-        return_lse=return_softmax_lse or lse is not None,
+        return_lse=return_softmax_lse or lse is not None or mass is not None,
         phi=phi,
         backend=backend,
         debug_checks=debug_checks,
     )
-    buffers = () if out is lse is None else (out, lse)
+    buffers = () if out is lse is mass is None else (out, lse) if mass is None else (mass, out, lse)
     if k is v is rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new is max_seqlen_k_new is None:
-        out, lse = operators.decode((q, k_cache, v_cache), tensors, options, buffers)
-        return (out, lse) if return_softmax_lse else out
+        results = operators.decode((q, k_cache, v_cache), tensors, options, buffers)
+        return results[-2:] if return_softmax_lse else results[-2]
 
     appended = AppendTensors.__new__(
         AppendTensors,
@@ -268,10 +275,10 @@ def flash_attn_with_kvcache(
         debug_checks=debug_checks,
     )
     check_step(k, v, appended, append_options, tree_mask)
-    out, lse = operators.append_and_decode(
+    results = operators.append_and_decode(
         q, k_cache, v_cache, k, v, appended, append_options, tensors, options, buffers
     )
-    return (out, lse) if return_softmax_lse else out
+    return results[-2:] if return_softmax_lse else results[-2]
 
 
 def append_kvcache(

@@ -60,7 +60,7 @@ def __getattr__(name: str) -> Any:
 
 
 FACTORS = {"out": 2.0, "lse": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0, "dsink": 3.0, "dbias": 3.0}
-FACTORS |= {"max_logits": 2.0, "entropy": 2.0}
+FACTORS |= {"max_logits": 2.0, "entropy": 2.0, "mass": 2.0}
 """Allowed error of each result, in multiples of plain PyTorch's error."""
 
 FLOAT64_UNITS = 64.0

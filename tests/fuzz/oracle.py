@@ -224,9 +224,9 @@ def with_kvcache(
     q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
     cache_leftpad=None, block_table=None, rotary_interleaved=True, rotary_seqlens=None, tree_mask=None, qv=None,
     q_descale=None, k_descale=None, v_descale=None, return_softmax_lse=True, num_splits=0, split_size=None,
-    invariant=False, softmax_max=None, backend=None, debug_checks=False, out=None, lse=None, **options,
+    invariant=False, softmax_max=None, backend=None, debug_checks=False, out=None, lse=None, mass=None, **options,
 ):  # fmt: skip
-    """Return (out, lse) as :func:`flashtile.flash_attn_with_kvcache` does, and write new keys into the caches."""
+    """Return (out, lse) as :func:`flashtile.flash_attn_with_kvcache` does, and write into the caches and mass."""
     (batch, sq, heads, _), new, outs, lses = q.shape, 0 if k is None else k.shape[1], [], []
     size = k_cache.shape[1]
     capacity = size if block_table is None else size * block_table.shape[1]
@@ -262,6 +262,9 @@ def with_kvcache(
         found = one(query, keys, values, b, leftpad=pad, own=own, qv=None if qv is None else qv[b], **options)
         outs.append(found[0])
         lses.append(found[1])
+        if mass is not None:
+            sums = wide(found[2]).unflatten(0, (k_cache.shape[2], -1)).sum((1, 2))
+            mass[rows, at] += sums.T.to(mass.dtype)
     if not batch:
         return q.new_zeros(0, sq, heads, v_cache.shape[-1]), q.new_zeros(0, heads, sq)
     return torch.stack(outs), torch.stack(lses)

@@ -64,3 +64,19 @@ def prepare_decode(problem: DecodeProblem, config):
     from flashtile.backends.hopper.decode.launch import HopperDecodeLaunch
 
     return HopperDecodeLaunch(problem, config)
+
+
+configure_decode_mass = configure_decode
+
+
+def reason_against_decode_mass(problem: DecodeProblem, explicit: bool) -> str | None:
+    reason = reason_against(problem, explicit)
+    if reason is None and not explicit and problem.seqlen_q * problem.group_size <= PORTABLE_ROWS:
+        return "the portable kernel stores probabilities of few rows, this one has to read the keys again"
+    return reason
+
+
+def prepare_decode_mass(problem: DecodeProblem, config):
+    from flashtile.backends.portable.decode.mass import MassLaunch
+
+    return MassLaunch(problem, prepare_decode(problem, config))

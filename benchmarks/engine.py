@@ -16,6 +16,7 @@ The parts:
     mixed     a step with a prompt's chunk and single tokens together, and with each of them alone
     prefix    time to the first token with nine tenths of the prompt in the prefix cache, and without
     groups    sampled answers of shared prompts: tokens per second with cascade_attention and without
+    sampled   us of the choice of tokens and ms of a step, greedy and with each parameter of sampling
     guesses   speculative decoding: ms per step, and tokens per second on a text that repeats itself
     requests  new tokens per second for 1,000 requests of ShareGPT-like lengths
     start     seconds from the start of a process to its first token
@@ -24,6 +25,7 @@ The parts:
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -41,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.suite.engine_bench import (
     SERVED,
@@ -53,6 +56,8 @@ from benchmarks.suite.engine_bench import (
 from benchmarks.suite.engine_peers import Flashtile
 from benchmarks.suite.model_bench import SMALL_MODEL
 from flashtile import SamplingParams
+from flashtile.engine.request import Sequence
+from flashtile.engine.runner import InFlight, Runner
 from flashtile.hardware import machine
 
 READ = 4.47e12
@@ -316,6 +321,71 @@ def groups(bench: Bench) -> Rows:
     return rows
 
 
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0}, "temperature": {}, "top_k": {"top_k": 50}, "top_k 5000": {"top_k": 5000},
+    "top_p": {"top_p": 0.9}, "min_p": {"min_p": 0.05}, "top_k and top_p": {"top_k": 50, "top_p": 0.9},
+    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.1, "repetition_penalty": 1.1},
+    "logit_bias": {"logit_bias": {token: 1.0 for token in range(100)}},
+    "greedy with penalties": {"temperature": 0, "presence_penalty": 0.5},
+}  # fmt: skip
+
+
+def sampled(bench: Bench) -> Rows:
+    """Time the choice of tokens for logits of two shapes, and steps of the largest batch, for each parameter.
+
+    ``flat_us`` is the time for normally distributed logits, of which top-p keeps tens of thousands;
+    ``peaked_us`` that for logits of which it keeps a few, as of trained models.
+    """
+    llm, batch = bench.engine().llm, max(bench.options.batches)
+    engine, runner, rows = llm.engine, llm.engine.runner, []
+    logits = torch.randn(batch, bench.vocab_size, device=bench.device).to(runner.model.embedding.dtype)
+    peaked, positions = logits * 5, torch.zeros(batch, dtype=torch.int32, device=bench.device)
+    table_rows = torch.arange(batch, device=bench.device)
+    for name, given in SAMPLING.items():
+        for i, prompt in enumerate(bench.prompts(batch, bench.options.context)):
+            params = SamplingParams(**{"seed": i, "max_tokens": 60, "ignore_eos": True, **given})
+            engine.add_request(f"s{i}", prompt, params)
+        while any(one.wanted > 1 for one in engine.scheduler.running) or engine.scheduler.waiting:
+            engine.step()
+        for _ in range(5):
+            engine.step()
+        bench.synchronize()
+        begun = time.perf_counter()
+        for _ in range(20):
+            engine.step()
+        bench.synchronize()
+        row: dict[str, Any] = {
+            "sampling": name,
+            "batch": batch,
+            "step_ms": (time.perf_counter() - begun) / 20 * 1e3,
+        }
+        samples = list(engine.scheduler.running)
+        for shape, tensor in (("flat_us", logits), ("peaked_us", peaked)):
+            begin_draw = functools.partial(draw, runner, samples, tensor, table_rows, positions)
+            row[shape] = seconds_of(begin_draw, bench) * 1e6
+        rows.append(row)
+        engine.abort(list(engine.requests))
+        while engine.has_unfinished:
+            engine.step()
+    return rows
+
+
+@torch.inference_mode()
+def draw(runner: Runner, samples: list[Sequence], logits: Tensor, rows: Tensor, positions: Tensor) -> None:
+    runner.draw(InFlight([], torch.empty(0)), samples, logits, rows, positions)
+
+
+def seconds_of(call: Callable[[], Any], bench: Bench, count: int = 20) -> float:
+    """Return the seconds of a call whose work is queued on the device."""
+    call()
+    bench.synchronize()
+    begun = time.perf_counter()
+    for _ in range(count):
+        call()
+    bench.synchronize()
+    return (time.perf_counter() - begun) / count
+
+
 def guesses(bench: Bench) -> Rows:
     """Time speculative decoding.
 
@@ -381,7 +451,7 @@ def start(bench: Bench) -> Rows:
 
 PARTS: dict[str, Callable[[Bench], Rows]] = {
     part.__name__: part
-    for part in (decode, kernels, waits, prompt, mixed, prefix, groups, guesses, requests, start)
+    for part in (decode, kernels, waits, prompt, mixed, prefix, groups, sampled, guesses, requests, start)
 }
 ON_A_GPU = ("kernels", "waits")
 

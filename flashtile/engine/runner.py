@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flashtile.api.decode import copy_blocks
+from flashtile.engine.adjust import MAX_ADJUSTED, Adjusted, Adjuster
 from flashtile.engine.device import MAX_GRAPH_BATCH, Capture, Transfer, graph_batch, on_device
 from flashtile.engine.drafter import Drafter
 from flashtile.engine.groups import MAX_LEVELS, Cascade, numbers_of_levels, row_length
@@ -27,11 +28,13 @@ from flashtile.engine.model import Model, StepInput
 from flashtile.engine.request import NOT_ERRORS, Sequence
 from flashtile.engine.sampler import (
     Choice,
+    Draw,
     Scores,
-    adjust,
     choose,
+    has_kernel,
     log_probabilities,
     needs_adjusting,
+    process,
     processed,
     read_parameters,
 )
@@ -60,9 +63,7 @@ class InFlight:
     Attributes:
         samples: the sequences that get a token, in the order of ``tokens``.
         tokens: the chosen tokens.
-        best: the logits of the chosen tokens. NaN or plus infinity in a row of logits is always chosen, and
-            minus infinity only if every token is excluded. So the chosen logit tells whether the draw is
-            valid.
+        best: results of :func:`flashtile.engine.sampler.choose` that tell whether the draws are valid.
         scores: log-probabilities by index of the sample, if requested.
         failed: error messages by index of the sample, for samples whose logits processor or structure raised
             or whose chosen logit is not finite.
@@ -199,6 +200,7 @@ class Runner:
         weakref.finalize(self, self.graphs.clear)
         self._numbers_of = functools.lru_cache(1)(Cascade.numbers)
         self._draw_of = functools.lru_cache(1)(functools.partial(read_parameters, self.device))
+        self._adjuster = Adjuster(self.device, rows + 1)
         self.asleep: dict[str, list[Freed]] = {}  # freed memory, by the tags of LLM.wake_up
         self.has_weights = True
         self.drafter: Drafter | None = None
@@ -233,12 +235,12 @@ class Runner:
             logits = self._replay(form)
             if not len(samples) == len(schedule.entries) == form.tokens:
                 logits = logits.index_select(0, logits_rows)
-            self._choose(in_flight, samples, logits, rows, positions)
+            self.draw(in_flight, samples, logits, rows, positions)
         else:
             hidden = self._compute(step, form)
             if samples:
                 logits = self.model.logits(hidden.index_select(0, logits_rows))
-                self._choose(in_flight, samples, logits, rows, positions)
+                self.draw(in_flight, samples, logits, rows, positions)
             self._score_prompts(schedule, hidden, in_flight)
         if guessed:
             rows = on_device([entry.row for entry in guessed], torch.int64, self.device)
@@ -448,17 +450,26 @@ class Runner:
 
         return run
 
-    def _choose(
+    def draw(
         self, in_flight: InFlight, samples: list[Sequence], logits: Tensor, rows: Tensor, positions: Tensor
     ) -> None:
         """Choose a token for each sample, and store it in ``known`` for the next step."""
         raw, draw = logits, self._draw_of(tuple(samples))
-        adjusted = [i for i in draw.adjusted if needs_adjusting(samples[i])]
-        if adjusted:
-            logits = logits.float().clone()
-        for i in adjusted:
+        mode = self.logprobs_mode
+        adjusted = self._adjusted(samples, draw)
+        # The sampling kernel changes logits itself. All else reads them from a copy of the logits.
+        listed = None
+        if adjusted is not None:
+            reads_all = draw.processed or draw.structured or (draw.scored and mode.startswith("processed"))
+            if has_kernel(logits) and not reads_all and adjusted.most <= MAX_ADJUSTED:
+                listed = adjusted
+            else:
+                logits = adjusted.apply(logits)
+        elif draw.processed:
+            logits = logits.to(torch.float32, copy=True)
+        for i in draw.processed:
             try:
-                adjust(logits[i], samples[i], self._unread(samples, i, rows))
+                process(logits[i], samples[i])
             except NOT_ERRORS:
                 raise
             except BaseException as error:  # a logits processor failed: the other requests continue
@@ -466,10 +477,10 @@ class Runner:
         if draw.structured:
             logits, failed = mask(logits, [(samples[i].matcher, i) for i in draw.structured])
             in_flight.failed |= failed
-        tokens = self.ranks.broadcast(choose(logits, draw.choice, positions))
+        tokens, in_flight.best = choose(logits, draw.choice, positions, listed)
+        tokens = self.ranks.broadcast(tokens)
         self.known[:, 0].index_copy_(0, rows, tokens.int())
         in_flight.samples, in_flight.tokens = samples, tokens
-        in_flight.best = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
         for i, count in draw.scored:
             scored = raw[i : i + 1].float()
             beam = samples[i].request.beam
@@ -483,21 +494,19 @@ class Runner:
             normalise = mode.endswith("logprobs")
             in_flight.scores[i] = log_probabilities(scored, tokens[i : i + 1], count, normalise)
 
-    def _unread(self, samples: list[Sequence], i: int, rows: Tensor) -> Tensor:
-        """Return the tokens before the draw of ``samples[i]`` that its sequence does not have yet, int64.
-
-        They are the token that the step in flight draws, or the guesses from the sequence's last token to the
-        one that the draw follows.
-        """
-        sample = samples[i]
-        node, columns = i - samples.index(sample), [0] * (sample.pending > 1)
-        while 0 < node <= len(sample.parents):  # a step without a tree mask verifies no siblings
-            columns.append(node)
-            node = sample.parents[node - 1]
-        if sample.guesses[:1] not in ([], [UNKNOWN]):
-            return on_device([sample.guesses[node - 1] for node in columns], torch.int64, self.device)
-        known = self.known.index_select(0, rows[i : i + 1]).flatten().long()
-        return torch.cat([known[:0], *(known[column : column + 1] for column in columns)])
+    def _adjusted(self, samples: list[Sequence], draw: Draw) -> Adjusted | None:
+        """Return the changes of logits by the parameters of the samples' requests, if any."""
+        changed = [i for i in draw.adjusted if needs_adjusting(samples[i])]
+        if not changed:
+            return None
+        first = {sample: i for i, sample in reversed(list(enumerate(samples)))}
+        row_of = self.manager.table.row
+        return self._adjuster(
+            len(samples),
+            [(i, one, row_of(one.block_sequence), _unread(one, i - first[one]))  # type: ignore[arg-type]
+             for i in changed for one in (samples[i],)],
+            self.known,
+        )  # fmt: skip
 
     def _send_back(self, in_flight: InFlight) -> None:
         if self.device.type == "cpu":
@@ -568,6 +577,23 @@ def with_levels(step: StepInput, numbers: Tensor, longest: tuple[int, ...]) -> S
             offsets = step.cu_seqlens_q.index_select(0, offsets)
         levels.append(SharedKeys(table, end, first if i else None, offsets, most))
     return step._replace(levels=tuple(levels), shared_keys=shared_keys[:batch])
+
+
+def _unread(sample: Sequence, node: int) -> list[int]:
+    """Return the tokens before the draw after ``node`` that a sequence does not have yet.
+
+    They are the token that the step in flight draws, or the guesses from the sequence's last token to the one
+    that the draw follows. A token that only the device knows is ``~column`` of ``Runner.known``.
+    """
+    if not sample.request.params.penalises:
+        return []  # only penalties depend on them
+    columns = [0] * (sample.pending > 1)
+    while 0 < node <= len(sample.parents):  # a step without a tree mask verifies no siblings
+        columns.append(node)
+        node = sample.parents[node - 1]
+    if sample.guesses[:1] not in ([], [UNKNOWN]):
+        return [sample.guesses[node - 1] for node in columns]
+    return [~column for column in columns]
 
 
 def _to_host(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -136,8 +136,8 @@ def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> lis
         if sizes[2] <= most
     ]
     further += [resized(call, *sizes) for call in levels for sizes in _levels(limits)]
-    logits = dict.fromkeys((dtype, torch.float32))  # float32 after penalties
-    sampling = [functools.partial(sampling_ahead, one, config.vocab_size) for one in logits]
+    logits = dict.fromkeys((dtype, torch.float32))  # float32 after logits processors, which see all changes
+    sampling = [functools.partial(sampling_ahead, one, config.vocab_size, one is dtype) for one in logits]
     return [*dict.fromkeys((*found, *further)), *sampling, *_expert_products(model, dtype)]
 
 

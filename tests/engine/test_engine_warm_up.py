@@ -80,19 +80,22 @@ def as_on_a_gpu(llm: LLM, patch: pytest.MonkeyPatch) -> set:
     Returns the set to which the launches of kernels that belong to no operation are added.
     """
 
-    def choose(logits, choice, positions):
+    def choose(logits, choice, positions, adjusted):
         filtered = choice.any_top_k or choice.any_top_p or choice.any_min_p
-        drawn = sampling.sample(logits, *choice[:5], positions, filtered)
-        return logits.argmax(-1) if choice.greedy else torch.where(drawn == 0, logits.argmax(-1), drawn)
+        drawn, _ = sampling.sample(logits, *choice[:5], positions, filtered, adjusted)
+        likeliest = logits.argmax(-1)
+        drawn = likeliest if choice.greedy else torch.where(drawn == 0, likeliest, drawn)
+        return drawn, logits.gather(1, drawn.unsqueeze(1)).squeeze(1)
 
     used: set = set()
     rows, run = llm.engine.scheduler.max_num_seqs, llm.engine.runner
     patch.setattr(model, "FakeTensor", torch.Tensor)
     patch.setattr(runner, "choose", choose)
+    patch.setattr(runner, "has_kernel", lambda logits: True)
     patch.setattr(kernel, "family", lambda device: "hopper")
     products = Recorder(kernel.grouped_kernel, lambda arguments: arguments[0].y, used)
     patch.setattr(kernel, "grouped_kernel", products)
-    draws = Recorder(sampling.sample_kernel, lambda arguments: arguments[7], used)
+    draws = Recorder(sampling.sample_kernel, lambda arguments: arguments[9], used)
     patch.setattr(sampling, "sample_kernel", draws)
     run.capture = lambda step: step
     run._logits = run._logits.new_zeros(graph_batch(rows), run._logits.shape[1])

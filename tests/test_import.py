@@ -39,7 +39,7 @@ BROUGHT = {
 """The modules that ``import flashtile`` imports. Each costs every program time, also those without a call."""
 OPERATORS = {
     "append_kvcache", "backward", "combine", "copy_blocks", "decode", "decode_into", "decode_mass",
-    "forward", "forward_into", "weights",
+    "forward", "forward_into", "tangents", "weights",
 }  # fmt: skip
 """Operators that exist after ``import flashtile``, for programs that torch.export has saved."""
 

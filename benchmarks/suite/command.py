@@ -267,7 +267,7 @@ def _passes(values: Names | None, kind: str, device: torch.device) -> tuple[str,
     if not chosen:
         return ("forward", "graph") if kind in ("decode", "mass") and device.type == "cuda" else ("forward",)
     backward = [which for which in chosen if which in workloads.PASSES and runner.needs_gradients(which)]
-    if kind not in ("attention", "masks", "tree") and backward:
+    if kind not in ("attention", "masks", "tree", "jvp") and backward:
         raise ValueError(f"pass must be forward or graph for {kind} workloads, got {', '.join(backward)}")
     return chosen
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import flashtile
-from benchmarks.suite.inputs import Inputs
+from benchmarks.suite.inputs import Inputs, residual
 from benchmarks.suite.mods import tree_segments
 from benchmarks.suite.peers import (
     FlashAttention,
@@ -137,6 +137,45 @@ class WithEntropy(WithMaxLogits):
 
     label = "flashtile-entropy"
     statistic = "return_entropy"
+
+
+def moving(call: PeerCall, inputs: Inputs) -> PeerCall:
+    """Return ``call`` in forward mode: it returns out minus its tangent."""
+    tangents = tuple(map(call.arrange, inputs.tangents))
+    return replace(call, attend=lambda q, k, v: residual(call.attend, (q, k, v), tangents))
+
+
+class Moving(Flashtile):
+    """flashtile's attention in forward mode."""
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        return moving(super().prepare(workload, inputs), inputs)
+
+
+class StandardMoving(Standard):
+    """Standard attention in forward mode."""
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        return moving(super().prepare(workload, inputs), inputs)
+
+
+class JvpFlashAttention(Peer):
+    """Triton kernels of the package jvp_flash_attention."""
+
+    name = "jvp-flash-attention"
+    device_type = "cuda"
+    needs = ("jvp_flash_attention.jvp_attention", "JVPAttn")
+
+    def refuses(self, workload: Workload, device: torch.device) -> str | None:
+        if workload.group_size > 1:
+            return "takes as many heads of k and v as of q"
+        return "takes no packed sequences" if workload.varlen else None
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        attend = importlib.import_module(self.needs[0]).JVPAttn.fwd_dual
+        # It copies tensors that are not contiguous in its layout, which is not timed.
+        call = PeerCall(partial(attend, causal=workload.causal), heads_first=True, contiguous=True)
+        return moving(call, inputs)
 
 
 class Eager(Standard):
@@ -357,6 +396,7 @@ OURS: dict[str, tuple[type[Flashtile], ...]] = {
     "tree": (Flashtile, FlashtileTree),
     "weights": (Weighing,),
     "statistics": (Flashtile, WithMaxLogits, WithEntropy),
+    "jvp": (Moving,),
     "fp8": (Quantized, Quantizing),
     "decode": (Decoding, SharedPrefix),
     "mass": (Decoding, WithMass),
@@ -374,6 +414,8 @@ def peers(kind: str) -> tuple[Peer, ...]:
         return (Eager(),)
     if kind in ("statistics", "mass"):
         return ()
+    if kind == "jvp":
+        return (JvpFlashAttention(), StandardMoving())
     if kind == "tree":
         return (Repeated(), FlexAttention(), FlexAttention(flash=True))
     if kind == "masks":

@@ -309,6 +309,15 @@ FIXED: tuple[Workload, ...] = (
         for d in PAPER_HEAD_DIMS
         for suffix, causal in MASKS
     ),
+    # Forward mode, as in losses of MeanFlow
+    *chain.from_iterable(
+        _dense(
+            f"jvp-d{d}{suffix}", (1024, 2048, 4096, 8192), PAPER_TOKENS, "jvp",
+            (PAPER_HIDDEN // d, PAPER_HIDDEN // d, d), causal=causal, tangents=True,
+        )
+        for d in PAPER_HEAD_DIMS
+        for suffix, causal in MASKS
+    ),
     # A step that adds the mass of keys, beside the same step without it
     *(
         _decode(
@@ -353,6 +362,8 @@ FIXED: tuple[Workload, ...] = (
         for form in ("full", "columns", "top")
     ),
     *_dense("ci-statistics", (70,), 140, "ci-statistics", (4, 2, 32), statistics=True, **FLOAT32),
+    *_dense("ci-jvp", (70,), 140, "ci-jvp", (4, 2, 32), causal=True, tangents=True, **FLOAT32),
+    _lengths("ci-jvp-varlen", [(50, 50), (1, 70), (0, 9)], "ci-jvp", (2, 1, 32), tangents=True, **FLOAT32),
     _decode("ci", (70, 9, 130), "ci-decode", (4, 2, 32), **FLOAT32),
     _decode("ci-dense", (70, 9, 130), "ci-decode", (4, 2, 32), seqlen_q=3, page_size=0, **FLOAT32),
     _decode("ci-fp8", (70, 9, 130), "ci-decode", (4, 2, 32), cache_dtype=FP8),
@@ -375,5 +386,5 @@ def small_call(kind: str, device_type: str) -> Workload:
     weights = "columns" if kind == "weights" else ""
     return Workload(
         "small-call", "small-call", 1, 128, 128, 8, 8, 64, dtype, causal=not mod, mod=mod, weights=weights,
-        statistics=kind == "statistics",
+        statistics=kind == "statistics", tangents=kind == "jvp",
     )  # fmt: skip

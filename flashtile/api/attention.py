@@ -187,8 +187,8 @@ def attention(
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
 
-    Second derivatives (``create_graph=True``) and forward mode (``torch.func.jvp``) take a slower path that
-    stores the scores: :mod:`flashtile.operators.derivatives`.
+    Forward mode (``torch.func.jvp``) computes out, lse and their tangents in one pass. Second derivatives
+    (``create_graph=True``) take a slower path that stores the scores: :mod:`flashtile.operators.derivatives`.
 
     Examples:
         >>> q = torch.randn(2, 128, 8, 64, requires_grad=True)  # (batch, seqlen, heads, head_dim)

@@ -151,6 +151,25 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) ->
     check_call(q, k, v, extras, options)
 
 
+def check_tangents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_tangent: Tensor | None,
+    k_tangent: Tensor | None,
+    v_tangent: Tensor | None,
+    extras: Any,
+    options: Any,
+) -> None:
+    """Raise for a call in forward mode that no backend could compute."""
+    check_forward(q, k, v, extras, options)
+    for name, tensor, tangent in (("q", q, q_tangent), ("k", k, k_tangent), ("v", v, v_tangent)):
+        if tangent is not None:
+            check_equal("shape", f"{name}_tangent", tangent.shape, name, tensor.shape)
+            check_same_dtype(f"{name}_tangent", tangent, name, tensor)
+            check_device(f"{name}_tangent", tangent, tensor)
+
+
 def check_traced(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
     """Do that part of :func:`check_forward` that ``torch.compile`` traces."""
     _check_slopes(extras, options)

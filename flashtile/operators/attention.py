@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.checks.attention import check_forward, check_traced
+from flashtile.checks.attention import check_forward, check_tangents, check_traced
 from flashtile.op.into import ALIGNMENT, Into, Result
 from flashtile.op.observers import backward_flops, count_scores, forward_flops
 from flashtile.op.operation import (
@@ -24,6 +24,7 @@ from flashtile.op.operation import (
     on_meta,
     signatures,
 )
+from flashtile.op.selection import select
 from flashtile.operators import functions, statistics
 from flashtile.operators.decode import DECODE
 from flashtile.operators.functions import SignedExtras
@@ -42,6 +43,7 @@ from flashtile.problems.attention import (
 from flashtile.problems.common import shared_fields
 from flashtile.problems.decode import CacheTensors, DecodeOptions
 from flashtile.problems.masks import CAPTURED
+from flashtile.torch_private import has_no_memory
 
 
 def _forward_results(
@@ -142,6 +144,55 @@ class ForwardOperation(Operation):
         if any_learns([extras.alibi_slopes]):
             extras, options = functions.learning_slopes(q, k, extras, options)
         return ((BACKWARD, (out, None, q, k, v, out, lse), extras, options),)
+
+
+def _fake_tangents(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    *_, extras, options = others
+    results = _fake_forward(q, k, v, extras, options)
+    return *results, *map(torch.empty_like, results)
+
+
+def _tangents_flops(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> int:
+    *tangents, extras, options = others
+    of_q, of_k, of_v = (tangent is not None for tangent in tangents)
+    widths = q.shape[-1] * (1 + of_q + of_k), v.shape[-1] * (1 + (of_q or of_k) + of_v)
+    return forward_flops(_count_scores(q, k, extras, options), q.shape[-2], *widths)
+
+
+class TangentsOperation(Operation):
+    """The forward pass in forward mode, from q, k, v and their tangents to out, lse and theirs.
+
+    An input's tangent may be None, which means 0.
+    """
+
+    def launch(self, tensors: tuple, extras: Any, options: Any) -> Any:
+        return super().launch(self.normalized(tensors), extras, options)
+
+    def normalized(self, tensors: tuple) -> tuple:
+        """Return the tensors with tangents that have the strides of their tensors, as kernels read them."""
+        pairs = zip(*map(_with_equal_strides, tensors[:3], tensors[3:]), strict=True)
+        return tuple(tensor for some in pairs for tensor in some)
+
+    def prepare(self, tensors: tuple, extras: Any, options: Any) -> Callable[..., Any]:
+        """Return a launch: standard attention if no backend serves the call, or if it has statistics."""
+        try:
+            select(self, self.describe(*tensors, extras, options), options.backend)
+            served = not statistics_of(options)
+        except NotImplementedError:
+            served = False
+        if served:
+            return super().prepare(tensors, extras, options)
+        from flashtile.operators import derivatives
+
+        return lambda *call: derivatives.tangents(call[:3], call[3:6], call[-1], options)
+
+
+def _with_equal_strides(tensor: Tensor, tangent: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    if tangent is None or has_no_memory(tangent):  # torch's zero tensors, which autograd makes
+        return tensor, None
+    if tensor.stride() == tangent.stride():
+        return tensor, tangent
+    return tensor.contiguous(), tangent.contiguous()
 
 
 class Repeated:
@@ -250,6 +301,19 @@ FORWARD = ForwardOperation(
     check_traced=check_traced,
     flops=_forward_flops,
     shardings=forward_shardings,
+)
+TANGENTS = TangentsOperation(
+    "tangents",
+    tensors=("q", "k", "v", "q_tangent?", "k_tangent?", "v_tangent?"),
+    optional=NO_EXTRAS,
+    options=Options,
+    results=4,
+    extended_to=(ModifiedExtras, ModifiedOptions),
+    check=check_tangents,
+    describe=lambda q, k, v, *others: Problem.from_tensors(q, k, v, *others[-2:]),
+    fake=_fake_tangents,
+    check_values=lambda q, k, v, *others: functions.check_values(q, k, v, *others[-2:]),
+    flops=_tangents_flops,
 )
 FORWARD_INTO = Into(FORWARD, ("out", "lse"), _forward_results)
 BACKWARD = BackwardOperation(

@@ -53,8 +53,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the checks of decoding and of FP8 at their first use."""
-    if name in ("decode", "fp8"):
+    """Import the checks of decoding, of FP8 and of forward mode at their first use."""
+    if name in ("decode", "fp8", "tangents"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -230,14 +230,14 @@ def measure(
     plain[own] = _run(partial(standard, upcast=ours[1].dtype), given, upstream, False)[own]
 
     names = ["out", "lse", *statistics, *(f"d{name}" for name in given if gradients)]
-    noise = _rounding_noise(
+    noise = rounding_noise(
         q, k, v, sink, (dout, dlse), dentropy, dict(zip(names, exact, strict=True)), arguments
     )
     comparisons = [
         compare(name, *results, factor=FACTORS[name], noise=noise[name])
         for name, *results in zip(names, ours, exact, plain, strict=True)
     ]
-    return Report(_describe(q, k, v, arguments | learned), tuple(comparisons))
+    return Report(described(q, k, v, arguments | learned), tuple(comparisons))
 
 
 def compare(
@@ -457,7 +457,7 @@ def _run(
     )
 
 
-def _rounding_noise(
+def rounding_noise(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -483,7 +483,7 @@ def _rounding_noise(
     eps = torch.finfo(q.dtype).eps
     eps_of_sums = torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps
     scale = scale_of(q, arguments.get("softmax_scale"))
-    p = 1 / _keys_seen(q, k, arguments)
+    p = 1 / keys_seen(q, k, arguments)
     queries_per_key = max(q[..., 0].numel() / max(k[..., 0].numel(), 1), 1.0)
 
     def noise(of: Callable[[Tensor], float]) -> dict[str, float]:
@@ -530,7 +530,7 @@ def _gathered(sink: Tensor, lse: Tensor) -> Tensor:
     return (squares if squares.dim() == 1 else squares.sum(0)).sqrt()
 
 
-def _keys_seen(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> float:
+def keys_seen(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> float:
     """Estimate the number of keys that a query sees, at least 1."""
     cu_seqlens_k = arguments.get("cu_seqlens_k")
     sequences = 1 if cu_seqlens_k is None else max(cu_seqlens_k.numel() - 1, 1)
@@ -563,7 +563,7 @@ def _worst(error: Tensor, actual: Tensor, exact: Tensor, plain: Tensor) -> str:
     return f"{index}: got {got:.6g}, exact {expected:.6g}, plain PyTorch {theirs:.6g}"
 
 
-def _describe(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> str:
+def described(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> str:
     tensors = [f"{name}: {tuple(t.shape)} strides {t.stride()}" for name, t in (("q", q), ("k", k), ("v", v))]
     options = [f"{name}={_shown(a) if isinstance(a, Tensor) else repr(a)}" for name, a in arguments.items()]
     return f"attention({', '.join(tensors + options)}) in {q.dtype} on {q.device}"

@@ -237,7 +237,7 @@ class Outputs:
     """
 
     def __init__(self, problem: Problem | DecodeProblem, all_written: bool) -> None:
-        self._all_written = all_written
+        self.all_written = all_written
         self._out_shape, self._out_dtype = problem.out_shape, problem.out_dtype
         self._lse_shape = problem.lse_shape
         self._statistics = getattr(problem, "statistics", ())
@@ -246,7 +246,7 @@ class Outputs:
     def __call__(
         self, q: Tensor, out: Tensor | None = None, lse: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        if not self._all_written:
+        if not self.all_written:
             return self.cleared(q, out, lse)
         if out is None:
             if self._new_out is None:

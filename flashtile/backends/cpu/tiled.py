@@ -33,10 +33,30 @@ def forward(
     lse = clear_lse(new_lse(q, shape, problem.lse_dtype, problem.statistics), problem.statistics)
     for chunk in chunks(problem, config, q, k, v, optional):
         for rows in chunk.row_blocks():
-            out_tile, lse_tile = _forward_rows(chunk, rows, problem.statistics)
-            chunk.tokens(out, rows).copy_(chunk.unfolded(out_tile, rows))
-            chunk.statistics(lse, rows).copy_(lse_tile.view(chunk.statistics(lse, rows).shape))
+            chunk.store(rows, (out, lse), _forward_rows(chunk, rows, problem.statistics))
     return out, lse
+
+
+def tangents(
+    problem: Problem,
+    config: Tiled,
+    tensors: Sequence[Tensor],
+    moving: Sequence[Tensor],
+    optional: OptionalInputs,
+) -> tuple[Tensor, ...]:
+    """Return (out, lse) of ``tensors``, which are q, k and v, and their tangents.
+
+    ``moving`` are the tangents of q, k and v.
+    """
+    q, _, v = tensors
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=problem.lse_dtype)
+    results = out, lse, torch.zeros_like(out), torch.zeros_like(lse)
+    pairs = zip(*(chunks(problem, config, *some, optional) for some in (tensors, moving)), strict=True)
+    for chunk, of_tangents in pairs:
+        for rows in chunk.row_blocks():
+            chunk.store(rows, results, _forward_rows(chunk, rows, (), of_tangents))
+    return results
 
 
 def backward(
@@ -85,10 +105,13 @@ def backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _forward_rows(chunk: Chunk, rows: range, statistics: Sequence[str]) -> tuple[Tensor, Tensor]:
+def _forward_rows(
+    chunk: Chunk, rows: range, statistics: Sequence[str], moving: Chunk | None = None
+) -> tuple[Tensor, ...]:
     """Run Algorithm 1 for one block of rows. Return out (heads, rows, head_dim_v) and lse (heads, rows).
 
-    lse has a last dimension for itself and the ``statistics``, if there are any.
+    lse has a last dimension for itself and the ``statistics``, if there are any. With ``moving``, a chunk of
+    the tangents of q, k and v, the tangents of out and lse follow.
     """
     q = chunk.folded(chunk.q, rows)
     heads, num_rows, _ = q.shape
@@ -99,7 +122,11 @@ def _forward_rows(chunk: Chunk, rows: range, statistics: Sequence[str]) -> tuple
     # sum(P log P), for P in units of exp(row_max), as row_sum and acc.
     moment = torch.zeros_like(row_sum) if "entropy" in statistics else None
     acc = q.new_zeros((heads, num_rows, chunk.v.shape[-1]))
+    if moving is not None:  # with S', the tangent of S: sum(P S' V + P V') and sum(P S')
+        q_tangent = chunk.folded(moving.q, rows)
+        acc_tangent, sum_tangent = torch.zeros_like(acc), torch.zeros_like(row_sum)
     for keys in chunk.key_blocks(rows):
+        block = slice(keys.start, keys.stop)
         seen = chunk.seen(rows, keys)
         if seen is not None and not seen.any():
             continue
@@ -115,9 +142,23 @@ def _forward_rows(chunk: Chunk, rows: range, statistics: Sequence[str]) -> tuple
         correction = shift.exp_()
         row_sum.mul_(correction).add_(p.sum(-1, keepdim=True))
         kept = chunk.kept(rows, keys)
+        if moving is not None:
+            ds = chunk.tile("dscores", num_rows, len(keys))
+            torch.baddbmm(ds, q_tangent, chunk.k[:, block].mT, beta=0, alpha=chunk.softmax_scale, out=ds)
+            ds.baddbmm_(q, moving.k[:, block].mT, alpha=chunk.softmax_scale)
+            chunk.through_functions(ds, p, rows, keys)
+            if chunk.softcap > 0:  # d tanh(x) = 1 - tanh(x)^2; scores() has left tanh(x) in the buffer "tanh"
+                ds.addcmul_(ds * (tanh := chunk.tile("tanh", num_rows, len(keys))), tanh, value=-1)
+            # What moves a hidden score need not be finite.
+            ds.mul_(p).masked_fill_(p == 0, 0.0)
+            sum_tangent.mul_(correction).add_(ds.sum(-1, keepdim=True))
+            if kept is not None:
+                ds.mul_(kept)
         if kept is not None:  # only after row_sum: dropout does not change the denominator
             p.mul_(kept)
-        acc.mul_(correction).baddbmm_(p, chunk.v[:, keys.start : keys.stop])
+        acc.mul_(correction).baddbmm_(p, chunk.v[:, block])
+        if moving is not None:
+            acc_tangent.mul_(correction).baddbmm_(ds, chunk.v[:, block]).baddbmm_(p, moving.v[:, block])
         row_max = new_max
     found = []
     if "max_logits" in statistics:
@@ -130,8 +171,14 @@ def _forward_rows(chunk: Chunk, rows: range, statistics: Sequence[str]) -> tuple
         lse = torch.cat([lse, *found], -1)
     if chunk.may_hide_rows:
         row_sum.masked_fill_(row_sum == 0, 1.0)
+    if moving is not None:
+        lse_tangent = sum_tangent / row_sum
     # Kept probabilities are divided by 1 - p here, once a row and not once a score.
-    return acc.div_(row_sum.mul_(chunk.keep_share)), lse.squeeze(-1)
+    out = acc.div_(row_sum.mul_(chunk.keep_share))
+    if moving is None:
+        return out, lse.squeeze(-1)
+    out_tangent = acc_tangent.div_(row_sum).addcmul_(lse_tangent, out, value=-1)
+    return out, lse.squeeze(-1), out_tangent, lse_tangent.squeeze(-1)
 
 
 def times_log(p: Tensor, log_p: Tensor) -> Tensor:
@@ -279,6 +326,15 @@ class Chunk:
     def statistics(self, tensor: Tensor, rows: range) -> Tensor:
         """View ``rows`` of this chunk's lse, or of its gradient, as (sequences, heads_q, rows)."""
         return tensor[self.batch, self.heads_q, rows.start : rows.stop]
+
+    def store(self, rows: range, results: Sequence[Tensor], tiles: Sequence[Tensor]) -> None:
+        """Write the tiles of ``rows`` to their results: in turns, one like out and one like lse."""
+        for i, (result, tile) in enumerate(zip(results, tiles, strict=True)):
+            if i % 2 == 0:
+                self.tokens(result, rows).copy_(self.unfolded(tile, rows))
+            else:
+                own = self.statistics(result, rows)
+                own.copy_(tile.view(own.shape))
 
     def folded(self, tensor: Tensor, rows: range) -> Tensor:
         """Copy ``rows`` of q, out or dout to a tile in the compute dtype.

@@ -246,6 +246,19 @@ def with_sink(out, lse, sink):
 
 
 @triton.jit
+def tangents_with_sink(out_tangent, lse_tangent, out, lse, sink):
+    """Return the tangents of :func:`with_sink`'s results, given those of ``out`` and ``lse`` without sink.
+
+    The weight of the keys is w = exp(lse - lse of the result), and its tangent w (1 - w) lse'.
+    """
+    difference = tl.where(lse == -float("inf"), float("inf"), sink.to(tl.float32) - lse)
+    weight = 1 / (1 + tl.exp(difference))
+    of_sink = 1 / (1 + tl.exp(-difference))  # 1 - w, whose digits are kept if w is close to 1
+    out_tangent = (out_tangent + (of_sink * lse_tangent)[:, None] * out) * weight[:, None]
+    return out_tangent, lse_tangent * weight
+
+
+@triton.jit
 def entropy_with_sink(entropy, lse, sink):
     """Add the sink as one more outcome to the entropy of rows whose ``lse`` is without it."""
     difference = tl.where(lse == -float("inf"), float("inf"), sink.to(tl.float32) - lse)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flashtile.backends.common import tiles
 from flashtile.backends.common.config import padded
+from flashtile.backends.common.device import compiling_for
 from flashtile.backends.common.launch import Launched
 from flashtile.backends.common.preprocess import preprocess_kernel
 from flashtile.backends.hopper import CAPABILITY
@@ -43,12 +44,18 @@ from flashtile.backends.hopper.forward.launch import HopperForwardLaunch, forwar
 from flashtile.backends.hopper.forward.rounds import COSTS, plan_of
 from flashtile.backends.hopper.work_tiles import tile_table_kernel
 from flashtile.backends.portable import fits
-from flashtile.backends.portable.attention.launch import PortableBackwardLaunch, PortableForwardLaunch
+from flashtile.backends.portable.attention.launch import (
+    PortableBackwardLaunch,
+    PortableForwardLaunch,
+    PortableTangentsLaunch,
+)
 from flashtile.backends.portable.config import (
     HEAD_DIMS,
     Config,
+    choose_tangents,
     family_of_capability,
     for_general_masks,
+    has_tangents,
     row_for,
     row_with_functions,
 )
@@ -68,6 +75,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     if capability >= tiles.CAPABILITY:
         yield from _all_reduce_cases(capability)
     yield from _cases_with_functions(capability)
+    yield from _tangents_cases(capability)
     for form, top in (("full", 0), ("columns", 0), ("top", 8), ("top", 128)):
         yield from _weights_cases(capability, form, top)
     if arch == HOPPER:
@@ -237,6 +245,24 @@ def _cases_with_functions(capability: tuple[int, int]) -> Iterator[CompileCase]:
                 if name != _PREPROCESS:
                     case = f"{name} {dtype} head_dim {head_dim} {variant}"
                     yield case_of(launched, case, tensor_cores=config.precision != "ieee")
+
+
+def _tangents_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
+    """Yield the cases of the forward kernel in forward mode."""
+    for dtype, element_bytes in (("bf16", 2), ("fp32", 4)):
+        for head_dim in HEAD_DIMS:
+            if not has_tangents(element_bytes, head_dim):
+                continue
+            for variant in ("full", "causal", "features"):
+                problem = _sized(_VARIANTS[variant], dtype, head_dim)
+                with compiling_for(capability):
+                    config = choose_tangents(problem)
+                q, k, v, extras = inputs_of(problem)
+                launch = PortableTangentsLaunch(problem, config)
+                (launched,) = launches_of(capability, partial(launch, q, k, v, q, k, v, extras))
+                on_tensor_cores = element_bytes == 2 or config.precision != "ieee"
+                name = f"tangents {dtype} head_dim {head_dim} {variant}"
+                yield case_of(launched, name, tensor_cores=on_tensor_cores)
 
 
 def _weights_cases(capability: tuple[int, int], form: str, top: int) -> Iterator[CompileCase]:

@@ -253,7 +253,7 @@ def test_workers_share_the_gpus(visible, count, worker, expected):
 
 
 def test_a_cache_is_held_to_every_bit():
-    """What a call writes elsewhere is found, and a wrong token. One that was rotated may differ in its last bit."""
+    """What a call writes elsewhere is found, and a wrong token. A rotated one may differ in its last bit."""
     before = torch.arange(24, dtype=FP32).view(2, 3, 4)
     expected = before.clone()
     expected[1, 2] = 0.5

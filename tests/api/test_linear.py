@@ -267,6 +267,17 @@ BAD_QKV = {
     "interleaved": (TypeError, "rotary_interleaved must be True or False", dict(rotary_interleaved=1)),
     "rows": (ValueError, "weight has 47 rows, but must have head_dim = 8", dict(weight=W[:47])),
     "no query": (ValueError, "weight has 32 rows", dict(weight=W[:32])),
+    "dimensions": (ValueError, r"k_cache must have 4 dimensions .* got shape", dict(k_cache=CACHES[0][0])),
+    "odd head_dim": (
+        ValueError,
+        "k_cache must have an even head_dim, got 7",
+        dict(k_cache=CACHES[0][..., :7], v_cache=CACHES[1][..., :7]),
+    ),
+    "rows of pages": (
+        ValueError,
+        r"block_table must have shape \(rows of x, max_blocks\) with 3 rows",
+        dict(slot_mapping=None, block_table=torch.zeros(2, 2, dtype=torch.int32), positions=SLOTS.int()),
+    ),
     "one memory": (ValueError, "v_cache shares memory with k_cache", dict(v_cache=CACHES[0])),
     "expanded": (
         ValueError,

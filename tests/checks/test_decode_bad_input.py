@@ -80,6 +80,8 @@ CALLS = [
     (DENSE, {"q": rand(B, SQ, 0, D)}, ValueError, ("q has 0 heads", "least one")),
     (DENSE, {"k_cache": rand(B, ROWS, HKV, 513), "q": rand(B, SQ, H, 513)}, NotImplementedError,
      ("head_dim 513", "from 1 to 512")),
+    (DENSE, {"k_cache": rand(B, ROWS, 0, D), "v_cache": rand(B, ROWS, 0, D)}, ValueError,
+     ("k_cache must have at least one head, got 0",)),
     (DENSE, {"v_cache": rand(B, ROWS, HKV, 0)}, ValueError, ("v_cache has head_dim 0", "from 1 to 512")),
     (DENSE, {"v_cache": rand(B, ROWS, 1, D)}, ValueError, ("v_cache has shape (2, 20, 1, 16)", "k_cache")),
     (DENSE, {"v_cache": cache_of(dtype=torch.float16)}, TypeError, ("v_cache has dtype torch.float16",)),

@@ -142,7 +142,9 @@ def test_masks_under_vmap_are_read_as_they_are(of_each):
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
 
 
-def test_a_backend_that_there_is_not_is_refused_at_once():
+def test_bad_options_of_the_door_are_refused_at_once():
+    with pytest.raises(TypeError, match="fallback must be True or False, got int"):
+        flashtile.sdpa(fallback=1)
     with pytest.raises(ValueError, match="backend must be None or one of hopper, portable, cpu, got 'hoper'"):
         flashtile.sdpa(backend="hoper")
     with pytest.raises(TypeError, match="backend must be None or a backend's name, got int"):
@@ -220,6 +222,20 @@ def test_what_torch_refuses_stays_refused():
         q, attn_mask = torch.ones(shape), torch.zeros(mask)
         with flashtile.sdpa(fallback=False), pytest.raises(ValueError, match=f"broadcast to {says}"):
             F.scaled_dot_product_attention(q, q, q, attn_mask)
+    q, one, mask = torch.ones(1, 2, 6, 8), torch.ones(8), torch.zeros(6, 6)
+    for tensors_and_options, says in (
+        (
+            dict(query=q, key=q, value=q, attn_mask=mask, is_causal=True),
+            "attn_mask must be None with is_causal",
+        ),
+        (dict(query=one, key=one, value=one), r"must have 2 dimensions or more, got \(8,\)"),
+        (
+            dict(query=q, key=q, value=q, attn_mask=mask.to("meta")),
+            "attn_mask must be on query's device, cpu",
+        ),
+    ):
+        with flashtile.sdpa(fallback=False), pytest.raises(ValueError, match=says):
+            F.scaled_dot_product_attention(**tensors_and_options)
 
 
 def test_the_function_s_place_is_given_back():

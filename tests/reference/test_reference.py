@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from cases import BF16, FP32, FP64, Case, masks
 from flashtile import testing
 from flashtile.reference import attention as reference
+from flashtile.reference.decode import attention_with_kvcache
 from flashtile.rounding import exact_product
 from fuzz import oracle
 from walk import walk
@@ -110,3 +111,11 @@ def test_a_row_of_nan_leaves_other_rows_of_a_product(shape: tuple[int, ...]) -> 
     clean, others = exact_product(a, b), torch.arange(shape[-2]) != 1
     a[..., 1, :] = torch.nan
     assert torch.equal(exact_product(a, b)[..., others, :], clean[..., others, :])
+
+
+def test_one_length_stands_for_all_sequences() -> None:
+    q, k = torch.randn(2, 1, 4, 8), torch.randn(2, 9, 2, 8)
+    of_each = torch.full((2,), 5, dtype=torch.int32)
+    one, each = (attention_with_kvcache(q, k, k, cache_seqlens=lengths) for lengths in (5, of_each))
+    for got, expected in zip(one, each, strict=True):
+        assert torch.equal(got, expected)

@@ -12,6 +12,7 @@ import targets
 from cases import BF16, FP16, FP32, FP64, Case
 from flashtile import testing
 from flashtile.reference import attention as reference
+from flashtile.testing.decode import check_cache
 from walk import walk
 
 pytestmark = pytest.mark.numerical
@@ -250,3 +251,23 @@ def test_inputs_repeat() -> None:
 )
 def test_workers_share_the_gpus(visible, count, worker, expected):
     assert targets.own_gpu_first(visible, count, worker) == expected
+
+
+def test_a_cache_is_held_to_every_bit():
+    """What a call writes elsewhere is found, and a wrong token. A rotated one may differ in its last bit."""
+    before = torch.arange(24, dtype=FP32).view(2, 3, 4)
+    expected = before.clone()
+    expected[1, 2] = 0.5
+    elsewhere, last_bit, off = (expected.clone() for _ in range(3))
+    elsewhere[0, 1, 3] = -0.0
+    last_bit[1, 2, 1] += 2**-24
+    off[1, 2, 1] += 1e-3
+    check_cache("k_cache", expected, expected, before, computed=False)
+    check_cache("k_cache", last_bit, expected, before, computed=True)
+    for actual, computed, says in (
+        (elsewhere, True, r"k_cache must be unchanged at \[0, 1, 3\]"),
+        (last_bit, False, r"k_cache at \[1, 2, 1\] is 0.50000"),
+        (off, True, r"k_cache at \[1, 2, 1\] is 0.50"),
+    ):
+        with pytest.raises(AssertionError, match=says):
+            check_cache("k_cache", actual, expected, before, computed)

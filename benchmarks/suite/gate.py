@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -183,7 +183,7 @@ def _attend_head(
     for start in range(0, q.shape[0], step):
         rows = q[start : start + step].detach().requires_grad_(gradients)
         position = start + k.shape[0] - q.shape[0]
-        attend = partial(_attend_rows, workload, head, position=position, **by_head)
+        attend: Callable[..., Tensor] = partial(_attend_rows, workload, head, position=position, **by_head)
         if moving:
             of_q, *of_keys = moving
             along = of_q[start : start + step], *(t[:, 0] for t in of_keys)

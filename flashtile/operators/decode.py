@@ -177,7 +177,8 @@ class _AddingMass(Into):
     def check_values(self, tensors: tuple, optional: Any, options: Any) -> None:
         super().check_values(tensors, optional, options)
         if reads_values(tensors[0], options.debug_checks):
-            check_held_pages(*tensors[:3], optional, options)
+            q, k_cache, v_cache = tensors[:3]
+            check_held_pages(q, k_cache, v_cache, optional, options)
 
 
 def _are_as_long(k_cache: Tensor, v_cache: Tensor) -> bool:

@@ -126,7 +126,7 @@ def tangents(
     tensors: Sequence[Tensor], directions: Sequence[Tensor | None], extras: Any, options: Any
 ) -> tuple[Tensor, ...]:
     """Compute out, lse and their tangents from q, k, v and their tangents, ``directions``, None for zeros."""
-    return along(lambda *given: plain(*given, extras, options), tensors, directions)
+    return along(lambda q, k, v: plain(q, k, v, extras, options), tensors, directions)
 
 
 def along(

@@ -203,8 +203,9 @@ def _needing(ctx: Any, operation: Any) -> set[str]:
     return {name for name, needed in zip(operation.arguments, ctx.needs_input_grad, strict=False) if needed}
 
 
-def _learning(q: Tensor, k: Tensor, needing: set[str], extras: Any, options: Any) -> tuple[Any, Any]:
-    """Return (extras, options) of a backward pass that computes the gradients of ``needing``."""
+def _learning(tensors: Sequence[Tensor], needing: set[str], extras: Any, options: Any) -> tuple[Any, Any]:
+    """Return (extras, options) of a backward pass of q, k, ... that computes the gradients of ``needing``."""
+    q, k = tensors[:2]
     options = options._replace(bias_grad="bias" in needing, invariant=False)
     if isinstance(extras, ModifiedExtras):
         learned = sum(1 << i for i, name in enumerate(CAPTURED) if name in needing)
@@ -218,7 +219,7 @@ def _gradients(
     needing: set[str], dout: Any, dlse: Any, saved: Sequence[Tensor], extras: Any, options: Any
 ) -> dict[str, Any]:
     """Return the gradients of a call's tensors by name, given ``saved``: q, k, v, out and lse."""
-    given, of_pass = _learning(*saved[:2], needing, extras, options)
+    given, of_pass = _learning(saved, needing, extras, options)
     dq, dk, dv, dsink, dbias = backward(*BACKWARD.flat((dout, dlse, *saved), given, of_pass))
     found = unpack(dbias, given, of_pass) | {"q": dq, "k": dk, "v": dv}
     found["sink"] = None if extras.sink is None else dsink
@@ -235,7 +236,7 @@ def _gradients_of_tangents(
     options: Any,
 ) -> dict[str, Any]:
     """Return the gradients of the tensors of :class:`ForwardWithTangents` by name."""
-    given, of_pass = _learning(*tensors[:2], needing, extras, options)
+    given, of_pass = _learning(tensors, needing, extras, options)
     attend, learned = derivatives.of_call(given, of_pass)
     found, of_tangents = derivatives.of_tangents(attend, cotangents, (*tensors, *learned.values()), tangents)
     by_name = dict(zip((*FORWARD.names[:3], *learned), found, strict=True))

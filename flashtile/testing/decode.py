@@ -54,9 +54,8 @@ def check(
         out, lse = flash_attn_with_kvcache(
             q, ours_k, ours_v, k, v, return_softmax_lse=True, mass=ours_mass, **arguments
         )
-    exact_mass, plain_mass = (
-        None if mass is None else mass.to(dtype, copy=True) for dtype in (torch.float64, lse.dtype)
-    )
+    exact_mass: Any = None if mass is None else mass.to(torch.float64, copy=True)
+    plain_mass: Any = None if mass is None else mass.to(lse.dtype, copy=True)
     defining = {name: value for name, value in arguments.items() if name not in IMPLEMENTATION_ARGUMENTS}
     call = (q, k_cache, v_cache, k, v)
     exact = reference.attention_with_kvcache(*call, upcast=torch.float64, mass=exact_mass, **defining)

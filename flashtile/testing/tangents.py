@@ -65,7 +65,8 @@ def check(
         for name, *results in zip(FACTORS, ours, exact, plain, strict=True)
     ]
     given = ", ".join(name for name, tangent in zip("qkv", tangents, strict=True) if tangent is not None)
-    call = f"along {given}: {testing.described(*tensors, arguments)}"
+    q, k, v = tensors
+    call = f"along {given}: {testing.described(q, k, v, arguments)}"
     return testing.Report(call, tuple(comparisons)).require()
 
 
@@ -87,7 +88,7 @@ def _along(
             every[i] = tensor
         return attend(*every)
 
-    results, found = torch.func.jvp(
+    results, found, *_ = torch.func.jvp(
         of_given, tuple(tensors[i] for i in given), tuple(tangents[i] for i in given)
     )
     return [*results, *found]
@@ -120,5 +121,5 @@ def _rounding_noise(
 
     of_norms = zip(*map(more, (largest, rms)), strict=True)
     for name, terms in zip(("out_tangent", "lse_tangent"), of_norms, strict=True):
-        of_call[name] = tuple(a + b for a, b in zip(of_call[name], terms, strict=True))  # type: ignore[assignment]
+        of_call[name] = tuple(a + b for a, b in zip(of_call[name], terms, strict=True))
     return of_call

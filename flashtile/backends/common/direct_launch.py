@@ -84,8 +84,7 @@ def launcher(
     # A structure of numbers that comes last is nearly always the same object. It is packed with ``fixed``.
     has_numbers = bool(of_tensors) and isinstance(of_tensors[-1], tuple) and not has_pointers(of_tensors[-1])
     if has_numbers:
-        *of_tensors, of_numbers = of_tensors
-        of_tensors, of_fixed = (*of_tensors, "constexpr"), (of_numbers, *of_fixed)
+        of_tensors, of_fixed = (*of_tensors[:-1], "constexpr"), (of_tensors[-1], *of_fixed)
     described = [m.all_arguments(t.data_ptr())[1:] for m, t in zip(maps, tensors, strict=False)]
     leaves = leaves_of(of_tensors, of_tensors), leaves_of(of_fixed, of_fixed)
     try:

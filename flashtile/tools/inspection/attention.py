@@ -406,8 +406,10 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
                     seen.add(variant)
                     yield _forward_case(dense, other)
     for head_dim, left in ((64, UNLIMITED), (64, 63), (128, UNLIMITED)):
-        short = {"varlen": True, "batch": 64, "seqlen_q": 128, "seqlen_k": 128}
-        short = replace(_GROUPED_CAUSAL, window_left=left, head_dim=head_dim, head_dim_v=head_dim, **short)
+        short = replace(
+            _GROUPED_CAUSAL, window_left=left, head_dim=head_dim, head_dim_v=head_dim, varlen=True, batch=64,
+            seqlen_q=128, seqlen_k=128,
+        )  # fmt: skip
         config = choose(short)
         yield _forward_case(short, config)
         if left == UNLIMITED:

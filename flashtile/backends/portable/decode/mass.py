@@ -396,6 +396,7 @@ class MassLaunch:
         n_blocks = triton.cdiv(problem.capacity, block_n)
         parts = max(1, min(n_blocks, triton.cdiv(PROGRAMS * multiprocessors(problem.device), work)))
         scale = problem.softmax_scale
+        options: dict[str, Any] = {"launch_pdl": True} if variant.PDL else {}
         return CachedLaunch(
             mass_kernel,
             parts * work,
@@ -410,5 +411,5 @@ class MassLaunch:
             (variant,),
             config.tile,
             pointers=MassPointers,
-            **({"launch_pdl": True} if variant.PDL else {}),
+            **options,
         )

@@ -169,24 +169,25 @@ def shared_prompts(
     positions: list[Tensor] = []
     parents: list[int] = []
     labels: list[Tensor] = []
-    with torch.device("cpu"):  # also under another default device
-        for i, (prompt, of_prompt) in enumerate(zip(prompts, answers, strict=True)):
-            prompt, root = _as_tokens(f"prompts[{i}]", prompt, config.vocab_size), len(segments)
-            _check_list(f"answers[{i}]", of_prompt, "answer")
-            own = [
-                _as_tokens(f"answers[{i}][{j}]", one, config.vocab_size) for j, one in enumerate(of_prompt)
-            ]
-            last = len(prompt) - 1
-            segments += [prompt[:last], *(torch.cat((prompt[last:], answer[:-1])) for answer in own)]
-            positions += [torch.arange(last), *(torch.arange(last, last + len(answer)) for answer in own)]
-            parents += [-1, *(root for _ in own)]
-            labels += own
-        parent, lengths = torch.tensor(parents), torch.tensor([len(segment) for segment in segments])
-        cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
-        position_ids, total = torch.cat(positions), int(cu_seqlens[-1])
-        of_answers = lengths[parent >= 0]
-        kept = (parent >= 0).repeat_interleave(lengths).nonzero()[:, 0]
-        answer_ids = torch.arange(len(of_answers)).repeat_interleave(of_answers)
+    for i, (prompt, of_prompt) in enumerate(zip(prompts, answers, strict=True)):
+        prompt, root = _as_tokens(f"prompts[{i}]", prompt, config.vocab_size), len(segments)
+        _check_list(f"answers[{i}]", of_prompt, "answer")
+        own = [_as_tokens(f"answers[{i}][{j}]", one, config.vocab_size) for j, one in enumerate(of_prompt)]
+        last = len(prompt) - 1
+        segments += [prompt[:last], *(torch.cat((prompt[last:], answer[:-1])) for answer in own)]
+        positions += [
+            torch.arange(last, device="cpu"),
+            *(torch.arange(last, last + len(answer), device="cpu") for answer in own),
+        ]
+        parents += [-1, *(root for _ in own)]
+        labels += own
+    parent = torch.tensor(parents, device="cpu")
+    lengths = torch.tensor([len(segment) for segment in segments], device="cpu")
+    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
+    position_ids, total = torch.cat(positions), int(cu_seqlens[-1])
+    of_answers = lengths[parent >= 0]
+    kept = (parent >= 0).repeat_interleave(lengths).nonzero()[:, 0]
+    answer_ids = torch.arange(len(of_answers), device="cpu").repeat_interleave(of_answers)
     whole = create_tree_mask(cu_seqlens, parent, total, found.device)
     masks, window = {UNLIMITED: whole}, _window(config)
     if window is not None:
@@ -222,7 +223,7 @@ def _check_list(name: str, given: Any, element: str) -> None:
 def _as_tokens(name: str, given: Any, vocabulary: int) -> Tensor:
     """Return token ids as a tensor (tokens,) int64 on the CPU, or raise naming ``name``."""
     try:
-        (length,) = (tokens := torch.as_tensor(given)).shape
+        (length,) = (tokens := torch.as_tensor(given, device="cpu")).shape
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(
             f"{name} must be a list of token ids or a 1-D tensor of ints, got {named(given)}"
@@ -231,7 +232,7 @@ def _as_tokens(name: str, given: Any, vocabulary: int) -> Tensor:
         raise ValueError(f"{name} must have at least one token, got none")
     if tokens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {tokens.dtype}")
-    tokens = tokens.to("cpu", torch.int64)
+    tokens = tokens.to(torch.int64)
     check_between(name, tokens, 0, vocabulary - 1, "the last token of the vocabulary")
     return tokens
 

@@ -18,6 +18,7 @@ from flashtile import testing
 from flashtile.api import attention as functional
 from flashtile.reference import attention as reference
 from flashtile.rounding import finite, largest, product, rms, scale_of
+from flashtile.testing.calls import CANCELLED_UNITS, described, keys_seen, rounding_noise
 
 FACTORS = {"out": 2.0, "lse": 2.0, "out_tangent": 3.0, "lse_tangent": 3.0}
 """Allowed error of each result, in multiples of plain PyTorch's error."""
@@ -66,7 +67,7 @@ def check(
     ]
     given = ", ".join(name for name, tangent in zip("qkv", tangents, strict=True) if tangent is not None)
     q, k, v = tensors
-    call = f"along {given}: {testing.described(q, k, v, arguments)}"
+    call = f"along {given}: {described(q, k, v, arguments)}"
     return testing.Report(call, tuple(comparisons)).require()
 
 
@@ -108,15 +109,15 @@ def _rounding_noise(
     """
     q, k, v = tensors
     (dq, dk, _), sink = tangents, arguments.get("sink")
-    of_call = testing.rounding_noise(q, k, v, sink, (None, None), None, exact, arguments)
+    of_call = rounding_noise(q, k, v, sink, (None, None), None, exact, arguments)
     eps = torch.finfo(q.dtype).eps
     eps_of_sums = torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps
-    p = 1 / testing.keys_seen(q, k, arguments)
+    p = 1 / keys_seen(q, k, arguments)
 
     def more(of: Callable[[Tensor], float]) -> tuple[float, float]:
         moved = sum(product(a, b, of) for a, b in ((dq, k), (q, dk)) if a is not None and b is not None)
         moved *= scale_of(q, arguments.get("softmax_scale"))
-        of_sums = testing.CANCELLED_UNITS * eps_of_sums
+        of_sums = CANCELLED_UNITS * eps_of_sums
         return moved * of(finite(v)) * (of_sums + (eps * p**0.5 if p < 1 else 0.0)), moved * of_sums
 
     of_norms = zip(*map(more, (largest, rms)), strict=True)

@@ -37,7 +37,6 @@ class LinearOptions(NamedTuple):
     activation: str | None = None
     norm_eps: float = 1e-6
     prefetch: bool = False
-    invariant: bool = False
     backend: str | None = None
 
 
@@ -135,8 +134,6 @@ class LinearProblem:
     aligned: bool = True
     """Whether rows of x, W and the norm's weight are aligned for asynchronous copies."""
     heads: Heads | None = None
-    invariant: bool = False
-    """Whether sums have one order for every number of rows of x."""
 
     @property
     def places(self) -> int:

@@ -357,6 +357,16 @@ def test_flex_attention_and_its_block_mask() -> None:
         torch.testing.assert_close(lse, expected[1])
 
 
+@walk("mask_mod", [masks.window(-1, -1), ~masks.window(-1, -1), masks.window(-1, -1) & masks.causal()])
+def test_flex_attention_takes_a_window_without_limits(mask_mod: masks.MaskMod) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    q, k, v = torch.randn(3, 1, 40, 2, 8).unbind()
+    theirs = create_block_mask(mask_mod, None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
+    out = flashtile.attention(q, k, v, block_mask=theirs)
+    torch.testing.assert_close(out, flashtile.attention(q, k, v, mask_mod=mask_mod))
+
+
 def test_keys_that_all_sequences_share() -> None:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

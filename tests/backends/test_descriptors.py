@@ -23,6 +23,7 @@ from flashtile.compilation.calls import calls_of  # noqa: E402
 from flashtile.compilation.compiling import launches  # noqa: E402
 from flashtile.op.operation import remembering  # noqa: E402
 from flashtile.tools.inspection.report import cuobjdump  # noqa: E402
+from fuzz.prelude import rand  # noqa: E402
 
 H200 = Target("H200", (9, 0), 132)
 HAS_FAULT = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
@@ -78,15 +79,14 @@ def attend(head_dim: int, head_dim_v: int, heads_first: bool) -> None:
     flashtile.attention(tensor(6, head_dim), tensor(3, head_dim), tensor(3, head_dim_v))
 
 
-def overlapping(batch: int, tokens: int, heads: int, width: int) -> torch.Tensor:
-    """Return a tensor of which each token begins one element after the one before."""
-    memory = torch.empty(batch, heads, tokens + width - 1, dtype=torch.float16)
-    return memory.unfold(-1, width, 1).transpose(1, 2)
+def overlapping(*shape: int) -> torch.Tensor:
+    """Return keys for a shape (batch, heads, seqlen, head_dim), each one element after the one before."""
+    return rand(*shape, dtype=torch.float16, layout="overlapping").transpose(1, 2)
 
 
 def attend_overlapping(head_dim: int, head_dim_v: int) -> None:
     q, v = (torch.empty(1, 70, heads, width).half() for heads, width in ((6, head_dim), (3, head_dim_v)))
-    flashtile.attention(q, overlapping(1, 70, 3, head_dim), v)
+    flashtile.attention(q, overlapping(1, 3, 70, head_dim), v)
 
 
 def attend_one_key(head_dim: int, head_dim_v: int) -> None:
@@ -100,7 +100,7 @@ def decode(head_dim: int, overlaps: bool) -> None:
     q, k, v = (
         torch.empty(2, n, h, d).half() for n, h, d in ((1, 64, head_dim), (200, 1, head_dim), (200, 1, 20))
     )
-    k = overlapping(2, 200, 1, head_dim) if overlaps else k
+    k = overlapping(2, 1, 200, head_dim) if overlaps else k
     flashtile.flash_attn_with_kvcache(q, k, v, cache_seqlens=torch.full((2,), 150, dtype=torch.int32))
 
 

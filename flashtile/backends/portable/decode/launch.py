@@ -276,9 +276,9 @@ class DecodePlan(NamedTuple):
     mask: dict[str, Any]
     """The constants of the mask (:class:`~flashtile.problems.masking.MaskConstants`)."""
     aligned: bool
-    """Whether k and v are aligned for asynchronous loads, and whether their tokens are adjacent:
-    :func:`tile_widths`."""
+    """Whether k and v are aligned for asynchronous loads. If not, their tiles get the same width."""
     adjacent: bool
+    """Whether tokens of k or v lie one element apart, which decides this width (:func:`tile_widths`)."""
     wide: bool
     """Whether offsets into the cache need 64 bits."""
     wide_bytes: bool

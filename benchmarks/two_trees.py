@@ -18,7 +18,6 @@ import itertools
 import json
 import math
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -61,28 +60,17 @@ def shape_cells() -> list[dict[str, Any]]:
 
 
 def packed_cells() -> list[dict[str, Any]]:
-    """Packed documents whose lengths are drawn, log-uniformly, until they have ``tokens`` together."""
-    kinds = (
-        # name, shortest and longest document, tokens, heads, head_dim, causal, window
-        ("tuning", 40, 4000, 32768, (16, 16), 64, True, 0),
-        ("tuning", 40, 4000, 32768, (32, 8), 128, True, 0),
-        ("chat", 16, 128, 32768, (32, 8), 128, True, 0),
-        ("long", 2000, 6000, 32768, (32, 8), 128, True, 0),
-        ("long-window", 2000, 6000, 32768, (32, 8), 128, True, 1024),
-        ("images", 196, 1024, 32768, (16, 16), 64, False, 0),
-        ("images", 196, 1024, 32768, (16, 16), 72, False, 0),
-    )
-    cells = []
-    for name, least, most, tokens, heads, head_dim, causal, window in kinds:
-        draw, lengths = random.Random(f"{name}{head_dim}"), list[int]()
-        while sum(lengths) < tokens:
-            lengths.append(min(round(least * (most / least) ** draw.random()), tokens - sum(lengths)))
-        cells += [
-            {"set": "packed", "name": f"{name}-d{head_dim}", "which": which, "lengths": lengths,
-             "heads": heads, "head_dim": head_dim, "causal": causal, "window": window}
-            for which in ("forward", "backward")
-        ]  # fmt: skip
-    return cells
+    """Packed documents: the first two workloads of each class that the suite draws."""
+    from benchmarks.suite.workloads import select
+
+    chosen = [w for w in select(["packed"]) if w.name.endswith((".0", ".1"))]
+    return [
+        {"set": "packed", "name": w.name, "which": which, "lengths": [length for length, _ in w.sequences],
+         "heads": (w.num_heads_q, w.num_heads_kv), "head_dim": w.head_dim, "causal": w.causal,
+         "window": w.window_left + 1}
+        for w in chosen
+        for which in ("forward", "backward")
+    ]  # fmt: skip
 
 
 def chunk_cells() -> list[dict[str, Any]]:

@@ -1,7 +1,23 @@
 """Samples the next token of each row of logits in one kernel: temperature, min-p, top-k, top-p and the draw.
 
-:mod:`flashtile.engine.sampler` computes the same in torch. One program reads its row several times, mostly
-from the L2 cache. Each pass finds two bits of the lowest score that top-k or top-p keeps.
+:mod:`flashtile.engine.sampler` computes the same in torch, with a sort. Here one program reads its row once,
+or twice for top-k, top-p and min-p::
+
+    survey    the largest score of each lane, one random score of each lane, the total probability
+              -> the last score that the filter keeps probably lies in [lower, upper)
+    sweep     draw among the scores from ``upper`` on, and list those in [lower, upper)
+    settle    draw among the listed scores as well; if the winner is not kept, draw again among better scores
+
+A token is kept by top-k and top-p if the weight of all better tokens does not suffice: their number is less
+than k, or their probability less than p. So equal logits are kept or dropped together, and one pass over the
+list decides about a token: no sort and no exact threshold are needed.
+
+The largest scores of 4,096 lanes contain almost all of the few scores that are kept in a peaked
+distribution, so the k-th of them is a tight lower bound. A flat distribution is estimated from the random
+scores, to four standard deviations. The sweep measures how much lies above ``upper``. If the estimate was
+wrong, the threshold is searched bit by bit in the whole row, by 16 more passes. Sums have a fixed order, and
+the noise is a hash of the request's seed, the position and the token, so a draw does not depend on the
+batch.
 """
 
 from dataclasses import dataclass
@@ -13,9 +29,22 @@ from torch import Tensor
 
 from flashtile.backends.common.jit import kernel, triton
 from flashtile.backends.common.launch import CachedLaunch, Launched
+from flashtile.engine import adjust
+from flashtile.engine.adjust import Adjusted
 
 NUM_WARPS = 16
+LISTED = 16384
+"""Room for the listed scores of a row: twice what an estimate for 128k flat logits needs."""
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+IN_PROMPT, ALLOWED, END = (
+    tl.constexpr(adjust.IN_PROMPT),
+    tl.constexpr(adjust.ALLOWED),
+    tl.constexpr(adjust.END),
+)
+COUNT, NOTHING = tl.constexpr(adjust.COUNT), tl.constexpr(adjust.NOTHING)
+LOWEST_KEY = tl.constexpr(0x007FFFFF)
+HIGHEST_KEY = tl.constexpr(0xFF800000)
+"""Keys of -inf and inf (:func:`key_of`)."""
 
 
 @dataclass(frozen=True)
@@ -25,75 +54,159 @@ class SamplingVariant:
     FILTERED: bool
     """False if no row has min-p, top-k or top-p."""
     BLOCK: int
+    """Number of lanes: a tile holds one score of each."""
+    LISTED: int
+    ADJUSTED: bool = False
+    """Whether some rows have changed logits. The kernel is then also FILTERED."""
+
+    @property
+    def stages(self) -> int:
+        """Tiles of logits in flight in loops that read a row. With changed logits, two tiles would spill."""
+        return 1 if self.ADJUSTED else 2
+
+    @property
+    def room(self) -> int:
+        """Number of scores in memory for each row: the list, those of two tiles, and unchanged logits."""
+        changed = adjust.MAX_ADJUSTED if self.ADJUSTED else 0
+        return (self.LISTED + 2 * self.BLOCK + changed) if self.FILTERED else 0
 
 
 class Row(NamedTuple):
-    """A row of logits and its temperature. Scores below ``least`` are never sampled."""
+    """A row of logits. Scores are logits times ``scale``.
+
+    Attributes:
+        logits, vocab_size: the logits.
+        scale: the inverse of the temperature, 1 for a greedy row.
+        largest: the largest score, once it is known.
+        greedy: whether the draw has no noise.
+        key: the draw's noise is a hash of this uint64 and the token.
+    """
 
     logits: tl.tensor
     vocab_size: tl.tensor
-    temperature: tl.tensor
-    least: tl.tensor
+    scale: tl.tensor
+    largest: tl.tensor
+    greedy: tl.tensor
+    key: tl.tensor
+
+
+class Changes(NamedTuple):
+    """The tensors of :class:`flashtile.engine.adjust.Adjusted`, and their sizes.
+
+    Attributes:
+        room: number of entries in a row of ``table``.
+        columns: number of columns of ``known``.
+        width: largest number of unread tokens.
+    """
+
+    lists: tl.tensor
+    numbers: tl.tensor
+    penalties: tl.tensor
+    table: tl.tensor
+    known: tl.tensor
+    room: tl.tensor
+    columns: tl.tensor
+    width: tl.tensor
+
+
+class Scores(NamedTuple):
+    """Scores in memory, float32, and their tokens, int32, which only a draw reads."""
+
+    scores: tl.tensor
+    tokens: tl.tensor
+    count: tl.tensor
+
+
+class Best(NamedTuple):
+    """The winner so far: its score with noise, its score, and its token."""
+
+    noisy: tl.tensor
+    score: tl.tensor
+    token: tl.tensor
 
 
 @triton.jit
 def load_scores(row, first, C: tl.constexpr):
-    """Return (scores [BLOCK] float32, keys [BLOCK] uint32). ``keys`` are integers that sort like the scores.
-
-    Scores below ``row.least`` become -inf. NaN stays NaN.
-    """
+    """Return scores [BLOCK] float32. NaN becomes inf."""
     column = first + tl.arange(0, C.BLOCK)
     logits = tl.load(row.logits + column, mask=column < row.vocab_size, other=-float("inf"))
-    scores = logits.to(tl.float32) / row.temperature
-    scores = tl.where(scores < row.least, -float("inf"), scores)
+    scores = logits.to(tl.float32) * row.scale
+    return tl.where(scores == scores, scores, float("inf"))
+
+
+@triton.jit
+def load_listed(listed, first, C: tl.constexpr):
+    """Return scores [BLOCK] of a list."""
+    at = first + tl.arange(0, C.BLOCK)
+    return tl.load(listed.scores + at, mask=at < listed.count, other=-float("inf"))
+
+
+@triton.jit
+def key_of(scores):
+    """Return integers that sort like the scores, uint32."""
     bits = scores.to(tl.uint32, bitcast=True)
-    keys = tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-    return scores, keys
+    return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
-def weights_of(scores, keys, lowest, row_max, BY_MASS: tl.constexpr):
-    """Return the weight of each score: 1, or with BY_MASS the unnormalised probability.
-
-    The weight is 0 for scores of -inf, and for scores with ``keys`` (:func:`load_scores`) below ``lowest``.
-    """
-    weights = tl.exp(scores - row_max) if BY_MASS else tl.full(scores.shape, 1.0, tl.float32)
-    return tl.where((scores > -float("inf")) & (keys >= lowest), weights, 0.0)
+def score_of(key):
+    """Return the score of a key, from -inf to inf."""
+    key = tl.minimum(tl.maximum(key, LOWEST_KEY), HIGHEST_KEY)
+    return tl.where(key >= 0x80000000, key ^ 0x80000000, key ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def total_weight(row, lowest, row_max, C: tl.constexpr):
-    BLOCK: tl.constexpr = C.BLOCK
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, row.vocab_size, C.BLOCK):
-        scores, keys = load_scores(row, first, C)
-        total += weights_of(scores, keys, lowest, row_max, True)
-    return tl.sum(total, 0)
+def weights_of(scores, lowest, largest, by_mass):
+    """Return the weight of each score: 1, or unnormalised probability; 0 below ``lowest``, and of -inf."""
+    weights = tl.where(by_mass, tl.exp(scores - largest), 1.0)
+    return tl.where((scores >= lowest) & (scores > -float("inf")), weights, 0.0)
 
 
 @triton.jit
-def largest_threshold(row, lowest, row_max, wanted, BY_MASS: tl.constexpr, C: tl.constexpr):
-    """Return the largest threshold for which the kept scores have a total weight of at least ``wanted``.
+def add_above(sums, scores, lowest, threshold, unit, largest, by_mass):
+    """Add the weights of scores whose keys are at least one, two and three units above a threshold."""
+    weights, keys = weights_of(scores, lowest, largest, by_mass), key_of(scores)
+    one = sums[0] + tl.where(keys >= threshold + unit, weights, 0.0)
+    two = sums[1] + tl.where(keys >= threshold + unit * 2, weights, 0.0)
+    three = sums[2] + tl.where(keys >= threshold + unit * 3, weights, 0.0)
+    return one, two, three
 
-    A score is kept if its key (:func:`load_scores`) is at least the threshold. The threshold is found two
-    bits at a time, and is at least ``lowest``.
+
+@triton.jit
+def largest_threshold(row, vocab_size, listed, lowest, wanted, by_mass, digits, C: tl.constexpr):
+    """Return the largest score for which the scores from it on have a total weight of at least ``wanted``.
+
+    The scores are the first ``vocab_size`` of the row, and those of the list; those below ``lowest`` weigh
+    nothing. Returns -inf if their weight does not suffice. The threshold is found two bits at a time. With
+    fewer than 16 ``digits``, it is rounded down.
     """
     BLOCK: tl.constexpr = C.BLOCK
     threshold = tl.full([], 0, tl.uint32)
-    for digit in range(16):
+    for digit in range(digits):
         unit = tl.full([], 1, tl.uint32) << (30 - 2 * digit)
         one = tl.zeros([BLOCK], tl.float32)
-        two = tl.zeros([BLOCK], tl.float32)
-        three = tl.zeros([BLOCK], tl.float32)
-        for first in range(0, row.vocab_size, C.BLOCK):
-            scores, keys = load_scores(row, first, C)
-            weights = weights_of(scores, keys, lowest, row_max, BY_MASS)
-            one += tl.where(keys >= threshold + unit, weights, 0.0)
-            two += tl.where(keys >= threshold + unit * 2, weights, 0.0)
-            three += tl.where(keys >= threshold + unit * 3, weights, 0.0)
-        steps = (tl.sum(one, 0) >= wanted).to(tl.uint32) + (tl.sum(two, 0) >= wanted).to(tl.uint32)
-        threshold += unit * (steps + (tl.sum(three, 0) >= wanted).to(tl.uint32))
-    return tl.maximum(threshold, lowest)
+        sums = one, one, one
+        for first in range(0, vocab_size, C.BLOCK):
+            scores = load_scores(row, first, C)
+            sums = add_above(sums, scores, lowest, threshold, unit, row.largest, by_mass)
+        for first in range(0, listed.count, C.BLOCK):
+            scores = load_listed(listed, first, C)
+            sums = add_above(sums, scores, lowest, threshold, unit, row.largest, by_mass)
+        steps = (tl.sum(sums[0], 0) >= wanted).to(tl.uint32) + (tl.sum(sums[1], 0) >= wanted).to(tl.uint32)
+        threshold += unit * (steps + (tl.sum(sums[2], 0) >= wanted).to(tl.uint32))
+    return score_of(threshold)
+
+
+@triton.jit
+def weight_of_listed(listed, lowest, strict, row, by_mass, C: tl.constexpr):
+    """Return the total weight of the listed scores from ``lowest`` on, or with ``strict`` above it."""
+    BLOCK: tl.constexpr = C.BLOCK
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, listed.count, C.BLOCK):
+        scores = load_listed(listed, first, C)
+        counted = (scores > lowest) | ((scores == lowest) & (strict == 0))
+        total += tl.where(counted, weights_of(scores, lowest, row.largest, by_mass), 0.0)
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -111,111 +224,460 @@ def mix32(x):
 
 
 @triton.jit
-def gumbel(column, key):
-    """Return Gumbel noise for the tokens ``column`` [BLOCK], drawn with a uint64 ``key``."""
+def random_bits(tokens, key):
     low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-    bits = mix32(mix32(column.to(tl.uint32) ^ low) + high)
+    return mix32(mix32(tokens.to(tl.uint32) ^ low) + high)
+
+
+@triton.jit
+def gumbel(bits):
+    """Return Gumbel noise for random bits [BLOCK] uint32."""
     u = tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1 - 1.0 / 16777216)
     # The largest noise comes from small u, where log(1 - u) would lose all digits.
     series = u * (1 + u * (0.5 + u * (1.0 / 3 + u * 0.25)))
     return -tl.log(tl.where(u < 0.00390625, series, -tl.log(1 - u)))
 
 
-_PARAMETERS = ("temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr")
+@triton.jit
+def change_logits(row, tokens, flags, biases, mask, numbers, penalties):
+    """Return (logits of tokens, scores after the changes), and overwrite the logits with -inf."""
+    logits = tl.load(row.logits + tokens, mask=mask, other=0.0)
+    hidden = tl.full(logits.shape, -float("inf"), tl.float32).to(logits.dtype)
+    tl.store(row.logits + tokens, hidden, mask=mask)
+    logits, counts = logits.to(tl.float32), flags // COUNT
+    repetition = tl.load(penalties) + logits * 0
+    repeated = tl.where(logits > 0, tl.math.div_rn(logits, repetition), logits * repetition)
+    changed = tl.where(((flags & IN_PROMPT) > 0) | (counts > 0), repeated, logits)
+    changed -= tl.load(penalties + 1) * (counts > 0).to(tl.float32)
+    changed = changed - tl.load(penalties + 2) * counts.to(tl.float32) + biases
+    excluded = (tl.load(numbers + 4) > 0) & ((flags & ALLOWED) == 0)
+    excluded |= (tl.load(numbers + 3) > 0) & ((flags & END) > 0)
+    scores = tl.where(excluded, -float("inf"), changed * row.scale)
+    return logits, tl.where(scores == scores, scores, float("inf"))
 
 
-# A program loads one number of each parameter, so the alignment of parameters does not matter.
-@kernel(do_not_specialize=("vocab_size", "logits_stride"), do_not_specialize_on_alignment=_PARAMETERS)
+@triton.jit
+def unread_token(numbers, i, changes):
+    """Return the i-th token of the answer that the table lacks, -1 for none."""
+    code = tl.load(numbers + 5 + i)
+    last = changes.known + tl.load(numbers + 1) * changes.columns
+    if code >= 0:
+        token = code
+    elif code == NOTHING:
+        token = code * 0 - 1
+    else:
+        token = tl.load(last + (-1 - code))
+    return token
+
+
+@triton.jit
+def list_changed(row, numbers, index, changes, scores_at, tokens_at, originals, C: tl.constexpr):
+    """List the changed scores of a row with their tokens and logits. Return the length of the list."""
+    penalties, count = changes.penalties + index * 3, tl.load(numbers + 2)
+    table = changes.table + tl.load(numbers + 1).to(tl.int64) * changes.room * 3
+    for first in range(0, count, C.BLOCK):
+        place = first + tl.arange(0, C.BLOCK)
+        mask = place < count
+        tokens = tl.load(table + place * 3, mask=mask, other=-1)
+        flags = tl.load(table + place * 3 + 1, mask=mask, other=0)
+        biases = tl.load(table + place * 3 + 2, mask=mask, other=0).to(tl.float32, bitcast=True)
+        for i in range(changes.width):
+            flags += tl.where(tokens == unread_token(numbers, i, changes), COUNT, 0)
+        logits, scores = change_logits(row, tokens, flags, biases, mask, numbers, penalties)
+        tl.store(scores_at + place, scores, mask=mask)
+        tl.store(tokens_at + place, tokens, mask=mask)
+        tl.store(originals + place, logits, mask=mask)
+    length = count
+    for i in range(changes.width):  # tokens that have no entry yet
+        token = unread_token(numbers, i, changes)
+        times, has_entry = token * 0, (token < 0).to(tl.int32)
+        for j in range(changes.width):
+            same = (unread_token(numbers, j, changes) == token).to(tl.int32)
+            times += same
+            has_entry |= tl.where(j < i, same, 0)
+        for first in range(0, count, C.BLOCK):
+            place = first + tl.arange(0, C.BLOCK)
+            tokens = tl.load(table + place * 3, mask=place < count, other=-1)
+            has_entry |= tl.max((tokens == token).to(tl.int32), 0)
+        if has_entry == 0:
+            logits, scores = change_logits(row, token, times * COUNT, 0.0, token >= 0, numbers, penalties)
+            tl.store(scores_at + length, scores)
+            tl.store(tokens_at + length, token)
+            tl.store(originals + length, logits)
+            length += 1
+    tl.debug_barrier()  # other threads read the list and the logits
+    return length
+
+
+@triton.jit
+def restore_logits(row, tokens_at, originals, count, C: tl.constexpr):
+    """Undo the changes of logits in memory that :func:`list_changed` made."""
+    tl.debug_barrier()  # all threads have read the logits
+    for first in range(0, count, C.BLOCK):
+        place = first + tl.arange(0, C.BLOCK)
+        tokens = tl.load(tokens_at + place, mask=place < count, other=0)
+        logits = tl.load(originals + place, mask=place < count, other=0.0)
+        tl.store(row.logits + tokens, logits.to(row.logits.dtype.element_ty), mask=place < count)
+
+
+@triton.jit
+def draw(best, row, scores, tokens, lowest, strict):
+    """Return the better of ``best`` and of the scores from ``lowest`` on with noise.
+
+    With ``strict``, scores equal to ``lowest`` are left out.
+    """
+    noise = tl.where(row.greedy, 0.0, gumbel(random_bits(tokens, row.key)))
+    drawn = (scores > lowest) | ((scores == lowest) & (strict == 0))
+    # inf stands for a logit that is NaN or infinite. It wins, so that the caller can detect it.
+    noisy = tl.where(drawn, scores + noise, -float("inf"))
+    found = tl.max(noisy, 0)
+    token = tl.min(tl.where((noisy == found) & drawn, tokens, 0x7FFFFFFF), 0)
+    score = tl.max(tl.where(tokens == token, scores, -float("inf")), 0)
+    better = (found > best.noisy) | ((found == best.noisy) & (token < best.token))
+    return Best(
+        tl.where(better, found, best.noisy), tl.where(better, score, best.score),
+        tl.where(better, token, best.token),
+    )  # fmt: skip
+
+
+@triton.jit
+def draw_listed(best, row, listed, lowest, strict, C: tl.constexpr):
+    """Return the better of ``best`` and of the listed scores with noise, as :func:`draw`."""
+    for first in range(0, listed.count, C.BLOCK):
+        at = first + tl.arange(0, C.BLOCK)
+        tokens = tl.load(listed.tokens + at, mask=at < listed.count, other=0x7FFFFFFF)
+        best = draw(best, row, load_listed(listed, first, C), tokens, lowest, strict)
+    return best
+
+
+@triton.jit
+def may_win(best, row, scores, tokens, lowest):
+    """Return which scores from ``lowest`` on may exceed ``best`` with noise, or all of them if in doubt."""
+    # Noise is at most -log(u), and the bits of a float, read as an integer, bound its logarithm. Logarithms
+    # of all tokens would take more time than reading their logits.
+    bits = random_bits(tokens, row.key).to(tl.float32).to(tl.int32, bitcast=True)
+    most = scores + (32.001 + 127 - bits.to(tl.float32) * (1.0 / 8388608)) * 0.69314718056
+    return (scores >= lowest) & (tl.where(row.greedy, scores, most) > best.noisy)
+
+
+@triton.jit
+def survey(row, listed, lanes, by_mass, C: tl.constexpr):
+    """Read a row and a list. Return (largest score, total weight by mass, number of random scores).
+
+    Writes the largest score of each lane to ``lanes`` [BLOCK], and after them a random score of each lane.
+    """
+    BLOCK: tl.constexpr = C.BLOCK
+    lane = tl.arange(0, C.BLOCK)
+    tiles = tl.maximum(tl.cdiv(row.vocab_size, C.BLOCK), 1)
+    chosen = (mix32(lane.to(tl.uint32)) % tiles.to(tl.uint32)).to(tl.int32) * C.BLOCK
+    most = tl.full([BLOCK], -3.0e38, tl.float32)  # finite, because inf - inf is NaN
+    total = tl.zeros([BLOCK], tl.float32)
+    random = tl.full([BLOCK], -float("inf"), tl.float32)
+    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=C.stages):
+        scores = load_scores(row, first, C)
+        random = tl.where(chosen == first, scores, random)
+        if by_mass:
+            total = add_exponentials(total, most, scores)
+        most = tl.maximum(most, scores)
+    for first in range(0, listed.count, C.BLOCK):
+        scores = load_listed(listed, first, C)
+        total = add_exponentials(total, most, scores)
+        most = tl.maximum(most, scores)
+    tl.store(lanes + lane, tl.where(most > -3.0e38, most, -float("inf")))
+    tl.store(lanes + C.BLOCK + lane, random)
+    tl.debug_barrier()  # other threads read the lists
+    largest = tl.max(most, 0)
+    count = tl.sum((chosen + lane < row.vocab_size).to(tl.int32), 0)
+    return largest, tl.sum(total * tl.exp(most - largest), 0), count
+
+
+@triton.jit
+def add_exponentials(total, most, scores):
+    """Add exp(scores) to a total relative to ``most``. The result is relative to max(most, scores)."""
+    above = scores - most
+    less = tl.exp(-tl.abs(above))
+    return tl.where(above > 0, total * less + 1, total + less)
+
+
+@triton.jit
+def bracket(row, lanes, tokens, total, count, top_k, top_p, C: tl.constexpr):
+    """Return (lower, upper), between which the last kept score probably is. ``upper`` is inf if in doubt.
+
+    With both filters, these are bounds for top-k. The other arguments are results of :func:`survey`.
+    """
+    by_mass, any_score = top_k == 0, tl.full([], -float("inf"), tl.float32)
+    none = tl.full([], 0, tl.int32)
+    upper = -any_score
+    wanted = tl.where(by_mass, total * top_p * 1.0001, top_k.to(tl.float32))
+    best = Scores(lanes, tokens, none + C.BLOCK)
+    lower = largest_threshold(row, none, best, any_score, wanted, by_mass, 8, C)
+    # If half of the lanes' largest scores are kept, ln(2) lanes as many scores are expected to be.
+    if (lower == any_score) | (weight_of_listed(best, lower, False, row, False, C) > C.BLOCK // 2):
+        # By mass, the weight below the threshold is estimated among the random scores, because a few large
+        # weights dominate the sum above it.
+        random = Scores(lanes + C.BLOCK, tokens, none + C.BLOCK)
+        share = count.to(tl.float32) / row.vocab_size.to(tl.float32)
+        below = total * (1 - top_p) * share
+        above, unit = wanted * share, any_score * 0 + 1
+        if by_mass:
+            above = weight_of_listed(random, any_score, False, row, True, C) - below
+            unit = tl.exp(largest_threshold(row, none, random, any_score, above, True, 8, C) - row.largest)
+        margin = 4 * tl.sqrt(tl.where(by_mass, below * unit, above)) + 4 * unit
+        least = largest_threshold(row, none, random, any_score, above + margin, by_mass, 8, C)
+        lower = tl.maximum(lower, least)
+        most = largest_threshold(row, none, random, any_score, above - margin, by_mass, 8, C)
+        if (above > margin) & (most > lower) & (by_mass | (top_p >= 1)):
+            upper = most
+    return lower, upper
+
+
+@triton.jit
+def sweep(row, listed, lower, upper, least, by_mass, adds, C: tl.constexpr):
+    """Draw among the scores from ``upper`` on, and append those in [lower, upper) to a list.
+
+    Returns (best draw, length of the list, weight of the scores from ``upper`` on, weight of those from
+    ``least`` on). If ``upper`` is inf, all scores from ``lower`` on are listed. The list holds the first
+    ``C.LISTED`` of them. Weights are 0 unless ``adds``.
+    """
+    BLOCK: tl.constexpr = C.BLOCK
+    nothing = tl.full([], -float("inf"), tl.float32)
+    best = Best(nothing, nothing, tl.full([], 0x7FFFFFFF, tl.int32))
+    above, total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    count = listed.count
+    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=C.stages):
+        scores, tokens = load_scores(row, first, C), first + tl.arange(0, C.BLOCK)
+        if C.FILTERED:
+            if adds:
+                weights = weights_of(scores, least, row.largest, by_mass)
+                total += weights
+                above += tl.where(scores >= upper, weights, 0.0)
+            inside = (scores >= lower) & ((scores < upper) | (scores == float("inf")))
+            inside = (inside & (scores > -float("inf"))).to(tl.int32)
+            more = tl.sum(inside, 0)
+            if more > 0:
+                at = count + tl.cumsum(inside, 0) - 1
+                writes = (inside > 0) & (at < C.LISTED)
+                tl.store(listed.scores + at, scores, mask=writes)
+                tl.store(listed.tokens + at, tokens, mask=writes)
+                count += more
+        if upper < float("inf"):  # noqa: SIM102, as the bounds are computed only then
+            if tl.max(may_win(best, row, scores, tokens, upper).to(tl.int32), 0) > 0:
+                best = draw(best, row, scores, tokens, upper, False)
+    tl.debug_barrier()  # other threads read the list
+    return best, count, tl.sum(above, 0), tl.sum(total, 0)
+
+
+@triton.jit
+def settle(best, row, listed, lower, upper, above, wanted, by_mass, C: tl.constexpr):
+    """Return (whether the last kept score is in [lower, upper), the winner among the kept scores).
+
+    Args:
+        best: the winner among the scores of the row from ``upper`` on, which are not in the list.
+        listed: list with all other scores from ``lower`` on.
+        above: weight of the scores of the row from ``upper`` on.
+        wanted: a score is kept if the weight of all better scores is less.
+    """
+    found = above + weight_of_listed(listed, upper, False, row, by_mass, C) < wanted
+    enough = above + weight_of_listed(listed, lower, False, row, by_mass, C) >= wanted
+    found = found & (enough | (lower == -float("inf")))
+    strict, is_kept, winner = lower != lower, found == 0, best  # nothing is drawn if nothing was found
+    while is_kept == 0:
+        winner = draw_listed(best, row, listed, lower, strict, C)
+        better = above + weight_of_listed(listed, winner.score, True, row, by_mass, C)
+        is_kept = (winner.score >= upper) | (better < wanted)
+        lower, strict = winner.score, is_kept == 0
+    return found, winner
+
+
+@triton.jit
+def search_row(row, adjusted, least, top_k, top_p, C: tl.constexpr):
+    """Return the lowest score that the filters keep, found by passes over the whole row and the list."""
+    if top_k > 0:
+        wanted = top_k.to(tl.float32)
+        least = tl.maximum(
+            least, largest_threshold(row, row.vocab_size, adjusted, least, wanted, False, 16, C)
+        )
+    if top_p < 1:
+        BLOCK: tl.constexpr = C.BLOCK
+        total = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, row.vocab_size, C.BLOCK):
+            total += weights_of(load_scores(row, first, C), least, row.largest, True)
+        wanted = (tl.sum(total, 0) + weight_of_listed(adjusted, least, False, row, True, C)) * top_p
+        least = tl.maximum(
+            least, largest_threshold(row, row.vocab_size, adjusted, least, wanted, True, 16, C)
+        )
+    return least
+
+
+@triton.jit
+def sample_filtered(row, adjusted, lanes, top_k, top_p, min_p, C: tl.constexpr):
+    """Return the winner among the scores that the filters keep. ``lanes`` is memory for 2 * BLOCK scores."""
+    by_mass, any_score = top_k == 0, tl.full([], -float("inf"), tl.float32)
+    filters, adds = (top_k > 0) | (top_p < 1), top_k != top_k
+    largest, total, count, least = any_score, any_score, top_k, any_score
+    if filters | (min_p > 0):
+        largest, total, count = survey(row, adjusted, lanes, top_p < 1, C)
+        filters &= largest < float("inf")  # an infinite score wins without filters
+        least = tl.where(largest < float("inf"), largest + tl.log(min_p), any_score)
+    row = Row(row.logits, row.vocab_size, row.scale, largest, row.greedy, row.key)
+    lower, upper = -any_score, least
+    if filters:
+        lower, upper = bracket(row, lanes, adjusted.tokens, total, count, top_k, top_p, C)
+        lower = tl.maximum(lower, least)
+        upper = tl.where(upper > lower, upper, -any_score)
+        adds = (upper < -any_score) | ((min_p > 0) & (top_p < 1))
+    best, count, above, mass = sweep(row, adjusted, lower, upper, least, by_mass, adds, C)
+    listed = Scores(adjusted.scores, adjusted.tokens, tl.minimum(count, C.LISTED))
+    if filters:
+        if by_mass & (min_p > 0):
+            total = mass + weight_of_listed(adjusted, least, False, row, True, C)
+        wanted = tl.where(by_mass, total * top_p, top_k.to(tl.float32))
+        if (top_k > 0) & (top_p < 1):
+            none = tl.full([], 0, tl.int32)
+            kept = largest_threshold(row, none, listed, lower, wanted, False, 16, C)
+            enough = weight_of_listed(listed, lower, False, row, False, C) >= wanted
+            count = tl.where(enough | (lower <= least), count, C.LISTED + 1)
+            lower = tl.maximum(lower, kept)
+            wanted = weight_of_listed(listed, lower, False, row, True, C) * top_p
+            by_mass = top_p < 1
+        found, winner = settle(best, row, listed, lower, upper, above, wanted, by_mass, C)
+        if (count > C.LISTED) | (found == 0):
+            least = search_row(row, adjusted, least, top_k, top_p, C)
+            best, count, above, mass = sweep(row, adjusted, -any_score, least, least, by_mass, False, C)
+            winner = draw_listed(best, row, adjusted, least, False, C)
+    else:
+        winner = draw_listed(best, row, adjusted, least, False, C)
+    return winner
+
+
+_PARAMETERS = (
+    "temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr", "lists_ptr",
+    "numbers_ptr", "penalties_ptr", "table_ptr", "known_ptr",
+)  # fmt: skip
+
+
+# A program loads one number of each parameter, so the alignment of parameters does not matter. The alignment
+# of rows does: with it, 16 bytes are loaded at a time.
+@kernel(do_not_specialize=("room", "columns", "width"), do_not_specialize_on_alignment=_PARAMETERS)
 def sample_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, out_ptr,
-    logits_stride, vocab_size, C: tl.constexpr,
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, scores_ptr,
+    tokens_ptr, out_ptr, best_ptr, lists_ptr, numbers_ptr, penalties_ptr, table_ptr, known_ptr, logits_stride,
+    vocab_size, room, columns, width, C: tl.constexpr,
 ):  # fmt: skip
     """Sample a token for each row of logits (rows, vocab_size). Grid: (rows,).
 
-    The other tensors have shape (rows,). The result is int64.
+    ``scores_ptr`` (rows, room) float32 and ``tokens_ptr`` (rows, LISTED) int32 are overwritten. The
+    arguments from ``lists_ptr`` to ``known_ptr`` and from ``room`` to ``width`` are :class:`Changes`;
+    changed logits are -inf while the kernel runs. The other tensors have shape (rows,). The results are the
+    tokens, int64, and their scores.
     """
-    BLOCK: tl.constexpr = C.BLOCK
-    at = tl.program_id(0)
+    at = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + at)
-    greedy = temperature == 0
-    minus_infinity = temperature * 0 - float("inf")
-    row = Row(
-        logits_ptr + at.to(tl.int64) * logits_stride, vocab_size, tl.where(greedy, 1.0, temperature),
-        minus_infinity,
-    )  # fmt: skip
-    lowest = tl.full([], 0, tl.uint32)
-    if C.FILTERED:
-        top_k = tl.load(top_k_ptr + at).to(tl.float32)
-        top_p = tl.load(top_p_ptr + at)
-        min_p = tl.load(min_p_ptr + at)
-        if (top_k > 0) | (top_p < 1) | (min_p > 0):
-            most = tl.full([BLOCK], -float("inf"), tl.float32)
-            for first in range(0, vocab_size, C.BLOCK):
-                scores, keys = load_scores(row, first, C)
-                most = tl.maximum(most, scores)
-            row_max = tl.max(most, 0)
-            row = Row(row.logits, vocab_size, row.temperature, row_max + tl.log(min_p))
-            if top_k > 0:
-                lowest = largest_threshold(row, lowest, row_max, top_k, False, C)
-            if top_p < 1:
-                wanted = total_weight(row, lowest, row_max, C) * top_p
-                lowest = largest_threshold(row, lowest, row_max, wanted, True, C)
+    greedy, any_score = temperature == 0, tl.full([], -float("inf"), tl.float32)
     seed = tl.load(seed_ptr + at).to(tl.uint64)
     position = tl.load(position_ptr + at).to(tl.uint64)
+    scale = tl.math.div_rn(1.0, tl.where(greedy, 1.0, temperature))
     key = mix64(seed + position * GOLDEN)
-    best = tl.full([BLOCK], -float("inf"), tl.float32)
-    token = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, vocab_size, C.BLOCK):
-        column = first + tl.arange(0, C.BLOCK)
-        scores, keys = load_scores(row, first, C)
-        noisy = scores + tl.where(greedy, 0.0, gumbel(column, key))
-        noisy = tl.where(keys >= lowest, noisy, -float("inf"))
-        noisy = tl.where(scores == scores, noisy, float("inf"))  # NaN wins, so that the caller can detect it
-        better = noisy > best
-        best = tl.where(better, noisy, best)
-        token = tl.where(better, column, token)
-    winner = tl.min(tl.where(best == tl.max(best, 0), token, vocab_size), 0)
-    tl.store(out_ptr + at, tl.minimum(winner, vocab_size - 1).to(tl.int64))
+    row = Row(logits_ptr + at * logits_stride, vocab_size, scale, any_score, greedy, key)
+    scores_at, tokens_at = scores_ptr + at * C.room, tokens_ptr + at * C.LISTED
+    count = tl.full([], 0, tl.int32)
+    if C.ADJUSTED:
+        changes = Changes(
+            lists_ptr, numbers_ptr, penalties_ptr, table_ptr, known_ptr, room, columns, width
+        )  # fmt: skip
+        index = tl.load(changes.lists + at)
+        originals = scores_at + C.LISTED + 2 * C.BLOCK
+        if index >= 0:
+            numbers = changes.numbers + index * (5 + changes.width)
+            count = list_changed(row, numbers, index, changes, scores_at, tokens_at, originals, C)
+            vocab_size_left = tl.where(tl.load(numbers + 4) > 0, 0, vocab_size)
+            row = Row(row.logits, vocab_size_left, scale, any_score, greedy, key)
+    adjusted = Scores(scores_at, tokens_at, count)
+    if C.FILTERED:
+        top_k = tl.load(top_k_ptr + at)
+        top_k = tl.where(top_k < vocab_size, top_k, 0).to(tl.int32)
+        top_p = tl.load(top_p_ptr + at)
+        min_p = tl.load(min_p_ptr + at)
+        winner = sample_filtered(row, adjusted, scores_at + C.LISTED, top_k, top_p, min_p, C)
+    else:
+        best, _, _, _ = sweep(row, adjusted, -any_score, any_score, any_score, False, False, C)
+        winner = draw_listed(best, row, adjusted, any_score, False, C)
+    tl.store(out_ptr + at, tl.minimum(winner.token, vocab_size - 1).to(tl.int64))
+    tl.store(best_ptr + at, winner.score)
+    if C.ADJUSTED:
+        restore_logits(row, tokens_at, originals, adjusted.count, C)
 
 
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor,
-    positions: Tensor, filtered: bool,
-) -> Tensor:  # fmt: skip
+    positions: Tensor, filtered: bool, adjusted: Adjusted | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Sample a token for each row of logits (rows, vocab_size), which may have any strides.
 
     Args:
         temperature, top_p, min_p: (rows,) float32. top_k, seed: (rows,) int64. positions: (rows,) int32.
         filtered: False if no row has min-p, top-k or top-p.
+        adjusted: changes of the logits.
 
     Returns:
-        (rows,) int64.
+        The tokens (rows,) int64, and their changed logits divided by the temperature, (rows,) float32.
     """
     rows, vocab_size = logits.shape
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    variant = _variant(filtered, vocab_size)
+    variant = variant_of(filtered, vocab_size, adjusted is not None)
+    results = _results(rows, variant, logits.device)
+    lists, sizes = _changes(results, adjusted)
     sample_kernel[(rows,)](
-        logits, temperature, top_k, top_p, min_p, seed, positions, out, logits.stride(0), vocab_size,
-        C=variant, num_warps=NUM_WARPS,
+        logits, temperature, top_k, top_p, min_p, seed, positions, *results, *lists, logits.stride(0),
+        vocab_size, *sizes, C=variant, num_warps=NUM_WARPS,
     )  # fmt: skip
-    return out
+    return results[2], results[3]
 
 
-def sampling_ahead(dtype: torch.dtype, vocab_size: int) -> list[Launched]:
-    """Return the launches of all kernels of :func:`sample` for this dtype, to be compiled ahead of time."""
+def sampling_ahead(dtype: torch.dtype, vocab_size: int, adjusts: bool = True) -> list[Launched]:
+    """Return the launches of all kernels of :func:`sample` for this dtype, to be compiled ahead of time.
+
+    ``adjusts`` says whether such logits may have changes.
+    """
     meta = torch.device("meta")
     logits = torch.empty(1, vocab_size, dtype=dtype, device=meta)
     floats = torch.empty(1, device=meta)
     longs, positions = floats.long(), floats.int()
-    tensors = logits, floats, longs, floats, floats, longs, positions, longs
-    scalars = vocab_size, vocab_size
-    return [
-        (CachedLaunch(sample_kernel, 1, scalars, (variant,), None, num_warps=NUM_WARPS), tensors)
-        for variant in (_variant(filtered, vocab_size) for filtered in (False, True))
-    ]
+    launches = []
+    for filtered, adjusted in ((False, False), (True, False), *[(True, True)] * adjusts):
+        variant = variant_of(filtered, vocab_size, adjusted)
+        results = _results(1, variant, meta)
+        lists, sizes = _changes(results, None)
+        tensors = logits, floats, longs, floats, floats, longs, positions, *results, *lists
+        scalars = vocab_size, vocab_size, *sizes
+        launches.append(
+            (CachedLaunch(sample_kernel, 1, scalars, (variant,), None, num_warps=NUM_WARPS), tensors)
+        )
+    return launches
 
 
-def _variant(filtered: bool, vocab_size: int) -> SamplingVariant:
-    return SamplingVariant(filtered, min(4096, triton.next_power_of_2(vocab_size)))
+def _results(rows: int, variant: SamplingVariant, device: torch.device) -> tuple[Tensor, ...]:
+    """Allocate the scores and tokens of the lists, the tokens, and their scores."""
+    listed = variant.LISTED if variant.FILTERED else 0
+    return (
+        torch.empty(rows, variant.room, device=device),
+        torch.empty(rows, listed, dtype=torch.int32, device=device),
+        torch.empty(rows, dtype=torch.int64, device=device),
+        torch.empty(rows, device=device),
+    )
+
+
+def _changes(results: tuple[Tensor, ...], adjusted: Adjusted | None) -> tuple[tuple[Tensor, ...], list[int]]:
+    """Return the tensors and the sizes of the kernel's changes. Without changes, the tensors are not read."""
+    scores, tokens = results[:2]
+    if adjusted is None:
+        return (tokens, tokens, scores, tokens, tokens), [2, 2, 2]
+    *lists, _ = adjusted
+    return tuple(lists), [adjusted.table.shape[1], adjusted.known.shape[1], adjusted.numbers.shape[1] - 5]
+
+
+def variant_of(filtered: bool, vocab_size: int, adjusted: bool = False) -> SamplingVariant:
+    """Return the constants of the kernel for a batch."""
+    block = min(4096, triton.next_power_of_2(vocab_size))
+    return SamplingVariant(filtered or adjusted, block, LISTED, adjusted)

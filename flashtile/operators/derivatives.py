@@ -1,7 +1,7 @@
-"""Forward-mode tangents and second derivatives, computed with standard attention in plain PyTorch.
+"""Second derivatives, and tangents that no kernel computes, with standard attention in plain PyTorch.
 
-Kernels compute out, lse and first gradients. Further derivatives are rare and are computed with
-:mod:`flashtile.reference.attention` in float32 (float64 for float64 inputs). Several tensors of
+Kernels compute out, lse, first gradients and most tangents. Further derivatives are rare and are computed
+with :mod:`flashtile.reference.attention` in float32 (float64 for float64 inputs). Several tensors of
 (batch, heads_q, seqlen_q, seqlen_k) are then in memory.
 """
 
@@ -120,6 +120,61 @@ def of_gradients(
     ddout = None if dout is None else found.pop(0)
     ddlse = None if dlse is None else found.pop(0)
     return ddout, ddlse, found
+
+
+def tangents(
+    tensors: Sequence[Tensor], directions: Sequence[Tensor | None], extras: Any, options: Any
+) -> tuple[Tensor, ...]:
+    """Compute out, lse and their tangents from q, k, v and their tangents, ``directions``, None for zeros."""
+    return along(lambda q, k, v: plain(q, k, v, extras, options), tensors, directions)
+
+
+def along(
+    attend: Attend, tensors: Sequence[Tensor], directions: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """Compute the results of ``attend`` and their tangents. Directions are those of the first tensors.
+
+    Gradients are linear in the cotangents, and their derivative by these is the tangent. So reverse mode is
+    enough, which nests in every transform. Two levels of forward mode do not nest outside of ``torch.func``.
+    """
+    given = [i for i, direction in enumerate(directions) if direction is not None]
+
+    def of_given(*moving: Tensor) -> tuple[Tensor, Tensor]:
+        every = list(tensors)
+        for i, tensor in zip(given, moving, strict=True):
+            every[i] = tensor
+        return attend(*every)
+
+    if not given:
+        results = attend(*tensors)
+        return *results, *map(torch.zeros_like, results)
+    results, pull, *_ = torch.func.vjp(of_given, *(tensors[i] for i in given))
+    _, push, *_ = torch.func.vjp(pull, tuple(map(torch.zeros_like, results)))
+    (found,) = push(tuple(directions[i] for i in given))
+    return *results, *found
+
+
+def of_tangents(
+    attend: Attend,
+    cotangents: Sequence[Tensor | None],
+    tensors: Sequence[Tensor],
+    directions: Sequence[Tensor | None],
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Differentiate :func:`along`, and return the gradients of ``tensors`` and of ``directions``.
+
+    ``cotangents`` are the gradients of its four results.
+    """
+    given = [direction for direction in directions if direction is not None]
+
+    def run(*arguments: Tensor) -> tuple[Tensor, ...]:
+        own = iter(arguments[len(tensors) :])
+        every = [None if direction is None else next(own) for direction in directions]
+        return along(attend, arguments[: len(tensors)], every)
+
+    results, pull, *_ = torch.func.vjp(run, *tensors, *given)
+    found = list(pull(_filled(cotangents, results)))
+    of_given = iter(found[len(tensors) :])
+    return found[: len(tensors)], [None if direction is None else next(of_given) for direction in directions]
 
 
 def _filled(cotangents: Sequence[Tensor | None], results: Sequence[Tensor]) -> tuple[Tensor, ...]:

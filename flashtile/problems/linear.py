@@ -37,6 +37,7 @@ class LinearOptions(NamedTuple):
     activation: str | None = None
     norm_eps: float = 1e-6
     prefetch: bool = False
+    invariant: bool = False
     backend: str | None = None
 
 
@@ -134,6 +135,8 @@ class LinearProblem:
     aligned: bool = True
     """Whether rows of x, W and the norm's weight are aligned for asynchronous copies."""
     heads: Heads | None = None
+    invariant: bool = False
+    """Whether sums have one order for every number of rows of x."""
 
     @property
     def places(self) -> int:

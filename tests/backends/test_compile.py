@@ -33,6 +33,7 @@ VALUE = "value"
 ALIKE = re.compile(
     r"(forward|dkdv|dq) \w+ head_dim (512|576) "
     r"|(forward|dkdv|dq) .* (block mask|mask_mod|score_mod)$"
+    r"|tangents "
     r"|(modified )?weights "
     r"|decode bf16 latent "
     r"|linear flat profiled whole waves "
@@ -47,6 +48,7 @@ ALIKE = re.compile(
 """Names of cases that differ little from another case, unless they are among TELLING."""
 TELLING = {
     *(f"{kernel} bf16 head_dim 128 block mask" for kernel in ("forward", "dkdv", "dq")),
+    "tangents bf16 head_dim 128 features",
     "weights bf16 head_dim 128 columns",
     "weights bf16 head_dim 128 top 8",
     "modified weights bf16 head_dim 64 columns",
@@ -162,6 +164,7 @@ TOLD_BY_OTHERS = {kernel_of(case) for case in CASES[HOPPER]} - {
 OF_EACH = {kernel: (HOPPER, case.name) for kernel, case in of_each_kernel().items()}
 FEW = {case for kernel, case in OF_EACH.items() if kernel not in TOLD_BY_OTHERS}
 FEW.add((HOPPER, "decode bf16 head_dim 128 rows 16 chunk"))  # the only one with chunks
+FEW.add((HOPPER, "forward bf16 head_dim 16 features"))  # the other one of its kernel has tangents
 THOROUGH = {*OF_EACH.values()} | telling()
 
 

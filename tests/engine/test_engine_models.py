@@ -158,6 +158,26 @@ def test_parallel_answers_share_the_prompt():
     assert 0.4 < output.metrics.memory_saved < 0.75
 
 
+def test_blocks_of_answers_are_counted_in_every_step():
+    """Though the engine looks at them only when an answer begins a block or writes to a shared one."""
+    llm = load("llama3", block_size=4)
+    engine, manager, expected = llm.engine, llm.engine.scheduler.manager, [0, 0]
+    launch = engine.runner.launch
+
+    def counted(schedule):
+        for sequence in {entry.sequence.request: entry.sequence for entry in schedule.entries}.values():
+            blocks = [manager.blocks(one.block_sequence) for one in sequence.request.sequences]
+            expected[0] += len({block for row in blocks for block in row})
+            expected[1] += sum(map(len, blocks))
+        return launch(schedule)
+
+    engine.runner.launch = counted
+    params = SamplingParams(n=3, temperature=1.0, seed=2, max_tokens=9, ignore_eos=True)
+    outputs = llm.generate(prompts()[:3], params)
+    assert sum(output.metrics.blocks for output in outputs) == expected[0]
+    assert sum(output.metrics.unshared_blocks for output in outputs) == expected[1]
+
+
 def test_logprobs_are_those_of_transformers():
     model, prompt = transformers_model("qwen3"), prompts()[4]
     llm = load("qwen3", max_num_batched_tokens=8, max_num_seqs=8)

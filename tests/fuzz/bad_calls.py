@@ -50,6 +50,7 @@ GOOD: dict[str, dict[str, str]] = {
     "flashtile.flash_attn_with_kvcache": {
         **CACHE, **TABLE, **MASKING, **EXTRAS, "k": "rand(2, 1, 2, 16)", "v": "rand(2, 1, 2, 16)", **ROTARY, "rotary_seqlens": "ints(3, 5)",
         "num_splits": "2", "return_softmax_lse": "True", "softmax_max": "1.0", "debug_checks": "True", **BY_POSITION,
+        "mass": "rand(6, 4, 2)",
     },
     "flashtile.append_kvcache": {
         "k_cache": CACHE["k_cache"], "v_cache": CACHE["v_cache"], "k": "rand(2, 1, 2, 16)", "v": "rand(2, 1, 2, 16)", **TABLE, **ROTARY,

@@ -119,7 +119,7 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
     ("forward", forward.load_v, EXPECT_V, EXPECT_V + " * 2",
      r"waits for parity 0 of v\.full\[0\].* 8192 bytes missing"),
     # Addresses.
-    ("forward", forward.store_lse, "positions < work.seqlen_q", "positions < 2**20", "of a buffer of 600"),
+    ("forward", forward.store_row, "positions < work.seqlen_q", "positions < 2**20", "of a buffer of 600"),
     ("decode", kernel.is_seen, "position < keys.end", "position < keys.end + 64", "of a buffer of"),
 ]  # fmt: skip
 
@@ -143,7 +143,7 @@ def test_a_seed_repeats_a_run() -> None:
 
 
 def test_what_is_not_known_is_named() -> None:
-    edited = Edited(forward.store_lse, "gl.store(", "gl.histogram(")
+    edited = Edited(forward.store_row, "gl.store(", "gl.histogram(")
     with (
         pytest.raises(NotImplementedError, match=r"gl\.histogram, which the interpreter"),
         interpreted(0, edited),

@@ -304,11 +304,14 @@ def test_every_chosen_configuration_is_compiled() -> None:
         assert (C.BLOCK_D, C.BLOCK_DV, C.BLOCK_M, C.HAS_LEFT, C.HAS_RIGHT) in cases
 
 
-def test_only_plain_dense_calls_have_other_rows() -> None:
+def test_only_plain_calls_of_short_sequences_have_other_rows() -> None:
     problem = problem_of(32, 512, (32, 32), 64)
-    assert choose(problem).BLOCK_M == 64
+    for varlen in (False, True):
+        assert choose(replace(problem, varlen=varlen)).BLOCK_M == 64
+    # As many tokens in sequences of which one is longer.
+    assert choose(replace(problem, varlen=True, seqlen_q=513)).BLOCK_M == 128
     changes: tuple[dict[str, Any], ...] = (
-        {"varlen": True}, {"seqused_k": True}, {"deterministic": True}, {"bias": True},
+        {"seqused_k": True}, {"deterministic": True}, {"bias": True},
     )  # fmt: skip
     for change in changes:
         changed = replace(problem, **change)

@@ -436,6 +436,8 @@ def test_resident_heads(seqlen: int, causal: bool, deterministic: bool) -> None:
     config = BackwardConfig(64)
     resident = resident_heads(problem, config, swizzle, 132)
     assert resident >= last_heads(problem, 128, 132)
+    packed = replace(problem, varlen=True)
+    assert resident_heads(packed, config, l2_swizzle(packed), 132) >= last_heads(packed, 128, 132)
     assert resident <= heads
     assert resident == heads or resident * ceil_div(seqlen, 128) >= 2 * 132
     if deterministic:

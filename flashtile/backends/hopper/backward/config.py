@@ -153,6 +153,10 @@ _FEW_ROWS = BackwardConfig(64)
 head_dim 64 it is also an alternative for short sequences and windows, which have fewer hidden scores in such
 tiles: a causal window of 64 keys takes 0.66 of the time of steps of 128 rows, causal 4 x 512 30.9 instead of
 36.0 us."""
+SHORT = 512
+"""Packed sequences up to this length may have steps of 64 rows at head_dim 64, as dense calls. For documents
+of 16 to 128 tokens the estimate is 0.54 to 0.63 of the time of steps of 128 rows (not measured); it is 0.92
+for causal sequences of 512."""
 _DQ_COSTS = forward_rounds.Costs(4.0, 2.4)
 """Costs of the kernel of dQ for head sizes over 128: for three of seven products, three sevenths of the times
 at head_dim 256 in ``benchmarks/results/2026-11-23-h200-paper-grid-backward.json``."""
@@ -169,14 +173,17 @@ def choose(problem: Problem) -> BackwardConfig:
 def alternatives(problem: Problem) -> tuple[BackwardConfig, ...]:
     """Return the configuration of the tables, then others, all without splits.
 
-    Only plain dense calls have others: their lengths are known, and the costs of their steps were measured.
+    Only plain calls have others, because the costs of their steps were measured. Their lengths are known, or
+    sequences are packed and short: estimates assume that they are equally long, and of sequences that differ
+    much, the longest have most of the work.
     """
     config = _BACKWARD.get((padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)))
     if config is None:
         return (_wide(problem),)
     if problem.dropout_p or (problem.mods is not None and problem.mods.score_mod):
         return (_FEW_ROWS,)
-    known = not (problem.varlen or problem.seqused_k or problem.deterministic or modifiers_of(problem))
+    known = not (problem.varlen and max(problem.seqlen_q, problem.seqlen_k) > SHORT)
+    known = known and not (problem.seqused_k or problem.deterministic or modifiers_of(problem))
     return (config, _FEW_ROWS) if known and config.BLOCK_M != _FEW_ROWS.BLOCK_M else (config,)
 
 

@@ -425,11 +425,13 @@ def last_heads(problem: Problem, block_n: int, programs: int, row_splits: int = 
     """Return how many key heads at the end of the queue have interleaved work tiles.
 
     Under a causal mask, it is the number of heads that the programs work on at a time. With a block mask, it
-    is LISTED_ROUNDS times this number. ``problem`` is from :func:`as_scheduled`.
+    is LISTED_ROUNDS times this number. Packed sequences get one head more: the first blocks of keys of a long
+    document take longer than all other blocks of a head, divided among the programs. ``problem`` is from
+    :func:`as_scheduled`.
     """
     tiles = math.ceil(problem.total_k / dense_batch(problem) / block_n) * row_splits
     rounds = LISTED_ROUNDS if has_lists(problem) else 1
-    return min(math.ceil(rounds * programs / max(tiles, 1)), key_heads(problem))
+    return min(math.ceil(rounds * programs / max(tiles, 1)) + problem.varlen, key_heads(problem))
 
 
 def resident_heads(problem: Problem, config: BackwardConfig, swizzle: int, programs: int) -> int:

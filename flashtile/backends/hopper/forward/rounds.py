@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flashtile.backends.common.config import largest_divisor
 from flashtile.backends.common.device import multiprocessors
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, column_splits, has_lists, modifiers_of
+from flashtile.backends.hopper.config import (
+    WARPGROUP_ROWS,
+    column_splits,
+    has_lists,
+    heads_together,
+    modifiers_of,
+)
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 from flashtile.problems.masking import KernelMask
@@ -229,24 +235,23 @@ def microseconds(work: LaunchWork) -> float:
 
 
 def pack_of(problem: Problem, block_m: int, windows: bool = True) -> int:
-    """Return the number of query heads that share a tile: all heads of a key head, or 1.
+    """Return the number of query heads of a key head that share a tile: :func:`heads_together`, or 1.
 
     The heads share tiles if this saves a quarter of the tiles. If ``windows`` is True and the mask has a left
     and a right edge, the heads share tiles if this saves a quarter of the keys that warpgroups visit. Rows of
     a shared tile have fewer distinct positions, so together they see fewer keys.
     """
-    group = problem.group_size
-    unpacked = problem.varlen or bool(modifiers_of(problem))
-    if unpacked or group & (group - 1) or group > WARPGROUP_ROWS:
+    pack = heads_together(problem.group_size)
+    if problem.varlen or modifiers_of(problem):
         return 1
-    apart = group * math.ceil(problem.seqlen_q / block_m)
-    together = math.ceil(problem.seqlen_q * group / block_m)
+    apart = pack * math.ceil(problem.seqlen_q / block_m)
+    together = math.ceil(problem.seqlen_q * pack / block_m)
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     if windows and left != UNLIMITED and right != UNLIMITED:
         window = max(left + 1 + right, 1)
         apart = max(apart, 1) * (WARPGROUP_ROWS + window)
-        together = max(together, 1) * (WARPGROUP_ROWS // group + window)
-    return group if together <= 0.75 * apart else 1
+        together = max(together, 1) * (WARPGROUP_ROWS // pack + window)
+    return pack if together <= 0.75 * apart else 1
 
 
 def interleaved_heads(problem: Problem, heads: int, group: int, blocks: int, few: bool) -> int:

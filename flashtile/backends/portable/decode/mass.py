@@ -1,0 +1,415 @@
+"""Attention mass: the sum of the probabilities that each cached key received, added to the caller's buffer.
+
+Attention has no final probabilities: it accumulates tiles relative to a running maximum. With lse known, they
+are P = exp(S - lse), and the mass of a key is the sum of its column of P, over query heads of the group and
+query tokens. So this kernel runs after attention::
+
+    for each n_block that a program owns:
+        for each sequence that holds it, in order:       one, unless sequences share pages
+            sums += sum over rows of P
+        mass += sums
+
+P comes from one of two places:
+
+*Stored* (sum_stored_rows), for the few rows of a step of generation. The attention kernel stores
+exp(S - maximum) of each n_block, in the dtype to which it rounds P anyway, and the maxima. A step is bound by
+bytes, and these are few: with head_dim 128, a 16-bit cache and a group of 4, a key of a head has 512 bytes
+of k and v, 16 of stored P (written and read) and 8 of mass. That is 4.7 %.
+
+*Recomputed* (sum_rows), for more rows: S = Q K^T, by the attention kernel's step functions. This takes about
+half as long as attention, and no memory.
+
+Every element is added to by one program in one order, so the result is bitwise the same in every run.
+Sequences may share pages, or rows of a dense cache (``cache_batch_idx``). A shared page then belongs to the
+program of one of its holders, which adds the sums of all of them, in their order. The holders take turns from
+n_block to n_block. Programs find them in the page's column of the block table: a shared page is in the same
+column in each of its sequences.
+"""
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from flashtile.backends.common.device import multiprocessors
+from flashtile.backends.common.jit import kernel, triton
+from flashtile.backends.common.launch import CachedLaunch
+from flashtile.backends.common.tiles import LOG2_E
+from flashtile.backends.portable.decode.attend import (
+    DecodeCall,
+    DecodeNumbers,
+    DecodeVariant,
+    WeightPointers,
+    as_operands,
+    cache_of,
+    in_cache,
+    is_seen,
+    load_queries,
+    load_rows,
+    load_terms,
+    multiply_keys,
+    page_of_keys,
+    rows_of_n_block,
+    score_rows_of,
+    scores_of,
+    weight_places,
+)
+from flashtile.backends.portable.decode.config import DecodeConfig, choose
+from flashtile.backends.portable.decode.launch import (
+    DecodeLaunch,
+    decode_variant,
+    lengths_of,
+    m_blocks_of,
+    outer_strides_of,
+    plan_of,
+    strides_of,
+)
+from flashtile.backends.portable.decode.launch import as_operands as caches_as_operands
+from flashtile.backends.portable.decode.schedule import (
+    Rows,
+    WorkTile,
+    heads_of_rows,
+    keys_of_sequence,
+    load_sequence,
+    lse_places,
+    packed_tokens,
+)
+from flashtile.problems import common
+from flashtile.problems.decode import FP8, CacheTensors, DecodeProblem
+
+PROGRAMS = 16
+"""Programs per multiprocessor, about. Each takes every n-th n_block of a sequence and head. With more
+programs, pages that many sequences share are divided better. Not measured."""
+MAX_STORED_BYTES = 512 * 2**20
+"""Largest memory of stored probabilities, less than 2^31 elements. With a wider block table, they are
+recomputed."""
+SCAN = 32
+"""Sequences whose block tables a program compares with its own at a time. Not measured."""
+
+
+@dataclass(frozen=True)
+class MassVariant(DecodeVariant):
+    """Constants of the kernel: those of attention with the same tile, and more."""
+
+    SHARED: bool
+    """Whether several sequences may hold a page, or a row of a dense cache."""
+    SCAN: int
+    UNITS: int
+    """Units of an n_block. The keys of a unit are in one page."""
+
+
+class MassPointers(NamedTuple):
+    """Tensors of the call; None for each that the call does not use."""
+
+    q: Any
+    """None, as are k and v, if C.WEIGHTS."""
+    k: Any
+    v: Any
+    lse: Any
+    mass: Any
+    stored: Any
+    """:class:`attend.WeightPointers`, if C.WEIGHTS."""
+    cache_seqlens: Any
+    cache_leftpad: Any
+    cache_batch_idx: Any
+    block_table: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k_new: Any
+    alibi_slopes: Any
+    sink: Any
+    k_descale: Any
+    v_descale: Any
+    tree_mask: Any
+    prior_out: Any
+    prior_lse: Any
+    softmax_max: Any
+    qv: Any
+
+
+class MassSizes(NamedTuple):
+    """Integers of a launch. Kernels are not specialized on their values."""
+
+    batch: Any
+    parts: Any
+    """Programs per sequence and key head."""
+    page_stride: Any
+    """Strides of mass, in elements, between pages (or rows of a dense cache) and between tokens."""
+    token_stride: Any
+
+
+@kernel(do_not_specialize=("outer", "lengths", "num_blocks", "sizes"))
+def mass_kernel(pointers, strides, outer, lengths, numbers, num_blocks, sizes, C: tl.constexpr):
+    """Add the mass of the keys to ``mass``. Grid: (parts * heads_kv * batch,).
+
+    q and the caches are laid out as for the attention kernel, and lse is its result. mass is like the caches
+    without their last dimension.
+    """
+    call = DecodeCall(pointers, strides, outer, lengths, numbers, num_blocks, sizes, None, None)
+    if C.PDL:
+        tl.extra.cuda.gdc_wait()
+    program = tl.program_id(0)
+    part = program % sizes.parts
+    head_kv = program // sizes.parts % lengths.num_heads_kv
+    b = program // (sizes.parts * lengths.num_heads_kv)
+    keys = keys_of_sequence(load_sequence(b, True, pointers, lengths, C), lengths, C)
+    for n in range(keys.first // C.BLOCK_N + part, (keys.end + C.BLOCK_N - 1) // C.BLOCK_N, sizes.parts):
+        add_n_block(n, b, head_kv, call, C)
+
+
+@triton.jit
+def add_n_block(n, b, head_kv, call, C: tl.constexpr):
+    """Add the mass of those keys of n_block ``n`` whose pages sequence ``b`` owns."""
+    lengths, sizes = call.lengths, call.splits
+    BLOCK_N: tl.constexpr = C.BLOCK_N  # Triton does not accept a field of C in a shape
+    SIZE: tl.constexpr = BLOCK_N // C.UNITS
+    starts = n * C.BLOCK_N + tl.arange(0, C.UNITS) * SIZE
+    pages, owned = pages_of_units(b, True, starts, call, C)
+    first = b
+    last = b
+    if C.SHARED:
+        before = starts * 0
+        holders = starts * 0
+        for start in range(0, sizes.batch, C.SCAN):
+            others = start + tl.arange(0, C.SCAN)
+            other = others[:, None]
+            found, held = pages_of_units(other, other < sizes.batch, starts[None, :], call, C)
+            same = held & (found == pages[None, :])
+            before += tl.sum((same & (other < b)).to(tl.int32), 0)
+            holders += tl.sum(same.to(tl.int32), 0)
+            sharing = tl.where(tl.max(same.to(tl.int32), 1) != 0, others, b)
+            first = tl.minimum(first, tl.min(sharing, 0))
+            last = tl.maximum(last, tl.max(sharing, 0))
+        owned = owned & (before == n % tl.maximum(holders, 1))
+    if tl.max(owned.to(tl.int32), 0) != 0:
+        sums = tl.zeros([BLOCK_N], tl.float32)
+        for i in range(0, last - first + 1):
+            holder = first + i
+            found, held = pages_of_units(holder, True, starts, call, C)
+            same = owned & held & (found == pages)
+            if tl.max(same.to(tl.int32), 0) != 0:
+                if C.WEIGHTS:
+                    of_holder = sum_stored_rows(n, holder, head_kv, call, C)
+                else:
+                    of_holder = sum_rows(n, holder, head_kv, call, C)
+                sums += tl.where(keys_of_units(same, C), of_holder, 0.0)
+        positions = n * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
+        token = positions
+        if C.PAGE_SIZE != 0:
+            token = positions % C.PAGE_SIZE
+        places = keys_of_units(pages, C).to(tl.int64) * sizes.page_stride
+        places += token.to(tl.int64) * sizes.token_stride + head_kv
+        inside = keys_of_units(owned, C) & (positions < lengths.capacity)
+        mass = tl.load(call.pointers.mass + places, mask=inside, other=0.0)
+        tl.store(call.pointers.mass + places, mass + sums, mask=inside)
+
+
+@triton.jit
+def pages_of_units(b, exists, starts, call, C: tl.constexpr):
+    """Return (page of each unit, whether sequence ``b`` holds it). Units begin at the positions ``starts``.
+
+    ``b`` broadcasts to ``starts``. A sequence holds a page if one of its rows may see a key there. Other
+    entries of the block table are not read, and pages outside of the cache count as not held. The pages of a
+    dense cache are its rows.
+    """
+    pointers = call.pointers
+    sequence = load_sequence(b, exists, pointers, call.lengths, C)
+    keys = keys_of_sequence(sequence, call.lengths, C)
+    held = exists & (starts < keys.end) & (starts + C.BLOCK_N // C.UNITS > keys.first)
+    pages = b + starts * 0
+    if C.PAGE_SIZE != 0:
+        entries = pointers.block_table + pages.to(tl.int64) * call.outer.table_stride + starts // C.PAGE_SIZE
+        pages = tl.load(entries, mask=held, other=0)
+    elif C.HAS_BATCH_IDX:
+        pages = tl.load(pointers.cache_batch_idx + pages, mask=held, other=0)
+    return pages, held & (pages == in_cache(pages, call.num_blocks))
+
+
+@triton.jit
+def keys_of_units(units, C: tl.constexpr):
+    """Return the value of each key [BLOCK_N] from that of its unit [UNITS]."""
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    UNITS: tl.constexpr = C.UNITS
+    return tl.reshape(tl.broadcast_to(units[:, None], [UNITS, BLOCK_N // UNITS]), [BLOCK_N])
+
+
+@triton.jit
+def sum_rows(n, b, head_kv, call, C: tl.constexpr):
+    """Return the sums [BLOCK_N] of the probabilities in n_block ``n`` over all rows of sequence ``b``."""
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    pointers, lengths = call.pointers, call.lengths
+    sequence = load_sequence(b, True, pointers, lengths, C)
+    keys = keys_of_sequence(sequence, lengths, C)
+    work = WorkTile(b * lengths.m_blocks_per_sequence, head_kv, sequence, 0, keys, 0)
+    cache = cache_of(work, n, call, C)
+    start = n * C.BLOCK_N
+    positions = start + tl.arange(0, C.BLOCK_N)
+    seen = is_seen(positions, keys, C)
+    page = cache.row
+    if C.PAGE_SIZE != 0:
+        page = page_of_keys(in_cache(cache.pages[0], call.num_blocks), C)
+    k, v, k_offsets, v_offsets = rows_of_n_block(cache, page, start, call.strides, C)
+    num_rows = sequence.len_q * lengths.group_size
+    sums = tl.zeros([BLOCK_N], tl.float32)
+    for first in range(0, num_rows, C.BLOCK_M):
+        index = first + tl.arange(0, C.BLOCK_M)
+        exists = index < num_rows
+        tokens, heads = heads_of_rows(index, head_kv, lengths, C)
+        rows = Rows(b.to(tl.int64), sequence.start_q, tokens, heads, exists)
+        q, qv = load_queries(rows, call, C)
+        slope, k_scale, _, tree_rows = load_terms(rows, head_kv, call, C)
+        q, k_scale = as_operands(q, k_scale, C)
+        q_odd = q
+        if C.E4M3_PAIRS:
+            q, q_odd = tl.split(tl.reshape(q, [BLOCK_M, C.BLOCK_D // 2, 2]))
+        products = multiply_keys(q, q_odd, k, k_offsets, seen, C)
+        if C.HAS_QV:
+            v_tile = load_rows(v, v_offsets, seen, C.HEAD_DIM_V, C.BLOCK_DV)
+            products = tl.dot(qv, tl.trans(v_tile), products, input_precision=C.PRECISION)
+        if C.DESCALE == "block":
+            page_scale = tl.load(cache.k_descale + page.to(tl.int64) * call.outer.k_descale_stride)
+            if C.PAGE_SIZE != 0 and not C.one_page:
+                page_scale = page_scale[None, :]
+            products = products * page_scale
+        of_rows = score_rows_of(rows, slope, k_scale, tree_rows, sequence, lengths, C)
+        scores = scores_of(products, positions, seen, of_rows, call, C)
+        places = lse_places(rows, packed_tokens(rows, lengths, C), lengths, C)
+        lse = tl.load(pointers.lse + places, mask=exists, other=0.0)
+        # Hidden keys are told apart by their scores: with an lse of -inf or NaN, the exponential is NaN.
+        hidden = (scores == -float("inf")) | (exists == 0)[:, None]
+        if not C.SCALED_SCORES:
+            scores = scores * call.numbers.scale_log2
+        p = tl.exp2(scores - lse[:, None] * LOG2_E)
+        sums += tl.sum(tl.where(hidden, 0.0, p), 0)
+    return sums
+
+
+@triton.jit
+def sum_stored_rows(n, b, head_kv, call, C: tl.constexpr):
+    """Return what :func:`sum_rows` does, from the probabilities that the attention kernel has stored."""
+    pointers, lengths = call.pointers, call.lengths
+    sequence = load_sequence(b, True, pointers, lengths, C)
+    index = tl.arange(0, C.BLOCK_M)
+    exists = index < sequence.len_q * lengths.group_size
+    tokens, heads = heads_of_rows(index, head_kv, lengths, C)
+    rows = Rows(b.to(tl.int64), sequence.start_q, tokens, heads, exists)
+    places = lse_places(rows, packed_tokens(rows, lengths, C), lengths, C)
+    of_weights, of_maxima = weight_places(n, places, lengths, C)
+    p = tl.load(pointers.stored.weights + of_weights, mask=exists[:, None], other=0.0).to(tl.float32)
+    largest = tl.load(pointers.stored.maxima + of_maxima, mask=exists, other=0.0)
+    lse = tl.load(pointers.lse + places, mask=exists, other=0.0)
+    # Hidden keys have P = 0. If the row sees no key or has an lse of NaN, the factor is NaN.
+    return tl.sum(tl.where(p == 0.0, 0.0, p * tl.exp2(largest - lse * LOG2_E)[:, None]), 0)
+
+
+def units_of(page_size: int, block_n: int) -> int:
+    """Return the number of units of an n_block: 1 within one page, else its pages, or its keys."""
+    if page_size == 0 or page_size % block_n == 0:
+        return 1
+    return block_n if block_n % page_size else block_n // page_size
+
+
+def stored_sizes(problem: DecodeProblem, config: DecodeConfig) -> tuple[int, int]:
+    """Return the numbers of (weights, maxima) that attention stores; (0, 0) if it stores none.
+
+    It does for few rows. Those of a prefill would take more memory than its tensors.
+    """
+    n_blocks = triton.cdiv(problem.capacity, config.tile.BLOCK_N)
+    maxima = math.prod(problem.lse_shape) * n_blocks
+    weights = maxima * config.tile.BLOCK_N
+    few = m_blocks_of(problem, config) <= 1 and weights * problem.dtype.itemsize <= MAX_STORED_BYTES
+    return (weights, maxima) if few else (0, 0)
+
+
+class MassLaunch:
+    """``(q, k_cache, v_cache, tensors, mass, out, lse) -> (mass, out, lse)`` for tensors of one signature.
+
+    Args:
+        attend: the launch of attention. None: the portable one, which stores probabilities of few rows.
+    """
+
+    writes_into = True
+    adds_to = ("mass",)
+
+    def __init__(self, problem: DecodeProblem, attend: DecodeLaunch | None = None) -> None:
+        self._problem = problem
+        self._kernel: CachedLaunch | None = None
+        self._config = config = choose(problem)
+        self._sizes = (0, 0) if attend else stored_sizes(problem, config)
+        in_float16 = problem.cache_dtype == FP8 and problem.dtype.itemsize == 2
+        self._stored_dtype = torch.float16 if in_float16 else problem.dtype
+        if attend is None:
+            # Stored probabilities are relative to maxima, so they must be computed, and no result changes.
+            own = (
+                problem if self.recomputes else replace(problem, softmax_max=None, softmax_max_by_head=False)
+            )
+            attend = DecodeLaunch(own, config, stores_weights=not self.recomputes)
+        self._attend = attend
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether probabilities are recomputed instead of stored."""
+        return self._sizes[0] == 0
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        tensors: CacheTensors,
+        mass: Tensor,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        stored, (weights, maxima) = None, self._sizes
+        if weights:
+            stored = WeightPointers(
+                q.new_empty(weights, dtype=self._stored_dtype), q.new_empty(maxima, dtype=torch.float32)
+            )
+        out, lse = self._attend(q, k_cache, v_cache, tensors, out, lse, stored)
+        if 0 in self._problem.out_shape or 0 in mass.shape or self._problem.batch == 0:
+            return mass, out, lse
+        given = (q, *caches_as_operands(k_cache, v_cache, self._config))
+        if self._kernel is None:
+            self._kernel = self._prepare(*given, tensors, mass)
+        multiplied = given if self.recomputes else (None, None, None)
+        self._kernel(q.device, *multiplied, lse, mass, stored, *tensors)
+        return mass, out, lse
+
+    def _prepare(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, mass: Tensor
+    ) -> CachedLaunch:
+        problem, config = self._problem, self._config
+        plan = plan_of(problem, config, k_cache, v_cache)._replace(stream_k=False, softmax_max="none")
+        block_n = config.tile.BLOCK_N
+        variant = MassVariant(
+            **asdict(decode_variant(problem, config, plan, not self.recomputes)),
+            SHARED=problem.batch > 1 and (problem.page_size > 0 or problem.batch_idx),
+            SCAN=min(SCAN, triton.next_power_of_2(problem.batch)),
+            UNITS=units_of(problem.page_size, block_n),
+        )
+        lengths = lengths_of(problem, config)
+        work = problem.batch * problem.num_heads_kv
+        n_blocks = triton.cdiv(problem.capacity, block_n)
+        parts = max(1, min(n_blocks, triton.cdiv(PROGRAMS * multiprocessors(problem.device), work)))
+        scale = problem.softmax_scale
+        options: dict[str, Any] = {"launch_pdl": True} if variant.PDL else {}
+        return CachedLaunch(
+            mass_kernel,
+            parts * work,
+            (
+                strides_of(q, k_cache, v_cache),
+                outer_strides_of(tensors),
+                lengths,
+                DecodeNumbers(scale, scale * common.LOG2_E, problem.softcap, None),
+                problem.num_blocks,
+                MassSizes(problem.batch, parts, *mass.stride()[:2]),
+            ),
+            (variant,),
+            config.tile,
+            pointers=MassPointers,
+            **options,
+        )

@@ -110,7 +110,7 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
     ("backward", backward.step, "fence_async_shared()", "", r"ds\[\d\], written by .* without fence"),
     (MANY_HEADS_RUN, dq_accum.wait_for, "proxy_fence()", "", SOME_END),
     ("fp8", fp8_forward.transpose_values, "fence_async_shared()", "", r"v_tiles\[\d\], .* without fence"),
-    ("decode", kernel.gather_n_block, "fence_async_shared()", "", r"[kv]\.tiles\[\d\], .* without fence"),
+    ("decode", kernel.arrive_with_copies, "fence_async_shared()", "", r"[kv]\.tiles\[\d\], .* without fence"),
     # Barriers that nobody passes, or too early.
     ("forward, long", pipeline.Channel.acquire, "^ 1", "^ 0", r"waits for parity 0 of q\.full\[0\]"),
     ("forward, long", pipeline.make_ring, "count=READERS", "count=READERS - 1",

@@ -29,8 +29,8 @@ Weights = Callable[[str], Tensor]
 """name -> this rank's part of the tensor, in the model's dtype and on its device.
 
 A matrix that the checkpoint stores in e4m3 stays in e4m3. Its name followed by ``SCALE`` is the name of its
-scales in float32: (rows,), or (rows / 128, columns / 128), rounded up, with a scale for each block. If there are
-any, the attribute ``in_e4m3`` is the set of their names.
+scales in float32: (rows,), or (rows / 128, columns / 128), rounded up, with a scale for each block. The
+attribute ``in_e4m3``, if it exists, is the set of the names of these matrices.
 """
 SCALE = "_scale"
 E4M3 = "F8_E4M3"

@@ -99,8 +99,8 @@ def shard_mask(
         A :class:`ShardedMask`, for ``block_mask`` of :func:`context_parallel_attention`.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: an argument is invalid, or ``mask_mod`` depends on batch or
-            head; the message names it. The other ranks raise a ValueError.
+        TypeError, ValueError, NotImplementedError: an argument is invalid, or ``mask_mod`` depends on its
+            batch or head; the message names it. The other ranks raise a ValueError.
         RuntimeError: a rank has ended or has not made this call within ``timeout``.
 
     Examples:

@@ -483,7 +483,7 @@ class Model:
         invariant: bool = False,
     ):
         self.config, self.ranks, self.fp8 = config, ranks, fp8
-        self.in_e4m3 = getattr(weights, "in_e4m3", set())
+        self.in_e4m3: set[str] = getattr(weights, "in_e4m3", set())
         self.kv_heads = config.num_kv_heads // ranks.world
         self.embedding = weights("model.embed_tokens.weight")
         self.layers = [Layer(config, weights, layer, ranks, fp8) for layer in range(config.num_layers)]

@@ -107,11 +107,11 @@ def second_derivative(ctx: Any, needed: tuple[bool, ...], *cotangents: Any) -> t
     own = {"sink": cotangents[3], "bias": cotangents[4] if options.bias_grad else None}
     own |= unpack(cotangents[4], extras, options)
     asked = [own[name] for name in learned]
-    dout, dlse, *others = tensors
-    ddout, ddlse, found = derivatives.of_gradients(
-        attend, [*cotangents[:3], *asked], dout, dlse, (*others, *learned.values())
-    )
-    of_name = dict(zip(("dout", "dlse", *"qkv", *learned), (ddout, ddlse, *found), strict=True))
+    of_results, found = derivatives.of_pass(
+        lambda given, inputs: derivatives.gradients(attend, given[0], given[1], inputs),
+        [*cotangents[:3], *asked], tensors[:2], (*tensors[2:], *learned.values()),
+    )  # fmt: skip
+    of_name = dict(zip(("dout", "dlse", *"qkv", *learned), (*of_results, *found), strict=True))
     return tuple(of_name.get(name) for name, _ in zip(BACKWARD.arguments, needed, strict=False))
 
 
@@ -238,7 +238,10 @@ def _gradients_of_tangents(
     """Return the gradients of the tensors of :class:`ForwardWithTangents` by name."""
     given, of_pass = _learning(tensors, needing, extras, options)
     attend, learned = derivatives.of_call(given, of_pass)
-    found, of_tangents = derivatives.of_tangents(attend, cotangents, (*tensors, *learned.values()), tangents)
+    of_tangents, found = derivatives.of_pass(
+        lambda directions, inputs: derivatives.along(attend, inputs, directions),
+        cotangents, tangents, (*tensors, *learned.values()),
+    )  # fmt: skip
     by_name = dict(zip((*FORWARD.names[:3], *learned), found, strict=True))
     by_name |= dict(zip(TANGENTS.names[3:6], of_tangents, strict=True))
     return _with_slopes(by_name, needing, of_pass)

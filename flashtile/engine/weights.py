@@ -292,7 +292,8 @@ def given_weights(
         )
     expected = parameters(config)
     found: dict[str, Tensor] = {}
-    for item in named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors:
+    items: Any = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    for item in items if isinstance(items, Iterable) else [items]:
         if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
             raise TypeError(f"named_tensors must be a dict or (name, tensor) pairs, got {item!r:.60}")
         name, tensor = item

@@ -9,7 +9,6 @@ directly from the tensors that the backward pass wrote.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -89,11 +88,10 @@ class Needs:
 
     def parts(self, owner: int, needed_by: int) -> list[_Part]:
         """The tokens of a rank that another rank gathers, or that it gathers itself next to others."""
-        if (owner, needed_by) not in self._parts:
-            self._parts[owner, needed_by] = list(self._find_parts(owner, needed_by))
-        return self._parts[owner, needed_by]
-
-    def _find_parts(self, owner: int, needed_by: int) -> Iterator[_Part]:
+        known = self._parts.get((owner, needed_by))
+        if known is not None:
+            return known
+        found = self._parts[owner, needed_by] = list[_Part]()
         ranges = self.gathered(needed_by).ranges
         own, before = 0, sum(self._lengths_k[:owner])
         for piece in self._k[owner]:
@@ -102,9 +100,10 @@ class Needs:
             for start, stop in ranges:
                 begin, end = max(start, first), min(stop, first + piece.length)
                 if begin < end:
-                    yield _Part(own + begin - first, gathered + begin - start, end - begin)
+                    found.append(_Part(own + begin - first, gathered + begin - start, end - begin))
                 gathered += stop - start
             own += piece.length
+        return found
 
     @cached_property
     def _rows_of_others(self) -> list[Ranges]:

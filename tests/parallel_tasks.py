@@ -390,6 +390,10 @@ def compiled(group: Any, method: str = "ring") -> tuple[int, float]:
     return len(graphs), max(_error(a, b) for a, b in zip(*results, strict=True))
 
 
+def of_first_head(batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx >= kv_idx) & (head == 0)
+
+
 def faulty(group: Any, *, timeout: float = 30, stays_away: bool = False, **arguments: Any) -> str:
     """What a rank hears of a call that cannot go well."""
     if stays_away:

@@ -359,13 +359,17 @@ def _check_options(options: DecodeOptions) -> None:
         raise ValueError(
             f"softmax_max must be from {-MAX_SOFTMAX_MAX} to {MAX_SOFTMAX_MAX}, got {options.phi}"
         )
-    check_int("num_splits", options.num_splits, 0, 1 if options.invariant else MAX_SPLITS)
+    check_int("num_splits", options.num_splits, 0, MAX_SPLITS)
     check_int("split_size", options.split_size, 0, MAX_LENGTH)
     if options.num_splits > 0 and options.split_size > 0:
         raise ValueError(
             f"split_size must be None with num_splits = {options.num_splits}, got {options.split_size}"
         )
     masking = options.masking
+    if options.invariant and options.num_splits > 1:
+        raise ValueError(
+            f"num_splits must be at most 1 with invariant (use split_size), got {options.num_splits}"
+        )
     if options.invariant and options.split_size and (masking.window_left >= 0 or masking.attention_chunk):
         raise ValueError(
             "split_size must be None with invariant and a window or chunks, whose parts would begin at the "

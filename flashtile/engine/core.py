@@ -298,20 +298,18 @@ class Engine:
 
     def _launch(self, schedule: SchedulerOutput) -> InFlight | None:
         self.last_schedule = schedule
-        now, size, changed = time.monotonic(), self.scheduler.manager.block_size, dict[Request, bool]()
-        for sequence, start, num_tokens, _, _ in schedule.entries:
-            request = sequence.request
+        now, size, answers = time.monotonic(), self.scheduler.manager.block_size, dict[Request, list[Any]]()
+        for sequence, start, num_tokens, _, samples in schedule.entries:
+            request, blocks = sequence.request, -(-(start + num_tokens) // size)
             if request.width > 1:
-                # An answer's blocks change when it begins one, and when it first writes after the fork.
-                begins = start % size == 0 or sequence.num_outputs <= 2
-                changed[request] = begins or changed.get(request, False)
+                answers.setdefault(request, []).append((sequence.block_sequence, blocks, len(samples)))
             if start < request.num_prompt:
                 self._prompt_tokens += min(request.num_prompt - start, num_tokens)
                 if request.metrics.first_scheduled_time is None:
                     request.metrics.first_scheduled_time = now
-        for request, begins in changed.items():
-            if begins:  # to count the blocks of eight answers takes 40 us
-                request.num_blocks = self._count_blocks(request)
+        for request, found in answers.items():
+            if found != request.counted:  # to count the blocks of eight answers takes 40 us
+                request.counted, request.num_blocks = found, self._count_blocks(request)
             request.metrics.blocks += request.num_blocks[0]
             request.metrics.unshared_blocks += request.num_blocks[1]
         try:

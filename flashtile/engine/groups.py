@@ -15,10 +15,10 @@ its groups.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from bisect import bisect_left
 from dataclasses import dataclass
-from itertools import pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -95,10 +95,7 @@ class Cascade:
             offsets += range(at, batch)
             offsets += [batch] * (length - len(offsets))
             rows += [offsets, firsts, lasts]
-        numbers = array("i")
-        for row in rows:
-            numbers.extend(array("i", row))
-        return numbers
+        return array("i", itertools.chain.from_iterable(rows))
 
 
 def bound_of_group(queries: int, tokens: int) -> int:
@@ -220,7 +217,7 @@ class PrefixGroups:
         """Return the largest ranges within ``start`` to ``stop`` with more than ``above`` common blocks."""
         found, common = [], self._common
         cuts = [i for i in range(start + 1, stop) if common[i] <= above]
-        for begin, end in pairwise((start, *cuts, stop)):
+        for begin, end in itertools.pairwise((start, *cuts, stop)):
             if end - begin > 1:
                 between = common[begin + 1 : end]
                 depth = min(between)

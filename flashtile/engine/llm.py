@@ -351,8 +351,10 @@ class LLM:
             got = self.engine.runner.logprobs_mode
             raise ValueError(f"logprobs_mode must be {LOGPROBS_MODES[0]!r} for score, got {got!r}")
         sequences = [self.engine.tokens_of(prompt)[1] for prompt in _as_prompts(prompts)]
-        if any(len(tokens) < 2 for tokens in sequences):
-            raise ValueError(f"prompts must have at least 2 tokens for score, got {min(map(len, sequences))}")
+        most = self.engine.max_model_len
+        for count in map(len, sequences):
+            if not 2 <= count <= most:
+                raise ValueError(f"prompts must have 2 to max_model_len={most} tokens for score, got {count}")
         # The last token is an answer that has no alternative: the prompt may then fill max_model_len.
         last = functools.partial(
             SamplingParams, temperature=0, max_tokens=1, logprobs=0, prompt_logprobs=0, detokenize=False
@@ -464,7 +466,9 @@ class LLM:
                 updated. None: both.
         """
         chosen = (WEIGHTS, KV_CACHE) if tags is None else tags
-        if isinstance(chosen, str) or not all(is_choice(tag, (WEIGHTS, KV_CACHE)) for tag in chosen):
+        if not isinstance(chosen, (list, tuple)) or not all(
+            is_choice(tag, (WEIGHTS, KV_CACHE)) for tag in chosen
+        ):
             raise ValueError(f"tags must be a list of {WEIGHTS!r} and {KV_CACHE!r} or None, got {tags!r:.60}")
         for tag in chosen:
             self.engine.runner.wake_up(tag)

@@ -483,6 +483,7 @@ class Model:
         invariant: bool = False,
     ):
         self.config, self.ranks, self.fp8 = config, ranks, fp8
+        self.in_e4m3: set[str] = getattr(weights, "in_e4m3", set())
         self.kv_heads = config.num_kv_heads // ranks.world
         self.embedding = weights("model.embed_tokens.weight")
         self.layers = [Layer(config, weights, layer, ranks, fp8) for layer in range(config.num_layers)]
@@ -508,6 +509,12 @@ class Model:
     def update(self, weights: Weights) -> None:
         """Write other weights into the memory of the present ones, one layer at a time."""
         config = self.config
+        different = sorted(self.in_e4m3 ^ getattr(weights, "in_e4m3", set()))
+        if different:
+            raise ValueError(
+                f"named_tensors must have the same matrices in e4m3 as the model, got {different[0]!r} in "
+                + ("another dtype" if different[0] in self.in_e4m3 else "e4m3")
+            )
         self.embedding.copy_(weights("model.embed_tokens.weight"))
         for number, layer in enumerate(self.layers):
             overwrite(layer, Layer(config, weights, number, self.ranks, self.fp8))

@@ -110,6 +110,7 @@ class Request:
         salt: only requests with the same salt share blocks through the prefix cache.
         matchers: matchers of ``structured_outputs``, one for each answer, or None.
         num_blocks: number of blocks that the answers use at present, with and without sharing.
+        counted: (the block manager's number, blocks, samples) of each answer when ``num_blocks`` was counted.
         width: largest number of sequences that the request has at the same time.
         reads_tokens: whether the host must know the last token before the next token can be chosen.
         readable: whether the tokenizer could decode the answers so far.
@@ -135,7 +136,8 @@ class Request:
         self.prompt_token_ids, self.num_prompt = prompt_token_ids, len(prompt_token_ids)
         self.params, self.beam, self.max_outputs, self.ends = params, beam, max_outputs, ends
         self.seed, self.priority, self.salt = seed, priority, salt
-        self.num_cached_tokens, self.num_blocks, self.readable = 0, (0, 0), True
+        self.num_cached_tokens, self.readable = 0, True
+        self.num_blocks, self.counted = (0, 0), list[Any]()
         self.metrics = RequestMetrics(time.monotonic())
         self.prompt_logprobs: FlatLogprobs | None = None
         self.matchers, self.width, self.reads_tokens = matchers, params.n, params.reads_tokens

@@ -402,9 +402,18 @@ class Runner:
             rows_of_masks = views[6].clone().view(torch.int64).unsqueeze(1)
             seen = rows_of_masks >> torch.arange(form.width, device=self.device) & 1
             step = step._replace(tree_mask=(seen != 0).view(form.batch, form.width, form.width))
-        if form.levels:
-            step = with_levels(step, views[7 if form.width > 1 else 3].clone(), form.levels)
-        return step
+        if not form.levels:
+            return step
+        numbers, batch, levels = views[7 if form.width > 1 else 3].clone(), form.batch, list[SharedKeys]()
+        shared_keys, *numbers_of = numbers.view(-1, row_length(batch)).unbind()  # Cascade.numbers
+        for i, most in enumerate(form.levels):
+            offsets, first, end = numbers_of[3 * i : 3 * i + 3]
+            table = rows.index_select(0, offsets[:batch].clamp(max=batch - 1))
+            offsets = offsets[: batch + 1]
+            if step.cu_seqlens_q is not None:
+                offsets = step.cu_seqlens_q.index_select(0, offsets)
+            levels.append(SharedKeys(table, end[:batch], first[:batch] if i else None, offsets, most))
+        return step._replace(levels=tuple(levels), shared_keys=shared_keys[:batch])
 
     def _compute(self, step: StepInput, form: Form) -> Tensor:
         """Return the model's hidden states (tokens, hidden_size).
@@ -557,26 +566,6 @@ class Runner:
                 old, new = (cache, host) if what == SWAP_OUT else (host, cache)
                 origins = on_device(sources, torch.int64, old.device)
                 move_blocks(old, new, origins, on_device(targets, torch.int64, new.device))
-
-
-def with_levels(step: StepInput, numbers: Tensor, longest: tuple[int, ...]) -> StepInput:
-    """Add levels to a step whose block table holds row indices.
-
-    Args:
-        step: the step.
-        numbers: result of :meth:`flashtile.engine.groups.Cascade.numbers`, on the device.
-        longest: the largest number of new tokens of a group, for each level.
-    """
-    batch = len(step.block_table)
-    shared_keys, *rows = numbers.view(-1, row_length(batch)).unbind()
-    levels = []
-    for i, most in enumerate(longest):
-        offsets, first, end = rows[3 * i][: batch + 1], rows[3 * i + 1][:batch], rows[3 * i + 2][:batch]
-        table = step.block_table.index_select(0, offsets[:-1].clamp(max=batch - 1))
-        if step.cu_seqlens_q is not None:
-            offsets = step.cu_seqlens_q.index_select(0, offsets)
-        levels.append(SharedKeys(table, end, first if i else None, offsets, most))
-    return step._replace(levels=tuple(levels), shared_keys=shared_keys[:batch])
 
 
 def _unread(sample: Sequence, node: int) -> list[int]:

@@ -29,7 +29,8 @@ Weights = Callable[[str], Tensor]
 """name -> this rank's part of the tensor, in the model's dtype and on its device.
 
 A matrix that the checkpoint stores in e4m3 stays in e4m3. Its name followed by ``SCALE`` is the name of its
-scales in float32: (rows,), or (rows / 128, columns / 128), rounded up, with a scale for each block.
+scales in float32: (rows,), or (rows / 128, columns / 128), rounded up, with a scale for each block. The
+attribute ``in_e4m3``, if it exists, is the set of the names of these matrices.
 """
 SCALE = "_scale"
 E4M3 = "F8_E4M3"
@@ -266,6 +267,7 @@ def open_weights(
     upload = None
     if device.type == "cuda" and hasattr(os, "preadv"):
         upload = Upload(byte_ranges({name: paths[name] for name in expected}, expected, ranks), device)
+    weights.in_e4m3 = set() if dtype == torch.float32 else in_e4m3  # type: ignore[attr-defined]
     return weights
 
 
@@ -290,7 +292,8 @@ def given_weights(
         )
     expected = parameters(config)
     found: dict[str, Tensor] = {}
-    for item in named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors:
+    items: Any = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    for item in items if isinstance(items, Iterable) else [items]:
         if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
             raise TypeError(f"named_tensors must be a dict or (name, tensor) pairs, got {item!r:.60}")
         name, tensor = item
@@ -381,11 +384,14 @@ def random_weights(
             blocks, rows = tuple(-(-size // SCALE_BLOCK) for size in shape), shape[:1]
             return torch.full(blocks if config.scales == "block" else rows, std, device=device)
         values = torch.randn(shape, generator=generator, device=device, dtype=dtype)
-        if dtype != torch.float32 and may_have_scales(config, name, parameter):
-            return values.to(torch.float8_e4m3fn)
-        return values.mul_(std)
+        return values.to(torch.float8_e4m3fn) if name in in_e4m3 else values.mul_(std)
 
     parameters_of = parameters(config)
+    in_e4m3 = {
+        name for name, parameter in parameters_of.items()
+        if dtype != torch.float32 and may_have_scales(config, name, parameter)
+    }  # fmt: skip
+    weights.in_e4m3 = in_e4m3  # type: ignore[attr-defined]
     return weights
 
 

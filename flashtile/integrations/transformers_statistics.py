@@ -28,46 +28,45 @@ class Statistics:
         self.max_logits: dict[torch.nn.Module, Tensor] = {}
         self.entropy: dict[torch.nn.Module, Tensor] = {}
 
-    def recorder(self, module: torch.nn.Module, query: Tensor) -> Record:
-        """Return the ``record`` of a layer's call, whose query is (batch, heads, seqlen, head_dim)."""
-        return partial(self._record, module, query.shape)
-
-    def _record(
-        self, module: torch.nn.Module, shape: torch.Size, max_logits: Tensor, *entropy: Tensor
-    ) -> None:
+    def _attend(
+        self, module: torch.nn.Module, shape: torch.Size, q: Tensor, k: Tensor, v: Tensor, **options: Any
+    ) -> Any:
+        """Compute attention of a layer, and record its statistics. ``shape`` is that of the layer's query."""
+        out, max_logits, *found = api.attention(
+            q, k, v, return_max_logits=True, return_entropy=self.with_entropy, **options
+        )
         largest = max_logits.amax(0)  # over sequences
         earlier = self.max_logits.get(module)
         self.max_logits[module] = largest if earlier is None else torch.maximum(earlier, largest)
-        for rows in entropy:
+        if self.with_entropy:
+            rows, *found = found
             if rows.dim() == 2:  # the batch was computed as packed sequences
                 rows = rows.unflatten(1, (shape[0], shape[2])).transpose(0, 1)
             self.entropy[module] = rows
+        return (out, *found) if found else out
 
-
-Record = Callable[..., None]
 
 _active: list[Statistics] = []
 
 
-def recorder(module: torch.nn.Module, query: Tensor) -> Record | None:
-    """Return the ``record`` of a layer's call; None outside of :func:`statistics`."""
+def recorder(module: torch.nn.Module, query: Tensor) -> Callable[..., Any] | None:
+    """Return the ``record`` of a layer's call; None outside of :func:`statistics`.
+
+    ``query`` is (batch, heads, seqlen, head_dim).
+    """
     if not _active:
         return None
     if torch.compiler.is_compiling():
         # A graph cannot hold the records. Without fullgraph, Dynamo then runs the layer as it is.
         raise NotImplementedError("statistics() must not be used around a model compiled with fullgraph=True")
-    return _active[-1].recorder(module, query)
+    return partial(_active[-1]._attend, module, query.shape)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, record: Record | None = None, **options: Any) -> Tensor | Any:
-    """Compute :func:`flashtile.attention`, and pass its statistics to ``record``, if given."""
-    if record is None:
-        return api.attention(q, k, v, **options)
-    with_entropy = _active[-1].with_entropy
-    out, *found = api.attention(q, k, v, return_max_logits=True, return_entropy=with_entropy, **options)
-    record(*found[: 1 + with_entropy])
-    weights = found[1 + with_entropy :]
-    return (out, *weights) if weights else out
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, record: Callable[..., Any] | None = None, **options: Any
+) -> Any:
+    """Compute :func:`flashtile.attention`, by ``record`` if given, which also keeps the statistics."""
+    return (api.attention if record is None else record)(q, k, v, **options)
 
 
 @contextlib.contextmanager

@@ -184,7 +184,12 @@ class TangentsOperation(Operation):
             return super().prepare(tensors, extras, options)
         from flashtile.operators import derivatives
 
-        return lambda *call: derivatives.tangents(call[:3], call[3:6], call[-1], options)
+        def launch(*call: Any) -> tuple[Tensor, ...]:
+            return derivatives.along(
+                lambda q, k, v: derivatives.plain(q, k, v, call[-1], options), call[:3], call[3:6]
+            )
+
+        return launch
 
 
 def _with_equal_strides(tensor: Tensor, tangent: Tensor | None) -> tuple[Tensor, Tensor | None]:

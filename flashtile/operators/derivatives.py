@@ -97,36 +97,29 @@ def gradients(
     return pull(_filled((dout, dlse), results))
 
 
-def of_gradients(
-    attend: Attend,
+def of_pass(
+    run: Callable[[Sequence[Tensor | None], Sequence[Tensor]], tuple[Tensor, ...]],
     cotangents: Sequence[Tensor | None],
-    dout: Tensor | None,
-    dlse: Tensor | None,
+    optional: Sequence[Tensor | None],
     tensors: Sequence[Tensor],
-) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
-    """Differentiate :func:`gradients`, and return the gradients of dout, dlse and ``tensors``.
+) -> tuple[list[Tensor | None], list[Tensor]]:
+    """Differentiate ``run(optional, tensors)``, such as :func:`gradients` or :func:`along`.
 
-    ``cotangents`` are the gradients of the results of :func:`gradients`.
+    ``cotangents`` are the gradients of its results. Returns the gradients of ``optional``, None for each that
+    is None, and those of ``tensors``.
     """
-    given = [t for t in (dout, dlse) if t is not None]
+    given = [tensor for tensor in optional if tensor is not None]
 
-    def first(*arguments: Tensor) -> tuple[Tensor, ...]:
-        of_results = iter(arguments[: len(given)])
-        own_dout, own_dlse = (None if t is None else next(of_results) for t in (dout, dlse))
-        return gradients(attend, own_dout, own_dlse, arguments[len(given) :])
+    def in_order(some: Sequence[Tensor]) -> list[Tensor | None]:
+        own = iter(some)
+        return [None if tensor is None else next(own) for tensor in optional]
 
-    results, pull, *_ = torch.func.vjp(first, *given, *tensors)
-    found = list(pull(_filled(cotangents, results)))
-    ddout = None if dout is None else found.pop(0)
-    ddlse = None if dlse is None else found.pop(0)
-    return ddout, ddlse, found
+    def of_given(*arguments: Tensor) -> tuple[Tensor, ...]:
+        return run(in_order(arguments[: len(given)]), arguments[len(given) :])
 
-
-def tangents(
-    tensors: Sequence[Tensor], directions: Sequence[Tensor | None], extras: Any, options: Any
-) -> tuple[Tensor, ...]:
-    """Compute out, lse and their tangents from q, k, v and their tangents, ``directions``, None for zeros."""
-    return along(lambda q, k, v: plain(q, k, v, extras, options), tensors, directions)
+    results, pull, *_ = torch.func.vjp(of_given, *given, *tensors)
+    found = pull(_filled(cotangents, results))
+    return in_order(found[: len(given)]), list(found[len(given) :])
 
 
 def along(
@@ -152,29 +145,6 @@ def along(
     _, push, *_ = torch.func.vjp(pull, tuple(map(torch.zeros_like, results)))
     (found,) = push(tuple(directions[i] for i in given))
     return *results, *found
-
-
-def of_tangents(
-    attend: Attend,
-    cotangents: Sequence[Tensor | None],
-    tensors: Sequence[Tensor],
-    directions: Sequence[Tensor | None],
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Differentiate :func:`along`, and return the gradients of ``tensors`` and of ``directions``.
-
-    ``cotangents`` are the gradients of its four results.
-    """
-    given = [direction for direction in directions if direction is not None]
-
-    def run(*arguments: Tensor) -> tuple[Tensor, ...]:
-        own = iter(arguments[len(tensors) :])
-        every = [None if direction is None else next(own) for direction in directions]
-        return along(attend, arguments[: len(tensors)], every)
-
-    results, pull, *_ = torch.func.vjp(run, *tensors, *given)
-    found = list(pull(_filled(cotangents, results)))
-    of_given = iter(found[len(tensors) :])
-    return found[: len(tensors)], [None if direction is None else next(of_given) for direction in directions]
 
 
 def _filled(cotangents: Sequence[Tensor | None], results: Sequence[Tensor]) -> tuple[Tensor, ...]:

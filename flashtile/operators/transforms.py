@@ -107,11 +107,11 @@ def second_derivative(ctx: Any, needed: tuple[bool, ...], *cotangents: Any) -> t
     own = {"sink": cotangents[3], "bias": cotangents[4] if options.bias_grad else None}
     own |= unpack(cotangents[4], extras, options)
     asked = [own[name] for name in learned]
-    dout, dlse, *others = tensors
-    ddout, ddlse, found = derivatives.of_gradients(
-        attend, [*cotangents[:3], *asked], dout, dlse, (*others, *learned.values())
-    )
-    of_name = dict(zip(("dout", "dlse", *"qkv", *learned), (ddout, ddlse, *found), strict=True))
+    of_results, found = derivatives.of_pass(
+        lambda given, inputs: derivatives.gradients(attend, given[0], given[1], inputs),
+        [*cotangents[:3], *asked], tensors[:2], (*tensors[2:], *learned.values()),
+    )  # fmt: skip
+    of_name = dict(zip(("dout", "dlse", *"qkv", *learned), (*of_results, *found), strict=True))
     return tuple(of_name.get(name) for name, _ in zip(BACKWARD.arguments, needed, strict=False))
 
 
@@ -181,9 +181,16 @@ class ForwardWithTangents(torch.autograd.Function):
         packed = extras.cu_seqlens_q is not None and any(t is not None and is_mapped(t) for t in cotangents)
         if dout_tangent is dlse_tangent is None and not packed:
             of_name = _gradients(needing, dout, dlse, (q, k, v, out, lse), extras, options)
-        else:
-            of_name = _gradients_of_tangents(needing, cotangents, (q, k, v), tangents, extras, options)
-        return _in_order(TANGENTS, of_name, ctx)
+            return _in_order(TANGENTS, of_name, ctx)
+        extras, options = _learning((q, k), needing, extras, options)
+        attend, learned = derivatives.of_call(extras, options)
+        of_tangents, found = derivatives.of_pass(
+            lambda directions, inputs: derivatives.along(attend, inputs, directions),
+            cotangents, tangents, (q, k, v, *learned.values()),
+        )  # fmt: skip
+        names = *FORWARD.names[:3], *learned, *TANGENTS.names[3:6]
+        of_name = dict(zip(names, (*found, *of_tangents), strict=True))
+        return _in_order(TANGENTS, _with_slopes(of_name, needing, options), ctx)
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
@@ -225,23 +232,6 @@ def _gradients(
     found["sink"] = None if extras.sink is None else dsink
     found["bias"] = dbias if of_pass.bias_grad else None
     return _with_slopes(found, needing, of_pass)
-
-
-def _gradients_of_tangents(
-    needing: set[str],
-    cotangents: Sequence[Tensor | None],
-    tensors: Sequence[Tensor],
-    tangents: Sequence[Tensor | None],
-    extras: Any,
-    options: Any,
-) -> dict[str, Any]:
-    """Return the gradients of the tensors of :class:`ForwardWithTangents` by name."""
-    given, of_pass = _learning(tensors, needing, extras, options)
-    attend, learned = derivatives.of_call(given, of_pass)
-    found, of_tangents = derivatives.of_tangents(attend, cotangents, (*tensors, *learned.values()), tangents)
-    by_name = dict(zip((*FORWARD.names[:3], *learned), found, strict=True))
-    by_name |= dict(zip(TANGENTS.names[3:6], of_tangents, strict=True))
-    return _with_slopes(by_name, needing, of_pass)
 
 
 def _with_slopes(found: dict[str, Any], needing: set[str], options: Any) -> dict[str, Any]:

@@ -379,9 +379,10 @@ def at_ranges(ranges: Ranges, x: Tensor) -> Tensor:
     return torch.cat([x[:, :0], *(x[:, start:stop] for start, stop in ranges)], dim=1)
 
 
-def add_at_ranges(ranges: Ranges, part: Tensor, total: Total) -> None:
-    """Add ``part``, the gradients of the tokens in ``ranges``, concatenated, to ``total``."""
-    at = 0
-    for start, stop in ranges:
-        total.add(part[:, at : at + stop - start], start, stop)
-        at += stop - start
+def add_at_ranges(ranges: Ranges, parts: Sequence[Tensor], totals: Sequence[Total]) -> None:
+    """Add each of ``parts``, gradients of the tokens in ``ranges``, concatenated, to one of ``totals``."""
+    for part, total in zip(parts, totals, strict=True):
+        at = 0
+        for start, stop in ranges:
+            total.add(part[:, at : at + stop - start], start, stop)
+            at += stop - start

@@ -190,11 +190,6 @@ def pair_of(
     return Pair(ranges, tuple(calls))
 
 
-def rows_with_keys(pair: Pair) -> Ranges:
-    """Return the queries that see keys in ``pair``."""
-    return union([(block.q_start, block.q_stop) for block in pair.blocks])
-
-
 def other_rows(rows: Ranges, total: int) -> Ranges:
     """Return the queries from 0 to ``total`` that are not in ``rows``."""
     bounds = [0, *(bound for of_rows in rows for bound in of_rows), total]

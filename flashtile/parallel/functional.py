@@ -332,13 +332,14 @@ def _check_beside_mask(
         raise ValueError(f"layout must be that of block_mask, {mask.layout!r}, got {layout!r}")
     if method not in ("auto", "allgather"):
         raise NotImplementedError(f"method must be 'auto' or 'allgather' with block_mask, got {method!r}")
-    for name, given in (
-        ("causal or window_size", options.masking != Masking()), ("cu_seqlens_q", offsets is not None),
-        ("a mesh of two dimensions", mesh is not None and mesh.ndim > 1),
-        ("q, a DTensor,", _is_distributed(q)),
-    ):  # fmt: skip
+    for name, given, instead in (
+        ("causal or window_size", options.masking != Masking(), ": write it in mask_mod"),
+        ("cu_seqlens_q", offsets is not None, ": write documents in mask_mod"),
+        ("a mesh of two dimensions", mesh is not None and mesh.ndim > 1, ""),
+        ("q, a DTensor,", _is_distributed(q), ": pass its local tensor"),
+    ):
         if given:
-            raise NotImplementedError(f"{name} cannot be combined with block_mask: write it in mask_mod")
+            raise NotImplementedError(f"{name} cannot be combined with block_mask{instead}")
 
 
 def _agree(

@@ -9,7 +9,6 @@ directly from the tensors that the backward pass wrote.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -30,7 +29,7 @@ from flashtile.parallel.attend import (
     attend_rows,
     new_results,
 )
-from flashtile.parallel.blocks import Mask, Pair, Ranges, other_rows, pair_of, rows_with_keys, union
+from flashtile.parallel.blocks import Mask, Pair, Ranges, other_rows, pair_of, union
 from flashtile.parallel.layout import Piece, joined, tokens_of
 from flashtile.parallel.ranks import Message, Pending, Ranks, as_bytes
 
@@ -68,12 +67,11 @@ class Needs:
         keys: tuple[Piece, ...] = tuple(piece for pieces in pieces_k for piece in pieces)
         self._in_order = all(piece.step == 1 for piece in keys)
         self._keys = joined(sorted(keys)) if self._in_order else keys
-        self._rows: dict[int, Ranges] = {}
         self._parts: dict[tuple[int, int], list[_Part]] = {}
 
     def own(self, rank: int) -> Pair:
         """The attention calls of a rank's queries that see only keys of this rank, over these keys."""
-        rows = other_rows(self._rows_of_others(rank), tokens_of(self._q[rank]))
+        rows = other_rows(self._rows_of_others[rank], tokens_of(self._q[rank]))
         return pair_of(self._q[rank], self._k[rank], self._mask, rows)
 
     def gathered(self, rank: int) -> Pair:
@@ -81,7 +79,7 @@ class Needs:
 
         The keys are in the order of the sequence. In the layout "striped" they are ordered by rank instead.
         """
-        return pair_of(self._q[rank], self._keys, self._mask, self._rows_of_others(rank))
+        return pair_of(self._q[rank], self._keys, self._mask, self._rows_of_others[rank])
 
     @cached_property
     def few(self) -> bool:
@@ -90,11 +88,10 @@ class Needs:
 
     def parts(self, owner: int, needed_by: int) -> list[_Part]:
         """The tokens of a rank that another rank gathers, or that it gathers itself next to others."""
-        if (owner, needed_by) not in self._parts:
-            self._parts[owner, needed_by] = list(self._find_parts(owner, needed_by))
-        return self._parts[owner, needed_by]
-
-    def _find_parts(self, owner: int, needed_by: int) -> Iterator[_Part]:
+        known = self._parts.get((owner, needed_by))
+        if known is not None:
+            return known
+        found = self._parts[owner, needed_by] = list[_Part]()
         ranges = self.gathered(needed_by).ranges
         own, before = 0, sum(self._lengths_k[:owner])
         for piece in self._k[owner]:
@@ -103,17 +100,19 @@ class Needs:
             for start, stop in ranges:
                 begin, end = max(start, first), min(stop, first + piece.length)
                 if begin < end:
-                    yield _Part(own + begin - first, gathered + begin - start, end - begin)
+                    found.append(_Part(own + begin - first, gathered + begin - start, end - begin))
                 gathered += stop - start
             own += piece.length
+        return found
 
-    def _rows_of_others(self, rank: int) -> Ranges:
-        """The queries of a rank that see keys of other ranks."""
-        if rank not in self._rows:
-            others = (of for other, of in enumerate(self._k) if other != rank)
-            pairs = (pair_of(self._q[rank], of, self._mask) for of in others)
-            self._rows[rank] = union([rows for pair in pairs for rows in rows_with_keys(pair)])
-        return self._rows[rank]
+    @cached_property
+    def _rows_of_others(self) -> list[Ranges]:
+        """For each rank, its queries that see keys of other ranks."""
+        found = []
+        for rank, queries in enumerate(self._q):
+            pairs = (pair_of(queries, k, self._mask) for other, k in enumerate(self._k) if other != rank)
+            found.append(union([(of.q_start, of.q_stop) for pair in pairs for of in pair.blocks]))
+        return found
 
 
 OfRanks = tuple[tuple[Piece, ...], ...]
@@ -275,8 +274,7 @@ class AllGather:
             keys, values = (at_ranges(own.ranges, x) for x in (k, v))
             parts = [Total(of, rows.dtype) for of in (keys, values)]
             rows.differentiate(keys, values, own, dq, *parts)
-            for part, total in zip(parts, (dk_own, dv_own), strict=True):
-                add_at_ranges(own.ranges, part.value(), total)
+            add_at_ranges(own.ranges, [part.value() for part in parts], (dk_own, dv_own))
 
         coming = None if kept else self._exchange.gather([k, v])
         if coming is not None:

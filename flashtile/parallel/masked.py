@@ -99,7 +99,8 @@ def shard_mask(
         A :class:`ShardedMask`, for ``block_mask`` of :func:`context_parallel_attention`.
 
     Raises:
-        TypeError, ValueError: an argument is invalid; the message names it. All ranks raise a ValueError.
+        TypeError, ValueError, NotImplementedError: an argument is invalid, or ``mask_mod`` depends on its
+            batch or head; the message names it. The other ranks raise a ValueError.
         RuntimeError: a rank has ended or has not made this call within ``timeout``.
 
     Examples:
@@ -137,9 +138,14 @@ def _evaluate(
     """Return this rank's block mask over the keys that its queries see, and these keys."""
     mask_mod = as_mask_mod(mask_mod)
     mask_mod.check_lengths(seqlen, seqlen)
+    trace = traced("mask_mod", mask_mod)
+    for name, argument in (("b", "batch"), ("h", "head")):
+        if any(name in line.operands for line in trace.program.lines):
+            raise NotImplementedError(
+                f"mask_mod must be the same for all batches and heads, but depends on its argument {argument}"
+            )
     if device is None:
-        captured = traced("mask_mod", mask_mod).tensors
-        device = captured[0].device if captured else "cpu"
+        device = trace.tensors[0].device if trace.tensors else "cpu"
     pieces = pieces_of(layout, seqlen, ranks.size, ranks.rank)
     # One element more than tokens, because a captured tensor must not be empty.
     rows = pad(positions(pieces, as_device("device", device)).int(), (0, 1))

@@ -53,9 +53,7 @@ class Ring:
         shards, ranks = self.shards, self.shards.ranks
         if ranks.size == 1:
             pair = shards.pair(0, 0)
-            keys, values = (
-                at_ranges(pair.ranges, x) for x in (k, v)
-            )  # keys in ``pair`` are counted within these
+            keys, values = (at_ranges(pair.ranges, x) for x in (k, v))  # ``pair`` counts keys within these
             out, lse = attend_once(q, keys, values, pair, shards.scores, sink)
             return Forward(out, lse, (q, k, v, out, lse))
         state = State(q, v.shape[-1], shards.scores, sink)
@@ -79,10 +77,10 @@ class Ring:
             if returning is not None:  # gradients of the previous step, still in transit
                 pending, incoming, ranges = returning
                 pending.wait()
-                _add(ranges, incoming, dk, dv)
+                add_at_ranges(ranges, incoming, (dk, dv))
             gradients = [part.value() for part in parts]
             if t == 0:
-                _add(pair.ranges, gradients, dk, dv)
+                add_at_ranges(pair.ranges, gradients, (dk, dv))
             else:
                 returning = self._return(t, gradients, [k, v])
         of_keys = rows.dtype if shards.keys_shared else k.dtype
@@ -146,9 +144,3 @@ def _exchange(
     sent = [Message(to, as_bytes([part])) for part in parts]
     received = [Message(of, as_bytes([part])) for part in incoming]
     return shards.ranks.post(sent, received, shards.timeout), incoming
-
-
-def _add(ranges: Ranges, parts: list[Tensor], dk: Total, dv: Total) -> None:
-    """Add ``parts``, gradients of the keys and of the values in ``ranges``, to dk and dv."""
-    for part, total in zip(parts, (dk, dv), strict=True):
-        add_at_ranges(ranges, part, total)

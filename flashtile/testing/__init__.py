@@ -54,14 +54,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the checks of decoding, of FP8 and of forward mode at their first use."""
-    if name in ("decode", "fp8", "tangents"):
+    """Import the checks of decoding and of FP8 at their first use."""
+    if name in ("decode", "fp8"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 FACTORS = {"out": 2.0, "lse": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0, "dsink": 3.0, "dbias": 3.0}
-FACTORS |= {"max_logits": 2.0, "entropy": 2.0, "mass": 2.0}
+FACTORS |= {"max_logits": 2.0, "entropy": 2.0, "mass": 2.0, "out_tangent": 3.0, "lse_tangent": 3.0}
 """Allowed error of each result, in multiples of plain PyTorch's error."""
 
 FLOAT64_UNITS = 64.0
@@ -163,6 +163,7 @@ def measure(
     dout: Tensor | None = None,
     dlse: Tensor | None = None,
     gradients: bool = True,
+    tangents: Sequence[Tensor | None] | None = None,
     poison: bool = True,
     function: Callable[..., Any] = functional.attention,
     **arguments: Any,
@@ -182,6 +183,8 @@ def measure(
         dout: gradient of out, in the shape and dtype of out. If dout and dlse are None, both are random.
         dlse: gradient of lse, in the shape and dtype of lse.
         gradients: whether dq, dk and dv are computed and compared, and dsink and dbias if the call has them.
+        tangents: tangents of q, k and v, None for a tensor without one. The call is then in forward mode, and
+            the tangents of out and lse are compared instead of gradients.
         poison: run the call under :func:`poisoned_memory`.
         function: the function to measure, with the arguments and results of :func:`flashtile.attention`.
         arguments: the other arguments of :func:`flashtile.attention`, passed to ``function`` and, except for
@@ -204,6 +207,11 @@ def measure(
     given = {"q": q, "k": k, "v": v, **learned}
     given = {name: t.detach() for name, t in given.items()}
     q, k, v = given["q"], given["k"], given["v"]
+    moving = {name: t for name, t in zip(given, tangents or (), strict=False) if t is not None}
+    if tangents is not None:
+        gradients = False
+        if statistics or not moving:
+            raise ValueError("tangents must have one of q, k or v, and cannot be combined with statistics")
     if not gradients:
         dout = dlse = None
     elif dout is None and dlse is None:
@@ -213,23 +221,34 @@ def measure(
         shape = random_gradients(q, v, varlen="cu_seqlens_q" in arguments)[1].shape
         dentropy = random_tensor(shape, torch.promote_types(q.dtype, torch.float32), q.device, seed=3)
     upstream = (dout, dlse, *(dentropy if name == "entropy" else None for name in statistics))
+
+    def run(
+        attend: Callable[..., Any], given: dict[str, Tensor], moving: dict[str, Tensor], gradients: bool
+    ) -> list[Tensor]:
+        return _along(attend, given, moving) if moving else _run(attend, given, upstream, gradients)
+
     with poisoned_memory() if poison else nullcontext():
-        ours = _run(partial(function, return_lse=True, **arguments), given, upstream, gradients)
+        ours = run(partial(function, return_lse=True, **arguments), given, moving, gradients)
     standard = partial(_standard, statistics, **defining)
-    exact = _run(standard, {name: _wide(t) for name, t in given.items()}, upstream, gradients)
-    plain = _run(standard, given, upstream, gradients)
-    own = slice(1, 2 + len(statistics))
-    plain[own] = _run(partial(standard, upcast=ours[1].dtype), given, upstream, False)[own]
+    wide, wide_moving = ({name: _wide(t) for name, t in of.items()} for of in (given, moving))
+    exact = run(standard, wide, wide_moving, gradients)
+    plain = run(standard, given, moving, gradients)
+    of_lse = run(partial(standard, upcast=ours[1].dtype), given, moving, gradients=False)
 
     names = ["out", "lse", *statistics, *(f"d{name}" for name in given if gradients)]
+    names += ["out_tangent", "lse_tangent"] if moving else []
+    for i, name in enumerate(names):
+        if name in ("lse", "lse_tangent", *statistics):
+            plain[i] = of_lse[i]
     noise = rounding_noise(
-        q, k, v, sink, (dout, dlse), dentropy, dict(zip(names, exact, strict=True)), arguments
+        q, k, v, sink, (dout, dlse), dentropy, moving, dict(zip(names, exact, strict=True)), arguments
     )
     comparisons = [
         compare(name, *results, factor=FACTORS[name], noise=noise[name])
         for name, *results in zip(names, ours, exact, plain, strict=True)
     ]
-    return Report(described(q, k, v, arguments | learned), tuple(comparisons))
+    more = {"tangents": ", ".join(moving)} if moving else {}
+    return Report(described(q, k, v, arguments | learned | more), tuple(comparisons))
 
 
 def compare(
@@ -447,6 +466,17 @@ def _run(
     return detached + list(
         torch.autograd.grad(outputs, leaves, received, allow_unused=True, materialize_grads=True)
     )
+
+
+def _along(attend: Callable[..., Any], given: dict[str, Tensor], moving: dict[str, Tensor]) -> list[Tensor]:
+    """Return out, lse and their tangents, where ``moving`` are the tangents of some tensors in ``given``."""
+
+    def of_moving(*tensors: Tensor) -> Any:
+        q, k, v, *learned = (given | dict(zip(moving, tensors, strict=True))).values()
+        return attend(q, k, v, **dict(zip([*given][3:], learned, strict=True)))
+
+    results, found, *_ = torch.func.jvp(of_moving, tuple(given[name] for name in moving), (*moving.values(),))
+    return [*results, *found]
 
 
 def _difference(actual: Tensor, exact: Tensor) -> Tensor:

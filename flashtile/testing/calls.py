@@ -27,6 +27,7 @@ def rounding_noise(
     sink: Tensor | None,
     upstream: tuple[Tensor | None, Tensor | None],
     dentropy: Tensor | None,
+    tangents: dict[str, Tensor],
     exact: dict[str, Tensor],
     arguments: dict[str, Any],
 ) -> dict[str, tuple[float, float]]:
@@ -41,12 +42,16 @@ def rounding_noise(
     computed from out in the dtype of q, and dS is rounded to this dtype for the products. The gradient of a
     key sums dS over all queries that see the key. The sink has no value vector, so the gradient of its score
     is ``P (dlse - delta)``, summed over all rows.
+
+    The tangent of a score, S', is computed in the dtype of sums. That of out, ``sum(P (S' - mean) v)``, is a
+    difference of sums that may cancel, and ``P (S' - mean)`` is rounded to the dtype of q for the product,
+    with independent errors for the keys of a row.
     """
     dout, dlse = upstream
     eps = torch.finfo(q.dtype).eps
     eps_of_sums = torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps
     scale = scale_of(q, arguments.get("softmax_scale"))
-    p = 1 / keys_seen(q, k, arguments)
+    p = 1 / _keys_seen(q, k, arguments)
     queries_per_key = max(q[..., 0].numel() / max(k[..., 0].numel(), 1), 1.0)
 
     def noise(of: Callable[[Tensor], float]) -> dict[str, float]:
@@ -63,6 +68,11 @@ def rounding_noise(
             score_gradient *= scale * p * (CANCELLED_UNITS * eps_of_sums + (eps if p < 1 else 0.0))
             allowed["dq"] += score_gradient * of(finite(k))
             allowed["dk"] += score_gradient * of(finite(q)) * queries_per_key**0.5
+        if tangents:
+            moved = sum(product(tangents[a], b, of) for a, b in (("q", k), ("k", q)) if a in tangents)
+            moved, of_sums = moved * scale, CANCELLED_UNITS * eps_of_sums
+            allowed["out_tangent"] += moved * of(finite(v)) * (of_sums + (eps * p**0.5 if p < 1 else 0.0))
+            allowed["lse_tangent"] += moved * of_sums
         if dout is not None and "dbias" in exact:
             scores = exact["lse"].numel() * max(k.shape[-3], 1)
             gathered = max(scores / max(exact["dbias"].numel(), 1), 1.0)  # scores per element of dbias
@@ -93,7 +103,7 @@ def _gathered(sink: Tensor, lse: Tensor) -> Tensor:
     return (squares if squares.dim() == 1 else squares.sum(0)).sqrt()
 
 
-def keys_seen(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> float:
+def _keys_seen(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> float:
     """Estimate the number of keys that a query sees, at least 1."""
     cu_seqlens_k = arguments.get("cu_seqlens_k")
     sequences = 1 if cu_seqlens_k is None else max(cu_seqlens_k.numel() - 1, 1)

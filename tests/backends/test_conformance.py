@@ -13,7 +13,6 @@ import torch
 import flashtile
 from cases import CASES, Case, Inputs
 from flashtile import testing
-from flashtile.testing import tangents
 from targets import Target
 from walk import walk
 
@@ -61,7 +60,7 @@ def test_case_in_forward_mode(target: Target, name: str) -> None:
         testing.random_tensor(t.shape, t.dtype, t.device, seed=90 + i).masked_fill_(t.isnan(), torch.nan)
         for i, t in enumerate(inputs.qkv)
     ]
-    tangents.check(inputs.qkv, moving, backend=target.backend, **inputs.arguments)
+    testing.check(*inputs.qkv, tangents=moving, backend=target.backend, **inputs.arguments)
 
 
 @walk("given", ["q", "k", "v", "qk", "kv"])
@@ -69,7 +68,7 @@ def test_tensors_without_a_tangent_stand_still(target: Target, given: str) -> No
     case = replace(DENSE, dtype=target.dtypes[0], causal=True)
     inputs = case.inputs(target.device)
     moving = [t.cos() if name in given else None for name, t in zip("qkv", inputs.qkv, strict=True)]
-    tangents.check(inputs.qkv, moving, backend=target.backend, **inputs.arguments)
+    testing.check(*inputs.qkv, tangents=moving, backend=target.backend, **inputs.arguments)
 
 
 def test_a_common_move_of_all_scores_moves_only_lse(target: Target) -> None:

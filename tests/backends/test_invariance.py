@@ -169,7 +169,11 @@ def test_a_row_of_a_product_has_the_same_bits(call, backend):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"num_splits": 2}, ValueError, "num_splits must be from 0 to 1"),
+        (
+            {"num_splits": 2},
+            ValueError,
+            "num_splits must be at most 1 with invariant .use split_size., got 2",
+        ),
         ({"split_size": 16, "window_size": (4, 0)}, ValueError, "split_size must be None with invariant"),
         ({"softmax_max": 3.0}, NotImplementedError, "softmax_max must be None with invariant"),
         (

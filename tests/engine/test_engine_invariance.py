@@ -172,8 +172,9 @@ def test_scores_are_those_of_transformers():
 
 
 def test_what_cannot_be_scored_is_refused():
-    with pytest.raises(ValueError, match="at least 2 tokens"):
-        load("llama3").score([[3, 4], [5]])
+    for tokens in ([5], [5] * 129):
+        with pytest.raises(ValueError, match=f"2 to max_model_len=128 tokens for score, got {len(tokens)}"):
+            load("llama3").score([[3, 4], tokens])
     with pytest.raises(ValueError, match="logprobs_mode must be 'raw_logprobs'"):
         load("llama3", logprobs_mode="raw_logits").score([3, 4])
 

@@ -18,6 +18,7 @@ from flashtile.engine.families import FAMILIES
 from flashtile.engine.memory import run_one_layer
 from flashtile.engine.model import FEW_ROWS, Matrix, Norm
 from flashtile.engine.outputs import FlatLogprobs, Logprob
+from flashtile.engine.request import State
 
 pytestmark = pytest.mark.numerical
 
@@ -158,22 +159,34 @@ def test_parallel_answers_share_the_prompt():
     assert 0.4 < output.metrics.memory_saved < 0.75
 
 
-def test_blocks_of_answers_are_counted_in_every_step():
-    """Though the engine looks at them only when an answer begins a block or writes to a shared one."""
-    llm = load("llama3", block_size=4)
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        ({}, {"ignore_eos": True}),
+        ({}, {"stop_token_ids": list(range(12)), "max_tokens": 30}),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, {"max_tokens": 20}),
+        ({"num_gpu_blocks_override": 24}, {"max_tokens": 30}),
+        ({"async_scheduling": True}, {"stop_token_ids": list(range(12)), "max_tokens": 30}),
+    ],
+    ids=["together", "stopped", "guesses", "preempted", "async"],
+)
+def test_blocks_of_answers_are_counted_in_every_step(options, more):
+    """Though the engine looks at them only when an answer begins or ends, or has other blocks."""
+    llm = load("llama3", block_size=4, **options)
     engine, manager, expected = llm.engine, llm.engine.scheduler.manager, [0, 0]
     launch = engine.runner.launch
 
     def counted(schedule):
-        for sequence in {entry.sequence.request: entry.sequence for entry in schedule.entries}.values():
-            blocks = [manager.blocks(one.block_sequence) for one in sequence.request.sequences]
+        for request in dict.fromkeys(entry.sequence.request for entry in schedule.entries):
+            running = [one for one in request.sequences if one.state is State.RUNNING]
+            blocks = [manager.blocks(one.block_sequence) for one in running if one.block_sequence is not None]
             expected[0] += len({block for row in blocks for block in row})
             expected[1] += sum(map(len, blocks))
         return launch(schedule)
 
     engine.runner.launch = counted
-    params = SamplingParams(n=3, temperature=1.0, seed=2, max_tokens=9, ignore_eos=True)
-    outputs = llm.generate(prompts()[:3], params)
+    params = SamplingParams(**{"n": 3, "temperature": 1.0, "seed": 2, "max_tokens": 9} | more)
+    outputs = llm.generate([prompt * 2 for prompt in prompts()[:3]], params)
     assert sum(output.metrics.blocks for output in outputs) == expected[0]
     assert sum(output.metrics.unshared_blocks for output in outputs) == expected[1]
 

@@ -64,6 +64,7 @@ def test_wrong_weights_are_refused_before_anything_changes(subtests):
         ({**good, norm: good[norm].int()}, TypeError, "floating-point tensors, got torch.int32"),
         ({**good, norm: [1.0] * 64}, TypeError, "floating-point tensors, got list"),
         ([*good.items(), (norm, good[norm])], ValueError, f"once, got '{norm}' twice"),
+        (None, TypeError, "named_tensors must be a dict or .name, tensor. pairs, got None"),
         ([norm], TypeError, "named_tensors must be a dict or .name, tensor. pairs, got 'model.norm"),
         (folder("qwen3"), ValueError, "weight that llama does not have"),
         ("no such folder", FileNotFoundError, "no such folder"),
@@ -123,6 +124,9 @@ def test_a_draft_model_sleeps_as_well():
 def test_sleep_is_refused_in_the_wrong_moment():
     llm = load("llama3", block_size=4)
     llm.wake_up()  # it is awake
+    for tags in ("weights", ["x"], 3):
+        with pytest.raises(ValueError, match="tags must be a list of 'weights' and 'kv_cache' or None, got"):
+            llm.wake_up(tags)
     for level in (0, 3):
         with pytest.raises(ValueError, match=f"level must be from 1 to 2, got {level}"):
             llm.sleep(level)

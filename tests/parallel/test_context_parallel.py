@@ -169,6 +169,8 @@ REFUSED_WITH_MASKS = [
     ({"of_mask": {"seqlen": -1}}, "ValueError: seqlen must be"),
     ({"of_mask": {"layout": "striped"}}, "ValueError: layout must be one of"),
     ({"of_mask": {"mask_mod": 3}}, "TypeError: mask_mod must be"),
+    ({"of_mask": {"mask_mod": parallel_tasks.of_first_head}},
+     "NotImplementedError: mask_mod must be the same for all batches and heads, but depends on its argument"),
     ({"of_mask": {"mask_mod": masks.natten(3, 3, 1)}}, "ValueError: mask_mod natten must have at most 9"),
     ({"of_mask": {"seqlen": 19}}, "ValueError: q must have the 9 tokens that shard gives rank 0 of the 19"),
     ({"of_mask": {}, "layout": "contiguous"}, "ValueError: layout must be that of block_mask, 'zigzag'"),

@@ -221,12 +221,12 @@ def explain(
     out = console()
     if card is not None and costed:
         _print_costs(call, card, out)
-    if costed and lengths:
-        typer.echo("\n".join(_of_tiles(explanation, call)))
     elif verbose:
         typer.echo(
             "costs: --card NAME shows bytes, FLOPs and time floors on a known card, --card here on this one"
         )
+    if costed and lengths:
+        typer.echo("\n".join(_of_tiles(explanation, call)))
     if memory:
         chosen = card or find_card("h100")
         out.print(*(memory_table(call, chosen, training) for training in (False, True)))

@@ -42,6 +42,7 @@ are checked once, at the end of a work tile. If they are out of range, the same 
 again with the online softmax.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -76,6 +77,7 @@ from flashtile.backends.portable.decode.schedule import (
 )
 from flashtile.backends.portable.masking import visible, window_at
 from flashtile.backends.portable.tiles import softcap_and_alibi, softmax_step
+from flashtile.problems.decode import CacheTensors
 
 
 @dataclass(frozen=True)
@@ -154,33 +156,17 @@ class DecodeVariant(Layout):
         return self.BLOCK_M < 64
 
 
-class DecodePointers(NamedTuple):
-    """Tensors of the call; None for each that the call does not use."""
+def decode_pointers(name: str, own: str, module: str) -> Any:
+    """Return a NamedTuple type for a kernel's tensors, which the named module keeps under its name.
 
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    lse: Any
-    partial: Any
-    new: Any
-    """:class:`append.AppendPointers` of the new tokens, if C.APPEND is given; :class:`WeightPointers` with
-    C.WEIGHTS."""
-    cache_seqlens: Any
-    cache_leftpad: Any
-    cache_batch_idx: Any
-    block_table: Any
-    cu_seqlens_q: Any
-    cu_seqlens_k_new: Any
-    alibi_slopes: Any
-    sink: Any
-    k_descale: Any
-    v_descale: Any
-    tree_mask: Any
-    prior_out: Any
-    prior_lse: Any
-    softmax_max: Any
-    qv: Any
+    ``own`` names the tensors of this kernel, separated by spaces. Those of :class:`CacheTensors` follow.
+    """
+    return namedtuple(name, (*own.split(), *CacheTensors._fields), module=module)
+
+
+DecodePointers = decode_pointers("DecodePointers", "q k v out lse partial new", __name__)
+"""``new`` is :class:`append.AppendPointers` of the new tokens, if C.APPEND is given, :class:`WeightPointers`
+with C.WEIGHTS, else None."""
 
 
 class WeightPointers(NamedTuple):

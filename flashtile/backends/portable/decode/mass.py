@@ -45,6 +45,7 @@ from flashtile.backends.portable.decode.attend import (
     WeightPointers,
     as_operands,
     cache_of,
+    decode_pointers,
     in_cache,
     is_seen,
     load_queries,
@@ -101,32 +102,8 @@ class MassVariant(DecodeVariant):
     """Units of an n_block. The keys of a unit are in one page."""
 
 
-class MassPointers(NamedTuple):
-    """Tensors of the call; None for each that the call does not use."""
-
-    q: Any
-    """None, as are k and v, if C.WEIGHTS."""
-    k: Any
-    v: Any
-    lse: Any
-    mass: Any
-    stored: Any
-    """:class:`attend.WeightPointers`, if C.WEIGHTS."""
-    cache_seqlens: Any
-    cache_leftpad: Any
-    cache_batch_idx: Any
-    block_table: Any
-    cu_seqlens_q: Any
-    cu_seqlens_k_new: Any
-    alibi_slopes: Any
-    sink: Any
-    k_descale: Any
-    v_descale: Any
-    tree_mask: Any
-    prior_out: Any
-    prior_lse: Any
-    softmax_max: Any
-    qv: Any
+MassPointers = decode_pointers("MassPointers", "q k v lse mass stored", __name__)
+"""``stored`` is :class:`attend.WeightPointers`, and q, k and v are None, if C.WEIGHTS."""
 
 
 class MassSizes(NamedTuple):

@@ -46,16 +46,22 @@ LAUNCH_REGISTERS = {1: 168, 2: 168, 3: 128}
 steps of 8. ``setmaxnreg`` then moves registers from the producer to the consumers."""
 
 
+NARROW_COLUMNS = 32
+"""Fewest columns of a tile. With 16, wgmma would not be faster: below 32 columns its rate falls."""
+
+
 def padded_columns(head_dim: int) -> int:
     """Return the number of columns of a tile for a head size: 64, 128, 256 or 512. TMA adds zeros."""
     return next(size for size in (64, 128, 256, 512) if head_dim <= size)
 
 
 def tile_widths(problem: Problem) -> tuple[int, int]:
-    """Return the numbers of columns of tiles of (q and k, v) in kernels whose tiles have a power of two.
+    """Return the numbers of columns of tiles of (q and k, v) in the backward, each a power of two.
 
-    Over 256 columns, both have 512.
+    Over 256 columns, both have 512. Both have NARROW_COLUMNS if these suffice and the call has no modifiers.
     """
+    if max(problem.head_dim, problem.head_dim_v) <= NARROW_COLUMNS and not modifiers_of(problem):
+        return NARROW_COLUMNS, NARROW_COLUMNS
     sizes = padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)
     return (512, 512) if max(sizes) > MAX_COLUMNS_OF_V else sizes
 

@@ -11,7 +11,7 @@ from flashtile.backends.hopper.config import (
     WARPGROUP_ROWS,
     ModifierFlags,
     modifiers_of,
-    padded_columns,
+    tile_widths,
 )
 from flashtile.backends.hopper.forward import rounds as forward_rounds
 from flashtile.backends.hopper.forward.config import ForwardConfig
@@ -139,8 +139,9 @@ class BackwardVariant(MaskConstants, ModifierFlags):
     PRODUCER_REGISTERS: int
 
 
-# (padded head_dim, padded head_dim_v) -> config
+# (columns of q and k, of v) -> config
 _BACKWARD: dict[tuple[int, int], BackwardConfig] = {
+    (32, 32): BackwardConfig(128),
     (64, 64): BackwardConfig(128),  # full 1 x 2048, 16 heads: 102.9 us, with steps of 64 rows 115.7
     (128, 128): BackwardConfig(64),  # not measured against others, as those below
     (64, 128): BackwardConfig(64),
@@ -177,7 +178,7 @@ def alternatives(problem: Problem) -> tuple[BackwardConfig, ...]:
     sequences are packed and short: estimates assume that they are equally long, and of sequences that differ
     much, the longest have most of the work.
     """
-    config = _BACKWARD.get((padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)))
+    config = _BACKWARD.get(tile_widths(problem))
     if config is None:
         return (_wide(problem),)
     if problem.dropout_p or (problem.mods is not None and problem.mods.score_mod):

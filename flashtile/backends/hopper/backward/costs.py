@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from flashtile.backends.common.config import largest_divisor
 from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.hopper.backward.preprocess import dense_batch
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, has_lists, padded_columns
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, has_lists, tile_widths
 from flashtile.backends.hopper.forward.rounds import ENOUGH_ROUNDS, WORTHWHILE
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
@@ -172,6 +172,8 @@ class Costs(NamedTuple):
 
 
 COSTS: dict[tuple[int, int, int], Costs] = {
+    (32, 32, 128): Costs(2.5, 1.75, 0.6),
+    (32, 32, 64): Costs(2.0, 1.05, 0.3),
     (64, 64, 128): Costs(2.7, 2.35, 2.2),
     (64, 64, 64): Costs(2.1, 1.35, 0.5),
     (128, 128, 64): Costs(2.8, 2.05, 0.25),
@@ -290,7 +292,7 @@ def work_of_launch(problem: Problem, config: BackwardConfig) -> LaunchWork:
     """Return the work of a call with ``config``. Packed sequences are assumed to be equally long."""
     scheduled = as_scheduled(problem, config.HEAD_SPLITS)
     heads, group = key_heads(scheduled) * config.COLUMN_SPLITS, scheduled.group_size
-    block_d, block_dv = padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)
+    block_d, block_dv = tile_widths(problem)
     rows = rows_of_blocks(problem, config.BLOCK_M, config.BLOCK_N)
     tiles = group * math.ceil(average_lengths(problem)[0] / WARPGROUP_ROWS)
     tiles = math.ceil(tiles / (len(rows) * config.ROW_SPLITS))
@@ -322,7 +324,7 @@ def accum_bytes(problem: Problem, work: LaunchWork) -> int:
         return 0
     rows = math.ceil(average_lengths(problem)[0] / WARPGROUP_ROWS) * WARPGROUP_ROWS
     rows *= packed_sequences(problem)
-    return 4 * work.resident * work.group * rows * padded_columns(problem.head_dim)
+    return 4 * work.resident * work.group * rows * tile_widths(problem)[0]
 
 
 def packed_sequences(problem: Problem) -> int:

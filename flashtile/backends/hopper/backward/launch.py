@@ -458,7 +458,8 @@ def views(
     # rows if it has 128.
     columns = d // (2 * WARPGROUP_ROWS // block_m)
     # Both views are of the order of registers (``dq_accum.in_register_order``): plain, without a swizzle.
-    part, chunk = [columns // 4, 256], [d // 8, POSTPROCESS_CHUNK // (8 * d), 64]
+    # A chunk is a quarter of a tile or less (``dq_accum.convert_part``).
+    part, chunk = [columns // 4, 256], [d // 8, min(POSTPROCESS_CHUNK // (8 * d), 2), 64]
     return {
         "q_desc": view_q(q.shape, q.stride(), block_m, d, dtype),
         "k_desc": view_k(k.shape, k.stride(), block_n, d, dtype),
@@ -468,8 +469,8 @@ def views(
         "neg_delta_desc": statistics,
         "dq_add_desc": View([tiles * d // 4, 256], [256, 1], part, torch.float32, swizzled=False),
         "dq_accum_desc": View([tiles * d // 8, 8, 64], [512, 64, 1], chunk, torch.float32, swizzled=False),
-        "dk_desc": gradient_view(problem, parts, k.shape, GRADIENT_PART),
-        "dv_desc": gradient_view(problem, parts, v.shape, GRADIENT_PART),
+        "dk_desc": gradient_view(problem, parts, k.shape, min(GRADIENT_PART, d)),
+        "dv_desc": gradient_view(problem, parts, v.shape, min(GRADIENT_PART, dv)),
     }
 
 

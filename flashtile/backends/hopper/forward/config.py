@@ -149,6 +149,7 @@ _M128_N128 = F(2, 128, paired_below=4096, QUEUED=True)
 _M128_N64 = F(2, 64)
 _M128_N128_TWO_Q = F(2, 128, Q_STAGES=2)
 _M192_N128 = F(3, 128, Q_STAGES=2, PING_PONG=True)
+_M192_N128_FREE = replace(_M192_N128, PING_PONG=False)
 _M128_N128_Q128 = F(2, 128, Q_IN_REGISTERS=128, QUEUED=True)
 _M128_N128_LAZY = F(2, 128, Q_STAGES=2, LAZY_RESCALE=True)
 _M128_N128_LAZY_PING_PONG = replace(_M128_N128_LAZY, PING_PONG=True)
@@ -189,10 +190,15 @@ ANY_LENGTH = 2**31
 # Measured on H100 and H200 for S = 77 to 32760 (docs/measured). A comment has what was measured against the
 # choice before it, as a ratio of speeds (benchmarks/results/experiments/hopper_forward.json).
 _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig | None], ...]] = {
-    (32, 32, False): ((ANY_LENGTH, None),),
+    # Exponentials bound these: 16 a clock, as scores of 32 columns take half of the products' time or less.
+    # With 128 keys a warp issues 6.2 instructions a score and thread, with 64 keys 7.6.
+    (32, 32, False): (
+        (320, _M128_N64_SHARED),
+        (ANY_LENGTH, _M192_N128_FREE),  # not measured
+    ),
     (32, 32, True): (
         (4096, _M128_N64_SHARED),  # two programs share a multiprocessor: 1.157, one 1.048
-        (ANY_LENGTH, None),
+        (ANY_LENGTH, _M192_N128_FREE),  # not measured
     ),
     (64, 64, False): (
         (320, _M128_N64_SHARED),  # 64 images of 197 tokens 1.581, S 257 1.078, but S 384 0.926
@@ -256,6 +262,7 @@ _TABLE |= {
 _OTHER_ROWS: dict[ForwardConfig, tuple[ForwardConfig, ...]] = {
     _M128_N128_TWO_Q: (_M192_N128, _M64_N128),
     _M192_N128: (_M128_N128_TWO_Q, _M64_N128),
+    _M192_N128_FREE: (_M128_N128_TWO_Q, _M64_N128),
     _M128_N128: (_M64_N128,),
     _M128_N128_LAZY: (_M64_N128_LAZY,),
     _M128_N128_LAZY_PING_PONG: (_M64_N128_LAZY,),

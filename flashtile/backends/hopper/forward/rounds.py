@@ -60,7 +60,10 @@ COSTS: dict[tuple[int, int, int, int], Costs] = {
     (64, 64, 1, 128): Costs(1.0, 0.79),
     (128, 128, 1, 128): Costs(1.7, 1.09),
     (256, 256, 1, 64): Costs(2.3, 1.05),
+    (32, 32, 1, 128): Costs(1.0, 0.70),
     (32, 32, 2, 64): Costs(1.6, 0.93),
+    (32, 32, 2, 128): Costs(1.6, 0.88),
+    (32, 32, 3, 128): Costs(2.5, 1.10),
     (64, 64, 2, 64): Costs(2.0, 1.20),
     (64, 64, 2, 128): Costs(1.8, 1.08),
     (64, 64, 3, 128): Costs(3.2, 1.39),
@@ -76,7 +79,7 @@ COSTS: dict[tuple[int, int, int, int], Costs] = {
 ``LAUNCH`` were fitted to ``benchmarks/results/2026-11-27-h200-rounds.json`` and, of
 ``2026-11-23-h200-*-forward*.json``, to the calls with few work tiles. Few of them have two warpgroups and 64
 keys at head sizes 64 and 128: these costs lie between that fit and one of longer calls. Other head sizes were
-fitted to the older files."""
+fitted to the older files, except those of 32 columns and 128 keys, which are estimated."""
 
 
 class ForwardPlan(NamedTuple):

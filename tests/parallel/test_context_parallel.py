@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import flashtile
 import parallel_tasks
 from flashtile import masks, parallel
 from flashtile.parallel import blocks, gather
@@ -416,6 +417,22 @@ def test_distributed_tensors_that_are_refused(one_rank, places, error, says):
         given.append(tensor if dim is None else DTensor.from_local(tensor, mesh, [Shard(dim)]))
     with pytest.raises(error, match=says):
         parallel.context_parallel_attention(*given, layout=places.get("layout", "contiguous"))
+
+
+@pytest.mark.parametrize("names", [("entropy",), ("max_logits",), ("max_logits", "entropy")])
+def test_statistics_of_dtensors_have_gradients(one_rank, names):
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh, found = dist.init_device_mesh("cpu", (1,)), []
+    q = torch.randn(2, 6, 4, 16)
+    for as_given in (lambda x: x, lambda x: DTensor.from_local(x, mesh, [Shard(2)])):
+        leaf = q.clone().requires_grad_()
+        given = as_given(leaf)
+        results = flashtile.attention(given, given, given, **{f"return_{name}": True for name in names})
+        loss = sum(result.sin().sum() for result in results if result.requires_grad)
+        (loss.full_tensor() if isinstance(loss, DTensor) else loss).backward()
+        found.append(leaf.grad)
+    assert torch.equal(*found)
 
 
 @pytest.mark.exhaustive

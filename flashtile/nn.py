@@ -121,19 +121,16 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         dropout_p = self.dropout if self.training else 0.0
         rng_state = draw_state(q) if dropout_p > 0 else None
         options: dict[str, Any] = {"sink": sink, "dropout_p": dropout_p, "rng_state": rng_state}
-        statistics: dict[str, Any] = {
-            "return_max_logits": return_max_logits, "return_entropy": return_entropy,
-        }  # fmt: skip
+        has_statistics = return_max_logits is not False or return_entropy is not False
         found: list[Tensor] = []
         try:
-            if return_max_logits is not False or return_entropy is not False:
-                out, lse, *found = attention(
-                    q, k, v, **masking.keywords, return_lse=True, **statistics, **options
-                )
-            elif masking.is_pattern and not (need_weights and dropout_p > 0):
+            if masking.is_pattern and not (need_weights and dropout_p > 0) and not has_statistics:
                 out, lse = attend(q, k, v, masking.pattern, **options)
             else:  # the dropout mask depends on positions, which packing would change
-                out, lse = attention(q, k, v, **masking.keywords, return_lse=True, **options)
+                out, lse, *found = attention(
+                    q, k, v, **masking.keywords, return_lse=True, return_max_logits=return_max_logits,
+                    return_entropy=return_entropy, **options,
+                )  # fmt: skip
         except ERRORS as error:
             raise renamed(error, _OF_MODULE) from None
         out = self.out_proj(out.flatten(-2))

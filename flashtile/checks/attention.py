@@ -151,19 +151,14 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) ->
     check_call(q, k, v, extras, options)
 
 
-def check_tangents(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_tangent: Tensor | None,
-    k_tangent: Tensor | None,
-    v_tangent: Tensor | None,
-    extras: Any,
-    options: Any,
-) -> None:
-    """Raise for a call in forward mode that no backend could compute."""
+def check_tangents(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> None:
+    """Raise for a call in forward mode that no backend could compute.
+
+    ``others`` are the tangents of q, k and v, or None for each that has none, the extras and the options.
+    """
+    *tangents, extras, options = others
     check_forward(q, k, v, extras, options)
-    for name, tensor, tangent in (("q", q, q_tangent), ("k", k, k_tangent), ("v", v, v_tangent)):
+    for name, tensor, tangent in zip("qkv", (q, k, v), tangents, strict=True):
         if tangent is not None:
             check_equal("shape", f"{name}_tangent", tangent.shape, name, tensor.shape)
             check_same_dtype(f"{name}_tangent", tangent, name, tensor)

@@ -77,7 +77,8 @@ class LLM:
         batch_invariant: give every log-probability the same bits for any other requests and their order,
             chunks of prompts, cached prefixes, preemption, guesses, and with CUDA graphs or without. All sums
             then have one order, which costs speed. Not with ``cascade_attention``, several processes or
-            ``tree_width`` above 1, and on a GPU not in float32.
+            ``tree_width`` above 1, and on a GPU neither in float32 nor with a vocabulary whose size is no
+            multiple of 8.
         swap_space: GiB of host memory that preempted sequences are swapped to. 0: preempted sequences are
             recomputed.
         async_scheduling: launch a step before the results of the previous one are read. None: on a GPU only.

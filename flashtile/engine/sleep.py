@@ -7,20 +7,9 @@ passed on anew. Addresses may change, so CUDA graphs are captured again. Compile
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-
-class _Place(NamedTuple):
-    """Where a tensor lies in its memory, which is known by the address that it had."""
-
-    tensor: Tensor
-    address: int
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
 
 
 class Freed:
@@ -33,15 +22,19 @@ class Freed:
 
     def __init__(self, tensors: Iterable[Tensor], keep: bool):
         different = {id(tensor): tensor for tensor in tensors if tensor.numel()}.values()
+        # Memory is known by the address that it had.
         self._places = [
-            _Place(one, one.untyped_storage().data_ptr(), int(one.storage_offset()), one.shape, one.stride())
+            (one, one.untyped_storage().data_ptr(), int(one.storage_offset()), one.shape, one.stride())
             for one in different
         ]
-        memory = {place.address: place.tensor.untyped_storage() for place in self._places}
+        memory = {address: tensor.untyped_storage() for tensor, address, *_ in self._places}
         self._sizes = {address: (one.nbytes(), one.device) for address, one in memory.items()}
-        self._kept = {address: _bytes_of(one).to("cpu", copy=True) for address, one in memory.items() if keep}
-        for place in self._places:
-            place.tensor.set_()  # type: ignore[call-overload]
+        self._kept: dict[int, Tensor] = {}
+        for address, one in memory.items() if keep else ():
+            content = torch.empty(0, dtype=torch.uint8, device=one.device).set_(one)
+            self._kept[address] = content.to("cpu", copy=True)
+        for tensor, *_ in self._places:
+            tensor.set_()  # type: ignore[call-overload]
 
     def restore(self) -> None:
         """Allocate the memory again. It is zero if it was not kept."""
@@ -53,7 +46,3 @@ class Freed:
             memory[address] = content.untyped_storage()
         for tensor, address, *place in self._places:
             tensor.set_(memory[address], *place)
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -26,7 +26,8 @@ def split(
     """
     if not names:
         return lse, ()
-    own, *more = lse.unbind(-1)
+    # Not by unbind, whose gradient of a DTensor is an error unless all of them have a gradient.
+    own, *more = (lse.select(-1, i) for i in range(1 + len(names)))
     found = (
         _over_rows(rows.detach(), cu_seqlens_q) if name == "max_logits" else rows
         for name, rows in zip(names, more, strict=True)

@@ -64,14 +64,14 @@ class Needs:
     def __init__(self, pieces_q: OfRanks, pieces_k: OfRanks, mask: Mask) -> None:
         self._q, self._k, self._mask = pieces_q, pieces_k, mask
         self._lengths_k = [tokens_of(pieces) for pieces in pieces_k]
-        keys: tuple[Piece, ...] = tuple(piece for pieces in pieces_k for piece in pieces)
-        self._in_order = all(piece.step == 1 for piece in keys)
-        self._keys = joined(sorted(keys)) if self._in_order else keys
+        self._in_order = all(piece.step == 1 for pieces in pieces_k for piece in pieces)
+        self._keys = self._ordered(pieces_k)
+        self._rows: dict[int, Ranges] = {}
         self._parts: dict[tuple[int, int], list[_Part]] = {}
 
     def own(self, rank: int) -> Pair:
         """The attention calls of a rank's queries that see only keys of this rank, over these keys."""
-        rows = other_rows(self._rows_of_others[rank], tokens_of(self._q[rank]))
+        rows = other_rows(self._rows_of_others(rank), tokens_of(self._q[rank]))
         return pair_of(self._q[rank], self._k[rank], self._mask, rows)
 
     def gathered(self, rank: int) -> Pair:
@@ -79,7 +79,7 @@ class Needs:
 
         The keys are in the order of the sequence. In the layout "striped" they are ordered by rank instead.
         """
-        return pair_of(self._q[rank], self._keys, self._mask, self._rows_of_others[rank])
+        return pair_of(self._q[rank], self._keys, self._mask, self._rows_of_others(rank))
 
     @cached_property
     def few(self) -> bool:
@@ -105,14 +105,20 @@ class Needs:
             own += piece.length
         return found
 
-    @cached_property
-    def _rows_of_others(self) -> list[Ranges]:
-        """For each rank, its queries that see keys of other ranks."""
-        found = []
-        for rank, queries in enumerate(self._q):
-            pairs = (pair_of(queries, k, self._mask) for other, k in enumerate(self._k) if other != rank)
-            found.append(union([(of.q_start, of.q_stop) for pair in pairs for of in pair.blocks]))
-        return found
+    def _rows_of_others(self, rank: int) -> Ranges:
+        """The queries of a rank that see keys of other ranks."""
+        if rank not in self._rows:
+            # One pair with the keys of all others, which are few pieces: a pair with each would take hundreds
+            # of milliseconds for 64 ranks, in every step on packed documents.
+            others = self._ordered(self._k[:rank] + self._k[rank + 1 :])
+            blocks = pair_of(self._q[rank], others, self._mask).blocks
+            self._rows[rank] = union([(block.q_start, block.q_stop) for block in blocks])
+        return self._rows[rank]
+
+    def _ordered(self, ranks: OfRanks) -> tuple[Piece, ...]:
+        """Return the keys of some ranks, in the order of the sequence, in "striped" by rank."""
+        keys = tuple(piece for pieces in ranks for piece in pieces)
+        return joined(sorted(keys)) if self._in_order else keys
 
 
 OfRanks = tuple[tuple[Piece, ...], ...]

@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import flashtile
 import parallel_tasks
 from flashtile import masks, parallel
+from flashtile.parallel import blocks, gather
 from flashtile.parallel import ranks as ranks_module
 from flashtile.parallel.attend import Total
+from flashtile.parallel.layout import LAYOUTS, pieces_of
 from flashtile.parallel.ranks import Message, Ranks
 from ranks_pool import pool
 from walk import walk
@@ -151,6 +154,20 @@ def test_only_keys_that_some_query_sees_travel_once_and_in_one_direction(ranks, 
     for which in ("forward", "backward"):
         sent = [sum(of_rank[which][0].values()) for of_rank in found]
         assert sum(sent) == (2 * count - 2) * window * of_token
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_keys_to_gather_are_found_by_few_pairs_of_each_rank(layout, monkeypatch):
+    """Packed documents have other pairs in every step, and a pair takes the host up to milliseconds."""
+    calls, size = [], 16
+    monkeypatch.setattr(gather, "pair_of", lambda *given: calls.append(given) or blocks.pair_of(*given))
+    starts = tuple(range(0, 16 * 64 + 1, 32))
+    pieces = tuple(pieces_of(layout, starts[-1], size, rank) for rank in range(size))
+    for left in (20, -1):
+        needs = gather.Needs(pieces, pieces, blocks.Mask(left, 0, starts, starts))
+        assert needs.few in (True, False)
+        assert len(needs.parts(0, 1)) + len(needs.own(1).calls) > 0
+    assert len(calls) <= 2 * 3 * size
 
 
 def test_only_blocks_of_keys_that_a_mask_shows_travel(ranks):
@@ -400,6 +417,22 @@ def test_distributed_tensors_that_are_refused(one_rank, places, error, says):
         given.append(tensor if dim is None else DTensor.from_local(tensor, mesh, [Shard(dim)]))
     with pytest.raises(error, match=says):
         parallel.context_parallel_attention(*given, layout=places.get("layout", "contiguous"))
+
+
+@pytest.mark.parametrize("names", [("entropy",), ("max_logits",), ("max_logits", "entropy")])
+def test_statistics_of_dtensors_have_gradients(one_rank, names):
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh, found = dist.init_device_mesh("cpu", (1,)), []
+    q = torch.randn(2, 6, 4, 16)
+    for as_given in (lambda x: x, lambda x: DTensor.from_local(x, mesh, [Shard(2)])):
+        leaf = q.clone().requires_grad_()
+        given = as_given(leaf)
+        results = flashtile.attention(given, given, given, **{f"return_{name}": True for name in names})
+        loss = sum(result.sin().sum() for result in results if result.requires_grad)
+        (loss.full_tensor() if isinstance(loss, DTensor) else loss).backward()
+        found.append(leaf.grad)
+    assert torch.equal(*found)
 
 
 @pytest.mark.exhaustive

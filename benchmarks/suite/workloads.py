@@ -21,7 +21,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64", FP8)
 PAPER_TOKENS = 16384
 PAPER_HIDDEN = 2048
 SMALL_HIDDEN = 1024
-"""Columns of all heads in the workloads of small heads: half as many as the papers', whose heads are fewer."""
+"""Columns of all heads in the workloads of small heads: half of the papers', whose heads are fewer."""
 PAPER_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 PAPER_HEAD_DIMS = (64, 128, 256)
 MASKS = (("", False), ("-causal", True))

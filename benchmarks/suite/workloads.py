@@ -20,6 +20,8 @@ DTYPES = ("float16", "bfloat16", "float32", "float64", FP8)
 
 PAPER_TOKENS = 16384
 PAPER_HIDDEN = 2048
+SMALL_HIDDEN = 1024
+"""Columns of all heads in the workloads of small heads: half of the papers', whose heads are fewer."""
 PAPER_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 PAPER_HEAD_DIMS = (64, 128, 256)
 MASKS = (("", False), ("-causal", True))
@@ -290,6 +292,15 @@ FIXED: tuple[Workload, ...] = (
             f"wide-d{d}{suffix}", (1024, 4096), PAPER_TOKENS, "wide", (4, 4, d), head_dim_v=d_v, causal=causal
         )
         for d, d_v in ((320, 320), (512, 512), (576, 512))
+        for suffix, causal in MASKS
+    ),
+    # Heads of tabular models (16) and of small vision models (32)
+    *chain.from_iterable(
+        _dense(
+            f"small-d{d}{suffix}", (1024, 2048, 4096, 8192), PAPER_TOKENS, "small-heads",
+            (SMALL_HIDDEN // d, SMALL_HIDDEN // d, d), causal=causal,
+        )
+        for d in (16, 32)
         for suffix, causal in MASKS
     ),
     # Attention weights: all, summed over queries, the largest of each query

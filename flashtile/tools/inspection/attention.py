@@ -486,7 +486,7 @@ _GROUPED_FEATURES = replace(GROUPED, **FEATURES, deterministic=True)
 _MASKS = {"full": PLAIN, "causal": _CAUSAL, "features": _GROUPED_FEATURES}
 _KNOWN = replace(_GROUPED_FEATURES, varlen=False, seqused_k=False, deterministic=False)
 """Every feature of the calls that may have another configuration than that of the tables."""
-_TABLE = ((64, 64), (128, 128), (64, 128), (128, 64))
+_TABLE = ((32, 32), (64, 64), (128, 128), (64, 128), (128, 64))
 _WIDE = ((256, 256), (256, 128), (64, 256), (512, 512))
 _SHARED = Splits(heads=4, rows=2)
 """Eight programs share a block of keys: each has one of four query heads and half of the rows."""
@@ -503,8 +503,8 @@ def hopper_backward_cases() -> Iterator[CompileCase]:
         if mask == "features" or sizes[0] == sizes[1]:
             yield from _products(mask, replace(problem, head_dim=sizes[0], head_dim_v=sizes[1]))
     yield from _products("causal", replace(_CAUSAL, head_dim=128, head_dim_v=128, partial=True))
-    for mask, problem in (_MASKS | {"features": _KNOWN}).items():
-        problem = replace(problem, head_dim=64, head_dim_v=64)
+    for size, (mask, problem) in itertools.product((32, 64), (_MASKS | {"features": _KNOWN}).items()):
+        problem = replace(problem, head_dim=size, head_dim_v=size)
         for config in backward_alternatives(problem)[1:]:
             yield from _products(mask, problem, config=config)
             grouped = replace(problem, num_heads_kv=GROUPED.num_heads_kv)  # _SHARED divides four heads
@@ -514,7 +514,7 @@ def hopper_backward_cases() -> Iterator[CompileCase]:
         short = replace(problem, varlen=True, batch=64, seqlen_q=128, seqlen_k=128)
         short = replace(short, head_dim=64, head_dim_v=64)
         yield from _products(mask, short, config=backward_alternatives(short)[1])
-    for size in (64, 128, 256, 512):
+    for size in (32, 64, 128, 256, 512):
         shared = replace(GROUPED, window_right=0, head_dim=size, head_dim_v=size)
         yield from _products("causal", shared, _SHARED)
     # Where work tiles are few, dQ is computed in single blocks of rows, not in pairs.

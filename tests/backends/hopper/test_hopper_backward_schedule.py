@@ -520,6 +520,23 @@ def test_every_head_size_has_a_configuration_that_fits() -> None:
         assert ROW_PAD % config.BLOCK_M == 0
 
 
+@walk(
+    ("sizes", "change", "columns"),
+    [
+        ((8, 8), {}, (32, 32)),
+        ((16, 32), {"window_right": 0, "softcap": 3.0}, (32, 32)),
+        ((32, 32), {"bias": True}, (64, 64)),
+        ((16, 16), {"dropout_p": 0.1}, (64, 64)),
+        ((32, 40), {}, (64, 64)),
+        ((24, 128), {}, (64, 128)),
+    ],
+)
+def test_columns_of_tiles(sizes: tuple[int, int], change: dict, columns: tuple[int, int]) -> None:
+    problem = replace(PROBLEM, head_dim=sizes[0], head_dim_v=sizes[1], **change)
+    variant = backward_variant(problem, choose(problem))
+    assert columns == (variant.BLOCK_D, variant.BLOCK_DV)
+
+
 @pytest.mark.compile
 @pytest.mark.thorough
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled")

@@ -79,6 +79,8 @@ def by_name(all_cases: Iterator[Case], thorough: Container[str] = ()) -> Any:
 FORWARD: Variants = {
     "three-warpgroups": {"seqlen_q": 250, "heads_q": 3, "heads_kv": 3},
     "packed-heads": {"seqlen_q": 20, "heads_q": 4, "head_dim": 96, "head_dim_v": 64},
+    "d16": {"seqlen_q": 250, "head_dim": 16, "seqlen_k": 400},
+    "d24-varlen": {"lengths": LENGTHS, "causal": True, "head_dim": 24, "head_dim_v": 8, "unused_tail": 300},
     "causal": {"causal": True, "seqlen_q": 300, "head_dim": 128, "sink": "own"},
     "varlen": {
         "lengths": LENGTHS, "causal": True, "softcap": 3.0, "head_dim": 128, "dtype": FP16,
@@ -100,6 +102,10 @@ FORWARD: Variants = {
     "packed-window": {"heads_q": 8, "heads_kv": 1, "window_size": (60, 0), "seqlen_q": 200, "sink": "own"},
 }  # fmt: skip
 BACKWARD: Variants = {
+    "d8-more-heads-than-dq-accum-has": {"batch": 8, "seqlen_q": 70, "seqlen_k": 130, "head_dim": 8},
+    "d16": {"causal": True, "seqlen_q": 300, "head_dim": 16, "softcap": 3.0},
+    "d24-varlen": {"lengths": (*LENGTHS, (30, 0)), "head_dim": 24, "unused_tail": 300, "alibi": "batch"},
+    "d32": {"seqlen_q": 300, "head_dim": 32, "heads_kv": 2, "unused_keys": 9},
     "more-heads-than-dq-accum-has": {"batch": 8, "seqlen_q": 70, "seqlen_k": 130},
     "causal": {"causal": True, "head_dim": 128, "softcap": 3.0},
     "varlen": {
@@ -119,6 +125,7 @@ BACKWARD: Variants = {
     "widest-v": {"head_dim": 64, "head_dim_v": 512, "seqlen_q": 70, "seqlen_k": 130, "dtype": FP16},
 }  # fmt: skip
 HEAD_SIZES: Variants = {
+    "d32": {"head_dim": 32},
     "d64": {},
     "d128": {"head_dim": 128},
     "d256": {"head_dim": 256, "seqlen_q": 130},

@@ -23,7 +23,7 @@ POSTPROCESS_WARPS = 2
 fill a warpgroup. As two partitions of one warp each, a call at head_dim 128 and a length of 512 took 497
 instead of 466 us."""
 POSTPROCESS_CHUNK = 1024
-"""Floats of ``dq_accum`` that the postprocess warps convert at a time."""
+"""Floats of ``dq_accum`` that the postprocess warps convert at a time; at most a quarter of a tile."""
 POSTPROCESS_STAGES = 3
 """Number of chunks of ``dq_accum`` in shared memory, which are loaded ahead: as many as fit at head_dim 64
 and 128, where less than one chunk of shared memory is left."""

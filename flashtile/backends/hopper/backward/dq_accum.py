@@ -25,7 +25,7 @@ What the names of pieces mean, from large to small:
 
     part    the tiles of a key head that are converted at a time; a head has as many as work tiles
     tile    64 query rows of a head, all columns, in the order of wgmma's registers (``in_register_order``)
-    chunk   POSTPROCESS_CHUNK floats of a tile, which one TMA load brings: one or two groups of 8 rows
+    chunk   up to POSTPROCESS_CHUNK floats of a tile, which one TMA load brings: one or two groups of 8 rows
     block   8 rows by 8 columns, 64 contiguous floats
     vector  8 columns of a row: 32 contiguous bytes here, 16 in a 16-bit dQ
 

@@ -509,9 +509,17 @@ def hopper_backward_cases() -> Iterator[CompileCase]:
             yield from _products(mask, problem, config=config)
             grouped = replace(problem, num_heads_kv=GROUPED.num_heads_kv)  # _SHARED divides four heads
             yield from _products(mask, grouped, _SHARED, config)
+    # With one block of keys, dQ is stored without dq_accum.
+    for sizes, (mask, problem) in itertools.product(_TABLE, (_MASKS | {"features": _KNOWN}).items()):
+        if mask == "features" or sizes[0] == sizes[1]:
+            short = replace(problem, seqlen_q=128, seqlen_k=128, head_dim=sizes[0], head_dim_v=sizes[1])
+            if mask == "features":
+                short = replace(short, varlen=True, window_left=63, window_right=63)
+            for config in backward_alternatives(short):
+                yield from _products(f"{mask} one block", short, config=config)
     # Short packed sequences have the other configurations as well.
     for mask, problem in {"packed causal": _CAUSAL, "packed features": _KNOWN}.items():
-        short = replace(problem, varlen=True, batch=64, seqlen_q=128, seqlen_k=128)
+        short = replace(problem, varlen=True, batch=64, seqlen_q=256, seqlen_k=256)
         short = replace(short, head_dim=64, head_dim_v=64)
         yield from _products(mask, short, config=backward_alternatives(short)[1])
     for size in (64, 128, 256, 512):

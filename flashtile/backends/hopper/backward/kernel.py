@@ -214,8 +214,8 @@ def backward_kernel(
     bias = 0
     if C.HAS_BIAS:
         bias = bias_tiles.over_ds(C, bias_desc, ds)
-    # A tile for each consumer: its half of dQ, and 64 columns of dK or dV, which leave in such parts. dQ is in
-    # fp32, unless it is complete.
+    # A tile for each consumer: its half of dQ, in fp32 unless it is complete, and 64 columns of dK or dV,
+    # which leave in such parts.
     dq_parts = gl.allocate_shared_memory(
         dq_add_desc.dtype, [2] + dq_add_desc.block_type.shape, dq_add_desc.layout
     )

@@ -71,9 +71,7 @@ def of_workload(workload: Workload) -> Problem:
 
 def work_of(problem: Problem, config: ForwardConfig) -> LaunchWork:
     block_d, block_dv = tile_columns(problem)
-    costs, alone = (
-        COSTS.get((block_d, block_dv, count, config.BLOCK_N)) for count in (config.warpgroups, 1)
-    )
+    costs, alone = (COSTS.get((block_d, block_dv, count, config.BLOCK_N)) for count in (config.warpgroups, 1))
     assert costs is not None
     return work_of_launch(problem, plan_of(problem, config), costs, alone)
 
@@ -99,12 +97,11 @@ def busiest(problem: Problem, config: ForwardConfig) -> float:
     k = SimpleNamespace(dim=lambda: 4, stride=lambda *_: 0, shape=(1,))
     launch = schedule_of(problem, plan, None, k)  # type: ignore[arg-type]
     programs = min(variant.PROGRAMS * H200.multiprocessors, launch.num_tiles)
-    of_tiles = variant.BLOCK_D, variant.BLOCK_DV
-    costs = COSTS[*of_tiles, config.warpgroups, config.BLOCK_N]
+    costs = COSTS[variant.BLOCK_D, variant.BLOCK_DV, config.warpgroups, config.BLOCK_N]
 
     def cost(tile_index: int) -> float:
         if tile_index >= plan.whole_tiles:
-            alone = COSTS.get((*of_tiles, 1, config.BLOCK_N), costs)
+            alone = COSTS.get((variant.BLOCK_D, variant.BLOCK_DV, 1, config.BLOCK_N), costs)
             return costs.tile + alone.block * math.ceil(problem.seqlen_k / config.BLOCK_N)
         per_head = functions["tiles_of_head"](launch.num_blocks, variant.PAIRED)
         *_, place = functions["dense_tile"](tile_index, per_head, launch.num_heads, launch.swizzle)

@@ -148,7 +148,7 @@ def plan_of(problem: Problem, config: ForwardConfig, kernel: str = "forward") ->
 def divided_blocks(problem: Problem, config: ForwardConfig, blocks: int) -> int:
     """Return how many blocks of query rows are left for the last round, if it has room for their consumers.
 
-    The rows of a block then have programs of their own: one consumer takes three quarters of the time that two
+    The consumers of a block then have programs of their own: one takes three quarters of the time that two
     take together. Without a mask only, where all blocks cost the same.
     """
     programs = config.PROGRAMS * multiprocessors(problem.device)
@@ -195,7 +195,7 @@ def fastest(
     best, least = first, WORTHWHILE * microseconds(work_of_launch(problem, plan, costs))
     for config in others:
         other, costs = plan_of(problem, config, kernel), costs_of(config)
-        if costs is None or other.pack != plan.pack or config.DIVIDED > (other.divided > 0):
+        if costs is None or other.pack != plan.pack or (other.divided > 0) < config.DIVIDED:
             continue
         time = microseconds(work_of_launch(problem, other, costs, costs_of(replace(config, warpgroups=1))))
         if time < least and (any_order or other.paired or not plan.paired):

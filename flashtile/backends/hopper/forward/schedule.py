@@ -310,8 +310,8 @@ def own_range(C: gl.constexpr, W: gl.constexpr, work, block, schedule):
     last = min(first + WARPGROUP_ROWS // C.PACK, work.seqlen_q) - 1
     own = own_blocks(C, first, last, n_begin, n_end, work.seqlen_q, work.seqlen_k, schedule.mask)
     if C.DIVIDED:
-        # Another program has the rows of the other consumers. Here they lie past the end, and see one block: a
-        # path without any block made the loop slower.
+        # Another program has the rows of the other consumers. Here they lie past the end, and see one block,
+        # because the loop needs one.
         others = (work.consumer >= 0) & (work.consumer != W)
         first = first + work.seqlen_q if others else first
         begin = n_end - 1 if others else own.begin

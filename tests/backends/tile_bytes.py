@@ -38,6 +38,8 @@ def of_backward(config: BackwardConfig, block_d: int, block_dv: int) -> int:
     gradients = config.BLOCK_N * min(GRADIENT_PART, block_d)
     statistics = 2 * config.STAGES * config.BLOCK_M
     dq = config.BLOCK_M * block_d
+    if config.ONE_BLOCK:
+        return 2 * (tiles + ds + gradients + dq) + 4 * statistics
     chunks = min(POSTPROCESS_CHUNK, 2 * 8 * block_d) * (POSTPROCESS_STAGES + 1)
     return 2 * (tiles + ds + gradients) + 4 * (statistics + dq + chunks)
 

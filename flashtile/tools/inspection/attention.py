@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flashtile.backends.common import tiles
 from flashtile.backends.common.config import padded
-from flashtile.backends.common.device import compiling_for
+from flashtile.backends.common.device import Target, compiling_for
 from flashtile.backends.common.launch import Launched
 from flashtile.backends.common.preprocess import preprocess_kernel
 from flashtile.backends.hopper import CAPABILITY
@@ -373,6 +373,7 @@ def bias_of(problem: Problem) -> Tensor | None:
 
 
 _GROUPED_CAUSAL = replace(GROUPED, window_right=0)
+_H100 = Target("H100", (9, 0), 132)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 """Sequence lengths that together select every entry of the table of configurations."""
 
@@ -391,11 +392,14 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
         measured = (block_d, block_dv, config.warpgroups, config.BLOCK_N) in COSTS
         configs = alternatives(config) if measured else (config,)
         for length, other in product(LENGTHS, configs):
-            plain = replace(same, seqlen_q=length, seqlen_k=length)
-            variant = forward_variant(plain, plan_of(plain, other))
+            plain = call = replace(same, seqlen_q=length, seqlen_k=length)
+            if other.DIVIDED and (block_d, block_dv, 1, other.BLOCK_N) in COSTS:  # one of 133 blocks is left
+                heads = {"num_heads_q": 133, "num_heads_kv": 133}
+                call = replace(plain, batch=1, seqlen_q=other.BLOCK_M, device=_H100, **heads)
+            variant = forward_variant(call, plan_of(call, other))
             if of_tables(plain) == config and variant not in seen:
                 seen.add(variant)
-                yield _forward_case(plain, other)
+                yield _forward_case(call, other)
         if windowed:
             everything = replace(plain, **FEATURES, sink=True)
             yield _forward_case(everything, config)
@@ -472,6 +476,7 @@ def _forward_name(problem: Problem, variant: ForwardVariant) -> str:
             "o in parts": variant.O_IN_PARTS,
             "lazy": variant.LAZY_RESCALE,
             "packed": variant.PACK > 1,
+            "divided": variant.DIVIDED,
             "pairs": variant.PAIRED,
             "queue": variant.QUEUED,
             "statistics": variant.ENTROPY,
@@ -509,9 +514,17 @@ def hopper_backward_cases() -> Iterator[CompileCase]:
             yield from _products(mask, problem, config=config)
             grouped = replace(problem, num_heads_kv=GROUPED.num_heads_kv)  # _SHARED divides four heads
             yield from _products(mask, grouped, _SHARED, config)
+    # With one block of keys, dQ is stored without dq_accum.
+    for sizes, (mask, problem) in itertools.product(_TABLE, (_MASKS | {"features": _KNOWN}).items()):
+        if mask == "features" or sizes[0] == sizes[1]:
+            short = replace(problem, seqlen_q=128, seqlen_k=128, head_dim=sizes[0], head_dim_v=sizes[1])
+            if mask == "features":
+                short = replace(short, varlen=True, window_left=63, window_right=63)
+            for config in backward_alternatives(short):
+                yield from _products(f"{mask} one block", short, config=config)
     # Short packed sequences have the other configurations as well.
     for mask, problem in {"packed causal": _CAUSAL, "packed features": _KNOWN}.items():
-        short = replace(problem, varlen=True, batch=64, seqlen_q=128, seqlen_k=128)
+        short = replace(problem, varlen=True, batch=64, seqlen_q=256, seqlen_k=256)
         short = replace(short, head_dim=64, head_dim_v=64)
         yield from _products(mask, short, config=backward_alternatives(short)[1])
     for size in (32, 64, 128, 256, 512):

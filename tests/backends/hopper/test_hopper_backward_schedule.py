@@ -97,7 +97,8 @@ every_length = walk(("seqlen_q", "seqlen_k"), LENGTHS)
 def variant(block_m: int, block_n: int, window: tuple[int, int] = (-1, -1), **more: Any) -> SimpleNamespace:
     left, right = window
     fields = {"VARLEN": False, "SEQUSED": False, "DETERMINISTIC": False, "GROUPED": False, "SHARED": False}
-    fields |= {"COLUMN_SPLITS": 1, "SEQUENCES_FIRST": False, "LISTED": False} | more
+    fields |= {"COLUMN_SPLITS": 1, "SEQUENCES_FIRST": False, "LISTED": False, "ONE_BLOCK": False}
+    fields |= more
     return SimpleNamespace(
         BLOCK_M=block_m, BLOCK_N=block_n, HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, HAS_CUTS=False, **fields
     )
@@ -548,7 +549,7 @@ def test_memory_is_what_the_compiler_says(sizes: tuple[int, int]) -> None:
         of_dkv, of_dq = tile_bytes.of_wide_backward(config, *sizes)
         tiles = (of_dkv, of_dq, of_dkv) if sizes[0] != sizes[1] else (*(of_dkv, of_dq) * 3, of_dkv)
     else:
-        tiles = (tile_bytes.of_backward(config, *sizes),)
+        tiles = tuple(tile_bytes.of_backward(replace(config, ONE_BLOCK=one), *sizes) for one in (False, True))
     name = f"head_dim {sizes[0]}/{sizes[1]} "
     compiled = [report(case, "sm_90a").shared for case in hopper_backward_cases() if name in case.name]
     for ours, theirs in zip(tiles, compiled, strict=True):

@@ -28,6 +28,7 @@ from flashtile.backends.hopper import decode as hopper_decode
 from flashtile.backends.hopper.backward import config as backward_config
 from flashtile.backends.hopper.backward import dq_accum
 from flashtile.backends.hopper.backward import launch as backward_launch
+from flashtile.backends.hopper.backward import schedule as backward_schedule
 from flashtile.backends.hopper.backward.costs import Splits
 from flashtile.backends.hopper.decode import launch as decode_launch
 from flashtile.backends.hopper.forward import config as forward_config
@@ -343,6 +344,55 @@ def test_other_configurations(name: str) -> None:
         check(replace(SMALL, name=name, **fields))
 
 
+ONE_BLOCK: dict[str, tuple[Splits, dict[str, Any]]] = {
+    "shared": (Splits(1, 4), {"seqlen_q": 300, "seqlen_k": 128, "batch": 2}),
+    "group": (Splits(2, 2), {"seqlen_k": 48, "head_dim": 128, "softcap": 3.0}),
+    "causal": (Splits(), {"seqlen_q": 128, "seqlen_k": 40, "causal": True}),
+    "padded": (Splits(), {"seqlen_k": 60, "head_dim": 24, "head_dim_v": 72, "sink": "own"}),
+    "varlen": (Splits(), {"lengths": ((300, 120), (1, 3), (0, 5), (30, 0), (64, 64)), "slack": 7}),
+    "varlen-causal": (
+        Splits(2, 2),
+        {
+            "lengths": ((100, 120), (3, 3), (30, 0), (110, 20)), "causal": True, "head_dim": 128,
+            "unused_tail": 30,
+        },
+    ),
+}  # fmt: skip
+
+
+def gradients_with(splits: Splits, case: Case, edited: Edited | None = None, **more: Any) -> Any:
+    inputs = case.inputs("cpu")
+    leaves = [tensor.requires_grad_() for tensor in inputs.qkv]
+    with choosing(splits, **more), interpreted(0, edited):
+        out = flashtile.attention(*leaves, backend="hopper", **inputs.arguments)
+        return torch.autograd.grad(out, leaves, inputs.dout)
+
+
+@pytest.mark.parametrize("name", ONE_BLOCK)
+def test_one_block_of_keys(name: str) -> None:
+    """dQ is stored without dq_accum, deterministic or not: the same bits, of rows without keys as well."""
+    splits, fields = ONE_BLOCK[name]
+    case = replace(SMALL, name=name, heads_q=4, **fields)
+    for block_m in (64, 128) if max(case.head_dim, case.head_dim_v or 0) <= 64 else (64,):
+        found = [
+            gradients_with(splits, case, BLOCK_M=block_m, ONE_BLOCK=one_block) for one_block in (True, False)
+        ]
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    check(case)
+    launch = mock.patch.object(backward_launch, "backward_variant", wraps=backward_launch.backward_variant)
+    with launch as made:
+        check(case, deterministic=True)
+    assert backward_config.has_one_block(made.call_args.args[0])
+
+
+def test_rows_without_keys_have_no_other_block() -> None:
+    splits, fields = ONE_BLOCK["causal"]
+    case = replace(SMALL, name="unvisited", heads_q=4, **fields)
+    visited = Edited(backward_schedule.row_blocks, "if C.ONE_BLOCK:", "if False:")
+    unwritten = [gradients_with(splits, case, edited, BLOCK_M=64)[0] for edited in (None, visited)]
+    assert not torch.equal(*unwritten)
+
+
 NEAR = window(99, 0)
 SLOPED = alibi(torch.tensor([0.5, 0.25, 0.1, 0.05]))
 BLOCKS = create_block_mask(NEAR, None, None, 300, 300, "cpu")
@@ -532,6 +582,34 @@ def test_alternatives_compute_the_same_bits(head_dim: int, keys: int, causal: bo
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
     with mock.patch.object(forward_config, "choose", return_value=config), interpreted():
         testing.check(q, k, v, causal=causal, backend="hopper", gradients=False)
+
+
+DIVIDED: dict[str, dict[str, Any]] = {
+    "three-warpgroups": {"seqlen_q": 150, "seqlen_k": 4000, "heads_q": 5},
+    "d128": {"seqlen_q": 150, "heads_q": 5, "head_dim": 128, "sink": "own"},
+    "packed-heads": {"seqlen_q": 20, "heads_q": 4, "batch": 5, "head_dim": 128, "softcap": 3.0},
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_a_divided_last_round(name: str) -> None:
+    """Programs compute the rows of one consumer, and the same bits."""
+    case = replace(SMALL, name=name, **DIVIDED[name])
+    inputs = case.inputs("cpu")
+    found, plans = [], []
+    spy = mock.patch.object(forward_launch, "forward_variant", wraps=forward_launch.forward_variant)
+    with mock.patch.object(device, "INTERPRETER_MULTIPROCESSORS", 4), spy as made:
+        for divided in (False, True):
+            tables = lambda problem: replace(of_tables(problem), DIVIDED=divided)  # noqa: B023, E731
+            with mock.patch.object(forward_config, "choose", tables), interpreted():
+                found.append(
+                    flashtile.attention(*inputs.qkv, backend="hopper", return_lse=True, **inputs.arguments)
+                )
+            plans.append(made.call_args.args[1])
+            with mock.patch.object(forward_config, "choose", tables):
+                check(case, gradients=False)
+    assert [plan.divided > 0 for plan in plans] == [False, True]
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 DETERMINISTIC: Variants = {

@@ -16,6 +16,7 @@ from flashtile.backends.hopper.config import (
 from flashtile.backends.hopper.forward import rounds as forward_rounds
 from flashtile.backends.hopper.forward.config import ForwardConfig
 from flashtile.problems.attention import Problem
+from flashtile.problems.common import UNLIMITED
 from flashtile.problems.masking import MaskConstants
 
 POSTPROCESS_WARPS = 2
@@ -43,6 +44,7 @@ class BackwardConfig:
         COLUMN_SPLITS: number of work tiles that divide the columns of dK and dV, and of tiles that hold the
             columns of a block (``wide_dkv``).
         ALL_RESIDENT: whether ``dq_accum`` has room for all heads, so that none waits for another.
+        ONE_BLOCK: whether each sequence has one block of keys at most, so that dQ needs no ``dq_accum``.
     """
 
     BLOCK_M: int
@@ -51,6 +53,7 @@ class BackwardConfig:
     ROW_SPLITS: int = 1
     COLUMN_SPLITS: int = 1
     ALL_RESIDENT: bool = False
+    ONE_BLOCK: bool = False
 
     @property
     def BLOCK_N(self) -> int:  # noqa: N802 - as in the kernel
@@ -119,6 +122,9 @@ class BackwardVariant(MaskConstants, ModifierFlags):
     """Some block has a row that does not see all keys of the block."""
     DETERMINISTIC: bool
     """Blocks of keys add to ``dq_accum`` in a fixed order."""
+    ONE_BLOCK: bool
+    """Sequences have one block of keys at most. A step's dQ is then complete, and stored in 16 bits without
+    ``dq_accum``. Every row is visited, because the rows that see no keys need zeros."""
     GROUPED: bool
     """Several query heads share a key head of the schedule."""
     SHARED: bool
@@ -183,9 +189,22 @@ def alternatives(problem: Problem) -> tuple[BackwardConfig, ...]:
         return (_wide(problem),)
     if problem.dropout_p or (problem.mods is not None and problem.mods.score_mod):
         return (_FEW_ROWS,)
+    one_block = has_one_block(problem)
     known = not (problem.varlen and max(problem.seqlen_q, problem.seqlen_k) > SHORT)
     known = known and not (problem.seqused_k or problem.deterministic or modifiers_of(problem))
-    return (config, _FEW_ROWS) if known and config.BLOCK_M != _FEW_ROWS.BLOCK_M else (config,)
+    tables = (config, _FEW_ROWS) if known and config.BLOCK_M != _FEW_ROWS.BLOCK_M else (config,)
+    return tuple(replace(table, ONE_BLOCK=one_block) for table in tables)
+
+
+def has_one_block(problem: Problem) -> bool:
+    """Whether a plain call with 16-bit results has one block of keys per sequence.
+
+    Rows that see no keys are then visited, so there must be few: masks with edges have few rows in all.
+    """
+    plain = not (problem.seqused_k or problem.partial or modifiers_of(problem))
+    edges = problem.effective_window(problem.seqlen_q, problem.seqlen_k) != (UNLIMITED, UNLIMITED)
+    keys = BackwardConfig(WARPGROUP_ROWS).BLOCK_N
+    return plain and problem.seqlen_k <= keys and not (edges and problem.seqlen_q > keys)
 
 
 def _wide(problem: Problem) -> WideBackwardConfig:

@@ -298,8 +298,9 @@ def work_of_launch(problem: Problem, config: BackwardConfig) -> LaunchWork:
     tiles = math.ceil(tiles / (len(rows) * config.ROW_SPLITS))
     rows *= packed_sequences(problem)
     programs = min(multiprocessors(problem.device), len(rows) * heads * config.ROW_SPLITS)
-    # Wide heads have no dq_accum to wait for. The waits of deterministic sums are not modelled.
-    simple = problem.deterministic or config.wide
+    # Without dq_accum nothing waits for it. The waits of deterministic sums are not modelled.
+    no_accum = config.wide or config.ONE_BLOCK
+    simple = problem.deterministic or no_accum
     last = 0
     if not problem.deterministic and (is_causal(problem) or has_lists(problem)):
         last = last_heads(scheduled, config.BLOCK_N, programs, config.ROW_SPLITS)
@@ -312,7 +313,7 @@ def work_of_launch(problem: Problem, config: BackwardConfig) -> LaunchWork:
         last=last,
         resident=resident,
         # Chunks have POSTPROCESS_CHUNK floats, and a tile has 64 x block_d.
-        chunks=0 if config.wide else tiles * block_d // 16,
+        chunks=0 if no_accum else tiles * block_d // 16,
         programs=programs,
         costs=WIDE_COSTS if config.wide else COSTS[block_d, block_dv, config.BLOCK_M],
     )

@@ -96,7 +96,8 @@ def backward_variant(problem: Problem, config: BackwardConfig, bias: Tensor | No
         SCALED_SCORES=scaled,  # if not, scores are scaled products, which may start at -lse
         EVEN_N=even,
         MASKED=masked,
-        DETERMINISTIC=problem.deterministic,
+        DETERMINISTIC=problem.deterministic and not config.ONE_BLOCK,
+        ONE_BLOCK=config.ONE_BLOCK,
         GROUPED=problem.group_size > config.HEAD_SPLITS,  # if all heads are divided, each is alone
         SHARED=config.parts > 1,
         COLUMN_SPLITS=config.COLUMN_SPLITS,
@@ -280,8 +281,9 @@ class HopperBackwardLaunch:
             if kernels.dq_semaphores:
                 dq_semaphores = q.new_zeros(kernels.dq_semaphores, dtype=torch.int32)
             # dq_accum twice: as halves of dQ to add to, and as chunks to load and zero.
+            halves = (dq,) if self._config.ONE_BLOCK else (dq_accum, dq_accum)
             kernels.products(
-                device, q, k, v, dout, neg_lse, neg_delta, dq_accum, dq_accum, *written, *biases, table,
+                device, q, k, v, dout, neg_lse, neg_delta, *halves, *written, *biases, table,
                 seqused_k, alibi_slopes, counters, dq_semaphores, dq, extras.rng_state, lists, captured,
                 kernels.scalars,
             )  # fmt: skip
@@ -323,7 +325,7 @@ class HopperBackwardLaunch:
         if not variant.DETERMINISTIC:
             last = last_heads(scheduled, variant.BLOCK_N, programs, config.ROW_SPLITS)
             schedule = schedule._replace(swizzle=last)
-        resident = resident_heads(scheduled, config, swizzle, programs)
+        resident = 0 if config.ONE_BLOCK else resident_heads(scheduled, config, swizzle, programs)
         heads, rows = statistics_shape(problem)
         sizes = AccumSizes(
             row_blocks=rows // variant.BLOCK_M,
@@ -361,7 +363,7 @@ class HopperBackwardLaunch:
             sum_parts=SumParts(problem, config.parts) if config.parts > 1 else None,
             functions=None if problem.mods is None else FunctionTensors(problem.mods, extras, by_keys=True),
             last=products,
-            dq_semaphores=heads * sizes.row_blocks if problem.deterministic else 0,
+            dq_semaphores=heads * sizes.row_blocks if variant.DETERMINISTIC else 0,
             bias_gradient=BiasGradient(problem, variant) if problem.bias and problem.bias_grad else None,
             stores_ds=variant.STORES_DS,
             scalars=BackwardScalars(schedule, sizes, numbers_of(problem)),
@@ -440,7 +442,7 @@ def bias_views(
 
 def views(
     problem: Problem, variant: BackwardVariant, q: Tensor, k: Tensor, v: Tensor, resident: int, parts: int
-) -> dict[str, View]:
+) -> dict[str, View | None]:
     """Return the TMA view of each tensor, by the name of the kernel's parameter.
 
     Args:
@@ -460,6 +462,10 @@ def views(
     # Both views are of the order of registers (``dq_accum.in_register_order``): plain, without a swizzle.
     # A chunk is a quarter of a tile or less (``dq_accum.convert_part``).
     part, chunk = [columns // 4, 256], [d // 8, min(POSTPROCESS_CHUNK // (8 * d), 2), 64]
+    halves: View | None = View([tiles * d // 4, 256], [256, 1], part, torch.float32, swizzled=False)
+    accum: View | None = View([tiles * d // 8, 8, 64], [512, 64, 1], chunk, torch.float32, swizzled=False)
+    if variant.ONE_BLOCK:
+        halves, accum = view_q(q.shape, contiguous_strides(q.shape), WARPGROUP_ROWS, columns, dtype), None
     return {
         "q_desc": view_q(q.shape, q.stride(), block_m, d, dtype),
         "k_desc": view_k(k.shape, k.stride(), block_n, d, dtype),
@@ -467,8 +473,8 @@ def views(
         "do_desc": view_q(problem.out_shape, contiguous_strides(problem.out_shape), block_m, dv, dtype),
         "neg_lse_desc": statistics,
         "neg_delta_desc": statistics,
-        "dq_add_desc": View([tiles * d // 4, 256], [256, 1], part, torch.float32, swizzled=False),
-        "dq_accum_desc": View([tiles * d // 8, 8, 64], [512, 64, 1], chunk, torch.float32, swizzled=False),
+        "dq_add_desc": halves,
+        "dq_accum_desc": accum,
         "dk_desc": gradient_view(problem, parts, k.shape, min(GRADIENT_PART, d)),
         "dv_desc": gradient_view(problem, parts, v.shape, min(GRADIENT_PART, dv)),
     }

@@ -119,6 +119,7 @@ def forward_variant(problem: Problem, plan: ForwardPlan, bias: Tensor | None = N
         K_BY_PARTS=config.STAGES == 1,
         COLUMN_SPLITS=plan.column_splits,
         PROGRAMS=config.PROGRAMS,
+        DIVIDED=plan.divided > 0,
         CONSUMER_REGISTERS=(
             CONSUMER_REGISTERS[config.warpgroups]
             if config.PROGRAMS == 1
@@ -179,6 +180,7 @@ def schedule_of(
         num_heads=num_heads,
         kv_group=problem.group_size // plan.pack * plan.column_splits,
         swizzle=plan.interleaved,
+        whole_tiles=plan.whole_tiles,
         seqlen_q=problem.seqlen_q,
         seqlen_k=problem.seqlen_k,
         total_q=problem.total_q,

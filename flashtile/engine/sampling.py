@@ -21,7 +21,7 @@ depend on the batch.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -706,7 +706,7 @@ def variant_of(filtered: bool, vocab_size: int, adjusted: bool = False) -> Sampl
     )
 
 
-def options() -> dict[str, int]:
+def options() -> dict[str, Any]:
     """Return the options of a launch.
 
     Two programs share a multiprocessor: one works while the other waits for the last of its threads. For that

@@ -126,6 +126,9 @@ def kernels_around(problem: LinearProblem) -> int:
 
 def choose(problem: LinearProblem) -> LinearConfig:
     """Return the configuration for a problem."""
+    if problem.heads is not None and problem.heads.norm:  # a tile must have whole heads; none was measured
+        kind = FLAT if problem.M <= MAX_FLAT_ROWS and problem.dtype in SIXTEEN_BIT else LIBRARY
+        return default(problem, kind) if kind == FLAT else LinearConfig(LIBRARY)
     if problem.invariant:  # one variant, and therefore one order of sums, for every number of rows
         return replace(default(problem, FLAT), BLOCK_M=MAX_FLAT_ROWS)
     found = found_row(problem)
@@ -151,6 +154,9 @@ def default(problem: LinearProblem, kind: str) -> LinearConfig:
     from flashtile.backends.portable.config import family
 
     BLOCK_N, BLOCK_K, num_warps, num_stages = DEFAULTS[family(problem.device), kind]
+    if problem.heads is not None and problem.heads.norm and problem.heads.head_dim > BLOCK_N:
+        BLOCK_N, BLOCK_K = problem.heads.head_dim, 64
+        num_warps = BLOCK_N // 32
     tiles = -(-problem.places // max(BLOCK_N // halves(problem), 1))
     splits = 1
     while kind == FLAT and 2 * tiles * splits <= multiprocessors(problem.device) and splits < 8:

@@ -333,17 +333,21 @@ SAMPLING: dict[str, dict[str, Any]] = {
 def sampled(bench: Bench) -> Rows:
     """Time the choice of tokens for logits of two shapes, and steps of the largest batch, for each parameter.
 
-    ``flat_us`` is the time for normally distributed logits, of which top-p keeps tens of thousands;
-    ``peaked_us`` that for logits of which it keeps a few, as of trained models.
+    ``flat_us`` is the device's time for normally distributed logits, of which top-p keeps tens of thousands;
+    ``peaked_us`` that for logits of which it keeps a few, as of trained models. ``over_greedy`` is how much
+    longer it takes than for greedy rows. In the last row, the sequences have all parameters in turn.
     """
     llm, batch = bench.engine().llm, max(bench.options.batches)
-    engine, runner, rows = llm.engine, llm.engine.runner, []
+    engine, runner = llm.engine, llm.engine.runner
+    rows: Rows = []
     logits = torch.randn(batch, bench.vocab_size, device=bench.device).to(runner.model.embedding.dtype)
     peaked, positions = logits * 5, torch.zeros(batch, dtype=torch.int32, device=bench.device)
     table_rows = torch.arange(batch, device=bench.device)
-    for name, given in SAMPLING.items():
+    every = list(SAMPLING.values())
+    for name, given in [*SAMPLING.items(), ("all in turn", None)]:
         for i, prompt in enumerate(bench.prompts(batch, bench.options.context)):
-            params = SamplingParams(**{"seed": i, "max_tokens": 60, "ignore_eos": True, **given})
+            own = every[i % len(every)] if given is None else given
+            params = SamplingParams(**{"seed": i, "max_tokens": 60, "ignore_eos": True, **own})
             engine.add_request(f"s{i}", prompt, params)
         while any(one.wanted > 1 for one in engine.scheduler.running) or engine.scheduler.waiting:
             engine.step()
@@ -360,9 +364,10 @@ def sampled(bench: Bench) -> Rows:
             "step_ms": (time.perf_counter() - begun) / 20 * 1e3,
         }
         samples = list(engine.scheduler.running)
-        for shape, tensor in (("flat_us", logits), ("peaked_us", peaked)):
+        for shape, tensor in (("flat", logits), ("peaked", peaked)):
             begin_draw = functools.partial(draw, runner, samples, tensor, table_rows, positions)
-            row[shape] = seconds_of(begin_draw, bench) * 1e6
+            row[f"{shape}_us"] = found = device_seconds(begin_draw, bench) * 1e6
+            row[f"{shape}_over_greedy"] = found - (rows or [row])[0][f"{shape}_us"]
         rows.append(row)
         engine.abort(list(engine.requests))
         while engine.has_unfinished:
@@ -375,15 +380,23 @@ def draw(runner: Runner, samples: list[Sequence], logits: Tensor, rows: Tensor, 
     runner.draw(InFlight([], torch.empty(0)), samples, logits, rows, positions)
 
 
-def seconds_of(call: Callable[[], Any], bench: Bench, count: int = 20) -> float:
-    """Return the seconds of a call whose work is queued on the device."""
+def device_seconds(call: Callable[[], Any], bench: Bench, count: int = 20) -> float:
+    """Return the seconds that the kernels and copies of a call take on the device, or a CPU for the call."""
+    from torch.profiler import ProfilerActivity, profile
+
     call()
     bench.synchronize()
     begun = time.perf_counter()
-    for _ in range(count):
-        call()
-    bench.synchronize()
-    return (time.perf_counter() - begun) / count
+    if bench.device.type != "cuda":
+        for _ in range(count):
+            call()
+        return (time.perf_counter() - begun) / count
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(count):
+            call()
+        bench.synchronize()
+    events = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(event.device_time for event in events) * 1e-6 / count
 
 
 def guesses(bench: Bench) -> Rows:

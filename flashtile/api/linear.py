@@ -194,6 +194,8 @@ def linear_qkv(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     x_scale: Tensor | None = None,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
     prefetch: bool = False,
     backend: str | None = None,
 ) -> Tensor:
@@ -216,6 +218,8 @@ def linear_qkv(
             no row in these tables is not rotated.
         rotary_interleaved: True if the two numbers of a rotary pair are adjacent (GPT-J), False if they are
             rotary_dim / 2 apart (Llama).
+        q_norm_weight, k_norm_weight: (head_dim,) in the dtype of x: apply RMSNorm to each query and each key
+            before rotary embedding, with ``norm_eps``. head_dim must then be a power of two from 16 to 256.
         bias, weight_scale, norm_weight, norm_eps, x_scale, prefetch, backend: as for :func:`linear`.
 
     Returns:
@@ -247,6 +251,8 @@ def linear_qkv(
         block_table=block_table,
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
+        q_norm_weight=q_norm_weight,
+        k_norm_weight=k_norm_weight,
     )
     given = (rows, weight, k_cache, v_cache)
     options = QkvOptions(

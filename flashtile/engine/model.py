@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from flashtile.api.cascade import cascade_with_kvcache
 from flashtile.api.decode import append_kvcache, flash_attn_with_kvcache
+from flashtile.checks.linear import NORMED_HEAD_DIMS
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.rotary import rotary_tables
@@ -217,11 +218,17 @@ class Attention:
         It also applies rotary embedding. Returns None for chunks of prompts and for models that the kernel
         does not serve.
         """
-        if step.seqused_k is None or self.q_norm is not None or norm is None or not norm.fused:
+        if step.seqused_k is None or norm is None or not norm.fused:
             return None
+        heads: dict[str, Any] = {}
+        if self.q_norm is not None:
+            if self.norm_all or not self.q_norm.fused or self.head_dim not in NORMED_HEAD_DIMS:
+                return None
+            heads = {"q_norm_weight": self.q_norm.weight, "k_norm_weight": self.k_norm.weight}
         if self.qkv.invariant:  # all steps append in the same way, also chunks
             return None
         x, normed = operand(x, norm)
+        normed["norm_eps"] = norm.eps  # that of all norms
         if cache.k.dtype != x.dtype:
             return None
         has_slots = step.slots is not None
@@ -230,6 +237,7 @@ class Attention:
             positions=step.positions if has_slots else step.cache_seqlens,
             block_table=None if has_slots else step.block_table, slot_mapping=step.slots,
             rotary_cos=cache.cos, rotary_sin=cache.sin, weight_scale=self.qkv.scale, prefetch=True, **normed,
+            **heads,
         )  # fmt: skip
 
     def _options(self, step: StepInput) -> dict[str, Any]:

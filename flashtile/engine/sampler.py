@@ -183,9 +183,8 @@ def gumbel(seed: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Return Gumbel noise -log(-log(u)), (rows, vocab_size) float32, from a hash u of (seed, position,
     token)."""
     key = mix64(seed + positions.long() * _signed(GOLDEN)).unsqueeze(1)
-    bits = mix32_(torch.arange(vocab_size, dtype=torch.int32, device=seed.device) ^ key.int())
-    bits = mix32_(bits.add_((key >> 32).int())).view(torch.uint32)
-    uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-32)
+    bits = torch.arange(vocab_size, dtype=torch.int32, device=seed.device) ^ key.int()
+    uniform = mix32_(bits, (key >> 32).int()).view(torch.uint32).to(torch.float32).add_(0.5).mul_(2.0**-32)
     # Use 1 - u, which has the same distribution. Large noise then comes from u near 0, where floats are
     # dense.
     return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()
@@ -198,10 +197,10 @@ def mix64(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & (2**33 - 1))
 
 
-def mix32_(x: Tensor) -> Tensor:
-    """Hash int32 numbers in place (MurmurHash3's finaliser)."""
-    x.bitwise_xor_((x >> 16).bitwise_and_(2**16 - 1)).mul_(0x85EBCA6B - 2**32)
-    x.bitwise_xor_((x >> 13).bitwise_and_(2**19 - 1)).mul_(0xC2B2AE35 - 2**32)
+def mix32_(x: Tensor, key: Tensor) -> Tensor:
+    """Hash int32 numbers in place, by a second number (after lowbias32, Wellons 2018, which has no key)."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(2**16 - 1)).mul_(0x7FEB352D).add_(key)
+    x.bitwise_xor_((x >> 15).bitwise_and_(2**17 - 1)).mul_(0x846CA68B - 2**32)
     return x.bitwise_xor_((x >> 16).bitwise_and_(2**16 - 1))
 
 

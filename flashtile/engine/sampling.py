@@ -3,8 +3,8 @@
 :mod:`flashtile.engine.sampler` computes the same in torch, with a sort. Here one program reads its row once,
 or twice for top-k, top-p and min-p::
 
-    survey    the largest score of each lane, one random score of each lane, the total probability
-              -> the last score that the filter keeps probably lies in [lower, upper)
+    survey    the largest score of each lane, and the total probability
+    bracket   the last score that the filter keeps probably lies in [lower, upper)
     sweep     draw among the scores from ``upper`` on, and list those in [lower, upper)
     settle    draw among the listed scores as well; if the winner is not kept, draw again among better scores
 
@@ -12,16 +12,16 @@ A token is kept by top-k and top-p if the weight of all better tokens does not s
 than k, or their probability less than p. So equal logits are kept or dropped together, and one pass over the
 list decides about a token: no sort and no exact threshold are needed.
 
-The largest scores of 4,096 lanes contain almost all of the few scores that are kept in a peaked
-distribution, so the k-th of them is a tight lower bound. A flat distribution is estimated from the random
-scores, to four standard deviations. The sweep measures how much lies above ``upper``. If the estimate was
-wrong, the threshold is searched bit by bit in the whole row, by 16 more passes. Sums have a fixed order, and
-the noise is a hash of the request's seed, the position and the token, so a draw does not depend on the
-batch.
+The largest scores of 2,048 lanes contain almost all of the few scores that are kept in a peaked
+distribution, so the k-th of them is a tight lower bound. A flat distribution is estimated from one random
+score of each lane, to four standard deviations. The sweep measures how much lies above ``upper``. If the
+estimate was wrong, the threshold is searched bit by bit in the whole row, by 16 more passes. Sums have a
+fixed order, and the noise is a hash of the request's seed, the position and the token, so a draw does not
+depend on the batch.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -32,15 +32,13 @@ from flashtile.backends.common.launch import CachedLaunch, Launched
 from flashtile.engine import adjust
 from flashtile.engine.adjust import Adjusted
 
-NUM_WARPS = 16
-LISTED = 16384
-"""Room for the listed scores of a row: twice what an estimate for 128k flat logits needs."""
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 IN_PROMPT, ALLOWED, END = (
     tl.constexpr(adjust.IN_PROMPT),
     tl.constexpr(adjust.ALLOWED),
     tl.constexpr(adjust.END),
 )
+LOG2E = tl.constexpr(1.4426950408889634)
 COUNT, NOTHING = tl.constexpr(adjust.COUNT), tl.constexpr(adjust.NOTHING)
 LOWEST_KEY = tl.constexpr(0x007FFFFF)
 HIGHEST_KEY = tl.constexpr(0xFF800000)
@@ -58,11 +56,6 @@ class SamplingVariant:
     LISTED: int
     ADJUSTED: bool = False
     """Whether some rows have changed logits. The kernel is then also FILTERED."""
-
-    @property
-    def stages(self) -> int:
-        """Tiles of logits in flight in loops that read a row. With changed logits, two tiles would spill."""
-        return 1 if self.ADJUSTED else 2
 
     @property
     def room(self) -> int:
@@ -127,11 +120,10 @@ class Best(NamedTuple):
 
 @triton.jit
 def load_scores(row, first, C: tl.constexpr):
-    """Return scores [BLOCK] float32. NaN becomes inf."""
+    """Return scores [BLOCK] float32. ``first``: a column, or an offset for each lane."""
     column = first + tl.arange(0, C.BLOCK)
     logits = tl.load(row.logits + column, mask=column < row.vocab_size, other=-float("inf"))
-    scores = logits.to(tl.float32) * row.scale
-    return tl.where(scores == scores, scores, float("inf"))
+    return logits.to(tl.float32) * row.scale
 
 
 @triton.jit
@@ -217,16 +209,11 @@ def mix64(x):
 
 
 @triton.jit
-def mix32(x):
-    x = (x ^ (x >> 16)) * 0x85EBCA6B
-    x = (x ^ (x >> 13)) * 0xC2B2AE35
-    return x ^ (x >> 16)
-
-
-@triton.jit
 def random_bits(tokens, key):
-    low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-    return mix32(mix32(tokens.to(tl.uint32) ^ low) + high)
+    x = tokens.to(tl.uint32) ^ key.to(tl.uint32)
+    x = (x ^ (x >> 16)) * 0x7FEB352D + (key >> 32).to(tl.uint32)
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
 
 
 @triton.jit
@@ -327,8 +314,9 @@ def draw(best, row, scores, tokens, lowest, strict):
     With ``strict``, scores equal to ``lowest`` are left out.
     """
     noise = tl.where(row.greedy, 0.0, gumbel(random_bits(tokens, row.key)))
-    drawn = (scores > lowest) | ((scores == lowest) & (strict == 0))
     # inf stands for a logit that is NaN or infinite. It wins, so that the caller can detect it.
+    scores = tl.where(scores == scores, scores, float("inf"))
+    drawn = (scores > lowest) | ((scores == lowest) & (strict == 0))
     noisy = tl.where(drawn, scores + noise, -float("inf"))
     found = tl.max(noisy, 0)
     token = tl.min(tl.where((noisy == found) & drawn, tokens, 0x7FFFFFFF), 0)
@@ -346,64 +334,68 @@ def draw_listed(best, row, listed, lowest, strict, C: tl.constexpr):
     for first in range(0, listed.count, C.BLOCK):
         at = first + tl.arange(0, C.BLOCK)
         tokens = tl.load(listed.tokens + at, mask=at < listed.count, other=0x7FFFFFFF)
-        best = draw(best, row, load_listed(listed, first, C), tokens, lowest, strict)
+        scores = load_listed(listed, first, C)
+        if may_win(best, row, scores, tokens, lowest):
+            best = draw(best, row, scores, tokens, lowest, strict)
     return best
 
 
 @triton.jit
+def larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def may_win(best, row, scores, tokens, lowest):
-    """Return which scores from ``lowest`` on may exceed ``best`` with noise, or all of them if in doubt."""
+    """Return whether a score from ``lowest`` on may exceed ``best`` with noise; True if in doubt."""
     # Noise is at most -log(u), and the bits of a float, read as an integer, bound its logarithm. Logarithms
     # of all tokens would take more time than reading their logits.
-    bits = random_bits(tokens, row.key).to(tl.float32).to(tl.int32, bitcast=True)
-    most = scores + (32.001 + 127 - bits.to(tl.float32) * (1.0 / 8388608)) * 0.69314718056
-    return (scores >= lowest) & (tl.where(row.greedy, scores, most) > best.noisy)
+    bits = random_bits(tokens, row.key).to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
+    most = tl.where(row.greedy, 0.0, (32.001 + 127) * 0.69314718056)
+    slope = tl.where(row.greedy, 0.0, 0.69314718056 / 8388608)
+    reached = tl.where(scores < lowest, -float("inf"), scores - bits * slope)
+    # NaN, as a score, may win, and so may a tie, because lists are in no order.
+    return (tl.reduce(reached, 0, larger) < best.noisy - most) == 0
 
 
 @triton.jit
 def survey(row, listed, lanes, by_mass, C: tl.constexpr):
-    """Read a row and a list. Return (largest score, total weight by mass, number of random scores).
+    """Read a row and a list. Return (largest score, total weight by mass).
 
-    Writes the largest score of each lane to ``lanes`` [BLOCK], and after them a random score of each lane.
+    Writes the largest score of each lane to ``lanes`` [BLOCK].
     """
     BLOCK: tl.constexpr = C.BLOCK
-    lane = tl.arange(0, C.BLOCK)
-    tiles = tl.maximum(tl.cdiv(row.vocab_size, C.BLOCK), 1)
-    chosen = (mix32(lane.to(tl.uint32)) % tiles.to(tl.uint32)).to(tl.int32) * C.BLOCK
-    most = tl.full([BLOCK], -3.0e38, tl.float32)  # finite, because inf - inf is NaN
+    most = tl.full([BLOCK], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    random = tl.full([BLOCK], -float("inf"), tl.float32)
-    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=C.stages):
-        scores = load_scores(row, first, C)
-        random = tl.where(chosen == first, scores, random)
-        if by_mass:
-            total = add_exponentials(total, most, scores)
-        most = tl.maximum(most, scores)
-    for first in range(0, listed.count, C.BLOCK):
-        scores = load_listed(listed, first, C)
-        total = add_exponentials(total, most, scores)
-        most = tl.maximum(most, scores)
-    tl.store(lanes + lane, tl.where(most > -3.0e38, most, -float("inf")))
-    tl.store(lanes + C.BLOCK + lane, random)
+    # Exponentials relative to one score take half the instructions of those relative to each lane's largest.
+    # The largest score of the row is mostly between the first tile's and 135 more. If not, sums of
+    # exponentials could overflow, and the row is read again.
+    base = tl.maximum(tl.max(load_scores(row, 0, C), 0), -1e30) + 60
+    largest, reads = tl.full([], -float("inf"), tl.float32), tl.full([], 1, tl.int32)
+    while reads > 0:
+        total = tl.zeros([BLOCK], tl.float32)
+        for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=2):
+            scores = load_scores(row, first, C)
+            most = larger(most, scores)
+            if by_mass:
+                total += tl.exp2(scores * LOG2E - base * LOG2E)
+        for first in range(0, listed.count, C.BLOCK):
+            scores = load_listed(listed, first, C)
+            most = tl.maximum(most, scores)
+            total += tl.exp2(scores * LOG2E - base * LOG2E)
+        largest = tl.max(tl.where(most == most, most, float("inf")), 0)
+        reads = (by_mass & (largest > base + 75)).to(tl.int32)
+        base = tl.where(reads > 0, largest, base)
+    tl.store(lanes + tl.arange(0, C.BLOCK), most)
     tl.debug_barrier()  # other threads read the lists
-    largest = tl.max(most, 0)
-    count = tl.sum((chosen + lane < row.vocab_size).to(tl.int32), 0)
-    return largest, tl.sum(total * tl.exp(most - largest), 0), count
+    return largest, tl.sum(total, 0) * tl.exp2((base - largest) * LOG2E)
 
 
 @triton.jit
-def add_exponentials(total, most, scores):
-    """Add exp(scores) to a total relative to ``most``. The result is relative to max(most, scores)."""
-    above = scores - most
-    less = tl.exp(-tl.abs(above))
-    return tl.where(above > 0, total * less + 1, total + less)
-
-
-@triton.jit
-def bracket(row, lanes, tokens, total, count, top_k, top_p, C: tl.constexpr):
+def bracket(row, lanes, tokens, total, top_k, top_p, C: tl.constexpr):
     """Return (lower, upper), between which the last kept score probably is. ``upper`` is inf if in doubt.
 
-    With both filters, these are bounds for top-k. The other arguments are results of :func:`survey`.
+    With both filters, these are bounds for top-k. ``lanes`` and ``total`` are results of :func:`survey`.
     """
     by_mass, any_score = top_k == 0, tl.full([], -float("inf"), tl.float32)
     none = tl.full([], 0, tl.int32)
@@ -415,7 +407,13 @@ def bracket(row, lanes, tokens, total, count, top_k, top_p, C: tl.constexpr):
     if (lower == any_score) | (weight_of_listed(best, lower, False, row, False, C) > C.BLOCK // 2):
         # By mass, the weight below the threshold is estimated among the random scores, because a few large
         # weights dominate the sum above it.
+        lane = tl.arange(0, C.BLOCK)
+        tiles = tl.maximum(tl.cdiv(row.vocab_size, C.BLOCK), 1)
+        chosen = (random_bits(lane, row.key * 0) % tiles.to(tl.uint32)).to(tl.int32) * C.BLOCK
+        tl.store(lanes + C.BLOCK + lane, load_scores(row, chosen, C))
+        tl.debug_barrier()  # other threads read them
         random = Scores(lanes + C.BLOCK, tokens, none + C.BLOCK)
+        count = tl.sum((chosen + lane < row.vocab_size).to(tl.int32), 0)
         share = count.to(tl.float32) / row.vocab_size.to(tl.float32)
         below = total * (1 - top_p) * share
         above, unit = wanted * share, any_score * 0 + 1
@@ -432,6 +430,29 @@ def bracket(row, lanes, tokens, total, count, top_k, top_p, C: tl.constexpr):
 
 
 @triton.jit
+def append(listed, count, row, begin, marks, C: tl.constexpr):
+    """Append the scores whose bits in ``marks`` are set to a list. Return the new length of the list.
+
+    Bit i of a lane stands for its score in the i-th tile from column ``begin`` on.
+    """
+    # The number of set bits, in fields of 2, 4 and 8 bits, and in all.
+    pairs = marks - ((marks >> 1) & 0x55555555)
+    fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    length = ((((fours + (fours >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+    at = count + tl.cumsum(length, 0) - length
+    for _ in range(tl.max(length, 0)):
+        lowest = marks & (0 - marks)
+        tile = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        tokens = begin + tile * C.BLOCK + tl.arange(0, C.BLOCK)
+        writes = (marks > 0) & (at < C.LISTED)
+        logits = tl.load(row.logits + tokens, mask=marks > 0, other=0.0)
+        tl.store(listed.scores + at, logits.to(tl.float32) * row.scale, mask=writes)
+        tl.store(listed.tokens + at, tokens, mask=writes)
+        marks, at = marks ^ lowest, at + 1
+    return count + tl.sum(length, 0)
+
+
+@triton.jit
 def sweep(row, listed, lower, upper, least, by_mass, adds, C: tl.constexpr):
     """Draw among the scores from ``upper`` on, and append those in [lower, upper) to a list.
 
@@ -443,26 +464,28 @@ def sweep(row, listed, lower, upper, least, by_mass, adds, C: tl.constexpr):
     nothing = tl.full([], -float("inf"), tl.float32)
     best = Best(nothing, nothing, tl.full([], 0x7FFFFFFF, tl.int32))
     above, total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    count = listed.count
-    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=C.stages):
-        scores, tokens = load_scores(row, first, C), first + tl.arange(0, C.BLOCK)
+    lane, count, lower = tl.arange(0, C.BLOCK), listed.count, tl.maximum(lower, -3.4028234e38)  # not -inf
+    base = tl.where(by_mass, LOG2E, 0.0)
+    for begin in range(0, row.vocab_size, 32 * C.BLOCK):
+        # A bit of each lane for each tile whose score is listed. The places in the list depend on all lanes.
+        # To compute them for each tile would take more instructions than all else.
+        marks, bit = tl.zeros([BLOCK], tl.uint32), tl.full([], 1, tl.uint32)
+        end = tl.minimum(begin + 32 * C.BLOCK, row.vocab_size)
+        for first in tl.range(begin, end, C.BLOCK, num_stages=2):
+            scores, tokens = load_scores(row, first, C), first + lane
+            if C.FILTERED:
+                if adds:
+                    weights = tl.exp2(scores * base - row.largest * base)
+                    above += tl.where(scores >= upper, weights, 0.0)
+                    if least > -float("inf"):
+                        total += tl.where(scores >= least, weights, 0.0)
+                marks |= tl.where((scores >= lower) & (scores < upper), bit, 0)
+                bit <<= 1
+            if upper < float("inf"):  # noqa: SIM102, as the bounds are computed only then
+                if may_win(best, row, scores, tokens, upper):
+                    best = draw(best, row, scores, tokens, upper, False)
         if C.FILTERED:
-            if adds:
-                weights = weights_of(scores, least, row.largest, by_mass)
-                total += weights
-                above += tl.where(scores >= upper, weights, 0.0)
-            inside = (scores >= lower) & ((scores < upper) | (scores == float("inf")))
-            inside = (inside & (scores > -float("inf"))).to(tl.int32)
-            more = tl.sum(inside, 0)
-            if more > 0:
-                at = count + tl.cumsum(inside, 0) - 1
-                writes = (inside > 0) & (at < C.LISTED)
-                tl.store(listed.scores + at, scores, mask=writes)
-                tl.store(listed.tokens + at, tokens, mask=writes)
-                count += more
-        if upper < float("inf"):  # noqa: SIM102, as the bounds are computed only then
-            if tl.max(may_win(best, row, scores, tokens, upper).to(tl.int32), 0) > 0:
-                best = draw(best, row, scores, tokens, upper, False)
+            count = append(listed, count, row, begin, marks, C)
     tl.debug_barrier()  # other threads read the list
     return best, count, tl.sum(above, 0), tl.sum(total, 0)
 
@@ -514,15 +537,15 @@ def sample_filtered(row, adjusted, lanes, top_k, top_p, min_p, C: tl.constexpr):
     """Return the winner among the scores that the filters keep. ``lanes`` is memory for 2 * BLOCK scores."""
     by_mass, any_score = top_k == 0, tl.full([], -float("inf"), tl.float32)
     filters, adds = (top_k > 0) | (top_p < 1), top_k != top_k
-    largest, total, count, least = any_score, any_score, top_k, any_score
+    largest, total, least = any_score, any_score, any_score
     if filters | (min_p > 0):
-        largest, total, count = survey(row, adjusted, lanes, top_p < 1, C)
+        largest, total = survey(row, adjusted, lanes, top_p < 1, C)
         filters &= largest < float("inf")  # an infinite score wins without filters
         least = tl.where(largest < float("inf"), largest + tl.log(min_p), any_score)
     row = Row(row.logits, row.vocab_size, row.scale, largest, row.greedy, row.key)
     lower, upper = -any_score, least
     if filters:
-        lower, upper = bracket(row, lanes, adjusted.tokens, total, count, top_k, top_p, C)
+        lower, upper = bracket(row, lanes, adjusted.tokens, total, top_k, top_p, C)
         lower = tl.maximum(lower, least)
         upper = tl.where(upper > lower, upper, -any_score)
         adds = (upper < -any_score) | ((min_p > 0) & (top_p < 1))
@@ -630,7 +653,7 @@ def sample(
     lists, sizes = _changes(results, adjusted)
     sample_kernel[(rows,)](
         logits, temperature, top_k, top_p, min_p, seed, positions, *results, *lists, logits.stride(0),
-        vocab_size, *sizes, C=variant, num_warps=NUM_WARPS,
+        vocab_size, *sizes, C=variant, **options(),
     )  # fmt: skip
     return results[2], results[3]
 
@@ -651,9 +674,7 @@ def sampling_ahead(dtype: torch.dtype, vocab_size: int, adjusts: bool = True) ->
         lists, sizes = _changes(results, None)
         tensors = logits, floats, longs, floats, floats, longs, positions, *results, *lists
         scalars = vocab_size, vocab_size, *sizes
-        launches.append(
-            (CachedLaunch(sample_kernel, 1, scalars, (variant,), None, num_warps=NUM_WARPS), tensors)
-        )
+        launches.append((CachedLaunch(sample_kernel, 1, scalars, (variant,), None, **options()), tensors))
     return launches
 
 
@@ -679,5 +700,16 @@ def _changes(results: tuple[Tensor, ...], adjusted: Adjusted | None) -> tuple[tu
 
 def variant_of(filtered: bool, vocab_size: int, adjusted: bool = False) -> SamplingVariant:
     """Return the constants of the kernel for a batch."""
-    block = min(4096, triton.next_power_of_2(vocab_size))
-    return SamplingVariant(filtered or adjusted, block, LISTED, adjusted)
+    power = triton.next_power_of_2(vocab_size)
+    return SamplingVariant(
+        filtered or adjusted, min(2048, power), max(2 * adjust.MAX_ADJUSTED, power // 8), adjusted
+    )
+
+
+def options() -> dict[str, Any]:
+    """Return the options of a launch.
+
+    Two programs share a multiprocessor: one works while the other waits for the last of its threads. For that
+    a thread may have 128 registers. AMD's compiler has no such option.
+    """
+    return {"num_warps": 8} if torch.version.hip else {"num_warps": 8, "maxnreg": 128}

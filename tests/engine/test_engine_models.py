@@ -19,6 +19,7 @@ from flashtile.engine.memory import run_one_layer
 from flashtile.engine.model import FEW_ROWS, Matrix, Norm
 from flashtile.engine.outputs import FlatLogprobs, Logprob
 from flashtile.engine.request import State
+from flashtile.linear import linear_qkv
 
 pytestmark = pytest.mark.numerical
 
@@ -71,6 +72,16 @@ def test_greedy_tokens_are_those_of_transformers(name, way):
     manager = llm.engine.scheduler.manager
     manager.check_integrity()
     assert manager.sequences == ()
+
+
+def test_queries_and_keys_of_single_tokens_are_normalised_in_the_product():
+    llm, found = load("qwen3"), []
+    noted = mock.patch.object(Norm, "__call__", side_effect=lambda x: found.append(x) or x)
+    with mock.patch("flashtile.engine.model.linear_qkv", side_effect=linear_qkv) as product, noted:
+        llm.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=4))
+    layers = llm.engine.runner.model.config.num_layers
+    assert [call.kwargs["q_norm_weight"].shape for call in product.call_args_list] == [(16,)] * 3 * layers
+    assert {len(x) for x in found} == {3}  # only the prompt's
 
 
 @pytest.mark.parametrize("tokens", [FEW_ROWS // 2, FEW_ROWS + 8])

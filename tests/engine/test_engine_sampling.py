@@ -80,16 +80,14 @@ def test_noise_depends_on_seed_position_and_token_alone():
 def test_the_noise_is_a_hash_of_seed_position_and_token(seed, position):
     """In 32-bit arithmetic without signs, as the kernel computes it."""
 
-    def mix(x, shifts, factors, bits):
-        for shift, factor in zip(shifts, [*factors, 1], strict=True):
-            x = (x ^ x >> shift) * factor % 2**bits
-        return x
-
-    key = mix((seed + position * GOLDEN) % 2**64, (30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB), 64)
+    key = (seed + position * GOLDEN) % 2**64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        key = (key ^ key >> shift) * factor % 2**64
     for token, found in enumerate(gumbel(torch.tensor([seed]), torch.tensor([position]), 50)[0].tolist()):
-        once = mix(token ^ key % 2**32, (16, 13, 16), (0x85EBCA6B, 0xC2B2AE35), 32)
-        bits = mix((once + (key >> 32)) % 2**32, (16, 13, 16), (0x85EBCA6B, 0xC2B2AE35), 32)
-        uniform = (bits + 0.5) / 2**32
+        bits = token ^ key % 2**32
+        bits = ((bits ^ bits >> 16) * 0x7FEB352D + (key >> 32)) % 2**32
+        bits = (bits ^ bits >> 15) * 0x846CA68B % 2**32
+        uniform = ((bits ^ bits >> 16) + 0.5) / 2**32
         assert found == pytest.approx(-math.log(-math.log1p(-uniform)), rel=1e-5, abs=1e-5)
 
 

@@ -78,6 +78,7 @@ def shapes(rows: int, vocab_size: int) -> dict[str, torch.Tensor]:
         "ties": (normal * 2).round(),
         "few": few,
         "equal": normal * 0,
+        "rising": normal + torch.arange(vocab_size) * (400 / vocab_size),
     }
 
 
@@ -121,7 +122,7 @@ def with_small_tiles(monkeypatch, block: int, listed: int) -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("names", [["flat", "few"], ["peaked"], ["ties", "equal"]])
+@pytest.mark.parametrize("names", [["flat", "few"], ["peaked", "rising"], ["ties", "equal"]])
 def test_every_filter_keeps_what_a_sort_keeps(monkeypatch, names):
     with_small_tiles(monkeypatch, 256, 1024)
     check_filters("cpu", len(FILTERS), 2000, names)
@@ -224,10 +225,10 @@ def test_the_kernel_draws_what_torch_draws_on_a_gpu(vocab_size, dtype):
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("filtered", "adjusted", "spills"),
-    [(False, False, 0), (True, False, 0), (True, True, 68)],  # spills of Triton 3.6; 3.7 has none
+    [(False, False, 0), (True, False, 20), (True, True, 88)],  # bytes of Triton 3.7, and fewer of 3.6
 )
 def test_the_kernel_compiles_within_its_limits(filtered, adjusted, spills):
-    from flashtile.engine.sampling import NUM_WARPS, sample_kernel, variant_of
+    from flashtile.engine.sampling import options, sample_kernel, variant_of
     from flashtile.tools.inspection.report import CompileCase, report
 
     signature = {
@@ -239,8 +240,8 @@ def test_the_kernel_compiles_within_its_limits(filtered, adjusted, spills):
         "width": "i32",
     }  # fmt: skip
     case = CompileCase(
-        "sample", sample_kernel, signature, {"C": variant_of(filtered, 128256, adjusted)},
-        num_warps=NUM_WARPS, tensor_cores=False,
+        "sample", sample_kernel, signature, {"C": variant_of(filtered, 128256, adjusted)}, options=options(),
+        tensor_cores=False,
         divisible_by_16=frozenset(("logits_stride", "vocab_size")),
     )  # fmt: skip
     found = report(case, "sm_90a")

@@ -81,6 +81,7 @@ GOOD: dict[str, dict[str, str]] = {
     "flashtile.linear.linear_qkv": {
         "x": "rand(3, 8)", "weight": "rand(96, 8)", "k_cache": "rand(4, 4, 1, 16)", "v_cache": "rand(4, 4, 1, 16)",
         "slot_mapping": "torch.tensor([0, 5, 9])", "positions": "ints(0, 1, 2)", **ROTARY, "norm_eps": "1e-6",
+        "q_norm_weight": "rand(16)", "k_norm_weight": "rand(16)",
     },
     "flashtile.linear.explain": {"x": "rand(3, 8)", "weight": "rand(6, 8)"},
     "masks.causal": {"offset": "1"}, "masks.window": {"left": "1", "right": "2", "offset": "0"}, "masks.prefix_lm": {"length": "3", "offset": "0"},

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from flashtile.backends.cpu import reason_against, with_exact_products
 from flashtile.problems.linear import SWIGLU, LinearProblem, LinearTensors, QkvTensors
-from flashtile.reference.linear import before_norm, epilogue, product, scaled_weight, slots_of, turn
+from flashtile.reference.linear import (
+    before_norm,
+    epilogue,
+    product,
+    rms_norm,
+    scaled_weight,
+    slots_of,
+    turn,
+)
 from flashtile.rounding import by_row, leaks_between_rows
 
 __all__ = ["prepare_linear", "prepare_linear_qkv", "reason_against"]
@@ -73,6 +81,8 @@ def _linear_qkv(
     q, k, v = y.unflatten(1, (-1, heads.head_dim)).split(
         [heads.num_heads_q, heads.num_heads_kv, heads.num_heads_kv], 1
     )
+    q = rms_norm(q, given.q_norm_weight, problem.norm_eps)
+    k = rms_norm(k, given.k_norm_weight, problem.norm_eps)
     angles = given.rotary_cos, given.rotary_sin, given.positions, heads.rotary_interleaved
     slots = slots_of(problem, given.positions, given.slot_mapping, given.block_table)
     token = (slots >= 0).nonzero().squeeze(1)  # tokens without a slot, such as padding, are not stored

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from flashtile.caches import BoundedCache
+from flashtile.integrations.paged_groups import Groups
 from flashtile.op.operation import (
     CACHE_BYTES,
     DEBUG,
@@ -109,6 +110,8 @@ class Step:
     """(num_reqs, max_blocks) int32."""
     is_one_query_each: bool
     """Whether row i of q is the only query of sequence i."""
+    groups: Groups | None = field(default=None, init=False)
+    """Ranges of sequences that share keys, for layers in which each query sees all earlier keys."""
     _prepared: StepTensors | None = field(default=None, init=False, repr=False, compare=False)
 
     def tensors(self, *of_layer: Tensor | None) -> CacheTensors:
@@ -258,12 +261,13 @@ class PagedAttention:
         sinks: Tensor | None,
         k_scale: Tensor | None,
         v_scale: Tensor | None,
+        groups: Groups | None = None,
     ) -> None:
         """Compute attention from ``query`` to ``cache`` and write it to ``out``.
 
         ``query`` has a row for each token, and so has ``out``. Rows after the step's tokens are not read. In
         ``out`` they are not written, or filled with 0. ``cache`` is what the engine passes for the layer's
-        keys and values.
+        keys and values. With ``groups``, keys that sequences share are read once for each group.
         """
         options, kind = self._options_for(causal, None if step.is_one_query_each else step.max_query_len)
         of_layer: tuple[Tensor | None, ...] = ()
@@ -271,7 +275,7 @@ class PagedAttention:
             of_layer = alibi_slopes, sinks, k_scale, v_scale
         given = query, *cache, out
         # An earlier call of these kinds left its launch, which needs only addresses: no views, no checks.
-        prepared = step.prepared() if _is_eager() else None
+        prepared = step.prepared() if groups is None and _is_eager() else None
         if prepared is not None:
             key: tuple = kind, prepared.kind
             every, further = given, []
@@ -297,6 +301,10 @@ class PagedAttention:
             tokens = step.num_actual_tokens
             q, to = q[:tokens].unsqueeze(1), to[:tokens].unsqueeze(1)
         keys, values = self._keys_and_values(cache)
+        if groups is not None:
+            level = groups.level(step.block_table)
+            optional = operators.attend_shared((q, keys, values), optional, options, [level])
+            optional = optional._replace(cache_leftpad=groups.shared_keys)
         operators.decode((q, keys, values), optional, options, (to, None))
         if prepared is not None and _may_remember(given, of_layer):
             launch = operators.DECODE_INTO.prepared((q, keys, values, to, None), optional, options)

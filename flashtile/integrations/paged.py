@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from flashtile.caches import BoundedCache
-from flashtile.integrations.paged_groups import Groups
 from flashtile.op.operation import (
     CACHE_BYTES,
     DEBUG,
@@ -110,8 +109,8 @@ class Step:
     """(num_reqs, max_blocks) int32."""
     is_one_query_each: bool
     """Whether row i of q is the only query of sequence i."""
-    groups: Groups | None = field(default=None, init=False)
-    """Ranges of sequences that share keys, for layers in which each query sees all earlier keys."""
+    groups: operators.SharedKeys | None = field(default=None, init=False)
+    """Keys that sequences share (:mod:`flashtile.integrations.paged_groups`)."""
     _prepared: StepTensors | None = field(default=None, init=False, repr=False, compare=False)
 
     def tensors(self, *of_layer: Tensor | None) -> CacheTensors:
@@ -220,6 +219,9 @@ class PagedAttention:
             :meth:`_keys_and_values` depends.
     """
 
+    takes_groups = False
+    """Whether steps may have groups. All queries must see shared keys alike, unlike with windows or ALiBi."""
+
     def __init__(
         self,
         scale: float,
@@ -261,14 +263,14 @@ class PagedAttention:
         sinks: Tensor | None,
         k_scale: Tensor | None,
         v_scale: Tensor | None,
-        groups: Groups | None = None,
     ) -> None:
         """Compute attention from ``query`` to ``cache`` and write it to ``out``.
 
         ``query`` has a row for each token, and so has ``out``. Rows after the step's tokens are not read. In
         ``out`` they are not written, or filled with 0. ``cache`` is what the engine passes for the layer's
-        keys and values. With ``groups``, keys that sequences share are read once for each group.
+        keys and values.
         """
+        groups = step.groups if self.takes_groups else None
         options, kind = self._options_for(causal, None if step.is_one_query_each else step.max_query_len)
         of_layer: tuple[Tensor | None, ...] = ()
         if sinks is not None or k_scale is not None or alibi_slopes is not None:
@@ -302,9 +304,8 @@ class PagedAttention:
             q, to = q[:tokens].unsqueeze(1), to[:tokens].unsqueeze(1)
         keys, values = self._keys_and_values(cache)
         if groups is not None:
-            level = groups.level(step.block_table)
-            optional = operators.attend_shared((q, keys, values), optional, options, [level])
-            optional = optional._replace(cache_leftpad=groups.shared_keys)
+            optional = operators.attend_shared((q, keys, values), optional, options, [groups])
+            optional = optional._replace(cache_leftpad=groups.end)
         operators.decode((q, keys, values), optional, options, (to, None))
         if prepared is not None and _may_remember(given, of_layer):
             launch = operators.DECODE_INTO.prepared((q, keys, values, to, None), optional, options)

@@ -9,6 +9,7 @@ import torch
 
 import called
 from flashtile.integrations import paged_groups
+from flashtile.integrations.paged import Step
 from flashtile.integrations.paged_groups import MAX_GROUP_QUERIES, SharedBlocks, find_groups
 from targets import CUDA
 
@@ -69,8 +70,9 @@ def test_groups_of_random_steps(seed):
     expected = expected_groups(table, lengths, starts, most, least)
     assert shared == [keys for first, end, keys in expected for _ in range(first, end)]
     assert offsets == [
-        *(starts[i if i == first else end] for first, end, _ in expected for i in range(first, end)), starts[-1],
-    ]  # fmt: skip
+        *(starts[i if i == first else end] for first, end, _ in expected for i in range(first, end)),
+        starts[-1],
+    ]
     for first, end, keys in expected:  # they are the same keys, and older than all queries
         assert len({tuple(row[: keys // SIZE]) for row in table[first:end]}) == 1
         assert all(keys <= lengths[i] - starts[i + 1] + starts[i] for i in range(first, end) if keys)
@@ -91,12 +93,12 @@ def test_random_steps_have_groups_of_all_kinds():
 
 def check_kernels(seed: int, device: str) -> None:
     """Compare the kernels with torch, also of memory after the step's sequences."""
-    from flashtile.backends.portable.decode.groups import GroupLaunch, GroupLengths
+    from flashtile.backends.portable.decode.groups import GroupLaunch
 
     tensors, most, least = random_step(seed, device)
     rows, stride = len(tensors[1]), tensors[0].stride(0)
     common, offsets, shared = torch.full((3, 80), -7, dtype=torch.int32, device=device)
-    GroupLaunch(GroupLengths(rows, stride, SIZE, most, least), 40)(*tensors, common, offsets, shared)
+    GroupLaunch(40, rows, stride, SIZE, most, least)(*tensors, common, offsets, shared)
     expected = find_groups(*(tensor.cpu() for tensor in tensors), SIZE, most, least)
     assert offsets.tolist() == [*expected[0].tolist(), *[-7] * (79 - rows)]
     assert shared.tolist() == [*expected[1].tolist(), *[-7] * (80 - rows)]
@@ -112,13 +114,13 @@ def test_kernels_in_the_interpreter(seed):
 @pytest.mark.parametrize("blocks", [0, 3, 1024, 1025, 2050])
 def test_long_tables_in_the_interpreter(blocks):
     """A program compares 1,024 blocks at a time."""
-    from flashtile.backends.portable.decode.groups import GroupLaunch, GroupLengths
+    from flashtile.backends.portable.decode.groups import GroupLaunch
 
     table = torch.arange(4 * 2100, dtype=torch.int32).view(4, 2100)
     table[1:3, :blocks] = table[1, :blocks].clone()
     tensors = table, torch.full((4,), 2100 * SIZE, dtype=torch.int32), torch.arange(5, dtype=torch.int32)
     common, offsets, shared = torch.empty(3, 16, dtype=torch.int32)
-    GroupLaunch(GroupLengths(4, 2100, SIZE, 64, 1), 4)(*tensors, common, offsets, shared)
+    GroupLaunch(4, 4, 2100, SIZE, 64, 1)(*tensors, common, offsets, shared)
     assert shared[:4].tolist() == [0, blocks * SIZE, blocks * SIZE, 0]
     assert offsets[:5].tolist() == ([0, 1, 3, 3, 4] if blocks else [0, 1, 2, 3, 4])
 
@@ -134,23 +136,27 @@ def test_a_group_has_a_bounded_number_of_queries(monkeypatch):
     monkeypatch.setattr(paged_groups, "MIN_SAVED_TOKENS", 1)
     shared = SharedBlocks(256, SIZE, torch.device("cpu"))
     table = torch.ones(200, 3, dtype=torch.int32)
-    for longest in (1, 4, 32):
+    for longest in (1, 4, 32, 64):
         starts = torch.arange(201, dtype=torch.int32) * longest
         lengths = torch.full((200,), 2 * SIZE + longest, dtype=torch.int32)
-        found = shared.find(table, lengths, starts, 200 * longest, longest)
-        assert found.shared_keys.tolist() == [2 * SIZE] * 200
+        found = shared.find(Step(200 * longest, longest, starts, lengths, table, longest == 1))
+        if longest == 64:
+            assert found is None
+            break
+        assert found.end.tolist() == [2 * SIZE] * 200
         assert found.cu_seqlens_q.diff().max() == found.max_seqlen_q == MAX_GROUP_QUERIES
         assert (found.cu_seqlens_q.diff() > 0).sum() == -(-200 * longest // MAX_GROUP_QUERIES)
-    assert shared.find(table, lengths, starts, 200 * 33, 64) is None
 
 
 def test_a_known_step_calls_few_functions():
     """On a GPU, the host slices two buffers, finds the launch of this number of sequences, and makes it."""
     shared, launched = SharedBlocks(256, SIZE, torch.device("cpu")), []
-    tensors = [torch.ones(sizes).as_subclass(OnGpu) for sizes in ((256, 64), (256,), (257,))]
-    shared._launches[256, 64, MAX_GROUP_QUERIES] = lambda *given: launched.append(given)
-    assert called.functions_called(lambda: shared.find(*tensors, 256, 1)) < 20
-    assert launched[0][:3] == tuple(tensors)
+    table, lengths, starts = (torch.ones(sizes).as_subclass(OnGpu) for sizes in ((256, 64), (256,), (257,)))
+    sizes = 256, 64, SIZE, MAX_GROUP_QUERIES, paged_groups.MIN_SAVED_TOKENS
+    shared._launches[sizes] = lambda *given: launched.append(given)
+    step = Step(256, 1, starts, lengths, table, True)
+    assert called.functions_called(lambda: shared.find(step)) < 25
+    assert launched[0][:3] == (table, lengths, starts)
 
 
 class OnGpu(torch.Tensor):

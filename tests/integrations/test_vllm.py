@@ -1213,14 +1213,14 @@ def share(step, ranges=RANGES):
     return step
 
 
-def builder_of(backend, *impls, max_num_seqs=8):
+def builder_of(backend, *impls, max_num_seqs=8, device="cpu"):
     layers = {str(i): SimpleNamespace(impl=impl) for i, impl in enumerate(impls)}
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=512, max_num_seqs=max_num_seqs),
         compilation_config=SimpleNamespace(static_forward_context=layers), speculative_config=None,
     )  # fmt: skip
     spec = SimpleNamespace(block_size=PAGE, num_kv_heads=HEADS_KV, head_size=HEAD_DIM)
-    return backend.Builder(spec, list(layers), config, torch.device("cpu"))
+    return backend.Builder(spec, list(layers), config, torch.device(device))
 
 
 class Layer:
@@ -1244,6 +1244,9 @@ class Layer:
         self.impl.do_kv_cache_update(make_layer(), k, v, self.cache, step.common.slot_mapping)
         out = torch.full_like(q, torch.nan)
         self.impl.forward(make_layer(), q, k, v, self.cache, made, output=out)
+        self.compare(step, q, out)
+
+    def compare(self, step, q, out):
         exact, plain = (step.exact(q, *self.views, up, **self.options) for up in (torch.float64, None))
         comparison = testing.compare("out", out[: step.tokens], exact, plain)
         assert comparison.holds, comparison
@@ -1290,7 +1293,7 @@ def test_groups_are_as_exact_as_sequences_by_themselves(newest, cascading, batch
     layer = Layer(newest, dtype=dtype)
     step = share(Step(newest, **GROUPED[batch]))
     made = builder_of(newest, layer.impl).build(0, step.common)
-    assert made.groups.shared_keys.tolist() == [32, 32, 32, 0, 32, 32]
+    assert made.groups.end.tolist() == [32, 32, 32, 0, 32, 32]
     layer.check(step, made)
 
 
@@ -1300,7 +1303,7 @@ def test_layers_whose_queries_see_shared_keys_differently(newest, cascading, pag
     given, options = CASES[case]
     layer, other = Layer(newest, options, **given), make_impl(newest)
     step = share(Step(newest, **DECODING))
-    assert builder_of(newest, layer.impl).shared is None
+    assert builder_of(newest, layer.impl)._shared is None
     made = builder_of(newest, other, layer.impl).build(0, step.common)
     assert made.groups is not None
     layer.check(step, made)
@@ -1310,21 +1313,40 @@ def test_layers_whose_queries_see_shared_keys_differently(newest, cascading, pag
     assert pages_read == read + read
 
 
-def test_a_graph_serves_all_groups(backend, cascading, pages_read):
-    """Its metadata is that of the capture, whose views a step fills before each replay."""
-    layer = Layer(backend)
-    builder = builder_of(backend, layer.impl)
-    captured = Step(backend, (1,) * 8, (0,) * 8, padding=0)
-    made = builder.build_for_cudagraph_capture(captured.common)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_graph_serves_all_groups(newest, cascading, device):
+    """It reads the views of its capture's metadata, which each step fills before the replay."""
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
     steps = (RANGES, 2), ((), 2), (((0, 6, 1),), 2), (((1, 3, 2), (3, 6, 1)), 2), (RANGES, 2)
-    for ranges, empty in steps:
-        step = share(Step(backend, **DECODING, padding=empty, empty=empty), ranges)
-        for name in ("query_start_loc", "seq_lens", "block_table_tensor"):
-            getattr(captured.common, name).copy_(getattr(step.common, name))
-        builder.build(0, step.common)
-        pages_read.clear()
-        layer.check(step, made)
-        assert set(pages_read.values()) == {2}
+    with torch.device(device), torch.inference_mode():
+        layer = Layer(newest, dtype=dtype)
+        builder = builder_of(newest, layer.impl, device=device)
+        captured = Step(newest, (1,) * 8, (0,) * 8, padding=0)
+        made = builder.build_for_cudagraph_capture(captured.common)
+        q, k, v = captured.tensors(dtype)
+        out = torch.full_like(q, torch.nan)
+
+        def replay():
+            layer.impl.do_kv_cache_update(make_layer(), k, v, layer.cache, captured.common.slot_mapping)
+            layer.impl.forward(make_layer(), q, k, v, layer.cache, made, output=out)
+
+        if device == "cuda":
+            replay()  # compiles
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                replay()
+            replay = graph.replay
+        found = set()
+        for ranges, empty in steps:
+            step = share(Step(newest, **DECODING, padding=empty, empty=empty), ranges)
+            for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping"):
+                getattr(captured.common, name).copy_(getattr(step.common, name))
+            found.add(tuple(builder.build(0, step.common).groups.end.tolist()))
+            for tensor, drawn in zip((q, k, v), step.tensors(dtype), strict=True):
+                tensor.copy_(drawn)
+            replay()
+            layer.compare(step, q, out)
+    assert len(found) == 4
 
 
 def test_a_step_without_common_blocks(newest, cascading, pages_read):
@@ -1332,7 +1354,7 @@ def test_a_step_without_common_blocks(newest, cascading, pages_read):
     step = Step(newest, **DECODING)
     made = builder_of(newest, layer.impl).build(0, step.common)
     assert made.groups.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert not made.groups.shared_keys.any()
+    assert not made.groups.end.any()
     layer.check(step, made)
     assert set(pages_read.values()) == {2}
 
@@ -1357,7 +1379,7 @@ def test_without_the_option_nothing_changes(newest, monkeypatch):
         if value is not None:
             monkeypatch.setenv("FLASHTILE_CASCADE_ATTENTION", value)
         builder = builder_of(newest, make_impl(newest))
-        assert builder.shared is None
+        assert builder._shared is None
         assert builder.build(0, share(Step(newest, **DECODING)).common).groups is None
 
 
@@ -1379,8 +1401,8 @@ def test_groups_of_another_block_table(newest, cascading):
     step = share(Step(newest, **DECODING))
     first, other = builders[0].build(0, step.common), share(Step(newest, **DECODING), ((1, 5, 1),))
     second = builders[1].update_block_table(first, other.common.block_table_tensor, other.common.slot_mapping)
-    assert first.groups.shared_keys.tolist() == [32, 32, 32, 0, 32, 32]
-    assert second.groups.shared_keys.tolist() == [0, 16, 16, 16, 16, 0]
+    assert first.groups.end.tolist() == [32, 32, 32, 0, 32, 32]
+    assert second.groups.end.tolist() == [0, 16, 16, 16, 16, 0]
     layer.check(other, second)
     window = builder_of(newest, make_impl(newest, sliding_window=9))
     assert window.update_block_table(first, step.common.block_table_tensor, None).groups is None
@@ -1393,8 +1415,8 @@ def test_wrong_groups_are_noticed(newest, cascading, monkeypatch, fault):
     made, keys = builder.build(0, step.common), None
     layer.check(step, made)
     if fault == "one block too many":
-        keys = made.groups.shared_keys + PAGE
-        made.groups = made.groups._replace(shared_keys=keys)
+        keys = made.groups.end + PAGE
+        made.groups = made.groups._replace(end=keys)
     else:
         made.groups = made.groups._replace(
             cu_seqlens_q=torch.tensor([0, 4, 4, 4, 4, 6, 6], dtype=torch.int32)

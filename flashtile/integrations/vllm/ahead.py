@@ -21,8 +21,9 @@ from flashtile.compilation.calls import Call
 from flashtile.compilation.compiling import Source
 from flashtile.integrations import paged_calls
 from flashtile.integrations.paged_calls import StepLimits, calls_in, group_calls, prompt_calls, step_calls
-from flashtile.integrations.paged_groups import Groups, largest_group
+from flashtile.integrations.paged_groups import largest_group
 from flashtile.integrations.vllm import releases
+from flashtile.operators.decode import SharedKeys
 
 logger = logging.getLogger("flashtile.vllm")
 
@@ -167,7 +168,8 @@ def _run(
     )  # fmt: skip
     step = group.build(common)
     step.is_all_new = is_all_new
-    step.groups = Groups(numbers(batch + 1), numbers(batch), largest_group(tokens)) if in_groups else None
+    shared = SharedKeys(step.block_table, numbers(batch), None, numbers(batch + 1), largest_group(tokens))
+    step.groups = shared if in_groups else None
     scales = torch.ones(2, impl.num_kv_heads, dtype=torch.float32, device=device)
     layer = SimpleNamespace(_k_scale=scales[0], _v_scale=scales[1])  # used only with FP8
     cache = _cache(group, impl) if impl.has_cache else None

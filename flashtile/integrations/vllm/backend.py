@@ -156,7 +156,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     _cudagraph_support: ClassVar = releases.graph_support()
     supports_update_block_table = True
     supports_draft_decode_metadata_update = True
-    shared: SharedBlocks | None = None
+    _shared: SharedBlocks | None = None
     """Finds the groups of a step. None: no layer reads shared blocks once."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
@@ -172,8 +172,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             group = group._replace(groups=True)
         warm_up(group, layer_names)
         if group.groups:
-            seqs = limits_of(group).max_num_seqs
-            self.shared = SharedBlocks(seqs, kv_cache_spec.block_size, group.device)
+            most = limits_of(group).max_num_seqs
+            self._shared = SharedBlocks(most, kv_cache_spec.block_size, group.device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """Return the step's metadata. ``max_query_len`` is rounded up to a power of two.
@@ -208,11 +208,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
         Whether the step has groups depends on its sizes only, as a captured step's replays have other blocks.
         """
-        if self.shared is not None and step.causal:
-            tokens, longest = step.num_actual_tokens, step.max_query_len
-            step.groups = self.shared.find(
-                step.block_table, step.seq_lens, step.query_start_loc, tokens, longest
-            )
+        if self._shared is not None and step.causal:
+            step.groups = self._shared.find(step)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
         """Return the metadata of a captured step. Its layers read the cache, as all replays may have to."""
@@ -229,7 +226,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         return updated
 
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
-        """Do nothing, because the metadata has views of the lengths, and other fields hold for longer ones."""
+        """Do nothing, because the lengths are views, and all else also holds for longer sequences."""
 
 
 def cascades() -> bool:
@@ -319,8 +316,7 @@ class Impl(AttentionImpl[Metadata], PagedAttention):
 
         An FP8 cache has rounded them. In batch-invariant mode a sequence gives the same bits in all steps.
         """
-        self.takes_groups = attn_type == AttentionType.DECODER and left < 0 and self.alibi_slopes is None
-        """Whether all queries after shared keys see them alike, as windows and ALiBi do not allow."""
+        self.takes_groups = attn_type == AttentionType.DECODER and left < 0 and alibi_slopes is None
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -358,17 +354,8 @@ class Impl(AttentionImpl[Metadata], PagedAttention):
         if not self.has_cache or (step.is_all_new and self.takes_new):
             self._attend_to_new(query, key, value, output, step)
             return output
-        groups = step.groups if self.takes_groups else None
         self.attend(
-            query,
-            (kv_cache,),
-            output,
-            step,
-            step.causal,
-            self.alibi_slopes,
-            self.sinks,
-            *self._scales(layer),
-            groups,
+            query, (kv_cache,), output, step, step.causal, self.alibi_slopes, self.sinks, *self._scales(layer)
         )
         return output
 

@@ -22,17 +22,13 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from flashtile.api.cascade import MIN_SAVED_TOKENS
 from flashtile.kv_cache import BlockManager
 
 if TYPE_CHECKING:
     from flashtile.engine.scheduler import Entry
 
 MAX_LEVELS = 2
-MIN_SAVED_TOKENS = 8192
-"""With each further level, a step must read this many fewer tokens. A level costs each layer a launch, and a
-partial result for each query. Estimated for an H200, not measured: the launch takes as long as reading 6,000
-tokens of 8 key heads of size 128 in 16 bits, and a query's partial results in 32 heads are as many bytes as 8
-such tokens."""
 MAX_NEW_TOKENS = 64
 """A step with more new tokens of a sequence is not grouped. Such chunks of prompts are bound by products, not
 by reading, and Hopper's fast kernel for them continues no other softmax. Not measured."""

@@ -373,7 +373,7 @@ def bias_of(problem: Problem) -> Tensor | None:
 
 
 _GROUPED_CAUSAL = replace(GROUPED, window_right=0)
-_H100 = Target("H100", (9, 0), 132)
+_H100: Any = Target("H100", (9, 0), 132)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 """Sequence lengths that together select every entry of the table of configurations."""
 
@@ -394,8 +394,8 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
         for length, other in product(LENGTHS, configs):
             plain = call = replace(same, seqlen_q=length, seqlen_k=length)
             if other.DIVIDED and (block_d, block_dv, 1, other.BLOCK_N) in COSTS:  # one of 133 blocks is left
-                heads = {"num_heads_q": 133, "num_heads_kv": 133}
-                call = replace(plain, batch=1, seqlen_q=other.BLOCK_M, device=_H100, **heads)
+                call = replace(plain, batch=1, num_heads_q=133, num_heads_kv=133, seqlen_q=other.BLOCK_M)
+                call = replace(call, device=_H100)
             variant = forward_variant(call, plan_of(call, other))
             if of_tables(plain) == config and variant not in seen:
                 seen.add(variant)

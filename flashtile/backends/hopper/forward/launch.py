@@ -180,7 +180,7 @@ def schedule_of(
         num_heads=num_heads,
         kv_group=problem.group_size // plan.pack * plan.column_splits,
         swizzle=plan.interleaved,
-        whole_tiles=plan.whole_tiles,
+        whole_tiles=plan.whole_tiles if plan.divided else None,
         seqlen_q=problem.seqlen_q,
         seqlen_k=problem.seqlen_k,
         total_q=problem.total_q,

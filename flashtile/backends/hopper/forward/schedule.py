@@ -67,7 +67,7 @@ class ForwardSchedule(NamedTuple):
     """A :class:`~flashtile.problems.masking.KernelMask`."""
     alibi_stride: Any
     """Elements from the slopes of one sequence to those of the next; 0 if all sequences share them."""
-    whole_tiles: Any = 0
+    whole_tiles: Any = None
     """With DIVIDED: number of work tiles of all consumers. Those of single consumers follow."""
     kv_group: Any = 1
     """Heads of the schedule per key head: query heads per key head, divided by PACK, times COLUMN_SPLITS."""

@@ -77,7 +77,18 @@ configure_decode_mass = configure_decode
 
 
 def prepare_decode_mass(problem: DecodeProblem, config: Fused | None) -> Callable[..., Any]:
-    return _MassLaunch(problem, prepare_decode(problem, config))
+    """Return a function ``(q, k_cache, v_cache, given, mass) -> (mass, out, lse)``."""
+    attend, add = prepare_decode(problem, config), with_exact_products(partial(add_mass, problem))
+
+    def launch(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, given: CacheTensors, mass: Tensor, *buffers: None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse = attend(q, k_cache, v_cache, given)
+        add(q, k_cache, v_cache, given, mass, lse)
+        return mass, out, lse
+
+    launch.adds_to = ("mass",)  # type: ignore[attr-defined]
+    return launch
 
 
 def prepare_append_kvcache(problem: AppendProblem, config: None) -> Callable[..., Any]:
@@ -311,23 +322,6 @@ def _tokens_of_block(problem: DecodeProblem) -> int:
     other shapes add in another order, so an invariant call has one token a block.
     """
     return 1 if problem.invariant else max(1, BLOCK_ROWS // problem.group_size)
-
-
-class _MassLaunch:
-    """``(q, k_cache, v_cache, given, mass) -> (mass, out, lse)``. ``attend`` is the launch of attention."""
-
-    adds_to = ("mass",)
-
-    def __init__(self, problem: DecodeProblem, attend: Callable[..., Any]) -> None:
-        self._problem, self._attend = problem, attend
-        self._add = with_exact_products(partial(add_mass, problem))
-
-    def __call__(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, given: CacheTensors, mass: Tensor, *buffers: None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse = self._attend(q, k_cache, v_cache, given)
-        self._add(q, k_cache, v_cache, given, mass, lse)
-        return mass, out, lse
 
 
 @torch.inference_mode()  # so that a mass made in inference mode can be written outside of it

@@ -353,7 +353,8 @@ class HopperBackwardLaunch:
             lse_factor=LOG2_E if variant.SCALED_SCORES else 1 / problem.softmax_scale,
             counters=2 + 2 * sizes.total_heads,  # those of ``dq_accum.accum_of``
             resident_heads=resident,
-            columns=variant.BLOCK_D,  # the columns past head_dim as well: dQ is added in whole tiles
+            # The columns past head_dim as well: dQ is added in whole tiles.
+            columns=0 if config.ONE_BLOCK else variant.BLOCK_D,
         )
         return BackwardKernels(
             preprocess=preprocess,

@@ -616,3 +616,29 @@ def test_calls_of_models_have_kernels():
             # The library computes products of many rows. On an A100, another kernel than attention's appends.
             elsewhere = {"linear"} if target is H200 else {"linear", "append_and_decode"}
             assert launches(call, target) or call.operation in elsewhere, call
+
+
+def varlen_training_of_short_documents() -> None:
+    """Every sequence has one block of keys, so Hopper's backward has no accumulator of dQ."""
+    cu_seqlens = torch.tensor([0, 60, 188], dtype=torch.int32)
+    q, k, v = (torch.randn(188, heads, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+    flashtile.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 128, 128, causal=True).sum().backward()
+
+
+def combined_parts() -> None:
+    flashtile.flash_attn_combine(torch.randn(3, 2, 5, 4, 8), torch.randn(3, 2, 5, 4))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("call", "kernel"),
+    [(varlen_training_of_short_documents, "preprocess_kernel"), (combined_parts, "combine_given_kernel")],
+)
+def test_a_kernel_compiles_with_the_tensors_that_its_call_passes(call, kernel):
+    """Cases of ``test_compile`` are written by hand. A call may lack a tensor that they have."""
+    with remembering() as remembered:
+        call()
+    found = [pair for each in calls_of(remembered) for pair in launches(each, H200)]
+    ((launch, tensors),) = [pair for pair in found if pair[0].kernel.__name__ == kernel]
+    with compiling_driver(H200.capability):
+        assert launch.compile_ahead(tensors) is not None

@@ -751,9 +751,9 @@ class CombineLaunch:
     ) -> tuple[Tensor, Tensor]:
         problem = self._problem
         shape = (problem.batch, problem.seqlen, problem.num_heads, problem.head_dim)
-        out = torch.empty(shape, dtype=problem.out_dtype, device=problem.device)
+        out = out_partial.new_empty(shape, dtype=problem.out_dtype)
         lse_shape = (problem.batch, problem.num_heads, problem.seqlen)
-        lse = torch.empty(lse_shape, dtype=torch.float32, device=problem.device)
+        lse = lse_partial.new_empty(lse_shape, dtype=torch.float32)
         rows = lse.numel()
         if rows == 0:
             return out, lse

@@ -402,7 +402,9 @@ def bracket(row, lanes, tokens, total, top_k, top_p, C: tl.constexpr):
     upper = -any_score
     wanted = tl.where(by_mass, total * top_p * 1.0001, top_k.to(tl.float32))
     best = Scores(lanes, tokens, none + C.BLOCK)
-    lower = largest_threshold(row, none, best, any_score, wanted, by_mass, 8, C)
+    lower = any_score
+    if weight_of_listed(best, any_score, False, row, by_mass, C) >= wanted:
+        lower = largest_threshold(row, none, best, any_score, wanted, by_mass, 8, C)
     # If half of the lanes' largest scores are kept, ln(2) lanes as many scores are expected to be.
     if (lower == any_score) | (weight_of_listed(best, lower, False, row, False, C) > C.BLOCK // 2):
         # By mass, the weight below the threshold is estimated among the random scores, because a few large

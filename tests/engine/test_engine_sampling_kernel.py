@@ -194,6 +194,15 @@ def test_bad_logits_win():
 
 
 @pytest.mark.interpreter
+def test_rows_without_tokens_have_no_score():
+    from flashtile.engine.sampling import sample
+
+    logits, positions = torch.full((24, 50), -torch.inf), torch.zeros(24, dtype=torch.int32)
+    _, scores = sample(logits, *choices(24, "cpu")[:5], positions, True)
+    assert (scores == -torch.inf).all()
+
+
+@pytest.mark.interpreter
 def test_logits_may_have_any_strides():
     from flashtile.engine.sampling import sample
 
@@ -225,7 +234,7 @@ def test_the_kernel_draws_what_torch_draws_on_a_gpu(vocab_size, dtype):
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("filtered", "adjusted", "spills"),
-    [(False, False, 0), (True, False, 20), (True, True, 88)],  # bytes of Triton 3.7, and fewer of 3.6
+    [(False, False, 0), (True, False, 4), (True, True, 12)],
 )
 def test_the_kernel_compiles_within_its_limits(filtered, adjusted, spills):
     from flashtile.engine.sampling import options, sample_kernel, variant_of

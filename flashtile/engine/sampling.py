@@ -11,8 +11,8 @@ without filters, and mostly two or three times with them::
 
 A token is kept by top-k and top-p if the weight of all better tokens does not suffice: their number is less
 than k, or their probability less than p. So equal logits are kept or dropped together, and one sum decides
-about a token: no sort and no exact threshold are needed. A
-winner that is not kept is worse than all kept tokens, so they take part in the next draw.
+about a token: no sort and no exact threshold are needed. A winner that is not kept is worse than all kept
+tokens, so they take part in the next draw.
 
 The largest scores of 2,048 lanes contain almost all of the few scores that are kept in a peaked
 distribution, so the k-th of them is a tight lower bound. A flat distribution is estimated from one random

@@ -504,7 +504,8 @@ def draw_kept_listed(row, listed, lower, wanted, by_mass, C: tl.constexpr):
     winner, strict, is_kept = none, lower != lower, lower != lower
     while is_kept == 0:
         winner = draw_listed(none, row, listed, lower, strict, C)
-        is_kept = weight_of_listed(listed, winner.score, True, row, by_mass, C) < wanted
+        above = weight_of_listed(listed, winner.score, True, row, by_mass, C)
+        is_kept = (above >= wanted) == 0  # ends also if wanted were NaN
         lower, strict = winner.score, is_kept == 0
     return winner
 
@@ -523,7 +524,7 @@ def draw_kept(row, listed, lower, least, wanted, by_mass, C: tl.constexpr):
         above, total = weights_from(row, listed, winner.score, lower, by_mass, C)
         if is_checked | (total >= wanted):
             # What is not kept is a bound for what is, so most of the mass is left out at each time.
-            is_kept, is_checked = above < wanted, is_kept == is_kept
+            is_kept, is_checked = (above >= wanted) == 0, is_kept == is_kept
             lower, strict = winner.score, is_kept == 0
         else:
             lower, is_checked = least, is_kept == is_kept

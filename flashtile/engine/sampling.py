@@ -1,23 +1,24 @@
 """Samples the next token of each row of logits in one kernel: temperature, min-p, top-k, top-p and the draw.
 
-:mod:`flashtile.engine.sampler` computes the same in torch, with a sort. Here one program reads its row once,
-or twice for top-k, top-p and min-p::
+:mod:`flashtile.engine.sampler` computes the same in torch, with a sort. Here one program reads its row once
+without filters, and mostly two or three times with them::
 
-    survey    the largest score of each lane, and the total probability
-    bracket   the last score that the filter keeps probably lies in [lower, upper)
-    sweep     draw among the scores from ``upper`` on, and list those in [lower, upper)
-    settle    draw among the listed scores as well; if the winner is not kept, draw again among better scores
+    survey      the largest score of each lane, and the total probability
+    estimate    a bound that all kept scores probably reach
+    few reach it:     list_from           list them; then the list decides about each draw
+    many reach it:    draw_from           draw among them
+                      weights_from        is the winner kept? If not, draw again among better scores
 
 A token is kept by top-k and top-p if the weight of all better tokens does not suffice: their number is less
-than k, or their probability less than p. So equal logits are kept or dropped together, and one pass over the
-list decides about a token: no sort and no exact threshold are needed.
+than k, or their probability less than p. So equal logits are kept or dropped together, and one sum decides
+about a token: no sort and no exact threshold are needed. A winner that is not kept is worse than all kept
+tokens, so they take part in the next draw.
 
 The largest scores of 2,048 lanes contain almost all of the few scores that are kept in a peaked
 distribution, so the k-th of them is a tight lower bound. A flat distribution is estimated from one random
-score of each lane, to four standard deviations. The sweep measures how much lies above ``upper``. If the
-estimate was wrong, the threshold is searched bit by bit in the whole row, by 16 more passes. Sums have a
-fixed order, and the noise is a hash of the request's seed, the position and the token, so a draw does not
-depend on the batch.
+score of each lane, to four standard deviations. If the bound was too high, a draw is repeated without it.
+Sums have a fixed order, and the noise is a hash of the request's seed, the position and the token, so a draw
+does not depend on the batch.
 """
 
 from dataclasses import dataclass
@@ -392,17 +393,17 @@ def survey(row, listed, lanes, by_mass, C: tl.constexpr):
 
 
 @triton.jit
-def bracket(row, lanes, tokens, total, top_k, top_p, C: tl.constexpr):
-    """Return (lower, upper), between which the last kept score probably is. ``upper`` is inf if in doubt.
+def estimate(row, lanes, tokens, total, top_k, top_p, C: tl.constexpr):
+    """Return (a bound that all kept scores probably reach, whether too many scores reach it for a list).
 
-    With both filters, these are bounds for top-k. ``lanes`` and ``total`` are results of :func:`survey`.
+    With both filters, the bound is for top-k. ``lanes`` and ``total`` are results of :func:`survey`.
     """
     by_mass, any_score = top_k == 0, tl.full([], -float("inf"), tl.float32)
-    none = tl.full([], 0, tl.int32)
-    upper = -any_score
+    none, are_many, lower = tl.full([], 0, tl.int32), top_k < 0, any_score
     wanted = tl.where(by_mass, total * top_p * 1.0001, top_k.to(tl.float32))
     best = Scores(lanes, tokens, none + C.BLOCK)
-    lower = largest_threshold(row, none, best, any_score, wanted, by_mass, 8, C)
+    if weight_of_listed(best, any_score, False, row, by_mass, C) >= wanted:
+        lower = largest_threshold(row, none, best, any_score, wanted, by_mass, 8, C)
     # If half of the lanes' largest scores are kept, ln(2) lanes as many scores are expected to be.
     if (lower == any_score) | (weight_of_listed(best, lower, False, row, False, C) > C.BLOCK // 2):
         # By mass, the weight below the threshold is estimated among the random scores, because a few large
@@ -423,10 +424,8 @@ def bracket(row, lanes, tokens, total, top_k, top_p, C: tl.constexpr):
         margin = 4 * tl.sqrt(tl.where(by_mass, below * unit, above)) + 4 * unit
         least = largest_threshold(row, none, random, any_score, above + margin, by_mass, 8, C)
         lower = tl.maximum(lower, least)
-        most = largest_threshold(row, none, random, any_score, above - margin, by_mass, 8, C)
-        if (above > margin) & (most > lower) & (by_mass | (top_p >= 1)):
-            upper = most
-    return lower, upper
+        are_many = weight_of_listed(random, lower, False, row, False, C) > C.LISTED // 2 * share
+    return lower, are_many
 
 
 @triton.jit
@@ -453,123 +452,125 @@ def append(listed, count, row, begin, marks, C: tl.constexpr):
 
 
 @triton.jit
-def sweep(row, listed, lower, upper, least, by_mass, adds, C: tl.constexpr):
-    """Draw among the scores from ``upper`` on, and append those in [lower, upper) to a list.
-
-    Returns (best draw, length of the list, weight of the scores from ``upper`` on, weight of those from
-    ``least`` on). If ``upper`` is inf, all scores from ``lower`` on are listed. The list holds the first
-    ``C.LISTED`` of them. Weights are 0 unless ``adds``.
-    """
+def list_from(row, listed, lower, C: tl.constexpr):
+    """Append the scores from ``lower`` on to a list. Return its length, of which C.LISTED are in memory."""
     BLOCK: tl.constexpr = C.BLOCK
-    nothing = tl.full([], -float("inf"), tl.float32)
-    best = Best(nothing, nothing, tl.full([], 0x7FFFFFFF, tl.int32))
-    above, total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    lane, count, lower = tl.arange(0, C.BLOCK), listed.count, tl.maximum(lower, -3.4028234e38)  # not -inf
-    base = tl.where(by_mass, LOG2E, 0.0)
+    count, lower = listed.count, tl.maximum(lower, -3.4028234e38)  # not -inf
     for begin in range(0, row.vocab_size, 32 * C.BLOCK):
         # A bit of each lane for each tile whose score is listed. The places in the list depend on all lanes.
         # To compute them for each tile would take more instructions than all else.
         marks, bit = tl.zeros([BLOCK], tl.uint32), tl.full([], 1, tl.uint32)
         end = tl.minimum(begin + 32 * C.BLOCK, row.vocab_size)
         for first in tl.range(begin, end, C.BLOCK, num_stages=2):
-            scores, tokens = load_scores(row, first, C), first + lane
-            if C.FILTERED:
-                if adds:
-                    weights = tl.exp2(scores * base - row.largest * base)
-                    above += tl.where(scores >= upper, weights, 0.0)
-                    if least > -float("inf"):
-                        total += tl.where(scores >= least, weights, 0.0)
-                marks |= tl.where((scores >= lower) & (scores < upper), bit, 0)
-                bit <<= 1
-            if upper < float("inf"):  # noqa: SIM102, as the bounds are computed only then
-                if may_win(best, row, scores, tokens, upper):
-                    best = draw(best, row, scores, tokens, upper, False)
-        if C.FILTERED:
-            count = append(listed, count, row, begin, marks, C)
+            marks |= tl.where(load_scores(row, first, C) >= lower, bit, 0)
+            bit <<= 1
+        count = append(listed, count, row, begin, marks, C)
     tl.debug_barrier()  # other threads read the list
-    return best, count, tl.sum(above, 0), tl.sum(total, 0)
+    return count
 
 
 @triton.jit
-def settle(best, row, listed, lower, upper, above, wanted, by_mass, C: tl.constexpr):
-    """Return (whether the last kept score is in [lower, upper), the winner among the kept scores).
+def draw_from(row, listed, lower, strict, C: tl.constexpr):
+    """Draw among the scores of a row and a list from ``lower`` on, or with ``strict`` above it."""
+    nothing = tl.full([], -float("inf"), tl.float32)
+    best = Best(nothing, nothing, tl.full([], 0x7FFFFFFF, tl.int32))
+    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=2):
+        scores, tokens = load_scores(row, first, C), first + tl.arange(0, C.BLOCK)
+        if may_win(best, row, scores, tokens, lower):
+            best = draw(best, row, scores, tokens, lower, strict)
+    return draw_listed(best, row, listed, lower, strict, C)
 
-    Args:
-        best: the winner among the scores of the row from ``upper`` on, which are not in the list.
-        listed: list with all other scores from ``lower`` on.
-        above: weight of the scores of the row from ``upper`` on.
-        wanted: a score is kept if the weight of all better scores is less.
-    """
-    found = above + weight_of_listed(listed, upper, False, row, by_mass, C) < wanted
-    enough = above + weight_of_listed(listed, lower, False, row, by_mass, C) >= wanted
-    found = found & (enough | (lower == -float("inf")))
-    strict, is_kept, winner = lower != lower, found == 0, best  # nothing is drawn if nothing was found
+
+@triton.jit
+def weights_from(row, listed, score, lower, by_mass, C: tl.constexpr):
+    """Return the weight of the scores of a row and a list above ``score``, and of those from ``lower`` on."""
+    BLOCK: tl.constexpr = C.BLOCK
+    above, total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    base = tl.where(by_mass, LOG2E, 0.0)
+    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=2):
+        scores = load_scores(row, first, C)
+        weights = tl.exp2(scores * base - row.largest * base)
+        above += tl.where(scores > score, weights, 0.0)
+        total += tl.where(scores >= lower, weights, 0.0)
+    above = tl.sum(above, 0) + weight_of_listed(listed, score, True, row, by_mass, C)
+    return above, tl.sum(total, 0) + weight_of_listed(listed, lower, False, row, by_mass, C)
+
+
+@triton.jit
+def draw_kept_listed(row, listed, lower, wanted, by_mass, C: tl.constexpr):
+    """Draw among the scores of a list from ``lower`` on that have less than ``wanted`` weight above them."""
+    nothing = tl.full([], -float("inf"), tl.float32)
+    none = Best(nothing, nothing, tl.full([], 0x7FFFFFFF, tl.int32))
+    winner, strict, is_kept = none, lower != lower, lower != lower
     while is_kept == 0:
-        winner = draw_listed(best, row, listed, lower, strict, C)
-        better = above + weight_of_listed(listed, winner.score, True, row, by_mass, C)
-        is_kept = (winner.score >= upper) | (better < wanted)
+        winner = draw_listed(none, row, listed, lower, strict, C)
+        above = weight_of_listed(listed, winner.score, True, row, by_mass, C)
+        is_kept = (above >= wanted) == 0  # ends also if wanted were NaN
         lower, strict = winner.score, is_kept == 0
-    return found, winner
+    return winner
 
 
 @triton.jit
-def search_row(row, adjusted, least, top_k, top_p, C: tl.constexpr):
-    """Return the lowest score that the filters keep, found by passes over the whole row and the list."""
-    if top_k > 0:
-        wanted = top_k.to(tl.float32)
-        least = tl.maximum(
-            least, largest_threshold(row, row.vocab_size, adjusted, least, wanted, False, 16, C)
-        )
-    if top_p < 1:
-        BLOCK: tl.constexpr = C.BLOCK
-        total = tl.zeros([BLOCK], tl.float32)
-        for first in range(0, row.vocab_size, C.BLOCK):
-            total += weights_of(load_scores(row, first, C), least, row.largest, True)
-        wanted = (tl.sum(total, 0) + weight_of_listed(adjusted, least, False, row, True, C)) * top_p
-        least = tl.maximum(
-            least, largest_threshold(row, row.vocab_size, adjusted, least, wanted, True, 16, C)
-        )
-    return least
+def draw_kept(row, listed, lower, least, wanted, by_mass, C: tl.constexpr):
+    """Draw among the scores of a row and a list that have less than ``wanted`` weight above them.
+
+    All of these scores are at least ``least``, and probably at least ``lower``.
+    """
+    nothing = tl.full([], -float("inf"), tl.float32)
+    winner = Best(nothing, nothing, tl.full([], 0x7FFFFFFF, tl.int32))
+    strict, is_kept, is_checked = lower != lower, lower != lower, lower <= least
+    while is_kept == 0:
+        winner = draw_from(row, listed, lower, strict, C)
+        above, total = weights_from(row, listed, winner.score, lower, by_mass, C)
+        if is_checked | (total >= wanted):
+            # What is not kept is a bound for what is, so most of the mass is left out at each time.
+            is_kept, is_checked = (above >= wanted) == 0, is_kept == is_kept
+            lower, strict = winner.score, is_kept == 0
+        else:
+            lower, is_checked = least, is_kept == is_kept
+    return winner
 
 
 @triton.jit
 def sample_filtered(row, adjusted, lanes, top_k, top_p, min_p, C: tl.constexpr):
     """Return the winner among the scores that the filters keep. ``lanes`` is memory for 2 * BLOCK scores."""
     by_mass, any_score = top_k == 0, tl.full([], -float("inf"), tl.float32)
-    filters, adds = (top_k > 0) | (top_p < 1), top_k != top_k
+    filters, both = (top_k > 0) | (top_p < 1), (top_k > 0) & (top_p < 1)
     largest, total, least = any_score, any_score, any_score
     if filters | (min_p > 0):
         largest, total = survey(row, adjusted, lanes, top_p < 1, C)
-        filters &= largest < float("inf")  # an infinite score wins without filters
+        filters &= tl.abs(largest) < float("inf")  # an infinite score wins without filters
         least = tl.where(largest < float("inf"), largest + tl.log(min_p), any_score)
     row = Row(row.logits, row.vocab_size, row.scale, largest, row.greedy, row.key)
-    lower, upper = -any_score, least
-    if filters:
-        lower, upper = bracket(row, lanes, adjusted.tokens, total, top_k, top_p, C)
-        lower = tl.maximum(lower, least)
-        upper = tl.where(upper > lower, upper, -any_score)
-        adds = (upper < -any_score) | ((min_p > 0) & (top_p < 1))
-    best, count, above, mass = sweep(row, adjusted, lower, upper, least, by_mass, adds, C)
-    listed = Scores(adjusted.scores, adjusted.tokens, tl.minimum(count, C.LISTED))
     if filters:
         if by_mass & (min_p > 0):
-            total = mass + weight_of_listed(adjusted, least, False, row, True, C)
-        wanted = tl.where(by_mass, total * top_p, top_k.to(tl.float32))
-        if (top_k > 0) & (top_p < 1):
-            none = tl.full([], 0, tl.int32)
-            kept = largest_threshold(row, none, listed, lower, wanted, False, 16, C)
-            enough = weight_of_listed(listed, lower, False, row, False, C) >= wanted
-            count = tl.where(enough | (lower <= least), count, C.LISTED + 1)
-            lower = tl.maximum(lower, kept)
-            wanted = weight_of_listed(listed, lower, False, row, True, C) * top_p
-            by_mass = top_p < 1
-        found, winner = settle(best, row, listed, lower, upper, above, wanted, by_mass, C)
-        if (count > C.LISTED) | (found == 0):
-            least = search_row(row, adjusted, least, top_k, top_p, C)
-            best, count, above, mass = sweep(row, adjusted, -any_score, least, least, by_mass, False, C)
-            winner = draw_listed(best, row, adjusted, least, False, C)
+            _, total = weights_from(row, adjusted, least, least, True, C)
+        lower, are_many = estimate(row, lanes, adjusted.tokens, total, top_k, top_p, C)
+        lower, wanted = tl.maximum(lower, least), tl.where(by_mass, total * top_p, top_k.to(tl.float32))
+        listed = adjusted
+        if are_many == 0:
+            count = list_from(row, adjusted, lower, C)
+            listed = Scores(adjusted.scores, adjusted.tokens, tl.minimum(count, C.LISTED))
+            enough = weight_of_listed(listed, lower, False, row, by_mass, C) >= wanted
+            are_many = (count > C.LISTED) | ((enough | (lower <= least)) == 0)
+            lower = tl.where(are_many, least, lower)
+        if both:  # top-p is a share of what top-k keeps
+            if are_many:
+                kth = largest_threshold(row, row.vocab_size, adjusted, least, wanted, False, 16, C)
+                least = tl.maximum(least, kth)
+                lower = least
+                _, total = weights_from(row, adjusted, lower, lower, True, C)
+            else:
+                none = tl.full([], 0, tl.int32)
+                lower = tl.maximum(lower, largest_threshold(row, none, listed, lower, wanted, False, 16, C))
+                total = weight_of_listed(listed, lower, False, row, True, C)
+            wanted, by_mass = total * top_p, top_p < 1
+        if are_many:
+            winner = draw_kept(row, adjusted, lower, least, wanted, by_mass, C)
+        else:
+            winner = draw_kept_listed(row, listed, lower, wanted, by_mass, C)
     else:
-        winner = draw_listed(best, row, adjusted, least, False, C)
+        winner = draw_from(row, adjusted, least, False, C)
     return winner
 
 
@@ -623,8 +624,7 @@ def sample_kernel(
         min_p = tl.load(min_p_ptr + at)
         winner = sample_filtered(row, adjusted, scores_at + C.LISTED, top_k, top_p, min_p, C)
     else:
-        best, _, _, _ = sweep(row, adjusted, -any_score, any_score, any_score, False, False, C)
-        winner = draw_listed(best, row, adjusted, any_score, False, C)
+        winner = draw_from(row, adjusted, any_score, False, C)
     tl.store(out_ptr + at, tl.minimum(winner.token, vocab_size - 1).to(tl.int64))
     tl.store(best_ptr + at, winner.score)
     if C.ADJUSTED:

@@ -13,6 +13,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -629,13 +630,27 @@ def combined_parts() -> None:
     flashtile.flash_attn_combine(torch.randn(3, 2, 5, 4, 8), torch.randn(3, 2, 5, 4))
 
 
+def small_heads_in_pages(heads: int, heads_kv: int, head_dim: int, head_dim_v: int) -> None:
+    """Strides of heads and tokens that Triton does not know to be multiples of 16 bytes."""
+    q = torch.randn(5, 30, heads, head_dim).half()
+    k, v = (torch.randn(40, 4, heads_kv, width).half() for width in (head_dim, head_dim_v))
+    table = torch.arange(40, dtype=torch.int32).reshape(5, 8)
+    lengths = torch.full((5,), 32, dtype=torch.int32)
+    flashtile.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, block_table=table, causal=True)
+
+
+PASSED = {
+    "no accumulator of dQ": (varlen_training_of_short_documents, "preprocess_kernel"),
+    "parts of attention": (combined_parts, "combine_given_kernel"),
+    "heads of 8": (partial(small_heads_in_pages, 6, 2, 8, 8), "attend_kernel"),
+    "tokens of 40": (partial(small_heads_in_pages, 5, 1, 8, 16), "attend_kernel"),
+}
+
+
 @pytest.mark.compile
-@pytest.mark.parametrize(
-    ("call", "kernel"),
-    [(varlen_training_of_short_documents, "preprocess_kernel"), (combined_parts, "combine_given_kernel")],
-)
+@pytest.mark.parametrize(("call", "kernel"), PASSED.values(), ids=PASSED)
 def test_a_kernel_compiles_with_the_tensors_that_its_call_passes(call, kernel):
-    """Cases of ``test_compile`` are written by hand. A call may lack a tensor that they have."""
+    """Cases of ``test_compile`` are written by hand. A call may lack a tensor that they have, or alignment."""
     with remembering() as remembered:
         call()
     found = [pair for each in calls_of(remembered) for pair in launches(each, H200)]

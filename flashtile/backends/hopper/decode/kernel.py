@@ -712,8 +712,8 @@ def copy_rows(
     WIDTH: gl.constexpr = tile.shape[1]
     COPY: gl.constexpr = 128 // tile.dtype.primitive_bitwidth  # elements in 16 bytes
     # Neighbouring threads copy neighbouring 16 bytes of a row; ``multiple_of`` lets a copy be one
-    # instruction. It marks the operation that made a value. The addition is made here: of a mark on ``start``,
-    # an argument, nothing is left after inlining, and Triton then refuses to copy 2 bytes at a time.
+    # instruction. It marks the operation that made a value, so the addition is made here: of a mark on
+    # ``start``, an argument, nothing is left after inlining, and Triton refuses to copy 2 bytes at a time.
     wide: gl.constexpr = gl.BlockedLayout([1, COPY], [32 * COPY // WIDTH, WIDTH // COPY], [WARPS, 1], [1, 0])
     columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, wide))
     base = gl.multiple_of(source.base + start, 16)  # bytes

@@ -650,7 +650,7 @@ PASSED = {
 @pytest.mark.compile
 @pytest.mark.parametrize(("call", "kernel"), PASSED.values(), ids=PASSED)
 def test_a_kernel_compiles_with_the_tensors_that_its_call_passes(call, kernel):
-    """Cases of ``test_compile`` are written by hand. A call may lack tensors, or alignment, that they have."""
+    """Cases of ``test_compile`` are written by hand. A call may lack their tensors or alignment."""
     with remembering() as remembered:
         call()
     found = [pair for each in calls_of(remembered) for pair in launches(each, H200)]

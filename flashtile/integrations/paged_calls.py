@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -50,7 +50,7 @@ class StepLimits:
     min_queries: int = 0
 
 
-def warm_up(calls: Callable[[], list[Source]], device: torch.device, logger: logging.Logger) -> None:
+def warm_up(calls: Callable[[], Sequence[Source]], device: torch.device, logger: logging.Logger) -> None:
     """Compile the kernels of calls in parallel processes, and load them into this process.
 
     If that fails, a warning is logged, and kernels are compiled when requests need them. Without an NVIDIA

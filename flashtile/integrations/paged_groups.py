@@ -69,9 +69,10 @@ def find_groups(
 
     ``most`` is the largest number of sequences of a group, ``least`` the fewest tokens to save.
     """
-    row, rows = torch.arange(len(seq_lens)), len(seq_lens)
+    row, rows = torch.arange(len(seq_lens), device=seq_lens.device), len(seq_lens)
     blocks = (seq_lens - starts.diff()).clamp(min=0) // block_size  # all keys in them are older than the step
-    inside = torch.arange(block_table.shape[1]) < torch.minimum(blocks[1:], blocks[:-1])[:, None]
+    columns = torch.arange(block_table.shape[1], device=block_table.device)
+    inside = columns < torch.minimum(blocks[1:], blocks[:-1])[:, None]
     equal = (block_table[1:] == block_table[:-1]) & inside
     common = torch.cat((blocks[:1] * 0, equal.cumprod(1).sum(1) * block_size))
     best = (((common * (common >= common[:, None]).sum(1)) << 32) | common).max()

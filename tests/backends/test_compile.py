@@ -42,7 +42,6 @@ ALIKE = re.compile(
     r"|hopper backward dkv head_dim 256/128 .* shared$"
     r"|hopper backward (\w+ )?head_dim (40/40|80/80|96/96|192/128|160/160|320/320) "
     r"|hopper backward .* (single|one block)$"
-    r"|hopper forward .* divided$"
     r"|hopper decode (head_dim (64|256)/.* e4m3|.* e4m3 by )"
     r"|hopper linear (plain|e4m3) "
 )
@@ -60,7 +59,6 @@ TELLING = {
     "hopper mods backward dq head_dim 256 128x64 block mask",
     "hopper backward head_dim 64/64 64x128 full one block",
     "hopper backward head_dim 128/128 64x128 causal one block",
-    "hopper forward head_dim 128/128 128x128 full lazy divided",
     "hopper dropout forward head_dim 128 128x128 causal",
     "hopper dropout backward head_dim 128 64x128 causal",
     "hopper bias forward head_dim 64 128x128 causal",

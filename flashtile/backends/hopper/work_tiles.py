@@ -47,8 +47,6 @@ class WorkTile(NamedTuple):
     """First row of the sequence in k."""
     seqlen_q: Any
     seqlen_k: Any
-    consumer: Any = -1
-    """In the forward, number of the only consumer whose rows are computed; -1 for all."""
 
 
 @gluon.jit

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flashtile.backends.common import tiles
 from flashtile.backends.common.config import padded
-from flashtile.backends.common.device import Target, compiling_for
+from flashtile.backends.common.device import compiling_for
 from flashtile.backends.common.launch import Launched
 from flashtile.backends.common.preprocess import preprocess_kernel
 from flashtile.backends.hopper import CAPABILITY
@@ -373,7 +373,6 @@ def bias_of(problem: Problem) -> Tensor | None:
 
 
 _GROUPED_CAUSAL = replace(GROUPED, window_right=0)
-_H100: Any = Target("H100", (9, 0), 132)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 """Sequence lengths that together select every entry of the table of configurations."""
 
@@ -392,14 +391,11 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
         measured = (block_d, block_dv, config.warpgroups, config.BLOCK_N) in COSTS
         configs = alternatives(config) if measured else (config,)
         for length, other in product(LENGTHS, configs):
-            plain = call = replace(same, seqlen_q=length, seqlen_k=length)
-            if other.DIVIDED and (block_d, block_dv, 1, other.BLOCK_N) in COSTS:  # one of 133 blocks is left
-                call = replace(plain, batch=1, num_heads_q=133, num_heads_kv=133, seqlen_q=other.BLOCK_M)
-                call = replace(call, device=_H100)
-            variant = forward_variant(call, plan_of(call, other))
+            plain = replace(same, seqlen_q=length, seqlen_k=length)
+            variant = forward_variant(plain, plan_of(plain, other))
             if of_tables(plain) == config and variant not in seen:
                 seen.add(variant)
-                yield _forward_case(call, other)
+                yield _forward_case(plain, other)
         if windowed:
             everything = replace(plain, **FEATURES, sink=True)
             yield _forward_case(everything, config)
@@ -476,7 +472,6 @@ def _forward_name(problem: Problem, variant: ForwardVariant) -> str:
             "o in parts": variant.O_IN_PARTS,
             "lazy": variant.LAZY_RESCALE,
             "packed": variant.PACK > 1,
-            "divided": variant.DIVIDED,
             "pairs": variant.PAIRED,
             "queue": variant.QUEUED,
             "statistics": variant.ENTROPY,

@@ -584,34 +584,6 @@ def test_alternatives_compute_the_same_bits(head_dim: int, keys: int, causal: bo
         testing.check(q, k, v, causal=causal, backend="hopper", gradients=False)
 
 
-DIVIDED: dict[str, dict[str, Any]] = {
-    "three-warpgroups": {"seqlen_q": 150, "seqlen_k": 4000, "heads_q": 5},
-    "d128": {"seqlen_q": 150, "heads_q": 5, "head_dim": 128, "sink": "own"},
-    "packed-heads": {"seqlen_q": 20, "heads_q": 4, "batch": 5, "head_dim": 128, "softcap": 3.0},
-}
-
-
-@pytest.mark.parametrize("name", DIVIDED)
-def test_a_divided_last_round(name: str) -> None:
-    """Programs compute the rows of one consumer, and the same bits."""
-    case = replace(SMALL, name=name, **DIVIDED[name])
-    inputs = case.inputs("cpu")
-    found, plans = [], []
-    spy = mock.patch.object(forward_launch, "forward_variant", wraps=forward_launch.forward_variant)
-    with mock.patch.object(device, "INTERPRETER_MULTIPROCESSORS", 4), spy as made:
-        for divided in (False, True):
-            tables = lambda problem: replace(of_tables(problem), DIVIDED=divided)  # noqa: B023, E731
-            with mock.patch.object(forward_config, "choose", tables), interpreted():
-                found.append(
-                    flashtile.attention(*inputs.qkv, backend="hopper", return_lse=True, **inputs.arguments)
-                )
-            plans.append(made.call_args.args[1])
-            with mock.patch.object(forward_config, "choose", tables):
-                check(case, gradients=False)
-    assert [plan.divided > 0 for plan in plans] == [False, True]
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-
-
 DETERMINISTIC: Variants = {
     "full": {"seqlen_k": 500},
     "causal": {"seqlen_k": 500, "causal": True},

@@ -71,9 +71,8 @@ def of_workload(workload: Workload) -> Problem:
 
 def work_of(problem: Problem, config: ForwardConfig) -> LaunchWork:
     block_d, block_dv = tile_columns(problem)
-    costs, alone = (COSTS.get((block_d, block_dv, count, config.BLOCK_N)) for count in (config.warpgroups, 1))
-    assert costs is not None
-    return work_of_launch(problem, plan_of(problem, config), costs, alone)
+    costs = COSTS[block_d, block_dv, config.warpgroups, config.BLOCK_N]
+    return work_of_launch(problem, plan_of(problem, config), costs)
 
 
 def sweep() -> list[Problem]:
@@ -100,9 +99,6 @@ def busiest(problem: Problem, config: ForwardConfig) -> float:
     costs = COSTS[variant.BLOCK_D, variant.BLOCK_DV, config.warpgroups, config.BLOCK_N]
 
     def cost(tile_index: int) -> float:
-        if tile_index >= plan.whole_tiles:
-            alone = COSTS.get((variant.BLOCK_D, variant.BLOCK_DV, 1, config.BLOCK_N), costs)
-            return costs.tile + alone.block * math.ceil(problem.seqlen_k / config.BLOCK_N)
         per_head = functions["tiles_of_head"](launch.num_blocks, variant.PAIRED)
         *_, place = functions["dense_tile"](tile_index, per_head, launch.num_heads, launch.swizzle)
         work = SimpleNamespace(seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k)

@@ -53,8 +53,6 @@ class ForwardConfig:
         BIAS_STAGES: tiles of a bias in shared memory.
         LATE_BITS: the assembler may delay the computation of dropout's random bits until the exponentials.
             Otherwise they are computed during the products.
-        DIVIDED: the last, partly empty round is divided further: a program computes the 64 rows of one
-            consumer, without the others (``rounds.divided_blocks``).
     """
 
     warpgroups: int
@@ -72,7 +70,6 @@ class ForwardConfig:
     QUEUED: bool = False
     BIAS_STAGES: int = 1
     LATE_BITS: bool = False
-    DIVIDED: bool = False
 
     @property
     def BLOCK_M(self) -> int:  # noqa: N802 - as in the kernel
@@ -141,8 +138,6 @@ class ForwardVariant(MaskConstants, ModifierFlags):
     """Number of work tiles for the same query rows, each of which computes BLOCK_DV columns of the output. A
     head of the schedule is one of these parts of a query head."""
     PROGRAMS: int
-    DIVIDED: bool
-    """The last work tiles are those of single consumers."""
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
     PRODUCER_WARPS: int
@@ -398,12 +393,10 @@ def choose(problem: Problem) -> ForwardConfig:
 
 @cache
 def alternatives(config: ForwardConfig) -> tuple[ForwardConfig, ...]:
-    """Return ``config`` and others that compute the same bits: with tiles of other rows, without pairs, or
-    with a divided last round."""
+    """Return ``config`` and others that compute the same bits: with tiles of other rows, or without pairs."""
     same = (config, *_OTHER_ROWS.get(config, ()))
     single = (replace(other, paired_below=0) for other in same if other.paired_below)
-    divided = (replace(other, DIVIDED=True) for other in same if other.warpgroups > 1)
-    return (*same, *single, *divided)
+    return (*same, *single)
 
 
 def of_tables(problem: Problem) -> ForwardConfig:

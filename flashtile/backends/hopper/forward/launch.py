@@ -119,7 +119,6 @@ def forward_variant(problem: Problem, plan: ForwardPlan, bias: Tensor | None = N
         K_BY_PARTS=config.STAGES == 1,
         COLUMN_SPLITS=plan.column_splits,
         PROGRAMS=config.PROGRAMS,
-        DIVIDED=plan.divided > 0,
         CONSUMER_REGISTERS=(
             CONSUMER_REGISTERS[config.warpgroups]
             if config.PROGRAMS == 1
@@ -180,7 +179,6 @@ def schedule_of(
         num_heads=num_heads,
         kv_group=problem.group_size // plan.pack * plan.column_splits,
         swizzle=plan.interleaved,
-        whole_tiles=plan.whole_tiles if plan.divided else None,
         seqlen_q=problem.seqlen_q,
         seqlen_k=problem.seqlen_k,
         total_q=problem.total_q,

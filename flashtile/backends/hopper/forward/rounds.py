@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import lru_cache
 from operator import add
 from typing import TYPE_CHECKING, NamedTuple
@@ -107,18 +106,11 @@ class ForwardPlan(NamedTuple):
     """Number of heads whose work tiles are interleaved."""
     mask: KernelMask
     """The mask by position, as kernels take it."""
-    divided: int = 0
-    """Number of the last blocks of query rows of which each consumer has a work tile of its own."""
-
-    @property
-    def whole_tiles(self) -> int:
-        """Number of work tiles of a dense call that are computed by all consumers of a program."""
-        return self.heads * (math.ceil(self.blocks / 2) if self.paired else self.blocks) - self.divided
 
     @property
     def tiles(self) -> int:
         """Number of work tiles of a dense call."""
-        return self.whole_tiles + self.divided * self.config.warpgroups
+        return self.heads * (math.ceil(self.blocks / 2) if self.paired else self.blocks)
 
 
 def plan_of(problem: Problem, config: ForwardConfig, kernel: str = "forward") -> ForwardPlan:
@@ -144,20 +136,7 @@ def plan_of(problem: Problem, config: ForwardConfig, kernel: str = "forward") ->
     return ForwardPlan(
         kernel=kernel, config=config, pack=pack, column_splits=splits, heads=heads, blocks=blocks,
         paired=paired, queued=queued, interleaved=interleaved, mask=mask,
-        divided=divided_blocks(problem, config, heads * blocks) if config.DIVIDED and not queued else 0,
     )  # fmt: skip
-
-
-def divided_blocks(problem: Problem, config: ForwardConfig, blocks: int) -> int:
-    """Return how many blocks of query rows are left for the last round, if it has room for their consumers.
-
-    The consumers of a block then have programs of their own: one takes three quarters of the time that two
-    take together. Without a mask only, where all blocks cost the same.
-    """
-    programs = config.PROGRAMS * multiprocessors(problem.device)
-    left = blocks % programs
-    masked = problem.effective_window(problem.seqlen_q, problem.seqlen_k) != (UNLIMITED, UNLIMITED)
-    return 0 if masked or blocks < programs or left * config.warpgroups > programs else left
 
 
 class LaunchWork(NamedTuple):
@@ -173,9 +152,6 @@ class LaunchWork(NamedTuple):
     programs: int
     """Programs that the GPU runs at a time; some have no work tile if there are fewer tiles."""
     costs: Costs
-    parts: tuple[float, ...] = ()
-    """Times of the work tiles of single consumers, which replace the last ones."""
-    divided: int = 0
 
 
 def fastest(
@@ -198,9 +174,9 @@ def fastest(
     best, least = first, WORTHWHILE * microseconds(work_of_launch(problem, plan, costs))
     for config in others:
         other, costs = plan_of(problem, config, kernel), costs_of(config)
-        if costs is None or other.pack != plan.pack or (other.divided > 0) < config.DIVIDED:
+        if costs is None or other.pack != plan.pack:
             continue
-        time = microseconds(work_of_launch(problem, other, costs, costs_of(replace(config, warpgroups=1))))
+        time = microseconds(work_of_launch(problem, other, costs))
         if time < least and (any_order or other.paired or not plan.paired):
             best, least = config, time
     return best
@@ -212,21 +188,14 @@ def allows_single_tiles(problem: Problem) -> bool:
     return problem.batch * problem.num_heads_kv * problem.seqlen_k * width <= MAX_SINGLE_BYTES
 
 
-def work_of_launch(
-    problem: Problem, plan: ForwardPlan, costs: Costs, alone: Costs | None = None
-) -> LaunchWork:
-    """Return the work of a dense call that is divided by ``plan``.
-
-    ``alone`` are the costs of one consumer; without them it is not faster than all together.
-    """
+def work_of_launch(problem: Problem, plan: ForwardPlan, costs: Costs) -> LaunchWork:
+    """Return the work of a dense call that is divided by ``plan``."""
     config = plan.config
     blocks = tuple(blocks_of_rows(problem, config.BLOCK_M // plan.pack, config.BLOCK_N))
-    part = costs.tile + (alone or costs).block * max(blocks, default=0)
     programs = config.PROGRAMS * multiprocessors(problem.device)
     return LaunchWork(
         blocks=blocks, heads=plan.heads, interleaved=plan.interleaved, paired=plan.paired, queued=plan.queued,
-        programs=programs, costs=costs, parts=(part,) * (plan.divided * config.warpgroups),
-        divided=plan.divided,
+        programs=programs, costs=costs,
     )  # fmt: skip
 
 
@@ -257,7 +226,6 @@ def microseconds(work: LaunchWork) -> float:
     """Return the estimated time of a launch: that of its busiest program."""
     busy = [0.0] * work.programs
     tiles = list(tile_costs(work))
-    tiles[len(tiles) - work.divided :] = work.parts
     if work.queued:
         for cost in tiles:
             heapq.heapreplace(busy, busy[0] + cost)

@@ -67,8 +67,6 @@ class ForwardSchedule(NamedTuple):
     """A :class:`~flashtile.problems.masking.KernelMask`."""
     alibi_stride: Any
     """Elements from the slopes of one sequence to those of the next; 0 if all sequences share them."""
-    whole_tiles: Any = None
-    """With DIVIDED: number of work tiles of all consumers. Those of single consumers follow."""
     kv_group: Any = 1
     """Heads of the schedule per key head: query heads per key head, divided by PACK, times COLUMN_SPLITS."""
     bias_batch: Any = None
@@ -235,11 +233,6 @@ def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
             gl.load(row + 5),
         )
     tiles_per_head = tiles_of_head(schedule.num_blocks, C.PAIRED)
-    consumer = -1
-    if C.DIVIDED:
-        part = tile_index - schedule.whole_tiles
-        consumer = part % C.WARPGROUPS if part >= 0 else -1
-        tile_index = schedule.whole_tiles + part // C.WARPGROUPS if part >= 0 else tile_index
     if C.SEQUENCES_FIRST:  # sequences share the bias of a head, which then stays in the L2 cache
         sequences = schedule.num_tiles // (tiles_per_head * schedule.num_heads)
         head, sequence, tile_in_head = dense_tile(tile_index, tiles_per_head, sequences, schedule.swizzle)
@@ -252,7 +245,7 @@ def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
     if C.SEQUSED:  # clamped: the numbers are the caller's, and no row may lie outside of the tensor
         seqlen_k = gl.minimum(gl.maximum(gl.load(pointers.seqused_k + sequence), 0), seqlen_k)
     head_kv = head // schedule.kv_group
-    return WorkTile(sequence, head, head_kv, tile_in_head, 0, start_k, schedule.seqlen_q, seqlen_k, consumer)
+    return WorkTile(sequence, head, head_kv, tile_in_head, 0, start_k, schedule.seqlen_q, seqlen_k)
 
 
 @gluon.jit
@@ -309,13 +302,6 @@ def own_range(C: gl.constexpr, W: gl.constexpr, work, block, schedule):
     first = (block * C.BLOCK_M + W * WARPGROUP_ROWS) // C.PACK
     last = min(first + WARPGROUP_ROWS // C.PACK, work.seqlen_q) - 1
     own = own_blocks(C, first, last, n_begin, n_end, work.seqlen_q, work.seqlen_k, schedule.mask)
-    if C.DIVIDED:
-        # Another program has the rows of the other consumers. Here they lie past the end, and see one block,
-        # because the loop needs one.
-        others = (work.consumer >= 0) & (work.consumer != W)
-        first = first + work.seqlen_q if others else first
-        begin = n_end - 1 if others else own.begin
-        own = OwnBlocks(begin, own.end, begin, max(own.full_end, begin))
     return first, last, n_begin, n_end, own
 
 

@@ -90,7 +90,7 @@ def test_rows_padded_to_the_capacity_store_no_probabilities(monkeypatch):
 @pytest.mark.parametrize("page_size", [3, 16, 128])
 def test_mass_of_pages_that_sequences_share(page_size, monkeypatch):
     """With this SCAN, their holders are found in several rounds."""
-    monkeypatch.setattr(mass_kernel, "SCAN", 2)
+    monkeypatch.setattr(mass_kernel, "SCAN", 1)
     lengths = (70, 33, 90, 5, 90)
     columns = -(-96 // page_size)
     generator = torch.Generator().manual_seed(0)

@@ -61,7 +61,7 @@ from flashtile.backends.portable.decode.attend import (
     scores_of,
     weight_places,
 )
-from flashtile.backends.portable.decode.config import DecodeConfig, choose
+from flashtile.backends.portable.decode.config import TALL, DecodeConfig, choose
 from flashtile.backends.portable.decode.launch import (
     DecodeLaunch,
     decode_variant,
@@ -85,7 +85,7 @@ from flashtile.problems import common
 from flashtile.problems.decode import FP8, CacheTensors, DecodeProblem
 
 PROGRAMS = 16
-"""Programs per multiprocessor, about. Each takes every n-th tile of a sequence and group of heads. Not
+"""Programs per multiprocessor, about, that recompute. Each takes every n-th n_block of a sequence and head. Not
 measured."""
 MAX_STORED_BYTES = 512 * 2**20
 """Largest memory of stored probabilities, less than 2^31 elements. With a wider block table, they are
@@ -96,6 +96,9 @@ TILE = 2048
 """Numbers of mass in a tile, if there are enough tiles for all multiprocessors. Not measured."""
 PER_THREAD = 8
 """Numbers of mass per thread: a load of 16 bytes of a row of P in 16 bits."""
+MAX_REGISTERS = 80
+"""For three programs of 8 warps per multiprocessor: Triton 3.6 would take 91 registers, for two. Units of
+fewer keys than PER_THREAD would spill, so they have no limit."""
 SCAN = 2048
 """Entries of block tables that a program compares with its own at a time. Not measured."""
 
@@ -163,7 +166,7 @@ def mass_kernel(pointers, strides, outer, lengths, numbers, num_blocks, sizes, C
 
 @triton.jit
 def add_tile(start, b, head_kv, call, C: tl.constexpr):
-    """Add the mass of those of the KEYS from ``start`` on whose pages sequence ``b`` owns, for HEADS heads."""
+    """Add the mass of KEYS keys from ``start`` on, as far as sequence ``b`` owns their pages, for HEADS heads."""
     pointers, lengths, sizes = call.pointers, call.lengths, call.splits
     SIZE: tl.constexpr = C.SIZE  # Triton does not accept a field of C in a shape
     UNITS: tl.constexpr = C.KEYS // SIZE
@@ -202,7 +205,9 @@ def add_tile(start, b, head_kv, call, C: tl.constexpr):
             if C.WEIGHTS:
                 sums += sum_stored_rows(starts, same, holder, head_kv, call, C)
             elif tl.max(same.to(tl.int32), 0) != 0:
-                of_holder = tl.reshape(sum_rows(start // C.BLOCK_N, holder, head_kv, call, C), [1, UNITS, SIZE])
+                of_holder = tl.reshape(
+                    sum_rows(start // C.BLOCK_N, holder, head_kv, call, C), [1, UNITS, SIZE]
+                )
                 sums += tl.where(same[None, :, None], of_holder, 0.0)
         positions = starts[:, None] + tl.arange(0, SIZE)[None, :]
         token = positions
@@ -297,7 +302,7 @@ def sum_stored_rows(starts, held, b, head_kv, call, C: tl.constexpr):
     """
     HEADS: tl.constexpr = C.HEADS
     SIZE: tl.constexpr = C.SIZE
-    TOGETHER: tl.constexpr = min(C.ROWS, 8)  # rows whose loads are in flight together
+    TOGETHER: tl.constexpr = min(C.ROWS, 4)  # rows whose loads are in flight together, within MAX_REGISTERS
     pointers, lengths = call.pointers, call.lengths
     sequence = load_sequence(b, True, pointers, lengths, C)
     heads_kv = head_kv + tl.arange(0, HEADS)
@@ -360,6 +365,11 @@ class MassLaunch:
         self._sizes = (0, 0) if attend else stored_sizes(problem, config)
         in_float16 = problem.cache_dtype == FP8 and problem.dtype.itemsize == 2
         self._stored_dtype = torch.float16 if in_float16 else problem.dtype
+        if self.recomputes and config.tile.BLOCK_M == TALL:
+            # Keys stay while rows pass by: with more keys to a tile, q is read less often, and the search and
+            # the first loads of a tile, which nothing overlaps, serve more products.
+            tile = replace(config.tile, BLOCK_M=TALL // 2, BLOCK_N=2 * config.tile.BLOCK_N)
+            self._config = replace(config, tile=tile)
         if attend is None:
             # Stored probabilities are relative to maxima, so they must be computed, and no result changes.
             own = (
@@ -411,8 +421,7 @@ class MassLaunch:
             groups = triton.cdiv(problem.num_heads_kv, heads) * problem.batch
             while 2 * keys * heads <= TILE and groups * triton.cdiv(problem.capacity, 2 * keys) >= count:
                 keys *= 2
-            warps = max(1, min(8, keys * heads // (32 * PER_THREAD)))
-            tile = replace(tile, num_warps=warps)
+            tile = replace(tile, num_warps=max(1, min(8, keys * heads // (32 * PER_THREAD))))
         size = unit_of(problem.page_size, block_n)
         variant = MassVariant(
             **asdict(decode_variant(problem, config, plan, not self.recomputes)),
@@ -429,6 +438,8 @@ class MassLaunch:
         parts = max(1, min(tiles, triton.cdiv(PROGRAMS * count, work)) if self.recomputes else tiles)
         scale = problem.softmax_scale
         options: dict[str, Any] = {"launch_pdl": True} if variant.PDL else {}
+        if variant.PDL and variant.WEIGHTS and size >= PER_THREAD:
+            options["maxnreg"] = MAX_REGISTERS
         return CachedLaunch(
             mass_kernel,
             parts * work,

@@ -539,8 +539,9 @@ def score_rows_of(rows, slope, k_scale, tree_rows, sequence, lengths, C: tl.cons
 
 @triton.jit
 def weight_places(n, places, lengths, C: tl.constexpr):
-    """Return where n_block ``n`` is in the maxima, for rows at ``places`` in lse. In weights it is BLOCK_N times
-    as far.
+    """Return the place of n_block ``n`` in the maxima, for rows at ``places`` in lse.
+
+    In the weights, the n_block begins at BLOCK_N times this place.
     """
     n_blocks = (lengths.capacity + C.BLOCK_N - 1) // C.BLOCK_N
     return places.to(tl.int32) * n_blocks + n  # the memory of weights is bounded (mass.stored_sizes)

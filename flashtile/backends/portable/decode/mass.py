@@ -25,8 +25,9 @@ program of one of its holders, which adds the sums of all of them, in their orde
 n_block to n_block. Programs find them in the page's column of the block table: a shared page is in the same
 column in each of its sequences.
 
-A tile takes little work, so its time is that of loads that wait for each other. They are kept to three: the
-sequence's length; all lengths and entries of the block table; P, maxima, lse and mass.
+A tile takes little work, so loads that wait for each other and instructions of the search bound its time. The
+search serves all heads and keys of a tile, and four waits remain: for the sequence's length; for all lengths
+and the entries of the block table; for P, maxima and lse; for mass.
 """
 
 import math
@@ -85,8 +86,8 @@ from flashtile.problems import common
 from flashtile.problems.decode import FP8, CacheTensors, DecodeProblem
 
 PROGRAMS = 16
-"""Programs per multiprocessor, about, that recompute. Each takes every n-th n_block of a sequence and head. Not
-measured."""
+"""Programs per multiprocessor, about, that recompute. Each takes every n-th n_block of a sequence and head.
+Not measured."""
 MAX_STORED_BYTES = 512 * 2**20
 """Largest memory of stored probabilities, less than 2^31 elements. With a wider block table, they are
 recomputed."""
@@ -130,7 +131,7 @@ class MassSizes(NamedTuple):
 
     batch: Any
     parts: Any
-    """Programs per sequence and group of HEADS key heads."""
+    """Programs per sequence and group of HEADS key heads: its tiles, or fewer if they recompute."""
     page_stride: Any
     """Strides of mass, in elements, between pages (or rows of a dense cache) and between tokens."""
     token_stride: Any
@@ -138,8 +139,7 @@ class MassSizes(NamedTuple):
 
 @kernel(do_not_specialize=("outer", "lengths", "num_blocks", "sizes"))
 def mass_kernel(pointers, strides, outer, lengths, numbers, num_blocks, sizes, C: tl.constexpr):
-    """Add the mass of the keys to ``mass``. Grid: (parts * groups * batch,), groups of
-    HEADS key heads.
+    """Add the mass of the keys to ``mass``. Grid: (parts * groups of HEADS key heads * batch,).
 
     q and the caches are laid out as for the attention kernel, and lse is its result. mass is like the caches
     without their last dimension.
@@ -166,7 +166,7 @@ def mass_kernel(pointers, strides, outer, lengths, numbers, num_blocks, sizes, C
 
 @triton.jit
 def add_tile(start, b, head_kv, call, C: tl.constexpr):
-    """Add the mass of KEYS keys from ``start`` on, as far as sequence ``b`` owns their pages, for HEADS heads."""
+    """Add the mass of the tile of keys from ``start`` on, as far as sequence ``b`` owns their pages."""
     pointers, lengths, sizes = call.pointers, call.lengths, call.splits
     SIZE: tl.constexpr = C.SIZE  # Triton does not accept a field of C in a shape
     UNITS: tl.constexpr = C.KEYS // SIZE
@@ -232,7 +232,7 @@ def pages_of_units(b, exists, starts, call, C: tl.constexpr):
     pointers, lengths = call.pointers, call.lengths
     pages = b + starts * 0
     if C.PAGE_SIZE != 0:
-        # Entries are read whether or not the page is held, beside the lengths that tell.
+        # Also where the page is not held: entries and lengths are then loaded together.
         entries = pointers.block_table + pages.to(tl.int64) * call.outer.table_stride + starts // C.PAGE_SIZE
         pages = tl.load(entries, mask=exists & (starts < lengths.capacity), other=0)
     elif C.HAS_BATCH_IDX:

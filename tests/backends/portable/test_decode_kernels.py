@@ -39,7 +39,7 @@ WHOLE = (
 OF_MASS = (
     "dense", "empty-cache", "odd-head-dims", "page-size-5-transposed", "one-large-page", "window-left",
     "chunk-ragged", "chunk-leftpad", "alibi", "sink", "tree-by-batch", "everything", "two-splits",
-    "fp8-by-block", "fp8-append-by-sequence",
+    "group-of-7", "heads-in-blocks", "fp8-by-block", "fp8-append-by-sequence",
 )  # fmt: skip
 IN_FLOAT16 = [name for name, case in BY_NAME.items() if case.cache_dtype == FP8]
 IN_FLOAT16 += ["paged", "everything", "sink", "split-size"]
@@ -60,11 +60,22 @@ def test_float16(name):
 
 @pytest.mark.parametrize("stored", [True, False], ids=["stored", "recomputed"])
 @pytest.mark.parametrize("name", OF_MASS)
+@pytest.mark.usefixtures("fresh_launches")
 def test_mass(name, stored, monkeypatch):
     if not stored:
         monkeypatch.setattr(mass_kernel, "MAX_STORED_BYTES", 0)
     dtype = FP16 if BY_NAME[name].cache_dtype == FP8 else FP32
     tensors, arguments = build(BY_NAME[name], dtype, "cpu")
+    mass = torch.rand(tensors[1].shape[:3], generator=torch.Generator().manual_seed(9))
+    testing.check(*tensors, mass=mass, backend="portable", **arguments)
+
+
+@pytest.mark.parametrize("name", ["paged", "chunk-ragged", "everything"])
+@pytest.mark.usefixtures("fresh_launches")
+def test_mass_of_many_rows_has_wide_tiles_of_keys(name, monkeypatch):
+    monkeypatch.setattr(mass_kernel, "MAX_STORED_BYTES", 0)
+    monkeypatch.setattr(mass_kernel, "TALL", 16)
+    tensors, arguments = build(BY_NAME[name], FP32, "cpu")
     mass = torch.rand(tensors[1].shape[:3], generator=torch.Generator().manual_seed(9))
     testing.check(*tensors, mass=mass, backend="portable", **arguments)
 
@@ -87,10 +98,13 @@ def test_rows_padded_to_the_capacity_store_no_probabilities(monkeypatch):
     assert all((more == 7.0).all() for more in behind)
 
 
+@pytest.mark.parametrize("tile", [64, 2048])
 @pytest.mark.parametrize("page_size", [3, 16, 128])
-def test_mass_of_pages_that_sequences_share(page_size, monkeypatch):
-    """With this SCAN, their holders are found in several rounds."""
-    monkeypatch.setattr(mass_kernel, "SCAN", 2)
+@pytest.mark.usefixtures("fresh_launches")
+def test_mass_of_pages_that_sequences_share(page_size, tile, monkeypatch):
+    """In several tiles of two n_blocks, and in one. With this SCAN, holders are found in several rounds."""
+    monkeypatch.setattr(mass_kernel, "SCAN", 1)
+    monkeypatch.setattr(mass_kernel, "TILE", tile)
     lengths = (70, 33, 90, 5, 90)
     columns = -(-96 // page_size)
     generator = torch.Generator().manual_seed(0)

@@ -539,10 +539,12 @@ def score_rows_of(rows, slope, k_scale, tree_rows, sequence, lengths, C: tl.cons
 
 @triton.jit
 def weight_places(n, places, lengths, C: tl.constexpr):
-    """Return where n_block ``n`` is in (weights, maxima) for rows at ``places`` in lse."""
+    """Return the place of n_block ``n`` in the maxima, for rows at ``places`` in lse.
+
+    In the weights, the n_block begins at BLOCK_N times this place.
+    """
     n_blocks = (lengths.capacity + C.BLOCK_N - 1) // C.BLOCK_N
-    of_maxima = places.to(tl.int32) * n_blocks + n  # the memory of weights is bounded (mass.stored_sizes)
-    return of_maxima[:, None] * C.BLOCK_N + tl.arange(0, C.BLOCK_N)[None, :], of_maxima
+    return places.to(tl.int32) * n_blocks + n  # the memory of weights is bounded (mass.stored_sizes)
 
 
 class NextWork(NamedTuple):
@@ -644,7 +646,8 @@ def attend_n_blocks(
                 # Rows that see no key have an n_block, which may begin where the cache ends.
                 exist = (rows.places >= 0) & (start < call.lengths.capacity)
                 to = call.pointers.new
-                weights, maxima = weight_places(n, rows.places, call.lengths, C)
+                maxima = weight_places(n, rows.places, call.lengths, C)
+                weights = maxima[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
                 tl.store(to.maxima + maxima, row_max, mask=exist)
                 tl.store(to.weights + weights, p.to(operand), mask=exist[:, None])
             if C.sums_late:

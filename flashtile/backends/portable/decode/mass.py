@@ -4,7 +4,7 @@ Attention has no final probabilities: it accumulates tiles relative to a running
 are P = exp(S - lse), and the mass of a key is the sum of its column of P, over query heads of the group and
 query tokens. So this kernel runs after attention::
 
-    for each n_block that a program owns:
+    for each tile of keys that a program owns, for all heads of a 32-byte sector of mass:
         for each sequence that holds it, in order:       one, unless sequences share pages
             sums += sum over rows of P
         mass += sums
@@ -24,6 +24,10 @@ Sequences may share pages, or rows of a dense cache (``cache_batch_idx``). A sha
 program of one of its holders, which adds the sums of all of them, in their order. The holders take turns from
 n_block to n_block. Programs find them in the page's column of the block table: a shared page is in the same
 column in each of its sequences.
+
+A tile takes little work, so loads that wait for each other and instructions of the search bound its time. The
+search serves all heads and keys of a tile, and four waits remain: for the sequence's length; for all lengths
+and the entries of the block table; for P, maxima and lse; for mass.
 """
 
 import math
@@ -58,7 +62,7 @@ from flashtile.backends.portable.decode.attend import (
     scores_of,
     weight_places,
 )
-from flashtile.backends.portable.decode.config import DecodeConfig, choose
+from flashtile.backends.portable.decode.config import TALL, DecodeConfig, choose
 from flashtile.backends.portable.decode.launch import (
     DecodeLaunch,
     decode_variant,
@@ -82,13 +86,22 @@ from flashtile.problems import common
 from flashtile.problems.decode import FP8, CacheTensors, DecodeProblem
 
 PROGRAMS = 16
-"""Programs per multiprocessor, about. Each takes every n-th n_block of a sequence and head. With more
-programs, pages that many sequences share are divided better. Not measured."""
+"""Programs per multiprocessor, about, that recompute. Each takes every n-th n_block of a sequence and head.
+Not measured."""
 MAX_STORED_BYTES = 512 * 2**20
 """Largest memory of stored probabilities, less than 2^31 elements. With a wider block table, they are
 recomputed."""
-SCAN = 32
-"""Sequences whose block tables a program compares with its own at a time. Not measured."""
+SECTOR = 8
+"""Heads of a tile: their numbers of mass, for one key, fill a sector of 32 bytes, the unit of reads."""
+TILE = 2048
+"""Numbers of mass in a tile, if there are enough tiles for all multiprocessors. Not measured."""
+PER_THREAD = 8
+"""Numbers of mass per thread: a load of 16 bytes of a row of P in 16 bits."""
+MAX_REGISTERS = 80
+"""For three programs of 8 warps per multiprocessor: Triton 3.6 would take 91 registers, for two. Units of
+fewer keys than PER_THREAD would spill, so they have no limit."""
+SCAN = 2048
+"""Entries of block tables that a program compares with its own at a time. Not measured."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +110,16 @@ class MassVariant(DecodeVariant):
 
     SHARED: bool
     """Whether several sequences may hold a page, or a row of a dense cache."""
+    KEYS: int
+    """Keys of a tile: one n_block, or several of stored probabilities."""
+    HEADS: int
+    """Key heads of a tile."""
+    ROWS: int
+    """Rows of a sequence and key head, at most, if probabilities are stored."""
+    SIZE: int
+    """Keys of a unit. They are in one page and one n_block."""
     SCAN: int
-    UNITS: int
-    """Units of an n_block. The keys of a unit are in one page."""
+    """Sequences whose block tables a program compares with its own at a time."""
 
 
 MassPointers = decode_pointers("MassPointers", "q k v lse mass stored", __name__)
@@ -111,7 +131,7 @@ class MassSizes(NamedTuple):
 
     batch: Any
     parts: Any
-    """Programs per sequence and key head."""
+    """Programs per sequence and group of HEADS key heads: its tiles, or fewer if they recompute."""
     page_stride: Any
     """Strides of mass, in elements, between pages (or rows of a dense cache) and between tokens."""
     token_stride: Any
@@ -119,7 +139,7 @@ class MassSizes(NamedTuple):
 
 @kernel(do_not_specialize=("outer", "lengths", "num_blocks", "sizes"))
 def mass_kernel(pointers, strides, outer, lengths, numbers, num_blocks, sizes, C: tl.constexpr):
-    """Add the mass of the keys to ``mass``. Grid: (parts * heads_kv * batch,).
+    """Add the mass of the keys to ``mass``. Grid: (parts * groups of HEADS key heads * batch,).
 
     q and the caches are laid out as for the attention kernel, and lse is its result. mass is like the caches
     without their last dimension.
@@ -128,88 +148,98 @@ def mass_kernel(pointers, strides, outer, lengths, numbers, num_blocks, sizes, C
     if C.PDL:
         tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
+    groups = (lengths.num_heads_kv + C.HEADS - 1) // C.HEADS
     part = program % sizes.parts
-    head_kv = program // sizes.parts % lengths.num_heads_kv
-    b = program // (sizes.parts * lengths.num_heads_kv)
+    head_kv = program // sizes.parts % groups * C.HEADS
+    b = program // (sizes.parts * groups)
     keys = keys_of_sequence(load_sequence(b, True, pointers, lengths, C), lengths, C)
-    for n in range(keys.first // C.BLOCK_N + part, (keys.end + C.BLOCK_N - 1) // C.BLOCK_N, sizes.parts):
-        add_n_block(n, b, head_kv, call, C)
+    first = keys.first // C.KEYS + part
+    end = (keys.end + C.KEYS - 1) // C.KEYS
+    if C.WEIGHTS:
+        # No loop: what the compiler moves out of one takes 128 instead of 61 registers.
+        if first < end:
+            add_tile(first * C.KEYS, b, head_kv, call, C)
+    else:
+        for tile in range(first, end, sizes.parts):
+            add_tile(tile * C.KEYS, b, head_kv, call, C)
 
 
 @triton.jit
-def add_n_block(n, b, head_kv, call, C: tl.constexpr):
-    """Add the mass of those keys of n_block ``n`` whose pages sequence ``b`` owns."""
-    lengths, sizes = call.lengths, call.splits
-    BLOCK_N: tl.constexpr = C.BLOCK_N  # Triton does not accept a field of C in a shape
-    SIZE: tl.constexpr = BLOCK_N // C.UNITS
-    starts = n * C.BLOCK_N + tl.arange(0, C.UNITS) * SIZE
+def add_tile(start, b, head_kv, call, C: tl.constexpr):
+    """Add the mass of the tile of keys from ``start`` on, as far as sequence ``b`` owns their pages."""
+    pointers, lengths, sizes = call.pointers, call.lengths, call.splits
+    SIZE: tl.constexpr = C.SIZE  # Triton does not accept a field of C in a shape
+    UNITS: tl.constexpr = C.KEYS // SIZE
+    HEADS: tl.constexpr = C.HEADS
+    SCAN: tl.constexpr = C.SCAN
+    starts = start + tl.arange(0, UNITS) * SIZE
     pages, owned = pages_of_units(b, True, starts, call, C)
     first = b
     last = b
     if C.SHARED:
+        # Reduced once, after the loop: a reduction is an exchange between warps.
+        lowest = tl.zeros([SCAN, UNITS], tl.int32) + b
+        highest = lowest
+        for scanned in range(0, sizes.batch, SCAN):
+            others = (scanned + tl.arange(0, SCAN))[:, None]
+            found, held = pages_of_units(others, others < sizes.batch, starts[None, :], call, C)
+            same = held & (found == pages[None, :])
+            lowest = tl.minimum(lowest, tl.where(same, others, b))
+            highest = tl.maximum(highest, tl.where(same, others, b))
+        first = tl.min(lowest)
+        last = tl.max(highest)
         before = starts * 0
         holders = starts * 0
-        for start in range(0, sizes.batch, C.SCAN):
-            others = start + tl.arange(0, C.SCAN)
-            other = others[:, None]
-            found, held = pages_of_units(other, other < sizes.batch, starts[None, :], call, C)
-            same = held & (found == pages[None, :])
-            before += tl.sum((same & (other < b)).to(tl.int32), 0)
-            holders += tl.sum(same.to(tl.int32), 0)
-            sharing = tl.where(tl.max(same.to(tl.int32), 1) != 0, others, b)
-            first = tl.minimum(first, tl.min(sharing, 0))
-            last = tl.maximum(last, tl.max(sharing, 0))
-        owned = owned & (before == n % tl.maximum(holders, 1))
+        for other in tl.range(first, last + 1, loop_unroll_factor=4):
+            found, held = pages_of_units(other, True, starts, call, C)
+            same = (held & (found == pages)).to(tl.int32)
+            holders += same
+            before += tl.where(other < b, same, 0)
+        owned = owned & (before == starts // C.BLOCK_N % tl.maximum(holders, 1))
     if tl.max(owned.to(tl.int32), 0) != 0:
-        sums = tl.zeros([BLOCK_N], tl.float32)
+        sums = tl.zeros([HEADS, UNITS, SIZE], tl.float32)
         for i in range(0, last - first + 1):
             holder = first + i
             found, held = pages_of_units(holder, True, starts, call, C)
             same = owned & held & (found == pages)
-            if tl.max(same.to(tl.int32), 0) != 0:
-                if C.WEIGHTS:
-                    of_holder = sum_stored_rows(n, holder, head_kv, call, C)
-                else:
-                    of_holder = sum_rows(n, holder, head_kv, call, C)
-                sums += tl.where(keys_of_units(same, C), of_holder, 0.0)
-        positions = n * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
+            if C.WEIGHTS:
+                sums += sum_stored_rows(starts, same, holder, head_kv, call, C)
+            elif tl.max(same.to(tl.int32), 0) != 0:
+                of_holder = tl.reshape(
+                    sum_rows(start // C.BLOCK_N, holder, head_kv, call, C), [1, UNITS, SIZE]
+                )
+                sums += tl.where(same[None, :, None], of_holder, 0.0)
+        positions = starts[:, None] + tl.arange(0, SIZE)[None, :]
         token = positions
         if C.PAGE_SIZE != 0:
             token = positions % C.PAGE_SIZE
-        places = keys_of_units(pages, C).to(tl.int64) * sizes.page_stride
-        places += token.to(tl.int64) * sizes.token_stride + head_kv
-        inside = keys_of_units(owned, C) & (positions < lengths.capacity)
-        mass = tl.load(call.pointers.mass + places, mask=inside, other=0.0)
-        tl.store(call.pointers.mass + places, mass + sums, mask=inside)
+        heads = head_kv + tl.arange(0, HEADS)
+        places = pages.to(tl.int64)[:, None] * sizes.page_stride + token.to(tl.int64) * sizes.token_stride
+        places = places[:, :, None] + heads[None, None, :]
+        inside = owned[:, None] & (positions < lengths.capacity)
+        inside = inside[:, :, None] & (heads < lengths.num_heads_kv)[None, None, :]
+        mass = tl.load(pointers.mass + places, mask=inside, other=0.0)
+        tl.store(pointers.mass + places, mass + tl.permute(sums, (1, 2, 0)), mask=inside)
 
 
 @triton.jit
 def pages_of_units(b, exists, starts, call, C: tl.constexpr):
     """Return (page of each unit, whether sequence ``b`` holds it). Units begin at the positions ``starts``.
 
-    ``b`` broadcasts to ``starts``. A sequence holds a page if one of its rows may see a key there. Other
-    entries of the block table are not read, and pages outside of the cache count as not held. The pages of a
-    dense cache are its rows.
+    ``b`` broadcasts to ``starts``. A sequence holds a page if one of its rows may see a key there. Pages
+    outside of the cache count as not held. The pages of a dense cache are its rows.
     """
-    pointers = call.pointers
-    sequence = load_sequence(b, exists, pointers, call.lengths, C)
-    keys = keys_of_sequence(sequence, call.lengths, C)
-    held = exists & (starts < keys.end) & (starts + C.BLOCK_N // C.UNITS > keys.first)
+    pointers, lengths = call.pointers, call.lengths
     pages = b + starts * 0
     if C.PAGE_SIZE != 0:
+        # Also where the page is not held: entries and lengths are then loaded together.
         entries = pointers.block_table + pages.to(tl.int64) * call.outer.table_stride + starts // C.PAGE_SIZE
-        pages = tl.load(entries, mask=held, other=0)
+        pages = tl.load(entries, mask=exists & (starts < lengths.capacity), other=0)
     elif C.HAS_BATCH_IDX:
-        pages = tl.load(pointers.cache_batch_idx + pages, mask=held, other=0)
+        pages = tl.load(pointers.cache_batch_idx + pages, mask=exists, other=0)
+    keys = keys_of_sequence(load_sequence(b, exists, pointers, lengths, C), lengths, C)
+    held = exists & (starts < keys.end) & (starts + C.SIZE > keys.first)
     return pages, held & (pages == in_cache(pages, call.num_blocks))
-
-
-@triton.jit
-def keys_of_units(units, C: tl.constexpr):
-    """Return the value of each key [BLOCK_N] from that of its unit [UNITS]."""
-    BLOCK_N: tl.constexpr = C.BLOCK_N
-    UNITS: tl.constexpr = C.UNITS
-    return tl.reshape(tl.broadcast_to(units[:, None], [UNITS, BLOCK_N // UNITS]), [BLOCK_N])
 
 
 @triton.jit
@@ -265,28 +295,45 @@ def sum_rows(n, b, head_kv, call, C: tl.constexpr):
 
 
 @triton.jit
-def sum_stored_rows(n, b, head_kv, call, C: tl.constexpr):
-    """Return what :func:`sum_rows` does, from the probabilities that the attention kernel has stored."""
+def sum_stored_rows(starts, held, b, head_kv, call, C: tl.constexpr):
+    """Return the sums [HEADS, UNITS, SIZE] of the probabilities that attention has stored for sequence ``b``.
+
+    0 in units that are not ``held``.
+    """
+    HEADS: tl.constexpr = C.HEADS
+    SIZE: tl.constexpr = C.SIZE
+    TOGETHER: tl.constexpr = min(C.ROWS, 4)  # rows whose loads are in flight together, within MAX_REGISTERS
     pointers, lengths = call.pointers, call.lengths
     sequence = load_sequence(b, True, pointers, lengths, C)
-    index = tl.arange(0, C.BLOCK_M)
-    exists = index < sequence.len_q * lengths.group_size
-    tokens, heads = heads_of_rows(index, head_kv, lengths, C)
-    rows = Rows(b.to(tl.int64), sequence.start_q, tokens, heads, exists)
-    places = lse_places(rows, packed_tokens(rows, lengths, C), lengths, C)
-    of_weights, of_maxima = weight_places(n, places, lengths, C)
-    p = tl.load(pointers.stored.weights + of_weights, mask=exists[:, None], other=0.0).to(tl.float32)
-    largest = tl.load(pointers.stored.maxima + of_maxima, mask=exists, other=0.0)
-    lse = tl.load(pointers.lse + places, mask=exists, other=0.0)
-    # Hidden keys have P = 0. If the row sees no key or has an lse of NaN, the factor is NaN.
-    return tl.sum(tl.where(p == 0.0, 0.0, p * tl.exp2(largest - lse * LOG2_E)[:, None]), 0)
+    heads_kv = head_kv + tl.arange(0, HEADS)
+    n = starts // C.BLOCK_N
+    sums = tl.zeros([HEADS, C.KEYS // SIZE, SIZE], tl.float32)
+    for first in range(0, C.ROWS, TOGETHER):
+        # Row by row: a sum over a tile of rows would be an exchange between warps.
+        for i in tl.static_range(TOGETHER):
+            exists = (first + i < sequence.len_q * lengths.group_size) & (heads_kv < lengths.num_heads_kv)
+            tokens, heads = heads_of_rows(first + i, heads_kv, lengths, C)
+            rows = Rows(b.to(tl.int64), sequence.start_q, tokens, heads, exists)
+            places = lse_places(rows, packed_tokens(rows, lengths, C), lengths, C)
+            of_maxima = weight_places(n[None, :], places[:, None], lengths, C)
+            of_weights = of_maxima * C.BLOCK_N + (starts % C.BLOCK_N)[None, :]
+            of_weights = of_weights[:, :, None] + tl.arange(0, SIZE)[None, None, :]
+            inside = exists[:, None] & held[None, :]
+            p = tl.load(pointers.stored.weights + of_weights, mask=inside[:, :, None], other=0.0)
+            largest = tl.load(pointers.stored.maxima + of_maxima, mask=inside, other=0.0)
+            lse = tl.load(pointers.lse + places, mask=exists, other=0.0)
+            # Hidden keys have P = 0. If the row sees no key or has an lse of NaN, the factor is NaN.
+            factor = tl.exp2(largest - lse[:, None] * LOG2_E)
+            p = p.to(tl.float32)
+            sums += tl.where(p == 0.0, 0.0, p * factor[:, :, None])
+    return sums
 
 
-def units_of(page_size: int, block_n: int) -> int:
-    """Return the number of units of an n_block: 1 within one page, else its pages, or its keys."""
+def unit_of(page_size: int, block_n: int) -> int:
+    """Return the keys of a unit: an n_block within one page, a page of several in an n_block, or 1."""
     if page_size == 0 or page_size % block_n == 0:
-        return 1
-    return block_n if block_n % page_size else block_n // page_size
+        return block_n
+    return 1 if block_n % page_size else page_size
 
 
 def stored_sizes(problem: DecodeProblem, config: DecodeConfig) -> tuple[int, int]:
@@ -318,6 +365,11 @@ class MassLaunch:
         self._sizes = (0, 0) if attend else stored_sizes(problem, config)
         in_float16 = problem.cache_dtype == FP8 and problem.dtype.itemsize == 2
         self._stored_dtype = torch.float16 if in_float16 else problem.dtype
+        if self.recomputes and config.tile.BLOCK_M == TALL:
+            # Keys stay while rows pass by: with more keys to a tile, q is read less often, and the search and
+            # the first loads of a tile, which nothing overlaps, serve more products.
+            tile = replace(config.tile, BLOCK_M=TALL // 2, BLOCK_N=2 * config.tile.BLOCK_N)
+            self._config = replace(config, tile=tile)
         if attend is None:
             # Stored probabilities are relative to maxima, so they must be computed, and no result changes.
             own = (
@@ -362,18 +414,32 @@ class MassLaunch:
         problem, config = self._problem, self._config
         plan = plan_of(problem, config, k_cache, v_cache)._replace(stream_k=False, softmax_max="none")
         block_n = config.tile.BLOCK_N
+        heads, keys, tile = 1, block_n, config.tile
+        count = multiprocessors(problem.device)
+        if not self.recomputes:
+            heads = min(SECTOR, triton.next_power_of_2(problem.num_heads_kv))
+            groups = triton.cdiv(problem.num_heads_kv, heads) * problem.batch
+            while 2 * keys * heads <= TILE and groups * triton.cdiv(problem.capacity, 2 * keys) >= count:
+                keys *= 2
+            tile = replace(tile, num_warps=max(1, min(8, keys * heads // (32 * PER_THREAD))))
+        size = unit_of(problem.page_size, block_n)
         variant = MassVariant(
             **asdict(decode_variant(problem, config, plan, not self.recomputes)),
             SHARED=problem.batch > 1 and (problem.page_size > 0 or problem.batch_idx),
-            SCAN=min(SCAN, triton.next_power_of_2(problem.batch)),
-            UNITS=units_of(problem.page_size, block_n),
+            KEYS=keys,
+            HEADS=heads,
+            ROWS=1 if self.recomputes else triton.next_power_of_2(problem.seqlen_q * problem.group_size),
+            SIZE=size,
+            SCAN=min(max(1, SCAN * size // keys), triton.next_power_of_2(problem.batch)),
         )
         lengths = lengths_of(problem, config)
-        work = problem.batch * problem.num_heads_kv
-        n_blocks = triton.cdiv(problem.capacity, block_n)
-        parts = max(1, min(n_blocks, triton.cdiv(PROGRAMS * multiprocessors(problem.device), work)))
+        work = problem.batch * triton.cdiv(problem.num_heads_kv, heads)
+        tiles = triton.cdiv(problem.capacity, keys)
+        parts = max(1, min(tiles, triton.cdiv(PROGRAMS * count, work)) if self.recomputes else tiles)
         scale = problem.softmax_scale
         options: dict[str, Any] = {"launch_pdl": True} if variant.PDL else {}
+        if variant.PDL and variant.WEIGHTS and size >= PER_THREAD:
+            options["maxnreg"] = MAX_REGISTERS
         return CachedLaunch(
             mass_kernel,
             parts * work,
@@ -386,7 +452,7 @@ class MassLaunch:
                 MassSizes(problem.batch, parts, *mass.stride()[:2]),
             ),
             (variant,),
-            config.tile,
+            tile,
             pointers=MassPointers,
             **options,
         )

@@ -26,9 +26,7 @@ BROUGHT = {
     "flashtile.operators",
     *(
         f"flashtile.operators.{name}"
-        for name in (
-            "attention", "decode", "dropout", "functions", "gradients", "shardings", "statistics", "weights",
-        )
+        for name in ("attention", "decode", "dropout", "functions", "gradients", "shardings", "weights")
     ),
     "flashtile.problems",
     *(
@@ -38,8 +36,8 @@ BROUGHT = {
 }  # fmt: skip
 """The modules that ``import flashtile`` imports. Each costs every program time, also those without a call."""
 OPERATORS = {
-    "append_kvcache", "backward", "combine", "copy_blocks", "decode", "decode_into", "decode_mass",
-    "forward", "forward_into", "tangents", "weights",
+    "append_kvcache", "backward", "combine", "copy_blocks", "decode", "decode_into", "forward",
+    "forward_into", "weights",
 }  # fmt: skip
 """Operators that exist after ``import flashtile``, for programs that torch.export has saved."""
 

@@ -1,10 +1,9 @@
-"""Operations that write their results into the caller's memory: ``out=``, ``lse=`` and ``mass=``.
+"""Operations that write their results into the caller's memory: ``out=`` and ``lse=``.
 
 Each operation is ``torch.ops.flashtile.<name>_into``, whose schema mutates the buffers and returns nothing. A
 launch with the attribute ``writes_into`` takes a buffer or None for each result, after its other arguments,
 and writes directly into these buffers. Without the attribute, or if a buffer is not contiguous and aligned,
-the result is copied into the buffer. A buffer that a launch names in ``adds_to`` holds numbers to which it
-adds, so the launch always gets it.
+the result is copied into the buffer.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ class Into(Operation):
         buffers: names of the results; only the first exists in every call.
         results_of: ``(*tensors, optional, options) -> results``: (shape, dtype) of each result, or None for a
             result that the call does not return.
-        name: name for which backends have launches of their own. None: those of ``operation`` are used.
     """
 
     def __init__(
@@ -42,16 +40,15 @@ class Into(Operation):
         operation: Operation,
         buffers: tuple[str, ...],
         results_of: Callable[..., tuple[Result | None, ...]],
-        name: str | None = None,
     ) -> None:
         self.of, self.buffers, self.results_of = operation, buffers, results_of
-        self.all_buffers = " and ".join((", ".join(buffers[:-1]), buffers[-1]))
+        self.all_buffers = " and ".join(buffers)
         self._first = len(operation.tensors)
         """Number of tensors before the buffers."""
         optional = [f"{name}?" for name in buffers[1:]]
         super().__init__(
-            name or operation.name,
-            suffix="" if name else "_into",
+            operation.name,
+            suffix="_into",
             part=operation.part,
             tensors=(*operation.tensors, buffers[0], *optional),
             optional=operation.nothing,
@@ -77,7 +74,7 @@ class Into(Operation):
 
     def complete(self, tensors: tuple, optional: Any, options: Any, buffers: tuple) -> tuple[Any, ...]:
         """Return ``buffers``, with new memory for requested results whose buffer is None."""
-        *_, out, lse = buffers  # a buffer before these holds numbers already
+        out, lse = buffers
         if out is not None and (lse is not None or not getattr(options, "return_lse", True)):
             return buffers
         try:
@@ -143,9 +140,7 @@ class LaunchInto:
     def __init__(self, launch: Any, into: Into, tensors: tuple, optional: Any) -> None:
         self._launch = launch
         self._first = len(into.of.tensors)
-        added_to = getattr(launch, "adds_to", ())
-        named = zip(into.buffers, tensors[self._first :], strict=True)
-        self._straight = [name in added_to or _takes(launch, buffer) for name, buffer in named]
+        self._straight = [_takes(launch, buffer) for buffer in tensors[self._first :]]
         """For each buffer, whether the launch writes to it directly."""
         self._is_straight = all(
             takes or buffer is None

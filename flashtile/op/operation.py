@@ -488,19 +488,13 @@ def guard(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
     dispatch modes and with forward-mode tangents. It may be false for other reasons.
     """
     expected = _compared(tensors)
-    return fast_guard(tensors) or (lambda *given: is_plain(given) and _compared(given) == expected)
-
-
-def fast_guard(tensors: tuple[Tensor, ...]) -> Callable[..., bool] | None:
-    """Return torch.compile's guard of ``tensors``, which compares in C++ without a tuple for each property.
-
-    None if this release of torch has no such guard, or if a tensor is given twice.
-    """
-    try:
+    try:  # torch.compile's guards do the same in C++, without a tuple for each property
         check = tensor_guards(tensors)
-        return check if check(*tensors) else None
-    except Exception:
-        return None
+        if check(*tensors):
+            return check
+    except Exception:  # another release of torch may have others
+        pass
+    return lambda *given: is_plain(given) and _compared(given) == expected
 
 
 def _compared(tensors: tuple[Tensor, ...]) -> list[tuple]:

@@ -15,6 +15,8 @@ The parts:
     prompt    host and device time of a step with a whole prompt, for new shapes and for known ones
     mixed     a step with a prompt's chunk and single tokens together, and with each of them alone
     prefix    time to the first token with nine tenths of the prompt in the prefix cache, and without
+    groups    sampled answers of shared prompts: tokens per second with cascade_attention and without
+    sampled   us of the choice of tokens and ms of a step, greedy and with each parameter of sampling
     guesses   speculative decoding: ms per step, and tokens per second on a text that repeats itself
     requests  new tokens per second for 1,000 requests of ShareGPT-like lengths
     start     seconds from the start of a process to its first token
@@ -23,6 +25,7 @@ The parts:
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -40,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.suite.engine_bench import (
     SERVED,
@@ -52,6 +56,8 @@ from benchmarks.suite.engine_bench import (
 from benchmarks.suite.engine_peers import Flashtile
 from benchmarks.suite.model_bench import SMALL_MODEL
 from flashtile import SamplingParams
+from flashtile.engine.request import Sequence
+from flashtile.engine.runner import InFlight, Runner
 from flashtile.hardware import machine
 
 READ = 4.47e12
@@ -103,7 +109,8 @@ class Bench:
         found = Flashtile(
             max_num_seqs=options.seqs, max_num_batched_tokens=8192, enforce_eager=options.eager,
             kv_cache_dtype=options.kv_cache_dtype, quantization=options.quantization,
-            tensor_parallel_size=int(os.environ.get("WORLD_SIZE", "1")), **more,
+            tensor_parallel_size=int(os.environ.get("WORLD_SIZE", "1")),
+            batch_invariant=options.batch_invariant, **more,
         )  # fmt: skip
         with tempfile.TemporaryDirectory() as place:
             found.load(write_model(options.model, Path(place)), options.model, self.device, 0)
@@ -279,6 +286,119 @@ def prefix(bench: Bench) -> Rows:
     return rows
 
 
+def groups(bench: Bench) -> Rows:
+    """Time sampled answers of shared prompts, with ``cascade_attention`` and without.
+
+    In the last shape, all prompts also begin with a common system prompt, which the prefix cache finds.
+    """
+    new, rows = 256, []
+    shapes = [(32, 8, 1024, 0), (8, 16, 4096, 0), (256, 1, 1024, 0), (32, 8, 1024, 512)]
+    if bench.options.model == SMALL_MODEL:
+        new, shapes = 8, [(2, 3, 40, 0), (2, 3, 40, 32)]
+    for cascade in (False, True):
+        llm = bench.engine(cascade_attention=cascade).llm
+        for prompts, answers, length, common in shapes:
+            llm.engine.scheduler.prefix_caching = common > 0
+            (system,) = bench.prompts(1, common, 700)
+            given = [[*system, *own] for own in bench.prompts(prompts, length - common, 701)]
+            params = [
+                SamplingParams(n=answers, temperature=1.0, seed=i, max_tokens=new, ignore_eos=True)
+                for i in range(prompts)
+            ]
+            llm.generate(given, params)  # captures graphs
+            before, begun = llm.get_metrics(), time.perf_counter()
+            llm.generate(given, params)
+            seconds, after = time.perf_counter() - begun, llm.get_metrics()
+            reads = after.kv_reads - before.kv_reads
+            saved = after.kv_reads_saved - before.kv_reads_saved
+            rows.append(
+                {"cascade": cascade, "prompts": prompts, "answers": answers, "tokens": length,
+                 "common": common, "tokens_per_second": prompts * answers * new / seconds,
+                 "share_not_read": saved / max(1, reads)}
+            )  # fmt: skip
+        llm.engine.scheduler.prefix_caching = False
+        del llm  # frees its memory for the next engine
+    return rows
+
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0}, "temperature": {}, "top_k": {"top_k": 50}, "top_k 5000": {"top_k": 5000},
+    "top_p": {"top_p": 0.9}, "min_p": {"min_p": 0.05}, "top_k and top_p": {"top_k": 50, "top_p": 0.9},
+    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.1, "repetition_penalty": 1.1},
+    "logit_bias": {"logit_bias": {token: 1.0 for token in range(100)}},
+    "greedy with penalties": {"temperature": 0, "presence_penalty": 0.5},
+}  # fmt: skip
+
+
+def sampled(bench: Bench) -> Rows:
+    """Time the choice of tokens for logits of two shapes, and steps of the largest batch, for each parameter.
+
+    ``flat_us`` is the device's time for normally distributed logits, of which top-p keeps tens of thousands;
+    ``peaked_us`` that for logits of which it keeps a few, as of trained models. ``over_greedy`` is how much
+    longer it takes than for greedy rows. In the last row, the sequences have all parameters in turn.
+    """
+    llm, batch = bench.engine().llm, max(bench.options.batches)
+    engine, runner = llm.engine, llm.engine.runner
+    rows: Rows = []
+    logits = torch.randn(batch, bench.vocab_size, device=bench.device).to(runner.model.embedding.dtype)
+    peaked, positions = logits * 5, torch.zeros(batch, dtype=torch.int32, device=bench.device)
+    table_rows = torch.arange(batch, device=bench.device)
+    every = list(SAMPLING.values())
+    for name, given in [*SAMPLING.items(), ("all in turn", None)]:
+        for i, prompt in enumerate(bench.prompts(batch, bench.options.context)):
+            own = every[i % len(every)] if given is None else given
+            params = SamplingParams(**{"seed": i, "max_tokens": 60, "ignore_eos": True, **own})
+            engine.add_request(f"s{i}", prompt, params)
+        while any(one.wanted > 1 for one in engine.scheduler.running) or engine.scheduler.waiting:
+            engine.step()
+        for _ in range(5):
+            engine.step()
+        bench.synchronize()
+        begun = time.perf_counter()
+        for _ in range(20):
+            engine.step()
+        bench.synchronize()
+        row: dict[str, Any] = {
+            "sampling": name,
+            "batch": batch,
+            "step_ms": (time.perf_counter() - begun) / 20 * 1e3,
+        }
+        samples = list(engine.scheduler.running)
+        for shape, tensor in (("flat", logits), ("peaked", peaked)):
+            begin_draw = functools.partial(draw, runner, samples, tensor, table_rows, positions)
+            row[f"{shape}_us"] = found = device_seconds(begin_draw, bench) * 1e6
+            row[f"{shape}_over_greedy"] = found - (rows or [row])[0][f"{shape}_us"]
+        rows.append(row)
+        engine.abort(list(engine.requests))
+        while engine.has_unfinished:
+            engine.step()
+    return rows
+
+
+@torch.inference_mode()
+def draw(runner: Runner, samples: list[Sequence], logits: Tensor, rows: Tensor, positions: Tensor) -> None:
+    runner.draw(InFlight([], torch.empty(0)), samples, logits, rows, positions)
+
+
+def device_seconds(call: Callable[[], Any], bench: Bench, count: int = 20) -> float:
+    """Return the seconds that the kernels and copies of a call take on the device, or a CPU for the call."""
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    bench.synchronize()
+    begun = time.perf_counter()
+    if bench.device.type != "cuda":
+        for _ in range(count):
+            call()
+        return (time.perf_counter() - begun) / count
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(count):
+            call()
+        bench.synchronize()
+    events = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(event.device_time for event in events) * 1e-6 / count
+
+
 def guesses(bench: Bench) -> Rows:
     """Time speculative decoding.
 
@@ -343,7 +463,8 @@ def start(bench: Bench) -> Rows:
 
 
 PARTS: dict[str, Callable[[Bench], Rows]] = {
-    part.__name__: part for part in (decode, kernels, waits, prompt, mixed, prefix, guesses, requests, start)
+    part.__name__: part
+    for part in (decode, kernels, waits, prompt, mixed, prefix, groups, sampled, guesses, requests, start)
 }
 ON_A_GPU = ("kernels", "waits")
 
@@ -375,6 +496,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--quantization", default=None, help="fp8")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--batch-invariant", action="store_true", help="not for the parts groups and guesses")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     chosen = options.parts.split(",")

@@ -119,7 +119,7 @@ def calls(candidate: Candidate, workload: Workload, inputs: Inputs) -> list[Call
     launch.preprocess_rows(preprocess, neg_lse, neg_delta, out, inputs.dout, lse, None, NO_EXTRAS)
     kernel, names = (dkdv, ("dk", "dv")) if candidate.kernel == "dkdv" else (dq, ("dq",))
     results = {name: torch.empty_like(q if name == "dq" else k) for name in names}
-    statistics = (neg_lse, neg_delta)
+    statistics = (neg_lse, neg_delta, None)  # None: no gradient of the entropy
     arguments = (q, k, v, inputs.dout, *statistics, *results.values(), *launch.optional_pointers(NO_EXTRAS))
 
     def run() -> dict[str, Tensor]:

@@ -5,9 +5,9 @@
 
 OLD and NEW are folders that contain ``flashtile/``. Each runs in its own process, and only one is timed at a
 time. The cells are the host time to issue small calls, and both passes of the FlashAttention papers' grid, of
-the workloads ``shapes``, of packed documents and of chunks (``attention_chunk``), and steps over paged
-caches. The results of the two checkouts are compared before they are timed. A ratio is old time / new time,
-so NEW is faster where it exceeds 1.
+the workloads ``shapes``, of calls with little work, of packed documents and of chunks (``attention_chunk``),
+and steps over paged caches. The results of the two checkouts are compared before they are timed. A ratio is
+old time / new time, so NEW is faster where it exceeds 1.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ import itertools
 import json
 import math
 import os
-import random
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,39 +49,39 @@ def grid_cells() -> list[dict[str, Any]]:
 def shape_cells() -> list[dict[str, Any]]:
     from benchmarks.suite.shapes import SHAPES
 
+    return cells_of("shapes", SHAPES)
+
+
+def little_cells() -> list[dict[str, Any]]:
+    """Calls with little work that the suite draws, from two seeds."""
+    from benchmarks.suite.workloads import select
+
+    return cells_of("little", [w for seed in (0, 2) for w in select(["little"], seed=seed)])
+
+
+def cells_of(group: str, workloads: Iterable[Any]) -> list[dict[str, Any]]:
     return [
-        {"set": "shapes", "name": w.name, "which": which, "batch": w.batch, "seqlen_q": w.seqlen_q,
+        {"set": group, "name": w.name, "which": which, "batch": w.batch, "seqlen_q": w.seqlen_q,
          "seqlen_k": w.seqlen_k, "heads": (w.num_heads_q, w.num_heads_kv), "head_dim": w.head_dim,
          "head_dim_v": w.head_dim_v, "causal": w.causal, "window": w.window_left + 1, "softcap": w.softcap,
          "alibi": w.alibi, "sink": w.sink}
         for which in ("forward", "backward")
-        for w in SHAPES
+        for w in workloads
     ]  # fmt: skip
 
 
 def packed_cells() -> list[dict[str, Any]]:
-    """Packed documents whose lengths are drawn, log-uniformly, until they have ``tokens`` together."""
-    kinds = (
-        # name, shortest and longest document, tokens, heads, head_dim, causal, window
-        ("tuning", 40, 4000, 32768, (16, 16), 64, True, 0),
-        ("tuning", 40, 4000, 32768, (32, 8), 128, True, 0),
-        ("chat", 16, 128, 32768, (32, 8), 128, True, 0),
-        ("long", 2000, 6000, 32768, (32, 8), 128, True, 0),
-        ("long-window", 2000, 6000, 32768, (32, 8), 128, True, 1024),
-        ("images", 196, 1024, 32768, (16, 16), 64, False, 0),
-        ("images", 196, 1024, 32768, (16, 16), 72, False, 0),
-    )
-    cells = []
-    for name, least, most, tokens, heads, head_dim, causal, window in kinds:
-        draw, lengths = random.Random(f"{name}{head_dim}"), list[int]()
-        while sum(lengths) < tokens:
-            lengths.append(min(round(least * (most / least) ** draw.random()), tokens - sum(lengths)))
-        cells += [
-            {"set": "packed", "name": f"{name}-d{head_dim}", "which": which, "lengths": lengths,
-             "heads": heads, "head_dim": head_dim, "causal": causal, "window": window}
-            for which in ("forward", "backward")
-        ]  # fmt: skip
-    return cells
+    """Packed documents: the first two workloads of each class that the suite draws."""
+    from benchmarks.suite.workloads import select
+
+    chosen = [w for w in select(["packed"]) if w.name.endswith((".0", ".1"))]
+    return [
+        {"set": "packed", "name": w.name, "which": which, "lengths": [length for length, _ in w.sequences],
+         "heads": (w.num_heads_q, w.num_heads_kv), "head_dim": w.head_dim, "causal": w.causal,
+         "window": w.window_left + 1}
+        for w in chosen
+        for which in ("forward", "backward")
+    ]  # fmt: skip
 
 
 def chunk_cells() -> list[dict[str, Any]]:
@@ -347,8 +346,8 @@ def summarise(found: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     makers = {
-        "host": host_cells, "grid": grid_cells, "shapes": shape_cells, "packed": packed_cells,
-        "chunks": chunk_cells, "decode": decode_cells,
+        "host": host_cells, "grid": grid_cells, "shapes": shape_cells, "little": little_cells,
+        "packed": packed_cells, "chunks": chunk_cells, "decode": decode_cells,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trees", nargs="*", metavar="OLD NEW")

@@ -49,7 +49,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+        *,
+        return_max_logits: bool = False,
+        return_entropy: bool = False,
+    ) -> Any:
         """Compute multi-head attention, and return (out, weights) as torch's module does.
 
         Args:
@@ -66,6 +69,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             average_attn_weights: whether the weights are averaged over the heads.
             is_causal: states that ``attn_mask`` is causal. If seqlen_q equals seqlen_k, the mask is then not
                 read, and ``attn_mask`` may be omitted.
+            return_max_logits, return_entropy: also return statistics of the scores, as
+                :func:`flashtile.attention` does: the largest score of each head (batch, heads), and the
+                entropy of each query's weights (batch, heads, seqlen_q). They follow the weights. The key
+                that ``add_zero_attn`` appends counts as an outcome, not as a score.
 
         Returns:
             (out, weights): out in the shape of query. Weights are (batch, seqlen_q, seqlen_k), or (batch,
@@ -114,11 +121,16 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         dropout_p = self.dropout if self.training else 0.0
         rng_state = draw_state(q) if dropout_p > 0 else None
         options: dict[str, Any] = {"sink": sink, "dropout_p": dropout_p, "rng_state": rng_state}
+        has_statistics = return_max_logits is not False or return_entropy is not False
+        found: list[Tensor] = []
         try:
-            if masking.is_pattern and not (need_weights and dropout_p > 0):
+            if masking.is_pattern and not (need_weights and dropout_p > 0) and not has_statistics:
                 out, lse = attend(q, k, v, masking.pattern, **options)
             else:  # the dropout mask depends on positions, which packing would change
-                out, lse = attention(q, k, v, **masking.keywords, return_lse=True, **options)
+                out, lse, *found = attention(
+                    q, k, v, **masking.keywords, return_lse=True, return_max_logits=return_max_logits,
+                    return_entropy=return_entropy, **options,
+                )  # fmt: skip
         except ERRORS as error:
             raise renamed(error, _OF_MODULE) from None
         out = self.out_proj(out.flatten(-2))
@@ -132,8 +144,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 weights = weights / (1 - dropout_p)
             weights = weights.mean(1) if average_attn_weights else weights
         if not batched:
-            return out[0], None if weights is None else weights[0]
-        return (out if self.batch_first else out.transpose(0, 1)), weights
+            return out[0], None if weights is None else weights[0], *(x[0] for x in found)
+        return (out if self.batch_first else out.transpose(0, 1)), weights, *found
 
     def _check_with_weights(self, name: str, tensor: Tensor) -> None:
         """Raise unless the module's weights can multiply the tensor.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flashtile.torch_private import rounds_products
+from flashtile.torch_private import FakeTensor, rounds_products
 
 SCORE_UNITS = 2.0
 """Allowed error of a score, in rounding units of the accumulator (float32 or float64)."""
@@ -25,6 +25,16 @@ def exact_product(a: Tensor, b: Tensor) -> Tensor:
     if leaks_between_rows(a):
         return (a.float() @ b.float()).to(a.dtype)
     return a @ b
+
+
+def by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function of elements to x (rows, columns), on the CPU to each row by itself.
+
+    torch's vectors have other exponentials than the elements after the last vector of a tensor.
+    """
+    if x.device.type != "cpu" or isinstance(x, FakeTensor):
+        return function(x)
+    return torch.cat([function(row) for row in x.split(1)])
 
 
 def leaks_between_rows(x: Tensor) -> bool:

@@ -411,7 +411,7 @@ def medium() -> Iterator[Case]:
     )  # fmt: skip
     yield from cross({"": replace(dense, batch=1)}, with_masks(pairs, some(mask, "full", "causal")))
     yield from cross({"": dense}, with_masks(HEADS, some(mask, "causal")))
-    dims = head_dims(1, 8, 24, 32, 40, 59, 80, 96, 111, 128, 160, 192, 224, 256)
+    dims = head_dims(1, 8, 16, 24, 32, 40, 59, 80, 96, 111, 128, 160, 192, 224, 256)
     uneven = head_dims((64, 128), (128, 64), (192, 128), (40, 24), (96, 111), (1, 256), (256, 1), (576, 512))
     for name, dtype in (("", FP16), ("fp32", FP32)):
         yield from cross({name: replace(dense, dtype=dtype)}, with_masks(dims, some(mask, "causal")))
@@ -419,6 +419,9 @@ def medium() -> Iterator[Case]:
     yield from cross({"bf16": replace(dense, dtype=BF16)}, with_masks(dims, some(mask, "full")))
     wide = {"bf16": replace(dense, dtype=BF16), "varlen-fp32": replace(ragged, dtype=FP32)}
     yield from cross(wide, with_masks(head_dims(512), some(mask, "everything")))
+    small = head_dims(8, 16, 24, 32)
+    batches = {"varlen": ragged, "varlen-bf16": replace(ragged, dtype=BF16, heads_q=4, heads_kv=2)}
+    yield from cross(batches, with_masks(small, some(mask, "causal", "everything")))
     # No GPU takes heads this wide in float32; the CPU's are among the tiny cases.
     yield from cross({"bf16": wide["bf16"]}, with_masks(head_dims(576), some(mask, "everything")))
     yield from cross({"": dense, "varlen": ragged}, with_masks(LAYOUTS, some(mask, "causal", "window")))
@@ -448,7 +451,7 @@ def large() -> Iterator[Case]:
         size="large", batch=1, seqlen_q=2048, seqlen_k=2048, heads_q=8, heads_kv=8, head_dim=128, dtype=BF16
     )
     yield from cross({"": dense, "gqa": replace(dense, heads_kv=2, seqlen_q=1999, seqlen_k=3001)}, mask)
-    dims = head_dims(64, 256, (192, 128))
+    dims = head_dims(16, 32, 64, 256, (192, 128))
     yield from cross({"": dense}, with_masks(dims, some(mask, "full", "causal", "window")))
     pairs = lengths((4096, 4096), (1, 16384), (16384, 1), (4099, 130), (130, 4099), (5000, 4000))
     few = replace(dense, heads_q=4, heads_kv=2, head_dim=64)
@@ -458,7 +461,7 @@ def large() -> Iterator[Case]:
     yield from cross({"fp32": precise}, with_masks(dims, some(mask, "full", "causal", "everything")))
     yield from cross({"": replace(few, batch=3)}, CELLS)
     corners = replace(few, lengths=diagonals(260, 16, 32, 64, 128), heads_q=2, heads_kv=1)
-    for head_dim in (64, 128, 256):
+    for head_dim in (24, 64, 128, 256):
         yield from cross({f"diagonals-d{head_dim}": replace(corners, head_dim=head_dim)}, EDGES)
     yield from cross({"diagonals-fp32": replace(corners, dtype=FP32)}, EDGES)
     many = tuple((37 * i % 701, 53 * i % 601) for i in range(64))

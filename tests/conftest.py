@@ -89,6 +89,7 @@ def fresh_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         (operators.DECODE, "launches"),
         (operators.DECODE, "_grown"),
         (operators.DECODE_INTO, "launches"),
+        (operators.DECODE_MASS, "launches"),
         (operators, "_append_and_decode"),
     ):
         monkeypatch.setattr(owner, name, BoundedCache(CACHE_BYTES))

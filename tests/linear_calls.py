@@ -21,7 +21,7 @@ from flashtile.problems.linear import (
     QkvOptions,
     QkvTensors,
 )
-from flashtile.reference.linear import before_norm, epilogue, product, slots_of, turn
+from flashtile.reference.linear import before_norm, epilogue, product, rms_norm, slots_of, turn
 from flashtile.testing import compare, poisoned_memory, random_tensor
 
 PAGES, PAGE_SIZE, HEADS_KV = 12, 4, 2
@@ -47,10 +47,11 @@ class Call:
     rotary_dim: int = 0
     interleaved: bool = False
     slots: bool = False
+    head_norm: bool = False
 
     @property
     def name(self) -> str:
-        flags = ("bias", "norm", "residual", "x_scale", "next_norm", "interleaved", "slots")
+        flags = ("bias", "norm", "residual", "x_scale", "next_norm", "interleaved", "slots", "head_norm")
         words = [word for word in flags if getattr(self, word)]
         words += [self.scales] * (self.scales != "none") + [f"rotary{self.rotary_dim}"] * (
             self.rotary_dim > 0
@@ -81,6 +82,11 @@ CALLS = (
     Call(4, 128, 40, "qkv", rotary_dim=8, interleaved=True, slots=True),
     Call(3, 96, 40, "qkv", slots=True, scales="channel"),
     Call(70, 128, 40, "qkv", rotary_dim=16, norm=True, slots=True),
+    Call(5, 144, 40, "qkv", rotary_dim=8, norm=True, head_norm=True),
+    Call(
+        18, 832, 260, "qkv", bias=True, x_scale=True, head_dim=64, rotary_dim=64, slots=True, head_norm=True
+    ),
+    Call(70, 128, 40, "qkv", rotary_dim=16, interleaved=True, x_scale=True, slots=True, head_norm=True),
 )
 
 
@@ -140,6 +146,8 @@ def make_inputs(call: Call, dtype: torch.dtype, device: str, aligned: bool = Fal
                 shape = (POSITIONS, call.rotary_dim // 2)
                 given[name] = random_tensor(shape, torch.float32, device, seed=7 + i)
             given["rotary_interleaved"] = call.interleaved
+        if call.head_norm:
+            given["q_norm_weight"], given["k_norm_weight"] = (vector(call.head_dim, 11 + i) for i in range(2))
     return Inputs(matrix(M, K, 0), weight, given, caches)
 
 
@@ -174,6 +182,9 @@ def expected(call: Call, inputs: Inputs, dtype: torch.dtype) -> list[Tensor]:
         return [epilogue(problem, y, given.get("residual"))]
     heads = problem.heads
     q, k, v = y.view(call.M, -1, call.head_dim).split([heads.num_heads_q, HEADS_KV, HEADS_KV], 1)
+    q, k = (
+        rms_norm(t, given.get(f"{name}_norm_weight"), problem.norm_eps) for t, name in ((q, "q"), (k, "k"))
+    )
     angles = [given.get(name) for name in ("rotary_cos", "rotary_sin", "positions")]
     slots = slots_of(problem, given.get("positions"), given.get("slot_mapping"), given.get("block_table"))
     token = (slots >= 0).nonzero().squeeze(1)

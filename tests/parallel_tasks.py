@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections import Counter
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,8 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 import flashtile
-from flashtile import parallel
+from flashtile import masks, parallel
 from flashtile.integrations.torch import Kernels
+from flashtile.operators.attention import BACKWARD, FORWARD_INTO
+from flashtile.parallel.ranks import Pending, Ranks
 from flashtile.reference import attention as reference
 
 
@@ -30,9 +35,13 @@ def compare(
     mesh: tuple[int, int] | None = None,
     dtype: torch.dtype = torch.float64,
     lazy: bool = False,
+    pictures: tuple[list[int], list[tuple[int, int]], int] | None = None,
     **mask: Any,
 ) -> dict[str, float]:
-    """Largest error of out, lse and every gradient of all ranks together, against one device."""
+    """Largest error of out, lse and every gradient of all ranks together, against one device.
+
+    ``pictures`` are the arguments of :func:`with_pictures`, a mask function.
+    """
     torch.manual_seed(0)
     batch = 1 if documents else batch
     of_keys = tokens[1], heads[1]
@@ -56,9 +65,15 @@ def compare(
     if lazy:  # like z.conj().imag: memory holds the numbers before a negation
         *own, cut[3], part_dlse = (torch._neg_view(t.neg()) for t in (*own, cut[3], part_dlse))
     own = [t.requires_grad_() for t in own]
+    by_mask, of_reference = {}, mask
+    if pictures is not None:
+        seen = with_pictures(*pictures)
+        by_mask["block_mask"] = parallel.shard_mask(seen, tokens[0], group, layout, BLOCK_SIZE=16)
+        places = torch.arange(tokens[0])
+        of_reference = mask | {"mask": seen(0, 0, places[:, None], places)[None, None]}
     out, lse = parallel.context_parallel_attention(
         *own[:3], sink=own[3] if sink else None, layout=layout, method=method, return_lse=True, timeout=60,
-        **where, **packed, **mask,
+        **where, **packed, **mask, **by_mask,
     )  # fmt: skip
     gradients = torch.autograd.grad([out, lse], own, [cut[3], part_dlse])
 
@@ -66,8 +81,8 @@ def compare(
     if packed:
         packed |= {"max_seqlen_q": tokens[0], "max_seqlen_k": tokens[1]}
     if sink:
-        mask["sink"] = leaves[3]
-    exact = reference.attention(*leaves[:3], **packed, **mask)
+        of_reference = of_reference | {"sink": leaves[3]}
+    exact = reference.attention(*leaves[:3], **packed, **of_reference)
     expected = [*exact, *torch.autograd.grad(exact, leaves, [dout, dlse])]
     if sink:
         total = gradients[3].clone()
@@ -84,6 +99,75 @@ def compare(
     if sink:
         errors["dsink"] = _error(gradients[3], expected[5])
     return errors
+
+
+def with_pictures(documents: list[int], pictures: list[tuple[int, int]], window: int) -> masks.MaskMod:
+    """The mask of Gemma 3: causal, but the tokens of a picture see each other, within documents and a window.
+
+    Args:
+        documents: lengths of the packed documents.
+        pictures: (start, stop) of the tokens of each picture.
+        window: number of tokens before its own that a token sees; -1: all.
+    """
+    document = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))
+    picture = -1 - torch.arange(len(document))  # each token of text is one of its own
+    for number, (start, stop) in enumerate(pictures):
+        picture[start:stop] = number
+    seen = masks.causal() | masks.document(picture)
+    return masks.document(document) & seen & masks.window(window, -1)
+
+
+def traffic(
+    group: Any, *, tokens: int, heads: tuple[int, int], sizes: tuple[int, int], method: str, layout: str,
+    documents: list[int] | None = None, pictures: Any = None, **mask: Any,
+) -> dict[str, tuple[dict[int, int], list[str]]]:  # fmt: skip
+    """What happens in each pass of a call in float32: bytes that this rank sends to each other one, and the
+    order in which it posts messages, attends, and waits for messages."""
+    torch.manual_seed(0)
+    sent: Counter[int] = Counter()
+    events: list[str] = []
+
+    def post(ranks: Any, messages: Any, received: Any, timeout: float) -> Any:
+        for peer, buffer in messages:
+            sent[peer] += buffer.numel()
+        return plain(ranks, messages, received, timeout)
+
+    def told(of: Any, name: str, event: str) -> Any:
+        function = getattr(of, name)
+
+        def called(*given: Any, **named: Any) -> Any:
+            events.append(event)
+            return function(*given, **named)
+
+        return mock.patch.object(of, name, called)
+
+    head_dims = sizes[0], sizes[0], sizes[1]
+    shapes = zip((heads[0], heads[1], heads[1]), head_dims, strict=True)
+    whole = [torch.randn(1, tokens, *shape) for shape in shapes]
+    offsets = {"cu_seqlens_q": _offsets(documents)} if documents else {}
+    own = [parallel.shard(t, 1, group, layout)[0 if documents else slice(None)] for t in whole]
+    own = [t.requires_grad_() for t in own]
+    if pictures is not None:
+        mask["block_mask"] = parallel.shard_mask(
+            with_pictures(*pictures), tokens, group, layout, BLOCK_SIZE=16
+        )
+    plain, found = Ranks.post, {}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Ranks, "post", post))
+        for of, name, event in (
+            (Ranks, "post", "post"), (FORWARD_INTO, "launch", "attend"), (BACKWARD, "launch", "attend"),
+            (Pending, "wait", "wait"),
+        ):  # fmt: skip
+            stack.enter_context(told(of, name, event))
+        out = parallel.context_parallel_attention(
+            *own, group=group, method=method, layout=layout, timeout=60, **offsets, **mask
+        )
+        found["forward"] = {peer: count for peer, count in sent.items() if count}, [*events]
+        sent.clear()
+        events.clear()
+        out.sum().backward()
+        found["backward"] = {peer: count for peer, count in sent.items() if count}, [*events]
+    return found
 
 
 def _offsets(lengths: list[int]) -> Tensor:
@@ -306,6 +390,10 @@ def compiled(group: Any, method: str = "ring") -> tuple[int, float]:
     return len(graphs), max(_error(a, b) for a, b in zip(*results, strict=True))
 
 
+def of_first_head(batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx >= kv_idx) & (head == 0)
+
+
 def faulty(group: Any, *, timeout: float = 30, stays_away: bool = False, **arguments: Any) -> str:
     """What a rank hears of a call that cannot go well."""
     if stays_away:
@@ -316,8 +404,14 @@ def faulty(group: Any, *, timeout: float = 30, stays_away: bool = False, **argum
     learns = arguments.pop("learns", False)
     x = torch.randn(1, tokens, heads, 16, dtype=dtype, device=device, requires_grad=learns)
     try:
+        if "of_mask" in arguments:
+            causal = masks.causal()
+            arguments["block_mask"] = parallel.shard_mask(
+                **{"mask_mod": causal, "seqlen": 16, "group": group, "timeout": timeout}
+                | arguments.pop("of_mask")
+            )
         parallel.context_parallel_attention(x, x, x, group=group, timeout=timeout, **arguments)
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
@@ -459,6 +553,16 @@ def example(group: Any, *, path: str, steps: int, checkpoint: Any) -> list[float
     corpus = script.Corpus("numbers", 1, text, text)
     attend = script.partial(script.attention, method="ring", window=-1)
     return script.train(model, corpus, attend, 90, steps, 1e-2, 0, checkpoint, 2, group)
+
+
+def pictures_example(group: Any) -> tuple[float, float]:
+    """Differences of the example of text and pictures from one device: of losses and of gradients."""
+    import script_runner
+
+    script = script_runner.load("examples/train_pictures.py")
+    torch.manual_seed(0)
+    model = script.Model(32, 2, 2, 1)
+    return script.compare(model, script.draw(300, 160, 40, torch.device("cpu"), 0), 70, group)
 
 
 def rounding(group: Any) -> dict[str, tuple[float, float]]:

@@ -26,7 +26,9 @@ BROUGHT = {
     "flashtile.operators",
     *(
         f"flashtile.operators.{name}"
-        for name in ("attention", "decode", "dropout", "functions", "gradients", "shardings", "weights")
+        for name in (
+            "attention", "decode", "dropout", "functions", "gradients", "shardings", "statistics", "weights",
+        )
     ),
     "flashtile.problems",
     *(
@@ -36,8 +38,8 @@ BROUGHT = {
 }  # fmt: skip
 """The modules that ``import flashtile`` imports. Each costs every program time, also those without a call."""
 OPERATORS = {
-    "append_kvcache", "backward", "combine", "copy_blocks", "decode", "decode_into", "forward",
-    "forward_into", "weights",
+    "append_kvcache", "backward", "combine", "copy_blocks", "decode", "decode_into", "decode_mass",
+    "forward", "forward_into", "tangents", "weights",
 }  # fmt: skip
 """Operators that exist after ``import flashtile``, for programs that torch.export has saved."""
 

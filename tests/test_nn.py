@@ -143,6 +143,19 @@ def test_weights_have_the_gradient_of_torch_s():
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-5, rtol=1e-4)
 
 
+def test_statistics_follow_the_weights():
+    module = flashtile.nn.MultiheadAttention(32, 4, batch_first=True, add_zero_attn=True)
+    x = torch.randn(2, 10, 32)
+    padding = torch.tensor([[False] * 10, [False] * 7 + [True] * 3])
+    options = {"key_padding_mask": padding, "average_attn_weights": False}
+    _, weights, largest, entropy = module(x, x, x, return_max_logits=True, return_entropy=True, **options)
+    torch.testing.assert_close(entropy, torch.special.entr(weights).sum(-1))
+    ratio = (weights[..., :-1].amax(-1) / weights[..., -1]).amax(-1)  # to the key of zeros, whose score is 0
+    torch.testing.assert_close(largest, ratio.log())
+    _, _, alone = module(x[0], x[0], x[0], return_max_logits=True)
+    torch.testing.assert_close(alone, largest[0])
+
+
 def test_it_serves_within_torch_s_layers():
     torch.manual_seed(0)
     theirs = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)

@@ -158,6 +158,8 @@ LIBRARIES = {
             f"{LOADING}._flash_attention_forward": "Falcon, GPT-J and Bark",
             f"{MODEL}._check_and_adjust_attn_implementation": "refusals, T5, and as_flash_attention",
             f"{MODEL}._supports_flash_attn": "refusals of models that would lose terms of their scores",
+            f"{MODEL}._is_stateful": "refusals of shared_prompts for state spaces",
+            "transformers.PreTrainedConfig._attn_implementation": "refusals of shared_prompts",
             f"{MODEL}._compatible_flash_implementations": "models with sinks, such as GPT-OSS",
             "transformers.modeling_utils.AttentionInterface._global_mapping": "unregister()",
             "transformers.masking_utils.AttentionMaskInterface._global_mapping": "unregister()",

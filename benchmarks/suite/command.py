@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -102,6 +103,11 @@ def bench(
     rep: Annotated[
         float, typer.Option(min=1.0, callback=finite, help="Milliseconds of calls per measurement.")
     ] = 25.0,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=1.0, help="Leave out workloads that would probably end after this time."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of workloads that are drawn.")] = 0,
     host_time: Annotated[bool, typer.Option(help="Also measure the host time of a small call.")] = True,
     operations: Annotated[
         bool,
@@ -157,7 +163,7 @@ def bench(
     with bad_parameters():
         for bench_kind in (linear_bench, engine_bench):
             others = select_models(bench_kind.NAME, bench_kind.WORKLOADS, _split(workload_names))
-            given = (passes, backends, head_dims, dtype, operations, plot_path, report_path)
+            given = (passes, backends, head_dims, dtype, operations, plot_path, report_path, seconds)
             if others and any(given):
                 raise ValueError(
                     f"{bench_kind.NAME} workloads take --peers, --device, --rounds, --rep and --json, "
@@ -172,11 +178,13 @@ def bench(
             _split(workload_names) or ["paper" if chosen_device.type == "cuda" else "cpu"],
             head_dims=_numbers(head_dims),
             dtype=dtype,
+            seed=seed,
         )
         kind = contestants.kind_of(chosen)
         settings = runner.Settings(
-            chosen_device, _passes(passes, kind, chosen_device), rounds, rep, host_time, operations
-        )
+            chosen_device, _passes(passes, kind, chosen_device), rounds, rep, host_time, operations,
+            math.inf if seconds is None else seconds,
+        )  # fmt: skip
         if operations and (kind != "attention" or "forward" not in settings.passes):
             raise ValueError("--operations takes attention workloads with pass forward")
         entrants = contestants.contestants(kind, _split(peer_names), _split(backends), chosen_device)
@@ -257,9 +265,9 @@ def _split(values: Names | None) -> list[str]:
 def _passes(values: Names | None, kind: str, device: torch.device) -> tuple[str, ...]:
     chosen = tuple(dict.fromkeys(_split(values)))
     if not chosen:
-        return ("forward", "graph") if kind == "decode" and device.type == "cuda" else ("forward",)
+        return ("forward", "graph") if kind in ("decode", "mass") and device.type == "cuda" else ("forward",)
     backward = [which for which in chosen if which in workloads.PASSES and runner.needs_gradients(which)]
-    if kind not in ("attention", "masks", "tree") and backward:
+    if kind not in ("attention", "masks", "tree", "jvp") and backward:
         raise ValueError(f"pass must be forward or graph for {kind} workloads, got {', '.join(backward)}")
     return chosen
 

@@ -6,8 +6,9 @@ with its own scales. Quantisation is not timed, except in ``flashtile-from-bf16`
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import flashtile
-from benchmarks.suite.inputs import Inputs
+from benchmarks.suite.inputs import Inputs, residual
 from benchmarks.suite.mods import tree_segments
 from benchmarks.suite.peers import (
     FlashAttention,
@@ -119,6 +120,64 @@ class Weighing(Flashtile):
         return PeerCall(lambda q, k, v: first_of(attend(q, k, v)))
 
 
+class WithMaxLogits(Flashtile):
+    """flashtile's attention with the largest score of each head."""
+
+    label = "flashtile-max-logits"
+    statistic = "return_max_logits"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        asked = options(workload, inputs) | {self.statistic: True}
+        attend: Any = partial(flashtile.attention, **asked, backend=self._backend)
+        return PeerCall(lambda q, k, v: first_of(attend(q, k, v)))
+
+
+class WithEntropy(WithMaxLogits):
+    """flashtile's attention with the entropy of each row, which gets no gradient."""
+
+    label = "flashtile-entropy"
+    statistic = "return_entropy"
+
+
+def moving(call: PeerCall, inputs: Inputs) -> PeerCall:
+    """Return ``call`` in forward mode: it returns out minus its tangent."""
+    tangents = tuple(map(call.arrange, inputs.tangents))
+    return replace(call, attend=lambda q, k, v: residual(call.attend, (q, k, v), tangents))
+
+
+class Moving(Flashtile):
+    """flashtile's attention in forward mode."""
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        return moving(super().prepare(workload, inputs), inputs)
+
+
+class StandardMoving(Standard):
+    """Standard attention in forward mode."""
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        return moving(super().prepare(workload, inputs), inputs)
+
+
+class JvpFlashAttention(Peer):
+    """Triton kernels of the package jvp_flash_attention."""
+
+    name = "jvp-flash-attention"
+    device_type = "cuda"
+    needs = ("jvp_flash_attention.jvp_attention", "JVPAttn")
+
+    def refuses(self, workload: Workload, device: torch.device) -> str | None:
+        if workload.group_size > 1:
+            return "takes as many heads of k and v as of q"
+        return "takes no packed sequences" if workload.varlen else None
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        attend = importlib.import_module(self.needs[0]).JVPAttn.fwd_dual
+        # It copies tensors that are not contiguous in its layout, which is not timed.
+        call = PeerCall(partial(attend, causal=workload.causal), heads_first=True, contiguous=True)
+        return moving(call, inputs)
+
+
 class Eager(Standard):
     """Attention as models compute it when weights are requested: all scores stored, softmax in float32."""
 
@@ -151,6 +210,16 @@ class Decoding(Flashtile):
     def over(self, function: Callable[..., Any], workload: Workload, inputs: Inputs, **more: Any) -> PeerCall:
         more |= {"backend": self._backend, **inputs.descales}
         return over_copies(function, workload, inputs, "block_table", **more)
+
+
+class WithMass(Decoding):
+    """flashtile's decoding that adds the mass of each key to a buffer."""
+
+    label = "flashtile-mass"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        mass = torch.zeros(inputs.k.shape[:3], dtype=torch.float32, device=inputs.k.device)
+        return self.over(flashtile.flash_attn_with_kvcache, workload, inputs, mass=mass)
 
 
 class SharedPrefix(Decoding):
@@ -191,6 +260,28 @@ class FlashAttention3OverCache(FlashAttention):
         return over_copies(function, workload, inputs, "page_table")
 
 
+class FlashAttention4OverCache(FlashAttention):
+    """FlashAttention-4's variable-length attention over the workload's KV cache."""
+
+    def __init__(self) -> None:
+        super().__init__("fa4", "flash_attn.cute", None)
+        self.needs = ("flash_attn.cute", "flash_attn_varlen_func")
+
+    def refuses(self, workload: Workload, device: torch.device) -> str | None:
+        paged = workload.cache is not None and workload.cache.page_size and not workload.latent
+        sixteen_bits = workload.cache_dtype == workload.torch_dtype and workload.torch_dtype.itemsize == 2
+        return None if paged and sixteen_bits else "takes only paged 16-bit caches"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        function = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, **more: Any) -> Tensor:
+            more |= {"max_seqlen_q": workload.seqlen_q, "max_seqlen_k": workload.seqlen_k}
+            return first_of(function(q, k, v, seqused_k=cache_seqlens, **more))
+
+        return over_copies(attend, workload, inputs, "page_table")
+
+
 class SdpaLatent(Peer):
     """torch's ``scaled_dot_product_attention`` on absorbed MLA.
 
@@ -228,6 +319,8 @@ def over_copies(
     passes the block table of its copy as the argument ``table_name``.
     """
     arguments |= {"cache_seqlens": inputs.cache_seqlens, "causal": workload.causal}
+    if workload.varlen:
+        arguments |= {"cu_seqlens_q": inputs.cu_seqlens_q, "max_seqlen_q": workload.seqlen_q}
     if inputs.qv is not None:
         arguments["qv"] = inputs.qv
     tables: tuple[Tensor | None, ...] = inputs.block_tables or (None,)
@@ -302,8 +395,11 @@ OURS: dict[str, tuple[type[Flashtile], ...]] = {
     "masks": (Flashtile,),
     "tree": (Flashtile, FlashtileTree),
     "weights": (Weighing,),
+    "statistics": (Flashtile, WithMaxLogits, WithEntropy),
+    "jvp": (Moving,),
     "fp8": (Quantized, Quantizing),
     "decode": (Decoding, SharedPrefix),
+    "mass": (Decoding, WithMass),
 }
 """Adapters of flashtile by kind of workload. Their argument names a backend; None lets dispatch choose."""
 
@@ -313,9 +409,13 @@ def peers(kind: str) -> tuple[Peer, ...]:
     if kind == "fp8":
         return (InBf16(), FlashAttention3InFp8())
     if kind == "decode":
-        return (FlashAttention3OverCache(), SdpaLatent())
+        return (FlashAttention3OverCache(), FlashAttention4OverCache(), SdpaLatent())
     if kind == "weights":
         return (Eager(),)
+    if kind in ("statistics", "mass"):
+        return ()
+    if kind == "jvp":
+        return (JvpFlashAttention(), StandardMoving())
     if kind == "tree":
         return (Repeated(), FlexAttention(), FlexAttention(flash=True))
     if kind == "masks":

@@ -86,12 +86,25 @@ def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
     Return a row for each combination of a pass, a contestant of flashtile and a peer. A row summarizes the
     ratios of flashtile's speed to the peer's, one ratio for each cell in which both were timed. A row has
     ``pass, ours, peer, cells, geometric_mean, lowest, lowest_cell``. Rows whose ``peer`` is "best peer"
-    compare flashtile with the fastest peer of each cell.
+    compare flashtile with the fastest peer of each cell. If the cells are of several classes, rows of each
+    class follow, with its name as ``class``.
     """
+    every = document["cells"]
+    rows = _summarized(document, every)
+    classes = dict.fromkeys(cell.get("class") for cell in every)
+    if len(classes) > 1:
+        for name in filter(None, classes):
+            of_class = _summarized(document, [cell for cell in every if cell.get("class") == name])
+            rows += [{"class": name, **row} for row in of_class]
+    return rows
+
+
+def _summarized(document: dict[str, Any], every: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of :func:`summarize` for the cells ``every``."""
     peers = names(document, ours=False)
     rows = []
-    for which in dict.fromkeys(cell["pass"] for cell in document["cells"]):
-        cells = [cell for cell in document["cells"] if cell["pass"] == which]
+    for which in dict.fromkeys(cell["pass"] for cell in every):
+        cells = [cell for cell in every if cell["pass"] == which]
         for ours in names(document, ours=True):
             for peer in [*peers, BEST_PEER]:
                 ratios = {

@@ -25,7 +25,7 @@ from benchmarks.suite.engine_peers import CONTENDERS, Contender, Flashtile, seco
 from benchmarks.suite.model_bench import SMALL_MODEL, cells_table, check_peers, new_document
 from benchmarks.suite.timing import release_memory
 from flashtile.engine.config import read_config
-from flashtile.engine.weights import parameters, random_weights
+from flashtile.engine.weights import EMBEDDING, parameters, random_weights
 from flashtile.learn.io_model.models import Model, find_model
 
 NAME = "engine"
@@ -41,10 +41,17 @@ DRAFT = Model("Llama-3.2-1B", 16, 32, 8, 64, 8192, 1.24e9, 8192, "Meta 2024, the
 """Draft model for Llama-3-8B."""
 SMALL = Model("Small", 2, 4, 4, 16, 160, 1.2e5, 256, "ours")
 """Model with fixed weights and a byte-level tokenizer; all engines must give the same tokens with it."""
+QWEN = Model("Qwen3-0.6B", 28, 16, 8, 128, 3072, 0.6e9, 40960, "Qwen 2025, arXiv:2505.09388")
+OF_QWEN = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+}  # fmt: skip
+"""What the configuration of Qwen3-0.6B has besides its sizes."""
 SERVED: dict[str, tuple[Model, int, dict[str, Any]]] = {
     "llama-2-7b": (find_model("llama-2-7b"), 32000, LLAMA2_ROPE),
     "llama-3-8b": (find_model("llama-3-8b"), 128256, LLAMA3_ROPE),
     "llama-3.2-1b": (DRAFT, 128256, {**LLAMA3_ROPE, "factor": 32.0}),
+    "qwen3-0.6b": (QWEN, 151936, {"rope_type": "default", "rope_theta": 1000000.0}),
     SMALL_MODEL: (SMALL, 256, LLAMA2_ROPE),
 }
 """(sizes, vocabulary size, RoPE parameters) by name of the model."""
@@ -65,6 +72,7 @@ def write_model(name: str, folder: Path) -> Path:
         "num_hidden_layers": model.layers, "num_attention_heads": model.num_heads_q,
         "num_key_value_heads": model.num_heads_kv, "head_dim": model.head_dim,
         "max_position_embeddings": model.longest, "rope_parameters": rope,
+        **(OF_QWEN if model is QWEN else {}),
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     if model is SMALL:
@@ -249,10 +257,14 @@ def floor_bytes(workload: EngineWorkload) -> float:
     """
     if workload.model == SMALL_MODEL or not workload.context:
         return 0.0
-    model, vocab_size, _ = SERVED[workload.model]
-    products = model.layers * sum(rows * columns for rows, columns in model.products)
-    head = vocab_size * model.num_heads_q * model.head_dim
-    return 2.0 * (products + head) + workload.batch * workload.context * model.kv_bytes_per_token("bfloat16")
+    model = SERVED[workload.model][0]
+    with tempfile.TemporaryDirectory() as place:
+        config = read_config(write_model(workload.model, Path(place)))
+    weights = parameters(config)
+    if not config.tie_word_embeddings:
+        del weights[EMBEDDING]
+    read = sum(math.prod(one.shape) for one in weights.values())
+    return 2.0 * read + workload.batch * workload.context * model.kv_bytes_per_token("bfloat16")
 
 
 def table(document: dict[str, Any]) -> Table:

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.suite.inputs import Inputs
+from benchmarks.suite.inputs import Inputs, residual
 from benchmarks.suite.mods import MODS
 from benchmarks.suite.workload import Workload
 from flashtile import testing
@@ -117,7 +119,11 @@ class Oracle:
                 for name in ("alibi_slopes", "sink")
                 if (t := getattr(inputs, name)) is not None
             }
-            results = _attend_head(self._workload, head, q, k, v, dout, by_head, gradients)
+            moving = [
+                self._head(t, head, side).to(dtype)
+                for t, side in zip(inputs.tangents, (0, 1, 1), strict=False)
+            ]
+            results = _attend_head(self._workload, head, q, k, v, dout, by_head, gradients, moving)
             for name, result in zip(names, results, strict=True):
                 parts[name].append(result.flatten())
         return {name: torch.cat(results) for name, results in parts.items()}
@@ -161,11 +167,13 @@ def _attend_head(
     dout: Tensor,
     by_head: dict[str, Tensor],
     gradients: bool,
+    moving: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:
     """Return (out,) or, with ``gradients``, (out, dq, dk, dv) of one key/value head.
 
     q and dout are (seqlen_q, group, head_dim), k and v are (seqlen_k, head_dim), and the tensors of
     ``by_head`` are (group,). dk and dv are summed over chunks of query rows in float32 or wider.
+    ``moving`` are the tangents of q, k and v in forward mode, of which out is the :func:`residual`.
     """
     k, v = (t.detach().requires_grad_(gradients) for t in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -175,7 +183,13 @@ def _attend_head(
     for start in range(0, q.shape[0], step):
         rows = q[start : start + step].detach().requires_grad_(gradients)
         position = start + k.shape[0] - q.shape[0]
-        out = _attend_rows(workload, head, rows, k, v, position, **by_head)
+        attend: Callable[..., Tensor] = partial(_attend_rows, workload, head, position=position, **by_head)
+        if moving:
+            of_q, *of_keys = moving
+            along = of_q[start : start + step], *(t[:, 0] for t in of_keys)
+            out = residual(attend, (rows, k, v), along)
+        else:
+            out = attend(rows, k, v)
         outs.append(out.detach())
         if gradients:
             dq, *shares = torch.autograd.grad(out, (rows, k, v), dout[start : start + step])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from benchmarks.suite import mods
 from benchmarks.suite.workload import Workload
@@ -35,6 +37,8 @@ class Inputs:
     sink: Tensor | None = None
     qv: Tensor | None = None
     """Queries for the columns that absorbed MLA shares with v; k does not contain these columns."""
+    tangents: tuple[Tensor, ...] = ()
+    """Tangents of q, k and v in forward mode."""
 
     def rows_of(self, tensor: Tensor, b: int) -> Tensor:
         """Return the rows of sequence b, (seqlen_q, heads, head_dim), of q, out or their gradients."""
@@ -67,6 +71,9 @@ def make_inputs(workload: Workload, device: torch.device | str) -> Inputs:
     q, dout = normal(0, 0), normal(0, 3)
     if workload.cache is not None:
         inputs = _with_cache(workload, q, dout)
+        if workload.varlen:
+            lengths = [seqlen_q for seqlen_q, _ in workload.sequences]
+            inputs = replace(inputs, cu_seqlens_q=cu_seqlens(lengths, device))
         return replace(inputs, qv=normal(0, 6)) if workload.latent else inputs
     heads = workload.num_heads_q
     inputs = Inputs(
@@ -74,10 +81,22 @@ def make_inputs(workload: Workload, device: torch.device | str) -> Inputs:
         alibi_slopes=mods.alibi_slopes(heads, device) if workload.alibi else None,
         sink=random_tensor((heads,), torch.float32, device, seed=5) if workload.sink else None,
     )  # fmt: skip
+    if workload.tangents:
+        of_tensors = (inputs.q, inputs.k, inputs.v)
+        moving = (random_tensor(t.shape, t.dtype, device, seed=7 + i) for i, t in enumerate(of_tensors))
+        inputs = replace(inputs, tangents=tuple(moving))
     if not workload.varlen:
         return inputs
     offsets_q, offsets_k = (cu_seqlens(lengths, device) for lengths in zip(*workload.sequences, strict=True))
     return replace(inputs, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k)
+
+
+def residual(attend: Callable[..., Tensor], tensors: Iterable[Tensor], tangents: Iterable[Tensor]) -> Tensor:
+    """Return out minus its tangent, which gets no gradient, as the losses of MeanFlow have them."""
+    with forward_ad.dual_level():
+        duals = map(forward_ad.make_dual, tensors, tangents)
+        out, tangent = forward_ad.unpack_dual(attend(*duals))
+    return out - tangent.detach()
 
 
 def _with_cache(workload: Workload, q: Tensor, dout: Tensor) -> Inputs:

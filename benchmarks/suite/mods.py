@@ -70,6 +70,26 @@ def _relative(heads: int, device: Any) -> Callable[..., Any]:
     return masks.relative_position(torch.linspace(-1, 1, heads * 257, device=device).view(heads, 257))
 
 
+PICTURE = 280
+"""Tokens of a picture."""
+
+
+def _pictures(seqlen: int, device: Any) -> masks.MaskMod:
+    """Return the mask of packed documents in which a picture's tokens see each other (Gemma 3 and 4).
+
+    A picture follows each 280 tokens of text. A token of text has a number of its own instead of a picture's.
+    """
+    places = torch.arange(seqlen, dtype=torch.int32, device=device)
+    pictures = torch.where(places // PICTURE % 2 == 1, places // PICTURE, -1 - places)
+    documents = masks.document(document_ids(seqlen).to(device))
+    return documents & (masks.causal() | masks.document(pictures))
+
+
+def _window_by_head(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Hide keys beyond a window that grows by head. No block mask lists them, so no kernel skips them."""
+    return torch.where(i - j < 128 * (h + 1), score, -torch.inf)
+
+
 MODS: dict[str, Callable[[int, int, Any], Functions]] = {
     "causal": lambda s, h, device: Functions(mask_mod=masks.causal()),
     "window-1024": lambda s, h, device: Functions(mask_mod=masks.window(1023, 0)),
@@ -89,6 +109,11 @@ MODS: dict[str, Callable[[int, int, Any], Functions]] = {
     "relative-document": lambda s, h, device: Functions(
         _relative(h, device), masks.document(document_ids(s).to(device)) & masks.causal()
     ),
+    "pictures": lambda s, h, device: Functions(mask_mod=_pictures(s, device)),
+    "pictures-window-1024": lambda s, h, device: Functions(
+        mask_mod=_pictures(s, device) & masks.window(1023, -1)
+    ),
+    "window-by-head": lambda s, h, device: Functions(_window_by_head, masks.causal()),
     "tree": lambda s, h, device: Functions(
         mask_mod=masks.create_tree_mask(*tree_segments(s, device), s).mask_mod
     ),

@@ -42,6 +42,7 @@ class PeerCall:
             region.
         heads_first: whether the layout is (batch, heads, seqlen, head_dim), with batch 1 for packed
             sequences.
+        contiguous: whether tensors are contiguous in this layout.
         copies: a version of ``attend`` for each copy of the KV cache, which a CUDA graph calls in turn; () if
             there is only one copy.
     """
@@ -49,13 +50,15 @@ class PeerCall:
     attend: Attend
     enter: Callable[[], AbstractContextManager] = nullcontext
     heads_first: bool = False
+    contiguous: bool = False
     copies: tuple[Attend, ...] = ()
 
     def arrange(self, tensor: Tensor) -> Tensor:
-        """Return a view of an input in the contestant's layout."""
+        """Return an input in the contestant's layout, a view unless it has to be contiguous."""
         if not self.heads_first:
             return tensor
-        return (tensor[None] if tensor.dim() == 3 else tensor).transpose(1, 2)
+        view = (tensor[None] if tensor.dim() == 3 else tensor).transpose(1, 2)
+        return view.contiguous() if self.contiguous else view
 
     def restore(self, tensor: Tensor, like: Tensor) -> Tensor:
         """Convert a result back to the layout of the inputs. ``like`` is one of the inputs."""

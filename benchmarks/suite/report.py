@@ -69,6 +69,8 @@ def note_lines(document: dict[str, Any]) -> list[str]:
             f"faster than the measured ceilings: {', '.join(beyond)}. The machine was busier while they were "
             "measured: do not quote these shares, measure again on a quiet machine"
         )
+    if document.get("left_out"):
+        lines.append(f"left out, because the time was up: {', '.join(document['left_out'])}")
     return lines + ([_host_times(document)] if document.get("host_time_us") else [])
 
 
@@ -138,7 +140,8 @@ def summary_table(document: dict[str, Any]) -> Table:
         style = "bold" if row["peer"] == documents.BEST_PEER else None
         means = (_ratio(row["geometric_mean"]), str(row["cells"]), _ratio(row["lowest"]))
         contestants = (escape(row["ours"]), escape(row["peer"]))
-        table.add_row(row["pass"], *contestants, *means, row["lowest_cell"], style=style)
+        where = f"{row['class']}, {row['pass']}" if "class" in row else row["pass"]
+        table.add_row(where, *contestants, *means, row["lowest_cell"], style=style)
     return table
 
 

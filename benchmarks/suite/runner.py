@@ -8,7 +8,9 @@ The other contestants are still measured.
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +46,8 @@ class Settings:
     """Settings of a run: ``rep`` milliseconds per measurement, ``rounds`` measurements of each contestant.
 
     With ``host_time``, the host time of a small call is measured as well. With ``operations``, standard
-    attention's operations are also timed one by one in the pass "forward".
+    attention's operations are also timed one by one in the pass "forward". A workload is left out if the run
+    would probably last longer than ``seconds`` with it.
 
     Raises:
         ValueError: a pass is unknown or not possible on this device.
@@ -56,6 +59,7 @@ class Settings:
     rep: float = 25.0
     host_time: bool = True
     operations: bool = False
+    seconds: float = math.inf
 
     def __post_init__(self) -> None:
         for which in self.passes:
@@ -98,6 +102,7 @@ def run(
         after_cell: called with the unfinished document, once before the first cell and then after each cell.
             A caller that saves the document loses no finished cell if the run is interrupted.
     """
+    start = time.monotonic()
     document = describe_run(contestants, settings)
     measured = (settings.device, settings.rounds, settings.rep)
     dtypes = dict.fromkeys(w.dtype for w in workloads)
@@ -110,11 +115,19 @@ def run(
         document["host_time_us"] = {peer.name: host_time(peer, settings.device, kind) for peer in contestants}
     document["cells"] = []
     after_cell(document)
-    for workload in workloads:
+    longest, ended = 0.0, time.monotonic()
+    for number, workload in enumerate(workloads):
+        # The most expensive workload so far estimates the next one. At least one is measured.
+        if number and ended - start + longest > settings.seconds:
+            document["left_out"] = [left.name for left in workloads[number:]]
+            after_cell(document)
+            break
         for cell in measure_workload(workload, contestants, settings):
             document["cells"].append(cell)
             after_cell(document)
         release_memory(settings.device)
+        began, ended = ended, time.monotonic()
+        longest = max(longest, ended - began)
     return document
 
 
@@ -378,6 +391,7 @@ def _cell(workload: Workload, which: str, entries: Sequence[Entry], oracle: Orac
         "bytes": workload.bytes(which),
         "resident_bytes": workload.resident_bytes(),
         "heads_checked": len(oracle.heads),
+        **({"class": workload.drawn_from} if workload.drawn_from else {}),
         "results": {entry.peer.name: _result(entry, workload, which) for entry in entries},
     }
 

@@ -50,7 +50,7 @@ class Workload:
             lengths.
         window_left: number of keys that a query sees before its own position; -1 is unlimited.
         lengths: (seqlen_q, seqlen_k) of each sequence of a packed batch or of a decoding call; None if all
-            sequences have the same length.
+            sequences have the same length. A decoding call with different seqlen_q has packed queries.
         mod: name of score and mask functions in :data:`benchmarks.suite.mods.MODS`; "" is none.
         cache: layout of the KV cache if the call is decoding, where ``seqlen_q`` new tokens of each sequence
             attend to cached keys; None otherwise.
@@ -59,7 +59,11 @@ class Workload:
             these columns are stored once.
         weights: which attention weights the call also returns: "full" (all), "columns" (sums over queries),
             "top" (the largest of each query), or "" for none.
+        statistics: whether the largest scores and the entropy are measured beside the call without them.
+        tangents: whether q, k and v have tangents, and the call computes that of out (forward mode).
+        mass: whether decoding that adds the mass of keys is measured beside the step without it.
         alibi, sink: whether the call has ALiBi slopes, and a learned sink per head.
+        drawn_from: name of the class that the workload was drawn from (:mod:`benchmarks.suite.drawn`), or "".
         tags: names of the sets that the workload belongs to.
     """
 
@@ -83,16 +87,26 @@ class Workload:
     sink: bool = False
     latent: bool = False
     weights: str = ""
+    statistics: bool = False
+    tangents: bool = False
+    mass: bool = False
+    drawn_from: str = ""
     tags: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
-        """Kind of workload, which determines the contestants: "attention", "masks", "tree", "weights", "fp8"
-        or "decode"."""
+        """Kind of workload, which determines the contestants: "attention", "masks", "tree", "weights",
+        "statistics", "jvp", "fp8", "mass" or "decode"."""
         if self.mod:
             return "tree" if self.mod == "tree" else "masks"
         if self.weights:
             return "weights"
+        if self.statistics:
+            return "statistics"
+        if self.tangents:
+            return "jvp"
+        if self.mass:
+            return "mass"
         return "decode" if self.cache is not None else "fp8" if self.fp8 else "attention"
 
     @property
@@ -137,8 +151,10 @@ class Workload:
 
     @property
     def varlen(self) -> bool:
-        """Whether the call is a batch of packed sequences."""
-        return self.lengths is not None and self.cache is None
+        """Whether the sequences of q, and those of k unless it is a cache, are packed."""
+        if self.lengths is None:
+            return False
+        return self.cache is None or len({seqlen_q for seqlen_q, _ in self.lengths}) > 1
 
     @property
     def window_right(self) -> int:
@@ -171,6 +187,7 @@ class Workload:
         words += ["varlen"] if self.varlen else []
         words += ["absorbed MLA"] if self.latent else []
         words += [f"weights: {self.weights}"] if self.weights else []
+        words += ["tangents"] if self.tangents else []
         if self.cache is not None:
             words.append(f"pages of {self.cache.page_size}" if self.cache.page_size else "dense cache")
             words += [f"cache in {self.cache.dtype}"] if self.cache.dtype else []
@@ -202,7 +219,8 @@ class Workload:
     def flops(self, which: str = "forward") -> float:
         """Return the number of floating-point operations of a pass."""
         pair = 2.0 * self.visible_pairs() * self.num_heads_q  # FLOPs of a matrix product with head_dim 1
-        forward = pair * (self.head_dim + self.width_v)
+        # In forward mode, Q' K^T, Q K'^T, P' V and P V' are computed as well.
+        forward = pair * (self.head_dim + self.width_v) * (3 if self.tangents else 1)
         backward = pair * (3 * self.head_dim + 2 * self.width_v)
         both = forward + backward
         return {"forward": forward, "backward": backward, "both": both, "graph": forward}[which]
@@ -215,7 +233,7 @@ class Workload:
         """
         call = self.call
         out = call.rows_q * self.width_v * self.source_dtype.itemsize
-        forward = call.q_bytes + out + self.kv_bytes() + call.lse_bytes
+        forward = (call.q_bytes + out + self.kv_bytes() + call.lse_bytes) * (2 if self.tangents else 1)
         # reads q, k, v, out, dout and lse; writes dq, dk and dv
         backward = 2 * (call.q_bytes + out + self.kv_bytes()) + call.lse_bytes
         both = forward + backward

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from benchmarks.suite import mods
+from benchmarks.suite import drawn, mods
 from benchmarks.suite.shapes import SHAPES
 from benchmarks.suite.workload import KVCache, Workload
 from flashtile.hardware.timing import FP8
@@ -20,6 +20,8 @@ DTYPES = ("float16", "bfloat16", "float32", "float64", FP8)
 
 PAPER_TOKENS = 16384
 PAPER_HIDDEN = 2048
+SMALL_HIDDEN = 1024
+"""Columns of all heads in the workloads of small heads: half of the papers', whose heads are fewer."""
 PAPER_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 PAPER_HEAD_DIMS = (64, 128, 256)
 MASKS = (("", False), ("-causal", True))
@@ -27,7 +29,7 @@ MASKS = (("", False), ("-causal", True))
 
 
 def select(
-    names: Sequence[str], *, head_dims: Sequence[int] = (), dtype: str | None = None
+    names: Sequence[str], *, head_dims: Sequence[int] = (), dtype: str | None = None, seed: int = 0
 ) -> tuple[Workload, ...]:
     """Return workloads whose name, series or tag is among ``names``, in order of definition.
 
@@ -35,18 +37,20 @@ def select(
         names: names, series or tags.
         head_dims: head sizes to keep; empty keeps all.
         dtype: replaces the dtype of each workload.
+        seed: seed of the workloads that are drawn.
 
     Raises:
         ValueError: a name or a dtype is unknown, or no workload remains.
     """
+    known = WORKLOADS if seed == 0 else (*FIXED, *drawn.workloads(seed))
     for name in names:
-        if not any(name in (w.name, w.series, *w.tags) for w in WORKLOADS):
+        if not any(name in (w.name, w.series, *w.tags) for w in known):
             raise ValueError(
                 f"workload must be a name, a series or one of the tags {', '.join(TAGS)}, got {name!r}"
             )
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    chosen = [w for w in WORKLOADS if not set(names).isdisjoint((w.name, w.series, *w.tags))]
+    chosen = [w for w in known if not set(names).isdisjoint((w.name, w.series, *w.tags))]
     if dtype == FP8 and any(w.cache for w in chosen):
         raise ValueError(f"dtype must be that of q in decoding, got {dtype!r}; decode-fp8 has FP8 caches")
     if head_dims and not any(w.head_dim in head_dims for w in chosen):
@@ -148,7 +152,7 @@ LATENT: dict[str, Any] = {"latent": True, "head_dim_v": 512}
 CONTEXTS = (4096,) * 32
 """Cached keys per sequence in decoding workloads that vary another parameter."""
 
-WORKLOADS: tuple[Workload, ...] = (
+FIXED: tuple[Workload, ...] = (
     *_paper_grid("paper", PAPER_SEQLENS, "paper"),  # Shah et al. 2024, arXiv:2407.08608, section 4.1
     # Attention of known models: heads, head sizes and masks from their published configurations
     *_dense("llama3-8b", (2048, 8192, 16384), 16384, "llama models", (32, 8, 128), causal=True),
@@ -243,8 +247,16 @@ WORKLOADS: tuple[Workload, ...] = (
     *chain.from_iterable(
         _dense(f"masks-{name}", (2048, 4096, 8192, 16384), PAPER_TOKENS, "masks", WIDE_HEADS, mod=name)
         for name in mods.MODS
-        if name != "tree"
+        if name not in ("tree", "window-by-head", "pictures", "pictures-window-1024")  # they have their own
     ),
+    # Text and pictures: Gemma 4's local layers; Gemma 3's global ones; and a mask on heads of 512
+    *_dense(
+        "pictures-local", (4096, 16384), PAPER_TOKENS, "pictures", (16, 8, 256), mod="pictures-window-1024"
+    ),
+    *_dense("pictures-global", (4096, 16384), PAPER_TOKENS, "pictures", (16, 8, 256), mod="pictures"),
+    *_dense("pictures-d512", (4096, 16384), PAPER_TOKENS, "pictures", (16, 2, 512), mod="pictures"),
+    # Gemma 4's global layers, which are causal
+    *_dense("pictures-causal", (4096, 16384), PAPER_TOKENS, "pictures", (16, 2, 512), causal=True),
     # Eight answers of 512 to 2048 tokens to one prompt, as in GRPO
     *(
         Workload(
@@ -282,6 +294,15 @@ WORKLOADS: tuple[Workload, ...] = (
         for d, d_v in ((320, 320), (512, 512), (576, 512))
         for suffix, causal in MASKS
     ),
+    # Heads of tabular models (16) and of small vision models (32)
+    *chain.from_iterable(
+        _dense(
+            f"small-d{d}{suffix}", (1024, 2048, 4096, 8192), PAPER_TOKENS, "small-heads",
+            (SMALL_HIDDEN // d, SMALL_HIDDEN // d, d), causal=causal,
+        )
+        for d in (16, 32)
+        for suffix, causal in MASKS
+    ),
     # Attention weights: all, summed over queries, the largest of each query
     *chain.from_iterable(
         _dense(
@@ -290,6 +311,35 @@ WORKLOADS: tuple[Workload, ...] = (
         )
         for form in ("full", "columns", "top")
     ),
+    # Statistics of the scores, beside the same call without them
+    *chain.from_iterable(
+        _dense(
+            f"statistics-d{d}{suffix}", (1024, 2048, 4096, 8192, 16384), PAPER_TOKENS, "statistics",
+            (PAPER_HIDDEN // d, PAPER_HIDDEN // d, d), causal=causal, statistics=True,
+        )
+        for d in PAPER_HEAD_DIMS
+        for suffix, causal in MASKS
+    ),
+    # Forward mode, as in losses of MeanFlow
+    *chain.from_iterable(
+        _dense(
+            f"jvp-d{d}{suffix}", (1024, 2048, 4096, 8192), PAPER_TOKENS, "jvp",
+            (PAPER_HIDDEN // d, PAPER_HIDDEN // d, d), causal=causal, tangents=True,
+        )
+        for d in PAPER_HEAD_DIMS
+        for suffix, causal in MASKS
+    ),
+    # A step that adds the mass of keys, beside the same step without it
+    *(
+        _decode(
+            f"mass-{b}x{s}-{q}/{kv}", (s,) * b, "mass", (q, kv, 128), series=f"mass-{b}x-{q}/{kv}", mass=True
+        )
+        for q, kv in ((32, 8), (32, 32), (64, 8))
+        for b, s in ((1, 8192), (1, 131072), (8, 65536), (32, 4096), (128, 4096))
+    ),
+    _decode("mass-32x4096-fp8", CONTEXTS, "mass", cache_dtype=FP8, mass=True),
+    _decode("mass-32x4096-prefix", CONTEXTS, "mass", prefix=2048, mass=True),
+    *(_decode(f"mass-32x4096-q{n}", CONTEXTS, "mass", seqlen_q=n, mass=True) for n in (4, 64)),
     # Sized for two cores
     *_dense("cpu-d64", (512, 1024, 2048, 4096), 0, "cpu", (8, 8, 64), **FLOAT32),
     *_dense("cpu-d64-causal", (512, 1024, 2048, 4096), 0, "cpu", (8, 8, 64), causal=True, **FLOAT32),
@@ -308,6 +358,7 @@ WORKLOADS: tuple[Workload, ...] = (
     _lengths("ci-varlen", [(50, 50), (1, 70), (33, 20), (0, 9)], "ci", (2, 1, 32), causal=True, **FLOAT32),
     *_dense("ci-masks-both", (160,), 320, "ci-masks", (4, 2, 32), mod="relative-document", **FLOAT32),
     *_dense("ci-masks-natten", (128,), 0, "ci-masks", (2, 2, 32), mod="natten", **FLOAT32),
+    *_dense("ci-pictures", (300,), 0, "ci-masks", (4, 2, 32), mod="pictures-window-1024", **FLOAT32),
     *_dense("ci-tree", (300,), 0, "ci-tree", (4, 2, 32), mod="tree", **FLOAT32),
     *_dense("ci-fp8-causal", (150,), 300, "ci-fp8", (4, 2, 32), causal=True, dtype=FP8),
     _lengths("ci-fp8-varlen", [(50, 50), (1, 170), (0, 9)], "ci-fp8", (2, 1, 64), dtype=FP8),
@@ -321,11 +372,18 @@ WORKLOADS: tuple[Workload, ...] = (
         )
         for form in ("full", "columns", "top")
     ),
+    *_dense("ci-statistics", (70,), 140, "ci-statistics", (4, 2, 32), statistics=True, **FLOAT32),
+    *_dense("ci-jvp", (70,), 140, "ci-jvp", (4, 2, 32), causal=True, tangents=True, **FLOAT32),
+    _lengths("ci-jvp-varlen", [(50, 50), (1, 70), (0, 9)], "ci-jvp", (2, 1, 32), tangents=True, **FLOAT32),
     _decode("ci", (70, 9, 130), "ci-decode", (4, 2, 32), **FLOAT32),
     _decode("ci-dense", (70, 9, 130), "ci-decode", (4, 2, 32), seqlen_q=3, page_size=0, **FLOAT32),
     _decode("ci-fp8", (70, 9, 130), "ci-decode", (4, 2, 32), cache_dtype=FP8),
     _decode("ci-prefix", (80, 70), "ci-decode", (4, 2, 32), prefix=64, **FLOAT32),
+    _decode("ci-mass", (70, 9, 130), "ci-mass", (4, 2, 32), mass=True, **FLOAT32),
+    *drawn.small_workloads(),
 )  # fmt: skip
+
+WORKLOADS: tuple[Workload, ...] = (*FIXED, *drawn.workloads(seed=0))
 
 TAGS: tuple[str, ...] = tuple(dict.fromkeys(tag for workload in WORKLOADS for tag in workload.tags))
 
@@ -333,10 +391,11 @@ TAGS: tuple[str, ...] = tuple(dict.fromkeys(tag for workload in WORKLOADS for ta
 def small_call(kind: str, device_type: str) -> Workload:
     """Return a small workload of a kind, whose time on the GPU is shorter than the host time of its call."""
     dtype = FP8 if kind == "fp8" else "bfloat16" if device_type == "cuda" else "float32"
-    if kind == "decode":
-        return _decode("small", (256, 256), "", (8, 8, 64), prefix=128, dtype=dtype)
+    if kind in ("decode", "mass"):
+        return _decode("small", (256, 256), "", (8, 8, 64), prefix=128, mass=kind == "mass", dtype=dtype)
     mod = {"masks": "relative-document", "tree": "tree"}.get(kind, "")
     weights = "columns" if kind == "weights" else ""
     return Workload(
-        "small-call", "small-call", 1, 128, 128, 8, 8, 64, dtype, causal=not mod, mod=mod, weights=weights
-    )
+        "small-call", "small-call", 1, 128, 128, 8, 8, 64, dtype, causal=not mod, mod=mod, weights=weights,
+        statistics=kind == "statistics", tangents=kind == "jvp",
+    )  # fmt: skip

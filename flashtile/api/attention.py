@@ -27,11 +27,13 @@ from flashtile.checks.conversions import (
     make_options,
     optional_tensors,
     refuse_unknown,
+    with_statistics,
 )
 from flashtile.operators.dropout import with_state
 from flashtile.operators.gradients import forward
+from flashtile.operators.statistics import split
 from flashtile.operators.weights import weights_of
-from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
+from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options, statistics_of
 
 # Names of these arguments in the packed functions, for error messages.
 _OF_KV = {"k": "kv", "v": "kv"}
@@ -76,6 +78,8 @@ def attention(
     v_descale: Tensor | None = None,
     qv: Tensor | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_entropy: bool = False,
     return_attn_weights: bool | Literal["full", "columns"] | int = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -153,6 +157,10 @@ def attention(
             head sizes may add up to 576. q and qv are copied into one tensor, and so are k and v.
             :func:`flashtile.flash_attn_with_kvcache` computes the same over a cache without copying keys.
         return_lse: also return the log-sum-exp of the scores of each row.
+        return_max_logits: also return the largest visible score of each head, as it enters the softmax:
+            scaled, after softcap, alibi_slopes, bias and score_mod. A sink is no score of a key. No gradient.
+        return_entropy: also return the entropy of each row's probabilities, in nats, before dropout. A sink
+            is one more outcome. It is differentiable, like lse.
         return_attn_weights: also return the probabilities, before dropout, from a second pass over q and k:
             True or "full" for all of them, "columns" for their sums over the rows of a head, or an int from 1
             to 128 for that many of the largest in each row. "columns" and an int never take memory of size
@@ -167,15 +175,20 @@ def attention(
 
     Returns:
         out, shaped as q with the head_dim of v; a row that sees no key is 0. With ``return_attn_weights``:
-        (out, weights), or (out, lse, weights) with ``return_lse``. With only ``return_lse``: (out, lse). lse
-        is in natural log, float32 (float64 for float64 inputs), (batch, heads_q, seqlen_q) or (heads_q,
-        total_q), and includes the sink; it is -inf for a row that sees no key and has no sink.
+        (out, weights), or (out, lse, weights) with ``return_lse``. With only ``return_lse``: (out, lse).
+        Statistics come before the weights: (out, lse, max_logits, entropy, weights), without
+        those that the call does not return.
+
+        lse is in natural log, float32 (float64 for float64 inputs), (batch, heads_q, seqlen_q) or (heads_q,
+        total_q), and includes the sink; it is -inf for a row that sees no key and has no sink. max_logits is
+        (batch, heads_q), or (sequences, heads_q) with cu_seqlens; it is -inf where no key is visible. entropy
+        has the shape of lse; it is 0 for a row that sees no key. Both have the dtype of lse.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
 
-    Second derivatives (``create_graph=True``) and forward mode (``torch.func.jvp``) take a slower path that
-    stores the scores: :mod:`flashtile.operators.derivatives`.
+    Forward mode (``torch.func.jvp``) computes out, lse and their tangents in one pass. Second derivatives
+    (``create_graph=True``) take a slower path that stores the scores: :mod:`flashtile.operators.derivatives`.
 
     Examples:
         >>> q = torch.randn(2, 128, 8, 64, requires_grad=True)  # (batch, seqlen, heads, head_dim)
@@ -235,6 +248,8 @@ def attention(
         )
     descales = () if q_descale is k_descale is v_descale is None else (q_descale, k_descale, v_descale)
     buffers = () if out is lse is None else (out, lse)
+    if return_max_logits is not False or return_entropy is not False:
+        options = with_statistics(options, return_max_logits, return_entropy, q, buffers)
     if qv is not None:
         q, k = join_qv(q, k, v, qv, extras, options)
 
@@ -253,9 +268,14 @@ def attention(
         out, lse = attend_descaled(q, k, v, descales, extras, options)
     else:
         out, lse = forward(q, k, v, extras, options, buffers)
+    found: tuple[Any, ...] = ()
+    if options.max_logits or options.entropy:
+        lse, found = split(lse, statistics_of(options), extras.cu_seqlens_q)
+        options = options._replace(max_logits=False, entropy=False)
     if form is not None:
-        weights = weights_of(q, k, lse, extras, options, form)
-        return (out, lse, weights) if return_lse else (out, weights)
+        found += (weights_of(q, k, lse, extras, options, form),)
+    if found:
+        return (out, lse, *found) if return_lse else (out, *found)
     return (out, lse) if return_lse else out
 
 
@@ -278,6 +298,8 @@ def flash_attn_func(
     qv: Tensor | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_entropy: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     backend: str | None = None,
@@ -292,7 +314,7 @@ def flash_attn_func(
         out; (out, lse) with ``return_lse``; (out, lse, S_dmask) with ``return_attn_probs``. S_dmask is
         FlashAttention-2's debugging output of dropout: all probabilities before dropout, of shape (batch,
         heads_q, seqlen_q, seqlen_k), negative where dropout dropped them, in float32 (float64 for float64
-        inputs). Without dropout S_dmask is None.
+        inputs). Without dropout S_dmask is None. max_logits and entropy come last.
 
     Raises:
         NotImplementedError: as :func:`attention`.
@@ -321,6 +343,8 @@ def flash_attn_func(
         extras = OptionalTensors(alibi_slopes=alibi_slopes, sink=sink)
     descales = () if q_descale is k_descale is v_descale is None else (q_descale, k_descale, v_descale)
     buffers = () if out is lse is None else (out, lse)
+    if return_max_logits is not False or return_entropy is not False:
+        options = with_statistics(options, return_max_logits, return_entropy, q, buffers)
     return _flash(q, k, v, qv, extras, options, descales, buffers, return_attn_probs, return_lse)
 
 
@@ -338,6 +362,8 @@ def flash_attn_kvpacked_func(
     *,
     sink: Tensor | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_entropy: bool = False,
     backend: str | None = None,
     **unknown: NoReturn,
 ) -> Tensor | Any:
@@ -349,7 +375,8 @@ def flash_attn_kvpacked_func(
         q: (batch, seqlen_q, heads_q, head_dim).
         kv: (batch, seqlen_k, 2, heads_kv, head_dim): keys, then values.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sink, return_lse, backend: as for :func:`flash_attn_func`.
+        return_attn_probs, sink, return_lse, return_max_logits, return_entropy, backend: as for
+            :func:`flash_attn_func`.
 
     Returns:
         out, (batch, seqlen_q, heads_q, head_dim); (out, lse) with ``return_lse``; (out, lse, S_dmask) with
@@ -370,7 +397,8 @@ def flash_attn_kvpacked_func(
     try:
         return flash_attn_func(
             q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs, sink=sink, return_lse=return_lse, backend=backend,
+            return_attn_probs, sink=sink, return_lse=return_lse, return_max_logits=return_max_logits,
+            return_entropy=return_entropy, backend=backend,
         )  # fmt: skip
     except ERRORS as error:
         raise renamed(error, _OF_KV) from None
@@ -389,6 +417,8 @@ def flash_attn_qkvpacked_func(
     *,
     sink: Tensor | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_entropy: bool = False,
     backend: str | None = None,
     **unknown: NoReturn,
 ) -> Tensor | Any:
@@ -399,7 +429,8 @@ def flash_attn_qkvpacked_func(
     Args:
         qkv: (batch, seqlen, 3, heads, head_dim): queries, keys, values.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sink, return_lse, backend: as for :func:`flash_attn_func`.
+        return_attn_probs, sink, return_lse, return_max_logits, return_entropy, backend: as for
+            :func:`flash_attn_func`.
 
     Returns:
         out, (batch, seqlen, heads, head_dim); (out, lse) with ``return_lse``; (out, lse, S_dmask) with
@@ -420,7 +451,8 @@ def flash_attn_qkvpacked_func(
     try:
         return flash_attn_func(
             q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs, sink=sink, return_lse=return_lse, backend=backend,
+            return_attn_probs, sink=sink, return_lse=return_lse, return_max_logits=return_max_logits,
+            return_entropy=return_entropy, backend=backend,
         )  # fmt: skip
     except ERRORS as error:
         raise renamed(error, _OF_QKV) from None
@@ -451,8 +483,11 @@ def flash_attn_varlen_func(
     seqused_k: Tensor | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_entropy: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    invariant: bool = False,
     backend: str | None = None,
     **unknown: NoReturn,
 ) -> Tensor | Any:
@@ -471,6 +506,9 @@ def flash_attn_varlen_func(
         q_descale, k_descale, v_descale: as for :func:`attention`; cannot be combined with ``block_table``.
         qv: as for :func:`attention`. With ``block_table`` the pages are not copied, head_dim and head_dim_v
             may each be up to 512, and there is no backward pass.
+        invariant: give each row the bits that it has in every other call with ``invariant``, such as
+            :func:`flash_attn_with_kvcache` of its token alone. The gradients are the usual ones. Cannot be
+            combined with ``dropout_p`` or FP8.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`attention`; also for ``dropout_p`` or a backward
@@ -496,6 +534,7 @@ def flash_attn_varlen_func(
         deterministic=deterministic,
         backend=backend,
         dropout_p=dropout_p,
+        invariant=invariant,
     )
     cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
     extras = OptionalTensors(
@@ -507,7 +546,11 @@ def flash_attn_varlen_func(
     )
     descales = () if q_descale is k_descale is v_descale is None else (q_descale, k_descale, v_descale)
     buffers = () if out is lse is None else (out, lse)
+    if return_max_logits is not False or return_entropy is not False:
+        options = with_statistics(options, return_max_logits, return_entropy, q, buffers)
     if block_table is not None:
+        for name in statistics_of(options):
+            raise NotImplementedError(f"return_{name} must be False with block_table, got True")
         refuse_descales(descales, "without block_table")
         out, lse = attention_over_pages(q, k, v, block_table, extras, options, buffers, qv)
         return _result(out, lse, return_attn_probs, return_lse)
@@ -536,6 +579,8 @@ def flash_attn_varlen_kvpacked_func(
     *,
     sink: Tensor | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_entropy: bool = False,
     backend: str | None = None,
     **unknown: NoReturn,
 ) -> Tensor | Any:
@@ -549,7 +594,8 @@ def flash_attn_varlen_kvpacked_func(
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of each sequence, as for :func:`attention`.
         max_seqlen_q, max_seqlen_k: length of the longest sequence (or more).
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sink, return_lse, backend: as for :func:`flash_attn_varlen_func`.
+        return_attn_probs, sink, return_lse, return_max_logits, return_entropy, backend: as for
+            :func:`flash_attn_varlen_func`.
 
     Returns:
         out, (total_q, heads_q, head_dim); (out, lse) with ``return_lse``; (out, lse, S_dmask) with
@@ -572,7 +618,8 @@ def flash_attn_varlen_kvpacked_func(
         return flash_attn_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
             window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-            sink=sink, return_lse=return_lse, backend=backend,
+            sink=sink, return_lse=return_lse, return_max_logits=return_max_logits,
+            return_entropy=return_entropy, backend=backend,
         )  # fmt: skip
     except ERRORS as error:
         raise renamed(error, _OF_KV) from None
@@ -593,6 +640,8 @@ def flash_attn_varlen_qkvpacked_func(
     *,
     sink: Tensor | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_entropy: bool = False,
     backend: str | None = None,
     **unknown: NoReturn,
 ) -> Tensor | Any:
@@ -605,7 +654,8 @@ def flash_attn_varlen_qkvpacked_func(
         cu_seqlens: (batch + 1,) int32 offsets of each sequence, as for :func:`attention`.
         max_seqlen: length of the longest sequence (or more).
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sink, return_lse, backend: as for :func:`flash_attn_varlen_func`.
+        return_attn_probs, sink, return_lse, return_max_logits, return_entropy, backend: as for
+            :func:`flash_attn_varlen_func`.
 
     Returns:
         out, (total, heads, head_dim); (out, lse) with ``return_lse``; (out, lse, S_dmask) with
@@ -627,7 +677,8 @@ def flash_attn_varlen_qkvpacked_func(
         return flash_attn_varlen_func(
             q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
             window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-            sink=sink, return_lse=return_lse, backend=backend,
+            sink=sink, return_lse=return_lse, return_max_logits=return_max_logits,
+            return_entropy=return_entropy, backend=backend,
         )  # fmt: skip
     except ERRORS as error:
         raise renamed(error, _OF_QKV | _OF_BOTH) from None
@@ -657,11 +708,18 @@ def _flash(
         out, lse = attend_descaled(q, k, v, descales, extras, options)
     else:
         out, lse = forward(q, k, v, extras, options, buffers)
+    found: tuple[Tensor, ...] = ()
+    if options.max_logits or options.entropy:
+        lse, found = split(lse, statistics_of(options), extras.cu_seqlens_q)
+        options = options._replace(max_logits=False, entropy=False)
     if return_attn_probs and options.dropout_p != 0.0:
         from flashtile.api.probabilities import signed_probabilities
 
-        return out, lse, signed_probabilities(q, k, v, extras, options)
-    return _result(out, lse, return_attn_probs, return_lse)
+        return out, lse, signed_probabilities(q, k, v, extras, options), *found
+    result = _result(out, lse, return_attn_probs, return_lse)
+    if not found:
+        return result
+    return (*result, *found) if return_lse or return_attn_probs else (out, *found)
 
 
 def _check_flags(return_attn_probs: bool, return_lse: bool) -> None:

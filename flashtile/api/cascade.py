@@ -7,6 +7,7 @@ FlashInfer, 2024; Hydragen, Juravsky et al. 2024, arXiv:2402.05099).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,10 +25,15 @@ from flashtile.checks.conversions import (
 from flashtile.checks.decode import check_decode, check_shared_prefix
 from flashtile.checks.values import check_prefix_values
 from flashtile.op.operation import is_plain, reads_values
-from flashtile.operators.decode import DECODE, decode
+from flashtile.operators.decode import APPEND, SharedKeys, attend_shared, decode
 from flashtile.problems.common import shared_fields
-from flashtile.problems.decode import CacheTensors, DecodeOptions
-from flashtile.problems.masking import EVERYTHING
+from flashtile.problems.decode import AppendOptions, AppendTensors, CacheTensors, DecodeOptions
+
+MIN_SAVED_TOKENS = 8192
+"""With each further level, a step must read this many fewer tokens. A level costs each layer a launch, and a
+partial result for each query. Estimated for an H200, not measured: the launch takes as long as reading 6,000
+tokens of 8 key heads of size 128 in 16 bits, and a query's partial results in 32 heads are as many bytes as 8
+such tokens."""
 
 
 def flash_attn_with_shared_prefix(
@@ -100,7 +106,7 @@ def flash_attn_with_shared_prefix(
         prefix_seqlens = as_int("prefix_seqlens", prefix_seqlens)
     descales = k_descale, v_descale
     check_shared_prefix(q, block_table, cache_seqlens, prefix_seqlens, cu_prefix_groups, descales)
-    batch, seqlen_q, heads, head_dim = q.shape
+    batch, seqlen_q = q.shape[:2]
     of_groups, of_sequences = _prefixes(q, prefix_seqlens, cu_prefix_groups)
     options = DecodeOptions(
         **shared_fields(DecodeOptions, shared),
@@ -120,20 +126,15 @@ def flash_attn_with_shared_prefix(
         check_prefix_values(q, k_cache, block_table, cache_seqlens, of_groups, cu_prefix_groups, causal)
 
     if batch > 0:
-        of_prefix = options._replace(masking=EVERYTHING, partial=True, return_lse=True)
+        cache = q, k_cache, v_cache
         if cu_prefix_groups is None:
-            rows, table, offsets = q.reshape(1, batch * seqlen_q, heads, head_dim), block_table[:1], None
+            level = SharedKeys(block_table[:1], of_groups)
         else:
-            rows = q.reshape(batch * seqlen_q, heads, head_dim)
             first = cu_prefix_groups[:-1].clamp(0, batch - 1)  # an empty last group starts at ``batch``
-            table, offsets = block_table[first], cu_prefix_groups * seqlen_q
-            of_prefix = of_prefix._replace(max_seqlen_q=batch * seqlen_q)
-        tensors = CacheTensors(
-            cache_seqlens=of_groups, block_table=table, cu_seqlens_q=offsets, k_descale=k_descale,
-            v_descale=v_descale,
-        )  # fmt: skip
+            offsets = cu_prefix_groups * seqlen_q
+            level = SharedKeys(block_table[first], of_groups, None, offsets, batch * seqlen_q)
         try:
-            prefix_out, prefix_lse = DECODE((rows, k_cache, v_cache), tensors, of_prefix)
+            own = attend_shared(cache, own, options, [level])
         except ERRORS as error:
             names = {"cache_seqlens": "prefix_seqlens", "cu_seqlens_q": "cu_prefix_groups"}
             raise renamed(error, names) from None
@@ -142,12 +143,7 @@ def flash_attn_with_shared_prefix(
             sequence = torch.arange(batch, dtype=torch.int32, device=q.device)
             group = torch.searchsorted(cu_prefix_groups[1:].contiguous(), sequence, right=True)
             of_sequences = of_groups[group.clamp(max=of_groups.shape[0] - 1)]
-        tokens = batch * seqlen_q
-        own = own._replace(
-            cache_leftpad=of_sequences,  # hides the prefix; the other keys keep their positions
-            prior_out=prefix_out.view(tokens, heads, -1) if prefix_out.numel() else prefix_out.flatten(0, -3),
-            prior_lse=prefix_lse.view(heads, tokens),
-        )
+        own = own._replace(cache_leftpad=of_sequences)  # hides the prefix; other keys keep their positions
     out, lse = decode((q, k_cache, v_cache), own, options, buffers)
     return (out, lse) if return_softmax_lse else out
 
@@ -167,3 +163,57 @@ def _prefixes(
     if cu_prefix_groups is None:
         return prefix_seqlens, prefix_seqlens.expand(batch).contiguous()
     return prefix_seqlens, None
+
+
+def cascade_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    *,
+    levels: Sequence[SharedKeys],
+    cache_leftpad: Tensor | None,
+    cache_seqlens: Tensor | None,
+    block_table: Tensor,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    tree_mask: Tensor | None = None,
+    sink: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_k_new: int | None = None,
+) -> Any:
+    """Compute :func:`flash_attn_with_kvcache` in ``levels``, for the engine, which has checked everything.
+
+    Args:
+        levels: the keys that groups of sequences share.
+        cache_leftpad: (batch,) int32, number of each sequence's first keys that are in a level. The window
+            must hide none of them.
+    """
+    if k is not None and v is not None:  # all levels need the rotated queries, so no kernel also appends
+        rotated = q.new_empty(q.shape)
+        appended = AppendTensors(
+            cache_seqlens=cache_seqlens, block_table=block_table, cu_seqlens_k_new=cu_seqlens_k_new,
+            rotary_cos=rotary_cos, rotary_sin=rotary_sin, q=q, cu_seqlens_q=cu_seqlens_q, q_rotated=rotated,
+        )  # fmt: skip
+        append = AppendOptions(max_seqlen_k_new, max_seqlen_q, rotary_interleaved, rotate_q_by_token=True)
+        APPEND((k_cache, v_cache, k, v), appended, append)
+        q = rotated
+    own = CacheTensors(
+        cache_seqlens=cache_seqlens, cache_leftpad=cache_leftpad, block_table=block_table,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, sink=sink, tree_mask=tree_mask,
+    )  # fmt: skip
+    options = DecodeOptions(
+        max_seqlen_q=max_seqlen_q, seqlen_new=0 if k is None or k.dim() == 3 else k.shape[1],
+        softmax_scale=softmax_scale, masking=as_masking(causal, window_size), softcap=softcap,
+        return_lse=False,
+    )  # fmt: skip
+    cache = q, k_cache, v_cache
+    return decode(cache, attend_shared(cache, own, options, levels), options, ())[0]

@@ -76,9 +76,11 @@ def flash_attn_with_kvcache(
     v_descale: Tensor | None = None,
     tree_mask: Tensor | None = None,
     split_size: int | None = None,
+    invariant: bool = False,
     softmax_max: float | Tensor | None = None,
     qv: Tensor | None = None,
     attention_chunk: int = 0,
+    mass: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     backend: str | None = None,
@@ -138,6 +140,11 @@ def flash_attn_with_kvcache(
             element (i, j) is True. Cannot be combined with ``causal``, windows, ALiBi or rotary embedding.
             With ``cu_seqlens_q``, the last two dimensions are max_seqlen_q.
         split_size: number of keys in a part, instead of ``num_splits``.
+        invariant: give the result of each query the same bits in all calls, for any other sequences, and
+            whether the queries of its sequence are in one call or in several. The sums over keys then have
+            one order, and calls of :func:`flash_attn_varlen_func` with ``invariant`` have the same. Parts are
+            chosen by ``split_size`` only; another size is another order. Cannot be combined with
+            ``tree_mask`` or ``softmax_max``.
         softmax_max: a number near the model's scores, or (heads_q,) float32, one per head. It is subtracted
             from the scores in place of each row's maximum, which then need not be computed (FlashDecoding++,
             Hong et al. 2023, arXiv:2311.01282, section 3). The result is as accurate as with the maximum:
@@ -153,6 +160,12 @@ def flash_attn_with_kvcache(
         attention_chunk: if > 0, positions are divided into chunks of this size, and a query sees only keys of
             its own chunk (Llama 4). The first chunk begins after ``cache_leftpad``, as in FlashAttention-3.
             Cannot be combined with ``tree_mask``.
+        mass: float32, (batch_cache, seqlen_cache, heads_kv), or (num_blocks, page_size, heads_kv) with
+            ``block_table``. To the number of each key the call adds, **in place**, the sum of the
+            probabilities that the key receives from all queries of the heads of its group. A number whose key
+            no query sees stays as it is. The result is bitwise the same in every run. If sequences share a
+            page, it gets their sums in their order, and must be in the same column of ``block_table`` in all
+            of them. No tensor may require a gradient.
         out, lse: tensors that receive the results, as for :func:`flashtile.attention`. If ``lse`` is
             given, it is written even without ``return_softmax_lse``.
         backend: the backend to require, as for :func:`flashtile.attention`.
@@ -186,6 +199,7 @@ def flash_attn_with_kvcache(
     )
     check_flag("rotary_interleaved", rotary_interleaved)
     check_flag("debug_checks", debug_checks)
+    check_flag("invariant", invariant)
     check_flag("return_softmax_lse", return_softmax_lse)
     q, k, v, qv = as_operands(q, k, v, qv, cache=k_cache)
     if not (cu_seqlens_q is cu_seqlens_k_new is None):
@@ -227,15 +241,16 @@ def flash_attn_with_kvcache(
         softcap=scores.softcap,
         num_splits=num_splits,
         split_size=split_keys,
-        return_lse=return_softmax_lse or lse is not None,
+        invariant=invariant,
+        return_lse=return_softmax_lse or lse is not None or mass is not None,
         phi=phi,
         backend=backend,
         debug_checks=debug_checks,
     )
-    buffers = () if out is lse is None else (out, lse)
+    buffers = () if out is lse is mass is None else (out, lse) if mass is None else (mass, out, lse)
     if k is v is rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new is max_seqlen_k_new is None:
-        out, lse = operators.decode((q, k_cache, v_cache), tensors, options, buffers)
-        return (out, lse) if return_softmax_lse else out
+        results = operators.decode((q, k_cache, v_cache), tensors, options, buffers)
+        return results[-2:] if return_softmax_lse else results[-2]
 
     appended = AppendTensors.__new__(
         AppendTensors,
@@ -260,10 +275,10 @@ def flash_attn_with_kvcache(
         debug_checks=debug_checks,
     )
     check_step(k, v, appended, append_options, tree_mask)
-    out, lse = operators.append_and_decode(
+    results = operators.append_and_decode(
         q, k_cache, v_cache, k, v, appended, append_options, tensors, options, buffers
     )
-    return (out, lse) if return_softmax_lse else out
+    return results[-2:] if return_softmax_lse else results[-2]
 
 
 def append_kvcache(

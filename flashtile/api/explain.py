@@ -75,15 +75,27 @@ class Explanation:
         return f"kernel: {kernels}\nwhy: {_why(self.main)}\nrefused: {refused}"
 
 
+def tile_of(choice: Choice) -> tuple[int, int] | None:
+    """Return the size of an operation's tiles (queries, keys), or None if its kernel has none."""
+    part = _part(choice)
+    queries, keys = getattr(part, "BLOCK_M", None), getattr(part, "BLOCK_N", None)
+    return None if queries is None or keys is None else (queries, keys)
+
+
+def _part(choice: Choice) -> Any:
+    """Return the part of a configuration that is an operation's own."""
+    part = choice.config
+    for name in (choice.operation, "dkdv" if choice.operation == BACKWARD.name else "tile"):
+        part = getattr(part, name, part)
+    return part
+
+
 def _kernel(choice: Choice) -> str:
     """Describe the kernel of an operation: its backend, and its tile size (queries x keys)."""
     if choice.backend is None:
         return f"{choice.operation}: none"
-    part = choice.config
-    for name in (choice.operation, "dkdv" if choice.operation == BACKWARD.name else "tile"):
-        part = getattr(part, name, part)
-    queries, keys = getattr(part, "BLOCK_M", None), getattr(part, "BLOCK_N", None)
-    how = getattr(part, "KERNEL", "" if keys is None or queries is None else f"tiles of {queries} x {keys}")
+    tile = tile_of(choice)
+    how = getattr(_part(choice), "KERNEL", "" if tile is None else f"tiles of {tile[0]} x {tile[1]}")
     return f"{choice.operation}: {choice.backend}" + (f", {how}" if how else "")
 
 
@@ -166,6 +178,10 @@ def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Expla
     """
     choices = []
     for operation, problem, backend in described_calls(attention, arguments, keywords, card):
+        if operation is FORWARD and problem.invariant:
+            raise NotImplementedError(
+                "invariant must be False, got True: explain flash_attn_with_kvcache instead"
+            )
         choices.append(choose(operation, problem, backend))
         if operation is FORWARD:
             choices.append(choose(BACKWARD, problem, backend))

@@ -46,6 +46,7 @@ def linear(
     activation: str | None = None,
     residual: Tensor | None = None,
     prefetch: bool = False,
+    invariant: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """``torch.nn.functional.linear`` for few rows of x, fused with the operations around it in a transformer.
@@ -74,6 +75,8 @@ def linear(
         residual: tensor that is added to the result. It has the result's shape and dtype.
         prefetch: load the weight while the previous kernel still runs (programmatic dependent launch). Valid
             only if that kernel does not write the weight, its scales or ``norm_weight``, as in inference.
+        invariant: give each row of the result the same bits for any other rows of x and any number of them.
+            One kernel then serves every number of rows; on a GPU only in float16 and bfloat16.
         backend: "hopper", "portable" or "cpu" to require this backend.
 
     Returns:
@@ -92,6 +95,7 @@ def linear(
     """
     x, weight, bias = under_autocast(x, weight, bias)
     check_flag("prefetch", prefetch)
+    check_flag("invariant", invariant)
     rows = _rows(x)
     residual = _residual_rows(residual, x)
     tensors = LINEAR.nothing
@@ -104,8 +108,9 @@ def linear(
             residual=residual,
         )
     options = LinearOptions(
-        activation=activation, norm_eps=_as_eps("norm_eps", norm_eps), prefetch=prefetch, backend=backend
-    )
+        activation=activation, norm_eps=_as_eps("norm_eps", norm_eps), prefetch=prefetch, invariant=invariant,
+        backend=backend,
+    )  # fmt: skip
     out = LINEAR((rows, weight), tensors, options)
     return out if rows is x else out.view(*x.shape[:-1], out.shape[-1])
 
@@ -189,6 +194,8 @@ def linear_qkv(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     x_scale: Tensor | None = None,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
     prefetch: bool = False,
     backend: str | None = None,
 ) -> Tensor:
@@ -211,6 +218,8 @@ def linear_qkv(
             no row in these tables is not rotated.
         rotary_interleaved: True if the two numbers of a rotary pair are adjacent (GPT-J), False if they are
             rotary_dim / 2 apart (Llama).
+        q_norm_weight, k_norm_weight: (head_dim,) in the dtype of x: apply RMSNorm to each query and each key
+            before rotary embedding, with ``norm_eps``. head_dim must then be a power of two from 16 to 256.
         bias, weight_scale, norm_weight, norm_eps, x_scale, prefetch, backend: as for :func:`linear`.
 
     Returns:
@@ -242,6 +251,8 @@ def linear_qkv(
         block_table=block_table,
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
+        q_norm_weight=q_norm_weight,
+        k_norm_weight=k_norm_weight,
     )
     given = (rows, weight, k_cache, v_cache)
     options = QkvOptions(

@@ -9,6 +9,7 @@ from torch import Tensor
 from flashtile.api.attention import attention
 from flashtile.checks.attention import check_segments
 from flashtile.masks.trees import create_tree_mask
+from flashtile.problems.common import UNLIMITED
 
 
 def tree_attention(
@@ -18,6 +19,7 @@ def tree_attention(
     cu_seqlens: Tensor,
     parent: Tensor,
     *,
+    window_left: int = UNLIMITED,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     sink: Tensor | None = None,
@@ -46,6 +48,7 @@ def tree_attention(
         parent: (segments,) int32 or int64, on any device: for each segment, the index of the segment that it
             continues, or -1 for a root. Segments may be packed in any order. The values of ``cu_seqlens`` and
             ``parent`` are checked if both are on the CPU, otherwise only with ``FLASHTILE_DEBUG=1``.
+        window_left: a token attends to at most this many tokens before it in its path; -1: no limit.
         softmax_scale, softcap, sink, deterministic, return_lse, backend: as for :func:`attention`.
 
     Returns:
@@ -64,7 +67,7 @@ def tree_attention(
         >>> torch.testing.assert_close(out[path], alone[0])
     """
     check_segments(q, k, v)
-    block_mask = create_tree_mask(cu_seqlens, parent, q.shape[0], q.device)
+    block_mask = create_tree_mask(cu_seqlens, parent, q.shape[0], q.device, window_left=window_left)
     result = attention(
         q[None], k[None], v[None], softmax_scale=softmax_scale, softcap=softcap, sink=sink,
         block_mask=block_mask, deterministic=deterministic, return_lse=return_lse, backend=backend,

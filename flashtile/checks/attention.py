@@ -116,6 +116,8 @@ def check_call(
     elif options.dropout_p > 0:
         raise ValueError(f"rng_state must be given with dropout_p = {options.dropout_p}, got None")
     check_score_options(options)
+    if options.invariant and options.dropout_p:
+        raise NotImplementedError(f"dropout_p must be 0 with invariant, got {options.dropout_p}")
     if isinstance(extras, ModifiedExtras):
         check_captured(q, captured_of(extras))
         if options.block_q:
@@ -147,6 +149,20 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) ->
     """Raise for a call that no backend could compute, or whose slopes would get no gradient."""
     _check_slopes(extras, options)
     check_call(q, k, v, extras, options)
+
+
+def check_tangents(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> None:
+    """Raise for a call in forward mode that no backend could compute.
+
+    ``others`` are the tangents of q, k and v, or None for each that has none, the extras and the options.
+    """
+    *tangents, extras, options = others
+    check_forward(q, k, v, extras, options)
+    for name, tensor, tangent in zip("qkv", (q, k, v), tangents, strict=True):
+        if tangent is not None:
+            check_equal("shape", f"{name}_tangent", tangent.shape, name, tensor.shape)
+            check_same_dtype(f"{name}_tangent", tangent, name, tensor)
+            check_device(f"{name}_tangent", tangent, tensor)
 
 
 def check_traced(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:

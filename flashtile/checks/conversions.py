@@ -80,6 +80,7 @@ def make_options(
     deterministic: bool = False,
     backend: str | None = None,
     dropout_p: float = 0.0,
+    invariant: bool = False,
 ) -> Options:
     """Convert arguments to their exact types, and return them as Options. Ranges are checked later.
 
@@ -100,6 +101,8 @@ def make_options(
         raise TypeError(f"deterministic must be True or False, got {named(deterministic)}")
     if backend is not None and type(backend) is not str:
         raise TypeError(f"backend must be None or a backend's name, got {named(backend)}")
+    if type(invariant) is not bool:
+        raise TypeError(f"invariant must be True or False, got {named(invariant)}")
     if not deterministic:
         deterministic = torch.are_deterministic_algorithms_enabled()
     return Options.__new__(  # with keywords, a call of the class itself takes twice as long
@@ -112,6 +115,7 @@ def make_options(
         deterministic=deterministic,
         backend=backend,
         dropout_p=dropout_p,
+        invariant=invariant,
     )
 
 
@@ -343,6 +347,29 @@ def as_seconds(name: str, value: Any) -> float:
     if not 0 < seconds <= MAX_SECONDS:
         raise ValueError(f"{name} must be above 0 and at most {MAX_SECONDS} seconds, got {seconds:g}")
     return seconds
+
+
+def with_statistics(
+    options: Options, return_max_logits: Any, return_entropy: Any, q: Any, buffers: tuple[Tensor | None, ...]
+) -> Options:
+    """Return the options of a call that also returns statistics of its scores.
+
+    Raises:
+        TypeError: an argument is not a bool.
+        NotImplementedError: the call has an argument that cannot be combined with them.
+    """
+    check_flag("return_max_logits", return_max_logits)
+    check_flag("return_entropy", return_entropy)
+    if return_max_logits or return_entropy:
+        name = "return_max_logits" if return_max_logits else "return_entropy"
+        if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
+            raise NotImplementedError(f"q must be float16 or wider with {name}, got {q.dtype}")
+        if buffers:
+            buffer = "lse" if buffers[0] is None else "out"
+            raise NotImplementedError(f"{buffer} must be None with {name}, got a tensor")
+        if options.invariant:
+            raise NotImplementedError(f"invariant must be False with {name}, got True")
+    return options._replace(max_logits=return_max_logits, entropy=return_entropy)
 
 
 def check_flag(name: str, value: Any) -> None:

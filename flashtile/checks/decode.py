@@ -91,6 +91,9 @@ def check_decode(
         if v_cache.dtype == FP8:
             raise NotImplementedError(f"qv must be None over a cache of {v_cache.dtype}, got a tensor")
     _check_options(options)
+    for name in ("tree_mask", "softmax_max") if options.invariant else ():
+        if getattr(tensors, name) is not None or (name == "softmax_max" and options.phi is not None):
+            raise NotImplementedError(f"{name} must be None with invariant: rows of a tile share its effect")
     if tensors.tree_mask is not None:
         seqlen_q = options.max_seqlen_q if varlen else q.shape[1]
         _check_tree(tensors, batch, seqlen_q, options, q)
@@ -361,6 +364,16 @@ def _check_options(options: DecodeOptions) -> None:
     if options.num_splits > 0 and options.split_size > 0:
         raise ValueError(
             f"split_size must be None with num_splits = {options.num_splits}, got {options.split_size}"
+        )
+    masking = options.masking
+    if options.invariant and options.num_splits > 1:
+        raise ValueError(
+            f"num_splits must be at most 1 with invariant (use split_size), got {options.num_splits}"
+        )
+    if options.invariant and options.split_size and (masking.window_left >= 0 or masking.attention_chunk):
+        raise ValueError(
+            "split_size must be None with invariant and a window or chunks, whose parts would begin at the "
+            f"first key that a tile of rows sees, got {options.split_size}"
         )
 
 

@@ -38,6 +38,7 @@ from flashtile.problems.linear import (
 )
 
 HALVES = (torch.float16, torch.bfloat16)
+NORMED_HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 def check_linear(x: Tensor, weight: Tensor, tensors: LinearTensors, options: LinearOptions) -> None:
@@ -100,7 +101,16 @@ def check_qkv(
             f"weight has {weight.shape[0]} rows, but must have head_dim = {head_dim} for each query head and "
             f"for each of the {heads_kv} heads of keys and of values"
         )
-    rows = x.shape[0]
+    rows, q_norm, k_norm = x.shape[0], tensors.q_norm_weight, tensors.k_norm_weight
+    check_tensor("q_norm_weight", q_norm, ((head_dim,),), "(head_dim,)", x, (x.dtype,))
+    check_tensor("k_norm_weight", k_norm, ((head_dim,),), "(head_dim,)", x, (x.dtype,))
+    if (q_norm is None) != (k_norm is None):
+        given, missing = ("k", "q") if q_norm is None else ("q", "k")
+        raise ValueError(f"{missing}_norm_weight must be given with {given}_norm_weight, got None")
+    if q_norm is not None and head_dim not in NORMED_HEAD_DIMS:
+        raise NotImplementedError(
+            f"k_cache must have a head_dim of {NORMED_HEAD_DIMS} with q_norm_weight, got {head_dim}"
+        )
     check_rotary(tensors.rotary_cos, tensors.rotary_sin, x, head_dim, (x.dtype, torch.float32))
     check_int32("positions", tensors.positions, (rows,), "(rows of x,)", x)
     _check_places(rows, tensors, x)

@@ -24,6 +24,7 @@ from flashtile.problems.decode import (
     DecodeOptions,
     capacity,
 )
+from flashtile.problems.masking import positions
 
 
 def check_lengths(q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, options: Options) -> None:
@@ -96,6 +97,35 @@ def check_decode_values(
         if lengths is None:
             lengths = torch.full((batch,), most, device=q.device)
         _check_table(k_cache, tensors.block_table, lengths)
+
+
+def check_held_pages(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, options: DecodeOptions
+) -> None:
+    """Raise ValueError if a page lies at two places of block_table whose keys are seen.
+
+    The kernel for ``mass`` looks for the sequences that share a page at the place where the first has it.
+    """
+    if tensors.block_table is None:
+        return
+    batch = tensors.block_table.shape[0]
+    most, page_size = capacity(k_cache, tensors.block_table), k_cache.shape[1]
+    lengths = sequence_lengths(batch, most, tensors, options.seqlen_new)
+    keys = [most] * batch if lengths is None else lengths.tolist()
+    padding = [0] * batch if tensors.cache_leftpad is None else tensors.cache_leftpad.tolist()
+    rows = [q.shape[1]] * batch if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.diff().tolist()
+    places: dict[int, int] = {}
+    for b, table in enumerate(tensors.block_table.tolist()):
+        visible = range(keys[b] - padding[b])
+        seen = options.masking.key_range(positions(rows[b], len(visible)), visible)
+        first, stop = (padding[b] + end for end in (seen.start, seen.stop))
+        for column in range(first // page_size, -(-stop // page_size)) if rows[b] and seen else ():
+            other = places.setdefault(table[column], column)
+            if other != column:
+                raise ValueError(
+                    f"block_table must have each page at one place with mass, got page {table[column]} at "
+                    f"[{b}, {column}] and in column {other}"
+                )
 
 
 def check_append_values(

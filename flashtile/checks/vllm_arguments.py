@@ -74,7 +74,7 @@ _BOTH: dict[str, Argument] = {
     "config_format": Argument(("auto", "hf"), "models are read in Hugging Face's format only"),
     "cpu_offload_gb": Argument((0,), f"use quantization='fp8', or more GPUs; {IN_VLLM}"),
     "disable_async_output_proc": _flag("use async_scheduling=False", False),
-    "disable_cascade_attn": _flag("the engine has no cascade attention"),
+    "disable_cascade_attn": _flag("use cascade_attention=True", True),
     "disable_chunked_mm_input": _flag(_IMAGES, False),
     "disable_custom_all_reduce": _flag("the engine picks its all-reduce by its size", False),
     "disable_hybrid_kv_cache_manager": _flag("all layers share one block table"),
@@ -92,7 +92,6 @@ _BOTH: dict[str, Argument] = {
     "enable_expert_parallel": _flag("experts are divided among GPUs by tensor_parallel_size", False),
     "enable_lora": _flag(_LORA, False),
     "enable_prompt_embeds": _flag("prompts are texts or tokens", False),
-    "enable_sleep_mode": _flag("delete the LLM to free its memory", False),
     "enable_tower_connector_lora": _flag(_LORA, False),
     "fully_sharded_loras": _flag(_LORA, False),
     "hf_config_path": Argument((), "config.json is read from the model's folder"),
@@ -108,9 +107,6 @@ _BOTH: dict[str, Argument] = {
     "limit_mm_per_prompt": Argument(({},), _IMAGES),
     "logits_processor_pattern": Argument((), "give functions as logits_processors of SamplingParams"),
     "logits_processors": Argument(([],), "give functions as logits_processors of SamplingParams"),
-    "logprobs_mode": Argument(
-        ("raw_logprobs",), "log-probabilities are those of the model's own logits"
-    ),
     "long_prefill_token_threshold": Argument(
         (0,), "max_num_batched_tokens bounds the chunks of prompts"
     ),
@@ -193,7 +189,7 @@ _BOTH: dict[str, Argument] = {
     **_each(
         IN_VLLM, enable_eplb=False, enable_elastic_ep=False, enable_hc_sp=False, enable_fault_tolerance=False,
         enable_batch_sharded_sampling=False, fault_tolerance_config={}, ec_manager_config={},
-        ec_transfer_config=None, aux_output_config={}, weight_transfer_config=None, watchdog_config={},
+        ec_transfer_config=None, aux_output_config={}, watchdog_config={},
         diffusion_config=None, engram_config=None, enable_return_routed_experts=False,
         return_sampling_mask=False, enable_trace_replay=False, reasoning_config={}, convert="auto",
         tokens_only=False, model_class_overrides={}, model_weights="", monokernel=False, ubatch_size=0,
@@ -238,8 +234,10 @@ _BOTH: dict[str, Argument] = {
         "weights stay on the GPU",
         "cpu_offload_params offload_backend offload_num_in_group offload_params offload_prefetch_step",
     ),
+    **_each("LLM.update_weights takes all weights", weight_transfer_config=None),
+    **_each("level 1 of LLM.sleep keeps all weights, level 2 none", sleep_preserve_parameter_names=[]),
     **_ignored(
-        "enable_sleep_mode is not supported", "sleep_mode_backend sleep_preserve_parameter_names",
+        "sleep frees memory in one way, and CUDA graphs are captured again", "sleep_mode_backend",
         "sleep_mode_offload_cudagraph enable_cumem_allocator enable_nccl_comm_suspend",
     ),
     **_ignored(
@@ -293,6 +291,7 @@ LLM_ARGUMENTS: dict[str, Argument] = {
     **_BOTH,
     "chat_template": Argument((), "LLM.chat has chat_template"),
     "data_parallel_size": Argument((1,), "flashtile serve has --data-parallel-size"),
+    "enable_sleep_mode": _flag("sleep and wake_up need no option"),
     "max_logprobs": Argument(None, "logprobs of SamplingParams is at most that of the vocabulary"),
     "reasoning_parser": Argument(("",), "flashtile serve has --reasoning-parser"),
     "served_model_name": Argument(None, "outputs do not name the model"),
@@ -321,6 +320,7 @@ SERVE_ARGUMENTS: dict[str, Argument] = {
     "enable_log_outputs": _flag("no answer's content is logged", False),
     "enable_prompt_tokens_details": _flag("usage has no cached tokens; /metrics counts them", False),
     "enable_request_id_headers": _flag("answers have their request's id in the body", False),
+    "enable_sleep_mode": _flag("the server has no /sleep; LLM has sleep and wake_up", False),
     "enable_server_load_tracking": _flag("/load counts calls in any case"),
     "enable_ssl_refresh": _flag("restart the server with the new certificate", False),
     "enable_tokenizer_info_endpoint": _flag("/tokenize and /detokenize use the tokenizer", False),
@@ -431,12 +431,10 @@ CALL_ARGUMENTS: dict[str, Argument] = {
 """Arguments of vLLM's methods of ``LLM``, those of all together."""
 
 NO_METHODS = {
-    **dict.fromkeys(
-        ("embed", "encode", "score", "classify", "reward"), f"the engine generates text only; {IN_VLLM}"
-    ),
+    **dict.fromkeys(("embed", "encode", "classify", "reward"), f"the engine generates text only; {IN_VLLM}"),
     **dict.fromkeys(("collective_rpc", "apply_model"), "the model is llm.engine.runner.model"),
     **dict.fromkeys(("start_profile", "stop_profile"), "use torch.profiler around the calls"),
-    **dict.fromkeys(("sleep", "wake_up", "release_kv_cache_memory"), "delete the LLM to free its memory"),
+    "release_kv_cache_memory": "use sleep",
     "llm_engine": "use engine",
 }
 """Methods and attributes of vLLM's ``LLM`` that flashtile's lacks, each with what to do instead."""

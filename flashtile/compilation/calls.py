@@ -89,18 +89,20 @@ def resized(call: Call, batch: int, tokens: int, longest: int) -> Call:
     """Return a copy of an attention call, or of a write to a cache, with other sizes.
 
     Args:
-        call: the call to copy. Its tokens are the first dimension of its tensors.
+        call: the call to copy. Its tokens are the first dimension of its tensors, except for ``prior_lse``.
         batch: number of sequences.
         tokens: number of new tokens of all sequences.
         longest: largest number of new tokens of a sequence.
     """
-    first = dict.fromkeys(("q", "k", "v", "q_rotated", "out", "slot_mapping"), tokens)
+    first = dict.fromkeys(("q", "k", "v", "q_rotated", "out", "slot_mapping", "prior_out"), tokens)
     first |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new"), batch + 1)
-    first |= dict.fromkeys(("cache_seqlens", "block_table", "seqused_k"), batch)
+    first |= dict.fromkeys(("cache_seqlens", "cache_leftpad", "block_table", "seqused_k"), batch)
     arguments = []
     for name, value in call.arguments:
         if isinstance(value, Signature) and name in first:
             value = replace(value, shape=(first[name], *value.shape[1:]))
+        elif name == "prior_lse":
+            value = replace(value, shape=(value.shape[0], tokens), stride=(tokens, 1))
         elif name in ("max_seqlen_q", "max_seqlen_k", "max_seqlen_k_new"):
             value = longest
         arguments.append((name, value))

@@ -44,6 +44,10 @@ class EngineStats:
         num_preemptions: total number of preemptions.
         prompt_tokens, generation_tokens: total number of computed prompt tokens, and of generated tokens.
         prefix_queries, prefix_hits: total number of tokens looked up in the prefix cache, and found there.
+        kv_reads, kv_reads_saved: with ``cascade_attention``, total number of tokens whose keys and values a
+            layer without a window would read if each sequence read its own, and the number of these that were
+            not read because others of a group read them. So the layer read ``1 - kv_reads_saved / kv_reads``
+            of the bytes.
     """
 
     running: int
@@ -54,6 +58,8 @@ class EngineStats:
     generation_tokens: int
     prefix_queries: int
     prefix_hits: int
+    kv_reads: int = 0
+    kv_reads_saved: int = 0
 
 
 class Engine:
@@ -130,6 +136,9 @@ class Engine:
             raise ValueError(f"request_id must be new, but an unfinished request has {request_id!r:.60}")
         if not isinstance(params, (SamplingParams, BeamSearchParams)):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        if self.runner.asleep or not self.runner.has_weights:
+            missing = "wake_up" if self.runner.asleep else "update_weights, after sleep(level=2),"
+            raise ValueError(f"{missing} must be called before requests of an engine that sleeps")
         text, tokens = self.tokens_of(prompt)
         room = self.max_model_len - len(tokens)
         if room < 1:
@@ -267,11 +276,12 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return the present statistics."""
         scheduler, pool = self.scheduler, self.scheduler.manager.pool
-        blocks = pool.num_blocks - pool.null_blocks
+        blocks, groups = pool.num_blocks - pool.null_blocks, scheduler.groups
         return EngineStats(
             len(scheduler.running), len(scheduler.waiting), 1 - pool.available / blocks,
             scheduler.num_preemptions, self._prompt_tokens, self._generation_tokens,
             scheduler.prefix_queries, scheduler.prefix_hits,
+            *(() if groups is None else (groups.num_read, groups.num_saved)),
         )  # fmt: skip
 
     def _check_tokens(self, params: SamplingParams) -> None:
@@ -288,15 +298,20 @@ class Engine:
 
     def _launch(self, schedule: SchedulerOutput) -> InFlight | None:
         self.last_schedule = schedule
-        now = time.monotonic()
-        for sequence, start, num_tokens, _, _ in schedule.entries:
-            request = sequence.request
+        now, size, answers = time.monotonic(), self.scheduler.manager.block_size, dict[Request, list[Any]]()
+        for sequence, start, num_tokens, _, samples in schedule.entries:
+            request, blocks = sequence.request, -(-(start + num_tokens) // size)
             if request.width > 1:
-                self._count_blocks(request)
+                answers.setdefault(request, []).append((sequence.block_sequence, blocks, len(samples)))
             if start < request.num_prompt:
                 self._prompt_tokens += min(request.num_prompt - start, num_tokens)
                 if request.metrics.first_scheduled_time is None:
                     request.metrics.first_scheduled_time = now
+        for request, found in answers.items():
+            if found != request.counted:  # to count the blocks of eight answers takes 40 us
+                request.counted, request.num_blocks = found, self._count_blocks(request)
+            request.metrics.blocks += request.num_blocks[0]
+            request.metrics.unshared_blocks += request.num_blocks[1]
         try:
             return self.runner.launch(schedule)
         except NOT_ERRORS:
@@ -529,12 +544,11 @@ class Engine:
             outputs.append(CompletionOutput(i, text, tokens, beam.cumulative_logprob, None, reason))
         return outputs
 
-    def _count_blocks(self, request: Request) -> None:
-        """Record in a request's metrics how many blocks its answers use, with and without sharing."""
+    def _count_blocks(self, request: Request) -> tuple[int, int]:
+        """Return the number of blocks that a request's answers use, with and without sharing."""
         manager = self.scheduler.manager
         tables = [
             manager.blocks(one.block_sequence) for one in request.sequences
             if one.block_sequence is not None and one.state is State.RUNNING
         ]  # fmt: skip
-        request.metrics.unshared_blocks += sum(map(len, tables))
-        request.metrics.blocks += len({block for table in tables for block in table})
+        return len({block for table in tables for block in table}), sum(map(len, tables))

@@ -34,7 +34,9 @@ class Transfer:
     def __call__(self, parts: Sequence[Sequence[int]], tensors: Sequence[Tensor] = ()) -> list[Tensor]:
         """Copy lists of integers and int32 tensors to the device. Return views of the buffer for each."""
         self._turn = (self._turn + 1) % RING
-        flat = array("i", [number for part in parts for number in part])
+        flat = array("i")
+        for part in parts:
+            flat.extend(part if isinstance(part, array) else array("i", part))
         written: list[Tensor] = [torch.frombuffer(flat, dtype=torch.int32)] if flat else []
         pinned, at = self._pinned[self._turn], 0
         for tensor in (*written, *tensors):
@@ -48,8 +50,13 @@ class Transfer:
 def on_device(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return ``torch.tensor(numbers)`` on the device, copied from pinned memory.
 
-    A copy from pageable memory would wait for all work queued on the device.
+    A copy from pageable memory would wait for all work queued on the device. ``numbers`` may be an array of
+    int32.
     """
+    if isinstance(numbers, array):
+        numbers = torch.frombuffer(numbers, dtype=torch.int32)  # a list of thousands of numbers takes long
+        pinned = numbers.pin_memory() if device.type == "cuda" else numbers
+        return pinned.to(device, dtype, non_blocking=True)
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     return torch.tensor(numbers, dtype=dtype, pin_memory=True, device="cpu").to(device, non_blocking=True)

@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,18 @@ from flashtile.checks.conversions import as_float, as_int, check_flag
 from flashtile.checks.vllm_arguments import CALL_ARGUMENTS, LLM_ARGUMENTS, NO_METHODS, takes_also
 from flashtile.engine.config import IN_VLLM, ConfigError, ModelConfig, model_folder, read_config, read_json
 from flashtile.engine.core import Engine, EngineStats, Prompt
+from flashtile.engine.groups import PrefixGroups
 from flashtile.engine.memory import bytes_of_block, bytes_of_tables, memory_left
 from flashtile.engine.model import Model
 from flashtile.engine.outputs import RequestOutput
 from flashtile.engine.parallel import ALONE, ProcessRanks, Ranks, check_divides, local_device
-from flashtile.engine.runner import Runner
+from flashtile.engine.runner import KV_CACHE, LOGPROBS_MODES, WEIGHTS, Runner
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler
 from flashtile.engine.speculation import DraftModel, comb, read_speculative_config
 from flashtile.engine.step_calls import Limits, warm_up
 from flashtile.engine.tokenizer import Tokenizer, load_tokenizer
-from flashtile.engine.weights import open_weights, random_weights, with_checkpoint_head
+from flashtile.engine.weights import given_weights, open_weights, random_weights, with_checkpoint_head
 from flashtile.hardware import machine
 from flashtile.kv_cache import BlockManager
 
@@ -69,6 +70,15 @@ class LLM:
         block_size: tokens per block of the KV cache. None: 16.
         kv_cache_dtype: "auto" (the dtype of the weights) or "fp8".
         enable_prefix_caching: reuse the blocks of equal prefixes. None: True.
+        cascade_attention: read the blocks that sequences share, such as the prompt of ``n`` answers, once in
+            a step instead of once for each sequence. Layers without a window do so in steps in which it saves
+            the reading of at least 8,192 tokens (:mod:`flashtile.engine.groups`). Sums are rounded in another
+            order, as they are in batches of another size. Off, because it was not measured on a GPU yet.
+        batch_invariant: give every log-probability the same bits for any other requests and their order,
+            chunks of prompts, cached prefixes, preemption, guesses, and with CUDA graphs or without. All sums
+            then have one order, which costs speed. Not with ``cascade_attention``, several processes or
+            ``tree_width`` above 1, and on a GPU neither in float32 nor with a vocabulary whose size is no
+            multiple of 8.
         swap_space: GiB of host memory that preempted sequences are swapped to. 0: preempted sequences are
             recomputed.
         async_scheduling: launch a step before the results of the previous one are read. None: on a GPU only.
@@ -82,6 +92,10 @@ class LLM:
             ``{"method": "draft_model", "model": folder, "num_speculative_tokens": 4, "tree_width": 1}``
             guesses with a small model of the same vocabulary: its ``tree_width`` likeliest tokens at each
             position.
+        logprobs_mode: what ``logprobs`` of an answer's tokens are: "raw_logprobs", log-probabilities of the
+            model's own logits; "processed_logprobs", those after everything that changes the draw (penalties,
+            biases, structures, temperature, filters); "raw_logits" or "processed_logits", without the
+            softmax. ``prompt_logprobs`` and beam search have raw log-probabilities.
         warmup: on a GPU, compile the kernels of all steps before the constructor returns, in parallel
             processes, so that no request waits for the compiler. Triton's cache keeps the kernels.
         tensor_parallel_size: number of processes that compute the model together, one for each GPU.
@@ -129,18 +143,28 @@ class LLM:
         block_size: int | None = None,
         kv_cache_dtype: str = "auto",
         enable_prefix_caching: bool | None = None,
+        cascade_attention: bool = False,
+        batch_invariant: bool = False,
         swap_space: float = 0,
         async_scheduling: bool | None = None,
         enforce_eager: bool = False,
         speculative_config: Mapping[str, Any] | None = None,
         tensor_parallel_size: int = 1,
         quantization: str | None = None,
+        logprobs_mode: str = "raw_logprobs",
         warmup: bool = True,
         generation_config: str | Path = "auto",
     ):
         processes = as_int_within("tensor_parallel_size", tensor_parallel_size, 1, 2**10)
         prefix_caching = True if enable_prefix_caching is None else enable_prefix_caching
-        _check_choices(quantization, load_format, prefix_caching, enforce_eager, warmup)
+        _check_choices(
+            quantization, load_format, enable_prefix_caching=prefix_caching,
+            cascade_attention=cascade_attention, enforce_eager=enforce_eager, warmup=warmup,
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
+        if not is_choice(logprobs_mode, LOGPROBS_MODES):
+            modes = ", ".join(LOGPROBS_MODES)
+            raise ValueError(f"logprobs_mode must be one of {modes}, got {logprobs_mode!r:.60}")
         seed = as_int("seed", seed)
         speculation = None if speculative_config is None else read_speculative_config(speculative_config)
         folder = model_folder(model)
@@ -150,6 +174,10 @@ class LLM:
         self.device = machine.find_device(None if place is None else str(place))
         self.dtype = _weight_dtype(dtype, config, self.device, quantization)
         cache_dtype = _cache_dtype(kv_cache_dtype, self.dtype)
+        if batch_invariant:
+            width = 1 if speculation is None else speculation.tree_width
+            own = None if self.device.type == "cpu" else self.dtype
+            _check_invariant(cascade_attention, processes, width, own, config.vocab_size)
         length = min(config.max_position_embeddings, MAX_DEFAULT_LENGTH)
         if max_model_len is not None:
             length = as_int_within("max_model_len", max_model_len, 1, config.longest_sequence)
@@ -173,7 +201,7 @@ class LLM:
             self._load, seed=seed if load_format == "dummy" else None,
             positions=min(length, budget), fp8=quantization == "fp8",
         )  # fmt: skip
-        network, draft = load(folder, config, ranks), None
+        network, draft = load(folder, config, ranks, invariant=batch_invariant), None
         self.model_config = network.config
         windows = config.windows
         if isinstance(speculation, DraftModel) and draft_config is not None:
@@ -212,15 +240,18 @@ class LLM:
             blocks, size, max_sequences=seqs, max_seqlen=length,
             num_host_blocks=int(host_bytes) // block_bytes, window_left=window,
         )  # fmt: skip
-        scheduler = Scheduler(manager, budget, prefix_caching)
+        # With a window in all layers, blocks are released, and no layer could use groups.
+        groups = PrefixGroups(manager) if cascade_attention and window < 0 else None
+        scheduler = Scheduler(manager, budget, prefix_caching, groups)
         runner = Runner(
             network, manager, cache_dtype, budget, capture=not enforce_eager, draft=draft,
             parents=comb(speculation.num_speculative_tokens, speculation.tree_width) if speculation else (),
+            logprobs_mode=logprobs_mode,
         )  # fmt: skip
         overlap = self.device.type == "cuda" if async_scheduling is None else bool(async_scheduling)
         self.engine = Engine(runner, scheduler, text, seed=seed, overlap=overlap, speculator=speculation)
         if warmup:
-            warm_up(self.device, _steps_of(runner))
+            warm_up(self.device, _steps_of(runner, groups is not None))
         self._ids = itertools.count()
         self._finished: dict[str, RequestOutput] = {}  # not returned to the caller yet
 
@@ -302,6 +333,44 @@ class LLM:
             raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
         return self._run(prompts, params, priority)
 
+    def score(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
+        """Return the log-probability of each token of a sequence but the first, given those before it.
+
+        A sequence is computed in one pass, or in chunks of ``max_num_batched_tokens``. With
+        ``batch_invariant``, the numbers are bitwise those of ``logprobs`` when the tokens were generated.
+
+        Args:
+            prompts: one or several, as in :meth:`generate`, with at least two tokens and at most
+                ``max_model_len``: for example those of a prompt and its answer.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: as :meth:`generate`; also for another
+                ``logprobs_mode`` than "raw_logprobs".
+            RuntimeError: the model's logits are NaN or infinite.
+        """
+        if self.engine.runner.logprobs_mode != LOGPROBS_MODES[0]:
+            got = self.engine.runner.logprobs_mode
+            raise ValueError(f"logprobs_mode must be {LOGPROBS_MODES[0]!r} for score, got {got!r}")
+        sequences = [self.engine.tokens_of(prompt)[1] for prompt in _as_prompts(prompts)]
+        most = self.engine.max_model_len
+        for count in map(len, sequences):
+            if not 2 <= count <= most:
+                raise ValueError(f"prompts must have 2 to max_model_len={most} tokens for score, got {count}")
+        # The last token is an answer that has no alternative: the prompt may then fill max_model_len.
+        last = functools.partial(
+            SamplingParams, temperature=0, max_tokens=1, logprobs=0, prompt_logprobs=0, detokenize=False
+        )
+        params = [last(allowed_token_ids=tokens[-1:]) for tokens in sequences]
+        outputs = self._run([tokens[:-1] for tokens in sequences], params, None)
+        found: list[list[float]] = []
+        for tokens, output in zip(sequences, outputs, strict=True):
+            answer = output.outputs[0]
+            if answer.finish_reason == "error":
+                raise RuntimeError(f"score: {answer.stop_reason}")
+            entries: list[Any] = [*(output.prompt_logprobs or ())[1:], *(answer.logprobs or ())]
+            found.append([entry[token].logprob for entry, token in zip(entries, tokens[1:], strict=True)])
+        return found
+
     def enqueue(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams, priority: int = 0
     ) -> list[str]:
@@ -336,6 +405,74 @@ class LLM:
         """Empty the prefix cache, so that later prompts reuse no blocks. Always returns True."""
         self.engine.reset_prefix_cache()
         return True
+
+    @torch.inference_mode()
+    def update_weights(
+        self, named_tensors: str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Replace all weights of the model in place, for example after a step of its training.
+
+        Compiled kernels and CUDA graphs stay, and the prefix cache is emptied. A draft model keeps its
+        weights. With ``tensor_parallel_size``, every process must call this, with the same whole weights.
+
+        Args:
+            named_tensors: a folder as ``model``, or all weights under the names of the checkpoint: a dict or
+                pairs of name and tensor, on any device, in any floating-point dtype. Dense models of
+                Transformers have these names in ``model.named_parameters()``.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError, FileNotFoundError: a request is unfinished, or a
+                weight is missing, unknown or of another shape. Nothing is changed then.
+        """
+        runner, model = self.engine.runner, self.engine.runner.model
+        if self.engine.has_unfinished:
+            raise ValueError("update_weights must be called without unfinished requests: their keys are old")
+        if WEIGHTS in runner.asleep:
+            raise ValueError("wake_up must be called before update_weights of an engine that sleeps")
+        given = model.config, self.device, self.dtype, model.ranks
+        if isinstance(named_tensors, (str, Path)):
+            weights = open_weights(model_folder(named_tensors), *given)
+        else:
+            weights = given_weights(named_tensors, *given)
+        model.update(weights)
+        runner.has_weights = True
+        self.engine.scheduler.manager.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of the KV cache and of the weights until :meth:`wake_up`.
+
+        Kernels stay compiled; CUDA graphs are captured again. Names are those of vLLM. With
+        ``tensor_parallel_size``, every process must call this and :meth:`wake_up`.
+
+        Args:
+            level: 1 keeps the weights in host memory. 2 drops them: call :meth:`wake_up`, then
+                :meth:`update_weights`. A draft model keeps its weights.
+
+        Raises:
+            ValueError: a request is unfinished, or the engine sleeps already.
+        """
+        level = as_int_within("level", level, 1, 2)
+        if self.engine.has_unfinished:
+            raise ValueError("sleep must be called without unfinished requests, which would lose their keys")
+        if self.engine.runner.asleep:
+            raise ValueError("wake_up must be called before sleep of an engine that sleeps")
+        self.engine.scheduler.manager.reset_prefix_cache()
+        self.engine.runner.sleep(keep_weights=level == 1)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate the memory that :meth:`sleep` freed. Has no effect on memory that is allocated.
+
+        Args:
+            tags: "weights" and "kv_cache", or one of them, to allocate the cache only after the weights are
+                updated. None: both.
+        """
+        chosen = (WEIGHTS, KV_CACHE) if tags is None else tags
+        if not isinstance(chosen, (list, tuple)) or not all(
+            is_choice(tag, (WEIGHTS, KV_CACHE)) for tag in chosen
+        ):
+            raise ValueError(f"tags must be a list of {WEIGHTS!r} and {KV_CACHE!r} or None, got {tags!r:.60}")
+        for tag in chosen:
+            self.engine.runner.wake_up(tag)
 
     def close(self) -> None:
         """Wait for the device and free the CUDA graphs.
@@ -394,15 +531,16 @@ class LLM:
 
     @torch.inference_mode()
     def _load(
-        self, folder: Path, config: ModelConfig, ranks: Ranks, *, seed: int | None, positions: int, fp8: bool
-    ) -> Model:
+        self, folder: Path, config: ModelConfig, ranks: Ranks, *, seed: int | None, positions: int, fp8: bool,
+        invariant: bool = False,
+    ) -> Model:  # fmt: skip
         """Load the model from its folder, or with random weights if ``seed`` is given."""
         if seed is not None:
             weights = random_weights(config, self.device, self.dtype, seed, ranks)
         else:
             config = with_checkpoint_head(folder, config, self.dtype)
             weights = open_weights(folder, config, self.device, self.dtype, ranks)
-        return Model(config, weights, positions, ranks, fp8)
+        return Model(config, weights, positions, ranks, fp8, invariant)
 
 
 def _as_prompts(prompts: Any) -> list[Prompt]:
@@ -440,14 +578,13 @@ def _sampling_defaults(source: str | Path, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _check_choices(quantization: Any, load_format: Any, prefix_caching: Any, eager: Any, warmup: Any) -> None:
+def _check_choices(quantization: Any, load_format: Any, **flags: Any) -> None:
     if not is_choice(quantization, (None, "fp8")):
         raise NotImplementedError(f"quantization must be None or 'fp8', got {quantization!r:.60}{IN_VLLM}")
     if not is_choice(load_format, ("auto", "safetensors", "dummy")):
         raise ValueError(f"load_format must be auto, safetensors or dummy, got {load_format!r:.60}")
-    check_flag("enable_prefix_caching", prefix_caching)
-    check_flag("enforce_eager", eager)
-    check_flag("warmup", warmup)
+    for name, value in flags.items():
+        check_flag(name, value)
 
 
 def _weight_dtype(
@@ -462,6 +599,20 @@ def _weight_dtype(
         raise ValueError("dtype must be bfloat16 or float16 with quantization='fp8', got float32")
     assert isinstance(found, torch.dtype)
     return found
+
+
+def _check_invariant(cascade: bool, processes: int, tree_width: int, dtype: Any, vocab_size: int) -> None:
+    """Refuse what adds in an order that depends on the batch. ``dtype`` is None on a CPU."""
+    for name, got, is_fixed, needed in (
+        ("cascade_attention", cascade, not cascade, "False"),
+        ("tensor_parallel_size", processes, processes == 1, "1"),
+        ("tree_width", tree_width, tree_width == 1, "1"),
+        ("dtype", dtype, dtype != torch.float32, "bfloat16 or float16"),
+        # On a GPU, torch's softmax of a row begins at the first address that is a multiple of 16 bytes.
+        ("vocab_size", vocab_size, dtype is None or vocab_size % 8 == 0, "a multiple of 8"),
+    ):
+        if not is_fixed:
+            raise NotImplementedError(f"{name} must be {needed} with batch_invariant, got {got}")
 
 
 def _memory_limits(gpu_memory_utilization: Any, swap_space: Any) -> tuple[float, float]:
@@ -506,8 +657,11 @@ def _draft_config(settings: DraftModel, config: ModelConfig) -> ModelConfig:
     return draft
 
 
-def _steps_of(runner: Runner) -> list[tuple[ModelConfig, Limits, bool]]:
-    """Return the arguments of :func:`flashtile.engine.step_calls.step_calls` for the models of a runner."""
+def _steps_of(runner: Runner, grouped: bool = False) -> list[tuple[ModelConfig, Limits, bool]]:
+    """Return the arguments of :func:`flashtile.engine.step_calls.step_calls` for the models of a runner.
+
+    ``grouped``: whether steps may have groups of sequences that share keys.
+    """
     manager, model = runner.manager, runner.model
     limits = Limits(
         max_model_len=manager.table.max_blocks * manager.block_size,
@@ -521,11 +675,13 @@ def _steps_of(runner: Runner) -> list[tuple[ModelConfig, Limits, bool]]:
         verified=runner.max_verified,
         siblings=runner.has_siblings,
         world=model.ranks.world,
+        grouped=grouped,
+        invariant=model.head.invariant,
     )
     name = str(model.embedding.dtype).removeprefix("torch.")
     found = [(replace(model.config, dtype=name), limits, False)]
     if runner.drafter is not None:
-        own = replace(limits, cache_dtype=None, world=1)
+        own = replace(limits, cache_dtype=None, world=1, invariant=False)
         found.append((replace(runner.drafter.model.config, dtype=name), own, True))
     return found
 

@@ -6,6 +6,8 @@ earlier tokens are in a paged cache. Chunks of prompts and single tokens go thro
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,16 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flashtile.api.cascade import cascade_with_kvcache
 from flashtile.api.decode import append_kvcache, flash_attn_with_kvcache
+from flashtile.checks.linear import NORMED_HEAD_DIMS
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.rotary import rotary_tables
 from flashtile.engine.weights import SCALE, Weights, quantized
 from flashtile.linear import BeforeNorm, linear, linear_before_norm, linear_qkv
+from flashtile.operators.decode import SharedKeys
 from flashtile.problems.linear import SWIGLU
 from flashtile.reference.decode import rotate
 from flashtile.reference.linear import scaled_weight
-from flashtile.rounding import leaks_between_rows
+from flashtile.rounding import by_row, leaks_between_rows
 from flashtile.torch_private import FakeTensor
 
 FEW_ROWS = 64
@@ -48,6 +53,9 @@ class StepInput(NamedTuple):
             sequence b sees new token j. None: causal.
         seqused_k: (batch,) int32, tokens of each sequence including the new ones. Set by
             :meth:`Model.hidden` unless sequences have chunks of prompts.
+        levels: the keys that groups of sequences share. Layers with a window do not use them, because they
+            hide a different part of these keys from each sequence.
+        shared_keys: (batch,) int32, number of each sequence's first keys that are in a level.
     """
 
     tokens: Tensor
@@ -59,6 +67,8 @@ class StepInput(NamedTuple):
     slots: Tensor | None = None
     tree_mask: Tensor | None = None
     seqused_k: Tensor | None = None
+    levels: tuple[SharedKeys, ...] = ()
+    shared_keys: Tensor | None = None
 
 
 class Cache(NamedTuple):
@@ -73,8 +83,11 @@ class Cache(NamedTuple):
 class Matrix:
     """A weight (N, K), stored as given, or in e4m3 with a scale for each row or block, and maybe a bias (N,).
 
-    ``matrix(x)`` computes ``x @ weight.T + bias``, with the options of :meth:`__call__`.
+    ``matrix(x)`` computes ``x @ weight.T + bias``, with the options of :meth:`__call__`. If ``invariant``, a
+    row has the same bits for any other rows.
     """
+
+    invariant = False
 
     def __init__(
         self, weight: Tensor, fp8: bool = False, scale: Tensor | None = None, bias: Tensor | None = None
@@ -108,7 +121,9 @@ class Matrix:
 
     def part(self, index: int) -> Matrix:
         scale, bias = (None if one is None else one[index] for one in (self.scale, self.bias))
-        return Matrix(self.weight[index], scale=scale, bias=bias)
+        part = Matrix(self.weight[index], scale=scale, bias=bias)
+        part.invariant = self.invariant
+        return part
 
     def __call__(
         self,
@@ -131,6 +146,8 @@ class Matrix:
         assert isinstance(x, Tensor)
         added = residual.y if isinstance(residual, BeforeNorm) else residual
         given: dict[str, Any] = {"weight_scale": self.scale, "residual": added, "prefetch": True, **normed}
+        if self.invariant:
+            return linear(x, self.weight, self.bias, activation=activation, invariant=True, **given)
         if following is not None:
             weight, eps = following.weight, following.eps
             return linear_before_norm(x, self.weight, weight, self.bias, next_norm_eps=eps, **given)
@@ -201,9 +218,17 @@ class Attention:
         It also applies rotary embedding. Returns None for chunks of prompts and for models that the kernel
         does not serve.
         """
-        if step.seqused_k is None or self.q_norm is not None or norm is None or not norm.fused:
+        if step.seqused_k is None or norm is None or not norm.fused:
+            return None
+        heads: dict[str, Any] = {}
+        if self.q_norm is not None:
+            if self.norm_all or not self.q_norm.fused or self.head_dim not in NORMED_HEAD_DIMS:
+                return None
+            heads = {"q_norm_weight": self.q_norm.weight, "k_norm_weight": self.k_norm.weight}
+        if self.qkv.invariant:  # all steps append in the same way, also chunks
             return None
         x, normed = operand(x, norm)
+        normed["norm_eps"] = norm.eps  # that of all norms
         if cache.k.dtype != x.dtype:
             return None
         has_slots = step.slots is not None
@@ -212,6 +237,7 @@ class Attention:
             positions=step.positions if has_slots else step.cache_seqlens,
             block_table=None if has_slots else step.block_table, slot_mapping=step.slots,
             rotary_cos=cache.cos, rotary_sin=cache.sin, weight_scale=self.qkv.scale, prefetch=True, **normed,
+            **heads,
         )  # fmt: skip
 
     def _options(self, step: StepInput) -> dict[str, Any]:
@@ -221,12 +247,18 @@ class Attention:
             "sink": self.sink, "cu_seqlens_q": step.cu_seqlens_q,
             "max_seqlen_q": None if step.cu_seqlens_q is None else step.max_seqlen_q,
         }  # fmt: skip
+        if self.qkv.invariant:
+            options["invariant"] = True
         if step.tree_mask is not None:
             return {"tree_mask": step.tree_mask, **options}
         return {"causal": True, "window_size": (self.window, -1), **options}
 
     def _attend(self, x: Hidden, norm: Norm | None, step: StepInput, cache: Cache) -> Tensor:
         ragged, options = step.cu_seqlens_q is not None, self._options(step)
+        attend: Callable[..., Any] = flash_attn_with_kvcache
+        if step.levels and self.window < 0:
+            attend = cascade_with_kvcache
+            options |= {"levels": step.levels, "cache_leftpad": step.shared_keys}
         q = self._append_few(x, norm, step, cache)
         if q is None:
             qkv = self.qkv(x, norm=norm).unflatten(-1, (-1, self.head_dim))
@@ -235,12 +267,12 @@ class Attention:
                 q, k = self._norm_all_heads(q, k)
             elif self.q_norm is not None:
                 q, k = self.q_norm(q), self.k_norm(k)
-            if step.slots is None:
+            if step.slots is None or self.qkv.invariant:
                 if ragged:
                     options |= {"cu_seqlens_k_new": step.cu_seqlens_q, "max_seqlen_k_new": step.max_seqlen_q}
                 else:
                     q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
-                return flash_attn_with_kvcache(
+                return attend(
                     q, cache.k, cache.v, k, v, cache.cos, cache.sin, cache_seqlens=step.cache_seqlens,
                     rotary_interleaved=False, **options,
                 )  # fmt: skip
@@ -249,7 +281,7 @@ class Attention:
             q, k = (rotate(t, cache.cos, cache.sin, step.positions.long(), False) for t in (q, k))
             append_kvcache(cache.k, cache.v, k, v, slot_mapping=step.slots)
         q = q if ragged else q.unsqueeze(1)
-        return flash_attn_with_kvcache(q, cache.k, cache.v, cache_seqlens=step.seqused_k, **options)
+        return attend(q, cache.k, cache.v, cache_seqlens=step.seqused_k, **options)
 
     def _norm_all_heads(self, q: Tensor, k: Tensor) -> list[Tensor]:
         """Apply RMSNorm over all heads of all ranks to q and to k, each (total_new, heads, head_dim)."""
@@ -280,9 +312,14 @@ class MLP:
         if self.silu:
             inner = self.gate_up(x, norm=norm, activation=SWIGLU)
         else:
-            gate, up = self.gate_up(x, norm=norm).chunk(2, dim=-1)
-            inner = F.gelu(gate, approximate="tanh") * up
+            inner = self.gate_up(x, norm=norm)
+            inner = by_row(gelu_and_mul, inner) if self.gate_up.invariant else gelu_and_mul(inner)
         return self.down(inner, residual=residual, following=following)
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 class Experts:
@@ -318,6 +355,11 @@ class Experts:
         on_host = x.device.type == "cpu" and not isinstance(x, FakeTensor)
         if not on_host and x.dtype in (torch.float16, torch.bfloat16):
             parts = self._products(x, chosen)
+            if self.down.invariant:  # torch's product chooses its order by the number of tokens
+                out = torch.zeros_like(x) if residual is None else residual
+                for i in range(self.per_token):
+                    out = out + shares[:, i : i + 1] * parts[:, i]
+                return out
             if residual is None:
                 return torch.bmm(shares.unsqueeze(1), parts).squeeze(1)
             return torch.baddbmm(residual.unsqueeze(1), shares.unsqueeze(1), parts).squeeze(1)
@@ -328,7 +370,8 @@ class Experts:
         for expert in chosen.unique().tolist() if on_host else range(len(self.down.weight)):
             is_chosen = chosen == expert
             token = every_token[is_chosen.any(-1)] if on_host else every_token
-            inner = self._activate(self.gate_up.part(expert)(x[token]))
+            inner = self.gate_up.part(expert)(x[token])
+            inner = by_row(self._activate, inner) if self.down.invariant else self._activate(inner)
             share = (shares * is_chosen).sum(-1, keepdim=True)
             out.index_add_(0, token, self.down.part(expert)(inner) * share[token])
         return out
@@ -343,14 +386,15 @@ class Experts:
         numbers, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(numbers, self.numbers, right=True, out_int32=True)
         gate_up, down, tokens = self.gate_up, self.down, order // self.per_token
-        inner = grouped_linear(x, gate_up.weight, gate_up.bias, tokens, ends, True, gate_up.scale)
+        same = {"invariant": down.invariant}
+        inner = grouped_linear(x, gate_up.weight, gate_up.bias, tokens, ends, True, gate_up.scale, **same)
         inner = self._activate(inner)
-        out = grouped_linear(inner, down.weight, down.bias, order, ends, False, down.scale)
+        out = grouped_linear(inner, down.weight, down.bias, order, ends, False, down.scale, **same)
         return out.view(len(x), self.per_token, -1)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return (shares in the dtype of x, numbers) of each token's experts, both (total_new, per_token)."""
-        scores = linear(x, self.router.weight, self.router.bias).float()
+        scores = linear(x, self.router.weight, self.router.bias, invariant=self.router.invariant).float()
         best, chosen = scores.topk(self.per_token)
         total = (best if self.normalized else scores).logsumexp(-1, keepdim=True)
         return (best - total).exp().to(x.dtype), chosen
@@ -391,7 +435,8 @@ class Layer:
 
     def __call__(self, x: Hidden, step: StepInput, cache: Cache) -> Any:
         add = self.ranks.sum
-        if self.prepares and isinstance(self.mlp, MLP) and len(step.tokens) <= FEW_ROWS:
+        few = len(step.tokens) <= FEW_ROWS and not self.attention.qkv.invariant
+        if self.prepares and isinstance(self.mlp, MLP) and few:
             x = self.attention(x, self.before_attention, step, cache, x, self.before_mlp)
             return self.mlp(x, self.before_mlp, x, self.following)
         assert isinstance(x, Tensor)
@@ -404,6 +449,27 @@ class Layer:
         return add(self.mlp(x, self.before_mlp, within), after)
 
 
+PARTS = Layer, Attention, MLP, Experts, Matrix, Norm
+
+
+def overwrite(part: Any, new: Any) -> None:
+    """Copy all tensors of a new part of a model into those of a present one."""
+    for name, value in vars(new).items():
+        if isinstance(value, Tensor):
+            getattr(part, name).copy_(value)
+        elif isinstance(value, PARTS):
+            overwrite(getattr(part, name), value)
+
+
+def parts_of(part: Any, kind: type) -> Iterator[Any]:
+    """Yield the tensors or matrices of a part of a model, some of them more than once."""
+    for value in vars(part).values():
+        if isinstance(value, kind):
+            yield value
+        elif isinstance(value, PARTS):
+            yield from parts_of(value, kind)
+
+
 class Model:
     """A decoder-only model with the weights of all layers on one device.
 
@@ -412,6 +478,7 @@ class Model:
         max_positions: positions of the rotary tables; :meth:`set_positions` changes them.
         ranks: the processes that compute the model together. ``weights`` returns this process's shard.
         fp8: round the layers' matrices to e4m3, except for those of experts.
+        invariant: give each token the same bits for any other tokens of a step.
     """
 
     def __init__(
@@ -421,8 +488,10 @@ class Model:
         max_positions: int,
         ranks: Ranks = ALONE,
         fp8: bool = False,
+        invariant: bool = False,
     ):
         self.config, self.ranks, self.fp8 = config, ranks, fp8
+        self.in_e4m3: set[str] = getattr(weights, "in_e4m3", set())
         self.kv_heads = config.num_kv_heads // ranks.world
         self.embedding = weights("model.embed_tokens.weight")
         self.layers = [Layer(config, weights, layer, ranks, fp8) for layer in range(config.num_layers)]
@@ -435,12 +504,36 @@ class Model:
         else:
             head = weights("lm_head.weight")
         self.head = Matrix(head)
+        for part in (self, *self.layers) if invariant else ():
+            for matrix in parts_of(part, Matrix):
+                matrix.invariant = True
         self.set_positions(max_positions)
 
     def set_positions(self, count: int) -> None:
         """Make rotary tables of ``count`` positions. Call it before the first step."""
         tables = [rotary_tables(rope, self.config.head_dim, count) for rope in self.config.ropes]
         self.rotary = [table.to(self.embedding.device) for pair in tables for table in pair]
+
+    def update(self, weights: Weights) -> None:
+        """Write other weights into the memory of the present ones, one layer at a time."""
+        config = self.config
+        different = sorted(self.in_e4m3 ^ getattr(weights, "in_e4m3", set()))
+        if different:
+            raise ValueError(
+                f"named_tensors must have the same matrices in e4m3 as the model, got {different[0]!r} in "
+                + ("another dtype" if different[0] in self.in_e4m3 else "e4m3")
+            )
+        self.embedding.copy_(weights("model.embed_tokens.weight"))
+        for number, layer in enumerate(self.layers):
+            overwrite(layer, Layer(config, weights, number, self.ranks, self.fp8))
+        overwrite(self.norm, Norm(config, weights("model.norm.weight")))
+        if not config.tie_word_embeddings:
+            self.head.weight.copy_(weights("lm_head.weight"))
+
+    @property
+    def weights(self) -> Iterator[Tensor]:
+        """All weights, some of them more than once. The rotary tables are none."""
+        return itertools.chain.from_iterable(parts_of(part, Tensor) for part in (self, *self.layers))
 
     def hidden(self, step: StepInput, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Append keys and values, and return the last layer's hidden states (total_new, hidden_size).

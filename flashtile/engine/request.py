@@ -7,8 +7,6 @@ import time
 from enum import Enum
 from typing import Any
 
-from torch import Tensor
-
 from flashtile.engine.detokenizer import Detokenizer
 from flashtile.engine.outputs import FlatLogprobs, RequestMetrics
 from flashtile.engine.sampling_params import BeamSearchParams, SamplingParams
@@ -49,6 +47,7 @@ class Sequence:
         max_tokens: maximum number of tokens of the prompt and the answer.
         held: excluded from steps, because it is a beam and the tokens of the other beams are not known yet.
         logprobs, cumulative_logprob: log-probabilities of the answer's tokens, if they were requested.
+        entries: the tokens whose logits are changed (:mod:`flashtile.engine.adjust`), from the first need on.
         matcher: knows the tokens that may follow ``tokens`` (:mod:`flashtile.engine.structured`). None: all.
         detokenizer: writes the answer's text, from the first need for it until the request ends.
         num_sent: number of the answer's tokens in earlier outputs, if outputs have only the new part.
@@ -69,6 +68,7 @@ class Sequence:
         self.stop_reason: str | int | None = None
         self.logprobs: FlatLogprobs | None = None
         self.cumulative_logprob = 0.0
+        self.entries: Any = None
         self.matcher: Any = None if request.matchers is None else request.matchers[index]
         self.detokenizer: Detokenizer | None = None
         self.num_sent = 0
@@ -109,7 +109,8 @@ class Request:
         sequences: the answers: one until the prompt is computed, then ``n``, or the beams of a beam search.
         salt: only requests with the same salt share blocks through the prefix cache.
         matchers: matchers of ``structured_outputs``, one for each answer, or None.
-        on_device: the lists of tokens and biases in ``params`` that were used so far, as tensors.
+        num_blocks: number of blocks that the answers use at present, with and without sharing.
+        counted: (the block manager's number, blocks, samples) of each answer when ``num_blocks`` was counted.
         width: largest number of sequences that the request has at the same time.
         reads_tokens: whether the host must know the last token before the next token can be chosen.
         readable: whether the tokenizer could decode the answers so far.
@@ -136,7 +137,7 @@ class Request:
         self.params, self.beam, self.max_outputs, self.ends = params, beam, max_outputs, ends
         self.seed, self.priority, self.salt = seed, priority, salt
         self.num_cached_tokens, self.readable = 0, True
-        self.on_device: dict[str, Tensor] = {}
+        self.num_blocks, self.counted = (0, 0), list[Any]()
         self.metrics = RequestMetrics(time.monotonic())
         self.prompt_logprobs: FlatLogprobs | None = None
         self.matchers, self.width, self.reads_tokens = matchers, params.n, params.reads_tokens

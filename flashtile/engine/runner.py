@@ -20,27 +20,38 @@ import torch
 from torch import Tensor
 
 from flashtile.api.decode import copy_blocks
+from flashtile.engine.adjust import MAX_ADJUSTED, Adjusted, Adjuster
 from flashtile.engine.device import MAX_GRAPH_BATCH, Capture, Transfer, graph_batch, on_device
 from flashtile.engine.drafter import Drafter
+from flashtile.engine.groups import MAX_LEVELS, Cascade, numbers_of_levels, row_length
 from flashtile.engine.model import Model, StepInput
 from flashtile.engine.request import NOT_ERRORS, Sequence
 from flashtile.engine.sampler import (
+    Choice,
+    Draw,
     Scores,
-    adjust,
     choose,
+    has_kernel,
     log_probabilities,
     needs_adjusting,
+    process,
+    processed,
     read_parameters,
 )
-from flashtile.engine.scheduler import COPY, SWAP_OUT, Entry, SchedulerOutput
+from flashtile.engine.scheduler import COPY, SWAP_OUT, SchedulerOutput
+from flashtile.engine.sleep import Freed
 from flashtile.engine.speculation import UNKNOWN, depths, visible
 from flashtile.engine.step_calls import LOGITS_ROWS
 from flashtile.engine.structured import mask
 from flashtile.kv_cache import BlockManager
 from flashtile.kv_cache.paged import move_blocks
+from flashtile.operators.decode import SharedKeys
 
 MAX_CHANGES = 2**18
 """Largest number of changed block table entries that are sent with a step's other inputs."""
+KV_CACHE, WEIGHTS = "kv_cache", "weights"
+"""Tags of memory that is freed while the engine sleeps, as in vLLM."""
+LOGPROBS_MODES = "raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"
 NOT_FINITE = "the model's logits are NaN or infinite"
 NO_TOKEN = "no token is left to choose: the request's parameters exclude every token"
 
@@ -52,9 +63,7 @@ class InFlight:
     Attributes:
         samples: the sequences that get a token, in the order of ``tokens``.
         tokens: the chosen tokens.
-        best: the logits of the chosen tokens. NaN or plus infinity in a row of logits is always chosen, and
-            minus infinity only if every token is excluded. So the chosen logit tells whether the draw is
-            valid.
+        best: results of :func:`flashtile.engine.sampler.choose` that tell whether the draws are valid.
         scores: log-probabilities by index of the sample, if requested.
         failed: error messages by index of the sample, for samples whose logits processor or structure raised
             or whose chosen logit is not finite.
@@ -96,6 +105,7 @@ class Form(NamedTuple):
             need them.
         tree: whether tree masks are also sent. Steps whose guesses form a tree need them.
         runs_draft: whether the draft model also computes the step, because a sequence has no guesses.
+        levels: for each level of groups that share keys, the largest number of new tokens of a group.
     """
 
     batch: int
@@ -104,6 +114,7 @@ class Form(NamedTuple):
     has_slots: bool = False
     tree: bool = False
     runs_draft: bool = False
+    levels: tuple[int, ...] = ()
 
 
 @dataclass
@@ -141,6 +152,7 @@ class Runner:
         parents: parent of each guess in a sequence's largest tree of guesses
             (:mod:`flashtile.engine.speculation`).
         draft: a draft model that makes these guesses.
+        logprobs_mode: what the log-probabilities of answers are, one of ``LOGPROBS_MODES``.
     """
 
     def __init__(
@@ -152,7 +164,9 @@ class Runner:
         capture: bool = True,
         parents: tuple[int, ...] = (),
         draft: Model | None = None,
+        logprobs_mode: str = "raw_logprobs",
     ):
+        self.logprobs_mode = logprobs_mode
         self.model, self.manager, self.ranks = model, manager, model.ranks
         self.device, self.max_num_batched_tokens = model.embedding.device, max_num_batched_tokens
         self.memory = Memory.of(model, manager, cache_dtype)
@@ -176,14 +190,19 @@ class Runner:
         padded = max_num_batched_tokens + MAX_GRAPH_BATCH * (1 + self.max_verified)
         samples = max_num_batched_tokens + rows
         changes = min(self.block_table.numel(), MAX_CHANGES)
-        numbers = 5 * padded + 3 * samples + 3 * (rows + MAX_GRAPH_BATCH) + 2 * changes
+        levels = numbers_of_levels(max(rows, MAX_GRAPH_BATCH), MAX_LEVELS)
+        numbers = 5 * padded + 3 * samples + 3 * (rows + MAX_GRAPH_BATCH) + 2 * changes + levels
         self._transfer = Transfer(numbers, self.device)
         batch = graph_batch(min(rows * self.max_verified, MAX_GRAPH_BATCH)) if self.capture is not None else 0
         # All graphs write their logits to the same buffer, because one buffer per graph would take gigabytes.
         self._logits = model.embedding.new_zeros(batch, model.config.vocab_size // self.ranks.world)
         # Free the graphs before the process leaves its group: NCCL waits for graphs that contain its kernels.
         weakref.finalize(self, self.graphs.clear)
+        self._numbers_of = functools.lru_cache(1)(Cascade.numbers)
         self._draw_of = functools.lru_cache(1)(functools.partial(read_parameters, self.device))
+        self._adjuster = Adjuster(self.device, rows + 1)
+        self.asleep: dict[str, list[Freed]] = {}  # freed memory, by the tags of LLM.wake_up
+        self.has_weights = True
         self.drafter: Drafter | None = None
         if draft is not None:
             memory = Memory.of(draft, manager, draft.embedding.dtype)
@@ -205,7 +224,7 @@ class Runner:
         if not schedule.entries:
             return in_flight
         samples = [sample for entry in schedule.entries for sample in entry.samples]
-        form, captured = self._form(schedule.entries)
+        form, captured = self._form(schedule)
         step, logits_rows, rows, positions = self._send(schedule, samples, form)
         guessed = [entry for entry in schedule.entries if entry.sequence.guesses[:1] == [UNKNOWN]]
         if guessed:
@@ -216,12 +235,12 @@ class Runner:
             logits = self._replay(form)
             if not len(samples) == len(schedule.entries) == form.tokens:
                 logits = logits.index_select(0, logits_rows)
-            self._choose(in_flight, samples, logits, rows, positions)
+            self.draw(in_flight, samples, logits, rows, positions)
         else:
             hidden = self._compute(step, form)
             if samples:
                 logits = self.model.logits(hidden.index_select(0, logits_rows))
-                self._choose(in_flight, samples, logits, rows, positions)
+                self.draw(in_flight, samples, logits, rows, positions)
             self._score_prompts(schedule, hidden, in_flight)
         if guessed:
             rows = on_device([entry.row for entry in guessed], torch.int64, self.device)
@@ -234,9 +253,30 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.graphs.clear()
+        if self.drafter is not None:
+            self.drafter.graphs.clear()
 
-    def _form(self, entries: Listing[Entry]) -> tuple[Form, bool]:
+    @torch.inference_mode()
+    def sleep(self, keep_weights: bool) -> None:
+        """Free the memory of the KV cache and of the weights. See :meth:`flashtile.engine.LLM.sleep`."""
+        self.close()
+        caches = [self._logits, *(one for memory in self._memories for one in (memory.k, memory.v))]
+        self.asleep = {KV_CACHE: [Freed(caches, False)], WEIGHTS: [Freed(self.model.weights, keep_weights)]}
+        if self.drafter is not None:
+            self.asleep[WEIGHTS].append(Freed(self.drafter.model.weights, True))
+        self.has_weights = keep_weights
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def wake_up(self, tag: str) -> None:
+        """Allocate the memory of ``tag`` again, if it was freed."""
+        for freed in self.asleep.pop(tag, ()):
+            freed.restore()
+
+    def _form(self, schedule: SchedulerOutput) -> tuple[Form, bool]:
         """Return the sizes of a step, and whether a CUDA graph computes it."""
+        entries, cascade = schedule.entries, schedule.cascade
         total, most = (f(entry.num_tokens for entry in entries) for f in (sum, max))
         # Whether every sequence gets a token from this step, and has one new token or guesses (draft tokens).
         few = all(entry.samples and (entry.num_tokens == 1 or entry.sequence.guesses) for entry in entries)
@@ -246,8 +286,10 @@ class Runner:
         if few and self.capture is not None:
             batch, width = graph_batch(len(entries)), self.max_verified if has_slots else 1
             if batch * width <= len(self._logits):
-                return Form(batch, batch * width, width, has_slots, tree, runs_draft), True
-        return Form(len(entries), total, most, has_slots, tree, runs_draft), False
+                levels = () if cascade is None else cascade.longest(width, batch * width)
+                return Form(batch, batch * width, width, has_slots, tree, runs_draft, levels), True
+        levels = () if cascade is None else cascade.longest(most, total)
+        return Form(len(entries), total, most, has_slots, tree, runs_draft, levels), False
 
     def _send(
         self, schedule: SchedulerOutput, samples: list[Sequence], form: Form
@@ -332,6 +374,8 @@ class Runner:
         parts: list[Listing[int]] = [starts, rows, tokens]
         if form.width > 1:
             parts += [offsets, positions, slots, array("i", array("Q", masks).tobytes())]
+        if schedule.cascade is not None:
+            parts.append(self._numbers_of(schedule.cascade, form.batch))
         views = self._transfer([*parts, logits_rows, sample_rows, sample_positions], (changed, values))
         if len(changed):
             self._update_table(views[-2].long(), views[-1])
@@ -343,23 +387,33 @@ class Runner:
     def _step(self, views: list[Tensor], form: Form) -> StepInput:
         """Build the step's inputs from the views that :meth:`_send` filled.
 
-        In the result, ``block_table`` holds only row indices (batch,). :meth:`_compute` replaces them by the
+        In the result, block tables hold only row indices (batch,). :meth:`_compute` replaces them by the
         rows of the block table.
         """
         starts, rows, tokens = views[:3]
-        if form.width == 1:
-            return StepInput(tokens, starts, rows, None, 1)
+        step = StepInput(tokens, starts, rows, None, 1)
         # A view may begin at an unaligned address, for which Triton would compile the kernels again. A clone
         # is always aligned.
-        offsets = views[3].clone()
-        step = StepInput(tokens, starts, rows, offsets, form.width)
+        if form.width > 1:
+            step = step._replace(cu_seqlens_q=views[3].clone(), max_seqlen_q=form.width)
         if form.has_slots:
             step = step._replace(positions=views[4].clone(), slots=views[5].long())
         if form.tree:
             rows_of_masks = views[6].clone().view(torch.int64).unsqueeze(1)
             seen = rows_of_masks >> torch.arange(form.width, device=self.device) & 1
             step = step._replace(tree_mask=(seen != 0).view(form.batch, form.width, form.width))
-        return step
+        if not form.levels:
+            return step
+        numbers, batch, levels = views[7 if form.width > 1 else 3].clone(), form.batch, list[SharedKeys]()
+        shared_keys, *numbers_of = numbers.view(-1, row_length(batch)).unbind()  # Cascade.numbers
+        for i, most in enumerate(form.levels):
+            offsets, first, end = numbers_of[3 * i : 3 * i + 3]
+            table = rows.index_select(0, offsets[:batch].clamp(max=batch - 1))
+            offsets = offsets[: batch + 1]
+            if step.cu_seqlens_q is not None:
+                offsets = step.cu_seqlens_q.index_select(0, offsets)
+            levels.append(SharedKeys(table, end[:batch], first[:batch] if i else None, offsets, most))
+        return step._replace(levels=tuple(levels), shared_keys=shared_keys[:batch])
 
     def _compute(self, step: StepInput, form: Form) -> Tensor:
         """Return the model's hidden states (tokens, hidden_size).
@@ -371,6 +425,10 @@ class Runner:
         step = step._replace(
             tokens=torch.where(missing, known, step.tokens),
             block_table=self.block_table.index_select(0, step.block_table),
+            levels=tuple(
+                level._replace(block_table=self.block_table.index_select(0, level.block_table))
+                for level in step.levels
+            ),
         )
         if form.runs_draft:
             assert self.drafter is not None
@@ -391,6 +449,8 @@ class Runner:
         if form.width > 1:
             words = 2 * form.batch * form.width * form.tree  # a row of a tree mask has 64 bits
             sizes += [form.batch + 1, form.tokens, form.tokens, words]
+        if form.levels:
+            sizes.append(numbers_of_levels(form.batch, len(form.levels)))
         views = list(self._transfer.numbers[: sum(sizes)].split(sizes))
 
         def run() -> None:
@@ -399,17 +459,26 @@ class Runner:
 
         return run
 
-    def _choose(
+    def draw(
         self, in_flight: InFlight, samples: list[Sequence], logits: Tensor, rows: Tensor, positions: Tensor
     ) -> None:
         """Choose a token for each sample, and store it in ``known`` for the next step."""
         raw, draw = logits, self._draw_of(tuple(samples))
-        adjusted = [i for i in draw.adjusted if needs_adjusting(samples[i])]
-        if adjusted:
-            logits = logits.float().clone()
-        for i in adjusted:
+        mode = self.logprobs_mode
+        adjusted = self._adjusted(samples, draw)
+        # The sampling kernel changes logits itself. All else reads them from a copy of the logits.
+        listed = None
+        if adjusted is not None:
+            reads_all = draw.processed or draw.structured or (draw.scored and mode.startswith("processed"))
+            if has_kernel(logits) and not reads_all and adjusted.most <= MAX_ADJUSTED:
+                listed = adjusted
+            else:
+                logits = adjusted.apply(logits)
+        elif draw.processed:
+            logits = logits.to(torch.float32, copy=True)
+        for i in draw.processed:
             try:
-                adjust(logits[i], samples[i], self._unread(samples, i, rows))
+                process(logits[i], samples[i])
             except NOT_ERRORS:
                 raise
             except BaseException as error:  # a logits processor failed: the other requests continue
@@ -417,33 +486,36 @@ class Runner:
         if draw.structured:
             logits, failed = mask(logits, [(samples[i].matcher, i) for i in draw.structured])
             in_flight.failed |= failed
-        tokens = self.ranks.broadcast(choose(logits, draw.choice, positions))
+        tokens, in_flight.best = choose(logits, draw.choice, positions, listed)
+        tokens = self.ranks.broadcast(tokens)
         self.known[:, 0].index_copy_(0, rows, tokens.int())
         in_flight.samples, in_flight.tokens = samples, tokens
-        in_flight.best = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
         for i, count in draw.scored:
             scored = raw[i : i + 1].float()
             beam = samples[i].request.beam
+            mode = self.logprobs_mode if beam is None else LOGPROBS_MODES[0]
             if beam is not None and beam.temperature:
                 scored = scored / beam.temperature
+            elif mode.startswith("processed"):
+                own: list[Any] = [of[i : i + 1] if isinstance(of, Tensor) else of for of in draw.choice]
+                scored = processed(logits[i : i + 1], Choice(*own))
             count = scored.shape[1] if count < 0 else count
-            in_flight.scores[i] = log_probabilities(scored, tokens[i : i + 1], count)
+            normalise = mode.endswith("logprobs")
+            in_flight.scores[i] = log_probabilities(scored, tokens[i : i + 1], count, normalise)
 
-    def _unread(self, samples: list[Sequence], i: int, rows: Tensor) -> Tensor:
-        """Return the tokens before the draw of ``samples[i]`` that its sequence does not have yet, int64.
-
-        They are the token that the step in flight draws, or the guesses from the sequence's last token to the
-        one that the draw follows.
-        """
-        sample = samples[i]
-        node, columns = i - samples.index(sample), [0] * (sample.pending > 1)
-        while 0 < node <= len(sample.parents):  # a step without a tree mask verifies no siblings
-            columns.append(node)
-            node = sample.parents[node - 1]
-        if sample.guesses[:1] not in ([], [UNKNOWN]):
-            return on_device([sample.guesses[node - 1] for node in columns], torch.int64, self.device)
-        known = self.known.index_select(0, rows[i : i + 1]).flatten().long()
-        return torch.cat([known[:0], *(known[column : column + 1] for column in columns)])
+    def _adjusted(self, samples: list[Sequence], draw: Draw) -> Adjusted | None:
+        """Return the changes of logits by the parameters of the samples' requests, if any."""
+        changed = [i for i in draw.adjusted if needs_adjusting(samples[i])]
+        if not changed:
+            return None
+        first = {sample: i for i, sample in reversed(list(enumerate(samples)))}
+        row_of = self.manager.table.row
+        return self._adjuster(
+            len(samples),
+            [(i, one, row_of(one.block_sequence), _unread(one, i - first[one]))  # type: ignore[arg-type]
+             for i in changed for one in (samples[i],)],
+            self.known,
+        )  # fmt: skip
 
     def _send_back(self, in_flight: InFlight) -> None:
         if self.device.type == "cpu":
@@ -494,6 +566,23 @@ class Runner:
                 old, new = (cache, host) if what == SWAP_OUT else (host, cache)
                 origins = on_device(sources, torch.int64, old.device)
                 move_blocks(old, new, origins, on_device(targets, torch.int64, new.device))
+
+
+def _unread(sample: Sequence, node: int) -> list[int]:
+    """Return the tokens before the draw after ``node`` that a sequence does not have yet.
+
+    They are the token that the step in flight draws, or the guesses from the sequence's last token to the one
+    that the draw follows. A token that only the device knows is ``~column`` of ``Runner.known``.
+    """
+    if not sample.request.params.penalises:
+        return []  # only penalties depend on them
+    columns = [0] * (sample.pending > 1)
+    while 0 < node <= len(sample.parents):  # a step without a tree mask verifies no siblings
+        columns.append(node)
+        node = sample.parents[node - 1]
+    if sample.guesses[:1] not in ([], [UNKNOWN]):
+        return [sample.guesses[node - 1] for node in columns]
+    return [~column for column in columns]
 
 
 def _to_host(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -9,12 +9,12 @@ Top-k and top-p keep the logits above some threshold. Tokens that tie with the l
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flashtile.engine.adjust import Adjusted
 from flashtile.engine.device import on_device
 from flashtile.engine.request import Sequence
 
@@ -69,13 +69,15 @@ class Draw(NamedTuple):
 
     Attributes:
         choice: sampling parameters of the rows on the device.
-        adjusted: rows whose logits may have to be changed before the draw.
+        adjusted: rows of which some logits may have to be changed before the draw.
+        processed: rows with logits processors.
         scored: (row, number of log-probabilities) of the rows for which they were requested.
         structured: rows whose tokens a structure restricts.
     """
 
     choice: Choice
     adjusted: list[int]
+    processed: list[int]
     scored: list[tuple[int, int]]
     structured: list[int]
 
@@ -95,25 +97,39 @@ def read_parameters(device: torch.device, samples: tuple[Sequence, ...]) -> Draw
     return Draw(
         choice,
         [i for i, sample in enumerate(samples) if needs_adjusting(sample)],
+        [i for i, sample in enumerate(samples) if sample.request.params.logits_processors],
         [(i, count) for i, count in counts if count is not None],
         [i for i, sample in enumerate(samples) if sample.matcher is not None],
     )
 
 
-def choose(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
-    """Choose a token for each row of logits (rows, vocab_size). Return the tokens (rows,) int64.
+def choose(
+    logits: Tensor, choice: Choice, positions: Tensor, adjusted: Adjusted | None = None
+) -> tuple[Tensor, Tensor]:
+    """Choose a token for each row of logits (rows, vocab_size).
 
-    ``positions`` (rows,) are the positions of the new tokens in their sequences. In a row with NaN or
-    infinity, such an element is chosen, so the chosen token's logit tells whether the draw is valid.
+    Args:
+        logits, choice: the logits, and the parameters of each row.
+        positions: (rows,) positions of the new tokens in their sequences.
+        adjusted: changes of the logits, which only the kernel for GPUs takes.
+
+    Returns:
+        The tokens (rows,) int64, and a number for each that is finite if the draw is valid: -inf if all
+        tokens are excluded, NaN or inf if the row has such a logit.
     """
-    if choice.greedy:
-        return logits.argmax(-1)
-    if logits.is_cuda:
+    if has_kernel(logits) and not (choice.greedy and adjusted is None):
         from flashtile.engine.sampling import sample
 
         filtered = choice.any_top_k or choice.any_top_p or choice.any_min_p
-        return sample(logits, *choice[:5], positions, filtered)
-    return noisy_scores(logits, choice, positions).argmax(-1)
+        return sample(logits, *choice[:5], positions, filtered, adjusted)
+    scores = logits if choice.greedy else noisy_scores(logits, choice, positions)
+    tokens = scores.argmax(-1)
+    return tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def has_kernel(logits: Tensor) -> bool:
+    """Whether the tokens of these logits are drawn by a kernel (:mod:`flashtile.engine.sampling`)."""
+    return logits.is_cuda
 
 
 def candidates(logits: Tensor, choice: Choice, positions: Tensor, count: int) -> Tensor:
@@ -122,7 +138,7 @@ def candidates(logits: Tensor, choice: Choice, positions: Tensor, count: int) ->
     The first of them is the token that :func:`choose` returns.
     """
     if count == 1:
-        return choose(logits, choice, positions).unsqueeze(1)
+        return choose(logits, choice, positions)[0].unsqueeze(1)
     if choice.greedy:
         return logits.topk(count).indices
     return noisy_scores(logits, choice, positions).topk(count).indices
@@ -134,10 +150,14 @@ def noisy_scores(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
     The argmax of a row is the row's drawn token.
     """
     greedy = (choice.temperature == 0).unsqueeze(1)
-    scores = logits.float() / choice.temperature.masked_fill(choice.temperature == 0, 1.0).unsqueeze(1)
-    kept = keep(scores, choice)
-    noise = gumbel(choice.seed, positions, scores.shape[1])
-    return kept.add_(noise.masked_fill_(greedy, 0.0))
+    noise = gumbel(choice.seed, positions, logits.shape[1])
+    return processed(logits, choice).add_(noise.masked_fill_(greedy, 0.0))
+
+
+def processed(logits: Tensor, choice: Choice) -> Tensor:
+    """Return logits (rows, vocab_size) after temperature and filters, float32. Greedy rows have neither."""
+    temperature = choice.temperature.masked_fill(choice.temperature == 0, 1.0)
+    return keep(logits.float() * temperature.reciprocal().unsqueeze(1), choice)
 
 
 def keep(scores: Tensor, choice: Choice) -> Tensor:
@@ -163,9 +183,8 @@ def gumbel(seed: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Return Gumbel noise -log(-log(u)), (rows, vocab_size) float32, from a hash u of (seed, position,
     token)."""
     key = mix64(seed + positions.long() * _signed(GOLDEN)).unsqueeze(1)
-    bits = mix32_(torch.arange(vocab_size, dtype=torch.int32, device=seed.device) ^ key.int())
-    bits = mix32_(bits.add_((key >> 32).int())).view(torch.uint32)
-    uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-32)
+    bits = torch.arange(vocab_size, dtype=torch.int32, device=seed.device) ^ key.int()
+    uniform = mix32_(bits, (key >> 32).int()).view(torch.uint32).to(torch.float32).add_(0.5).mul_(2.0**-32)
     # Use 1 - u, which has the same distribution. Large noise then comes from u near 0, where floats are
     # dense.
     return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()
@@ -178,101 +197,66 @@ def mix64(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & (2**33 - 1))
 
 
-def mix32_(x: Tensor) -> Tensor:
-    """Hash int32 numbers in place (MurmurHash3's finaliser)."""
-    x.bitwise_xor_((x >> 16).bitwise_and_(2**16 - 1)).mul_(0x85EBCA6B - 2**32)
-    x.bitwise_xor_((x >> 13).bitwise_and_(2**19 - 1)).mul_(0xC2B2AE35 - 2**32)
+def mix32_(x: Tensor, key: Tensor) -> Tensor:
+    """Hash int32 numbers in place, by a second number (after lowbias32, Wellons 2018, which has no key)."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(2**16 - 1)).mul_(0x7FEB352D).add_(key)
+    x.bitwise_xor_((x >> 15).bitwise_and_(2**17 - 1)).mul_(0x846CA68B - 2**32)
     return x.bitwise_xor_((x >> 16).bitwise_and_(2**16 - 1))
 
 
 def stream_seed(seed: int, index: int) -> int:
     """Return the seed of answer ``index`` of a request, a signed 64-bit integer.
 
-    The seed is hashed because :func:`gumbel` adds ``position * GOLDEN`` to it. Without the hash, answer i + 1
-    would have the noise of answer i, shifted by one position.
+    The seed is hashed as by :func:`mix64`, because :func:`gumbel` adds ``position * GOLDEN`` to it. Without
+    the hash, answer i + 1 would have the noise of answer i, shifted by one position.
     """
-    return int(mix64(torch.tensor(_signed((seed + index * GOLDEN) & (2**64 - 1)), device="cpu")))
+    # Plain integers: a batch has hundreds of seeds, and torch takes 15 us for each.
+    x = (seed + index * GOLDEN) % 2**64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        x = (x ^ x >> shift) * factor % 2**64
+    return _signed(x)
 
 
-def log_probabilities(logits: Tensor, tokens: Tensor, count: int) -> Scores:
-    """Return log-probabilities of ``tokens`` (rows,) and of each row's ``count`` likeliest tokens."""
-    logprobs = torch.log_softmax(logits.float(), -1)
+def log_probabilities(logits: Tensor, tokens: Tensor, count: int, normalise: bool = True) -> Scores:
+    """Return log-probabilities of ``tokens`` (rows,) and of each row's ``count`` likeliest tokens.
+
+    Without ``normalise``, the logits themselves are returned in their place.
+    """
+    logprobs = torch.log_softmax(logits.float(), -1) if normalise else logits.float()
     chosen = logprobs.gather(1, tokens.long().unsqueeze(1))
     ranks = (logprobs > chosen).sum(-1) + 1
     best = logprobs.topk(min(count, logprobs.shape[1]), dim=-1)
     return Scores(chosen.squeeze(1), ranks, best.values, best.indices)
 
 
-def penalise(
-    logits: Tensor, prompt: Tensor, answer: Tensor, repetition: float, presence: float, frequency: float
-) -> None:
-    """Apply penalties for the tokens of prompt and answer to one row of logits (vocab_size,), in place."""
-    seen = torch.cat([prompt, answer])  # a token that occurs twice gets the same logit twice
-    values = logits[seen]
-    logits[seen] = torch.where(values > 0, values / repetition, values * repetition)
-    # unique() would be shorter, but on a GPU the host would wait for its size.
-    counts = torch.zeros_like(logits).index_add_(0, answer, torch.ones_like(answer, dtype=logits.dtype))
-    logits -= presence * (counts > 0) + frequency * counts
-
-
-def adjust(logits: Tensor, sample: Sequence, unread: Tensor) -> None:
-    """Apply a request's parameters to its logits (vocab_size,), float32, in place.
-
-    These are ``allowed_token_ids``, penalties, ``logit_bias``, logits processors and ``min_tokens``, in this
-    order.
-
-    Args:
-        unread: tokens of the answer on the device, which follow those that the host knows: the token of the
-            step in flight, or guesses.
+def process(logits: Tensor, sample: Sequence) -> None:
+    """Apply a request's logits processors to its logits (vocab_size,), float32, in place.
 
     Raises:
         ValueError: a logits processor returned something other than logits.
     """
-    request, device = sample.request, logits.device
-    params = request.params
-
-    def kept(name: str, values: Iterable[float], dtype: torch.dtype = torch.int64) -> Tensor:
-        """Return numbers of the request on the device, where they stay: there may be many thousands."""
-        if name not in request.on_device:
-            request.on_device[name] = on_device(list(values), dtype, device)
-        return request.on_device[name]
-
-    if params.allowed_token_ids:
-        tokens = kept("allowed tokens", params.allowed_token_ids)
-        allowed = logits[tokens]
-        logits.fill_(-torch.inf)[tokens] = allowed
-    if params.penalises:
-        prompt = kept("prompt", set(request.prompt_token_ids))
-        answer = torch.cat([on_device(sample.outputs, torch.int64, device), unread])
-        penalise(
-            logits, prompt, answer, params.repetition_penalty, params.presence_penalty,
-            params.frequency_penalty,
-        )  # fmt: skip
-    if params.logit_bias:
-        tokens = kept("biased tokens", params.logit_bias)
-        logits[tokens] += kept("biases", params.logit_bias.values(), torch.float32)
-    for process in params.logits_processors or ():
-        changed = process(sample.outputs, logits)
+    params = sample.request.params
+    for processor in params.logits_processors or ():
+        changed = processor(sample.outputs, logits)
         if not isinstance(changed, Tensor) or changed.shape != logits.shape:
             got = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
             raise ValueError(
                 f"logits_processors must return logits of shape {tuple(logits.shape)}, got {got}"
             )
         logits.copy_(changed)
-    if sample.num_outputs - 1 < params.min_tokens and request.ends:
-        logits[kept("ends", request.ends)] = -torch.inf
+    if bans_ends(sample):
+        logits[on_device(list(sample.request.ends), torch.int64, logits.device)] = -torch.inf
+
+
+def bans_ends(sample: Sequence) -> bool:
+    """Whether the next token must not end the answer."""
+    return sample.num_outputs - 1 < sample.request.params.min_tokens and bool(sample.request.ends)
 
 
 def needs_adjusting(sample: Sequence) -> bool:
-    """Whether the sample's logits are changed before the draw."""
+    """Whether some of the sample's logits are changed before the draw (:mod:`flashtile.engine.adjust`)."""
     params = sample.request.params
-    return bool(
-        params.penalises
-        or params.logits_processors
-        or params.logit_bias
-        or params.allowed_token_ids
-        or sample.num_outputs - 1 < params.min_tokens
-    )
+    return bool(params.penalises or params.logit_bias or params.allowed_token_ids) or bans_ends(sample)
 
 
 def _parameters(sample: Sequence) -> tuple[float, int, float, float, int]:

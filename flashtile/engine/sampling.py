@@ -1,11 +1,28 @@
 """Samples the next token of each row of logits in one kernel: temperature, min-p, top-k, top-p and the draw.
 
-:mod:`flashtile.engine.sampler` computes the same in torch. One program reads its row several times, mostly
-from the L2 cache. Each pass finds two bits of the lowest score that top-k or top-p keeps.
+:mod:`flashtile.engine.sampler` computes the same in torch, with a sort. Here one program reads its row once
+without filters, and mostly two or three times with them::
+
+    survey      the largest score of each lane, and the total probability
+    estimate    a bound that all kept scores probably reach
+    few reach it:     list_from           list them; then the list decides about each draw
+    many reach it:    draw_from           draw among them
+                      weights_from        is the winner kept? If not, draw again among better scores
+
+A token is kept by top-k and top-p if the weight of all better tokens does not suffice: their number is less
+than k, or their probability less than p. So equal logits are kept or dropped together, and one sum decides
+about a token: no sort and no exact threshold are needed. A winner that is not kept is worse than all kept
+tokens, so they take part in the next draw.
+
+The largest scores of 2,048 lanes contain almost all of the few scores that are kept in a peaked
+distribution, so the k-th of them is a tight lower bound. A flat distribution is estimated from one random
+score of each lane, to four standard deviations. If the bound was too high, a draw is repeated without it.
+Sums have a fixed order, and the noise is a hash of the request's seed, the position and the token, so a draw
+does not depend on the batch.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -13,9 +30,20 @@ from torch import Tensor
 
 from flashtile.backends.common.jit import kernel, triton
 from flashtile.backends.common.launch import CachedLaunch, Launched
+from flashtile.engine import adjust
+from flashtile.engine.adjust import Adjusted
 
-NUM_WARPS = 16
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+IN_PROMPT, ALLOWED, END = (
+    tl.constexpr(adjust.IN_PROMPT),
+    tl.constexpr(adjust.ALLOWED),
+    tl.constexpr(adjust.END),
+)
+LOG2E = tl.constexpr(1.4426950408889634)
+COUNT, NOTHING = tl.constexpr(adjust.COUNT), tl.constexpr(adjust.NOTHING)
+LOWEST_KEY = tl.constexpr(0x007FFFFF)
+HIGHEST_KEY = tl.constexpr(0xFF800000)
+"""Keys of -inf and inf (:func:`key_of`)."""
 
 
 @dataclass(frozen=True)
@@ -25,75 +53,153 @@ class SamplingVariant:
     FILTERED: bool
     """False if no row has min-p, top-k or top-p."""
     BLOCK: int
+    """Number of lanes: a tile holds one score of each."""
+    LISTED: int
+    ADJUSTED: bool = False
+    """Whether some rows have changed logits. The kernel is then also FILTERED."""
+
+    @property
+    def room(self) -> int:
+        """Number of scores in memory for each row: the list, those of two tiles, and unchanged logits."""
+        changed = adjust.MAX_ADJUSTED if self.ADJUSTED else 0
+        return (self.LISTED + 2 * self.BLOCK + changed) if self.FILTERED else 0
 
 
 class Row(NamedTuple):
-    """A row of logits and its temperature. Scores below ``least`` are never sampled."""
+    """A row of logits. Scores are logits times ``scale``.
+
+    Attributes:
+        logits, vocab_size: the logits.
+        scale: the inverse of the temperature, 1 for a greedy row.
+        largest: the largest score, once it is known.
+        greedy: whether the draw has no noise.
+        key: the draw's noise is a hash of this uint64 and the token.
+    """
 
     logits: tl.tensor
     vocab_size: tl.tensor
-    temperature: tl.tensor
-    least: tl.tensor
+    scale: tl.tensor
+    largest: tl.tensor
+    greedy: tl.tensor
+    key: tl.tensor
+
+
+class Changes(NamedTuple):
+    """The tensors of :class:`flashtile.engine.adjust.Adjusted`, and their sizes.
+
+    Attributes:
+        room: number of entries in a row of ``table``.
+        columns: number of columns of ``known``.
+        width: largest number of unread tokens.
+    """
+
+    lists: tl.tensor
+    numbers: tl.tensor
+    penalties: tl.tensor
+    table: tl.tensor
+    known: tl.tensor
+    room: tl.tensor
+    columns: tl.tensor
+    width: tl.tensor
+
+
+class Scores(NamedTuple):
+    """Scores in memory, float32, and their tokens, int32, which only a draw reads."""
+
+    scores: tl.tensor
+    tokens: tl.tensor
+    count: tl.tensor
+
+
+class Best(NamedTuple):
+    """The winner so far: its score with noise, its score, and its token."""
+
+    noisy: tl.tensor
+    score: tl.tensor
+    token: tl.tensor
 
 
 @triton.jit
 def load_scores(row, first, C: tl.constexpr):
-    """Return (scores [BLOCK] float32, keys [BLOCK] uint32). ``keys`` are integers that sort like the scores.
-
-    Scores below ``row.least`` become -inf. NaN stays NaN.
-    """
+    """Return scores [BLOCK] float32. ``first``: a column, or an offset for each lane."""
     column = first + tl.arange(0, C.BLOCK)
     logits = tl.load(row.logits + column, mask=column < row.vocab_size, other=-float("inf"))
-    scores = logits.to(tl.float32) / row.temperature
-    scores = tl.where(scores < row.least, -float("inf"), scores)
+    return logits.to(tl.float32) * row.scale
+
+
+@triton.jit
+def load_listed(listed, first, C: tl.constexpr):
+    """Return scores [BLOCK] of a list."""
+    at = first + tl.arange(0, C.BLOCK)
+    return tl.load(listed.scores + at, mask=at < listed.count, other=-float("inf"))
+
+
+@triton.jit
+def key_of(scores):
+    """Return integers that sort like the scores, uint32."""
     bits = scores.to(tl.uint32, bitcast=True)
-    keys = tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-    return scores, keys
+    return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
-def weights_of(scores, keys, lowest, row_max, BY_MASS: tl.constexpr):
-    """Return the weight of each score: 1, or with BY_MASS the unnormalised probability.
-
-    The weight is 0 for scores of -inf, and for scores with ``keys`` (:func:`load_scores`) below ``lowest``.
-    """
-    weights = tl.exp(scores - row_max) if BY_MASS else tl.full(scores.shape, 1.0, tl.float32)
-    return tl.where((scores > -float("inf")) & (keys >= lowest), weights, 0.0)
+def score_of(key):
+    """Return the score of a key, from -inf to inf."""
+    key = tl.minimum(tl.maximum(key, LOWEST_KEY), HIGHEST_KEY)
+    return tl.where(key >= 0x80000000, key ^ 0x80000000, key ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def total_weight(row, lowest, row_max, C: tl.constexpr):
-    BLOCK: tl.constexpr = C.BLOCK
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, row.vocab_size, C.BLOCK):
-        scores, keys = load_scores(row, first, C)
-        total += weights_of(scores, keys, lowest, row_max, True)
-    return tl.sum(total, 0)
+def weights_of(scores, lowest, largest, by_mass):
+    """Return the weight of each score: 1, or unnormalised probability; 0 below ``lowest``, and of -inf."""
+    weights = tl.where(by_mass, tl.exp(scores - largest), 1.0)
+    return tl.where((scores >= lowest) & (scores > -float("inf")), weights, 0.0)
 
 
 @triton.jit
-def largest_threshold(row, lowest, row_max, wanted, BY_MASS: tl.constexpr, C: tl.constexpr):
-    """Return the largest threshold for which the kept scores have a total weight of at least ``wanted``.
+def add_above(sums, scores, lowest, threshold, unit, largest, by_mass):
+    """Add the weights of scores whose keys are at least one, two and three units above a threshold."""
+    weights, keys = weights_of(scores, lowest, largest, by_mass), key_of(scores)
+    one = sums[0] + tl.where(keys >= threshold + unit, weights, 0.0)
+    two = sums[1] + tl.where(keys >= threshold + unit * 2, weights, 0.0)
+    three = sums[2] + tl.where(keys >= threshold + unit * 3, weights, 0.0)
+    return one, two, three
 
-    A score is kept if its key (:func:`load_scores`) is at least the threshold. The threshold is found two
-    bits at a time, and is at least ``lowest``.
+
+@triton.jit
+def largest_threshold(row, vocab_size, listed, lowest, wanted, by_mass, digits, C: tl.constexpr):
+    """Return the largest score for which the scores from it on have a total weight of at least ``wanted``.
+
+    The scores are the first ``vocab_size`` of the row, and those of the list; those below ``lowest`` weigh
+    nothing. Returns -inf if their weight does not suffice. The threshold is found two bits at a time. With
+    fewer than 16 ``digits``, it is rounded down.
     """
     BLOCK: tl.constexpr = C.BLOCK
     threshold = tl.full([], 0, tl.uint32)
-    for digit in range(16):
+    for digit in range(digits):
         unit = tl.full([], 1, tl.uint32) << (30 - 2 * digit)
         one = tl.zeros([BLOCK], tl.float32)
-        two = tl.zeros([BLOCK], tl.float32)
-        three = tl.zeros([BLOCK], tl.float32)
-        for first in range(0, row.vocab_size, C.BLOCK):
-            scores, keys = load_scores(row, first, C)
-            weights = weights_of(scores, keys, lowest, row_max, BY_MASS)
-            one += tl.where(keys >= threshold + unit, weights, 0.0)
-            two += tl.where(keys >= threshold + unit * 2, weights, 0.0)
-            three += tl.where(keys >= threshold + unit * 3, weights, 0.0)
-        steps = (tl.sum(one, 0) >= wanted).to(tl.uint32) + (tl.sum(two, 0) >= wanted).to(tl.uint32)
-        threshold += unit * (steps + (tl.sum(three, 0) >= wanted).to(tl.uint32))
-    return tl.maximum(threshold, lowest)
+        sums = one, one, one
+        for first in range(0, vocab_size, C.BLOCK):
+            scores = load_scores(row, first, C)
+            sums = add_above(sums, scores, lowest, threshold, unit, row.largest, by_mass)
+        for first in range(0, listed.count, C.BLOCK):
+            scores = load_listed(listed, first, C)
+            sums = add_above(sums, scores, lowest, threshold, unit, row.largest, by_mass)
+        steps = (tl.sum(sums[0], 0) >= wanted).to(tl.uint32) + (tl.sum(sums[1], 0) >= wanted).to(tl.uint32)
+        threshold += unit * (steps + (tl.sum(sums[2], 0) >= wanted).to(tl.uint32))
+    return score_of(threshold)
+
+
+@triton.jit
+def weight_of_listed(listed, lowest, strict, row, by_mass, C: tl.constexpr):
+    """Return the total weight of the listed scores from ``lowest`` on, or with ``strict`` above it."""
+    BLOCK: tl.constexpr = C.BLOCK
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, listed.count, C.BLOCK):
+        scores = load_listed(listed, first, C)
+        counted = (scores > lowest) | ((scores == lowest) & (strict == 0))
+        total += tl.where(counted, weights_of(scores, lowest, row.largest, by_mass), 0.0)
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -104,118 +210,506 @@ def mix64(x):
 
 
 @triton.jit
-def mix32(x):
-    x = (x ^ (x >> 16)) * 0x85EBCA6B
-    x = (x ^ (x >> 13)) * 0xC2B2AE35
+def random_bits(tokens, key):
+    x = tokens.to(tl.uint32) ^ key.to(tl.uint32)
+    x = (x ^ (x >> 16)) * 0x7FEB352D + (key >> 32).to(tl.uint32)
+    x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
 
 
 @triton.jit
-def gumbel(column, key):
-    """Return Gumbel noise for the tokens ``column`` [BLOCK], drawn with a uint64 ``key``."""
-    low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-    bits = mix32(mix32(column.to(tl.uint32) ^ low) + high)
+def gumbel(bits):
+    """Return Gumbel noise for random bits [BLOCK] uint32."""
     u = tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1 - 1.0 / 16777216)
     # The largest noise comes from small u, where log(1 - u) would lose all digits.
     series = u * (1 + u * (0.5 + u * (1.0 / 3 + u * 0.25)))
     return -tl.log(tl.where(u < 0.00390625, series, -tl.log(1 - u)))
 
 
-_PARAMETERS = ("temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr")
+@triton.jit
+def change_logits(row, tokens, flags, biases, mask, numbers, penalties):
+    """Return (logits of tokens, scores after the changes), and overwrite the logits with -inf."""
+    logits = tl.load(row.logits + tokens, mask=mask, other=0.0)
+    hidden = tl.full(logits.shape, -float("inf"), tl.float32).to(logits.dtype)
+    tl.store(row.logits + tokens, hidden, mask=mask)
+    logits, counts = logits.to(tl.float32), flags // COUNT
+    repetition = tl.load(penalties) + logits * 0
+    repeated = tl.where(logits > 0, tl.math.div_rn(logits, repetition), logits * repetition)
+    changed = tl.where(((flags & IN_PROMPT) > 0) | (counts > 0), repeated, logits)
+    changed -= tl.load(penalties + 1) * (counts > 0).to(tl.float32)
+    changed = changed - tl.load(penalties + 2) * counts.to(tl.float32) + biases
+    excluded = (tl.load(numbers + 4) > 0) & ((flags & ALLOWED) == 0)
+    excluded |= (tl.load(numbers + 3) > 0) & ((flags & END) > 0)
+    scores = tl.where(excluded, -float("inf"), changed * row.scale)
+    return logits, tl.where(scores == scores, scores, float("inf"))
 
 
-# A program loads one number of each parameter, so the alignment of parameters does not matter.
-@kernel(do_not_specialize=("vocab_size", "logits_stride"), do_not_specialize_on_alignment=_PARAMETERS)
+@triton.jit
+def unread_token(numbers, i, changes):
+    """Return the i-th token of the answer that the table lacks, -1 for none."""
+    code = tl.load(numbers + 5 + i)
+    last = changes.known + tl.load(numbers + 1) * changes.columns
+    if code >= 0:
+        token = code
+    elif code == NOTHING:
+        token = code * 0 - 1
+    else:
+        token = tl.load(last + (-1 - code))
+    return token
+
+
+@triton.jit
+def list_changed(row, numbers, index, changes, scores_at, tokens_at, originals, C: tl.constexpr):
+    """List the changed scores of a row with their tokens and logits. Return the length of the list."""
+    penalties, count = changes.penalties + index * 3, tl.load(numbers + 2)
+    table = changes.table + tl.load(numbers + 1).to(tl.int64) * changes.room * 3
+    for first in range(0, count, C.BLOCK):
+        place = first + tl.arange(0, C.BLOCK)
+        mask = place < count
+        tokens = tl.load(table + place * 3, mask=mask, other=-1)
+        flags = tl.load(table + place * 3 + 1, mask=mask, other=0)
+        biases = tl.load(table + place * 3 + 2, mask=mask, other=0).to(tl.float32, bitcast=True)
+        for i in range(changes.width):
+            flags += tl.where(tokens == unread_token(numbers, i, changes), COUNT, 0)
+        logits, scores = change_logits(row, tokens, flags, biases, mask, numbers, penalties)
+        tl.store(scores_at + place, scores, mask=mask)
+        tl.store(tokens_at + place, tokens, mask=mask)
+        tl.store(originals + place, logits, mask=mask)
+    length = count
+    for i in range(changes.width):  # tokens that have no entry yet
+        token = unread_token(numbers, i, changes)
+        times, has_entry = token * 0, (token < 0).to(tl.int32)
+        for j in range(changes.width):
+            same = (unread_token(numbers, j, changes) == token).to(tl.int32)
+            times += same
+            has_entry |= tl.where(j < i, same, 0)
+        for first in range(0, count, C.BLOCK):
+            place = first + tl.arange(0, C.BLOCK)
+            tokens = tl.load(table + place * 3, mask=place < count, other=-1)
+            has_entry |= tl.max((tokens == token).to(tl.int32), 0)
+        if has_entry == 0:
+            logits, scores = change_logits(row, token, times * COUNT, 0.0, token >= 0, numbers, penalties)
+            tl.store(scores_at + length, scores)
+            tl.store(tokens_at + length, token)
+            tl.store(originals + length, logits)
+            length += 1
+    tl.debug_barrier()  # other threads read the list and the logits
+    return length
+
+
+@triton.jit
+def restore_logits(row, tokens_at, originals, count, C: tl.constexpr):
+    """Undo the changes of logits in memory that :func:`list_changed` made."""
+    tl.debug_barrier()  # all threads have read the logits
+    for first in range(0, count, C.BLOCK):
+        place = first + tl.arange(0, C.BLOCK)
+        tokens = tl.load(tokens_at + place, mask=place < count, other=0)
+        logits = tl.load(originals + place, mask=place < count, other=0.0)
+        tl.store(row.logits + tokens, logits.to(row.logits.dtype.element_ty), mask=place < count)
+
+
+@triton.jit
+def draw(best, row, scores, tokens, lowest, strict):
+    """Return the better of ``best`` and of the scores from ``lowest`` on with noise.
+
+    With ``strict``, scores equal to ``lowest`` are left out.
+    """
+    noise = tl.where(row.greedy, 0.0, gumbel(random_bits(tokens, row.key)))
+    # inf stands for a logit that is NaN or infinite. It wins, so that the caller can detect it.
+    scores = tl.where(scores == scores, scores, float("inf"))
+    drawn = (scores > lowest) | ((scores == lowest) & (strict == 0))
+    noisy = tl.where(drawn, scores + noise, -float("inf"))
+    found = tl.max(noisy, 0)
+    token = tl.min(tl.where((noisy == found) & drawn, tokens, 0x7FFFFFFF), 0)
+    score = tl.max(tl.where(tokens == token, scores, -float("inf")), 0)
+    better = (found > best.noisy) | ((found == best.noisy) & (token < best.token))
+    return Best(
+        tl.where(better, found, best.noisy), tl.where(better, score, best.score),
+        tl.where(better, token, best.token),
+    )  # fmt: skip
+
+
+@triton.jit
+def draw_listed(best, row, listed, lowest, strict, C: tl.constexpr):
+    """Return the better of ``best`` and of the listed scores with noise, as :func:`draw`."""
+    for first in range(0, listed.count, C.BLOCK):
+        at = first + tl.arange(0, C.BLOCK)
+        tokens = tl.load(listed.tokens + at, mask=at < listed.count, other=0x7FFFFFFF)
+        scores = load_listed(listed, first, C)
+        if may_win(best, row, scores, tokens, lowest):
+            best = draw(best, row, scores, tokens, lowest, strict)
+    return best
+
+
+@triton.jit
+def larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def may_win(best, row, scores, tokens, lowest):
+    """Return whether a score from ``lowest`` on may exceed ``best`` with noise; True if in doubt."""
+    # Noise is at most -log(u), and the bits of a float, read as an integer, bound its logarithm. Logarithms
+    # of all tokens would take more time than reading their logits.
+    bits = random_bits(tokens, row.key).to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
+    most = tl.where(row.greedy, 0.0, (32.001 + 127) * 0.69314718056)
+    slope = tl.where(row.greedy, 0.0, 0.69314718056 / 8388608)
+    reached = tl.where(scores < lowest, -float("inf"), scores - bits * slope)
+    # NaN, as a score, may win, and so may a tie, because lists are in no order.
+    return (tl.reduce(reached, 0, larger) < best.noisy - most) == 0
+
+
+@triton.jit
+def survey(row, listed, lanes, by_mass, C: tl.constexpr):
+    """Read a row and a list. Return (largest score, total weight by mass).
+
+    Writes the largest score of each lane to ``lanes`` [BLOCK].
+    """
+    BLOCK: tl.constexpr = C.BLOCK
+    most = tl.full([BLOCK], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    # Exponentials relative to one score take half the instructions of those relative to each lane's largest.
+    # The largest score of the row is mostly between the first tile's and 135 more. If not, sums of
+    # exponentials could overflow, and the row is read again.
+    base = tl.maximum(tl.max(load_scores(row, 0, C), 0), -1e30) + 60
+    largest, reads = tl.full([], -float("inf"), tl.float32), tl.full([], 1, tl.int32)
+    while reads > 0:
+        total = tl.zeros([BLOCK], tl.float32)
+        for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=2):
+            scores = load_scores(row, first, C)
+            most = larger(most, scores)
+            if by_mass:
+                total += tl.exp2(scores * LOG2E - base * LOG2E)
+        for first in range(0, listed.count, C.BLOCK):
+            scores = load_listed(listed, first, C)
+            most = tl.maximum(most, scores)
+            total += tl.exp2(scores * LOG2E - base * LOG2E)
+        largest = tl.max(tl.where(most == most, most, float("inf")), 0)
+        reads = (by_mass & (largest > base + 75)).to(tl.int32)
+        base = tl.where(reads > 0, largest, base)
+    tl.store(lanes + tl.arange(0, C.BLOCK), most)
+    tl.debug_barrier()  # other threads read the lists
+    return largest, tl.sum(total, 0) * tl.exp2((base - largest) * LOG2E)
+
+
+@triton.jit
+def estimate(row, lanes, tokens, total, top_k, top_p, C: tl.constexpr):
+    """Return (a bound that all kept scores probably reach, whether too many scores reach it for a list).
+
+    With both filters, the bound is for top-k. ``lanes`` and ``total`` are results of :func:`survey`.
+    """
+    by_mass, any_score = top_k == 0, tl.full([], -float("inf"), tl.float32)
+    none, are_many, lower = tl.full([], 0, tl.int32), top_k < 0, any_score
+    wanted = tl.where(by_mass, total * top_p * 1.0001, top_k.to(tl.float32))
+    best = Scores(lanes, tokens, none + C.BLOCK)
+    if weight_of_listed(best, any_score, False, row, by_mass, C) >= wanted:
+        lower = largest_threshold(row, none, best, any_score, wanted, by_mass, 8, C)
+    # If half of the lanes' largest scores are kept, ln(2) lanes as many scores are expected to be.
+    if (lower == any_score) | (weight_of_listed(best, lower, False, row, False, C) > C.BLOCK // 2):
+        # By mass, the weight below the threshold is estimated among the random scores, because a few large
+        # weights dominate the sum above it.
+        lane = tl.arange(0, C.BLOCK)
+        tiles = tl.maximum(tl.cdiv(row.vocab_size, C.BLOCK), 1)
+        chosen = (random_bits(lane, row.key * 0) % tiles.to(tl.uint32)).to(tl.int32) * C.BLOCK
+        tl.store(lanes + C.BLOCK + lane, load_scores(row, chosen, C))
+        tl.debug_barrier()  # other threads read them
+        random = Scores(lanes + C.BLOCK, tokens, none + C.BLOCK)
+        count = tl.sum((chosen + lane < row.vocab_size).to(tl.int32), 0)
+        share = count.to(tl.float32) / row.vocab_size.to(tl.float32)
+        below = total * (1 - top_p) * share
+        above, unit = wanted * share, any_score * 0 + 1
+        if by_mass:
+            above = weight_of_listed(random, any_score, False, row, True, C) - below
+            unit = tl.exp(largest_threshold(row, none, random, any_score, above, True, 8, C) - row.largest)
+        margin = 4 * tl.sqrt(tl.where(by_mass, below * unit, above)) + 4 * unit
+        least = largest_threshold(row, none, random, any_score, above + margin, by_mass, 8, C)
+        lower = tl.maximum(lower, least)
+        are_many = weight_of_listed(random, lower, False, row, False, C) > C.LISTED // 2 * share
+    return lower, are_many
+
+
+@triton.jit
+def append(listed, count, row, begin, marks, C: tl.constexpr):
+    """Append the scores whose bits in ``marks`` are set to a list. Return the new length of the list.
+
+    Bit i of a lane stands for its score in the i-th tile from column ``begin`` on.
+    """
+    # The number of set bits, in fields of 2, 4 and 8 bits, and in all.
+    pairs = marks - ((marks >> 1) & 0x55555555)
+    fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    length = ((((fours + (fours >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+    at = count + tl.cumsum(length, 0) - length
+    for _ in range(tl.max(length, 0)):
+        lowest = marks & (0 - marks)
+        tile = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        tokens = begin + tile * C.BLOCK + tl.arange(0, C.BLOCK)
+        writes = (marks > 0) & (at < C.LISTED)
+        logits = tl.load(row.logits + tokens, mask=marks > 0, other=0.0)
+        tl.store(listed.scores + at, logits.to(tl.float32) * row.scale, mask=writes)
+        tl.store(listed.tokens + at, tokens, mask=writes)
+        marks, at = marks ^ lowest, at + 1
+    return count + tl.sum(length, 0)
+
+
+@triton.jit
+def list_from(row, listed, lower, C: tl.constexpr):
+    """Append the scores from ``lower`` on to a list. Return its length, of which C.LISTED are in memory."""
+    BLOCK: tl.constexpr = C.BLOCK
+    count, lower = listed.count, tl.maximum(lower, -3.4028234e38)  # not -inf
+    for begin in range(0, row.vocab_size, 32 * C.BLOCK):
+        # A bit of each lane for each tile whose score is listed. The places in the list depend on all lanes.
+        # To compute them for each tile would take more instructions than all else.
+        marks, bit = tl.zeros([BLOCK], tl.uint32), tl.full([], 1, tl.uint32)
+        end = tl.minimum(begin + 32 * C.BLOCK, row.vocab_size)
+        for first in tl.range(begin, end, C.BLOCK, num_stages=2):
+            marks |= tl.where(load_scores(row, first, C) >= lower, bit, 0)
+            bit <<= 1
+        count = append(listed, count, row, begin, marks, C)
+    tl.debug_barrier()  # other threads read the list
+    return count
+
+
+@triton.jit
+def draw_from(row, listed, lower, strict, C: tl.constexpr):
+    """Draw among the scores of a row and a list from ``lower`` on, or with ``strict`` above it."""
+    nothing = tl.full([], -float("inf"), tl.float32)
+    best = Best(nothing, nothing, tl.full([], 0x7FFFFFFF, tl.int32))
+    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=2):
+        scores, tokens = load_scores(row, first, C), first + tl.arange(0, C.BLOCK)
+        if may_win(best, row, scores, tokens, lower):
+            best = draw(best, row, scores, tokens, lower, strict)
+    return draw_listed(best, row, listed, lower, strict, C)
+
+
+@triton.jit
+def weights_from(row, listed, score, lower, by_mass, C: tl.constexpr):
+    """Return the weight of the scores of a row and a list above ``score``, and of those from ``lower`` on."""
+    BLOCK: tl.constexpr = C.BLOCK
+    above, total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    base = tl.where(by_mass, LOG2E, 0.0)
+    for first in tl.range(0, row.vocab_size, C.BLOCK, num_stages=2):
+        scores = load_scores(row, first, C)
+        weights = tl.exp2(scores * base - row.largest * base)
+        above += tl.where(scores > score, weights, 0.0)
+        total += tl.where(scores >= lower, weights, 0.0)
+    above = tl.sum(above, 0) + weight_of_listed(listed, score, True, row, by_mass, C)
+    return above, tl.sum(total, 0) + weight_of_listed(listed, lower, False, row, by_mass, C)
+
+
+@triton.jit
+def draw_kept_listed(row, listed, lower, wanted, by_mass, C: tl.constexpr):
+    """Draw among the scores of a list from ``lower`` on that have less than ``wanted`` weight above them."""
+    nothing = tl.full([], -float("inf"), tl.float32)
+    none = Best(nothing, nothing, tl.full([], 0x7FFFFFFF, tl.int32))
+    winner, strict, is_kept = none, lower != lower, lower != lower
+    while is_kept == 0:
+        winner = draw_listed(none, row, listed, lower, strict, C)
+        above = weight_of_listed(listed, winner.score, True, row, by_mass, C)
+        is_kept = (above >= wanted) == 0  # ends also if wanted were NaN
+        lower, strict = winner.score, is_kept == 0
+    return winner
+
+
+@triton.jit
+def draw_kept(row, listed, lower, least, wanted, by_mass, C: tl.constexpr):
+    """Draw among the scores of a row and a list that have less than ``wanted`` weight above them.
+
+    All of these scores are at least ``least``, and probably at least ``lower``.
+    """
+    nothing = tl.full([], -float("inf"), tl.float32)
+    winner = Best(nothing, nothing, tl.full([], 0x7FFFFFFF, tl.int32))
+    strict, is_kept, is_checked = lower != lower, lower != lower, lower <= least
+    while is_kept == 0:
+        winner = draw_from(row, listed, lower, strict, C)
+        above, total = weights_from(row, listed, winner.score, lower, by_mass, C)
+        if is_checked | (total >= wanted):
+            # What is not kept is a bound for what is, so most of the mass is left out at each time.
+            is_kept, is_checked = (above >= wanted) == 0, is_kept == is_kept
+            lower, strict = winner.score, is_kept == 0
+        else:
+            lower, is_checked = least, is_kept == is_kept
+    return winner
+
+
+@triton.jit
+def sample_filtered(row, adjusted, lanes, top_k, top_p, min_p, C: tl.constexpr):
+    """Return the winner among the scores that the filters keep. ``lanes`` is memory for 2 * BLOCK scores."""
+    by_mass, any_score = top_k == 0, tl.full([], -float("inf"), tl.float32)
+    filters, both = (top_k > 0) | (top_p < 1), (top_k > 0) & (top_p < 1)
+    largest, total, least = any_score, any_score, any_score
+    if filters | (min_p > 0):
+        largest, total = survey(row, adjusted, lanes, top_p < 1, C)
+        filters &= tl.abs(largest) < float("inf")  # an infinite score wins without filters
+        least = tl.where(largest < float("inf"), largest + tl.log(min_p), any_score)
+    row = Row(row.logits, row.vocab_size, row.scale, largest, row.greedy, row.key)
+    if filters:
+        if by_mass & (min_p > 0):
+            _, total = weights_from(row, adjusted, least, least, True, C)
+        lower, are_many = estimate(row, lanes, adjusted.tokens, total, top_k, top_p, C)
+        lower, wanted = tl.maximum(lower, least), tl.where(by_mass, total * top_p, top_k.to(tl.float32))
+        listed = adjusted
+        if are_many == 0:
+            count = list_from(row, adjusted, lower, C)
+            listed = Scores(adjusted.scores, adjusted.tokens, tl.minimum(count, C.LISTED))
+            enough = weight_of_listed(listed, lower, False, row, by_mass, C) >= wanted
+            are_many = (count > C.LISTED) | ((enough | (lower <= least)) == 0)
+            lower = tl.where(are_many, least, lower)
+        if both:  # top-p is a share of what top-k keeps
+            if are_many:
+                kth = largest_threshold(row, row.vocab_size, adjusted, least, wanted, False, 16, C)
+                least = tl.maximum(least, kth)
+                lower = least
+                _, total = weights_from(row, adjusted, lower, lower, True, C)
+            else:
+                none = tl.full([], 0, tl.int32)
+                lower = tl.maximum(lower, largest_threshold(row, none, listed, lower, wanted, False, 16, C))
+                total = weight_of_listed(listed, lower, False, row, True, C)
+            wanted, by_mass = total * top_p, top_p < 1
+        if are_many:
+            winner = draw_kept(row, adjusted, lower, least, wanted, by_mass, C)
+        else:
+            winner = draw_kept_listed(row, listed, lower, wanted, by_mass, C)
+    else:
+        winner = draw_from(row, adjusted, least, False, C)
+    return winner
+
+
+_PARAMETERS = (
+    "temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr", "lists_ptr",
+    "numbers_ptr", "penalties_ptr", "table_ptr", "known_ptr",
+)  # fmt: skip
+
+
+# A program loads one number of each parameter, so the alignment of parameters does not matter. The alignment
+# of rows does: with it, 16 bytes are loaded at a time.
+@kernel(do_not_specialize=("room", "columns", "width"), do_not_specialize_on_alignment=_PARAMETERS)
 def sample_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, out_ptr,
-    logits_stride, vocab_size, C: tl.constexpr,
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, scores_ptr,
+    tokens_ptr, out_ptr, best_ptr, lists_ptr, numbers_ptr, penalties_ptr, table_ptr, known_ptr, logits_stride,
+    vocab_size, room, columns, width, C: tl.constexpr,
 ):  # fmt: skip
     """Sample a token for each row of logits (rows, vocab_size). Grid: (rows,).
 
-    The other tensors have shape (rows,). The result is int64.
+    ``scores_ptr`` (rows, room) float32 and ``tokens_ptr`` (rows, LISTED) int32 are overwritten. The
+    arguments from ``lists_ptr`` to ``known_ptr`` and from ``room`` to ``width`` are :class:`Changes`;
+    changed logits are -inf while the kernel runs. The other tensors have shape (rows,). The results are the
+    tokens, int64, and their scores.
     """
-    BLOCK: tl.constexpr = C.BLOCK
-    at = tl.program_id(0)
+    at = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + at)
-    greedy = temperature == 0
-    minus_infinity = temperature * 0 - float("inf")
-    row = Row(
-        logits_ptr + at.to(tl.int64) * logits_stride, vocab_size, tl.where(greedy, 1.0, temperature),
-        minus_infinity,
-    )  # fmt: skip
-    lowest = tl.full([], 0, tl.uint32)
-    if C.FILTERED:
-        top_k = tl.load(top_k_ptr + at).to(tl.float32)
-        top_p = tl.load(top_p_ptr + at)
-        min_p = tl.load(min_p_ptr + at)
-        if (top_k > 0) | (top_p < 1) | (min_p > 0):
-            most = tl.full([BLOCK], -float("inf"), tl.float32)
-            for first in range(0, vocab_size, C.BLOCK):
-                scores, keys = load_scores(row, first, C)
-                most = tl.maximum(most, scores)
-            row_max = tl.max(most, 0)
-            row = Row(row.logits, vocab_size, row.temperature, row_max + tl.log(min_p))
-            if top_k > 0:
-                lowest = largest_threshold(row, lowest, row_max, top_k, False, C)
-            if top_p < 1:
-                wanted = total_weight(row, lowest, row_max, C) * top_p
-                lowest = largest_threshold(row, lowest, row_max, wanted, True, C)
+    greedy, any_score = temperature == 0, tl.full([], -float("inf"), tl.float32)
     seed = tl.load(seed_ptr + at).to(tl.uint64)
     position = tl.load(position_ptr + at).to(tl.uint64)
+    scale = tl.math.div_rn(1.0, tl.where(greedy, 1.0, temperature))
     key = mix64(seed + position * GOLDEN)
-    best = tl.full([BLOCK], -float("inf"), tl.float32)
-    token = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, vocab_size, C.BLOCK):
-        column = first + tl.arange(0, C.BLOCK)
-        scores, keys = load_scores(row, first, C)
-        noisy = scores + tl.where(greedy, 0.0, gumbel(column, key))
-        noisy = tl.where(keys >= lowest, noisy, -float("inf"))
-        noisy = tl.where(scores == scores, noisy, float("inf"))  # NaN wins, so that the caller can detect it
-        better = noisy > best
-        best = tl.where(better, noisy, best)
-        token = tl.where(better, column, token)
-    winner = tl.min(tl.where(best == tl.max(best, 0), token, vocab_size), 0)
-    tl.store(out_ptr + at, tl.minimum(winner, vocab_size - 1).to(tl.int64))
+    row = Row(logits_ptr + at * logits_stride, vocab_size, scale, any_score, greedy, key)
+    scores_at, tokens_at = scores_ptr + at * C.room, tokens_ptr + at * C.LISTED
+    count = tl.full([], 0, tl.int32)
+    if C.ADJUSTED:
+        changes = Changes(
+            lists_ptr, numbers_ptr, penalties_ptr, table_ptr, known_ptr, room, columns, width
+        )  # fmt: skip
+        index = tl.load(changes.lists + at)
+        originals = scores_at + C.LISTED + 2 * C.BLOCK
+        if index >= 0:
+            numbers = changes.numbers + index * (5 + changes.width)
+            count = list_changed(row, numbers, index, changes, scores_at, tokens_at, originals, C)
+            vocab_size_left = tl.where(tl.load(numbers + 4) > 0, 0, vocab_size)
+            row = Row(row.logits, vocab_size_left, scale, any_score, greedy, key)
+    adjusted = Scores(scores_at, tokens_at, count)
+    if C.FILTERED:
+        top_k = tl.load(top_k_ptr + at)
+        top_k = tl.where(top_k < vocab_size, top_k, 0).to(tl.int32)
+        top_p = tl.load(top_p_ptr + at)
+        min_p = tl.load(min_p_ptr + at)
+        winner = sample_filtered(row, adjusted, scores_at + C.LISTED, top_k, top_p, min_p, C)
+    else:
+        winner = draw_from(row, adjusted, any_score, False, C)
+    tl.store(out_ptr + at, tl.minimum(winner.token, vocab_size - 1).to(tl.int64))
+    tl.store(best_ptr + at, winner.score)
+    if C.ADJUSTED:
+        restore_logits(row, tokens_at, originals, adjusted.count, C)
 
 
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor,
-    positions: Tensor, filtered: bool,
-) -> Tensor:  # fmt: skip
+    positions: Tensor, filtered: bool, adjusted: Adjusted | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Sample a token for each row of logits (rows, vocab_size), which may have any strides.
 
     Args:
         temperature, top_p, min_p: (rows,) float32. top_k, seed: (rows,) int64. positions: (rows,) int32.
         filtered: False if no row has min-p, top-k or top-p.
+        adjusted: changes of the logits.
 
     Returns:
-        (rows,) int64.
+        The tokens (rows,) int64, and their changed logits divided by the temperature, (rows,) float32.
     """
     rows, vocab_size = logits.shape
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    variant = _variant(filtered, vocab_size)
+    variant = variant_of(filtered, vocab_size, adjusted is not None)
+    results = _results(rows, variant, logits.device)
+    lists, sizes = _changes(results, adjusted)
     sample_kernel[(rows,)](
-        logits, temperature, top_k, top_p, min_p, seed, positions, out, logits.stride(0), vocab_size,
-        C=variant, num_warps=NUM_WARPS,
+        logits, temperature, top_k, top_p, min_p, seed, positions, *results, *lists, logits.stride(0),
+        vocab_size, *sizes, C=variant, **options(),
     )  # fmt: skip
-    return out
+    return results[2], results[3]
 
 
-def sampling_ahead(dtype: torch.dtype, vocab_size: int) -> list[Launched]:
-    """Return the launches of all kernels of :func:`sample` for this dtype, to be compiled ahead of time."""
+def sampling_ahead(dtype: torch.dtype, vocab_size: int, adjusts: bool = True) -> list[Launched]:
+    """Return the launches of all kernels of :func:`sample` for this dtype, to be compiled ahead of time.
+
+    ``adjusts`` says whether such logits may have changes.
+    """
     meta = torch.device("meta")
     logits = torch.empty(1, vocab_size, dtype=dtype, device=meta)
     floats = torch.empty(1, device=meta)
     longs, positions = floats.long(), floats.int()
-    tensors = logits, floats, longs, floats, floats, longs, positions, longs
-    scalars = vocab_size, vocab_size
-    return [
-        (CachedLaunch(sample_kernel, 1, scalars, (variant,), None, num_warps=NUM_WARPS), tensors)
-        for variant in (_variant(filtered, vocab_size) for filtered in (False, True))
-    ]
+    launches = []
+    for filtered, adjusted in ((False, False), (True, False), *[(True, True)] * adjusts):
+        variant = variant_of(filtered, vocab_size, adjusted)
+        results = _results(1, variant, meta)
+        lists, sizes = _changes(results, None)
+        tensors = logits, floats, longs, floats, floats, longs, positions, *results, *lists
+        scalars = vocab_size, vocab_size, *sizes
+        launches.append((CachedLaunch(sample_kernel, 1, scalars, (variant,), None, **options()), tensors))
+    return launches
 
 
-def _variant(filtered: bool, vocab_size: int) -> SamplingVariant:
-    return SamplingVariant(filtered, min(4096, triton.next_power_of_2(vocab_size)))
+def _results(rows: int, variant: SamplingVariant, device: torch.device) -> tuple[Tensor, ...]:
+    """Allocate the scores and tokens of the lists, the tokens, and their scores."""
+    listed = variant.LISTED if variant.FILTERED else 0
+    return (
+        torch.empty(rows, variant.room, device=device),
+        torch.empty(rows, listed, dtype=torch.int32, device=device),
+        torch.empty(rows, dtype=torch.int64, device=device),
+        torch.empty(rows, device=device),
+    )
+
+
+def _changes(results: tuple[Tensor, ...], adjusted: Adjusted | None) -> tuple[tuple[Tensor, ...], list[int]]:
+    """Return the tensors and the sizes of the kernel's changes. Without changes, the tensors are not read."""
+    scores, tokens = results[:2]
+    if adjusted is None:
+        return (tokens, tokens, scores, tokens, tokens), [2, 2, 2]
+    *lists, _ = adjusted
+    return tuple(lists), [adjusted.table.shape[1], adjusted.known.shape[1], adjusted.numbers.shape[1] - 5]
+
+
+def variant_of(filtered: bool, vocab_size: int, adjusted: bool = False) -> SamplingVariant:
+    """Return the constants of the kernel for a batch."""
+    power = triton.next_power_of_2(vocab_size)
+    return SamplingVariant(
+        filtered or adjusted, min(2048, power), max(2 * adjust.MAX_ADJUSTED, power // 8), adjusted
+    )
+
+
+def options() -> dict[str, Any]:
+    """Return the options of a launch.
+
+    Two programs share a multiprocessor: one works while the other waits for the last of its threads. For that
+    a thread may have 128 registers. AMD's compiler has no such option.
+    """
+    return {"num_warps": 8} if torch.version.hip else {"num_warps": 8, "maxnreg": 128}

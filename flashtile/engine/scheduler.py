@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
+from flashtile.engine.groups import Cascade, PrefixGroups
 from flashtile.engine.request import Request, Sequence, State
 from flashtile.kv_cache import BlockManager, OutOfBlocksError
 from flashtile.kv_cache.pool import Copies
@@ -51,12 +52,14 @@ class SchedulerOutput:
         moves: (kind, pairs of blocks): copies and swaps to make before the step, in this order.
         preempted: sequences that lost their memory.
         swapped: sequences that the moves swap out or in.
+        cascade: groups of the entries that read their common blocks together. None: each reads its own.
     """
 
     entries: list[Entry] = field(default_factory=list)
     moves: list[tuple[str, Copies]] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     swapped: list[Sequence] = field(default_factory=list)
+    cascade: Cascade | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -87,10 +90,17 @@ class Scheduler:
             swapped out, on the host. Preempted sequences are swapped if the host has room, else recomputed.
         max_num_batched_tokens: maximum number of tokens of a step.
         prefix_caching: reuse blocks of earlier prompts and answers.
+        groups: finds the sequences of a step that share blocks. None: steps have no groups.
     """
 
-    def __init__(self, manager: BlockManager, max_num_batched_tokens: int, prefix_caching: bool = True):
-        self.manager, self.prefix_caching = manager, prefix_caching
+    def __init__(
+        self,
+        manager: BlockManager,
+        max_num_batched_tokens: int,
+        prefix_caching: bool = True,
+        groups: PrefixGroups | None = None,
+    ):
+        self.manager, self.prefix_caching, self.groups = manager, prefix_caching, groups
         self.max_num_seqs = manager.table.max_sequences
         self.max_num_batched_tokens = max_num_batched_tokens
         self.running: list[Sequence] = []
@@ -149,6 +159,8 @@ class Scheduler:
         if not step.preempted:
             self._admit(budget, step)
         self._cache_prompts(step)
+        if self.groups is not None:
+            step.entries, step.cascade = self.groups(step.entries)
         return step
 
     def drop_guesses(self, sequence: Sequence) -> None:

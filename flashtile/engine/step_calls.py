@@ -21,10 +21,12 @@ from flashtile.backends.common.device import is_nvidia
 from flashtile.compilation.calls import Call, calls_of, resized, sizes_between
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.device import MAX_GRAPH_BATCH, graph_batch
+from flashtile.engine.groups import MAX_LEVELS, MAX_NEW_TOKENS, bound_of_group
 from flashtile.engine.model import FEW_ROWS, Experts, Model, StepInput
 from flashtile.engine.parallel import Ranks
 from flashtile.engine.weights import random_weights
 from flashtile.op.operation import remembering
+from flashtile.operators.decode import SharedKeys
 from flashtile.torch_private import FakeTensorMode
 
 if TYPE_CHECKING:  # an engine that compiles nothing, as on a CPU, starts without the modules that compile
@@ -49,6 +51,8 @@ class Limits:
         verified: maximum number of new tokens of a sequence with guesses; 1 without speculative decoding.
         siblings: whether guesses form a tree rather than a chain. Steps then have a tree mask.
         world: number of processes that compute the model together.
+        grouped: whether steps may have groups of sequences that share keys.
+        invariant: whether results must not depend on the rest of the batch.
     """
 
     max_model_len: int
@@ -62,6 +66,8 @@ class Limits:
     verified: int = 1
     siblings: bool = False
     world: int = 1
+    grouped: bool = False
+    invariant: bool = False
 
 
 def warm_up(device: torch.device, models: Sequence[tuple[ModelConfig, Limits, bool]]) -> None:
@@ -100,7 +106,7 @@ def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> lis
     dtype, ranks = getattr(torch, config.dtype), Ranks(0, limits.world)
     with remembering() as remembered, FakeTensorMode(), torch.no_grad():
         weights = random_weights(shorter, torch.device("cpu"), dtype, ranks=ranks)
-        model = Model(shorter, weights, 2048, ranks, limits.fp8)
+        model = Model(shorter, weights, 2048, ranks, limits.fp8, limits.invariant)
         layers = len(model.layers)
         shape = layers, limits.num_blocks, limits.block_size, model.kv_heads, config.head_dim
         k_cache, v_cache = (
@@ -114,14 +120,24 @@ def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> lis
         # One kernel copies any number of pairs.
         copy_blocks(k_cache, v_cache, torch.zeros(1, 2, dtype=torch.int64, device="cpu"))
     found = calls_of(remembered)
-    chunks: dict[Call, None] = {}  # calls over several queries of a sequence that have no tree of guesses
+    # Calls over several queries of a sequence without a tree of guesses, and the largest number of queries.
+    chunks: dict[Call, int] = {}
+    levels: dict[Call, None] = {}  # calls over keys that groups share
     for call in found:
-        names = {name for name, _ in call.arguments}
-        if "cu_seqlens_q" in names and "tree_mask" not in names:
-            chunks[resized(call, 1, 2, 2)] = None
-    further = [resized(call, *sizes) for call in chunks for sizes in _chunks(limits)]
-    logits = dict.fromkeys((dtype, torch.float32))  # float32 after penalties
-    sampling = [functools.partial(sampling_ahead, one, config.vocab_size) for one in logits]
+        given = dict(call.arguments)
+        if given.get("partial"):
+            levels[resized(call, 1, 2, 2)] = None
+        elif "cu_seqlens_q" in given and "tree_mask" not in given:
+            chunks[resized(call, 1, 2, 2)] = MAX_NEW_TOKENS if "prior_out" in given else limits.max_model_len
+    further = [
+        resized(call, *sizes)
+        for call, most in chunks.items()
+        for sizes in _chunks(limits)
+        if sizes[2] <= most
+    ]
+    further += [resized(call, *sizes) for call in levels for sizes in _levels(limits)]
+    logits = dict.fromkeys((dtype, torch.float32))  # float32 after logits processors, which see all changes
+    sampling = [functools.partial(sampling_ahead, one, config.vocab_size, one is dtype) for one in logits]
     return [*dict.fromkeys((*found, *further)), *sampling, *_expert_products(model, dtype)]
 
 
@@ -154,15 +170,36 @@ def _chunks(limits: Limits) -> Iterator[tuple[int, int, int]]:
                 yield batch, tokens, longest
 
 
+def _levels(limits: Limits) -> Iterator[tuple[int, int, int]]:
+    """Yield the sizes of calls over keys that groups share.
+
+    Each item is (number of groups, number of tokens, largest number of tokens of a group).
+    """
+    few = (
+        (-(-tokens // width), tokens) for width in {1, limits.verified} for tokens in _sizes(limits, width)
+    )
+    chunks = (
+        (batch, tokens)
+        for batch in sizes_between(2, limits.max_num_seqs)
+        for tokens in sizes_between(batch + 1, min(batch * MAX_NEW_TOKENS, limits.max_num_batched_tokens), 1)
+    )
+    for batch, tokens in dict.fromkeys((*few, *chunks)):
+        for longest in {bound_of_group(1 << i, tokens) for i in range(tokens.bit_length() + 1)}:
+            yield batch, tokens, longest
+
+
 def _steps(limits: Limits, drafts: bool) -> Iterator[StepInput]:
     """Yield steps of every kind: one token per sequence, guesses (draft tokens), and chunks of prompts."""
     step = functools.partial(_step, limits)
     batches = _sizes(limits, 1)
-    for batch in batches:
-        yield step(batch, batch, 1)
     guesses = functools.partial(step, width=limits.verified, slots=True, tree=limits.siblings)
-    for tokens in _sizes(limits, limits.verified) if limits.verified > 1 else ():
-        yield guesses(-(-tokens // limits.verified), tokens)
+    for levels in range(1 + MAX_LEVELS * limits.grouped):
+        for batch in batches:
+            yield step(batch, batch, 1, levels=levels)
+        for tokens in _sizes(limits, limits.verified) if limits.verified > 1 else ():
+            yield guesses(-(-tokens // limits.verified), tokens, levels=levels)
+    if limits.grouped and limits.max_num_seqs > 1:
+        yield step(2, 3, 2, levels=MAX_LEVELS)
     for batch, width in product(batches if drafts else (), (1, 2)):
         yield step(batch, batch * width, width, slots=True)
     budget = limits.max_num_batched_tokens
@@ -190,16 +227,19 @@ def _sizes(limits: Limits, width: int) -> list[int]:
 
 
 def _step(
-    limits: Limits, batch: int, tokens: int, width: int, slots: bool = False, tree: bool = False
-) -> StepInput:
+    limits: Limits, batch: int, tokens: int, width: int, slots: bool = False, tree: bool = False,
+    levels: int = 0,
+) -> StepInput:  # fmt: skip
     numbers = torch.zeros(batch, dtype=torch.int32, device="cpu")
     columns = -(-limits.max_model_len // limits.block_size)
     table = torch.zeros(batch, columns, dtype=torch.int32, device="cpu")
     new = torch.zeros(tokens, dtype=torch.int32, device="cpu")
-    offsets = None if width == 1 else torch.zeros(batch + 1, dtype=torch.int32, device="cpu")
+    groups = torch.zeros(batch + 1, dtype=torch.int32, device="cpu")
+    offsets = None if width == 1 else groups
     step = StepInput(new, numbers, table, offsets, width)
     if slots:
         step = step._replace(positions=new, slots=torch.zeros(tokens, dtype=torch.int64, device="cpu"))
     if tree:
         step = step._replace(tree_mask=torch.zeros(batch, width, width, dtype=torch.bool, device="cpu"))
-    return step
+    shared = [SharedKeys(table, numbers, numbers if i else None, groups, tokens) for i in range(levels)]
+    return step._replace(levels=tuple(shared), shared_keys=numbers) if levels else step

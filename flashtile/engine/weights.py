@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,8 @@ Weights = Callable[[str], Tensor]
 """name -> this rank's part of the tensor, in the model's dtype and on its device.
 
 A matrix that the checkpoint stores in e4m3 stays in e4m3. Its name followed by ``SCALE`` is the name of its
-scales in float32: (rows,), or (rows / 128, columns / 128), rounded up, with a scale for each block.
+scales in float32: (rows,), or (rows / 128, columns / 128), rounded up, with a scale for each block. The
+attribute ``in_e4m3``, if it exists, is the set of the names of these matrices.
 """
 SCALE = "_scale"
 E4M3 = "F8_E4M3"
@@ -266,7 +267,54 @@ def open_weights(
     upload = None
     if device.type == "cuda" and hasattr(os, "preadv"):
         upload = Upload(byte_ranges({name: paths[name] for name in expected}, expected, ranks), device)
+    weights.in_e4m3 = set() if dtype == torch.float32 else in_e4m3  # type: ignore[attr-defined]
     return weights
+
+
+def given_weights(
+    named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks: Ranks = ALONE,
+) -> Weights:
+    """Return the weights that a caller gives, after a check of all names and shapes against ``config``.
+
+    Each tensor is a whole weight, in any floating-point dtype on any device. It is converted when it is read.
+
+    Raises:
+        TypeError, ValueError: a weight is missing, unknown, given twice, of another shape or no tensor.
+        NotImplementedError: the model's matrices are stored in e4m3.
+    """
+    if config.scales:
+        raise NotImplementedError(
+            "named_tensors must be a folder for a model whose checkpoint has matrices in e4m3, got tensors"
+        )
+    expected = parameters(config)
+    found: dict[str, Tensor] = {}
+    items: Any = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    for item in items if isinstance(items, Iterable) else [items]:
+        if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
+            raise TypeError(f"named_tensors must be a dict or (name, tensor) pairs, got {item!r:.60}")
+        name, tensor = item
+        if name.endswith(IGNORED) or (name == HEAD and config.tie_word_embeddings):
+            continue
+        if name not in expected:
+            raise ValueError(f"named_tensors must be weights of {config.model_type}, got {name!r:.120}")
+        if name in found:
+            raise ValueError(f"named_tensors must have each weight once, got {name!r} twice")
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"named_tensors must be floating-point tensors, got {got} for {name!r}")
+        if tensor.shape != expected[name].shape:
+            shape, given = expected[name].shape, tuple(tensor.shape)
+            raise ValueError(f"named_tensors must have shape {shape} for {name!r}, got {given}")
+        found[name] = tensor.detach()
+    missing = [name for name in expected if name not in found]
+    if missing:
+        count = f"{len(missing)} of {len(expected)} are missing"
+        raise ValueError(f"named_tensors must have every weight, got none for {missing[0]!r} ({count})")
+    return lambda name: expected[name].own(found[name], ranks).to(device, dtype).contiguous()
 
 
 def may_have_scales(config: ModelConfig, name: str, parameter: Parameter) -> bool:
@@ -336,11 +384,14 @@ def random_weights(
             blocks, rows = tuple(-(-size // SCALE_BLOCK) for size in shape), shape[:1]
             return torch.full(blocks if config.scales == "block" else rows, std, device=device)
         values = torch.randn(shape, generator=generator, device=device, dtype=dtype)
-        if dtype != torch.float32 and may_have_scales(config, name, parameter):
-            return values.to(torch.float8_e4m3fn)
-        return values.mul_(std)
+        return values.to(torch.float8_e4m3fn) if name in in_e4m3 else values.mul_(std)
 
     parameters_of = parameters(config)
+    in_e4m3 = {
+        name for name, parameter in parameters_of.items()
+        if dtype != torch.float32 and may_have_scales(config, name, parameter)
+    }  # fmt: skip
+    weights.in_e4m3 = in_e4m3  # type: ignore[attr-defined]
     return weights
 
 

@@ -109,6 +109,8 @@ class Step:
     """(num_reqs, max_blocks) int32."""
     is_one_query_each: bool
     """Whether row i of q is the only query of sequence i."""
+    groups: operators.SharedKeys | None = field(default=None, init=False)
+    """Keys that sequences share (:mod:`flashtile.integrations.paged_groups`)."""
     _prepared: StepTensors | None = field(default=None, init=False, repr=False, compare=False)
 
     def tensors(self, *of_layer: Tensor | None) -> CacheTensors:
@@ -217,6 +219,9 @@ class PagedAttention:
             :meth:`_keys_and_values` depends.
     """
 
+    takes_groups = False
+    """Whether steps may have groups. All queries must see shared keys alike, unlike with windows or ALiBi."""
+
     def __init__(
         self,
         scale: float,
@@ -265,13 +270,14 @@ class PagedAttention:
         ``out`` they are not written, or filled with 0. ``cache`` is what the engine passes for the layer's
         keys and values.
         """
+        groups = step.groups if self.takes_groups else None
         options, kind = self._options_for(causal, None if step.is_one_query_each else step.max_query_len)
         of_layer: tuple[Tensor | None, ...] = ()
         if sinks is not None or k_scale is not None or alibi_slopes is not None:
             of_layer = alibi_slopes, sinks, k_scale, v_scale
         given = query, *cache, out
         # An earlier call of these kinds left its launch, which needs only addresses: no views, no checks.
-        prepared = step.prepared() if _is_eager() else None
+        prepared = step.prepared() if groups is None and _is_eager() else None
         if prepared is not None:
             key: tuple = kind, prepared.kind
             every, further = given, []
@@ -297,6 +303,9 @@ class PagedAttention:
             tokens = step.num_actual_tokens
             q, to = q[:tokens].unsqueeze(1), to[:tokens].unsqueeze(1)
         keys, values = self._keys_and_values(cache)
+        if groups is not None:
+            optional = operators.attend_shared((q, keys, values), optional, options, [groups])
+            optional = optional._replace(cache_leftpad=groups.end)
         operators.decode((q, keys, values), optional, options, (to, None))
         if prepared is not None and _may_remember(given, of_layer):
             launch = operators.DECODE_INTO.prepared((q, keys, values, to, None), optional, options)

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from flashtile.backends.common.device import is_nvidia
 from flashtile.compilation.calls import Call, calls_of, resized, sizes_between
+from flashtile.compilation.compiling import Source
 from flashtile.integrations.paged import rounded_queries
+from flashtile.integrations.paged_groups import MAX_GROUP_QUERIES, largest_group
 from flashtile.op.operation import remembering
 from flashtile.torch_private import FakeTensorMode
 
@@ -47,7 +50,7 @@ class StepLimits:
     min_queries: int = 0
 
 
-def warm_up(calls: Callable[[], list[Call]], device: torch.device, logger: logging.Logger) -> None:
+def warm_up(calls: Callable[[], Sequence[Source]], device: torch.device, logger: logging.Logger) -> None:
     """Compile the kernels of calls in parallel processes, and load them into this process.
 
     If that fails, a warning is logged, and kernels are compiled when requests need them. Without an NVIDIA
@@ -93,6 +96,28 @@ def prompt_calls(calls: Iterable[Call], limits: StepLimits) -> list[Call]:
     """Return copies of calls for one sequence without offsets, (1, tokens, ...), with other lengths."""
     lengths = sizes_between(2, limits.max_num_batched_tokens, PARTS_OF_PROMPTS)
     return list(dict.fromkeys(_lengthened(call, tokens) for call in calls for tokens in lengths))
+
+
+def group_calls(calls: Iterable[Call], limits: StepLimits) -> list[Source]:
+    """Return copies of calls of steps with groups that share blocks, and the kernels that find the groups.
+
+    ``calls``: those over keys that groups share, which return partial results, and those that continue them.
+    """
+    from flashtile.backends.portable.decode.groups import groups_ahead
+
+    most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    ones = [(batch, batch, 1) for batch in range(2, most + 1)]
+    several = [sizes for sizes in chunk_sizes(limits) if 1 < sizes[2] <= MAX_GROUP_QUERIES // 2]
+    found: dict[Call, None] = {}
+    for call in calls:
+        given = dict(call.arguments)
+        if given.get("partial"):
+            bounds = ((batch, tokens, largest_group(tokens)) for batch, tokens, _ in (*ones, *several))
+            found |= dict.fromkeys(resized(call, *sizes) for sizes in bounds)
+        elif "prior_out" in given:
+            own = several if "cu_seqlens_q" in given else ones
+            found |= dict.fromkeys(resized(call, *sizes) for sizes in own)
+    return [*found, partial(groups_ahead, limits.max_num_seqs)] if found else []
 
 
 def _lengthened(call: Call, tokens: int) -> Call:

@@ -22,6 +22,10 @@ from flashtile.checks.conversions import check_flag
 from flashtile.integrations import transformers_private as private
 from flashtile.integrations.transformers_attention import IN_CONFIG, serving, serving_by_name
 from flashtile.integrations.transformers_masks import WITHOUT_WINDOWS, mask_of_keys
+from flashtile.integrations.transformers_prompts import SharedPrompts, shared_prompts
+from flashtile.integrations.transformers_statistics import Statistics, statistics
+
+__all__ = ["SharedPrompts", "Statistics", "register", "shared_prompts", "statistics", "unregister"]
 
 NAMES = ("flashtile", "flashtile_2")
 """Two names of one implementation. Transformers' continuous batching decodes over pages only if a name ends
@@ -162,9 +166,10 @@ class _Loader:
 
     def __init__(self, original: Callable[..., Any], literal: tuple[str, ...]) -> None:
         self.original, self.literal = original, literal
+        self.served = NAMES + _PAGED + literal
 
     def __call__(self, implementation: str | None, *arguments: Any, **named: Any) -> Any:
-        if implementation in NAMES + _PAGED + self.literal:
+        if implementation in self.served:
             return dense, varlen, with_kvcache, *private.padding_functions()
         return self.original(implementation, *arguments, **named)
 

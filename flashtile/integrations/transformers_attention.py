@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.api.attention import attention
 from flashtile.api.decode import flash_attn_with_kvcache
 from flashtile.api.padding import as_mask_or_bias
 from flashtile.checks.arguments import renamed
@@ -34,6 +33,7 @@ from flashtile.integrations.transformers_masks import (
     read_packing,
 )
 from flashtile.integrations.transformers_private import collects_weights, is_quantized
+from flashtile.integrations.transformers_statistics import attention, recorder
 from flashtile.op.operation import SIGNATURE_BYTES, is_plain, launch_cache, signatures
 from flashtile.operators.decode import DECODE
 from flashtile.problems.common import UNLIMITED, shared_fields
@@ -92,8 +92,8 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
         if not others.get("output_attentions") and not compiling:
             # Some models do not pass output_attentions to their attention.
             others["output_attentions"] = collects_weights()
-        step = None
-        if attention_mask is None and query.shape[2] == 1 and not compiling:
+        step, record = None, recorder(module, query)
+        if attention_mask is None and query.shape[2] == 1 and not compiling and record is None:
             step = _kind_of_step(
                 query, key, value, dropout, scaling, sliding_window, softcap, s_aux, others
             )  # fmt: skip
@@ -104,6 +104,8 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
         with_scores = of_scores or others.get("output_attentions") or others.get("position_bias") is not None
         by_blocks = others.get("block_mask") is not None
         if not with_scores and not by_blocks and others.get("cache") is not None:
+            if record is not None:
+                raise NotImplementedError("statistics() must not be used over a paged cache")
             return original(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
                 sliding_window=sliding_window, softcap=softcap, is_causal=is_causal, s_aux=s_aux, **others,
@@ -122,6 +124,8 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
         }  # fmt: skip
         if s_aux is not None:
             options["sink"] = s_aux.to(q.dtype)
+        if record is not None:
+            options["record"] = record
         if dropout:
             options["dropout_p"] = dropout
         if torch.is_grad_enabled():
@@ -271,6 +275,7 @@ def _is_step(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
         and q.shape[1] < k.shape[1]
         and "dropout_p" not in options
         and "deterministic" not in options
+        and "record" not in options
         and max(q.shape[-1], v.shape[-1]) <= MAX_HEAD_DIM
         and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
     )
@@ -394,17 +399,21 @@ def _under_blocks(
     """Return out and weights (None unless wanted) in a model that was called with ``block_mask=``.
 
     The block mask alone decides which keys a query sees, also if positions begin anew (``mask`` then has
-    numbers of documents).
+    numbers of documents). A dictionary has a block mask for each left side of a window among the layers, -1
+    without a window.
     """
+    given_mask, window_left = others["block_mask"], options["window_size"][0]
+    windowed = isinstance(given_mask, dict) and window_left in given_mask
+    block_mask = given_mask[window_left] if windowed else given_mask
     for name, given in (
         ("attention_mask", mask is not None and mask.dim() != 3),
-        ("sliding_window", options["window_size"][0] >= 0),
+        ("sliding_window", window_left >= 0 and not windowed),
         ("position_bias", others.get("position_bias") is not None),
     ):  # fmt: skip
         if given:
             raise NotImplementedError(f"{name} must be None in a model that is called with block_mask")
     wanted = bool(others.get("output_attentions"))
-    options = options | EVERYWHERE | {"block_mask": others["block_mask"], "return_attn_weights": wanted}
+    options = options | EVERYWHERE | {"block_mask": block_mask, "return_attn_weights": wanted}
     found: Any = attention(q, k, v, **options)
     return found if wanted else (found, None)
 

@@ -6,15 +6,17 @@ breaks.
 
 from __future__ import annotations
 
+import ast
 import contextvars
 import functools
 import inspect
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
@@ -27,6 +29,12 @@ def replace_loader(function: Callable[..., Any]) -> None:
     """Let Transformers load implementations by ``function``, and forget those of the one that it loaded."""
     _flash()._lazy_imports = function
     _flash()._loaded_implementation = None
+
+
+def served_names() -> tuple[str, ...]:
+    """Return the names of implementations that flashtile serves at present."""
+    names: tuple[str, ...] = getattr(loader(), "served", ())
+    return names
 
 
 def padding_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -65,6 +73,17 @@ def list_as_compatible(model: Any, names: tuple[str, ...]) -> None:
     listed = model._compatible_flash_implementations
     if listed and any("flash" in name for name in listed) and names[0] not in listed:
         model._compatible_flash_implementations = [*listed, *names]
+
+
+def implementation(config: Any) -> str | None:
+    """Return the name of the attention that a config chooses."""
+    name: str | None = config._attn_implementation
+    return name
+
+
+def is_stateful(model: Any) -> bool:
+    """Whether layers of a model have a state that each token changes, as state spaces do."""
+    return bool(model._is_stateful)
 
 
 def is_quantized(config: Any) -> bool:
@@ -108,6 +127,39 @@ def _keywords(code: CodeType) -> Iterator[tuple[Any, ...]]:
             yield constant
         elif isinstance(constant, CodeType):
             yield from _keywords(constant)
+
+
+def drops_keywords(model: nn.Module, decoder: nn.Module) -> str | None:
+    """Return the class of the first module that does not pass its keyword arguments on, or None.
+
+    Only modules on the way from ``model`` to the attention of its ``decoder`` matter. What a module drops
+    never reaches the attention function, and nothing tells.
+    """
+    attentions = {module for module in decoder.modules() if hasattr(module, "is_causal")}
+    classes: dict[Any, None] = {
+        type(module): None
+        for module in model.modules()
+        if not isinstance(module, nn.ModuleList) and not attentions.isdisjoint(module.modules())
+    }
+    return next((cls.__name__ for cls in classes if not _passes_keywords(cls)), None)
+
+
+@functools.cache
+def _passes_keywords(cls: type) -> bool:
+    """Whether ``forward`` of a module calls something with its own ``**kwargs``."""
+    forward = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
+    rest = inspect.getfullargspec(forward).varkw
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except OSError:  # a class that was defined in an interpreter
+        return rest is not None
+    return any(
+        isinstance(node, ast.keyword)
+        and node.arg is None
+        and isinstance(node.value, ast.Name)
+        and node.value.id == rest
+        for node in ast.walk(tree)
+    )
 
 
 class Listener(TorchFunctionMode):

@@ -3,7 +3,8 @@
 In depth-first order, the descendants of a segment follow it directly. Let ``place`` be a token's position in
 this order, and ``end`` the position that follows the last descendant of its segment. A query then sees a key
 if ``place[key] <= place[query] < end[key]``. The two tensors describe any forest. They are indexed by a
-token's position in memory, so segments may be packed in any order, and no token is moved.
+token's position in memory, so segments may be packed in any order, and no token is moved. A window is counted
+by a third tensor, the token's position in its own path.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.checks.arguments import as_device, check_dense, check_dtype
+from flashtile.checks.arguments import as_device, as_int_within, check_dense, check_dtype
 from flashtile.checks.values import check_between, check_offset_values
 from flashtile.masks.block_mask import BlockMask, as_length, block_mask_of, block_sizes
 from flashtile.masks.mods import MaskMod
-from flashtile.problems.common import MAX_LENGTH
+from flashtile.problems.common import MAX_LENGTH, UNLIMITED
 
 _TRACED_ROUNDS = 16
 """Rounds of doubling in a graph of torch.compile. They are enough for any forest less than 2^16 deep."""
@@ -30,6 +31,7 @@ def create_tree_mask(
     total: int,
     device: torch.device | str | None = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
+    window_left: int = UNLIMITED,
 ) -> BlockMask:
     """Create the block mask of packed segments. Each segment continues another one or is a root.
 
@@ -49,6 +51,8 @@ def create_tree_mask(
         total: number of tokens of q, k and v.
         device: device of the mask. None: the device of ``cu_seqlens``.
         BLOCK_SIZE: as for :func:`create_block_mask`.
+        window_left: hides keys that are more than ``window_left`` tokens before the query in its path from
+            the root. -1: no limit.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -74,6 +78,7 @@ def create_tree_mask(
             f"{tuple(parent.shape)}"
         )
     total, sizes = as_length("total", total), block_sizes(BLOCK_SIZE)
+    window_left = as_int_within("window_left", window_left, UNLIMITED, MAX_LENGTH)
     device = cu_seqlens.device if device is None else as_device("device", device)
     for name, tensor in (("cu_seqlens", cu_seqlens), ("parent", parent)):
         if tensor.is_meta and device.type != "meta":
@@ -89,22 +94,31 @@ def create_tree_mask(
         check_offset_values("cu_seqlens", cu_seqlens, total, MAX_LENGTH)
         check_between("parent", parent, -1, segments - 1, "the last segment")
     rounds = _TRACED_ROUNDS if compiling else max(segments - 1, 0).bit_length()
-    start, stop, top = _depth_first(cu_seqlens, parent, rounds)
+    start, stop, depth, top = _depth_first(cu_seqlens, parent, rounds)
     if checked and bool((top < segments).any()):
         i = int((top < segments).nonzero()[0])
         raise ValueError(f"parent must lead from every segment to a root (-1), got a cycle above segment {i}")
 
     # One element more than tokens, because a captured tensor must not be empty.
     token = torch.arange(total + 1, device=device)
-    of_segments = torch.nn.functional.pad(torch.stack((start - cu_seqlens[:-1], stop)), (0, 1))
+    of_segments = torch.stack((start - cu_seqlens[:-1], stop, depth - cu_seqlens[:-1]))
+    of_segments = torch.nn.functional.pad(of_segments, (0, 1))
     segment = torch.searchsorted(_moved(cu_seqlens[1:], device), token, right=True)
-    shift, end = _moved(of_segments, device)[:, segment]
+    shift, end, shift_in_path = _moved(of_segments, device)[:, segment]
     place, end = (token + shift).int(), end.int()
     (first_q, last_q), (first_k, last_k) = (_extremes(place[:total], size) for size in sizes)
     first_end, last_end = _extremes(end[:total], sizes[1])
     some = (last_q[:, None] >= first_k) & (first_q[:, None] < last_end)
     every = (first_q[:, None] >= last_k) & (last_q[:, None] < first_end)
-    return block_mask_of(some[None, None], every[None, None], (total, total), sizes, tree_mod(place, end))
+    if window_left == UNLIMITED:
+        mod = tree_mod(place, end)
+    else:
+        position = (token + shift_in_path).int()
+        (first_q, last_q), (first_k, last_k) = (_extremes(position[:total], size) for size in sizes)
+        some &= first_q[:, None] - last_k <= window_left
+        every &= last_q[:, None] - first_k <= window_left
+        mod = tree_window_mod(place, end, position, window_left)
+    return block_mask_of(some[None, None], every[None, None], (total, total), sizes, mod)
 
 
 def tree_mod(place: Tensor, end: Tensor) -> MaskMod:
@@ -119,15 +133,30 @@ def tree_mod(place: Tensor, end: Tensor) -> MaskMod:
     return mask
 
 
-def _depth_first(cu_seqlens: Tensor, parent: Tensor, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (start, stop, ancestor) of the segments, each (segments,) int64.
+def tree_window_mod(place: Tensor, end: Tensor, position: Tensor, window_left: int) -> MaskMod:
+    """Return the mask function of a tree in which a query sees at most ``window_left`` tokens before it."""
+    tree = tree_mod(place, end)
+
+    def tree_window(batch, head, q_idx, kv_idx):
+        near = position[q_idx] - position[kv_idx] <= window_left
+        return tree(batch, head, q_idx, kv_idx) & near
+
+    mask = MaskMod(tree_window)
+    mask.recipe = tree_window_mod, (place, end, position, window_left)
+    return mask
+
+
+def _depth_first(cu_seqlens: Tensor, parent: Tensor, rounds: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (start, stop, depth, ancestor) of the segments, each (segments,) int64.
 
     ``start`` is the position of a segment's first token in depth-first order, in which siblings keep their
-    packed order. ``stop`` is the position that follows its last descendant. ``ancestor`` is the index of the
-    segment 2^rounds generations above, or the number of segments if there is none.
+    packed order. ``stop`` is the position that follows its last descendant. ``depth`` is the number of tokens
+    of all ancestors. ``ancestor`` is the index of the segment 2^rounds generations above, or the number of
+    segments if there is none.
 
-    ``stop`` sums the lengths of descendants, and ``start`` the distances from each ancestor's start to that
-    of its child. Both are summed by doubling: round r adds the generations 2^r to 2^(r + 1) - 1 away.
+    ``stop`` sums the lengths of descendants, ``start`` the distances from each ancestor's start to that of
+    its child, and ``depth`` the lengths of ancestors. All are summed by doubling: round r adds the
+    generations 2^r to 2^(r + 1) - 1 away.
 
     Args:
         rounds: 2^rounds must exceed the depth of the forest.
@@ -146,11 +175,12 @@ def _depth_first(cu_seqlens: Tensor, parent: Tensor, rounds: int) -> tuple[Tenso
     of_siblings = subtree[order]
     before = of_siblings.cumsum(0) - of_siblings
     before = before - before[torch.searchsorted(parents, parents)]
-    start = lengths[up].scatter_add(0, order, before)
+    depth = lengths[up]
+    from_root = torch.stack((depth.scatter_add(0, order, before), depth))
     for above in ancestors[:-1]:
-        start = start + start[above]
-    start = start[:segments]
-    return start, start + subtree[:segments], ancestors[-1][:segments]
+        from_root = from_root + from_root[:, above]
+    start, depth = from_root[:, :segments]
+    return start, start + subtree[:segments], depth, ancestors[-1][:segments]
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,9 +1,10 @@
-"""Operations that write their results into the caller's memory: ``out=`` and ``lse=``.
+"""Operations that write their results into the caller's memory: ``out=``, ``lse=`` and ``mass=``.
 
 Each operation is ``torch.ops.flashtile.<name>_into``, whose schema mutates the buffers and returns nothing. A
 launch with the attribute ``writes_into`` takes a buffer or None for each result, after its other arguments,
 and writes directly into these buffers. Without the attribute, or if a buffer is not contiguous and aligned,
-the result is copied into the buffer.
+the result is copied into the buffer. A buffer that a launch names in ``adds_to`` holds numbers to which it
+adds, so the launch always gets it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Into(Operation):
         buffers: names of the results; only the first exists in every call.
         results_of: ``(*tensors, optional, options) -> results``: (shape, dtype) of each result, or None for a
             result that the call does not return.
+        name: name for which backends have launches of their own. None: those of ``operation`` are used.
     """
 
     def __init__(
@@ -40,15 +42,16 @@ class Into(Operation):
         operation: Operation,
         buffers: tuple[str, ...],
         results_of: Callable[..., tuple[Result | None, ...]],
+        name: str | None = None,
     ) -> None:
         self.of, self.buffers, self.results_of = operation, buffers, results_of
-        self.all_buffers = " and ".join(buffers)
+        self.all_buffers = " and ".join((", ".join(buffers[:-1]), buffers[-1]))
         self._first = len(operation.tensors)
         """Number of tensors before the buffers."""
         optional = [f"{name}?" for name in buffers[1:]]
         super().__init__(
-            operation.name,
-            suffix="_into",
+            name or operation.name,
+            suffix="" if name else "_into",
             part=operation.part,
             tensors=(*operation.tensors, buffers[0], *optional),
             optional=operation.nothing,
@@ -74,7 +77,7 @@ class Into(Operation):
 
     def complete(self, tensors: tuple, optional: Any, options: Any, buffers: tuple) -> tuple[Any, ...]:
         """Return ``buffers``, with new memory for requested results whose buffer is None."""
-        out, lse = buffers
+        *_, out, lse = buffers  # a buffer before these holds numbers already
         if out is not None and (lse is not None or not getattr(options, "return_lse", True)):
             return buffers
         try:
@@ -140,7 +143,9 @@ class LaunchInto:
     def __init__(self, launch: Any, into: Into, tensors: tuple, optional: Any) -> None:
         self._launch = launch
         self._first = len(into.of.tensors)
-        self._straight = [_takes(launch, buffer) for buffer in tensors[self._first :]]
+        added_to = getattr(launch, "adds_to", ())
+        named = zip(into.buffers, tensors[self._first :], strict=True)
+        self._straight = [name in added_to or _takes(launch, buffer) for name, buffer in named]
         """For each buffer, whether the launch writes to it directly."""
         self._is_straight = all(
             takes or buffer is None

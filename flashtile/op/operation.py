@@ -488,13 +488,19 @@ def guard(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
     dispatch modes and with forward-mode tangents. It may be false for other reasons.
     """
     expected = _compared(tensors)
-    try:  # torch.compile's guards do the same in C++, without a tuple for each property
+    return fast_guard(tensors) or (lambda *given: is_plain(given) and _compared(given) == expected)
+
+
+def fast_guard(tensors: tuple[Tensor, ...]) -> Callable[..., bool] | None:
+    """Return torch.compile's guard of ``tensors``, which compares in C++ without a tuple for each property.
+
+    None if this release of torch has no such guard, or if a tensor is given twice.
+    """
+    try:
         check = tensor_guards(tensors)
-        if check(*tensors):
-            return check
-    except Exception:  # another release of torch may have others
-        pass
-    return lambda *given: is_plain(given) and _compared(given) == expected
+        return check if check(*tensors) else None
+    except Exception:
+        return None
 
 
 def _compared(tensors: tuple[Tensor, ...]) -> list[tuple]:

@@ -40,12 +40,18 @@ def transforming() -> bool:
     return transform is not None and transform.key() != TransformType.Functionalize
 
 
+def mapping() -> bool:
+    """Whether the innermost active transform of ``torch.func`` is vmap."""
+    transform = innermost_transform()
+    return transform is not None and transform.key() == TransformType.Vmap
+
+
 def refuse_functionalized(name: str) -> None:
     """Raise NotImplementedError under ``functionalize``, which has no rule for an ``autograd.Function``.
 
     Other transforms need one, within ``functionalize`` and around it.
     """
-    if _functionalizing():
+    if functionalizing():
         raise NotImplementedError(
             f"{name} must not be differentiated or mapped by torch.func together with functionalize, for "
             "which torch has no rule: leave out functionalize, which changes nothing in such a call"
@@ -70,7 +76,7 @@ def refuse_transformed_writes(names: Iterable[str], written: Iterable[int], tens
     ``written`` are the indices of these among ``tensors``.
     """
     by_vmap = any(isinstance(t, Tensor) and is_mapped(t) for t in tensors)
-    if by_vmap or _functionalizing():
+    if by_vmap or functionalizing():
         name = next(name for i, name in enumerate(names) if i in written and tensors[i] is not None)
         transform = "vmap" if by_vmap else "functionalize"
         raise NotImplementedError(
@@ -78,7 +84,8 @@ def refuse_transformed_writes(names: Iterable[str], written: Iterable[int], tens
         )
 
 
-def _functionalizing() -> bool:
+def functionalizing() -> bool:
+    """Whether ``functionalize`` is among the active transforms of ``torch.func``."""
     return any(t.key() == TransformType.Functionalize for t in active_transforms() or ())
 
 

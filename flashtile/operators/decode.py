@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +17,13 @@ from flashtile.checks.decode import (
     check_no_gradient,
     check_own_memory,
 )
-from flashtile.checks.values import check_append_values, check_copy_values, check_decode_values
-from flashtile.op.into import Into, Result
+from flashtile.checks.values import (
+    check_append_values,
+    check_copy_values,
+    check_decode_values,
+    check_held_pages,
+)
+from flashtile.op.into import Into, LaunchInto, Result
 from flashtile.op.observers import forward_flops, has_data, lengths_of
 from flashtile.op.operation import (
     SIGNATURE_BYTES,
@@ -28,6 +34,7 @@ from flashtile.op.operation import (
     is_plain,
     launch_cache,
     on_meta,
+    reads_values,
     signatures,
     tell_written,
 )
@@ -56,6 +63,7 @@ from flashtile.problems.decode import (
     capacity,
     out_dtype,
 )
+from flashtile.problems.masking import EVERYTHING
 
 NO_GRADIENT = (
     "attention over a cache has no backward pass (call it under torch.no_grad(), or train with "
@@ -72,6 +80,13 @@ def _decode_results(
         return out, None
     lse_shape = (heads, *rows) if tensors.cu_seqlens_q is not None else (rows[0], heads, rows[1])
     return out, (lse_shape, torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _mass_results(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, options: DecodeOptions
+) -> tuple[Result | None, ...]:
+    mass = tuple(k_cache.shape[:3]), torch.float32
+    return mass, *_decode_results(q, k_cache, v_cache, tensors, options)
 
 
 def _fake_decode(q: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
@@ -146,6 +161,26 @@ class _Decoding(Operation):
         return launch
 
 
+class _AddingMass(Into):
+    """Attention over a cache that also adds to ``mass``, with launches of its own."""
+
+    def prepare(self, tensors: tuple, optional: Any, options: Any) -> LaunchInto:
+        return LaunchInto(Operation.prepare(self, tensors, optional, options), self, tensors, optional)
+
+    def launch_on_meta(self, tensors: tuple, optional: Any, options: Any, target: Any = None) -> None:
+        problem = self.describe(*tensors, optional, options)
+        if target is not None:
+            problem = on_target(problem, target)
+        launch = LaunchInto(select(self, problem, options.backend).prepare(), self, tensors, optional)
+        launch(*map(on_meta, tensors), optional._make(map(on_meta, optional)))
+
+    def check_values(self, tensors: tuple, optional: Any, options: Any) -> None:
+        super().check_values(tensors, optional, options)
+        if reads_values(tensors[0], options.debug_checks):
+            q, k_cache, v_cache = tensors[:3]
+            check_held_pages(q, k_cache, v_cache, optional, options)
+
+
 def _are_as_long(k_cache: Tensor, v_cache: Tensor) -> bool:
     """Whether both caches are (batch_cache, seqlen_cache, heads_kv, head_dim), with equal, valid lengths."""
     if k_cache.dim() != 4 or v_cache.dim() != 4:
@@ -175,6 +210,7 @@ DECODE = _Decoding(
     flops=_decode_flops,
 )
 DECODE_INTO = Into(DECODE, ("out", "lse"), _decode_results)
+DECODE_MASS = _AddingMass(DECODE, ("mass", "out", "lse"), _mass_results, "decode_mass")
 APPEND = _Writing(
     "append_kvcache",
     part="decode",
@@ -288,16 +324,75 @@ _BOTH = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", *Cache
 
 
 Buffers = tuple[Any, ...]
-"""The caller's buffers (out, lse), one of which may be None; () if the caller passed no buffer."""
+"""The caller's buffers: (out, lse) or (mass, out, lse), in which out and lse may be None. () without any."""
+
+
+def _operation(buffers: Buffers) -> Any:
+    """Return the operation of attention that writes into ``buffers``."""
+    if not buffers:
+        return DECODE
+    return DECODE_INTO if len(buffers) == 2 else DECODE_MASS
 
 
 def decode(
     cache: tuple[Tensor, Tensor, Tensor], tensors: CacheTensors, options: DecodeOptions, buffers: Buffers
 ) -> Any:
-    """Compute (out, lse) of q over (k_cache, v_cache), into ``buffers`` if there are any."""
+    """Compute (out, lse) of q over (k_cache, v_cache), or fill and return ``buffers`` if there are any."""
     if buffers:
-        return DECODE_INTO.write(cache, tensors, options, buffers)
+        return _operation(buffers).write(cache, tensors, options, buffers)
     return DECODE(cache, tensors, options)
+
+
+class SharedKeys(NamedTuple):
+    """A level of a cascade: groups of adjacent sequences, and the keys that all sequences of a group have.
+
+    Attributes:
+        block_table: (groups, max_blocks) int32, the pages of a sequence of each group.
+        end: (groups,) int32. Group g shares the keys at positions ``first[g] <= j < end[g]``.
+        first: (groups,) int32. None: 0.
+        cu_seqlens_q: (groups + 1,) int32, where the queries of each group start in q. None: one group.
+        max_seqlen_q: the largest number of queries of a group. None if there is one group.
+    """
+
+    block_table: Tensor
+    end: Tensor
+    first: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    max_seqlen_q: int | None = None
+
+
+def attend_shared(
+    cache: tuple[Tensor, Tensor, Tensor],
+    tensors: CacheTensors,
+    options: DecodeOptions,
+    levels: Sequence[SharedKeys],
+) -> CacheTensors:
+    """Attend to the keys that groups of sequences share, and return ``tensors`` with the result as prior.
+
+    All queries of a group attend together, as if they belonged to one sequence, so its keys are read once.
+    Every query must see all of these keys. Each level continues the softmax of the one before it. The caller
+    computes attention with the result, whose ``cache_leftpad`` must hide the shared keys.
+
+    Args:
+        cache: (q, k_cache, v_cache), q as :func:`decode` takes it. The caches have pages.
+        tensors, options: of the call that attends to each sequence's own keys.
+        levels: the levels, in ascending order of positions.
+    """
+    q, k_cache, v_cache = cache
+    rows = q.flatten(0, -3)
+    for level in levels:
+        shared = CacheTensors(
+            cache_seqlens=level.end, cache_leftpad=level.first, block_table=level.block_table,
+            cu_seqlens_q=level.cu_seqlens_q, k_descale=tensors.k_descale, v_descale=tensors.v_descale,
+            prior_out=tensors.prior_out, prior_lse=tensors.prior_lse,
+        )  # fmt: skip
+        options = options._replace(
+            max_seqlen_q=level.max_seqlen_q, seqlen_new=0, masking=EVERYTHING, partial=True, return_lse=True
+        )
+        queries = rows if level.cu_seqlens_q is not None else rows.unsqueeze(0)
+        out, lse = DECODE((queries, k_cache, v_cache), shared, options)
+        tensors = tensors._replace(prior_out=out.flatten(0, -3), prior_lse=lse.flatten(0, -2))
+    return tensors
 
 
 def append_and_decode(
@@ -320,15 +415,15 @@ def append_and_decode(
     """
     new = (q, k_cache, v_cache, k, v)
     angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens
+    attend = _operation(buffers)
     if buffers:
-        buffers = DECODE_INTO.complete(new[:3], tensors, options, buffers)
-        DECODE_INTO.refuse_gradients(buffers, _BOTH, (*new, *angles[:2], *tensors))
+        buffers = attend.complete(new[:3], tensors, options, buffers)
+        attend.refuse_gradients(buffers, _BOTH, (*new, *angles[:2], *tensors))
     plain = is_plain(new, tensors, angles, buffers)
     if plain and not (torch.is_grad_enabled() and any_learns(new, angles, tensors)):
         return _launch_both(new, appended, append_options, tensors, options, buffers)
     given = (*new, *angles[:2], *tensors)
     if not plain:
-        attend = DECODE_INTO if buffers else DECODE
         attend.check(q, k_cache, v_cache, *buffers, tensors, options)
         check_append(k_cache, v_cache, k, v, appended, append_options)
         refuse_tangents(_BOTH, given)
@@ -360,7 +455,7 @@ def _launch_both(
     own: tuple[Any, ...] = ()
     if appended.k_descale is not tensors.k_descale:
         own = appended.k_descale, appended.v_descale
-    attend = DECODE_INTO if buffers else DECODE
+    attend = _operation(buffers)
     try:
         of_both = (q, k_cache, v_cache, k, v, *tensors, *angles, *own, *buffers)
         key = (options, append_options, len(own), *signatures(of_both))

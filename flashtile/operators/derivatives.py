@@ -1,7 +1,7 @@
-"""Forward-mode tangents and second derivatives, computed with standard attention in plain PyTorch.
+"""Second derivatives, and tangents that no kernel computes, with standard attention in plain PyTorch.
 
-Kernels compute out, lse and first gradients. Further derivatives are rare and are computed with
-:mod:`flashtile.reference.attention` in float32 (float64 for float64 inputs). Several tensors of
+Kernels compute out, lse, first gradients and most tangents. Further derivatives are rare and are computed
+with :mod:`flashtile.reference.attention` in float32 (float64 for float64 inputs). Several tensors of
 (batch, heads_q, seqlen_q, seqlen_k) are then in memory.
 """
 
@@ -97,29 +97,54 @@ def gradients(
     return pull(_filled((dout, dlse), results))
 
 
-def of_gradients(
-    attend: Attend,
+def of_pass(
+    run: Callable[[Sequence[Tensor | None], Sequence[Tensor]], tuple[Tensor, ...]],
     cotangents: Sequence[Tensor | None],
-    dout: Tensor | None,
-    dlse: Tensor | None,
+    optional: Sequence[Tensor | None],
     tensors: Sequence[Tensor],
-) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
-    """Differentiate :func:`gradients`, and return the gradients of dout, dlse and ``tensors``.
+) -> tuple[list[Tensor | None], list[Tensor]]:
+    """Differentiate ``run(optional, tensors)``, such as :func:`gradients` or :func:`along`.
 
-    ``cotangents`` are the gradients of the results of :func:`gradients`.
+    ``cotangents`` are the gradients of its results. Returns the gradients of ``optional``, None for each that
+    is None, and those of ``tensors``.
     """
-    given = [t for t in (dout, dlse) if t is not None]
+    given = [tensor for tensor in optional if tensor is not None]
 
-    def first(*arguments: Tensor) -> tuple[Tensor, ...]:
-        of_results = iter(arguments[: len(given)])
-        own_dout, own_dlse = (None if t is None else next(of_results) for t in (dout, dlse))
-        return gradients(attend, own_dout, own_dlse, arguments[len(given) :])
+    def in_order(some: Sequence[Tensor]) -> list[Tensor | None]:
+        own = iter(some)
+        return [None if tensor is None else next(own) for tensor in optional]
 
-    results, pull, *_ = torch.func.vjp(first, *given, *tensors)
-    found = list(pull(_filled(cotangents, results)))
-    ddout = None if dout is None else found.pop(0)
-    ddlse = None if dlse is None else found.pop(0)
-    return ddout, ddlse, found
+    def of_given(*arguments: Tensor) -> tuple[Tensor, ...]:
+        return run(in_order(arguments[: len(given)]), arguments[len(given) :])
+
+    results, pull, *_ = torch.func.vjp(of_given, *given, *tensors)
+    found = pull(_filled(cotangents, results))
+    return in_order(found[: len(given)]), list(found[len(given) :])
+
+
+def along(
+    attend: Attend, tensors: Sequence[Tensor], directions: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """Compute the results of ``attend`` and their tangents. Directions are those of the first tensors.
+
+    Gradients are linear in the cotangents, and their derivative by these is the tangent. So reverse mode is
+    enough, which nests in every transform. Two levels of forward mode do not nest outside of ``torch.func``.
+    """
+    given = [i for i, direction in enumerate(directions) if direction is not None]
+
+    def of_given(*moving: Tensor) -> tuple[Tensor, Tensor]:
+        every = list(tensors)
+        for i, tensor in zip(given, moving, strict=True):
+            every[i] = tensor
+        return attend(*every)
+
+    if not given:
+        results = attend(*tensors)
+        return *results, *map(torch.zeros_like, results)
+    results, pull, *_ = torch.func.vjp(of_given, *(tensors[i] for i in given))
+    _, push, *_ = torch.func.vjp(pull, tuple(map(torch.zeros_like, results)))
+    (found,) = push(tuple(directions[i] for i in given))
+    return *results, *found
 
 
 def _filled(cotangents: Sequence[Tensor | None], results: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -66,6 +66,8 @@ def forward(
                     extras, options = functions.learning_slopes(q, k, extras, options)
                 else:
                     check_learned_slopes(extras, options)
+            if extras is NO_EXTRAS:
+                return FlashAttention.apply(extras, options, q, k, v)
             learning = extras.sink, extras.bias, extras.alibi_slopes, *captured_of(extras)
             return FlashAttention.apply(extras, options, q, k, v, *learning)
         if type(extras) is not OptionalTensors:
@@ -121,7 +123,7 @@ def _save(ctx, q, k, v, out, lse, extras, options):
         ctx.save_for_backward(q, k, v, out, lse)
     else:
         ctx.save_for_backward(q, k, v, out, lse, *extras)
-    ctx.options = options
+    ctx.options = options._replace(invariant=False) if options.invariant else options
     ctx.set_materialize_grads(False)
 
 
@@ -133,6 +135,10 @@ def _gradients(ctx, dout, dlse, bias, slopes):
     if dout is None and dlse is None:
         return (None,) * len(_LEARNING)
     tensors = ctx.saved_tensors
+    if dlse is None and len(tensors) == _NUM_SAVED:  # without optional tensors
+        launch = BACKWARD.repeated(dout, tensors, ctx.options)
+        if launch is not None:
+            return *launch(dout, None, *tensors, NO_EXTRAS), None
     saved, extras = tensors[:_NUM_SAVED], extras_of(tensors[_NUM_SAVED:])
     bias_grad = extras.bias is not None and ctx.needs_input_grad[bias]
     options = ctx.options._replace(bias_grad=True) if bias_grad else ctx.options

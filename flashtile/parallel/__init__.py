@@ -3,6 +3,7 @@
 from flashtile.parallel.decode import context_parallel_decode, own_tokens
 from flashtile.parallel.functional import context_parallel_attention
 from flashtile.parallel.layout import shard, unshard
+from flashtile.parallel.masked import ShardedMask, shard_mask
 from flashtile.parallel.model import (
     LINKS,
     Link,
@@ -19,6 +20,7 @@ __all__ = [
     "Link",
     "ParallelEstimate",
     "ParallelExplanation",
+    "ShardedMask",
     "Sharing",
     "context_parallel_attention",
     "context_parallel_decode",
@@ -26,6 +28,7 @@ __all__ = [
     "explain",
     "own_tokens",
     "shard",
+    "shard_mask",
     "two_dimensions",
     "unshard",
 ]

@@ -7,6 +7,7 @@ been merged.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 from flashtile.api.merge import merge_into
-from flashtile.operators.attention import BACKWARD, FORWARD
-from flashtile.parallel.blocks import Block, Mask, Packed, Pair, pair_of
+from flashtile.operators.attention import BACKWARD, FORWARD, FORWARD_INTO
+from flashtile.parallel.blocks import Block, Mask, Packed, Pair, Ranges, pair_of, union
 from flashtile.parallel.layout import Piece, tokens_of
 from flashtile.parallel.ranks import Ranks
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
@@ -183,11 +184,30 @@ def attend_once(
         return state.finish()
     if len(pair.calls) == 1 and _rows(pair.calls[0]) == (0, q.shape[1]):
         return _forward(q, k, v, pair.calls[0], scores, partial=False, sink=sink)
-    out, lse = first_state(q, v.shape[-1], sink, q.dtype)
+    out, lse = new_results(q, v.shape[-1], pair.calls, sink)
+    attend_rows(out, lse, q, k, v, pair, scores, sink)
+    return out, lse
+
+
+def new_results(
+    q: Tensor, head_dim_v: int, calls: Sequence[Block | Packed], sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) in q's dtype for ``calls`` to write. Queries in no call see no key."""
+    batch, tokens, heads, _ = q.shape
+    if union([_rows(call) for call in calls]) != ((0, tokens),):
+        return first_state(q, head_dim_v, sink, q.dtype)
+    out = q.new_empty((batch, tokens, heads, head_dim_v))
+    return out, q.new_empty((batch, heads, tokens), dtype=wide(q.dtype))
+
+
+def attend_rows(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, pair: Pair, scores: Scores, sink: Tensor | None
+) -> None:
+    """Run the attention calls of ``pair``, and write their rows of out and lse. No query is in two calls."""
     for call in pair.calls:
         rows = slice(*_rows(call))
-        out[:, rows], lse[:, :, rows] = _forward(q, k, v, call, scores, partial=False, sink=sink)
-    return out, lse
+        into = out[:, rows]
+        _, lse[:, :, rows] = _forward(q, k, v, call, scores, partial=False, sink=sink, out=into)
 
 
 def first_state(q: Tensor, head_dim_v: int, sink: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -207,7 +227,8 @@ class Total:
         like: a tensor of the sum's shape and device.
         dtype: dtype of the addition.
 
-    Up to two tensors are kept unsummed, so that one pass over memory can add the last two and round the sum.
+    Two tensors, or any number without a token in common, are kept unsummed, so that one pass over memory can
+    add the last two and round the sum.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
@@ -220,7 +241,7 @@ class Total:
 
         The sum may later be written into the memory of ``part``.
         """
-        if len(self._parts) == 2:
+        if len(self._parts) >= 2 and any(start < end and begin < stop for _, begin, end in self._parts):
             self._parts = [(self.value(), *self._whole)]
         self._parts.append((part, start, stop))
 
@@ -308,23 +329,30 @@ def _forward(
     scores: Scores,
     partial: bool,
     sink: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run one attention call. Return out (batch, rows, heads_q, head_dim_v) and lse (batch, heads_q, rows).
 
-    With ``partial``, out is float32 (float64 for float64 inputs) instead of q's dtype.
+    With ``partial``, out is float32 (float64 for float64 inputs) instead of q's dtype. ``out``, if given,
+    receives the result.
     """
     options = scores.options(call, partial)
+    rows, keys = slice(*_rows(call)), slice(*_keys(call))
+    tensors: tuple[Tensor, ...] = (q[:, rows], k[:, keys], v[:, keys])
+    extras = NO_EXTRAS if sink is None else OptionalTensors(sink=sink)
     if isinstance(call, Packed):
         extras = OptionalTensors(*call.offsets(q.device), sink=sink)
-        out, lse = FORWARD.launch((q.squeeze(0), k.squeeze(0), v.squeeze(0)), extras, options)
-        return out.unsqueeze(0), lse.unsqueeze(0)
-    rows, keys = slice(call.q_start, call.q_stop), slice(call.k_start, call.k_stop)
-    extras = NO_EXTRAS if sink is None else OptionalTensors(sink=sink)
-    return FORWARD.launch((q[:, rows], k[:, keys], v[:, keys]), extras, options)
+        tensors = tuple(t.squeeze(0) for t in tensors)
+        out = None if out is None else out.squeeze(0)
+    if out is None:
+        result = FORWARD.launch(tensors, extras, options)
+    else:
+        result = FORWARD_INTO.write(tensors, extras, options, (out, None))
+    return tuple(t.unsqueeze(0) for t in result) if isinstance(call, Packed) else result
 
 
 def _rows(call: Block | Packed) -> tuple[int, int]:
-    return (0, call.tokens_q) if isinstance(call, Packed) else (call.q_start, call.q_stop)
+    return call.q_start, call.q_stop
 
 
 def _keys(call: Block | Packed) -> tuple[int, int]:
@@ -342,3 +370,19 @@ def covers(pair: Pair, q: Tensor, k: Tensor) -> bool:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of partial results and sums over ranks: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def at_ranges(ranges: Ranges, x: Tensor) -> Tensor:
+    """Return the tokens of ``ranges``, concatenated."""
+    if len(ranges) == 1:
+        return x[:, ranges[0][0] : ranges[0][1]]
+    return torch.cat([x[:, :0], *(x[:, start:stop] for start, stop in ranges)], dim=1)
+
+
+def add_at_ranges(ranges: Ranges, parts: Sequence[Tensor], totals: Sequence[Total]) -> None:
+    """Add each of ``parts``, gradients of the tokens in ``ranges``, concatenated, to one of ``totals``."""
+    for part, total in zip(parts, totals, strict=True):
+        at = 0
+        for start, stop in ranges:
+            total.add(part[:, at : at + stop - start], start, stop)
+            at += stop - start

@@ -71,18 +71,20 @@ class Block:
 class Packed:
     """Blocks with equal windows, computed as one call for packed sequences.
 
-    Tokens between the blocks become sequences of queries without keys, or of keys without queries.
+    The call has the queries ``q_start`` to ``q_stop``, and all ``tokens_k`` keys. Tokens between the blocks
+    become sequences of queries without keys, or of keys without queries.
     """
 
     blocks: tuple[Block, ...]
-    tokens_q: int
+    q_start: int
+    q_stop: int
     tokens_k: int
 
     @cached_property
     def _offsets(self) -> tuple[list[int], list[int]]:
         q, k = [0], [0]
         for block in (*self.blocks, None):
-            start_q = self.tokens_q if block is None else block.q_start
+            start_q = (self.q_stop if block is None else block.q_start) - self.q_start
             start_k = self.tokens_k if block is None else block.k_start
             # Queries before the block form a sequence without keys. Keys before it form one without queries.
             if start_q > q[-1]:
@@ -90,7 +92,7 @@ class Packed:
             if start_k > k[-1]:
                 q, k = [*q, q[-1]], [*k, start_k]
             if block is not None:
-                q, k = [*q, block.q_stop], [*k, block.k_stop]
+                q, k = [*q, block.q_stop - self.q_start], [*k, block.k_stop]
         return q, k
 
     @cached_property
@@ -125,7 +127,7 @@ _on_devices: BoundedCache = BoundedCache(OFFSETS_BYTES)
 
 
 Ranges = tuple[tuple[int, int], ...]
-"""(start, stop) of ranges of one rank's keys, ascending and disjoint."""
+"""(start, stop) of ranges of one rank's queries or keys, ascending and disjoint."""
 
 
 @dataclass(frozen=True)
@@ -152,10 +154,8 @@ class Pair:
     @cached_property
     def disjoint(self) -> bool:
         """Whether each query is in at most one call, so that no partial results have to be merged."""
-        rows = sorted((b.q_start, b.q_stop) for b in self.blocks)
-        return all(a[1] <= b[0] for a, b in pairwise(rows)) and (
-            sum(isinstance(call, Packed) for call in self.calls) == 0 or len(self.calls) == 1
-        )
+        rows = sorted((call.q_start, call.q_stop) for call in self.calls)
+        return all(a[1] <= b[0] for a, b in pairwise(rows))
 
     @cached_property
     def pairs(self) -> int:
@@ -164,18 +164,47 @@ class Pair:
 
 
 @lru_cache(maxsize=4096)
-def pair_of(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> Pair:
-    """Return the attention calls of one rank's queries over another rank's keys."""
+def pair_of(
+    queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask, rows: Ranges | None = None
+) -> Pair:
+    """Return the attention calls of one rank's queries over another rank's keys.
+
+    With ``rows``, the calls are limited to these queries, and each call is within one of the ranges.
+    """
+    length = tokens_of(queries)
     one_document = len(mask.starts_q) == 2
-    if one_document and _own_causal(queries, keys, mask):
-        length = tokens_of(queries)
+    if one_document and rows in (None, ((0, length),)) and _own_causal(queries, keys, mask):
         return Pair(((0, length),), (Block(0, length, 0, length, UNLIMITED, 0),))
     found = _merged(list(_blocks(queries, keys, mask)))
-    ranges = _union([(block.k_start, block.k_stop) for block in found])
+    if rows is not None:
+        found = [part for of_rows in rows for block in found if (part := _limited(block, *of_rows))]
+    ranges = union([(block.k_start, block.k_stop) for block in found])
     compact = [_counted_through(ranges, block) for block in found]
     if one_document:
         return Pair(ranges, tuple(compact))
-    return Pair(ranges, tuple(_packed(compact, tokens_of(queries), sum(b - a for a, b in ranges))))
+    tokens_k = sum(stop - start for start, stop in ranges)
+    calls: list[Block | Packed] = []
+    for start, stop in ((0, length),) if rows is None else rows:
+        within = [block for block in compact if start <= block.q_start < stop]
+        calls += _packed(within, start, stop, tokens_k)
+    return Pair(ranges, tuple(calls))
+
+
+def other_rows(rows: Ranges, total: int) -> Ranges:
+    """Return the queries from 0 to ``total`` that are not in ``rows``."""
+    bounds = [0, *(bound for of_rows in rows for bound in of_rows), total]
+    return tuple((a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True) if a < b)
+
+
+def _limited(block: Block, start: int, stop: int) -> Block | None:
+    """Return the part of ``block`` with queries ``start`` to ``stop``; None if there is none."""
+    first, last = max(start, block.q_start), min(stop, block.q_stop)
+    if first >= last:
+        return None
+    # A query has the position of the key with which it is aligned, so the last ones have the same.
+    position = first + block.k_stop - block.q_stop
+    rows, keys = Piece(position, last - first), Piece(block.k_start, block.k_stop - block.k_start)
+    return _block(first, rows, block.k_start, keys, Mask(block.left, block.right, (), ()))
 
 
 def _own_causal(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> bool:
@@ -278,14 +307,15 @@ def _merged(blocks: list[Block]) -> list[Block]:
     return merged
 
 
-def _union(ranges: list[tuple[int, int]]) -> Ranges:
-    union: list[tuple[int, int]] = []
+def union(ranges: list[tuple[int, int]]) -> Ranges:
+    """Merge ranges that overlap or touch."""
+    merged: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
-        if union and start <= union[-1][1]:
-            union[-1] = (union[-1][0], max(stop, union[-1][1]))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
         else:
-            union.append((start, stop))
-    return tuple(union)
+            merged.append((start, stop))
+    return tuple(merged)
 
 
 def _counted_through(ranges: Ranges, block: Block) -> Block:
@@ -301,8 +331,8 @@ def _counted_through(ranges: Ranges, block: Block) -> Block:
     raise AssertionError(f"{block} is in none of {ranges}")
 
 
-def _packed(blocks: list[Block], tokens_q: int, tokens_k: int) -> Iterator[Block | Packed]:
-    """Group the blocks of packed documents into attention calls.
+def _packed(blocks: list[Block], q_start: int, q_stop: int, tokens_k: int) -> Iterator[Block | Packed]:
+    """Group the blocks of packed documents into attention calls of queries ``q_start`` to ``q_stop``.
 
     The blocks of one call have equal windows. Queries and keys of each block come after those of the previous
     block.
@@ -318,5 +348,5 @@ def _packed(blocks: list[Block], tokens_q: int, tokens_k: int) -> Iterator[Block
                 and block.k_start >= taken[-1].k_stop
             )
             (taken if fits else left).append(block)
-        yield taken[0] if len(taken) == 1 else Packed(tuple(taken), tokens_q, tokens_k)
+        yield taken[0] if len(taken) == 1 else Packed(tuple(taken), q_start, q_stop, tokens_k)
         waiting = left

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashtile.checks.arguments import ERRORS, check_choice, check_dense
+from flashtile.checks.arguments import ERRORS, check_choice, check_dense, named
 from flashtile.checks.attention import check_call
 from flashtile.checks.conversions import (
     as_masking,
@@ -27,11 +26,13 @@ from flashtile.parallel.attend import Method, Scores, Shards
 from flashtile.parallel.blocks import Mask
 from flashtile.parallel.gather import AllGather
 from flashtile.parallel.layout import LAYOUTS, all_pieces
+from flashtile.parallel.masked import ShardedMask, attend_under_mask
 from flashtile.parallel.model import METHODS, Sharing, choose, setting_of
 from flashtile.parallel.ranks import TIMEOUT, Alone, Ranks, check_mesh, ranks_of
-from flashtile.parallel.ring import Ring
+from flashtile.parallel.ring import ring_of
 from flashtile.parallel.ulysses import Ulysses, in_order, keys_shared
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
+from flashtile.problems.masking import Masking
 from flashtile.torch_private import never_compiled
 
 SEQUENCE, HEADS = 1, 2
@@ -58,6 +59,7 @@ def context_parallel_attention(
     return_lse: bool = False,
     timeout: float = TIMEOUT,
     backend: str | None = None,
+    block_mask: ShardedMask | None = None,
 ) -> Tensor | Any:
     """Compute :func:`flashtile.attention` of a sequence whose tokens are distributed over ranks.
 
@@ -95,6 +97,10 @@ def context_parallel_attention(
         deterministic: as for :func:`flashtile.attention`. Sums over ranks always have the same order.
         return_lse: also return the log-sum-exp of this rank's rows.
         timeout: seconds to wait for the other ranks; 600 by default.
+        block_mask: this rank's part of a mask function, from :func:`shard_mask`, or None. It alone decides
+            which keys a query sees, so ``causal``, ``window_size`` and ``cu_seqlens_q`` must be left out.
+            The method is all-gather. Gradients of keys are rounded to their dtype before they are added in
+            float32.
 
     Returns:
         out of this rank's rows, in the shape of q with the head_dim of v. With ``return_lse``, (out, lse)
@@ -128,7 +134,7 @@ def context_parallel_attention(
             q, k, v, group=group, mesh=mesh, method=method, layout=layout, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
             softcap=softcap, sink=sink, deterministic=deterministic, return_lse=return_lse, timeout=timeout,
-            backend=backend,
+            backend=backend, block_mask=block_mask,
         )  # fmt: skip
     check_flag("return_lse", return_lse)
     options = make_options(
@@ -141,6 +147,8 @@ def context_parallel_attention(
     check_choice("layout", layout, LAYOUTS)
     check_choice("method", method, METHODS)
     timeout = as_seconds("timeout", timeout)
+    if block_mask is not None:
+        _check_beside_mask(block_mask, q, layout, method, mesh, options, cu_seqlens_q)
     if type(q) not in PLAIN_TYPES and _is_distributed(q):
         return _attend_distributed(
             q, k, v, return_lse, layout, group, mesh, cu_seqlens_q, sink, method=method,
@@ -160,8 +168,14 @@ def context_parallel_attention(
                     f"got shape {tuple(tensor.shape)}"
                 )
         q, k, v = (t.unsqueeze(0) for t in (q, k, v))
-    _check_own(ranks, q, k, v, sink, options, timeout)
-    call = _agree(ranks, q, k, v, sink, options, (method, layout, meshed, offsets_q, offsets_k), timeout)
+    _check_own(ranks, q, k, v, sink, block_mask, options, timeout)
+    others = method, layout, meshed, offsets_q, offsets_k, block_mask
+    call = _agree(ranks, q, k, v, sink, options, others, timeout)
+    if block_mask is not None:
+        return attend_under_mask(
+            q, k, v, block_mask, ranks, timeout, softmax_scale=softmax_scale, softcap=softcap, sink=sink,
+            deterministic=deterministic, return_lse=return_lse, backend=backend,
+        )  # fmt: skip
     out, lse = _Attention.apply(q, k, v, sink, _method(call, ranks, mesh, method, layout, options, timeout))
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
@@ -295,15 +309,37 @@ class _Attention(torch.autograd.Function):
         return *result, None
 
 
-def _check_own(ranks: Ranks, q: Any, k: Any, v: Any, sink: Any, options: Options, timeout: float) -> None:
+def _check_own(
+    ranks: Ranks, q: Any, k: Any, v: Any, sink: Any, mask: Any, options: Options, timeout: float
+) -> None:
     """Check this rank's own arguments. An error is sent to all ranks before it is raised."""
     try:
         check_call(q, k, v, NO_EXTRAS if sink is None else OptionalTensors(sink=sink), options)
+        if mask is not None:
+            mask.check_tokens(ranks, q, k)
     except ERRORS as error:
-        device = q.device if isinstance(q, Tensor) else torch.device("cpu")
-        with contextlib.suppress(ValueError, RuntimeError):
-            ranks.agree({}, {}, timeout, device, str(error))
+        ranks.refuse(error, timeout, q.device if isinstance(q, Tensor) else torch.device("cpu"))
         raise
+
+
+def _check_beside_mask(
+    mask: Any, q: Any, layout: str, method: str, mesh: Any, options: Options, offsets: Any
+) -> None:
+    """Raise for an argument that cannot be combined with ``block_mask``."""
+    if not isinstance(mask, ShardedMask):
+        raise TypeError(f"block_mask must be made by flashtile.parallel.shard_mask, got {named(mask)}")
+    if layout != mask.layout:
+        raise ValueError(f"layout must be that of block_mask, {mask.layout!r}, got {layout!r}")
+    if method not in ("auto", "allgather"):
+        raise NotImplementedError(f"method must be 'auto' or 'allgather' with block_mask, got {method!r}")
+    for name, given, instead in (
+        ("causal or window_size", options.masking != Masking(), ": write it in mask_mod"),
+        ("cu_seqlens_q", offsets is not None, ": write documents in mask_mod"),
+        ("a mesh of two dimensions", mesh is not None and mesh.ndim > 1, ""),
+        ("q, a DTensor,", _is_distributed(q), ": pass its local tensor"),
+    ):
+        if given:
+            raise NotImplementedError(f"{name} cannot be combined with block_mask{instead}")
 
 
 def _agree(
@@ -316,7 +352,7 @@ def _agree(
     others: tuple,
     timeout: float,
 ) -> _Call:
-    method, layout, meshed, offsets_q, offsets_k = others
+    method, layout, meshed, offsets_q, offsets_k, mask = others
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sink))
     same: dict[str, Any] = {
         "method": method,
@@ -332,6 +368,8 @@ def _agree(
         "cu_seqlens_q": offsets_q,
         "cu_seqlens_k": offsets_k,
         "sink": sink is not None,
+        # All ranks have the ranges of all. Their hash changes if the mask of any rank sees other blocks.
+        "block_mask": None if mask is None else (mask.total, hash(mask.ranges)),
         "whether gradients are wanted": learns,
         "causal": options.masking.window_right == 0,  # named before the window that it becomes
         **{
@@ -371,7 +409,7 @@ def _method(
         method = choose(sharing, ranks.size, *setting_of(call.device, ranks.size)).method
     shards = Shards(ranks, pieces_q, pieces_k, mask, scores, timeout)
     if method == "ring":
-        return Ring(shards)
+        return ring_of(shards)
     if method == "allgather":
         return AllGather(shards)
     return _ulysses(call, ranks, (pieces_q,), (pieces_k,), Alone(), shards)
@@ -387,7 +425,7 @@ def _ulysses(
     )
     shared = keys_shared(call.heads_q, call.heads_kv, ranks.size)
     inner = Shards(ring, inner_q, inner_k, shards.mask, shards.scores, shards.timeout, shared)
-    return Ulysses(Ring(inner), shards, call.heads_q, call.heads_kv)
+    return Ulysses(ring_of(inner), shards, call.heads_q, call.heads_kv)
 
 
 def _mask(call: _Call, options: Options) -> Mask:

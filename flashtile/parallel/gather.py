@@ -1,23 +1,37 @@
 """All-gather: each rank gathers the keys and values that its queries see (Llama 3, arXiv:2407.21783, section
 3.3.2).
 
-There is one exchange, and no partial results are merged. This suits models with few key heads. Messages are
-received directly into the tensors that attention reads. Gradients of keys and values are sent directly from
-the tensors that the backward pass wrote.
+There is one exchange, and no partial results are merged. This suits models with few key heads, and windows: a
+rank then gathers only the keys just before its own, while it computes the rows that see its own keys only.
+Messages are received directly into the tensors that attention reads. Gradients of keys and values are sent
+directly from the tensors that the backward pass wrote.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashtile.parallel.attend import Forward, Gradients, Saved, Shards, Total, attend_once
-from flashtile.parallel.blocks import Pair, pair_of
-from flashtile.parallel.layout import Piece, joined
-from flashtile.parallel.ranks import Message, as_bytes
+from flashtile.parallel.attend import (
+    Forward,
+    Gradients,
+    Saved,
+    Shards,
+    State,
+    Total,
+    add_at_ranges,
+    at_ranges,
+    attend_once,
+    attend_rows,
+    new_results,
+)
+from flashtile.parallel.blocks import Mask, Pair, Ranges, other_rows, pair_of, union
+from flashtile.parallel.layout import Piece, joined, tokens_of
+from flashtile.parallel.ranks import Message, Pending, Ranks, as_bytes
 
 
 class _Part(NamedTuple):
@@ -40,53 +54,48 @@ class _Part(NamedTuple):
         return x[:, self.gathered : self.gathered + self.tokens]
 
 
-@dataclass(frozen=True)
-class AllGather:
-    """Attention over keys and values gathered from all ranks. The backward pass gathers them again."""
+class Needs:
+    """Which keys each rank needs from the others, and for which of its queries.
 
-    shards: Shards
+    Args:
+        pieces_q, pieces_k, mask: as for :class:`Shards`.
+    """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Forward:
-        keys, values = self._gather([k, v])
-        out, lse = attend_once(q, keys, values, self._pair(self._rank), self.shards.scores, sink)
-        return Forward(out, lse, (q, k, v, out, lse))
+    def __init__(self, pieces_q: OfRanks, pieces_k: OfRanks, mask: Mask) -> None:
+        self._q, self._k, self._mask = pieces_q, pieces_k, mask
+        self._lengths_k = [tokens_of(pieces) for pieces in pieces_k]
+        self._in_order = all(piece.step == 1 for pieces in pieces_k for piece in pieces)
+        self._keys = self._ordered(pieces_k)
+        self._rows: dict[int, Ranges] = {}
+        self._parts: dict[tuple[int, int], list[_Part]] = {}
 
-    def backward(
-        self, dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...], sink: Tensor | None
-    ) -> Gradients:
-        q, k, v, out, lse = saved
-        keys, values = self._gather([k, v])
-        rows = Saved(q, dout, dlse, out, lse, self.shards.scores)
-        dq, dk, dv = (Total(t, rows.dtype) for t in (q, keys, values))
-        rows.differentiate(keys, values, self._pair(self._rank), dq, dk, dv)
-        of_keys, of_values = self._sums([dk.value(), dv.value()], [k, v])
-        dk_own, dv_own = of_keys.rounded(k.dtype), of_values.rounded(v.dtype)
-        return Gradients(dq.rounded(q.dtype), dk_own, dv_own, rows.sink_gradient(sink))
+    def own(self, rank: int) -> Pair:
+        """The attention calls of a rank's queries that see only keys of this rank, over these keys."""
+        rows = other_rows(self._rows_of_others(rank), tokens_of(self._q[rank]))
+        return pair_of(self._q[rank], self._k[rank], self._mask, rows)
 
-    @property
-    def _rank(self) -> int:
-        return self.shards.ranks.rank
-
-    @property
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.shards.ranks.size) if rank != self._rank]
-
-    def _pair(self, rank: int) -> Pair:
-        """Return the :class:`Pair` (attention calls) of one rank's queries and the keys of all ranks.
+    def gathered(self, rank: int) -> Pair:
+        """The attention calls of a rank's other queries, over the keys of all ranks.
 
         The keys are in the order of the sequence. In the layout "striped" they are ordered by rank instead.
         """
-        keys: tuple[Piece, ...] = tuple(piece for pieces in self.shards.pieces_k for piece in pieces)
-        if all(piece.step == 1 for piece in keys):
-            keys = joined(sorted(keys))
-        return pair_of(self.shards.pieces_q[rank], keys, self.shards.mask)
+        return pair_of(self._q[rank], self._keys, self._mask, self._rows_of_others(rank))
 
-    def _parts(self, owner: int, needed_by: int) -> list[_Part]:
-        pieces, ranges = self.shards.pieces_k, self._pair(needed_by).ranges
-        in_order = all(piece.step == 1 for of_rank in pieces for piece in of_rank)
-        own, before, found = 0, sum(self.shards.lengths_k[:owner]), []
-        for piece in pieces[owner]:
-            first = piece.start if in_order else before + own  # index among the keys of all ranks
+    @cached_property
+    def few(self) -> bool:
+        """Whether each rank gathers at most as many keys as it has, as with short windows."""
+        return all(self.gathered(rank).tokens <= tokens for rank, tokens in enumerate(self._lengths_k))
+
+    def parts(self, owner: int, needed_by: int) -> list[_Part]:
+        """The tokens of a rank that another rank gathers, or that it gathers itself next to others."""
+        known = self._parts.get((owner, needed_by))
+        if known is not None:
+            return known
+        found = self._parts[owner, needed_by] = list[_Part]()
+        ranges = self.gathered(needed_by).ranges
+        own, before = 0, sum(self._lengths_k[:owner])
+        for piece in self._k[owner]:
+            first = piece.start if self._in_order else before + own  # index among the keys of all ranks
             gathered = 0
             for start, stop in ranges:
                 begin, end = max(start, first), min(stop, first + piece.length)
@@ -96,67 +105,206 @@ class AllGather:
             own += piece.length
         return found
 
-    def _gather(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Gather from all ranks the keys and values that this rank's queries see.
+    def _rows_of_others(self, rank: int) -> Ranges:
+        """The queries of a rank that see keys of other ranks."""
+        if rank not in self._rows:
+            # One pair with the keys of all others, which are few pieces: a pair with each would take hundreds
+            # of milliseconds for 64 ranks, in every step on packed documents.
+            others = self._ordered(self._k[:rank] + self._k[rank + 1 :])
+            blocks = pair_of(self._q[rank], others, self._mask).blocks
+            self._rows[rank] = union([(block.q_start, block.q_stop) for block in blocks])
+        return self._rows[rank]
+
+    def _ordered(self, ranks: OfRanks) -> tuple[Piece, ...]:
+        """Return the keys of some ranks, in the order of the sequence, in "striped" by rank."""
+        keys = tuple(piece for pieces in ranks for piece in pieces)
+        return joined(sorted(keys)) if self._in_order else keys
+
+
+OfRanks = tuple[tuple[Piece, ...], ...]
+_needs = lru_cache(maxsize=64)(Needs)
+
+
+def needs_of(shards: Shards) -> Needs:
+    return _needs(shards.pieces_q, shards.pieces_k, shards.mask)
+
+
+class _InTransit(NamedTuple):
+    """Keys and values on their way to this rank.
+
+    Attributes:
+        pending: the messages.
+        gathered: keys and values; complete once :meth:`arrive` has returned.
+        copies: (buffer, part of ``gathered``) where a message cannot be received in place.
+    """
+
+    pending: Pending
+    gathered: list[Tensor]
+    copies: list[tuple[Tensor, Tensor]]
+
+    def arrive(self) -> list[Tensor]:
+        self.pending.wait()
+        for buffer, part in self.copies:
+            part.copy_(buffer)
+        return self.gathered
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The messages with which each rank gets the keys that it needs, and gives back their gradients."""
+
+    ranks: Ranks
+    needs: Needs
+    timeout: float
+
+    @property
+    def _rank(self) -> int:
+        return self.ranks.rank
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.ranks.size) if rank != self._rank]
+
+    def gather(self, tensors: list[Tensor]) -> _InTransit:
+        """Begin to gather the keys and values of the queries that see other ranks' keys.
 
         Each of ``tensors`` is (batch, tokens of this rank, heads, head_dim). The results are (batch, gathered
         tokens, heads, head_dim).
         """
-        tokens = self._pair(self._rank).tokens
+        tokens = self.needs.gathered(self._rank).tokens
         gathered = [t.new_empty((t.shape[0], tokens, *t.shape[2:])) for t in tensors]
         sent = [
             Message(other, as_bytes([part.of_owner(t)]))
             for other in self._others
             for t in tensors
-            for part in self._parts(self._rank, other)
+            for part in self.needs.parts(self._rank, other)
         ]
         incoming = [
             (other, part.of_gathered(t))
             for other in self._others
             for t in gathered
-            for part in self._parts(other, self._rank)
+            for part in self.needs.parts(other, self._rank)
         ]
         buffers = [torch.empty_like(x) if not x.is_contiguous() else x for _, x in incoming]
         received = [
             Message(other, as_bytes([buffer])) for (other, _), buffer in zip(incoming, buffers, strict=True)
         ]
-        pending = self.shards.ranks.post(sent, received, self.shards.timeout)
+        pending = self.ranks.post(sent, received, self.timeout)
         for t, to in zip(tensors, gathered, strict=True):
-            for part in self._parts(self._rank, self._rank):
+            for part in self.needs.parts(self._rank, self._rank):
                 part.of_gathered(to).copy_(part.of_owner(t))
-        pending.wait()
-        for (_, x), buffer in zip(incoming, buffers, strict=True):
-            if buffer is not x:
-                x.copy_(buffer)
-        return gathered
+        copies = [(buffer, x) for (_, x), buffer in zip(incoming, buffers, strict=True) if buffer is not x]
+        return _InTransit(pending, gathered, copies)
 
-    def _sums(self, gradients: list[Tensor], like: list[Tensor]) -> list[Total]:
-        """Sum the gradients of this rank's own tokens over all ranks.
+    def give_back(
+        self, gradients: list[Tensor], like: list[Tensor]
+    ) -> tuple[Pending, list[tuple[int, _Part, Tensor]]]:
+        """Begin to send gradients of gathered keys and values to the ranks that own them.
 
-        This rank's own term is added first, and the terms of the others follow in the order of ranks.
+        Returns (messages, [(0 for keys or 1 for values, tokens, gradients from another rank)]), in the order
+        of ranks.
         """
-        dtype = gradients[0].dtype
         sent = [
             Message(other, as_bytes([part.of_gathered(t)]))
             for other in self._others
             for t in gradients
-            for part in self._parts(other, self._rank)
+            for part in self.needs.parts(other, self._rank)
         ]
-        sums = [Total(t, dtype) for t in like]
         incoming = [
-            (other, i, part, t.new_empty((t.shape[0], part.tokens, *t.shape[2:]), dtype=dtype))
+            (other, i, part, t.new_empty((t.shape[0], part.tokens, *t.shape[2:]), dtype=gradients[0].dtype))
             for other in self._others
             for i, t in enumerate(like)
-            for part in self._parts(self._rank, other)
+            for part in self.needs.parts(self._rank, other)
         ]
         received = [Message(other, as_bytes([buffer])) for other, _, _, buffer in incoming]
-        pending = self.shards.ranks.post(sent, received, self.shards.timeout)
-        for t, of_own, total in zip(gradients, like, sums, strict=True):
-            own = Total(of_own, dtype)
-            for part in self._parts(self._rank, self._rank):
-                own.add(part.of_gathered(t), part.own, part.own + part.tokens)
-            total.add(own.value(), 0, of_own.shape[1])
+        pending = self.ranks.post(sent, received, self.timeout)
+        return pending, [of_other[1:] for of_other in incoming]
+
+    def add_up(
+        self,
+        gradients: list[Tensor],
+        returning: tuple[Pending, list[tuple[int, _Part, Tensor]]],
+        sums: list[Total],
+    ) -> None:
+        """Add gradients of this rank's tokens to ``sums``: first its own, then those of other ranks."""
+        for t, total in zip(gradients, sums, strict=True):
+            for part in self.needs.parts(self._rank, self._rank):
+                total.add(part.of_gathered(t), part.own, part.own + part.tokens)
+        pending, incoming = returning
         pending.wait()
-        for _, i, part, buffer in incoming:
+        for i, part, buffer in incoming:
             sums[i].add(buffer, part.own, part.own + part.tokens)
-        return sums
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """Attention over keys and values gathered from all ranks.
+
+    Queries that see only keys of their own rank are computed while the others' keys are in transit. The
+    backward pass gathers keys again, unless each rank gathers at most as many as it has itself.
+    """
+
+    shards: Shards
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Forward:
+        coming = self._exchange.gather([k, v])
+        own, others = self._needs.own(self._rank), self._needs.gathered(self._rank)
+        scores = self.shards.scores
+        own_keys, own_values = (at_ranges(own.ranges, x) for x in (k, v))
+        if not own.calls:
+            keys, values = coming.arrive()
+            out, lse = attend_once(q, keys, values, others, scores, sink)
+        elif own.disjoint and others.disjoint:
+            out, lse = new_results(q, v.shape[-1], (*own.calls, *others.calls), sink)
+            attend_rows(out, lse, q, own_keys, own_values, own, scores, sink)
+            keys, values = coming.arrive()
+            attend_rows(out, lse, q, keys, values, others, scores, sink)
+        else:
+            state = State(q, v.shape[-1], scores, sink)
+            state.attend(own_keys, own_values, own)
+            keys, values = coming.arrive()
+            state.attend(keys, values, others)
+            out, lse = state.finish()
+        kept = (keys, values) if self._needs.few else ()
+        return Forward(out, lse, (q, k, v, out, lse, *kept))
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...], sink: Tensor | None
+    ) -> Gradients:
+        q, k, v, out, lse, *kept = saved
+        rows = Saved(q, dout, dlse, out, lse, self.shards.scores)
+        dq, dk_own, dv_own = (Total(t, rows.dtype) for t in (q, k, v))
+        own, others = self._needs.own(self._rank), self._needs.gathered(self._rank)
+
+        def over_own_keys() -> None:
+            keys, values = (at_ranges(own.ranges, x) for x in (k, v))
+            parts = [Total(of, rows.dtype) for of in (keys, values)]
+            rows.differentiate(keys, values, own, dq, *parts)
+            add_at_ranges(own.ranges, [part.value() for part in parts], (dk_own, dv_own))
+
+        coming = None if kept else self._exchange.gather([k, v])
+        if coming is not None:
+            over_own_keys()
+        keys, values = kept if coming is None else coming.arrive()
+        dk, dv = (Total(t, rows.dtype) for t in (keys, values))
+        rows.differentiate(keys, values, others, dq, dk, dv)
+        of_others = [dk.value(), dv.value()]
+        returning = self._exchange.give_back(of_others, [k, v])
+        if coming is None:
+            over_own_keys()
+        self._exchange.add_up(of_others, returning, [dk_own, dv_own])
+        dtypes = [rows.dtype if self.shards.keys_shared else x.dtype for x in (k, v)]
+        dk_sum, dv_sum = (of.rounded(to) for of, to in zip((dk_own, dv_own), dtypes, strict=True))
+        return Gradients(dq.rounded(q.dtype), dk_sum, dv_sum, rows.sink_gradient(sink))
+
+    @property
+    def _rank(self) -> int:
+        return self.shards.ranks.rank
+
+    @cached_property
+    def _needs(self) -> Needs:
+        return needs_of(self.shards)
+
+    @cached_property
+    def _exchange(self) -> Exchange:
+        return Exchange(self.shards.ranks, self._needs, self.shards.timeout)

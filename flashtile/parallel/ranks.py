@@ -9,6 +9,7 @@ timeout (``init_process_group(timeout=)``).
 from __future__ import annotations
 
 import ast
+import contextlib
 import math
 import os
 from collections.abc import Sequence
@@ -173,6 +174,11 @@ class Ranks:
                 self._agreed.pop(next(iter(self._agreed)))
             self._agreed[record] = result
         return result
+
+    def refuse(self, error: Exception, timeout: float, device: torch.device) -> None:
+        """Send an error of this rank's arguments to the other ranks, which raise it as well."""
+        with contextlib.suppress(ValueError, RuntimeError):
+            self.agree({}, {}, timeout, device, str(error))
 
     def _exchange(self, record: str, timeout: float) -> list[tuple[Any, Any, str | None]]:
         """Send this rank's record to the others, and return the records of all ranks, parsed."""

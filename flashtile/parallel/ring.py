@@ -12,12 +12,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from flashtile.parallel.attend import Forward, Gradients, Saved, Shards, State, Total, attend_once, covers
+from flashtile.parallel.attend import (
+    Forward,
+    Gradients,
+    Method,
+    Saved,
+    Shards,
+    State,
+    Total,
+    add_at_ranges,
+    at_ranges,
+    attend_once,
+    covers,
+)
 from flashtile.parallel.blocks import Pair, Ranges
+from flashtile.parallel.gather import AllGather, needs_of
 from flashtile.parallel.ranks import Message, Pending, as_bytes
+
+
+def ring_of(shards: Shards) -> Method:
+    """Return the ring, or what is left of it where each rank sees few keys of others: one exchange of them.
+
+    Under a window shorter than a rank's tokens, a ring would compute all rows twice, in float32 and with a
+    merge, for the few rows that also see keys of a neighbour. Both methods hold keys of at most two ranks.
+    """
+    few = shards.ranks.size > 1 and needs_of(shards).few
+    return AllGather(shards) if few else Ring(shards)
 
 
 @dataclass(frozen=True)
@@ -31,7 +53,7 @@ class Ring:
         shards, ranks = self.shards, self.shards.ranks
         if ranks.size == 1:
             pair = shards.pair(0, 0)
-            keys, values = (_at(pair.ranges, x) for x in (k, v))  # keys in ``pair`` are counted within these
+            keys, values = (at_ranges(pair.ranges, x) for x in (k, v))  # ``pair`` counts keys within these
             out, lse = attend_once(q, keys, values, pair, shards.scores, sink)
             return Forward(out, lse, (q, k, v, out, lse))
         state = State(q, v.shape[-1], shards.scores, sink)
@@ -55,10 +77,10 @@ class Ring:
             if returning is not None:  # gradients of the previous step, still in transit
                 pending, incoming, ranges = returning
                 pending.wait()
-                _add(ranges, incoming, dk, dv)
+                add_at_ranges(ranges, incoming, (dk, dv))
             gradients = [part.value() for part in parts]
             if t == 0:
-                _add(pair.ranges, gradients, dk, dv)
+                add_at_ranges(pair.ranges, gradients, (dk, dv))
             else:
                 returning = self._return(t, gradients, [k, v])
         of_keys = rows.dtype if shards.keys_shared else k.dtype
@@ -97,7 +119,7 @@ def _travel(
         to, of = (rank + t) % size, (rank - t) % size
         ranges = shards.pair(to, rank).ranges
         if ranges not in outgoing:
-            outgoing[ranges] = [_at(ranges, x).contiguous() for x in (k, v)]
+            outgoing[ranges] = [at_ranges(ranges, x).contiguous() for x in (k, v)]
         tokens = shards.pair(rank, of).tokens
         shapes = [(x.shape[0], tokens, *x.shape[2:]) for x in (k, v)]
         return _exchange(shards, to, outgoing[ranges], of, shapes)
@@ -106,7 +128,7 @@ def _travel(
     for i, t in enumerate(steps):
         pair = shards.pair(rank, (rank - t) % size)
         if coming is None:
-            keys, values = (_at(pair.ranges, x) for x in (k, v))
+            keys, values = (at_ranges(pair.ranges, x) for x in (k, v))
         else:
             pending, (keys, values) = coming
             pending.wait()
@@ -122,22 +144,3 @@ def _exchange(
     sent = [Message(to, as_bytes([part])) for part in parts]
     received = [Message(of, as_bytes([part])) for part in incoming]
     return shards.ranks.post(sent, received, shards.timeout), incoming
-
-
-def _at(ranges: Ranges, x: Tensor) -> Tensor:
-    """Return the tokens of ``ranges``, concatenated."""
-    if len(ranges) == 1:
-        return x[:, ranges[0][0] : ranges[0][1]]
-    return torch.cat([x[:, :0], *(x[:, start:stop] for start, stop in ranges)], dim=1)
-
-
-def _add(ranges: Ranges, parts: list[Tensor], dk: Total, dv: Total) -> None:
-    """Add the gradients of the tokens in ``ranges`` to dk and dv.
-
-    ``parts`` are (gradients of keys, gradients of values), each concatenated over the ranges.
-    """
-    for part, total in zip(parts, (dk, dv), strict=True):
-        at = 0
-        for start, stop in ranges:
-            total.add(part[:, at : at + stop - start], start, stop)
-            at += stop - start

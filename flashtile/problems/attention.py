@@ -38,6 +38,11 @@ class Options(NamedTuple):
     """Whether the bias gets a gradient; used only by the backward pass."""
     partial: bool = False
     """Whether out and the gradients stay float32, to be summed over devices before they are rounded."""
+    invariant: bool = False
+    """Whether a row of the result has the same bits in all calls, as over a cache; only the forward pass."""
+    max_logits: bool = False
+    """Whether the largest score of each row is a result; ``entropy``: that of its probabilities."""
+    entropy: bool = False
 
 
 class OptionalTensors(NamedTuple):
@@ -55,8 +60,11 @@ class OptionalTensors(NamedTuple):
     seqused_q: Tensor | None = None
 
 
-OPTIONS_OF_PLAIN_CALLS = "dropout_p", "bias_grad", "partial"
+OPTIONS_OF_PLAIN_CALLS = "dropout_p", "bias_grad", "partial", "invariant"
 """Options that cannot be combined with score and mask functions or FP8. All are false by default."""
+
+STATISTICS = "max_logits", "entropy"
+"""Options with one more result for each row. lse then has a last dimension: lse itself, then these."""
 
 NEEDS_GENERAL_MASK = ("mask", "key_padding_mask", "bias", "dropout_p", *BEYOND_WINDOW, "seqused_q")
 """Arguments whose effect on a score depends on more than the distance between row and key."""
@@ -84,6 +92,29 @@ FURTHER_DEFAULTS = "", "", 0, 0, 0, 0, 0
 ModifiedOptions: Any = extended("ModifiedOptions", Options, FURTHER_OPTIONS, FURTHER_DEFAULTS)
 
 _NUM_EXTRAS = len(OptionalTensors._fields)
+
+
+def statistics_of(call: Any) -> tuple[str, ...]:
+    """Return the names of the statistics that ``call``, Options or a Problem, has as results."""
+    return tuple(name for name in STATISTICS if getattr(call, name))
+
+
+def new_lse(like: Tensor, shape: Sequence[int], dtype: torch.dtype, statistics: Sequence[str]) -> Tensor:
+    """Return memory for lse in ``shape``, with a last dimension for lse and the statistics if there are any.
+
+    Each of them is contiguous in memory, because kernels write them as separate tensors.
+    """
+    if not statistics:
+        return like.new_empty(shape, dtype=dtype)
+    return like.new_empty((1 + len(statistics), *shape), dtype=dtype).movedim(0, -1)
+
+
+def clear_lse(lse: Tensor, statistics: Sequence[str]) -> Tensor:
+    """Fill memory of :func:`new_lse` with the results of rows that see no key, and return it."""
+    lse.fill_(-torch.inf)
+    if "entropy" in statistics:
+        lse[..., -1] = 0.0
+    return lse
 
 
 def extras_of(tensors: Sequence[Tensor | None]) -> Any:
@@ -159,6 +190,10 @@ class Problem(Masking, Results):
     mods: Mods | None = None
     """The score and mask functions."""
     partial: bool = False
+    invariant: bool = False
+    max_logits: bool = False
+    entropy: bool = False
+    """Whether entropy is a result; in the backward pass, whether it has a gradient."""
     tma_obstacle: str | None = None
     """Why the tensor memory accelerator (TMA) of Hopper GPUs cannot address q, k or v in their layout."""
     bias_obstacle: str | None = None
@@ -177,6 +212,10 @@ class Problem(Masking, Results):
     def has_natural_scores(self) -> bool:
         """Whether a bias or a score_mod changes scores, in natural units. They may have any magnitude."""
         return self.bias or (self.mods is not None and bool(self.mods.score_mod))
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        return statistics_of(self)
 
     @property
     def out_dtype(self) -> torch.dtype:

@@ -59,6 +59,7 @@ class DecodeOptions(NamedTuple):
     softcap: float = 0.0
     num_splits: int = 0
     split_size: int = 0
+    invariant: bool = False
     partial: bool = False
     """Whether out is float32, to be merged with other results before it is rounded."""
     return_lse: bool = True
@@ -164,6 +165,7 @@ class DecodeProblem(Masking, Results):
     descale: str = "none"  # see descale_kind
     num_splits: int = 0  # 0: the backend chooses
     split_size: int = 0
+    invariant: bool = False  # whether a row's sums have one order in all calls
     return_lse: bool = True  # otherwise lse may be None
     tma_obstacle: str | None = None  # why Hopper's TMA cannot address q or the caches
     softmax_max: float | None = None  # subtracted from scores; None: their maximum
@@ -210,6 +212,7 @@ class DecodeProblem(Masking, Results):
                 varlen=varlen,
                 varlen_new=tensors.cu_seqlens_k_new is not None,
                 lengths=tensors.cache_seqlens is not None,
+                num_splits=options.num_splits or int(options.invariant and not options.split_size),
                 descale=descale_kind(tensors.k_descale),
                 tma_obstacle=find_obstacle_in_cache(q, k_cache, v_cache),
                 softmax_max=options.phi,

@@ -37,6 +37,7 @@ class LinearOptions(NamedTuple):
     activation: str | None = None
     norm_eps: float = 1e-6
     prefetch: bool = False
+    invariant: bool = False
     backend: str | None = None
 
 
@@ -72,6 +73,8 @@ class QkvTensors(NamedTuple):
     block_table: Tensor | None = None
     rotary_cos: Tensor | None = None
     rotary_sin: Tensor | None = None
+    q_norm_weight: Tensor | None = None
+    k_norm_weight: Tensor | None = None
 
 
 class QkvOptions(NamedTuple):
@@ -98,6 +101,8 @@ class Heads:
     num_blocks: int
     table_width: int
     """Number of pages in a row of the block table; 0 if the call has a slot mapping instead."""
+    norm: bool = False
+    """Whether each query and each key is normalised, with ``LinearProblem.norm_eps``."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,8 @@ class LinearProblem:
     aligned: bool = True
     """Whether rows of x, W and the norm's weight are aligned for asynchronous copies."""
     heads: Heads | None = None
+    invariant: bool = False
+    """Whether sums have one order for every number of rows of x."""
 
     @property
     def places(self) -> int:
@@ -199,6 +206,7 @@ class LinearProblem:
             page_size=page_size,
             num_blocks=num_blocks,
             table_width=0 if table is None else table.shape[1],
+            norm=tensors.q_norm_weight is not None,
         )
         return cls(epilogue=QKV, heads=heads, **_product(x, weight, tensors, options))
 

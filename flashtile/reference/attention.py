@@ -5,7 +5,7 @@ Plain torch, differentiable by autograd any number of times, on any device and i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from flashtile import dropout
 from flashtile.checks.attention import check_call
 from flashtile.checks.conversions import as_masking
-from flashtile.problems.attention import OptionalTensors, Options, Problem
+from flashtile.problems.attention import OptionalTensors, Options, Problem, clear_lse, new_lse
 from flashtile.problems.masking import positions
 from flashtile.rounding import exact_product
 from flashtile.torch_private import is_mapped
@@ -47,6 +47,8 @@ def attention(
     block_mask: Any = None,
     upcast: torch.dtype | None = None,
     round_p: Callable[[Tensor], Tensor] | None = None,
+    max_logits: bool = False,
+    entropy: bool = False,
     **masking: int,
 ) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) by definition, with the arguments and conventions of :func:`flashtile.attention`.
@@ -55,6 +57,8 @@ def attention(
         upcast: dtype of all arithmetic and of out. float64 gives an exact reference for inputs of lower
             precision. None: the dtype of q, as in a plain PyTorch program. lse is at least float32.
         round_p: function applied to the probabilities before they multiply v; it does not affect lse.
+        max_logits, entropy: whether the largest score and the entropy of each row follow lse in a last
+            dimension.
         masking: the other options of :class:`flashtile.problems.masking.Masking`.
     """
     options = Options(
@@ -64,6 +68,8 @@ def attention(
         masking=as_masking(causal, window_size, **masking),
         softcap=softcap,
         dropout_p=dropout_p,
+        max_logits=max_logits,
+        entropy=entropy,
     )
     extras = OptionalTensors(
         cu_seqlens_q=cu_seqlens_q,
@@ -128,12 +134,19 @@ def of_call(
         return masked(
             q, k, v, problem.softmax_scale, seen, lse_dtype, slopes=slopes, bias=added,
             softcap=problem.softcap, modify=modify, sink=extras.sink, round_p=round_p, factors=factors,
+            statistics=problem.statistics,
         )  # fmt: skip
 
     if cu_seqlens_q is None and (seqused_q is seqused_k is None or problem.batch == 0):
         return attend(q, k, v, extras.alibi_slopes)
 
     outs, lses = [], []
+
+    def unseen(rows: int) -> Tensor:
+        """Return lse and the statistics of rows that see no key."""
+        lse = new_lse(q, (1, problem.num_heads_q, rows), lse_dtype, problem.statistics)
+        return clear_lse(lse, problem.statistics)
+
     for b in range(problem.batch):
         slopes = extras.alibi_slopes
         if slopes is not None and slopes.dim() == 2:
@@ -150,14 +163,13 @@ def of_call(
             one_q = one_q[:, : seqused_q[b]]
         out, lse = attend(one_q, one_k, one_v, slopes, b)
         out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, unused_rows))
-        lse = torch.nn.functional.pad(lse, (0, unused_rows), value=-torch.inf)
         outs.append(out)
-        lses.append(lse)
+        lses.append(torch.cat([lse, unseen(unused_rows)], 2))
     if cu_seqlens_q is None:
         return torch.cat(outs), torch.cat(lses)
     unused = problem.total_q - int(cu_seqlens_q[-1])  # tokens after the last sequence
     outs.append(v.new_zeros((1, unused, problem.num_heads_q, problem.head_dim_v)))
-    lses.append(q.new_full((1, problem.num_heads_q, unused), -torch.inf, dtype=lse_dtype))
+    lses.append(unseen(unused))
     return torch.cat(outs, 1)[0], torch.cat(lses, 2)[0]
 
 
@@ -176,6 +188,7 @@ def standard(
     round_p: Callable[[Tensor], Tensor] | None = None,
     factors: Tensor | None = None,
     lse_dtype: torch.dtype | None = None,
+    statistics: Sequence[str] = (),
 ) -> tuple[Tensor, Tensor | None]:
     """Compute softmax(softmax_scale q k^T) v and its log-sum-exp with all scores in memory.
 
@@ -195,6 +208,7 @@ def standard(
         round_p: function applied to the probabilities before they multiply v; it does not affect lse.
         factors: factors of the probabilities, for dropout. lse is not affected.
         lse_dtype: dtype of lse; None: lse is not computed.
+        statistics: of ``problems.attention.STATISTICS``; they follow lse in a last dimension.
 
     Returns:
         (out (..., heads_q, seqlen_q, head_dim_v), lse (..., heads_q, seqlen_q) or None).
@@ -213,6 +227,7 @@ def standard(
         scores = scores.masked_fill_(hidden, -torch.inf)
     if modify is not None:  # it may have set all scores of a row to -inf
         empty = (scores == -torch.inf).all(-1, keepdim=True)
+    keys = scores.detach()
     if sink is not None:  # one more column of scores
         column = (sink[:, None, None] if sink.dim() == 1 else sink).to(scores.dtype)
         column = column.expand(*scores.shape[:-1], 1)
@@ -232,8 +247,22 @@ def standard(
     out = exact_product(probabilities, v)
     if lse_dtype is None:
         return out, None
-    lse = torch.logsumexp(scores.to(lse_dtype), -1)
-    return out, lse if empty is None else lse.masked_fill(empty.squeeze(-1), -torch.inf)
+    scores = scores.to(lse_dtype)
+    lse = torch.logsumexp(scores, -1)
+    if empty is not None:
+        lse = lse.masked_fill(empty.squeeze(-1), -torch.inf)
+    if not statistics:
+        return out, lse
+    found = {}
+    if "max_logits" in statistics:
+        unseen = keys.new_full((*keys.shape[:-1], 1), -torch.inf)  # there may be no key at all
+        found["max_logits"] = torch.cat([keys, unseen], -1).amax(-1).to(lse_dtype)
+    if "entropy" in statistics:
+        # P of a hidden score is 0, and 0 times log P is NaN. A row that sees no key has the entropy 0.
+        nothing = scores == -torch.inf if empty is None else (scores == -torch.inf) | empty
+        log_p = (scores - lse[..., None]).masked_fill(nothing, 0.0)
+        found["entropy"] = -(log_p.exp().masked_fill(nothing, 0.0) * log_p).sum(-1)
+    return out, torch.stack([lse, *map(found.__getitem__, statistics)], -1)
 
 
 def masked(

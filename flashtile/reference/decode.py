@@ -5,6 +5,7 @@ The code is plain torch and computes one sequence after another, on any device.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -46,16 +47,17 @@ def attention_with_kvcache(
     v_descale: Tensor | None = None,
     tree_mask: Tensor | None = None,
     qv: Tensor | None = None,
+    mass: Tensor | None = None,
     upcast: torch.dtype | None = None,
     **options: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute (out, lse, k_cache, v_cache) by definition; the caches are copies with k and v appended.
 
     The arguments are those of :func:`flashtile.flash_attn_with_kvcache`, ``options`` the other options of
-    :class:`flashtile.problems.masking.Masking`. Appended keys and values are rounded
-    to the cache's dtype, and rotated queries to q's dtype. Attention is then computed in ``upcast``, or in
-    q's dtype if it is None. out has the same dtype. lse is float64 if ``upcast`` or q's dtype is float64,
-    otherwise float32.
+    :class:`flashtile.problems.masking.Masking`. ``mass`` may have any dtype and is written. Appended keys and
+    values are rounded to the cache's dtype, and rotated queries to q's dtype. Attention is then computed in
+    ``upcast``, or in q's dtype if it is None. out has the same dtype. lse is float64 if ``upcast`` or q's
+    dtype is float64, otherwise float32.
     """
     if isinstance(cache_seqlens, int):
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -122,10 +124,17 @@ def attention_with_kvcache(
             seen[:, seqlen_k - tree :] = mask[:seqlen_q, seqlen_q - tree : seqlen_q]
         seen[:, :leftpad] = False
         slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[b]
-        out[start:end], lse[:, start:end] = masked(
-            rows[start:end].to(compute), k_b, v_b, scale, seen, lse_dtype, slopes=slopes, softcap=softcap,
-            sink=sink,
+        attend = partial(
+            masked, rows[start:end].to(compute), k_b, softmax_scale=scale, seen=seen, lse_dtype=lse_dtype,
+            slopes=slopes, softcap=softcap, sink=sink,
         )  # fmt: skip
+        out[start:end], lse[:, start:end] = attend(v_b)
+        if mass is not None:
+            ones = torch.eye(seqlen_k, dtype=compute, device=q.device)[:, None].expand(-1, k_b.shape[1], -1)
+            p, _ = attend(ones)  # (rows, heads_q, keys)
+            sums = p.to(mass.dtype).unflatten(1, (k_b.shape[1], -1)).sum((0, 2))
+            at = torch.arange(seqlen_k, device=q.device)
+            mass[locate(torch.full_like(at, b), at, k_cache, places)] += sums.T
     if cu_seqlens_q is not None:
         return out, lse, k_cache, v_cache
     unflat = q.shape[:2]

@@ -21,7 +21,7 @@ def scaled_weight(weight: Tensor, weight_scale: Tensor | None, dtype: torch.dtyp
 
 
 def rms_norm(x: Tensor, norm_weight: Tensor | None, eps: float) -> Tensor:
-    """Apply RMSNorm in the dtype of x (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    """Apply RMSNorm to the last dimension of x, in its dtype (Zhang and Sennrich 2019, arXiv:1910.07467)."""
     if norm_weight is None:
         return x
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_weight.to(x.dtype)

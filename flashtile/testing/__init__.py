@@ -25,8 +25,11 @@ import torch
 from torch import Tensor
 
 from flashtile.api import attention as functional
+from flashtile.operators.statistics import split
+from flashtile.problems.attention import STATISTICS
 from flashtile.reference import attention as reference
-from flashtile.rounding import SCORE_UNITS, finite, largest, product, rms, scale_of, score_noise
+from flashtile.rounding import finite, largest, rms
+from flashtile.testing.calls import CANCELLED_UNITS, LSE_UNITS, described, rounding_noise
 from flashtile.torch_private import negated_view
 
 __all__ = [
@@ -58,22 +61,14 @@ def __getattr__(name: str) -> Any:
 
 
 FACTORS = {"out": 2.0, "lse": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0, "dsink": 3.0, "dbias": 3.0}
+FACTORS |= {"max_logits": 2.0, "entropy": 2.0, "mass": 2.0, "out_tangent": 3.0, "lse_tangent": 3.0}
 """Allowed error of each result, in multiples of plain PyTorch's error."""
 
 FLOAT64_UNITS = 64.0
 """Rounding units allowed for float64 inputs, for which the reference has no higher precision."""
 
-CANCELLED_UNITS = 16.0
-"""Rounding units allowed for a gradient of a score, which is a difference of sums that may cancel."""
-
-LSE_UNITS = 1 / 8
-"""Rounding units of q's dtype allowed for lse. This is far less than the error of rounding P to q's dtype."""
-
 LEARNED = ("sink", "bias")
 """Arguments other than q, k and v that get gradients."""
-
-SHOWN_ELEMENTS = 64
-"""Largest size of a tensor argument whose elements a report lists."""
 
 LAYOUTS = ("contiguous", "packed", "transposed", "offset", "expanded", "overlapping", "negated")
 """Memory layouts of :func:`random_tensor`."""
@@ -168,6 +163,7 @@ def measure(
     dout: Tensor | None = None,
     dlse: Tensor | None = None,
     gradients: bool = True,
+    tangents: Sequence[Tensor | None] | None = None,
     poison: bool = True,
     function: Callable[..., Any] = functional.attention,
     **arguments: Any,
@@ -176,8 +172,8 @@ def measure(
 
     The error rule compares the call with standard attention in plain PyTorch. The error of out and of each
     gradient may be at most 2 or 3 times (``FACTORS``) the error of PyTorch in the dtype of q, plus rounding
-    noise. lse is not rounded to the dtype of q: its error is compared with that of PyTorch's lse in float32
-    (float64 for float64 inputs).
+    noise. lse and the statistics are not rounded to the dtype of q: their errors are compared with those of
+    PyTorch's in float32 (float64 for float64 inputs).
 
     The measurement takes the memory of standard attention in float64: several times 8 bytes per score
     (batch * heads * seqlen_q * seqlen_k).
@@ -187,10 +183,14 @@ def measure(
         dout: gradient of out, in the shape and dtype of out. If dout and dlse are None, both are random.
         dlse: gradient of lse, in the shape and dtype of lse.
         gradients: whether dq, dk and dv are computed and compared, and dsink and dbias if the call has them.
+        tangents: tangents of q, k and v, None for a tensor without one. The call is then in forward mode, and
+            the tangents of out and lse are compared instead of gradients.
         poison: run the call under :func:`poisoned_memory`.
         function: the function to measure, with the arguments and results of :func:`flashtile.attention`.
         arguments: the other arguments of :func:`flashtile.attention`, passed to ``function`` and, except for
             ``deterministic`` and ``backend``, to the reference. A ``sink`` and a ``bias`` also get gradients.
+            With ``return_max_logits`` and ``return_entropy`` the statistics are compared as well, and the
+            entropy gets a random gradient.
 
     Examples:
         >>> from flashtile import testing
@@ -201,29 +201,54 @@ def measure(
     """
     learned = {name: arguments.pop(name) for name in LEARNED if arguments.get(name) is not None}
     sink = learned.get("sink")
-    defining = {name: a for name, a in arguments.items() if name not in ("deterministic", "backend")}
+    statistics = [name for name in STATISTICS if arguments.get(f"return_{name}")]
+    elsewhere = ("deterministic", "backend", *(f"return_{name}" for name in STATISTICS))
+    defining = {name: a for name, a in arguments.items() if name not in elsewhere}
     given = {"q": q, "k": k, "v": v, **learned}
     given = {name: t.detach() for name, t in given.items()}
     q, k, v = given["q"], given["k"], given["v"]
+    moving = {name: t for name, t in zip(given, tangents or (), strict=False) if t is not None}
+    if tangents is not None:
+        gradients = False
+        if statistics or not moving:
+            raise ValueError("tangents must have one of q, k or v, and cannot be combined with statistics")
     if not gradients:
         dout = dlse = None
     elif dout is None and dlse is None:
         dout, dlse = random_gradients(q, v, varlen="cu_seqlens_q" in arguments)
-    upstream = (dout, dlse)
-    with poisoned_memory() if poison else nullcontext():
-        ours = _run(partial(function, return_lse=True, **arguments), given, upstream, gradients)
-    standard = partial(reference.attention, **defining)
-    exact = _run(standard, {name: _wide(t) for name, t in given.items()}, upstream, gradients)
-    plain = _run(standard, given, upstream, gradients)
-    plain[1] = _run(partial(standard, upcast=ours[1].dtype), given, upstream, False)[1]
+    dentropy = None
+    if "entropy" in statistics and gradients:
+        shape = random_gradients(q, v, varlen="cu_seqlens_q" in arguments)[1].shape
+        dentropy = random_tensor(shape, torch.promote_types(q.dtype, torch.float32), q.device, seed=3)
+    upstream = (dout, dlse, *(dentropy if name == "entropy" else None for name in statistics))
 
-    names = ["out", "lse", *(f"d{name}" for name in given if gradients)]
-    noise = _rounding_noise(q, k, v, sink, upstream, dict(zip(names, exact, strict=True)), arguments)
+    def run(
+        attend: Callable[..., Any], given: dict[str, Tensor], moving: dict[str, Tensor], gradients: bool
+    ) -> list[Tensor]:
+        return _along(attend, given, moving) if moving else _run(attend, given, upstream, gradients)
+
+    with poisoned_memory() if poison else nullcontext():
+        ours = run(partial(function, return_lse=True, **arguments), given, moving, gradients)
+    standard = partial(_standard, statistics, **defining)
+    wide, wide_moving = ({name: _wide(t) for name, t in of.items()} for of in (given, moving))
+    exact = run(standard, wide, wide_moving, gradients)
+    plain = run(standard, given, moving, gradients)
+    of_lse = run(partial(standard, upcast=ours[1].dtype), given, moving, gradients=False)
+
+    names = ["out", "lse", *statistics, *(f"d{name}" for name in given if gradients)]
+    names += ["out_tangent", "lse_tangent"] if moving else []
+    for i, name in enumerate(names):
+        if name in ("lse", "lse_tangent", *statistics):
+            plain[i] = of_lse[i]
+    noise = rounding_noise(
+        q, k, v, sink, (dout, dlse), dentropy, moving, dict(zip(names, exact, strict=True)), arguments
+    )
     comparisons = [
         compare(name, *results, factor=FACTORS[name], noise=noise[name])
         for name, *results in zip(names, ours, exact, plain, strict=True)
     ]
-    return Report(_describe(q, k, v, arguments | learned), tuple(comparisons))
+    more = {"tangents": ", ".join(moving)} if moving else {}
+    return Report(described(q, k, v, arguments | learned | more), tuple(comparisons))
 
 
 def compare(
@@ -407,13 +432,20 @@ def cu_seqlens(lengths: Sequence[int], device: torch.device | str) -> Tensor:
     return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
 
 
+def _standard(statistics: Sequence[str], *tensors: Tensor, **arguments: Any) -> tuple[Tensor, ...]:
+    """Return (out, lse) and the ``statistics`` of standard attention."""
+    out, rows = reference.attention(*tensors, **arguments | dict.fromkeys(statistics, True))
+    lse, found = split(rows, statistics, arguments.get("cu_seqlens_q"))
+    return out, lse, *found
+
+
 def _run(
     attend: Callable[..., Any],
     given: dict[str, Tensor],
     upstream: Sequence[Tensor | None],
     gradients: bool,
 ) -> list[Tensor]:
-    """Return [out, lse], and with ``gradients`` also the gradient of every tensor in ``given``.
+    """Return all results, and with ``gradients`` also the gradient of every tensor in ``given``.
 
     ``given`` holds q, k, v, and the sink and bias if the call has them. The gradient of a tensor is 0 if no
     result depends on the tensor.
@@ -436,88 +468,15 @@ def _run(
     )
 
 
-def _rounding_noise(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    upstream: tuple[Tensor | None, Tensor | None],
-    exact: dict[str, Tensor],
-    arguments: dict[str, Any],
-) -> dict[str, tuple[float, float]]:
-    """Return the rounding errors (largest, rms) allowed in each result even if plain PyTorch is exact.
+def _along(attend: Callable[..., Any], given: dict[str, Tensor], moving: dict[str, Tensor]) -> list[Tensor]:
+    """Return out, lse and their tangents, where ``moving`` are the tangents of some tensors in ``given``."""
 
-    A score is a sum of products of q and k, and P is exp(score - lse). A small absolute error of the score is
-    therefore an equal relative error of P, and of all that is computed from P. In the backward pass, the same
-    holds for an error of lse.
+    def of_moving(*tensors: Tensor) -> Any:
+        q, k, v, *learned = (given | dict(zip(moving, tensors, strict=True))).values()
+        return attend(q, k, v, **dict(zip([*given][3:], learned, strict=True)))
 
-    The gradient of a score is ``dS = P (dP - delta)``, where dP and delta are sums of products of dout and v.
-    With one visible key, dP equals delta and dS is 0. With more keys there are two rounding errors: delta is
-    computed from out in the dtype of q, and dS is rounded to this dtype for the products. The gradient of a
-    key sums dS over all queries that see the key. The sink has no value vector, so the gradient of its score
-    is ``P (dlse - delta)``, summed over all rows.
-    """
-    dout, dlse = upstream
-    eps = torch.finfo(q.dtype).eps
-    eps_of_sums = torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps
-    scale = scale_of(q, arguments.get("softmax_scale"))
-    p = 1 / _keys_seen(q, k, arguments)
-    queries_per_key = max(q[..., 0].numel() / max(k[..., 0].numel(), 1), 1.0)
-
-    def noise(of: Callable[[Tensor], float]) -> dict[str, float]:
-        score = score_noise(q, k, scale, of)
-        lse = SCORE_UNITS * eps_of_sums * of(finite(exact["lse"]))
-        allowed = {name: (score + lse) * of(finite(result)) for name, result in exact.items()}
-        allowed["lse"] = score + LSE_UNITS * eps
-        if dout is not None:
-            score_gradient = scale * product(dout, v, of)
-            score_gradient *= p * (CANCELLED_UNITS * eps_of_sums + (eps if p < 1 else 0.0))
-            allowed["dq"] += score_gradient * of(finite(k))
-            allowed["dk"] += score_gradient * of(finite(q)) * queries_per_key**0.5
-        if dout is not None and "dbias" in exact:
-            scores = exact["lse"].numel() * max(k.shape[-3], 1)
-            gathered = max(scores / max(exact["dbias"].numel(), 1), 1.0)  # scores per element of dbias
-            allowed["dbias"] += score_gradient / scale * gathered**0.5 if scale else 0.0
-        if sink is not None:
-            delta = 0.0 if dout is None else product(dout, exact["out"], of)
-            score_gradient = delta + (0.0 if dlse is None else of(finite(dlse)))
-            error = score_gradient * (score + lse + CANCELLED_UNITS * eps_of_sums) + eps * delta
-            allowed["dsink"] = error * of(_gathered(sink, exact["lse"]))
-        return allowed
-
-    at_most, on_average = noise(largest), noise(rms)
-    return {name: (at_most[name], on_average[name]) for name in at_most}
-
-
-def _gathered(sink: Tensor, lse: Tensor) -> Tensor:
-    """Return the Euclidean norm of the sink's probabilities over all rows, (heads,).
-
-    The gradient of the sink is a sum over rows, in which each row's error is multiplied by the sink's
-    probability in this row. The errors of the rows are assumed to be independent and to have equal variance.
-    The variance of the sum is then this variance times the sum of the squared probabilities. Therefore the
-    error of the sum is the error of a row times this norm.
-    """
-    p = torch.exp(sink.detach().double()[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
-    squares = p.square().sum(-1)
-    return (squares if squares.dim() == 1 else squares.sum(0)).sqrt()
-
-
-def _keys_seen(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> float:
-    """Estimate the number of keys that a query sees, at least 1."""
-    cu_seqlens_k = arguments.get("cu_seqlens_k")
-    sequences = 1 if cu_seqlens_k is None else max(cu_seqlens_k.numel() - 1, 1)
-    seqlen_q, seqlen_k = q.shape[-3] / sequences, k.shape[-3] / sequences
-    seqused_k = arguments.get("seqused_k")
-    if seqused_k is not None and seqused_k.numel():
-        seqlen_k = seqused_k.double().mean().item()
-    for name in ("mask", "key_padding_mask"):
-        if arguments.get(name) is not None and arguments[name].numel():
-            seqlen_k *= arguments[name].double().mean().item()
-    left, right = arguments.get("window_size", (-1, -1))
-    right = 0 if arguments.get("causal", False) else right
-    left = min(left, seqlen_k) if left >= 0 else seqlen_k
-    right = min(right, seqlen_q) if right >= 0 else seqlen_q
-    return max(1.0, min(seqlen_k, left + right + 1))
+    results, found, *_ = torch.func.jvp(of_moving, tuple(given[name] for name in moving), (*moving.values(),))
+    return [*results, *found]
 
 
 def _difference(actual: Tensor, exact: Tensor) -> Tensor:
@@ -533,16 +492,3 @@ def _worst(error: Tensor, actual: Tensor, exact: Tensor, plain: Tensor) -> str:
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat, device="cpu"), error.shape))
     got, expected, theirs = (t[index].item() for t in (actual, exact, plain))
     return f"{index}: got {got:.6g}, exact {expected:.6g}, plain PyTorch {theirs:.6g}"
-
-
-def _describe(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> str:
-    tensors = [f"{name}: {tuple(t.shape)} strides {t.stride()}" for name, t in (("q", q), ("k", k), ("v", v))]
-    options = [f"{name}={_shown(a) if isinstance(a, Tensor) else repr(a)}" for name, a in arguments.items()]
-    return f"attention({', '.join(tensors + options)}) in {q.dtype} on {q.device}"
-
-
-def _shown(tensor: Tensor) -> str:
-    """Describe a tensor by its elements if there are few, otherwise by shape, strides and dtype."""
-    if tensor.numel() <= SHOWN_ELEMENTS:
-        return str(tensor.tolist())
-    return f"{tuple(tensor.shape)} strides {tensor.stride()} {tensor.dtype}"

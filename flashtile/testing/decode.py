@@ -42,18 +42,24 @@ def check(
     Args:
         q, k_cache, v_cache, k, v: as for :func:`flashtile.flash_attn_with_kvcache`.
         poison: run the call under :func:`flashtile.testing.poisoned_memory`.
-        arguments: the other arguments of :func:`flashtile.flash_attn_with_kvcache`.
+        arguments: the other arguments of :func:`flashtile.flash_attn_with_kvcache`; ``mass`` is not changed.
 
     Returns:
-        The report of out and lse.
+        The report of out and lse, and of mass if it is given.
     """
     ours_k, ours_v = _copy(k_cache), _copy(v_cache)
+    mass = arguments.pop("mass", None)
+    ours_mass = None if mass is None else _copy(mass)
     with poisoned_memory() if poison else nullcontext():
-        out, lse = flash_attn_with_kvcache(q, ours_k, ours_v, k, v, return_softmax_lse=True, **arguments)
+        out, lse = flash_attn_with_kvcache(
+            q, ours_k, ours_v, k, v, return_softmax_lse=True, mass=ours_mass, **arguments
+        )
+    exact_mass: Any = None if mass is None else mass.to(torch.float64, copy=True)
+    plain_mass: Any = None if mass is None else mass.to(lse.dtype, copy=True)
     defining = {name: value for name, value in arguments.items() if name not in IMPLEMENTATION_ARGUMENTS}
     call = (q, k_cache, v_cache, k, v)
-    exact = reference.attention_with_kvcache(*call, upcast=torch.float64, **defining)
-    plain = reference.attention_with_kvcache(*call, **defining)
+    exact = reference.attention_with_kvcache(*call, upcast=torch.float64, mass=exact_mass, **defining)
+    plain = reference.attention_with_kvcache(*call, mass=plain_mass, **defining)
     plain_lse = reference.attention_with_kvcache(*call, upcast=lse.dtype, **defining)[1]
     noise = score_noise(q, exact[2], arguments.get("softmax_scale"), largest)
     noise += LSE_UNITS * torch.finfo(q.dtype).eps
@@ -62,13 +68,20 @@ def check(
     sums = torch.finfo(lse.dtype).eps * largest(finite(exact[3]))
     if arguments.get("v_descale") is not None:
         sums *= largest(finite(arguments["v_descale"]))
+    compared = [
+        compare("out", out, exact[0], plain[0], noise=(sums, sums)),
+        compare("lse", lse, exact[1], plain_lse, noise=(noise, noise)),
+    ]
+    if ours_mass is not None:
+        # A probability is off by as much, relatively, as its score and lse are.
+        most = float(exact_mass.max()) if exact_mass.numel() else 0.0
+        compared.append(
+            compare("mass", ours_mass, exact_mass, plain_mass, noise=(noise * most, noise * most))
+        )
     report = Report(
         f"flash_attn_with_kvcache({tuple(q.shape)} over {tuple(k_cache.shape)} in {q.dtype}, "
         f"{k_cache.dtype}, {', '.join(sorted(arguments))})",
-        (
-            compare("out", out, exact[0], plain[0], noise=(sums, sums)),
-            compare("lse", lse, exact[1], plain_lse, noise=(noise, noise)),
-        ),
+        tuple(compared),
     ).require()
     computed = arguments.get("rotary_cos") is not None or arguments.get("k_descale") is not None
     check_cache("k_cache", ours_k, exact[2], k_cache, computed)

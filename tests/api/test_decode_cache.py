@@ -13,7 +13,9 @@ import torch
 import flashtile
 from cases import BF16, FP16, FP32, FP64
 from flashtile import testing
-from flashtile.problems.decode import FP8
+from flashtile.operators.decode import SharedKeys, attend_shared, decode
+from flashtile.problems.decode import FP8, CacheTensors, DecodeOptions
+from flashtile.problems.masking import CAUSAL, EVERYTHING
 from flashtile.reference import decode as reference
 from walk import walk
 
@@ -202,6 +204,51 @@ def test_a_shared_prefix_changes_no_result(target, on, name, seqlen_q, dtype):
     exact = reference.attention_with_kvcache(q, k_cache, v_cache, upcast=FP64, **arguments)
     plain = reference.attention_with_kvcache(q, k_cache, v_cache, **arguments)
     # As in flashtile.testing.decode: values that cancel keep the rounding of their sum.
+    sums = torch.finfo(lse.dtype).eps * float(v_cache.nan_to_num(0.0).abs().max())
+    comparison = testing.compare("out", out, exact[0], plain[0], noise=(sums, sums))
+    assert comparison.holds, str(comparison)
+    near(lse.double(), exact[1], 1e-12 if dtype == FP64 else 2e-5)
+
+
+@pytest.mark.parametrize("dtype", [FP64, FP32, BF16], ids=str)
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("tree", [False, True])
+def test_levels_of_shared_keys_change_no_result(target, on, tree, ragged, dtype):
+    """Groups within groups, sequences in none, groups without sequences, and keys that end within a page."""
+    skip_unless_taken(target, dtype)
+    k_cache, v_cache = pool(40, 4, dtype)
+    torch.manual_seed(0)
+    table = torch.randperm(40).view(5, 8).int()
+    table[1:4, :2], table[2:4, 2:4] = table[1, :2].clone(), table[2, 2:4].clone()
+    lengths, counts = int32(19, 14, 27, 30, 9), (1, 3, 2, 0, 4) if ragged else (3,) * 5
+    offsets = int32(0, *itertools.accumulate(counts))
+    packed = offsets if ragged else None
+    q = testing.random_tensor((sum(counts), HEADS, D), dtype, target.device, seed=9)
+    arguments = {"cache_seqlens": lengths, "block_table": table, "softcap": 4.0, "sink": torch.randn(HEADS)}
+    arguments |= {"tree_mask": torch.rand(5, max(counts), max(counts)) < 0.6} if tree else {"causal": True}
+    if ragged:
+        arguments |= {"cu_seqlens_q": offsets, "max_seqlen_q": max(counts)}
+    else:
+        q = q.view(5, 3, HEADS, D)
+    groups = int32(0, 1, 4, 5, 5, 5), int32(0, 1, 2, 4, 5, 5)
+    ends = int32(0, 8, 0, 0, 0), int32(0, 0, 15, 0, 0)
+    firsts = None, int32(0, 0, 8, 0, 0)
+    levels = [
+        SharedKeys(table[of[:-1].clamp(max=4)], end, first, offsets[of].contiguous(), sum(counts))
+        for of, end, first in zip(groups, ends, firsts, strict=True)
+    ]
+    own = CacheTensors(
+        **{name: arguments[name] for name in ("cache_seqlens", "block_table", "sink")},
+        cache_leftpad=int32(0, 8, 15, 15, 0), cu_seqlens_q=packed, tree_mask=arguments.get("tree_mask"),
+    )  # fmt: skip
+    options = DecodeOptions(
+        max_seqlen_q=max(counts) if ragged else None, softcap=4.0, backend=on["backend"],
+        masking=EVERYTHING if tree else CAUSAL,
+    )  # fmt: skip
+    cache = q, k_cache, v_cache
+    out, lse = decode(cache, attend_shared(cache, own, options, levels), options, ())
+    exact = reference.attention_with_kvcache(*cache, upcast=FP64, **arguments)
+    plain = reference.attention_with_kvcache(*cache, **arguments)
     sums = torch.finfo(lse.dtype).eps * float(v_cache.nan_to_num(0.0).abs().max())
     comparison = testing.compare("out", out, exact[0], plain[0], noise=(sums, sums))
     assert comparison.holds, str(comparison)

@@ -44,7 +44,13 @@ SIGNATURES = {
     "flash_attn_varlen_kvpacked_func": (("q", "kv", *LENGTHS), COMMON),
     "flash_attn_varlen_qkvpacked_func": (("qkv", "cu_seqlens", "max_seqlen"), COMMON),
 }
-OWN_KEYWORDS = {"sink": None, "return_lse": False, "backend": None}
+OWN_KEYWORDS = {
+    "sink": None,
+    "return_lse": False,
+    "return_max_logits": False,
+    "return_entropy": False,
+    "backend": None,
+}
 
 
 @walk("name", SIGNATURES)
@@ -59,7 +65,7 @@ def test_signature_is_flash_attentions(name):
     types = [type(p.default) for p in positional[len(required) :]]  # 0.0 == False
     assert types == [type(default) for _, default in defaulted]
     keyword_only = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    own = OWN_KEYWORDS | ({"seqused_k": None} if name == "flash_attn_varlen_func" else {})
+    own = OWN_KEYWORDS | ({"seqused_k": None, "invariant": False} if name == "flash_attn_varlen_func" else {})
     if "packed" not in name:  # as FlashAttention-3's, and memory for results
         own |= dict.fromkeys(("q_descale", "k_descale", "v_descale", "qv", "out", "lse"))
     assert keyword_only == own

@@ -273,6 +273,21 @@ BAD_QKV = {
         "k_cache must have an even head_dim, got 7",
         dict(k_cache=CACHES[0][..., :7], v_cache=CACHES[1][..., :7]),
     ),
+    "one norm of heads": (
+        ValueError,
+        "k_norm_weight must be given with q_norm_weight, got None",
+        dict(q_norm_weight=torch.ones(8)),
+    ),
+    "size of a norm": (
+        ValueError,
+        r"k_norm_weight must have shape \(head_dim,\) = \(8,\)",
+        dict(q_norm_weight=torch.ones(8), k_norm_weight=torch.ones(16)),
+    ),
+    "normed head_dim": (
+        NotImplementedError,
+        "k_cache must have a head_dim of .* with q_norm_weight, got 8",
+        dict(q_norm_weight=torch.ones(8), k_norm_weight=torch.ones(8)),
+    ),
     "rows of pages": (
         ValueError,
         r"block_table must have shape \(rows of x, max_blocks\) with 3 rows",

@@ -32,6 +32,7 @@ TELLING = (
     *(f"{kernel} bf16 head_dim 64 causal" for kernel in ATTENTION),
     *(f"{kernel} bf16 head_dim 256 causal" for kernel in ATTENTION),
     *(f"{kernel} fp32 head_dim 128 causal" for kernel in ATTENTION),
+    "tangents bf16 head_dim 128 causal",
     "preprocess bf16 head_dim 128",
     "decode bf16 head_dim 128 rows 16 page 16",
     "decode bf16 head_dim 128 rows 64 page 16",

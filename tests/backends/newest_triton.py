@@ -31,7 +31,17 @@ def representative_cases() -> list:
         variant = case.constants.get("C")
         block_d, block_dv, parts, *others = (
             getattr(variant, name, None)
-            for name in ("BLOCK_D", "BLOCK_DV", "D_PARTS", "VARLEN", "PACK", "V_TRANSPOSED", "GATHER", "E4M3")
+            for name in (
+                "BLOCK_D",
+                "BLOCK_DV",
+                "D_PARTS",
+                "VARLEN",
+                "PACK",
+                "V_TRANSPOSED",
+                "GATHER",
+                "COPIES_Q",
+                "E4M3",
+            )
         )
         if isinstance(variant, Fp8Variant):
             if not variant.VARLEN:

@@ -3,7 +3,8 @@
 A case that it does not name must spill nothing. For sm_80 and sm_90a, the bytes are the larger of those with
 Triton 3.6 and 3.7, and a measurement showed that the configuration is faster than those that spill less,
 except for kernels that nobody timed (masks, biases, dropout, functions, weights and latent queries of the
-portable kernels). For other architectures they are bytes that were seen with Triton 3.7.1.
+portable kernels, statistics, tangents and mass). For other architectures, and for statistics and tangents,
+they are bytes that were seen with Triton 3.7.1.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ VALUE = "value"
 ALIKE = re.compile(
     r"(forward|dkdv|dq) \w+ head_dim (512|576) "
     r"|(forward|dkdv|dq) .* (block mask|mask_mod|score_mod)$"
+    r"|tangents "
     r"|(modified )?weights "
     r"|decode bf16 latent "
     r"|linear flat profiled whole waves "
@@ -40,13 +41,14 @@ ALIKE = re.compile(
     r"|hopper backward head_dim .* shared$"
     r"|hopper backward dkv head_dim 256/128 .* shared$"
     r"|hopper backward (\w+ )?head_dim (40/40|80/80|96/96|192/128|160/160|320/320) "
-    r"|hopper backward .* single$"
+    r"|hopper backward .* (single|one block)$"
     r"|hopper decode (head_dim (64|256)/.* e4m3|.* e4m3 by )"
     r"|hopper linear (plain|e4m3) "
 )
 """Names of cases that differ little from another case, unless they are among TELLING."""
 TELLING = {
     *(f"{kernel} bf16 head_dim 128 block mask" for kernel in ("forward", "dkdv", "dq")),
+    "tangents bf16 head_dim 128 features",
     "weights bf16 head_dim 128 columns",
     "weights bf16 head_dim 128 top 8",
     "modified weights bf16 head_dim 64 columns",
@@ -55,6 +57,8 @@ TELLING = {
     "hopper mods forward head_dim 256 128x64 block mask",
     "hopper mods backward dkv head_dim 256 64x64 block mask",
     "hopper mods backward dq head_dim 256 128x64 block mask",
+    "hopper backward head_dim 64/64 64x128 full one block",
+    "hopper backward head_dim 128/128 64x128 causal one block",
     "hopper dropout forward head_dim 128 128x128 causal",
     "hopper dropout backward head_dim 128 64x128 causal",
     "hopper bias forward head_dim 64 128x128 causal",
@@ -162,6 +166,7 @@ TOLD_BY_OTHERS = {kernel_of(case) for case in CASES[HOPPER]} - {
 OF_EACH = {kernel: (HOPPER, case.name) for kernel, case in of_each_kernel().items()}
 FEW = {case for kernel, case in OF_EACH.items() if kernel not in TOLD_BY_OTHERS}
 FEW.add((HOPPER, "decode bf16 head_dim 128 rows 16 chunk"))  # the only one with chunks
+FEW.add((HOPPER, "forward bf16 head_dim 16 features"))  # the other one of its kernel has tangents
 THOROUGH = {*OF_EACH.values()} | telling()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import flashtile
 from cases import CASES, Case, Inputs
 from flashtile import testing
 from targets import Target
+from walk import walk
 
 pytestmark = [pytest.mark.numerical, pytest.mark.quick]
 
@@ -35,6 +37,65 @@ DENSE = Case(name="dense", seqlen_q=17, seqlen_k=40, heads_q=2, heads_kv=2, head
 
 def test_case(target: Target, case: Case) -> None:
     case.inputs(target.device).check(backend=target.backend)
+
+
+IN_FORWARD_MODE = (
+    "full", "causal", "window", "softcap-window", "alibi-batch", "scale-negative-causal", "scale-zero",
+    "sink-causal", "everything", "more-queries-causal", "1x1-full", "33x32-causal", "heads-6-2-causal",
+    "whole-blocks-cells", "d40-8-causal", "transposed-causal", "varlen-offset-causal", "fp32-everything",
+    "varlen-fp64-window", "no-keys-everything", "varlen-tail-everything", "varlen-no-keys-full",
+    "varlen-no-sequence-causal", "padding-mask", "bias-own-causal", "dropout-bias", "chunk-causal",
+    "varlen-used-everything", "diagonals-causal",
+)  # fmt: skip
+"""Names of tiny cases that together have every step of the kernels."""
+
+
+@walk("name", IN_FORWARD_MODE)
+def test_case_in_forward_mode(target: Target, name: str) -> None:
+    (case,) = (case for case in CASES if case.name == f"tiny-{name}")
+    if not target.takes(case):
+        return
+    inputs = case.inputs(target.device)
+    moving = [
+        testing.random_tensor(t.shape, t.dtype, t.device, seed=90 + i).masked_fill_(t.isnan(), torch.nan)
+        for i, t in enumerate(inputs.qkv)
+    ]
+    testing.check(*inputs.qkv, tangents=moving, backend=target.backend, **inputs.arguments)
+
+
+@walk("given", ["q", "k", "v", "qk", "kv"])
+def test_tensors_without_a_tangent_stand_still(target: Target, given: str) -> None:
+    case = replace(DENSE, dtype=target.dtypes[0], causal=True)
+    inputs = case.inputs(target.device)
+    moving = [t.cos() if name in given else None for name, t in zip("qkv", inputs.qkv, strict=True)]
+    testing.check(*inputs.qkv, tangents=moving, backend=target.backend, **inputs.arguments)
+
+
+def test_a_common_move_of_all_scores_moves_only_lse(target: Target) -> None:
+    """It is 64 times as large as the others, and must not be rounded to 16 bits with them."""
+    q, k, v = replace(DENSE, dtype=target.dtypes[0]).inputs(target.device).qkv
+    q, k = (torch.cat([t[..., :-1], torch.ones_like(t[..., :1])], -1) for t in (q, k))
+    moving = q.cos(), k.cos(), v.cos()
+    moving[0][..., -1] += 64 * q.shape[-1] ** 0.5
+    attend = partial(flashtile.attention, return_lse=True, backend=target.backend)
+    _, (of_out, of_lse) = torch.func.jvp(attend, (q, k, v), moving)
+    moving[0][..., -1] -= 64 * q.shape[-1] ** 0.5
+    _, (of_out_alone, of_lse_alone) = torch.func.jvp(attend, (q, k, v), moving)
+    eps = torch.finfo(q.dtype).eps
+    torch.testing.assert_close(of_lse, of_lse_alone + 64, rtol=64 * eps, atol=64 * eps)
+    torch.testing.assert_close(of_out, of_out_alone, rtol=0, atol=8 * eps * of_out_alone.abs().max().item())
+
+
+def test_hidden_keys_move_nothing(target: Target) -> None:
+    """Whatever they hold, as long as their values are numbers: a score may then be NaN, and its move too."""
+    q, k, v = replace(DENSE, dtype=target.dtypes[0]).inputs(target.device).qkv
+    mask = torch.arange(k.shape[1], device=k.device) % 3 > 0
+    attend = partial(flashtile.attention, mask=mask[None, None, None], backend=target.backend)
+    results = [
+        torch.func.jvp(attend, (q, filled, v), (q.cos(), filled.cos(), v.cos()))
+        for filled in (k, k.masked_fill(~mask[:, None, None], torch.nan))
+    ]
+    _assert_same_bits(*results)
 
 
 def test_every_feature_is_asked_for(target: Target) -> None:

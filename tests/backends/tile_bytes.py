@@ -35,10 +35,12 @@ def of_backward(config: BackwardConfig, block_d: int, block_dv: int) -> int:
     both = block_d + block_dv
     tiles = (config.STAGES * config.BLOCK_M + config.BLOCK_N) * both
     ds = 2 * config.BLOCK_N * config.BLOCK_M
-    gradients = config.BLOCK_N * GRADIENT_PART
+    gradients = config.BLOCK_N * min(GRADIENT_PART, block_d)
     statistics = 2 * config.STAGES * config.BLOCK_M
     dq = config.BLOCK_M * block_d
-    chunks = POSTPROCESS_CHUNK * (POSTPROCESS_STAGES + 1)
+    if config.ONE_BLOCK:
+        return 2 * (tiles + ds + gradients + dq) + 4 * statistics
+    chunks = min(POSTPROCESS_CHUNK, 2 * 8 * block_d) * (POSTPROCESS_STAGES + 1)
     return 2 * (tiles + ds + gradients) + 4 * (statistics + dq + chunks)
 
 

@@ -30,6 +30,8 @@ BAD = [
     ((*BENCH, "--rep", "0"), "--rep"),
     ((*BENCH, "--rep", "inf"), "must be finite"),
     ((*BENCH, "--rep", "nan"), "--rep"),
+    ((*BENCH, "--seconds", "0"), "--seconds"),
+    ((*BENCH, "--seed", "-1"), "--seed"),
     ((*BENCH, "--head-dim", "0"), "head-dim must be one of 32"),
     ((*BENCH, "--head-dim", "big"), "head-dim must be numbers"),
     ((*BENCH, "--dtype", "int8"), "got 'int8'"),

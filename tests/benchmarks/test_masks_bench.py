@@ -81,6 +81,6 @@ def test_no_two_workloads_have_the_same_mask() -> None:
     for name, make in mods.MODS.items():
         given = make(8192, 4, "cpu")
         if given.score_mod is None and given.mask_mod is not None:
-            rows = torch.tensor([500, 5000, 7777])[:, None]
+            rows = torch.tensor([500, 1030, 5000, 7777])[:, None]
             seen[name] = tuple(given.mask_mod(zero, zero, rows, positions).sum(-1).tolist())
     assert len(set(seen.values())) == len(seen), seen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import flashtile
+import script_runner
 from benchmarks import parallel, two_trees
 from walk import walk
 
@@ -73,6 +75,21 @@ def test_the_library_takes_the_calls_of_two_trees(monkeypatch, cell):
         call, results = (two_trees.decode_call if cell["set"] == "decode" else two_trees.attention_call)(cell)
         call()
         assert two_trees.same(*[[[t.double().norm(), t.double().sum()] for t in results()]] * 2)
+
+
+def test_shared_prompts_have_the_states_of_separate_rows(tmp_path):
+    pytest.importorskip("transformers")
+    run = script_runner.runner(script_runner.load("benchmarks/shared_prompts.py"))
+    small = ("--hidden", "32", "--heads", "4", "--kv-heads", "2", "--prompt-tokens", "24", "--rounds", "1")
+    result = run(
+        "--device", "cpu", *small, "--answer-tokens", "4", "--rep", "1", "--json", tmp_path / "run.json"
+    )
+    assert result.exit_code == 0, result.output
+    results = json.loads((tmp_path / "run.json").read_text())["results"]
+    assert {name: of["tokens"] for name, of in results.items()} == {
+        "separate": 8 * 27, "separate, sdpa": 8 * 27, "shared": 23 + 8 * 4,
+    }  # fmt: skip
+    assert results["shared"]["difference"] < 64 * torch.finfo(torch.float32).eps
 
 
 def test_the_library_takes_the_calls_of_parallel():

@@ -290,6 +290,8 @@ LENGTHS = [
 OPTIONS = [
     *(bad(ALL, TypeError, "return_lse must be True or False", type(value).__name__, return_lse=value)
       for value in (1, None, "yes")),
+    *(bad(ALL, TypeError, f"{name} must be True or False", type(value).__name__, **{name: value})
+      for name in ("return_max_logits", "return_entropy") for value in (1, None)),
     *(bad(FLASH_ATTN, TypeError, "return_attn_probs must be True or False", type(value).__name__,
           return_attn_probs=value) for value in (0, "no")),
     *(bad(ALL, TypeError, "softmax_scale", "number or None", *words, softmax_scale=value)

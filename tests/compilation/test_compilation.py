@@ -13,6 +13,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -616,3 +617,43 @@ def test_calls_of_models_have_kernels():
             # The library computes products of many rows. On an A100, another kernel than attention's appends.
             elsewhere = {"linear"} if target is H200 else {"linear", "append_and_decode"}
             assert launches(call, target) or call.operation in elsewhere, call
+
+
+def varlen_training_of_short_documents() -> None:
+    """Every sequence has one block of keys, so Hopper's backward has no accumulator of dQ."""
+    cu_seqlens = torch.tensor([0, 60, 188], dtype=torch.int32)
+    q, k, v = (torch.randn(188, heads, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+    flashtile.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 128, 128, causal=True).sum().backward()
+
+
+def combined_parts() -> None:
+    flashtile.flash_attn_combine(torch.randn(3, 2, 5, 4, 8), torch.randn(3, 2, 5, 4))
+
+
+def small_heads_in_pages(heads: int, heads_kv: int, head_dim: int, head_dim_v: int) -> None:
+    """Strides of heads and tokens that Triton does not know to be multiples of 16 bytes."""
+    q = torch.randn(5, 30, heads, head_dim).half()
+    k, v = (torch.randn(40, 4, heads_kv, width).half() for width in (head_dim, head_dim_v))
+    table = torch.arange(40, dtype=torch.int32).reshape(5, 8)
+    lengths = torch.full((5,), 32, dtype=torch.int32)
+    flashtile.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, block_table=table, causal=True)
+
+
+PASSED = {
+    "no accumulator of dQ": (varlen_training_of_short_documents, "preprocess_kernel"),
+    "parts of attention": (combined_parts, "combine_given_kernel"),
+    "heads of 8": (partial(small_heads_in_pages, 6, 2, 8, 8), "attend_kernel"),
+    "tokens of 40": (partial(small_heads_in_pages, 5, 1, 8, 16), "attend_kernel"),
+}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("call", "kernel"), PASSED.values(), ids=PASSED)
+def test_a_kernel_compiles_with_the_tensors_that_its_call_passes(call, kernel):
+    """Cases of ``test_compile`` are written by hand. A call may lack their tensors or alignment."""
+    with remembering() as remembered:
+        call()
+    found = [pair for each in calls_of(remembered) for pair in launches(each, H200)]
+    ((launch, tensors),) = [pair for pair in found if pair[0].kernel.__name__ == kernel]
+    with compiling_driver(H200.capability):
+        assert launch.compile_ahead(tensors) is not None

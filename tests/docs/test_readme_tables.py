@@ -113,6 +113,7 @@ FEATURES: dict[str, Callable[[], object]] = {
     "Gradient of the log-sum-exp": lambda: gradient(
         lambda q, k: flashtile.attention(q, k, torch.ones(1, 12, 2, 8), return_lse=True)[1], *qkv()[:2]
     ),
+    "Forward mode in one pass": lambda: torch.func.jvp(flashtile.attention, tuple(qkv()), tuple(qkv())),
     "Second derivatives": second_derivatives,
     "Paged KV cache with appends and rotary embedding": pages,
     "FP8 attention on Hopper": fp8,

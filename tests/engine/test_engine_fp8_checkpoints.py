@@ -191,6 +191,26 @@ def test_experts_stay_in_e4m3(kind):
             assert matrix.scale is None or matrix.scale.shape[:2] == (3, rows if kind == "channel" else 2)
 
 
+@pytest.mark.parametrize("dummy", [False, True])
+def test_weights_that_are_no_longer_in_e4m3_are_refused(dummy):
+    """They would be rounded to e4m3 and multiplied by the scales of the old weights."""
+    low, wide = folders("qwen3", "channel")
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "warmup": False, "device": "cpu"}
+    own = {"load_format": "dummy"} if dummy else {}
+    llm = LLM(low, dtype="bfloat16", **own, **options)
+    expected = llm.score(prompts()[:2])
+    with pytest.raises(
+        ValueError, match="named_tensors must have the same matrices in e4m3 as the model, got"
+    ):
+        llm.update_weights(wide)
+    assert llm.score(prompts()[:2]) == expected
+    llm.update_weights(low)
+    assert llm.score(prompts()[:2]) == LLM(low, dtype="bfloat16", **options).score(prompts()[:2])
+    llm = LLM(low, dtype="float32", **options)  # there all matrices are float32
+    llm.update_weights(wide)
+    assert llm.score(prompts()[:2]) == LLM(wide, dtype="float32", **options).score(prompts()[:2])
+
+
 def test_names_of_scales():
     assert scaled_matrix("a.weight_scale_inv") == scaled_matrix("a.weight_scale") == "a.weight"
     assert scaled_matrix("a.k_scale") is None

@@ -18,6 +18,8 @@ from flashtile.engine.families import FAMILIES
 from flashtile.engine.memory import run_one_layer
 from flashtile.engine.model import FEW_ROWS, Matrix, Norm
 from flashtile.engine.outputs import FlatLogprobs, Logprob
+from flashtile.engine.request import State
+from flashtile.linear import linear_qkv
 
 pytestmark = pytest.mark.numerical
 
@@ -70,6 +72,16 @@ def test_greedy_tokens_are_those_of_transformers(name, way):
     manager = llm.engine.scheduler.manager
     manager.check_integrity()
     assert manager.sequences == ()
+
+
+def test_queries_and_keys_of_single_tokens_are_normalised_in_the_product():
+    llm, found = load("qwen3"), []
+    noted = mock.patch.object(Norm, "__call__", side_effect=lambda x: found.append(x) or x)
+    with mock.patch("flashtile.engine.model.linear_qkv", side_effect=linear_qkv) as product, noted:
+        llm.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=4))
+    layers = llm.engine.runner.model.config.num_layers
+    assert [call.kwargs["q_norm_weight"].shape for call in product.call_args_list] == [(16,)] * 3 * layers
+    assert {len(x) for x in found} == {3}  # only the prompt's
 
 
 @pytest.mark.parametrize("tokens", [FEW_ROWS // 2, FEW_ROWS + 8])
@@ -156,6 +168,38 @@ def test_parallel_answers_share_the_prompt():
     expected = greedy("llama3", LENGTH)[4][:6]
     assert [one.token_ids for one in output.outputs] == [expected] * 4
     assert 0.4 < output.metrics.memory_saved < 0.75
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        ({}, {"ignore_eos": True}),
+        ({}, {"stop_token_ids": list(range(12)), "max_tokens": 30}),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, {"max_tokens": 20}),
+        ({"num_gpu_blocks_override": 24}, {"max_tokens": 30}),
+        ({"async_scheduling": True}, {"stop_token_ids": list(range(12)), "max_tokens": 30}),
+    ],
+    ids=["together", "stopped", "guesses", "preempted", "async"],
+)
+def test_blocks_of_answers_are_counted_in_every_step(options, more):
+    """Though the engine looks at them only when an answer begins or ends, or has other blocks."""
+    llm = load("llama3", block_size=4, **options)
+    engine, manager, expected = llm.engine, llm.engine.scheduler.manager, [0, 0]
+    launch = engine.runner.launch
+
+    def counted(schedule):
+        for request in dict.fromkeys(entry.sequence.request for entry in schedule.entries):
+            running = [one for one in request.sequences if one.state is State.RUNNING]
+            blocks = [manager.blocks(one.block_sequence) for one in running if one.block_sequence is not None]
+            expected[0] += len({block for row in blocks for block in row})
+            expected[1] += sum(map(len, blocks))
+        return launch(schedule)
+
+    engine.runner.launch = counted
+    params = SamplingParams(**{"n": 3, "temperature": 1.0, "seed": 2, "max_tokens": 9} | more)
+    outputs = llm.generate([prompt * 2 for prompt in prompts()[:3]], params)
+    assert sum(output.metrics.blocks for output in outputs) == expected[0]
+    assert sum(output.metrics.unshared_blocks for output in outputs) == expected[1]
 
 
 def test_logprobs_are_those_of_transformers():

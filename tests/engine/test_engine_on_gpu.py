@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from engine_models import MODELS, folder, folder_with_pairs, greedy, load, prompts
 
-from flashtile.engine import LLM, SamplingParams
+from flashtile.engine import LLM, SamplingParams, groups
 from flashtile.engine.device import Capture
 from flashtile.engine.parallel import ProcessRanks
 from flashtile.engine.structured import mask
@@ -38,12 +38,61 @@ def test_captured_steps_give_the_tokens_of_transformers(name, guesses):
     llm.engine.scheduler.manager.check_integrity()
 
 
+@pytest.mark.parametrize("guesses", [None, "look-up", "row", "tree"])
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "gemma2"])
+def test_captured_steps_with_groups_give_the_tokens_of_transformers(name, guesses, monkeypatch):
+    """The second time, prompts also share what the prefix cache has."""
+    if guesses == "tree" and name == "gemma2":
+        pytest.skip("trees need layers without windows")
+    monkeypatch.setattr(groups, "MIN_SAVED_TOKENS", 1)
+    config = {"row": draft(1), "tree": draft(3), "look-up": {"method": "ngram"}, None: None}[guesses]
+    llm = load(
+        name, device="cuda", dtype="float32", block_size=4, speculative_config=config, cascade_attention=True
+    )
+    for _ in range(2):
+        outputs = llm.generate(prompts(), SamplingParams(n=3, temperature=0, max_tokens=LENGTH))
+        for output, expected in zip(outputs, greedy(name, LENGTH), strict=True):
+            assert [one.token_ids for one in output.outputs] == [expected] * 3
+    assert {len(form.levels) for form in llm.engine.runner.graphs} >= {1, 2}
+    assert llm.get_metrics().kv_reads_saved > 0
+    llm.engine.scheduler.manager.check_integrity()
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_captured_steps_of_every_family_give_the_tokens_of_transformers(name):
     llm = load(name, device="cuda", dtype="float32", block_size=16)
     outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=LENGTH))
     assert [output.outputs[0].token_ids for output in outputs] == greedy(name, LENGTH)
     assert llm.engine.runner.graphs
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_slept_frees_memory_and_captures_again(level):
+    llm = load("llama3", device="cuda", dtype="float32", block_size=16, num_gpu_blocks_override=4096)
+    params, memory = SamplingParams(temperature=0, max_tokens=LENGTH), llm.engine.runner.memory
+    llm.generate(prompts(), params)
+    graphs, bytes_of_cache = len(llm.engine.runner.graphs), memory.k.nbytes + memory.v.nbytes
+    before = torch.cuda.memory_allocated()
+    llm.sleep(level)
+    assert torch.cuda.memory_allocated() <= before - bytes_of_cache
+    llm.wake_up()
+    if level == 2:
+        llm.update_weights(folder("llama3"))
+    outputs = llm.generate(prompts(), params)
+    assert [output.outputs[0].token_ids for output in outputs] == greedy("llama3", LENGTH)
+    assert len(llm.engine.runner.graphs) == graphs
+
+
+def test_graphs_compute_with_new_weights():
+    llm = load("llama3", device="cuda", dtype="float32", block_size=16, load_format="dummy")
+    params = SamplingParams(temperature=0, max_tokens=LENGTH)
+    llm.generate(prompts(), params)
+    graphs = dict(llm.engine.runner.graphs)
+    llm.update_weights(folder("llama3"))
+    outputs = llm.generate(prompts(), params)
+    assert [output.outputs[0].token_ids for output in outputs] == greedy("llama3", LENGTH)
+    assert graphs
+    assert llm.engine.runner.graphs == graphs
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
@@ -86,9 +135,11 @@ def test_weights_read_ahead_are_those_of_the_file(monkeypatch):
         assert torch.equal(torch.cat([cuda(name)]).cpu(), cpu(name)), name
 
 
-def test_the_host_does_not_wait_where_the_batch_changes():
-    """Sampling parameters, biases and log-probabilities travel beside the steps."""
-    llm = load("llama3", device="cuda", dtype="float32")
+@pytest.mark.parametrize("cascade", [False, True])
+def test_the_host_does_not_wait_where_the_batch_changes(cascade, monkeypatch):
+    """Sampling parameters, biases and log-probabilities travel beside the steps, and so do groups."""
+    monkeypatch.setattr(groups, "MIN_SAVED_TOKENS", 1)
+    llm = load("llama3", device="cuda", dtype="float32", block_size=4, cascade_attention=cascade)
     params = [
         SamplingParams(
             seed=i, temperature=0.8, max_tokens=3 + 2 * i, logprobs=i % 2 or None, logit_bias={i: 1.0}

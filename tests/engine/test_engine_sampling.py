@@ -11,9 +11,10 @@ from engine_models import VOCABULARY, greedy, load, prompts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashtile.engine import BeamSearchParams, SamplingParams, sampler
+from flashtile.engine import BeamSearchParams, SamplingParams, adjust
 from flashtile.engine.device import on_device
-from flashtile.engine.sampler import GOLDEN, Choice, choose, gumbel, keep, penalise, stream_seed
+from flashtile.engine.request import Request, Sequence
+from flashtile.engine.sampler import GOLDEN, Choice, choose, gumbel, keep, stream_seed
 from walk import walk
 
 LENGTH = 14
@@ -55,7 +56,7 @@ def test_tokens_come_as_often_as_they_should():
     """Chi-squared of 40,000 draws over 8 tokens: above 26 by chance once in two thousand seeds."""
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5, -torch.inf, 1.5, -2.0])
     rows = 40_000
-    drawn = choose(logits.expand(rows, -1), choice(rows, 0.7, seeds=[7] * rows), torch.arange(rows))
+    drawn, _ = choose(logits.expand(rows, -1), choice(rows, 0.7, seeds=[7] * rows), torch.arange(rows))
     expected = rows * (logits / 0.7).softmax(-1)
     counts = torch.bincount(drawn, minlength=8)
     assert counts[5] == 0
@@ -79,35 +80,83 @@ def test_noise_depends_on_seed_position_and_token_alone():
 def test_the_noise_is_a_hash_of_seed_position_and_token(seed, position):
     """In 32-bit arithmetic without signs, as the kernel computes it."""
 
-    def mix(x, shifts, factors, bits):
-        for shift, factor in zip(shifts, [*factors, 1], strict=True):
-            x = (x ^ x >> shift) * factor % 2**bits
-        return x
-
-    key = mix((seed + position * GOLDEN) % 2**64, (30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB), 64)
+    key = (seed + position * GOLDEN) % 2**64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        key = (key ^ key >> shift) * factor % 2**64
     for token, found in enumerate(gumbel(torch.tensor([seed]), torch.tensor([position]), 50)[0].tolist()):
-        once = mix(token ^ key % 2**32, (16, 13, 16), (0x85EBCA6B, 0xC2B2AE35), 32)
-        bits = mix((once + (key >> 32)) % 2**32, (16, 13, 16), (0x85EBCA6B, 0xC2B2AE35), 32)
-        uniform = (bits + 0.5) / 2**32
+        bits = token ^ key % 2**32
+        bits = ((bits ^ bits >> 16) * 0x7FEB352D + (key >> 32)) % 2**32
+        bits = (bits ^ bits >> 15) * 0x846CA68B % 2**32
+        uniform = ((bits ^ bits >> 16) + 0.5) / 2**32
         assert found == pytest.approx(-math.log(-math.log1p(-uniform)), rel=1e-5, abs=1e-5)
 
 
 def test_lists_of_a_request_reach_the_device_once(monkeypatch):
-    """They may be long, and each step of each answer needs them."""
+    """They may be long, and each step of each answer needs them. Later steps send one token."""
     sent = []
-    monkeypatch.setattr(sampler, "on_device", lambda *args: sent.append(args[0]) or on_device(*args))
+    monkeypatch.setattr(adjust, "on_device", lambda *args: sent.append(args[0]) or on_device(*args))
     params = SamplingParams(
         n=2, max_tokens=6, min_tokens=6, logit_bias={i: 0.5 for i in range(40)}, repetition_penalty=1.1,
         allowed_token_ids=list(range(50)), stop_token_ids=list(range(30)),
     )  # fmt: skip
     load("llama3").generate(list(range(20)), params)
-    assert sorted(len(numbers) for numbers in sent if len(numbers) > 6) == [20, 30, 40, 40, 50]
+    assert sorted(map(len, sent))[-2:] == [12, 2 * 4 * 50]  # four numbers of each token
 
 
-def test_penalties_are_vllms():
-    logits = torch.tensor([1.0, -1.0, 2.0, 0.5])
-    penalise(logits, torch.tensor([0, 1]), torch.tensor([2, 2, 1]), 2.0, 0.25, 0.5)
-    torch.testing.assert_close(logits, torch.tensor([0.5, -2 - 0.75, 1 - 1.25, 0.5]))
+def by_rows(logits, tokens, params, ends, unread):
+    """Logits of one row after the changes, one token at a time, as vLLM defines them."""
+    prompt, answer = tokens
+    for token in range(len(logits)):
+        count = [*answer, *unread].count(token)
+        if params.allowed_token_ids and token not in params.allowed_token_ids:
+            logits[token] = -torch.inf
+        if token in prompt or count:
+            logits[token] *= 1 / params.repetition_penalty if logits[token] > 0 else params.repetition_penalty
+        logits[token] -= params.presence_penalty * (count > 0) + params.frequency_penalty * count
+        logits[token] += (params.logit_bias or {}).get(token, 0)
+        if token in ends and len(answer) + len(unread) < params.min_tokens:
+            logits[token] = -torch.inf
+    return logits
+
+
+ADJUSTING = [
+    {"presence_penalty": 0.5},
+    {"repetition_penalty": 1.7, "frequency_penalty": -0.3},
+    {"logit_bias": {3: 7.0, 9: -100.0, 4: 0.25}},
+    {"allowed_token_ids": [2, 7, 11], "frequency_penalty": 1.0},
+    {"min_tokens": 9, "stop_token_ids": [1, 5], "logit_bias": {5: 50.0}},
+    {"repetition_penalty": 0.6, "logit_bias": {30: 1.0}, "allowed_token_ids": list(range(0, 40, 3))},
+]
+
+
+def adjusted_rows(
+    device: str = "cpu", vocabulary: int = 40
+) -> tuple[torch.Tensor, adjust.Adjusted, torch.Tensor]:
+    """Logits, their changes, and what they are expected to be. Row 2 changes nothing."""
+    generator = torch.Generator().manual_seed(5)
+    logits = (torch.randn(len(ADJUSTING) + 1, vocabulary, generator=generator) * 3).to(device)
+    known = torch.tensor([[7, 8], [30, 31], [2, 2], [7, 7], [1, 1], [3, 3], [12, 13]], dtype=torch.int32)
+    samples, expected = [], logits.cpu().clone()
+    for i, arguments in enumerate(ADJUSTING):
+        params = SamplingParams(max_tokens=20, **arguments)
+        prompt, answer = [2, 7, 7, 30], [7, 9, 11, 9][: 1 + i]
+        request = Request(
+            f"{i}", i, None, prompt, params, max_outputs=20, ends=frozenset(params.stop_token_ids or ())
+        )
+        sequence = Sequence(request, 0, prompt + answer)
+        sequence.block_sequence, row = 100 + i, i + (i > 1)
+        unread = [[~0], [~1, 9, 9], [], [~0], [], [39]][i] if params.penalises else []
+        samples.append((row, sequence, i, unread))
+        late = [token if token >= 0 else int(known[i, ~token]) for token in unread]
+        expected[row] = by_rows(expected[row], (prompt, answer), params, request.ends, late)
+    adjuster, known = adjust.Adjuster(torch.device(device), 8), known.to(device)
+    adjuster(len(logits), samples, known)
+    return logits, adjuster(len(logits), samples, known), expected  # nothing is counted twice
+
+
+def test_changes_of_logits_are_vllms():
+    logits, found, expected = adjusted_rows()
+    torch.testing.assert_close(found.apply(logits), expected)
 
 
 def answers(llm, params, chosen=slice(None)):
@@ -309,3 +358,37 @@ def test_guesses_save_steps_where_a_text_repeats_itself(name, least):
     (again,) = llm.generate([prompt + expected[:50]], SamplingParams(temperature=0, max_tokens=10))
     assert again.num_cached_tokens == 52
     assert again.outputs[0].token_ids == expected[50:]
+
+
+def test_log_probabilities_are_of_the_model_or_of_the_draw():
+    """In every mode the tokens are the same, and one mode's numbers follow from another's."""
+    params = [
+        SamplingParams(temperature=0.7, top_k=9, seed=3, max_tokens=4, logprobs=-1, logit_bias={5: 3.0}),
+        SamplingParams(temperature=0, max_tokens=4, logprobs=-1, logit_bias={7: 90.0}),
+    ]
+
+    def all_scores(mode: str) -> tuple[list[list[int]], list[torch.Tensor]]:
+        outputs = load("llama3", logprobs_mode=mode).generate(prompts()[:2], params)
+        found = [
+            torch.tensor(
+                [[one[token].logprob for token in range(VOCABULARY)] for one in output.outputs[0].logprobs]
+            )
+            for output in outputs
+        ]
+        return [output.outputs[0].token_ids for output in outputs], found
+
+    tokens, raw = all_scores("raw_logprobs")
+    for mode in ("raw_logits", "processed_logits", "processed_logprobs"):
+        same, found = all_scores(mode)
+        assert same == tokens
+        for i, (scores, own) in enumerate(zip(found, raw, strict=True)):
+            if mode.startswith("processed"):
+                own = own.clone()
+                own[:, 7 if i else 5] += 90 if i else 3
+                own = own if i else keep(own / 0.7, choice(4, top_k=9))
+                assert (scores > -torch.inf).sum(-1).tolist() == [VOCABULARY if i else 9] * 4
+            scores = scores.log_softmax(-1) if mode.endswith("logits") else scores
+            torch.testing.assert_close(scores, own.log_softmax(-1), rtol=1e-4, atol=1e-4)
+    assert tokens[1] == [7] * 4
+    with pytest.raises(ValueError, match="logprobs_mode must be one of raw_logprobs, processed"):
+        load("llama3", logprobs_mode="raw")

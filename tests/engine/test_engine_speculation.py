@@ -10,6 +10,7 @@ import torch
 from engine_models import MODELS, SIZES, VOCABULARY, folder, greedy, load, prompts
 
 from flashtile.engine import SamplingParams
+from flashtile.engine import runner as runner_module
 from flashtile.engine.runner import Runner
 from flashtile.engine.sampler import Choice, candidates, choose, stream_seed
 from flashtile.engine.speculation import accepted_path, comb, depths, visible
@@ -108,13 +109,13 @@ def test_penalties_count_tokens_that_the_host_has_not_read(options, monkeypatch)
     params = [SamplingParams(max_tokens=18, **one) for one in PENALTIES]
     expected = load("llama3").generate(prompts(), params)
     counts = []
-    unread = Runner._unread
+    unread = runner_module._unread
 
     def counted(*arguments):
         counts.append(len(found := unread(*arguments)))
         return found
 
-    monkeypatch.setattr(Runner, "_unread", counted)
+    monkeypatch.setattr(runner_module, "_unread", counted)
     outputs = load("llama3", **options).generate(prompts(), params)
     for output, wanted in zip(outputs, expected, strict=True):
         assert [one.token_ids for one in output.outputs] == [one.token_ids for one in wanted.outputs]
@@ -206,7 +207,7 @@ def test_draws_have_the_models_distribution_and_guesses_are_right_as_often_as_pr
     seeds = torch.tensor([stream_seed(seed, 0) for seed in range(count // 10)]).repeat_interleave(10)
     choice = Choice(ones, zeros, ones, zeros.float(), seeds, False, False, False, False)
     positions = torch.arange(count) % 10
-    draws = choose(logits.expand(count, -1), choice, positions)
+    draws, _ = choose(logits.expand(count, -1), choice, positions)
     guesses = candidates(drafted.expand(count, -1), choice, positions, width)
 
     def deviations(found, expected):

@@ -19,7 +19,7 @@ if INTERPRETING:
 
 from flashtile.backends.portable.linear import kernel
 from flashtile.compilation.calls import Call, calls_of
-from flashtile.engine import LLM, model, runner, sampling
+from flashtile.engine import LLM, groups, model, runner, sampling
 from flashtile.engine.device import graph_batch
 from flashtile.engine.llm import _import_kernels, _steps_of
 from flashtile.engine.step_calls import calls_of_all
@@ -42,6 +42,8 @@ CAPTURED = {
     "mixtral": ({**EXPERTS, "model_type": "mixtral"}, False),
     "gpt_oss": ({**EXPERTS, "model_type": "gpt_oss", "head_dim": 64}, False),
     "blocks": ({**DENSE, "hidden_size": 128, "num_attention_heads": 2, "head_dim": 128}, True),
+    "groups": ({**DENSE, "num_attention_heads": 4, "head_dim": 128}, False),
+    "invariant": ({**EXPERTS, "model_type": "mixtral"}, False),
 }
 
 
@@ -78,19 +80,22 @@ def as_on_a_gpu(llm: LLM, patch: pytest.MonkeyPatch) -> set:
     Returns the set to which the launches of kernels that belong to no operation are added.
     """
 
-    def choose(logits, choice, positions):
+    def choose(logits, choice, positions, adjusted):
         filtered = choice.any_top_k or choice.any_top_p or choice.any_min_p
-        drawn = sampling.sample(logits, *choice[:5], positions, filtered)
-        return logits.argmax(-1) if choice.greedy else torch.where(drawn == 0, logits.argmax(-1), drawn)
+        drawn, _ = sampling.sample(logits, *choice[:5], positions, filtered, adjusted)
+        likeliest = logits.argmax(-1)
+        drawn = likeliest if choice.greedy else torch.where(drawn == 0, likeliest, drawn)
+        return drawn, logits.gather(1, drawn.unsqueeze(1)).squeeze(1)
 
     used: set = set()
     rows, run = llm.engine.scheduler.max_num_seqs, llm.engine.runner
     patch.setattr(model, "FakeTensor", torch.Tensor)
     patch.setattr(runner, "choose", choose)
+    patch.setattr(runner, "has_kernel", lambda logits: True)
     patch.setattr(kernel, "family", lambda device: "hopper")
     products = Recorder(kernel.grouped_kernel, lambda arguments: arguments[0].y, used)
     patch.setattr(kernel, "grouped_kernel", products)
-    draws = Recorder(sampling.sample_kernel, lambda arguments: arguments[7], used)
+    draws = Recorder(sampling.sample_kernel, lambda arguments: arguments[9], used)
     patch.setattr(sampling, "sample_kernel", draws)
     run.capture = lambda step: step
     run._logits = run._logits.new_zeros(graph_batch(rows), run._logits.shape[1])
@@ -99,7 +104,13 @@ def as_on_a_gpu(llm: LLM, patch: pytest.MonkeyPatch) -> set:
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt_oss", "blocks", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("dense", "mixtral"))],
+    [
+        "gpt_oss",
+        "blocks",
+        "groups",
+        "invariant",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("dense", "mixtral")),
+    ],
 )
 def test_no_captured_step_needs_a_kernel_that_the_warm_up_lacks(tmp_path, name):
     """Of models with and without experts and e4m3, asked in all ways: penalties, structures, prefixes."""
@@ -112,13 +123,16 @@ def test_no_captured_step_needs_a_kernel_that_the_warm_up_lacks(tmp_path, name):
     llm = LLM(
         tmp_path, device="cpu", dtype="bfloat16", load_format="dummy", num_gpu_blocks_override=48,
         block_size=4, max_num_seqs=6, max_num_batched_tokens=20, warmup=False,
+        cascade_attention=name == "groups", batch_invariant=name == "invariant",
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, remembering() as remembered:
+        patch.setattr(groups, "MIN_SAVED_TOKENS", 1)
         used = as_on_a_gpu(llm, patch)
         traffic(llm, 25, EVERY_KIND)
-    names = {"sample_kernel", "grouped_kernel"} if name in ("mixtral", "gpt_oss") else {"sample_kernel"}
-    assert {key[0] for key in used} == names
-    listed = calls_of_all(_steps_of(llm.engine.runner))
+    has_experts = "num_local_experts" in config
+    assert {key[0] for key in used} == {"sample_kernel", *["grouped_kernel"] * has_experts}
+    listed = calls_of_all(_steps_of(llm.engine.runner, name == "groups"))
+    assert (llm.get_metrics().kv_reads_saved > 0) == (name == "groups")
     assert used - kernels([source for source in listed if not isinstance(source, Call)]) == set()
     assert lacking(calls_of(remembered), listed)[0] == set()
 

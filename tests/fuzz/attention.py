@@ -152,7 +152,7 @@ agree(call, {ours}, {exact}, GIVEN)"""
 def draw(rng: Random, device: str = "cpu") -> Call:
     form = rng.choice(
         ["attention"] * 8
-        + ["flash_attn_func", "kvpacked", "qkvpacked", "weights", "merge_states", "dropout", "tree"]
+        + ["flash_attn_func", "kvpacked", "qkvpacked", "weights", "merge_states", "dropout", "tree", "jvp"]
     )
     varlen = rng.random() < 0.35 and form not in ("merge_states", "dropout", "flash_attn_func", "tree")
     sizes = sizes_for(rng)
@@ -166,7 +166,7 @@ def draw(rng: Random, device: str = "cpu") -> Call:
         options, totals = packed(rng, sizes, form == "qkvpacked")
         fixed |= totals
     options += masking(rng)
-    if form in ("attention", "weights", "dropout"):
+    if form in ("attention", "weights", "dropout", "jvp"):
         more, of_them = extras(rng, sizes, varlen)
         options, tensors = options + more, tensors | of_them
     return _FORMS.get(form, _plain)(rng, form, varlen, sizes, tensors, options, fixed)
@@ -188,6 +188,10 @@ def _plain(rng, form, varlen, sizes, tensors, options, fixed, last="return_lse=T
         and not any(o.startswith(("mask", "bias", "seqused", *BEYOND_WINDOW)) for o in options)
     ):
         ours = "flashtile.flash_attn_varlen_func"
+    if "interface" not in ours:
+        last += "".join(
+            f", {name}=True" for name in ("return_max_logits", "return_entropy") if rng.random() < 0.15
+        )
     ours = in_surroundings(rng, ours, ("vmap",) if varlen else ())
     body = BODY.format(names="NAMES", positional="q, k, v", ours=ours, exact="oracle.attention", last=last)
     return Call(body, sizes, spelled(tensors), tuple(options), fixed)
@@ -276,6 +280,7 @@ def _tree(rng, form, varlen, sizes, tensors, options, fixed) -> Call:
     of_segments = lengths(rng, count, sizes["seqlen_q"])
     total = sum(of_segments) + rng.choice([0, 0, 2])
     options = [o for o in options if o.startswith(("softcap", "softmax_scale"))]
+    window_left = rng.choice([-1, -1, rng.randint(0, 40)])
     body = f"""cu_seqlens, parent = offsets{_call(of_segments)}, ints{_call(parent)}
 segment, above = torch.bucketize(torch.arange(total, device=device), cu_seqlens[1:], right=True), torch.eye({count + 1}, device=device).bool()
 above[{count}] = False
@@ -283,8 +288,11 @@ for _ in range({count}):
     above[:{count}] |= above[parent] & (parent >= 0)[:, None]
 place = torch.arange(total, device=device)
 seen = above[segment][:, segment] & ((segment[:, None] != segment) | (place <= place[:, None]))
+if {window_left} >= 0:
+    depth = seen.sum(1)
+    seen &= depth[:, None] - depth <= {window_left}
 def ours(q, k, v, **options):
-    return flashtile.tree_attention(q, k, v, cu_seqlens, parent, **options)
+    return flashtile.tree_attention(q, k, v, cu_seqlens, parent, window_left={window_left}, **options)
 def exact(q, k, v, **options):
     out, lse = oracle.attention(q[None], k[None], v[None], mask=seen[None, None], **options)
     return out[0], lse[0]
@@ -309,7 +317,28 @@ agree(call, flashtile.attention, lambda *t, **o: oracle.attention(*t, **o, kept=
     return Call(body, sizes, spelled(tensors), tuple(options), fixed)
 
 
+def _jvp(rng, form, varlen, sizes, tensors, options, fixed) -> Call:
+    """Tangents of the results, along those of some of q, k and v, and the gradients of both."""
+    given = rng.choice(["q", "k", "v", "qk", "kv", "qkv", "qkv"])
+    more = "".join(f", {name}=True" for name in ("return_max_logits", "return_entropy") if rng.random() < 0.1)
+    # torch has no tangents of negated and overlapping tensors, but of their copies.
+    body = f"""def along(attend):
+    def run(*tensors, **options):
+        tensors = dict(zip("qkv", (t.clone() for t in tensors)))
+        given = {{name: tensors[name] for name in {given!r}}}
+        results, tangents = torch.func.jvp(
+            lambda *moving: attend(*(tensors | dict(zip(given, moving))).values(), **options),
+            tuple(given.values()), tuple(-t.flip(-1) for t in given.values()))
+        return *results, *tangents
+    return run
+def call(attend, NAMES):
+    return attend(q, k, v, OPTIONS, return_lse=True{more})
+agree(call, along(flashtile.attention), along(oracle.attention), GIVEN)"""
+    return Call(body, sizes, spelled(tensors), tuple(options), fixed)
+
+
 _FORMS = {
+    "jvp": _jvp,
     "kvpacked": _packed_form,
     "qkvpacked": _packed_form,
     "weights": _weights,

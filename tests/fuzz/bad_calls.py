@@ -50,6 +50,7 @@ GOOD: dict[str, dict[str, str]] = {
     "flashtile.flash_attn_with_kvcache": {
         **CACHE, **TABLE, **MASKING, **EXTRAS, "k": "rand(2, 1, 2, 16)", "v": "rand(2, 1, 2, 16)", **ROTARY, "rotary_seqlens": "ints(3, 5)",
         "num_splits": "2", "return_softmax_lse": "True", "softmax_max": "1.0", "debug_checks": "True", **BY_POSITION,
+        "mass": "rand(6, 4, 2)",
     },
     "flashtile.append_kvcache": {
         "k_cache": CACHE["k_cache"], "v_cache": CACHE["v_cache"], "k": "rand(2, 1, 2, 16)", "v": "rand(2, 1, 2, 16)", **TABLE, **ROTARY,
@@ -80,6 +81,7 @@ GOOD: dict[str, dict[str, str]] = {
     "flashtile.linear.linear_qkv": {
         "x": "rand(3, 8)", "weight": "rand(96, 8)", "k_cache": "rand(4, 4, 1, 16)", "v_cache": "rand(4, 4, 1, 16)",
         "slot_mapping": "torch.tensor([0, 5, 9])", "positions": "ints(0, 1, 2)", **ROTARY, "norm_eps": "1e-6",
+        "q_norm_weight": "rand(16)", "k_norm_weight": "rand(16)",
     },
     "flashtile.linear.explain": {"x": "rand(3, 8)", "weight": "rand(6, 8)"},
     "masks.causal": {"offset": "1"}, "masks.window": {"left": "1", "right": "2", "offset": "0"}, "masks.prefix_lm": {"length": "3", "offset": "0"},

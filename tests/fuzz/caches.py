@@ -23,13 +23,31 @@ CALL = """def call(attend, NAMES):
 agree(call, {ours}, {exact}, gradients=False, GIVEN)"""
 
 
+MASS = CALL.replace("v_cache.clone()\n", "v_cache.clone()\n    mass = mass.clone()\n").replace(
+    "k_cache, v_cache\nagree", "k_cache, v_cache, mass\nagree"
+)
+
+
 def _ints(values: list[int]) -> str:
     return f"ints({', '.join([*map(str, values), 'device=device'])})"
 
 
-def _decode(rng: Random, function: str = "flashtile.flash_attn_with_kvcache") -> str:
-    """Return the text of a function of caches. Calls that write to a cache cannot run under vmap."""
-    return in_surroundings(rng, function, ("vmap",))
+def _decode(rng: Random, function: str = "flashtile.flash_attn_with_kvcache", adds: bool = False) -> str:
+    """Return the text of a function of caches. Calls that write to a cache cannot run under vmap.
+
+    A call that ``adds`` to a buffer cannot run where it runs twice.
+    """
+    return in_surroundings(rng, function, ("vmap", *["inference mode before"] * adds))
+
+
+def _with_mass(rng: Random, tensors: dict[str, str], options: list[str]) -> str:
+    """Add a buffer for mass to some calls, and return the text of the call."""
+    adds = rng.random() < 0.2
+    if adds:
+        shape = tensors["k_cache"].removeprefix("rand(").split(", head_dim,")[0]
+        tensors["mass"] = f"rand({shape}, device=device, seed=43).abs()"
+        options.append("mass=mass")
+    return (MASS if adds else CALL).format(ours=_decode(rng, adds=adds), exact="oracle.with_kvcache")
 
 
 def cache(rng: Random, sizes: dict[str, int], new: int, paged: bool, dtype: str = "dtype"):
@@ -109,13 +127,14 @@ def _cache(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
     if rng.random() < 0.15 and not paged:
         more.append(f"cache_leftpad={_ints([rng.randint(0, n) for n in lengths])}")
     if rng.random() < 0.3:
-        more.append(rng.choice(["num_splits=1", "num_splits=3", "split_size=16", "split_size=64"]))
-    if rng.random() < 0.15:
+        orders = ["num_splits=1", "num_splits=3", "split_size=16", "split_size=64", "invariant=True"]
+        more.append(rng.choice(orders[: 5 - ("tree_mask=_tree" in more)]))
+    if rng.random() < 0.15 and "invariant=True" not in more:
         more.append(f"softmax_max={rng.choice([0.0, 4.0, -3.0, 60.0])}")
     if rng.random() < 0.15:
         tensors["qv"] = "rand(batch, seqlen_q, heads, head_dim_v, dtype=dtype, device=device, seed=8)"
         more.append("qv=qv")
-    body = CALL.format(ours=_decode(rng), exact="oracle.with_kvcache")
+    body = _with_mass(rng, tensors, more)
     return Call(body, sizes, spelled(tensors), (*options, *more), fixed)
 
 
@@ -126,7 +145,7 @@ def _fp8(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
     if rng.random() < 0.7:
         tensors["_scales"] = "rand(2, heads_kv, device=device, seed=9).abs()"
         options.append("k_descale=_scales[0], v_descale=_scales[1]")
-    body = CALL.format(ours=_decode(rng), exact="oracle.with_kvcache")
+    body = _with_mass(rng, tensors, options)
     return Call(body, sizes, spelled(tensors), (*options, *masking(rng), *by_position(rng)), fixed)
 
 

@@ -15,6 +15,8 @@ MODELS = {
     "phimoe": (*WINDOW, "num_local_experts=4"),
     "qwen2_moe": (*WINDOW, "use_sliding_window=True", "max_window_layers=1", *EXPERTS, "shared_expert_intermediate_size=16"),
 }  # fmt: skip
+WINDOWS_OF_MASKS = ("phimoe", "qwen2_moe")
+"""Models that shared_prompts refuses, because their attention does not know their windows."""
 COMPILED = 0.05
 """Share of the calls that are compiled, which takes seconds."""
 
@@ -32,6 +34,11 @@ def draw(rng: Random, device: str = "cpu") -> Call:
     name, length, batch = rng.choice(list(MODELS)), rng.randint(2, 20), rng.randint(1, 3)
     rows = rng.choice([batch, batch, batch, 1])
     options = [*MODELS[name]]
+    if name not in WINDOWS_OF_MASKS and rng.random() < 0.2:
+        answers = [[rng.randint(1, 9) for _ in range(rng.randint(1, 4))] for _ in range(batch)]
+        body = f"""from fuzz.models import shared_differs
+shared_differs({name!r}, {[rng.randint(1, 20) for _ in answers]}, {answers}, seed={rng.randrange(99)}, OPTIONS)"""
+        return Call(body, {"window": rng.randint(1, 12)}, {}, tuple(options))
     if rng.random() < 0.8:
         options.append(f"positions={[_positions(rng, length) for _ in range(rows)]}")
     if rng.random() < COMPILED:

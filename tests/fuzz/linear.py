@@ -91,9 +91,16 @@ def _qkv(rng, sizes, tensors, options, fixed, rows) -> Call:
             f"rotary_cos=_angles.cos().to(dtype), rotary_sin=_angles.sin().to(dtype), rotary_interleaved={rng.random() < 0.5}, "
             f"positions=ints({', '.join(map(str, positions))}{', ' * (rows > 0)}device=device)"
         )
+    if sizes["dim"] == 16 and rng.random() < 0.5:
+        for i, name in enumerate("qk"):
+            tensors[f"_{name}_norm"] = f"rand(dim, dtype=dtype, device=device, seed={13 + i})"
+            options.append(f"{name}_norm_weight=_{name}_norm")
     body = f"""slots = torch.tensor({slots}, device=device, dtype=torch.int64)
-def exact(x, weight, k_cache, v_cache, slot_mapping, rotary_cos=None, rotary_sin=None, positions=None, rotary_interleaved=False, **options):
+def exact(x, weight, k_cache, v_cache, slot_mapping, rotary_cos=None, rotary_sin=None, positions=None, rotary_interleaved=False,
+          q_norm_weight=None, k_norm_weight=None, **options):
     q, k, v = oracle.linear(x, weight, **options).unflatten(-1, (6, -1)).split([4, 1, 1], 1)
+    if q_norm_weight is not None:
+        q, k = (oracle.rms(t, w, options.get("norm_eps", 1e-6)) for t, w in ((q, q_norm_weight), (k, k_norm_weight)))
     if rotary_cos is not None:
         q, k = (oracle.rotated(t, rotary_cos, rotary_sin, positions.long(), rotary_interleaved) for t in (q, k))
     for cache, new in ((k_cache, k), (v_cache, v)):

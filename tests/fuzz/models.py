@@ -125,6 +125,33 @@ def packed_differs(
         raise Wrong(f"{name} differs from eager", f"by {difference:.3g}")
 
 
+def shared_differs(name: str, prompts: list[int], answers: list[list[int]], seed: int, **fields) -> None:
+    """Compare log-probabilities of answers that share a prompt with eager attention's, one after another.
+
+    Args:
+        prompts, answers: numbers of tokens.
+
+    Raises:
+        Wrong: they differ.
+    """
+    integration.register()
+    torch.manual_seed(seed)
+    config = config_of(name, **fields)
+    eager, ours = (model_of(config, attn_implementation=one) for one in ("eager", "flashtile"))
+    texts = [torch.randint(1, 90, (length,)) for length in prompts]
+    drawn = [[torch.randint(1, 90, (length,)) for length in of_prompt] for of_prompt in answers]
+    with torch.no_grad():
+        batch = integration.shared_prompts(ours, texts, drawn)
+        found = batch.unpack(batch.log_probs(ours(**batch).logits))
+        for text, of_text, parts in zip(texts, drawn, found, strict=True):
+            for answer, part in zip(of_text, parts, strict=True):
+                logits = eager(torch.cat((text, answer))[None], use_cache=False).logits[0].log_softmax(-1)
+                right = logits[len(text) - 1 : -1].gather(1, answer[:, None])[:, 0]
+                difference = ((part - right).abs().max() / right.abs().max().clamp(min=1)).item()
+                if not difference <= TOLERANCE:
+                    raise Wrong(f"{name} differs from eager", f"by {difference:.3g}")
+
+
 def engine_differs(name: str, prompt: list[int], **fields) -> None:
     """Compare the engine's log-probabilities with those of Transformers for the same checkpoint.
 

@@ -71,7 +71,7 @@ def one(
     alibi_slopes=None, sink=None, mask=None, key_padding_mask=None, bias=None, score_mod=None, mask_mod=None,
     qv=None, kept=None, dropout_p=0.0, leftpad=0, own=None, first=0,
 ):  # fmt: skip
-    """Return (out, lse, probabilities) of one sequence.
+    """Return (out, lse, probabilities, largest score of each head, entropy of each row) of one sequence.
 
     q is (sq, heads, d), k (sk, heads_kv, d) and v (sk, heads_kv, dv). ``b`` is the number of the sequence, ``own`` a
     tree mask, and ``kept`` a dropout mask.
@@ -145,21 +145,30 @@ def one(
     # A backward pass computes rowsum(dP * P) from the rounded output, so the rows of dS do not sum to 0.
     error, at_rest = (rounded - out).detach(), lse - lse.detach()
     lse = lse + (factor - 1).detach() * at_rest  # the gradient of lse is P
-    return rounded - error * at_rest.transpose(0, 1), torch.where(empty, -math.inf, lse)[..., 0], p
+    least = s.new_full((heads, sq, 1), -math.inf)
+    largest = torch.cat([wide(s).detach(), least], -1).flatten(1)
+    largest = largest.amax(-1) if sq else least.new_full((heads,), -math.inf)
+    log_p = s if sinks is None else torch.cat([s, sinks], -1)
+    nothing = empty | (log_p == -math.inf)
+    log_p = torch.where(nothing, 0.0, wide(torch.where(nothing, 0.0, log_p) - lse))
+    entropy = -wide(torch.where(nothing, 0.0, torch.exp(log_p)) * log_p).sum(-1)
+    lse = torch.where(empty, -math.inf, lse)[..., 0]
+    return rounded - error * at_rest.transpose(0, 1), lse, p, largest, entropy
 
 
 def attention(
     q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, seqused_q=None,
     seqused_k=None, block_mask=None, qv=None, return_attn_weights=False, deterministic=False, return_lse=True,
-    return_attn_probs=False, rng_state=None, backend=None, **options,
+    return_attn_probs=False, return_max_logits=False, return_entropy=False, rng_state=None, backend=None, **options,
 ):  # fmt: skip
-    """Return (out, lse) as :func:`flashtile.attention` does, or (out, lse, weights)."""
+    """Return (out, lse) as :func:`flashtile.attention` does, then its statistics and weights."""
     if block_mask is not None:
         options["mask_mod"] = block_mask.mask_mod
     packed, weights = cu_seqlens_q is not None, []
     batch = len(cu_seqlens_q) - 1 if packed else q.shape[0]
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]) if packed else (batch, q.shape[2], q.shape[1]), -math.inf).to(q)
+    entropy, largest = torch.zeros_like(lse), [q.new_empty(0, q.shape[-2])]
     for b in range(batch):
         rows = slice(*cu_seqlens_q[b : b + 2].tolist()) if packed else slice(0, q.shape[1])
         keys = slice(*cu_seqlens_k[b : b + 2].tolist()) if packed else slice(0, k.shape[1])
@@ -176,9 +185,12 @@ def attention(
         at = torch.zeros_like(lse, dtype=torch.bool)
         at[where] = True
         lse = lse.masked_scatter(at, found[1])
+        entropy = entropy.masked_scatter(at, found[4])
+        largest.append(found[3][None])
         weights.append(found[2])
+    statistics = [torch.cat(largest)] * return_max_logits + [entropy] * return_entropy
     if return_attn_weights is False:
-        return out, lse
+        return out, lse, *statistics
     sq = max_seqlen_q if packed else q.shape[1]
     sk = max_seqlen_k if packed else k.shape[1]
     pad = torch.nn.functional.pad
@@ -212,9 +224,9 @@ def with_kvcache(
     q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
     cache_leftpad=None, block_table=None, rotary_interleaved=True, rotary_seqlens=None, tree_mask=None, qv=None,
     q_descale=None, k_descale=None, v_descale=None, return_softmax_lse=True, num_splits=0, split_size=None,
-    softmax_max=None, backend=None, debug_checks=False, out=None, lse=None, **options,
+    invariant=False, softmax_max=None, backend=None, debug_checks=False, out=None, lse=None, mass=None, **options,
 ):  # fmt: skip
-    """Return (out, lse) as :func:`flashtile.flash_attn_with_kvcache` does, and write new keys into the caches."""
+    """Return (out, lse) as :func:`flashtile.flash_attn_with_kvcache` does, and write into the caches and mass."""
     (batch, sq, heads, _), new, outs, lses = q.shape, 0 if k is None else k.shape[1], [], []
     size = k_cache.shape[1]
     capacity = size if block_table is None else size * block_table.shape[1]
@@ -250,6 +262,9 @@ def with_kvcache(
         found = one(query, keys, values, b, leftpad=pad, own=own, qv=None if qv is None else qv[b], **options)
         outs.append(found[0])
         lses.append(found[1])
+        if mass is not None:
+            sums = wide(found[2]).unflatten(0, (k_cache.shape[2], -1)).sum((1, 2))
+            mass[rows, at] += sums.T.to(mass.dtype)
     if not batch:
         return q.new_zeros(0, sq, heads, v_cache.shape[-1]), q.new_zeros(0, heads, sq)
     return torch.stack(outs), torch.stack(lses)

@@ -31,6 +31,11 @@ def draw(rng: Random, device: str = "cpu") -> Call:
         tensors["sink"] = "rand(heads, dtype=dtype, seed=22)"
         options.append("sink=sink")
     layout = rng.choice(["zigzag", "contiguous", "striped"])
+    if not varlen and rng.random() < 0.2:  # any mask, of self-attention
+        layout, method = rng.choice(["zigzag", "contiguous"]), rng.choice(["auto", "allgather"])
+        options = [o for o in options if o.startswith(("softcap", "softmax_scale", "sink"))]
+        options.append("mask=rand(1, 1, seqlen_q, seqlen_q, dtype=torch.float32, seed=31) > 0.4")
+        tensors = {name: text.replace("seqlen_k", "seqlen_q") for name, text in tensors.items()}
     body = f"""from fuzz.ranks import on_ranks
 def call(attend, NAMES):
     return attend(q, k, v, OPTIONS, return_lse=True)

@@ -49,6 +49,13 @@ def attend_task(group: Any, data: bytes) -> bytes:
     at = [parallel.shard(torch.arange(t.shape[dim]), 0, group, layout) for t in (q, k)]
     own = [parallel.shard(t, dim, group, layout).requires_grad_() for t in (q, k, v)]
     own += [t.clone().requires_grad_() for t in sink]
+    seen = options.pop("mask", None)
+    if seen is not None:
+        # One more row and column, because a mask function may not read a tensor without elements.
+        seen = torch.nn.functional.pad(seen[0, 0], (0, 1, 0, 1))
+        options["block_mask"] = parallel.shard_mask(
+            lambda b, h, q_idx, kv_idx: seen[q_idx, kv_idx], q.shape[1], group, layout, BLOCK_SIZE=16
+        )
     out, lse = parallel.context_parallel_attention(
         *own[:3], group=group, layout=layout, method=method, return_lse=True, timeout=60,
         **options, **({"sink": own[3]} if sink else {}),

@@ -47,10 +47,10 @@ MODULES = ("flashtile", "flashtile.fp8", "flashtile.linear", "flashtile.masks", 
 LEFT_OUT = {
     "a record of results, which nobody calls": {
         "BeforeNorm", "Explanation", "LinearExplanation", "Quantized", "BlockMask", "Batch", "Invariant", "Step", "Usage", "Link", "ParallelEstimate",
-        "ParallelExplanation", "Sharing",
+        "ParallelExplanation", "ShardedMask", "Sharing",
     },
     "an error": {"CacheFullError", "IntegrityError", "OutOfBlocksError", "OutOfSequencesError"},
-    "drawn by what is made of it": {"LLM", "BlockPool", "MaskMod", "ScoreMod", "shard", "context_parallel_attention", "context_parallel_decode"},
+    "drawn by what is made of it": {"LLM", "BlockPool", "MaskMod", "ScoreMod", "shard", "shard_mask", "context_parallel_attention", "context_parallel_decode"},
     "an estimate of time": {"estimates", "two_dimensions", "explain"},
     "the other half of shard, compared in tests/parallel": {"unshard"},
     "plans nothing here": {"get_scheduler_metadata"},

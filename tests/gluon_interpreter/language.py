@@ -211,10 +211,16 @@ def join(x: Value, y: Value) -> Value:
     return Value(torch.stack([x.data, y.data], -1), x.dtype)
 
 
-def multiple_of(x: Value, divisor: int) -> Value:
-    """Check the hint to the compiler that x is a multiple of ``divisor`` and return x; -1 is allowed."""
-    remainder = torch.as_tensor(x.data) % divisor
-    if bool(((remainder != 0) & (torch.as_tensor(x.data) != -1)).any()):
+def multiple_of(x: Any, divisor: int) -> Any:
+    """Check the hint to the compiler that x is a multiple of ``divisor`` and return x; -1 is allowed.
+
+    Addresses are counted in bytes from the beginning of their tensor's memory, which is aligned.
+    """
+    if isinstance(x, Pointer):
+        number = torch.as_tensor(x.offset) * x.element.primitive_bitwidth // 8
+    else:
+        number = torch.as_tensor(x.data)
+    if bool(((number % divisor != 0) & (number != -1)).any()):
         raise KernelError(f"{x} has what is no multiple of {divisor}")
     return x
 

@@ -93,7 +93,7 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
     ("backward", backward.pass_dq, "mbarrier.wait(shared.dq_empty.index(W), (i & 1) ^ 1)", "",
      r"stores to dq_parts\[\d\], read by a TMA store"),
     ("backward", backward.step, WAIT_FOR_DS, "", r"multiplies by a, ds\[\d\]"),
-    (MANY_HEADS_RUN, dq_accum.accumulate_dq, CONVERTED, "", SOME_END),
+    (MANY_HEADS_RUN, dq_accum.accumulate_dq, CONVERTED, "pass", SOME_END),
     (MANY_HEADS_RUN, dq_accum.postprocess, WAIT_FOR_ADDED, "", SOME_END),
     ("backward, wide", wide_dkv.key_step, "weights.wait(i)", "i % 2", r"loads weights\[\d\]"),
     ("linear", linear.flat_kernel, "wait_group(STAGES - 2)", "wait_group(STAGES - 1)",
@@ -110,7 +110,7 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
     ("backward", backward.step, "fence_async_shared()", "", r"ds\[\d\], written by .* without fence"),
     (MANY_HEADS_RUN, dq_accum.wait_for, "proxy_fence()", "", SOME_END),
     ("fp8", fp8_forward.transpose_values, "fence_async_shared()", "", r"v_tiles\[\d\], .* without fence"),
-    ("decode", kernel.gather_n_block, "fence_async_shared()", "", r"[kv]\.tiles\[\d\], .* without fence"),
+    ("decode", kernel.arrive_with_copies, "fence_async_shared()", "", r"[kv]\.tiles\[\d\], .* without fence"),
     # Barriers that nobody passes, or too early.
     ("forward, long", pipeline.Channel.acquire, "^ 1", "^ 0", r"waits for parity 0 of q\.full\[0\]"),
     ("forward, long", pipeline.make_ring, "count=READERS", "count=READERS - 1",
@@ -119,7 +119,7 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
     ("forward", forward.load_v, EXPECT_V, EXPECT_V + " * 2",
      r"waits for parity 0 of v\.full\[0\].* 8192 bytes missing"),
     # Addresses.
-    ("forward", forward.store_lse, "positions < work.seqlen_q", "positions < 2**20", "of a buffer of 600"),
+    ("forward", forward.store_row, "positions < work.seqlen_q", "positions < 2**20", "of a buffer of 600"),
     ("decode", kernel.is_seen, "position < keys.end", "position < keys.end + 64", "of a buffer of"),
 ]  # fmt: skip
 
@@ -143,7 +143,7 @@ def test_a_seed_repeats_a_run() -> None:
 
 
 def test_what_is_not_known_is_named() -> None:
-    edited = Edited(forward.store_lse, "gl.store(", "gl.histogram(")
+    edited = Edited(forward.store_row, "gl.store(", "gl.histogram(")
     with (
         pytest.raises(NotImplementedError, match=r"gl\.histogram, which the interpreter"),
         interpreted(0, edited),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,6 +39,51 @@ def assert_same_bits(got: Any, expected: Any) -> None:
 def test_every_feature(name: str, dtype: torch.dtype) -> None:
     tensors, arguments = build(BY_NAME[name], dtype, "cuda")
     testing.check(*tensors, backend="portable", **arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_mass_of_every_feature(name: str, dtype: torch.dtype) -> None:
+    """The backend that dispatch chooses attends, and the portable kernel adds."""
+    tensors, arguments = build(BY_NAME[name], dtype, "cuda")
+    testing.check(*tensors, mass=torch.rand(tensors[1].shape[:3], device="cuda"), **arguments)
+
+
+@pytest.mark.parametrize("page_size", [0, 1, 16, 100, 256])
+@pytest.mark.parametrize("seqlen_q", [1, 8, 100])
+@pytest.mark.parametrize("cache_dtype", [BF16, FP8], ids=str)
+def test_mass_of_long_sequences(cache_dtype: torch.dtype, seqlen_q: int, page_size: int) -> None:
+    """Stored and recomputed, the same bits in every run; replays of a graph add up as calls do."""
+    (q, *caches), arguments = paged(
+        [3000, 129, 0, 5000], page_size=page_size, seqlen_q=seqlen_q, cache_dtype=cache_dtype
+    )
+    first = torch.rand(caches[0].shape[:3], device="cuda")
+    testing.check(q, *caches, mass=first, causal=seqlen_q > 1, **arguments)
+    add = partial(flashtile.flash_attn_with_kvcache, q, *caches, causal=seqlen_q > 1, **arguments)
+    masses = [first.clone() for _ in range(3)]
+    for mass in masses:
+        add(mass=mass)
+        add(mass=mass)
+    assert_same_bits(masses[1:], masses[:-1])
+    mass = first.clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        add(mass=mass)
+    for _ in range(2):
+        graph.replay()
+    assert_same_bits(mass, masses[0])
+
+
+def test_mass_of_a_prefix_that_sequences_share() -> None:
+    (q, *caches), arguments = paged([4000] * 40)
+    arguments["block_table"][1:, :100] = arguments["block_table"][0, :100]
+    first = torch.zeros(caches[0].shape[:3], device="cuda")
+    testing.check(q, *caches, mass=first, **arguments)
+    masses = [first.clone() for _ in range(20)]
+    for mass in masses:
+        flashtile.flash_attn_with_kvcache(q, *caches, mass=mass, **arguments)
+    assert_same_bits(masses[1:], masses[:-1])
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -172,6 +172,15 @@ def test_no_kernel_follows_the_librarys_product_that_has_no_end(given):
     torch.testing.assert_close(y, expected if residual is None else expected + residual)
 
 
+@pytest.mark.parametrize(("N", "K"), [(1024, 2048), (1024, 3072)])
+def test_a_tile_of_a_larger_shape_is_split_until_multiprocessors_have_work(N, K):
+    """Products of Qwen3-0.6B ran on 32 of 132 multiprocessors."""
+    one = replace(problem(64, next_norm=True), N=N, K=K)
+    config = choose(one)
+    assert config.kind == FLAT
+    assert tiles_of(one, config) * config.splits > H200.multiprocessors // 2
+
+
 def test_a_tile_of_another_card_is_not_taken():
     config = choose(LinearProblem(2, 22016, 4096, torch.bfloat16, torch.bfloat16, Target("RTX", (8, 9), 128)))
     assert (config.kind, config.BLOCK_N) == (FLAT, 32)

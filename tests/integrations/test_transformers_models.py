@@ -17,6 +17,7 @@ from flashtile.integrations.transformers import (  # noqa: E402
     LITERAL_NAMES,
     NAMES,
     register,
+    statistics,
     unregister,
     with_kvcache,
 )
@@ -252,6 +253,30 @@ def test_a_block_mask_decides_which_tokens_are_seen():
         decoders("gemma2")[1](TOKENS[:1], **named)
     with pytest.raises(NotImplementedError, match=r"dropout_p \(attention_dropout .* must be left out"):
         ours.train()(TOKENS[:1], **named)
+
+
+def test_layers_with_a_window_have_a_block_mask_of_their_own():
+    """Pictures in packed rows of a model with windows, by block masks and by masks of scores."""
+    kinds = ["sliding_attention", "full_attention"]
+    config = transformers.Gemma3TextConfig(**SMALL, head_dim=8, sliding_window=4, layer_types=kinds)
+    eager, ours = pair("Gemma3ForCausalLM", config)
+    documents, pictures = torch.tensor([0] * 8 + [1] * 4), -1 - torch.arange(12)
+    pictures[1:7] = 0
+    masks = flashtile.masks
+    whole = masks.document(documents) & (masks.causal() | masks.document(pictures))
+    positions = torch.tensor([[*range(8), *range(4)]])
+    places, blocks, scores = torch.arange(12), {}, {}
+    for kind, window_left, mask in (("full", -1, whole), ("sliding", 3, whole & masks.window(3, -1))):
+        blocks[window_left] = masks.create_block_mask(mask, None, None, 12, 12, BLOCK_SIZE=16)
+        seen = mask(0, 0, places[:, None], places)
+        lowest = torch.finfo(torch.float32).min
+        scores[f"{kind}_attention"] = torch.zeros(1, 1, 12, 12).masked_fill(~seen, lowest)
+    named = {"position_ids": positions, "use_cache": False}
+    expected = eager(TOKENS[:1], attention_mask=scores, **named).logits
+    found = ours(TOKENS[:1], block_mask=blocks, **named).logits
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-4)
+    with pytest.raises(NotImplementedError, match="sliding_window must be None"):
+        ours(TOKENS[:1], block_mask={-1: blocks[-1]}, **named)
 
 
 def test_the_queries_of_a_step_may_have_any_strides():
@@ -506,6 +531,40 @@ def test_attention_weights_are_those_of_eager(name):
         assert torch.equal(found.sequences, expected.sequences)
         for step, (one, other) in enumerate(zip(found.attentions, expected.attentions, strict=True)):
             check_weights(one, other, mask == 1 if step == 0 else torch.ones(3, 1, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_statistics_of_layers(name):
+    """The entropy of eager attention's weights, of padded, packed and unpadded batches, with its gradient."""
+    eager, ours = decoders(name)
+    for mask in (MASK, MASK.flip(1), None):
+        weights = eager(TOKENS, attention_mask=mask, output_attentions=True).attentions
+        with statistics(entropy=True) as found:
+            ours(TOKENS, attention_mask=mask)
+        tokens = torch.ones_like(MASK) if mask is None else mask
+        for layer, p in zip(found.entropy, weights, strict=True):
+            of_sink = torch.special.entr((1 - p.sum(-1)).clamp(min=0)) if name == "gpt_oss" else 0.0
+            expected = torch.special.entr(p).sum(-1) + of_sink
+            rows = (tokens == 1)[:, None].expand_as(expected)
+            torch.testing.assert_close(found.entropy[layer][rows], expected[rows], atol=2e-5, rtol=1e-4)
+            assert found.max_logits[layer].shape == (4,)
+    sum(rows.mean() for rows in found.entropy.values()).backward()
+    assert ours.model.layers[0].self_attn.q_proj.weight.grad.abs().max() > 0
+
+
+def test_the_largest_scores_are_those_of_all_calls():
+    _, ours = decoders("llama")
+    with statistics() as of_all:
+        for row in TOKENS:
+            ours(row[None])
+    with statistics() as at_once:
+        ours.generate(TOKENS, do_sample=False, max_new_tokens=1)  # the prompts are computed first
+    assert not at_once.entropy
+    for layer, largest in at_once.max_logits.items():
+        torch.testing.assert_close(of_all.max_logits[layer], largest)
+    with statistics() as compiled:  # a graph cannot hold the records, so the layers run as they are
+        torch.compile(ours, backend="eager")(TOKENS)
+    assert compiled.max_logits.keys() == at_once.max_logits.keys()
 
 
 def test_weights_are_collected_where_a_model_does_not_ask_its_attention_for_them():

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import inspect
 import itertools
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -18,6 +19,8 @@ from vllm_stand_in import PLUGIN, RECORD, modules_of
 
 import called
 from flashtile import testing
+from flashtile.backends.cpu import decode as cpu_decode
+from flashtile.integrations import paged_groups
 from flashtile.integrations.vllm import register
 from flashtile.problems.decode import FP8
 from flashtile.reference.decode import attention_with_kvcache
@@ -1183,3 +1186,240 @@ def test_the_model_chooses_the_class(backend, use_mla, monkeypatch):
     assert module.Backend.__module__ == f"{PLUGIN}.{'mla' if use_mla else 'backend'}"
     with pytest.raises(AttributeError, match="no attribute missing"):
         _ = module.missing
+
+
+# ---- blocks that sequences share ----
+
+DECODING = {"queries": (1,) * 6, "before": (40, 35, 48, 20, 33, 62)}
+VERIFYING = {"queries": (3, 2, 3, 1, 3, 2), "before": (40, 35, 48, 20, 33, 46)}
+GROUPED = {"one query each": DECODING, "several queries": VERIFYING}
+RANGES = (0, 3, 2), (4, 6, 2)
+"""First sequence, end, and number of equal first blocks of ranges in these steps."""
+
+
+@pytest.fixture
+def cascading(monkeypatch):
+    """The option is on, and every common block is worth a group."""
+    monkeypatch.setenv("FLASHTILE_CASCADE_ATTENTION", "1")
+    monkeypatch.setattr(paged_groups, "MIN_SAVED_TOKENS", 1)
+
+
+def share(step, ranges=RANGES):
+    """Let ranges of sequences begin with the same blocks."""
+    for first, end, blocks in ranges:
+        step.common.block_table_tensor[first:end, :blocks] = step.common.block_table_tensor[
+            first, :blocks
+        ].clone()
+    return step
+
+
+def builder_of(backend, *impls, max_num_seqs=8, device="cpu"):
+    layers = {str(i): SimpleNamespace(impl=impl) for i, impl in enumerate(impls)}
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=512, max_num_seqs=max_num_seqs),
+        compilation_config=SimpleNamespace(static_forward_context=layers), speculative_config=None,
+    )  # fmt: skip
+    spec = SimpleNamespace(block_size=PAGE, num_kv_heads=HEADS_KV, head_size=HEAD_DIM)
+    return backend.Builder(spec, list(layers), config, torch.device(device))
+
+
+class Layer:
+    """A layer with a cache, which compares each step with the reference by the error rule."""
+
+    def __init__(self, backend, exact_options=None, dtype=torch.float64, **given):
+        cache_dtype = FP8 if "kv_cache_dtype" in given else dtype
+        self.options, self.heads_kv = (
+            {"causal": True, **(exact_options or {})},
+            given.get("num_kv_heads", HEADS_KV),
+        )
+        self.impl, self.dtype = make_impl(backend, **given), dtype
+        self.cache, self.views = make_cache(backend, None, cache_dtype, self.heads_kv)
+        if cache_dtype == FP8:
+            scales = torch.ones(self.heads_kv)
+            self.options |= {"k_descale": scales, "v_descale": scales}
+
+    def check(self, step, made):
+        """Compute a step with its ``made`` metadata."""
+        q, k, v = step.tensors(self.dtype, self.heads_kv)
+        self.impl.do_kv_cache_update(make_layer(), k, v, self.cache, step.common.slot_mapping)
+        out = torch.full_like(q, torch.nan)
+        self.impl.forward(make_layer(), q, k, v, self.cache, made, output=out)
+        self.compare(step, q, out)
+
+    def compare(self, step, q, out):
+        exact, plain = (step.exact(q, *self.views, up, **self.options) for up in (torch.float64, None))
+        comparison = testing.compare("out", out[: step.tokens], exact, plain)
+        assert comparison.holds, comparison
+
+
+@pytest.fixture
+def pages_read(monkeypatch):
+    """Counts how often the CPU backend gathers each page, of keys and of values."""
+    pages, gather = Counter(), cpu_decode.tokens_of_pages
+
+    def tokens_of_pages(cache, given, descale, memory):
+        pages.update(given.tolist())
+        return gather(cache, given, descale, memory)
+
+    monkeypatch.setattr(cpu_decode, "tokens_of_pages", tokens_of_pages)
+    return pages
+
+
+SHARING = {name: CASES[name] for name in ("plain", "soft cap", "sinks", "one key head")}
+SHARING["fp8"] = {"kv_cache_dtype": "fp8"}, {}
+
+
+@pytest.mark.parametrize("case", SHARING)
+@pytest.mark.parametrize("batch", GROUPED)
+def test_blocks_that_sequences_share_are_read_once(backend, cascading, pages_read, batch, case):
+    given, options = SHARING[case]
+    layer = Layer(backend, options, **given)
+    step = share(Step(backend, **GROUPED[batch], empty=2))
+    made = builder_of(backend, layer.impl).build(0, step.common)
+    layer.check(step, made)
+    table = step.common.block_table_tensor
+    shared = {int(page) for first, _, blocks in RANGES for page in table[first, :blocks]}
+    assert {pages_read[page] for page in shared} == {2}  # keys, and values
+    assert set(pages_read.values()) == {2}
+    pages_read.clear()
+    made.groups = None
+    layer.check(step, made)
+    assert {pages_read[page] for page in shared} == {4, 6}  # twice for each of two or three sequences
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("batch", GROUPED)
+def test_groups_are_as_exact_as_sequences_by_themselves(newest, cascading, batch, dtype):
+    layer = Layer(newest, dtype=dtype)
+    step = share(Step(newest, **GROUPED[batch]))
+    made = builder_of(newest, layer.impl).build(0, step.common)
+    assert made.groups.end.tolist() == [32, 32, 32, 0, 32, 32]
+    layer.check(step, made)
+
+
+@pytest.mark.parametrize("case", ["window", "alibi", "all"])
+def test_layers_whose_queries_see_shared_keys_differently(newest, cascading, pages_read, case):
+    """They read the cache as before, also next to a layer that reads shared blocks once."""
+    given, options = CASES[case]
+    layer, other = Layer(newest, options, **given), make_impl(newest)
+    step = share(Step(newest, **DECODING))
+    assert builder_of(newest, layer.impl)._shared is None
+    made = builder_of(newest, other, layer.impl).build(0, step.common)
+    assert made.groups is not None
+    layer.check(step, made)
+    read = Counter(pages_read)
+    made.groups = None
+    layer.check(step, made)
+    assert pages_read == read + read
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_graph_serves_all_groups(newest, cascading, device):
+    """It reads the views of its capture's metadata, which each step fills before the replay."""
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    steps = (RANGES, 2), ((), 2), (((0, 6, 1),), 2), (((1, 3, 2), (3, 6, 1)), 2), (RANGES, 2)
+    with torch.device(device), torch.inference_mode():
+        layer = Layer(newest, dtype=dtype)
+        builder = builder_of(newest, layer.impl, device=device)
+        captured = Step(newest, (1,) * 8, (0,) * 8, padding=0)
+        made = builder.build_for_cudagraph_capture(captured.common)
+        q, k, v = captured.tensors(dtype)
+        out = torch.full_like(q, torch.nan)
+
+        def replay():
+            layer.impl.do_kv_cache_update(make_layer(), k, v, layer.cache, captured.common.slot_mapping)
+            layer.impl.forward(make_layer(), q, k, v, layer.cache, made, output=out)
+
+        if device == "cuda":
+            replay()  # compiles
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                replay()
+            replay = graph.replay
+        found = set()
+        for ranges, empty in steps:
+            step = share(Step(newest, **DECODING, padding=empty, empty=empty), ranges)
+            for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping"):
+                getattr(captured.common, name).copy_(getattr(step.common, name))
+            found.add(tuple(builder.build(0, step.common).groups.end.tolist()))
+            for tensor, drawn in zip((q, k, v), step.tensors(dtype), strict=True):
+                tensor.copy_(drawn)
+            replay()
+            layer.compare(step, q, out)
+    assert len(found) == 4
+
+
+def test_a_step_without_common_blocks(newest, cascading, pages_read):
+    layer = Layer(newest)
+    step = Step(newest, **DECODING)
+    made = builder_of(newest, layer.impl).build(0, step.common)
+    assert made.groups.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert not made.groups.end.any()
+    layer.check(step, made)
+    assert set(pages_read.values()) == {2}
+
+
+STEPS_WITHOUT = {
+    "a prompt": {"queries": (1, 40), "before": (40, 0)},
+    "one sequence": {"queries": (1,), "before": (40,)},
+    "not causal": {**DECODING, "causal": False},
+    "more sequences than vLLM has announced": {"queries": (1,) * 9, "before": (3,) * 9},
+}
+
+
+@pytest.mark.parametrize("name", STEPS_WITHOUT)
+def test_steps_that_never_have_groups(newest, cascading, name):
+    """Only their sizes decide, so that a captured step and its replays decide alike."""
+    step = share(Step(newest, **STEPS_WITHOUT[name]), ((0, 2, 2),))
+    assert builder_of(newest, make_impl(newest)).build(0, step.common).groups is None
+
+
+def test_without_the_option_nothing_changes(newest, monkeypatch):
+    for value in (None, "0"):
+        if value is not None:
+            monkeypatch.setenv("FLASHTILE_CASCADE_ATTENTION", value)
+        builder = builder_of(newest, make_impl(newest))
+        assert builder._shared is None
+        assert builder.build(0, share(Step(newest, **DECODING)).common).groups is None
+
+
+def test_values_of_the_option(newest, monkeypatch):
+    monkeypatch.setenv("FLASHTILE_CASCADE_ATTENTION", "yes")
+    with pytest.raises(ValueError, match="FLASHTILE_CASCADE_ATTENTION must be 0 or 1, got 'yes'"):
+        builder_of(newest, make_impl(newest))
+
+
+def test_groups_do_not_depend_on_the_batch_only_without_them(invariant, cascading):
+    with pytest.raises(ValueError, match="must be 0 with VLLM_BATCH_INVARIANT=1"):
+        builder_of(invariant, make_impl(invariant))
+
+
+def test_groups_of_another_block_table(newest, cascading):
+    """Layers of another group have other blocks, and a builder of their own."""
+    layer = Layer(newest)
+    builders = [builder_of(newest, layer.impl) for _ in range(2)]
+    step = share(Step(newest, **DECODING))
+    first, other = builders[0].build(0, step.common), share(Step(newest, **DECODING), ((1, 5, 1),))
+    second = builders[1].update_block_table(first, other.common.block_table_tensor, other.common.slot_mapping)
+    assert first.groups.end.tolist() == [32, 32, 32, 0, 32, 32]
+    assert second.groups.end.tolist() == [0, 16, 16, 16, 16, 0]
+    layer.check(other, second)
+    window = builder_of(newest, make_impl(newest, sliding_window=9))
+    assert window.update_block_table(first, step.common.block_table_tensor, None).groups is None
+
+
+@pytest.mark.parametrize("fault", ["one block too many", "the blocks of another sequence"])
+def test_wrong_groups_are_noticed(newest, cascading, monkeypatch, fault):
+    layer = Layer(newest)
+    builder, step = builder_of(newest, layer.impl), share(Step(newest, **DECODING))
+    made, keys = builder.build(0, step.common), None
+    layer.check(step, made)
+    if fault == "one block too many":
+        keys = made.groups.end + PAGE
+        made.groups = made.groups._replace(end=keys)
+    else:
+        made.groups = made.groups._replace(
+            cu_seqlens_q=torch.tensor([0, 4, 4, 4, 4, 6, 6], dtype=torch.int32)
+        )
+    with pytest.raises(AssertionError):
+        layer.check(step, made)

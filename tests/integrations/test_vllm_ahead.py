@@ -13,7 +13,7 @@ import torch
 import vllm_stand_in
 from vllm_stand_in import RECORD, modules_of
 
-from flashtile.compilation.calls import calls_of, resized
+from flashtile.compilation.calls import Call, calls_of, resized
 from flashtile.integrations import paged_calls
 from flashtile.integrations.paged_calls import StepLimits, calls_in, prompt_calls, step_calls
 from flashtile.op.operation import remembering
@@ -96,7 +96,8 @@ class Server:
             ]
         layers = {str(i): SimpleNamespace(impl=impl) for i, impl in enumerate(self.impls)}
         self.config = config_of(self.guesses, layers)
-        self.builder = backend.Builder(self.spec, list(layers), self.config, device)
+        self.names = list(layers)
+        self.builder = backend.Builder(self.spec, self.names, self.config, device)
         shape = backend.releases.cache_shape(BLOCKS, PAGE, self.heads_kv, self.size)
         order = backend.releases.stride_order(False)
         memory = torch.zeros([shape[dim] for dim in order], dtype=self.spec.dtype, device=device)
@@ -111,7 +112,7 @@ class Server:
         with pytest.MonkeyPatch.context() as patch:
             made = []
             patch.setattr(self.backend, "warm_up", lambda group, layer_names: made.append(group))
-            type(self.builder)(self.spec, [], self.config, self.device)
+            type(self.builder)(self.spec, self.names, self.config, self.device)
         return made[0]
 
     def lengths(self):
@@ -205,6 +206,25 @@ def test_builders_that_vllm_derives(newest):
 
 def test_the_kernels_of_batch_invariant_steps(invariant):
     assert Server(invariant, "llama").missing(30)[0] == set()
+
+
+@pytest.mark.parametrize("name", thorough(["llama", "guesses", "windows and sinks", "fp8"], ["fp8"]))
+def test_the_kernels_of_steps_with_groups(newest, name, monkeypatch):
+    monkeypatch.setenv("FLASHTILE_CASCADE_ATTENTION", "1")
+    server = Server(newest, name)
+    listed, plain = (
+        server.listed(),
+        ahead().calls_of_layers(server.group()._replace(groups=False), server.impls),
+    )
+    with torch.no_grad(), remembering() as remembered:
+        for _ in range(60):
+            server.step()
+    calls = calls_of(remembered)
+    assert any(dict(call.arguments).get("partial") for call in calls)
+    assert lacking(calls, listed)[0] == set()
+    assert lacking(calls, plain)[0] != set()
+    finding = next(call for call in listed if not isinstance(call, Call))
+    assert {launch.kernel.__name__ for launch, _ in finding()} == {"common_kernel", "group_kernel"}
 
 
 LARGE = {
@@ -319,11 +339,13 @@ def test_chunks_of_chunked_local_layers_are_sequences(newest):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("cascades", ["0", "1"])
 @pytest.mark.parametrize("name", ["llama", "windows and sinks", "fp8", "guesses"])
-def test_no_step_compiles_on_a_gpu(newest, name, monkeypatch):
+def test_no_step_compiles_on_a_gpu(newest, name, cascades, monkeypatch):
     """The hook is that of vLLM's monitor, which Triton also calls for kernels from its disk cache."""
     from triton import knobs
 
+    monkeypatch.setenv("FLASHTILE_CASCADE_ATTENTION", cascades)
     server = Server(newest, name, torch.device("cuda", torch.cuda.current_device()))
     seen = []
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **given: seen.append(given["fn"].name))

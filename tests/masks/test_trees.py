@@ -43,12 +43,13 @@ def paths(forest: Forest) -> list[Tensor]:
     return found
 
 
-def dense(forest: Forest, total: int) -> Tensor:
+def dense(forest: Forest, total: int, window_left: int = -1) -> Tensor:
     """The mask of all scores, (total, total) bool, from the paths."""
     seen = torch.zeros(total, total, dtype=torch.bool)
     for length, path in zip(forest[0], paths(forest), strict=True):
         for place in range(len(path) - length, len(path)):
-            seen[path[place], path[: place + 1]] = True
+            first = max(place - window_left, 0) if window_left >= 0 else 0
+            seen[path[place], path[first : place + 1]] = True
     return seen
 
 
@@ -74,11 +75,11 @@ def both_passes(attend, inputs: list[Tensor]) -> tuple[Tensor, ...]:
     return out, lse, *torch.autograd.grad(out, inputs, dout)
 
 
-def check(forest: Forest, tail: int = 0, size: int | tuple[int, int] = 16) -> None:
+def check(forest: Forest, tail: int = 0, size: int | tuple[int, int] = 16, window_left: int = -1) -> None:
     total = sum(forest[0]) + tail
     cu_seqlens, parent = offsets(forest[0]), torch.tensor(forest[1], dtype=torch.int32)
-    seen = dense(forest, total)
-    mask = masks.create_tree_mask(cu_seqlens, parent, total, BLOCK_SIZE=size)
+    seen = dense(forest, total, window_left)
+    mask = masks.create_tree_mask(cu_seqlens, parent, total, BLOCK_SIZE=size, window_left=window_left)
     places = torch.arange(total)
     assert torch.equal(mask.mask_mod(0, 0, places[:, None], places), seen)
     inputs = tensors(total)
@@ -92,7 +93,7 @@ def check(forest: Forest, tail: int = 0, size: int | tuple[int, int] = 16) -> No
         return out[0], lse[0]
 
     def tree(*qkv):
-        return flashtile.tree_attention(*qkv, cu_seqlens, parent, return_lse=True)
+        return flashtile.tree_attention(*qkv, cu_seqlens, parent, window_left=window_left, return_lse=True)
 
     expected = both_passes(plain, inputs)
     for attend in (by_blocks, tree):
@@ -109,13 +110,14 @@ def test_a_token_sees_its_path(forest: Forest, tail: int) -> None:
 def test_random_forests(seed: int) -> None:
     rng = Random(seed)
     forest = random_forest(rng, rng.choice([1, 2, 5, 13]), 30)
-    check(forest, rng.choice([0, 3]))
+    check(forest, rng.choice([0, 3]), window_left=rng.choice([-1, 0, 12, 40]))
 
 
 @pytest.mark.parametrize("size", [(16, 32), (32, 16)])
 def test_blocks_of_two_sizes(size: tuple[int, int]) -> None:
     for forest in (PROMPT, TURNS, SHUFFLED):
         check(forest, size=size)
+        check(forest, size=size, window_left=21)
 
 
 def test_no_segments() -> None:
@@ -163,6 +165,17 @@ def test_gradients_are_those_of_repeated_prefixes(forest: Forest) -> None:
     torch.testing.assert_close(torch.autograd.grad(loss(once), inputs), found)
 
 
+def test_blocks_beyond_a_window_are_skipped() -> None:
+    """A row of blocks has those that the window meets: three, for 32 keys in blocks of 16."""
+    mask = masks.create_tree_mask(
+        offsets([160, 80]), torch.tensor([-1, 0]), 240, BLOCK_SIZE=16, window_left=31
+    )
+    exact = masks.create_block_mask(mask.mask_mod, None, None, 240, 240, BLOCK_SIZE=16)
+    for ours, wanted in zip(mask.lists, exact.lists, strict=True):
+        assert torch.equal(ours, wanted)
+    assert int((mask.kv_num_blocks + mask.full_kv_num_blocks).max()) == 3
+
+
 @pytest.mark.parametrize("forest", [PROMPT, TURNS])
 def test_blocks_in_depth_first_order_are_exact(forest: Forest) -> None:
     total = sum(forest[0])
@@ -175,7 +188,7 @@ def test_blocks_in_depth_first_order_are_exact(forest: Forest) -> None:
 def test_backends(target: Target) -> None:
     lengths, parent = SHUFFLED
     mask = masks.create_tree_mask(
-        offsets(lengths), torch.tensor(parent), sum(lengths), target.device, BLOCK_SIZE=16
+        offsets(lengths), torch.tensor(parent), sum(lengths), target.device, BLOCK_SIZE=16, window_left=35
     )
     shapes = [(1, sum(lengths), heads, 16) for heads in (2, 1, 1, 2)]
     dtype = torch.float16
@@ -200,7 +213,7 @@ def test_options() -> None:
 
 def test_a_mask_pickles() -> None:
     lengths, parent = TURNS
-    mask = masks.create_tree_mask(offsets(lengths), torch.tensor(parent), sum(lengths))
+    mask = masks.create_tree_mask(offsets(lengths), torch.tensor(parent), sum(lengths), window_left=9)
     q, k, v = (t[None] for t in tensors(sum(lengths)))
     again = pickle.loads(pickle.dumps(mask))
     assert torch.equal(
@@ -225,6 +238,8 @@ CU_SEQLENS, PARENT = offsets(PROMPT[0]), torch.tensor(PROMPT[1])
         (ValueError, "parent must be from -1 to 4 .* got -2", {"parent": PARENT - 1}),
         (ValueError, "parent .* got a cycle above segment 1", {"parent": torch.tensor([-1, 2, 3, 1, 0])}),
         (ValueError, "parent .* got a cycle above segment 0", {"parent": torch.arange(5)}),
+        (TypeError, "window_left must be an int, got tuple", {"window_left": (4, 0)}),
+        (ValueError, "window_left must be from -1 to", {"window_left": -2}),
         (TypeError, "q must be a torch.Tensor", {"q": None}),
         (ValueError, "q must have shape", {"q": torch.zeros(1, 92, 4, 16)}),
         (ValueError, "v must have shape .* total of q, got shape", {"v": torch.zeros(91, 2, 16)}),

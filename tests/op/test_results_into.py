@@ -160,7 +160,7 @@ def like_q(**changes):
     return lambda arguments: torch.empty_like(arguments["q"], **changes)
 
 
-LSE = (3, 4, 1)
+LSE, MASS = (3, 4, 1), (3, 48, 2)
 REFUSED = [
     ("out", lambda a: [1.0], TypeError, "out must be a torch.Tensor, got list"),
     ("out", like_q(dtype=BF16), TypeError, "out must have the result's dtype torch.float32, got torch.bf"),
@@ -175,6 +175,13 @@ REFUSED = [
     ("lse", lambda a: torch.empty(LSE, dtype=BF16), TypeError, "lse must have the result's dtype"),
     ("lse", lambda a: torch.empty(3, 1, 4), ValueError, "lse must have the result's shape (3, 4, 1)"),
     ("lse", lambda a: a["k_cache"].view(-1)[:12].view(LSE), ValueError, "lse shares memory with k_cache"),
+    ("mass", lambda a: 1.0, TypeError, "mass must be a torch.Tensor, got float"),
+    ("mass", lambda a: torch.empty(MASS, dtype=BF16), TypeError, "mass must have the result's dtype"),
+    ("mass", lambda a: torch.empty(3, 2, 48), ValueError, "result's shape (3, 48, 2), got (3, 2, 48)"),
+    ("mass", lambda a: torch.empty(MASS, device="meta"), ValueError, "mass is on meta, not on cpu"),
+    ("mass", lambda a: torch.empty(MASS, requires_grad=True), ValueError, "mass requires grad"),
+    ("mass", lambda a: torch.empty(1, 48, 2).expand(MASS), ValueError, "mass has elements that share"),
+    ("mass", lambda a: a["v_cache"].view(-1)[:288].view(MASS), ValueError, "mass shares memory with v_cache"),
 ]  # fmt: skip
 
 
@@ -185,6 +192,7 @@ def test_memory_that_is_refused(name, buffer, error, words, known):
     arguments = cache_call()
     if known:
         good = {"out": torch.empty_like(arguments["q"]), "lse": torch.empty(LSE)}
+        good |= {"mass": torch.empty(MASS)} if name == "mass" else {}
         flashtile.flash_attn_with_kvcache(**arguments, **good)
     before = arguments["k_cache"].clone()
     arguments["k"] = arguments["k"] + 1

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 
 import pytest
 import torch
 from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
 from flashtile.op.registry import flat
+from flashtile.operators.attention import BACKWARD, REPEATS
 from flashtile.problems.attention import NO_EXTRAS, Options
 from flashtile.reference import attention as reference
 from small_calls import DEVICES, OPTIONS, assert_same, dense, results, results_with_backward, slopes, varlen
@@ -283,3 +286,85 @@ def test_forward_mode_leaves_the_graph():
         return torch.func.jvp(lambda a: flashtile.attention(a, k, v), (q,), (q,))[1]
 
     assert_same((torch.compile(tangent, backend="aot_eager")(q),), (tangent(q),))
+
+
+class TestRepeatedBackward:
+    """After REPEATS backward passes, a launch is found by a guard instead of the tensors' signature."""
+
+    @staticmethod
+    def inputs(seqlen=16, offset=0):
+        count = 2 * seqlen * 2 * 16
+        tensors = [torch.randn(count + offset)[offset:].view(2, seqlen, 2, 16) for _ in range(4)]
+        return [t.requires_grad_() for t in tensors[:3]], tensors[3]
+
+    @staticmethod
+    def gradients(leaves, dout, **options):
+        out = flashtile.flash_attn_func(*leaves, causal=True)
+        return torch.autograd.grad(out, [t for t in leaves if t.requires_grad], dout, **options)
+
+    @pytest.fixture
+    def lookups(self, monkeypatch):
+        """Has repeated the call of ``inputs``; a list that grows whenever a launch is looked up."""
+        BACKWARD._repeated.clear()
+        for _ in range(REPEATS):
+            self.gradients(*self.inputs())
+        found, prepared = [], BACKWARD.prepared
+        monkeypatch.setattr(BACKWARD, "prepared", lambda *given: found.append(given) or prepared(*given))
+        return found
+
+    def test_it_computes_the_same(self, lookups):
+        leaves, dout = self.inputs()
+        fast = self.gradients(leaves, dout)
+        assert not lookups
+        BACKWARD._repeated.clear()
+        slow = self.gradients(leaves, dout)
+        assert len(lookups) == 1
+        assert all(map(torch.equal, fast, slow))
+
+    @pytest.mark.parametrize("change", [
+        "shape", "strides of dout", "alignment", "lse", "one leaf", "mode", "batched", "graph",
+    ])  # fmt: skip
+    def test_other_calls_are_looked_up(self, lookups, change):
+        leaves, dout = self.inputs(
+            seqlen=20 if change == "shape" else 16, offset=1 if change == "alignment" else 0
+        )
+        options, mode = {}, contextlib.nullcontext()
+        if change == "strides of dout":
+            dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
+        if change == "one leaf":
+            leaves[0].requires_grad_(False)
+        if change == "mode":
+            mode = FlopCounterMode(display=False)
+        if change == "batched":
+            options["is_grads_batched"], dout = True, torch.stack([dout, 2 * dout])
+        if change == "graph":
+            options["create_graph"] = True
+        if change == "lse":
+            expected, found = (
+                torch.autograd.grad((out * dout).sum() + lse.sum(), leaves)
+                for out, lse in (
+                    reference.attention(*leaves, causal=True),
+                    flashtile.attention(*leaves, causal=True, return_lse=True),
+                )
+            )
+        else:
+            with mode:
+                found = self.gradients(leaves, dout, **options)
+            learning = [t for t in leaves if t.requires_grad]
+            exact = reference.attention(*leaves, causal=True)[0]
+            options.pop("create_graph", None)
+            expected = torch.autograd.grad(exact, learning, dout, **options)
+        for got, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
+        if change not in ("mode", "batched", "graph"):  # these go through the operator
+            assert lookups
+        assert change != "mode" or mode.get_total_flops() > 0
+
+    def test_tensors_given_twice_have_no_guard(self, lookups):
+        x = torch.randn(2, 24, 2, 16, requires_grad=True)
+        dout = torch.randn_like(x)
+        for _ in range(REPEATS + 2):
+            self.gradients([x, x.detach(), x.detach()], dout)
+            out = flashtile.flash_attn_func(x, x, x, causal=True)
+            torch.autograd.grad(out, x, dout)
+        assert len(lookups) >= REPEATS

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import flashtile
 from flashtile import masks
+from flashtile.operators import derivatives
 from flashtile.reference import attention as reference
 from flashtile.rounding import exact_product
 from small_calls import DEVICES, assert_same, dense, slopes, varlen
@@ -218,6 +219,153 @@ def test_forward_mode_over_a_gradient(of):
         primal, tangent = forward_ad.unpack_dual(dq)
     (expected,) = torch.autograd.grad(result, q, ones)
     assert_same((primal, tangent), (expected, 2 * expected))
+
+
+@pytest.mark.parametrize("name", ["causal", "no keys", "dropout", "sink", "bias", "packed", "functions"])
+def test_gradients_of_tangents_are_those_of_finite_differences(name):
+    """Reverse over forward mode, and its own derivative. The kernels' tangents are differenced."""
+    run, tensors = differentiable(name)
+    moving = tuple(t.detach().cos().requires_grad_() for t in tensors[:3])
+
+    def along(*given):
+        return tuple(
+            t for pair in torch.func.jvp(lambda *t: run(*t, *given[6:]), given[:3], given[3:6]) for t in pair
+        )
+
+    assert gradcheck(along, (*tensors[:3], *moving, *tensors[3:]), fast_mode=True)
+    if name == "causal":
+        assert gradgradcheck(along, (*tensors[:3], *moving), fast_mode=True)
+
+
+class Standard:
+    """Counts the calls that standard attention computes."""
+
+    def __init__(self, monkeypatch):
+        self.calls = 0
+        plain = derivatives.plain
+        monkeypatch.setattr(derivatives, "plain", lambda *given: self.count() or plain(*given))
+
+    def count(self):
+        self.calls += 1
+
+
+def detached_target(attention, tensors, moving):
+    """A loss as of MeanFlow, whose target has the tangent without its gradient."""
+    out, tangent = torch.func.jvp(attention, tensors, moving)
+    return (out - tangent.detach()).square().sum()
+
+
+def test_losses_with_a_detached_tangent_store_no_scores(monkeypatch):
+    """Under autograd, torch.func.grad and dual numbers: the gradients are those of the kernels."""
+    q, k, v = dense(dtype=torch.float64)
+    moving = tuple(t.cos() for t in (q, k, v))
+    attention = partial(flashtile.attention, causal=True)
+    tangent = torch.func.jvp(partial(reference.attention, causal=True), (q, k, v), moving)[1][0]
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = reference.attention(*leaves, causal=True)[0]
+    expected = torch.autograd.grad((out - tangent).square().sum(), leaves)
+    standard = Standard(monkeypatch)
+    by_func = torch.func.grad(lambda *t: detached_target(attention, t, moving), argnums=(0, 1, 2))(q, k, v)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    by_autograd = torch.autograd.grad(detached_target(attention, tuple(leaves), moving), leaves)
+    with forward_ad.dual_level():
+        duals = map(forward_ad.make_dual, leaves, moving)
+        out, found = forward_ad.unpack_dual(attention(*duals))
+    by_dual = torch.autograd.grad((out - found.detach()).square().sum(), leaves)
+    for gradients in (by_func, by_autograd, by_dual):
+        assert_same(gradients, expected)
+    assert standard.calls == 0
+
+
+def test_tangents_need_memory_that_grows_with_the_tokens():
+    """Standard attention would take 9 tensors of 32 MiB."""
+    q = torch.randn(1, 2048, 2, 8)
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as seen:
+        torch.func.jvp(lambda x: flashtile.attention(x, q, q, causal=True), (q,), (q.cos(),))
+    largest = max(event.cpu_memory_usage for event in seen.events() if event.name.startswith("aten::"))
+    assert largest < 2**24
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_losses_with_a_detached_tangent_store_no_scores_on_a_gpu(head_dim):
+    """The scores of 16384 tokens would take 4 GiB in float32, and each tensor takes 16 or 32 MiB."""
+    leaves = [torch.randn(1, 16384, 4, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    moving = tuple(t.cos() for t in leaves)
+    leaves = [t.requires_grad_() for t in leaves]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = detached_target(partial(flashtile.attention, causal=True), tuple(leaves), moving)
+    gradients = torch.autograd.grad(loss, leaves)
+    assert all(t.isfinite().all() for t in gradients)
+    assert torch.cuda.max_memory_allocated() - before < 2**30
+
+
+def test_slopes_and_lengths_under_vmap_of_tangents():
+    """Tangents around vmap, and within it, are computed for all samples in one call."""
+    q, k, v = (torch.stack([t, t / 2, -t]) for t in dense(dtype=torch.float64))
+    given = {"alibi_slopes": slopes("cpu", 3, 4), "seqused_k": int32(4, 12).repeat(3, 1)}
+    moving = tuple(t.cos() for t in (q, k, v))
+
+    def attend(attention, *tensors):
+        return attention(*tensors[:3], alibi_slopes=tensors[3], seqused_k=tensors[4], causal=True)
+
+    ours = partial(attend, partial(flashtile.attention, return_lse=True))
+    mapped = torch.func.vmap(ours)
+    around = torch.func.jvp(lambda *t: mapped(*t, *given.values()), (q, k, v), moving)
+    within = torch.func.vmap(lambda t, m, *more: torch.func.jvp(lambda *x: ours(*x, *more), t, m))(
+        (q, k, v), moving, *given.values()
+    )
+    for i in range(3):
+        more = [t[i] for t in given.values()]
+        expected = torch.func.jvp(
+            lambda *t, more=more: attend(reference.attention, *t, *more),
+            *(tuple(t[i] for t in some) for some in ((q, k, v), moving)),
+        )
+        for found in (around, within):
+            assert_same([t[i] for pair in found for t in pair], [t for pair in expected for t in pair])
+
+
+@pytest.mark.parametrize("name", ["packed", "functions"])
+@pytest.mark.parametrize("order", ["tangents around", "tangents within", "gradients of samples"])
+def test_tangents_and_vmap_of_calls_without_a_common_batch(name, order):
+    """Packed sequences and score functions: the samples are computed one by one."""
+    run, (q, *others) = differentiable(name)
+    samples = torch.stack([q.detach(), -q.detach()])
+
+    def attend(x):
+        return run(x, *(t.detach() for t in others))
+
+    def along(x):
+        return torch.func.jvp(attend, (x,), (x.cos(),))
+
+    def loss(x):
+        return along(x)[0][0].square().sum() + along(x)[1][0].square().sum()
+
+    if order == "tangents around":
+        found = torch.func.jvp(torch.func.vmap(attend), (samples,), (samples.cos(),))
+    elif order == "tangents within":
+        found = torch.func.vmap(along)(samples)
+    else:
+        found = torch.func.vmap(torch.func.grad(loss))(samples)
+        assert_same((found,), (torch.stack([torch.func.grad(loss)(x) for x in samples]),))
+        return
+    for i, x in enumerate(samples):
+        assert_same([t[i] for pair in found for t in pair], [t for pair in along(x) for t in pair])
+
+
+def test_tangents_that_no_backend_computes_are_those_of_standard_attention(monkeypatch):
+    """Of statistics, for example, or with a backend that has no kernel for them."""
+    q, k, v = dense(dtype=torch.float64)
+    standard = Standard(monkeypatch)
+    along = partial(torch.func.jvp, primals=(q, k, v), tangents=(q.cos(), k.cos(), v.cos()))
+    expected = along(partial(flashtile.attention, causal=True))
+    assert standard.calls == 0
+    assert_same(along(partial(flashtile.attention, causal=True, backend="hopper")), expected)
+    assert standard.calls == 1
+    with pytest.raises(ValueError, match="backend must be None or one of"):
+        along(partial(flashtile.attention, backend="fast"))
 
 
 def test_packed_sequences_have_tangents():

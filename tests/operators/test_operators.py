@@ -115,6 +115,22 @@ def test_opcheck_backward(name, given, device):
     )
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["dense", "varlen"])
+def test_opcheck_tangents(name, device):
+    q, k, v, *others = operator_calls(device)[name]
+    torch.library.opcheck(torch.ops.flashtile.tangents.default, (q, k, v, q.cos(), None, v.cos(), *others))
+
+
+def test_tangents_are_like_their_tensors():
+    q, k, v = dense()
+    others = *NO_EXTRAS, *flat(Options())
+    with pytest.raises(ValueError, match="k_tangent has shape"):
+        torch.ops.flashtile.tangents(q, k, v, q, q, v, *others)
+    with pytest.raises(TypeError, match=r"v_tangent has dtype torch\.float64, but v has"):
+        torch.ops.flashtile.tangents(q, k, v, q, k, v.double(), *others)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_gradients_are_contiguous_whatever_the_layout(dtype):
     """The operator's fake, which a graph is made of, says so."""

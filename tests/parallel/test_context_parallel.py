@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import flashtile
 import parallel_tasks
-from flashtile import parallel
+from flashtile import masks, parallel
+from flashtile.parallel import blocks, gather
 from flashtile.parallel import ranks as ranks_module
 from flashtile.parallel.attend import Total
+from flashtile.parallel.layout import LAYOUTS, pieces_of
 from flashtile.parallel.ranks import Message, Ranks
 from ranks_pool import pool
 from walk import walk
@@ -74,6 +77,18 @@ CASES = {
     "allgather documents": {
         "ranks": 4, "method": "allgather", "causal": True, "documents": ([13, 30, 7], [13, 30, 7]),
     },
+    "pictures, every key": {
+        "ranks": 2, "tokens": (90, 90), "sink": True,
+        "pictures": ([60, 30], [(10, 40), (42, 50), (70, 80)], -1),
+    },
+    "pictures in a window": {
+        "ranks": 2, "tokens": (150, 150), "layout": "contiguous", "softcap": 5.0, "sizes": (16, 24),
+        "pictures": ([97, 53], [(3, 30), (60, 90), (120, 150)], 20),
+    },
+    "pictures in a window, zigzag": {
+        "ranks": 4, "tokens": (301, 301), "batch": 1, "pictures": ([101, 200], [(3, 60), (200, 260)], 31),
+    },
+    "pictures, fewer tokens than ranks": {"ranks": 3, "tokens": (2, 2), "pictures": ([2], [(0, 2)], -1)},
     "auto": {"ranks": 2, "causal": True},
     "two dimensions": {"ranks": 8, "mesh": (4, 2), "causal": True, "tokens": (67, 67), "sink": True},
     "two dimensions, one key head": {"ranks": 8, "mesh": (2, 4), "window_size": (20, 0), "heads": (4, 1)},
@@ -107,6 +122,101 @@ def test_it_is_exact(ranks, name):
     for rank, errors in enumerate(ranks.run(parallel_tasks.compare, count, **case)):
         assert isinstance(errors, dict), f"rank {rank}: {errors!r}"
         assert all(error < 1e-9 for error in errors.values()), f"rank {rank}: {errors}"
+
+
+@pytest.mark.parametrize("method", ["ring", "allgather"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_only_keys_that_some_query_sees_travel_once_and_in_one_direction(ranks, count, method):
+    """Contiguous tokens and a window: the last keys go to the next rank, and their gradients come back.
+
+    In a zigzag, each of the 2 * count - 2 boundaries between chunks of different ranks has as many.
+    """
+    own, window, of_token = 60, 13, 2 * (16 + 24) * 4  # two key heads, float32
+    call = {
+        "tokens": own * count, "heads": (4, 2), "sizes": (16, 24), "window_size": (window, 0),
+        "method": method,
+    }  # fmt: skip
+    found = ranks.run(parallel_tasks.traffic, count, layout="contiguous", **call)
+    for rank, of_rank in enumerate(found):
+        assert isinstance(of_rank, dict), of_rank
+        (sent, events), (returned, events_back) = of_rank["forward"], of_rank["backward"]
+        assert sent == ({rank + 1: window * of_token} if rank + 1 < count else {})
+        assert returned == ({rank - 1: window * of_token} if rank else {})
+        if rank:  # other rows are computed while messages are in transit
+            assert events == ["post", "attend", "wait", "attend"]
+            assert events_back == ["attend", "post", "attend", "wait"]
+    # A document ends 5 tokens after the first boundary and begins 4 tokens before it.
+    documents = [own - 4, 9, own * count - own - 5]
+    found = ranks.run(parallel_tasks.traffic, count, layout="contiguous", documents=documents, **call)
+    assert found[0]["forward"][0] == {1: 4 * of_token}
+    assert found[1]["backward"][0] == {0: 4 * of_token}
+    found = ranks.run(parallel_tasks.traffic, count, layout="zigzag", **call)
+    for which in ("forward", "backward"):
+        sent = [sum(of_rank[which][0].values()) for of_rank in found]
+        assert sum(sent) == (2 * count - 2) * window * of_token
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_keys_to_gather_are_found_by_few_pairs_of_each_rank(layout, monkeypatch):
+    """Packed documents have other pairs in every step, and a pair takes the host up to milliseconds."""
+    calls, size = [], 16
+    monkeypatch.setattr(gather, "pair_of", lambda *given: calls.append(given) or blocks.pair_of(*given))
+    starts = tuple(range(0, 16 * 64 + 1, 32))
+    pieces = tuple(pieces_of(layout, starts[-1], size, rank) for rank in range(size))
+    for left in (20, -1):
+        needs = gather.Needs(pieces, pieces, blocks.Mask(left, 0, starts, starts))
+        assert needs.few in (True, False)
+        assert len(needs.parts(0, 1)) + len(needs.own(1).calls) > 0
+    assert len(calls) <= 2 * 3 * size
+
+
+def test_only_blocks_of_keys_that_a_mask_shows_travel(ranks):
+    """A window of 16 tokens needs a block of the rank before, and a picture at a boundary one of the next."""
+    of_block = 16 * 2 * (16 + 24) * 4
+    call = {"tokens": 192, "heads": (4, 2), "sizes": (16, 24), "method": "auto", "layout": "contiguous"}
+    for pictures, to_rank_0 in (([], {}), ([(40, 70)], {0: of_block})):
+        found = ranks.run(parallel_tasks.traffic, 3, pictures=([192], pictures, 16), **call)
+        sent = [of_rank["forward"][0] for of_rank in found]
+        assert sent == [{1: of_block}, {2: of_block} | to_rank_0, {}]
+        returned = [sum(of_rank["backward"][0].values()) for of_rank in found]
+        assert sum(returned) == sum(sum(of_rank.values()) for of_rank in sent)
+
+
+REFUSED_WITH_MASKS = [
+    ({"of_mask": {"seqlen": -1}}, "ValueError: seqlen must be"),
+    ({"of_mask": {"layout": "striped"}}, "ValueError: layout must be one of"),
+    ({"of_mask": {"mask_mod": 3}}, "TypeError: mask_mod must be"),
+    ({"of_mask": {"mask_mod": parallel_tasks.of_first_head}},
+     "NotImplementedError: mask_mod must be the same for all batches and heads, but depends on its argument"),
+    ({"of_mask": {"mask_mod": masks.natten(3, 3, 1)}}, "ValueError: mask_mod natten must have at most 9"),
+    ({"of_mask": {"seqlen": 19}}, "ValueError: q must have the 9 tokens that shard gives rank 0 of the 19"),
+    ({"of_mask": {}, "layout": "contiguous"}, "ValueError: layout must be that of block_mask, 'zigzag'"),
+    ({"of_mask": {}, "method": "ring"}, "NotImplementedError: method must be 'auto' or 'allgather' with"),
+    ({"of_mask": {}, "causal": True}, "NotImplementedError: causal or window_size cannot be combined with"),
+    ({"of_mask": {}, "cu_seqlens_q": [0, 16]}, "NotImplementedError: cu_seqlens_q cannot be combined with"),
+    ({"block_mask": masks.create_block_mask(masks.causal(), None, None, 16, 16)},
+     "TypeError: block_mask must be made by flashtile.parallel.shard_mask, got BlockMask"),
+]  # fmt: skip
+
+
+@walk(("wrong", "says"), REFUSED_WITH_MASKS)
+def test_what_cannot_be_combined_with_a_mask_is_named(ranks, wrong, says):
+    said = ranks.run(parallel_tasks.faulty, 2, **wrong)
+    assert said[0].startswith(says), said[0]
+    assert said[1].startswith((says, says.replace("rank 0", "rank 1"), "ValueError: ")), said[1]
+
+
+def test_masks_on_which_ranks_disagree_are_named(ranks):
+    own = {"mask_mod": masks.window(3, 0)}
+    for by_rank, name in (
+        ([{"of_mask": {"seqlen": 17}}, {"of_mask": {}}], "seqlen"),
+        ([{"of_mask": {"layout": "contiguous"}}, {"of_mask": {}}], "layout"),
+        ([{"of_mask": own, "softcap": 2.0}, {"of_mask": own}], "softcap"),
+    ):
+        for said in ranks.run(parallel_tasks.faulty, 2, by_rank=by_rank):
+            assert said.startswith(f"ValueError: the ranks disagree on {name}: rank 0 has "), said
+    said = ranks.run(parallel_tasks.faulty, 2, by_rank=[{"of_mask": {}}, {"of_mask": {"seqlen": "x"}}])
+    assert said[0].startswith("ValueError: rank 1 refuses the call: seqlen must be an int")
 
 
 @pytest.mark.skipif(
@@ -309,6 +419,22 @@ def test_distributed_tensors_that_are_refused(one_rank, places, error, says):
         parallel.context_parallel_attention(*given, layout=places.get("layout", "contiguous"))
 
 
+@pytest.mark.parametrize("names", [("entropy",), ("max_logits",), ("max_logits", "entropy")])
+def test_statistics_of_dtensors_have_gradients(one_rank, names):
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh, found = dist.init_device_mesh("cpu", (1,)), []
+    q = torch.randn(2, 6, 4, 16)
+    for as_given in (lambda x: x, lambda x: DTensor.from_local(x, mesh, [Shard(2)])):
+        leaf = q.clone().requires_grad_()
+        given = as_given(leaf)
+        results = flashtile.attention(given, given, given, **{f"return_{name}": True for name in names})
+        loss = sum(result.sin().sum() for result in results if result.requires_grad)
+        (loss.full_tensor() if isinstance(loss, DTensor) else loss).backward()
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
@@ -434,6 +560,13 @@ def test_the_example_goes_on_from_its_checkpoint_with_other_ranks(ranks, tmp_pat
     assert len(rest[0]) == 2
     assert first[0] + rest[0] == pytest.approx(whole[0], abs=1e-4)
     assert whole[0][-1] < whole[0][0]
+
+
+def test_the_example_of_pictures_has_the_losses_and_gradients_of_one_device(ranks):
+    """Heads of 256 with windows and pictures, and heads of 512, packed."""
+    for differences in ranks.run(parallel_tasks.pictures_example, 2):
+        assert isinstance(differences, tuple), differences
+        assert max(differences) < 64 * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -79,7 +79,7 @@ def test_results_of_two_calls_for_the_same_queries_are_merged(sink: torch.Tensor
 
 
 def test_blocks_are_packed_with_the_tokens_between_them() -> None:
-    packed = Packed((Block(0, 2, 1, 4), Block(5, 9, 4, 6)), 10, 8)
+    packed = Packed((Block(0, 2, 1, 4), Block(5, 9, 4, 6)), 0, 10, 8)
     q, k = (offsets.tolist() for offsets in packed.offsets(torch.device("cpu")))
     assert (q, k) == ([0, 0, 2, 5, 9, 10, 10], [0, 1, 4, 4, 6, 6, 8])
     assert packed.longest == (4, 3)
@@ -90,7 +90,7 @@ def test_offsets_on_devices_are_bounded_and_have_gradients_later(monkeypatch: py
     kept = BoundedCache(10 * 2**10)
     monkeypatch.setattr(blocks, "_on_devices", kept)
     for i in range(1, 50):
-        packed = Packed((Block(0, i, 0, i),), 50, 50)
+        packed = Packed((Block(0, i, 0, i),), 0, 50, 50)
         with torch.inference_mode():
             q, k = packed.offsets(torch.device("cpu"))
         assert (q.tolist(), k.tolist()) == ([0, i, 50, 50], [0, i, i, 50])
@@ -100,7 +100,7 @@ def test_offsets_on_devices_are_bounded_and_have_gradients_later(monkeypatch: py
 
 
 def test_offsets_first_seen_in_another_mode_serve_outside_of_it() -> None:
-    packed, device = Packed((Block(0, 2, 1, 4),), 2, 4), torch.device("cpu")
+    packed, device = Packed((Block(0, 2, 1, 4),), 0, 2, 4), torch.device("cpu")
     with FakeTensorMode():
         packed.offsets(device)
     with torch.inference_mode():

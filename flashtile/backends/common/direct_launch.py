@@ -81,6 +81,10 @@ def launcher(
     of_tensors, of_fixed = types[len(views) : len(types) - len(fixed)], types[len(types) - len(fixed) :]
     if pointers is not None:
         (of_tensors,) = of_tensors
+    # A structure of numbers that comes last is nearly always the same object. It is packed with ``fixed``.
+    has_numbers = bool(of_tensors) and isinstance(of_tensors[-1], tuple) and not has_pointers(of_tensors[-1])
+    if has_numbers:
+        of_tensors, of_fixed = (*of_tensors[:-1], "constexpr"), (of_tensors[-1], *of_fixed)
     described = [m.all_arguments(t.data_ptr())[1:] for m, t in zip(maps, tensors, strict=False)]
     leaves = leaves_of(of_tensors, of_tensors), leaves_of(of_fixed, of_fixed)
     try:
@@ -90,7 +94,7 @@ def launcher(
     kernel = _loaded(compiled, index)
     if kernel is None or layout.sizes != kernel.sizes:  # a release of Triton with other parameters
         return None
-    numbers = [*chain(*described)]
+    sizes = [*chain(*described)]
     values_of = _values(of_tensors, layout.pick_tensors)
     frames: list[_Frame] = []
     new_frame = partial(_Frame, layout, compiled.metadata, grid, kernel.function)
@@ -99,14 +103,20 @@ def launcher(
     parts: tuple = ()
 
     def with_fixed(fixed: tuple) -> Any:
-        same = layout.pack_fixed(numbers, leaves_of(fixed, of_fixed))
+        def pack(*numbers: Any) -> tuple:
+            return (*numbers, layout.pack_fixed(sizes, leaves_of((*numbers, *fixed), of_fixed)))
+
+        packed = (None, b"") if has_numbers else (None, *pack())
 
         def launch(stream: int, tensors: tuple, further: tuple | None = None) -> None:
-            nonlocal parts
+            nonlocal parts, packed
             if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
                 # Hooks get objects that only Triton's launch makes.
                 by_triton(compiled, index, grid, fixed, views, pointers)(stream, tensors, further)
                 return
+            numbers, same = packed
+            if has_numbers and (further or tensors)[-1] is not numbers:
+                packed = numbers, same = pack((further or tensors)[-1])
             try:  # threads that launch at the same time have different frames
                 frame = frames.pop()
             except IndexError:
@@ -280,6 +290,11 @@ def leaves_of(values: Iterable, types: tuple) -> list:
     return found
 
 
+def has_pointers(types: tuple) -> bool:
+    """Whether a structure with fields of these types has pointers among its leaves."""
+    return any(str(t).startswith(("*", "tensordesc")) for t in leaves_of(types, types))
+
+
 class Leaves:
     """Returns the leaves of a structure in a kernel's pointers, whose fields have the given ``types``.
 
@@ -291,7 +306,7 @@ class Leaves:
     def __init__(self, types: tuple) -> None:
         self._types = types
         self._is_flat = not any(isinstance(t, tuple) for t in types)
-        self._has_pointers = any(str(t).startswith(("*", "tensordesc")) for t in leaves_of(types, types))
+        self._has_pointers = has_pointers(types)
         self._last: tuple[Any, Any] = None, None
 
     def __call__(self, structure: tuple) -> Iterable:

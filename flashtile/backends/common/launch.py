@@ -23,6 +23,7 @@ from flashtile.backends.common import direct_launch
 from flashtile.backends.common.config import KernelConfig, allocator
 from flashtile.backends.common.device import is_nvidia
 from flashtile.garbage import uncollected
+from flashtile.problems.attention import clear_lse, new_lse
 
 if TYPE_CHECKING:
     from flashtile.problems.attention import Problem
@@ -229,34 +230,46 @@ class Outputs:
     """Prepares (out, lse) of attention for tensors of one signature: the given tensors, or new memory.
 
     Args:
-        problem: has their shapes and the dtype of ``out``; lse is float32.
+        problem: has their shapes and the dtype of ``out``; lse is float32. Statistics follow lse in a last
+            dimension, if the call returns any.
         all_written: whether programs write every element. If not, unused tokens and tokens in no sequence get
             0 and -inf before the launch.
     """
 
     def __init__(self, problem: Problem | DecodeProblem, all_written: bool) -> None:
-        self._all_written = all_written
+        self.all_written = all_written
         self._out_shape, self._out_dtype = problem.out_shape, problem.out_dtype
         self._lse_shape = problem.lse_shape
+        self._statistics = getattr(problem, "statistics", ())
         self._new_out: Callable[[Tensor], Tensor] | None = None
 
     def __call__(
         self, q: Tensor, out: Tensor | None = None, lse: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        if not self._all_written:
+        if not self.all_written:
             return self.cleared(q, out, lse)
         if out is None:
             if self._new_out is None:
                 self._new_out = allocator(q, self._out_shape, self._out_dtype)
             out = self._new_out(q)
+        if self._statistics:
+            return out, new_lse(q, self._lse_shape, torch.float32, self._statistics)
         return out, q.new_empty(*self._lse_shape, dtype=torch.float32) if lse is None else lse
 
     def cleared(self, q: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return (out, lse) filled with 0 and -inf, the result of a row that sees no key."""
         out = q.new_zeros(self._out_shape, dtype=self._out_dtype) if out is None else out.zero_()
-        if lse is None:
+        if lse is None and not self._statistics:
             return out, q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
-        return out, lse.fill_(-torch.inf)
+        lse = new_lse(q, self._lse_shape, torch.float32, self._statistics) if lse is None else lse
+        return out, clear_lse(lse, self._statistics)
+
+
+def row_pointers(lse: Tensor, statistics: tuple[str, ...]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return (lse, maximum of the scores, entropy) of rows, None for what a call with statistics lacks."""
+    own, *more = lse.unbind(-1)
+    found = dict(zip(statistics, more, strict=True))
+    return own, found.get("max_logits"), found.get("entropy")
 
 
 def _specialization(parameter: Any, value: Any) -> Any:

@@ -44,6 +44,8 @@ class EpilogueVariant:
     ROTARY_DIM: int = 0
     INTERLEAVED: bool = False
     PAGE_SIZE: int = 0
+    HEAD_NORM: bool = False
+    """Whether queries and keys are normalised. A tile then has whole heads."""
     HAS_SLOTS: bool = False
     """Whether positions in the cache come from a slot mapping, not from a block table."""
     X_SCALES: bool = False
@@ -67,6 +69,8 @@ class ProductPointers(NamedTuple):
     scales: Any
     cos: Any
     sin: Any
+    q_norm_weight: Any
+    k_norm_weight: Any
     positions: Any
     slots: Any
     block_table: Any
@@ -108,7 +112,7 @@ class EpilogueCacheStrides(NamedTuple):
 
 
 class EpilogueSizes(NamedTuple):
-    """Integers and ``next_eps`` of an epilogue. Kernels are not specialized on their values."""
+    """Integers and ``eps`` of an epilogue. Kernels are not specialized on their values."""
 
     M: Any
     """Rows of x."""
@@ -119,7 +123,8 @@ class EpilogueSizes(NamedTuple):
     num_blocks: Any
     table_width: Any
     """Pages per row of the block table."""
-    next_eps: Any
+    eps: Any
+    """Epsilon of the norm that follows, or of the norm of queries and keys."""
 
 
 class EpilogueCall(NamedTuple):
@@ -224,7 +229,7 @@ def store_factor(square, m, call):
 
     ``square`` [rows] is the sum of the squares of y over all columns.
     """
-    factor = tl.rsqrt(square / call.places + call.sizes.next_eps)
+    factor = tl.rsqrt(square / call.places + call.sizes.eps)
     tl.store(call.pointers.next_factor + m, factor, mask=m < call.sizes.M)
 
 
@@ -301,6 +306,13 @@ def store_pairs(first, second, place, end, m, factor, to, call, E: tl.constexpr)
 
 
 @triton.jit
+def head_weight(column, is_q, is_k, pointers):
+    """Return the weights of the norms of queries and keys for columns of a head; 1 for values."""
+    of_q = tl.load(pointers.q_norm_weight + column, mask=is_q, other=1.0).to(tl.float32)
+    return of_q * tl.load(pointers.k_norm_weight + column, mask=is_k, other=1.0).to(tl.float32)
+
+
+@triton.jit
 def store_heads(first, second, place, end, m, to, call, E: tl.constexpr):
     """Store both columns of each rotary pair: queries to the output, keys and values to the cache.
 
@@ -318,6 +330,16 @@ def store_heads(first, second, place, end, m, to, call, E: tl.constexpr):
     is_q = head < sizes.heads_q
     is_k = (head >= sizes.heads_q) & (head < sizes.heads_q + sizes.heads_kv)
     is_v = head >= sizes.heads_q + sizes.heads_kv
+    if E.HEAD_NORM:
+        # The pairs of a head are consecutive, and a tile begins with a head.
+        HEADS: tl.constexpr = first.shape[0] // PAIRS
+        ROWS: tl.constexpr = first.shape[1]
+        squares = tl.sum((first * first + second * second).reshape([HEADS, PAIRS, ROWS]), 1)
+        root = tl.rsqrt(squares / E.HEAD_DIM + sizes.eps)
+        root = tl.broadcast_to(root[:, None, :], [HEADS, PAIRS, ROWS]).reshape([HEADS * PAIRS, ROWS])
+        root = tl.where(is_v, 1.0, root)
+        first *= root * head_weight(column_of(within, 0, E), is_q, is_k, pointers)
+        second *= root * head_weight(column_of(within, 1, E), is_q, is_k, pointers)
     if HALF > 0:
         # Values are not rotated, nor are columns behind ROTARY_DIM: cos 1, sin 0.
         # Nor rows whose position is outside of the tables, which the host does not read.
@@ -369,6 +391,7 @@ def epilogue_variant(problem: LinearProblem, norm: bool | None = None) -> Epilog
             "ROTARY_DIM": heads.rotary_dim,
             "INTERLEAVED": heads.rotary_interleaved,
             "PAGE_SIZE": heads.page_size,
+            "HEAD_NORM": heads.norm,
             "HAS_SLOTS": heads.table_width == 0,
         }
     return EpilogueVariant(
@@ -431,6 +454,8 @@ def product_pointers(
         given.weight_scale,
         getattr(given, "rotary_cos", None),
         getattr(given, "rotary_sin", None),
+        getattr(given, "q_norm_weight", None),
+        getattr(given, "k_norm_weight", None),
         getattr(given, "positions", None),
         getattr(given, "slot_mapping", None),
         getattr(given, "block_table", None),
@@ -463,7 +488,7 @@ def epilogue_scalars(
             0 if heads is None else heads.rotary_rows,
             0 if heads is None else heads.num_blocks,
             0 if heads is None else heads.table_width,
-            problem.next_norm_eps,
+            problem.next_norm_eps if heads is None else problem.norm_eps,
         ),
     )
 

@@ -8,7 +8,7 @@ are added to the finished result.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 from flashtile.backends.cpu import flash, parts, tiled
 from flashtile.backends.cpu.config import Config, Fused, Tiled
 from flashtile.backends.cpu.config import configure as configure_forward
+from flashtile.backends.cpu.config import tiled_config as configure_tangents
 from flashtile.backends.cpu.functions import optional_inputs
 from flashtile.backends.cpu.parts import OptionalInputs
 from flashtile.problems.attention import OptionalTensors, Problem
@@ -30,8 +31,10 @@ __all__ = [
     "Config",
     "configure_backward",
     "configure_forward",
+    "configure_tangents",
     "prepare_backward",
     "prepare_forward",
+    "prepare_tangents",
     "reason_against",
     "with_exact_products",
 ]
@@ -58,10 +61,39 @@ def prepare_forward(problem: Problem, config: Config) -> Any:
 
     def launch(q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors) -> tuple[Tensor, Tensor]:
         out, lse = attend(q, k, v, extras)
-        _join_sink(out, lse, extras)
+        own, *more = lse.unbind(-1) if problem.statistics else (lse,)
+        _join_sink(out, own, extras, more[-1] if problem.entropy else None)
         return out, lse
 
     return launch
+
+
+def prepare_tangents(problem: Problem, config: Tiled) -> Any:
+    """Return a function ``(q, k, v, their tangents, extras) -> (out, lse, their tangents)``.
+
+    The tangents of q, k and v may be None.
+    """
+    if problem.partial and problem.out_dtype != problem.dtype:
+        wide = replace(problem, dtype=problem.out_dtype)
+        return _wide(prepare_tangents(wide, configure_tangents(wide)))
+
+    def dense(own: Problem, *arguments: Any) -> Any:
+        *tensors, optional = arguments
+        return tiled.tangents(own, config, tensors[:3], tensors[3:], optional)
+
+    def launch(*arguments: Any) -> Any:
+        tensors, given, extras = arguments[:3], arguments[3:6], arguments[6]
+        moving = (torch.zeros_like(x) if t is None else t for x, t in zip(tensors, given, strict=True))
+        if problem.varlen or problem.seqused_q or problem.seqused_k:
+            results = parts.forward(dense, parts.sequences, problem, *tensors, *moving, extras)
+        else:
+            results = dense(problem, *tensors, *moving, optional_inputs(problem, extras, with_gradients=True))
+        if problem.sink:
+            out, lse, *tangents = results
+            _join_sink(out, lse, extras, None, tangents)
+        return results
+
+    return with_exact_products(launch)
 
 
 def _prepare_attend(problem: Problem, config: Config) -> Any:
@@ -86,13 +118,17 @@ def _parts_of(problem: Problem, config: Config) -> Any:
     return parts.sequences if problem.varlen or problem.seqused_q or problem.seqused_k else None
 
 
-def _join_sink(out: Tensor, lse: Tensor, extras: OptionalTensors) -> None:
-    """Add the sink to out (..., heads, head_dim) and lse (..., heads, rows), in place.
+def _join_sink(
+    out: Tensor, lse: Tensor, extras: OptionalTensors, entropy: Tensor | None, tangents: Sequence[Tensor] = ()
+) -> None:
+    """Add the sink to out (..., heads, head_dim), and to lse and entropy (..., heads, rows), in place.
 
     A sink is one score per head without a value: ``lse' = log(exp(lse) + exp(sink))`` and
     ``out' = out exp(lse - lse')``. In terms of out' and lse', the gradients of q, k and v have the same form
     as without a sink, so neither kernel needs to know of it. Rows that belong to no sequence or are unused
-    have no sink: out stays 0 and lse stays -inf.
+    have no sink: out stays 0 and lse stays -inf. The sink's probability adds its own -P log P to the entropy,
+    and the others shrink by the ``weight``. ``tangents`` are those of out and lse; that of the weight is
+    ``weight (1 - weight) lse_tangent``.
     """
     assert extras.sink is not None
     joined = torch.logaddexp(lse, extras.sink.to(lse.dtype)[:, None])
@@ -107,7 +143,18 @@ def _join_sink(out: Tensor, lse: Tensor, extras: OptionalTensors) -> None:
             unused = (rows >= used[:, None])[:, None]
         joined.masked_fill_(unused, -torch.inf)
     weight = torch.exp(lse - joined).masked_fill_(joined == -torch.inf, 0.0)
+    if tangents:
+        out_tangent, lse_tangent = tangents
+        of_weight = -torch.expm1(lse - joined) * lse_tangent
+        out_tangent.addcmul_(out, of_weight.masked_fill_(weight == 0, 0.0).mT[..., None].to(out.dtype))
+        out_tangent *= weight.mT[..., None]
+        lse_tangent *= weight
     out *= weight.mT[..., None]
+    if entropy is not None:
+        entropy *= weight
+        entropy += torch.special.entr(weight)
+        p = torch.exp(extras.sink.to(lse.dtype)[:, None] - joined).masked_fill_(joined == -torch.inf, 0.0)
+        entropy += torch.special.entr(p)
     lse.copy_(joined)
 
 
@@ -138,7 +185,10 @@ def prepare_backward(problem: Problem, config: Config) -> Any:
         else:
             split = parts_of if dbias is None else partial(parts_of, dbias=dbias)
             gradients = parts.backward(dense, split, problem, dout, dlse, *tensors)
-        dsink = None if extras.sink is None else sink_gradient(dout, dlse, out, lse, extras.sink)
+        dsink = None
+        if extras.sink is not None:
+            of_lse = dlse[..., 0] if problem.entropy and dlse is not None else dlse
+            dsink = sink_gradient(dout, of_lse, out, lse, extras.sink)
         return *gradients, dsink, None if dbias is None else dbias.to(bias.dtype), *captured
 
     return with_exact_products(launch)

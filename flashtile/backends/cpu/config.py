@@ -66,6 +66,7 @@ def configure(problem: Problem) -> Config:
     tiled = tiled_config(problem)
     # What torch's kernel lacks, or takes only as one tensor of all scores.
     per_score = problem.mask or problem.bias or problem.dropout_p > 0 or problem.mods is not None
+    per_score = per_score or problem.statistics != ()
     padded = problem.key_padding_mask and not parts.has_only_padding(problem)
     if per_score or padded or problem.beyond_window is not None or not _fused_covers(problem):
         return Config(tiled, tiled, tiled)
@@ -80,7 +81,7 @@ def configure_decode(problem: DecodeProblem) -> Fused | None:
     """
     one_query = problem.seqlen_q == 1 and not problem.varlen and problem.batch > 0
     extras = problem.alibi or problem.sink or problem.tree or problem.prior or problem.qv
-    extras = extras or problem.descale == "sequence"
+    extras = extras or problem.descale == "sequence" or problem.invariant
     if not (one_query and problem.in_one_range) or extras or not _fused_covers(problem):
         return None
     wide = problem.dtype != problem.out_dtype or problem.cache_dtype == FP8

@@ -29,7 +29,7 @@ from torch import Tensor
 from flashtile.backends.cpu import reason_against, with_exact_products
 from flashtile.backends.cpu.config import Fused, configure_decode
 from flashtile.backends.cpu.flash import attend_by_heads
-from flashtile.problems.addresses import descales_of, destinations, new_tokens, sequence_lengths
+from flashtile.problems.addresses import descales_of, destinations, locate, new_tokens, sequence_lengths
 from flashtile.problems.decode import (
     FP8,
     AppendProblem,
@@ -49,6 +49,7 @@ __all__ = [
     "prepare_combine",
     "prepare_copy_blocks",
     "prepare_decode",
+    "prepare_decode_mass",
     "reason_against",
 ]
 
@@ -70,6 +71,24 @@ MIN_VALUE = 2.0**-60
 def prepare_decode(problem: DecodeProblem, config: Fused | None) -> Callable[..., Any]:
     attend = partial(attend_tiles, problem) if config is None else partial(attend_one_query, problem, config)
     return with_exact_products(attend)
+
+
+configure_decode_mass = configure_decode
+
+
+def prepare_decode_mass(problem: DecodeProblem, config: Fused | None) -> Callable[..., Any]:
+    """Return a function ``(q, k_cache, v_cache, given, mass) -> (mass, out, lse)``."""
+    attend, add = prepare_decode(problem, config), with_exact_products(partial(add_mass, problem))
+
+    def launch(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, given: CacheTensors, mass: Tensor, *buffers: None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse = attend(q, k_cache, v_cache, given)
+        add(q, k_cache, v_cache, given, mass, lse)
+        return mass, out, lse
+
+    launch.adds_to = ("mass",)  # type: ignore[attr-defined]
+    return launch
 
 
 def prepare_append_kvcache(problem: AppendProblem, config: None) -> Callable[..., Any]:
@@ -276,18 +295,55 @@ def attend_tiles(
     """Return (out, lse) of the whole batch; lse is always computed."""
     out = q.new_zeros(problem.out_shape, dtype=problem.out_dtype)
     lse = q.new_full(problem.lse_shape, -torch.inf, dtype=problem.lse_dtype)
-    starts = None if given.cu_seqlens_q is None else given.cu_seqlens_q.tolist()
     with torch.autocast("cpu", enabled=False):  # autocast would round the products of tiles
-        for b, seqlen_k in enumerate(lengths_of(problem, given)):
-            own = b if starts is None else slice(starts[b], starts[b + 1])
-            out_rows, lse_rows = out[own], lse[b] if starts is None else lse[:, own]
-            sequence = _Sequence(problem, b, own, seqlen_k, q, k_cache, v_cache, given)
-            # A block of rows has all query heads of its tokens, so that the keys are read once for a group.
-            for block in split(range(sequence.seqlen_q), max(1, BLOCK_ROWS // problem.group_size)):
+        for sequence in _sequences(problem, q, k_cache, v_cache, given):
+            out_rows, lse_rows = out[sequence.own], sequence.rows_of(lse)
+            for block in split(range(sequence.seqlen_q), _tokens_of_block(problem)):
                 out_tile, lse_tile = sequence.attend(block)
                 out_rows[block.start : block.stop] = out_tile
                 lse_rows[:, block.start : block.stop] = lse_tile
     return out, lse
+
+
+def _sequences(
+    problem: DecodeProblem, q: Tensor, k_cache: Tensor, v_cache: Tensor, given: CacheTensors
+) -> Iterator[_Sequence]:
+    """Yield the sequences of a batch."""
+    starts = None if given.cu_seqlens_q is None else given.cu_seqlens_q.tolist()
+    for b, seqlen_k in enumerate(lengths_of(problem, given)):
+        own = b if starts is None else slice(starts[b], starts[b + 1])
+        yield _Sequence(problem, b, own, seqlen_k, q, k_cache, v_cache, given)
+
+
+def _tokens_of_block(problem: DecodeProblem) -> int:
+    """Return the number of query tokens of a block of rows.
+
+    The block has all query heads of these tokens, so that the keys are read once for a group. Products of
+    other shapes add in another order, so an invariant call has one token a block.
+    """
+    return 1 if problem.invariant else max(1, BLOCK_ROWS // problem.group_size)
+
+
+@torch.inference_mode()  # so that a mass made in inference mode can be written outside of it
+def add_mass(
+    problem: DecodeProblem,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    given: CacheTensors,
+    mass: Tensor,
+    lse: Tensor,
+) -> None:
+    """Add to ``mass``, sequence by sequence, the probabilities that each key received; ``lse`` is known."""
+    with torch.autocast("cpu", enabled=False):
+        for sequence in _sequences(problem, q, k_cache, v_cache, given):
+            sums = lse.new_zeros((problem.num_heads_kv, sequence.seqlen_k))
+            for block in split(range(sequence.seqlen_q), _tokens_of_block(problem)):
+                sequence.weigh(block, sequence.rows_of(lse)[:, block.start : block.stop], sums)
+            # Only keys with mass: entries of the block table that no row sees may lead anywhere.
+            keys = sums.any(0).nonzero()[:, 0]
+            pages, offsets = locate(torch.full_like(keys, sequence.b), keys, k_cache, given)
+            mass[pages, offsets] += sums[:, keys].T.to(mass.dtype)
 
 
 Sums = tuple[Tensor, Tensor, Tensor]
@@ -309,7 +365,7 @@ class _Sequence:
         given: CacheTensors,
     ) -> None:
         """``own`` is the index of sequence ``b`` in q and out: a slice of tokens if sequences are packed."""
-        self.problem = problem
+        self.problem, self.b, self.own = problem, b, own
         self.q, self.qv = q[own], None if given.qv is None else given.qv[own]
         self.k_cache, self.v_cache = k_cache, v_cache
         self.k_descale, self.v_descale = given.k_descale, given.v_descale
@@ -338,11 +394,7 @@ class _Sequence:
     def attend(self, rows: range) -> tuple[Tensor, Tensor]:
         """Return out (rows, heads_q, head_dim_v) and lse (heads_q, rows) of the query tokens ``rows``."""
         heads_kv, group = self.problem.num_heads_kv, self.problem.group_size
-        q = self.q[rows.start : rows.stop]
-        if self.qv is not None:  # one product gives q k^T + qv v^T
-            q = torch.cat([q, self.qv[rows.start : rows.stop]], -1)
-        q = q.to(self.dtype) * self.problem.softmax_scale
-        q = q.transpose(0, 1).reshape(heads_kv, group * len(rows), -1)
+        q = self._queries(rows)
         start = self._start(rows)
         sums = None if self.phi is None else self._unified(start, q, rows)
         row_max, row_sum, acc = self._online(start, q, rows) if sums is None else sums
@@ -350,6 +402,25 @@ class _Sequence:
         out = acc.div_(row_sum.masked_fill(empty, 1.0)).view(heads_kv * group, len(rows), -1)
         lse = (row_max + row_sum.log()).view(heads_kv * group, len(rows))
         return out.transpose(0, 1), lse
+
+    def weigh(self, rows: range, lse: Tensor, sums: Tensor) -> None:
+        """Add to ``sums`` (heads_kv, seqlen_k) the probabilities of each key, given lse (heads_q, rows)."""
+        shift = lse.masked_fill(lse == -torch.inf, 0.0).reshape(sums.shape[0], -1, 1)  # such rows see no key
+        for scores, keys in self._tiles(self._queries(rows), rows):
+            sums[:, keys.start : keys.stop] += scores.sub_(shift).exp_().sum(1)
+
+    def rows_of(self, lse: Tensor) -> Tensor:
+        """Return the part (heads_q, rows) of this sequence of lse."""
+        return lse[self.b] if isinstance(self.own, int) else lse[:, self.own]
+
+    def _queries(self, rows: range) -> Tensor:
+        """Return the scaled queries of ``rows``, (heads_kv, group * rows, head_dim)."""
+        q = self.q[rows.start : rows.stop]
+        if self.qv is not None:  # one product gives q k^T + qv v^T
+            q = torch.cat([q, self.qv[rows.start : rows.stop]], -1)
+        q = q.to(self.dtype) * self.problem.softmax_scale
+        heads_kv, group = self.problem.num_heads_kv, self.problem.group_size
+        return q.transpose(0, 1).reshape(heads_kv, group * len(rows), -1)
 
     def _online(self, start: Sums, q: Tensor, rows: range) -> Sums:
         row_max, row_sum, acc = start

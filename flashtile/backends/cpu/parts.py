@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flashtile.dropout import kept
-from flashtile.problems.attention import OptionalTensors, Problem
+from flashtile.problems.attention import OptionalTensors, Problem, clear_lse, new_lse
 from flashtile.problems.common import UNLIMITED
 
 
@@ -124,30 +124,31 @@ class Part(NamedTuple):
 
 
 def forward(
-    dense: Callable[..., tuple[Tensor, Tensor]],
+    dense: Callable[..., tuple[Tensor, ...]],
     parts_of: Callable[..., Iterable[Part]],
     problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extras: OptionalTensors,
-) -> tuple[Tensor, Tensor]:
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
     """Return (out, lse) of the whole call.
 
     ``parts_of(problem, extras)`` yields the dense calls (:class:`Part`) that make up the call.
-    ``dense(problem, q, k, v, optional)`` returns (out, lse) of one part.
+    ``dense(problem, q, k, v, optional)`` returns (out, lse) of one part. ``arguments`` are q, k, v and
+    extras. In forward mode, tangents follow q, k and v, and those of out and lse are returned as well.
     """
+    *tensors, extras = arguments
     parts = list(parts_of(problem, extras))
     if _is_whole(parts, problem):  # nothing to copy results into
-        return dense(parts[0].problem, q, k, v, parts[0].optional)
-    out = q.new_zeros(problem.out_shape)
-    lse = q.new_full(problem.lse_shape, -torch.inf, dtype=problem.lse_dtype)
-    q, k, v, all_out, all_lse = with_batch(problem, q, k, v, out, lse)
+        return dense(parts[0].problem, *tensors, parts[0].optional)
+    out = tensors[0].new_zeros(problem.out_shape)
+    lse = new_lse(out, problem.lse_shape, problem.lse_dtype, problem.statistics)
+    clear_lse(lse, problem.statistics)
+    results = (out, lse) if len(tensors) == 3 else (out, lse, torch.zeros_like(out), torch.zeros_like(lse))
+    tensors, of_batch = with_batch(problem, *tensors), with_batch(problem, *results)
     for part in parts:
-        all_out[part.queries], all_lse[part.statistics] = dense(
-            part.problem, q[part.queries], part.of_keys(k), part.of_keys(v), part.optional
-        )
-    return out, lse
+        own = (t[part.queries] if i % 3 == 0 else part.of_keys(t) for i, t in enumerate(tensors))
+        for i, found in enumerate(dense(part.problem, *own, part.optional)):
+            of_batch[i][part.statistics if i % 2 else part.queries] = found
+    return results
 
 
 def backward(

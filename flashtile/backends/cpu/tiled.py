@@ -10,14 +10,14 @@ gradients of TILE_HEADS heads.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from flashtile.backends.cpu.config import Tiled
 from flashtile.backends.cpu.parts import OptionalInputs
-from flashtile.problems.attention import Problem
+from flashtile.problems.attention import Problem, clear_lse, new_lse
 from flashtile.problems.masking import Masking, split
 
 
@@ -29,13 +29,37 @@ def forward(
     Lengths are those of the tensors and may be 0; only masks and options are taken from ``problem``.
     """
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=problem.lse_dtype)
+    shape = (q.shape[0], q.shape[2], q.shape[1])
+    lse = clear_lse(new_lse(q, shape, problem.lse_dtype, problem.statistics), problem.statistics)
     for chunk in chunks(problem, config, q, k, v, optional):
         for rows in chunk.row_blocks():
-            out_tile, lse_tile = _forward_rows(chunk, rows)
-            chunk.tokens(out, rows).copy_(chunk.unfolded(out_tile, rows))
-            chunk.statistics(lse, rows).copy_(lse_tile.view(chunk.statistics(lse, rows).shape))
+            chunk.store(rows, (out, lse), _forward_rows(chunk, rows, problem.statistics))
     return out, lse
+
+
+def tangents(
+    problem: Problem,
+    config: Tiled,
+    tensors: Sequence[Tensor],
+    moving: Sequence[Tensor],
+    optional: OptionalInputs,
+) -> tuple[Tensor, ...]:
+    """Return (out, lse) of ``tensors``, which are q, k and v, and their tangents.
+
+    ``moving`` are the tangents of q, k and v.
+    """
+    (q, k, v), (of_q, of_k, of_v) = tensors, moving
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=problem.lse_dtype)
+    results = out, lse, torch.zeros_like(out), torch.zeros_like(lse)
+    given, along = (
+        chunks(problem, config, q, k, v, optional),
+        chunks(problem, config, of_q, of_k, of_v, optional),
+    )
+    for chunk, of_tangents in zip(given, along, strict=True):
+        for rows in chunk.row_blocks():
+            chunk.store(rows, results, _forward_rows(chunk, rows, (), of_tangents))
+    return results
 
 
 def backward(
@@ -63,50 +87,106 @@ def backward(
             # P = exp(S - lse) and dS = P * (dP - delta), where delta = rowsum(dout * out) - dlse. Both are
             # negated, so that the products below can add them (baddbmm) without a pass over the tile.
             minus_delta = -(dout_tile * chunk.folded(out, rows)).sum(-1, keepdim=True)
+            minus_dentropy = None
             if dlse is not None:
-                minus_delta += chunk.statistics(dlse, rows).reshape(minus_delta.shape)
+                of_lse = chunk.statistics(dlse, rows)
+                if problem.entropy:  # operators.statistics.for_kernels
+                    of_lse, of_entropy = of_lse.unbind(-1)
+                    minus_dentropy = -of_entropy.reshape(minus_delta.shape)
+                minus_delta += of_lse.reshape(minus_delta.shape)
             minus_lse = -chunk.statistics(lse, rows).reshape(minus_delta.shape)
             if chunk.may_hide_rows:
                 # A row without a visible key has lse -inf, and its dlse may be anything: exp(S - lse) and
                 # delta would be NaN or infinite.
                 empty = minus_lse == torch.inf
                 minus_lse, minus_delta = (t.masked_fill(empty, 0.0) for t in (minus_lse, minus_delta))
-            dq_tile = _backward_rows(chunk, rows, dout_tile, minus_delta, minus_lse, dk_chunk, dv_chunk)
+            row_gradients = minus_delta, minus_lse, minus_dentropy
+            dq_tile = _backward_rows(chunk, rows, dout_tile, *row_gradients, dk_chunk, dv_chunk)
             chunk.tokens(dq, rows).copy_(chunk.unfolded(dq_tile, rows))
         chunk.keys_of(dk).add_(dk_chunk.view(chunk.keys_of(dk).shape))
         chunk.keys_of(dv).add_(dv_chunk.view(chunk.keys_of(dv).shape))
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _forward_rows(chunk: Chunk, rows: range) -> tuple[Tensor, Tensor]:
-    """Run Algorithm 1 for one block of rows. Return out (heads, rows, head_dim_v) and lse (heads, rows)."""
+def _forward_rows(
+    chunk: Chunk, rows: range, statistics: Sequence[str], moving: Chunk | None = None
+) -> tuple[Tensor, ...]:
+    """Run Algorithm 1 for one block of rows. Return out (heads, rows, head_dim_v) and lse (heads, rows).
+
+    lse has a last dimension for itself and the ``statistics``, if there are any. With ``moving``, a chunk of
+    the tangents of q, k and v, the tangents of out and lse follow.
+    """
     q = chunk.folded(chunk.q, rows)
     heads, num_rows, _ = q.shape
     # Start at the lowest finite number instead of -inf: hidden scores then give exp(-inf - lowest) = 0, not
     # NaN.
     row_max = q.new_full((heads, num_rows, 1), torch.finfo(q.dtype).min)
     row_sum = q.new_zeros((heads, num_rows, 1))
+    # sum(P log P), for P in units of exp(row_max), as row_sum and acc.
+    moment = torch.zeros_like(row_sum) if "entropy" in statistics else None
     acc = q.new_zeros((heads, num_rows, chunk.v.shape[-1]))
+    if moving is not None:  # with S', the tangent of S: sum(P S' V + P V') and sum(P S')
+        q_tangent = chunk.folded(moving.q, rows)
+        acc_tangent, sum_tangent = torch.zeros_like(acc), torch.zeros_like(row_sum)
     for keys in chunk.key_blocks(rows):
+        block = slice(keys.start, keys.stop)
         seen = chunk.seen(rows, keys)
         if seen is not None and not seen.any():
             continue
         scores = chunk.scores(q, rows, keys, None, seen)
         new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
         # In place, as all passes over a tile: passes over memory are what the fused kernel saves.
-        p = scores.sub_(new_max).exp_()
-        correction = row_max.sub_(new_max).exp_()
+        scores.sub_(new_max)
+        shift = row_max.sub_(new_max)
+        if moment is not None:
+            moment.addcmul_(row_sum, shift.masked_fill(row_sum == 0, 0.0)).mul_(shift.exp())
+            moment += times_log(scores.exp(), scores).sum(-1, keepdim=True)
+        p = scores.exp_()
+        correction = shift.exp_()
         row_sum.mul_(correction).add_(p.sum(-1, keepdim=True))
         kept = chunk.kept(rows, keys)
+        if moving is not None:
+            ds = chunk.tile("dscores", num_rows, len(keys))
+            torch.baddbmm(ds, q_tangent, chunk.k[:, block].mT, beta=0, alpha=chunk.softmax_scale, out=ds)
+            ds.baddbmm_(q, moving.k[:, block].mT, alpha=chunk.softmax_scale)
+            chunk.through_functions(ds, p, rows, keys)
+            if chunk.softcap > 0:  # d tanh(x) = 1 - tanh(x)^2; scores() has left tanh(x) in the buffer "tanh"
+                ds.addcmul_(ds * (tanh := chunk.tile("tanh", num_rows, len(keys))), tanh, value=-1)
+            # What moves a hidden score need not be finite.
+            ds.mul_(p).masked_fill_(p == 0, 0.0)
+            sum_tangent.mul_(correction).add_(ds.sum(-1, keepdim=True))
+            if kept is not None:
+                ds.mul_(kept)
         if kept is not None:  # only after row_sum: dropout does not change the denominator
             p.mul_(kept)
-        acc.mul_(correction).baddbmm_(p, chunk.v[:, keys.start : keys.stop])
+        acc.mul_(correction).baddbmm_(p, chunk.v[:, block])
+        if moving is not None:
+            acc_tangent.mul_(correction).baddbmm_(ds, chunk.v[:, block]).baddbmm_(p, moving.v[:, block])
         row_max = new_max
-    lse = row_max.add_(row_sum.log())  # -inf for a row without a visible key, because log(0) is
+    found = []
+    if "max_logits" in statistics:
+        found.append(row_max.masked_fill(row_sum == 0, -torch.inf))
+    log_sum = row_sum.log()
+    if moment is not None:
+        found.append((log_sum - moment / row_sum).masked_fill_(row_sum == 0, 0.0))
+    lse = row_max.add_(log_sum)  # -inf for a row without a visible key, because log(0) is
+    if statistics:
+        lse = torch.cat([lse, *found], -1)
     if chunk.may_hide_rows:
         row_sum.masked_fill_(row_sum == 0, 1.0)
+    if moving is not None:
+        lse_tangent = sum_tangent / row_sum
     # Kept probabilities are divided by 1 - p here, once a row and not once a score.
-    return acc.div_(row_sum.mul_(chunk.keep_share)), lse.squeeze(-1)
+    out = acc.div_(row_sum.mul_(chunk.keep_share))
+    if moving is None:
+        return out, lse.squeeze(-1)
+    out_tangent = acc_tangent.div_(row_sum).addcmul_(lse_tangent, out, value=-1)
+    return out, lse.squeeze(-1), out_tangent, lse_tangent.squeeze(-1)
+
+
+def times_log(p: Tensor, log_p: Tensor) -> Tensor:
+    """Return p log p, which is 0 where p is 0, also for log_p -inf."""
+    return p * log_p.masked_fill(p == 0, 0.0)
 
 
 def _backward_rows(
@@ -115,6 +195,7 @@ def _backward_rows(
     dout: Tensor,
     minus_delta: Tensor,
     minus_lse: Tensor,
+    minus_dentropy: Tensor | None,
     dk: Tensor,
     dv: Tensor,
 ) -> Tensor:
@@ -126,7 +207,11 @@ def _backward_rows(
         seen = chunk.seen(rows, keys)
         if seen is not None and not seen.any():
             continue
-        p = chunk.scores(q, rows, keys, minus_lse, seen).exp_()
+        log_p = chunk.scores(q, rows, keys, minus_lse, seen)
+        of_entropy = None
+        if minus_dentropy is not None:
+            of_entropy = minus_dentropy * times_log(log_p.exp(), log_p)
+        p = log_p.exp_()
         ds = chunk.tile("dscores", q.shape[1], len(keys))
         kept = chunk.kept(rows, keys)
         if kept is None:
@@ -139,6 +224,8 @@ def _backward_rows(
             torch.bmm(dout, chunk.v[:, block].mT, out=ds)
             torch.addcmul(minus_delta, ds, kept, value=scale, out=ds)
         ds.mul_(p)  # p without dropout: its factors are in dP
+        if of_entropy is not None:
+            ds += of_entropy
         chunk.through_functions(ds, p, rows, keys)
         if chunk.optional.dbias is not None:
             dbias = chunk.broadcast(chunk.optional.dbias, rows, keys)
@@ -242,6 +329,15 @@ class Chunk:
     def statistics(self, tensor: Tensor, rows: range) -> Tensor:
         """View ``rows`` of this chunk's lse, or of its gradient, as (sequences, heads_q, rows)."""
         return tensor[self.batch, self.heads_q, rows.start : rows.stop]
+
+    def store(self, rows: range, results: Sequence[Tensor], tiles: Sequence[Tensor]) -> None:
+        """Write the tiles of ``rows`` to their results: in turns, one like out and one like lse."""
+        for i, (result, tile) in enumerate(zip(results, tiles, strict=True)):
+            if i % 2 == 0:
+                self.tokens(result, rows).copy_(self.unfolded(tile, rows))
+            else:
+                own = self.statistics(result, rows)
+                own.copy_(tile.view(own.shape))
 
     def folded(self, tensor: Tensor, rows: range) -> Tensor:
         """Copy ``rows`` of q, out or dout to a tile in the compute dtype.

@@ -47,6 +47,8 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
 def reason_against_backward(problem: Problem, explicit: bool) -> str | None:
     """Return why the backward kernels do not serve a call, or None if they do."""
     reason = reason_against(problem, explicit)
+    if reason is None and problem.entropy:
+        return "it computes no gradient of the entropy"
     if reason is None and problem.mods is not None:
         from flashtile.backends.hopper.refusals import reason_against_mods_backward
 

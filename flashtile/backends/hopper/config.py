@@ -34,15 +34,20 @@ warpgroup's registers.
 For head_dim_v over 256, two work tiles compute the same scores, so three products are computed where two
 would do. A program with all columns would have 64 rows, and load twice as many keys and values from the L2
 cache."""
-SHARING_REGISTERS = 104, 80
-"""Registers per thread if two programs, each of two consumer warpgroups, share an SM: (of a consumer, of any
+SHARING_REGISTERS = {(2, 2): (104, 80), (1, 2): (232, 128), (1, 3): (136, 80)}
+"""(consumer warpgroups of a program, programs that share an SM) -> registers (of a consumer thread, of any
 thread at launch).
 
-At launch the 384 threads of a program have 80 * 384 = 30720, at most half of an SM's. Consumers and producer
-divide these among themselves: 104 * 256 + 24 * 128 = 29696."""
+At launch the 384 threads of a program of two warpgroups have 80 * 384 = 30720, at most half of an SM's.
+Consumers and producer divide these among themselves: 104 * 256 + 24 * 128 = 29696. Programs of one warpgroup
+have 256 threads, and a half or a third of an SM's registers."""
 LAUNCH_REGISTERS = {1: 168, 2: 168, 3: 128}
 """Registers of each thread at launch, by number of consumer warpgroups: at most 65536 over all threads, in
 steps of 8. ``setmaxnreg`` then moves registers from the producer to the consumers."""
+
+
+NARROW_COLUMNS = 32
+"""Fewest columns of a tile. Tiles of 16 columns, with another layout in shared memory, were not timed."""
 
 
 def padded_columns(head_dim: int) -> int:
@@ -51,10 +56,12 @@ def padded_columns(head_dim: int) -> int:
 
 
 def tile_widths(problem: Problem) -> tuple[int, int]:
-    """Return the numbers of columns of tiles of (q and k, v) in kernels whose tiles have a power of two.
+    """Return the numbers of columns of tiles of (q and k, v) in the backward, each a power of two.
 
-    Over 256 columns, both have 512.
+    Over 256 columns, both have 512. Both have NARROW_COLUMNS if these suffice and the call has no modifiers.
     """
+    if max(problem.head_dim, problem.head_dim_v) <= NARROW_COLUMNS and not modifiers_of(problem):
+        return NARROW_COLUMNS, NARROW_COLUMNS
     sizes = padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)
     return (512, 512) if max(sizes) > MAX_COLUMNS_OF_V else sizes
 
@@ -62,6 +69,14 @@ def tile_widths(problem: Problem) -> tuple[int, int]:
 def column_splits(problem: Problem) -> int:
     """Return the number of work tiles that divide the columns of v: 2 for head_dim_v over 256, else 1."""
     return math.ceil(problem.head_dim_v / MAX_COLUMNS_OF_V)
+
+
+def heads_together(group_size: int) -> int:
+    """Return the number of query heads of a key head that can share a tile of query rows.
+
+    It is the largest power of two that divides ``group_size``, but at most 64.
+    """
+    return min(group_size & -group_size, WARPGROUP_ROWS)
 
 
 @dataclass(frozen=True, kw_only=True)

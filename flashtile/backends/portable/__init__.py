@@ -102,6 +102,28 @@ def prepare_forward(problem: Problem, config):
     return PortableForwardLaunch(problem, config)
 
 
+def reason_against_tangents(problem: Problem, explicit: bool) -> str | None:
+    """Why this backend does not serve a problem in forward mode; None if it does."""
+    from flashtile.backends.portable.config import has_tangents
+
+    reason, width = reason_against(problem, explicit), max(problem.head_dim, problem.head_dim_v)
+    if reason is None and problem.device.type == "cuda" and not has_tangents(problem.dtype.itemsize, width):
+        return f"heads of {width} in {problem.dtype} and their tangents need more registers than a GPU has"
+    return reason
+
+
+def configure_tangents(problem: Problem):
+    from flashtile.backends.portable.config import choose_tangents
+
+    return choose_tangents(problem)
+
+
+def prepare_tangents(problem: Problem, config):
+    from flashtile.backends.portable.attention.launch import PortableTangentsLaunch
+
+    return PortableTangentsLaunch(problem, config)
+
+
 def prepare_backward(problem: Problem, config):
     from flashtile.backends.portable.attention.launch import PortableBackwardLaunch
 

@@ -197,6 +197,51 @@ def row_with_functions(problem: Problem, table_family: str, element_bytes: int, 
     return Config(forward, dkdv, dq, plain.precision)
 
 
+_WITH_TANGENTS: dict[tuple[str, int, int], KernelConfig] = {
+    ("hopper", 2, 16): K(64, 64, 4, 2),
+    ("hopper", 2, 32): K(64, 64, 4, 2),
+    ("hopper", 2, 64): K(128, 64, 8, 2),
+    ("hopper", 2, 128): K(128, 32, 8, 2),
+    ("hopper", 2, 256): K(32, 32, 8, 1),
+    ("hopper", 4, 16): K(64, 32, 4, 2),
+    ("hopper", 4, 32): K(64, 32, 4, 2),
+    ("hopper", 4, 64): K(64, 32, 4, 1),
+    ("hopper", 4, 128): K(16, 16, 4, 1),
+    ("ampere", 2, 128): K(64, 32, 8, 2),
+    # Any other GPU, and A100 at other head sizes.
+    ("other", 2, 16): K(64, 32, 4, 2),
+    ("other", 2, 32): K(64, 32, 4, 2),
+    ("other", 2, 64): K(64, 32, 4, 2),
+    ("other", 2, 128): K(64, 32, 8, 1),
+    ("other", 2, 256): K(32, 32, 8, 1),
+    ("other", 4, 16): K(32, 32, 4, 1),
+    ("other", 4, 32): K(32, 32, 4, 1),
+    ("other", 4, 64): K(32, 32, 4, 1),
+    ("other", 4, 128): K(16, 16, 4, 1),
+}
+"""Configurations of the forward kernel in forward mode, by family, element bytes and padded head_dim.
+
+It has two accumulators, and twice as many tiles in shared memory. Found by counting spills, not by timing."""
+
+
+def has_tangents(element_bytes: int, head_dim: int) -> bool:
+    """Whether heads of this size have a configuration in forward mode. Wider ones would spill everything."""
+    return ("other", element_bytes, padded(head_dim)) in _WITH_TANGENTS
+
+
+def choose_tangents(problem: Problem) -> Config:
+    """The configuration for a problem in forward mode. Only its forward kernel is used."""
+    config = choose(problem)
+    key = problem.dtype.itemsize, padded(max(problem.head_dim, problem.head_dim_v))
+    rows = (_WITH_TANGENTS.get((name, *key)) for name in (family(problem.device), "other"))
+    # Only Triton's interpreter takes heads that have no row.
+    tile = next(filter(None, rows), K(16, 16, 8, 1))
+    if problem.mods is not None and problem.mods.block_size is not None:
+        size_q, size_kv = problem.mods.block_size
+        tile = replace(tile, BLOCK_M=math.gcd(tile.BLOCK_M, size_q), BLOCK_N=math.gcd(tile.BLOCK_N, size_kv))
+    return replace(config, forward=tile)
+
+
 def choose(problem: Problem) -> Config:
     """The configuration for a problem."""
     width = padded(max(problem.head_dim, problem.head_dim_v))

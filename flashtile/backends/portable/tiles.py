@@ -199,6 +199,28 @@ def natural_softmax_step(scores, row_max):
 
 
 @triton.jit
+def entropy_step(
+    moment, scores, p, row_sum, old_max, new_max, alpha, scale_log2, SCALED_SCORES: tl.constexpr,
+    NATURAL: tl.constexpr,
+):  # fmt: skip
+    """Add a block to ``moment``, sum(P log2 P) of each row, before it is added to ``row_sum``.
+
+    The other arguments are those and the results of the step of the softmax. P is relative to the maximum, so
+    the logarithms of earlier P change with it: sum(P log2 P) then changes by the sum of P times the change.
+    """
+    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+    if NATURAL:
+        log_p = scores * tl.where(tl.abs(new_max) < 2 * LARGE, LOG2_E, 2.0)[:, None] - shift[:, None]
+    elif SCALED_SCORES:
+        log_p = scores - shift[:, None]
+    else:
+        log_p = scores * scale_log2 - shift[:, None]
+    # The logarithm of what is 0 is -inf, and 0 times -inf would be NaN. Far above -1000, exp2 is 0 as well.
+    moment = alpha * (moment + tl.maximum(old_max - shift, -1000.0) * row_sum)
+    return moment + tl.sum(p * tl.maximum(log_p, -1000.0), 1)
+
+
+@triton.jit
 def to_natural(row_max, NATURAL: tl.constexpr):
     """Return the maximum of rows in natural units. With NATURAL, :func:`log2_factor` converted the scores."""
     if NATURAL:
@@ -221,3 +243,30 @@ def with_sink(out, lse, sink):
     # log(e^lse + e^sink) without overflow: the larger one, plus a term of at most log(2).
     lse = tl.maximum(lse, sink) + tl.log(1 + tl.exp(-tl.abs(difference)))
     return out * weight[:, None], lse
+
+
+@triton.jit
+def tangents_with_sink(out_tangent, lse_tangent, out, lse, sink):
+    """Return the tangents of :func:`with_sink`'s results, given those of ``out`` and ``lse`` without sink.
+
+    The weight of the keys is w = exp(lse - lse of the result), and its tangent w (1 - w) lse'.
+    """
+    difference = tl.where(lse == -float("inf"), float("inf"), sink.to(tl.float32) - lse)
+    weight = 1 / (1 + tl.exp(difference))
+    of_sink = 1 / (1 + tl.exp(-difference))  # 1 - w, whose digits are kept if w is close to 1
+    out_tangent = (out_tangent + (of_sink * lse_tangent)[:, None] * out) * weight[:, None]
+    return out_tangent, lse_tangent * weight
+
+
+@triton.jit
+def entropy_with_sink(entropy, lse, sink):
+    """Add the sink as one more outcome to the entropy of rows whose ``lse`` is without it."""
+    difference = tl.where(lse == -float("inf"), float("inf"), sink.to(tl.float32) - lse)
+    of_keys = 1 / (1 + tl.exp(difference))
+    of_sink = 1 / (1 + tl.exp(-difference))
+    return entropy * of_keys + minus_p_log_p(of_keys) + minus_p_log_p(of_sink)
+
+
+@triton.jit
+def minus_p_log_p(p):
+    return -p * tl.log(tl.where(p > 0.0, p, 1.0))

@@ -25,6 +25,8 @@ ENGINE = {
     "generation_tokens_total": ("counter", "Tokens of answers.", "generation_tokens"),
     "prefix_cache_queries_total": ("counter", "Prompt tokens looked up in the cache.", "prefix_queries"),
     "prefix_cache_hits_total": ("counter", "Prompt tokens found in the prefix cache.", "prefix_hits"),
+    "kv_reads_total": ("counter", "Tokens of the cache to read, if each sequence read its own.", "kv_reads"),
+    "kv_reads_saved_total": ("counter", "Tokens of these that a group read once.", "kv_reads_saved"),
 }
 """Kind, help text and field of EngineStats of each of the engine's metrics."""
 

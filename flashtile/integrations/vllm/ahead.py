@@ -18,9 +18,12 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionType
 
 from flashtile.compilation.calls import Call
+from flashtile.compilation.compiling import Source
 from flashtile.integrations import paged_calls
-from flashtile.integrations.paged_calls import StepLimits, calls_in, prompt_calls, step_calls
+from flashtile.integrations.paged_calls import StepLimits, calls_in, group_calls, prompt_calls, step_calls
+from flashtile.integrations.paged_groups import largest_group
 from flashtile.integrations.vllm import releases
+from flashtile.operators.decode import SharedKeys
 
 logger = logging.getLogger("flashtile.vllm")
 
@@ -43,23 +46,31 @@ class Group(NamedTuple):
     config: Any
     """vLLM's configuration."""
     device: torch.device
+    groups: bool = False
+    """Whether steps have groups of sequences that share blocks."""
+
+
+def impls_of(group: Group, layer_names: Iterable[str]) -> list[Any]:
+    """Return the layers with these names, as the builder's backend has made them."""
+    layers = group.config.compilation_config.static_forward_context
+    return [layers[name].impl for name in layer_names]
 
 
 def warm_up(group: Group, layer_names: list[str]) -> None:
     """Compile and load the kernels of the layers of a group (:func:`paged_calls.warm_up`)."""
 
-    def calls() -> list[Call]:
-        layers = group.config.compilation_config.static_forward_context
-        return calls_of_layers(group, [layers[name].impl for name in layer_names])
+    def calls() -> list[Source]:
+        return calls_of_layers(group, impls_of(group, layer_names))
 
     paged_calls.warm_up(calls, group.device, logger)
 
 
-def calls_of_layers(group: Group, impls: Iterable[Any]) -> list[Call]:
+def calls_of_layers(group: Group, impls: Iterable[Any]) -> list[Source]:
     """Return the calls of layers in all steps, as far as these need other kernels."""
     ones: dict[Call, None] = {}
     chunks: dict[Call, None] = {}
     prompts: dict[Call, None] = {}
+    shared: dict[Call, None] = {}
     limits = limits_of(group)
     for impl in {_kind(impl): impl for impl in impls}.values():
         # Strides of other heads are multiples of 16 in any case.
@@ -71,7 +82,11 @@ def calls_of_layers(group: Group, impls: Iterable[Any]) -> list[Call]:
             if impl.takes_new:
                 chunks |= dict.fromkeys(calls_in(partial(run, 2, 4, 2, is_all_new=True)))
                 prompts |= dict.fromkeys(calls_in(partial(run, 1, 2, 2, is_all_new=True)))
-    return [*step_calls(ones, chunks, limits), *prompt_calls(prompts, limits)]
+            if group.groups and impl.takes_groups:
+                shared |= dict.fromkeys(calls_in(partial(run, 2, 2, 1, in_groups=True)))
+                shared |= dict.fromkeys(calls_in(partial(run, 2, 4, 2, in_groups=True)))
+    listed = [*step_calls(ones, chunks, limits), *prompt_calls(prompts, limits)]
+    return [*listed, *group_calls(shared, limits)]
 
 
 def _kind(impl: Any) -> tuple:
@@ -128,6 +143,7 @@ def _run(
     tokens: int,
     longest: int,
     is_all_new: bool = False,
+    in_groups: bool = False,
 ) -> None:
     """Make a layer's calls in a step, on tensors whose contents are not used.
 
@@ -136,6 +152,7 @@ def _run(
         is_joint: whether q, k and v are parts of one tensor, as after a projection without rotary embedding.
         batch, tokens, longest: numbers of sequences, of tokens, and of tokens of the longest sequence.
         is_all_new: whether all keys are tokens of the step.
+        in_groups: whether sequences may share keys.
     """
     heads = impl.num_heads, impl.num_kv_heads, impl.num_kv_heads
     dtype, size, device = group.config.model_config.dtype, impl.head_size, group.device
@@ -151,6 +168,8 @@ def _run(
     )  # fmt: skip
     step = group.build(common)
     step.is_all_new = is_all_new
+    shared = SharedKeys(step.block_table, numbers(batch), None, numbers(batch + 1), largest_group(tokens))
+    step.groups = shared if in_groups else None
     scales = torch.ones(2, impl.num_kv_heads, dtype=torch.float32, device=device)
     layer = SimpleNamespace(_k_scale=scales[0], _v_scale=scales[1])  # used only with FP8
     cache = _cache(group, impl) if impl.has_cache else None

@@ -11,6 +11,7 @@ A layer calls internal operators directly: see :mod:`flashtile.integrations.page
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -29,11 +30,14 @@ from vllm.v1.attention.backend import (
 
 from flashtile.api.attention import flash_attn_func, flash_attn_varlen_func
 from flashtile.integrations.paged import INVARIANT_QUERIES, PagedAttention, Step, rounded_queries
+from flashtile.integrations.paged_groups import SharedBlocks
 from flashtile.integrations.vllm import releases
-from flashtile.integrations.vllm.ahead import Group, warm_up
+from flashtile.integrations.vllm.ahead import Group, impls_of, limits_of, warm_up
 from flashtile.integrations.vllm.private import scales_of, scales_on_host
 from flashtile.problems.decode import FP8, MAX_HEAD_DIM
 
+CASCADE = "FLASHTILE_CASCADE_ATTENTION"
+"""Environment variable: with 1, blocks that sequences share are read once for each group of sequences."""
 FP8_DTYPES = ("fp8", "fp8_e4m3")
 """vLLM's names for the cache dtype float8_e4m3fn."""
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -152,6 +156,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     _cudagraph_support: ClassVar = releases.graph_support()
     supports_update_block_table = True
     supports_draft_decode_metadata_update = True
+    _shared: SharedBlocks | None = None
+    """Finds the groups of a step. None: no layer reads shared blocks once."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -161,7 +167,13 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             self.min_encoder_len = vllm_config.scheduler_config.max_num_batched_tokens
         # For some kinds of layers vLLM makes a subclass, whose method needs more of a batch than this one.
         build = partial(Builder.build, self, 0)
-        warm_up(Group(build, self.min_queries, kv_cache_spec, vllm_config, torch.device(device)), layer_names)
+        group = Group(build, self.min_queries, kv_cache_spec, vllm_config, torch.device(device))
+        if cascades() and any(impl.takes_groups for impl in impls_of(group, layer_names)):
+            group = group._replace(groups=True)
+        warm_up(group, layer_names)
+        if group.groups:
+            most = limits_of(group).max_num_seqs
+            self._shared = SharedBlocks(most, kv_cache_spec.block_size, group.device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """Return the step's metadata. ``max_query_len`` is rounded up to a power of two.
@@ -175,7 +187,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         if isinstance(common.causal, Tensor):
             raise NotImplementedError("causal must be one bool for all sequences, got a tensor")
         queries = rounded_queries(int(common.max_query_len), self.min_queries)
-        return Metadata(
+        step = Metadata(
             num_actual_tokens=num_tokens,
             max_query_len=queries,
             max_encoder_len=max(queries, self.min_encoder_len),
@@ -188,6 +200,16 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             is_all_new=_is_all_new(common, num_reqs),
             is_one_query_each=queries == 1 and num_tokens == num_reqs,
         )
+        self._find_groups(step)
+        return step
+
+    def _find_groups(self, step: Metadata) -> None:
+        """Let layers read blocks that sequences of the step share once for each group.
+
+        Whether the step has groups depends on its sizes only, as a captured step's replays have other blocks.
+        """
+        if self._shared is not None and step.causal:
+            step.groups = self._shared.find(step)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
         """Return the metadata of a captured step. Its layers read the cache, as all replays may have to."""
@@ -199,10 +221,26 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         """Return a copy of the metadata with the block table and slots of another group of layers."""
         updated = copy.copy(metadata)
         updated.block_table, updated.slot_mapping = blk_table[: len(metadata.seq_lens)], slot_mapping
+        updated.groups = None
+        self._find_groups(updated)
         return updated
 
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
-        """Do nothing, because the metadata has views of the lengths, and no other field depends on them."""
+        """Do nothing, because the lengths are views, and all else also holds for longer sequences."""
+
+
+def cascades() -> bool:
+    """Whether the user wants blocks that sequences share to be read once for each group.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1, or batch-invariant mode is on as well.
+    """
+    given = os.environ.get(CASCADE, "0")
+    if given not in ("0", "1"):
+        raise ValueError(f"{CASCADE} must be 0 or 1, got {given!r}")
+    if given == "1" and envs.VLLM_BATCH_INVARIANT:
+        raise ValueError(f"{CASCADE} must be 0 with VLLM_BATCH_INVARIANT=1, got {given!r}")
+    return given == "1"
 
 
 def _is_all_new(common: Any, num_reqs: int) -> bool:
@@ -278,6 +316,7 @@ class Impl(AttentionImpl[Metadata], PagedAttention):
 
         An FP8 cache has rounded them. In batch-invariant mode a sequence gives the same bits in all steps.
         """
+        self.takes_groups = attn_type == AttentionType.DECODER and left < 0 and alibi_slopes is None
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

@@ -103,7 +103,7 @@ def config_of(call: Call, card: Card) -> tuple[DecodeConfig, int]:
         from flashtile.backends.hopper.decode import config as hopper
 
         if hopper.serves_heads(call.head_dim, call.width_v):
-            pack = hopper.heads_together(call.group_size)
+            pack = hopper.pack_of(call.group_size)
             work_tiles = call.batch * call.num_heads_q // pack
             alone = hopper.fill(work_tiles, card.sm_count)
             config = hopper.for_rows(call.head_dim, call.width_v, rows, call.cache_element_bytes, alone)

@@ -148,6 +148,12 @@ def walks(
     return [blocks_of(range(part.start - offset, part.stop - offset), blocks[0]) for part in seen]
 
 
+def visited_scores(call: Call, tile: tuple[int, int]) -> int:
+    """Return the number of scores in the tiles (queries, keys) that kernels visit, for all query heads."""
+    tiles = sum(len(part) for lengths in call.sequences for part in walks(call, lengths, tile))
+    return call.num_heads_q * tiles * tile[0] * tile[1]
+
+
 def _traffic(
     kernel: str, call: Call, tile: KernelConfig, card: Card, own_read: int, written: int
 ) -> KernelTraffic:

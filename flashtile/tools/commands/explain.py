@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from flashtile.api.explain import Explanation
     from flashtile.hardware.calls import Call
 
 HERE = "here"
@@ -64,6 +67,14 @@ def explain(
     alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi's linear bias.")] = False,
     sink: Annotated[bool, typer.Option("--sink", help="A sink: a learnable score per head.")] = False,
     varlen: Annotated[bool, typer.Option("--varlen", help="A batch of packed sequences.")] = False,
+    packed: Annotated[
+        str | None,
+        typer.Option(
+            "--lengths",
+            help="Lengths of packed sequences, separated by commas, instead of --batch and --seqlen-q. With "
+            "costs: the floor of this batch, and the products of the tiles that its kernels visit.",
+        ),
+    ] = None,
     seqused_k: Annotated[
         bool, typer.Option("--seqused-k", help="Each sequence uses some of its keys.")
     ] = False,
@@ -140,6 +151,9 @@ def explain(
     on_gpu = place.type == "cuda" or card_name not in (None, HERE)
     dtype = _known_dtype(_default_dtype(card, on_gpu) if dtype is None else dtype)
     _check_cache_options(context.params, dtype)
+    lengths = () if packed is None else _packed_lengths(context, packed)
+    if lengths:
+        varlen, batch, seqlen_q, seqlen_k = True, len(lengths), max(lengths), max(lengths)
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     kv_heads = heads if kv_heads is None else kv_heads
     costed = verbose or card_name is not None
@@ -147,7 +161,7 @@ def explain(
         _check_costed(max(seqlen_q, seqlen_k), dtype, card)
 
     def tensor(seqlen: int, number: int, width: int) -> Tensor:
-        rows = (batch * seqlen,) if varlen else (batch, seqlen)
+        rows = (sum(lengths) if lengths else batch * seqlen,) if varlen else (batch, seqlen)
         if math.prod((*rows, number, width)) >= 2**63:
             raise typer.BadParameter(f"{batch} x {seqlen} x {number} x {width} elements do not fit a tensor")
         return torch.empty((*rows, number, width), dtype=getattr(torch, dtype), device=place)
@@ -186,6 +200,8 @@ def explain(
                 **shared,
             )
             call = Call.from_problem(explanation.problem)
+            if lengths:
+                call = replace(call, lengths=tuple((length, length) for length in lengths))
         else:
             table = count(batch * -(-seqlen_k // page_size)).view(batch, -1) if page_size else None
             explanation = explain(
@@ -209,6 +225,8 @@ def explain(
         typer.echo(
             "costs: --card NAME shows bytes, FLOPs and time floors on a known card, --card here on this one"
         )
+    if costed and lengths:
+        typer.echo("\n".join(_of_tiles(explanation, call)))
     if memory:
         chosen = card or find_card("h100")
         out.print(*(memory_table(call, chosen, training) for training in (False, True)))
@@ -242,16 +260,48 @@ def _explain_model(context: typer.Context, place: torch.device) -> None:
         console().print(model_table(model, lengths, given["batch"], dtype, card))
 
 
-def _lengths(text: str) -> tuple[int, ...]:
+def _lengths(text: str, option: str = "--seqlen") -> tuple[int, ...]:
     try:
         lengths = tuple(int(part) for part in text.split(","))
     except ValueError:
         lengths = ()
     if not lengths or not all(1 <= length <= MAX_COSTED_TOKENS for length in lengths):
         raise typer.BadParameter(
-            f"--seqlen must be numbers from 1 to {MAX_COSTED_TOKENS} by commas, got {text!r}"
+            f"{option} must be numbers from 1 to {MAX_COSTED_TOKENS} by commas, got {text!r}"
         )
     return lengths
+
+
+def _packed_lengths(context: typer.Context, text: str) -> tuple[int, ...]:
+    """Return the numbers of ``--lengths``, which cannot be combined with other lengths."""
+    for name in ("batch", "seqlen_q", "seqlen_k", "page_size"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = name.replace("_", "-")
+            raise typer.BadParameter(f"--lengths are those of a whole batch, got --{option} as well")
+    return _lengths(text, "--lengths")
+
+
+def _of_tiles(explanation: Explanation, call: Call) -> Iterator[str]:
+    """Yield, for each pass over packed sequences, what its products take in whole tiles.
+
+    That is more than the visible scores need, which the costs of the least possible count: tiles are visited
+    at the edges of the mask, and at the ends of sequences.
+    """
+    from flashtile.api.explain import tile_of
+    from flashtile.learn.io_model.estimate import PASSES, least_flops
+    from flashtile.learn.io_model.kernels import visited_scores
+
+    for which in PASSES:
+        tile = tile_of(explanation[which])
+        if tile is not None:
+            least = least_flops(call, which)
+            share = call.visible_pairs / max(visited_scores(call, tile), 1)
+            yield (
+                f"{which}: {share:.0%} of the scores in visited tiles of {tile[0]} x {tile[1]} are visible, "
+                f"so the products of whole tiles are {least / share / 1e9:,.1f} instead of "
+                f"{least / 1e9:,.1f} GFLOPs"
+            )
 
 
 def _card(name: str | None, place: torch.device) -> Card | None:

@@ -144,6 +144,18 @@ def serve(
     async_scheduling: Annotated[
         bool | None, typer.Option(help="Schedule a step while the one before runs. Default: on GPUs.")
     ] = None,
+    cascade_attention: Annotated[
+        bool, typer.Option("--cascade-attention", help="Read blocks that sequences share once in a step.")
+    ] = False,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="Log-probabilities with the same bits in every batch.")
+    ] = False,
+    logprobs_mode: Annotated[
+        str,
+        typer.Option(
+            help="Log-probabilities: raw_logprobs, processed_logprobs, raw_logits or processed_logits."
+        ),
+    ] = "raw_logprobs",
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
     warmup: Annotated[bool, typer.Option(help="Compile all kernels before the first call.")] = True,
     speculative_config: Annotated[

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flashtile.backends.common import tiles
 from flashtile.backends.common.config import padded
+from flashtile.backends.common.device import compiling_for
 from flashtile.backends.common.launch import Launched
 from flashtile.backends.common.preprocess import preprocess_kernel
 from flashtile.backends.hopper import CAPABILITY
@@ -43,12 +44,18 @@ from flashtile.backends.hopper.forward.launch import HopperForwardLaunch, forwar
 from flashtile.backends.hopper.forward.rounds import COSTS, plan_of
 from flashtile.backends.hopper.work_tiles import tile_table_kernel
 from flashtile.backends.portable import fits
-from flashtile.backends.portable.attention.launch import PortableBackwardLaunch, PortableForwardLaunch
+from flashtile.backends.portable.attention.launch import (
+    PortableBackwardLaunch,
+    PortableForwardLaunch,
+    PortableTangentsLaunch,
+)
 from flashtile.backends.portable.config import (
     HEAD_DIMS,
     Config,
+    choose_tangents,
     family_of_capability,
     for_general_masks,
+    has_tangents,
     row_for,
     row_with_functions,
 )
@@ -68,6 +75,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     if capability >= tiles.CAPABILITY:
         yield from _all_reduce_cases(capability)
     yield from _cases_with_functions(capability)
+    yield from _tangents_cases(capability)
     for form, top in (("full", 0), ("columns", 0), ("top", 8), ("top", 128)):
         yield from _weights_cases(capability, form, top)
     if arch == HOPPER:
@@ -101,6 +109,7 @@ _VARIANTS: dict[str, Problem] = {
     "chunk": replace(PLAIN, window_right=0, attention_chunk=1024),
     "short chunk": replace(PLAIN, window_right=0, attention_chunk=100),
     "dropout": replace(PLAIN, window_right=0, dropout_p=0.1),
+    "statistics": replace(PLAIN, window_right=0, max_logits=True, entropy=True),
     "features": replace(PLAIN, sink=True, **FEATURES),
 }
 """Problems of common calls without score or mask functions, and one with many features at once."""
@@ -128,7 +137,7 @@ _WITH_FUNCTIONS = {
     "score_mod": replace(WITH_MODS, window_right=0, mods=Mods(_SCORE, learned=(0,), ranks=(2,))),
 }
 _WITH_GENERAL_MASKS = (("hopper", 2, 64), ("hopper", 2, 128))
-"""Families, element bytes and head sizes for which masks, biases and dropout are compiled."""
+"""Families, element bytes and head sizes for which masks, biases, dropout and statistics are compiled."""
 _PREPROCESS = "preprocess"
 _KERNELS = ("forward", "dkdv", "dq", "dbias", _PREPROCESS)
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -187,10 +196,11 @@ def _kernels(capability: tuple[int, int], problem: Problem, config: Config) -> I
     q, k, v, extras = inputs_of(problem)
     rows = q.shape[:-1] if problem.varlen else (problem.batch, problem.seqlen_q, problem.num_heads_q)
     out, lse = meta(*rows, problem.head_dim_v, dtype=problem.dtype), meta(*problem.lse_shape)
+    dlse = meta(2, *problem.lse_shape).movedim(0, -1) if problem.entropy else None
     launches = launches_of(
         capability,
         partial(PortableForwardLaunch(problem, config), q, k, v, extras),
-        partial(PortableBackwardLaunch(problem, config), out, None, q, k, v, out, lse, extras),
+        partial(PortableBackwardLaunch(problem, config), out, dlse, q, k, v, out, lse, extras),
     )
     for launched in launches:
         name = launched[0].kernel.fn.__name__.removesuffix("_kernel")
@@ -207,7 +217,8 @@ def _plain_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
             for variant, any_problem in _VARIANTS.items():
                 problem = _sized(any_problem, dtype, head_dim)
                 needs_general_mask = problem.needs_general_mask is not None
-                if needs_general_mask and (table_family, element_bytes, head_dim) not in _WITH_GENERAL_MASKS:
+                rare = needs_general_mask or problem.statistics
+                if rare and (table_family, element_bytes, head_dim) not in _WITH_GENERAL_MASKS:
                     continue
                 config = row_for(capability, element_bytes, padded(head_dim), windowed=variant != "full")
                 if needs_general_mask:
@@ -234,6 +245,24 @@ def _cases_with_functions(capability: tuple[int, int]) -> Iterator[CompileCase]:
                 if name != _PREPROCESS:
                     case = f"{name} {dtype} head_dim {head_dim} {variant}"
                     yield case_of(launched, case, tensor_cores=config.precision != "ieee")
+
+
+def _tangents_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
+    """Yield the cases of the forward kernel in forward mode."""
+    for dtype, element_bytes in (("bf16", 2), ("fp32", 4)):
+        for head_dim in HEAD_DIMS:
+            if not has_tangents(element_bytes, head_dim):
+                continue
+            for variant in ("full", "causal", "features"):
+                problem = _sized(_VARIANTS[variant], dtype, head_dim)
+                with compiling_for(capability):
+                    config = choose_tangents(problem)
+                q, k, v, extras = inputs_of(problem)
+                launch = PortableTangentsLaunch(problem, config)
+                (launched,) = launches_of(capability, partial(launch, q, k, v, q, k, v, extras))
+                on_tensor_cores = element_bytes == 2 or config.precision != "ieee"
+                name = f"tangents {dtype} head_dim {head_dim} {variant}"
+                yield case_of(launched, name, tensor_cores=on_tensor_cores)
 
 
 def _weights_cases(capability: tuple[int, int], form: str, top: int) -> Iterator[CompileCase]:
@@ -376,6 +405,15 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
                 if other.warpgroups == 1 and variant not in seen:
                     seen.add(variant)
                     yield _forward_case(dense, other)
+    for head_dim, left in ((64, UNLIMITED), (64, 63), (128, UNLIMITED)):
+        short = replace(
+            _GROUPED_CAUSAL, window_left=left, head_dim=head_dim, head_dim_v=head_dim, varlen=True, batch=64,
+            seqlen_q=128, seqlen_k=128,
+        )  # fmt: skip
+        config = choose(short)
+        yield _forward_case(short, config)
+        if left == UNLIMITED:
+            yield _forward_case(replace(short, **FEATURES, sink=True), config)
     long = replace(_GROUPED_CAUSAL, head_dim=128, head_dim_v=128, seqlen_q=16384, seqlen_k=16384)
     window = replace(long, window_left=1023)
     yield _forward_case(window, choose(window))
@@ -385,6 +423,12 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
     for head_dim in (128, 256):
         capped = replace(_GROUPED_CAUSAL, head_dim=head_dim, head_dim_v=head_dim, softcap=50.0)
         yield _forward_case(capped, choose(capped))
+    for head_dim, length in ((64, 16384), (128, 1024), (128, 16384), (256, 16384)):
+        sizes: dict[str, Any] = {
+            "head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": length, "seqlen_k": length,
+        }  # fmt: skip
+        measured_scores = replace(_GROUPED_CAUSAL, max_logits=True, entropy=True, **sizes)
+        yield _forward_case(measured_scores, choose(measured_scores))
     few_columns = replace(GROUPED, head_dim=80, head_dim_v=80)
     yield _forward_case(few_columns, choose(few_columns))
     short_window = replace(_GROUPED_CAUSAL, num_heads_q=64, num_heads_kv=8, window_left=127)
@@ -430,6 +474,7 @@ def _forward_name(problem: Problem, variant: ForwardVariant) -> str:
             "packed": variant.PACK > 1,
             "pairs": variant.PAIRED,
             "queue": variant.QUEUED,
+            "statistics": variant.ENTROPY,
         }
     )
     return " ".join((f"head_dim {problem.head_dim}/{problem.head_dim_v}", tile, features, *more))
@@ -441,7 +486,7 @@ _GROUPED_FEATURES = replace(GROUPED, **FEATURES, deterministic=True)
 _MASKS = {"full": PLAIN, "causal": _CAUSAL, "features": _GROUPED_FEATURES}
 _KNOWN = replace(_GROUPED_FEATURES, varlen=False, seqused_k=False, deterministic=False)
 """Every feature of the calls that may have another configuration than that of the tables."""
-_TABLE = ((64, 64), (128, 128), (64, 128), (128, 64))
+_TABLE = ((32, 32), (64, 64), (128, 128), (64, 128), (128, 64))
 _WIDE = ((256, 256), (256, 128), (64, 256), (512, 512))
 _SHARED = Splits(heads=4, rows=2)
 """Eight programs share a block of keys: each has one of four query heads and half of the rows."""
@@ -458,13 +503,26 @@ def hopper_backward_cases() -> Iterator[CompileCase]:
         if mask == "features" or sizes[0] == sizes[1]:
             yield from _products(mask, replace(problem, head_dim=sizes[0], head_dim_v=sizes[1]))
     yield from _products("causal", replace(_CAUSAL, head_dim=128, head_dim_v=128, partial=True))
-    for mask, problem in (_MASKS | {"features": _KNOWN}).items():
-        problem = replace(problem, head_dim=64, head_dim_v=64)
+    for size, (mask, problem) in itertools.product((32, 64), (_MASKS | {"features": _KNOWN}).items()):
+        problem = replace(problem, head_dim=size, head_dim_v=size)
         for config in backward_alternatives(problem)[1:]:
             yield from _products(mask, problem, config=config)
             grouped = replace(problem, num_heads_kv=GROUPED.num_heads_kv)  # _SHARED divides four heads
             yield from _products(mask, grouped, _SHARED, config)
-    for size in (64, 128, 256, 512):
+    # With one block of keys, dQ is stored without dq_accum.
+    for sizes, (mask, problem) in itertools.product(_TABLE, (_MASKS | {"features": _KNOWN}).items()):
+        if mask == "features" or sizes[0] == sizes[1]:
+            short = replace(problem, seqlen_q=128, seqlen_k=128, head_dim=sizes[0], head_dim_v=sizes[1])
+            if mask == "features":
+                short = replace(short, varlen=True, window_left=63, window_right=63)
+            for config in backward_alternatives(short):
+                yield from _products(f"{mask} one block", short, config=config)
+    # Short packed sequences have the other configurations as well.
+    for mask, problem in {"packed causal": _CAUSAL, "packed features": _KNOWN}.items():
+        short = replace(problem, varlen=True, batch=64, seqlen_q=256, seqlen_k=256)
+        short = replace(short, head_dim=64, head_dim_v=64)
+        yield from _products(mask, short, config=backward_alternatives(short)[1])
+    for size in (32, 64, 128, 256, 512):
         shared = replace(GROUPED, window_right=0, head_dim=size, head_dim_v=size)
         yield from _products("causal", shared, _SHARED)
     # Where work tiles are few, dQ is computed in single blocks of rows, not in pairs.
@@ -502,6 +560,12 @@ def hopper_backward_cases() -> Iterator[CompileCase]:
         name="hopper backward preprocess head_dim 128",
         tensor_cores=False,
     )
+    # The longest of these sequences has half of the tokens, so that programs find theirs.
+    packed = replace(with_sink, varlen=True, batch=8, window_right=0)
+    cases = _backward(packed, backward_alternatives(packed)[0], has_dlse=True)
+    name = "hopper backward preprocess head_dim 128 packed"
+    yield only(preprocess_kernel, cases, name=name, tensor_cores=False)
+    yield only(tile_table_kernel, cases, name="hopper backward tile table", tensor_cores=False)
 
 
 def _backward(

@@ -30,6 +30,7 @@ from flashtile.backends.portable.decode.launch import (
     CopyLaunch,
     DecodeLaunch,
 )
+from flashtile.backends.portable.decode.mass import MassLaunch, mass_kernel
 from flashtile.parallel.exchange import exchange, exchange_variant
 from flashtile.problems.decode import (
     FP8,
@@ -95,6 +96,13 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Variants by name. Every tile is compiled for pages of 16 tokens. For 16-bit elements and head_dim 128,
 NARROW tiles are compiled for all variants, and other tiles for ``_WIDE_VARIANTS``."""
+_MASS_VARIANTS: dict[str, dict[str, Any]] = {
+    "page 16": {},
+    "dense": {"page_size": 0, "num_blocks": 8},
+    "e4m3": {"cache_dtype": FP8, "descale": "block"},
+    "features": _FEATURES,
+    "many rows": {"seqlen_q": 64, "total_q": 512, "window_right": 0},
+}
 _WIDE_VARIANTS = ("page 16", "splits", "features", "unified max")
 
 
@@ -139,6 +147,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     if family == "hopper":
         for head_dim in (64, 128):
             yield _appending_case(head_dim, capability)
+    for name, features in _MASS_VARIANTS.items():
+        yield from _mass_cases(name, replace(PAGED, **features), capability)
     out, lse = meta(16, 8, 1, 32, 128), meta(16, 8, 1, 32)
     combine = CombineProblem.from_tensors(out, lse, NoTensors(), CombineOptions(torch.bfloat16))
     (launched,) = launches_of(capability, partial(CombineLaunch(combine), out, lse))
@@ -223,6 +233,18 @@ def _combine_cases(
         yield only(combine_kernel, cases, name=case_name, tensor_cores=False)
 
 
+def _mass_cases(name: str, problem: DecodeProblem, capability: tuple[int, int]) -> Iterator[CompileCase]:
+    """Yield the cases of attention that stores probabilities, if it does, and of the kernel for mass."""
+    with compiling_for(capability):
+        launch = MassLaunch(problem)
+    q, k_cache, v_cache, tensors = inputs_of(problem)
+    mass = meta(*k_cache.shape[:3])
+    cases = cases_of(capability, partial(launch, q, k_cache, v_cache, tensors, mass))
+    yield replace(only(mass_kernel, cases), name=f"decode mass {name}", tensor_cores=launch.recomputes)
+    if not launch.recomputes:
+        yield replace(only(decode_kernel, cases), name=f"decode {name} storing probabilities")
+
+
 def _append_case(dtype: torch.dtype, capability: tuple[int, int], packed: bool) -> CompileCase:
     """Return the case of an append kernel that applies rotary embedding to the new keys and to queries.
 
@@ -300,12 +322,15 @@ _HOPPER_VARIANTS: dict[str, dict[str, Any]] = {
     "dense": {"page_size": 0, "batch_idx": True},
     "tree": {"window_right": -1, "tree": True},
     "chunk": {"attention_chunk": 8192},
+    "group of 7": {"num_heads_q": 56, "num_heads_kv": 8},
+    "group of 7, page 1": {"num_heads_q": 56, "num_heads_kv": 8, "page_size": 1},
     "e4m3 by head": {"descale": "head"},
     "e4m3 by sequence": {"descale": "sequence"},
     "e4m3 by block, page 1": {"descale": "block", "page_size": 1},
 }
 _E4M3 = ("e4m3 by head", "e4m3 by sequence", "e4m3 by block, page 1")
-_FEW, _MANY = ("padded", "tree"), ("page 1", "page 256", "dense", "chunk")
+_FEW = ("padded", "tree", "group of 7")
+_MANY = ("page 1", "page 256", "dense", "chunk", "group of 7", "group of 7, page 1")
 """Variants compiled with at most 64 query rows per sequence and key head, and with more."""
 
 

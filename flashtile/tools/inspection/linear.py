@@ -82,6 +82,7 @@ def everything(problem: LinearProblem) -> dict[str, LinearProblem]:
     return {
         "norm swiglu": replace(problem, epilogue=SWIGLU, norm=True, bias=True, residual=True),
         "norm qkv": replace(problem, epilogue=QKV, norm=True, heads=_HEADS),
+        "head norm qkv": replace(problem, epilogue=QKV, x_scale=True, heads=replace(_HEADS, norm=True)),
         "before norm": replace(problem, x_scale=True, residual=True, next_norm=True),
         "e4m3": replace(problem, weight_dtype=E4M3, scales="channel"),
     }
@@ -110,6 +111,7 @@ def _inputs(problem: LinearProblem) -> tuple[Any, ...]:
         tensors = QkvTensors(
             **common, positions=meta(M, dtype=torch.int32), slot_mapping=meta(M, dtype=torch.int64),
             rotary_cos=angles, rotary_sin=angles,
+            **{f"{one}_norm_weight": meta(heads.head_dim, dtype=dtype) for one in "qk" if heads.norm},
         )  # fmt: skip
         return x, weight, cache, cache, tensors
     residual = meta(M, problem.out_columns, dtype=dtype) if problem.residual else None
@@ -151,7 +153,7 @@ def _hopper_cases() -> Iterator[CompileCase]:
             yield _hopper_case(name, problem, make(problem, tile))
     most = plain_problem(MAX_ROWS, (9, 0))
     for name, ended in everything(most).items():
-        if name != "e4m3":
+        if name not in ("e4m3", "head norm qkv"):
             yield _hopper_case(name, ended, make(ended, DEFAULT[MAX_ROWS, 2]))
     yield _hopper_case("K of 8 times an odd number", replace(most, K=4104), make(most, DEFAULT[MAX_ROWS, 2]))
 

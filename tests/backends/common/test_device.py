@@ -13,9 +13,12 @@ from flashtile.backends.common.device import Target, capability, is_nvidia, mult
 from flashtile.backends.hopper import fp8 as hopper_fp8
 from flashtile.backends.portable import decode as portable_decode
 from flashtile.backends.portable import fp8 as portable_fp8
+from flashtile.op.selection import select
+from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.problems.attention import Problem
 from flashtile.problems.fp8 import Fp8Problem
 from flashtile.problems.masks import Mods
+from walk import walk
 
 H100 = Target("H100", (9, 0), 132)
 A100 = Target("A100", (8, 0), 108)
@@ -74,6 +77,17 @@ def test_hopper_configurations_of_a_named_card() -> None:
     assert hopper.configure_forward(problem).BLOCK_M == 64  # 64 tiles of 128 rows would fill half of the card
     assert hopper.configure_backward(problem).BLOCK_M == 64
     assert hopper_fp8.configure_fp8_attend(replace(FP8_PROBLEM, device=H100)).BLOCK_M == 128
+
+
+@walk("head_dim", [8, 16, 24, 32])
+@walk("change", [{}, {"window_right": 0}, {"varlen": True}, {"bias": True, "seqlen_q": 1024}])
+def test_backend_of_small_heads(head_dim: int, change: dict) -> None:
+    pytest.importorskip("triton")
+    small = replace(PROBLEM, device=H100, head_dim=head_dim, head_dim_v=head_dim)
+    for operation in (FORWARD, BACKWARD):
+        assert select(operation, replace(small, **change)).backend == "hopper"
+        assert select(operation, replace(small, mask=True)).backend == "portable"
+        assert select(operation, replace(small, device=A100)).backend == "portable"
 
 
 def test_portable_on_a_named_card() -> None:

@@ -266,6 +266,23 @@ def test_structures_in_the_structure_of_tensors(driver):
     assert found == [first, second, first]
 
 
+def test_a_structure_of_numbers_may_come_last(driver):
+    """It is packed with the fixed arguments, and again if a launch brings another one."""
+    driver.sizes = (8, 4, 4, 4, 8, 8)
+    types = ("*fp32", "constexpr", (("i32",), "i32"))
+    numbers, others = ((7,), 8), ((9,), 10)
+    launch = launcher(Compiled(types, "i32", "constexpr"), 1, None, numbers, pointers=lambda *fields: fields)
+    other = launch.with_fixed((6, "constant"))
+    launch(11, (1, None, numbers))
+    launch(11, (2, None), (numbers,))
+    launch(11, (3, None, others))
+    other(11, (4, None, numbers))
+    launch(11, (5, None, numbers))
+    assert numbers_of(driver) == [
+        (11, 1, 7, 8, 5), (11, 2, 7, 8, 5), (11, 3, 9, 10, 5), (11, 4, 7, 8, 6), (11, 5, 7, 8, 5)
+    ]  # fmt: skip
+
+
 def test_launches_at_the_same_time_have_their_own_memory(driver):
     """Another thread launches while the driver reads the parameters of the first launch."""
     launch = launcher(Compiled(*PLAIN), 1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -204,8 +205,8 @@ def test_another_device_is_made_current(launched, monkeypatch):
 
 
 @pytest.mark.parametrize("has_table", [False, True])
-@pytest.mark.parametrize("gathers", [False, True])
-def test_hopper(has_table, gathers):
+@pytest.mark.parametrize(("gathers", "copies_q"), [(False, False), (False, True), (True, True)])
+def test_hopper(has_table, gathers, copies_q):
     from flashtile.backends.hopper.decode.launch import Attend
 
     launched: list[tuple] = []
@@ -221,7 +222,9 @@ def test_hopper(has_table, gathers):
             assert stream == 7
             launched.append((self.name, *given, *further))
 
-    attend: Any = Attend(Kernel("attend"), Kernel("table") if has_table else None, gathers)  # type: ignore[arg-type]
+    variant: Any = SimpleNamespace(GATHER=gathers, COPIES_Q=copies_q)
+    table: Any = Kernel("table") if has_table else None
+    attend: Any = Attend(Kernel("attend"), table, variant)  # type: ignore[arg-type]
     step = CacheTensors(*range(100, 115))
     attend("device", 1, 2, 3, 4, 5, 6, None, *step)
     expected = launched.copy()

@@ -66,7 +66,7 @@ def named(config: BackwardConfig) -> str:
 
 def label_of(problem: Problem) -> str:
     config = choose(problem)
-    return named(config) + " all" * config.ALL_RESIDENT
+    return named(config) + " all" * config.ALL_RESIDENT + " one" * config.ONE_BLOCK
 
 
 def sweep() -> list[Problem]:
@@ -101,7 +101,7 @@ def ends_by_the_kernel(problem: Problem, config: BackwardConfig) -> float:
         alibi_stride=0, swizzle=work.last, group=scheduled.group_size, head_splits=config.HEAD_SPLITS,
         row_shift=config.ROW_SPLITS.bit_length() - 1,
     )  # fmt: skip
-    own, convert = work.costs, costs.SIGNAL + costs.CHUNK * work.chunks
+    own, convert = work.costs, costs.conversion(work)
     busy, ends = [0.0] * work.programs, [0.0] * work.heads
     for tile_index in range(functions["count_tiles"](C, None, numbers)):
         head, _ = functions["head_and_block"](
@@ -188,7 +188,7 @@ def measured() -> list[tuple[Problem, float]]:
             sizes = workload.head_dim, workload.width_v
             if sizes in ((64, 64), (128, 128)) and not workload.changes_scores and workload.seqlen_q <= 4608:
                 config = alternatives(problem)[0]
-                if named(choose(problem)) == named(config) and not choose(problem).ALL_RESIDENT:
+                if choose(problem) == replace(config, ONE_BLOCK=False):
                     found.append((problem, 1e3 * cell["results"]["flashtile"]["ms"]))
     return found
 
@@ -256,7 +256,11 @@ def test_the_choice_is_nearly_the_fastest_that_was_measured() -> None:
         (problem_of(1, 4096, (16, 2), 64), "M128 4x1"),
         (problem_of(4, 4096, (16, 16), 64, window_left=63), "M64 1x1"),
         (problem_of(2, 4096, (16, 16), 64, window_left=1023), "M128 1x1"),
-        (problem_of(2, 4096, (10, 10), 64, 77, **FULL), "M64 1x16"),
+        (problem_of(2, 4096, (10, 10), 64, 129, **FULL), "M64 1x16"),
+        (problem_of(2, 4096, (10, 10), 64, 77, **FULL), "M128 1x4 one"),
+        (problem_of(7, 3933, (8, 8), 64, 17, **FULL), "M128 1x2 one"),
+        (problem_of(1, 2048, (8, 8), 128, 48, **FULL), "M64 1x16 one"),
+        (problem_of(64, 128, (16, 16), 64), "M64 1x1 one"),
         (problem_of(2, 1536, (12, 12), 128), "M64 1x1 all"),
         (problem_of(1, 4096, (16, 16), 128), "M64 1x1"),
     ],
@@ -293,7 +297,7 @@ def test_the_paper_grid_keeps_its_configurations() -> None:
 def test_every_chosen_configuration_is_compiled() -> None:
     """Splits and room change few lines; rows of a step change tiles."""
     cases = {
-        (C.BLOCK_D, C.BLOCK_DV, C.BLOCK_M, C.HAS_LEFT, C.HAS_RIGHT)
+        (C.BLOCK_D, C.BLOCK_DV, C.BLOCK_M, C.HAS_LEFT, C.HAS_RIGHT, C.ONE_BLOCK)
         for case in every_case("sm_90a")
         if case.kernel.fn.__name__ == "backward_kernel"
         and not (C := case.constants["C"]).HAS_DROPOUT
@@ -301,14 +305,18 @@ def test_every_chosen_configuration_is_compiled() -> None:
     }
     for problem in sweep():
         C = backward_variant(problem, choose(problem))
-        assert (C.BLOCK_D, C.BLOCK_DV, C.BLOCK_M, C.HAS_LEFT, C.HAS_RIGHT) in cases
+        key = (C.BLOCK_D, C.BLOCK_DV, C.BLOCK_M, C.HAS_LEFT, C.HAS_RIGHT, C.ONE_BLOCK)
+        assert key in cases
 
 
-def test_only_plain_dense_calls_have_other_rows() -> None:
+def test_only_plain_calls_of_short_sequences_have_other_rows() -> None:
     problem = problem_of(32, 512, (32, 32), 64)
-    assert choose(problem).BLOCK_M == 64
+    for varlen in (False, True):
+        assert choose(replace(problem, varlen=varlen)).BLOCK_M == 64
+    # As many tokens in sequences of which one is longer.
+    assert choose(replace(problem, varlen=True, seqlen_q=513)).BLOCK_M == 128
     changes: tuple[dict[str, Any], ...] = (
-        {"varlen": True}, {"seqused_k": True}, {"deterministic": True}, {"bias": True},
+        {"seqused_k": True}, {"deterministic": True}, {"bias": True},
     )  # fmt: skip
     for change in changes:
         changed = replace(problem, **change)

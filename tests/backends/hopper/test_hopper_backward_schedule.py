@@ -97,7 +97,8 @@ every_length = walk(("seqlen_q", "seqlen_k"), LENGTHS)
 def variant(block_m: int, block_n: int, window: tuple[int, int] = (-1, -1), **more: Any) -> SimpleNamespace:
     left, right = window
     fields = {"VARLEN": False, "SEQUSED": False, "DETERMINISTIC": False, "GROUPED": False, "SHARED": False}
-    fields |= {"COLUMN_SPLITS": 1, "SEQUENCES_FIRST": False, "LISTED": False} | more
+    fields |= {"COLUMN_SPLITS": 1, "SEQUENCES_FIRST": False, "LISTED": False, "ONE_BLOCK": False}
+    fields |= more
     return SimpleNamespace(
         BLOCK_M=block_m, BLOCK_N=block_n, HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, HAS_CUTS=False, **fields
     )
@@ -436,6 +437,8 @@ def test_resident_heads(seqlen: int, causal: bool, deterministic: bool) -> None:
     config = BackwardConfig(64)
     resident = resident_heads(problem, config, swizzle, 132)
     assert resident >= last_heads(problem, 128, 132)
+    packed = replace(problem, varlen=True)
+    assert resident_heads(packed, config, l2_swizzle(packed), 132) >= last_heads(packed, 128, 132)
     assert resident <= heads
     assert resident == heads or resident * ceil_div(seqlen, 128) >= 2 * 132
     if deterministic:
@@ -518,6 +521,23 @@ def test_every_head_size_has_a_configuration_that_fits() -> None:
         assert ROW_PAD % config.BLOCK_M == 0
 
 
+@walk(
+    ("sizes", "change", "columns"),
+    [
+        ((8, 8), {}, (32, 32)),
+        ((16, 32), {"window_right": 0, "softcap": 3.0}, (32, 32)),
+        ((32, 32), {"bias": True}, (64, 64)),
+        ((16, 16), {"dropout_p": 0.1}, (64, 64)),
+        ((32, 40), {}, (64, 64)),
+        ((24, 128), {}, (64, 128)),
+    ],
+)
+def test_columns_of_tiles(sizes: tuple[int, int], change: dict, columns: tuple[int, int]) -> None:
+    problem = replace(PROBLEM, head_dim=sizes[0], head_dim_v=sizes[1], **change)
+    variant = backward_variant(problem, choose(problem))
+    assert columns == (variant.BLOCK_D, variant.BLOCK_DV)
+
+
 @pytest.mark.compile
 @pytest.mark.thorough
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled")
@@ -529,7 +549,7 @@ def test_memory_is_what_the_compiler_says(sizes: tuple[int, int]) -> None:
         of_dkv, of_dq = tile_bytes.of_wide_backward(config, *sizes)
         tiles = (of_dkv, of_dq, of_dkv) if sizes[0] != sizes[1] else (*(of_dkv, of_dq) * 3, of_dkv)
     else:
-        tiles = (tile_bytes.of_backward(config, *sizes),)
+        tiles = tuple(tile_bytes.of_backward(replace(config, ONE_BLOCK=one), *sizes) for one in (False, True))
     name = f"head_dim {sizes[0]}/{sizes[1]} "
     compiled = [report(case, "sm_90a").shared for case in hopper_backward_cases() if name in case.name]
     for ours, theirs in zip(tiles, compiled, strict=True):

@@ -139,14 +139,16 @@ def test_explain_shows_the_splits() -> None:
 
 @pytest.mark.interpreter
 @walk(("sizes", "heads", "parts"), [((64, 64), 2, 2), ((72, 128), 1, 5), ((256, 40), 3, 8)])
-@walk("varlen", [False, True])
-def test_parts_are_added_in_one_order(sizes: tuple[int, int], heads: int, parts: int, varlen: bool) -> None:
+@walk(("varlen", "used"), [(False, False), (True, False), (True, True)])
+def test_parts_are_added_in_one_order(
+    sizes: tuple[int, int], heads: int, parts: int, varlen: bool, used: bool
+) -> None:
     """To the bit, over rows that fill no block."""
     batch, seqlen = 2, 13
     d, dv = sizes
     problem = replace(
         GROUPED, batch=batch, seqlen_k=seqlen, total_k=batch * seqlen, num_heads_kv=heads, head_dim=d,
-        head_dim_v=dv, varlen=varlen,
+        head_dim_v=dv, varlen=varlen, seqused_k=used,
     )  # fmt: skip
     rows = (batch * seqlen,) if varlen else (batch, seqlen)
     k, v = (torch.zeros(*rows, heads, size, dtype=torch.float16) for size in sizes)  # numpy has no bfloat16
@@ -157,7 +159,7 @@ def test_parts_are_added_in_one_order(sizes: tuple[int, int], heads: int, parts:
     for part, size in zip(written, sizes, strict=True):
         assert part.shape == (*rows, heads * parts, size)
         assert part.dtype == torch.float32
-        assert bool((part == 0).all()) == varlen  # tokens of no sequence are never written
+        assert bool((part == 0).all()) == used  # unused tokens are never written
         part.copy_(torch.randn(part.shape) * 10.0 ** torch.randint(-2, 3, part.shape))
     sum_parts(*written, *results)
     for part, result in zip(written, results, strict=True):

@@ -17,6 +17,7 @@ from flashtile.backends.hopper.decode.launch import (
     FEW_SPLITS,
     FEW_SPLITS_TILE,
     balanced_programs,
+    divides,
     is_stream_k,
     recorded_tile,
 )
@@ -60,6 +61,22 @@ def test_programs(problem: DecodeProblem, programs_per_sm: int, programs: int | 
     config = choose(problem)
     assert config.programs_per_sm == programs_per_sm
     assert (balanced_programs(problem, config) if is_stream_k(problem, config) else None) == programs
+
+
+@walk(
+    ("problem", "divided"),
+    [
+        (of(32, 64), True),
+        (of(32, 1024), False),
+        (of(32, 1024, varlen=True), False),  # 32 m_blocks of 8 heads
+        (of(32, 256, varlen=True), True),  # 8 of 8
+        (of(32, 1024, varlen=True, num_heads_q=12, num_heads_kv=2), True),  # 48 of 2
+        (of(32, 256, varlen=True, num_splits=2), False),
+        (of(1, 256, varlen=True), False),  # equal shares
+    ],
+)
+def test_the_queue_divides_what_the_longest_sequence_does_not_fill(problem, divided) -> None:
+    assert divides(problem, choose(problem)) == divided
 
 
 @walk(

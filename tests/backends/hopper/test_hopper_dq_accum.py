@@ -207,7 +207,7 @@ def run(
     C = SimpleNamespace(
         VARLEN=varlen, SEQUSED=False, DETERMINISTIC=swizzle > 0, GROUPED=group > 1, BLOCK_M=block_m,
         BLOCK_N=BLOCK_N, BLOCK_D=block_d, HAS_LEFT=False, HAS_RIGHT=False, HAS_CUTS=False, LISTED=False,
-        SHARED=row_splits > 1, COLUMN_SPLITS=1, SEQUENCES_FIRST=False,
+        SHARED=row_splits > 1, COLUMN_SPLITS=1, SEQUENCES_FIRST=False, ONE_BLOCK=False,
     )  # fmt: skip
     numbers = BackwardSchedule(
         num_tiles=heads * batch * blocks, num_blocks=blocks, num_heads=heads, seqlen_q=longest_q,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,7 @@ from flashtile.backends.hopper import decode as hopper_decode
 from flashtile.backends.hopper.backward import config as backward_config
 from flashtile.backends.hopper.backward import dq_accum
 from flashtile.backends.hopper.backward import launch as backward_launch
+from flashtile.backends.hopper.backward import schedule as backward_schedule
 from flashtile.backends.hopper.backward.costs import Splits
 from flashtile.backends.hopper.decode import launch as decode_launch
 from flashtile.backends.hopper.forward import config as forward_config
@@ -35,6 +37,7 @@ from flashtile.backends.hopper.forward.config import alternatives, every_row, of
 from flashtile.backends.hopper.linear import config as ring
 from flashtile.backends.hopper.linear import launch as ring_launch
 from flashtile.backends.hopper.linear.launch import FlatLaunch
+from flashtile.backends.hopper.work_tiles import TileTable
 from flashtile.masks import alibi, create_block_mask, mask_mod, window
 from flashtile.problems.attention import Problem
 from flashtile.problems.decode import CacheTensors, DecodeOptions, DecodeProblem
@@ -77,8 +80,15 @@ def by_name(all_cases: Iterator[Case], thorough: Container[str] = ()) -> Any:
 FORWARD: Variants = {
     "three-warpgroups": {"seqlen_q": 250, "heads_q": 3, "heads_kv": 3},
     "packed-heads": {"seqlen_q": 20, "heads_q": 4, "head_dim": 96, "head_dim_v": 64},
+    "d16": {"seqlen_q": 250, "head_dim": 16, "seqlen_k": 400},
+    "d24-varlen": {"lengths": LENGTHS, "causal": True, "head_dim": 24, "head_dim_v": 8, "unused_tail": 300},
     "causal": {"causal": True, "seqlen_q": 300, "head_dim": 128, "sink": "own"},
-    "varlen": {"lengths": LENGTHS, "causal": True, "softcap": 3.0, "head_dim": 128, "dtype": FP16},
+    "varlen": {
+        "lengths": LENGTHS, "causal": True, "softcap": 3.0, "head_dim": 128, "dtype": FP16,
+        "unused_tail": 300,
+    },
+    "short-sequences": {"lengths": ((100, 120), (3, 3), (0, 5), (64, 64)), "causal": True, "head_dim": 128},
+    "short-window": {"lengths": ((70, 30), (3, 3), (128, 128)), "window_size": (40, 0), "sink": "own"},
     "window": {"window_size": (70, 9), "seqlen_q": 300, "head_dim": 256, "alibi": "batch"},
     "used": {"unused_keys": 40, "batch": 2, "head_dim": 256, "head_dim_v": 128},
     "tiles-in-parts": {"head_dim": 192, "head_dim_v": 128, "lengths": LENGTHS, "softcap": 3.0},
@@ -89,12 +99,19 @@ FORWARD: Variants = {
         "head_dim": 448, "head_dim_v": 320, "window_size": (70, 9), "alibi": "batch", "sink": "own"
     },
     "widest-packed": {"seqlen_q": 20, "heads_q": 4, "head_dim": 264, "head_dim_v": 96, "unused_keys": 40},
+    "packed-part-of-a-group": {"seqlen_q": 20, "heads_q": 6, "causal": True, "sink": "own"},
     "packed-window": {"heads_q": 8, "heads_kv": 1, "window_size": (60, 0), "seqlen_q": 200, "sink": "own"},
 }  # fmt: skip
 BACKWARD: Variants = {
+    "d8-more-heads-than-dq-accum-has": {"batch": 8, "seqlen_q": 70, "seqlen_k": 130, "head_dim": 8},
+    "d16": {"causal": True, "seqlen_q": 300, "head_dim": 16, "softcap": 3.0},
+    "d24-varlen": {"lengths": (*LENGTHS, (30, 0)), "head_dim": 24, "unused_tail": 300, "alibi": "batch"},
+    "d32": {"seqlen_q": 300, "head_dim": 32, "heads_kv": 2, "unused_keys": 9},
     "more-heads-than-dq-accum-has": {"batch": 8, "seqlen_q": 70, "seqlen_k": 130},
     "causal": {"causal": True, "head_dim": 128, "softcap": 3.0},
-    "varlen": {"lengths": LENGTHS, "head_dim_v": 128, "alibi": "batch"},
+    "varlen": {
+        "lengths": (*LENGTHS, (30, 0)), "head_dim_v": 128, "alibi": "batch", "unused_tail": 300, "slack": 100,
+    },
     "window-used": {"window_size": (70, 9), "unused_keys": 30, "head_dim": 128, "sink": "own"},
     "unseen-keys": {"window_size": (20, 0), "seqlen_q": 70, "seqlen_k": 400},
     "wide": {"head_dim": 256, "causal": True, "alibi": "batch"},
@@ -109,6 +126,7 @@ BACKWARD: Variants = {
     "widest-v": {"head_dim": 64, "head_dim_v": 512, "seqlen_q": 70, "seqlen_k": 130, "dtype": FP16},
 }  # fmt: skip
 HEAD_SIZES: Variants = {
+    "d32": {"head_dim": 32},
     "d64": {},
     "d128": {"head_dim": 128},
     "d256": {"head_dim": 256, "seqlen_q": 130},
@@ -133,6 +151,27 @@ DROPOUT: Variants = {
 @by_name(cases(FORWARD, {"": {}}))
 def test_forward(case: Case) -> None:
     check(case, gradients=False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "causal",
+        "varlen",
+        "packed-heads",
+        *(pytest.param(name, marks=exhaustive) for name in ("window", "widest", "used")),
+    ],
+)
+def test_statistics(name: str) -> None:
+    """Of half blocks and a sink, packed sequences, and packed heads whose maximum lags behind."""
+    case = replace(SMALL, **FORWARD[name], name=name)
+    check(case, gradients=False, return_max_logits=True, return_entropy=True)
+
+
+def test_statistics_of_natural_scores() -> None:
+    """Of a bias that hides scores, some of them large: their P is 0, and their logarithm no number."""
+    case = replace(SMALL, **ALIGNED, bias="q-own", name="statistics of a bias")
+    check(case, gradients=False, return_max_logits=True, return_entropy=True)
 
 
 ALIGNED = {"seqlen_k": 304}
@@ -236,6 +275,25 @@ def test_sequences_of_one_key_that_end_early(head_dim_v: int) -> None:
         testing.check(q, k, v, backend="hopper", seqused_k=torch.tensor([1, 0, 1], dtype=torch.int32))
 
 
+@pytest.mark.parametrize("by_cost", [False, True])
+def test_tile_tables(by_cost: bool) -> None:
+    """The longest sequences come first, or the tiles that most tiles of their sequence follow."""
+    lengths = [300, 0, 2600, 64, 300, *(1,) * 300, 129]
+    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    total = sum(lengths)
+    fill = TileTable(len(lengths), max(lengths), total, total, 128, by_cost=by_cost)
+    with interpreted():
+        table = fill(offsets, offsets, None)
+    count, taken = table[0, :2].tolist()
+    tiles = [(b, t) for b, length in enumerate(lengths) for t in range(-(-length // 128))]
+    following = lambda tile: -(-lengths[tile[0]] // 128) - tile[1]  # noqa: E731
+    order = (lambda tile: -following(tile)) if by_cost else (lambda tile: -lengths[tile[0]])
+    assert (count, taken) == (len(tiles), 0)
+    assert table[1 : 1 + count, :6].tolist() == [
+        [b, t, offsets[b], offsets[b], lengths[b], lengths[b]] for b, t in sorted(tiles, key=order)
+    ]
+
+
 SHARED: dict[str, tuple[Splits, dict[str, Any]]] = {
     "both": (Splits(2, 2), {"causal": True, "head_dim": 128, "seqlen_q": 300}),
     "heads": (Splits(4, 1), {"causal": True, "unused_keys": 40, "batch": 2, "softcap": 3.0}),
@@ -284,6 +342,55 @@ def test_other_configurations(name: str) -> None:
     fields = {"window": {"window_size": (60, 0), "seqlen_q": 300}, "more": {"batch": 8, "causal": True}}[name]
     with choosing(Splits(), BLOCK_M=64, ALL_RESIDENT=True):
         check(replace(SMALL, name=name, **fields))
+
+
+ONE_BLOCK: dict[str, tuple[Splits, dict[str, Any]]] = {
+    "shared": (Splits(1, 4), {"seqlen_q": 300, "seqlen_k": 128, "batch": 2}),
+    "group": (Splits(2, 2), {"seqlen_k": 48, "head_dim": 128, "softcap": 3.0}),
+    "causal": (Splits(), {"seqlen_q": 128, "seqlen_k": 40, "causal": True}),
+    "padded": (Splits(), {"seqlen_k": 60, "head_dim": 24, "head_dim_v": 72, "sink": "own"}),
+    "varlen": (Splits(), {"lengths": ((300, 120), (1, 3), (0, 5), (30, 0), (64, 64)), "slack": 7}),
+    "varlen-causal": (
+        Splits(2, 2),
+        {
+            "lengths": ((100, 120), (3, 3), (30, 0), (110, 20)), "causal": True, "head_dim": 128,
+            "unused_tail": 30,
+        },
+    ),
+}  # fmt: skip
+
+
+def gradients_with(splits: Splits, case: Case, edited: Edited | None = None, **more: Any) -> Any:
+    inputs = case.inputs("cpu")
+    leaves = [tensor.requires_grad_() for tensor in inputs.qkv]
+    with choosing(splits, **more), interpreted(0, edited):
+        out = flashtile.attention(*leaves, backend="hopper", **inputs.arguments)
+        return torch.autograd.grad(out, leaves, inputs.dout)
+
+
+@pytest.mark.parametrize("name", ONE_BLOCK)
+def test_one_block_of_keys(name: str) -> None:
+    """dQ is stored without dq_accum, deterministic or not: the same bits, of rows without keys as well."""
+    splits, fields = ONE_BLOCK[name]
+    case = replace(SMALL, name=name, heads_q=4, **fields)
+    for block_m in (64, 128) if max(case.head_dim, case.head_dim_v or 0) <= 64 else (64,):
+        found = [
+            gradients_with(splits, case, BLOCK_M=block_m, ONE_BLOCK=one_block) for one_block in (True, False)
+        ]
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    check(case)
+    launch = mock.patch.object(backward_launch, "backward_variant", wraps=backward_launch.backward_variant)
+    with launch as made:
+        check(case, deterministic=True)
+    assert backward_config.has_one_block(made.call_args.args[0])
+
+
+def test_rows_without_keys_have_no_other_block() -> None:
+    splits, fields = ONE_BLOCK["causal"]
+    case = replace(SMALL, name="unvisited", heads_q=4, **fields)
+    visited = Edited(backward_schedule.row_blocks, "if C.ONE_BLOCK:", "if False:")
+    unwritten = [gradients_with(splits, case, edited, BLOCK_M=64)[0] for edited in (None, visited)]
+    assert not torch.equal(*unwritten)
 
 
 NEAR = window(99, 0)
@@ -578,6 +685,25 @@ def test_a_sink_may_be_any_number(call: str) -> None:
 def test_decode_of_several_blocks(page_size: int, seqlen_q: int, splits: dict[str, int]) -> None:
     tensors, arguments = paged([300, 5, 700], (8, 2), page_size=page_size, seqlen_q=seqlen_q, device="cpu")
     check_decode(tensors, arguments, causal=True, **splits)
+
+
+GROUPS = {
+    "7, two warpgroups": ((7, 1), 12, {"causal": True}),
+    "3, ragged": ((6, 2), (30, 0, 9), {"causal": True}),
+    "5, window": ((10, 2), 30, {"window_size": (20, 3)}),
+    "12, splits": ((12, 1), 6, {"causal": True, "num_splits": 2}),
+}
+"""Heads, tokens, and arguments of calls whose groups do not divide a tile's rows."""
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_decode_of_groups_that_do_not_divide_a_tile(name: str) -> None:
+    """Queries are copied row by row, from memory with NaN between tokens and heads."""
+    heads, tokens, more = GROUPS[name]
+    case = decode_cases.case(name, heads=heads, seqlen_q=tokens, page_size=16, head_dim=40)
+    (q, *others), arguments = decode_cases.build(case, BF16, "cpu")
+    spread = q.new_full((*q.shape[:-2], heads[0] + 1, 48), torch.nan)[..., : heads[0], :40].copy_(q)
+    check_decode((spread, *others), arguments, **more)
 
 
 ALIKE = {

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,12 +17,20 @@ from torch import Tensor
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
+import flashtile
 from flashtile.backends import hopper
 from flashtile.backends.common.launch import CachedLaunch
 from flashtile.backends.hopper import fp8 as hopper_fp8
+from flashtile.backends.hopper.backward.launch import backward_variant
+from flashtile.backends.hopper.decode.launch import hopper_decode_variant
+from flashtile.backends.hopper.forward.launch import forward_variant
+from flashtile.backends.hopper.forward.rounds import plan_of
+from flashtile.backends.portable.decode import launch as decode_launch
+from flashtile.hardware.cards import CARDS
 from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import shared_fields
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem, Scales
+from walk import walk
 
 PATIENCE = 20.0
 """Seconds after which threads that wait for one another are said to."""
@@ -235,3 +244,63 @@ def test_sequences_without_rows_are_not_served(
     monkeypatch.setattr(hopper, "reason_of_device", lambda problem: None)
     assert hopper.reason_against(PROBLEM, True) is None
     assert hopper.reason_against(replace(PROBLEM, **change), True) == "there are no queries or no keys"
+
+
+GROUPS = (2, 4, 8, 3, 5, 6, 7, 12, 14)
+"""Query heads of a key head: powers of two, then those of Qwen2.5, Phi and GLM."""
+
+
+@walk("operation", ("forward", "backward", "decode"))
+def test_group_sizes_that_are_no_powers_of_two_have_the_same_kernels(operation: str) -> None:
+    """Packed training batches, and one token each: the kernels and variants are those of four heads."""
+
+    def kernel(group: int) -> tuple:
+        heads, (offsets, lengths) = 4 * group, torch.empty(2, 17, dtype=torch.int32, device="meta")
+        q = torch.empty(8192, heads, 128, dtype=torch.bfloat16, device="meta")
+        k = q[:, :4]
+        attend = partial(
+            flashtile.explain, flashtile.flash_attn_varlen_func, q, k, k, cu_seqlens_q=offsets,
+            cu_seqlens_k=offsets, max_seqlen_q=1024, max_seqlen_k=1024, causal=True,
+        )  # fmt: skip
+        if operation == "decode":
+            cache = torch.empty(4096, 16, 4, 128, dtype=torch.bfloat16, device="meta")
+            table = torch.empty(16, 256, dtype=torch.int32, device="meta")
+            attend = partial(
+                flashtile.explain, flashtile.flash_attn_with_kvcache, q[:16, None], cache, cache,
+                cache_seqlens=lengths[:16], block_table=table,
+            )  # fmt: skip
+        choice = attend(card=CARDS["h200"])[operation]
+        problem, config = choice.problem, choice.config
+        variant: Any
+        if operation == "forward":
+            variant = forward_variant(problem, plan_of(problem, config))
+        elif operation == "backward":  # how heads are divided depends on their number, not on its kind
+            variant = backward_variant(problem, replace(config, HEAD_SPLITS=1, ROW_SPLITS=1))
+        else:
+            plan = decode_launch.plan_of(problem, config, cache, cache)
+            variant = decode_launch.decode_variant(problem, config, plan)
+        return choice.backend, type(variant).__name__, variant
+
+    of_four = kernel(4)
+    assert of_four[0] == ("portable" if operation == "decode" else "hopper")
+    for group in GROUPS:
+        assert kernel(group) == of_four, group
+
+
+@walk("tokens", (32, 64, 1024))
+def test_chunks_over_pages_share_a_tile_in_groups_of_every_size(tokens: int) -> None:
+    for group in (*GROUPS, 64, 96):
+        q = torch.empty(16, tokens, 4 * group, 128, dtype=torch.bfloat16, device="meta")
+        cache = torch.empty(4096, 16, 4, 128, dtype=torch.bfloat16, device="meta")
+        table = torch.empty(16, 256, dtype=torch.int32, device="meta")
+        lengths = torch.empty(16, dtype=torch.int32, device="meta")
+        choice = flashtile.explain(
+            flashtile.flash_attn_with_kvcache, q, cache, cache, cache_seqlens=lengths, block_table=table,
+            causal=True, card=CARDS["h200"],
+        )["decode"]  # fmt: skip
+        assert choice.backend == "hopper"
+        variant = hopper_decode_variant(choice.problem, choice.config)
+        pack = group if group <= 64 else 32
+        assert pack == variant.PACK
+        assert group // pack == variant.KV_GROUP
+        assert variant.COPIES_Q is (group in (3, 5, 6, 7, 12, 14))

@@ -285,7 +285,8 @@ def test_grids_that_fill_the_card_keep_their_configurations() -> None:
     ("heads", "seqlen_q", "window", "pack"),
     [
         ((8, 2), 1, None, 4), ((4, 4), 1, None, 1), ((64, 1), 1, None, 64),
-        ((6, 2), 1, None, 1), ((128, 1), 1, None, 1),  # 3 heads do not divide a tile, and 128 do not fit
+        ((6, 2), 1, None, 1), ((128, 1), 1, None, 64),  # 3 heads do not divide a tile, and 128 do not fit
+        ((12, 2), 64, None, 2), ((12, 1), 32, None, 4), ((14, 1), 100, None, 1), ((24, 2), 2048, (15, 0), 4),
         ((8, 2), 96, None, 4), ((8, 2), 97, None, 1), ((8, 2), 1024, None, 1),  # 3 tiles instead of 4, or 4
         ((16, 2), 2048, (15, 0), 8), ((16, 2), 2048, (159, 0), 8), ((16, 2), 2048, (160, 0), 1),
         ((16, 2), 2048, (-1, 0), 1),
@@ -326,6 +327,17 @@ def test_alternatives_differ_in_rows_and_order_only(config: ForwardConfig) -> No
     assert first == config
     for other in others:
         assert [getattr(other, name) for name in SUMS] == [getattr(config, name) for name in SUMS]
+
+
+@walk(("head_dim", "left"), [(64, -1), (64, 63), (128, -1), (128, 63)])
+def test_short_packed_sequences_have_tiles_of_64_rows(head_dim: int, left: int) -> None:
+    """Several programs with such tiles share a multiprocessor. Each row's keys are added up as before."""
+    problem = replace(problem_of(64, 128, (16, 2), head_dim), varlen=True, window_left=left)
+    config, table = choose(problem), of_tables(problem)
+    assert config.BLOCK_M == 64 < table.BLOCK_M
+    assert [getattr(config, name) for name in SUMS] == [getattr(table, name) for name in SUMS]
+    for longer in ({"seqlen_q": 129}, {"seqlen_k": 129}):
+        assert choose(replace(problem, **longer)) == table
 
 
 @walk("change", [{"varlen": True}, {"seqused_k": True}, {"partial": True}, {"bias": True}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +19,8 @@ from cases import FP16, FP32
 from decode_cases import CASES, build
 from flashtile.backends.common.tiles import decode_bits, encode_bits
 from flashtile.backends.portable.decode import config, launch, prepare_combine, prepare_copy_blocks
+from flashtile.backends.portable.decode import mass as mass_kernel
+from flashtile.backends.portable.decode.attend import WeightPointers
 from flashtile.backends.portable.decode.schedule import DecodeLengths, Layout, stream_k_start
 from flashtile.backends.portable.decode.schedule import share_of as share_of_kernel
 from flashtile.backends.portable.decode.schedule import share_start as share_start_kernel
@@ -32,6 +35,11 @@ pytestmark = pytest.mark.interpreter
 BY_NAME = {case.name: case for case in CASES}
 WHOLE = (
     "dense", "paged", "empty-cache", "window-left", "ragged-queries", "tree-by-batch", "sink-without-keys",
+)  # fmt: skip
+OF_MASS = (
+    "dense", "empty-cache", "odd-head-dims", "page-size-5-transposed", "one-large-page", "window-left",
+    "chunk-ragged", "chunk-leftpad", "alibi", "sink", "tree-by-batch", "everything", "two-splits",
+    "group-of-7", "heads-in-blocks", "fp8-by-block", "fp8-append-by-sequence",
 )  # fmt: skip
 IN_FLOAT16 = [name for name, case in BY_NAME.items() if case.cache_dtype == FP8]
 IN_FLOAT16 += ["paged", "everything", "sink", "split-size"]
@@ -48,6 +56,76 @@ def test_every_feature_in_float32(name):
 def test_float16(name):
     tensors, arguments = build(BY_NAME[name], FP16, "cpu")
     testing.check(*tensors, backend="portable", **arguments)
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "recomputed"])
+@pytest.mark.parametrize("name", OF_MASS)
+@pytest.mark.usefixtures("fresh_launches")
+def test_mass(name, stored, monkeypatch):
+    if not stored:
+        monkeypatch.setattr(mass_kernel, "MAX_STORED_BYTES", 0)
+    dtype = FP16 if BY_NAME[name].cache_dtype == FP8 else FP32
+    tensors, arguments = build(BY_NAME[name], dtype, "cpu")
+    mass = torch.rand(tensors[1].shape[:3], generator=torch.Generator().manual_seed(9))
+    testing.check(*tensors, mass=mass, backend="portable", **arguments)
+
+
+@pytest.mark.parametrize("name", ["paged", "chunk-ragged", "everything"])
+@pytest.mark.usefixtures("fresh_launches")
+def test_mass_of_many_rows_has_wide_tiles_of_keys(name, monkeypatch):
+    monkeypatch.setattr(mass_kernel, "MAX_STORED_BYTES", 0)
+    monkeypatch.setattr(mass_kernel, "TALL", 16)
+    tensors, arguments = build(BY_NAME[name], FP32, "cpu")
+    mass = torch.rand(tensors[1].shape[:3], generator=torch.Generator().manual_seed(9))
+    testing.check(*tensors, mass=mass, backend="portable", **arguments)
+
+
+def test_rows_padded_to_the_capacity_store_no_probabilities(monkeypatch):
+    """They visit an n_block beyond the cache, for which there is no memory."""
+    behind = []
+
+    def with_room(*memory):
+        longer = [m.new_full((len(m) + 512,), 7.0) for m in memory]
+        behind.extend(more[len(m) :] for more, m in zip(longer, memory, strict=True))
+        return WeightPointers(*(more[: len(m)] for more, m in zip(longer, memory, strict=True)))
+
+    monkeypatch.setattr(mass_kernel, "WeightPointers", with_room)
+    case = replace(BY_NAME["dense"], lengths=(128, 128), leftpad=(0, 128), capacity=128)
+    tensors, arguments = build(case, FP32, "cpu")
+    mass = torch.zeros(tensors[1].shape[:3])
+    testing.check(*tensors, mass=mass, backend="portable", **arguments)
+    assert len(behind) == 2
+    assert all((more == 7.0).all() for more in behind)
+
+
+@pytest.mark.parametrize("tile", [64, 2048])
+@pytest.mark.parametrize("page_size", [3, 16, 128])
+@pytest.mark.usefixtures("fresh_launches")
+def test_mass_of_pages_that_sequences_share(page_size, tile, monkeypatch):
+    """In several tiles of two n_blocks, and in one. With this SCAN, holders are found in several rounds."""
+    monkeypatch.setattr(mass_kernel, "SCAN", 1)
+    monkeypatch.setattr(mass_kernel, "TILE", tile)
+    lengths = (70, 33, 90, 5, 90)
+    columns = -(-96 // page_size)
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randperm(5 * columns, generator=generator).int().view(5, columns)
+    for b, first, count in ((1, 0, 32), (4, 0, 80), (2, 4, 32)):  # 2 shares with 4, and through it with 0
+        same = min(max(1, count // page_size), -(-min(lengths[b], lengths[first]) // page_size))
+        table[b, :same] = table[first, :same]
+    q, k, v = (
+        torch.randn(shape, generator=generator)
+        for shape in ((5, 2, 6, 16), *[(5 * columns, page_size, 2, 16)] * 2)
+    )
+    mass = torch.rand(k.shape[:3], generator=generator)
+    arguments = {"block_table": table, "cache_seqlens": torch.tensor(lengths).int()}
+    testing.check(q, k, v, mass=mass, backend="portable", window_size=(40, 0), **arguments)
+    together, one_by_one = torch.zeros(2, *mass.shape)
+    attend = partial(flashtile.flash_attn_with_kvcache, backend="portable", causal=True, num_splits=1)
+    attend(q, k, v, mass=together, **arguments)
+    for b in range(5):
+        alone = {name: tensor[b : b + 1] for name, tensor in arguments.items()}
+        attend(q[b : b + 1], k, v, mass=one_by_one, **alone)
+    assert torch.equal(together, one_by_one)
 
 
 @pytest.mark.parametrize("name", WHOLE)

@@ -361,8 +361,9 @@ class TestCommand:
         )
 
     def test_costs_on_a_card(self):
-        result = self.invoke("--card", "h100", "--seqlen-q", "4096", "--batch", "4")
+        result = self.invoke("--verbose", "--card", "h100", "--seqlen-q", "4096", "--batch", "4")
         assert result.exit_code == 0, result.output
+        assert "costs: --card NAME" not in result.output
         least = estimates(PAPER, H100)[-1]
         assert f"{least.bytes / 2**20:.0f} MiB" in result.output
         for name in (STANDARD, FLASH1, FLASH2, FLASHTILE, LEAST, "backward on H100", "989 TFLOP/s"):

@@ -66,6 +66,23 @@ def test_explain_on_a_card_that_is_not_here():
     assert result.output.startswith("kernel: forward: portable, tiles of ")
 
 
+def test_explain_of_packed_lengths():
+    """100 tokens have three tiles of 64 x 64 and 5050 visible scores, 28 have one and 406."""
+    pytest.importorskip("triton")
+    shape = ("--heads", "4", "--causal", "--lengths", "100,28")
+    result = invoke(explain, "--card", "h200", *shape)
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    least, whole = (4 * scores * 4 * 128 / 1e9 for scores in (5050 + 406, 4 * 64 * 64))
+    assert "forward: 33% of the scores in visited tiles of 64 x 64 are visible" in text
+    assert f"{whole:,.1f} instead of {least:,.1f} GFLOPs" in text
+    tensors, lse = 2 * 128 * 4 * 128, 4 * 128 * 4
+    assert f"{(4 * tensors + lse) / 2**10:.0f} KiB" in text  # q, k, v and out of 128 tokens
+    result = invoke(explain, *shape, "--batch", "2")
+    assert result.exit_code == 2
+    assert "--batch" in result.output
+
+
 def test_explain_over_a_cache():
     shape = ("--batch", "8", "--seqlen-k", "8192", "--heads", "32", "--kv-heads", "8", "--causal")
     arguments = ("--card", "h200", *shape, "--page-size", "16")

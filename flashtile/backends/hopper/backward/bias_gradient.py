@@ -457,7 +457,8 @@ class BiasGradient:
             self._kernel = dbias_kernel_of(problem, config, (q, k, v), extras, rows)
         if not variant.SCALED_SCORES:  # neg_lse is in units of raw products
             neg_lse = neg_lse * (problem.softmax_scale * LOG2_E.value)
-        self._kernel(q.device, q, k, v, dout, neg_lse, neg_delta, dbias, *optional_pointers(extras))
+        tensors = q, k, v, dout, neg_lse, neg_delta, None  # no gradient of the entropy: Hopper refuses it
+        self._kernel(q.device, *tensors, dbias, *optional_pointers(extras))
 
 
 def gradient_launch(

@@ -11,11 +11,12 @@ from flashtile.backends.hopper.config import (
     WARPGROUP_ROWS,
     ModifierFlags,
     modifiers_of,
-    padded_columns,
+    tile_widths,
 )
 from flashtile.backends.hopper.forward import rounds as forward_rounds
 from flashtile.backends.hopper.forward.config import ForwardConfig
 from flashtile.problems.attention import Problem
+from flashtile.problems.common import UNLIMITED
 from flashtile.problems.masking import MaskConstants
 
 POSTPROCESS_WARPS = 2
@@ -23,7 +24,7 @@ POSTPROCESS_WARPS = 2
 fill a warpgroup. As two partitions of one warp each, a call at head_dim 128 and a length of 512 took 497
 instead of 466 us."""
 POSTPROCESS_CHUNK = 1024
-"""Floats of ``dq_accum`` that the postprocess warps convert at a time."""
+"""Floats of ``dq_accum`` that the postprocess warps convert at a time; at most a quarter of a tile."""
 POSTPROCESS_STAGES = 3
 """Number of chunks of ``dq_accum`` in shared memory, which are loaded ahead: as many as fit at head_dim 64
 and 128, where less than one chunk of shared memory is left."""
@@ -43,6 +44,7 @@ class BackwardConfig:
         COLUMN_SPLITS: number of work tiles that divide the columns of dK and dV, and of tiles that hold the
             columns of a block (``wide_dkv``).
         ALL_RESIDENT: whether ``dq_accum`` has room for all heads, so that none waits for another.
+        ONE_BLOCK: whether each sequence has one block of keys at most, so that dQ needs no ``dq_accum``.
     """
 
     BLOCK_M: int
@@ -51,6 +53,7 @@ class BackwardConfig:
     ROW_SPLITS: int = 1
     COLUMN_SPLITS: int = 1
     ALL_RESIDENT: bool = False
+    ONE_BLOCK: bool = False
 
     @property
     def BLOCK_N(self) -> int:  # noqa: N802 - as in the kernel
@@ -119,6 +122,9 @@ class BackwardVariant(MaskConstants, ModifierFlags):
     """Some block has a row that does not see all keys of the block."""
     DETERMINISTIC: bool
     """Blocks of keys add to ``dq_accum`` in a fixed order."""
+    ONE_BLOCK: bool
+    """Sequences have one block of keys at most. A step's dQ is then complete, and stored in 16 bits without
+    ``dq_accum``. Every row is visited, because the rows that see no keys need zeros."""
     GROUPED: bool
     """Several query heads share a key head of the schedule."""
     SHARED: bool
@@ -139,8 +145,9 @@ class BackwardVariant(MaskConstants, ModifierFlags):
     PRODUCER_REGISTERS: int
 
 
-# (padded head_dim, padded head_dim_v) -> config
+# (columns of q and k, of v) -> config
 _BACKWARD: dict[tuple[int, int], BackwardConfig] = {
+    (32, 32): BackwardConfig(128),
     (64, 64): BackwardConfig(128),  # full 1 x 2048, 16 heads: 102.9 us, with steps of 64 rows 115.7
     (128, 128): BackwardConfig(64),  # not measured against others, as those below
     (64, 128): BackwardConfig(64),
@@ -153,6 +160,10 @@ _FEW_ROWS = BackwardConfig(64)
 head_dim 64 it is also an alternative for short sequences and windows, which have fewer hidden scores in such
 tiles: a causal window of 64 keys takes 0.66 of the time of steps of 128 rows, causal 4 x 512 30.9 instead of
 36.0 us."""
+SHORT = 512
+"""Packed sequences up to this length may have steps of 64 rows at head_dim 64, as dense calls. For documents
+of 16 to 128 tokens the estimate is 0.54 to 0.63 of the time of steps of 128 rows (not measured); it is 0.92
+for causal sequences of 512."""
 _DQ_COSTS = forward_rounds.Costs(4.0, 2.4)
 """Costs of the kernel of dQ for head sizes over 128: for three of seven products, three sevenths of the times
 at head_dim 256 in ``benchmarks/results/2026-11-23-h200-paper-grid-backward.json``."""
@@ -169,15 +180,31 @@ def choose(problem: Problem) -> BackwardConfig:
 def alternatives(problem: Problem) -> tuple[BackwardConfig, ...]:
     """Return the configuration of the tables, then others, all without splits.
 
-    Only plain dense calls have others: their lengths are known, and the costs of their steps were measured.
+    Only plain calls have others, because the costs of their steps were measured. Their lengths are known, or
+    sequences are packed and short: estimates assume that they are equally long, and of sequences that differ
+    much, the longest have most of the work.
     """
-    config = _BACKWARD.get((padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)))
+    config = _BACKWARD.get(tile_widths(problem))
     if config is None:
         return (_wide(problem),)
     if problem.dropout_p or (problem.mods is not None and problem.mods.score_mod):
         return (_FEW_ROWS,)
-    known = not (problem.varlen or problem.seqused_k or problem.deterministic or modifiers_of(problem))
-    return (config, _FEW_ROWS) if known and config.BLOCK_M != _FEW_ROWS.BLOCK_M else (config,)
+    one_block = has_one_block(problem)
+    known = not (problem.varlen and max(problem.seqlen_q, problem.seqlen_k) > SHORT)
+    known = known and not (problem.seqused_k or problem.deterministic or modifiers_of(problem))
+    tables = (config, _FEW_ROWS) if known and config.BLOCK_M != _FEW_ROWS.BLOCK_M else (config,)
+    return tuple(replace(table, ONE_BLOCK=one_block) for table in tables)
+
+
+def has_one_block(problem: Problem) -> bool:
+    """Whether a plain call with 16-bit results has one block of keys per sequence.
+
+    Rows that see no keys are then visited, so there must be few: masks with edges have few rows in all.
+    """
+    plain = not (problem.seqused_k or problem.partial or modifiers_of(problem))
+    edges = problem.effective_window(problem.seqlen_q, problem.seqlen_k) != (UNLIMITED, UNLIMITED)
+    keys = BackwardConfig(WARPGROUP_ROWS).BLOCK_N
+    return plain and problem.seqlen_k <= keys and not (edges and problem.seqlen_q > keys)
 
 
 def _wide(problem: Problem) -> WideBackwardConfig:

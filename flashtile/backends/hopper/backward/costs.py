@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from flashtile.backends.common.config import largest_divisor
 from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.hopper.backward.preprocess import dense_batch
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, has_lists, padded_columns
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, has_lists, tile_widths
 from flashtile.backends.hopper.forward.rounds import ENOUGH_ROUNDS, WORTHWHILE
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
@@ -172,6 +172,8 @@ class Costs(NamedTuple):
 
 
 COSTS: dict[tuple[int, int, int], Costs] = {
+    (32, 32, 128): Costs(2.5, 1.75, 0.6),
+    (32, 32, 64): Costs(2.0, 1.05, 0.3),
     (64, 64, 128): Costs(2.7, 2.35, 2.2),
     (64, 64, 64): Costs(2.1, 1.35, 0.5),
     (128, 128, 64): Costs(2.8, 2.05, 0.25),
@@ -290,14 +292,15 @@ def work_of_launch(problem: Problem, config: BackwardConfig) -> LaunchWork:
     """Return the work of a call with ``config``. Packed sequences are assumed to be equally long."""
     scheduled = as_scheduled(problem, config.HEAD_SPLITS)
     heads, group = key_heads(scheduled) * config.COLUMN_SPLITS, scheduled.group_size
-    block_d, block_dv = padded_columns(problem.head_dim), padded_columns(problem.head_dim_v)
+    block_d, block_dv = tile_widths(problem)
     rows = rows_of_blocks(problem, config.BLOCK_M, config.BLOCK_N)
     tiles = group * math.ceil(average_lengths(problem)[0] / WARPGROUP_ROWS)
     tiles = math.ceil(tiles / (len(rows) * config.ROW_SPLITS))
     rows *= packed_sequences(problem)
     programs = min(multiprocessors(problem.device), len(rows) * heads * config.ROW_SPLITS)
-    # Wide heads have no dq_accum to wait for. The waits of deterministic sums are not modelled.
-    simple = problem.deterministic or config.wide
+    # Without dq_accum nothing waits for it. The waits of deterministic sums are not modelled.
+    no_accum = config.wide or config.ONE_BLOCK
+    simple = problem.deterministic or no_accum
     last = 0
     if not problem.deterministic and (is_causal(problem) or has_lists(problem)):
         last = last_heads(scheduled, config.BLOCK_N, programs, config.ROW_SPLITS)
@@ -310,7 +313,7 @@ def work_of_launch(problem: Problem, config: BackwardConfig) -> LaunchWork:
         last=last,
         resident=resident,
         # Chunks have POSTPROCESS_CHUNK floats, and a tile has 64 x block_d.
-        chunks=0 if config.wide else tiles * block_d // 16,
+        chunks=0 if no_accum else tiles * block_d // 16,
         programs=programs,
         costs=WIDE_COSTS if config.wide else COSTS[block_d, block_dv, config.BLOCK_M],
     )
@@ -322,7 +325,7 @@ def accum_bytes(problem: Problem, work: LaunchWork) -> int:
         return 0
     rows = math.ceil(average_lengths(problem)[0] / WARPGROUP_ROWS) * WARPGROUP_ROWS
     rows *= packed_sequences(problem)
-    return 4 * work.resident * work.group * rows * padded_columns(problem.head_dim)
+    return 4 * work.resident * work.group * rows * tile_widths(problem)[0]
 
 
 def packed_sequences(problem: Problem) -> int:
@@ -425,11 +428,13 @@ def last_heads(problem: Problem, block_n: int, programs: int, row_splits: int = 
     """Return how many key heads at the end of the queue have interleaved work tiles.
 
     Under a causal mask, it is the number of heads that the programs work on at a time. With a block mask, it
-    is LISTED_ROUNDS times this number. ``problem`` is from :func:`as_scheduled`.
+    is LISTED_ROUNDS times this number. Packed sequences get one head more: the first blocks of keys of a long
+    document take longer than all other blocks of a head, divided among the programs. ``problem`` is from
+    :func:`as_scheduled`.
     """
     tiles = math.ceil(problem.total_k / dense_batch(problem) / block_n) * row_splits
     rounds = LISTED_ROUNDS if has_lists(problem) else 1
-    return min(math.ceil(rounds * programs / max(tiles, 1)), key_heads(problem))
+    return min(math.ceil(rounds * programs / max(tiles, 1)) + problem.varlen, key_heads(problem))
 
 
 def resident_heads(problem: Problem, config: BackwardConfig, swizzle: int, programs: int) -> int:

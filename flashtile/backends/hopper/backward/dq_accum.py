@@ -25,7 +25,7 @@ What the names of pieces mean, from large to small:
 
     part    the tiles of a key head that are converted at a time; a head has as many as work tiles
     tile    64 query rows of a head, all columns, in the order of wgmma's registers (``in_register_order``)
-    chunk   POSTPROCESS_CHUNK floats of a tile, which one TMA load brings: one or two groups of 8 rows
+    chunk   up to POSTPROCESS_CHUNK floats of a tile, which one TMA load brings: one or two groups of 8 rows
     block   8 rows by 8 columns, 64 contiguous floats
     vector  8 columns of a row: 32 contiguous bytes here, 16 in a 16-bit dQ
 
@@ -56,7 +56,7 @@ from flashtile.backends.hopper.backward.schedule import (
     sequence_of,
 )
 from flashtile.backends.hopper.compat import async_add, async_load, async_store, gluon, partition_barrier
-from flashtile.backends.hopper.layouts import WARPGROUP_ROWS
+from flashtile.backends.hopper.layouts import RAGGED_ROWS, WARPGROUP_ROWS
 from flashtile.backends.hopper.pipeline import make_channel
 
 POSTPROCESS_STAGES = gl.constexpr(config.POSTPROCESS_STAGES)
@@ -161,13 +161,16 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, point
         work = find_work_tile(C, tile_index, pointers, schedule)
         rows = own_rows(C, tile_index, work, pointers, schedule)
         key_head, _ = head_and_block(C, tile_index, blocks, schedule)
-        wait_until_zeroed(key_head, blocks << row_shift(C, schedule), accum)
+        if not C.ONE_BLOCK:
+            wait_until_zeroed(key_head, blocks << row_shift(C, schedule), accum)
         for g in range(group_size(C, schedule)):
             head = head_of_batch(C, work, g, schedule)
             for j in range(rows.count):
                 m = row_block(C, rows, j)
-                row = accum_row(C, work, key_head, g, m * C.BLOCK_M, schedule, accum)
-                accum_block = row // C.BLOCK_M
+                accum_block = m
+                if not C.ONE_BLOCK:
+                    row = accum_row(C, work, key_head, g, m * C.BLOCK_M, schedule, accum)
+                    accum_block = row // C.BLOCK_M
                 if C.STORES_DS:  # dS of this step, before its dQ: consumers write dS first
                     of_bias = query_head(C, work, g, schedule)
                     row = m * C.BLOCK_M
@@ -187,7 +190,11 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, point
                 # Half w of a block has 64 x DQ_COLUMNS floats, DQ_COLUMNS / 4 rows of in_register_order.
                 for w in gl.static_range(2):
                     mbarrier.wait(shared.dq_full.index(w), i & 1)
-                    async_add(dq_add_desc, [(accum_block * 2 + w) * (DQ_COLUMNS // 4), 0], shared.dq.index(w))
+                    half = shared.dq.index(w)
+                    if C.ONE_BLOCK:
+                        store_dq(C, w, dq_add_desc, work, query_head(C, work, g, schedule), m, half)
+                    else:
+                        async_add(dq_add_desc, [(accum_block * 2 + w) * (DQ_COLUMNS // 4), 0], half)
                 if C.DETERMINISTIC:
                     # One step late: by now the additions of the step before have reached memory, so that the
                     # wait for them is short.
@@ -207,10 +214,28 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, point
                 pending = tile_index * 0 - 1
         # The wait for the writes is hidden here. Signalled in the next work tile instead, without a wait,
         # calls had 0.965 to 1.020 of the speed.
-        signal(accum.added_blocks + key_head, 0)
+        if not C.ONE_BLOCK:
+            signal(accum.added_blocks + key_head, 0)
         queue.release(t)
         t += 1
         tile_index = pipeline.peek(queue, t, 1)
+
+
+@gluon.jit
+def store_dq(C: gl.constexpr, W: gl.constexpr, dq_desc, work, head, m, half):
+    """Store warpgroup W's half of dQ of block ``m`` by TMA; rows past the last query are not written."""
+    # The halves of ``kernel.dq_product``: of the columns, or of 128 rows.
+    column = 0
+    row = m * C.BLOCK_M
+    if C.BLOCK_M == WARPGROUP_ROWS:
+        column = W * (C.BLOCK_D // 2)
+    else:
+        row += W * WARPGROUP_ROWS
+    if C.VARLEN:
+        end = work.start_q + work.seqlen_q
+        async_store(dq_desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, head, column], half)
+    else:
+        async_store(dq_desc, [work.sequence, row, head, column], half)
 
 
 @gluon.jit
@@ -254,24 +279,27 @@ def make_chunks(accum_desc):
 @gluon.jit
 def postprocess(C: gl.constexpr, chunks, accum_desc, pointers, schedule, accum, scale):
     """Postprocess warps: take parts of dQ one by one, and convert each when its head's sums are complete."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, VECTOR], [4, 1, 8], [POSTPROCESS_WARPS, 1, 1], [2, 1, 0])
-    # The zeros are made once and stored wherever they are needed: TMA needs no registers for them.
-    chunks.zeros.store(gl.full(accum_desc.block_type.shape, 0.0, gl.float32, layout))
-    fence_async_shared()  # TMA stores these zeros, through the asynchronous proxy
-    partition_barrier()
-    # As many parts as work tiles, so that programs which share a block of keys also share the conversion.
-    # Before, with 77 keys, one program converted thousands of rows after all others had ended.
-    parts = blocks_of_head(C, pointers, schedule) << row_shift(C, schedule)
-    i = 0
-    part = gl.atomic_add(accum.next_part, 1)
-    while part < parts * accum.sizes.total_heads:
-        following = gl.atomic_add(accum.next_part, 1)  # early, to hide the latency of the atomic
-        head = part // parts
-        wait_for(accum.added_blocks + head, parts)
-        i = convert_part(C, chunks, accum_desc, i, head, part % parts, pointers, schedule, accum, scale)
-        # Signalled one part later, without a wait, calls had 0.968 to 1.009 of the speed.
-        signal(accum.converted_parts + head, 0)
-        part = following
+    if not C.ONE_BLOCK:
+        layout: gl.constexpr = gl.BlockedLayout(
+            [1, 1, VECTOR], [4, 1, 8], [POSTPROCESS_WARPS, 1, 1], [2, 1, 0]
+        )
+        # The zeros are made once and stored wherever they are needed: TMA needs no registers for them.
+        chunks.zeros.store(gl.full(accum_desc.block_type.shape, 0.0, gl.float32, layout))
+        fence_async_shared()  # TMA stores these zeros, through the asynchronous proxy
+        partition_barrier()
+        # As many parts as work tiles, so that programs which share a block of keys also share the conversion.
+        # Before, with 77 keys, one program converted thousands of rows after all others had ended.
+        parts = blocks_of_head(C, pointers, schedule) << row_shift(C, schedule)
+        i = 0
+        part = gl.atomic_add(accum.next_part, 1)
+        while part < parts * accum.sizes.total_heads:
+            following = gl.atomic_add(accum.next_part, 1)  # early, to hide the latency of the atomic
+            head = part // parts
+            wait_for(accum.added_blocks + head, parts)
+            i = convert_part(C, chunks, accum_desc, i, head, part % parts, pointers, schedule, accum, scale)
+            # Signalled one part later, without a wait, calls had 0.968 to 1.009 of the speed.
+            signal(accum.converted_parts + head, 0)
+            part = following
 
 
 @gluon.jit

@@ -19,6 +19,9 @@ shared memory, since dQ needs the keys of both consumers.
     accumulate_dq  1 warp: dq_accum += dQ i-1, in fp32, by TMA
     postprocess    2 warps: dQ of an earlier head from dq_accum to 16 bits; zeros for a later head
 
+With ONE_BLOCK a sequence has no other keys, so dQ of a step is complete: consumers round it, accumulate_dq
+stores it to dQ, and postprocess has nothing to do.
+
 dQ lags one step behind, so that a consumer hardly waits for the other's half of dS^T, and the tensor cores
 have work queued during the exponentials. Accumulators in flight from one iteration to the next would also do
 that, but ptxas then serialises all products. What passes between partitions, and by which mbarrier:
@@ -179,7 +182,8 @@ def backward_kernel(
     """Compute dQ, dK and dV.
 
     Grid: at most one program per multiprocessor; each takes work tiles from the work queue.
-    ``dq_add_desc`` and ``dq_accum_desc`` describe the same memory. Unused descriptors are None.
+    ``dq_add_desc`` and ``dq_accum_desc`` describe the same memory, but with ONE_BLOCK the first describes dQ.
+    Unused descriptors are None.
     """
     # All partitions read what the preprocess kernel writes: counters, -lse, -delta, the zeros of dq_accum.
     # Barriers before this wait, so that their set-up overlaps as well, were not measured.
@@ -210,8 +214,11 @@ def backward_kernel(
     bias = 0
     if C.HAS_BIAS:
         bias = bias_tiles.over_ds(C, bias_desc, ds)
-    # A tile for each consumer: its half of dQ in fp32, and 64 columns of dK or dV, which leave in such parts.
-    dq_parts = gl.allocate_shared_memory(gl.float32, [2] + dq_add_desc.block_type.shape, dq_add_desc.layout)
+    # A tile for each consumer: its half of dQ, in fp32 unless it is complete, and 64 columns of dK or dV,
+    # which leave in such parts.
+    dq_parts = gl.allocate_shared_memory(
+        dq_add_desc.dtype, [2] + dq_add_desc.block_type.shape, dq_add_desc.layout
+    )
     gradient = gl.allocate_shared_memory(dk_desc.dtype, [2] + dk_desc.block_type.shape, dk_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -232,7 +239,9 @@ def backward_kernel(
     descs = BackwardDescriptors(q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, bias_desc)
     # Read by the consumers and accumulate_dq. Postprocess warps take their work from a counter of their own.
     queue = pipeline.make_work_queue(3)
-    chunks = make_chunks(dq_accum_desc)
+    chunks = 0
+    if not C.ONE_BLOCK:
+        chunks = make_chunks(dq_accum_desc)
     # The first partition runs in the kernel's own four warps; the two lists are those of the others.
     # Consumers have 240 registers a thread, the three others 24, as in the forward (``hopper.config``). These
     # three have four warps together: one warpgroup, the unit in which ``setmaxnreg`` counts. Partitions start
@@ -429,7 +438,7 @@ def sum_gradients(
     dq = warpgroup_mma_wait(0, deps=[dq])
     # Before dQ is passed on: the next K and V load meanwhile. V was last read by dP of the last step.
     mbarrier.arrive(shared.kv_empty, count=1)
-    pass_dq(W, shared, dq, before)
+    pass_dq(C, W, shared, dq, before, scalars.numbers)
     return state.dk, state.dv, i
 
 
@@ -524,7 +533,7 @@ def step(
     # S has keys as rows, so its registers are those of the left operand: the conversion moves nothing.
     dv = warpgroup_mma(gl.convert_layout(p, p_operand), do_tile, dv, is_async=True)
     if not FIRST:
-        pass_dq(W, shared, dq, i - 1)  # during dP and dV
+        pass_dq(C, W, shared, dq, i - 1, numbers)  # during dP and dV
     dp = warpgroup_mma_wait(1, deps=[dp])  # dV may stay in flight during dS
     ds = score_gradients(C, p, weights, dp, bits, slot, modifiers, shared, numbers)
     # No empty barrier (module docstring). With a bias, these bytes held what other warps have read of it: the
@@ -581,12 +590,15 @@ def dq_product(C: gl.constexpr, W: gl.constexpr, ds, k):
 
 
 @gluon.jit
-def pass_dq(W: gl.constexpr, shared, dq, i):
-    """Pass warpgroup W's half of dQ of step ``i`` to the warp that adds it to ``dq_accum``."""
+def pass_dq(C: gl.constexpr, W: gl.constexpr, shared, dq, i, numbers):
+    """Pass warpgroup W's half of dQ of step ``i`` to the warp that adds it to ``dq_accum``, or stores it."""
     # TMA has read dQ of the step before. A consumer has one buffer, so the phase is the parity of the step.
     mbarrier.wait(shared.dq_empty.index(W), (i & 1) ^ 1)
-    shared.dq.index(W).store(in_register_order(dq))
-    fence_async_shared()  # TMA reads dQ through the asynchronous proxy
+    if C.ONE_BLOCK:
+        store_part(dq * numbers.scale, shared.dq.index(W))
+    else:
+        shared.dq.index(W).store(in_register_order(dq))
+        fence_async_shared()  # TMA reads dQ through the asynchronous proxy
     mbarrier.arrive(shared.dq_full.index(W), count=1)
 
 

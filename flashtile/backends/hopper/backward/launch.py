@@ -63,9 +63,9 @@ from flashtile.backends.hopper.modifiers import (
     modifier_integers,
     own_sizes,
 )
-from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TileTable
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TileTable, Unwritten, UnwrittenSizes
 from flashtile.problems.attention import OptionalTensors, Problem
-from flashtile.problems.common import LOG2_E
+from flashtile.problems.common import LOG2_E, UNLIMITED
 from flashtile.problems.masks import MAX_CAPTURED
 
 SMALLEST_SCALE = 1e-6
@@ -96,7 +96,8 @@ def backward_variant(problem: Problem, config: BackwardConfig, bias: Tensor | No
         SCALED_SCORES=scaled,  # if not, scores are scaled products, which may start at -lse
         EVEN_N=even,
         MASKED=masked,
-        DETERMINISTIC=problem.deterministic,
+        DETERMINISTIC=problem.deterministic and not config.ONE_BLOCK,
+        ONE_BLOCK=config.ONE_BLOCK,
         GROUPED=problem.group_size > config.HEAD_SPLITS,  # if all heads are divided, each is alone
         SHARED=config.parts > 1,
         COLUMN_SPLITS=config.COLUMN_SPLITS,
@@ -130,11 +131,21 @@ def dq_variant(problem: Problem, plan: ForwardPlan) -> DqVariant:
     return DqVariant(**vars(variant), HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v)
 
 
-def key_tile_table(problem: Problem, block_n: int) -> TileTable | None:
+def key_tile_table(problem: Problem, config: BackwardConfig) -> TileTable | None:
     """Return the tile table of packed sequences, with blocks of keys as work tiles; None for a dense call."""
     if not problem.varlen:
         return None
-    return TileTable(problem.batch, problem.seqlen_k, problem.total_k, problem.total_q, block_n)
+    heads, d, dv = problem.num_heads_kv * config.parts, problem.head_dim, problem.head_dim_v
+    sizes = UnwrittenSizes(heads * d // 8, heads * dv // 8, problem.num_heads_q * d // 8)
+    # A work tile has all query heads of a group: that of the first keys of a long document takes 830 us of a
+    # call of 2,500. Sorted by sequences, those of the last heads begin late: packed documents of 40 to 4,000
+    # tokens are estimated to take 1.075 times the least time, by cost 1.006 (with one more of the last heads,
+    # not measured). Deterministic sums take the blocks of a sequence in the other order.
+    _, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    return TileTable(
+        problem.batch, problem.seqlen_k, problem.total_k, problem.total_q, config.BLOCK_N,
+        by_cost=right != UNLIMITED and not problem.deterministic, sizes=sizes,
+    )  # fmt: skip
 
 
 def schedule_of(
@@ -260,7 +271,8 @@ class HopperBackwardLaunch:
         device, seqused_k, alibi_slopes = q.device, extras.seqused_k, extras.alibi_slopes
         table = lists = captured = None
         if kernels.fill_table is not None:
-            table = kernels.fill_table(extras.cu_seqlens_k, extras.cu_seqlens_q, None)
+            unwritten = Unwritten(*written, dq if kernels.dq is None else None)
+            table = kernels.fill_table(extras.cu_seqlens_k, extras.cu_seqlens_q, None, unwritten)
         if kernels.functions is not None:
             # ``_tensors`` must stay alive until the kernel that gets their addresses is launched.
             lists, captured, _tensors = kernels.functions(extras, lse, kernels.products.takes_addresses)
@@ -269,8 +281,9 @@ class HopperBackwardLaunch:
             if kernels.dq_semaphores:
                 dq_semaphores = q.new_zeros(kernels.dq_semaphores, dtype=torch.int32)
             # dq_accum twice: as halves of dQ to add to, and as chunks to load and zero.
+            halves = (dq,) if self._config.ONE_BLOCK else (dq_accum, dq_accum)
             kernels.products(
-                device, q, k, v, dout, neg_lse, neg_delta, dq_accum, dq_accum, *written, *biases, table,
+                device, q, k, v, dout, neg_lse, neg_delta, *halves, *written, *biases, table,
                 seqused_k, alibi_slopes, counters, dq_semaphores, dq, extras.rng_state, lists, captured,
                 kernels.scalars,
             )  # fmt: skip
@@ -282,7 +295,7 @@ class HopperBackwardLaunch:
             fill_table, compute_dq, functions, queued = kernels.dq
             table = None
             if fill_table is not None:
-                table = fill_table(extras.cu_seqlens_q, extras.cu_seqlens_k, seqused_k)
+                table = fill_table(extras.cu_seqlens_q, extras.cu_seqlens_k, seqused_k, Unwritten(dq))
             if functions is not None:
                 lists, captured, _tensors = functions(extras, lse, compute_dq.takes_addresses)
             if queued:  # the kernel resets the counter (leave_queue)
@@ -305,14 +318,14 @@ class HopperBackwardLaunch:
         # views and numbers are those of the call.
         scheduled = as_scheduled(problem, config.HEAD_SPLITS)
         swizzle = l2_swizzle(scheduled)
-        table = key_tile_table(problem, variant.BLOCK_N)
+        table = key_tile_table(problem, config)
         schedule = schedule_of(scheduled, config, table, k, extras.alibi_slopes, swizzle, extras.bias)
         programs = persistent_programs(schedule.num_tiles * config.ROW_SPLITS, q.device)
         # The field ``swizzle`` has two meanings (``schedule.head_and_block``).
         if not variant.DETERMINISTIC:
             last = last_heads(scheduled, variant.BLOCK_N, programs, config.ROW_SPLITS)
             schedule = schedule._replace(swizzle=last)
-        resident = resident_heads(scheduled, config, swizzle, programs)
+        resident = 0 if config.ONE_BLOCK else resident_heads(scheduled, config, swizzle, programs)
         heads, rows = statistics_shape(problem)
         sizes = AccumSizes(
             row_blocks=rows // variant.BLOCK_M,
@@ -340,7 +353,8 @@ class HopperBackwardLaunch:
             lse_factor=LOG2_E if variant.SCALED_SCORES else 1 / problem.softmax_scale,
             counters=2 + 2 * sizes.total_heads,  # those of ``dq_accum.accum_of``
             resident_heads=resident,
-            columns=variant.BLOCK_D,  # the columns past head_dim as well: dQ is added in whole tiles
+            # The columns past head_dim as well: dQ is added in whole tiles.
+            columns=0 if config.ONE_BLOCK else variant.BLOCK_D,
         )
         return BackwardKernels(
             preprocess=preprocess,
@@ -350,7 +364,7 @@ class HopperBackwardLaunch:
             sum_parts=SumParts(problem, config.parts) if config.parts > 1 else None,
             functions=None if problem.mods is None else FunctionTensors(problem.mods, extras, by_keys=True),
             last=products,
-            dq_semaphores=heads * sizes.row_blocks if problem.deterministic else 0,
+            dq_semaphores=heads * sizes.row_blocks if variant.DETERMINISTIC else 0,
             bias_gradient=BiasGradient(problem, variant) if problem.bias and problem.bias_grad else None,
             stores_ds=variant.STORES_DS,
             scalars=BackwardScalars(schedule, sizes, numbers_of(problem)),
@@ -371,7 +385,8 @@ class HopperBackwardLaunch:
         of_dq = wide_views(problem, dkv, config.parts, q, k, v, of_dq=True)
         numbers = numbers_of(problem)
         scheduled = as_scheduled(problem, config.HEAD_SPLITS)
-        table_k, table_q = key_tile_table(problem, dkv.BLOCK_N), forward.tile_table(problem, plan)
+        writes = (problem.num_heads_q * problem.head_dim, 0)
+        table_k, table_q = key_tile_table(problem, config), forward.tile_table(problem, plan, writes)
         blocks_k = schedule_of(scheduled, config, table_k, k, extras.alibi_slopes)
         blocks_q = forward.schedule_of(problem, plan, table_q, k, extras.alibi_slopes)
         per_block = config.ROW_SPLITS * dkv.COLUMN_SPLITS  # work tiles of a block of keys of a head
@@ -428,7 +443,7 @@ def bias_views(
 
 def views(
     problem: Problem, variant: BackwardVariant, q: Tensor, k: Tensor, v: Tensor, resident: int, parts: int
-) -> dict[str, View]:
+) -> dict[str, View | None]:
     """Return the TMA view of each tensor, by the name of the kernel's parameter.
 
     Args:
@@ -446,7 +461,12 @@ def views(
     # rows if it has 128.
     columns = d // (2 * WARPGROUP_ROWS // block_m)
     # Both views are of the order of registers (``dq_accum.in_register_order``): plain, without a swizzle.
-    part, chunk = [columns // 4, 256], [d // 8, POSTPROCESS_CHUNK // (8 * d), 64]
+    # A chunk is a quarter of a tile or less (``dq_accum.convert_part``).
+    part, chunk = [columns // 4, 256], [d // 8, min(POSTPROCESS_CHUNK // (8 * d), 2), 64]
+    halves: View | None = View([tiles * d // 4, 256], [256, 1], part, torch.float32, swizzled=False)
+    accum: View | None = View([tiles * d // 8, 8, 64], [512, 64, 1], chunk, torch.float32, swizzled=False)
+    if variant.ONE_BLOCK:
+        halves, accum = view_q(q.shape, contiguous_strides(q.shape), WARPGROUP_ROWS, columns, dtype), None
     return {
         "q_desc": view_q(q.shape, q.stride(), block_m, d, dtype),
         "k_desc": view_k(k.shape, k.stride(), block_n, d, dtype),
@@ -454,10 +474,10 @@ def views(
         "do_desc": view_q(problem.out_shape, contiguous_strides(problem.out_shape), block_m, dv, dtype),
         "neg_lse_desc": statistics,
         "neg_delta_desc": statistics,
-        "dq_add_desc": View([tiles * d // 4, 256], [256, 1], part, torch.float32, swizzled=False),
-        "dq_accum_desc": View([tiles * d // 8, 8, 64], [512, 64, 1], chunk, torch.float32, swizzled=False),
-        "dk_desc": gradient_view(problem, parts, k.shape, GRADIENT_PART),
-        "dv_desc": gradient_view(problem, parts, v.shape, GRADIENT_PART),
+        "dq_add_desc": halves,
+        "dq_accum_desc": accum,
+        "dk_desc": gradient_view(problem, parts, k.shape, min(GRADIENT_PART, d)),
+        "dv_desc": gradient_view(problem, parts, v.shape, min(GRADIENT_PART, dv)),
     }
 
 

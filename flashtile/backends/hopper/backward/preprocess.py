@@ -52,7 +52,7 @@ class Preprocess:
         resident = resident_heads * problem.group_size
         self._kernel = preprocess_launch(problem, has_dlse, lse_factor, counters, columns, resident)
         self._out_dtype = problem.out_dtype
-        self._some_unwritten = problem.varlen or problem.seqused_k
+        self._some_unwritten = problem.seqused_k
         # The accumulator comes last: it needs no padding, and it is empty for head sizes over 128.
         count = math.prod(statistics_shape(problem))
         accum = resident * statistics_shape(problem)[1] * columns
@@ -84,7 +84,7 @@ class Preprocess:
             dout = dout.clone()
         allocate = self._allocate
         if allocate is None:
-            # Unused tokens and tokens outside of all sequences are not written by the kernels.
+            # No kernel writes unused tokens. Those after all sequences are the tile table's (``Unwritten``).
             allocate = self._allocate = [
                 allocator(t, t.shape, self._out_dtype, zeroed=self._some_unwritten) for t in (q, k, v)
             ]

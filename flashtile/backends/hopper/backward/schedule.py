@@ -275,6 +275,8 @@ def row_blocks(C: gl.constexpr, work, mask):
     partial = first + C.BLOCK_N > work.seqlen_k
     if C.HAS_CUTS:  # any key may be hidden
         full_end = full_begin
+    if C.ONE_BLOCK:  # the others have no other block of keys that writes their dQ
+        begin, end, none = 0, (work.seqlen_q + C.BLOCK_M - 1) // C.BLOCK_M, False
     return begin, begin if none else end, full_begin, full_begin if partial else full_end
 
 

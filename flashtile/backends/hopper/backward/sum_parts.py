@@ -79,7 +79,7 @@ class SumParts:
 
     def __init__(self, problem: Problem, parts: int) -> None:
         self._parts = parts
-        self._some_unwritten = problem.varlen or problem.seqused_k
+        self._some_unwritten = problem.seqused_k
         rows = problem.total_k * problem.num_heads_kv
         variant = sum_variant(problem)
         blocks_k, blocks_v = (triton.cdiv(rows, BLOCK // d) for d in (variant.BLOCK_D, variant.BLOCK_DV))
@@ -94,7 +94,7 @@ class SumParts:
     def allocate(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return memory for the parts of the gradients of ``k`` and ``v`` (:func:`shape_of_parts`).
 
-        The memory is zeroed if tokens may be unused or belong to no sequence: no program writes their parts.
+        The memory is zeroed if tokens may be unused: no program writes their parts.
         """
         # float32, so that the sum is rounded once.
         allocate = k.new_zeros if self._some_unwritten else k.new_empty

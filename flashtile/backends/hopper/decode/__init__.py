@@ -30,6 +30,8 @@ def reason_against(problem: DecodeProblem, explicit: bool) -> str | None:
         return f"its kernel takes caches in the dtype of q or e4m3, not {problem.cache_dtype}"
     if problem.qv:
         return "its kernel takes no qv"
+    if problem.invariant:
+        return "its tiles, which decide the order of sums, depend on the number of rows"
     if problem.prior:
         return "its kernel takes no result over a shared prefix"
     unified = problem.softmax_max is not None or problem.softmax_max_by_head
@@ -62,3 +64,19 @@ def prepare_decode(problem: DecodeProblem, config):
     from flashtile.backends.hopper.decode.launch import HopperDecodeLaunch
 
     return HopperDecodeLaunch(problem, config)
+
+
+configure_decode_mass = configure_decode
+
+
+def reason_against_decode_mass(problem: DecodeProblem, explicit: bool) -> str | None:
+    reason = reason_against(problem, explicit)
+    if reason is None and not explicit and problem.seqlen_q * problem.group_size <= PORTABLE_ROWS:
+        return "the portable kernel stores probabilities of few rows, this one has to read the keys again"
+    return reason
+
+
+def prepare_decode_mass(problem: DecodeProblem, config):
+    from flashtile.backends.portable.decode.mass import MassLaunch
+
+    return MassLaunch(problem, prepare_decode(problem, config))

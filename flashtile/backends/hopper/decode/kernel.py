@@ -4,8 +4,9 @@ The pipeline is that of the forward (``forward.kernel``), the work that of decod
 (``portable.decode.schedule``). One or two *consumer* warpgroups of 64 rows each multiply by wgmma. *Loader*
 warps bring keys and values, from the pages that the block table names. The rows of a tile are query tokens of
 PACK query heads that share a key head (PackGQA): row ``r`` is token ``r // PACK``, head ``r % PACK``. The
-keys are read once for all of them. One part of a work tile, with key blocks 2, 1 and 0 and pages of half a
-block; time runs to the right:
+keys are read once for all of them. TMA loads whole tokens, so it brings queries only where PACK divides 64.
+Queries of other groups, such as the 7 heads of Qwen2.5, are copied row by row (COPIES_Q). One part of a work
+tile, with key blocks 2, 1 and 0 and pages of half a block; time runs to the right:
 
     loader of k, 0   page K2a Q   page K1a      page K0a         faults: was any page invalid?
     loader of k, 1   page K2b     page K1b      page K0b
@@ -20,7 +21,7 @@ block; time runs to the right:
     *a    O times exp(old m - new m)
 
     ring    slots     written by, full after             read by, empty after
-    q       Q_STAGES  loader 0 of k: TMA, all bytes      consumers: S of the part's last block
+    q       Q_STAGES  loader 0 of k: TMA or cp.async     consumers: S of the part's last block
     k, v    STAGES    LOADERS loaders, a part each       consumers: the product, or the conversion
     faults  2         loader 0 of k, one word a part     consumers: before the result is stored
     queue   2         loader 0 of k, an index            consumers and the other loaders (without STREAM_K)
@@ -131,6 +132,8 @@ class HopperDecodePointers(NamedTuple):
     k_cache: Any
     """None unless GATHER, like ``v_cache``. TMA loads use descriptors instead."""
     v_cache: Any
+    q: Any
+    """None unless COPIES_Q."""
 
 
 class CacheRows(NamedTuple):
@@ -144,7 +147,7 @@ class CacheRows(NamedTuple):
 
 
 class CacheStrides(NamedTuple):
-    """Strides between pages (rows of a dense cache), tokens and heads, in elements."""
+    """Strides between pages (rows of a dense cache), tokens and heads, in elements. Of q only if COPIES_Q."""
 
     k_page: Any
     k_token: Any
@@ -152,6 +155,9 @@ class CacheStrides(NamedTuple):
     v_page: Any
     v_token: Any
     v_head: Any
+    q_sequence: Any = None
+    q_token: Any = None
+    q_head: Any = None
 
 
 class HopperDecodeCall(NamedTuple):
@@ -167,10 +173,11 @@ class HopperDecodeCall(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Memory of k or v: a pointer, and strides in elements between pages, tokens and heads."""
+    """Memory of k, v or q: a pointer, and strides in elements between pages, tokens and heads."""
 
     base: Any
     page: Any
+    """For q, between sequences."""
     token: Any
     head: Any
 
@@ -183,6 +190,10 @@ class QueryLoads(NamedTuple):
     faults: Any
     """A channel of one int32 per part, nonzero if a page of the part is invalid."""
     desc: Any
+    source: Any
+    """If COPIES_Q, the :class:`~flashtile.backends.hopper.decode.kernel.Source` of q, otherwise 0."""
+    places: Any
+    """If COPIES_Q, shared memory for the place of each row, otherwise 0: its token times 64 plus its head."""
 
 
 class KeyLoads(NamedTuple):
@@ -227,7 +238,12 @@ def attend_kernel(
     v_source = Source(pointers.v_cache, strides.v_page, strides.v_token, strides.v_head)
     v_loads = make_loads(C, v, v_desc, v_source)
     faults = pipeline.make_work_queue(C.WARPGROUPS)  # like the queue, a ring of single integers
-    queries = QueryLoads(q, faults, q_desc)
+    queries = QueryLoads(q, faults, q_desc, 0, 0)
+    if C.COPIES_Q:
+        q_source = Source(pointers.q, strides.q_sequence, strides.q_token, strides.q_head)
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        places = gl.allocate_shared_memory(gl.int32, [C.BLOCK_M], plain)
+        queries = QueryLoads(q, faults, q_desc, q_source, places)
     # Read by all partitions but the first loader of k, which writes.
     queue = 0 if C.STREAM_K else pipeline.make_work_queue(C.WARPGROUPS + 2 * C.LOADERS - 1)
     # The program's share is found once, by the four warps that run before the partitions begin, and handed to
@@ -438,9 +454,10 @@ def load_part(C: gl.constexpr, V: gl.constexpr, LOADER: gl.constexpr, part, i, j
             outside = faults_of(C, entry, n_end - 1, work.keys, cache)
     # q comes after the first keys, whose slots may be free while consumers still read the previous queries.
     # This is the block after which q is loaded. If q has one slot, it is released only after S of the
-    # previous part: first fill all slots of keys. A program's first part has no part before it.
+    # previous part: first fill all slots of keys. The same if threads copy q, because the loader waits for
+    # these copies. A program's first part has no part before it.
     before_queries = n_end - 1
-    if C.Q_STAGES == 1:
+    if C.Q_STAGES == 1 or C.COPIES_Q:
         before_queries = max(n_end - gl.where(j > 0, C.STAGES, 1), n_begin)
     for n in range(n_end - 1, n_begin - 1, -1):  # from the last key, as the consumers: the mask cuts it first
         # Load page numbers before waiting for a free slot, so the loads overlap the wait.
@@ -504,20 +521,46 @@ def first_entry(C: gl.constexpr, b, call):
 
 @gluon.jit
 def load_queries(C: gl.constexpr, work, j, queries, call):
-    """Issue the TMA loads of the query rows of a work tile, as the ``j``-th write to the channel of q."""
+    """Load the query rows of a work tile, as the ``j``-th write to the channel of q."""
     q, q_desc = queries.q, queries.desc
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
     b, m = sequence_of(work.m_block, call.lengths, C)
     batch = 0 if C.VARLEN else b  # packed sequences are one sequence of the view, which start_q enters
     slot = q.acquire(j)
-    # One barrier for all warpgroups' rows: rows past the last token arrive as zeros, so the bytes are the
-    # same.
-    mbarrier.expect(q.full.index(slot), WARPGROUPS * q_desc.block_type.nbytes)
+    if C.COPIES_Q:
+        copy_queries(C, work, batch, m * C.BLOCK_M, q, slot, queries)
+    else:
+        # One barrier for all warpgroups' rows: rows past the last token arrive as zeros, so the bytes are the
+        # same.
+        mbarrier.expect(q.full.index(slot), WARPGROUPS * q_desc.block_type.nbytes)
+        for w in gl.static_range(WARPGROUPS):
+            token = work.sequence.start_q + (m * C.BLOCK_M + w * WARPGROUP_ROWS) // C.PACK
+            # Rows of a packed neighbour may come with the last ones: they are computed, but not stored.
+            coordinates = [batch, token, work.head_kv, 0, 0]
+            async_load(q_desc, coordinates, q.full.index(slot), q.tiles.index(slot * WARPGROUPS + w))
+
+
+@gluon.jit
+def copy_queries(C: gl.constexpr, work, batch, first_row, q, slot, queries):
+    """Copy the query rows of a work tile one by one into ``slot``, and arrive. Missing rows become zeros.
+
+    ``first_row``: the tile's first row within the sequence, whose rows are those of all its tokens.
+    """
+    source = queries.source
+    first_token = first_row // C.PACK
+    index = gl.arange(0, C.BLOCK_M, layout=gl.BlockedLayout([1], [32], [C.LOADER_WARPS], [0]))
+    row = first_row + index
+    place = (row // C.PACK - first_token) * WARPGROUP_ROWS + row % C.PACK
+    queries.places.store(gl.where(index < work.num_rows, place, -1))
+    start = batch * source.page.to(gl.int64) + (work.head_kv * C.PACK) * source.head.to(gl.int64)
+    start += (work.sequence.start_q + first_token) * source.token.to(gl.int64)
+    AT_ONCE: gl.constexpr = QUERIES_OF_WARP * C.LOADER_WARPS
+    WARPGROUPS: gl.constexpr = C.WARPGROUPS
     for w in gl.static_range(WARPGROUPS):
-        token = work.sequence.start_q + (m * C.BLOCK_M + w * WARPGROUP_ROWS) // C.PACK
-        # Rows of a packed neighbour may come with the last ones: they are computed, but not stored.
-        coordinates = [batch, token, work.head_kv, 0, 0]
-        async_load(q_desc, coordinates, q.full.index(slot), q.tiles.index(slot * WARPGROUPS + w))
+        tile = q.tiles.index(slot * WARPGROUPS + w).reshape([WARPGROUP_ROWS, C.BLOCK_D])
+        places = queries.places.slice(w * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        copy_rows(C.LOADER_WARPS, AT_ONCE, C.HEAD_DIM, source, start, places, tile)
+    arrive_with_copies(q.full.index(slot))
 
 
 # Keys by TMA.
@@ -603,6 +646,8 @@ LINE = gl.constexpr(gl.BlockedLayout([1], [32], [GATHER_WARPS.value], [0]))
 """Layout of one value per key, over the warps of a loader."""
 KEYS_AT_ONCE = gl.constexpr(32)
 """Keys that a loader copies at a time. Not measured against other numbers."""
+QUERIES_OF_WARP = gl.constexpr(8)
+"""Query rows that each warp of a loader copies at a time. With 16, the loader spills twice as much."""
 
 
 @gluon.jit
@@ -642,25 +687,51 @@ def gather_n_block(
     within = position
     if C.PAGE_SIZE != 0:
         within = position % C.PAGE_SIZE
-    # A thread finds the offsets of a few keys, but copies 16 bytes of many: offsets pass through shared
-    # memory.
     row = in_cache(pages, cache.num_blocks).to(gl.int64) * source.page + within.to(gl.int64) * source.token
     offsets.store(gl.where(is_seen(C, position, keys), row, -1))
 
+    copy_rows(
+        C.LOADER_WARPS, KEYS_AT_ONCE, HEAD_DIM, source, head.to(gl.int64) * source.head, offsets,
+        tile.reshape([BLOCK_N, WIDTH]),
+    )  # fmt: skip
+    arrive_with_copies(barrier)
+
+
+@gluon.jit
+def copy_rows(
+    WARPS: gl.constexpr, AT_ONCE: gl.constexpr, COLUMNS: gl.constexpr, source, start, rows, tile
+):  # fmt: skip
+    """Copy rows of COLUMNS elements to ``tile`` [rows, width] (cp.async), a row for each of ``rows``.
+
+    ``rows`` are int64 offsets in elements, or int32 numbers, a token times 64 plus a head. Both count from
+    ``source.base + start``. If a number is negative, and in columns of the tile beyond COLUMNS, the tile gets
+    zeros. The numbers are in shared memory, because a thread finds those of a few rows but copies 16 bytes of
+    many. Offsets of queries would not fit: two programs leave 500 bytes of a multiprocessor's shared memory.
+    """
+    ROWS: gl.constexpr = tile.shape[0]
+    WIDTH: gl.constexpr = tile.shape[1]
     COPY: gl.constexpr = 128 // tile.dtype.primitive_bitwidth  # elements in 16 bytes
     # Neighbouring threads copy neighbouring 16 bytes of a row; ``multiple_of`` lets a copy be one
-    # instruction.
-    wide: gl.constexpr = gl.BlockedLayout([1, COPY], [32 * COPY // WIDTH, WIDTH // COPY], [2, 1], [1, 0])
+    # instruction. It marks the operation that made a value, so the addition is made here: of a mark on
+    # ``start``, an argument, nothing is left after inlining, and Triton refuses to copy 2 bytes at a time.
+    wide: gl.constexpr = gl.BlockedLayout([1, COPY], [32 * COPY // WIDTH, WIDTH // COPY], [WARPS, 1], [1, 0])
     columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, wide))
-    base = source.base + gl.multiple_of(head.to(gl.int64) * source.head, COPY)
-    rows_of_tile = tile.reshape([BLOCK_N, WIDTH])
-    for part in gl.static_range(BLOCK_N // KEYS_AT_ONCE):
-        row = offsets.slice(part * KEYS_AT_ONCE, KEYS_AT_ONCE).load(gl.SliceLayout(1, wide))
-        inside = (row >= 0)[:, None] & (columns < HEAD_DIM)[None, :]
+    base = gl.multiple_of(source.base + start, 16)  # bytes
+    for part in gl.static_range(ROWS // AT_ONCE):
+        row = rows.slice(part * AT_ONCE, AT_ONCE).load(gl.SliceLayout(1, wide))
+        inside = (row >= 0)[:, None] & (columns < COLUMNS)[None, :]
+        if row.dtype == gl.int32:
+            token, head = row // WARPGROUP_ROWS, row % WARPGROUP_ROWS
+            row = token.to(gl.int64) * source.token + head.to(gl.int64) * source.head
         addresses = base + gl.multiple_of(row, COPY)[:, None] + columns[None, :]
-        to = rows_of_tile.slice(part * KEYS_AT_ONCE, KEYS_AT_ONCE, dim=0)
+        to = tile.slice(part * AT_ONCE, AT_ONCE, dim=0)
         # Zeros where masked: P of hidden keys is 0, 0 NaN is NaN.
         async_copy_to_shared(to, addresses, mask=inside)
+
+
+@gluon.jit
+def arrive_with_copies(barrier):
+    """Arrive at ``barrier`` once, when the loader's copies have arrived."""
     async_copy.commit_group()
     # Each thread waits for its copies, makes them visible to wgmma (which reads through the asynchronous
     # proxy), and arrive counts once, after all warps of the loader. So the copies of one slot are in flight.

@@ -27,7 +27,7 @@ from flashtile.backends.hopper.decode.config import (
     HopperDecodeConfig,
     HopperDecodeVariant,
     gathers,
-    heads_together,
+    pack_of,
     takes_any_splits,
 )
 from flashtile.backends.hopper.decode.kernel import (
@@ -78,17 +78,12 @@ FEW_SPLITS_TILE = 4096
 combining programs then run at a time, and each reads 16 KB at once."""
 
 
-def pack_of(problem: DecodeProblem) -> int:
-    """Return the number of query heads of a key head that share a tile."""
-    return heads_together(problem.group_size)
-
-
 def packed(problem: DecodeProblem) -> DecodeProblem:
     """Return the problem for which work is scheduled.
 
     In this problem, each group of query heads that share a tile (:func:`pack_of`) has its own key head.
     """
-    return replace(problem, num_heads_kv=problem.num_heads_q // pack_of(problem))
+    return replace(problem, num_heads_kv=problem.num_heads_q // pack_of(problem.group_size))
 
 
 def is_stream_k(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
@@ -116,16 +111,21 @@ def balanced_programs(problem: DecodeProblem, config: HopperDecodeConfig) -> int
 def divides(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
     """Whether long work tiles are divided into parts, each of which is an entry of the work queue.
 
-    They are divided unless the call chooses splits, the grid is stream-K, or sequences have many m_blocks.
+    They are divided unless the call chooses splits, the grid is stream-K, or a sequence has many m_blocks
+    (:data:`DIVIDED_M_BLOCKS`).
     """
-    few = m_blocks_of(packed(problem), config) < DIVIDED_M_BLOCKS
-    return few and takes_any_splits(problem) and not is_stream_k(problem, config)
+    if not takes_any_splits(problem) or is_stream_k(problem, config):
+        return False
+    m_blocks = m_blocks_of(packed(problem), config)
+    work_tiles = m_blocks * packed(problem).num_heads_kv  # of the longest sequence
+    fills = work_tiles >= multiprocessors(problem.device) * config.programs_per_sm
+    return m_blocks < DIVIDED_M_BLOCKS or (problem.varlen and not fills)
 
 
 def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) -> HopperDecodeVariant:
     stream_k = is_stream_k(problem, config)
     divided = divides(problem, config)
-    pack = pack_of(problem)
+    pack = pack_of(problem.group_size)
     work_tiles = problem.batch * m_blocks_of(packed(problem), config) * (problem.num_heads_q // pack)
     consumer, loader, _ = config.registers
     copies = config.tile.BLOCK_N // copy_rows(problem, config)
@@ -159,6 +159,7 @@ def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) ->
         BY_WORK_TILE=work_tiles < balanced_programs(problem, config),
         PDL=not stream_k,  # only the queue has a kernel before it, which fills its table
         PACK=pack,
+        COPIES_Q=WARPGROUP_ROWS % pack != 0,
         KV_GROUP=problem.group_size // pack,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
@@ -223,8 +224,9 @@ def views(
     shape = (1, *q.shape) if problem.varlen else q.shape
     strides = (0, *q.stride()) if problem.varlen else q.stride()
     rows = variant.COPY_ROWS
+    pack = 1 if variant.COPIES_Q else variant.PACK  # without TMA loads, only the type of the view is used
     return (
-        packed_view(shape, strides, variant.PACK, WARPGROUP_ROWS, variant.BLOCK_D, problem.dtype),
+        packed_view(shape, strides, pack, WARPGROUP_ROWS, variant.BLOCK_D, problem.dtype),
         ragged_view(k.shape, k.stride(), rows, variant.BLOCK_D, problem.cache_dtype),
         ragged_view(v.shape, v.stride(), rows, variant.BLOCK_DV, problem.cache_dtype),
     )
@@ -244,12 +246,15 @@ class HopperDecodeLaunch(DecodeLaunch):
         mask = lengths.mask
         if variant.HAS_LEFT and mask.window_left == UNLIMITED:  # HAS_LEFT is due to padding on the left
             lengths = lengths._replace(mask=mask._replace(window_left=FAR))
+        strides = CacheStrides(*token_strides(k_cache), *token_strides(v_cache))
+        if variant.COPIES_Q:
+            strides = CacheStrides(*strides[:6], *token_strides(q))
         programs, splits = self._shares(problem, config, variant, lengths)
         attend = CachedLaunch(
             attend_kernel,
             programs,
             (
-                CacheStrides(*token_strides(k_cache), *token_strides(v_cache)),
+                strides,
                 lengths,
                 splits,
                 CacheRows(
@@ -272,9 +277,7 @@ class HopperDecodeLaunch(DecodeLaunch):
             if variant.BY_WORK_TILE:
                 records = lengths.m_blocks * problem.num_heads_kv
             self._partials = round_up(floats + records * RECORD_WIDTH.value, 64)
-            return Attend(attend, None, variant.GATHER), self._combine_recorded(
-                variant, lengths, splits, records
-            )
+            return Attend(attend, None, variant), self._combine_recorded(variant, lengths, splits, records)
         # A header, an entry for each m_block, and further ones for the parts of divided m_blocks.
         rows = 1 + lengths.m_blocks + (splits.slots // problem.num_heads_kv if variant.DIVIDES else 0)
         self._partials = round_up(floats + rows * TABLE_WIDTH.value, 64)
@@ -291,7 +294,7 @@ class HopperDecodeLaunch(DecodeLaunch):
             combine = self._combine_divided(problem, config, lengths, splits)
         elif variant.SPLIT:
             combine = self._combine_splits(problem, config, lengths, splits)
-        return Attend(attend, table, variant.GATHER), combine
+        return Attend(attend, table, variant), combine
 
     def _shares(
         self,
@@ -389,10 +392,12 @@ class Attend:
     signature of the portable kernel's launch.
     """
 
-    def __init__(self, kernel: CachedLaunch, fill_table: CachedLaunch | None, gathers: bool) -> None:
+    def __init__(
+        self, kernel: CachedLaunch, fill_table: CachedLaunch | None, variant: HopperDecodeVariant
+    ) -> None:
         self._kernel = kernel
-        self._gathers = gathers
         self._fill_table = fill_table
+        self._gathers, self._copies_q = variant.GATHER, variant.COPIES_Q
 
     @property
     def takes_addresses(self) -> bool:
@@ -408,9 +413,7 @@ class Attend:
                 device, partial, given.cache_seqlens, given.cache_leftpad, given.cu_seqlens_q,
                 given.cu_seqlens_k_new,
             )  # fmt: skip
-        # Descriptors serve TMA only: a kernel that copies keys one by one also needs the addresses.
-        gathered = (k, v) if self._gathers else (None, None)
-        self._kernel(device, q, k, v, out, lse, partial, *tensors, *gathered)
+        self._kernel(device, q, k, v, out, lse, partial, *tensors, *self._copied(q, k, v))
 
     def stream(self) -> int | None:
         return self._kernel.stream()
@@ -423,5 +426,9 @@ class Attend:
                 partial, given.cache_seqlens, given.cache_leftpad, given.cu_seqlens_q, given.cu_seqlens_k_new,
             )  # fmt: skip
             self._fill_table.by_address(stream, of_table)
-        gathered = (k, v) if self._gathers else (None, None)
-        self._kernel.by_address(stream, (q, k, v, out, lse, partial, *further, *gathered))
+        self._kernel.by_address(stream, (q, k, v, out, lse, partial, *further, *self._copied(q, k, v)))
+
+    def _copied(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        """Return (k, v, q), each None unless threads copy it: they need its address, TMA has a descriptor."""
+        keys = (k, v) if self._gathers else (None, None)
+        return (*keys, q if self._copies_q else None)

@@ -90,6 +90,9 @@ class ForwardVariant(MaskConstants, ModifierFlags):
     """Soft-caps use the hardware's tanh (``soft_cap``)."""
     ALIBI: bool
     SINK: bool
+    MAX_LOGITS: bool
+    """Whether the largest score of each row is a result; ENTROPY: the entropy of its probabilities."""
+    ENTROPY: bool
     EVEN_N: bool
     """All sequences end with a whole block of keys. False with a window, where the last block is masked."""
     QUEUED: bool
@@ -146,6 +149,7 @@ _M128_N128 = F(2, 128, paired_below=4096, QUEUED=True)
 _M128_N64 = F(2, 64)
 _M128_N128_TWO_Q = F(2, 128, Q_STAGES=2)
 _M192_N128 = F(3, 128, Q_STAGES=2, PING_PONG=True)
+_M192_N128_FREE = replace(_M192_N128, PING_PONG=False)
 _M128_N128_Q128 = F(2, 128, Q_IN_REGISTERS=128, QUEUED=True)
 _M128_N128_LAZY = F(2, 128, Q_STAGES=2, LAZY_RESCALE=True)
 _M128_N128_LAZY_PING_PONG = replace(_M128_N128_LAZY, PING_PONG=True)
@@ -186,10 +190,15 @@ ANY_LENGTH = 2**31
 # Measured on H100 and H200 for S = 77 to 32760 (docs/measured). A comment has what was measured against the
 # choice before it, as a ratio of speeds (benchmarks/results/experiments/hopper_forward.json).
 _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig | None], ...]] = {
-    (32, 32, False): ((ANY_LENGTH, None),),
+    # Exponentials bound these: 16 a clock, as scores of 32 columns take half of the products' time or less.
+    # With 128 keys a warp issues 6.2 instructions a score and thread, with 64 keys 7.6.
+    (32, 32, False): (
+        (320, _M128_N64_SHARED),
+        (ANY_LENGTH, _M192_N128_FREE),  # not measured
+    ),
     (32, 32, True): (
         (4096, _M128_N64_SHARED),  # two programs share a multiprocessor: 1.157, one 1.048
-        (ANY_LENGTH, None),
+        (ANY_LENGTH, _M192_N128_FREE),  # not measured
     ),
     (64, 64, False): (
         (320, _M128_N64_SHARED),  # 64 images of 197 tokens 1.581, S 257 1.078, but S 384 0.926
@@ -253,6 +262,7 @@ _TABLE |= {
 _OTHER_ROWS: dict[ForwardConfig, tuple[ForwardConfig, ...]] = {
     _M128_N128_TWO_Q: (_M192_N128, _M64_N128),
     _M192_N128: (_M128_N128_TWO_Q, _M64_N128),
+    _M192_N128_FREE: (_M128_N128_TWO_Q, _M64_N128),
     _M128_N128: (_M64_N128,),
     _M128_N128_LAZY: (_M64_N128_LAZY,),
     _M128_N128_LAZY_PING_PONG: (_M64_N128_LAZY,),
@@ -266,6 +276,20 @@ number of sequences choose between them, since the output of a sequence must not
 
 Tiles of 64 rows, for one sequence of 1024 with 8 heads, in us: head_dim 64 causal 15.0 instead of 17.6, 128
 causal 19.0 instead of 22.4, 256 causal 28.1 instead of 30.9, 64 full 14.4 instead of 20.3."""
+SHORT = 128
+_SHORT_ROWS: dict[ForwardConfig, ForwardConfig] = {
+    _M128_N64_LAZY: F(1, 64, Q_STAGES=2, Q_HOLDS_O=True, LAZY_RESCALE=True, PROGRAMS=2),
+    _M128_N64_SHARED: F(1, 64, Q_STAGES=2, Q_HOLDS_O=True, PROGRAMS=3),
+    _M128_N64_SHARED_LAZY: F(1, 64, Q_STAGES=2, Q_HOLDS_O=True, LAZY_RESCALE=True, PROGRAMS=3),
+}
+"""Configuration -> one that computes the same bits, for packed sequences of at most SHORT tokens. Most have
+one block of keys, so a program mostly waits: for tiles, and for its own warpgroup. More programs with single
+warpgroups share a multiprocessor instead. Of documents of 16 to 128 tokens, two in three fill less than half
+of a tile of 128 rows. Not measured; estimated from COSTS, they take 0.5 to 0.7 of the time.
+
+Several sequences in one tile would fill it better. But P of a hidden key is 0, and 0 times a NaN or an
+infinity among the values of one sequence would reach the others. A row's sums would also depend on where its
+sequence lies in the tile."""
 # Modifiers -> configs for head sizes up to 64, 128 and, with functions, 256. All have two consumers: a 16-bit
 # tile of a bias then fits in registers, and blocks of block masks consist of tiles of 128 rows. Other
 # combinations of modifiers are refused.
@@ -354,11 +378,13 @@ def choose(problem: Problem) -> ForwardConfig:
     """Return the configuration of a problem.
 
     It is that of the tables above, or an alternative that takes less time because the call has few work tiles
-    (``rounds``).
+    (``rounds``), or because its packed sequences are short.
     """
     config = of_tables(problem)
     if modifiers_of(problem) or problem.partial:
         return config
+    if problem.varlen and max(problem.seqlen_q, problem.seqlen_k) <= SHORT:
+        return _SHORT_ROWS.get(config, config)
     sizes = tile_columns(problem)
     return fastest(
         problem, alternatives(config), lambda other: COSTS.get((*sizes, other.warpgroups, other.BLOCK_N))

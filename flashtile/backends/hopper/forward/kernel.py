@@ -399,6 +399,36 @@ class SoftmaxState(NamedTuple):
     """[64]: maximum of the scores, in log2 units."""
 
 
+class StateWithStatistics(NamedTuple):
+    """A :class:`SoftmaxState` with what the statistics of the scores need, 0 for what a call lacks."""
+
+    o: Any
+    l: Any
+    m: Any
+    largest: Any
+    """[64]: largest score of a key, in log2 units. Unlike m it does not lag behind, and knows no sink."""
+    moment: Any
+    """[64, 4]: sums of P log2 P, in the units and the layout of l."""
+
+
+@gluon.jit
+def state_of(C: gl.constexpr, o, l, m, largest, moment):
+    """Return the state of the online softmax, with statistics if the call has any."""
+    if C.MAX_LOGITS or C.ENTROPY:
+        return StateWithStatistics(o, l, m, largest, moment)
+    else:
+        return SoftmaxState(o, l, m)
+
+
+@gluon.jit
+def statistics_of(C: gl.constexpr, state):
+    """Return (largest, moment) of the state; zeros for what the call lacks."""
+    if C.MAX_LOGITS or C.ENTROPY:
+        return state.largest, state.moment
+    else:
+        return 0, 0
+
+
 @gluon.jit
 def consumer(C: gl.constexpr, W: gl.constexpr, queue, channels, ping_pong, output, call):
     """Warpgroup W: :func:`attend_tile` for rows 64 W to 64 W + 63 of every block of query rows."""
@@ -453,12 +483,19 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
 
     # lse is stored while the last P V is in flight. The next block's first Q K^T is not issued here, although
     # the tensor cores are idle: its S would be 64 more live registers (0.93 to 0.98 times as fast).
-    o, l, m = state
+    o, l, m = state.o, state.l, state.m
     sums = gl.convert_layout(gl.sum(l, 1), row_layout)
     lse = to_natural(C, m) + gl.log(sums)
     if C.SINK:
         lse = at_least(lse, gl.load(pointers.sink + head).to(gl.float32))
     store_lse(C, lse, work, head, positions, pointers, schedule)
+    largest, moment = statistics_of(C, state)
+    if C.MAX_LOGITS:
+        store_row(C, to_natural(C, largest), work, head, positions, pointers.max_logits, schedule)
+    if C.ENTROPY:
+        mean = gl.convert_layout(gl.sum(moment, 1), row_layout) / gl.where(sums == 0, 1.0, sums)
+        entropy = gl.where(sums == 0, 0.0, gl.log(sums) - LN_2 * mean)
+        store_row(C, entropy, work, head, positions, pointers.entropy, schedule)
     o = finish_blocks(C, v, i, o)
     i = skip_blocks(C, W, own.begin - n_begin, i, k, v, ping_pong, bias)
     kept = 1.0
@@ -547,9 +584,15 @@ def first_state(C: gl.constexpr, head, pointers):
     o = zero_output(C)
     # quad_sums of zeros, not zeros, so that l has the layout that quad_sums returns in the loop
     l = quad_sums(gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout))
+    moment = 0
+    if C.ENTROPY:  # that of the sink's probability, 1, is 0 as well
+        moment = scale_rows(l, gl.full([WARPGROUP_ROWS], 1.0, gl.float32, m.type.layout))
     if C.SINK:
         l += 0.25
-    return SoftmaxState(o, l, m)
+    largest = 0
+    if C.MAX_LOGITS:
+        largest = gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, m.type.layout)
+    return state_of(C, o, l, m, largest, moment)
 
 
 @gluon.jit
@@ -636,8 +679,14 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
     s, block = block_scores(C, W, C.BLOCK_N, tile, rows, i, first)
     if C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N or C.HAS_CUTS:
         s = mask(C, s, block.n, rows, s_layout, block.is_full, block.columns, not C.LISTED)
-    o, l, m = state
-    weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
+    o, l, m = state.o, state.l, state.m
+    largest, moment = statistics_of(C, state)
+    m_first = m
+    weights, m, alpha, top_first = online_softmax(C, s, m, numbers.scale_log2)
+    if C.MAX_LOGITS:
+        largest = gl.maximum(largest, top_first)
+    if C.ENTROPY:
+        moment = entropy_step(C, moment, s, weights, l, m_first, m, alpha, numbers.scale_log2, True)
     l = scale_rows(l, alpha) + quad_sums(weights)
     if CUTS_FIRST:  # else O is 0
         o = each(scale_rows, o, alpha)
@@ -671,7 +720,12 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
             if n >= full_end:  # blocks that the block mask does not list as full come first
                 s = mask(C, s, block.n, rows, s_layout, block.is_full, block.columns, C.EVEN_N)
         # m, P and l of block n. l sums P in fp32, before it is rounded for P V, and with what dropout drops.
-        weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
+        m_old = m
+        weights, m, alpha, top = online_softmax(C, s, m, numbers.scale_log2)
+        if C.MAX_LOGITS:
+            largest = gl.maximum(largest, top)
+        if C.ENTROPY:
+            moment = entropy_step(C, moment, s, weights, l, m_old, m, alpha, numbers.scale_log2, C.LISTED)
         l = scale_rows(l, alpha) + quad_sums(weights)
         # ptxas may move the wait for P V before the exponentials. Keeping it behind them made calls 0.90 to
         # 1.09 times as fast, so the table of configurations says where.
@@ -696,9 +750,10 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
     if C.HAS_LEFT:
         o = finish_pv(o)
         v.release(i - 1)
-        return attend_masked(C, W, C.BLOCK_N, tile, SoftmaxState(o, l, m), i, full_begin, begin)
+        state = state_of(C, o, l, m, largest, moment)
+        return attend_masked(C, W, C.BLOCK_N, tile, state, i, full_begin, begin)
     else:
-        return SoftmaxState(o, l, m), i
+        return state_of(C, o, l, m, largest, moment), i
 
 
 @gluon.jit
@@ -724,11 +779,18 @@ def attend_masked(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, s
     row: gl.constexpr = gl.SliceLayout(1, s_layout)
     rows = rows_in(C, tile.rows, row)
     v = tile.v
-    o, l, m = state
+    o, l, m = state.o, state.l, state.m
+    largest, moment = statistics_of(C, state)
     for n in range(n_from - 1, n_to - 1, -1):
         s, block = block_scores(C, W, WIDTH, tile, rows, i, n)
         s = mask(C, s, block.n, rows, s_layout, block.is_full, block.columns, not C.LISTED)
-        weights, m_new, alpha = online_softmax(C, s, gl.convert_layout(m, row), tile.numbers.scale_log2)
+        m_old = gl.convert_layout(m, row)
+        weights, m_new, alpha, top = online_softmax(C, s, m_old, tile.numbers.scale_log2)
+        if C.MAX_LOGITS:
+            largest = gl.maximum(largest, gl.convert_layout(top, largest.type.layout))
+        if C.ENTROPY:
+            scale_log2 = tile.numbers.scale_log2
+            moment = entropy_step(C, moment, s, weights, l, m_old, m_new, alpha, scale_log2, True)
         m = gl.convert_layout(m_new, m.type.layout)
         l = scale_rows(l, alpha) + gl.convert_layout(quad_sums(weights), l.type.layout)
         p = as_operand(C, weights, block.bits, rows, v.tiles.dtype)
@@ -736,7 +798,7 @@ def attend_masked(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, s
         o = finish_pv(o)
         v.release(i)  # k was released by block_scores, as soon as S was complete
         i += 1
-    return SoftmaxState(o, l, m), i
+    return state_of(C, o, l, m, largest, moment), i
 
 
 @gluon.jit
@@ -1097,7 +1159,8 @@ from the largest fp16."""
 
 @gluon.jit
 def online_softmax(C: gl.constexpr, s, m, scale_log2):
-    """Return (unnormalised P, new row maximum, factor for earlier sums). ``scale_log2`` is positive.
+    """Return (unnormalised P, new row maximum, factor for earlier sums, largest score of each row in log2
+    units). ``scale_log2`` is positive.
 
     With LAZY_RESCALE (FlashAttention-4, Zadouri et al. 2026, arXiv:2603.05451), the maximum m changes only if
     a score exceeds it by LAG_LOG2. P and the sums are in units of 2 ** m, so out and lse do not depend on m.
@@ -1118,7 +1181,31 @@ def online_softmax(C: gl.constexpr, s, m, scale_log2):
         p = gl.exp2(gl.fma(s, factor[:, None], -shift[:, None]))
     else:  # one FMA, as above: floating-point fusion is on
         p = gl.exp2(s * scale_log2 - shift[:, None])
-    return p, m_new, gl.exp2(m - shift)
+    return p, m_new, gl.exp2(m - shift), top
+
+
+@gluon.jit
+def entropy_step(
+    C: gl.constexpr, moment, s, p, l, m, m_new, alpha, scale_log2, MAY_HIDE: gl.constexpr
+):  # fmt: skip
+    """Add a block of keys to ``moment``, the sums of P log2 P. l and m are those before the block.
+
+    P is relative to m, so the logarithms of earlier P change with it: the sums of P log2 P then change by the
+    sums of P times the change. The other arguments are those and the results of :func:`online_softmax`.
+    """
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    if C.SCALED_SCORES:
+        log_p = s - shift[:, None]
+    elif has_natural_scores(C):
+        factor = gl.where(is_large(m_new), 2.0, scale_log2)
+        log_p = gl.fma(s, factor[:, None], -shift[:, None])
+    else:
+        log_p = s * scale_log2 - shift[:, None]
+    # The logarithm of what is 0 is -inf, and 0 times -inf would be NaN. Far above -1000, exp2 is 0 as well.
+    if MAY_HIDE or has_natural_scores(C):
+        log_p = gl.maximum(log_p, -1000.0)
+    moment = scale_rows(moment + scale_rows(l, gl.maximum(m - shift, -1000.0)), alpha)
+    return moment + gl.convert_layout(quad_sums(p * log_p), moment.type.layout)
 
 
 @gluon.jit
@@ -1280,10 +1367,16 @@ def store_lse(C: gl.constexpr, lse, work, head, positions, pointers, schedule):
 
     Work tiles that divide the columns of v store the same lse.
     """
+    store_row(C, lse, work, head, positions, pointers.lse, schedule)
+
+
+@gluon.jit
+def store_row(C: gl.constexpr, numbers, work, head, positions, pointer, schedule):
+    """Store a number of each row to a tensor in the shape of lse."""
     if C.VARLEN:  # int64: heads times tokens may exceed 2 ** 31
         rows = head.to(gl.int64) * schedule.total_q + work.start_q + positions
     else:
         heads = schedule.num_heads // C.COLUMN_SPLITS * C.PACK  # query heads: num_heads counts the schedule's
         head_of_batch = work.sequence.to(gl.int64) * heads + head
         rows = head_of_batch * schedule.seqlen_q + positions
-    gl.store(pointers.lse + rows, lse, mask=positions < work.seqlen_q)
+    gl.store(pointer + rows, numbers, mask=positions < work.seqlen_q)

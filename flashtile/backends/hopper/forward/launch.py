@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashtile.backends.common.config import contiguous_strides, outer_stride, scales_scores
 from flashtile.backends.common.counters import zeroed_counters
-from flashtile.backends.common.launch import CachedLaunch, Outputs
+from flashtile.backends.common.launch import CachedLaunch, Outputs, row_pointers
 from flashtile.backends.common.tma import (
     View,
     cells_view,
@@ -51,7 +51,7 @@ from flashtile.backends.hopper.modifiers import (
     modifier_integers,
     own_sizes,
 )
-from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TileTable
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TileTable, Unwritten, UnwrittenSizes
 from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E
 
@@ -91,6 +91,8 @@ def forward_variant(problem: Problem, plan: ForwardPlan, bias: Tensor | None = N
         TANH_APPROX=problem.softcap > 0 and problem.dtype == torch.bfloat16,
         ALIBI=problem.alibi,
         SINK=problem.sink,
+        MAX_LOGITS=plan.kernel == "forward" and problem.max_logits,
+        ENTROPY=plan.kernel == "forward" and problem.entropy,
         EVEN_N=even,
         QUEUED=plan.queued,
         PAIRED=plan.paired,
@@ -118,7 +120,9 @@ def forward_variant(problem: Problem, plan: ForwardPlan, bias: Tensor | None = N
         COLUMN_SPLITS=plan.column_splits,
         PROGRAMS=config.PROGRAMS,
         CONSUMER_REGISTERS=(
-            CONSUMER_REGISTERS[config.warpgroups] if config.PROGRAMS == 1 else SHARING_REGISTERS[0]
+            CONSUMER_REGISTERS[config.warpgroups]
+            if config.PROGRAMS == 1
+            else SHARING_REGISTERS[config.warpgroups, config.PROGRAMS][0]
         ),
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         PRODUCER_WARPS=1,
@@ -131,13 +135,22 @@ def forward_variant(problem: Problem, plan: ForwardPlan, bias: Tensor | None = N
 
 def launch_registers(variant: ForwardVariant) -> int:
     """Return the number of registers per thread with which the kernel is launched."""
-    return LAUNCH_REGISTERS[variant.WARPGROUPS] if variant.PROGRAMS == 1 else SHARING_REGISTERS[1]
+    if variant.PROGRAMS == 1:
+        return LAUNCH_REGISTERS[variant.WARPGROUPS]
+    return SHARING_REGISTERS[variant.WARPGROUPS, variant.PROGRAMS][1]
 
 
-def tile_table(problem: Problem, plan: ForwardPlan) -> TileTable | None:
-    """Return the tile table of packed sequences; None for a dense call."""
+def tile_table(
+    problem: Problem, plan: ForwardPlan, writes: tuple[int, int] | None = None
+) -> TileTable | None:
+    """Return the tile table of packed sequences; None for a dense call.
+
+    ``writes``: elements of a token of the launch's result, and heads of lse (0 without lse), if rows that no
+    work tile writes are to be filled.
+    """
     if not problem.varlen:
         return None
+    sizes = None if writes is None else UnwrittenSizes(first=writes[0] // 8, heads=writes[1])
     return TileTable(
         problem.batch,
         problem.seqlen_q,
@@ -146,6 +159,7 @@ def tile_table(problem: Problem, plan: ForwardPlan) -> TileTable | None:
         plan.config.BLOCK_M,
         problem.seqused_k,
         plan.paired,
+        sizes=sizes,
     )
 
 
@@ -204,7 +218,9 @@ class HopperForwardLaunch:
     def __init__(self, problem: Problem, config: ForwardConfig) -> None:
         self._problem = problem
         self._config = config
-        self._outputs = Outputs(problem, all_written=not problem.varlen)
+        self._statistics = problem.statistics
+        # The tile table's kernel fills what no work tile writes, except statistics.
+        self._outputs = Outputs(problem, all_written=not (problem.varlen and self._statistics))
         self._kernels: ForwardKernels | None = None
 
     def __call__(
@@ -217,13 +233,15 @@ class HopperForwardLaunch:
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         out, lse = self._outputs(q, out, lse)
+        own, *statistics = (lse, None, None) if not self._statistics else row_pointers(lse, self._statistics)
         kernels = self._kernels
         if kernels is None:  # assigned only when complete, since other threads may read it
             kernels = self._kernels = self._prepare(q, k, v, extras)
         fill_table, attend, functions, queued = kernels
         table = lists = captured = None
         if fill_table is not None:
-            table = fill_table(extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k)
+            unwritten = Unwritten() if self._statistics else Unwritten(out, lse=lse)
+            table = fill_table(extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k, unwritten)
         elif functions is not None:
             # _tensors keeps the tensors alive until the launch of the kernel, which gets only addresses.
             lists, captured, _tensors = functions(extras, lse, attend.takes_addresses)
@@ -240,7 +258,7 @@ class HopperForwardLaunch:
             v,
             out,
             *(() if extras.bias is None else (extras.bias,)),
-            lse,
+            own,
             table,
             extras.seqused_k,
             extras.alibi_slopes,
@@ -248,6 +266,7 @@ class HopperForwardLaunch:
             extras.rng_state,
             lists,
             captured,
+            *statistics,
         )
         return out, lse
 
@@ -255,7 +274,8 @@ class HopperForwardLaunch:
         problem = self._problem
         plan = plan_of(problem, self._config)
         variant = forward_variant(problem, plan, extras.bias)
-        table = tile_table(problem, plan)
+        written = (problem.num_heads_q * problem.head_dim_v, problem.num_heads_q)
+        table = tile_table(problem, plan, None if problem.statistics else written)
         schedule = schedule_of(problem, plan, table, k, extras.alibi_slopes, extras.bias)
         attend = CachedLaunch(
             forward_kernel,

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flashtile.backends.common.config import largest_divisor
 from flashtile.backends.common.device import multiprocessors
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, column_splits, has_lists, modifiers_of
+from flashtile.backends.hopper.config import (
+    WARPGROUP_ROWS,
+    column_splits,
+    has_lists,
+    heads_together,
+    modifiers_of,
+)
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 from flashtile.problems.masking import KernelMask
@@ -54,7 +60,10 @@ COSTS: dict[tuple[int, int, int, int], Costs] = {
     (64, 64, 1, 128): Costs(1.0, 0.79),
     (128, 128, 1, 128): Costs(1.7, 1.09),
     (256, 256, 1, 64): Costs(2.3, 1.05),
+    (32, 32, 1, 128): Costs(1.0, 0.70),
     (32, 32, 2, 64): Costs(1.6, 0.93),
+    (32, 32, 2, 128): Costs(1.6, 0.88),
+    (32, 32, 3, 128): Costs(2.5, 1.10),
     (64, 64, 2, 64): Costs(2.0, 1.20),
     (64, 64, 2, 128): Costs(1.8, 1.08),
     (64, 64, 3, 128): Costs(3.2, 1.39),
@@ -70,7 +79,7 @@ COSTS: dict[tuple[int, int, int, int], Costs] = {
 ``LAUNCH`` were fitted to ``benchmarks/results/2026-11-27-h200-rounds.json`` and, of
 ``2026-11-23-h200-*-forward*.json``, to the calls with few work tiles. Few of them have two warpgroups and 64
 keys at head sizes 64 and 128: these costs lie between that fit and one of longer calls. Other head sizes were
-fitted to the older files."""
+fitted to the older files, except those of 32 columns and 128 keys, which are estimated."""
 
 
 class ForwardPlan(NamedTuple):
@@ -229,24 +238,23 @@ def microseconds(work: LaunchWork) -> float:
 
 
 def pack_of(problem: Problem, block_m: int, windows: bool = True) -> int:
-    """Return the number of query heads that share a tile: all heads of a key head, or 1.
+    """Return the number of query heads of a key head that share a tile: :func:`heads_together`, or 1.
 
     The heads share tiles if this saves a quarter of the tiles. If ``windows`` is True and the mask has a left
     and a right edge, the heads share tiles if this saves a quarter of the keys that warpgroups visit. Rows of
     a shared tile have fewer distinct positions, so together they see fewer keys.
     """
-    group = problem.group_size
-    unpacked = problem.varlen or bool(modifiers_of(problem))
-    if unpacked or group & (group - 1) or group > WARPGROUP_ROWS:
+    pack = heads_together(problem.group_size)
+    if problem.varlen or modifiers_of(problem):
         return 1
-    apart = group * math.ceil(problem.seqlen_q / block_m)
-    together = math.ceil(problem.seqlen_q * group / block_m)
+    apart = pack * math.ceil(problem.seqlen_q / block_m)
+    together = math.ceil(problem.seqlen_q * pack / block_m)
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     if windows and left != UNLIMITED and right != UNLIMITED:
         window = max(left + 1 + right, 1)
         apart = max(apart, 1) * (WARPGROUP_ROWS + window)
-        together = max(together, 1) * (WARPGROUP_ROWS // group + window)
-    return group if together <= 0.75 * apart else 1
+        together = max(together, 1) * (WARPGROUP_ROWS // pack + window)
+    return pack if together <= 0.75 * apart else 1
 
 
 def interleaved_heads(problem: Problem, heads: int, group: int, blocks: int, few: bool) -> int:

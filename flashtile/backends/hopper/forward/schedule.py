@@ -42,6 +42,9 @@ class ForwardPointers(NamedTuple):
     captured: Any
     """Tensors that functions of scores and masks read,
     :class:`~flashtile.backends.hopper.modifiers.CapturedTensors`."""
+    max_logits: Any
+    """Largest score of each row, in the shape of lse; ``entropy``: that of its probabilities."""
+    entropy: Any
 
 
 class ForwardSchedule(NamedTuple):

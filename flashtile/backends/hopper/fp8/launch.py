@@ -14,7 +14,7 @@ from flashtile.backends.hopper.forward.rounds import ForwardPlan, plan_of
 from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.fp8.config import PRODUCER_WARPS, REGISTERS, Fp8Config, Fp8Variant
 from flashtile.backends.hopper.fp8.kernel import BlockScaleStrides, Fp8ForwardPointers, fp8_forward_kernel
-from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, Unwritten
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem, Scales
 
 
@@ -25,7 +25,7 @@ class Fp8ForwardLaunch:
         self._problem = problem
         self._config = config
         self._plan = plan_of(problem, config, "fp8")
-        self._outputs = Outputs(problem, all_written=not problem.varlen)
+        self._outputs = Outputs(problem, all_written=True)
         self._kernels: ForwardKernels | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors) -> tuple[Tensor, Tensor]:
@@ -36,7 +36,7 @@ class Fp8ForwardLaunch:
             kernels = self._kernels = self._prepare(q, k, v, tensors.scales)
         table = lse
         if kernels.fill_table is not None:
-            table = kernels.fill_table(cu_seqlens_q, cu_seqlens_k, seqused_k)
+            table = kernels.fill_table(cu_seqlens_q, cu_seqlens_k, seqused_k, Unwritten(out, lse=lse))
         elif kernels.queued:
             table = q.new_zeros(TABLE_WIDTH.value, dtype=torch.int32)
         kernels.attend(
@@ -57,7 +57,7 @@ class Fp8ForwardLaunch:
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, scales: Scales) -> ForwardKernels:
         problem, plan = self._problem, self._plan
         variant = fp8_forward_variant(problem, plan, scales)
-        table = tile_table(problem, plan)
+        table = tile_table(problem, plan, (problem.num_heads_q * problem.head_dim_v, problem.num_heads_q))
         schedule = schedule_of(problem, plan, table, k)._replace(alibi_stride=None)
         attend = CachedLaunch(
             fp8_forward_kernel,

@@ -23,8 +23,12 @@ def reason_against(problem: LinearProblem, explicit: bool) -> str | None:
         return reason
     if problem.dtype not in SIXTEEN_BIT:
         return f"it computes in float16 or bfloat16, not {problem.dtype}"
+    if problem.invariant:
+        return "its order of sums is not that of products of more than 16 rows"
     if not 1 <= problem.M <= 16:
         return f"it multiplies 1 to 16 rows, x has {problem.M}"
+    if problem.heads is not None and problem.heads.norm:
+        return "its tiles have no whole heads, whose queries and keys are normalised"
     if problem.scales == "block":
         return "it takes scales of the weight's rows, not of its blocks"
     if not problem.aligned:

@@ -56,6 +56,8 @@ class AttentionVariant(MaskConstants):
     GUARD_SCORES: bool = False
     """Whether SCORE_MOD may return NaN for hidden scores; GUARD_FACTORS: whether its derivative may."""
     GUARD_FACTORS: bool = False
+    HAS_TANGENTS: bool = False
+    """Whether the forward kernel also computes the tangents of its results (:class:`TangentPointers`)."""
     MASK_BLOCK: int = 0
     """Size of a mask block in rows, or in keys if a program computes results of keys (dk, dv). 0 without a
     block mask."""

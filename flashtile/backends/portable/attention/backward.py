@@ -5,7 +5,8 @@
     neg_lse   = -lse log2(e)              P  = 2^(S + neg_lse)
     neg_delta = dlse - rowsum(dO * O)     dS = P * (dP + neg_delta)      dlse minus the paper's D
 
-dlse is the gradient of lse. It enters here because d lse / d S = P, so it costs no pass of its own. Scores
+dlse is the gradient of lse. It enters here because d lse / d S = P, so it costs no pass of its own. If the
+entropy H of a row has a gradient, dH, dlse includes -dH H, and dS = P * (dP + neg_delta - dH log P). Scores
 are in log2 units in every call. In calls with a bias or score_mod, rows with an lse of 2^24 or more have P 0,
 because such an lse may err by 1 (``preprocess.LARGE_LSE``).
 
@@ -44,7 +45,7 @@ import triton.language as tl
 
 from flashtile.backends.common.jit import kernel, triton
 from flashtile.backends.common.preprocess import statistics_offset
-from flashtile.backends.common.tiles import Matrix, load_tile, row_of_token
+from flashtile.backends.common.tiles import LN_2, Matrix, load_tile, row_of_head, row_of_token
 from flashtile.backends.portable.attention.arguments import (
     AttentionCall,
     AttentionSequence,
@@ -74,7 +75,7 @@ from flashtile.backends.portable.attention.steps import (
 from flashtile.backends.portable.masking import window_at
 from flashtile.backends.portable.tiles import first_token, softcap_and_alibi, store_tile
 
-DkdvPointers = attention_pointers("DkdvPointers", "q k v dout neg_lse neg_delta dk dv", __name__)
+DkdvPointers = attention_pointers("DkdvPointers", "q k v dout neg_lse neg_delta dentropy dk dv", __name__)
 
 
 @kernel(do_not_specialize=("pointers", "padded_rows", "lengths"))
@@ -117,7 +118,12 @@ def dkdv_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexp
         statistics = statistics_offset(
             sequence.b, head, sequence.start_q, num_heads_q, padded_rows, C.VARLEN
         )  # fmt: skip
-        inputs = (k_tile, v_tile, q, dout, pointers.neg_lse + statistics, pointers.neg_delta + statistics)
+        neg_lse, neg_delta = pointers.neg_lse + statistics, pointers.neg_delta + statistics
+        if pointers.dentropy is None:
+            inputs = (k_tile, v_tile, q, dout, neg_lse, neg_delta)
+        else:
+            of_entropy = entropy_gradient(sequence, head, call, C)
+            inputs = (k_tile, v_tile, q, dout, neg_lse, neg_delta, of_entropy)  # type: ignore[assignment]
         dk, dv = walk(dkdv_blocks, (dk, dv), inputs, reaching, block, call, OWNS_KEYS=True, C=C)
 
     # Epilogue. Factors that are the same for all terms multiply the sums once.
@@ -144,7 +150,8 @@ def dkdv_blocks(
     neg_lse -inf and so probability 0, and dk and dv of keys past the end are not stored.
     """
     dk, dv = state
-    k, v, q, dout, neg_lse, neg_delta = inputs
+    k, v, q, dout, neg_lse, neg_delta = inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], inputs[5]
+    HAS_DENTROPY: tl.constexpr = call.pointers.dentropy is not None
     for m in range(first, last):
         start = walked_block(listed, m, q.length, C.BLOCK_M, C) * C.BLOCK_M
         q_tile = load_tile(q, start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_M, C.WIDE)
@@ -159,9 +166,10 @@ def dkdv_blocks(
         # code.
         if C.SCALED_SCORES:
             scores, score_grad = modify_scores(scores, at, block, call, C)
-            p = tl.exp2(scores + neg_lse_rows[None, :])
+            log_p = scores + neg_lse_rows[None, :]
         else:
-            p = tl.exp2(scores * call.numbers.scale_log2 + neg_lse_rows[None, :])
+            log_p = scores * call.numbers.scale_log2 + neg_lse_rows[None, :]
+        p = tl.exp2(log_p)
         if MASKED:
             p = tl.where(visible_scores(at, call, C), p, 0.0)
         if C.GUARD_SCORES:  # SCORE_MOD may return NaN for rows past the end: NaN + -inf is NaN
@@ -179,13 +187,38 @@ def dkdv_blocks(
         dp = tl.dot(v, tl.trans(dout_tile), input_precision=C.PRECISION)  # dP^T [BLOCK_N, BLOCK_M]
         if C.HAS_DROPOUT:
             dp = tl.where(kept, dp * call.numbers.keep_scale, 0.0)
-        ds = p * (dp + neg_delta_rows[None, :])
+        dp = dp + neg_delta_rows[None, :]
+        if HAS_DENTROPY:
+            dp -= load_entropy_gradient(inputs[6], start, q.length, C)[None, :] * finite(log_p)
+        ds = p * dp
         if C.HAS_SOFTCAP or C.SCORE_MOD is not None:
             ds = ds * score_grad
         if C.GUARD_FACTORS:  # score_grad need not be finite where a score is hidden, and 0 * inf is NaN
             ds = tl.where(p == 0.0, 0.0, ds)
         dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_D]
     return dk, dv
+
+
+@triton.jit
+def entropy_gradient(sequence, head, call, C: tl.constexpr):
+    """Return a pointer to the gradient of the entropy of a sequence's first row."""
+    lengths = call.lengths
+    return call.pointers.dentropy + row_of_head(
+        sequence.b, head, sequence.start_q, lengths.num_heads_q, lengths.seqlen_q, lengths.total_q, C.VARLEN
+    )
+
+
+@triton.jit
+def load_entropy_gradient(pointer, start, length, C: tl.constexpr):
+    """Load dH of BLOCK_M rows, times log(2): it multiplies log2 P."""
+    rows = start + tl.arange(0, C.BLOCK_M)
+    return tl.load(pointer + rows, mask=rows < length, other=0.0) * LN_2
+
+
+@triton.jit
+def finite(log_p):
+    """Return log2 P, or -1000 in place of less, -inf among it: P is 0 there, and 0 times -inf is NaN."""
+    return tl.maximum(log_p, -1000.0)
 
 
 @triton.jit
@@ -204,7 +237,7 @@ def load_statistics(pointer, start, length, other, listed, C: tl.constexpr):
         return tl.load(pointer + rows, mask=rows < length, other=other)
 
 
-DqPointers = attention_pointers("DqPointers", "q k v dout neg_lse neg_delta dq", __name__)
+DqPointers = attention_pointers("DqPointers", "q k v dout neg_lse neg_delta dentropy dq", __name__)
 
 
 @kernel(do_not_specialize=("pointers", "padded_rows", "lengths"))
@@ -244,7 +277,12 @@ def dq_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexpr)
 
     # Main loop and epilogue.
     reached = reached_keys(start, sequence, call, C)
-    inputs = (q_tile, dout_tile, neg_lse, neg_delta, k, v)
+    if pointers.dentropy is None:
+        inputs = (q_tile, dout_tile, neg_lse, neg_delta, k, v)
+    else:
+        of_entropy = entropy_gradient(sequence, head, call, C)
+        of_entropy = load_entropy_gradient(of_entropy, start, sequence.len_q, C)
+        inputs = (q_tile, dout_tile, neg_lse, neg_delta, k, v, of_entropy)  # type: ignore[assignment]
     dq = walk(dq_blocks, dq, inputs, reached, block, call, OWNS_KEYS=False, C=C)
     store_tile(
         pointers.dq + row * C.HEAD_DIM, start, sequence.len_q,
@@ -261,7 +299,8 @@ def dq_blocks(
     ``inputs``: tiles of q and dout, neg_lse and neg_delta [BLOCK_M], and a :class:`Matrix` for each of k and
     v.
     """
-    q, dout, neg_lse, neg_delta, k, v = inputs
+    q, dout, neg_lse, neg_delta, k, v = inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], inputs[5]
+    HAS_DENTROPY: tl.constexpr = call.pointers.dentropy is not None
     # Unlike rows, keys past the end have no statistics that make P 0, so a partial last block is masked.
     PAST_END: tl.constexpr = MASKED and not C.EVEN_N
     for n in range(first, last):
@@ -276,9 +315,10 @@ def dq_blocks(
             at = score_indices(block, rows, keys, KEYS_FIRST=False)
         if C.SCALED_SCORES:
             scores, score_grad = modify_scores(products, at, block, call, C)
-            p = tl.exp2(scores + neg_lse[:, None])
+            log_p = scores + neg_lse[:, None]
         else:
-            p = tl.exp2(products * call.numbers.scale_log2 + neg_lse[:, None])
+            log_p = products * call.numbers.scale_log2 + neg_lse[:, None]
+        p = tl.exp2(log_p)
         if MASKED:
             seen = visible_scores(at, call, C)
             if PAST_END:
@@ -289,7 +329,10 @@ def dq_blocks(
         if C.HAS_DROPOUT:
             kept = dropout_mask(block, block.start, start, call, KEYS_FIRST=False, C=C)
             dp = tl.where(kept, dp * call.numbers.keep_scale, 0.0)
-        ds = p * (dp + neg_delta[:, None])
+        dp = dp + neg_delta[:, None]
+        if HAS_DENTROPY:
+            dp -= inputs[6][:, None] * finite(log_p)
+        ds = p * dp
         if C.ADD_GRADIENTS is not None:
             # The function takes scores as SCORE_MOD does, so they are computed from the products again.
             # dkdv_kernel visits the same scores and must not add them a second time.
@@ -306,7 +349,7 @@ def dq_blocks(
     return dq
 
 
-DbiasPointers = attention_pointers("DbiasPointers", "q k v dout neg_lse neg_delta dbias", __name__)
+DbiasPointers = attention_pointers("DbiasPointers", "q k v dout neg_lse neg_delta dentropy dbias", __name__)
 
 
 class BiasSizes(NamedTuple):
@@ -420,14 +463,19 @@ def bias_gradient(bias, row_start, key_start, sequence, head, padded_rows, call,
     dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=C.PRECISION)
     at = score_indices(block, rows, keys, KEYS_FIRST=False)
     scores, _ = modify_scores(scores, at, block, call, C, bias)
-    p = tl.exp2(scores + neg_lse[:, None])
+    log_p = scores + neg_lse[:, None]
+    p = tl.exp2(log_p)
     # Masked in every tile: one loop visits edges and inner tiles of the window alike.
     p = tl.where(visible_scores(at, call, C), p, 0.0)
     if C.HAS_DROPOUT:
         kept = dropout_mask(block, row_start, key_start, call, KEYS_FIRST=False, C=C)
         dp = tl.where(kept, dp * call.numbers.keep_scale, 0.0)
     # No GUARD_SCORES or GUARD_FACTORS: a call with a score_mod has no bias.
-    ds = p * (dp + neg_delta[:, None])
+    dp = dp + neg_delta[:, None]
+    if call.pointers.dentropy is not None:
+        of_entropy = entropy_gradient(sequence, head, call, C)
+        dp -= load_entropy_gradient(of_entropy, row_start, sequence.len_q, C)[:, None] * finite(log_p)
+    ds = p * dp
     if not C.EVEN_N:  # the last tile of keys; rows past the end have P 0
         ds = tl.where((keys < sequence.len_k)[None, :], ds, 0.0)
     return ds

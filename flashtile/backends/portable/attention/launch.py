@@ -24,7 +24,7 @@ from flashtile.backends.common.config import (
     tile_widths,
     token_strides,
 )
-from flashtile.backends.common.launch import CachedLaunch, Outputs
+from flashtile.backends.common.launch import CachedLaunch, Outputs, row_pointers
 from flashtile.backends.common.preprocess import num_padded_rows, preprocess_launch, preprocess_rows
 from flashtile.backends.portable.attention.arguments import (
     AttentionLengths,
@@ -43,7 +43,7 @@ from flashtile.backends.portable.attention.backward import (
     dkdv_kernel,
     dq_kernel,
 )
-from flashtile.backends.portable.attention.forward import ForwardPointers, forward_kernel
+from flashtile.backends.portable.attention.forward import ForwardPointers, TangentPointers, forward_kernel
 from flashtile.backends.portable.attention.functions import (
     FunctionPointers,
     captured_of,
@@ -153,7 +153,7 @@ def attention_kernel(
     config: KernelConfig,
     problem: Problem,
     precision: str,
-    inputs: tuple[Tensor, Tensor, Tensor],
+    inputs: tuple[Tensor, ...],
     extras: OptionalTensors,
     *first: Any,
     owns_keys: bool = False,
@@ -163,7 +163,7 @@ def attention_kernel(
 
     Args:
         pointers: the type of the kernel's structure of tensors.
-        inputs: q, k and v.
+        inputs: q, k and v; then, with the same strides, the tangents that are given.
         first: the kernel's scalars before the common ones, such as ``padded_rows`` of the backward pass.
         owns_keys: whether each program computes the results of a block of keys (dk, dv), not of rows.
         more: constants of the variant that only this kernel sets.
@@ -172,13 +172,13 @@ def attention_kernel(
     wide = any(block * tensor.stride(-3) >= 2**31 for tensor in inputs)
     aligned = problem.dtype.itemsize == 2 and problem.head_dim_v % 16 == 0 and all(map(is_aligned, inputs))
     mask = problem.for_kernels(problem.seqlen_q, problem.seqlen_k)
-    widths = tile_widths(problem.head_dim, problem.head_dim_v, aligned, has_adjacent_tokens(*inputs[1:]))
+    widths = tile_widths(problem.head_dim, problem.head_dim_v, aligned, has_adjacent_tokens(*inputs[1:3]))
     variant = attention_variant(problem, config, precision, wide, widths, mask, extras.mask, extras.bias)
     variant = replace(variant, **more)
     if problem.mods is not None:
         variant = with_functions(variant, problem, config, owns_keys)
     padding = (0, 0) if extras.key_padding_mask is None else extras.key_padding_mask.stride()
-    q, k, v = map(token_strides, inputs)
+    q, k, v = map(token_strides, inputs[:3])
     strides = AttentionStrides(
         q=q,
         k=k,
@@ -227,6 +227,7 @@ class PortableForwardLaunch:
         self._problem = problem
         self._config = config
         self._outputs = Outputs(problem, all_written=not (problem.varlen or problem.seqused_q))
+        self._statistics = problem.statistics
         self._key_bounds: Any = None
         self._functions: FunctionPointers | None = None
         self._kernel: CachedLaunch | None = None
@@ -241,31 +242,62 @@ class PortableForwardLaunch:
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         out, lse = self._outputs(q, out, lse)
+        rows = (lse, None, None) if not self._statistics else row_pointers(lse, self._statistics)
+        self._launch(q, k, v, out, rows, extras)
+        return out, lse
+
+    def _launch(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rows: tuple, extras: Any, tangents: tuple = ()
+    ) -> None:
+        """Run the kernel. ``rows`` are its tensors after out, ``tangents`` those of q, k and v among them."""
         kernel = self._kernel
         if kernel is None:
             problem, config = self._problem, self._config.forward
             programs = triton.cdiv(problem.seqlen_q, config.BLOCK_M) * problem.num_heads_q * problem.batch
             if out.numel() == 0 or programs == 0:
-                return out, lse
-            kernel = self._kernel = self._prepare(programs, q, k, v, extras)
+                return
+            kernel = self._kernel = self._prepare(programs, q, k, v, extras, tangents)
         if self._functions is None:
             bounds = self._key_bounds and self._key_bounds(extras.key_padding_mask)
-            kernel(q.device, q, k, v, out, lse, *optional_pointers(extras, bounds))
+            kernel(q.device, q, k, v, out, *rows, *optional_pointers(extras, bounds))
         else:
             captured = captured_of(extras)
-            kernel(q.device, q, k, v, out, lse, *self._functions(kernel, extras, captured))
-        return out, lse
+            kernel(q.device, q, k, v, out, *rows, *self._functions(kernel, extras, captured))
 
-    def _prepare(self, programs: int, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> CachedLaunch:
+    def _prepare(
+        self, programs: int, q: Tensor, k: Tensor, v: Tensor, extras: Any, tangents: tuple
+    ) -> CachedLaunch:
         problem, config = self._problem, self._config
         if problem.mods is not None:
             self._functions = FunctionPointers(problem, extras)
         elif extras.key_padding_mask is not None:
             self._key_bounds = KeyBounds(problem, extras.key_padding_mask)
+        pointers = TangentPointers if tangents else ForwardPointers
+        inputs = (q, k, v, *(tangent for tangent in tangents if tangent is not None))
         return attention_kernel(
-            forward_kernel, ForwardPointers, programs, config.forward, problem, config.precision, (q, k, v),
-            extras,
+            forward_kernel, pointers, programs, config.forward, problem, config.precision, inputs, extras,
+            HAS_TANGENTS=bool(tangents),
         )  # fmt: skip
+
+
+class PortableTangentsLaunch(PortableForwardLaunch):
+    """``(q, k, v, their tangents, extras) -> (out, lse, their tangents)`` for tensors of one signature.
+
+    Each tangent of an input has the strides of its tensor, or is None.
+    """
+
+    writes_into = False
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+        *tangents, extras = others
+        out, lse = self._outputs(q)
+        out_tangent, lse_tangent = map(self._new_tangent, (out, lse))
+        rows = (lse, None, None, *tangents, out_tangent, lse_tangent)
+        self._launch(q, k, v, out, rows, extras, tuple(tangents))
+        return out, lse, out_tangent, lse_tangent
+
+    def _new_tangent(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like) if self._outputs.all_written else torch.zeros_like(like)
 
 
 class PortableBackwardLaunch:
@@ -307,6 +339,9 @@ class PortableBackwardLaunch:
         if no_rows or (no_keys and sink is None):
             dsink = None if sink is None else torch.zeros_like(sink)
             return dq, dk, dv, dsink, *self._zero_gradients(extras)
+        dentropy = None
+        if problem.entropy and dlse is not None:
+            dlse, dentropy = dlse.unbind(-1)
         if self.kernels is None:
             self.kernels = self.prepare(dlse, q, k, v, extras)
         preprocess, compute_dkdv, compute_dq = self.kernels
@@ -315,7 +350,7 @@ class PortableBackwardLaunch:
         dsink = preprocess_rows(preprocess, neg_lse, neg_delta, out, dout, lse, dlse, extras)
         if no_keys:
             return dq, dk, dv, dsink, *self._zero_gradients(extras)
-        inputs = (q, k, v, dout, neg_lse, neg_delta)
+        inputs = (q, k, v, dout, neg_lse, neg_delta, dentropy)
         functions = self._functions
         if functions is not None:
             captured = captured_of(extras)

@@ -30,6 +30,15 @@ def prepare_decode(problem: DecodeProblem, config):
     return DecodeLaunch(problem, config)
 
 
+configure_decode_mass = configure_decode
+
+
+def prepare_decode_mass(problem: DecodeProblem, config):
+    from flashtile.backends.portable.decode.mass import MassLaunch
+
+    return MassLaunch(problem)
+
+
 def prepare_append_kvcache(problem: AppendProblem, config: None):
     from flashtile.backends.portable.decode.launch import AppendLaunch
 

@@ -42,6 +42,7 @@ are checked once, at the end of a work tile. If they are out of range, the same 
 again with the online softmax.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -61,7 +62,9 @@ from flashtile.backends.portable.decode.schedule import (
     WorkTile,
     heads_of_rows,
     load_sequence,
+    lse_places,
     normalised,
+    packed_tokens,
     reach_of,
     sequence_of,
     share_start,
@@ -74,6 +77,7 @@ from flashtile.backends.portable.decode.schedule import (
 )
 from flashtile.backends.portable.masking import visible, window_at
 from flashtile.backends.portable.tiles import softcap_and_alibi, softmax_step
+from flashtile.problems.decode import CacheTensors
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,9 @@ class DecodeVariant(Layout):
     PRECISION: str
     APPEND: AppendVariant | None
     """How the kernel appends a new token of each sequence and rotates the queries. None: it does neither."""
+    WEIGHTS: bool
+    """Whether the kernel stores P of each n_block and the maxima that it is relative to, for :mod:`mass`. Not
+    with APPEND, nor with a unified maximum."""
 
     @property
     def faults_ahead(self) -> bool:
@@ -149,32 +156,26 @@ class DecodeVariant(Layout):
         return self.BLOCK_M < 64
 
 
-class DecodePointers(NamedTuple):
-    """Tensors of the call; None for each that the call does not use."""
+def decode_pointers(name: str, own: str, module: str) -> Any:
+    """Return a NamedTuple type for a kernel's tensors, which the named module keeps under its name.
 
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    lse: Any
-    partial: Any
-    new: Any
-    """:class:`append.AppendPointers` of the new tokens, if C.APPEND is given."""
-    cache_seqlens: Any
-    cache_leftpad: Any
-    cache_batch_idx: Any
-    block_table: Any
-    cu_seqlens_q: Any
-    cu_seqlens_k_new: Any
-    alibi_slopes: Any
-    sink: Any
-    k_descale: Any
-    v_descale: Any
-    tree_mask: Any
-    prior_out: Any
-    prior_lse: Any
-    softmax_max: Any
-    qv: Any
+    ``own`` names the tensors of this kernel, separated by spaces. Those of :class:`CacheTensors` follow.
+    """
+    return namedtuple(name, (*own.split(), *CacheTensors._fields), module=module)
+
+
+DecodePointers = decode_pointers("DecodePointers", "q k v out lse partial new", __name__)
+"""``new`` is :class:`append.AppendPointers` of the new tokens, if C.APPEND is given, :class:`WeightPointers`
+with C.WEIGHTS, else None."""
+
+
+class WeightPointers(NamedTuple):
+    """Memory of the probabilities of a call, by rows of lse, with room for the n_blocks of the capacity."""
+
+    weights: Any
+    """(rows, n_blocks * BLOCK_N), in the dtype of products: exp2(score - maximum), not normalised."""
+    maxima: Any
+    """(rows, n_blocks) float32: the maximum of each n_block, in log2 units."""
 
 
 class OuterStrides(NamedTuple):
@@ -328,7 +329,7 @@ def attend_work_tile(
     ``slot`` of the partial results. If ``more``, the program continues with ``next_work_tile`` from n_block
     ``next_first`` on, and the first n_blocks of that work tile are prefetched.
     """
-    pointers, lengths, outer = call.pointers, call.lengths, call.outer
+    pointers, lengths = call.pointers, call.lengths
     sequence = work.sequence
 
     # Prologue: all that depends on the lengths alone, in one round trip to memory.
@@ -343,22 +344,7 @@ def attend_work_tile(
     if C.PREFETCH != 0:  # the next work tile's block table is loaded with this one's, long before its keys
         next_cache = cache_of(next_work_tile, next_first, call, C)
     q, qv = load_queries(rows, call, C)
-    tree_rows = tokens
-    slope = tl.zeros([], tl.float32)
-    if C.HAS_ALIBI:
-        slopes = pointers.alibi_slopes + b * outer.alibi_stride + heads
-        slope = tl.load(slopes, mask=exists, other=0.0)[:, None]
-    # Scales per head and per sequence are numbers of the work tile. Those per block come with the keys.
-    k_scale = tl.full([], 1.0, tl.float32)
-    v_scale = k_scale
-    if C.DESCALE == "head":
-        k_scale = tl.load(pointers.k_descale + work.head_kv)
-        v_scale = tl.load(pointers.v_descale + work.head_kv)
-    if C.DESCALE == "sequence":
-        k_scale = tl.load(pointers.k_descale + b * outer.k_descale_stride + work.head_kv)
-        v_scale = tl.load(pointers.v_descale + b * outer.v_descale_stride + work.head_kv)
-    if C.HAS_TREE:
-        tree_rows = pointers.tree_mask + b * outer.tree_stride + tokens * lengths.seqlen_q
+    slope, k_scale, v_scale, tree_rows = load_terms(rows, work.head_kv, call, C)
     if C.SOFTMAX_MAX != "none":
         phi = call.numbers.softmax_max
         if C.SOFTMAX_MAX == "head":
@@ -382,23 +368,9 @@ def attend_work_tile(
     # the new token before the loads of the cache by other threads.
     tl.debug_barrier()
     dtype: tl.constexpr = pointers.q.dtype.element_ty
-    IN_FLOAT16: tl.constexpr = C.E4M3 and dtype != tl.float32
-    if IN_FLOAT16:
-        # Products with a cache in e4m3 are in float16: the conversion is exact and cheap, while bfloat16
-        # would take the slowest conversion unit. Dividing q by the power of two at or below the largest
-        # element of its row brings it into float16's range. The quotient is exact, except for elements that
-        # are more than 2^24 times smaller than the largest.
-        q = q.to(tl.float32)
-        largest = tl.max(tl.abs(q), 1)
-        # The exponent alone, as a float32: a power of two. 0 means that the row is 0 or subnormal.
-        q_scale = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        q_scale = tl.where(q_scale == 0.0, 1.0, q_scale)
-        q = (q / q_scale[:, None]).to(tl.float16)
-        k_scale = (k_scale * q_scale)[:, None]
+    q, k_scale = as_operands(q, k_scale, C)
     next_work = NextWork(next_cache, next_first, next_work_tile.keys, more)
-    offset = sequence.len_k - sequence.len_q
-    window = window_at((tokens + offset)[:, None], sequence.leftpad, lengths.mask, C)
-    score_rows = ScoreRows(tokens, offset, slope, k_scale, tree_rows, sequence.len_q, window)
+    score_rows = score_rows_of(rows, slope, k_scale, tree_rows, sequence, lengths, C)
     last = first + count
 
     # Main loop.
@@ -491,6 +463,50 @@ def load_queries(rows, call, C: tl.constexpr):
     return q, qv
 
 
+@triton.jit
+def load_terms(rows, head_kv, call, C: tl.constexpr):
+    """Load what scores of ``rows`` depend on, in addition to products: (slope, k_scale, v_scale, tree_rows).
+
+    Scales per head and per sequence are numbers of the work tile. Those per block come with the keys.
+    """
+    pointers, lengths, outer = call.pointers, call.lengths, call.outer
+    tree_rows = rows.tokens
+    slope = tl.zeros([], tl.float32)
+    if C.HAS_ALIBI:
+        slopes = pointers.alibi_slopes + rows.b * outer.alibi_stride + rows.heads
+        slope = tl.load(slopes, mask=rows.exists, other=0.0)[:, None]
+    k_scale = tl.full([], 1.0, tl.float32)
+    v_scale = k_scale
+    if C.DESCALE == "head":
+        k_scale = tl.load(pointers.k_descale + head_kv)
+        v_scale = tl.load(pointers.v_descale + head_kv)
+    if C.DESCALE == "sequence":
+        k_scale = tl.load(pointers.k_descale + rows.b * outer.k_descale_stride + head_kv)
+        v_scale = tl.load(pointers.v_descale + rows.b * outer.v_descale_stride + head_kv)
+    if C.HAS_TREE:
+        tree_rows = pointers.tree_mask + rows.b * outer.tree_stride + rows.tokens * lengths.seqlen_q
+    return slope, k_scale, v_scale, tree_rows
+
+
+@triton.jit
+def as_operands(q, k_scale, C: tl.constexpr):
+    """Return (q in the dtype of products, k_scale times what q was divided by)."""
+    IN_FLOAT16: tl.constexpr = C.E4M3 and q.dtype != tl.float32
+    if IN_FLOAT16:
+        # Products with a cache in e4m3 are in float16: the conversion is exact and cheap, while bfloat16
+        # would take the slowest conversion unit. Dividing q by the power of two at or below the largest
+        # element of its row brings it into float16's range. The quotient is exact, except for elements that
+        # are more than 2^24 times smaller than the largest.
+        q = q.to(tl.float32)
+        largest = tl.max(tl.abs(q), 1)
+        # The exponent alone, as a float32: a power of two. 0 means that the row is 0 or subnormal.
+        q_scale = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        q_scale = tl.where(q_scale == 0.0, 1.0, q_scale)
+        q = (q / q_scale[:, None]).to(tl.float16)
+        k_scale = (k_scale * q_scale)[:, None]
+    return q, k_scale
+
+
 class ScoreRows(NamedTuple):
     """Properties of a tile's rows that scores depend on: [BLOCK_M], or a scalar for all rows."""
 
@@ -504,6 +520,31 @@ class ScoreRows(NamedTuple):
     len_q: Any
     window: Any
     """How far a token sees, as ``window_at`` returns it: scalars or [BLOCK_M, 1]."""
+    places: Any
+    """Places of the rows in lse, -1 for rows that do not exist; a dummy unless C.WEIGHTS."""
+
+
+@triton.jit
+def score_rows_of(rows, slope, k_scale, tree_rows, sequence, lengths, C: tl.constexpr):
+    """Return the :class:`ScoreRows` of the rows of a tile."""
+    tokens = rows.tokens
+    offset = sequence.len_k - sequence.len_q
+    window = window_at((tokens + offset)[:, None], sequence.leftpad, lengths.mask, C)
+    places = tokens
+    if C.WEIGHTS:
+        places = lse_places(rows, packed_tokens(rows, lengths, C), lengths, C).to(tl.int32)
+        places = tl.where(rows.exists, places, -1)
+    return ScoreRows(tokens, offset, slope, k_scale, tree_rows, sequence.len_q, window, places)
+
+
+@triton.jit
+def weight_places(n, places, lengths, C: tl.constexpr):
+    """Return the place of n_block ``n`` in the maxima, for rows at ``places`` in lse.
+
+    In the weights, the n_block begins at BLOCK_N times this place.
+    """
+    n_blocks = (lengths.capacity + C.BLOCK_N - 1) // C.BLOCK_N
+    return places.to(tl.int32) * n_blocks + n  # the memory of weights is bounded (mass.stored_sizes)
 
 
 class NextWork(NamedTuple):
@@ -589,23 +630,7 @@ def attend_n_blocks(
                 k_scale = k_scale[None, :]
                 v_scale = v_scale[:, None]
             products = products * k_scale
-
-        # Scores, -inf where a row does not see a key; in log2 units if SCALED_SCORES, else raw products.
-        scores = products
-        distance = positions[None, :] - (rows.tokens + rows.offset)[:, None]
-        if C.SCALED_SCORES:
-            scores, _ = softcap_and_alibi(
-                scores * rows.k_scale, distance, rows.slope, call.numbers.softmax_scale, call.numbers.softcap,
-                C.HAS_SOFTCAP, C.HAS_ALIBI,
-            )  # fmt: skip
-            scores = scores * LOG2_E
-        allowed = visible(distance, rows.window, call.lengths.mask, C)
-        allowed = allowed & seen[None, :]
-        if C.HAS_TREE:  # the mask covers the query tokens among the keys; keys before them are visible
-            columns = (positions - rows.offset)[None, :]
-            in_tree = (columns >= 0) & (columns < rows.len_q) & (rows.tokens < rows.len_q)[:, None]
-            allowed = allowed & (tl.load(rows.tree_rows[:, None] + columns, mask=in_tree, other=1) != 0)
-        scores = tl.where(allowed, scores, -float("inf"))
+        scores = scores_of(products, positions, seen, rows, call, C)
 
         # Softmax. Sums over columns are late (sums_late) where they would be an exchange between warps. The
         # maximum cannot be late: P needs it.
@@ -617,6 +642,14 @@ def attend_n_blocks(
                 row_sum += tl.sum(p, 1)
         else:
             p, row_max, alpha = softmax_step(scores, row_max, call.numbers.scale_log2, C.SCALED_SCORES, True)
+            if C.WEIGHTS:
+                # Rows that see no key have an n_block, which may begin where the cache ends.
+                exist = (rows.places >= 0) & (start < call.lengths.capacity)
+                to = call.pointers.new
+                maxima = weight_places(n, rows.places, call.lengths, C)
+                weights = maxima[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+                tl.store(to.maxima + maxima, row_max, mask=exist)
+                tl.store(to.weights + weights, p.to(operand), mask=exist[:, None])
             if C.sums_late:
                 row_sum = row_sum * alpha[:, None] + p
             else:
@@ -638,6 +671,29 @@ def attend_n_blocks(
         # NaN in the sum reaches out and lse, and combining keeps it.
         row_sum = tl.where(faults == 0, row_sum, float("nan"))
     return acc, row_max, row_sum
+
+
+@triton.jit
+def scores_of(products, positions, seen, rows, call, C: tl.constexpr):
+    """Return the scores [BLOCK_M, BLOCK_N] of ``products`` with the keys at ``positions``.
+
+    They are -inf where a row does not see a key; in log2 units if SCALED_SCORES, else raw products.
+    """
+    scores = products
+    distance = positions[None, :] - (rows.tokens + rows.offset)[:, None]
+    if C.SCALED_SCORES:
+        scores, _ = softcap_and_alibi(
+            scores * rows.k_scale, distance, rows.slope, call.numbers.softmax_scale, call.numbers.softcap,
+            C.HAS_SOFTCAP, C.HAS_ALIBI,
+        )  # fmt: skip
+        scores = scores * LOG2_E
+    allowed = visible(distance, rows.window, call.lengths.mask, C)
+    allowed = allowed & seen[None, :]
+    if C.HAS_TREE:  # the mask covers the query tokens among the keys; keys before them are visible
+        columns = (positions - rows.offset)[None, :]
+        in_tree = (columns >= 0) & (columns < rows.len_q) & (rows.tokens < rows.len_q)[:, None]
+        allowed = allowed & (tl.load(rows.tree_rows[:, None] + columns, mask=in_tree, other=1) != 0)
+    return tl.where(allowed, scores, -float("inf"))
 
 
 @triton.jit

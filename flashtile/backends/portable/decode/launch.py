@@ -57,6 +57,7 @@ from flashtile.backends.portable.decode.attend import (
     DecodePointers,
     DecodeVariant,
     OuterStrides,
+    WeightPointers,
     decode_kernel,
 )
 from flashtile.backends.portable.decode.combine import (
@@ -315,7 +316,10 @@ def extent(cache: Tensor) -> int:
     return last + MAX_BLOCK_N * stride[1]
 
 
-def decode_variant(problem: DecodeProblem, config: DecodeConfig, plan: DecodePlan) -> DecodeVariant:
+def decode_variant(
+    problem: DecodeProblem, config: DecodeConfig, plan: DecodePlan, weights: bool = False
+) -> DecodeVariant:
+    """Return the constants of a launch, which stores probabilities if ``weights``."""
     e4m3, pairs = problem.cache_dtype == FP8, plan.stored == torch.uint16
     pdl = has_dependent_launch(problem.device)
     bound_by_bytes = plan.stream_k and config.tile.BLOCK_M == NARROW and problem.dtype.itemsize < 4
@@ -348,6 +352,7 @@ def decode_variant(problem: DecodeProblem, config: DecodeConfig, plan: DecodePla
         PREFETCH=PREFETCH if pdl and bound_by_bytes else 0,
         PRECISION=config.precision,
         APPEND=None,
+        WEIGHTS=weights,
     )
 
 
@@ -463,12 +468,16 @@ class DecodeScalars(NamedTuple):
 
 
 class DecodeLaunch:
-    """``(q, k_cache, v_cache, tensors[, out, lse]) -> (out, lse or None)`` for tensors of one signature."""
+    """``(q, k_cache, v_cache, tensors[, out, lse]) -> (out, lse or None)`` for tensors of one signature.
+
+    With ``stores_weights``, calls also pass :class:`attend.WeightPointers` as ``new``.
+    """
 
     writes_into = True
 
-    def __init__(self, problem: DecodeProblem, config: DecodeConfig) -> None:
+    def __init__(self, problem: DecodeProblem, config: DecodeConfig, stores_weights: bool = False) -> None:
         self._problem = problem
+        self._stores_weights = stores_weights
         self._config = config
         self._out_shape = problem.out_shape
         self._out_dtype = problem.out_dtype
@@ -503,7 +512,7 @@ class DecodeLaunch:
         tensors: CacheTensors,
         out: Tensor | None = None,
         lse: Tensor | None = None,
-        new: AppendPointers | None = None,
+        new: AppendPointers | WeightPointers | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         if self._empty:
             return self._outputs.cleared(q, out, lse)
@@ -640,7 +649,7 @@ class DecodeLaunch:
         """Return the attention kernel and, if it leaves partial results, the kernel that combines them."""
         problem, config = self._problem, self._config
         self._plan = plan = plan_of(problem, config, k_cache, v_cache)
-        variant = decode_variant(problem, config, plan)
+        variant = decode_variant(problem, config, plan, self._stores_weights)
         lengths = lengths_of(problem, config)
         work_tiles = lengths.m_blocks * problem.num_heads_kv
         num_splits, split_n_blocks = num_splits_of(problem, config)
@@ -742,9 +751,9 @@ class CombineLaunch:
     ) -> tuple[Tensor, Tensor]:
         problem = self._problem
         shape = (problem.batch, problem.seqlen, problem.num_heads, problem.head_dim)
-        out = torch.empty(shape, dtype=problem.out_dtype, device=problem.device)
+        out = out_partial.new_empty(shape, dtype=problem.out_dtype)
         lse_shape = (problem.batch, problem.num_heads, problem.seqlen)
-        lse = torch.empty(lse_shape, dtype=torch.float32, device=problem.device)
+        lse = lse_partial.new_empty(lse_shape, dtype=torch.float32)
         rows = lse.numel()
         if rows == 0:
             return out, lse

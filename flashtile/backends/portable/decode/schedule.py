@@ -218,6 +218,15 @@ def reach_of(m, sequence, lengths, C: tl.constexpr):
 
 
 @triton.jit
+def keys_of_sequence(sequence, lengths, C: tl.constexpr):
+    """Return the KeyRange that the rows of all m_blocks of a sequence see, empty without rows."""
+    last = tl.maximum(sequence.len_q * lengths.group_size - 1, 0) // C.BLOCK_M
+    _, of_first, _ = reach_of(0, sequence, lengths, C)
+    _, of_last, _ = reach_of(last, sequence, lengths, C)
+    return KeyRange(of_first.first, tl.where(sequence.len_q > 0, of_last.end, 0))
+
+
+@triton.jit
 def count_n_blocks(m_blocks, pointers, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
     """Return how many n_blocks each m_block has in the list that is divided among the teams, [SCAN_BLOCK].
 
@@ -413,6 +422,16 @@ def packed_tokens(rows, lengths, C: tl.constexpr):
 
 
 @triton.jit
+def lse_places(rows, tokens, lengths, C: tl.constexpr):
+    """Return the index of each row in lse, int64. ``tokens`` are those of :func:`packed_tokens`."""
+    if C.VARLEN:
+        return rows.heads.to(tl.int64) * lengths.total_q + tokens
+    else:
+        num_heads_q = lengths.num_heads_kv * lengths.group_size
+        return (rows.b.to(tl.int64) * num_heads_q + rows.heads) * lengths.seqlen_q + rows.tokens
+
+
+@triton.jit
 def normalised(acc, row_max, row_sum):
     """Return (out, lse in base 2). Rows without keys get 0 and -inf."""
     empty = row_sum == 0.0
@@ -440,10 +459,7 @@ def store_results(pointers, out, lse, rows, lengths, C: tl.constexpr):
         out, lse = with_sink(out, lse * LN_2, sink)
     num_heads_q = lengths.num_heads_kv * lengths.group_size
     out_rows = packed_tokens(rows, lengths, C)
-    if C.VARLEN:
-        lse_rows = rows.heads.to(tl.int64) * lengths.total_q + out_rows
-    else:
-        lse_rows = (rows.b.to(tl.int64) * num_heads_q + rows.heads) * lengths.seqlen_q + rows.tokens
+    lse_rows = lse_places(rows, out_rows, lengths, C)
     offsets = (out_rows * num_heads_q + rows.heads) * C.HEAD_DIM_V
     store_rows(pointers.out, offsets, rows.exists, out, C.HEAD_DIM_V, C.BLOCK_DV)
     if pointers.lse is not None:

@@ -8,7 +8,11 @@ from flashtile.problems.linear import LinearProblem
 
 def reason_against(problem: LinearProblem, explicit: bool) -> str | None:
     """Why this backend does not serve the problem; None if it does."""
+    from flashtile.backends.portable.linear.config import SIXTEEN_BIT
+
     dtypes = {problem.dtype}
+    if problem.invariant and problem.dtype not in SIXTEEN_BIT:
+        return f"it has an invariant product in float16 and bfloat16, not in {problem.dtype}"
     return portable.reason_of_device(problem.device, dtypes, explicit) or portable.reason_of_dtypes(dtypes)
 
 

@@ -11,7 +11,7 @@ two columns that rotary embedding rotates.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -126,6 +126,11 @@ def kernels_around(problem: LinearProblem) -> int:
 
 def choose(problem: LinearProblem) -> LinearConfig:
     """Return the configuration for a problem."""
+    if problem.heads is not None and problem.heads.norm:  # a tile must have whole heads; none was measured
+        kind = FLAT if problem.M <= MAX_FLAT_ROWS and problem.dtype in SIXTEEN_BIT else LIBRARY
+        return default(problem, kind) if kind == FLAT else LinearConfig(LIBRARY)
+    if problem.invariant:  # one variant, and therefore one order of sums, for every number of rows
+        return replace(default(problem, FLAT), BLOCK_M=MAX_FLAT_ROWS)
     found = found_row(problem)
     kind = kind_of(problem, found)
     if kind == LIBRARY:
@@ -136,24 +141,30 @@ def choose(problem: LinearProblem) -> LinearConfig:
         for name in (kind, GEMV) if problem.M <= GEMV_INSTEAD_ROWS else (kind,):
             measured = found.row.measured(problem.M, name)
             if measured is not None and measured["backend"] == "portable":
-                return adapted(problem, name, *measured["config"])
+                config = adapted(problem, name, *measured["config"])
+                same_shape = (found.row.N, found.row.K) == (problem.N, problem.K)
+                return config if same_shape or name == GEMV else filled(problem, config)
     return default(problem, kind)
 
 
 def default(problem: LinearProblem, kind: str) -> LinearConfig:
-    """Return a configuration by rules, for shapes that were not measured.
-
-    In a flat product (FLAT: few rows of x, on tensor cores), K is divided into up to eight splits, until
-    nearly all multiprocessors have work.
-    """
+    """Return a configuration by rules, for shapes that were not measured."""
     from flashtile.backends.portable.config import family
 
     BLOCK_N, BLOCK_K, num_warps, num_stages = DEFAULTS[family(problem.device), kind]
-    tiles = -(-problem.places // max(BLOCK_N // halves(problem), 1))
-    splits = 1
-    while kind == FLAT and 2 * tiles * splits <= multiprocessors(problem.device) and splits < 8:
+    if problem.heads is not None and problem.heads.norm and problem.heads.head_dim > BLOCK_N:
+        BLOCK_N, BLOCK_K = problem.heads.head_dim, 64
+        num_warps = BLOCK_N // 32
+    config = adapted(problem, kind, BLOCK_N, BLOCK_K, num_warps, num_stages, 1, 2)
+    return filled(problem, config) if kind == FLAT else config
+
+
+def filled(problem: LinearProblem, config: LinearConfig) -> LinearConfig:
+    """Divide K into up to eight splits, until nearly all multiprocessors have work."""
+    splits, tiles = config.splits, tiles_of(problem, config)
+    while 2 * tiles * splits <= multiprocessors(problem.device) and splits < 8:
         splits *= 2
-    return adapted(problem, kind, BLOCK_N, BLOCK_K, num_warps, num_stages, splits, 2)
+    return replace(config, splits=min(splits, -(-problem.K // config.BLOCK_K)))
 
 
 def adapted(

@@ -482,6 +482,7 @@ def grouped_linear(
     ends: Tensor,
     gather: bool,
     scale: Tensor | None = None,
+    invariant: bool = False,
 ) -> Tensor:
     """Multiply rows, sorted by expert, by the weights of their experts.
 
@@ -495,6 +496,7 @@ def grouped_linear(
             the result are scattered.
         scale: float32, contiguous, with a weight in e4m3: (experts, N) for a scale for each row, or
             (experts, N / 128, K / 128), rounded up, for a scale for each block.
+        invariant: sum in one order for every number of rows: always with the largest tile.
 
     Returns:
         (sorted rows, N) in the dtype of x.
@@ -504,7 +506,9 @@ def grouped_linear(
     if len(rows) == 0 or isinstance(x, FakeTensor):
         return y
     scales = 0 if scale is None else scale.dim() - 1
-    variant, num_warps = _variant(x.device, len(rows), experts, K, scales)
+    variant, num_warps = _variant(
+        x.device, MAX_FLAT_ROWS * experts if invariant else len(rows), experts, K, scales
+    )
     # Each expert with rows may have one block that is not full.
     blocks = len(rows) // variant.BLOCK_M + min(experts, len(rows))
     by_row, by_block = (scale if scales == dims else None for dims in (1, 2))

@@ -63,9 +63,12 @@ def product_variant(problem: LinearProblem, config: LinearConfig) -> ProductVari
 def unit_of(problem: LinearProblem, config: LinearConfig) -> int:
     """Return ``ProductVariant.UNIT``. The number of places of a tile is a multiple of this unit.
 
-    The unit is 8 places (16 bytes of results) if the product is not a GEMV, and if both the tile and all
-    places together are multiples of 8 places. Otherwise the unit is 1.
+    If queries and keys are normalised, the unit is a head. Otherwise, it is 8 places (16 bytes of results) if
+    the product is not a GEMV, and if both the tile and all places together are multiples of 8 places. Else it
+    is 1.
     """
+    if problem.heads is not None and problem.heads.norm:
+        return problem.heads.head_dim // 2
     fits = config.BLOCK_N // halves(problem) % EPILOGUE_UNIT == 0 and problem.places % EPILOGUE_UNIT == 0
     return EPILOGUE_UNIT if fits and config.kind != GEMV else 1
 

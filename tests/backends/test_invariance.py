@@ -1,0 +1,206 @@
+"""``invariant=True``: a row has the same bits in all calls, whatever else they compute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile
+import linear_calls
+from flashtile.backends.portable.decode import config as decode_config
+
+BACKENDS = [
+    "cpu",
+    pytest.param("portable", marks=pytest.mark.interpreter),
+    pytest.param(None, marks=pytest.mark.gpu),
+]
+LENGTHS = (70, 1, 20, 41)
+LONGER = 32
+"""Factor of all lengths and positions on a GPU."""
+PAGE = 16
+
+
+def device_of(backend: str | None) -> str:
+    return "cuda" if backend is None else "cpu"
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.int32 if tensor.itemsize == 4 else torch.int16)
+
+
+class Sequences:
+    """Packed queries, keys and values, and a paged cache that holds the same keys and values."""
+
+    def __init__(self, dtype: torch.dtype, heads: int, heads_kv: int, head_dim: int, device: str = "cpu"):
+        torch.manual_seed(0)
+        self.times = LONGER if device == "cuda" else 1
+        self.lengths = [length * self.times for length in LENGTHS]
+        total = sum(self.lengths)
+        self.q = torch.randn(total, heads, head_dim).to(dtype)
+        self.k, self.v = (torch.randn(total, heads_kv, head_dim).to(dtype) for _ in "kv")
+        self.starts = torch.tensor([0, *self.lengths]).cumsum(0).int()
+        columns = -(-max(self.lengths) // PAGE)
+        self.table = torch.randperm(len(LENGTHS) * columns).int().view(len(LENGTHS), columns)
+        self.k_cache, self.v_cache = torch.zeros(2, self.table.numel(), PAGE, heads_kv, head_dim, dtype=dtype)
+        for b, length in enumerate(self.lengths):
+            position = torch.arange(length)
+            where = self.table[b, position // PAGE].long(), position % PAGE
+            for cache, packed in ((self.k_cache, self.k), (self.v_cache, self.v)):
+                cache[where] = packed[self.starts[b] : self.starts[b + 1]]
+        for name in ("q", "k", "v", "starts", "table", "k_cache", "v_cache"):
+            setattr(self, name, getattr(self, name).to(device))
+
+    def whole(self, **options: Any) -> Tensor:
+        most = max(self.lengths)
+        offsets = self.starts, self.starts, most, most
+        return flashtile.flash_attn_varlen_func(self.q, self.k, self.v, *offsets, causal=True, **options)
+
+    def over_cache(self, sequences: list[int], first: int, tokens: int, **options: Any) -> tuple:
+        """Attend with ``tokens`` tokens of each sequence, from position ``first`` on, over the cache.
+
+        Returns (out, the rows of packed tensors that it corresponds to).
+        """
+        first, tokens = first * self.times, tokens * self.times if tokens > 1 else 1
+        device = self.q.device
+        rows = torch.cat([self.starts[b] + first + torch.arange(tokens, device=device) for b in sequences])
+        lengths = torch.full((len(sequences),), first + tokens, dtype=torch.int32, device=device)
+        given = {"cache_seqlens": lengths, "block_table": self.table[sequences], "causal": True}
+        given |= {"invariant": True, **options}
+        q = self.q[rows].unflatten(0, (len(sequences), tokens))
+        return flashtile.flash_attn_with_kvcache(q, self.k_cache, self.v_cache, **given).flatten(0, 1), rows
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"dtype": torch.float32},
+    "16 bits": {"dtype": torch.float16, "heads": (6, 2), "softcap": 5.0},
+    "window": {"dtype": torch.float16, "window_size": (20, 0)},
+    "sink": {"dtype": torch.float16, "sink": torch.tensor([0.5, -1.0])},
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_whole_sequences_chunks_and_single_tokens_have_the_same_bits(name, backend):
+    device = device_of(backend)
+    options = {"heads": (2, 1), "backend": backend, **CASES[name]}
+    sequences = Sequences(
+        options.pop("dtype"), *options.pop("heads"), 128 if device == "cuda" else 24, device
+    )
+    if "sink" in options:
+        options["sink"] = options["sink"].to(device)
+    whole = sequences.whole(invariant=True, **options)
+    # The bounds are those of rounding; whether the values are right, the oracles of other tests say.
+    torch.testing.assert_close(whole, sequences.whole(**options), atol=4e-3, rtol=4e-3)
+    calls = [
+        ([0], 0, 70),
+        ([3, 0], 11, 30),
+        ([0], 63, 7),
+        ([2], 19, 1),
+        ([1, 0, 3, 2], 0, 1),
+        ([0, 3], 40, 1),
+    ]
+    for call in calls:
+        found, rows = sequences.over_cache(*call, **options)
+        assert torch.equal(bits(found), bits(whole[rows])), call
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_of_a_fixed_size_are_part_of_the_order(backend):
+    sequences = Sequences(torch.float16, 2, 1, 16, device_of(backend))
+    options = {"split_size": 32 * sequences.times, "backend": backend}
+    whole, _ = sequences.over_cache([0], 0, 70, **options)
+    for first, tokens in ((0, 1), (31, 1), (32, 1), (69, 1), (50, 20)):
+        found, rows = sequences.over_cache([0], first, tokens, **options)
+        assert torch.equal(bits(found), bits(whole[rows])), (first, tokens)
+
+
+@pytest.mark.interpreter
+def test_a_tile_by_the_number_of_rows_is_noticed(monkeypatch):
+    usual = decode_config.choose
+    monkeypatch.setattr(decode_config, "choose", lambda problem: usual(replace(problem, invariant=False)))
+    sequences = Sequences(torch.float16, 2, 1, 48)
+    whole = sequences.whole(invariant=True, backend="portable")
+    found, rows = sequences.over_cache([0], 69, 1, backend="portable")
+    assert not torch.equal(found, whole[rows])
+
+
+def test_gradients_are_the_usual_ones():
+    sequences = Sequences(torch.float32, 4, 2, 16)
+    tensors = sequences.q, sequences.k, sequences.v
+    for tensor in tensors:
+        tensor.requires_grad_()
+    weight = torch.randn_like(sequences.q)
+    found, expected = (
+        torch.autograd.grad((sequences.whole(invariant=invariant) * weight).sum(), tensors)
+        for invariant in (True, False)
+    )
+    torch.testing.assert_close(found, expected)
+    compiled = torch.compile(sequences.whole, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(invariant=True), sequences.whole(invariant=True))
+
+
+PRODUCTS = {
+    "plain": linear_calls.Call(70, 52, 100),
+    "norm": linear_calls.Call(70, 52, 100, norm=True),
+    "gated": linear_calls.Call(70, 52, 100, "silu_and_mul", norm=True, residual=True),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("call", PRODUCTS.values(), ids=PRODUCTS)
+def test_a_row_of_a_product_has_the_same_bits(call, backend):
+    options = {"invariant": True, "backend": backend}
+    linear_calls.check(call, torch.float16, device_of(backend), **options)
+    inputs = linear_calls.make_inputs(call, torch.float16, device_of(backend))
+    whole = linear_calls.run(call, inputs, **options)
+    for first, end in ((0, 1), (5, 6), (3, 20), (1, 66), (69, 70)):
+        given = dict(inputs.given)
+        if call.residual:
+            given["residual"] = given["residual"][first:end]
+        rows = linear_calls.Inputs(inputs.x[first:end], inputs.weight, given, ())
+        found = linear_calls.run(call, rows, **options)
+        assert torch.equal(bits(found), bits(whole[first:end])), (first, end)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        (
+            {"num_splits": 2},
+            ValueError,
+            "num_splits must be at most 1 with invariant .use split_size., got 2",
+        ),
+        ({"split_size": 16, "window_size": (4, 0)}, ValueError, "split_size must be None with invariant"),
+        ({"softmax_max": 3.0}, NotImplementedError, "softmax_max must be None with invariant"),
+        (
+            {"causal": False, "tree_mask": torch.ones(1, 1, dtype=torch.bool)},
+            NotImplementedError,
+            "tree_mask",
+        ),
+        ({"invariant": 1}, TypeError, "invariant must be True or False"),
+    ],
+    ids=["splits", "window", "unified maximum", "tree", "int"],
+)
+def test_what_has_no_fixed_order_is_refused(options, error, words):
+    with pytest.raises(error, match=words):
+        Sequences(torch.float32, 2, 1, 16).over_cache([0], 5, 1, **options)
+
+
+def test_dropout_statistics_and_forward_mode_are_refused():
+    sequences = Sequences(torch.float32, 2, 1, 16)
+    with pytest.raises(NotImplementedError, match="dropout_p must be 0 with invariant"):
+        sequences.whole(invariant=True, dropout_p=0.1)
+    for name in ("return_max_logits", "return_entropy"):
+        with pytest.raises(NotImplementedError, match=f"invariant must be False with {name}, got True"):
+            sequences.whole(invariant=True, **{name: True})
+    offsets = sequences.starts, sequences.starts, max(sequences.lengths), max(sequences.lengths)
+
+    def attend(q):
+        return flashtile.flash_attn_varlen_func(q, sequences.k, sequences.v, *offsets, invariant=True)
+
+    with pytest.raises(NotImplementedError, match="invariant must be False in forward mode"):
+        torch.func.jvp(attend, (sequences.q,), (sequences.q,))

@@ -1,0 +1,323 @@
+"""Groups of sequences that share blocks: which are found, what is read, and that answers stay the same."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine_models import VOCABULARY, folder, load
+
+from flashtile.backends.cpu import decode as cpu_decode
+from flashtile.engine import BeamSearchParams, SamplingParams, groups, model, runner
+from flashtile.engine.groups import Cascade, Group, PrefixGroups, common_blocks, numbers_of_levels
+from flashtile.engine.scheduler import Entry
+from flashtile.kv_cache import BlockManager
+
+SIZE = 4
+"""Tokens of a block."""
+
+
+@pytest.fixture(autouse=True)
+def _small_groups(monkeypatch):
+    """Let every common block be worth a group."""
+    monkeypatch.setattr(groups, "MIN_SAVED_TOKENS", 1)
+
+
+class Tables:
+    """Sequences with blocks, whose prompts share beginnings, and the groups of their steps."""
+
+    def __init__(self, seed: int):
+        self.draw = random.Random(seed)
+        self.manager = BlockManager(2000, SIZE, max_sequences=8, max_seqlen=400, num_host_blocks=2000)
+        self.groups = PrefixGroups(self.manager)
+        self.requests: dict[int, SimpleNamespace] = {}
+
+    def prompt(self) -> list[int]:
+        """A beginning that several prompts have, then a question that several have, then own tokens."""
+        draw, beginning, question = self.draw, self.draw.randrange(3), self.draw.randrange(3)
+        tokens = [beginning] * (0, 3, 4, 9)[draw.randrange(4)]
+        return [*tokens, *[10 + question] * (0, 4, 11)[draw.randrange(3)], *[20 + draw.randrange(9)]]
+
+    def change(self) -> None:
+        """Create, fork, free, swap out or swap in a sequence."""
+        manager, draw = self.manager, self.draw
+        resident = [one for one in self.requests if not manager.is_swapped_out(one)]
+        swapped = [one for one in self.requests if manager.is_swapped_out(one)]
+        what = draw.choice(["create", "create", "fork", "fork", "free", "out", "in"])
+        if what == "create" and len(self.requests) < 8:
+            prompt = self.prompt()
+            number = manager.create(prompt)
+            self.requests[number] = SimpleNamespace(num_prompt=len(prompt), prompt=prompt)
+        elif what == "fork" and resident and len(self.requests) < 8:
+            parent = draw.choice(resident)
+            if manager.length(parent) >= self.requests[parent].num_prompt:
+                self.requests[manager.fork(parent)] = self.requests[parent]
+        elif what == "free" and resident:
+            number = draw.choice(resident)
+            manager.free(number)
+            del self.requests[number]
+        elif what == "out" and resident:
+            manager.swap_out([draw.choice(resident)])
+        elif what == "in" and swapped:
+            manager.swap_in([draw.choice(swapped)])
+
+    def step(self) -> list[Entry]:
+        """A step of some sequences: chunks of prompts, then single tokens. Complete prompts are cached."""
+        entries = []
+        for number, request in self.requests.items():
+            if self.manager.is_swapped_out(number) or self.draw.random() < 0.1:
+                continue
+            start = self.manager.length(number)
+            left = request.num_prompt - start
+            count = self.draw.randrange(1, left + 1) if left > 0 else 1
+            self.manager.reserve(number, count)
+            sequence = SimpleNamespace(block_sequence=number, request=request)
+            entries.append(Entry(sequence, start, count, self.manager.table.rows[number], ()))
+            if left == count:
+                self.manager.cache_blocks(number, request.prompt)
+        self.draw.shuffle(entries)
+        return entries
+
+
+def shared_blocks(tables: list[list[int]]) -> int:
+    """Number of blocks that all of these tables begin with."""
+    equal = (len(set(column)) == 1 for column in zip(*tables, strict=False))
+    return sum(itertools.takewhile(bool, equal))
+
+
+def most_saved(tables: list[list[int]], levels: int) -> int:
+    """The most blocks that groups save, by trying every division into groups at every level."""
+
+    @functools.cache
+    def best(members: tuple[int, ...], base: int, levels: int) -> int:
+        if len(members) < 2 or not levels:
+            return 0
+        first, others = members[0], members[1:]
+        found = best(others, base, levels)  # the first one is in no group
+        for count in range(1, len(others) + 1):
+            for chosen in itertools.combinations(others, count):
+                group = (first, *chosen)
+                depth = shared_blocks([tables[i] for i in group])
+                if depth > base:
+                    left = tuple(one for one in others if one not in chosen)
+                    own = count * (depth - base) + best(group, depth, levels - 1)
+                    found = max(found, own + best(left, base, levels))
+        return found
+
+    return best(tuple(range(len(tables))), 0, levels)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("seed", range(6))
+def test_groups_of_random_tables_save_the_most_that_is_possible(seed, monkeypatch):
+    """Each level must save as many more tokens than fewer levels as was asked for."""
+    world, saved = Tables(seed), []
+    monkeypatch.setattr(groups, "MIN_SAVED_TOKENS", least := (1, 1, 6, 12, 17, 24)[seed])
+    for _ in range(150):
+        world.change()
+        entries = world.step()
+        ordered, cascade = world.groups(entries)
+        assert sorted(map(id, ordered)) == sorted(map(id, entries))
+        tables = [
+            world.manager.blocks(entry.sequence.block_sequence)[
+                : min(entry.start, entry.sequence.request.num_prompt) // SIZE
+            ]
+            for entry in ordered
+        ]
+        by_one, by_two = (most_saved(tables, levels) * SIZE for levels in (1, 2))
+        most = by_two if by_one >= least and by_two - by_one >= least else by_one * (by_one >= least)
+        saved.append(0 if cascade is None else cascade.saved)
+        assert saved[-1] == most
+        covered = [0] * len(ordered)
+        for level in () if cascade is None else cascade.levels:
+            for start, stop, first, end in level:
+                assert all(covered[i] == first for i in range(start, stop))  # level 1 begins with key 0
+                assert shared_blocks(tables[start:stop]) * SIZE >= end
+                covered[start:stop] = [end] * (stop - start)
+    assert world.groups.num_saved == sum(saved) > 0
+
+
+def test_levels_that_save_too_little_are_left_out(monkeypatch):
+    world = Tables(0)
+    manager = world.manager
+    first = manager.create()
+    manager.reserve(first, 9)
+    numbers = [first, *(manager.fork(first) for _ in range(3))]
+    for i, number in enumerate(numbers):
+        manager.reserve(number, 8 if i < 2 else 1)
+    twins = [manager.fork(number) for number in numbers[:1]]  # shares 4 blocks, all five share 2
+    numbers, request = numbers + twins, SimpleNamespace(num_prompt=17)
+    sequences = [SimpleNamespace(block_sequence=number, request=request) for number in numbers]
+    entries = [
+        Entry(sequence, manager.length(number), 1, manager.table.row(number), ())
+        for sequence, number in zip(sequences, numbers, strict=True)
+    ]
+    for least, levels in ((8, 2), (9, 1), (32, 1), (33, 0)):
+        monkeypatch.setattr(groups, "MIN_SAVED_TOKENS", least)
+        _, cascade = PrefixGroups(manager)(entries)
+        assert (0 if cascade is None else len(cascade.levels)) == levels, least
+    monkeypatch.setattr(groups, "MIN_SAVED_TOKENS", 1)
+    long = entries[0]._replace(num_tokens=groups.MAX_NEW_TOKENS + 1)
+    assert PrefixGroups(manager)([long, *entries[1:]]) == ([long, *entries[1:]], None)
+
+
+def test_numbers_of_a_step_are_padded_to_its_batch():
+    cascade = Cascade(((Group(1, 4, 0, 8), Group(5, 7, 0, 4)), (Group(2, 4, 8, 12),)), 0)
+    assert len(cascade.numbers(9)) == numbers_of_levels(9, 2) == 7 * 12
+    rows = torch.tensor(cascade.numbers(9)).view(7, 12).tolist()
+    assert rows[0][:9] == [0, 8, 12, 12, 0, 4, 4, 0, 0]
+    assert rows[1][:10] == [0, 1, 4, 5, 7, 8, 9, 9, 9, 9]  # sequences 0, 4, 7 and 8 are on their own
+    assert rows[2][:9] == [0] * 9
+    assert rows[3][:9] == [0, 8, 0, 4, 0, 0, 0, 0, 0]
+    assert rows[4][:10] == [0, 1, 2, 4, 5, 6, 7, 8, 9, 9]
+    assert rows[5][:9] == [0, 0, 8, 0, 0, 0, 0, 0, 0]
+    assert rows[6][:9] == [0, 0, 12, 0, 0, 0, 0, 0, 0]
+    assert cascade.longest(1, 9) == (8, 8)
+    assert cascade.longest(5, 14) == (14, 14)
+    assert cascade.longest(6, 100) == (32, 16)
+
+
+def test_common_blocks_are_counted_in_blocks():
+    def blocks(*numbers: int) -> bytes:
+        return torch.tensor(numbers, dtype=torch.int32).numpy().tobytes()
+
+    assert common_blocks(blocks(1, 2, 3), blocks(1, 2, 3, 4)) == 3
+    assert common_blocks(blocks(1, 2, 3), blocks(1, 2, 3 + 2**24)) == 2
+    assert common_blocks(blocks(1), blocks(2)) == common_blocks(b"", blocks(2)) == 0
+
+
+LENGTH = 12
+SYSTEM = [(7 * i) % VOCABULARY for i in range(13)]
+NESTED = [
+    [*SYSTEM, *[(5 * i + question) % VOCABULARY for i in range(9)], *last]
+    for question in (1, 2) for last in ([], [3], [4, 50, 6])
+] + [[9, 8, 7]]  # fmt: skip
+"""A system prompt, two questions with three endings each, and a prompt that shares nothing."""
+DRAFT = {"method": "draft_model", "num_speculative_tokens": 3}
+LITTLE_MEMORY = {"num_gpu_blocks_override": 34, "async_scheduling": True}
+ENGINES = {
+    "plain": ("llama3", {}),
+    "overlapped": ("qwen3", {"async_scheduling": True}),
+    "no prefix cache": ("llama3", {"enable_prefix_caching": False}),
+    "chunks": ("llama3", {"max_num_batched_tokens": 16, "max_num_seqs": 12}),
+    "recomputed": ("qwen3", LITTLE_MEMORY),
+    "swapped": ("llama3", {**LITTLE_MEMORY, "swap_space": 0.001}),
+    "some layers have a window": ("gemma2", {}),
+    "sinks and experts": ("gpt_oss", {}),
+    "an fp8 cache": ("llama3", {"kv_cache_dtype": "fp8"}),
+    "prompt lookup": ("qwen2", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+    "a draft model": ("llama3", {"speculative_config": {**DRAFT, "model": "qwen3"}}),
+    "a draft model with a window": ("llama3", {"speculative_config": {**DRAFT, "model": "gemma2"}}),
+    "a tree of guesses": ("qwen3", {"speculative_config": {**DRAFT, "model": "llama3", "tree_width": 2}}),
+}
+
+
+def with_groups(monkeypatch, name: str, options: dict, captured: bool = False):
+    """An engine with groups. ``captured``: its steps are padded, as for CUDA graphs, and computed again."""
+    options = {"block_size": SIZE, **options}
+    if (draft := options.get("speculative_config", {}).get("model")) is not None:
+        options["speculative_config"] = {**options["speculative_config"], "model": folder(draft)}
+    engines = [load(name, **options, cascade_attention=wanted) for wanted in (True, False)]
+    # On the CPU no two padding sequences may write to the same one of the spare block's SIZE slots.
+    monkeypatch.setattr(runner, "graph_batch", lambda batch: -(-batch // SIZE) * SIZE)
+    for llm in engines if captured else ():
+        monkeypatch.setattr(llm.engine.runner, "capture", lambda run: run)
+        monkeypatch.setattr(llm.engine.runner, "_logits", torch.zeros(128, VOCABULARY))
+    return engines
+
+
+def levels_used(monkeypatch) -> set[int]:
+    """The numbers of levels of the attention calls that follow, of layers without a window."""
+    used: set[int] = set()
+    cascade = model.cascade_with_kvcache
+
+    def attend(*tensors, levels, **options):
+        used.add(len(levels))
+        return cascade(*tensors, levels=levels, **options)
+
+    monkeypatch.setattr(model, "cascade_with_kvcache", attend)
+    return used
+
+
+EAGER = ("plain", "chunks")
+"""With ``make test``: the engines that are also computed without padding."""
+
+
+@pytest.mark.parametrize(
+    ("name", "captured"),
+    [
+        pytest.param(name, captured, marks=() if captured or name in EAGER else pytest.mark.thorough)
+        for name in ENGINES
+        for captured in (True, False)
+    ],
+)
+def test_answers_in_groups_are_those_without(name, captured, monkeypatch):
+    """Greedy and sampled, of several answers for each prompt, some of which end earlier."""
+    used = levels_used(monkeypatch)
+    llm, plain = with_groups(monkeypatch, *ENGINES[name], captured)
+    params = [
+        SamplingParams(n=1 + i % 3, temperature=0.7 * (i % 2), seed=i, max_tokens=LENGTH - i, logprobs=1)
+        for i in range(len(NESTED))
+    ]
+    for _ in range(2):  # the second time, prompts are found in the prefix cache
+        outputs, expected = (one.generate(NESTED, params) for one in (llm, plain))
+        for output, wanted in zip(outputs, expected, strict=True):
+            assert [one.token_ids for one in output.outputs] == [one.token_ids for one in wanted.outputs]
+            for one, other in zip(output.outputs, wanted.outputs, strict=True):
+                assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
+    # Prompts of one step share blocks only if an earlier step has cached them.
+    assert used == {1, 2} if llm.engine.scheduler.prefix_caching else {1}
+    stats = llm.get_metrics()
+    assert 0 < stats.kv_reads_saved < stats.kv_reads
+    assert plain.get_metrics().kv_reads == 0
+    manager = llm.engine.scheduler.manager
+    manager.check_integrity()
+    assert manager.sequences == ()
+    if name in ("recomputed", "swapped"):
+        assert stats.num_preemptions > 0
+    if captured:
+        assert {len(form.levels) for form in llm.engine.runner.graphs} >= used
+        assert {len(form.levels) for form in plain.engine.runner.graphs} == {0}
+
+
+def test_beams_in_groups_are_those_without(monkeypatch):
+    used = levels_used(monkeypatch)
+    llm, plain = with_groups(monkeypatch, "llama3", {})
+    for _ in range(2):
+        outputs, expected = (one.beam_search(NESTED[:4], BeamSearchParams(3, LENGTH)) for one in (llm, plain))
+        for output, wanted in zip(outputs, expected, strict=True):
+            assert [one.token_ids for one in output.outputs] == [one.token_ids for one in wanted.outputs]
+    assert used == {1, 2}
+
+
+def test_common_blocks_are_read_once_in_a_step(monkeypatch):
+    """Counted where the CPU backend gathers the pages of a sequence."""
+    llm, _ = with_groups(monkeypatch, "llama3", {})
+    table, steps = llm.engine.scheduler.manager.table, []
+    gather, launch = cpu_decode.tokens_of_pages, llm.engine.runner.launch
+
+    def tokens_of_pages(cache, pages, descale, memory):
+        steps[-1][1].extend(pages.tolist())
+        return gather(cache, pages, descale, memory)
+
+    def launched(schedule):
+        shared = {
+            table.entries[schedule.entries[group.start].row * table.max_blocks + at // SIZE]
+            for level in (() if schedule.cascade is None else schedule.cascade.levels)
+            for group in level
+            for at in range(group.first, group.end, SIZE)
+        }
+        steps.append((shared, []))
+        return launch(schedule)
+
+    monkeypatch.setattr(cpu_decode, "tokens_of_pages", tokens_of_pages)
+    monkeypatch.setattr(llm.engine.runner, "launch", launched)
+    llm.generate(NESTED[:2], SamplingParams(n=3, max_tokens=3, ignore_eos=True))
+    assert [len(shared) for shared, _ in steps] == [0, 10, 10]  # the full blocks of 22 and of 23 tokens
+    layers = len(llm.engine.runner.model.layers)
+    for shared, read in steps:
+        assert {read.count(page) for page in shared} <= {2 * layers}  # keys, and values

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu import reason_against, with_exact_products
-from flashtile.problems.linear import SWIGLU, LinearProblem, LinearTensors, QkvTensors
+from flashtile.problems.linear import SWIGLU, LinearProblem, QkvTensors
 from flashtile.reference.linear import (
     before_norm,
     epilogue,

@@ -111,7 +111,7 @@ def rows_of_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[SeenRo
     has_edges = left != UNLIMITED or right != UNLIMITED
     lengths = assumed_lengths(problem)
     if has_lists(problem):
-        steps, blocks = (math.ceil(length / block) for length, block in zip(lengths[0], (block_m, block_n)))
+        steps, blocks = math.ceil(lengths[0][0] / block_m), math.ceil(lengths[0][1] / block_n)
         # The common blocks come first, as those of a prompt do: the queue starts with them.
         common, few = math.ceil(blocks / SEEN_BY_ALL), math.ceil(steps / SEEN_BY_ALL)
         seen = (steps,) * common + (few,) * (blocks - common)
@@ -152,8 +152,9 @@ def assumed_lengths(problem: Problem) -> list[tuple[int, int]]:
         return [(sequence_q, sequence_k)]
     ranks = [(rank + 0.5) / problem.batch for rank in reversed(range(problem.batch))]
     sides = []
-    for longest, total in zip((problem.seqlen_q, problem.seqlen_k), totals, strict=True):
-        exponent = max(longest * problem.batch / max(total, 1) - 1, 0.0)
+    for bound, total in zip((problem.seqlen_q, problem.seqlen_k), totals, strict=True):
+        longest = min(bound, total)
+        exponent = max(longest * problem.batch / total - 1, 0.0)
         sides.append([math.ceil(longest * rank**exponent) for rank in ranks])
     return list(zip(*sides, strict=True))
 
@@ -176,13 +177,13 @@ LISTED_ROUNDS = 8
 """With a block mask, each program takes about this many work tiles of the last, interleaved heads. The host
 does not read the lists. A prompt that all rows see has work tiles several times as long as the mean, and
 those of all heads must start early."""
-L2_BYTES = {"by cost": 60e6, "by sequence": 90e6}
-"""Bytes of the rows that programs work on at a time (:func:`bytes_at_work`) up to which they come from the L2
-cache, by the order of the tile table. Packed documents of 12 query heads on 2 took 1.32 times the estimate by
-cost, of 28 on 4 1.31 times, of 40 on 8 1.15, of 24 on 8 1.07 (head_dim 128, 32,768 tokens). A model of the
-cache with 40 MB and 3.3 TB/s behind it is within 7 % of ten such calls. Both limits come from that model."""
+BYTES_BY_COST, BYTES_BY_SEQUENCE = 60e6, 90e6
+"""Up to these many :func:`bytes_at_work`, packed rows stay in the L2 cache, by the order of the tile table. By
+cost, with the times of an H200, documents of 12 query heads on 2 took 1.32 times the estimate without a cache,
+of 28 on 4 1.31, of 40 on 8 1.15, of 24 on 8 1.07 times (head_dim 128, 32,768 tokens). A model with 40 MB of
+cache and 3.3 TB/s behind it is within 7 % of ten such calls, and gives both numbers."""
 SHORT = 1024
-"""Keys of sequences that are too short for such a factor."""
+"""Keys up to which sequences have few programs that could read a row from the cache."""
 EQUAL = 1.02
 """Times that differ by at most this factor are considered equal."""
 
@@ -267,7 +268,7 @@ def fastest(problem: Problem, configs: tuple[BackwardConfig, ...]) -> BackwardCo
     one that divides heads rather than rows. Work tiles that make ENOUGH_ROUNDS are not divided further.
     """
     first = configs[0]  # the table's, which stays unless another should clearly be faster
-    if not problem.total_q or not problem.total_k:
+    if not (problem.batch and problem.total_q and problem.total_k):
         return first
     whole = microseconds(problem, first)
     choices = tuple(variants(problem, configs))
@@ -392,19 +393,19 @@ def sorted_by_cost(problem: Problem, config: BackwardConfig) -> bool:
     _, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     if not problem.varlen or problem.deterministic or right == UNLIMITED:
         return False
-    return not is_causal(problem) or bytes_at_work(problem, config) <= L2_BYTES["by cost"]
+    return not is_causal(problem) or bytes_at_work(problem, config) <= BYTES_BY_COST
 
 
 def cache_misses(problem: Problem, config: BackwardConfig) -> float:
     """Return the factor of the time of steps whose rows leave the L2 cache, 1 if they do not.
 
-    It was found for packed sequences under a causal mask. Each row of a short one is read by few programs.
-    Programs that divide the rows of a block of keys work on fewer sequences at a time.
+    It was found for packed sequences under a causal mask. Programs that divide the rows of a block of keys
+    work on fewer sequences at a time.
     """
     many = problem.varlen and is_causal(problem) and problem.seqlen_k > SHORT
     if not many or problem.deterministic or config.wide:
         return 1.0
-    return max(bytes_at_work(problem, config) / config.ROW_SPLITS / L2_BYTES["by sequence"], 1.0)
+    return max(bytes_at_work(problem, config) / config.ROW_SPLITS / BYTES_BY_SEQUENCE, 1.0)
 
 
 def row_bytes(problem: Problem) -> int:
@@ -529,12 +530,13 @@ def resident_heads(problem: Problem, config: BackwardConfig, swizzle: int, progr
         return key_heads(problem)
     # Twice the heads at work and one. Causal at a length of 512 and head_dim 64, 1.2, 1.5, 2, 3 and 6 times
     # took 533, 493, 481, 483 and 491 us: with less room heads wait, with more dq_accum leaves the L2 cache.
-    # Steps of fewer rows or columns take less time, and more heads complete during a conversion. Causal at a
-    # length of 1,024, 64 heads of 16 took as long as without a mask, 1.4 times the estimate. They get more
-    # room, in at most as many bytes as at head_dim 128. Grouped heads take longer, and have large rooms.
+    # If steps have fewer rows or columns, more heads complete during a conversion: causal at a length of
+    # 1,024, heads of 16 took as long as without a mask, 1.4 times the estimate. They get room in at most as
+    # many bytes as heads of 128. Grouped heads, and those of packed sequences, take longer.
     tiles = math.ceil(problem.total_k / dense_batch(problem) / config.BLOCK_N) * config.ROW_SPLITS
     rounds = LISTED_ROUNDS if has_lists(problem) else 2
-    if is_causal(problem) and problem.group_size == 1 and not (problem.deterministic or has_lists(problem)):
+    alone = problem.group_size == 1 and not (problem.varlen or problem.deterministic or has_lists(problem))
+    if alone and is_causal(problem):
         rounds = min(max(2 * STEP // (config.BLOCK_M * tile_widths(problem)[0]), 2), 4)
     heads = math.ceil(rounds * programs / max(tiles, 1)) + 1
     # A group of interleaved heads completes at once, so another group needs room meanwhile. Without it,

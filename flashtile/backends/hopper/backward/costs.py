@@ -40,7 +40,7 @@ SEEN_BY_ALL blocks of keys, such as those of a prompt, and that one of SEEN_BY_A
 MAX_PARTS = 32
 """Largest number of parts of a gradient, so that their sum stays a short kernel."""
 MAX_BYTES = 128 * 2**20
-"""Largest size of a ``dq_accum`` for all heads. All parts of dK and dV take as much, or as much as q and dO."""
+"""Largest size of a ``dq_accum`` for all heads, and of all parts of dK and dV unless q and dO are larger."""
 
 
 class Splits(NamedTuple):
@@ -172,16 +172,16 @@ SWIZZLE_BYTES = {"even": 20 * 2**20, "uneven": 12 * 2**20}
 two groups at a time. A larger limit is faster if all blocks of keys cost the same. A smaller limit is faster
 under a causal mask, where heads complete later."""
 STEP = 64 * 128
-"""Floats of dQ in a step of most configurations. If it has fewer, ``dq_accum`` has room for more heads."""
+"""Floats of dQ in a step of most configurations. With fewer, ``dq_accum`` may have room for more heads."""
 LISTED_ROUNDS = 8
 """With a block mask, each program takes about this many work tiles of the last, interleaved heads. The host
 does not read the lists. A prompt that all rows see has work tiles several times as long as the mean, and
 those of all heads must start early."""
 BYTES_BY_COST, BYTES_BY_SEQUENCE = 60e6, 90e6
-"""Up to these many :func:`bytes_at_work`, packed rows stay in the L2 cache, by the order of the tile table. By
-cost, with the times of an H200, documents of 12 query heads on 2 took 1.32 times the estimate without a cache,
-of 28 on 4 1.31, of 40 on 8 1.15, of 24 on 8 1.07 times (head_dim 128, 32,768 tokens). A model with 40 MB of
-cache and 3.3 TB/s behind it is within 7 % of ten such calls, and gives both numbers."""
+"""Up to so many :func:`bytes_at_work`, packed rows stay in the L2 cache, by the order of the tile table. By
+cost, packed documents took longer on an H200 than estimated without misses: with 12 query heads on 2 1.32
+times as long, 28 on 4 1.31, 40 on 8 1.15, 24 on 8 1.07 (head_dim 128, 32,768 tokens). A model with a cache of
+40 MB and 3.3 TB/s behind it is within 7 % of ten such calls. Both numbers come from it."""
 SHORT = 1024
 """Keys up to which sequences have few programs that could read a row from the cache."""
 EQUAL = 1.02
@@ -231,9 +231,9 @@ SUM = 4.0
 L2_PARTS = 40e6
 """Bytes of parts that stay in the L2 cache."""
 PART_BYTES = 5.0e6
-"""Bytes per microsecond of parts that do not stay there. Cross-attention to 234 keys took 291 us with 107 MB
-of parts, where the estimate without this time is 237; to 512 keys with 101 MB 670, not 613. Under a causal
-mask it is not added: splits then also bring back rows that leave the cache, which dense calls do not count."""
+"""Bytes per microsecond of parts that do not stay there. With 107 MB of parts, cross-attention to 234 keys
+took 291 us, and the estimate without this time is 237; with 101 MB, to 512 keys, 670 and 613. Under a causal
+mask it is not added: there, splits also keep rows in the cache, which is not estimated for dense calls."""
 
 
 class LaunchWork(NamedTuple):
@@ -530,14 +530,15 @@ def resident_heads(problem: Problem, config: BackwardConfig, swizzle: int, progr
         return key_heads(problem)
     # Twice the heads at work and one. Causal at a length of 512 and head_dim 64, 1.2, 1.5, 2, 3 and 6 times
     # took 533, 493, 481, 483 and 491 us: with less room heads wait, with more dq_accum leaves the L2 cache.
-    # If steps have fewer rows or columns, more heads complete during a conversion: causal at a length of
-    # 1,024, heads of 16 took as long as without a mask, 1.4 times the estimate. They get room in at most as
-    # many bytes as heads of 128. Grouped heads, and those of packed sequences, take longer.
+    # If steps have fewer floats, more heads complete during a conversion: causal at a length of 1,024, heads
+    # of 16 took as long as without a mask, 1.4 times the estimate. Three times the heads at work have room in
+    # fewer bytes than twice the heads of 128 columns. Grouped heads, and those of packed sequences, take
+    # longer.
     tiles = math.ceil(problem.total_k / dense_batch(problem) / config.BLOCK_N) * config.ROW_SPLITS
     rounds = LISTED_ROUNDS if has_lists(problem) else 2
-    alone = problem.group_size == 1 and not (problem.varlen or problem.deterministic or has_lists(problem))
-    if alone and is_causal(problem):
-        rounds = min(max(2 * STEP // (config.BLOCK_M * tile_widths(problem)[0]), 2), 4)
+    short = config.BLOCK_M * tile_widths(problem)[0] < STEP and problem.group_size == 1
+    if short and is_causal(problem) and not (problem.varlen or problem.deterministic or has_lists(problem)):
+        rounds = 3
     heads = math.ceil(rounds * programs / max(tiles, 1)) + 1
     # A group of interleaved heads completes at once, so another group needs room meanwhile. Without it,
     # causal calls took up to 20 % longer. Without a mask, all rooms that were tried were within 5 % of each

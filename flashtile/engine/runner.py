@@ -261,18 +261,21 @@ class Runner:
         """Free the memory of the KV cache and of the weights. See :meth:`flashtile.engine.LLM.sleep`."""
         self.close()
         caches = [self._logits, *(one for memory in self._memories for one in (memory.k, memory.v))]
-        self.asleep = {KV_CACHE: [Freed(caches, False)], WEIGHTS: [Freed(self.model.weights, keep_weights)]}
+        # Each part is noted when it is freed: if the host has no memory for the next one, wake_up restores it.
+        self.asleep[KV_CACHE] = [Freed(caches, False)]
+        self.asleep[WEIGHTS] = [Freed(self.model.weights, keep_weights)]
+        self.has_weights &= keep_weights
         if self.drafter is not None:
             self.asleep[WEIGHTS].append(Freed(self.drafter.model.weights, True))
-        self.has_weights = keep_weights
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def wake_up(self, tag: str) -> None:
         """Allocate the memory of ``tag`` again, if it was freed."""
-        for freed in self.asleep.pop(tag, ()):
+        for freed in self.asleep.get(tag, ()):
             freed.restore()
+        self.asleep.pop(tag, None)  # not earlier: the device may have no memory yet
 
     def _form(self, schedule: SchedulerOutput) -> tuple[Form, bool]:
         """Return the sizes of a step, and whether a CUDA graph computes it."""

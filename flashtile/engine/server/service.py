@@ -45,6 +45,8 @@ class Limits:
             closes the one that has been idle longest.
         max_priority: ``priority`` of a call may be from ``-max_priority`` to ``max_priority``.
         cors_origins: origins, such as "https://example.org", whose web pages may call the server. "*": all.
+        server_dev_mode: serve the paths of ``DEVELOPMENT`` in :mod:`flashtile.engine.server.openapi`, by which
+            any client can stop the engine or read weights of a folder into it.
         tls: certificates and key for TLS. None: connections are not encrypted.
 
     Raises:
@@ -65,6 +67,7 @@ class Limits:
     max_priority: int = 0
     access_log: bool = True
     cors_origins: tuple[str, ...] = ()
+    server_dev_mode: bool = False
     tls: ssl.SSLContext | None = None
 
     def __post_init__(self) -> None:

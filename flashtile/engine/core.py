@@ -360,8 +360,7 @@ class Engine:
         )  # fmt: skip
 
     def _check_no_requests(self, method: str) -> None:
-        # The step in flight may still compute a sequence whose last token was read meanwhile: no request waits
-        # for it.
+        # A step in flight does not count: it was launched before the last token of an answer was read.
         if self.requests:
             count = len(self.requests)
             raise ValueError(f"{method} must be called without unfinished requests, got {count} of them")
@@ -637,7 +636,7 @@ class Engine:
 
 
 def scores(tokens: list[int], output: RequestOutput) -> list[float]:
-    """Return the log-probabilities of all tokens but the first from the output of ``Engine.score_request``."""
+    """Return the log-probabilities of all tokens but the first, from the output of a request that scores."""
     answer = output.outputs[0]
     if answer.finish_reason in ("abort", "error"):
         raise RuntimeError(f"score: {answer.stop_reason or 'the request was aborted'}")

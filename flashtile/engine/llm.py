@@ -564,9 +564,9 @@ def _check_invariant(cascade: bool, processes: int, tree_width: int, dtype: Any,
         ("cascade_attention", cascade, not cascade, "False"),
         ("tensor_parallel_size", processes, processes == 1, "1"),
         ("tree_width", tree_width, tree_width == 1, "1"),
-        ("dtype", dtype, dtype != torch.float32, "bfloat16 or float16"),
+        ("dtype", dtype, dtype != torch.float32, "bfloat16 or float16 on a GPU"),
         # On a GPU, torch's softmax of a row begins at the first address that is a multiple of 16 bytes.
-        ("vocab_size", vocab_size, dtype is None or vocab_size % 8 == 0, "a multiple of 8"),
+        ("vocab_size", vocab_size, dtype is None or vocab_size % 8 == 0, "a multiple of 8 on a GPU"),
     ):
         if not is_fixed:
             raise NotImplementedError(f"{name} must be {needed} with batch_invariant, got {got}")

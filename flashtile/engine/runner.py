@@ -261,7 +261,7 @@ class Runner:
         """Free the memory of the KV cache and of the weights. See :meth:`flashtile.engine.LLM.sleep`."""
         self.close()
         caches = [self._logits, *(one for memory in self._memories for one in (memory.k, memory.v))]
-        # Each part is noted when it is freed: if the host has no memory for the next one, wake_up restores it.
+        # Note each part as it is freed: if the host has no memory for the next one, wake_up restores it.
         self.asleep[KV_CACHE] = [Freed(caches, False)]
         self.asleep[WEIGHTS] = [Freed(self.model.weights, keep_weights)]
         self.has_weights &= keep_weights

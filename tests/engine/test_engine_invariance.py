@@ -14,6 +14,7 @@ from engine_models import MODELS, VOCABULARY, folder, load, transformers_model
 from flashtile.backends.cpu import decode as cpu_decode
 from flashtile.backends.cpu import linear as cpu_linear
 from flashtile.engine import LLM, SamplingParams
+from flashtile.engine import llm as llm_module
 from flashtile.engine.model import Attention
 from flashtile.engine.outputs import RequestOutput
 
@@ -162,6 +163,10 @@ def one_product(problem, x, weight, given):
     return cpu_linear._linear(replace(problem, invariant=False), x, weight, given)
 
 
+def shared_tiles(span, size, split=cpu_decode.split):
+    return split(span, max(size, 8))
+
+
 def fused_append(self, *given, append=Attention._append_few):
     self.qkv.invariant = False
     try:
@@ -178,7 +183,7 @@ def usual_attention_of_guesses(self, step, options=Attention._options):
     ("where", "function", "planted", "engine"),
     [
         (cpu_linear, "_invariant", one_product, ENGINES[0]),
-        (cpu_decode, "split", lambda span, size, split=cpu_decode.split: split(span, max(size, 8)), ENGINES[0]),
+        (cpu_decode, "split", shared_tiles, ENGINES[0]),
         (Attention, "_append_few", fused_append, ENGINES[0]),
         (Attention, "_options", usual_attention_of_guesses, None),
     ],
@@ -222,5 +227,19 @@ def test_what_cannot_be_scored_is_refused():
 def test_what_adds_in_other_orders_is_refused(options, name):
     if name == "tree_width":
         options["speculative_config"]["model"] = folder("llama3")
-    with pytest.raises(NotImplementedError, match=name):
+    with pytest.raises(NotImplementedError, match=rf"^{name} must be .* with batch_invariant, got (True|2)$"):
         load("llama3", batch_invariant=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vocab_size", "needed", "got"),
+    [
+        (torch.float32, 128, "dtype must be bfloat16 or float16", torch.float32),
+        (torch.float16, 121, "vocab_size must be a multiple of 8", 121),
+    ],
+    ids=["dtype", "vocabulary"],
+)
+def test_what_only_a_gpu_adds_in_other_orders_is_refused(dtype, vocab_size, needed, got):
+    with pytest.raises(NotImplementedError, match=f"^{needed} on a GPU with batch_invariant, got {got}$"):
+        llm_module._check_invariant(False, 1, 1, dtype, vocab_size)
+    llm_module._check_invariant(False, 1, 1, None, vocab_size)  # a CPU

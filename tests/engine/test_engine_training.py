@@ -123,7 +123,7 @@ def test_a_draft_model_sleeps_as_well():
     expected = answers(llm)
     llm.sleep(2)
     llm.wake_up()
-    with pytest.raises(ValueError, match="update_weights must be called before requests of an engine without"):
+    with pytest.raises(ValueError, match="update_weights must be called before requests"):
         answers(llm)
     llm.update_weights(folder("llama3"))
     guessed = llm.engine.num_guessed_tokens
@@ -171,7 +171,7 @@ def test_weights_that_fail_half_way_are_not_used():
     changed = {name: tensor + 1 for name, tensor in good.items()}
     with pytest.raises(NotImplementedError):
         llm.update_weights({**changed, norm: good[norm].to("meta")})  # has no numbers to copy
-    with pytest.raises(ValueError, match="update_weights must be called before requests of an engine without"):
+    with pytest.raises(ValueError, match="update_weights must be called before requests"):
         answers(llm)
     llm.update_weights(good)
     assert answers(llm) == expected
@@ -183,7 +183,7 @@ def test_weights_that_were_dropped_stay_dropped():
     llm.wake_up()
     llm.sleep(1)
     llm.wake_up()
-    with pytest.raises(ValueError, match="update_weights must be called before requests of an engine without"):
+    with pytest.raises(ValueError, match="update_weights must be called before requests"):
         answers(llm)
 
 
@@ -236,11 +236,13 @@ def test_a_head_of_its_own_is_refused_where_embeddings_are_tied(tmp_path):
     (tmp_path / "config.json").write_bytes((folder("llama2") / "config.json").read_bytes())
     save_file({**weights, head: embedding + 1}, tmp_path / "model.safetensors")
     for given in ({**weights, head: embedding + 1}, tmp_path):
-        with pytest.raises(ValueError, match="must have the embedding as lm_head.weight of tied embeddings"):
+        with pytest.raises(
+            ValueError, match=r"must have the embedding as lm_head\.weight of tied embeddings"
+        ):
             llm.update_weights(given)
         llm.reset_prefix_cache()
         assert answers(llm) == expected
-    with pytest.raises(ValueError, match=r"must have shape \(120, 64\) for 'lm_head.weight', got \(120, 63\)"):
+    with pytest.raises(ValueError, match=r"shape \(120, 64\) for 'lm_head.weight', got \(120, 63\)"):
         llm.update_weights({**weights, head: embedding[:, 1:]})
     llm.update_weights({**weights, head: embedding.clone()})
     assert answers(llm) == expected

@@ -45,8 +45,7 @@ class Limits:
             closes the one that has been idle longest.
         max_priority: ``priority`` of a call may be from ``-max_priority`` to ``max_priority``.
         cors_origins: origins, such as "https://example.org", whose web pages may call the server. "*": all.
-        server_dev_mode: serve the paths of ``DEVELOPMENT`` in :mod:`flashtile.engine.server.openapi`, by which
-            any client can stop the engine or read weights of a folder into it.
+        server_dev_mode: serve the paths for trainers as well, by which clients can stop the engine.
         tls: certificates and key for TLS. None: connections are not encrypted.
 
     Raises:

@@ -197,8 +197,8 @@ def serve(
         bool,
         typer.Option(
             "--server-dev-mode",
-            help="Also /sleep, /wake_up, /is_sleeping and /update_weights_from_disk, for trainers: "
-            "whoever can call them can stop the engine.",
+            help="Also /sleep, /wake_up, /is_sleeping and /update_weights_from_disk, for trainers. "
+            "Any client can then stop the engine.",
         ),
     ] = False,
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate in PEM: calls are HTTPS.")] = None,

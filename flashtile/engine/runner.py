@@ -501,7 +501,7 @@ class Runner:
                 scored = scored / beam.temperature
             elif mode.startswith("processed"):
                 own: list[Any] = [of[i : i + 1] if isinstance(of, Tensor) else of for of in draw.choice]
-                scored = processed(logits[i : i + 1], Choice(*own))
+                scored = processed(logits[i : i + 1], Choice(*own), tokens[i : i + 1])
             count = scored.shape[1] if count < 0 else count
             normalise = mode.endswith("logprobs")
             in_flight.scores[i] = log_probabilities(scored, tokens[i : i + 1], count, normalise)

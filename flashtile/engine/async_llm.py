@@ -156,8 +156,8 @@ class AsyncLLM:
             found = scores(tokens, output)  # there is only one output
         return found
 
-    # update_weights and sleep raise ValueError while requests are unfinished: an abort would lose answers, and
-    # a wait might never end, because other tasks may add requests.
+    # update_weights and sleep raise ValueError while requests are unfinished. An abort would lose answers, and a
+    # wait might never end, because other tasks may add requests.
 
     async def update_weights(self, named_tensors: NamedTensors) -> None:
         """Replace all weights, as :meth:`flashtile.engine.LLM.update_weights`."""
@@ -176,7 +176,7 @@ class AsyncLLM:
         return await self.call(lambda engine: engine.is_sleeping)
 
     async def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. Always returns True. Requests may be unfinished."""
+        """Empty the prefix cache. Always returns True. Blocks of unfinished requests enter it again later."""
         await self.call(Engine.reset_prefix_cache)
         return True
 

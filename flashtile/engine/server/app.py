@@ -164,16 +164,17 @@ async def _reset_prefix_cache(service: Service, request: web.Request) -> web.Res
 
 async def _sleep(service: Service, request: web.Request) -> web.Response:
     check_content_type(request)
-    level: Any = request.query.get("level", "1")
-    with _clients_errors(request.query):
-        await service.asynchronous.sleep(int(level) if level.isdecimal() else level)
+    given: dict[str, Any] = {name: int(x) if x.isdecimal() else x for name, x in request.query.items()}
+    with _clients_errors(given):
+        await service.asynchronous.sleep(**given)
     return await _is_sleeping(service, request)
 
 
 async def _wake_up(service: Service, request: web.Request) -> web.Response:
     check_content_type(request)
-    with _clients_errors(request.query):
-        await service.asynchronous.wake_up(request.query.getall("tags", None))
+    given = {name: request.query.getall(name) for name in request.query}
+    with _clients_errors(given):
+        await service.asynchronous.wake_up(**given)
     return await _is_sleeping(service, request)
 
 

@@ -156,8 +156,8 @@ class AsyncLLM:
             found = scores(tokens, output)  # there is only one output
         return found
 
-    # update_weights and sleep raise ValueError while requests are unfinished. An abort would lose answers, and a
-    # wait might never end, because other tasks may add requests.
+    # update_weights and sleep raise ValueError while requests are unfinished. An abort would lose answers,
+    # and a wait might never end, because other tasks may add requests.
 
     async def update_weights(self, named_tensors: NamedTensors) -> None:
         """Replace all weights, as :meth:`flashtile.engine.LLM.update_weights`."""

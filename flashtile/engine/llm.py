@@ -395,7 +395,7 @@ class LLM:
 
         Args:
             named_tensors: a folder as ``model``, or all weights under the names of the checkpoint: a dict or
-                pairs of name and tensor, on any device, in any floating-point dtype. Dense models of
+                pairs of name and whole tensor, on any device, in any floating-point dtype. Dense models of
                 Transformers have these names in ``model.named_parameters()``.
 
         Raises:

@@ -163,6 +163,8 @@ class Service:
     async def prepare(self, call: CompletionCall | ChatCall) -> list[TokenizedPrompt]:
         """Tokenize a call's prompts. Texts are tokenized in another thread."""
         limits = self.limits
+        if self.engine.is_sleeping:
+            raise ApiError("the engine sleeps until POST /wake_up", status=503, code="engine_sleeping")
         if abs(call.priority) > limits.max_priority:
             allowed = f"from {-limits.max_priority} to {limits.max_priority}"
             none = "0, because this server sets no priorities"

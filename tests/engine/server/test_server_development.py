@@ -33,8 +33,8 @@ def test_a_trainer_sleeps_the_server_and_gives_it_weights(server, model, tmp_pat
     assert server.ask("/is_sleeping") == (200, {"is_sleeping": False})
     assert server.ask("/sleep?level=2", b"", plain) == (200, {"is_sleeping": True})
     assert server.ask("/health")[0] == 200
-    said = refusal(server, "/v1/completions", {"model": MODEL, "prompt": "abc"})
-    assert said == "wake_up must be called before requests of an engine that sleeps"
+    status, answer = server.ask("/v1/completions", {"model": MODEL, "prompt": "abc"})
+    assert (status, answer["error"]["code"]) == (503, "engine_sleeping")
     assert "wake_up must be called before sleep" in refusal(server, "/sleep", b"", plain)
     assert server.ask("/wake_up?tags=weights", b"", plain) == (200, {"is_sleeping": True})
     copied = tmp_path / ("long name" * 20)

@@ -20,14 +20,7 @@ from flashtile.engine.server.listener import Listener
 from flashtile.engine.server.metrics import CONTENT_TYPE
 from flashtile.engine.server.middlewares import add_middlewares, check_content_type, read_body, request_key
 from flashtile.engine.server.openapi import DEVELOPMENT, document
-from flashtile.engine.server.protocol import (
-    Body,
-    parse,
-    read_detokenize,
-    read_model_path,
-    read_tokenize,
-    wrong,
-)
+from flashtile.engine.server.protocol import Body, parse, read_detokenize, read_folder, read_tokenize, wrong
 from flashtile.engine.server.service import Service
 from flashtile.files import DESIGN
 
@@ -183,7 +176,7 @@ async def _is_sleeping(service: Service, request: web.Request) -> web.Response:
 
 
 async def _update_weights(request: web.Request, service: Service, body: Body) -> web.Response:
-    folder = read_model_path(body)
+    folder = read_folder(body)
     with _clients_errors(body.fields, "model_path"):
         await service.asynchronous.update_weights(folder)
     return json_response({"success": True, "message": f"the weights are those of {folder}"})

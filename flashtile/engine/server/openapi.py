@@ -15,7 +15,7 @@ from flashtile.engine.server.protocol import (
     ChatCall,
     CompletionCall,
     read_detokenize,
-    read_model_path,
+    read_folder,
     read_tokenize,
 )
 from flashtile.version import __version__
@@ -80,19 +80,16 @@ READERS: dict[str, tuple[Callable[[Body, int], object], tuple[dict[str, Any], ..
     ),
     "/tokenize": (lambda body, _: read_tokenize(body), ({"prompt": "Hello"}, {"messages": CONVERSATION})),
     "/detokenize": (lambda body, _: read_detokenize(body), ({"tokens": [72, 105]},)),
-    "/update_weights_from_disk": (lambda body, _: read_model_path(body), ({"model_path": "folder"},)),
+    "/update_weights_from_disk": (lambda body, _: read_folder(body), ({"model_path": "folder"},)),
 }  # fmt: skip
 """Parser of the body of each path, given ``max_logprobs``, and calls with which it reads all fields. The
 first call is an example."""
 
-PARAMETERS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "/v1/models/{name}": ("name", "path", {"type": "string"}),
-    "/sleep": ("level", "query", {"type": "integer", "enum": [1, 2], "default": 1}),
-    "/wake_up": (
-        "tags", "query", {"type": "array", "items": {"type": "string", "enum": ["weights", "kv_cache"]}}
-    ),
-}  # fmt: skip
-"""Name, place and schema of the parameter of a path."""
+PARAMETERS = {
+    "/v1/models/{name}": {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}},
+    "/sleep": {"name": "level", "in": "query", "schema": {"type": "integer", "enum": [1, 2], "default": 1}},
+    "/wake_up": {"name": "tags", "in": "query", "schema": {"type": "array", "items": {"type": "string"}}},
+}
 SUMMARIES = {
     ("post", "/v1/completions"): "Continue texts or tokens, several prompts in one call.",
     ("post", "/v1/chat/completions"): "Continue a conversation with the model's chat template.",
@@ -203,9 +200,7 @@ def document(max_logprobs: int, development: bool = False) -> dict[str, Any]:
             content = {"application/json": {"schema": schema, "example": READERS[path][1][0]}}
             operation["requestBody"] = {"required": True, "content": content}
         if path in PARAMETERS:
-            name, kind, schema = PARAMETERS[path]
-            one = {"name": name, "in": kind, "required": kind == "path", "schema": schema}
-            operation["parameters"] = [one]
+            operation["parameters"] = [PARAMETERS[path]]
         paths.setdefault(path, {})[method] = operation
     return {
         "openapi": "3.0.3",

@@ -382,7 +382,7 @@ def read_detokenize(body: Body) -> list[int]:
     return tokens
 
 
-def read_model_path(body: Body) -> str:
+def read_folder(body: Body) -> str:
     path = body.take("model_path")
     if not isinstance(path, str) or not path:
         raise wrong("model_path", "a folder with weights", path)

@@ -242,10 +242,8 @@ def serve(
         if not 0 <= shutdown_timeout < float("inf"):
             raise ValueError(f"shutdown_timeout must be at least 0 and finite, got {shutdown_timeout}")
         if server_dev_mode and data_parallel_size > 1:
-            raise ValueError(
-                "server_dev_mode must be off with data_parallel_size above 1, because a replica that is "
-                f"started again has the weights of its start, got {data_parallel_size}"
-            )
+            # A replica that is started again would have the weights of its start.
+            raise ValueError(f"server_dev_mode must be off with data_parallel_size={data_parallel_size}")
         formats = check_parsers(tool_call_parser, reasoning_parser)
         speculation = _json_object("speculative_config", speculative_config)
     shown, scheme = f"[{host}]" if ":" in host else host, "http" if limits.tls is None else "https"

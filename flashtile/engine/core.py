@@ -298,7 +298,6 @@ class Engine:
             weights = given_weights(named_tensors, *given)
         model.check_e4m3(weights)
         self.on_change("update_weights", (named_tensors,), {})
-        self._read()
         self.scheduler.manager.reset_prefix_cache()
         runner.has_weights = False  # until all are written
         model.update(weights)
@@ -311,7 +310,6 @@ class Engine:
         if self.is_sleeping:
             raise ValueError("wake_up must be called before sleep of an engine that sleeps")
         self.on_change("sleep", (level,), {})
-        self._read()
         self.scheduler.manager.reset_prefix_cache()
         self.runner.sleep(keep_weights=level == 1)
 
@@ -360,7 +358,7 @@ class Engine:
         )  # fmt: skip
 
     def _check_no_requests(self, method: str) -> None:
-        # A step in flight does not count: it was launched before the last token of an answer was read.
+        # A step may be in flight, launched before the last token of an answer was read. It is of no more use.
         if self.requests:
             count = len(self.requests)
             raise ValueError(f"{method} must be called without unfinished requests, got {count} of them")

@@ -5,6 +5,9 @@ There is one exchange, and no partial results are merged. This suits models with
 rank then gathers only the keys just before its own, while it computes the rows that see its own keys only.
 Messages are received directly into the tensors that attention reads. Gradients of keys and values are sent
 directly from the tensors that the backward pass wrote.
+
+A forward pass divides the work by rows, so that nothing is merged. Where few keys travel, the backward pass
+divides it by keys: those of other ranks (the halo), then the rank's own.
 """
 
 from __future__ import annotations

@@ -127,10 +127,10 @@ def traffic(
     sent: Counter[int] = Counter()
     events: list[str] = []
 
-    def post(ranks: Any, messages: Any, received: Any, timeout: float) -> Any:
+    def post(ranks: Any, messages: Any, *others: Any) -> Any:
         for peer, buffer in messages:
             sent[peer] += buffer.numel()
-        return plain(ranks, messages, received, timeout)
+        return plain(ranks, messages, *others)
 
     def told(of: Any, name: str, event: str) -> Any:
         function = getattr(of, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 
 import numpy as np
@@ -143,7 +144,7 @@ def test_only_keys_that_some_query_sees_travel_once_and_in_one_direction(ranks, 
         assert sent == ({rank + 1: window * of_token} if rank + 1 < count else {})
         assert returned == ({rank - 1: window * of_token} if rank else {})
         if rank:  # other rows are computed while messages are in transit
-            assert events == ["post", "attend", "wait", "attend"]
+            assert events == ["post", "attend", "attend", "wait", "attend"]
             assert events_back == ["attend", "post", "attend", "wait"]
     # A document ends 5 tokens after the first boundary and begins 4 tokens before it.
     documents = [own - 4, 9, own * count - own - 5]
@@ -182,6 +183,49 @@ def test_a_halo_has_the_gathered_keys_of_other_ranks(layout, window):
             halo = at_ranges(needs.halo_ranges(rank), whole)
             assert needs.halo(rank).tokens == halo.shape[1] == sum(part.tokens for part in parts)
             assert all(torch.equal(part.of_halo(halo), part.of_gathered(whole)) for part in parts)
+
+
+@pytest.mark.parametrize("tokens", [3, 200])
+@pytest.mark.parametrize("window", [(20, 0), (5, 11), (0, -1), (-1, 0)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_calls_in_two_parts_are_the_same_scores(tokens, window, layout):
+    pieces = tuple(pieces_of(layout, tokens, 2, rank) for rank in range(2))
+    mask = blocks.Mask(*window, (0, tokens), (0, tokens))
+    for pair in (blocks.pair_of(pieces[i], pieces[j], mask) for i in range(2) for j in range(2)):
+        if pair.calls:
+            first, rest = pair.in_two
+            call, rows = pair.calls[0], lambda of: [(block.q_start, block.q_stop) for block in of.blocks]
+            assert first.ranges == rest.ranges == pair.ranges
+            assert first.pairs + rest.pairs == pair.pairs
+            assert len(first.calls) == (call.q_stop - call.q_start >= 8)
+            assert blocks.union(rows(first) + rows(rest)) == blocks.union(rows(pair))
+    starts = 0, tokens // 3, tokens
+    packed = blocks.pair_of(pieces[0], pieces[0], blocks.Mask(*window, starts, starts))
+    if packed.calls and isinstance(packed.calls[0], blocks.Packed):
+        first, rest = packed.in_two
+        assert first.calls == ()
+        assert rest is packed
+
+
+def test_messages_do_not_wait_for_what_is_launched_before_them(one_rank, monkeypatch):
+    """The messages' stream begins to wait before the launch, and is left after they are posted."""
+    events = []
+
+    @contextlib.contextmanager
+    def stream(device):
+        events.append("in the stream")
+        yield
+        events.append("out")
+
+    monkeypatch.setattr(ranks_module, "_aside", lambda device: events.append("wait") or stream(device))
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: events.append("messages") or [])
+    message = Message(0, torch.zeros(4, dtype=torch.uint8))
+    ranks = Ranks(dist.group.WORLD)
+    ranks.post([message], [], 5.0, lambda: events.append("launch"))
+    assert events == ["wait", "launch", "in the stream", "messages", "out"]
+    events.clear()
+    ranks.post([], [], 5.0, lambda: events.append("launch"))
+    assert events == ["launch"]
 
 
 def test_only_blocks_of_keys_that_a_mask_shows_travel(ranks):

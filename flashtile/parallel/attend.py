@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flashtile.api.merge import merge_into
 from flashtile.operators.attention import BACKWARD, FORWARD, FORWARD_INTO
-from flashtile.parallel.blocks import Block, Mask, Packed, Pair, Ranges, pair_of, union
+from flashtile.parallel.blocks import Block, Mask, Packed, Pair, Ranges, other_rows, pair_of, union
 from flashtile.parallel.layout import Piece, tokens_of
 from flashtile.parallel.ranks import Ranks
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
@@ -260,14 +260,11 @@ class Total:
         if bounds[:2] == [*self._whole]:
             (first, *_), *others = parts
             result = first if first.dtype == dtype else torch.empty_like(self._like, dtype=dtype)
-            at = 0
             for part, start, stop in others:
                 torch.add(first[:, start:stop], part, out=result[:, start:stop])
-                if result is not first:
-                    result[:, at:start] = first[:, at:start]
-                at = stop
-            if result is not first:
-                result[:, at:] = first[:, at:]
+            alone = other_rows(tuple((start, stop) for _, start, stop in others), self._whole[1])
+            for start, stop in alone if result is not first else ():
+                result[:, start:stop] = first[:, start:stop]
             return result
         if [0, *bounds[1::2]] == [*bounds[::2], self._whole[1]]:  # the parts cover all tokens without overlap
             result = torch.empty_like(self._like, dtype=dtype)

@@ -5,7 +5,6 @@ There is one exchange, and no partial results are merged. This suits models with
 rank then gathers only the keys just before its own, while it computes the rows that see its own keys only.
 Messages are received directly into the tensors that attention reads. Gradients of keys and values are sent
 directly from the tensors that the backward pass wrote.
-
 A forward pass divides the work by rows, so that nothing is merged. Where few keys travel, the backward pass
 divides it by keys: those of other ranks (the halo), then the rank's own.
 """
@@ -286,10 +285,9 @@ class AllGather:
         elif own.disjoint and others.disjoint:
             out, lse = new_results(q, v.shape[-1], (*own.calls, *others.calls), sink)
             first, rest = own.in_two
-            # NCCL's kernel begins as these rows end, when they leave their multiprocessors. Without them, it
-            # and a kernel of all rows began at once. On a rank where NCCL got no multiprocessor, it had to
-            # wait for the end of that kernel. On the other rank, it held multiprocessors meanwhile, and their
-            # share of the work tiles came late: both passes took 15.3 instead of 12.9 ms.
+            # NCCL's kernel begins as the first rows leave their multiprocessors. Begun with a kernel of all
+            # rows, it got none on one rank until that kernel ended. On the other rank it held some meanwhile,
+            # so their share of the work tiles came late: both passes took 15.3 instead of 12.9 ms.
             begin = partial(attend_rows, out, lse, q, own_keys, own_values, first, scores, sink)
             coming = gather([k, v], begin)
             attend_rows(out, lse, q, own_keys, own_values, rest, scores, sink)

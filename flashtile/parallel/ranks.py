@@ -86,10 +86,8 @@ class Ranks:
                 if buffer.numel():
                     operations.append(dist.P2POp(kind, buffer, self._global[peer], self.group))
                     peers.append(peer)
-        aside = contextlib.nullcontext()
+        aside = _aside(operations[0].tensor.device) if operations and before else contextlib.nullcontext()
         if before is not None:
-            if operations:
-                aside = _aside(operations[0].tensor.device)
             before()
         if not operations:
             return Pending(self, [], (), timeout)

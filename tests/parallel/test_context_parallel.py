@@ -666,7 +666,7 @@ def test_a_sum_in_16_bits_grows_in_place(spans):
     """Of gradients of all tokens that a kernel has rounded, and float32 gradients of some."""
     torch.manual_seed(0)
     like, total = torch.empty(1, 6, 3, 4, dtype=torch.bfloat16), torch.zeros(1, 6, 3, 4)
-    gradients, whole = Total(like, torch.float32), None
+    gradients, whole = Total(like, torch.float32), like
     for start, stop in spans:
         part = torch.randn(1, stop - start, 3, 4)
         if stop - start == 6:

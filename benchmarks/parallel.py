@@ -105,7 +105,13 @@ def write(rows: list[dict[str, Any]], json_file: Path | None, where: torch.devic
 
 
 def measured(
-    seqlen: int, window: int, steps: int, long_steps: int, peers: bool, where: torch.device, ahead: bool
+    seqlen: int,
+    window: int,
+    steps: int,
+    long_steps: int,
+    peers: bool,
+    where: torch.device,
+    ahead: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each contestant at one sequence length; ``window`` -1 means no window."""
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32

@@ -406,15 +406,21 @@ class StateWithStatistics(NamedTuple):
     l: Any
     m: Any
     largest: Any
-    """[64]: largest score of a key, in log2 units. Unlike m it does not lag behind, and knows no sink."""
+    """[64]: largest score of a key, in log2 units, where m is another: it may lag behind, or be a sink."""
     moment: Any
     """[64, 4]: sums of P log2 P, in the units and the layout of l."""
+
+
+@gluon.constexpr_function
+def keeps_largest(C):
+    """Whether the largest score of a row is kept beside m. If m is neither a sink nor lags behind, it is m."""
+    return C.MAX_LOGITS and (C.SINK or C.LAZY_RESCALE)
 
 
 @gluon.jit
 def state_of(C: gl.constexpr, o, l, m, largest, moment):
     """Return the state of the online softmax, with statistics if the call has any."""
-    if C.MAX_LOGITS or C.ENTROPY:
+    if keeps_largest(C) or C.ENTROPY:
         return StateWithStatistics(o, l, m, largest, moment)
     else:
         return SoftmaxState(o, l, m)
@@ -423,7 +429,7 @@ def state_of(C: gl.constexpr, o, l, m, largest, moment):
 @gluon.jit
 def statistics_of(C: gl.constexpr, state):
     """Return (largest, moment) of the state; zeros for what the call lacks."""
-    if C.MAX_LOGITS or C.ENTROPY:
+    if keeps_largest(C) or C.ENTROPY:
         return state.largest, state.moment
     else:
         return 0, 0
@@ -491,6 +497,8 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     store_lse(C, lse, work, head, positions, pointers, schedule)
     largest, moment = statistics_of(C, state)
     if C.MAX_LOGITS:
+        if not keeps_largest(C):
+            largest = m
         store_row(C, to_natural(C, largest), work, head, positions, pointers.max_logits, schedule)
     if C.ENTROPY:
         mean = gl.convert_layout(gl.sum(moment, 1), row_layout) / gl.where(sums == 0, 1.0, sums)
@@ -590,7 +598,7 @@ def first_state(C: gl.constexpr, head, pointers):
     if C.SINK:
         l += 0.25
     largest = 0
-    if C.MAX_LOGITS:
+    if keeps_largest(C):
         largest = gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, m.type.layout)
     return state_of(C, o, l, m, largest, moment)
 
@@ -683,7 +691,7 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
     largest, moment = statistics_of(C, state)
     m_first = m
     weights, m, alpha, top_first = online_softmax(C, s, m, numbers.scale_log2)
-    if C.MAX_LOGITS:
+    if keeps_largest(C):
         largest = gl.maximum(largest, top_first)
     if C.ENTROPY:
         moment = entropy_step(C, moment, s, weights, l, m_first, m, alpha, numbers.scale_log2, True)
@@ -722,7 +730,7 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
         # m, P and l of block n. l sums P in fp32, before it is rounded for P V, and with what dropout drops.
         m_old = m
         weights, m, alpha, top = online_softmax(C, s, m, numbers.scale_log2)
-        if C.MAX_LOGITS:
+        if keeps_largest(C):
             largest = gl.maximum(largest, top)
         if C.ENTROPY:
             moment = entropy_step(C, moment, s, weights, l, m_old, m, alpha, numbers.scale_log2, C.LISTED)
@@ -786,7 +794,7 @@ def attend_masked(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, s
         s = mask(C, s, block.n, rows, s_layout, block.is_full, block.columns, not C.LISTED)
         m_old = gl.convert_layout(m, row)
         weights, m_new, alpha, top = online_softmax(C, s, m_old, tile.numbers.scale_log2)
-        if C.MAX_LOGITS:
+        if keeps_largest(C):
             largest = gl.maximum(largest, gl.convert_layout(top, largest.type.layout))
         if C.ENTROPY:
             scale_log2 = tile.numbers.scale_log2
@@ -1205,7 +1213,7 @@ def entropy_step(
     if MAY_HIDE or has_natural_scores(C):
         log_p = gl.maximum(log_p, -1000.0)
     moment = scale_rows(moment + scale_rows(l, gl.maximum(m - shift, -1000.0)), alpha)
-    return moment + gl.convert_layout(quad_sums(p * log_p), moment.type.layout)
+    return moment + gl.convert_layout(quad_dots(p, log_p), moment.type.layout)
 
 
 @gluon.jit
@@ -1267,6 +1275,18 @@ def quad_sums(p):
     M: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
     return gl.sum(gl.sum(p.reshape([M, N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def quad_dots(p, x):
+    """Sum p x [rows, N] to [rows, 4], as :func:`quad_sums` does.
+
+    Pairs are added last: the sums over N // 8 pairs are then chains of FMAs. Added first, a pair would take a
+    product, an FMA, and an addition to the sum.
+    """
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    return gl.sum(gl.sum((p * x).reshape([M, N // 8, 4, 2]), 1), 2)
 
 
 @gluon.jit

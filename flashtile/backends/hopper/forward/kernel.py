@@ -413,7 +413,7 @@ class StateWithStatistics(NamedTuple):
 
 @gluon.constexpr_function
 def keeps_largest(C):
-    """Whether the largest score is kept beside m, which may lag behind or be a sink. Otherwise it is m."""
+    """Whether the largest score is kept apart from m, which may lag behind or be a sink. If not, it is m."""
     return C.MAX_LOGITS and (C.SINK or C.LAZY_RESCALE)
 
 

@@ -160,13 +160,22 @@ def test_forward(case: Case) -> None:
         "causal",
         "varlen",
         "packed-heads",
-        *(pytest.param(name, marks=exhaustive) for name in ("window", "widest", "used")),
+        "three-warpgroups",
+        *(pytest.param(name, marks=exhaustive) for name in ("window", "widest", "used", "tiles-in-parts")),
     ],
 )
 def test_statistics(name: str) -> None:
-    """Of half blocks and a sink, packed sequences, and packed heads whose maximum lags behind."""
+    """Of half blocks and a sink, packed sequences, packed heads whose maximum lags behind, and one that does
+    not."""
     case = replace(SMALL, **FORWARD[name], name=name)
     check(case, gradients=False, return_max_logits=True, return_entropy=True)
+
+
+def test_statistics_beside_a_large_sink() -> None:
+    """A sink above all scores is the maximum that the softmax subtracts, and no score."""
+    case = replace(SMALL, seqlen_q=20, name="statistics beside a large sink")
+    sink = torch.tensor([20.0, -20.0])
+    check(case, gradients=False, sink=sink, return_max_logits=True, return_entropy=True)
 
 
 def test_statistics_of_natural_scores() -> None:

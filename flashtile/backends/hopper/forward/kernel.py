@@ -406,15 +406,21 @@ class StateWithStatistics(NamedTuple):
     l: Any
     m: Any
     largest: Any
-    """[64]: largest score of a key, in log2 units. Unlike m it does not lag behind, and knows no sink."""
+    """[64]: largest score of a key, in log2 units, where m is another: it may lag behind, or be a sink."""
     moment: Any
     """[64, 4]: sums of P log2 P, in the units and the layout of l."""
+
+
+@gluon.constexpr_function
+def keeps_largest(C):
+    """Whether the largest score is kept apart from m, which may lag behind or be a sink. If not, it is m."""
+    return C.MAX_LOGITS and (C.SINK or C.LAZY_RESCALE)
 
 
 @gluon.jit
 def state_of(C: gl.constexpr, o, l, m, largest, moment):
     """Return the state of the online softmax, with statistics if the call has any."""
-    if C.MAX_LOGITS or C.ENTROPY:
+    if keeps_largest(C) or C.ENTROPY:
         return StateWithStatistics(o, l, m, largest, moment)
     else:
         return SoftmaxState(o, l, m)
@@ -423,7 +429,7 @@ def state_of(C: gl.constexpr, o, l, m, largest, moment):
 @gluon.jit
 def statistics_of(C: gl.constexpr, state):
     """Return (largest, moment) of the state; zeros for what the call lacks."""
-    if C.MAX_LOGITS or C.ENTROPY:
+    if keeps_largest(C) or C.ENTROPY:
         return state.largest, state.moment
     else:
         return 0, 0
@@ -491,6 +497,8 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     store_lse(C, lse, work, head, positions, pointers, schedule)
     largest, moment = statistics_of(C, state)
     if C.MAX_LOGITS:
+        if not keeps_largest(C):
+            largest = m
         store_row(C, to_natural(C, largest), work, head, positions, pointers.max_logits, schedule)
     if C.ENTROPY:
         mean = gl.convert_layout(gl.sum(moment, 1), row_layout) / gl.where(sums == 0, 1.0, sums)
@@ -590,7 +598,7 @@ def first_state(C: gl.constexpr, head, pointers):
     if C.SINK:
         l += 0.25
     largest = 0
-    if C.MAX_LOGITS:
+    if keeps_largest(C):
         largest = gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, m.type.layout)
     return state_of(C, o, l, m, largest, moment)
 
@@ -682,11 +690,11 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
     o, l, m = state.o, state.l, state.m
     largest, moment = statistics_of(C, state)
     m_first = m
-    weights, m, alpha, top_first = online_softmax(C, s, m, numbers.scale_log2)
-    if C.MAX_LOGITS:
-        largest = gl.maximum(largest, top_first)
+    weights, log_p, m, alpha, top = online_softmax(C, s, m, numbers.scale_log2)
+    if keeps_largest(C):
+        largest = gl.maximum(largest, top)
     if C.ENTROPY:
-        moment = entropy_step(C, moment, s, weights, l, m_first, m, alpha, numbers.scale_log2, True)
+        moment = entropy_step(C, moment, weights, log_p, l, m_first, m, alpha, True)
     l = scale_rows(l, alpha) + quad_sums(weights)
     if CUTS_FIRST:  # else O is 0
         o = each(scale_rows, o, alpha)
@@ -721,11 +729,11 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
                 s = mask(C, s, block.n, rows, s_layout, block.is_full, block.columns, C.EVEN_N)
         # m, P and l of block n. l sums P in fp32, before it is rounded for P V, and with what dropout drops.
         m_old = m
-        weights, m, alpha, top = online_softmax(C, s, m, numbers.scale_log2)
-        if C.MAX_LOGITS:
+        weights, log_p, m, alpha, top = online_softmax(C, s, m, numbers.scale_log2)
+        if keeps_largest(C):
             largest = gl.maximum(largest, top)
         if C.ENTROPY:
-            moment = entropy_step(C, moment, s, weights, l, m_old, m, alpha, numbers.scale_log2, C.LISTED)
+            moment = entropy_step(C, moment, weights, log_p, l, m_old, m, alpha, C.LISTED)
         l = scale_rows(l, alpha) + quad_sums(weights)
         # ptxas may move the wait for P V before the exponentials. Keeping it behind them made calls 0.90 to
         # 1.09 times as fast, so the table of configurations says where.
@@ -785,12 +793,11 @@ def attend_masked(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, s
         s, block = block_scores(C, W, WIDTH, tile, rows, i, n)
         s = mask(C, s, block.n, rows, s_layout, block.is_full, block.columns, not C.LISTED)
         m_old = gl.convert_layout(m, row)
-        weights, m_new, alpha, top = online_softmax(C, s, m_old, tile.numbers.scale_log2)
-        if C.MAX_LOGITS:
+        weights, log_p, m_new, alpha, top = online_softmax(C, s, m_old, tile.numbers.scale_log2)
+        if keeps_largest(C):
             largest = gl.maximum(largest, gl.convert_layout(top, largest.type.layout))
         if C.ENTROPY:
-            scale_log2 = tile.numbers.scale_log2
-            moment = entropy_step(C, moment, s, weights, l, m_old, m_new, alpha, scale_log2, True)
+            moment = entropy_step(C, moment, weights, log_p, l, m_old, m_new, alpha, True)
         m = gl.convert_layout(m_new, m.type.layout)
         l = scale_rows(l, alpha) + gl.convert_layout(quad_sums(weights), l.type.layout)
         p = as_operand(C, weights, block.bits, rows, v.tiles.dtype)
@@ -1159,8 +1166,8 @@ from the largest fp16."""
 
 @gluon.jit
 def online_softmax(C: gl.constexpr, s, m, scale_log2):
-    """Return (unnormalised P, new row maximum, factor for earlier sums, largest score of each row in log2
-    units). ``scale_log2`` is positive.
+    """Return (unnormalised P, log2 P, new row maximum, factor for earlier sums, largest score of each row in
+    log2 units). ``scale_log2`` is positive.
 
     With LAZY_RESCALE (FlashAttention-4, Zadouri et al. 2026, arXiv:2603.05451), the maximum m changes only if
     a score exceeds it by LAG_LOG2. P and the sums are in units of 2 ** m, so out and lse do not depend on m.
@@ -1175,37 +1182,28 @@ def online_softmax(C: gl.constexpr, s, m, scale_log2):
         m_new = gl.maximum(m, top)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # -inf: the row has seen no key so far
     if C.SCALED_SCORES:
-        p = gl.exp2(s - shift[:, None])
-    elif has_natural_scores(C):
-        factor = gl.where(is_large(m_new), 2.0, scale_log2)
-        p = gl.exp2(gl.fma(s, factor[:, None], -shift[:, None]))
-    else:  # one FMA, as above: floating-point fusion is on
-        p = gl.exp2(s * scale_log2 - shift[:, None])
-    return p, m_new, gl.exp2(m - shift), top
-
-
-@gluon.jit
-def entropy_step(
-    C: gl.constexpr, moment, s, p, l, m, m_new, alpha, scale_log2, MAY_HIDE: gl.constexpr
-):  # fmt: skip
-    """Add a block of keys to ``moment``, the sums of P log2 P. l and m are those before the block.
-
-    P is relative to m, so the logarithms of earlier P change with it: the sums of P log2 P then change by the
-    sums of P times the change. The other arguments are those and the results of :func:`online_softmax`.
-    """
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    if C.SCALED_SCORES:
         log_p = s - shift[:, None]
     elif has_natural_scores(C):
         factor = gl.where(is_large(m_new), 2.0, scale_log2)
         log_p = gl.fma(s, factor[:, None], -shift[:, None])
-    else:
+    else:  # one FMA, as above: floating-point fusion is on
         log_p = s * scale_log2 - shift[:, None]
+    return gl.exp2(log_p), log_p, m_new, gl.exp2(m - shift), top
+
+
+@gluon.jit
+def entropy_step(C: gl.constexpr, moment, p, log_p, l, m, m_new, alpha, MAY_HIDE: gl.constexpr):
+    """Add a block of keys to ``moment``, the sums of P log2 P. l and m are those before the block.
+
+    P is relative to m, so the logarithms of earlier P change with it: the sums of P log2 P then change by the
+    sums of P times the change. The other arguments are the results of :func:`online_softmax`.
+    """
     # The logarithm of what is 0 is -inf, and 0 times -inf would be NaN. Far above -1000, exp2 is 0 as well.
     if MAY_HIDE or has_natural_scores(C):
         log_p = gl.maximum(log_p, -1000.0)
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
     moment = scale_rows(moment + scale_rows(l, gl.maximum(m - shift, -1000.0)), alpha)
-    return moment + gl.convert_layout(quad_sums(p * log_p), moment.type.layout)
+    return moment + gl.convert_layout(quad_dots(p, log_p), moment.type.layout)
 
 
 @gluon.jit
@@ -1267,6 +1265,18 @@ def quad_sums(p):
     M: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
     return gl.sum(gl.sum(p.reshape([M, N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def quad_dots(p, x):
+    """Sum p x [rows, N] to [rows, 4], as :func:`quad_sums` does.
+
+    Pairs are added last: the sums over N // 8 pairs are then chains of FMAs. Added first, a pair would take a
+    product, an FMA, and an addition to the sum.
+    """
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    return gl.sum(gl.sum((p * x).reshape([M, N // 8, 4, 2]), 1), 2)
 
 
 @gluon.jit

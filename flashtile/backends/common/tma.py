@@ -118,8 +118,8 @@ def ragged_view(
     to row ``start + i``. The first has the coordinate 2**30; its stride wraps 64-bit addresses around, so it
     subtracts 2**30 rows. The second has the coordinate ``start + seqlen`` and the stride of a row.
 
-    A block has ``pack`` adjacent heads of ``rows / pack`` tokens. To store only ``stored_heads`` of them, of a
-    contiguous tensor, the fourth dimension has this extent. The second then counts the groups of so many
+    A block has ``pack`` adjacent heads of ``rows / pack`` tokens. To store only ``stored_heads`` of them, of
+    a contiguous tensor, the fourth dimension has this extent. The second then counts the groups of so many
     heads in all rows, and its coordinate chooses the group as well. On a card of 144 GB these are fewer than
     MAX_EXTENT: two heads of 8 columns in q and out, and their lse, take 72 bytes.
     """

@@ -32,6 +32,7 @@ from flashtile.backends.hopper.backward.sum_parts import sum_parts_kernel
 from flashtile.backends.hopper.backward.wide_dkv import dkv_kernel
 from flashtile.backends.hopper.backward.wide_dq import dq_kernel
 from flashtile.backends.hopper.forward.config import (
+    LONG,
     ForwardConfig,
     ForwardVariant,
     alternatives,
@@ -414,6 +415,14 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
         yield _forward_case(short, config)
         if left == UNLIMITED:
             yield _forward_case(replace(short, **FEATURES, sink=True), config)
+            yield _forward_case(replace(short, num_heads_kv=short.num_heads_q), config)
+            tiny = replace(short, num_heads_q=7 * short.num_heads_kv, seqlen_q=40, seqlen_k=40)
+            yield _forward_case(tiny, config)
+            yield _forward_case(replace(tiny, **FEATURES, sink=True), config)
+    for head_dim in (64, 128, 256):
+        documents = replace(_GROUPED_CAUSAL, varlen=True, head_dim=head_dim, head_dim_v=head_dim)
+        documents = replace(documents, seqlen_q=LONG, seqlen_k=LONG)
+        yield _forward_case(documents, choose(documents))
     long = replace(_GROUPED_CAUSAL, head_dim=128, head_dim_v=128, seqlen_q=16384, seqlen_k=16384)
     window = replace(long, window_left=1023)
     yield _forward_case(window, choose(window))
@@ -472,6 +481,7 @@ def _forward_name(problem: Problem, variant: ForwardVariant) -> str:
             "o in parts": variant.O_IN_PARTS,
             "lazy": variant.LAZY_RESCALE,
             "packed": variant.PACK > 1,
+            "unused rows": variant.PACKED_HEADS < variant.PACK,
             "pairs": variant.PAIRED,
             "queue": variant.QUEUED,
             "statistics": variant.ENTROPY,

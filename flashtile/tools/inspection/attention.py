@@ -399,14 +399,14 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
                 yield _forward_case(plain, other)
         if windowed:
             everything = replace(plain, **FEATURES, sink=True)
-            yield _forward_case(everything, config)
+            yield _forward_case(replace(everything, num_heads_kv=everything.num_heads_q), config)
             dense = replace(everything, varlen=False, seqused_k=False)
             for other in configs:
                 variant = forward_variant(dense, plan_of(dense, other))
                 if other.warpgroups == 1 and variant not in seen:
                     seen.add(variant)
                     yield _forward_case(dense, other)
-    for head_dim, left in ((64, UNLIMITED), (64, 63), (128, UNLIMITED)):
+    for head_dim, left in ((64, UNLIMITED), (64, 63), (96, 63), (128, UNLIMITED)):
         short = replace(
             _GROUPED_CAUSAL, window_left=left, head_dim=head_dim, head_dim_v=head_dim, varlen=True, batch=64,
             seqlen_q=128, seqlen_k=128,
@@ -422,7 +422,8 @@ def hopper_forward_cases() -> Iterator[CompileCase]:
     for head_dim in (64, 128, 256):
         documents = replace(_GROUPED_CAUSAL, varlen=True, head_dim=head_dim, head_dim_v=head_dim)
         documents = replace(documents, seqlen_q=LONG, seqlen_k=LONG)
-        yield _forward_case(documents, choose(documents))
+        for same in (documents, replace(documents, **FEATURES, sink=True)):
+            yield _forward_case(same, choose(documents))
     long = replace(_GROUPED_CAUSAL, head_dim=128, head_dim_v=128, seqlen_q=16384, seqlen_k=16384)
     window = replace(long, window_left=1023)
     yield _forward_case(window, choose(window))

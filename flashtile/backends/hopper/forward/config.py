@@ -164,6 +164,7 @@ _M64_N128_LAZY = replace(_M64_N128, LAZY_RESCALE=True)
 _M64_N64_LAZY = F(1, 64, Q_HOLDS_O=True, LAZY_RESCALE=True, paired_below=0)
 _M64_N64_LAZY_Q128 = replace(_M64_N64_LAZY, Q_IN_REGISTERS=128)
 _D96_N128 = F(2, 128, Q_STAGES=2, O_IN_PARTS=True, LAZY_RESCALE=True)
+_D96_N128_PING_PONG = replace(_D96_N128, PING_PONG=True)
 _D160_N128 = F(2, 128, Q_HOLDS_O=True, paired_below=1024, QUEUED=True)
 _D192_N128 = F(2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True)
 _D192_N64_Q128_PINNED = F(
@@ -240,7 +241,7 @@ _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig | None], ...]
         (ANY_LENGTH, _D96_N128),  # S 4096, D 80: 1.081
     ),
     (96, 96, True): (
-        (4096, replace(_D96_N128, PING_PONG=True)),  # with ping-pong, S 2000, D 80 and 96: 1.065, 1.030
+        (4096, _D96_N128_PING_PONG),  # with ping-pong, S 2000, D 80 and 96: 1.065, 1.030
         (ANY_LENGTH, None),  # S 4096, D 96: 0.939
     ),
     (160, 160, False): ((ANY_LENGTH, _D160_N128),),  # five boxes of 32 columns: S 4096 1.200
@@ -287,11 +288,12 @@ _SHORT_ROWS: dict[ForwardConfig, ForwardConfig] = {
     _M128_N64_LAZY: F(1, 64, Q_STAGES=2, Q_HOLDS_O=True, LAZY_RESCALE=True, PROGRAMS=2),
     _M128_N64_SHARED: F(1, 64, Q_STAGES=2, Q_HOLDS_O=True, PROGRAMS=3),
     _M128_N64_SHARED_LAZY: F(1, 64, Q_STAGES=2, Q_HOLDS_O=True, LAZY_RESCALE=True, PROGRAMS=3),
+    _D96_N128_PING_PONG: F(1, 64, Q_STAGES=2, Q_HOLDS_O=True, LAZY_RESCALE=True, PROGRAMS=3),  # not measured
 }
-"""Configuration -> one that computes the same bits, for packed sequences of at most SHORT tokens. Most have
-one block of keys, so a program mostly waits: for tiles, and for its own warpgroup. More programs with single
-warpgroups share a multiprocessor instead. Of documents of 16 to 128 tokens, two in three fill less than half
-of a tile of 128 rows. Not measured; estimated from COSTS, they take 0.5 to 0.7 of the time.
+"""Configuration -> another one for packed sequences of at most SHORT tokens. Most have one block of keys, so a
+program mostly waits: for tiles, and for its own warpgroup. More programs with single warpgroups share a
+multiprocessor instead: a query tile takes 0.9 (three programs) or 1.4 us of a multiprocessor, and one of two
+warpgroups 3.5. Of documents of 16 to 128 tokens, two in three fill less than half of a tile of 128 rows.
 
 Several sequences in one tile would fill it better. But P of a hidden key is 0, and 0 times a NaN or an
 infinity among the values of one sequence would reach the others. A row's sums would also depend on where its

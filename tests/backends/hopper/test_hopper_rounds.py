@@ -328,6 +328,21 @@ def test_heads_share_tiles_of_packed_sequences(
     assert plan.blocks == math.ceil(longest * variant.PACK / rows)
 
 
+@walk(
+    ("head_dim", "longest", "window", "warpgroups", "keys"),
+    [
+        (64, 40, -1, 1, 64), (80, 128, -1, 1, 64), (96, 129, -1, 2, 128), (128, 40, -1, 1, 64),
+        (64, 2048, -1, 2, 128), (64, 3072, -1, 3, 128), (64, 3072, 1023, 2, 128), (128, 3072, -1, 2, 128),
+    ],
+)  # fmt: skip
+def test_tiles_of_packed_sequences(
+    head_dim: int, longest: int, window: int, warpgroups: int, keys: int
+) -> None:
+    problem = problem_of(8, longest, (16, 16), head_dim, varlen=True, window_left=window)
+    config = choose(problem)
+    assert (config.warpgroups, config.BLOCK_N) == (warpgroups, keys)
+
+
 SUMS = ("BLOCK_N", "LAZY_RESCALE", "Q_IN_REGISTERS")
 """Fields of a configuration that decide the order in which a row's keys are added up."""
 

@@ -281,8 +281,9 @@ number of sequences choose between them, since the output of a sequence must not
 Tiles of 64 rows, for one sequence of 1024 with 8 heads, in us: head_dim 64 causal 15.0 instead of 17.6, 128
 causal 19.0 instead of 22.4, 256 causal 28.1 instead of 30.9, 64 full 14.4 instead of 20.3."""
 LONG = 3072
-"""From here on, packed sequences under a mask have tiles of 192 rows at head_dim 64. Not measured; estimated
-from COSTS, they take 0.90 to 0.94 of the time of 128 rows if heads share tiles, and 0.93 to 1.01 if not."""
+"""From here on, packed sequences under a causal mask have tiles of 192 rows at head_dim 64. Not measured;
+estimated from COSTS, they take 0.90 to 0.96 of the time of 128 rows if heads share tiles, and 0.93 to 1.01 if
+not. Under a window to the left the kernel of 192 rows spills 452 bytes, that of 128 rows 8."""
 SHORT = 128
 _SHORT_ROWS: dict[ForwardConfig, ForwardConfig] = {
     _M128_N64_LAZY: F(1, 64, Q_STAGES=2, Q_HOLDS_O=True, LAZY_RESCALE=True, PROGRAMS=2),
@@ -290,10 +291,11 @@ _SHORT_ROWS: dict[ForwardConfig, ForwardConfig] = {
     _M128_N64_SHARED_LAZY: F(1, 64, Q_STAGES=2, Q_HOLDS_O=True, LAZY_RESCALE=True, PROGRAMS=3),
     _D96_N128_PING_PONG: F(1, 64, Q_STAGES=2, Q_HOLDS_O=True, LAZY_RESCALE=True, PROGRAMS=3),  # not measured
 }
-"""Configuration -> another one for packed sequences of at most SHORT tokens. Most have one block of keys, so a
-program mostly waits: for tiles, and for its own warpgroup. More programs with single warpgroups share a
-multiprocessor instead: a query tile takes 0.9 (three programs) or 1.4 us of a multiprocessor, and one of two
-warpgroups 3.5. Of documents of 16 to 128 tokens, two in three fill less than half of a tile of 128 rows.
+"""Configuration -> another one for packed sequences of at most SHORT tokens. Most have one block of keys, so
+a program mostly waits: for tiles, and for its own warpgroup. More programs with single warpgroups share a
+multiprocessor instead. Of documents of 1 to 40 tokens, a query tile then takes 0.9 (three programs) or 1.4 us
+of a multiprocessor, and one of two warpgroups 3.5. Of documents of 16 to 128 tokens, two in three fill less
+than half of a tile of 128 rows.
 
 Several sequences in one tile would fill it better. But P of a hidden key is 0, and 0 times a NaN or an
 infinity among the values of one sequence would reach the others. A row's sums would also depend on where its
@@ -393,7 +395,8 @@ def choose(problem: Problem) -> ForwardConfig:
         return config
     if problem.varlen and max(problem.seqlen_q, problem.seqlen_k) <= SHORT:
         return _SHORT_ROWS.get(config, config)
-    if problem.varlen and problem.seqlen_k >= LONG and config == _M128_N128_TWO_Q:
+    left, _ = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    if problem.varlen and problem.seqlen_k >= LONG and left == UNLIMITED and config == _M128_N128_TWO_Q:
         return _M192_N128
     sizes = tile_columns(problem)
     return fastest(

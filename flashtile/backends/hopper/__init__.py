@@ -92,6 +92,13 @@ def configure_forward(problem: Problem):
     return divided(problem, config) or config
 
 
+def heads_of_tile(problem: Problem, config) -> int:
+    """Return the number of query heads of a key head that share a tile of the forward."""
+    from flashtile.backends.hopper.forward.rounds import plan_of
+
+    return plan_of(problem, config).pack
+
+
 def configure_backward(problem: Problem):
     """Return a ``BackwardConfig``, or a ``WideBackwardConfig`` for head sizes over 128."""
     from flashtile.backends.hopper.backward.config import choose

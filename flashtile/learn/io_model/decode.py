@@ -24,10 +24,10 @@ from flashtile.backends.portable.decode.config import (
     row,
     row_blocks,
 )
-from flashtile.hardware.calls import Call
+from flashtile.hardware.calls import Call, blocks_of
 from flashtile.hardware.cards import Card
 from flashtile.learn.algorithms.paged import TABLE_ENTRY_BYTES
-from flashtile.learn.io_model.kernels import L2_SHARE, STATISTIC_BYTES, KernelTraffic, blocks_of, counted
+from flashtile.learn.io_model.kernels import L2_SHARE, STATISTIC_BYTES, KernelTraffic, counted
 from flashtile.problems.common import UNLIMITED
 from flashtile.problems.masking import positions
 

@@ -56,6 +56,7 @@ SMALL = Case(
     batch=1, seqlen_q=150, seqlen_k=300, heads_q=2, heads_kv=1, head_dim=64, dtype=BF16, name="hopper"
 )
 LENGTHS = ((100, 160), (1, 1), (0, 10), (130, 70), (200, 200))
+TINY = ((40, 40), (1, 1), (0, 5), (9, 30), (30, 7), (23, 23))
 
 
 def check(case: Case, seed: int = 0, **options: Any) -> None:
@@ -89,6 +90,17 @@ FORWARD: Variants = {
         "unused_tail": 300,
     },
     "short-sequences": {"lengths": ((100, 120), (3, 3), (0, 5), (64, 64)), "causal": True, "head_dim": 128},
+    "tiny": {
+        "lengths": TINY, "causal": True, "heads_q": 14, "heads_kv": 2, "alibi": "batch", "sink": "own",
+        "unused_tail": 50,
+    },
+    "tiny-three-parts": {"lengths": TINY, "window_size": (9, 2), "heads_q": 6, "heads_kv": 2, "head_dim": 80},
+    "tiny-widest": {"lengths": TINY, "causal": True, "heads_q": 6, "heads_kv": 2, "head_dim": 320},
+    "one-token": {"lengths": ((1, 9),), "heads_q": 14, "heads_kv": 2, "softcap": 3.0},
+    "groups-of-documents": {
+        "lengths": ((300, 300), (129, 260), (7, 7)), "causal": True, "heads_q": 16, "heads_kv": 2,
+        "alibi": "head",
+    },
     "short-window": {"lengths": ((70, 30), (3, 3), (128, 128)), "window_size": (40, 0), "sink": "own"},
     "window": {"window_size": (70, 9), "seqlen_q": 300, "head_dim": 256, "alibi": "batch"},
     "used": {"unused_keys": 40, "batch": 2, "head_dim": 256, "head_dim_v": 128},
@@ -161,6 +173,7 @@ def test_forward(case: Case) -> None:
         "varlen",
         "packed-heads",
         "three-warpgroups",
+        "tiny",
         *(pytest.param(name, marks=exhaustive) for name in ("window", "widest", "used", "tiles-in-parts")),
     ],
 )

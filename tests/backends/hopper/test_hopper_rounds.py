@@ -310,9 +310,45 @@ def test_heads_share_tiles_if_this_saves_a_quarter(
     plan = plan_of(problem, of_tables(problem))
     assert plan.heads == 2 * heads[0] // plan.pack
     if window is not None:  # kernels that do not visit fewer keys then
-        assert pack_of(problem, 128, windows=False) == 1
-    assert pack_of(replace(problem, varlen=True), 128) == 1
+        assert pack_of(problem, 128, "fp8") == 1
     assert pack_of(replace(problem, bias=True), 128) == 1
+
+
+@walk(
+    ("heads", "longest", "rows", "shared"),
+    [
+        ((16, 16), 40, 64, 1), ((32, 8), 40, 64, 4), ((32, 8), 4000, 128, 4), ((64, 1), 128, 64, 64),
+        # Other groups have unused rows, of which long sequences have more than single heads have.
+        ((14, 2), 40, 64, 7), ((14, 2), 128, 64, 7), ((14, 2), 4000, 192, 1), ((24, 8), 40, 64, 3),
+        ((12, 2), 40, 64, 6), ((12, 2), 128, 64, 2), ((40, 8), 128, 64, 1), ((71, 1), 40, 64, 1),
+    ],
+)  # fmt: skip
+def test_heads_share_tiles_of_packed_sequences(
+    heads: tuple[int, int], longest: int, rows: int, shared: int
+) -> None:
+    problem = replace(problem_of(8, longest, heads, 64, FULL), varlen=True)
+    assert pack_of(problem, rows) == shared
+    assert pack_of(problem, rows, "fp8") == pack_of(replace(problem, dropout_p=0.1), rows) == 1
+    plan = plan_of(problem, replace(of_tables(problem), warpgroups=rows // 64))
+    variant = forward_variant(problem, plan)
+    assert (variant.PACKED_HEADS, plan.heads) == (shared, 8 * heads[0] // shared)
+    assert shared <= variant.PACK < 2 * shared
+    assert plan.blocks == math.ceil(longest * variant.PACK / rows)
+
+
+@walk(
+    ("head_dim", "longest", "window", "warpgroups", "keys"),
+    [
+        (64, 40, -1, 1, 64), (80, 128, -1, 1, 64), (96, 129, -1, 2, 128), (128, 40, -1, 1, 64),
+        (64, 2048, -1, 2, 128), (64, 3072, -1, 3, 128), (64, 3072, 1023, 2, 128), (128, 3072, -1, 2, 128),
+    ],
+)  # fmt: skip
+def test_tiles_of_packed_sequences(
+    head_dim: int, longest: int, window: int, warpgroups: int, keys: int
+) -> None:
+    problem = problem_of(8, longest, (16, 16), head_dim, varlen=True, window_left=window)
+    config = choose(problem)
+    assert (config.warpgroups, config.BLOCK_N) == (warpgroups, keys)
 
 
 SUMS = ("BLOCK_N", "LAZY_RESCALE", "Q_IN_REGISTERS")

@@ -329,6 +329,8 @@ def load_queries(
     if C.VARLEN:
         end = work.start_q + work.seqlen_q
         row = RAGGED_ROWS - work.seqlen_q + row
+        # Unused rows of a token get queries of the next heads, or zeros: they are computed, but not stored.
+        head *= C.PACKED_HEADS
         async_load(desc, [RAGGED_ROWS, end, row, head, column], barrier, tile)
     elif C.PACK > 1:
         async_load(desc, [work.sequence, row, head, 0, column], barrier, tile)
@@ -511,7 +513,8 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
         kept = numbers.keep_scale
     # Rows that see no key become 0. Where a score is NaN, O itself is NaN and stays so.
     o = each(scale_rows, o, gl.where(sums > 0, kept / sums, 0.0))
-    store_tile(C, W, each(cast, o, output.desc.dtype), q, q_part, j, output, work, first)
+    o = each(cast, o, output.desc.dtype)
+    store_tile(C, W, o, q, q_part, j, output, work, first, schedule.num_heads)
     return i
 
 
@@ -519,10 +522,15 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
 def row_positions(C: gl.constexpr, work, first, row_layout: gl.constexpr):
     """Return (row of the sequence, query head) for each of a warpgroup's 64 rows.
 
-    If PACK > 1, the PACK query heads of a token are consecutive rows.
+    If PACK > 1, the query heads of a token are consecutive rows. If PACKED_HEADS is less than PACK, the other
+    rows of a token get a position behind the sequence, where nothing is stored.
     """
     row = gl.arange(0, WARPGROUP_ROWS, layout=row_layout)
-    return first + row // C.PACK, work.head // C.COLUMN_SPLITS * C.PACK + row % C.PACK
+    position, head = first + row // C.PACK, row % C.PACK
+    if C.PACKED_HEADS < C.PACK:
+        position = gl.where(head < C.PACKED_HEADS, position, work.seqlen_q)
+        head = gl.minimum(head, C.PACKED_HEADS - 1)
+    return position, work.head // C.COLUMN_SPLITS * C.PACKED_HEADS + head
 
 
 @gluon.constexpr_function
@@ -1297,7 +1305,7 @@ def as_operand(C: gl.constexpr, weights, bits, rows, dtype: gl.constexpr):
 
 
 @gluon.jit
-def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, first):
+def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, first, num_heads=0):
     """Store warpgroup W's rows of O, a tuple of accumulators, by TMA, from row ``first`` on.
 
     The rows are written to shared memory before TMA stores them: to the tiles of q (Q_HOLDS_O), to small
@@ -1314,7 +1322,7 @@ def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, 
         for n in gl.static_range(C.BLOCK_DV // PART):
             # No wait: all S are complete, so nothing reads these tiles of q any more.
             store_part(parts[n], q.tiles.index(q_part + n))
-            store_rows(C, output.desc, work, first, q.tiles.index(q_part + n), n * PART)
+            store_rows(C, output.desc, work, first, q.tiles.index(q_part + n), n * PART, num_heads)
     elif C.O_IN_PARTS:
         # A few columns at a time; the parts alternate between two tiles of shared memory.
         PART: gl.constexpr = output.desc.block_type.shape[-1]  # type: ignore[no-redef]
@@ -1326,7 +1334,7 @@ def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, 
             # odd COUNT it is the last store, that of the previous rows.
             tma.store_wait(0 if n == 0 and COUNT % 2 == 1 else 1)
             store_part(parts[n], tile)
-            store_rows(C, output.desc, work, first, tile, n * PART)
+            store_rows(C, output.desc, work, first, tile, n * PART, num_heads)
     else:
         if C.Q_HOLDS_O:
             o_tile = q.tiles.index(q_part)
@@ -1335,7 +1343,7 @@ def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, 
             tma.store_wait(0)  # the tile may still hold the previous rows
         o_tile.reshape([WARPGROUP_ROWS, C.BLOCK_DV]).store(o[0])
         fence_async_shared()  # TMA reads through the asynchronous proxy, which does not see plain stores
-        store_rows(C, output.desc, work, first, o_tile)
+        store_rows(C, output.desc, work, first, o_tile, 0, num_heads)
     if C.Q_HOLDS_O:  # the producer loads the next queries into these tiles
         tma.store_wait(0)
         q.release(j)
@@ -1358,12 +1366,15 @@ def first_column(C: gl.constexpr, work):
 
 
 @gluon.jit
-def store_rows(C: gl.constexpr, desc, work, row, tile, column: gl.constexpr = 0):
+def store_rows(C: gl.constexpr, desc, work, row, tile, column: gl.constexpr = 0, num_heads=0):
     """Store a warpgroup's rows of the output by TMA, from ``column`` of the work tile's columns on; rows past
-    the last query are not written."""
+    the last query are not written. ``num_heads``: heads of the schedule, for packed sequences with PACK > 1.
+    """
     head, column = work.head // C.COLUMN_SPLITS, first_column(C, work) + column
     if C.VARLEN:
         end = work.start_q + work.seqlen_q
+        if C.PACK > 1:  # groups of all rows are counted (``ragged_view``)
+            end, head = end * (num_heads // C.COLUMN_SPLITS) + head, 0
         async_store(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, head, column], tile)
     elif C.PACK > 1:
         async_store(desc, [work.sequence, row, head, 0, column], tile)

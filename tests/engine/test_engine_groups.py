@@ -382,6 +382,15 @@ def test_answers_in_groups_are_those_without(name, captured, monkeypatch):
         assert not any(form.levels for form in plain.engine.runner.graphs)
 
 
+def test_groups_are_the_default_where_bits_may_depend_on_the_batch():
+    for options, has_groups in (
+        ({}, True),
+        ({"cascade_attention": False}, False),
+        ({"batch_invariant": True}, False),
+    ):
+        assert (load("llama3", **options).engine.scheduler.groups is not None) == has_groups
+
+
 def test_beams_in_groups_are_those_without(monkeypatch):
     used = levels_used(monkeypatch)
     llm, plain = with_groups(monkeypatch, "llama3", {})

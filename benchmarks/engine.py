@@ -346,16 +346,18 @@ def groups(bench: Bench) -> Rows:
         while any(sequence.wanted > 1 for sequence in scheduler.running) or scheduler.waiting:
             engine.step()
         (given,) = bench.prompts(1, chunk, 699)
-        before, times = finder.num_saved, dict[bool, list[float]]({False: [], True: []})
+        read, before = finder.num_read, finder.num_saved
+        times: dict[bool, list[float]] = {False: [], True: []}
         host.clear()
         with mock.patch.object(prefix_groups, "MIN_SAVED_TOKENS", 1):
             for turn in range(rounds):
                 for grouped in (turn % 2 > 0, turn % 2 == 0):
                     times[grouped].append(step_seconds(find if grouped else None, given))
         gains = sorted(without / used for without, used in zip(times[False], times[True], strict=True))
+        saved = finder.num_saved - before
         rows.append(
             {"prompts": prompts, "answers": answers, "tokens": length, "common": common, "chunk": chunk,
-             "saved": (finder.num_saved - before) / len(host) / layers,
+             "saved": saved / len(host) / layers, "share_not_read": saved / (finder.num_read - read),
              "host_us": statistics.median(host) * 1e6,
              **{f"tokens_per_second_{name}": prompts * answers / statistics.median(times[grouped])
                 for name, grouped in (("without", False), ("with", True))},

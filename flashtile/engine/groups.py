@@ -55,8 +55,8 @@ class Cascade:
     """The groups of a step.
 
     Attributes:
-        levels: the groups of each level, in order. Those of level 1 begin with key 0. Each group of level 2
-            is within one of level 1, and its keys follow.
+        levels: the groups of each level, in order. Those of level 1 begin with key 0, or where a window
+            begins. Each group of level 2 is within one of level 1 or in none, and its keys follow.
         saved: number of tokens that are not read because others of their group read them.
     """
 
@@ -73,21 +73,22 @@ class Cascade:
         the keys that its queries see if all see the same of them, as short contexts do, and answers that are
         at the same position. Otherwise each sequence reads its own.
         """
-        if window < 0 or max(start + count for _, start, count, *_ in entries) <= window + 1:
+        if window < 0 or sum(max(map(itemgetter(i), entries)) for i in (1, 2)) <= window + 1:
             return self
         of_first = [start - window for _, start, *_ in entries]  # the first key that the first new token sees
         of_last = [seen + entry.num_tokens - 1 for seen, entry in zip(of_first, entries, strict=True)]
-        ends, levels, saved = [0] * len(entries), [], 0
+        ends, levels, saved = [0] * len(entries), list[tuple[Group, ...]](), 0
         for groups in self.levels:
-            levels.append(found := list[Group]())
+            found = []
             for start, stop, _, end in groups:
                 first = max(ends[start], *of_last[start:stop])
                 if first < end and first == max(ends[start], min(of_first[start:stop])):
                     found.append(Group(start, stop, first, end))
                     ends[start:stop] = [end] * (stop - start)
                     saved += (stop - start - 1) * (end - first)
-        chosen = tuple(tuple(groups) for groups in levels if groups)
-        return Cascade(chosen, saved) if chosen and saved >= MIN_SAVED_TOKENS * len(chosen) else None
+            if found:
+                levels.append(tuple(found))
+        return Cascade(tuple(levels), saved) if levels and saved >= MIN_SAVED_TOKENS * len(levels) else None
 
     def longest(self, width: int, tokens: int) -> tuple[int, ...]:
         """Return a bound of the new tokens of each level's largest group.
@@ -191,7 +192,7 @@ class PrefixGroups:
             self._update(few, numbers)
         new, starts = sum(map(itemgetter(2), entries)), list(map(itemgetter(1), entries))
         for window, layers in self.windows.items():
-            seen = starts if window < 0 else (min(start, window) for start in starts)
+            seen = starts if window < 0 else map(min, starts, itertools.repeat(window))
             self.num_read += layers * (new + sum(seen))
         if self._cascade is None:
             return entries, {}

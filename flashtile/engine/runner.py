@@ -145,13 +145,6 @@ class Memory:
         return cls(k, v, [torch.zeros(host, dtype=dtype, pin_memory=pinned, device="cpu") for _ in "kv"])
 
 
-def _levels(
-    schedule: SchedulerOutput, width: int, tokens: int
-) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """Return ``levels`` of a step's form. See :meth:`Cascade.longest` for the other arguments."""
-    return tuple((tuple(windows), one.longest(width, tokens)) for one, windows in schedule.cascades.items())
-
-
 class Runner:
     """Runs steps on the device: computes the model with its KV cache and CUDA graphs, and chooses tokens.
 
@@ -287,24 +280,24 @@ class Runner:
 
     def _form(self, schedule: SchedulerOutput) -> tuple[Form, bool]:
         """Return the sizes of a step, and whether a CUDA graph computes it."""
-        entries, few = schedule.entries, None
+        entries, cascades = schedule.entries, schedule.cascades
         total, most = (f(entry.num_tokens for entry in entries) for f in (sum, max))
         # Whether every sequence gets a token from this step, and has one new token or guesses (draft tokens).
         single = all(entry.samples and (entry.num_tokens == 1 or entry.sequence.guesses) for entry in entries)
         runs_draft = self.drafter is not None and not all(entry.sequence.guesses for entry in entries)
         has_slots = single and most > 1
         tree = has_slots and self.has_siblings
+        sizes, few, captured = (len(entries), total, most), None, False
         if single and self.capture is not None:
             batch, width = graph_batch(len(entries)), self.max_verified if has_slots else 1
             if batch * width <= len(self._logits):
-                levels = _levels(schedule, width, batch * width)
-                return Form(batch, batch * width, width, has_slots, tree, runs_draft, levels), True
-        width, tokens = most, total
-        if schedule.cascades and most > MAX_NEW_TOKENS:
+                sizes, captured = (batch, batch * width, width), True
+        if cascades and most > MAX_NEW_TOKENS:
             counts = [entry.num_tokens for entry in entries if entry.num_tokens <= MAX_NEW_TOKENS]
-            few = _, tokens, width = len(counts), sum(counts), max(counts)
-        levels = _levels(schedule, width, tokens)
-        return Form(len(entries), total, most, has_slots, tree, runs_draft, levels, few), False
+            few = len(counts), sum(counts), max(counts)
+        _, tokens, width = few or sizes
+        levels = tuple((tuple(windows), one.longest(width, tokens)) for one, windows in cascades.items())
+        return Form(*sizes, has_slots, tree, runs_draft, levels, few), captured
 
     def _send(
         self, schedule: SchedulerOutput, samples: list[Sequence], form: Form
@@ -389,8 +382,7 @@ class Runner:
         parts: list[Listing[int]] = [starts, rows, tokens]
         if form.width > 1:
             parts += [offsets, positions, slots, array("i", array("Q", masks).tobytes())]
-        batch = form.batch if form.few is None else form.few[0]
-        parts += [self._numbers_of(cascade, batch) for cascade in schedule.cascades]
+        parts += [self._numbers_of(cascade, (form.few or form)[0]) for cascade in schedule.cascades]
         views = self._transfer([*parts, logits_rows, sample_rows, sample_positions], (changed, values))
         if len(changed):
             self._update_table(views[-2].long(), views[-1])
@@ -416,12 +408,11 @@ class Runner:
             rows_of_masks = views[6].clone().view(torch.int64).unsqueeze(1)
             seen = rows_of_masks >> torch.arange(form.width, device=self.device) & 1
             step = step._replace(tree_mask=(seen != 0).view(form.batch, form.width, form.width))
-        if form.few is None:
-            return step._replace(groups=self._groups(views, form, form.batch, step.cu_seqlens_q))
-        assert step.cu_seqlens_q is not None
-        (batch, count, width), ends = form.few, step.cu_seqlens_q
-        offsets = None if width == 1 else ends[: batch + 1]
+        (batch, count, width), ends = form.few or form[:3], step.cu_seqlens_q
+        offsets = None if ends is None or width == 1 else ends[: batch + 1]
         groups = self._groups(views, form, batch, offsets)
+        if form.few is None or ends is None:
+            return step._replace(groups=groups)
         few = StepInput(tokens[:count], starts[:batch], table[:batch], offsets, width, groups=groups)
         many = StepInput(
             tokens[count:], starts[batch:].clone(), table[batch:].clone(), ends[batch:] - count, form.width
@@ -431,7 +422,10 @@ class Runner:
     def _groups(
         self, views: list[Tensor], form: Form, batch: int, cu_seqlens_q: Tensor | None
     ) -> dict[int, Groups]:
-        """Return the groups among the first ``batch`` sequences, by the window of the layers."""
+        """Return the groups among the first ``batch`` sequences, by the window of the layers.
+
+        ``cu_seqlens_q``: where these sequences' new tokens start. None: one each.
+        """
         found, rows = dict[int, Groups](), views[1]
         for (windows, longest), view in zip(form.levels, views[7 if form.width > 1 else 3 :], strict=False):
             levels = list[SharedKeys]()

@@ -269,6 +269,14 @@ ENGINES = {
             "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
         },
     ),
+    "chunks apart, a draft model with a window": (
+        "llama3",
+        {
+            "max_num_batched_tokens": 24,
+            "max_num_seqs": 12,
+            "speculative_config": {**DRAFT, "model": "gemma2"},
+        },
+    ),
     "chunks apart, a window": ("gemma2", {"max_num_batched_tokens": 24, "max_num_seqs": 12}),
     "some layers have a window": ("gemma2", {}),
     "some layers have a long window": ("gemma2", {"window": 64}),

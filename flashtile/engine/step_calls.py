@@ -200,7 +200,7 @@ def _steps(limits: Limits, windows: tuple[int, ...], drafts: bool) -> Iterator[S
             yield guesses(-(-tokens // limits.verified), tokens, levels=levels)
     if limits.grouped and limits.max_num_seqs > 1:
         yield step(2, 3, 2, levels=MAX_LEVELS)
-        for batch in batches:  # beside a chunk that is too long for groups
+        for batch in batches:  # with a chunk that has too many tokens for groups
             parts = step(batch, batch, 1, levels=MAX_LEVELS), step(1, 2, 2)
             yield step(batch + 1, batch + 2, 2)._replace(parts=parts)
     for batch, width in product(batches if drafts else (), (1, 2)):

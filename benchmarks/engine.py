@@ -297,10 +297,10 @@ def groups(bench: Bench) -> Rows:
 
     ``saved`` is the number of tokens that groups save a step from reading, and ``gain`` the time without
     groups by the time with them. Groups are formed however little they save, so the rows tell what
-    ``MIN_SAVED_TOKENS`` must be: the least ``saved`` whose ``gain`` is above 1. All prompts begin with
-    ``common`` tokens, which the prefix cache finds. With ``chunk``, each step also computes a prompt of so
-    many tokens. ``host_us`` is the time in which the scheduler looks for groups. In the second shape nothing
-    is shared.
+    ``MIN_SAVED_BYTES`` must be: the bytes in a layer of the least ``saved`` whose ``gain`` is above 1. All
+    prompts begin with ``common`` tokens, which the prefix cache finds. With ``chunk``, each step also
+    computes a prompt of so many tokens. ``host_us`` is the time in which the scheduler looks for groups. In
+    the second shape nothing is shared.
     """
     shapes = [
         # (prompts, answers, tokens, common, chunk)
@@ -349,7 +349,7 @@ def groups(bench: Bench) -> Rows:
         read, before = finder.num_read, finder.num_saved
         times: dict[bool, list[float]] = {False: [], True: []}
         host.clear()
-        with mock.patch.object(prefix_groups, "MIN_SAVED_TOKENS", 1):
+        with mock.patch.object(prefix_groups, "MIN_SAVED_BYTES", 1):
             for turn in range(rounds):
                 for grouped in (turn % 2 > 0, turn % 2 == 0):
                     times[grouped].append(step_seconds(find if grouped else None, given))

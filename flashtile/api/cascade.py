@@ -29,12 +29,6 @@ from flashtile.operators.decode import APPEND, SharedKeys, attend_shared, decode
 from flashtile.problems.common import shared_fields
 from flashtile.problems.decode import AppendOptions, AppendTensors, CacheTensors, DecodeOptions
 
-MIN_SAVED_TOKENS = 8192
-"""With each further level, a step must read this many fewer tokens. A level costs each layer a launch, and a
-partial result for each query. Estimated for an H200, not measured: the launch takes as long as reading 6,000
-tokens of 8 key heads of size 128 in 16 bits, and a query's partial results in 32 heads are as many bytes as 8
-such tokens."""
-
 
 def flash_attn_with_shared_prefix(
     q: Tensor,

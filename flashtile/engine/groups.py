@@ -23,13 +23,19 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashtile.api.cascade import MIN_SAVED_TOKENS
 from flashtile.kv_cache import BlockManager
 
 if TYPE_CHECKING:
     from flashtile.engine.scheduler import Entry
 
 MAX_LEVELS = 2
+MIN_SAVED_BYTES = 2**27
+"""For each level, a layer of a step must read this many fewer bytes. A level costs each layer up to two
+launches, and a partial result for each query: on an H200, 12 us for 8 sequences and 20 us for 256.
+``benchmarks.engine --parts groups`` with llama-3.2-1b in bf16, steps as CUDA graphs, while other programs ran
+on the card: 8 sequences that saved 59 MB took 1.09 times as long as without groups, 64 and 256 that saved 117
+MB 1.02 and 1.01 times, 64 that saved 248 MB 0.93 times, 256 that saved 470 MB 0.74 times. A second level that
+saved 117 MB took 1.02 times as long as one level."""
 MAX_NEW_TOKENS = 64
 """Sequences with more new tokens in a step are in no group. Such chunks of prompts are bound by products, not
 by reading, and Hopper's fast kernel for them continues no other softmax. They come last in the step, and
@@ -63,10 +69,11 @@ class Cascade:
     levels: tuple[tuple[Group, ...], ...]
     saved: int
 
-    def within(self, window: int, entries: list[Entry]) -> Cascade | None:
+    def within(self, window: int, entries: list[Entry], least: int) -> Cascade | None:
         """Return the groups for layers in which a query sees ``window`` keys before its own; all if negative.
 
-        ``entries`` are those of the step, in order. Returns None if the rest would save too little.
+        ``entries`` are those of the step, in order. Returns None if a level would save fewer than ``least``
+        tokens.
 
         The queries of a group attend together, without a mask, to keys that all of them see. A sequence's own
         keys are one range, so no other key that one of them sees may lie among the group's. So a group has
@@ -88,7 +95,7 @@ class Cascade:
                     saved += (stop - start - 1) * (end - first)
             if found:
                 levels.append(tuple(found))
-        return Cascade(tuple(levels), saved) if levels and saved >= MIN_SAVED_TOKENS * len(levels) else None
+        return Cascade(tuple(levels), saved) if levels and saved >= least * len(levels) else None
 
     def longest(self, width: int, tokens: int) -> tuple[int, ...]:
         """Return a bound of the new tokens of each level's largest group.
@@ -160,6 +167,7 @@ class PrefixGroups:
     Args:
         manager: the blocks of the sequences.
         windows: for each layer, the number of keys that a query sees before its own; negative for all.
+        token_bytes: bytes of a token's keys and values in a layer.
 
     Attributes:
         num_read: number of tokens that sequences of all steps have read, as if each of them read its own.
@@ -167,8 +175,8 @@ class PrefixGroups:
         num_saved: number of these tokens that were not read because others of their group read them.
     """
 
-    def __init__(self, manager: BlockManager, windows: tuple[int, ...] = (-1,)):
-        self.manager, self.windows = manager, Counter(windows)
+    def __init__(self, manager: BlockManager, windows: tuple[int, ...] = (-1,), token_bytes: int = 1):
+        self.manager, self.windows, self.token_bytes = manager, Counter(windows), token_bytes
         self.num_read = self.num_saved = 0
         self._numbers: list[int | None] = []  # the manager's numbers of the last step's sequences
         self._blocks: dict[int, bytes] = {}  # the first blocks of each of them
@@ -199,13 +207,18 @@ class PrefixGroups:
         found: Cascades = {}
         ordered = [few[i] for i in self._order]
         for window, layers in self.windows.items():
-            cascade = self._cascade.within(window, ordered)
+            cascade = self._cascade.within(window, ordered, self.least)
             if cascade is not None:
                 found.setdefault(cascade, []).append(window)
                 self.num_saved += layers * cascade.saved
         if not found:
             return entries, found
         return ordered + [entry for entry in entries if entry.num_tokens > MAX_NEW_TOKENS], found
+
+    @property
+    def least(self) -> int:
+        """The fewest tokens that a level must save."""
+        return -(-MIN_SAVED_BYTES // self.token_bytes)
 
     def _update(self, entries: list[Entry], numbers: list[int | None]) -> None:
         places = {number: i for i, number in enumerate(numbers) if number is not None}
@@ -256,7 +269,7 @@ class PrefixGroups:
         saved, levels = 0, []
         for most in range(1, MAX_LEVELS + 1):
             more, found = _best(nodes, 0, most)
-            if more - saved < MIN_SAVED_TOKENS:
+            if more - saved < self.least:
                 break
             saved, levels = more, found
         return Cascade(tuple(map(tuple, levels)), saved) if levels else None

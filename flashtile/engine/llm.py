@@ -72,8 +72,8 @@ class LLM:
         enable_prefix_caching: reuse the blocks of equal prefixes. None: True.
         cascade_attention: read the blocks that sequences share, such as the prompt of ``n`` answers, once in
             a step instead of once for each sequence. Layers do so in steps in which it saves the reading of
-            at least 8,192 tokens (:mod:`flashtile.engine.groups`). Sums are rounded in another order, as they
-            are in batches of another size. None: unless ``batch_invariant``.
+            at least 128 MiB (:mod:`flashtile.engine.groups`). Sums are rounded in another order, as they are
+            in batches of another size. None: unless ``batch_invariant``.
         batch_invariant: give every log-probability the same bits for any other requests and their order,
             chunks of prompts, cached prefixes, preemption, guesses, and with CUDA graphs or without. All sums
             then have one order, which costs speed. Not with ``cascade_attention=True``, several processes or
@@ -241,7 +241,8 @@ class LLM:
             blocks, size, max_sequences=seqs, max_seqlen=length,
             num_host_blocks=int(host_bytes) // block_bytes, window_left=window,
         )  # fmt: skip
-        groups = PrefixGroups(manager, config.windows) if cascade_attention else None
+        token_bytes = bytes_of_block(network, 1, cache_dtype) // config.num_layers
+        groups = PrefixGroups(manager, config.windows, token_bytes) if cascade_attention else None
         scheduler = Scheduler(manager, budget, prefix_caching, groups)
         runner = Runner(
             network, manager, cache_dtype, budget, capture=not enforce_eager, draft=draft,

@@ -26,7 +26,7 @@ SIZE = 4
 @pytest.fixture(autouse=True)
 def _small_groups(monkeypatch):
     """Let every common block be worth a group."""
-    monkeypatch.setattr(groups, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(groups, "MIN_SAVED_BYTES", 1)
 
 
 class Tables:
@@ -124,7 +124,7 @@ def most_saved(tables: list[list[int]], levels: int) -> int:
 def test_groups_of_random_tables_save_the_most_that_is_possible(seed, monkeypatch):
     """Each level must save as many more tokens than fewer levels as was asked for."""
     world, saved = Tables(seed), []
-    monkeypatch.setattr(groups, "MIN_SAVED_TOKENS", least := (1, 1, 6, 12, 17, 24)[seed])
+    monkeypatch.setattr(groups, "MIN_SAVED_BYTES", least := (1, 1, 6, 12, 17, 24)[seed])
     for _ in range(150):
         world.change()
         entries = world.step()
@@ -165,10 +165,10 @@ def test_levels_that_save_too_little_are_left_out(monkeypatch):
         for sequence, number in zip(sequences, numbers, strict=True)
     ]
     for least, levels in ((8, 2), (9, 1), (32, 1), (33, 0)):
-        monkeypatch.setattr(groups, "MIN_SAVED_TOKENS", least)
-        _, cascade = grouped(PrefixGroups(manager), entries)
+        monkeypatch.setattr(groups, "MIN_SAVED_BYTES", 3 * least - 1)
+        _, cascade = grouped(PrefixGroups(manager, token_bytes=3), entries)
         assert (0 if cascade is None else len(cascade.levels)) == levels, least
-    monkeypatch.setattr(groups, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(groups, "MIN_SAVED_BYTES", 1)
     # A long chunk is in no group, and comes last.
     long = entries[0]._replace(num_tokens=groups.MAX_NEW_TOKENS + 1)
     ordered, cascade = grouped(PrefixGroups(manager), [long, *entries[1:]])
@@ -199,7 +199,7 @@ def test_with_a_window_each_query_reads_what_it_sees_and_nothing_twice(seed):
         outer = Group(draw.randrange(count - 1), count, 0, draw.randrange(1, 18))
         inner = Group(outer.start, draw.randrange(outer.start + 1, count + 1), outer.end, 19)
         whole, window = Cascade(((outer,), (inner,)), 0), draw.randrange(12, 50)
-        found = whole.within(window, entries)
+        found = whole.within(window, entries, 1)
         for i, entry in enumerate(entries):
             own = 0
             read: list[int] = []

@@ -40,7 +40,7 @@ def test_captured_steps_give_the_tokens_of_transformers(name, guesses):
 
 def let_all_be_grouped(monkeypatch):
     """Groups however little they save, and with chunks of more than 6 tokens apart."""
-    monkeypatch.setattr(groups, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(groups, "MIN_SAVED_BYTES", 1)
     for module in (groups, runner):
         monkeypatch.setattr(module, "MAX_NEW_TOKENS", 6)
 

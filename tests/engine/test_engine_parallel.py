@@ -27,7 +27,7 @@ def in_a_process(rank: int, world: int, store: str, folders: dict, found: str) -
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     answers, pairs = {}, folders.pop("pairs")
     params = SamplingParams(temperature=0, max_tokens=LENGTH, n=2)
-    groups.MIN_SAVED_TOKENS = 1
+    groups.MIN_SAVED_BYTES = 1
     for name, path in folders.items():
         llm = LLM(
             path, device="cpu", skip_tokenizer_init=True, tensor_parallel_size=world, block_size=4,

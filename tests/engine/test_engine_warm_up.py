@@ -144,7 +144,7 @@ def test_no_captured_step_needs_a_kernel_that_the_warm_up_lacks(tmp_path, name):
         cascade_attention=name in GROUPED, batch_invariant=name == "invariant",
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, remembering() as remembered:
-        patch.setattr(groups, "MIN_SAVED_TOKENS", 1)
+        patch.setattr(groups, "MIN_SAVED_BYTES", 1)
         for module in (groups, runner, step_calls):
             patch.setattr(module, "MAX_NEW_TOKENS", 8)
         forms, form_of = list[runner.Form](), llm.engine.runner._form

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from flashtile.engine.speculation import MAX_GUESSES
 from flashtile.kv_cache import BlockManager
 
 if TYPE_CHECKING:
@@ -36,10 +37,10 @@ launches, and a partial result for each query: on an H200, 12 us for 8 sequences
 on the card: 8 sequences that saved 59 MB took 1.09 times as long as without groups, 64 and 256 that saved 117
 MB 1.02 and 1.01 times, 64 that saved 248 MB 0.93 times, 256 that saved 470 MB 0.74 times. A second level that
 saved 117 MB took 1.02 times as long as one level."""
-MAX_NEW_TOKENS = 64
-"""Sequences with more new tokens in a step are in no group. Such chunks of prompts are bound by products, not
-by reading, and Hopper's fast kernel for them continues no other softmax. They come last in the step, and
-their attention is a call of its own. Not measured."""
+MAX_NEW_TOKENS = MAX_GUESSES + 2
+"""Sequences with more new tokens in a step, which have no guesses, are in no group. Such chunks of prompts
+are bound by products, not by reading, and Hopper's fast kernel for them continues no other softmax. They come
+last in the step, and their attention is a call of its own. Not measured."""
 MAX_NESTING = 8
 """Number of nested groups among which levels are chosen, which bounds the time to choose them."""
 MIN_BOUND = 8

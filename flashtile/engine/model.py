@@ -541,15 +541,19 @@ class Model:
         tables = [rotary_tables(rope, self.config.head_dim, count) for rope in self.config.ropes]
         self.rotary = [table.to(self.embedding.device) for pair in tables for table in pair]
 
-    def update(self, weights: Weights) -> None:
-        """Write other weights into the memory of the present ones, one layer at a time."""
-        config = self.config
+    def check_e4m3(self, weights: Weights) -> None:
+        """Raise ValueError unless other weights have the same matrices in e4m3."""
         different = sorted(self.in_e4m3 ^ getattr(weights, "in_e4m3", set()))
         if different:
             raise ValueError(
                 f"named_tensors must have the same matrices in e4m3 as the model, got {different[0]!r} in "
                 + ("another dtype" if different[0] in self.in_e4m3 else "e4m3")
             )
+
+    @torch.inference_mode()
+    def update(self, weights: Weights) -> None:
+        """Write other weights into the memory of the present ones, one layer at a time."""
+        config = self.config
         self.embedding.copy_(weights("model.embed_tokens.weight"))
         for number, layer in enumerate(self.layers):
             overwrite(layer, Layer(config, weights, number, self.ranks, self.fp8))

@@ -265,18 +265,21 @@ class Runner:
         """Free the memory of the KV cache and of the weights. See :meth:`flashtile.engine.LLM.sleep`."""
         self.close()
         caches = [self._logits, *(one for memory in self._memories for one in (memory.k, memory.v))]
-        self.asleep = {KV_CACHE: [Freed(caches, False)], WEIGHTS: [Freed(self.model.weights, keep_weights)]}
+        # Note each part as it is freed: if the host has no memory for the next one, wake_up restores it.
+        self.asleep[KV_CACHE] = [Freed(caches, False)]
+        self.asleep[WEIGHTS] = [Freed(self.model.weights, keep_weights)]
+        self.has_weights &= keep_weights
         if self.drafter is not None:
             self.asleep[WEIGHTS].append(Freed(self.drafter.model.weights, True))
-        self.has_weights = keep_weights
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def wake_up(self, tag: str) -> None:
         """Allocate the memory of ``tag`` again, if it was freed."""
-        for freed in self.asleep.pop(tag, ()):
+        for freed in self.asleep.get(tag, ()):
             freed.restore()
+        self.asleep.pop(tag, None)  # not earlier: the device may have no memory yet
 
     def _form(self, schedule: SchedulerOutput) -> tuple[Form, bool]:
         """Return the sizes of a step, and whether a CUDA graph computes it."""
@@ -515,7 +518,7 @@ class Runner:
                 scored = scored / beam.temperature
             elif mode.startswith("processed"):
                 own: list[Any] = [of[i : i + 1] if isinstance(of, Tensor) else of for of in draw.choice]
-                scored = processed(logits[i : i + 1], Choice(*own))
+                scored = processed(logits[i : i + 1], Choice(*own), tokens[i : i + 1])
             count = scored.shape[1] if count < 0 else count
             normalise = mode.endswith("logprobs")
             in_flight.scores[i] = log_probabilities(scored, tokens[i : i + 1], count, normalise)

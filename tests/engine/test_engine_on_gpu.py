@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import MODELS, folder, folder_with_pairs, greedy, load, prompts
+from engine_models import MODELS, VOCABULARY, folder, folder_with_pairs, greedy, load, prompts
 
 from flashtile.engine import LLM, SamplingParams, groups, runner
 from flashtile.engine.device import Capture
@@ -75,9 +76,14 @@ def test_captured_steps_of_every_family_give_the_tokens_of_transformers(name):
     assert llm.engine.runner.graphs
 
 
+@pytest.mark.parametrize("guesses", [None, "row"])
 @pytest.mark.parametrize("level", [1, 2])
-def test_an_engine_that_slept_frees_memory_and_captures_again(level):
-    llm = load("llama3", device="cuda", dtype="float32", block_size=16, num_gpu_blocks_override=4096)
+def test_an_engine_that_slept_frees_memory_and_captures_again(level, guesses):
+    config = None if guesses is None else draft(1)
+    llm = load(
+        "llama3", device="cuda", dtype="float32", block_size=16, num_gpu_blocks_override=4096,
+        speculative_config=config,
+    )  # fmt: skip
     params, memory = SamplingParams(temperature=0, max_tokens=LENGTH), llm.engine.runner.memory
     llm.generate(prompts(), params)
     graphs, bytes_of_cache = len(llm.engine.runner.graphs), memory.k.nbytes + memory.v.nbytes
@@ -97,11 +103,13 @@ def test_graphs_compute_with_new_weights():
     params = SamplingParams(temperature=0, max_tokens=LENGTH)
     llm.generate(prompts(), params)
     graphs = dict(llm.engine.runner.graphs)
+    llm.generate(prompts(), replace(params, max_tokens=100, stop_token_ids=list(range(0, VOCABULARY, 2))))
+    assert llm.engine.has_unfinished  # a step that was launched before the last answer's end was read
     llm.update_weights(folder("llama3"))
     outputs = llm.generate(prompts(), params)
     assert [output.outputs[0].token_ids for output in outputs] == greedy("llama3", LENGTH)
     assert graphs
-    assert llm.engine.runner.graphs == graphs
+    assert {form: llm.engine.runner.graphs[form] for form in graphs} == graphs
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])

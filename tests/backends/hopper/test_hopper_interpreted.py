@@ -32,6 +32,7 @@ from flashtile.backends.hopper.backward import schedule as backward_schedule
 from flashtile.backends.hopper.backward.costs import Splits
 from flashtile.backends.hopper.decode import launch as decode_launch
 from flashtile.backends.hopper.forward import config as forward_config
+from flashtile.backends.hopper.forward import divided
 from flashtile.backends.hopper.forward import launch as forward_launch
 from flashtile.backends.hopper.forward.config import alternatives, every_row, of_tables
 from flashtile.backends.hopper.linear import config as ring
@@ -584,6 +585,40 @@ def test_alternatives_compute_the_same_bits(head_dim: int, keys: int, causal: bo
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
     with mock.patch.object(forward_config, "choose", return_value=config), interpreted():
         testing.check(q, k, v, causal=causal, backend="hopper", gradients=False)
+
+
+DIVIDED: Variants = {
+    "grouped": {"heads_q": 4, "causal": True, "seqlen_q": 140, "seqlen_k": 700, "sink": "own"},
+    "window": {"batch": 2, "window_size": (400, 0), "softcap": 9.0, "head_dim": 40, "seqlen_k": 600},
+    "rows-without-keys": {
+        "seqlen_q": 200,
+        "seqlen_k": 150,
+        "causal": True,
+        "alibi": "batch",
+        "head_dim": 128,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "grouped" else pytest.param(name, marks=exhaustive) for name in DIVIDED]
+)
+def test_few_queries_divide_their_keys(name: str) -> None:
+    """Also the backward takes the lse of divided keys."""
+    case = replace(SMALL, name=name, **DIVIDED[name])
+    with mock.patch.object(divided, "WORTHWHILE", 100.0), interpreted() as interpreter:
+        case.inputs("cpu").check(backend="hopper")
+    assert "attend_kernel" in interpreter.launched
+    assert "forward_kernel" not in interpreter.launched
+
+
+def test_keys_that_tma_cannot_address_as_a_cache_are_not_divided() -> None:
+    """Between the two sequences lies a row and a half."""
+    q = torch.randn(2, 10, 2, 64, dtype=BF16)
+    k, v = (torch.randn(2, 301 * 64 + 32, dtype=BF16)[:, : 300 * 64].view(2, 300, 1, 64) for _ in "kv")
+    with mock.patch.object(divided, "WORTHWHILE", 100.0), interpreted() as interpreter:
+        testing.check(q, k, v, backend="hopper", gradients=False)
+    assert "forward_kernel" in interpreter.launched
 
 
 DETERMINISTIC: Variants = {

@@ -12,12 +12,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
+import flashtile
 from benchmarks.suite.workload import Workload
 from benchmarks.suite.workloads import select
+from flashtile.backends import hopper
 from flashtile.backends.common.device import Target
+from flashtile.backends.common.launch import recording
 from flashtile.backends.hopper import work_tiles
 from flashtile.backends.hopper.backward.config import choose as choose_backward
 from flashtile.backends.hopper.forward import rounds, schedule
@@ -28,6 +32,7 @@ from flashtile.backends.hopper.forward.config import (
     of_tables,
     tile_columns,
 )
+from flashtile.backends.hopper.forward.divided import DividedConfig, divided
 from flashtile.backends.hopper.forward.launch import forward_variant, schedule_of
 from flashtile.backends.hopper.forward.rounds import (
     COSTS,
@@ -39,7 +44,10 @@ from flashtile.backends.hopper.forward.rounds import (
     plan_of,
     work_of_launch,
 )
-from flashtile.problems.attention import Problem
+from flashtile.io_model import CARDS
+from flashtile.operators.attention import FORWARD
+from flashtile.problems.attention import NO_EXTRAS, Options, Problem
+from flashtile.problems.masking import Masking
 from flashtile.tools.inspection.attention import GROUPED
 from kernels_as_python import functions_of
 from walk import walk
@@ -370,3 +378,46 @@ def test_few_blocks_of_dq_are_not_paired(batch: int, seqlen: int, heads: int, si
     for change in ({"window_right": FULL}, {"varlen": True}):
         plain = choose_backward(replace(problem_of(batch, seqlen, (heads, heads), 256), **change))
         assert plain.paired_below == 8192  # type: ignore[attr-defined]
+
+
+NEW_TOKENS = {
+    "137 of 18,496": (137, 18496, (32, 8), 128),
+    "470 of 11,410": (470, 11410, (8, 1), 128),
+    "64 of 32,768": (64, 32768, (16, 16), 64),
+}
+"""New tokens of a prompt on keys that were computed before: fewer query tiles than multiprocessors."""
+
+
+@pytest.mark.parametrize("name", NEW_TOKENS)
+def test_few_queries_on_many_keys_divide_the_keys(name: str) -> None:
+    new, keys, heads, head_dim = NEW_TOKENS[name]
+    few = problem_of(1, keys, heads, head_dim, seqlen_q=new, total_q=new)
+    assert isinstance(hopper.configure_forward(few), DividedConfig)
+    others = {
+        "batch": {"batch": 32}, "seqused_k": {"seqused_k": True}, "varlen": {"varlen": True},
+        "statistics": {"max_logits": True}, "partial": {"partial": True}, "dropout": {"dropout_p": 0.1},
+    }  # fmt: skip
+    for other in others.values():
+        assert isinstance(hopper.configure_forward(replace(few, **other)), ForwardConfig)
+
+
+def test_calls_that_fill_the_gpu_do_not_divide_the_keys() -> None:
+    """None of the papers' grid, and none of the shapes that the documentation measures."""
+    for workload in select(["paper"]) + select(["shapes"]):
+        if workload.mod is None and not workload.alibi and max(workload.head_dim, workload.width_v) <= 256:
+            heads = workload.num_heads_q, workload.num_heads_kv
+            sizes = {"seqlen_q": workload.seqlen_q, "head_dim_v": workload.width_v}
+            right = CAUSAL if workload.causal else FULL
+            problem = problem_of(workload.batch, workload.seqlen_k, heads, workload.head_dim, right)
+            assert divided(replace(problem, **sizes), choose(replace(problem, **sizes))) is None
+
+
+def test_explain_and_compilation_know_of_divided_keys() -> None:
+    q = torch.empty(1, 100, 12, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(1, 20001, 2, 128, dtype=torch.bfloat16, device="meta")
+    explanation = flashtile.explain(q, k, k, causal=True, card=CARDS["h100"])
+    assert "forward: hopper, keys divided among programs" in str(explanation)
+    with recording() as recorded:
+        FORWARD.launch_on_meta((q, k, k), NO_EXTRAS, Options(masking=Masking(window_right=0)), H200)
+    names = [launch.kernel.fn.__name__ for launch, _ in recorded]
+    assert names == ["attend_kernel", "combine_recorded_kernel"]

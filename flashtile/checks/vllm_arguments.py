@@ -74,7 +74,7 @@ _BOTH: dict[str, Argument] = {
     "config_format": Argument(("auto", "hf"), "models are read in Hugging Face's format only"),
     "cpu_offload_gb": Argument((0,), f"use quantization='fp8', or more GPUs; {IN_VLLM}"),
     "disable_async_output_proc": _flag("use async_scheduling=False", False),
-    "disable_cascade_attn": _flag("use cascade_attention=True", True),
+    "disable_cascade_attn": _flag("cascade_attention=False turns groups off"),
     "disable_chunked_mm_input": _flag(_IMAGES, False),
     "disable_custom_all_reduce": _flag("the engine picks its all-reduce by its size", False),
     "disable_hybrid_kv_cache_manager": _flag("all layers share one block table"),

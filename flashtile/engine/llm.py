@@ -71,12 +71,12 @@ class LLM:
         kv_cache_dtype: "auto" (the dtype of the weights) or "fp8".
         enable_prefix_caching: reuse the blocks of equal prefixes. None: True.
         cascade_attention: read the blocks that sequences share, such as the prompt of ``n`` answers, once in
-            a step instead of once for each sequence. Layers without a window do so in steps in which it saves
-            the reading of at least 8,192 tokens (:mod:`flashtile.engine.groups`). Sums are rounded in another
-            order, as they are in batches of another size. Off, because it was not measured on a GPU yet.
+            a step instead of once for each sequence. Layers do so in steps in which it saves the reading of
+            at least 128 MiB (:mod:`flashtile.engine.groups`). Sums are rounded in another order, as they are
+            in batches of another size. None: unless ``batch_invariant``.
         batch_invariant: give every log-probability the same bits for any other requests and their order,
             chunks of prompts, cached prefixes, preemption, guesses, and with CUDA graphs or without. All sums
-            then have one order, which costs speed. Not with ``cascade_attention``, several processes or
+            then have one order, which costs speed. Not with ``cascade_attention=True``, several processes or
             ``tree_width`` above 1, and on a GPU neither in float32 nor with a vocabulary whose size is no
             multiple of 8.
         swap_space: GiB of host memory that preempted sequences are swapped to. 0: preempted sequences are
@@ -143,7 +143,7 @@ class LLM:
         block_size: int | None = None,
         kv_cache_dtype: str = "auto",
         enable_prefix_caching: bool | None = None,
-        cascade_attention: bool = False,
+        cascade_attention: bool | None = None,
         batch_invariant: bool = False,
         swap_space: float = 0,
         async_scheduling: bool | None = None,
@@ -157,6 +157,7 @@ class LLM:
     ):
         processes = as_int_within("tensor_parallel_size", tensor_parallel_size, 1, 2**10)
         prefix_caching = True if enable_prefix_caching is None else enable_prefix_caching
+        cascade_attention = not batch_invariant if cascade_attention is None else cascade_attention
         _check_choices(
             quantization, load_format, enable_prefix_caching=prefix_caching,
             cascade_attention=cascade_attention, enforce_eager=enforce_eager, warmup=warmup,
@@ -240,8 +241,8 @@ class LLM:
             blocks, size, max_sequences=seqs, max_seqlen=length,
             num_host_blocks=int(host_bytes) // block_bytes, window_left=window,
         )  # fmt: skip
-        # With a window in all layers, blocks are released, and no layer could use groups.
-        groups = PrefixGroups(manager) if cascade_attention and window < 0 else None
+        token_bytes = bytes_of_block(network, 1, cache_dtype) // config.num_layers
+        groups = PrefixGroups(manager, config.windows, token_bytes) if cascade_attention else None
         scheduler = Scheduler(manager, budget, prefix_caching, groups)
         runner = Runner(
             network, manager, cache_dtype, budget, capture=not enforce_eager, draft=draft,

@@ -145,8 +145,9 @@ def serve(
         bool | None, typer.Option(help="Schedule a step while the one before runs. Default: on GPUs.")
     ] = None,
     cascade_attention: Annotated[
-        bool, typer.Option("--cascade-attention", help="Read blocks that sequences share once in a step.")
-    ] = False,
+        bool | None,
+        typer.Option(help="Read blocks that sequences share once. Default: unless --batch-invariant."),
+    ] = None,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="Log-probabilities with the same bits in every batch.")
     ] = False,

@@ -44,6 +44,8 @@ from flashtile.problems.attention import Problem
 from flashtile.problems.decode import CacheTensors, DecodeOptions, DecodeProblem
 from flashtile.problems.fp8_layout import E4M3
 from flashtile.problems.linear import LinearTensors
+from flashtile.problems.masking import EVERYTHING
+from flashtile.reference import decode as decode_reference
 from flashtile.testing import decode as decode_testing
 from flashtile.testing import fp8 as fp8_testing
 from flashtile.tools.inspection.attention import GROUPED
@@ -828,6 +830,27 @@ def test_decode_of_pages_with_padding_of_several_blocks() -> None:
         with interpreted():
             found.append(flashtile.flash_attn_with_kvcache(*tensors, backend="hopper", **arguments))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("page_size", [16, pytest.param(64, marks=exhaustive)])
+def test_keys_that_groups_share_within_a_window(page_size: int) -> None:
+    """Keys before a group's first one are NaN. The last group has neither queries nor keys."""
+    tensors, arguments = paged(
+        [300, 150, 0], (8, 2), 64, page_size=page_size, seqlen_q=(10, 24, 0), device="cpu"
+    )
+    arguments["cache_leftpad"] = torch.tensor([130, 0, 0], dtype=torch.int32)
+    exact, lse, *_ = decode_reference.attention_with_kvcache(*tensors, upcast=torch.float64, **arguments)
+    for cache in tensors[1:]:
+        cache[arguments["block_table"][0, : 128 // page_size].long()] = torch.nan
+    longest = arguments.pop("max_seqlen_q")
+    given, options = CacheTensors(**arguments), DecodeOptions(max_seqlen_q=longest, backend="hopper")
+    problem = DecodeProblem.from_tensors(*tensors, given, options._replace(partial=True, masking=EVERYTHING))
+    launch = hopper_decode.prepare_decode(problem, hopper_decode.configure_decode(problem))
+    with interpreted():
+        out, found = launch(*tensors, given)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), exact.double(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(found.double(), lse.double(), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,8 @@ def kernels_of(call: Call, card: Card) -> list[KernelTraffic]:
     most = max((len(tile.blocks) for tile in every), default=0)
     even = not call.page_size and all(len(tile.blocks) == most for tile in every)
     tile_bytes = bytes_to_read(most * block, call.head_dim + call.width_v, _operand_bytes(call))
-    if config.takes_stream_k(m_blocks, len(every), card.sm_count, tile_bytes, even):
+    mixed = 2 * sum(seqlen_q for seqlen_q, _ in call.sequences) < call.batch * call.seqlen_q
+    if config.takes_stream_k(m_blocks, len(every), card.sm_count, tile_bytes, even, mixed):
         programs = config.stream_k_programs(len(every), card.sm_count)
         each = _even_part(every, programs) if config.DIVIDES_ALIKE else 0
         programs, parts, cut_rows = _even_parts(every, each) if each else _runs(every, programs)

@@ -5,14 +5,15 @@ without filters, and mostly two or three times with them::
 
     survey      the largest score of each lane, and the total probability
     estimate    a bound that all kept scores probably reach
-    few reach it:     list_from           list them; then the list decides about each draw
-    many reach it:    draw_from           draw among them
-                      weights_from        is the winner kept? If not, draw again among better scores
+    few reach it:     list_from           list them, and read the list instead of the row from here on
+                      draw_from           the best two of them, with noise
+                      weights_from        is one of the two kept? If not, draw again among better scores
 
 A token is kept by top-k and top-p if the weight of all better tokens does not suffice: their number is less
 than k, or their probability less than p. So equal logits are kept or dropped together, and one sum decides
 about a token: no sort and no exact threshold are needed. A winner that is not kept is worse than all kept
-tokens, so they take part in the next draw.
+tokens, so they take part in the next draw. Of a flat row, 2 of 100 winners are not kept. The second best is
+therefore drawn and checked too: with hundreds of rows, some row would mostly have to be read twice more.
 
 The largest scores of 2,048 lanes contain almost all of the few scores that are kept in a peaked
 distribution, so the k-th of them is a tight lower bound. A flat distribution is estimated from one random
@@ -122,7 +123,7 @@ class Best(NamedTuple):
 
 
 class Leaders(NamedTuple):
-    """The best, and the second best, which is the best of what remains if the first turns out not to be kept."""
+    """The best so far, and the second best, which wins if the best is not kept."""
 
     first: Best
     second: Best
@@ -191,17 +192,18 @@ def largest_threshold(tile, row, vocab_size, listed, lowest, wanted, by_mass, di
     threshold = tl.full([], 0, tl.uint32)
     for digit in range(digits):
         unit = tl.full([], 1, tl.uint32) << (30 - 2 * digit)
-        one = tl.zeros([BLOCK], tl.float32)
-        sums = add_above((one, one, one), tile, lowest, threshold, unit, row.largest, by_mass)
-        for first in range(0, vocab_size, C.BLOCK):
+        nothing = tl.zeros([BLOCK], tl.float32)
+        sums = add_above((nothing, nothing, nothing), tile, lowest, threshold, unit, row.largest, by_mass)
+        for first in tl.range(0, vocab_size, C.BLOCK, num_stages=STAGES):
             scores = load_scores(row, first, C)
             sums = add_above(sums, scores, lowest, threshold, unit, row.largest, by_mass)
         for first in range(0, listed.count, C.BLOCK):
             scores = load_listed(listed, first, C)
             sums = add_above(sums, scores, lowest, threshold, unit, row.largest, by_mass)
-        one, two, three = tl.reduce(sums, 0, add_three)  # together, because each reduction waits for all threads
-        steps = (one >= wanted).to(tl.uint32) + (two >= wanted).to(tl.uint32) + (three >= wanted).to(tl.uint32)
-        threshold += unit * steps
+        # Together, because each reduction waits for all threads.
+        one, two, three = tl.reduce(sums, 0, add_three)
+        steps = (one >= wanted).to(tl.uint32) + (two >= wanted).to(tl.uint32)
+        threshold += unit * (steps + (three >= wanted).to(tl.uint32))
     return score_of(threshold)
 
 
@@ -520,7 +522,7 @@ def draw_from(row, listed, lower, strict, SECOND: tl.constexpr, C: tl.constexpr)
 
 @triton.jit
 def weights_from(row, listed, one, two, lower, by_mass, C: tl.constexpr):
-    """Return the weights of the scores of a row and a list above ``one``, above ``two``, and from ``lower`` on."""
+    """Return the weights of a row and a list above ``one``, above ``two``, and from ``lower`` on."""
     BLOCK: tl.constexpr = C.BLOCK
     nothing = tl.zeros([BLOCK], tl.float32)
     above_one, above_two, total = nothing, nothing, nothing
